@@ -1,0 +1,42 @@
+"""The errors that a user of Megalith meets, each carrying the process exit code that it ends with.
+
+A message names the flag or file, the value, the rule and the remedy. `assert` is kept for our own invariants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class MegalithError(Exception):
+    """Base of every error that is reported to the user as a message instead of a traceback."""
+
+    exit_code = 1
+
+
+class ConfigError(MegalithError):
+    """The configuration cannot run. Carries every violation found, not the first only."""
+
+    exit_code = 2
+
+    def __init__(self, violations: str | Sequence[str]) -> None:
+        self.violations: tuple[str, ...] = (violations,) if isinstance(violations, str) else tuple(violations)
+        super().__init__("\n".join(self.violations))
+
+
+class DataError(MegalithError):
+    """A dataset, a text file or a tokenizer file is missing, damaged or unfit for what is asked of it."""
+
+    exit_code = 3
+
+
+class CheckpointError(MegalithError):
+    """A checkpoint is missing, damaged, incomplete or does not fit the model that is to receive it."""
+
+    exit_code = 4
+
+
+class LayoutError(MegalithError):
+    """A tensor or a group of ranks cannot be divided in the way that is asked."""
+
+    exit_code = 5
