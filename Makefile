@@ -1,0 +1,68 @@
+# Megalith: the tasks of a user and of a developer. `make` lists them.
+#
+# Variables:  PYTHON=python3.12     the interpreter that makes .venv
+#             CONSTRAINTS=          install the newest versions instead of the tested ones
+#             PIP_FLAGS='-i URL'    anything for pip; PIP_INDEX_URL and the other PIP_* variables work as usual
+#             WHEELHOUSE=wheelhouse install from that folder only, without network (docs/install.md)
+
+PYTHON ?= python3
+CONSTRAINTS ?= constraints.txt
+PIP_FLAGS ?=
+WHEELHOUSE ?=
+ARGS ?=
+BIN := .venv/bin
+PIP_INSTALL := $(BIN)/python -m pip install $(if $(WHEELHOUSE),--no-index --find-links $(WHEELHOUSE)) \
+	$(if $(CONSTRAINTS),-c $(CONSTRAINTS)) $(PIP_FLAGS)
+
+.DEFAULT_GOAL := help
+.PHONY: help quickstart install dev test test-full test-gpu check format bench docs wheelhouse clean
+
+help: ## List the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /|/' | awk -F'|' '{printf "  make %-12s %s\n", $$1, $$2}'
+
+quickstart: .venv/.installed-plot ## Install, then train, kill, resume and sample a GPT on this machine (minutes)
+	@$(BIN)/megalith quickstart $(ARGS)
+
+install: .venv/.installed-plot ## Install megalith into .venv
+dev: .venv/.installed-dev ## Install megalith with everything that tests and checks need
+
+test: .venv/.installed-dev ## Run the tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+
+test-full: .venv/.installed-dev ## Run all tests, the slow ones too
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'full or not full' $(ARGS)
+
+test-gpu: .venv/.installed-dev ## Run the tests that need a CUDA device
+	$(BIN)/python -m pytest -m gpu $(ARGS)
+
+check: .venv/.installed-dev ## Formatting, lint, types and floors
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/unit/test_floors.py
+
+format: .venv/.installed-dev ## Format and fix what can be fixed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: .venv/.installed-dev ## Measure the speed of a training step against the machine's peak
+	$(BIN)/python benchmarks/step.py $(ARGS)
+
+wheelhouse: | $(BIN)/python ## Collect all files for an install without network (docs/install.md)
+	$(BIN)/python -m pip wheel $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) $(PIP_FLAGS) -w wheelhouse \
+		'.[dev]' hatchling editables pip
+	@echo 'wheelhouse/ is complete. On the machine without network: make install WHEELHOUSE=wheelhouse'
+
+clean: ## Remove the environment, caches and the quickstart's output
+	rm -rf .venv build dist wheelhouse quickstart .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamp keeps the environment until the package's requirements change.
+.venv/.installed-%: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
+	$(PIP_INSTALL) -e '.[$*]'
+	@touch $@
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+		{ echo 'Megalith needs Python 3.10 or newer: make PYTHON=/path/to/python3.12'; exit 1; }
+	$(PYTHON) -m venv .venv || { echo 'On Debian and Ubuntu: apt-get install python3-venv'; exit 1; }
