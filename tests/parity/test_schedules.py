@@ -1,0 +1,89 @@
+"""The schedules against the traces of Megatron's own classes (golden `schedulers`), exactly."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megalith.errors import CheckpointError, ConfigError
+from megalith.schedules.batch_size import num_micro_batches
+from megalith.schedules.learning_rate import LearningRateSchedule
+from megalith.schedules.parameters import ParameterSchedule, resume_schedule
+from megalith.schedules.weight_decay import WeightDecaySchedule
+
+
+def build(config: dict[str, Any]) -> ParameterSchedule:
+    return ParameterSchedule(
+        LearningRateSchedule(
+            max_lr=config["max_lr"],
+            min_lr=config["min_lr"],
+            decay_samples=config["lr_decay_steps"],
+            style=config["lr_decay_style"],
+            warmup_samples=config["lr_warmup_steps"],
+            init_lr=config["init_lr"],
+            wsd_samples=config.get("wsd_decay_steps"),
+            wsd_style=config.get("lr_wsd_decay_style", "exponential"),
+        ),
+        WeightDecaySchedule(config["start_wd"], config["end_wd"], config["wd_incr_steps"], config["wd_incr_style"]),
+    )
+
+
+def test_every_trace_is_repeated(shared: Path) -> None:
+    cases = json.loads((shared / "golden/schedulers/param_scheduler.json").read_text())
+    compared = 0
+    for case in cases:
+        if "error" in case:
+            with pytest.raises(ConfigError):
+                build(case["config"])
+            continue
+        schedule = build(case["config"])
+        rates = [
+            schedule.learning_rate.with_rates(group["max_lr"], group["min_lr"])
+            if "max_lr" in group
+            else schedule.learning_rate
+            for group in case["groups"]
+        ]
+        for point in case["trace"]:
+            samples = point["num_steps"]
+            assert [rate.lr(samples) for rate in rates] == point["lr"], (case["name"], samples)
+            decay = schedule.weight_decay.weight_decay(samples)
+            expected = [decay * group.get("wd_mult", 1.0) for group in case["groups"]]
+            assert expected == point["wd"], (case["name"], samples)
+            compared += 1
+        assert schedule.state_dict(case["trace"][-1]["num_steps"]) == case["state_dict"]
+    assert compared > 1500
+
+
+def test_resume_takes_refuses_and_overrides_as_the_original(shared: Path) -> None:
+    golden = json.loads((shared / "golden/schedulers/param_scheduler_resume.json").read_text())
+    assert golden["cases"]
+    for case in golden["cases"]:
+        flags = case["flags"]
+        arguments = {
+            "override": flags.get("override_opt_param_scheduler", False),
+            "use_checkpoint": flags.get("use_checkpoint_opt_param_scheduler", False),
+        }
+        current, result = build(case["class_args"]), case["result"]
+        if "error" in result:
+            with pytest.raises(CheckpointError) as raised:
+                resume_schedule(current, golden["state_dict"], **arguments)
+            assert str(raised.value).splitlines()[0] == result["error"]
+            continue
+        resumed = resume_schedule(current, golden["state_dict"], **arguments)
+        assert resumed.num_samples == result["num_steps"]
+        assert resumed.schedule.learning_rate.max_lr == result["max_lr"]
+        assert resumed.schedule.learning_rate.lr(resumed.num_samples) == result["lr"][0]
+
+
+def test_constant_micro_batches(shared: Path) -> None:
+    cases = json.loads((shared / "golden/schedulers/microbatches.json").read_text())
+    constant = [case for case in cases if case["config"]["rampup_batch_size"] is None and "trace" in case]
+    assert constant
+    for case in constant:
+        config = {key: value for key, value in case["config"].items() if key != "rampup_batch_size"}
+        if config.pop("decrease_batch_size_if_needed", False):
+            continue
+        assert {num_micro_batches(**config)} == {row[2] for row in case["trace"]}

@@ -1,0 +1,81 @@
+"""Properties of the schedules that hold for every value."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megalith.errors import CheckpointError, ConfigError
+from megalith.schedules.batch_size import num_micro_batches
+from megalith.schedules.learning_rate import ANNEALING, DECAY_STYLES, LearningRateSchedule
+from megalith.schedules.parameters import REPORTED_NAMES, ParameterSchedule, resume_schedule
+from megalith.schedules.weight_decay import WeightDecaySchedule
+
+
+@given(
+    style=st.sampled_from(DECAY_STYLES),
+    wsd_style=st.sampled_from(sorted(ANNEALING)),
+    warmup=st.integers(0, 50),
+    samples=st.integers(0, 300),
+)
+def test_the_rate_stays_between_its_bounds(style: str, wsd_style: str, warmup: int, samples: int) -> None:
+    schedule = LearningRateSchedule(1e-3, 1e-5, 200, style, warmup, wsd_samples=40, wsd_style=wsd_style)
+    rate = schedule.lr(samples)
+    assert 0.0 <= rate <= 1e-3 * (1 + 1e-12)
+    if samples > warmup:
+        assert rate >= 1e-5 * (1 - 1e-9)
+
+
+@given(style=st.sampled_from(["linear", "cosine", "inverse-square-root", "WSD"]), samples=st.integers(11, 250))
+def test_after_the_warm_up_the_rate_never_rises(style: str, samples: int) -> None:
+    schedule = LearningRateSchedule(1e-3, 1e-5, 200, style, 10, wsd_samples=40)
+    assert schedule.lr(samples + 1) <= schedule.lr(samples)
+
+
+def test_every_contradiction_is_named_at_once() -> None:
+    with pytest.raises(ConfigError) as raised:
+        LearningRateSchedule(1e-3, 2e-3, 10, "sine", 20, init_lr=5e-3)
+    text = str(raised.value)
+    for flag in ("--lr-decay-style sine", "--min-lr 0.002", "--lr-warmup-init 0.005", "--lr-warmup-iters"):
+        assert flag in text
+
+
+@pytest.mark.parametrize("style", ["constant", "linear", "cosine"])
+def test_weight_decay_ends_at_its_end(style: str) -> None:
+    start = 0.1 if style == "constant" else 0.01
+    schedule = WeightDecaySchedule(start, 0.1, 60, style)
+    assert schedule.weight_decay(0) == start
+    assert schedule.weight_decay(61) == 0.1
+
+
+def test_weight_decay_refuses_a_constant_that_moves() -> None:
+    with pytest.raises(ConfigError, match="linear or cosine"):
+        WeightDecaySchedule(0.01, 0.1, 60, "constant")
+
+
+def test_micro_batches_must_fill_the_global_batch() -> None:
+    assert num_micro_batches(16, 2, 4) == 2
+    with pytest.raises(ConfigError, match=r"\(10\) is not divisible by micro batch size \(4\) times .* use .* 8 or 12"):
+        num_micro_batches(10, 4, 1)
+
+
+def make_schedule(max_lr: float = 1e-3, decay: int = 80) -> ParameterSchedule:
+    return ParameterSchedule(
+        LearningRateSchedule(max_lr, 1e-5, decay, "cosine", 10), WeightDecaySchedule(0.1, 0.1, 60, "constant")
+    )
+
+
+def test_a_refused_resume_names_every_difference_and_both_remedies() -> None:
+    with pytest.raises(CheckpointError) as raised:
+        resume_schedule(make_schedule(2e-3, 90), make_schedule().state_dict(37))
+    lines = str(raised.value).splitlines()
+    assert len(lines) == 3
+    assert "learning rate" in lines[0] and "total number of iterations" in lines[1]
+    assert "--override-opt-param-scheduler" in lines[2] and "--use-checkpoint-opt-param-scheduler" in lines[2]
+
+
+def test_a_resume_reports_the_nine_values_in_order() -> None:
+    resumed = resume_schedule(make_schedule(), make_schedule().state_dict(37))
+    assert [name for name, _ in resumed.values] == list(REPORTED_NAMES.values())
+    assert resumed.num_samples == 37 and not resumed.overridden
