@@ -1,0 +1,34 @@
+"""The configuration of a run: declared once, read from flags and recipes, checked as a whole. Imports no torch."""
+
+from megalith.config.groups import (
+    CheckpointConfig,
+    DataConfig,
+    LaunchConfig,
+    LogConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    ScheduleConfig,
+    TokenizerConfig,
+    TrainConfig,
+)
+from megalith.config.run import RunConfig, all_settings, group_from_dict, group_types
+
+__all__ = [
+    "CheckpointConfig",
+    "DataConfig",
+    "LaunchConfig",
+    "LogConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "PrecisionConfig",
+    "RunConfig",
+    "ScheduleConfig",
+    "TokenizerConfig",
+    "TrainConfig",
+    "all_settings",
+    "group_from_dict",
+    "group_types",
+]

@@ -1,0 +1,140 @@
+"""One declaration per setting: type, default, help, flags, unit and legal range, from which all else is derived.
+
+The command line, the recipes, the reference page and the saved configuration read the `Setting`s that
+`settings_of` makes from the fields of a group. Rules that look at more than one setting are in `rules`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+_METADATA_KEY = "megalith"
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """What a field says about itself beyond its type and default.
+
+    Attributes:
+        help: one line for the reference page.
+        unit: what the number counts, empty where the help says it.
+        flag: the Megatron flag when it is not the field name with hyphens.
+        aliases: other spellings that take the same value.
+        off: spellings that switch a boolean off, beside the derived `--no-x` and `--disable-x`.
+        shorthands: spellings without a value that stand for one.
+        choices: legal values, empty for any.
+        later: values that Megatron knows and that come with other work.
+        later_with: what the `later` values come with.
+        at_least, above, at_most, below: legal range of a number.
+        nothing: why this setting needs nothing here, empty when it has an effect.
+        ours: true for settings that Megatron does not have.
+        from_environment: the environment variable that sets it, empty for none.
+    """
+
+    help: str
+    unit: str = ""
+    flag: str = ""
+    aliases: tuple[str, ...] = ()
+    off: tuple[str, ...] = ()
+    shorthands: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    choices: tuple[str, ...] = ()
+    later: tuple[str, ...] = ()
+    later_with: str = ""
+    at_least: float | None = None
+    above: float | None = None
+    at_most: float | None = None
+    below: float | None = None
+    nothing: str = ""
+    ours: bool = False
+    from_environment: str = ""
+
+
+def setting(default: Any = dataclasses.MISSING, /, **declaration: Any) -> Any:
+    """Declare a field of a group; without a default the setting is required. Keywords are those of `Declaration`."""
+    metadata = {_METADATA_KEY: Declaration(**declaration)}
+    if default is dataclasses.MISSING:
+        return dataclasses.field(metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A field of a group, seen from outside: what the parsers and the documentation work with.
+
+    Attributes:
+        group: section name in recipes and saved configurations, such as `model`.
+        name: field name, which is Megatron's name for it.
+        kind: the type of one value: bool, int, float or str.
+        many: whether it holds a tuple of values.
+        optional: whether None is a legal value.
+        default: default value, None for required settings.
+        required: whether a run cannot do without it.
+        about: the declaration.
+    """
+
+    group: str
+    name: str
+    kind: type
+    many: bool
+    optional: bool
+    default: Any
+    required: bool
+    about: Declaration
+
+    @property
+    def flag(self) -> str:
+        """The spelling that Megatron documents; for a boolean that is on by default, the one that switches it off."""
+        if self.kind is bool and self.default is True:
+            return self.about.off[0] if self.about.off else f"--no-{self.name.replace('_', '-')}"
+        return self.positive_flag
+
+    @property
+    def positive_flag(self) -> str:
+        """The spelling that sets the value or switches a boolean on."""
+        return self.about.flag or "--" + self.name.replace("_", "-")
+
+    @property
+    def spellings(self) -> tuple[str, ...]:
+        """Spellings that take a value, or switch a boolean on."""
+        return (self.positive_flag, *self.about.aliases)
+
+    @property
+    def off_spellings(self) -> tuple[str, ...]:
+        """Spellings that switch a boolean off; empty for other types."""
+        if self.kind is not bool:
+            return ()
+        words = self.positive_flag.removeprefix("--")
+        if words.startswith("no-"):
+            return ("--" + words.removeprefix("no-"),)
+        return tuple(dict.fromkeys((*self.about.off, f"--no-{words}", f"--disable-{words}")))
+
+
+@cache
+def settings_of(group_name: str, group: type) -> tuple[Setting, ...]:
+    """The settings of a group in the order of declaration."""
+    hints = typing.get_type_hints(group)
+    return tuple(_setting_of(group_name, field, hints[field.name]) for field in dataclasses.fields(group))
+
+
+def _setting_of(group_name: str, field: dataclasses.Field[Any], hint: Any) -> Setting:
+    members = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    optional = types.NoneType in members
+    (value_type,) = (member for member in members if member is not types.NoneType)
+    many = typing.get_origin(value_type) is tuple
+    required = field.default is dataclasses.MISSING
+    return Setting(
+        group=group_name,
+        name=field.name,
+        kind=typing.get_args(value_type)[0] if many else value_type,
+        many=many,
+        optional=optional,
+        default=None if required else field.default,
+        required=required,
+        about=field.metadata[_METADATA_KEY],
+    )

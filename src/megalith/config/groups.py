@@ -1,0 +1,366 @@
+"""The settings of a run in small frozen groups; each component receives its own group, not the tree.
+
+Field names are Megatron's own names. Derived numbers are properties, computed and never written back. The groups check
+nothing when they are constructed: `rules` does, over all of them at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megalith.config.fields import setting
+
+_KERNELS_CHOSEN = "torch chooses the attention kernel for the device; the numbers are those of exact attention"
+_ONE_LAYER_IMPLEMENTATION = "there is one implementation of the layers, in PyTorch, with both sets of checkpoint names"
+_WORK_TRAINING = "the complete training options"
+_WORK_PARALLEL = "the parallel engine"
+_WORK_CHECKPOINTS = "the work on checkpoint formats"
+_WORK_DATA = "the complete data path"
+_WORK_MODELS = "the work on more models"
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The architecture: enough to build a GPT as a library object."""
+
+    num_layers: int = setting(help="number of transformer layers", unit="layers", at_least=1)
+    hidden_size: int = setting(help="width of the model", at_least=1)
+    num_attention_heads: int = setting(help="number of query heads", unit="heads", at_least=1)
+    max_position_embeddings: int = setting(
+        help="longest sequence, and rows of the learned position table", unit="tokens", at_least=1
+    )
+    group_query_attention: bool = setting(False, help="share each key and value head between several query heads")
+    num_query_groups: int = setting(
+        1, help="key and value heads under --group-query-attention", unit="heads", at_least=1
+    )
+    ffn_hidden_size: int | None = setting(
+        None,
+        help="width of the feed-forward layers; 4 x hidden, or int(8/3 x hidden / 64) x 64 with --swiglu",
+        at_least=1,
+    )
+    kv_channels: int | None = setting(None, help="size of one head; hidden / heads unless given", at_least=1)
+    position_embedding_type: str = setting(
+        "learned_absolute",
+        help="how positions enter the model",
+        choices=("learned_absolute", "rope", "none"),
+        shorthands={"--use-rotary-position-embeddings": "rope"},
+        later=("yarn", "mrope", "relative"),
+        later_with=_WORK_TRAINING,
+    )
+    rotary_base: int = setting(10000, help="base of the rotary frequencies", at_least=1)
+    rotary_percent: float = setting(1.0, help="part of each head that is rotated", above=0, at_most=1)
+    rotary_interleaved: bool = setting(False, help="rotate neighbouring pairs instead of halves")
+    normalization: str = setting("LayerNorm", help="kind of normalisation", choices=("LayerNorm", "RMSNorm"))
+    norm_epsilon: float = setting(
+        1e-5, help="epsilon of the normalisation", aliases=("--layernorm-epsilon",), above=0, below=1
+    )
+    swiglu: bool = setting(False, help="gated SiLU feed-forward layers instead of GELU")
+    add_bias_linear: bool = setting(True, help="biases in the linear layers", off=("--disable-bias-linear",))
+    add_qkv_bias: bool = setting(False, help="a bias on the query, key and value projection only")
+    untie_embeddings_and_output_weights: bool = setting(False, help="an output layer of its own weights")
+    hidden_dropout: float = setting(0.1, help="dropout of embeddings and residual branches", at_least=0, below=1)
+    attention_dropout: float = setting(0.1, help="dropout of attention probabilities", at_least=0, below=1)
+    attention_softmax_in_fp32: bool = setting(
+        False, help="attention softmax in fp32", nothing="the attention kernels compute the softmax in fp32 in any case"
+    )
+    init_method_std: float = setting(0.02, help="standard deviation of initial weights", at_least=0)
+    use_cpu_initialization: bool = setting(False, help="draw the initial weights exactly as Megatron does on a CPU")
+    make_vocab_size_divisible_by: int = setting(128, help="pad the vocabulary to a multiple of this", at_least=1)
+    attention_backend: str = setting(
+        "auto", help="attention kernel", choices=("auto", "flash", "fused", "unfused", "local"), nothing=_KERNELS_CHOSEN
+    )
+    transformer_impl: str = setting(
+        "transformer_engine",
+        help="implementation of the layers",
+        choices=("local", "transformer_engine"),
+        later=("inference_optimized",),
+        later_with="the serving work",
+        nothing=_ONE_LAYER_IMPLEMENTATION,
+    )
+
+    @property
+    def head_size(self) -> int:
+        """Size of one attention head."""
+        return self.kv_channels if self.kv_channels is not None else self.hidden_size // self.num_attention_heads
+
+    @property
+    def query_groups(self) -> int:
+        """Number of key and value heads."""
+        return self.num_query_groups if self.group_query_attention else self.num_attention_heads
+
+    @property
+    def ffn_size(self) -> int:
+        """Width of the feed-forward layers by Megatron's rule."""
+        if self.ffn_hidden_size is not None:
+            return self.ffn_hidden_size
+        return int(4 * self.hidden_size * 2 / 3 / 64) * 64 if self.swiglu else 4 * self.hidden_size
+
+    @property
+    def rotary_size(self) -> int:
+        """Rotated part of a head, 0 without rotary positions."""
+        return int(self.head_size * self.rotary_percent) if self.position_embedding_type == "rope" else 0
+
+    @property
+    def qkv_bias(self) -> bool:
+        """Whether the query, key and value projection has a bias."""
+        return self.add_bias_linear or self.add_qkv_bias
+
+
+@dataclass(frozen=True)
+class PrecisionConfig:
+    """Number formats and the loss scale."""
+
+    fp16: bool = setting(False, help="fp16 weights and activations with a loss scale")
+    bf16: bool = setting(False, help="bf16 weights and activations")
+    loss_scale: float | None = setting(None, help="fixed loss scale; dynamic under --fp16 unless given", above=0)
+    initial_loss_scale: float = setting(2.0**32, help="first dynamic loss scale", above=0)
+    min_loss_scale: float = setting(1.0, help="smallest dynamic loss scale", above=0)
+    loss_scale_window: float = setting(1000, help="clean steps before the loss scale doubles", unit="steps", at_least=1)
+    hysteresis: int = setting(2, help="overflows before the loss scale halves", at_least=1)
+    accumulate_allreduce_grads_in_fp32: bool = setting(False, help="gradients in fp32 (always so with --bf16)")
+    check_for_nan_in_loss_and_grad: bool = setting(
+        True, help="stop when loss or gradients are not finite (not under a dynamic loss scale, which skips the step)"
+    )
+
+    @property
+    def params_dtype(self) -> str:
+        """Name of the dtype of weights and activations: float32, float16 or bfloat16."""
+        return "float16" if self.fp16 else "bfloat16" if self.bf16 else "float32"
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the loss scale moves: fp16 without a fixed one."""
+        return self.fp16 and self.loss_scale is None
+
+    @property
+    def grads_in_fp32(self) -> bool:
+        """Whether gradients accumulate in fp32."""
+        return not self.fp16 or self.accumulate_allreduce_grads_in_fp32
+
+    @property
+    def stop_on_nan(self) -> bool:
+        """Whether a loss or gradient that is not finite stops the run."""
+        return self.check_for_nan_in_loss_and_grad and not self.dynamic_loss_scale
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Batch sizes, length, evaluation and ending of a run."""
+
+    micro_batch_size: int = setting(help="samples of one forward pass of one process", unit="samples", at_least=1)
+    global_batch_size: int | None = setting(
+        None, help="samples of one step; micro-batch size x data-parallel size unless given", unit="samples", at_least=1
+    )
+    train_iters: int | None = setting(None, help="length of the run", unit="iterations", at_least=1)
+    train_samples: int | None = setting(
+        None, help="length of the run, instead of --train-iters", unit="samples", at_least=1
+    )
+    seed: int = setting(1234, help="seed of weights, dropout and data order", at_least=1)
+    eval_interval: int = setting(1000, help="iterations between evaluations", unit="iterations", at_least=1)
+    eval_iters: int = setting(100, help="global batches of one evaluation", unit="iterations", at_least=0)
+    exit_interval: int | None = setting(
+        None, help="save and stop when the iteration is a multiple of this", unit="iterations", at_least=1
+    )
+    exit_duration_in_mins: int | None = setting(None, help="save and stop after this time", unit="minutes", at_least=1)
+    exit_signal_handler: bool = setting(
+        False, help="save and stop on a signal", nothing="signals are always answered by finishing the step and saving"
+    )
+    device: str = setting(
+        "auto", help="where to compute: auto takes CUDA where there is one", choices=("auto", "cpu", "cuda"), ours=True
+    )
+    compile: bool = setting(False, help="compile the model with torch.compile", ours=True)
+    manual_gc: bool = setting(
+        False, help="collect garbage at fixed steps", nothing="the loop makes no reference cycles to collect"
+    )
+    manual_gc_interval: int = setting(
+        0,
+        help="steps between garbage collections",
+        unit="steps",
+        at_least=0,
+        nothing="the loop makes no reference cycles to collect",
+    )
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """The optimizer, weight decay and clipping."""
+
+    optimizer: str = setting(
+        "adam",
+        help="optimizer: adam is AdamW, with decoupled weight decay",
+        choices=("adam",),
+        later=("sgd", "muon", "dist_muon", "lion", "soap", "adaptive_muon"),
+        later_with=_WORK_TRAINING,
+    )
+    weight_decay: float = setting(0.01, help="weight decay of matrices and embeddings", at_least=0)
+    start_weight_decay: float | None = setting(None, help="first weight decay of a growing one", at_least=0)
+    end_weight_decay: float | None = setting(None, help="last weight decay of a growing one", at_least=0)
+    weight_decay_incr_style: str = setting(
+        "constant", help="how the weight decay grows", choices=("constant", "linear", "cosine")
+    )
+    adam_beta1: float = setting(0.9, help="decay of the first moment", at_least=0, below=1)
+    adam_beta2: float = setting(0.999, help="decay of the second moment", at_least=0, below=1)
+    adam_eps: float = setting(1e-8, help="epsilon of Adam", above=0)
+    clip_grad: float = setting(1.0, help="largest global gradient norm, 0 for no clipping", at_least=0)
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """The learning rate over the run. Lengths in iterations or, in runs by samples, in samples."""
+
+    lr: float = setting(help="peak learning rate", at_least=0)
+    min_lr: float = setting(0.0, help="lowest learning rate after the decay", at_least=0)
+    lr_decay_style: str = setting(
+        "linear",
+        help="shape of the decay",
+        choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"),
+    )
+    lr_decay_iters: int | None = setting(
+        None, help="length of the decay; the run unless given", unit="iterations", at_least=1
+    )
+    lr_decay_samples: int | None = setting(
+        None, help="length of the decay in runs by samples", unit="samples", at_least=1
+    )
+    lr_warmup_fraction: float | None = setting(None, help="warm-up as a part of the decay length", at_least=0, below=1)
+    lr_warmup_iters: int = setting(0, help="length of the warm-up", unit="iterations", at_least=0)
+    lr_warmup_samples: int = setting(0, help="length of the warm-up in runs by samples", unit="samples", at_least=0)
+    lr_warmup_init: float = setting(0.0, help="learning rate at the start of the warm-up", at_least=0)
+    lr_wsd_decay_style: str = setting(
+        "exponential", help="shape of the final WSD decay", choices=("exponential", "linear", "cosine", "minus_sqrt")
+    )
+    lr_wsd_decay_iters: int | None = setting(None, help="length of the final WSD decay", unit="iterations", at_least=1)
+    lr_wsd_decay_samples: int | None = setting(
+        None, help="length of the final WSD decay in runs by samples", unit="samples", at_least=1
+    )
+    override_opt_param_scheduler: bool = setting(
+        False, help="on resume take the schedule from the flags", aliases=("--override-opt_param-scheduler",)
+    )
+    use_checkpoint_opt_param_scheduler: bool = setting(
+        False, help="on resume take the schedule from the checkpoint", aliases=("--use-checkpoint-opt_param-scheduler",)
+    )
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where the tokens come from and how they are cut into samples."""
+
+    seq_length: int = setting(help="tokens of one sample", unit="tokens", at_least=1)
+    data_path: tuple[str, ...] = setting((), help="prefix of a .bin/.idx pair, without the ending")
+    split: str = setting("969,30,1", help="parts for training, validation and test")
+    mock_data: bool = setting(False, help="made-up data, to try a configuration")
+    data_cache_path: str | None = setting(None, help="folder of the index caches; beside the data unless given")
+    num_workers: int = setting(2, help="processes that read data ahead; 0 reads in the training process", at_least=0)
+    eod_mask_loss: bool = setting(False, help="no loss on end-of-document tokens")
+    mmap_bin_files: bool = setting(True, help="read .bin files through a memory map")
+    dataloader_type: str = setting(
+        "single",
+        help="order of the samples",
+        choices=("single",),
+        later=("cyclic", "external"),
+        later_with=_WORK_DATA,
+    )
+
+
+@dataclass(frozen=True)
+class TokenizerConfig:
+    """The tokenizer and its files."""
+
+    tokenizer_type: str = setting(
+        "GPT2BPETokenizer",
+        help="kind of tokenizer",
+        choices=("GPT2BPETokenizer", "NullTokenizer"),
+        later=(
+            "BertWordPieceLowerCase",
+            "BertWordPieceCase",
+            "SentencePieceTokenizer",
+            "GPTSentencePieceTokenizer",
+            "HuggingFaceTokenizer",
+            "Llama2Tokenizer",
+            "TikTokenizer",
+            "MultimodalTokenizer",
+            "NullMultimodalTokenizer",
+            "SFTTokenizer",
+            "ByteLevelTokenizer",
+        ),
+        later_with=_WORK_DATA,
+    )
+    vocab_file: str | None = setting(None, help="vocab.json of the GPT-2 tokenizer")
+    merge_file: str | None = setting(None, help="merges.txt of the GPT-2 tokenizer")
+    vocab_size: int | None = setting(None, help="number of ids of the NullTokenizer", unit="tokens", at_least=1)
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Saving, and what is taken from a checkpoint."""
+
+    save: str | None = setting(None, help="folder that checkpoints are saved to")
+    save_interval: int | None = setting(
+        None,
+        help="iterations between checkpoints",
+        unit="iterations",
+        aliases=("--persistent-save-interval",),
+        at_least=1,
+    )
+    load: str | None = setting(None, help="folder to resume from; a fresh start where it holds no checkpoint")
+    ckpt_format: str = setting(
+        "torch_dist",
+        help="layout on disk",
+        choices=("torch_dist",),
+        later=("torch", "torch_dcp", "fsdp_dtensor", "zarr"),
+        later_with=_WORK_CHECKPOINTS,
+    )
+    ckpt_step: int | None = setting(None, help="iteration to load instead of the latest", at_least=0)
+    no_load_optim: bool = setting(False, help="start with a fresh optimizer state")
+    no_load_rng: bool = setting(False, help="start with fresh random states")
+    no_save_optim: bool = setting(False, help="leave the optimizer state out of checkpoints")
+    no_save_rng: bool = setting(False, help="leave the random states out of checkpoints")
+    finetune: bool = setting(False, help="take the weights only and start at iteration 0")
+    exit_on_missing_checkpoint: bool = setting(False, help="stop when --load holds no checkpoint")
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """What is printed and recorded."""
+
+    log_interval: int = setting(100, help="iterations between lines", unit="iterations", at_least=1)
+    log_throughput: bool = setting(False, help="add TFLOP/s to the line")
+    log_params_norm: bool = setting(False, help="add the norm of the parameters to the line")
+    log_num_zeros_in_grad: bool = setting(False, help="add the number of zeros in the gradient to the line")
+    tensorboard_dir: str | None = setting(None, help="folder of TensorBoard files")
+    tensorboard_log_interval: int = setting(
+        1, help="iterations between TensorBoard records", unit="iterations", at_least=1
+    )
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How a run is divided over processes."""
+
+    tensor_model_parallel_size: int = setting(1, help="processes that share each layer", at_least=1)
+    pipeline_model_parallel_size: int = setting(1, help="processes that share the layers in turn", at_least=1)
+    context_parallel_size: int = setting(1, help="processes that share each sequence", at_least=1)
+    sequence_parallel: bool = setting(
+        False, help="split norms and dropout too", nothing="it is off by itself at --tensor-model-parallel-size 1"
+    )
+    use_distributed_optimizer: bool = setting(
+        False, help="split the optimizer state over processes", nothing="with one process there is nothing to split"
+    )
+    distributed_backend: str = setting(
+        "nccl", help="collective library; nccl becomes gloo where there is no GPU", choices=("nccl", "gloo")
+    )
+    distributed_timeout_minutes: int = setting(10, help="longest wait for a peer", unit="minutes", at_least=1)
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """What the launcher says about this process."""
+
+    rank: int = setting(0, help="number of this process", at_least=0, from_environment="RANK")
+    world_size: int = setting(1, help="number of processes", at_least=1, from_environment="WORLD_SIZE")
+    local_rank: int = setting(
+        0,
+        help="number of this process on its machine",
+        aliases=("--local_rank",),
+        at_least=0,
+        from_environment="LOCAL_RANK",
+    )

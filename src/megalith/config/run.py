@@ -1,0 +1,128 @@
+"""The whole configuration of one training run, and its form on disk."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from megalith.config.fields import Setting, settings_of
+from megalith.config.groups import (
+    CheckpointConfig,
+    DataConfig,
+    LaunchConfig,
+    LogConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    ScheduleConfig,
+    TokenizerConfig,
+    TrainConfig,
+)
+from megalith.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Every setting of a run, by group.
+
+    `notes` says, one line each, what was given and needs nothing here or has no effect; it is not part of the
+    configuration and is neither compared nor saved.
+    """
+
+    model: ModelConfig
+    train: TrainConfig
+    schedule: ScheduleConfig
+    data: DataConfig
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+    notes: tuple[str, ...] = field(default=(), compare=False, repr=False)
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Number of model replicas."""
+        parallel = self.parallel
+        return self.launch.world_size // (
+            parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size * parallel.context_parallel_size
+        )
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples of one step, given or derived."""
+        return self.train.global_batch_size or self.train.micro_batch_size * self.data_parallel_size
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches that one process accumulates in a step."""
+        return self.global_batch_size // (self.train.micro_batch_size * self.data_parallel_size)
+
+    @property
+    def train_iters(self) -> int:
+        """Number of steps of the run, whether it is given in iterations or in samples."""
+        if self.train.train_iters is not None:
+            return self.train.train_iters
+        return (self.train.train_samples or 0) // self.global_batch_size
+
+    def to_dict(self) -> dict[str, dict[str, Any]]:
+        """The groups as JSON-able dictionaries, tuples as lists; `from_dict` is the inverse."""
+        return {
+            name: {
+                key: list(value) if isinstance(value, tuple) else value
+                for key, value in dataclasses.asdict(getattr(self, name)).items()
+            }
+            for name in group_types()
+        }
+
+    @classmethod
+    def from_dict(cls, saved: Mapping[str, Mapping[str, Any]]) -> RunConfig:
+        """Rebuild what `to_dict` made; settings that are absent take their defaults.
+
+        Raises:
+            ConfigError: for a group or setting that does not exist, or a required one that is missing.
+        """
+        unknown = [f"saved configuration: no group called '{name}'" for name in saved if name not in group_types()]
+        if unknown:
+            raise ConfigError(unknown)
+        groups = {name: group_from_dict(name, saved.get(name, {})) for name in group_types()}
+        return cls(**groups)
+
+
+@cache
+def group_types() -> Mapping[str, type]:
+    """Group name -> group class, in the order of declaration."""
+    hints = typing.get_type_hints(RunConfig)
+    return {item.name: hints[item.name] for item in dataclasses.fields(RunConfig) if item.name != "notes"}
+
+
+@cache
+def all_settings() -> Mapping[str, Setting]:
+    """Setting name -> setting, over all groups. Names are unique over the groups."""
+    return {setting.name: setting for name, group in group_types().items() for setting in settings_of(name, group)}
+
+
+def group_from_dict(name: str, saved: Mapping[str, Any]) -> Any:
+    """One group from its saved dictionary, lists back to tuples.
+
+    Raises:
+        ConfigError: for a setting that does not exist, or a required one that is missing.
+    """
+    settings = {setting.name: setting for setting in settings_of(name, group_types()[name])}
+    problems = [f"saved configuration: group '{name}' has no setting '{key}'" for key in saved if key not in settings]
+    problems += [
+        f"saved configuration: group '{name}' lacks '{setting.name}'"
+        for setting in settings.values()
+        if setting.required and setting.name not in saved
+    ]
+    if problems:
+        raise ConfigError(problems)
+    values = {key: tuple(value) if settings[key].many else value for key, value in saved.items()}
+    return group_types()[name](**values)
