@@ -10,8 +10,6 @@ from dataclasses import dataclass
 
 from megalith.config.fields import setting
 
-_KERNELS_CHOSEN = "torch chooses the attention kernel for the device; the numbers are those of exact attention"
-_ONE_LAYER_IMPLEMENTATION = "there is one implementation of the layers, in PyTorch, with both sets of checkpoint names"
 _WORK_TRAINING = "the complete training options"
 _WORK_PARALLEL = "the parallel engine"
 _WORK_CHECKPOINTS = "the work on checkpoint formats"
@@ -55,27 +53,34 @@ class ModelConfig:
         1e-5, help="epsilon of the normalisation", aliases=("--layernorm-epsilon",), above=0, below=1
     )
     swiglu: bool = setting(False, help="gated SiLU feed-forward layers instead of GELU")
+    bias_gelu_fusion: bool = setting(
+        True,
+        help="GELU by its tanh approximation, as Megatron's fused kernel computes it; the exact erf form without",
+        off=("--no-bias-gelu-fusion",),
+    )
     add_bias_linear: bool = setting(True, help="biases in the linear layers", off=("--disable-bias-linear",))
     add_qkv_bias: bool = setting(False, help="a bias on the query, key and value projection only")
     untie_embeddings_and_output_weights: bool = setting(False, help="an output layer of its own weights")
     hidden_dropout: float = setting(0.1, help="dropout of embeddings and residual branches", at_least=0, below=1)
     attention_dropout: float = setting(0.1, help="dropout of attention probabilities", at_least=0, below=1)
     attention_softmax_in_fp32: bool = setting(
-        False, help="attention softmax in fp32", nothing="the attention kernels compute the softmax in fp32 in any case"
+        False, help="softmax of the unfused attention kernel in fp32 (the fused kernel always does so)"
     )
     init_method_std: float = setting(0.02, help="standard deviation of initial weights", at_least=0)
     use_cpu_initialization: bool = setting(False, help="draw the initial weights exactly as Megatron does on a CPU")
     make_vocab_size_divisible_by: int = setting(128, help="pad the vocabulary to a multiple of this", at_least=1)
     attention_backend: str = setting(
-        "auto", help="attention kernel", choices=("auto", "flash", "fused", "unfused", "local"), nothing=_KERNELS_CHOSEN
+        "auto",
+        help="attention kernel: torch SDPA (flash, fused) or step by step as Megatron's local kernel (unfused, local); "
+        "auto is the latter under --transformer-impl local",
+        choices=("auto", "flash", "fused", "unfused", "local"),
     )
     transformer_impl: str = setting(
         "transformer_engine",
-        help="implementation of the layers",
+        help="whose arithmetic --attention-backend auto follows; there is one implementation of the layers",
         choices=("local", "transformer_engine"),
         later=("inference_optimized",),
         later_with="the serving work",
-        nothing=_ONE_LAYER_IMPLEMENTATION,
     )
 
     @property
@@ -94,6 +99,20 @@ class ModelConfig:
         if self.ffn_hidden_size is not None:
             return self.ffn_hidden_size
         return int(4 * self.hidden_size * 2 / 3 / 64) * 64 if self.swiglu else 4 * self.hidden_size
+
+    @property
+    def activation(self) -> str:
+        """The activation of the feed-forward layers: swiglu, gelu_tanh or gelu_erf, by Megatron's rule."""
+        if self.swiglu:
+            return "swiglu"
+        return "gelu_tanh" if self.bias_gelu_fusion and self.add_bias_linear else "gelu_erf"
+
+    @property
+    def fused_attention(self) -> bool:
+        """Whether attention is torch SDPA instead of Megatron's local arithmetic step by step."""
+        if self.attention_backend == "auto":
+            return self.transformer_impl != "local"
+        return self.attention_backend in ("flash", "fused")
 
     @property
     def rotary_size(self) -> int:

@@ -1,0 +1,1 @@
+"""Models assembled of the blocks in nn/."""

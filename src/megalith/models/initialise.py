@@ -1,0 +1,82 @@
+"""Initial weights: by name, so that every layout starts alike, or exactly as Megatron draws them on a CPU.
+
+Rules (Megatron's): weights and embeddings N(0, std); the projections that end a residual branch (linear_proj,
+linear_fc2) N(0, std / sqrt(2 L)) with L layers in all (Radford et al. 2019); biases 0, norm weights 1.
+Every weight is drawn in fp32 (fp64 stays fp64) at its full shape and then cast.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import torch
+from torch import Generator, Tensor, nn
+
+from megalith.models.gpt import GPT
+from megalith.nn.precision import at_least_fp32
+
+RESIDUAL_WEIGHTS = ("linear_proj.weight", "linear_fc2.weight")
+
+
+def _std(model: GPT, name: str) -> float:
+    std = model.config.init_method_std
+    return std / math.sqrt(2.0 * model.config.num_layers) if name.endswith(RESIDUAL_WEIGHTS) else std
+
+
+def _is_drawn(name: str) -> bool:
+    return name.endswith(".weight") and "layernorm" not in name
+
+
+def _fill_constants(model: GPT) -> None:
+    for name, parameter in model.named_parameters():
+        if not _is_drawn(name):
+            nn.init.constant_(parameter, 1.0 if name.endswith(".weight") else 0.0)
+
+
+def _normal(shape: torch.Size, std: float, dtype: torch.dtype, generator: Generator) -> Tensor:
+    return torch.empty(shape, dtype=at_least_fp32(dtype)).normal_(0.0, std, generator=generator)
+
+
+def generator_for(seed: int, name: str) -> Generator:
+    """A CPU generator that depends on the seed and the global name of the parameter only."""
+    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
+    return Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+
+
+@torch.no_grad()
+def initialise(model: GPT, seed: int) -> None:
+    """Draw each weight from (seed, its global name): the same weights in every layout of ranks."""
+    _fill_constants(model)
+    for name, parameter in model.named_parameters():
+        if _is_drawn(name):
+            parameter.copy_(_normal(parameter.shape, _std(model, name), parameter.dtype, generator_for(seed, name)))
+
+
+def megatron_draw_order(model: GPT) -> list[str]:
+    """The names of the drawn weights in Megatron's order of construction.
+
+    Source: spec/training-behaviour.md section 4, checked bit for bit against real initial weights.
+    """
+    names = ["embedding.word_embeddings.weight"]
+    if model.embedding.position_embeddings is not None:
+        names.append("embedding.position_embeddings.weight")
+    for layer in range(model.config.num_layers):
+        parts = ("self_attention.linear_proj", "self_attention.linear_qkv", "mlp.linear_fc1", "mlp.linear_fc2")
+        names += [f"decoder.layers.{layer}.{part}.weight" for part in parts]
+    return names if model.output_layer is None else [*names, "output_layer.weight"]
+
+
+@torch.no_grad()
+def initialise_as_megatron_cpu(model: GPT, generator: Generator) -> None:
+    """Draw the weights from `generator` as Megatron does under --use-cpu-initialization.
+
+    The constructor of the position embedding draws once for nothing before the kept draw.
+    """
+    _fill_constants(model)
+    parameters = dict(model.named_parameters())
+    for name in megatron_draw_order(model):
+        parameter = parameters[name]
+        if name == "embedding.position_embeddings.weight":
+            _normal(parameter.shape, 1.0, parameter.dtype, generator)
+        parameter.copy_(_normal(parameter.shape, _std(model, name), parameter.dtype, generator))

@@ -1,0 +1,136 @@
+"""Causal self-attention with grouped key-value heads.
+
+Shapes: S sequence, B batch, D hidden, H query heads, G key-value heads (H is a multiple of G), K head size.
+The fused query-key-value projection holds, for each group, its H/G query heads, then its key head, then its value
+head (Megatron's layout); with G = H that is q, k, v head by head.
+
+Two kernels with the same meaning: `attend_fused` (torch SDPA, which stores no scores) and `attend_unfused`, the
+arithmetic of Megatron's local implementation step by step, which repeats its half-precision runs to the last digit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megalith.nn.cache import LayerCache
+from megalith.nn.linear import Linear
+from megalith.nn.placement import Split
+from megalith.nn.precision import at_least_fp32, matmul, product_dtype
+from megalith.nn.region import Region
+from megalith.nn.rope import rotate
+
+MASKED_SCORE = -10000.0  # Megatron's fill value; exp of it is 0 in every dtype
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """Global sizes and options of an attention layer, the same on all ranks."""
+
+    hidden_size: int
+    num_heads: int
+    num_groups: int
+    head_size: int
+    dropout: float = 0.0
+    rotary_interleaved: bool = False
+    fused: bool = True
+    softmax_in_fp32: bool = True
+
+
+def expand_groups(x_SBGK: Tensor, num_heads: int) -> Tensor:
+    """Repeat each key-value head for the query heads of its group. [S, B, G, K] -> [S, B, H, K]."""
+    groups = x_SBGK.shape[2]
+    return x_SBGK if groups == num_heads else x_SBGK.repeat_interleave(num_heads // groups, dim=2)
+
+
+def causal_mask(num_queries: int, num_keys: int, device: torch.device) -> Tensor:
+    """[Q, S] mask, True where a query may not look: the last query sees every key."""
+    mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
+    return mask.triu(num_keys - num_queries + 1)
+
+
+def attend_fused(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+    """Causal softmax(q k^T / sqrt(K)) v by torch SDPA. [Q, B, H, K], 2 x [S, B, H, K] -> [Q, B, H, K]."""
+    dtype, source = product_dtype(q), q.dtype
+    heads = [x.to(dtype).permute(1, 2, 0, 3) for x in (q, k, v)]
+    square = q.shape[0] == k.shape[0]
+    mask = None
+    if not square and q.shape[0] > 1:
+        mask = ~causal_mask(q.shape[0], k.shape[0], q.device)
+    context = nn.functional.scaled_dot_product_attention(*heads, attn_mask=mask, dropout_p=dropout, is_causal=square)
+    return context.permute(2, 0, 1, 3).to(source)
+
+
+def attend_unfused(q: Tensor, k: Tensor, v: Tensor, dropout: float, softmax_in_fp32: bool) -> Tensor:
+    """The same, with every intermediate rounded as Megatron's local implementation rounds it.
+
+    Shapes: [Q, B, H, K], 2 x [S, B, H, K] -> [Q, B, H, K].
+    Source: spec/training-behaviour.md section 11, point 11.
+    """
+    num_queries, batch, heads, size = q.shape
+    q_NQK, k_NSK, v_NSK = (x.reshape(x.shape[0], batch * heads, size).transpose(0, 1) for x in (q, k, v))
+    dtype = product_dtype(q)
+    empty = torch.zeros(1, dtype=dtype, device=q.device)
+    scores = torch.baddbmm(empty, q_NQK.to(dtype), k_NSK.to(dtype).transpose(1, 2), beta=0.0, alpha=size**-0.5)
+    scores = scores.to(q.dtype)
+    if softmax_in_fp32:
+        scores = scores.to(at_least_fp32(q.dtype))
+    scores = scores.masked_fill(causal_mask(num_queries, k.shape[0], q.device), MASKED_SCORE)
+    probabilities = nn.functional.dropout(torch.softmax(scores, dim=-1).to(q.dtype), dropout)
+    context_NQK = matmul(probabilities, v_NSK)
+    return context_NQK.transpose(0, 1).reshape(num_queries, batch, heads, size)
+
+
+class SelfAttention(nn.Module):
+    """Projection to queries, keys and values, causal attention, projection back. [S, B, D] -> [S, B, D]."""
+
+    def __init__(
+        self,
+        shape: AttentionShape,
+        region: Region,
+        *,
+        qkv_bias: bool,
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.shape, self.region = shape, region
+        self.num_heads = region.shard(shape.num_heads).size
+        self.num_groups = region.shard(shape.num_groups).size
+        qkv_size = (self.num_heads + 2 * self.num_groups) * shape.head_size
+        self.linear_proj = Linear(
+            self.num_heads * shape.head_size, shape.hidden_size, Split(1), bias=bias, dtype=dtype, device=device
+        )
+        self.linear_qkv = Linear(shape.hidden_size, qkv_size, Split(0), bias=qkv_bias, dtype=dtype, device=device)
+
+    def _heads(self, x_SBD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[S, B, D] -> q [S, B, H, K], k and v [S, B, G, K]."""
+        (qkv,) = self.region.column(x_SBD, self.linear_qkv)
+        per_group = self.num_heads // self.num_groups
+        grouped = qkv.view(*qkv.shape[:2], self.num_groups, per_group + 2, self.shape.head_size)
+        q, k, v = grouped.split((per_group, 1, 1), dim=3)
+        return q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
+
+    def forward(self, x_SBD: Tensor, angles: Tensor | None, cache: LayerCache | None = None) -> Tensor:
+        """Attend to this and earlier positions.
+
+        Args:
+            x_SBD: Normalised hidden states of the new positions.
+            angles: Rotary angles of the new positions [S, 1, 1, R], or None.
+            cache: Keys and values of earlier positions; the new ones are appended.
+        """
+        q, k, v = self._heads(x_SBD)
+        if angles is not None:
+            q, k = (rotate(x, angles, interleaved=self.shape.rotary_interleaved) for x in (q, k))
+        if cache is not None:
+            k, v = cache.extend(k, v)
+        k, v = expand_groups(k, self.num_heads), expand_groups(v, self.num_heads)
+        dropout = self.shape.dropout if self.training else 0.0
+        if self.shape.fused:
+            context = attend_fused(q, k, v, dropout)
+        else:
+            context = attend_unfused(q, k, v, dropout, self.shape.softmax_in_fp32)
+        return self.region.row(context.flatten(2), self.linear_proj)

@@ -1,0 +1,102 @@
+"""The vocabulary loss: output projection and cross-entropy as one operation.
+
+For hidden states h [T, D], output weight W [V, D] and targets t [T]:
+
+    logits = h W^T            [T, V], kept once, in the dtype of h
+    loss_i = log sum_v exp(logits_iv - max_i) + max_i - logits_i,t_i          in at least fp32
+    dlogits = (softmax(logits) - onehot(t)) * dloss                           written over the logits
+    dh = dlogits W,  dW = dlogits^T h
+
+The plain formulation holds the logits, their fp32 copy, their log-softmax and the gradient of each; here one
+[T, V] buffer serves all of them, and the fp32 work is done on a few rows at a time that fit the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megalith.nn.placement import Placement, Split
+from megalith.nn.precision import at_least_fp32, product_dtype
+from megalith.nn.sink import GradientSink
+
+CHUNK_ELEMENTS = 1 << 20  # elements of [rows, V] in fp32 work at once: 4 MiB, within a core's share of cache
+
+
+def _row_chunks(rows: int, columns: int) -> Iterator[slice]:
+    step = max(1, CHUNK_ELEMENTS // columns)
+    return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
+
+
+def _log_sum_exp(logits_TV: Tensor) -> Tensor:
+    """[T, V] -> [T] in at least fp32, by maximum and sum of exponentials."""
+    work = at_least_fp32(logits_TV.dtype)
+    result = torch.empty(logits_TV.shape[0], dtype=work, device=logits_TV.device)
+    for rows in _row_chunks(*logits_TV.shape):
+        chunk = logits_TV[rows].to(work)
+        peak = chunk.amax(dim=-1, keepdim=True)
+        result[rows] = torch.sub(chunk, peak).exp_().sum(dim=-1).log_() + peak.squeeze(-1)
+    return result
+
+
+def _logits_gradient(logits_TV: Tensor, log_sum_T: Tensor, targets_T: Tensor, grad_T: Tensor) -> None:
+    """Overwrite the logits with (softmax - onehot) * grad."""
+    for rows in _row_chunks(*logits_TV.shape):
+        chunk = torch.sub(logits_TV[rows].to(log_sum_T.dtype), log_sum_T[rows, None]).exp_()
+        chunk.scatter_add_(1, targets_T[rows, None], chunk.new_full((chunk.shape[0], 1), -1.0))
+        logits_TV[rows] = chunk.mul_(grad_T[rows, None])
+
+
+class _VocabularyLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_TD: Tensor, weight_VD: nn.Parameter, targets_T: Tensor, sink: GradientSink | None
+    ) -> Tensor:
+        dtype = product_dtype(hidden_TD)
+        logits = torch.mm(hidden_TD.to(dtype), weight_VD.to(dtype).t()).to(hidden_TD.dtype)
+        log_sum = _log_sum_exp(logits)
+        chosen = logits.gather(1, targets_T[:, None]).squeeze(1)
+        if any(ctx.needs_input_grad):
+            ctx.save_for_backward(hidden_TD, weight_VD, targets_T, log_sum)
+            ctx.logits, ctx.sink = logits, sink
+        return log_sum - chosen
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        hidden, weight, targets, log_sum = ctx.saved_tensors
+        logits, ctx.logits = ctx.logits, None
+        assert logits is not None, "the vocabulary loss was differentiated twice; its logits are overwritten once"
+        _logits_gradient(logits, log_sum, targets, grads[0])
+        dtype = product_dtype(hidden)
+        dh = torch.mm(logits.to(dtype), weight.to(dtype)).to(hidden.dtype)
+        if ctx.sink is None:
+            return dh, torch.mm(logits.to(dtype).t(), hidden.to(dtype)).to(weight.dtype), None, None
+        ctx.sink.matmul(weight, logits, hidden)
+        return dh, None, None, None
+
+
+def vocabulary_loss(hidden: Tensor, weight: nn.Parameter, targets: Tensor, sink: GradientSink | None) -> Tensor:
+    """Cross-entropy of the next token, for each token.
+
+    Shapes: hidden [..., D], weight [V, D], targets [...] (ids below V) -> loss [...], in at least fp32.
+    Memory: one [T, V] buffer from forward to backward, in the dtype of `hidden`.
+    Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3 (the loss over a parallel vocabulary).
+    """
+    loss: Tensor = _VocabularyLoss.apply(  # type: ignore[no-untyped-call]
+        hidden.reshape(-1, hidden.shape[-1]), weight, targets.reshape(-1), sink
+    )
+    return loss.view(targets.shape)
+
+
+class OutputLayer(nn.Module):
+    """The output projection of a model that does not share it with the word embedding; weight [V, D]."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size, dtype=dtype, device=device))
+
+    def placements(self) -> dict[str, Placement]:
+        return {"weight": Split(0)}

@@ -1,0 +1,35 @@
+"""The port through which weight gradients leave the backward pass.
+
+Autograd returns each weight gradient in freshly allocated memory and adds it to `.grad` afterwards; on a CPU the
+first touch of that memory costs more than writing the gradient. A sink owns preallocated buffers instead, and the
+layers hand it the two factors of the gradient, so that the product is written straight into the buffer. The same
+port later lets a data-parallel bucket start its reduction, or a pipeline schedule delay the product.
+
+Layers without a sink return their weight gradients to autograd as usual.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+
+class GradientSink(Protocol):
+    """Receives gradients of parameters; the first gift of a step overwrites, later ones add."""
+
+    def matmul(self, parameter: Parameter, grad_TO: Tensor, x_TI: Tensor) -> None:
+        """Add grad^T @ x, of shape [O, I], to the gradient of `parameter`."""
+        ...
+
+    def rows(self, parameter: Parameter, ids_T: Tensor, grad_TD: Tensor) -> None:
+        """Add each row of `grad_TD` to the row of the gradient of `parameter` [V, D] that `ids_T` names."""
+        ...
+
+
+def attach_sink(module: Module, sink: GradientSink | None) -> None:
+    """Give every layer below `module` that can use one the sink `sink` (None takes it away)."""
+    for layer in module.modules():
+        if hasattr(layer, "sink"):
+            layer.sink = sink
