@@ -1,0 +1,34 @@
+# Megalith in a slim image: no toolkit, no compiler; pip brings what CUDA needs.
+#
+#   CPU    docker build -t megalith .
+#   CUDA   docker build -t megalith:cuda --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cu128 .
+#   mirror docker build -t megalith --build-arg PIP_INDEX_URL=https://MIRROR/simple .
+#
+#   docker run --rm -it -v "$PWD:/data" megalith quickstart
+#   docker run --rm -it --gpus all --shm-size 16G -v "$PWD:/data" megalith:cuda train --config recipe.toml
+#
+# --shm-size is for data loader workers, which hand batches over in shared memory: the default of 64 MB is small.
+
+ARG PYTHON_VERSION=3.12
+FROM python:${PYTHON_VERSION}-slim
+
+ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+ARG PIP_INDEX_URL=
+ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONUNBUFFERED=1
+
+WORKDIR /opt/megalith
+# torch first and by itself: its layer stays cached while the source changes.
+COPY constraints.txt ./
+RUN PIP_INDEX_URL="${TORCH_INDEX}" pip install "$(grep '^torch==' constraints.txt)"
+
+COPY pyproject.toml README.md LICENSE ./
+COPY src ./src
+RUN if [ -n "${PIP_INDEX_URL}" ]; then export PIP_INDEX_URL; else unset PIP_INDEX_URL; fi \
+    && pip install -c constraints.txt '.[plot,track]'
+
+COPY pretrain_gpt.py ./
+COPY tools ./tools
+
+WORKDIR /data
+ENTRYPOINT ["megalith"]
+CMD ["--help"]
