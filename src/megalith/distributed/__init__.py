@@ -1,0 +1,1 @@
+"""What a process shares with others: for one process, its random streams."""

@@ -1,0 +1,106 @@
+"""The factor that lifts fp16 gradients out of the range where they vanish (Micikevicius et al. 2018, arXiv:1710.03740).
+
+Arithmetic is in fp32 as Megatron's, so that traces repeat (spec/training-behaviour.md sections 2 and 11, point 8).
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+from megalith.config import PrecisionConfig
+
+
+class LossScale(Protocol):
+    """A loss scale: the loss is multiplied by `value`, the gradients by `inverse`."""
+
+    @property
+    def value(self) -> float: ...
+
+    @property
+    def inverse(self) -> float: ...
+
+    def update(self, overflow: bool) -> None:
+        """Learn whether the gradients of this step held an infinity or a NaN."""
+        ...
+
+    def state(self) -> dict[str, float | int]: ...
+
+    def load_state(self, state: dict[str, float | int]) -> None: ...
+
+
+class ConstantLossScale:
+    """A fixed scale: 1 without fp16, or what --loss-scale says."""
+
+    def __init__(self, value: float) -> None:
+        self.value = float(np.float32(value))
+        self.inverse = float(np.float32(1.0 / self.value))
+
+    def update(self, overflow: bool) -> None:
+        """A constant learns nothing."""
+
+    def state(self) -> dict[str, float | int]:
+        return {"scale": self.value}
+
+    def load_state(self, state: dict[str, float | int]) -> None:
+        """Keep the configured value: a fixed scale is a setting, not a state."""
+
+
+class DynamicLossScale:
+    """Halves on overflow once the hysteresis is spent, doubles after a window of clean steps.
+
+    The hysteresis is filled again only when a whole clean window has passed, so after the first tolerated overflow
+    every overflow halves.
+    """
+
+    GROWTH, BACKOFF = 2.0, 0.5
+
+    def __init__(self, initial: float, minimum: float, window: int, hysteresis: int) -> None:
+        self.minimum, self.window, self.hysteresis = minimum, window, hysteresis
+        self._scale = np.float32(initial)
+        self.growth_tracker, self.hysteresis_tracker = 0, hysteresis
+
+    @property
+    def value(self) -> float:
+        return float(self._scale)
+
+    @property
+    def inverse(self) -> float:
+        return float(np.float32(1.0 / float(self._scale)))
+
+    def update(self, overflow: bool) -> None:
+        if overflow:
+            self.growth_tracker = 0
+            self.hysteresis_tracker -= 1
+            if self.hysteresis_tracker <= 0:
+                self._scale = max(np.float32(self._scale * np.float32(self.BACKOFF)), np.float32(self.minimum))
+            return
+        self.growth_tracker += 1
+        if self.growth_tracker == self.window:
+            self.growth_tracker, self.hysteresis_tracker = 0, self.hysteresis
+            self._scale = np.float32(self._scale * np.float32(self.GROWTH))
+
+    def state(self) -> dict[str, float | int]:
+        return {
+            "scale": self.value,
+            "growth_tracker": self.growth_tracker,
+            "hysteresis_tracker": self.hysteresis_tracker,
+        }
+
+    def load_state(self, state: dict[str, float | int]) -> None:
+        self._scale = np.float32(state["scale"])
+        self.growth_tracker = int(state["growth_tracker"])
+        self.hysteresis_tracker = int(state["hysteresis_tracker"])
+
+
+def build_loss_scale(precision: PrecisionConfig) -> LossScale:
+    """The loss scale that a precision configuration means."""
+    if precision.dynamic_loss_scale:
+        return DynamicLossScale(
+            precision.initial_loss_scale,
+            precision.min_loss_scale,
+            int(precision.loss_scale_window),
+            precision.hysteresis,
+        )
+    return ConstantLossScale(1.0 if precision.loss_scale is None else precision.loss_scale)
