@@ -1,7 +1,7 @@
 # Megalith in a slim image: no toolkit, no compiler; pip brings what CUDA needs.
 #
 #   CPU    docker build -t megalith .
-#   CUDA   docker build -t megalith:cuda --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cu128 .
+#   CUDA   docker build -t megalith:cuda --build-arg TORCH_INDEX= .       (pip's default torch for Linux is a CUDA build)
 #   mirror docker build -t megalith --build-arg PIP_INDEX_URL=https://MIRROR/simple .
 #
 #   docker run --rm -it -v "$PWD:/data" megalith quickstart
@@ -19,12 +19,13 @@ ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONUNBUFFERED=1
 WORKDIR /opt/megalith
 # torch first and by itself: its layer stays cached while the source changes.
 COPY constraints.txt ./
-RUN PIP_INDEX_URL="${TORCH_INDEX}" pip install "$(grep '^torch==' constraints.txt)"
+RUN index="${TORCH_INDEX:-${PIP_INDEX_URL}}"; unset PIP_INDEX_URL; \
+    pip install ${index:+--index-url "$index"} "$(grep '^torch==' constraints.txt)"
 
 COPY pyproject.toml README.md LICENSE ./
 COPY src ./src
-RUN if [ -n "${PIP_INDEX_URL}" ]; then export PIP_INDEX_URL; else unset PIP_INDEX_URL; fi \
-    && pip install -c constraints.txt '.[plot,track]'
+RUN index="${PIP_INDEX_URL}"; unset PIP_INDEX_URL; \
+    pip install ${index:+--index-url "$index"} -c constraints.txt '.[plot,track]'
 
 COPY pretrain_gpt.py ./
 COPY tools ./tools
