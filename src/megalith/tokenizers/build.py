@@ -1,0 +1,37 @@
+"""From the configuration to a tokenizer."""
+
+from __future__ import annotations
+
+from megalith.config import TokenizerConfig
+from megalith.errors import ConfigError
+from megalith.tokenizers.gpt2_bpe import GPT2BPETokenizer
+from megalith.tokenizers.null import NullTokenizer
+from megalith.tokenizers.protocol import Tokenizer
+
+TOKENIZER_TYPES = ("GPT2BPETokenizer", "NullTokenizer")
+
+
+def tokenizer_violations(config: TokenizerConfig) -> list[str]:
+    """What keeps this configuration from naming a tokenizer, empty if nothing does. Opens no file."""
+    if config.tokenizer_type == "GPT2BPETokenizer":
+        needed = {"--vocab-file": config.vocab_file, "--merge-file": config.merge_file}
+        return [f"{flag} is missing: GPT2BPETokenizer needs it" for flag, file in needed.items() if not file]
+    if config.tokenizer_type == "NullTokenizer":
+        return [] if config.vocab_size else ["--vocab-size is missing: NullTokenizer needs it"]
+    known = " and ".join(TOKENIZER_TYPES)
+    return [f"--tokenizer-type {config.tokenizer_type} is not in this version, which has {known}"]
+
+
+def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
+    """Make the tokenizer that the configuration names.
+
+    Raises:  ConfigError if the configuration is incomplete; DataError if its files are missing or damaged.
+    """
+    violations = tokenizer_violations(config)
+    if violations:
+        raise ConfigError(violations)
+    if config.tokenizer_type == "NullTokenizer":
+        assert config.vocab_size is not None
+        return NullTokenizer(config.vocab_size)
+    assert config.vocab_file is not None and config.merge_file is not None
+    return GPT2BPETokenizer(config.vocab_file, config.merge_file)

@@ -1,0 +1,139 @@
+"""The two files of a byte-level BPE: read, checked against each other, and turned into bytes.
+
+vocab.json maps each token to its id; merges.txt lists the pairs that are joined, first come first served. Both
+write a byte as one printable character (`BYTE_OF_CHARACTER`). What a broken download leaves behind (a web page,
+half a file, files of two different tokenizers) is found here and said plainly, because a tokenizer that is
+silently wrong costs a whole training run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from megalith.errors import DataError
+
+END_OF_TEXT = "<|endoftext|>"
+_NUM_BYTES = 256
+_AGAIN = "download both files again (GPT-2's are vocab.json with 50257 entries and merges.txt with 50000 merges)"
+
+
+def _byte_characters() -> dict[str, int]:
+    """Printable Latin-1 stands for itself, the other bytes for the characters from U+0100 (OpenAI's encoder.py)."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(_NUM_BYTES) if byte not in printable]
+    table = {chr(byte): byte for byte in printable}
+    table.update({chr(0x100 + position): byte for position, byte in enumerate(others)})
+    return table
+
+
+BYTE_OF_CHARACTER: dict[str, int] = _byte_characters()
+
+
+# For str.translate: a character of the byte alphabet to the Latin-1 character of its byte, the rest out of Latin-1.
+_LATIN_1 = dict.fromkeys(range(_NUM_BYTES), 0xFFFF) | {ord(letter): byte for letter, byte in BYTE_OF_CHARACTER.items()}
+
+
+def bytes_of(token: str) -> bytes:
+    """Bytes that a token stands for. A special token with characters outside the byte alphabet is its own UTF-8."""
+    try:
+        return token.translate(_LATIN_1).encode("latin-1")
+    except UnicodeEncodeError:
+        return token.encode()
+
+
+@dataclass(frozen=True)
+class BytePairVocabulary:
+    """A vocabulary and the merges that make it, known to fit each other.
+
+    Attributes:
+        ids: token, in the byte alphabet, to id; the ids are 0 to len(ids) - 1.
+        merges: pairs of tokens in order of priority; both tokens and what they join to are in `ids`.
+    """
+
+    ids: dict[str, int]
+    merges: list[tuple[str, str]]
+
+
+def read_byte_pair_vocabulary(vocab_file: str, merge_file: str) -> BytePairVocabulary:
+    """Read and check vocab.json and merges.txt.
+
+    Raises:  DataError naming the file, what is wrong with it and what to do.
+    """
+    ids = _parse_vocab(vocab_file, _read_text(vocab_file, "vocab.json"))
+    merges = _parse_merges(merge_file, _read_text(merge_file, "merges.txt"))
+    _check_vocab(vocab_file, ids)
+    _check_fit(vocab_file, merge_file, ids, merges)
+    return BytePairVocabulary(ids, merges)
+
+
+def _read_text(file: str, role: str) -> str:
+    try:
+        content = Path(file).read_bytes()
+    except OSError as error:
+        raise DataError(f"cannot read {file} ({role} of the tokenizer): {error.strerror}") from error
+    if not content.strip():
+        raise DataError(f"{file} is empty; {_AGAIN}")
+    beginning = content[:1024].lstrip().lower()
+    if beginning.startswith((b"<!doctype", b"<html", b"<?xml", b"<head")):
+        raise DataError(f"{file} is a web page, not a {role}: the download saved the page about the file; {_AGAIN}")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{file} is not text: byte {error.start} is no UTF-8; {_AGAIN}") from error
+
+
+def _parse_vocab(file: str, text: str) -> dict[str, int]:
+    try:
+        ids = json.loads(text)
+    except ValueError as error:
+        raise DataError(f"{file} is cut short or damaged: {error}; {_AGAIN}") from error
+    if not isinstance(ids, dict) or not all(type(number) is int for number in ids.values()):
+        raise DataError(f"{file} is no vocab.json: expected one JSON object of token: id; {_AGAIN}")
+    return ids
+
+
+def _parse_merges(file: str, text: str) -> list[tuple[str, str]]:
+    lines = text.rstrip().split("\n")
+    first = 1 if lines[0].startswith("#version") else 0
+    merges = []
+    for number, line in enumerate(lines[first:], start=first + 1):
+        pair = line.split()
+        if len(pair) != 2:
+            raise DataError(f"{file}, line {number}: expected two tokens, found {line[:60]!r}; {_AGAIN}")
+        merges.append((pair[0], pair[1]))
+    return merges
+
+
+def _check_vocab(file: str, ids: dict[str, int]) -> None:
+    if sorted(ids.values()) != list(range(len(ids))):
+        raise DataError(f"{file}: its {len(ids)} tokens do not have the ids 0 to {len(ids) - 1}, each once; {_AGAIN}")
+    missing = [character for character in BYTE_OF_CHARACTER if character not in ids]
+    if missing:
+        raise DataError(f"{file}: {len(missing)} of the 256 bytes have no token, such as {missing[0]!r}; {_AGAIN}")
+    if END_OF_TEXT not in ids:
+        raise DataError(f"{file} has no {END_OF_TEXT} token, which ends a document; {_AGAIN}")
+
+
+def _check_fit(vocab_file: str, merge_file: str, ids: dict[str, int], merges: list[tuple[str, str]]) -> None:
+    for number, (left, right) in enumerate(merges, start=1):
+        absent = next((token for token in (left, right, left + right) if token not in ids), None)
+        if absent is not None:
+            raise DataError(
+                f"{merge_file} and {vocab_file} do not belong together: merge {number} ({left} {right}) needs "
+                f"the token {absent!r}, which is not among the {len(ids)} of the vocabulary; {_AGAIN}"
+            )
+    unmade = _plain_tokens(set(ids) - {left + right for left, right in merges} - set(BYTE_OF_CHARACTER))
+    if unmade:
+        raise DataError(
+            f"{merge_file} is cut short or does not belong to {vocab_file}: none of its {len(merges)} merges makes "
+            f"{len(unmade)} of the {len(ids)} tokens, such as {min(unmade, key=ids.__getitem__)!r}; {_AGAIN}"
+        )
+
+
+def _plain_tokens(tokens: Iterable[str]) -> list[str]:
+    """Tokens without the brackets (<...> or [...]) by which special tokens are known; those need no merge."""
+    brackets = (("<", ">"), ("[", "]"))
+    return [token for token in tokens if not any(token.startswith(a) and token.endswith(b) for a, b in brackets)]

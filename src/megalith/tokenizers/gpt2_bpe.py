@@ -1,0 +1,186 @@
+"""GPT-2's byte-level BPE from vocab.json and merges.txt, at the speed of tiktoken.
+
+tiktoken joins two neighbours whenever their bytes together are a token; a merges file joins exactly the pairs that
+it lists. The two agree on every text if each merge is what tiktoken itself would do last to build that token.
+`ranks_decide` proves this for the files at hand, and it holds for what BPE training produces; files for which the
+proof fails (hand-edited merges) are encoded by the `tokenizers` library instead, with the same result as Megatron.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from megalith.errors import DataError
+from megalith.tokenizers.byte_level import (
+    BYTE_OF_CHARACTER,
+    END_OF_TEXT,
+    BytePairVocabulary,
+    bytes_of,
+    read_byte_pair_vocabulary,
+)
+
+# GPT-2's pattern with possessive quantifiers, which cannot blow up; the same splits (tiktoken_ext/openai_public.py).
+_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
+
+Encoder = Callable[[str], list[int]]
+
+
+class GPT2BPETokenizer:
+    """`GPT2BPETokenizer` of Megatron: the same ids, `<|endoftext|>` inside a text is plain text."""
+
+    pad: int | None = None
+
+    def __init__(self, vocab_file: str | Path, merge_file: str | Path) -> None:
+        """Read both files.
+
+        Raises:  DataError if a file is missing, damaged, or does not belong to the other.
+        """
+        self._vocab_file, self._merge_file = str(vocab_file), str(merge_file)
+        vocabulary = read_byte_pair_vocabulary(self._vocab_file, self._merge_file)
+        self._encode = build_encoder(vocabulary)
+        self._eod = vocabulary.ids[END_OF_TEXT]
+        self._bytes = [b""] * len(vocabulary.ids)
+        for token, number in vocabulary.ids.items():
+            self._bytes[number] = bytes_of(token)
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self._bytes)
+
+    @property
+    def eod(self) -> int:
+        return self._eod
+
+    def encode(self, text: str) -> list[int]:
+        try:
+            return self._encode(text)
+        except UnicodeEncodeError as error:
+            character = ord(text[error.start])
+            raise DataError(
+                f"character {error.start} is a lone surrogate (U+{character:04X}), which is no text"
+            ) from error
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        outside = next((number for number in ids if not 0 <= number < self.vocab_size), None)
+        if outside is not None:
+            raise DataError(f"id {outside} is outside the vocabulary of {self.vocab_size}")
+        return b"".join([self._bytes[number] for number in ids]).decode(errors="replace")
+
+    def card(self) -> dict[str, Any]:
+        return {
+            "class": "GPT2BPETokenizer",
+            "vocab_size": self.vocab_size,
+            "special": {"eod": self.eod},
+            "files": dict(self._hashes),
+        }
+
+    @cached_property
+    def _hashes(self) -> dict[str, str]:
+        return {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in self.files().items()}
+
+    def identity(self) -> dict[str, Any]:
+        return {"class": "_GPT2BPETokenizer", "tokenizer_path": [self._vocab_file, self._merge_file]}
+
+    def files(self) -> dict[str, Path]:
+        return {"vocab.json": Path(self._vocab_file), "merges.txt": Path(self._merge_file)}
+
+
+def build_encoder(vocabulary: BytePairVocabulary) -> Encoder:
+    """The fastest encoder that is exact for this vocabulary."""
+    tokens = rank_order(vocabulary)
+    rank_of_token = {token: rank for rank, token in enumerate(tokens)}
+    if len(rank_of_token) == len(tokens):
+        unmade = len(tokens)  # the rank of a token that no merge makes; `ranks_decide` turns it down
+        splits = [(rank_of_token.get(a, unmade), rank_of_token.get(b, unmade)) for a, b in vocabulary.merges]
+        as_bytes = [bytes_of(token) for token in tokens]
+        rank_of = {token: rank for rank, token in enumerate(as_bytes)}
+        if ranks_decide(as_bytes, rank_of, splits):
+            return _tiktoken_encoder(rank_of, [vocabulary.ids[token] for token in tokens])
+    return _reference_encoder(vocabulary)
+
+
+def rank_order(vocabulary: BytePairVocabulary) -> list[str]:
+    """Tokens in the order in which they come to be: the 256 bytes by id, then what each merge makes."""
+    characters = sorted(BYTE_OF_CHARACTER, key=vocabulary.ids.__getitem__)
+    return characters + [left + right for left, right in vocabulary.merges]
+
+
+def ranks_decide(tokens: Sequence[bytes], rank_of: dict[bytes, int], splits: Sequence[tuple[int, int]]) -> bool:
+    """Whether joining by rank of the joined bytes, as tiktoken does, is proved equal to joining by the list of pairs.
+
+    Args:
+        tokens: bytes of each rank; the single bytes come first.
+        rank_of: the inverse of `tokens`.
+        splits: the two ranks that each rank after the single bytes is made from.
+    """
+    num_bytes = len(tokens) - len(splits)
+    return all(
+        _is_last_join(left, right, rank, tokens, rank_of, splits, num_bytes)
+        for rank, (left, right) in enumerate(splits, start=num_bytes)
+    )
+
+
+def _is_last_join(
+    left: int,
+    right: int,
+    limit: int,
+    tokens: Sequence[bytes],
+    rank_of: dict[bytes, int],
+    splits: Sequence[tuple[int, int]],
+    num_bytes: int,
+) -> bool:
+    """Whether ranks below `limit` build `left` and `right` side by side without ever joining across the border.
+
+    Walks back in time: of the two neighbours at the border the one with the higher rank was made last. Taken apart,
+    it shows an earlier pair at the border, which must not have been joinable before that moment. Of two equal
+    neighbours the left one is made first.
+    Source:  the validity test of token pairs in github/rust-gems, crates/bpe.
+    """
+    if max(left, right) >= limit:
+        return False
+    while True:
+        if rank_of.get(tokens[left] + tokens[right], limit) < limit:
+            return False
+        if max(left, right) < num_bytes:
+            return True
+        if left > right:
+            limit, left = left, splits[left - num_bytes][1]
+        else:
+            limit, right = right + 1, splits[right - num_bytes][0]
+
+
+def _tiktoken_encoder(rank_of: dict[bytes, int], ids: list[int]) -> Encoder:
+    import tiktoken
+
+    encoding = tiktoken.Encoding("megalith", pat_str=_PATTERN, mergeable_ranks=rank_of, special_tokens={})
+
+    def by_rank(text: str) -> list[int]:
+        text.encode()  # tiktoken replaces lone surrogates in silence; this raises UnicodeEncodeError instead
+        return encoding.encode_ordinary(text)
+
+    if ids == list(range(len(ids))):
+        return by_rank
+    return lambda text: [ids[rank] for rank in by_rank(text)]
+
+
+def _reference_encoder(vocabulary: BytePairVocabulary) -> Encoder:
+    from tokenizers import Tokenizer
+    from tokenizers.models import BPE
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    model = Tokenizer(BPE(vocab=vocabulary.ids, merges=vocabulary.merges))
+    model.pre_tokenizer = ByteLevel(add_prefix_space=False)
+
+    def encode(text: str) -> list[int]:
+        text.encode()
+        ids: list[int] = model.encode(text, add_special_tokens=False).ids
+        return ids
+
+    return encode

@@ -1,0 +1,24 @@
+"""Fixtures that several kinds of tests use."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+_REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="session")
+def repository() -> Path:
+    """Root of the working tree."""
+    return _REPOSITORY
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """The folder of goldens and corpora beside the working tree; tests that need it are skipped where it is absent."""
+    folder = _REPOSITORY.parent / "shared"
+    if not folder.is_dir():
+        pytest.skip(f"the folder of goldens and corpora is not at {folder}")
+    return folder
