@@ -13,6 +13,7 @@ from megalith.config.groups import (
     TokenizerConfig,
     TrainConfig,
 )
+from megalith.config.load import from_values, load
 from megalith.config.run import RunConfig, all_settings, group_from_dict, group_types
 
 __all__ = [
@@ -29,6 +30,8 @@ __all__ = [
     "TokenizerConfig",
     "TrainConfig",
     "all_settings",
+    "from_values",
     "group_from_dict",
     "group_types",
+    "load",
 ]

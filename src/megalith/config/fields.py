@@ -35,6 +35,7 @@ class Declaration:
         nothing: why this setting needs nothing here, empty when it has an effect.
         ours: true for settings that Megatron does not have.
         from_environment: the environment variable that sets it, empty for none.
+        flagless: true where only the environment can set it.
     """
 
     help: str
@@ -53,6 +54,7 @@ class Declaration:
     nothing: str = ""
     ours: bool = False
     from_environment: str = ""
+    flagless: bool = False
 
 
 def setting(default: Any = dataclasses.MISSING, /, **declaration: Any) -> Any:
@@ -102,7 +104,7 @@ class Setting:
     @property
     def spellings(self) -> tuple[str, ...]:
         """Spellings that take a value, or switch a boolean on."""
-        return (self.positive_flag, *self.about.aliases)
+        return () if self.about.flagless else (self.positive_flag, *self.about.aliases)
 
     @property
     def off_spellings(self) -> tuple[str, ...]:

@@ -374,8 +374,8 @@ class ParallelConfig:
 class LaunchConfig:
     """What the launcher says about this process."""
 
-    rank: int = setting(0, help="number of this process", at_least=0, from_environment="RANK")
-    world_size: int = setting(1, help="number of processes", at_least=1, from_environment="WORLD_SIZE")
+    rank: int = setting(0, help="number of this process", at_least=0, from_environment="RANK", flagless=True)
+    world_size: int = setting(1, help="number of processes", at_least=1, from_environment="WORLD_SIZE", flagless=True)
     local_rank: int = setting(
         0,
         help="number of this process on its machine",

@@ -1,0 +1,178 @@
+"""The flat Megatron command line: strict, complete in its complaints, and without any flag silently ignored.
+
+Accepted beyond Megatron's own parser: `--flag=value`, underscores for hyphens (with a note), and `--no-x` for every
+boolean. Not accepted, as in Megatron: abbreviated flags and words that belong to no flag.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from megalith.config.fields import Setting
+from megalith.config.known import KnownFlag, known_flags
+from megalith.config.reading import Reading
+from megalith.config.run import all_settings
+from megalith.config.values import BadValue, closest, value_from_words
+
+RECIPE_FLAG = "--config"
+_NEGATIVE_NUMBER = re.compile(r"-(\.?\d|inf)")
+_TYPOGRAPHIC_DASHES = ("\u2010", "\u2011", "\u2012", "\u2013", "\u2014", "\u2212")
+
+
+@dataclass(frozen=True)
+class _Spelling:
+    """One spelling of a setting; `constant` is what it stands for when it takes no value."""
+
+    setting: Setting
+    constant: bool | str | None = None
+
+
+@cache
+def _spellings() -> Mapping[str, _Spelling]:
+    spellings: dict[str, _Spelling] = {}
+    for setting in all_settings().values():
+        for flag in setting.spellings:
+            spellings[flag] = _Spelling(setting, True if setting.kind is bool else None)
+        for flag in setting.off_spellings:
+            spellings[flag] = _Spelling(setting, False)
+        for flag, constant in setting.about.shorthands.items():
+            spellings[flag] = _Spelling(setting, constant)
+    return spellings
+
+
+def read_command_line(argv: Sequence[str]) -> Reading:
+    """Read every word; nothing is raised, what is wrong is in the `problems` of the result."""
+    parser = _Parser(list(argv))
+    return parser.read()
+
+
+class _Parser:
+    """One pass over the words of a command line."""
+
+    def __init__(self, words: list[str]) -> None:
+        self.words = words
+        self.reading = Reading()
+        self.refused: dict[str, list[str]] = {}
+
+    def read(self) -> Reading:
+        while self.words:
+            word = self.words.pop(0)
+            if _is_flag(word):
+                self._flag(word)
+            else:
+                self._stray(word)
+        for reason, uses in self.refused.items():
+            self.reading.problems.append(f"{', '.join(uses)}: {reason}")
+        return self.reading
+
+    def _flag(self, word: str) -> None:
+        written, has_value, inline = word.partition("=")
+        flag = self._canonical(written)
+        given = [inline] if has_value else None
+        if flag == RECIPE_FLAG:
+            self.reading.recipe = self._one(flag, given) or ""
+        elif flag in _spellings():
+            self._setting(flag, _spellings()[flag], given)
+        elif flag in known_flags():
+            self._known(known_flags()[flag], given)
+        else:
+            self._unknown(flag)
+
+    def _canonical(self, written: str) -> str:
+        if _exists(written):
+            return written
+        hyphened = written.replace("_", "-")
+        if hyphened != written and _exists(hyphened):
+            self.reading.notes.append(f"{written} is read as {hyphened}")
+            return hyphened
+        off = "--no-" + hyphened.removeprefix("--disable-")
+        return off if hyphened.startswith("--disable-") and _exists(off) else hyphened
+
+    def _setting(self, flag: str, spelling: _Spelling, given: list[str] | None) -> None:
+        setting, reading = spelling.setting, self.reading
+        if spelling.constant is not None:
+            if given is not None:
+                reading.problems.append(f"{flag}={given[0]}: {flag} takes no value")
+                reading.faulty.add(setting.name)
+                return
+            self._store(flag, setting, spelling.constant)
+            return
+        words = given if given is not None else self._following(flag, "+" if setting.many else "1")
+        if not words:
+            reading.problems.append(f"{flag} needs a value ({setting.about.help})")
+            reading.faulty.add(setting.name)
+            return
+        try:
+            self._store(flag, setting, value_from_words(setting, words))
+        except BadValue as error:
+            reading.problems.append(f"{flag} {' '.join(words) or chr(39) * 2}: {error}")
+            reading.faulty.add(setting.name)
+
+    def _store(self, flag: str, setting: Setting, value: object) -> None:
+        reading = self.reading
+        if setting.name in reading.values and reading.values[setting.name] != value:
+            reading.notes.append(f"{flag} is given more than once; the last one holds")
+        reading.values[setting.name] = value
+        reading.flags.add(flag)
+        if setting.about.nothing:
+            reading.needs_nothing(flag, setting.about.nothing)
+
+    def _known(self, known: KnownFlag, given: list[str] | None) -> None:
+        self.reading.flags.add(known.flag)
+        words = given if given is not None else self._following(known.flag, known.arity)
+        if known.arity not in ("0", "*") and not words:
+            self.reading.problems.append(f"{known.flag} needs a value")
+            return
+        why = known.needs_nothing(tuple(words))
+        if why:
+            self.reading.needs_nothing(known.flag, why)
+            return
+        reason = f"{known.refusal}; not in this version" if known.work else known.refusal
+        self.refused.setdefault(reason, []).append(" ".join([known.flag, *words]))
+
+    def _unknown(self, flag: str) -> None:
+        reading = self.reading
+        self._following(flag, "*")
+        guess = closest(flag, _spellings()) or closest(flag, known_flags())
+        hint = f"did you mean {guess}?" if guess else "see `megalith config --flags` for all flags"
+        if flag.startswith(_TYPOGRAPHIC_DASHES):
+            hint = "it begins with a typographic dash; write it with two hyphens"
+        elif not flag.startswith("--") and _exists("-" + flag):
+            guess = "-" + flag
+            hint = f"did you mean {guess}?"
+        reading.problems.append(f"{flag} is not a flag; {hint}")
+        if guess in _spellings():
+            reading.faulty.add(_spellings()[guess].setting.name)
+
+    def _stray(self, word: str) -> None:
+        shown = word or "''"
+        self.reading.problems.append(f"{shown} belongs to no flag (is an empty variable or a missing -- before it?)")
+
+    def _following(self, flag: str, arity: str) -> list[str]:
+        limit = int(arity) if arity.isdigit() else len(self.words)
+        taken: list[str] = []
+        while self.words and len(taken) < limit and not _is_flag(self.words[0]):
+            taken.append(self.words.pop(0))
+        if arity.isdigit() and 0 < len(taken) < int(arity):
+            self.reading.problems.append(f"{flag} {' '.join(taken)}: needs {arity} values")
+        return taken
+
+    def _one(self, flag: str, given: list[str] | None) -> str | None:
+        words = given if given is not None else self._following(flag, "1")
+        if not words:
+            self.reading.problems.append(f"{flag} needs a value (path of a recipe in TOML)")
+            return None
+        return words[0]
+
+
+def _exists(flag: str) -> bool:
+    return flag == RECIPE_FLAG or flag in _spellings() or flag in known_flags()
+
+
+def _is_flag(word: str) -> bool:
+    if word.startswith(_TYPOGRAPHIC_DASHES):
+        return len(word) > 1
+    return len(word) > 1 and word.startswith("-") and not _NEGATIVE_NUMBER.match(word)

@@ -1,0 +1,126 @@
+"""From the words of a command line to a checked `RunConfig`: defaults < recipe < flags, and all violations at once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megalith.config.command_line import read_command_line
+from megalith.config.reading import Reading
+from megalith.config.recipe import read_recipe
+from megalith.config.rules import FILE_RULES, NOTICES, RULES, Draft
+from megalith.config.run import RunConfig, all_settings, group_types
+from megalith.config.values import BadValue, out_of_range, value_from_words
+from megalith.errors import ConfigError
+
+
+def load(argv: Sequence[str], environ: Mapping[str, str] | None = None, *, files: bool = True) -> RunConfig:
+    """The configuration that a command line asks for.
+
+    Args:
+        argv: the words after the name of the command.
+        environ: where the launcher's RANK, WORLD_SIZE and LOCAL_RANK are; the process environment unless given.
+        files: whether data and tokenizer files must exist.
+
+    Returns:
+        The configuration; its `notes` say what was accepted and has no effect, one line each.
+
+    Raises:
+        ConfigError: with every violation found, each naming the flag, the value and a remedy.
+    """
+    flags = read_command_line(argv)
+    recipe = read_recipe(Path(flags.recipe)) if flags.recipe else Reading()
+    launch = _read_environment(os.environ if environ is None else environ)
+    readings = (launch, recipe, flags)
+    given = {name: value for reading in readings for name, value in reading.values.items()}
+    faulty = set().union(*(reading.faulty for reading in readings)) - _overridden(flags)
+    problems = [problem for reading in readings for problem in reading.problems]
+    run, more_problems = _build(given, faulty, frozenset(flags.flags), files=files)
+    problems += more_problems
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)))
+    return RunConfig(**_groups_of(run), notes=_notes(readings, run, given, frozenset(flags.flags)))
+
+
+def from_values(values: Mapping[str, Any], *, files: bool = True) -> RunConfig:
+    """A checked configuration from a flat mapping, setting name -> value, for use as a library.
+
+    Raises:
+        ConfigError: with every violation found, and every name that is not a setting.
+    """
+    problems = [f"no setting is called {name}" for name in values if name not in all_settings()]
+    known = {
+        name: tuple(value) if all_settings()[name].many else value
+        for name, value in values.items()
+        if name in all_settings()
+    }
+    run, more_problems = _build(known, set(), frozenset(), files=files)
+    if problems + more_problems:
+        raise ConfigError(problems + more_problems)
+    return run
+
+
+def _build(
+    given: Mapping[str, Any], faulty: set[str], flags: frozenset[str], *, files: bool
+) -> tuple[RunConfig, list[str]]:
+    """The configuration with None for what is missing, and what is wrong with it."""
+    problems = []
+    unusable = set(faulty)
+    values = {}
+    for setting in all_settings().values():
+        value = given.get(setting.name, setting.default)
+        values[setting.name] = value
+        if setting.name in faulty:
+            continue
+        if setting.required and value is None:
+            problems.append(f"{setting.flag} is required ({setting.about.help})")
+            unusable.add(setting.name)
+        elif complaint := out_of_range(setting, value):
+            problems.append(f"{setting.positive_flag} {value}: {complaint}")
+            unusable.add(setting.name)
+    run = RunConfig(
+        **{
+            name: group(**{s.name: values[s.name] for s in all_settings().values() if s.group == name})
+            for name, group in group_types().items()
+        }
+    )
+    draft = Draft(run, frozenset(given), flags)
+    rules = (*RULES, *FILE_RULES) if files else RULES
+    problems += [message for rule in rules if (message := rule.broken(draft, unusable))]
+    return run, problems
+
+
+def _groups_of(run: RunConfig) -> dict[str, Any]:
+    return {name: getattr(run, name) for name in group_types()}
+
+
+def _overridden(flags: Reading) -> set[str]:
+    """Settings that the flags give well, so that a faulty value elsewhere is only reported, not missed."""
+    return set(flags.values) - flags.faulty
+
+
+def _read_environment(environ: Mapping[str, str]) -> Reading:
+    reading = Reading()
+    for setting in all_settings().values():
+        variable = setting.about.from_environment
+        if not variable or variable not in environ:
+            continue
+        try:
+            reading.values[setting.name] = value_from_words(setting, [environ[variable]])
+        except BadValue as error:
+            reading.problems.append(f"environment variable {variable}={environ[variable]}: {error}")
+            reading.faulty.add(setting.name)
+    return reading
+
+
+def _notes(
+    readings: Sequence[Reading], run: RunConfig, given: Mapping[str, Any], flags: frozenset[str]
+) -> tuple[str, ...]:
+    draft = Draft(run, frozenset(given), flags)
+    notes = [note for reading in readings for note in reading.notes]
+    notes += [message for notice in NOTICES if (message := notice.broken(draft, set()))]
+    for reading in readings:
+        notes += [f"{', '.join(words)}: needs nothing here; {why}" for why, words in reading.nothing.items()]
+    return tuple(notes)

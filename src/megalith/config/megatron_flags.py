@@ -1,0 +1,588 @@
+"""Megatron's flags that have no setting here: which need nothing, and which are refused and why.
+
+Together with the settings of the groups this covers every flag of four Megatron versions (23.06, core 0.8.0, core
+0.12.0 and August 2026), so that none is silently ignored. Notation, one word per flag: `--x` takes no value, `--x=5`
+one value with Megatron's default 5, `--x=` one value without a default, `--x:3=` three values, `--x+=` one or more,
+`--x*=` any number. A refused flag given with Megatron's default asks for nothing and is accepted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Family:
+    """Flags that share a reason."""
+
+    reason: str
+    flags: str
+
+
+@dataclass(frozen=True)
+class Partly:
+    """A flag whose `accepted` values need nothing, for the reason `why`, and whose others are `refused`."""
+
+    flag: str
+    accepted: str
+    why: str
+    refused: str
+
+
+NEED_NOTHING: tuple[Family, ...] = (
+    Family(
+        "whether operations are fused is decided by the kernels here, and the numbers do not change",
+        """
+        --use-transformer-engine-op-fuser --use-te-activation-func --no-masked-softmax-fusion
+        --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion --no-persist-layer-norm
+        --no-gradient-accumulation-fusion --disable-jit-fuser --no-gradient-reduce-div-fusion
+        --cross-entropy-loss-fusion --fused-residual-rmsnorm
+        """,
+    ),
+    Family(
+        "torch chooses the version of the attention kernel that the device supports",
+        """
+        --flash-attention-version= --use-flash-attn
+        """,
+    ),
+    Family(
+        "there is one family of model and tokenizer classes here",
+        """
+        --use-mcore-models --legacy-tokenizer
+        """,
+    ),
+    Family(
+        "one process exchanges nothing, so there is nothing to overlap, to group or to tune",
+        """
+        --no-clone-scatter-output-in-embedding --no-async-tensor-model-parallel-allreduce --tp-comm-overlap-cfg=
+        --tp-comm-overlap --use-ring-exchange-p2p --defer-embedding-wgrad-compute --use-tp-pp-dp-mapping
+        --disable-gloo-process-groups --no-overlap-p2p-communication --overlap-grad-reduce --ddp-num-buckets=
+        --ddp-bucket-size= --ddp-average-in-collective --overlap-param-gather
+        --overlap-param-gather-with-optimizer-step --use-nccl-ub --no-scatter-gather-tensors-in-pipeline
+        --pipeline-model-parallel-comm-backend= --no-tp-comm-bulk-wgrad --no-tp-comm-bulk-dgrad
+        --no-tp-comm-overlap-ag --no-tp-comm-overlap-rs --tp-comm-overlap-rs-dgrad --no-tp-comm-split-ag
+        --no-tp-comm-split-rs --tp-comm-bootstrap-backend=nccl --delay-wgrad-compute --wgrad-deferral-limit=0
+        --overlap-p2p-communication-warmup-flush --no-align-grad-reduce --lazy-mpu-init
+        --nccl-communicator-config-path= --use-sharp --sharp-enabled-group= --high-priority-stream-groups+=
+        --distributed-timeout-seconds-after-init= --ddp-pad-buckets-for-high-nccl-busbw --no-align-param-gather
+        --no-use-layer-wise-param-layout --disable-symmetric-registration --create-all-gather-group
+        --suggested-communication-unit-size= --no-delay-grad-reduce --delay-param-gather
+        --overlap-p2p-communication --no-contiguous-buffers-in-local-ddp
+        """,
+    ),
+    Family(
+        "there is one copy of the model, so its copies cannot differ",
+        """
+        --check-weight-hash-across-dp-replicas-interval= --data-parallel-random-init
+        """,
+    ),
+    Family(
+        "random streams are objects of their own here, not states of a tracker",
+        """
+        --te-rng-tracker --inference-rng-tracker
+        """,
+    ),
+    Family(
+        "fused attention stores no scores, which is what selective recomputation would save; the numbers are the same",
+        """
+        --recompute-activations
+        """,
+    ),
+    Family(
+        "memory and garbage collection need no help here",
+        """
+        --init-model-with-meta-device --empty-unused-memory-level=0 --no-manual-gc-eval
+        """,
+    ),
+    Family(
+        "signals are always answered by finishing the step and saving",
+        """
+        --exit-signal-handler-for-dataloader --exit-signal-handler-for-training
+        """,
+    ),
+    Family(
+        "one process writes and reads whole checkpoints, and any layout can read them",
+        """
+        --no-ckpt-fully-parallel-save --ckpt-fully-parallel-load --ckpt-assume-constant-structure
+        --dist-ckpt-optim-fully-reshardable --ckpt-fully-parallel-save
+        --ckpt-fully-parallel-load-exchange-algo=broadcast --ckpt-fully-parallel-load-per-rank-objects
+        --ckpt-fully-parallel-save-process-group=dp --ckpt-fully-parallel-load-process-group=dp
+        --distrib-optim-fully-reshardable-mem-efficient --dist-ckpt-workers=1
+        """,
+    ),
+    Family(
+        "checkpoints are in the torch_dist layout by themselves, and what is loaded shows its layout",
+        """
+        --auto-detect-ckpt-format --use-dist-ckpt
+        """,
+    ),
+    Family(
+        "every file of a checkpoint is hashed when it is written and verified when it is read",
+        """
+        --verify-integrity
+        """,
+    ),
+    Family(
+        "the tokenizer is the one that the flags name",
+        """
+        --no-use-tokenizer-model-from-checkpoint-args
+        """,
+    ),
+    Family(
+        "the causal mask is part of the attention kernel and never stored",
+        """
+        --no-create-attention-mask-in-dataloader
+        """,
+    ),
+    Family(
+        "datasets are indexed by vectorised code and memory-mapped",
+        """
+        --num-dataset-builder-threads=1 --mmap-warmup --data-impl=infer --dataloader-fast-cache-load
+        --dataloader-defer-npy-index-mmap
+        """,
+    ),
+    Family(
+        "nothing is reported to anyone outside",
+        """
+        --no-one-logger --one-logger-project=megatron-lm --one-logger-run-name= --one-logger-async
+        --app-tag-run-name= --app-tag-run-version=0.0.0
+        """,
+    ),
+    Family(
+        "the console stays one screen and the complete log is in the run folder",
+        """
+        --no-barrier-with-level-1-timing --logging-level=
+        """,
+    ),
+    Family(
+        "it only changes how often TensorBoard records reach the disk",
+        """
+        --tensorboard-queue-size=1000
+        """,
+    ),
+    Family(
+        "rotary positions have no table, and --position-embedding-type says so",
+        """
+        --no-position-embedding
+        """,
+    ),
+    Family(
+        "this is how it is here",
+        """
+        --no-query-key-layer-scaling --disable-msc
+        """,
+    ),
+)
+
+REFUSED: tuple[Family, ...] = (
+    Family(
+        "mixtures of experts come with the work on more models",
+        """
+        --expert-model-parallel-size=1 --expert-tensor-parallel-size= --overlap-moe-expert-parallel-comm
+        --moe-shared-expert-intermediate-size= --moe-shared-expert-overlap --moe-ffn-hidden-size=
+        --moe-router-topk=2 --moe-enable-routing-replay --moe-router-num-groups= --moe-router-group-topk=
+        --moe-router-pre-softmax --moe-router-topk-scaling-factor= --moe-router-score-function=softmax
+        --moe-router-dtype= --moe-router-enable-expert-bias --moe-router-bias-update-rate=0.001
+        --moe-grouped-gemm --moe-z-loss-coeff= --moe-input-jitter-eps= --moe-token-dispatcher-type=allgather
+        --moe-enable-deepep --moe-flex-dispatcher-backend=deepep --moe-per-layer-logging
+        --moe-expert-capacity-factor= --moe-pad-expert-input-to-capacity --moe-token-drop-policy=probs
+        --moe-layer-recompute --moe-permute-fusion --moe-router-fusion --moe-latent-size= --num-experts=0
+        --moe-layer-freq=1 --moe-use-upcycling --moe-router-load-balancing-type+=aux_loss
+        --moe-aux-loss-coeff+=0.0 --moe-routing-trace-path= --moe-routing-trace-capture-hidden-states
+        --moe-routing-trace-dump-weights --expert-tensor-parallel-num-weight-shards=
+        --ep-overlap-early-attn-memory-release --high-priority-a2a-comm-stream --moe-shared-expert-gate
+        --use-grouped-gemm-for-shared-expert --moe-shared-expert-glu-interleave-size=
+        --moe-router-padding-for-quantization --moe-router-padding-for-fp8
+        --moe-router-quantile-balancing-ema=0.0 --moe-router-force-load-balancing --moe-router-force-biased=
+        --use-grouped-gemm-for-dense-mlp --moe-use-grouped-tensor --moe-single-grouped-weight
+        --moe-single-grouped-bias --moe-permute-fusion-into-hybridep --moe-hybridep-pad-uneven-dispatch-inputs
+        --moe-pad-experts-for-cuda-graph-inference --moe-apply-probs-on-input --moe-flex-dispatcher-num-sms=
+        --moe-deepep-num-sms= --moe-hybridep-num-sms= --moe-hybridep-num-blocks-permute=
+        --moe-hybridep-num-blocks-unpermute= --moe-hybridep-num-sms-preprocessing=108 --moe-ncclep-zero-copy
+        --moe-dispatch-fwd-dtype=bf16 --moe-combine-bwd-dtype=bf16 --moe-mlp-glu-interleave-size=
+        --moe-expert-rank-capacity-factor= --moe-paged-stash --moe-paged-stash-page-size=64
+        --moe-paged-stash-buffer-size-factor-cuda=1.1 --moe-paged-stash-buffer-size-factor-cpu=0.0
+        --moe-upcycling-granularity=1 --moe-routing-trace-max-training-iters= --moe-routing-trace-capture-logits
+        --moe-use-legacy-grouped-gemm --moe-extended-tp
+        """,
+    ),
+    Family(
+        "BERT and T5 come with the work on more models",
+        """
+        --encoder-num-layers= --decoder-num-layers= --bert-no-binary-head --relative-attention-num-buckets=32
+        --relative-attention-max-distance=128 --encoder-pipeline-model-parallel-size=0
+        --pipeline-model-parallel-split-rank= --encoder-tensor-model-parallel-size=0 --encoder-seq-length=
+        --decoder-seq-length= --sample-rate=1.0 --mask-prob=0.15 --short-seq-prob=0.1 --vocab-extra-ids=0
+        --retriever-seq-length=256 --output-bert-embeddings --bert-embedder-type=megatron
+        """,
+    ),
+    Family(
+        "batch-size ramp-up comes with the complete training options",
+        """
+        --rampup-batch-size:3= --step-batch-size-schedule= --decrease-batch-size-if-needed
+        """,
+    ),
+    Family(
+        "multi-latent attention and multi-token prediction are not built",
+        """
+        --mtp-num-layers= --mtp-loss-scaling-factor=0.1 --multi-latent-attention --rope-type= --q-lora-rank=
+        --kv-lora-rank=32 --qk-head-dim=128 --qk-pos-emb-head-dim=64 --v-head-dim=128
+        --rotary-scaling-factor=1.0 --mscale=1.0 --mscale-all-dim=0.0 --mtp-standalone --mtp-use-repeated-layer
+        --mtp-detach-heads --mtp-hsm --mtp-hybrid-override-pattern= --cache-mla-latents --mla-down-proj-fusion
+        """,
+    ),
+    Family(
+        "state-space, linear-attention and other experimental layers are not built",
+        """
+        --hybrid-context-parallel --is-hybrid-model --mamba-state-dim=128 --mamba-head-dim=64
+        --mamba-num-groups=8 --mamba-num-heads= --hybrid-layer-pattern= --hybrid-override-pattern=
+        --hybrid-attention-ratio=0.0 --hybrid-mlp-ratio=0.0 --experimental-attention-variant=
+        --dsa-indexer-n-heads= --dsa-indexer-head-dim= --dsa-indexer-topk= --dsa-indexer-topk-freq=1
+        --dsa-indexer-skip-topk-offset=0 --dsa-indexer-loss-coeff= --dsa-indexer-use-sparse-loss
+        --dsa-kernel-backend=none --dsa-indexer-rope-interleaved --dsa-indexer-k-norm-epsilon=
+        --dsa-indexer-k-norm-fp32 --linear-conv-kernel-dim=4 --linear-key-head-dim=128
+        --linear-value-head-dim=128 --linear-num-key-heads=16 --linear-num-value-heads=32
+        --enable-mhc-connections --mhc-num-residual-streams=4 --mhc-sinkhorn-iterations=20
+        --mhc-init-gating-factor=0.01 --mhc-recompute-layer-num= --gdp-num-householder=3 --gdp-cutedsl-kernel
+        --gdp-num-chunk-states-to-recompute=2 --mamba-training-ssm-states-dtype= --linear-attention-freq=
+        --heterogeneous-layers-config-path= --heterogeneous-layers-config-encoded-json=
+        --mamba-inference-conv-states-dtype=bf16 --mamba-inference-ssm-states-dtype=bf16
+        --no-dsa-indexer-rotate-activation --no-dsa-indexer-scoring-relu --disable-mamba-mem-eff-path
+        --enable-experimental
+        """,
+    ),
+    Family(
+        "FP8 and FP4 need kernels of recent GPUs and are not built",
+        """
+        --fp8-format= --fp8-recipe=delayed --fp8-margin=0 --fp8-interval=1 --fp8-amax-history-len=1
+        --fp8-amax-compute-algo=most_recent --no-fp8-wgrad --first-last-layers-bf16 --fp4-format=
+        --fp4-recipe=nvfp4 --fp4-param-gather --fp8-param-gather --fp8-quantizer-factory= --fp8-output-proj
+        --num-layers-at-start-in-bf16=1 --num-layers-at-end-in-bf16=1 --use-kitchen-attention
+        --kitchen-attention-backend=sdpa --fp4-quantizer-factory= --reuse-grad-buf-for-mxfp8-param-ag
+        --te-precision-config-file= --fp8-e4m3 --fp8-hybrid --keep-fp8-transpose-cache
+        --keep-fp8-transpose-cache-when-using-custom-fsdp
+        """,
+    ),
+    Family(
+        "recomputation of whole layers and offloading come with the complete training options",
+        """
+        --cpu-offloading-num-layers=0 --recompute-method= --recompute-num-layers= --distribute-saved-activations
+        --fine-grained-activation-offloading --cpu-offloading-retain-pinned-cpu-buffers --offload-modules+=
+        --min-offloaded-tensor-size=1048576 --delta-offload-bytes-across-pp-ranks=0
+        --activation-offload-fraction=1.0 --fine-grained-offloading-max-inflight-offloads=
+        --optimizer-cpu-offload --optimizer-offload-fraction=1.0 --use-torch-optimizer-for-cpu-offload
+        --overlap-cpu-optimizer-d2h-h2d --no-pin-cpu-grads --no-pin-cpu-params
+        """,
+    ),
+    Family(
+        "CUDA graphs are not built",
+        """
+        --enable-cuda-graph --cuda-graph-warmup-steps=3 --external-cuda-graph --cuda-graph-impl=none
+        --cuda-graph-modules+= --inference-cuda-graph-scope= --delay-offload-until-cuda-graph
+        --optimizer-cuda-graph --cuda-graph-scope+=
+        """,
+    ),
+    Family(
+        "fully sharded data parallelism comes with the parallel engine",
+        """
+        --use-megatron-fsdp --use-torch-fsdp2 --data-parallel-sharding-strategy=no_shard --fsdp-double-buffer
+        --megatron-fsdp-version=1 --fsdp-manual-registration --outer-dp-sharding-strategy=no_shard
+        --enable-full-sharding-in-hsdp --torch-fsdp2-no-reshard-after-forward --use-custom-fsdp
+        --no-strict-fsdp-dtensor-load --megatron-fsdp-main-grads-dtype=auto --megatron-fsdp-grad-comm-dtype=auto
+        --megatron-fsdp-main-params-dtype=fp32 --megatron-fsdp-enable-fine-grained-param-gather
+        --megatron-fsdp-max-pool-double-buffer --fsdp-db-use-persist-buf-on-alloc-fail
+        """,
+    ),
+    Family(
+        "W&B records come with the complete training options",
+        """
+        --wandb-project= --wandb-exp-name= --wandb-save-dir= --wandb-entity=
+        """,
+    ),
+    Family(
+        "profiling, timers and further records come with the complete training options",
+        """
+        --profile --profile-step-start=10 --profile-step-end=12 --use-pytorch-profiler --profile-ranks+=
+        --record-memory-history --log-progress --timing-log-level=0 --timing-log-option=minmax
+        --log-timers-to-tensorboard --no-log-loss-scale-to-tensorboard --log-validation-ppl-to-tensorboard
+        --log-memory-to-tensorboard --log-memory-interval= --log-world-size-to-tensorboard --log-energy
+        --log-batch-size-to-tensorboard --pytorch-profiler-collect-shapes --pytorch-profiler-collect-callstack
+        --pytorch-profiler-collect-chakra --memory-snapshot-path=snapshot.pickle --record-shapes --nvtx-ranges
+        --log-device-memory-used --log-max-attention-logit --no-log-learnig-rate-to-tensorboard
+        --config-logger-dir= --otel-enabled --otel-service-name= --otel-span-groups=
+        --flight-recorder-dump-path= --flight-recorder-trace-buffer-size=2000
+        --no-flight-recorder-dump-on-timeout --flight-recorder-include-stack-trace
+        --no-flight-recorder-include-only-active --no-flight-recorder-extra-dump-on-exec
+        """,
+    ),
+    Family(
+        "serving options come with the serving work",
+        """
+        --flash-decode --inference-batch-times-seqlen-threshold=-1 --max-tokens-to-oom=12000
+        --use-legacy-static-engine --inference-max-requests=8 --inference-max-seq-length=2560
+        --inference-dynamic-batching --inference-dynamic-batching-buffer-size-gb=40.0
+        --inference-dynamic-batching-block-size=256 --inference-dynamic-batching-max-requests=
+        --inference-dynamic-batching-max-tokens= --inference-dynamic-batching-num-cuda-graphs=16
+        --decode-only-cuda-graphs --enable-chunked-prefill --num-speculative-tokens=0
+        --inference-logging-step-interval=0 --inference-coordinator-port=
+        --inference-dynamic-batching-buffer-guaranteed-fraction=0.2
+        --inference-dynamic-batching-buffer-overflow-factor= --batch-invariant-mode
+        --batch-invariant-backend=te_native --symmetric-ar-type= --inference-fuse-tp-communication
+        --inference-disable-triton-nvls-kernels --inference-grouped-gemm-backend=vllm
+        --inference-moe-disable-fused-quant-kernels --inference-moe-token-dispatcher-type=nvls
+        --inference-dynamic-batching-paused-buffer-size-gb= --inference-dynamic-batching-mamba-memory-ratio=
+        --inference-dynamic-batching-track-paused-request-events
+        --inference-dynamic-batching-track-generated-token-events --inference-cuda-graph-all-prefills
+        --inference-cuda-graph-max-tokens=512 --inference-dynamic-batching-unified-memory-level=0
+        --inference-dynamic-batching-prefix-caching --no-inference-dynamic-batching-prefix-caching
+        --inference-dynamic-batching-prefix-caching-eviction-policy=ref_zero
+        --inference-dynamic-batching-prefix-caching-coordinator-policy=load_balanced
+        --inference-dynamic-batching-prefix-caching-routing-alpha=0.5
+        --inference-dynamic-batching-prefix-caching-mamba-gb=
+        --inference-dynamic-batching-cuda-graph-mixed-prefill-count=16
+        --inference-dynamic-batching-cuda-graph-sizing-distribution=exponential
+        --inference-dynamic-batching-sampling-backend=torch --use-same-sampling-seed-across-dp-ranks
+        --inference-dynamic-batching-async-sched-mode=legacy
+        --inference-dynamic-batching-logprobs-mode=raw_logprobs --inference-text-gen-server-logging
+        --no-inference-text-gen-server-logging --inference-wandb-logging --no-inference-wandb-logging
+        --inference-use-synchronous-zmq-collectives --no-inference-use-synchronous-zmq-collectives
+        --inference-disable-ep-consensus --no-inference-disable-ep-consensus --inference-shards=
+        --inference-dynamic-batching-max-requests-override= --inference-dynamic-batching-max-tokens-override=
+        --nccl-all-reduce-for-prefill --mlp-chunks-for-prefill=1
+        """,
+    ),
+    Family(
+        "no weights are left without initial values here",
+        """
+        --no-initialization
+        """,
+    ),
+    Family(
+        "it comes with the complete training options",
+        """
+        --mlp-chunks-for-training=1 --deterministic-mode
+        """,
+    ),
+    Family(
+        "layouts of several processes come with the parallel engine",
+        """
+        --hierarchical-context-parallel-sizes+= --microbatch-group-size-per-virtual-pipeline-stage=
+        --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split
+        --decoder-first-pipeline-num-layers= --decoder-last-pipeline-num-layers=
+        --pipeline-model-parallel-layout= --num-layers-per-virtual-pipeline-stage=
+        --num-virtual-stages-per-pipeline-rank= --num-distributed-optimizer-instances=1 --cp-comm-type+=p2p
+        --standalone-embedding-stage --tensor-parallel-num-weight-shards= --max-seqlen-per-dp-cp-rank=
+        --overlap-dispatch-backward-with-experts-wgrad --ddp-reduce-scatter-with-fp32-accumulation
+        --gtp-remat-reduce-scatter-with-fp32-accumulation
+        --ddp-param-name-patterns-for-fp32-local-accumulation+= --gtp-remat-nccl-ub --gtp-expert-remat-nccl-ub
+        --fake-process-group --gtp-remat-opt-in-modules+=
+        """,
+    ),
+    Family(
+        "it comes with the work on checkpoint formats",
+        """
+        --save-retain-interval= --non-persistent-save-interval= --non-persistent-ckpt-type=
+        --non-persistent-global-ckpt-dir= --non-persistent-local-ckpt-dir= --pretrained-checkpoint=
+        --use-checkpoint-args --use-mp-args-from-checkpoint-args --ckpt-convert-format= --ckpt-convert-save=
+        --async-save --use-persistent-ckpt-worker --dist-ckpt-strictness=assume_ok_unexpected
+        --override-ckpt-iteration= --save-params-interval= --save-activations-interval=
+        --save-tokens-per-expert-interval= --save-wgrads-interval= --save-dgrads-interval=
+        --load-main-params-from-ckpt --non-persistent-local-ckpt-algo=fully_parallel
+        --ckpt-convert-update-legacy-dist-opt-format --async-strategy=nvrx --async-ckpt-cpu-priority=10
+        --async-ckpt-io-priority=3 --async-ckpt-use-cpu-shm --ckpt-pg-tensors-cache-path=
+        --ckpt-pg-tensors-cache-create --no-ckpt-load-validate-sharding-integrity --dist-ckpt-save-pre-mcore-014
+        --no-save-tokenizer-assets --replication --replication-jump= --replication-factor=2
+        --ckpt-drop-redundant-extra-state
+        """,
+    ),
+    Family(
+        "other data sources, tokenizers and masks come with the complete data path",
+        """
+        --train-data-path*= --valid-data-path*= --test-data-path*= --data-args-path= --per-split-data-args-path=
+        --reset-position-ids --reset-attention-mask --dataloader-inter-document-masking
+        --mid-level-dataset-surplus=0.005 --fim-data --padded-vocab-size= --tokenizer-model= --tiktoken-pattern=
+        --trust-remote-code --test-mode --per-dataset-sequences-path= --object-storage-cache-path=
+        --allow-ambiguous-pad-tokens --fim-rate=0.5 --fim-spm-rate=0.5 --fim-split-sample= --fim-fragment-rate=
+        --fim-no-prefix= --fim-prefix-token=fim_prefix --fim-middle-token=fim_middle
+        --fim-suffix-token=fim_suffix --fim-pad-token=fim_pad --fim-eod-token= --no-pad-vocab-size
+        --tokenizer-metadata= --tokenizer-special-tokens+= --tiktoken-num-special-tokens=1000
+        --tokenizer-sentencepiece-legacy --no-tokenizer-sentencepiece-ignore-extra-whitespaces
+        --tokenizer-hf-no-use-fast --tokenizer-hf-no-include-special-tokens --null-tokenizer-eod-id=
+        --null-tokenizer-pad-id=-1 --chat-template= --use-gigatoken --s3-cache-path= --tiktoken-special-tokens+=
+        --enable-msc
+        """,
+    ),
+    Family(
+        "instruction tuning is not built",
+        """
+        --sft --sft-tokenizer-prompt-format=nemotron-h-aligned
+        """,
+    ),
+    Family(
+        "further evaluation options come with the complete training options",
+        """
+        --start-eval-at-iter= --eval-global-batch-size= --eval-micro-batch-size= --skip-train --full-validation
+        --multiple-validation-sets --phase-transition-iterations= --validation-set-names+=
+        """,
+    ),
+    Family(
+        "optimizers beside Adam, and options of single parameter groups, come with the complete training options",
+        """
+        --sgd-momentum=0.9 --decoupled-lr= --decoupled-min-lr= --apply-wd-to-qk-layernorm --muon-momentum=0.9
+        --muon-no-split-qkv --muon-nesterov --muon-scale-mode=spectral --muon-fp32-matmul-prec=medium
+        --muon-coefficient-type=quintic --muon-num-ns-steps=5 --muon-tp-mode=duplicated --muon-use-syrk
+        --muon-extra-scale-factor=1.0 --muon-scalar-optimizer=adam --lion-beta1=0.95 --lion-beta2=0.98
+        --no-weight-decay-cond-type= --freeze-all-layers --dump-param-to-param-group-map=
+        """,
+    ),
+    Family(
+        "optimizer states in other number formats come with the complete training options",
+        """
+        --use-precision-aware-optimizer --main-grads-dtype=fp32 --main-params-dtype=fp32 --exp-avg-dtype=fp32
+        --exp-avg-sq-dtype=fp32
+        """,
+    ),
+    Family(
+        "further precision options come with the complete training options",
+        """
+        --fp32-residual-connection --use-fused-weighted-squared-relu --grad-reduce-in-bf16
+        --fp16-lm-cross-entropy --disable-bf16-reduced-precision-matmul --output-logit-dtype=
+        --apply-query-key-layer-scaling --embedding-weights-in-fp32
+        """,
+    ),
+    Family(
+        "saving and loading logits for distillation is not built",
+        """
+        --logits-save-top-k= --logits-save-top-p= --logits-save-top-p-min-k=1 --logits-save-dir=
+        --logits-save-dtype=fp16 --logits-load-dir= --logits-load-decode-threads=4
+        --logits-load-prefetch-factor=3 --logits-load-msc-prefetch-depth=2 --logits-load-kd-loss-alpha=1.0
+        --logits-load-ignore-errors
+        """,
+    ),
+    Family(
+        "fault injection, restarts and straggler reports of this kind belong to the tests and the parallel engine",
+        """
+        --log-straggler --straggler-minmax-count=1 --disable-straggler-on-startup --inprocess-restart
+        --enable-ft-package --error-injection-rate=0 --straggler-ctrlr-port=65535
+        --run-workload-inspector-server --inprocess-max-iterations= --inprocess-monitor-thread-interval=1.0
+        --inprocess-monitor-process-interval=1.0 --inprocess-progress-watchdog-interval=1.0
+        --inprocess-heartbeat-interval=30 --inprocess-soft-timeout=60 --inprocess-hard-timeout=90
+        --inprocess-heartbeat-timeout=60 --inprocess-barrier-timeout=120 --inprocess-completion-timeout=120
+        --inprocess-last-call-wait=1 --inprocess-termination-grace-time=1 --inprocess-granularity=node
+        --inprocess-active-world-size=1 --inprocess-empty-cuda-cache --calc-ft-timeouts --ft-num-warmup-iters=5
+        --error-injection-type=transient_error --fault-injector-ranks= --fault-injector-num-ranks=
+        --fault-injector-fault-types= --fault-injector-fault-probabilities= --fault-injector-fault-delay=
+        --fault-injector-delay-start-iteration= --fault-injector-mtti-seconds= --fault-injector-offset-seconds=
+        --fault-injector-seed=
+        """,
+    ),
+    Family(
+        "one site's own resubmission tool is not supported (a stopped run exits with 75; the same command resumes it)",
+        """
+        --adlr-autoresume --adlr-autoresume-interval=1000
+        """,
+    ),
+    Family(
+        "YAML files of arguments are not read; give a recipe by --config FILE.toml",
+        """
+        --yaml-cfg=
+        """,
+    ),
+    Family(
+        "the model classes from before Megatron core are not here",
+        """
+        --use-legacy-models
+        """,
+    ),
+    Family(
+        "muP scaling is not built",
+        """
+        --use-mup --mup-width-mult=1.0 --mup-base-hidden-size= --mup-embedding-mult=1.0 --mup-output-mult=1.0
+        --mup-base-head-dim= --mup-attn-scale-power=1.0
+        """,
+    ),
+    Family(
+        "further options of the training loop come with the complete training options",
+        """
+        --iterations-to-skip+= --check-for-large-grads --init-method-xavier-uniform --gpu-sniff-test-interval=
+        --train-sync-interval= --result-rejected-tracker-filename= --check-for-spiky-loss
+        """,
+    ),
+    Family(
+        "further options of the model come with the complete training options",
+        """
+        --softmax-type=vanilla --apply-residual-connection-post-layernorm --apply-layernorm-1p
+        --glu-linear-offset=0.0 --activation-func-clamp-value= --qk-layernorm --qk-l2-norm
+        --attention-output-gate --calculate-per-token-loss --embedding-init-method-std= --mrope-section+=
+        --window-size= --window-attn-skip-freq= --yarn-original-max-position-embeddings= --yarn-beta-fast=
+        --yarn-beta-slow= --rotary-seq-len-interpolation-factor= --use-rope-scaling --rope-scaling-factor=8.0
+        --no-rope-freq= --openai-gelu --squared-relu --quick-geglu --onnx-safe= --qk-clip --qk-clip-alpha=0.5
+        --qk-clip-threshold=100 --yarn-correction-range-round-to-int --no-yarn-correction-range-round-to-int
+        """,
+    ),
+)
+
+PARTLY: tuple[Partly, ...] = (
+    Partly(
+        "--spec*=",
+        "local",
+        "there is one implementation of the layers",
+        "layer specifications by import path come with the work on more models",
+    ),
+    Partly(
+        "--recompute-granularity=",
+        "selective",
+        "fused attention stores no scores, which is what selective recomputation would save; the numbers are the same",
+        "recomputation of whole layers comes with the complete training options",
+    ),
+    Partly(
+        "--recompute-modules+=",
+        "core_attn",
+        "fused attention stores no scores",
+        "recomputation of other modules comes with the complete training options",
+    ),
+    Partly(
+        "--exit-signal=",
+        "2 10 12 15 SIGINT SIGUSR1 SIGUSR2 SIGTERM",
+        "this signal is always answered by finishing the step and saving",
+        "signals other than SIGINT, SIGTERM, SIGUSR1 and SIGUSR2 are left alone",
+    ),
+    Partly(
+        "--dist-ckpt-format=",
+        "torch_dist",
+        "it is the only layout of the files",
+        "other checkpoint layouts come with the work on checkpoint formats",
+    ),
+    Partly(
+        "--cross-entropy-fusion-impl=native",
+        "native",
+        "the loss is fused by itself",
+        "the loss of TransformerEngine is not used",
+    ),
+    Partly(
+        "--rerun-mode=",
+        "disabled",
+        "no step is run again",
+        "running a step again to find its fault comes with the complete training options",
+    ),
+    Partly(
+        "--DDP-impl=local",
+        "local",
+        "one process exchanges nothing",
+        "torch DDP is not used",
+    ),
+)
+
+# Flags of older versions that Megatron itself answers with an error naming the new one.
+RENAMED: dict[str, str] = {
+    "--batch-size": "--micro-batch-size",
+    "--warmup": "--lr-warmup-fraction",
+    "--model-parallel-size": "--tensor-model-parallel-size",
+    "--checkpoint-activations": "--recompute-activations",
+}
+
+# Flags of torchrun that ended up behind the script name.
+LAUNCHER = """
+        --nproc-per-node= --nnodes= --node-rank= --master-addr= --master-port= --rdzv-backend= --rdzv-endpoint=
+        --rdzv-id= --use-env
+"""

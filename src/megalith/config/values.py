@@ -1,0 +1,121 @@
+"""From a word or a TOML value to the value of a setting, and the legal range of it."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from megalith.config.fields import Setting
+
+
+class BadValue(ValueError):
+    """A value that a setting cannot take; the message completes `--flag value: ...`."""
+
+
+def value_from_words(setting: Setting, words: list[str]) -> Any:
+    """The value that the words after a flag stand for.
+
+    Raises:
+        BadValue: if a word is not a number where one is needed, or not one of the choices.
+    """
+    values = [_from_word(setting, word) for word in words]
+    return tuple(values) if setting.many else values[0]
+
+
+def value_from_toml(setting: Setting, value: Any) -> Any:
+    """The value that a TOML value stands for; a whole number is taken for a float, a single value for a list.
+
+    Raises:
+        BadValue: if the type is another one, or the value is not one of the choices.
+    """
+    if setting.many:
+        items = value if isinstance(value, list) else [value]
+        return tuple(_from_toml(setting, item) for item in items)
+    return _from_toml(setting, value)
+
+
+def out_of_range(setting: Setting, value: Any) -> str:
+    """What is wrong with a number, empty if nothing."""
+    about = setting.about
+    if setting.kind not in (int, float) or value is None:
+        return ""
+    low_fails = (about.at_least is not None and value < about.at_least) or (
+        about.above is not None and value <= about.above
+    )
+    high_fails = (about.at_most is not None and value > about.at_most) or (
+        about.below is not None and value >= about.below
+    )
+    return f"must be {legal_range(setting)}" if low_fails or high_fails else ""
+
+
+def legal_range(setting: Setting) -> str:
+    """The legal range in words, such as `at least 0 and below 1`; empty without one."""
+    about = setting.about
+    bounds = (("at least", about.at_least), ("above", about.above), ("at most", about.at_most), ("below", about.below))
+    return " and ".join(f"{words} {number:g}" for words, number in bounds if number is not None)
+
+
+def closest(word: str, candidates: Iterable[str], cutoff: float = 0.72) -> str:
+    """The candidate that the word was probably meant to be, empty if none is near."""
+    by_lower = {candidate.lower(): candidate for candidate in candidates}
+    matches = difflib.get_close_matches(word.lower(), list(by_lower), n=1, cutoff=cutoff)
+    return by_lower[matches[0]] if matches else ""
+
+
+def _from_word(setting: Setting, word: str) -> Any:
+    if setting.kind is int:
+        return _whole_number(word)
+    if setting.kind is float:
+        return _number(word)
+    return _chosen(setting, word)
+
+
+def _from_toml(setting: Setting, value: Any) -> Any:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if setting.kind is bool and isinstance(value, bool):
+        return value
+    if setting.kind is int and is_number:
+        return _whole_number(str(value))
+    if setting.kind is float and is_number:
+        return _number(str(value))
+    if setting.kind is str and isinstance(value, str):
+        return _chosen(setting, value)
+    kinds = {bool: "true or false", int: "a whole number", float: "a number", str: "a text in quotes"}
+    raise BadValue(f"not {kinds[setting.kind]}")
+
+
+def _whole_number(word: str) -> int:
+    try:
+        return int(word)
+    except ValueError:
+        pass
+    try:
+        number = float(word)
+    except ValueError:
+        raise BadValue("not a whole number") from None
+    if not math.isfinite(number):
+        raise BadValue("not a whole number")
+    raise BadValue(f"not a whole number in digits; nearest: {round(number)}")
+
+
+def _number(word: str) -> float:
+    try:
+        number = float(word)
+    except ValueError:
+        raise BadValue("not a number") from None
+    if not math.isfinite(number):
+        raise BadValue("not a finite number")
+    return number
+
+
+def _chosen(setting: Setting, word: str) -> str:
+    about = setting.about
+    if not about.choices or word in about.choices:
+        return word
+    choices = ", ".join(about.choices)
+    if word in about.later:
+        raise BadValue(f"comes with {about.later_with}; in this version: {choices}")
+    guess = closest(word, (*about.choices, *about.later), cutoff=0.6)
+    raise BadValue(f"not one of {choices}" + (f"; did you mean {guess}?" if guess else ""))
