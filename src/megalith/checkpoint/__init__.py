@@ -1,0 +1,14 @@
+"""Checkpoints: chunks of global tensors, and the stores that keep them."""
+
+from megalith.checkpoint.content import CheckpointContent, Chunk, LoadedContent
+from megalith.checkpoint.store import DirectoryStore, MemoryStore, SaveReport, Store
+
+__all__ = [
+    "CheckpointContent",
+    "Chunk",
+    "DirectoryStore",
+    "LoadedContent",
+    "MemoryStore",
+    "SaveReport",
+    "Store",
+]

@@ -1,0 +1,168 @@
+"""A folder that appears whole or not at all: built under another name, made durable, then renamed.
+
+Names beginning with a dot belong to savers: `.saving-iter_0000010.<place>.<pid>.<born>` is being built, and
+`.replaced-iter_0000010...` was moved aside by a rename in progress. What a dead saver left is cleared by the next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from megalith.checkpoint.owner import Owner
+from megalith.errors import CheckpointError
+
+_SAVING = ".saving-"
+_REPLACED = ".replaced-"
+
+
+def no_point(_: str) -> None:
+    """The default for `on_point`: nothing happens at the named points of a save."""
+
+
+def _suffix(owner: Owner) -> str:
+    return f".{owner.place}.{owner.pid}.{owner.born}"
+
+
+def _owner_of(path: Path) -> Owner | None:
+    parts = path.name.rsplit(".", 3)
+    if len(parts) != 4 or not parts[2].isdigit():
+        return None
+    return Owner(host="", place=parts[1], pid=int(parts[2]), born=parts[3])
+
+
+@dataclass(frozen=True)
+class Building:
+    """A folder under construction and the place that it is meant for."""
+
+    path: Path
+    final: Path
+
+    def commit(self) -> None:
+        """Make the folder durable and move it to its place; what stood there is removed afterwards.
+
+        A crash between the two renames leaves the old folder under its `.replaced-` name, from where
+        `put_back_replaced` recovers it.
+        """
+        _sync(self.path)
+        parent = self.final.parent
+        aside = parent / f"{_REPLACED}{self.final.name}{_suffix(Owner.this_process())}"
+        if self.final.exists():
+            self.final.rename(aside)
+        try:
+            self.path.rename(self.final)
+        except OSError:
+            if aside.exists():
+                aside.rename(self.final)
+            raise
+        _sync(parent)
+        if aside.exists():
+            shutil.rmtree(aside)
+
+
+@contextmanager
+def building(final: Path) -> Iterator[Building]:
+    """Make an empty folder beside `final`; it is removed on any error, and stays on none until `commit`."""
+    path = final.parent / f"{_SAVING}{final.name}{_suffix(Owner.this_process())}"
+    if path.exists():
+        shutil.rmtree(path)
+    path.mkdir(parents=True)
+    try:
+        yield Building(path, final)
+    except BaseException:
+        shutil.rmtree(path, ignore_errors=True)
+        raise
+
+
+def clear_leftovers(parent: Path) -> list[Path]:
+    """Remove what dead savers of this machine left in a save folder, and return it."""
+    put_back_replaced(parent)
+    removed = []
+    for path in [*parent.glob(f"{_SAVING}*"), *parent.glob(f"{_REPLACED}*")]:
+        owner = _owner_of(path)
+        if owner is not None and owner.is_dead():
+            shutil.rmtree(path, ignore_errors=True)
+            removed.append(path)
+    return removed
+
+
+def put_back_replaced(parent: Path) -> None:
+    """Undo the first rename of a replacement whose saver died before the second."""
+    for aside in parent.glob(f"{_REPLACED}*"):
+        owner = _owner_of(aside)
+        final = parent / aside.name.removeprefix(_REPLACED).rsplit(".", 3)[0]
+        if owner is not None and owner.is_dead() and not final.exists():
+            with contextlib.suppress(OSError):  # a read-only folder stays as it is
+                aside.rename(final)
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """Write a new file and wait until it is on the disk."""
+    with path.open("xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def replace_durably(path: Path, data: bytes) -> None:
+    """Replace a small file so that a reader finds the old or the new content, never a mixture."""
+    temporary = path.parent / f"{_SAVING}{path.name}{_suffix(Owner.this_process())}"
+    temporary.unlink(missing_ok=True)
+    write_durably(temporary, data)
+    temporary.replace(path)
+    _sync(path.parent)
+
+
+def _sync(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems cannot sync a folder
+            raise
+    finally:
+        os.close(fd)
+
+
+def free_bytes(folder: Path) -> int:
+    """Bytes that this user may still write to the file system of a folder."""
+    status = os.statvfs(folder)
+    return status.f_bavail * status.f_frsize
+
+
+@contextmanager
+def naming_full_disk(folder: Path, needed: int, free: Callable[[Path], int] = free_bytes) -> Iterator[None]:
+    """Translate what a full or unwritable disk raises into a CheckpointError with the numbers.
+
+    Args:
+        folder: where the files go.
+        needed: bytes that are about to be written.
+        free: asks the file system.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise CheckpointError(_full(folder, needed, free(folder), error.strerror or "disk full")) from error
+        raise CheckpointError(f"{folder} cannot be written: {error.strerror or error}") from error
+
+
+def check_space(folder: Path, needed: int, free: Callable[[Path], int] = free_bytes) -> None:
+    """Refuse before the first byte if the file system has less room than is needed."""
+    available = free(folder)
+    if available < needed:
+        raise CheckpointError(_full(folder, needed, available, "not enough free space"))
+
+
+def _full(folder: Path, needed: int, available: int, reason: str) -> str:
+    return (
+        f"the checkpoint does not fit in {folder} ({reason}): it needs {needed} bytes ({needed / 2**30:.2f} GiB), "
+        f"{available} bytes ({available / 2**30:.2f} GiB) are free; nothing was left there, and earlier checkpoints "
+        "are untouched; free some space or save elsewhere with --save"
+    )

@@ -1,0 +1,89 @@
+"""What a checkpoint holds, free of files: chunks of global tensors, objects, and the state that every rank shares.
+
+A chunk is a live local tensor together with its place in a global one. The same list describes a save (the tensors
+are read) and a load (the tensors are filled in place), so nothing has to be rebuilt between the two.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A box of the global tensor `key`: it starts at `offset`, and `tensor` holds its elements.
+
+    `tensor` has as many dimensions as the global tensor: a parameter of layer l of L is [1, ...] at offset (l, ...)
+    of a global [L, ...].
+    """
+
+    key: str
+    tensor: Tensor
+    offset: tuple[int, ...]
+    global_shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        shape = tuple(self.tensor.shape)
+        assert len(shape) == len(self.offset) == len(self.global_shape), f"{self.key}: dimensions differ"
+        inside = (
+            start >= 0 and start + size <= extent
+            for start, size, extent in zip(self.offset, shape, self.global_shape, strict=True)
+        )
+        assert all(inside), f"{self.key}: {shape} at {self.offset} is outside {self.global_shape}"
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.numel() * self.tensor.element_size()
+
+
+@dataclass
+class CheckpointContent:
+    """Everything that one save writes, or that one load asks for.
+
+    Attributes:
+        chunks: boxes of global tensors; live tensors on any device.
+        objects: key -> any picklable value of plain types, tensors and numpy arrays. For a load the keys count only.
+        common: the shared state that becomes `common.pt`; ignored by a load.
+    """
+
+    chunks: list[Chunk] = field(default_factory=list)
+    objects: dict[str, Any] = field(default_factory=dict)
+    common: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all the tensors."""
+        return sum(chunk.nbytes for chunk in self.chunks)
+
+
+@dataclass(frozen=True)
+class LoadedContent:
+    """What a load returns beside the tensors that it filled.
+
+    Attributes:
+        common: the shared state of the checkpoint.
+        objects: the objects that were asked for.
+        unexpected: keys that the checkpoint holds and the load did not ask for.
+    """
+
+    common: dict[str, Any]
+    objects: dict[str, Any]
+    unexpected: tuple[str, ...] = ()
+
+
+def by_key(chunks: Iterable[Chunk]) -> dict[str, list[Chunk]]:
+    """Group chunks by the global tensor that they belong to, in order of first appearance."""
+    grouped: dict[str, list[Chunk]] = {}
+    for chunk in chunks:
+        grouped.setdefault(chunk.key, []).append(chunk)
+    return grouped
+
+
+def volume(shape: Iterable[int]) -> int:
+    """Number of elements of a shape; 1 for a scalar."""
+    return math.prod(shape)

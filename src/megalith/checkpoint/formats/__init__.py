@@ -1,0 +1,1 @@
+"""The weight names and layouts of the checkpoint formats of the world, as pure mappings."""

@@ -1,0 +1,254 @@
+"""Keys, offsets and common state of Megatron's `torch_dist` checkpoints.
+
+Layers are stacked: parameter `decoder.layers.3.mlp.linear_fc1.weight` of a model of L layers is row 3 of the key
+`decoder.layers.mlp.linear_fc1.weight`, whose global shape has a leading axis of L. The layer norms carry the names
+of TransformerEngine's fused modules, whichever modules computed them. Optimizer state stands in model space: each
+state tensor is keyed and cut like the parameter that it belongs to.
+
+This module touches no file. Source: spec/formats-checkpoint.md sections 4 and 9, verified on checkpoints of
+Megatron-LM core 0.16.1.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalith.checkpoint.content import Chunk
+from megalith.errors import CheckpointError, LayoutError
+from megalith.nn.placement import Fused, Placement, Replicated, Split
+
+CHECKPOINT_VERSION = 3.0
+"""Megatron's `checkpoint_version`: QKV rows packed per query group, sizes under `tensor_model_parallel_size`."""
+
+CONTENT_METADATA: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+"""What Megatron 0.13 and later read to choose the optimizer layout to ask for: the non-distributed model space."""
+
+OPTIMIZER_PREFIX = "optimizer.state."
+RNG_KEY = "rng_state"
+
+_LAYERS = "decoder.layers."
+_LAYER_NAME = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_FUSED_NORMS = {
+    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+}
+_EXTRA_STATE_LINEARS = (
+    "self_attention.linear_proj",
+    "self_attention.linear_qkv",
+    "mlp.linear_fc1",
+    "mlp.linear_fc2",
+)
+
+
+def canonical_key(name: str) -> tuple[str, int | None]:
+    """Map a parameter's module name to its stacked key and layer; the layer is None outside the layers.
+
+    >>> canonical_key("decoder.layers.3.input_layernorm.weight")
+    ('decoder.layers.self_attention.linear_qkv.layer_norm_weight', 3)
+    """
+    match = _LAYER_NAME.fullmatch(name)
+    if match is None:
+        return name, None
+    layer, rest = int(match[1]), match[2]
+    for module, fused in _FUSED_NORMS.items():
+        if rest.startswith(module):
+            rest = fused + rest.removeprefix(module)
+    return _LAYERS + rest, layer
+
+
+def module_name(key: str, layer: int | None) -> str:
+    """The parameter's module name from its stacked key: the inverse of `canonical_key`.
+
+    >>> module_name("decoder.layers.self_attention.linear_qkv.layer_norm_weight", 3)
+    'decoder.layers.3.input_layernorm.weight'
+    """
+    if layer is None:
+        return key
+    assert key.startswith(_LAYERS), f"{key} is not a key of the stacked layers"
+    rest = key.removeprefix(_LAYERS)
+    for module, fused in _FUSED_NORMS.items():
+        if rest.startswith(fused):
+            rest = module + rest.removeprefix(fused)
+    return f"{_LAYERS}{layer}.{rest}"
+
+
+def module_names(key: str, num_layers: int) -> list[str]:
+    """The module names of all the parameters that are stored under one key."""
+    stacked = key.startswith(_LAYERS)
+    return [module_name(key, layer) for layer in range(num_layers)] if stacked else [key]
+
+
+def model_chunks(
+    named: Iterable[tuple[str, Tensor, Placement]],
+    num_layers: int,
+    *,
+    rank: int = 0,
+    size: int = 1,
+    prefix: str = "",
+) -> list[Chunk]:
+    """Cut parameters, or tensors shaped like them, into the chunks that Megatron writes.
+
+    Args:
+        named: (module name, local tensor, placement of the parameter); layer numbers are global.
+        num_layers: layers of the whole model: the extent of the stacked axis.
+        rank: position on the tensor-parallel axis.
+        size: extent of the tensor-parallel axis.
+        prefix: what stands before the key, such as `optimizer.state.exp_avg.`.
+
+    Returns:
+        Views of the given tensors: one per tensor, and `parts` per tensor that is placed `Fused`.
+    """
+    chunks = []
+    for name, tensor, placement in named:
+        key, layer = canonical_key(name)
+        if layer is not None and layer >= num_layers:
+            raise LayoutError(f"{name} is outside a model of {num_layers} layers; pass the whole model's --num-layers")
+        for part, offset, extent in _parts(tensor.detach(), placement, rank, size):
+            if layer is None:
+                chunks.append(Chunk(prefix + key, part, offset, extent))
+            else:
+                chunks.append(Chunk(prefix + key, part.unsqueeze(0), (layer, *offset), (num_layers, *extent)))
+    return chunks
+
+
+def optimizer_chunks(
+    states: Mapping[str, Tensor],
+    placements: Mapping[str, Placement],
+    num_layers: int,
+    *,
+    rank: int = 0,
+    size: int = 1,
+) -> list[Chunk]:
+    """Cut optimizer state into model-space chunks.
+
+    Args:
+        states: `<state>.<parameter name>` -> local tensor shaped like the parameter; states are exp_avg, exp_avg_sq
+            and, with 16-bit parameters, fp32_param.
+        placements: parameter name -> placement.
+        num_layers: layers of the whole model.
+        rank: position on the tensor-parallel axis.
+        size: extent of the tensor-parallel axis.
+    """
+    chunks = []
+    for name, tensor in states.items():
+        state, _, parameter = name.partition(".")
+        named = [(parameter, tensor, placements[parameter])]
+        chunks += model_chunks(named, num_layers, rank=rank, size=size, prefix=f"{OPTIMIZER_PREFIX}{state}.")
+    return chunks
+
+
+def _parts(
+    tensor: Tensor, placement: Placement, rank: int, size: int
+) -> list[tuple[Tensor, tuple[int, ...], tuple[int, ...]]]:
+    """The pieces of a local tensor with their offset in, and the shape of, the tensor over the whole axis."""
+    shape = tuple(tensor.shape)
+    origin = (0,) * len(shape)
+    if isinstance(placement, Replicated):
+        return [(tensor, origin, shape)]
+    dim = placement.dim
+    extent = _with(shape, dim, shape[dim] * size)
+    if isinstance(placement, Split):
+        return [(tensor, _with(origin, dim, rank * shape[dim]), extent)]
+    assert isinstance(placement, Fused)
+    if shape[dim] % placement.parts:
+        raise LayoutError(f"dimension {dim} of a tensor of shape {list(shape)} does not hold {placement.parts} parts")
+    local = shape[dim] // placement.parts
+    starts = [part * local * size + rank * local for part in range(placement.parts)]
+    pieces = tensor.split(local, dim)
+    return [(piece, _with(origin, dim, start), extent) for piece, start in zip(pieces, starts, strict=True)]
+
+
+def _with(values: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:
+    return (*values[:dim], value, *values[dim + 1 :])
+
+
+def extra_state_objects(num_layers: int) -> dict[str, None]:
+    """The empty `_extra_state` entries that Megatron writes and asks for, one per linear and layer."""
+    return {
+        f"{_LAYERS}{linear}._extra_state/shard_{layer}_{num_layers}": None
+        for layer in range(num_layers)
+        for linear in _EXTRA_STATE_LINEARS
+    }
+
+
+def is_extra_state(key: str) -> bool:
+    """Whether a key holds the state of an FP8 linear; readers pass over it."""
+    return "._extra_state/shard_" in key
+
+
+def rng_object_key(tp_rank: int = 0, tp_size: int = 1, pp_rank: int = 0, pp_size: int = 1) -> str:
+    """The key of the random states of one (pipeline, tensor) position; its value is a list of one dictionary."""
+    return f"{RNG_KEY}/shard_{pp_rank}.{tp_rank}_{pp_size}.{tp_size}"
+
+
+@dataclass(frozen=True)
+class OptimizerScalars:
+    """The part of an optimizer's state that is no tensor in model space.
+
+    Attributes:
+        param_groups: Megatron's groups without `params` and `step`.
+        step: steps applied; the bias corrections depend on it.
+        scaler: scale, growth_tracker and hysteresis_tracker of the dynamic loss scaler, or None without one.
+    """
+
+    param_groups: list[dict[str, Any]]
+    step: int
+    scaler: dict[str, Any] | None = None
+
+
+def optimizer_common(
+    param_groups: Sequence[Mapping[str, Any]], step: int, scaler: Mapping[str, Any] | None, precision: str
+) -> dict[str, Any]:
+    """Build `common["optimizer"]` as Megatron's non-distributed optimizers write it.
+
+    Args:
+        param_groups: groups under Megatron's keys; `params` and `step` are left out of what is written.
+        step: steps applied.
+        scaler: {scale, growth_tracker, hysteresis_tracker} of the dynamic loss scaler of fp16, else None.
+        precision: dtype of the parameters: float32, float16 or bfloat16.
+    """
+    groups = [{k: v for k, v in group.items() if k not in ("params", "step")} for group in param_groups]
+    inner = {"state": {"common_step": torch.tensor(float(step))}, "param_groups": groups}
+    if precision == "float32":
+        return inner
+    if scaler is None:
+        return {"optimizer": inner}
+    scale = torch.tensor([float(scaler["scale"])], dtype=torch.float32)
+    trackers = {key: int(scaler[key]) for key in ("growth_tracker", "hysteresis_tracker")}
+    return {"optimizer": inner, "grad_scaler": {"scale": scale, **trackers}}
+
+
+def read_optimizer_common(state: Mapping[Any, Any]) -> OptimizerScalars:
+    """Read `common["optimizer"]` in either nesting.
+
+    Raises:
+        CheckpointError: the state belongs to several chained optimizers or to a distributed optimizer's bucket space.
+    """
+    if not ("optimizer" in state or "param_groups" in state):
+        raise CheckpointError(
+            f"the optimizer state in common.pt has the keys {sorted(map(str, state))} instead of param_groups: "
+            "it is in a layout of the distributed optimizer that this version does not read; "
+            "load with --no-load-optim to continue from the weights alone"
+        )
+    inner = state.get("optimizer", state)
+    groups = [dict(group) for group in inner["param_groups"]]
+    steps = [group.pop("step") for group in groups if "step" in group]
+    common_step = inner.get("state", {}).get("common_step", steps[0] if steps else 0)
+    scaler = state.get("grad_scaler")
+    return OptimizerScalars(groups, int(common_step), _read_scaler(scaler) if scaler else None)
+
+
+def _read_scaler(scaler: Mapping[str, Any]) -> dict[str, Any]:
+    scale = scaler["scale"]
+    value = float(scale.reshape(-1)[0]) if isinstance(scale, Tensor) else float(scale)
+    return {
+        "scale": value,
+        "growth_tracker": int(scaler["growth_tracker"]),
+        "hysteresis_tracker": int(scaler["hysteresis_tracker"]),
+    }

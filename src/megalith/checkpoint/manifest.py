@@ -1,0 +1,95 @@
+"""`manifest.json`: the size and hash of every file of a checkpoint, and what the run was.
+
+It is written last, so that a folder with a manifest is complete; Megatron ignores it. The bytes of the file are a
+function of its content, and it carries a hash of itself, so that a change of any byte is seen.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megalith.checkpoint.hashing import HASH_NAME, FileRecord, hash_files
+from megalith.errors import CheckpointError
+
+MANIFEST_FILE = "manifest.json"
+_FORMAT = 1
+_RESERVED = ("format", "hash", "files", "manifest_hash")
+
+
+def render(records: Mapping[str, FileRecord], facts: Mapping[str, Any]) -> bytes:
+    """The bytes of a manifest.
+
+    Args:
+        records: file name -> size and digest of every other file of the checkpoint.
+        facts: anything that JSON can hold: configuration, tokenizer card, data fingerprint, ...
+    """
+    taken = [key for key in _RESERVED if key in facts]
+    assert not taken, f"the manifest keys {taken} are set here"
+    files = {name: {"size": records[name].size, "digest": records[name].digest} for name in sorted(records)}
+    return _with_own_hash({"format": _FORMAT, "hash": HASH_NAME, "files": files, **facts})
+
+
+def _with_own_hash(body: dict[str, Any]) -> bytes:
+    digest = hashlib.blake2b(_text(body), digest_size=16).hexdigest()
+    return _text({**body, "manifest_hash": digest})
+
+
+def _text(body: dict[str, Any]) -> bytes:
+    return (json.dumps(body, indent=1) + "\n").encode("ascii")
+
+
+def read(folder: Path) -> dict[str, Any] | None:
+    """The manifest of a checkpoint folder, or None where there is none.
+
+    Raises:
+        CheckpointError: it is damaged, or of a later format.
+    """
+    path = folder / MANIFEST_FILE
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    try:
+        body = json.loads(data)
+        intact = isinstance(body, dict) and body.pop("manifest_hash") and _with_own_hash(body) == data
+    except (ValueError, KeyError, RecursionError):
+        intact = False
+    if not intact:
+        raise CheckpointError(f"{path} is damaged")
+    if body["format"] != _FORMAT or body["hash"] != HASH_NAME:
+        raise CheckpointError(
+            f"{path} has format {body['format']} with hash {body['hash']}; this version reads format {_FORMAT} with "
+            f"{HASH_NAME}; load it with the version that wrote it ({body.get('megalith_version', 'unknown')})"
+        )
+    found: dict[str, Any] = body
+    return found
+
+
+def records_of(body: Mapping[str, Any]) -> dict[str, FileRecord]:
+    """File name -> expected size and digest."""
+    return {name: FileRecord(entry["size"], entry["digest"]) for name, entry in body["files"].items()}
+
+
+def compare(folder: Path, expected: Mapping[str, FileRecord]) -> list[str]:
+    """Hash the files of a folder and list what differs from the manifest; sizes first, since they cost nothing."""
+    problems, sound = [], []
+    for name, record in expected.items():
+        path = folder / name
+        if not path.is_file():
+            problems.append(f"{path} is missing")
+        elif (size := path.stat().st_size) != record.size:
+            problems.append(f"{path} has {size} bytes instead of {record.size}")
+        else:
+            sound.append(path)
+    try:
+        found = hash_files(sound)
+    except (OSError, EOFError) as error:
+        return [*problems, f"{folder} cannot be read: {error}"]
+    changed = [folder / name for name, record in found.items() if record.digest != expected[name].digest]
+    return problems + [f"{path} has changed since it was saved: its hash differs" for path in changed]
