@@ -14,7 +14,8 @@ from megalith.config.groups import (
     TrainConfig,
 )
 from megalith.config.load import from_values, load
-from megalith.config.run import RunConfig, all_settings, group_from_dict, group_types
+from megalith.config.run import Note, RunConfig, all_settings, group_from_dict, group_types
+from megalith.config.saved_args import megatron_args
 
 __all__ = [
     "CheckpointConfig",
@@ -22,6 +23,7 @@ __all__ = [
     "LaunchConfig",
     "LogConfig",
     "ModelConfig",
+    "Note",
     "OptimizerConfig",
     "ParallelConfig",
     "PrecisionConfig",
@@ -34,4 +36,5 @@ __all__ = [
     "group_from_dict",
     "group_types",
     "load",
+    "megatron_args",
 ]

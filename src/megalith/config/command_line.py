@@ -116,12 +116,10 @@ class _Parser:
         if setting.name in reading.values and reading.values[setting.name] != value:
             reading.notes.append(f"{flag} is given more than once; the last one holds")
         reading.values[setting.name] = value
-        reading.flags.add(flag)
         if setting.about.nothing:
             reading.needs_nothing(flag, setting.about.nothing)
 
     def _known(self, known: KnownFlag, given: list[str] | None) -> None:
-        self.reading.flags.add(known.flag)
         words = given if given is not None else self._following(known.flag, known.arity)
         if known.arity not in ("0", "*") and not words:
             self.reading.problems.append(f"{known.flag} needs a value")

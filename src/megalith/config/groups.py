@@ -45,6 +45,12 @@ class ModelConfig:
         later=("yarn", "mrope", "relative"),
         later_with=_WORK_TRAINING,
     )
+    add_position_embedding: bool = setting(
+        True,
+        help="table of positions; obsolete, with rotary positions only",
+        off=("--no-position-embedding",),
+        nothing="--position-embedding-type says whether there is a table of positions",
+    )
     rotary_base: int = setting(10000, help="base of the rotary frequencies", at_least=1)
     rotary_percent: float = setting(1.0, help="part of each head that is rotated", above=0, at_most=1)
     rotary_interleaved: bool = setting(False, help="rotate neighbouring pairs instead of halves")
@@ -55,7 +61,7 @@ class ModelConfig:
     swiglu: bool = setting(False, help="gated SiLU feed-forward layers instead of GELU")
     bias_gelu_fusion: bool = setting(
         True,
-        help="GELU by its tanh approximation, as Megatron's fused kernel computes it; the exact erf form without",
+        help="GELU by its tanh approximation, as Megatron's fused kernel computes it; then it is the exact erf form",
         off=("--no-bias-gelu-fusion",),
     )
     add_bias_linear: bool = setting(True, help="biases in the linear layers", off=("--disable-bias-linear",))

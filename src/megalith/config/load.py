@@ -11,7 +11,7 @@ from megalith.config.command_line import read_command_line
 from megalith.config.reading import Reading
 from megalith.config.recipe import read_recipe
 from megalith.config.rules import FILE_RULES, NOTICES, RULES, Draft
-from megalith.config.run import RunConfig, all_settings, group_types
+from megalith.config.run import Note, RunConfig, all_settings, group_types
 from megalith.config.values import BadValue, out_of_range, value_from_words
 from megalith.errors import ConfigError
 
@@ -37,11 +37,11 @@ def load(argv: Sequence[str], environ: Mapping[str, str] | None = None, *, files
     given = {name: value for reading in readings for name, value in reading.values.items()}
     faulty = set().union(*(reading.faulty for reading in readings)) - _overridden(flags)
     problems = [problem for reading in readings for problem in reading.problems]
-    run, more_problems = _build(given, faulty, frozenset(flags.flags), files=files)
+    run, more_problems = _build(given, faulty, files=files)
     problems += more_problems
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
-    return RunConfig(**_groups_of(run), notes=_notes(readings, run, given, frozenset(flags.flags)))
+    return RunConfig(**_groups_of(run), notes=_notes(readings, run, given))
 
 
 def from_values(values: Mapping[str, Any], *, files: bool = True) -> RunConfig:
@@ -56,15 +56,13 @@ def from_values(values: Mapping[str, Any], *, files: bool = True) -> RunConfig:
         for name, value in values.items()
         if name in all_settings()
     }
-    run, more_problems = _build(known, set(), frozenset(), files=files)
+    run, more_problems = _build(known, set(), files=files)
     if problems + more_problems:
         raise ConfigError(problems + more_problems)
     return run
 
 
-def _build(
-    given: Mapping[str, Any], faulty: set[str], flags: frozenset[str], *, files: bool
-) -> tuple[RunConfig, list[str]]:
+def _build(given: Mapping[str, Any], faulty: set[str], *, files: bool) -> tuple[RunConfig, list[str]]:
     """The configuration with None for what is missing, and what is wrong with it."""
     problems = []
     unusable = set(faulty)
@@ -86,7 +84,7 @@ def _build(
             for name, group in group_types().items()
         }
     )
-    draft = Draft(run, frozenset(given), flags)
+    draft = Draft(run, frozenset(given))
     rules = (*RULES, *FILE_RULES) if files else RULES
     problems += [message for rule in rules if (message := rule.broken(draft, unusable))]
     return run, problems
@@ -115,12 +113,9 @@ def _read_environment(environ: Mapping[str, str]) -> Reading:
     return reading
 
 
-def _notes(
-    readings: Sequence[Reading], run: RunConfig, given: Mapping[str, Any], flags: frozenset[str]
-) -> tuple[str, ...]:
-    draft = Draft(run, frozenset(given), flags)
-    notes = [note for reading in readings for note in reading.notes]
-    notes += [message for notice in NOTICES if (message := notice.broken(draft, set()))]
-    for reading in readings:
-        notes += [f"{', '.join(words)}: needs nothing here; {why}" for why, words in reading.nothing.items()]
+def _notes(readings: Sequence[Reading], run: RunConfig, given: Mapping[str, Any]) -> tuple[Note, ...]:
+    draft = Draft(run, frozenset(given))
+    notes = [Note(text) for reading in readings for text in reading.notes]
+    notes += [Note(message) for notice in NOTICES if (message := notice.broken(draft, set()))]
+    notes += [Note(why, tuple(words)) for reading in readings for why, words in reading.nothing.items()]
     return tuple(notes)

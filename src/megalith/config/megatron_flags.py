@@ -161,12 +161,6 @@ NEED_NOTHING: tuple[Family, ...] = (
         """,
     ),
     Family(
-        "rotary positions have no table, and --position-embedding-type says so",
-        """
-        --no-position-embedding
-        """,
-    ),
-    Family(
         "this is how it is here",
         """
         --no-query-key-layer-scaling --disable-msc

@@ -17,7 +17,6 @@ class Reading:
         faulty: names of settings whose value could not be read, so that nothing more is said of them.
         notes: one line for each thing that was read in another way than written.
         nothing: reason -> flags that were accepted and need nothing.
-        flags: every flag that was given, in its documented spelling.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -26,7 +25,6 @@ class Reading:
     faulty: set[str] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
     nothing: dict[str, list[str]] = field(default_factory=dict)
-    flags: set[str] = field(default_factory=set)
 
     def needs_nothing(self, flag: str, why: str) -> None:
         """Record a flag that was accepted and has no effect."""

@@ -26,12 +26,10 @@ class Draft:
     Attributes:
         run: the values.
         given: names of the settings that the user gave.
-        flags: spellings of all flags on the command line, with those that need nothing.
     """
 
     run: RunConfig
     given: frozenset[str]
-    flags: frozenset[str]
 
 
 @dataclass(frozen=True)
@@ -148,10 +146,10 @@ def rotary_positions_turn_pairs(draft: Draft) -> str:
     )
 
 
-@_rule("position_embedding_type")
+@_rule("position_embedding_type", "add_position_embedding")
 def leaving_out_the_table_needs_rotary_positions(draft: Draft) -> str:
-    kind = draft.run.model.position_embedding_type
-    if "--no-position-embedding" not in draft.flags or kind == "rope":
+    model = draft.run.model
+    if model.add_position_embedding or model.position_embedding_type == "rope":
         return ""
     return f"--no-position-embedding with {_show(draft, 'position_embedding_type')}: use --position-embedding-type rope"
 
@@ -422,12 +420,12 @@ def one_process(draft: Draft) -> str:
         unit *= getattr(run.parallel, name)
     world = run.launch.world_size
     started = "1 process was started" if world == 1 else f"{world} processes were started"
-    layout = ""
     if sizes:
-        verdict = f"needs a multiple of {unit} processes" if world % unit else f"divides {world} processes"
-        layout = f"{' x '.join(_show(draft, name) for name in sizes)} {verdict}, "
+        layout = " x ".join(_show(draft, name) for name in sizes)
+        fit = f"needs a multiple of {unit} processes and " if world % unit else "and "
+        started = f"{layout} {fit}{started}"
     return (
-        f"{layout}{started}: several processes come with the parallel engine; not in this version, start one process "
+        f"{started}: several processes come with the parallel engine; not in this version, start one process "
         "(torchrun --nproc_per_node 1, or plain python) with parallel sizes of 1"
     )
 

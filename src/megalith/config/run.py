@@ -27,11 +27,30 @@ from megalith.errors import ConfigError
 
 
 @dataclass(frozen=True)
+class Note:
+    """Something that was read in another way than written, or has no effect.
+
+    Attributes:
+        text: what there is to say, one line.
+        needs_nothing: flags that were accepted and need nothing, for the reason in `text`; empty for other notes.
+    """
+
+    text: str
+    needs_nothing: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        if not self.needs_nothing:
+            return self.text
+        verb = "needs" if len(self.needs_nothing) == 1 else "need"
+        return f"{', '.join(self.needs_nothing)} {verb} nothing here: {self.text}"
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """Every setting of a run, by group.
 
-    `notes` says, one line each, what was given and needs nothing here or has no effect; it is not part of the
-    configuration and is neither compared nor saved.
+    `notes` says what was given and needs nothing here or has no effect (`render.notes_lines` for the screen); it is not
+    part of the configuration and is neither compared nor saved.
     """
 
     model: ModelConfig
@@ -45,7 +64,7 @@ class RunConfig:
     log: LogConfig = field(default_factory=LogConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
-    notes: tuple[str, ...] = field(default=(), compare=False, repr=False)
+    notes: tuple[Note, ...] = field(default=(), compare=False, repr=False)
 
     @property
     def data_parallel_size(self) -> int:

@@ -1,0 +1,102 @@
+"""The `megalith` command: finds the command, runs it, and turns errors into messages and exit codes.
+
+Nothing is imported but the module of the command that is asked for, so that help and configuration errors are
+immediate. Each command is a module of this folder with `run(argv) -> int`, argv without the name of the command.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+
+from megalith import __version__
+from megalith.errors import ConfigError, MegalithError
+
+# Command -> what it does, in the order of a first day's work.
+COMMANDS: dict[str, str] = {
+    "quickstart": "train a small GPT on text of this machine and generate from it, in minutes",
+    "preprocess": "turn text (jsonl, txt) into tokenised .bin/.idx files",
+    "train": "train a model; takes Megatron's flags, or --config RECIPE.toml, or both",
+    "generate": "continue a prompt with a trained checkpoint",
+    "evaluate": "measure a trained checkpoint",
+    "checkpoint": "list, inspect and verify checkpoints",
+    "config": "show the complete configuration that flags and a recipe give, or all flags",
+}
+
+_INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line and return its exit code.
+
+    0 finished, 1 unexpected, 2 configuration, 3 data, 4 checkpoint, 5 layout, 75 stopped by a signal after saving,
+    130 interrupted.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(_help())
+        return 0
+    if words[0] == "--version":
+        print(f"megalith {__version__}")
+        return 0
+    try:
+        return _run(words[0], words[1:])
+    except MegalithError as error:
+        _report(error, words[0])
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("megalith: interrupted", file=sys.stderr)
+        return _INTERRUPTED
+    except BrokenPipeError:  # the reader of our output, such as `head`, has left
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def available_commands() -> dict[str, str]:
+    """The commands whose modules this installation has."""
+    return {name: about for name, about in COMMANDS.items() if find_spec(f"megalith.cli.{name}")}
+
+
+def _run(name: str, argv: list[str]) -> int:
+    commands = available_commands()
+    if name not in commands:
+        guesses = difflib.get_close_matches(name, commands, n=1)
+        hint = f"did you mean `megalith {guesses[0]}`?" if guesses else f"commands: {', '.join(commands)}"
+        raise ConfigError(f"megalith has no command {name}; {hint}")
+    exit_code: int = importlib.import_module(f"megalith.cli.{name}").run(argv)
+    return exit_code
+
+
+def _help() -> str:
+    commands = [f"  {name:12}{about}" for name, about in available_commands().items()]
+    return "\n".join(
+        [
+            "megalith: pretraining of large transformer language models, from text to a trained model",
+            "",
+            "usage: megalith COMMAND [options]",
+            "",
+            *commands,
+            "",
+            "`megalith COMMAND --help` describes a command; `megalith --version` names this version.",
+        ]
+    )
+
+
+def _report(error: MegalithError, command: str) -> None:
+    """Print an error as a message. A configuration is equally wrong on every rank, so only rank 0 speaks of it."""
+    if isinstance(error, ConfigError):
+        if os.environ.get("RANK", "0") == "0":
+            print(_violations(error, command), file=sys.stderr)
+        return
+    print(f"megalith {command}: {error}", file=sys.stderr)
+
+
+def _violations(error: ConfigError, command: str) -> str:
+    if len(error.violations) == 1:
+        return f"megalith {command}: {error.violations[0]}"
+    lines = [f"  {number}. {text}" for number, text in enumerate(error.violations, start=1)]
+    return "\n".join([f"megalith {command}: {len(lines)} things to put right, nothing was started:", *lines])

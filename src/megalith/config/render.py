@@ -1,0 +1,218 @@
+"""The configuration as text: a recipe of a run, what differs from the defaults, and the reference of all flags."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from megalith.config.command_line import RECIPE_FLAG
+from megalith.config.fields import Setting
+from megalith.config.megatron_flags import NEED_NOTHING, PARTLY, REFUSED, RENAMED
+from megalith.config.run import RunConfig, all_settings, group_types
+from megalith.config.values import legal_range
+
+_WIDTH = 100
+_COLUMN = 38
+_GENERATED = "<!-- Generated: `megalith config --flags --markdown > docs/flags.md`; a test keeps it current. -->"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A setting that differs from its default."""
+
+    name: str
+    value: Any
+    default: Any
+
+
+def differences(run: RunConfig) -> list[Difference]:
+    """The settings of a run that are required or differ from their defaults, in the order of declaration."""
+    values = [(setting, _value(run, setting)) for setting in all_settings().values() if setting.group != "launch"]
+    return [
+        Difference(setting.name, value, setting.default)
+        for setting, value in values
+        if setting.required or value != setting.default
+    ]
+
+
+def notes_lines(run: RunConfig) -> list[str]:
+    """What there is to say at the start: each note in a line, and all that needs nothing together in one."""
+    lines = [str(note) for note in run.notes if not note.needs_nothing]
+    idle = list(dict.fromkeys(flag for note in run.notes for flag in note.needs_nothing))
+    if idle:
+        lines.append(f"accepted, nothing needed here (reasons in docs/flags.md): {' '.join(idle)}")
+    return lines
+
+
+def recipe_text(run: RunConfig) -> str:
+    """The complete configuration as a recipe; `# default` marks what differs, a comment what is not set.
+
+    The text read by `--config` gives the same configuration.
+    """
+    sections = []
+    for group in group_types():
+        if group == "launch":
+            continue
+        lines = [_recipe_line(setting, _value(run, setting)) for setting in _settings(group)]
+        sections.append("\n".join([f"[{group}]", *lines]))
+    return "\n\n".join(sections) + "\n"
+
+
+def flags_text() -> str:
+    """All flags that have an effect here, for the terminal."""
+    lines = [f"  {RECIPE_FLAG + ' FILE.toml':{_COLUMN - 2}}recipe to start from; flags override it"]
+    for group, kind in group_types().items():
+        flagged = [setting for setting in _settings(group) if setting.spellings]
+        lines += ["", f"{(kind.__doc__ or group).splitlines()[0]}"]
+        lines += [line for setting in flagged for line in _terminal_lines(setting)]
+    lines += ["", "Every other flag of Megatron is accepted or refused with a reason: docs/flags.md."]
+    return "\n".join(lines) + "\n"
+
+
+def flags_markdown() -> str:
+    """The reference page of flags, docs/flags.md."""
+    return "\n".join([*_page_head(), *_page_settings(), *_page_others()]) + "\n"
+
+
+def _page_head() -> Iterator[str]:
+    yield from ("# Flags", "", _GENERATED, "")
+    yield from textwrap.wrap(
+        "Command lines of Megatron-LM run unchanged. Each flag has one of three statuses: it works (the tables by "
+        "group), it is accepted and needs nothing here (with the reason), or it is refused (with the reason). A flag "
+        "that is none of these is an error that names the nearest one.",
+        width=120,
+    )
+    yield ""
+    yield from textwrap.wrap(
+        "The settings of a group stand in a recipe under the name of the group, as in `[model]` and "
+        f"`num_layers = 12`; `{RECIPE_FLAG} FILE.toml` reads one. Defaults come first, then the recipe, then flags. "
+        "`megalith config` with the flags of a run prints its complete recipe. Every boolean has a `--no-` form.",
+        width=120,
+    )
+
+
+def _page_settings() -> Iterator[str]:
+    for group, kind in group_types().items():
+        yield from ("", f"## [{group}] {(kind.__doc__ or '').splitlines()[0]}", "")
+        yield from ("| flag | value | default | meaning |", "|---|---|---|---|")
+        for setting in _settings(group):
+            yield _page_row(setting)
+
+
+def _page_row(setting: Setting) -> str:
+    names = [f"`{flag}`" for flag in [*_documented_spellings(setting), *_shorthands(setting)]]
+    if setting.about.from_environment:
+        names.append(f"environment variable `{setting.about.from_environment}`")
+    meaning = _meaning(setting)
+    if setting.about.later:
+        verb = "comes" if len(setting.about.later) == 1 else "come"
+        meaning += f" ({', '.join(setting.about.later)} {verb} with {setting.about.later_with})"
+    if setting.about.nothing:
+        meaning += f". Needs nothing here: {setting.about.nothing}"
+    if setting.about.ours:
+        meaning += " (not a flag of Megatron)"
+    default = "required" if setting.required else _plain(setting.default)
+    return f"| {', '.join(names)} | {_value_kind(setting)} | {default} | {meaning} |".replace("  ", " ")
+
+
+def _page_others() -> Iterator[str]:
+    yield from ("", "## Accepted, nothing needed", "")
+    for family in NEED_NOTHING:
+        yield f"- {_flag_list(family.flags)}: {family.reason}."
+    for item in PARTLY:
+        yield f"- {_flag_list(item.flag)} with {', '.join(f'`{v}`' for v in item.accepted.split())}: {item.why}."
+    yield from ("", "## Refused in this version", "", "With Megatron's default value these are accepted.", "")
+    for family in REFUSED:
+        yield f"- {_flag_list(family.flags)}: {family.reason}."
+    for item in PARTLY:
+        yield f"- {_flag_list(item.flag)} with another value: {item.refused}."
+    for old, new in RENAMED.items():
+        yield f"- `{old}`: it is called `{new}` now."
+
+
+def _flag_list(words: str) -> str:
+    """Flags in the notation of `megatron_flags` as a list without their arities and defaults."""
+    return ", ".join(f"`{word.partition('=')[0].partition(':')[0].rstrip('+*')}`" for word in words.split())
+
+
+def _terminal_lines(setting: Setting) -> list[str]:
+    spellings = ", ".join(_documented_spellings(setting))
+    placeholder = "" if setting.kind is bool else f" {_placeholder(setting)}"
+    left = ", ".join([f"  {spellings}{placeholder}", *_shorthands(setting)])
+    details = "" if setting.kind is bool or setting.default in (None, ()) else f" ({_plain(setting.default)})"
+    details = " (required)" if setting.required else details
+    right = textwrap.wrap(_meaning(setting) + details, _WIDTH - _COLUMN)
+    if len(left) >= _COLUMN:
+        return [left, *(" " * _COLUMN + line for line in right)]
+    return [f"{left:{_COLUMN}}{right[0]}", *(" " * _COLUMN + line for line in right[1:])]
+
+
+def _meaning(setting: Setting) -> str:
+    """The help of a setting, said of the flag that is documented for it."""
+    switches_off = setting.kind is bool and setting.default is True
+    return f"switch off: {setting.about.help}" if switches_off else setting.about.help
+
+
+def _documented_spellings(setting: Setting) -> list[str]:
+    if setting.kind is bool and setting.default is True:
+        return [setting.flag]
+    return list(setting.spellings)
+
+
+def _shorthands(setting: Setting) -> list[str]:
+    return [f"{flag} (= {value})" for flag, value in setting.about.shorthands.items()]
+
+
+def _placeholder(setting: Setting) -> str:
+    if setting.about.choices:
+        return "|".join(setting.about.choices)
+    placeholder = {int: "N", float: "X"}.get(setting.kind, "TEXT")
+    return f"{placeholder} ..." if setting.many else placeholder
+
+
+def _value_kind(setting: Setting) -> str:
+    if setting.kind is bool:
+        return ""
+    if setting.about.choices:
+        return ", ".join(setting.about.choices)
+    if setting.kind is str:
+        return "text ..." if setting.many else "text"
+    number = setting.about.unit or ("whole number" if setting.kind is int else "number")
+    return f"{number}, {legal_range(setting)}" if legal_range(setting) else number
+
+
+def _recipe_line(setting: Setting, value: Any) -> str:
+    if value is None:
+        return f"# {setting.name} is not set"
+    line = f"{setting.name} = {_toml(value)}"
+    if setting.required or value == setting.default:
+        return line
+    return f"{line}  # default {_plain(setting.default)}"
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, tuple):
+        return "[" + ", ".join(_toml(item) for item in value) + "]"
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
+
+
+def _plain(value: Any) -> str:
+    """A default in words."""
+    if value is None or value == ():
+        return "not set"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return f"{value:g}" if isinstance(value, float) and abs(value) < 1e6 else str(value)
+
+
+def _settings(group: str) -> list[Setting]:
+    return [setting for setting in all_settings().values() if setting.group == group]
+
+
+def _value(run: RunConfig, setting: Setting) -> Any:
+    return getattr(getattr(run, setting.group), setting.name)

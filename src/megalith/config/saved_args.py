@@ -1,0 +1,55 @@
+"""The configuration under Megatron's names: the flat `args` that its checkpoints carry and its tools read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megalith.config.run import RunConfig, all_settings
+
+# What this version never varies and Megatron's `--use-checkpoint-args` and converters ask for by name.
+_CONSTANTS: dict[str, Any] = {
+    "apply_layernorm_1p": False,
+    "apply_query_key_layer_scaling": False,
+    "expert_model_parallel_size": 1,
+    "iteration": 0,
+    "num_experts": None,
+    "openai_gelu": False,
+    "squared_relu": False,
+    "tokenizer_model": None,
+    "use_dist_ckpt": True,
+    "virtual_pipeline_model_parallel_size": None,
+}
+
+
+def megatron_args(run: RunConfig) -> dict[str, Any]:
+    """Megatron's arguments for this run, with the derived ones filled in as its argument check does.
+
+    The caller adds what only the running program knows: padded_vocab_size, consumed_train_samples,
+    consumed_valid_samples and skipped_train_samples. `params_dtype` is the name of the dtype, as no torch is here.
+    """
+    args = {
+        setting.name: list(value) if isinstance(value, tuple) else value
+        for setting in all_settings().values()
+        if not setting.about.ours
+        for value in (getattr(getattr(run, setting.group), setting.name),)
+    }
+    return {**args, **_CONSTANTS, **_derived(run)}
+
+
+def _derived(run: RunConfig) -> dict[str, Any]:
+    model, optimizer = run.model, run.optimizer
+    constant = optimizer.weight_decay_incr_style == "constant"
+    return {
+        "accumulate_allreduce_grads_in_fp32": run.precision.accumulate_allreduce_grads_in_fp32 or run.precision.bf16,
+        "add_qkv_bias": model.qkv_bias,
+        "check_for_nan_in_loss_and_grad": run.precision.stop_on_nan,
+        "data_parallel_size": run.data_parallel_size,
+        "encoder_num_layers": model.num_layers,
+        "encoder_seq_length": run.data.seq_length,
+        "end_weight_decay": optimizer.weight_decay if constant else optimizer.end_weight_decay,
+        "ffn_hidden_size": model.ffn_size,
+        "global_batch_size": run.global_batch_size,
+        "kv_channels": model.head_size,
+        "params_dtype": run.precision.params_dtype,
+        "start_weight_decay": optimizer.weight_decay if constant else optimizer.start_weight_decay,
+    }
