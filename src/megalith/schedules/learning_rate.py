@@ -1,7 +1,8 @@
 """The learning rate as a pure function of the samples trained on.
 
 The unit is samples, not iterations, so that a change of batch size does not bend the curve. Only applied optimizer
-steps advance it: a step that the loss scaler skips leaves the rate where it is. Knows nothing of configuration or torch.
+steps advance it: a step that the loss scaler skips leaves the rate where it is. Knows nothing of configuration or of
+torch.
 """
 
 from __future__ import annotations

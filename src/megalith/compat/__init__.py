@@ -1,0 +1,1 @@
+"""Meeting other programs at the border: what they print, what they accept."""

@@ -1,0 +1,1 @@
+"""Megatron-LM's borders: its console lines."""

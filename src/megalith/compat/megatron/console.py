@@ -1,0 +1,226 @@
+"""Megatron's console lines as pure functions: values in, one text out. Nothing here prints or reads a clock.
+
+The wording is that of the newest form (0.16.1 and the head of its repository), blanks at the ends included, because
+users search and parse these lines. Source: spec/training-behaviour.md sections 6 to 8 and 11,
+spec/formats-checkpoint.md section 6, golden `pretrain`.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from megalith.train.results import Evaluation, WindowReport
+
+
+def stamp(moment: datetime) -> str:
+    """Date and time as every line of the newest form carries it."""
+    return moment.strftime("%Y-%m-%d %H:%M:%S.%f")
+
+
+def as_float32(value: float) -> float:
+    """Round to single precision: the learning rate is printed after that rounding."""
+    return float(struct.unpack("f", struct.pack("f", value))[0])
+
+
+# Start-up
+
+
+def world_size_line(world: int, data: int, context: int, tensor: int, pipeline: int) -> str:
+    """The first line of a run."""
+    return (
+        f"using world size: {world}, data-parallel size: {data}, context-parallel size: {context}, hierarchical "
+        f"context-parallel sizes: None, tensor-model-parallel size: {tensor}, pipeline-model-parallel size: {pipeline}"
+    )
+
+
+def parameter_type_line(dtype: str) -> str:
+    """`dtype` is "float32", "float16" or "bfloat16"."""
+    return f"using torch.{dtype} for parameters ..."
+
+
+def argument_dump(arguments: Mapping[str, Any]) -> str:
+    """Every argument by name, dotted to a column, sorted as Megatron sorts (whole lines, case aside)."""
+    lines = [f"  {name} {'.' * (48 - len(name))} {value}" for name, value in arguments.items()]
+    head, tail = "------------------------ arguments ------------------------", "end of arguments"
+    return "\n".join([head, *sorted(lines, key=str.lower), f"-------------------- {tail} ---------------------"])
+
+
+def micro_batches_line(number: int) -> str:
+    """How many micro-batches one step accumulates on each rank."""
+    return f"setting number of microbatches to constant {number}"
+
+
+def building_tokenizer_line(tokenizer_type: str) -> str:
+    """Before the tokenizer's files are read."""
+    return f"> building {tokenizer_type} tokenizer ..."
+
+
+def padded_vocabulary_line(vocab_size: int, padded_size: int) -> str:
+    """How many rows of the embedding stand for no token."""
+    return (
+        f" > padded vocab (size: {vocab_size}) with {padded_size - vocab_size} dummy tokens (new size: {padded_size})"
+    )
+
+
+def seeds_line(seed: int) -> str:
+    """Before the random streams are made."""
+    return f"> setting random seeds to {seed} ..."
+
+
+def initialised_line(seconds: float) -> str:
+    """Time from the start of the process to here."""
+    return f"time to initialize megatron (seconds): {seconds:.3f}"
+
+
+def parameters_line(number: int, tensor_rank: int = 0, pipeline_rank: int = 0) -> str:
+    """Parameters held by one model-parallel rank."""
+    return (
+        f" > number of parameters on (tensor, pipeline) model parallel rank ({tensor_rank}, {pipeline_rank}): {number}"
+    )
+
+
+def decay_style_line(style: str) -> str:
+    """The learning rate's style of decay."""
+    return f"> learning rate decay style: {style}"
+
+
+def target_sizes_lines(train: int, validation: int, test: int) -> str:
+    """Samples that the run will draw from each split."""
+    return (
+        " > datasets target sizes (minimum size):\n"
+        f"    train:      {train}\n    validation: {validation}\n    test:       {test}"
+    )
+
+
+def milestone_line(what: str, moment: datetime) -> str:
+    """`[what] datetime: ...`, with Megatron's blank at the end."""
+    return f"[{what}] datetime: {stamp(moment)} "
+
+
+# Training and evaluation
+
+
+def iteration_line(window: WindowReport, moment: datetime, *, throughput: bool = False) -> str:
+    """One line for the steps since the last one; a value that the last step did not have is left out.
+
+    Args:
+        window: averages and counts over those steps.
+        moment: now.
+        throughput: with the TFLOP/s of each device (`--log-throughput`).
+    """
+    parts = [
+        f" [{stamp(moment)}] iteration {window.iteration:8d}/{window.train_iterations:8d}",
+        f"consumed samples: {window.consumed_samples:12d}",
+        f"elapsed time per iteration (ms): {window.seconds_per_step * 1000.0:.1f}",
+    ]
+    if throughput:
+        parts.append(f"throughput per GPU (TFLOP/s/GPU): {window.teraflops:.1f}")
+    parts.append(f"learning rate: {as_float32(window.learning_rate):.6E}")
+    parts.append(f"global batch size: {window.global_batch_size:5d}")
+    if window.loss is not None:
+        parts.append(f"lm loss: {window.loss:.6E}")
+    parts.append(f"loss scale: {window.loss_scale:.1f}")
+    if window.grad_norm is not None:
+        parts.append(f"grad norm: {window.grad_norm:.3f}")
+    if window.num_zeros is not None:
+        parts.append(f"num zeros: {window.num_zeros}")
+    if window.params_norm is not None:
+        parts.append(f"params norm: {window.params_norm:.3f}")
+    parts.append(f"number of skipped iterations: {window.num_skipped:3d}")
+    parts.append(f"number of nan iterations: {window.num_nan:3d} |")
+    return " | ".join(parts)
+
+
+def evaluation_lines(evaluation: Evaluation) -> str:
+    """The loss and perplexity of an evaluation between dashes."""
+    where = f" on {evaluation.split} set" if evaluation.final else ""
+    line = (
+        f" validation loss at iteration {evaluation.iteration}{where} | "
+        f"lm loss value: {evaluation.loss:.6E} | lm loss PPL: {perplexity(evaluation.loss):.6E} | "
+    )
+    dashes = "-" * (len(line) + 1)
+    return f"{dashes}\n{line}\n{dashes}"
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss), with the loss capped at 20 as the original does."""
+    return math.exp(min(20.0, loss))
+
+
+def evaluating_line(num_samples: int) -> str:
+    """Before one of the evaluations after training."""
+    return f"Evaluating on {num_samples} samples"
+
+
+def evaluating_iteration_line(iteration: int, iterations: int) -> str:
+    """Progress of one of the evaluations after training."""
+    return f"Evaluating iter {iteration}/{iterations}"
+
+
+# Checkpoints
+
+
+def saving_line(iteration: int, directory: str, form: str, moment: datetime) -> str:
+    """Before a checkpoint is written; `form` is "torch_dist" or "torch"."""
+    return f"[{stamp(moment)}] saving checkpoint at iteration {iteration:7d} to {directory} in {form} format"
+
+
+def saved_line(iteration: int, directory: str, moment: datetime) -> str:
+    """After a checkpoint is complete on disk."""
+    return (
+        f"  [{stamp(moment)}] successfully saved checkpoint from iteration {iteration:7d} to {directory} "
+        "[ t 1/1, p 1/1 ]"
+    )
+
+
+def no_checkpoint_lines(tracker: str) -> str:
+    """The first start: `tracker` is the path of the missing tracker file."""
+    return (
+        f"WARNING: could not find the metadata file {tracker}\n"
+        "    will not load any checkpoints and will start from random"
+    )
+
+
+def loading_line(directory: str, iteration: int, *, distributed: bool) -> str:
+    """Before a checkpoint is read; `distributed` for the torch_dist form."""
+    what = "distributed checkpoint" if distributed else "checkpoint"
+    return f" loading {what} from {directory} at iteration {iteration}"
+
+
+def checkpoint_version_line(version: float) -> str:
+    """The version of the weight layout inside the checkpoint."""
+    return f" checkpoint version {version}"
+
+
+def schedule_lines(values: Sequence[tuple[str, Any]], *, overridden: bool) -> list[str]:
+    """One line for each value of the schedule that a resume took from the checkpoint or kept from the command line."""
+    if overridden:
+        return [f" > overriding {name} value to {value}" for name, value in values]
+    return [f" > using checkpoint value {value} for {name}" for name, value in values]
+
+
+def loaded_line(directory: str, iteration: int) -> str:
+    """After a checkpoint is loaded."""
+    return f"  successfully loaded checkpoint from {directory} [ t 1/1, p 1/1 ] at iteration {iteration}"
+
+
+# Exits
+
+
+def exit_at_iteration_line(iteration: int, moment: datetime) -> str:
+    """`--exit-interval`."""
+    return f"[exiting program at iteration {iteration}] datetime: {stamp(moment)} "
+
+
+def exit_after_minutes_line(minutes: float, moment: datetime) -> str:
+    """`--exit-duration-in-mins`."""
+    return f"[exiting program after {minutes} minutes] datetime: {stamp(moment)} "
+
+
+def exit_on_signal_line(signal_name: str, moment: datetime) -> str:
+    """A signal asked for the exit."""
+    return f"[exiting program after receiving {signal_name}.] datetime: {stamp(moment)} "

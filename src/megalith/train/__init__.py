@@ -1,0 +1,1 @@
+"""Training: state, step, loop, and the named moments of a run that others can listen to."""

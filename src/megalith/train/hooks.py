@@ -1,0 +1,92 @@
+"""The named moments of a run.
+
+The loop knows nothing of consoles, files or dashboards: it calls one method of `Hook` at each moment, and whoever wants
+to listen overrides those it cares for. A hook must not change the state of the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megalith.train.results import Ending, Evaluation, SavedCheckpoint, StepResult, WindowReport
+
+
+class Hook:
+    """A listener that does nothing; override what is of interest."""
+
+    def after_step(self, result: StepResult) -> None:
+        """Every optimizer step, applied or skipped."""
+
+    def after_window(self, report: WindowReport) -> None:
+        """Every `--log-interval` steps."""
+
+    def before_evaluation(self, split: str, num_samples: int, *, final: bool) -> None:
+        """An evaluation starts; `final` for those after training."""
+
+    def before_evaluation_iteration(self, number: int, total: int, *, final: bool) -> None:
+        """Global batch `number` of `total` of an evaluation starts (counted from 1)."""
+
+    def after_evaluation(self, evaluation: Evaluation) -> None:
+        """An evaluation is complete."""
+
+    def before_save(self, iteration: int) -> None:
+        """A checkpoint is about to be written."""
+
+    def after_save(self, saved: SavedCheckpoint) -> None:
+        """A checkpoint is complete on disk."""
+
+    def after_training(self, iteration: int) -> None:
+        """All iterations are done; the final evaluations follow."""
+
+    def on_exit(self, ending: Ending) -> None:
+        """The run stops before its last iteration, its state saved."""
+
+    def close(self) -> None:
+        """The run is over, whichever way; files are closed."""
+
+
+class Hooks(Hook):
+    """Several listeners as one, called in order."""
+
+    def __init__(self, hooks: Sequence[Hook]) -> None:
+        self.hooks = tuple(hooks)
+
+    def after_step(self, result: StepResult) -> None:
+        for hook in self.hooks:
+            hook.after_step(result)
+
+    def after_window(self, report: WindowReport) -> None:
+        for hook in self.hooks:
+            hook.after_window(report)
+
+    def before_evaluation(self, split: str, num_samples: int, *, final: bool) -> None:
+        for hook in self.hooks:
+            hook.before_evaluation(split, num_samples, final=final)
+
+    def before_evaluation_iteration(self, number: int, total: int, *, final: bool) -> None:
+        for hook in self.hooks:
+            hook.before_evaluation_iteration(number, total, final=final)
+
+    def after_evaluation(self, evaluation: Evaluation) -> None:
+        for hook in self.hooks:
+            hook.after_evaluation(evaluation)
+
+    def before_save(self, iteration: int) -> None:
+        for hook in self.hooks:
+            hook.before_save(iteration)
+
+    def after_save(self, saved: SavedCheckpoint) -> None:
+        for hook in self.hooks:
+            hook.after_save(saved)
+
+    def after_training(self, iteration: int) -> None:
+        for hook in self.hooks:
+            hook.after_training(iteration)
+
+    def on_exit(self, ending: Ending) -> None:
+        for hook in self.hooks:
+            hook.on_exit(ending)
+
+    def close(self) -> None:
+        for hook in self.hooks:
+            hook.close()

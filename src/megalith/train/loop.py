@@ -1,0 +1,220 @@
+"""The loop: steps, evaluations, checkpoints, in Megatron's order, until the work is done or a stop is asked for.
+
+`train` is a generator: whoever drives it sees each `StepResult` and may stop between two. It prints nothing; the hooks
+do.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from megalith.errors import MegalithError
+from megalith.train.evaluation import evaluate
+from megalith.train.faults import Probe, no_probe
+from megalith.train.hooks import Hook
+from megalith.train.results import Ending, SavedCheckpoint, StepResult, Window
+from megalith.train.state import TrainState
+from megalith.train.step import Batch, train_step
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How long and how often.
+
+    Attributes:
+        num_micro_batches: micro-batches of one step, and of one iteration of an evaluation.
+        eval_iterations: global batches of one evaluation; 0 for no evaluation at all.
+        save_interval: iterations between checkpoints; None for a single one at the end.
+        exit_interval: save and stop at a multiple of this iteration.
+        exit_minutes: save and stop after this time.
+        flops_per_step: model FLOPs of one step on this device.
+        peak_flops: FLOP/s of its best matrix product.
+        stop_on_nan: a loss that is not finite ends the run instead of being trained on.
+    """
+
+    train_iterations: int
+    global_batch_size: int
+    num_micro_batches: int
+    log_interval: int
+    eval_interval: int
+    eval_iterations: int
+    flops_per_step: float
+    peak_flops: float
+    save_interval: int | None = None
+    exit_interval: int | None = None
+    exit_minutes: float | None = None
+    log_params_norm: bool = False
+    stop_on_nan: bool = True
+
+
+class Saver(Protocol):
+    """Where checkpoints go."""
+
+    def save(self, state: TrainState) -> SavedCheckpoint:
+        """Write the state; returns when it is complete."""
+        ...
+
+
+class StopRequest(Protocol):
+    """Whether someone outside asks the run to stop, and who."""
+
+    @property
+    def requested(self) -> str | None: ...
+
+
+class NeverStop:
+    """No one asks."""
+
+    requested: str | None = None
+
+
+@dataclass
+class TrainingRun:
+    """All that the loop works with. `valid` and `test` are absent where the split is.
+
+    Attributes:
+        ending: why the loop ended; None while it runs.
+    """
+
+    plan: Plan
+    state: TrainState
+    train: Iterator[Batch]
+    valid: Iterator[Batch] | None = None
+    test: Iterator[Batch] | None = None
+    saver: Saver | None = None
+    hook: Hook = field(default_factory=Hook)
+    stop: StopRequest = field(default_factory=NeverStop)
+    probe: Probe = no_probe
+    started: float = field(default_factory=time.monotonic)
+    ending: Ending | None = None
+
+
+def train(run: TrainingRun) -> Iterator[StepResult]:
+    """Run the remaining iterations, then the final save and evaluations; yields after each step.
+
+    When it stops early, the state is saved first. Either way `run.ending` says why.
+
+    Raises:
+        MegalithError: the loss is not finite and no loss scaler is there to skip the step.
+    """
+    plan, state, window = run.plan, run.state, Window()
+    unsaved = False
+    while not _ended(run) and state.iteration < plan.train_iterations:
+        result = _step(run)
+        unsaved = True
+        window.add(result)
+        run.hook.after_step(result)
+        if state.iteration % plan.log_interval == 0:
+            run.hook.after_window(window.close(plan.train_iterations, plan.flops_per_step, plan.peak_flops))
+        if plan.stop_on_nan:
+            _refuse_nan(result)
+        if state.iteration % plan.eval_interval == 0:
+            _validate(run)
+        if plan.save_interval and state.iteration % plan.save_interval == 0:
+            _save(run)
+            unsaved = False
+        yield result
+        run.ending = _ending_by_plan(run)
+    if unsaved:
+        _save(run)
+    if run.ending is None:
+        _finish(run)
+    else:
+        run.hook.on_exit(run.ending)
+
+
+def _step(run: TrainingRun) -> StepResult:
+    plan, state = run.plan, run.state
+    logged = (state.iteration + 1) % plan.log_interval == 0
+    result = train_step(
+        state,
+        run.train,
+        plan.num_micro_batches,
+        with_params_norm=plan.log_params_norm and logged,
+        probe=run.probe,
+    )
+    state.flops += plan.flops_per_step
+    return result
+
+
+def _ended(run: TrainingRun) -> bool:
+    """Whether to stop now; a signal goes before the plan's own reasons."""
+    if run.stop.requested:
+        run.ending = Ending("signal", run.state.iteration, run.stop.requested)
+    return run.ending is not None
+
+
+def _ending_by_plan(run: TrainingRun) -> Ending | None:
+    """The exits that the configuration asks for, checked after each step."""
+    plan, iteration = run.plan, run.state.iteration
+    minutes = (time.monotonic() - run.started) / 60.0
+    if plan.exit_minutes and minutes > plan.exit_minutes:
+        return Ending("duration", iteration, str(minutes))
+    if plan.exit_interval and iteration % plan.exit_interval == 0:
+        return Ending("interval", iteration)
+    return None
+
+
+def _refuse_nan(result: StepResult) -> None:
+    values = {"loss": result.loss, "gradient norm": 0.0 if result.grad_norm is None else result.grad_norm}
+    for name, value in values.items():
+        if not math.isfinite(value):
+            first = result.consumed_samples - result.num_samples
+            raise MegalithError(
+                f"the {name} is {value} at iteration {result.iteration} (training samples {first} to "
+                f"{result.consumed_samples - 1}, learning rate {result.learning_rate:g}); nothing of this step is "
+                "saved. Lower --lr, lengthen the warm-up or look at these samples; "
+                "--no-check-for-nan-in-loss-and-grad goes on all the same"
+            )
+
+
+def _validate(run: TrainingRun) -> None:
+    """The evaluation in the middle of training. Its samples count as drawn even if a signal cuts it short."""
+    if run.valid is None or not run.plan.eval_iterations:
+        return
+    _evaluate(run, "validation", run.valid, final=False)
+    run.state.consumed_valid_samples += run.plan.eval_iterations * run.plan.global_batch_size
+
+
+def _evaluate(run: TrainingRun, split: str, batches: Iterator[Batch], *, final: bool) -> bool:
+    """Evaluate and tell the hooks; False if a signal cut it short."""
+    plan = run.plan
+    run.hook.before_evaluation(split, plan.eval_iterations * plan.global_batch_size, final=final)
+    evaluation = evaluate(
+        run.state,
+        batches,
+        split=split,
+        iterations=plan.eval_iterations,
+        num_micro_batches=plan.num_micro_batches,
+        final=final,
+        hook=run.hook,
+        should_stop=lambda: run.stop.requested is not None,
+        probe=run.probe,
+    )
+    if evaluation is not None:
+        run.hook.after_evaluation(evaluation)
+    return evaluation is not None
+
+
+def _save(run: TrainingRun) -> None:
+    if run.saver is None:
+        return
+    run.hook.before_save(run.state.iteration)
+    run.hook.after_save(run.saver.save(run.state))
+
+
+def _finish(run: TrainingRun) -> None:
+    """Every iteration is done: evaluate on both held-out splits once more, saying which."""
+    run.hook.after_training(run.state.iteration)
+    if run.plan.eval_iterations:
+        for split, batches in (("validation", run.valid), ("test", run.test)):
+            if batches is not None and not _evaluate(run, split, batches, final=True):
+                _ended(run)
+                assert run.ending is not None
+                run.hook.on_exit(run.ending)
+                return
+    run.ending = Ending("finished", run.state.iteration)

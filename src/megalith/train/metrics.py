@@ -1,0 +1,101 @@
+"""metrics.jsonl: every step, evaluation and event of a run, one JSON object a line, always on.
+
+Each line is complete on disk before the next begins. A crash can tear the last one; the writer starts on a fresh line
+and the reader passes over the torn one. After a resume from an earlier checkpoint the file goes back in iterations: an
+event marks the place and the reader drops what was done again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TextIO
+
+from megalith.train.hooks import Hook
+from megalith.train.results import Ending, Evaluation, SavedCheckpoint, StepResult, WindowReport
+
+
+class MetricsWriter(Hook):
+    """Appends to `path`. A disk that fails costs the metrics, with one warning, not the training."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torn = _ends_in_the_middle_of_a_line(path)
+        self._file: TextIO | None = path.open("a", buffering=1, encoding="utf-8")
+        if torn:
+            self._file.write("\n")
+
+    def event(self, kind: str, **values: Any) -> None:
+        """Write one line: the kind, the time in seconds since 1970, and the values (non-finite numbers become null)."""
+        if self._file is None:
+            return
+        record = {
+            "event": kind,
+            "time": round(time.time(), 3),
+            **{name: _plain(value) for name, value in values.items()},
+        }
+        try:
+            self._file.write(json.dumps(record) + "\n")
+        except OSError as error:
+            self.close()
+            print(f"WARNING: no more metrics are written to metrics.jsonl: {error}", file=sys.stderr)
+
+    def after_step(self, result: StepResult) -> None:
+        self.event("step", **asdict(result))
+
+    def after_window(self, report: WindowReport) -> None:
+        self.event(
+            "throughput",
+            iteration=report.iteration,
+            tokens_per_second=report.tokens_per_second,
+            teraflops=report.teraflops,
+            utilisation=report.utilisation,
+        )
+
+    def after_evaluation(self, evaluation: Evaluation) -> None:
+        self.event("evaluation", **asdict(evaluation))
+
+    def after_save(self, saved: SavedCheckpoint) -> None:
+        self.event("save", **asdict(saved))
+
+    def on_exit(self, ending: Ending) -> None:
+        self.event("exit", **asdict(ending))
+
+    def close(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            with contextlib.suppress(OSError):  # a full disk was told of when the line was written
+                file.close()
+
+
+def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """All complete records that still hold, in order: torn lines and what a later resume did again are left out."""
+    records: list[dict[str, Any]] = []
+    with open(path, encoding="utf-8") as lines:
+        for line in lines:
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError:
+                continue
+            if record["event"] == "resume":
+                records = [kept for kept in records if kept.get("iteration", 0) <= record["iteration"]]
+            records.append(record)
+    return records
+
+
+def _ends_in_the_middle_of_a_line(path: Path) -> bool:
+    if not path.is_file() or path.stat().st_size == 0:
+        return False
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read() != b"\n"
+
+
+def _plain(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

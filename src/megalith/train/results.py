@@ -1,0 +1,166 @@
+"""What a run tells about itself: plain values, no tensors, so that any listener can use them without torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One optimizer step, applied or skipped.
+
+    Attributes:
+        iteration: steps done, this one included.
+        loss: mean over the tokens of the global batch; infinite or NaN where the forward pass was.
+        applied: False if the loss scaler skipped the step.
+        learning_rate: the schedule's value after the step, which is what Megatron prints.
+        weight_decay: the decay that the step used.
+        loss_scale: after the step (an overflow has already lowered it); 1 without scaling.
+        grad_norm: before clipping; None on a skipped step.
+        num_zeros: exact zeros in the gradients; None unless counted.
+        params_norm: after the step; None unless asked for.
+        consumed_samples: samples drawn from the training data so far, those of skipped steps included.
+        num_samples: samples of this step.
+        num_tokens: tokens of this step (samples x sequence length).
+        seconds: wall time of the step.
+    """
+
+    iteration: int
+    loss: float
+    applied: bool
+    learning_rate: float
+    weight_decay: float
+    loss_scale: float
+    grad_norm: float | None
+    num_zeros: float | None
+    params_norm: float | None
+    consumed_samples: int
+    num_samples: int
+    num_tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class WindowReport:
+    """The steps between two lines of the log: averages and counts, with the last step's own values.
+
+    Attributes:
+        loss: mean over the applied steps, in single precision as Megatron sums it; None if none was applied.
+        teraflops: TFLOP/s of this device over the window, model FLOPs counted once.
+        tokens_per_second: training tokens over wall time, evaluation and saving left out.
+        utilisation: share of the measured matmul peak, at most 1.
+        num_nan: skipped steps whose loss was not finite.
+        The rest: of the last step, as in `StepResult`.
+    """
+
+    iteration: int
+    train_iterations: int
+    consumed_samples: int
+    seconds_per_step: float
+    teraflops: float
+    tokens_per_second: float
+    utilisation: float
+    learning_rate: float
+    global_batch_size: int
+    loss: float | None
+    loss_scale: float
+    grad_norm: float | None
+    num_zeros: float | None
+    params_norm: float | None
+    num_skipped: int
+    num_nan: int
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Mean loss over a part of a split.
+
+    Attributes:
+        split: "validation" or "test".
+        final: one of the evaluations after training, which say which split they are on.
+    """
+
+    iteration: int
+    consumed_samples: int
+    split: str
+    loss: float
+    num_samples: int
+    seconds: float
+    final: bool
+
+
+@dataclass(frozen=True)
+class SavedCheckpoint:
+    """A checkpoint that is complete on disk."""
+
+    iteration: int
+    path: str
+    seconds: float
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Ending:
+    """Why a run ended.
+
+    Attributes:
+        kind: "finished", "signal", "interval" (`--exit-interval`) or "duration" (`--exit-duration-in-mins`).
+        detail: the signal's name, or the minutes the run took.
+    """
+
+    kind: str
+    iteration: int
+    detail: str = ""
+
+
+@dataclass
+class Window:
+    """Collects the steps until the next line of the log. Unlike the original, every line starts a fresh one."""
+
+    results: list[StepResult] = field(default_factory=list)
+
+    def add(self, result: StepResult) -> None:
+        """Take one more step."""
+        self.results.append(result)
+
+    def close(self, train_iterations: int, flops_per_step: float, peak_flops: float) -> WindowReport:
+        """Report on the steps taken and start afresh.
+
+        Args:
+            train_iterations: iterations of the whole run.
+            flops_per_step: model FLOPs of one step on this device.
+            peak_flops: FLOP/s of the best matmul; a window that was faster corrects it upwards for itself.
+        """
+        results, self.results = self.results, []
+        last, applied = results[-1], [result for result in results if result.applied]
+        seconds = sum(result.seconds for result in results)
+        achieved = flops_per_step * len(results) / seconds
+        return WindowReport(
+            iteration=last.iteration,
+            train_iterations=train_iterations,
+            consumed_samples=last.consumed_samples,
+            seconds_per_step=seconds / len(results),
+            teraflops=achieved / 1e12,
+            tokens_per_second=sum(result.num_tokens for result in results) / seconds,
+            utilisation=achieved / max(peak_flops, achieved),
+            learning_rate=last.learning_rate,
+            global_batch_size=last.num_samples,
+            loss=_mean_in_single_precision([result.loss for result in applied]),
+            loss_scale=last.loss_scale,
+            grad_norm=last.grad_norm,
+            num_zeros=last.num_zeros,
+            params_norm=last.params_norm,
+            num_skipped=len(results) - len(applied),
+            num_nan=sum(1 for result in results if not result.applied and not np.isfinite(result.loss)),
+        )
+
+
+def _mean_in_single_precision(losses: list[float]) -> float | None:
+    if not losses:
+        return None
+    total = np.float32(0.0)
+    for loss in losses:
+        total = np.float32(total + np.float32(loss))
+    return float(total) / len(losses)

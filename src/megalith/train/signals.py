@@ -1,0 +1,81 @@
+"""Stopping on request: the first signal asks for a clean stop, the second leaves at once.
+
+Signals are counted by a thread behind a wake-up pipe, not by Python-level handlers: those run between two bytecodes of
+the main thread, so a second Ctrl-C would wait for a backward pass of many seconds. The thread only needs the
+interpreter for a moment, which every long torch call gives.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from types import FrameType
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+SECOND_SIGNAL_EXIT_CODE = 130
+
+
+class StopSignals:
+    """Listens for `STOP_SIGNALS` from construction to `close`. Made once, in the main thread, before anything slow.
+
+    Args:
+        debounce_seconds: signals this soon after the first are taken for the same request. A launcher forwards the
+            Ctrl-C that the terminal has already sent to its workers; without a launcher, 0.
+    """
+
+    def __init__(self, debounce_seconds: float = 0.0) -> None:
+        self._debounce = debounce_seconds
+        self._first: signal.Signals | None = None
+        self._first_at = 0.0
+        self._read_end, self._write_end = os.pipe()
+        os.set_blocking(self._write_end, False)
+        self._closed = False
+        self._previous = {number: signal.signal(number, _ignore) for number in STOP_SIGNALS}
+        self._previous_wakeup = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
+        # A forked data worker shares the pipe: its own signals must not count as ours, and SIGTERM must end it.
+        os.register_at_fork(after_in_child=self._detach)
+        threading.Thread(target=self._listen, name="stop-signals", daemon=True).start()
+
+    @property
+    def requested(self) -> str | None:
+        """Name of the first signal received ("SIGINT"), None if there was none."""
+        return self._first.name if self._first else None
+
+    def close(self) -> None:
+        """Give the signals back to whoever had them."""
+        self._closed = True
+        signal.set_wakeup_fd(self._previous_wakeup)
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        os.close(self._write_end)
+
+    def _listen(self) -> None:
+        while True:
+            received = os.read(self._read_end, 64)
+            if not received:
+                os.close(self._read_end)
+                return
+            for number in received:
+                self._count(number)
+
+    def _count(self, number: int) -> None:
+        if number not in STOP_SIGNALS:
+            return
+        now = time.monotonic()
+        if self._first is None:
+            self._first, self._first_at = signal.Signals(number), now
+        elif now - self._first_at >= self._debounce:
+            os._exit(SECOND_SIGNAL_EXIT_CODE)
+
+    def _detach(self) -> None:
+        if self._closed:
+            return
+        signal.set_wakeup_fd(-1)
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.SIG_IGN if number is signal.SIGINT else signal.SIG_DFL)
+
+
+def _ignore(number: int, frame: FrameType | None) -> None:
+    """Python only wakes the pipe for signals that have a handler."""

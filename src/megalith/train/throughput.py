@@ -1,0 +1,69 @@
+"""How fast a run is, and how fast it could be: model FLOPs against the measured rate of a matrix product."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from megalith.config import ModelConfig
+
+_PEAK_SIZES = {"cpu": (512, 1024, 2048), "cuda": (2048, 4096, 8192)}
+
+
+def step_flops(model: ModelConfig, vocab_size: int, seq_length: int, global_batch_size: int) -> float:
+    """Model FLOPs of one step, forward and backward, recomputation not counted.
+
+    Counts the matrix products only, attention over the full square of the sequence, as Megatron's
+    `throughput per GPU` does, so that the two can be compared.
+
+    Args:
+        vocab_size: padded.
+
+    Source: spec/training-behaviour.md section 5.
+    """
+    hidden, layers = model.hidden_size, model.num_layers
+    heads_width = model.head_size * model.num_attention_heads / hidden
+    groups = model.query_groups / model.num_attention_heads
+    gate = 1.5 if model.swiglu else 1.0
+    attention = (1 + groups + seq_length / hidden) * heads_width
+    feed_forward = model.ffn_size / hidden * gate
+    logits = vocab_size / (2 * layers * hidden)
+    return 12 * global_batch_size * seq_length * layers * hidden**2 * (attention + feed_forward + logits)
+
+
+def measure_peak(device: torch.device, dtype: torch.dtype, budget_seconds: float = 0.25) -> float:
+    """FLOP/s of the best square matrix product on this device, measured now within about the budget.
+
+    On a CPU fp16 is multiplied in fp32 (its native product is hundreds of times slower), so fp32 is what counts there.
+    """
+    if device.type == "cpu" and dtype == torch.float16:
+        dtype = torch.float32
+    best, sizes = 0.0, _PEAK_SIZES[device.type]
+    deadline = time.perf_counter() + budget_seconds
+    for index, size in enumerate(sizes, start=1):
+        a = torch.full((size, size), 0.5, dtype=dtype, device=device)
+        out = torch.empty_like(a)
+        seconds = _time_product(a, out)  # the first also wakes threads and opens the library
+        share = time.perf_counter() + (deadline - time.perf_counter()) / (len(sizes) - index + 1)
+        while True:
+            best = max(best, 2 * size**3 / seconds)
+            if time.perf_counter() + seconds > share:
+                break
+            seconds = _time_product(a, out)
+        if time.perf_counter() + 8 * seconds > deadline:  # a size twice as large does eight times the work
+            break
+    return best
+
+
+def _time_product(a: torch.Tensor, out: torch.Tensor) -> float:
+    _wait(a.device)
+    started = time.perf_counter()
+    torch.mm(a, a, out=out)
+    _wait(a.device)
+    return time.perf_counter() - started
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

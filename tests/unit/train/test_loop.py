@@ -1,0 +1,177 @@
+"""The order of a run's moments, and how it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from megalith.errors import MegalithError
+from megalith.train.hooks import Hook
+from megalith.train.loop import Plan, TrainingRun, train
+from megalith.train.results import Ending, Evaluation, SavedCheckpoint, StepResult, WindowReport
+from megalith.train.state import TrainState
+
+from .conftest import batches, make_state
+
+
+@dataclass
+class Recorder(Hook):
+    """Notes each moment as a short word."""
+
+    moments: list[str] = field(default_factory=list)
+    windows: list[WindowReport] = field(default_factory=list)
+    evaluations: list[Evaluation] = field(default_factory=list)
+
+    def after_step(self, result: StepResult) -> None:
+        self.moments.append(f"step {result.iteration}")
+
+    def after_window(self, report: WindowReport) -> None:
+        self.windows.append(report)
+
+    def after_evaluation(self, evaluation: Evaluation) -> None:
+        self.evaluations.append(evaluation)
+        self.moments.append(f"{'final ' if evaluation.final else ''}{evaluation.split}")
+
+    def after_save(self, saved: SavedCheckpoint) -> None:
+        self.moments.append(f"save {saved.iteration}")
+
+    def after_training(self, iteration: int) -> None:
+        self.moments.append("done")
+
+    def on_exit(self, ending: Ending) -> None:
+        self.moments.append(f"exit {ending.kind}")
+
+
+class MemorySaver:
+    """Keeps nothing but says it did."""
+
+    def save(self, state: TrainState) -> SavedCheckpoint:
+        return SavedCheckpoint(state.iteration, "memory", 0.0, 0)
+
+
+@dataclass
+class StopLater:
+    """A stop that is asked for after a number of looks."""
+
+    looks: int
+    requested_by: str = "SIGTERM"
+
+    @property
+    def requested(self) -> str | None:
+        self.looks -= 1
+        return self.requested_by if self.looks < 0 else None
+
+
+def make_run(plan: Plan, **parts: object) -> tuple[TrainingRun, Recorder]:
+    recorder = Recorder()
+    run = TrainingRun(
+        plan,
+        make_state(),
+        batches(),
+        batches(1),
+        batches(2),
+        saver=MemorySaver(),
+        hook=recorder,
+        **parts,  # type: ignore[arg-type]
+    )
+    return run, recorder
+
+
+def test_the_order_of_a_run(make_plan: Callable[..., Plan]) -> None:
+    run, recorder = make_run(make_plan(save_interval=4))
+    assert [result.iteration for result in train(run)] == [1, 2, 3, 4, 5, 6]
+    assert recorder.moments == [
+        *("step 1", "step 2", "step 3", "validation", "step 4", "save 4", "step 5", "step 6", "validation"),
+        *("save 6", "done", "final validation", "final test"),
+    ]
+    assert run.ending == Ending("finished", 6)
+    assert run.state.consumed_valid_samples == 2 * 2 * 4
+
+
+def test_each_window_is_of_its_own_steps(make_plan: Callable[..., Plan]) -> None:
+    run, recorder = make_run(make_plan())
+    losses = [result.loss for result in train(run)]
+    assert [window.iteration for window in recorder.windows] == [2, 4, 6]
+    for window, pair in zip(recorder.windows, (losses[:2], losses[2:4], losses[4:]), strict=True):
+        assert window.loss == pytest.approx(sum(pair) / 2, rel=1e-6)
+        assert 0 < window.utilisation <= 1
+
+
+def test_a_faster_run_than_the_peak_is_never_above_all_of_it(make_plan: Callable[..., Plan]) -> None:
+    run, recorder = make_run(make_plan(peak_flops=1.0))
+    list(train(run))
+    assert {window.utilisation for window in recorder.windows} == {1.0}
+
+
+def test_a_signal_ends_the_run_after_the_step_and_saves(make_plan: Callable[..., Plan]) -> None:
+    run, recorder = make_run(make_plan(eval_interval=100), stop=StopLater(2))
+    assert len(list(train(run))) == 2
+    assert recorder.moments == ["step 1", "step 2", "save 2", "exit signal"]
+    assert run.ending == Ending("signal", 2, "SIGTERM")
+
+
+def test_a_signal_before_the_first_step_saves_nothing(make_plan: Callable[..., Plan]) -> None:
+    run, recorder = make_run(make_plan(), stop=StopLater(0))
+    assert list(train(run)) == []
+    assert recorder.moments == ["exit signal"]
+
+
+def test_a_signal_in_an_evaluation_gives_it_up_but_counts_its_samples(make_plan: Callable[..., Plan]) -> None:
+    run, recorder = make_run(make_plan(eval_interval=1), stop=StopLater(1))
+    list(train(run))
+    assert recorder.moments == ["step 1", "save 1", "exit signal"]
+    assert run.state.consumed_valid_samples == 2 * 4
+
+
+def test_exit_interval(make_plan: Callable[..., Plan]) -> None:
+    run, recorder = make_run(make_plan(exit_interval=2, save_interval=2))
+    list(train(run))
+    assert recorder.moments == ["step 1", "step 2", "save 2", "exit interval"]
+    # The same command again goes on to the next multiple instead of stopping where it stands.
+    assert [result.iteration for result in train(run_again(run))] == [3, 4]
+
+
+def run_again(run: TrainingRun) -> TrainingRun:
+    run.ending = None
+    return run
+
+
+def test_exit_duration(make_plan: Callable[..., Plan]) -> None:
+    run, recorder = make_run(make_plan(exit_minutes=1), started=-1e9)
+    list(train(run))
+    assert recorder.moments == ["step 1", "save 1", "exit duration"]
+
+
+def test_a_finished_run_only_evaluates(make_plan: Callable[..., Plan]) -> None:
+    run, recorder = make_run(make_plan())
+    run.state.iteration = 6
+    assert list(train(run)) == []
+    assert recorder.moments == ["done", "final validation", "final test"]
+
+
+def test_an_evaluation_is_the_mean_over_tokens_without_dropout(make_plan: Callable[..., Plan]) -> None:
+    run, recorder = make_run(make_plan(train_iterations=3))
+    list(train(run))
+    final, again = recorder.evaluations[-2], batches(1)
+    for _ in range(4):  # the validation in the middle drew these
+        next(again)
+    run.state.model.eval()
+    losses = []
+    with torch.no_grad():
+        for _ in range(4):
+            batch = next(again)
+            losses.append(run.state.model(batch["tokens"], labels_BS=batch["labels"]))
+    assert final.loss == pytest.approx(float(torch.cat(losses).mean()), rel=1e-6)
+    assert final.num_samples == 8
+
+
+def test_a_loss_that_is_not_finite_stops_before_it_is_saved(make_plan: Callable[..., Plan]) -> None:
+    run, recorder = make_run(make_plan(save_interval=1))
+    with torch.no_grad():
+        run.state.model.output_weight[0, 0] = float("nan")
+    with pytest.raises(MegalithError, match=r"loss is nan at iteration 1 \(training samples 0 to 3"):
+        list(train(run))
+    assert recorder.moments == ["step 1"]

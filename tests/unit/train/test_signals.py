@@ -1,0 +1,74 @@
+"""The first signal asks, the second leaves, forwarded ones do not count twice, workers do not count at all."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+from megalith.train.signals import STOP_SIGNALS, StopSignals
+
+
+def wait_for(stop: StopSignals, seconds: float = 2.0) -> str | None:
+    deadline = time.monotonic() + seconds
+    while stop.requested is None and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return stop.requested
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_the_first_signal_is_a_request(number: signal.Signals) -> None:
+    stop = StopSignals()
+    try:
+        assert stop.requested is None
+        os.kill(os.getpid(), number)
+        assert wait_for(stop) == number.name
+    finally:
+        stop.close()
+
+
+def in_child(debounce: float, pause: float) -> int:
+    """Exit code of a process that gets two signals `pause` seconds apart and would end with 7 by itself."""
+    child = os.fork()
+    if child == 0:
+        stop = StopSignals(debounce)
+        os.kill(os.getpid(), signal.SIGINT)
+        wait_for(stop)
+        time.sleep(pause)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.5)
+        os._exit(7)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_the_second_signal_leaves_at_once() -> None:
+    assert in_child(debounce=0.0, pause=0.0) == 130
+
+
+def test_a_forwarded_signal_is_the_same_request() -> None:
+    assert in_child(debounce=0.3, pause=0.0) == 7
+    assert in_child(debounce=0.3, pause=0.4) == 130
+
+
+def test_a_forked_worker_neither_counts_nor_survives_sigterm() -> None:
+    stop = StopSignals()
+    try:
+        child = os.fork()
+        if child == 0:
+            os.kill(os.getpid(), signal.SIGINT)  # the terminal's Ctrl-C reaches workers too
+            time.sleep(0.1)
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(5)
+            os._exit(7)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+        assert stop.requested is None
+    finally:
+        stop.close()
+
+
+def test_close_gives_the_signals_back() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    StopSignals().close()
+    assert signal.getsignal(signal.SIGINT) is before

@@ -1,0 +1,38 @@
+"""FLOPs are counted as Megatron counts them, and the peak is measured in time."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from megalith.config import ModelConfig
+from megalith.train.throughput import measure_peak, step_flops
+
+
+def test_flops_are_those_of_the_matrices() -> None:
+    layers, hidden, heads, sequence, vocabulary, batch, ffn, groups = 3, 64, 4, 32, 512, 2, 96, 2
+    model = ModelConfig(
+        num_layers=layers,
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        max_position_embeddings=sequence,
+        group_query_attention=True,
+        num_query_groups=groups,
+        swiglu=True,
+        ffn_hidden_size=ffn,
+    )
+    head = hidden // heads
+    weights = hidden * (heads + 2 * groups) * head + hidden * hidden + 3 * hidden * ffn
+    scores = 2 * heads * head * sequence  # query x key and probabilities x value, of each token
+    a_token = layers * (weights + scores) + hidden * vocabulary
+    assert step_flops(model, vocabulary, sequence, batch) == pytest.approx(6 * batch * sequence * a_token)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_peak_is_measured_within_its_budget(dtype: torch.dtype) -> None:
+    started = time.perf_counter()
+    peak = measure_peak(torch.device("cpu"), dtype, budget_seconds=0.1)
+    assert peak > 1e8
+    assert time.perf_counter() - started < 2.0
