@@ -102,9 +102,17 @@ class Store(Protocol):
         content: CheckpointContent,
         manifest: Mapping[str, Any],
         *,
+        files: Mapping[str, bytes] | None = None,
         on_point: Callable[[str], None] = no_point,
     ) -> SaveReport:
         """Write a checkpoint and point the tracker to it.
+
+        Args:
+            iteration: its number.
+            content: tensors, objects and common state.
+            manifest: facts for people and for later runs.
+            files: further files to lay beside these, name -> bytes; they are hashed like all others.
+            on_point: called at each of `SAVE_POINTS`.
 
         Raises:
             CheckpointError: it could not be written; what was there before is untouched.
@@ -186,13 +194,18 @@ class DirectoryStore:
         content: CheckpointContent,
         manifest: Mapping[str, Any],
         *,
+        files: Mapping[str, bytes] | None = None,
         on_point: Callable[[str], None] = no_point,
     ) -> SaveReport:
         started = time.perf_counter()
         final = self.folder(iteration)
-        common = dump_bytes(content.common, "the common state")
+        rest = {
+            COMMON_FILE: dump_bytes(content.common, "the common state"),
+            FORMAT_FILE: json.dumps(FORMAT).encode("ascii"),
+            **(files or {}),
+        }
         objects = encode_objects(content.objects)
-        needed = _bytes_to_write(content, objects, len(common))
+        needed = _bytes_to_write(content, objects, sum(map(len, rest.values())))
         on_point("pre_save")
         with naming_full_disk(self.path, needed):
             self.path.mkdir(parents=True, exist_ok=True)
@@ -201,7 +214,7 @@ class DirectoryStore:
             with building(final) as new:
                 records = write_sharded(new.path, content.chunks, objects, final.name)
                 on_point("mid_save")
-                records |= self._write_rest(new.path, common)
+                records |= self._write_rest(new.path, rest)
                 facts = {"iteration": iteration, **_provenance(), **manifest}
                 write_durably(new.path / manifests.MANIFEST_FILE, manifests.render(records, facts))
                 on_point("pre_commit")
@@ -212,8 +225,7 @@ class DirectoryStore:
         on_point("post_commit")
         return SaveReport(time.perf_counter() - started, sum(record.size for record in records.values()), final)
 
-    def _write_rest(self, folder: Path, common: bytes) -> dict[str, FileRecord]:
-        files = {COMMON_FILE: common, FORMAT_FILE: json.dumps(FORMAT).encode("ascii")}
+    def _write_rest(self, folder: Path, files: Mapping[str, bytes]) -> dict[str, FileRecord]:
         for name, data in files.items():
             write_durably(folder / name, data)
         return hash_files([folder / name for name in files], threads=1)
@@ -323,9 +335,9 @@ def _provenance() -> dict[str, str]:
     }
 
 
-def _bytes_to_write(content: CheckpointContent, objects: Mapping[str, bytes], common: int) -> int:
+def _bytes_to_write(content: CheckpointContent, objects: Mapping[str, bytes], rest: int) -> int:
     entries = len(content.chunks) + len(objects)
-    data = content.nbytes + sum(map(len, objects.values())) + common
+    data = content.nbytes + sum(map(len, objects.values())) + rest
     return data + entries * _ENTRY_OVERHEAD + _FIXED_OVERHEAD
 
 
@@ -415,7 +427,10 @@ class _Remembered:
 
 
 class MemoryStore:
-    """A `Store` for tests: the behaviour of `DirectoryStore` without files. Nothing in it can be damaged."""
+    """A `Store` for tests: the behaviour of `DirectoryStore` without a disk. Nothing in it can be damaged.
+
+    Further files of a save are counted and forgotten: no one reads them through the port.
+    """
 
     def __init__(self) -> None:
         self._saved: dict[int, _Remembered] = {}
@@ -430,6 +445,7 @@ class MemoryStore:
         content: CheckpointContent,
         manifest: Mapping[str, Any],
         *,
+        files: Mapping[str, bytes] | None = None,
         on_point: Callable[[str], None] = no_point,
     ) -> SaveReport:
         started = time.perf_counter()
@@ -452,7 +468,7 @@ class MemoryStore:
         on_point("mid_commit")
         self._latest = iteration
         on_point("post_commit")
-        size = content.nbytes + sum(map(len, objects.values())) + len(saved.common)
+        size = content.nbytes + sum(map(len, (*objects.values(), *(files or {}).values()))) + len(saved.common)
         return SaveReport(time.perf_counter() - started, size, None)
 
     def load(self, iteration: int, content: CheckpointContent, *, verify: bool = True) -> LoadedContent:
