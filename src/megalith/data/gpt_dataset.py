@@ -1,0 +1,277 @@
+"""Samples of fixed length for a GPT, cut from a stream of shuffled documents as Megatron's GPTDataset does.
+
+A dataset is a pure function of its documents, its options and the number of samples asked for; the index arrays
+that it needs are kept in an `IndexCache`. Every item builds its own masks (Megatron edits a mask that all items
+share, so that padding in the first item read masks the same positions in all others; that is a bug, not repeated).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megalith.data import gpt_index
+from megalith.data.gpt_index import EpochPlan
+from megalith.data.index_cache import Arrays, IndexCache
+from megalith.data.splits import SPLIT_NAMES, SplitMatrix, interval_range
+from megalith.errors import DataError
+from megalith.tokenizers import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+_ARRAYS = ("document_index", "sample_index", "shuffle_index")
+
+
+class Documents(Protocol):
+    """Token sequences by number: an `IndexedDataset` or made-up ones."""
+
+    @property
+    def lengths(self) -> NDArray[np.int32]:
+        """Tokens of each document."""
+
+    def get(self, sequence: int, offset: int = 0, length: int | None = None) -> NDArray[Any]:
+        """`length` tokens of a document from `offset` on; to its end by default."""
+
+
+@dataclass(frozen=True)
+class GPTDatasetOptions:
+    """How samples are cut. Everything but the masks takes part in the names of the cache files.
+
+    Attributes:
+        sequence_length: tokens of a sample.
+        seed: seed of the order of documents and samples; the same for every split.
+        split: shares of the splits as the user wrote them.
+        split_matrix: the same as intervals.
+        eod_mask_loss: no loss where the input token ends a document.
+        add_extra_token: read one token more than `sequence_length`, which is the last label. Without it the last
+            label is padding.
+        drop_last_partial_validation: leave out the tokens at the end of the validation split that fill no sample,
+            instead of padding them.
+    """
+
+    sequence_length: int
+    seed: int
+    split: str
+    split_matrix: SplitMatrix
+    eod_mask_loss: bool = False
+    add_extra_token: bool = True
+    drop_last_partial_validation: bool = True
+
+
+class GPTDataset:
+    """Samples of one split; item i is a dict of arrays of `sequence_length` entries.
+
+    tokens (i64), labels (i64, the tokens one later), loss_mask (f32, 0 where the label is padding) and position_ids
+    (i64).
+
+    Attributes:
+        name: train, valid or test.
+        requested: number of samples asked for, None for one epoch.
+        documents_of_split: numbers of the documents that this split takes.
+        plan: epochs and samples.
+        description: the text whose md5 names the cache files.
+    """
+
+    def __init__(
+        self,
+        documents: Documents,
+        *,
+        path: str | None,
+        split: int,
+        requested: int | None,
+        options: GPTDatasetOptions,
+        tokenizer: Tokenizer,
+        cache_folder: Path | None,
+        class_name: str = "GPTDataset",
+    ) -> None:
+        """Load the index arrays from the cache, or build them and save them there.
+
+        Args:
+            documents: all documents, of every split.
+            path: prefix of the dataset as the user wrote it, None for made-up data.
+            split: 0 train, 1 valid, 2 test; its share is above zero.
+            requested: number of samples the run will draw, None for one epoch.
+            options: how samples are cut.
+            tokenizer: gives end-of-document and padding ids, and its identity for the cache.
+            cache_folder: folder of the cache, None to keep nothing.
+            class_name: Megatron's name of this kind of dataset.
+
+        Raises:
+            DataError: the split has too few tokens for what is asked of it.
+        """
+        interval = options.split_matrix[split]
+        assert interval is not None, "a split without a share is not built"
+        self.name = SPLIT_NAMES[split]
+        self.requested = requested
+        self.documents_of_split = interval_range(interval, len(documents.lengths))
+        self._documents, self._options, self._path = documents, options, path
+        self._eod = tokenizer.eod
+        self._pad = -1 if tokenizer.pad is None else tokenizer.pad
+        self._extra = 1 if options.add_extra_token else 0
+        self.plan = self._plan()
+        self.description = self._describe(class_name, tokenizer)
+        cache = (
+            None if cache_folder is None else IndexCache(cache_folder, f"{class_name}-{self.name}", self.description)
+        )
+        arrays = self._load_or_build(cache, class_name)
+        self.document_index: NDArray[np.int32] = arrays["document_index"]
+        self.sample_index: NDArray[Any] = arrays["sample_index"]
+        self.shuffle_index: NDArray[Any] = arrays["shuffle_index"]
+
+    def __len__(self) -> int:
+        """Number of samples: all that the epochs hold, which may be more than were requested."""
+        return self.plan.num_samples
+
+    @property
+    def num_samples(self) -> int:
+        return self.plan.num_samples
+
+    @property
+    def num_epochs(self) -> int:
+        return self.plan.num_epochs
+
+    def __getitem__(self, item: int) -> dict[str, NDArray[Any]]:
+        """Sample `item` in the order of training."""
+        if not 0 <= item < len(self):
+            raise IndexError(f"sample {item} of {len(self)}")
+        text = self._text(int(self.shuffle_index[item]))
+        length = self._options.sequence_length
+        tokens = text[:length].copy()
+        labels = text[1:].copy() if self._extra else np.append(text[1:], self._pad)
+        loss_mask = np.ones(length, np.float32)
+        if self._options.eod_mask_loss:
+            loss_mask[tokens == self._eod] = 0.0
+        loss_mask[labels == self._pad] = 0.0
+        tokens[tokens == self._pad] = 0
+        labels[labels == self._pad] = 0
+        return {
+            "tokens": tokens,
+            "labels": labels,
+            "loss_mask": loss_mask,
+            "position_ids": np.arange(length, dtype=np.int64),
+        }
+
+    def _text(self, sample: int) -> NDArray[np.int64]:
+        """Tokens of a sample before shuffling, filled up with padding, [sequence_length + extra] i64."""
+        (first, begin), (last, end) = self.sample_index[sample : sample + 2].tolist()
+        parts = []
+        for position in range(first, last + 1):
+            offset = begin if position == first else 0
+            length = end + self._extra - offset if position == last else None
+            parts.append(self._documents.get(int(self.document_index[position]), offset, length))
+        text = np.full(self._options.sequence_length + self._extra, self._pad, np.int64)
+        np.concatenate(parts, out=text[: sum(map(len, parts))], casting="unsafe")
+        return text
+
+    def _plan(self) -> EpochPlan:
+        split = self.documents_of_split
+        tokens = int(self._documents.lengths[split.start : split.stop].sum(dtype=np.int64))
+        needed = self._options.sequence_length + self._extra
+        if self.requested and tokens <= self._extra:
+            raise DataError(self._too_small(tokens))
+        if 0 < tokens < needed:
+            logger.warning(
+                "the %s split of %s has %d tokens, a sample needs %d: %s",
+                self.name,
+                self._path,
+                tokens,
+                needed,
+                "each sample repeats the text" if self.requested else "it has no sample",
+            )
+        plan = gpt_index.plan_epochs(
+            tokens,
+            self._options.sequence_length,
+            self.requested,
+            extra=self._extra,
+            drop_last=self.name != "valid" or self._options.drop_last_partial_validation,
+        )
+        if plan.num_epochs * len(split) >= 2**31:
+            raise DataError(
+                f"{self._asked()} of the {self.name} split of {self._path} would repeat its {tokens} tokens "
+                f"{plan.num_epochs} times; give it more text"
+            )
+        return plan
+
+    def _asked(self) -> str:
+        length = self._options.sequence_length
+        return f"{self.requested} samples of {length} + {self._extra} tokens"
+
+    def _too_small(self, tokens: int) -> str:
+        """The arithmetic of a split that cannot serve a single label."""
+        total, split = len(self._documents.lengths), self.documents_of_split
+        interval = self._options.split_matrix[SPLIT_NAMES.index(self.name)]
+        assert interval is not None
+        return (
+            f"the {self.name} split of {self._path} has {tokens} tokens, but {self._asked()} are asked of it: "
+            f"--split {self._options.split} gives it documents round({interval[0]:.6g} * {total}) = {split.start} to "
+            f"round({interval[1]:.6g} * {total}) = {split.stop}, which is {len(split)} of {total}. Give it a larger "
+            f"share, add documents, or ask for no samples (--eval-iters 0)"
+        )
+
+    def _describe(self, class_name: str, tokenizer: Tokenizer) -> str:
+        description = {
+            "class": class_name,
+            "dataset_path": self._path,
+            "num_samples": self.requested,
+            "index_split": self.name,
+            "random_seed": self._options.seed,
+            "sequence_length": self._options.sequence_length,
+            "split": self._options.split,
+            "split_matrix": self._options.split_matrix,
+            "tokenizer": tokenizer.identity(),
+        }
+        return json.dumps(description, indent=4)
+
+    def _load_or_build(self, cache: IndexCache | None, class_name: str) -> Arrays:
+        arrays = None if cache is None else cache.load(_ARRAYS)
+        if arrays is not None and not self._fit(arrays):
+            logger.warning("the cached %s %s indices do not fit their dataset: built again", class_name, self.name)
+            arrays = None
+        if arrays is None:
+            logger.info("Build and save the %s %s indices", class_name, self.name)
+            arrays = self._build()
+            if cache is not None:
+                cache.save(arrays)
+        else:
+            logger.info("Load the %s %s indices", class_name, self.name)
+        logger.info("> total number of samples: %d", self.num_samples)
+        logger.info("> total number of epochs: %d", self.num_epochs)
+        return arrays
+
+    def _build(self) -> Arrays:
+        # One generator draws the documents, then the samples.
+        rng = np.random.RandomState(self._options.seed)
+        document_index = gpt_index.build_document_index(self.documents_of_split, self.plan, rng)
+        sample_index = gpt_index.build_sample_index(
+            self._documents.lengths,
+            document_index,
+            self.plan.num_samples,
+            self._options.sequence_length,
+            extra=self._extra,
+        )
+        shuffle_index = gpt_index.build_shuffle_index(self.plan, rng)
+        return dict(zip(_ARRAYS, (document_index, sample_index, shuffle_index), strict=True))
+
+    def _fit(self, arrays: Arrays) -> bool:
+        """Whether arrays from a file can be the ones of this dataset: shapes and ranges, not every value."""
+        num_samples, split = self.plan.num_samples, self.documents_of_split
+        shapes = [(self.plan.num_epochs * len(split),), (num_samples + 1, 2), (num_samples,)]
+        if [arrays[name].shape for name in _ARRAYS] != shapes:
+            return False
+        document_index, sample_index, shuffle_index = (arrays[name] for name in _ARRAYS)
+        return (
+            all(array.dtype.kind in "iu" for array in arrays.values())
+            and _within(document_index, split.start, split.stop)
+            and _within(sample_index[:, 0], 0, max(1, len(document_index)))
+            and _within(shuffle_index, 0, num_samples)
+        )
+
+
+def _within(values: NDArray[Any], start: int, stop: int) -> bool:
+    return not len(values) or (int(values.min()) >= start and int(values.max()) < stop)

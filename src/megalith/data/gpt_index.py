@@ -1,0 +1,139 @@
+"""Which tokens make sample i: the three index arrays of Megatron's GPTDataset, as pure functions of numbers.
+
+The documents of a split, repeated for as many epochs as are asked for and shuffled, are one long stream of tokens.
+Sample k takes the tokens from k * L on and one more (`extra`, the last label), so that neighbours share one token:
+
+    document index   3       0          2    ...      documents in the order of the stream
+    stream           |-------|----------|----|...
+    samples          |--0--|--1--|--2--|--3--|...     sample index: (position in the document index, token offset)
+    shuffle index    2 0 3 1 ...                      the order in which a run sees the samples
+
+Everything is vectorised: the start of sample k is found by bisection in the running sums of document lengths.
+Source:  Megatron-LM `gpt_dataset.py` and `helpers.cpp`, whose results these functions repeat exactly.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+_SAMPLES_AT_ONCE = 1 << 20
+_INT32_LIMIT = 2**31 - 1
+_UINT32_LIMIT = 2**32 - 2
+# The share of an epoch below which a last, partly used epoch is shuffled on its own.
+_SEPARATE_BELOW = 0.80
+
+
+@dataclass(frozen=True)
+class EpochPlan:
+    """How often the documents are repeated.
+
+    Attributes:
+        tokens: tokens of one epoch.
+        num_epochs: repetitions, at least 1.
+        num_samples: samples in all epochs together.
+        shuffled_first: samples shuffled among themselves before the rest; equals `num_samples` unless the last
+            epoch is separate.
+        separate_last: whether the last epoch is shuffled apart, because the run uses less than 80 % of it.
+    """
+
+    tokens: int
+    num_epochs: int
+    num_samples: int
+    shuffled_first: int
+    separate_last: bool
+
+
+def plan_epochs(tokens: int, sequence_length: int, requested: int | None, *, extra: int, drop_last: bool) -> EpochPlan:
+    """Number of epochs and samples that serve `requested` samples (None: one epoch) of a split of `tokens` tokens.
+
+    `tokens` must be above 0 when samples are requested.
+    """
+    num_epochs = 1
+    if requested is not None and tokens > 0:
+        num_epochs = max(1, -(-(requested * sequence_length + extra) // tokens))
+    total = num_epochs * tokens - extra
+    if drop_last:
+        num_samples = max(0, total // sequence_length)
+    else:
+        # Single precision, as in the C++ helper.
+        num_samples = max(0, math.ceil(np.float32(total) / np.float32(sequence_length)))
+    shuffled_first = num_samples
+    separate_last = False
+    if num_epochs > 1:
+        assert requested is not None
+        before_last = ((num_epochs - 1) * tokens - extra) // sequence_length
+        per_epoch = (tokens - extra) // sequence_length
+        separate_last = requested - before_last < int(_SEPARATE_BELOW * per_epoch)
+        if separate_last:
+            shuffled_first = before_last
+    return EpochPlan(tokens, num_epochs, num_samples, shuffled_first, separate_last)
+
+
+def build_document_index(documents: range, plan: EpochPlan, rng: np.random.RandomState) -> NDArray[np.int32]:
+    """The documents of the split in stream order, [num_epochs * len(documents)] i32."""
+    once = np.arange(documents.start, documents.stop, dtype=np.int32)
+    parts = (plan.num_epochs - 1, 1) if plan.separate_last else (plan.num_epochs,)
+    shuffled = []
+    for epochs in parts:
+        part = np.tile(once, epochs)
+        rng.shuffle(part)
+        shuffled.append(part)
+    return np.concatenate(shuffled)
+
+
+def build_sample_index(
+    lengths: NDArray[np.int32], document_index: NDArray[np.int32], num_samples: int, sequence_length: int, *, extra: int
+) -> NDArray[Any]:
+    """Start of each sample and of the one after the last.
+
+    Args:
+        lengths: tokens of every document of the dataset.
+        document_index: documents in stream order.
+        num_samples: number of samples.
+        sequence_length: tokens of a sample, without the extra one.
+        extra: 1 if a sample needs one more token as its last label, else 0.
+
+    Returns:
+        [num_samples + 1, 2]: position in `document_index` and token offset; i32 where it suffices, else i64.
+    """
+    ends = np.cumsum(lengths[document_index], dtype=np.int64)
+    longest = int(lengths.max()) if len(lengths) else 0
+    dtype = np.int32 if max(len(document_index), longest) <= _INT32_LIMIT else np.int64
+    index = np.zeros((num_samples + 1, 2), dtype)
+    for start in range(1, num_samples + 1, _SAMPLES_AT_ONCE):
+        stop = min(start + _SAMPLES_AT_ONCE, num_samples + 1)
+        index[start:stop] = _sample_starts(np.arange(start, stop, dtype=np.int64), ends, sequence_length, extra)
+    return index
+
+
+def _sample_starts(
+    samples: NDArray[np.int64], ends: NDArray[np.int64], sequence_length: int, extra: int
+) -> NDArray[np.int64]:
+    """(position, offset) of samples after the first, from the last stream position of each document.
+
+    A sample starts `extra` before the end of the one before it, in the document where that one ended; a sample that
+    ends exactly with a document ended there. Past the end of the stream it is the end of the last document.
+    """
+    sample_ends = np.minimum(samples * sequence_length + extra, ends[-1])
+    position = np.searchsorted(ends, sample_ends, side="left")
+    past_the_end = samples * sequence_length + extra > ends[-1]
+    position[past_the_end] = len(ends) - 1
+    begins = np.where(position > 0, ends[position - 1], 0)
+    return np.stack([position, sample_ends - extra - begins], axis=1)
+
+
+def build_shuffle_index(plan: EpochPlan, rng: np.random.RandomState) -> NDArray[Any]:
+    """The order of the samples, [num_samples] u32 where it suffices, else i64."""
+    dtype = np.uint32 if plan.num_samples < _UINT32_LIMIT else np.int64
+    first = np.arange(plan.shuffled_first, dtype=dtype)
+    rng.shuffle(first)
+    if plan.shuffled_first == plan.num_samples:
+        return first
+    last = np.arange(plan.shuffled_first, plan.num_samples, dtype=dtype)
+    rng.shuffle(last)
+    return np.concatenate([first, last])

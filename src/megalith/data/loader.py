@@ -1,0 +1,109 @@
+"""Micro-batches of torch tensors in the order of the samples, read ahead by threads.
+
+The order and the content never depend on the number of workers. Threads suffice: a sample is a copy out of a memory
+map, during which numpy lets other threads run; unlike processes they need no shared memory and cannot be orphaned.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megalith.data.gpt_dataset import GPTDataset
+from megalith.data.sampler import sequential_micro_batches
+from megalith.errors import DataError
+
+_READ_AHEAD = 2  # micro-batches per worker
+
+Batch = dict[str, Tensor]
+
+
+class BatchLoader:
+    """Iterator over the micro-batches of one data-parallel rank.
+
+    Each is a dict of tensors of `micro_batch_size` rows: tokens, labels, position_ids (i64) and loss_mask (f32).
+    """
+
+    def __init__(
+        self,
+        dataset: GPTDataset,
+        micro_batch_size: int,
+        consumed_samples: int,
+        *,
+        num_workers: int = 0,
+        rank: int = 0,
+        num_ranks: int = 1,
+    ) -> None:
+        """Start after `consumed_samples`.
+
+        Args:
+            dataset: where the samples come from.
+            micro_batch_size: samples of a micro-batch.
+            consumed_samples: samples that the run has used, over all ranks; `state_dict()` of an earlier loader.
+            num_workers: threads that read ahead; with 0 each micro-batch is read when it is asked for.
+            rank: rank among the data-parallel ranks.
+            num_ranks: data-parallel ranks.
+        """
+        self._dataset = dataset
+        self._block = micro_batch_size * num_ranks
+        self._consumed = consumed_samples
+        self._plan = sequential_micro_batches(
+            len(dataset), consumed_samples, micro_batch_size, rank=rank, num_ranks=num_ranks
+        )
+        self._threads = ThreadPoolExecutor(num_workers, "megalith-data") if num_workers else None
+        self._depth = num_workers * _READ_AHEAD
+        self._ahead: deque[Future[Batch]] = deque()
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        """The next micro-batch.
+
+        Raises:  DataError if the dataset has no full block of samples left.
+        """
+        batch = self._read_now() if self._threads is None else self._read_ahead(self._threads)
+        self._consumed += self._block
+        return batch
+
+    def state_dict(self) -> dict[str, int]:
+        """Where the run stands: samples handed out over all ranks. What was merely read ahead does not count."""
+        return {"consumed_samples": self._consumed}
+
+    def close(self) -> None:
+        """Stop the threads. The loader is of no use afterwards."""
+        if self._threads is not None:
+            self._threads.shutdown(cancel_futures=True)
+
+    def _read_now(self) -> Batch:
+        samples = next(self._plan, None)
+        if samples is None:
+            raise self._exhausted()
+        return self._collate(samples)
+
+    def _read_ahead(self, threads: ThreadPoolExecutor) -> Batch:
+        while len(self._ahead) < self._depth and (samples := next(self._plan, None)) is not None:
+            self._ahead.append(threads.submit(self._collate, samples))
+        if not self._ahead:
+            raise self._exhausted()
+        batch = self._ahead.popleft().result()
+        if (samples := next(self._plan, None)) is not None:
+            self._ahead.append(threads.submit(self._collate, samples))
+        return batch
+
+    def _collate(self, samples: range) -> Batch:
+        rows = [self._dataset[sample] for sample in samples]
+        return {field: torch.from_numpy(np.stack([row[field] for row in rows])) for field in rows[0]}
+
+    def _exhausted(self) -> DataError:
+        dataset = self._dataset
+        return DataError(
+            f"the {dataset.name} data is used up: {self._consumed} of its {len(dataset)} samples are consumed and the "
+            f"next step needs {self._block} more; it was built for {dataset.requested} samples ({dataset.num_epochs} "
+            f"epochs), so ask for more when building it (--train-iters or --train-samples) or start anew"
+        )

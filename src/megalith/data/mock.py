@@ -1,0 +1,38 @@
+"""Made-up documents, to try a configuration without data: Megatron's `--mock-data`.
+
+Source:  Megatron-LM `MockGPTLowLevelDataset`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megalith.tokenizers import Tokenizer
+
+MOCK_SPLIT = "1,1,1"
+_NUM_DOCUMENTS = 100_000
+_LONGEST = 4096
+
+
+class MockDocuments:
+    """A hundred thousand documents that count from 1 up to their length and end with the end-of-document id.
+
+    Attributes:
+        lengths: tokens of each document, 1 to 4095, i32; the same in every run.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.lengths: NDArray[np.int32] = np.random.default_rng(0).integers(1, _LONGEST, _NUM_DOCUMENTS, np.int32)
+        self._vocab_size, self._eod = tokenizer.vocab_size, tokenizer.eod
+
+    def get(self, sequence: int, offset: int = 0, length: int | None = None) -> NDArray[Any]:
+        """`length` tokens of a document from `offset` on; to its end by default."""
+        total = int(self.lengths[sequence])
+        stop = total if length is None else offset + length
+        tokens = np.arange(offset + 1, stop + 1) % self._vocab_size
+        if stop == total and len(tokens):
+            tokens[-1] = self._eod
+        return tokens

@@ -1,0 +1,265 @@
+"""Indices, cache names, samples and sampling orders of the real Megatron.
+
+Goldens that are not compared here belong to the issue that completes the data path (issue 6): the blends, of
+`helpers` the blending arrays, of `samplers` the cyclic ones, and from the cases of single datasets the position ids
+and attention masks that `reset_position_ids`, `reset_attention_mask` and `create_attention_mask` make (their
+indices, tokens, labels and loss masks are compared), and `pad_sample` (the item that fills up a ragged batch).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megalith.config import DataConfig, TokenizerConfig
+from megalith.data import gpt_index
+from megalith.data.build import build_gpt_datasets
+from megalith.data.gpt_dataset import GPTDataset, GPTDatasetOptions
+from megalith.data.gpt_index import EpochPlan
+from megalith.data.indexed import IndexedDataset
+from megalith.data.sampler import sequential_micro_batches
+from megalith.data.splits import SPLIT_NAMES, parse_split
+from megalith.errors import ConfigError, DataError
+from megalith.tokenizers import Tokenizer, build_tokenizer
+from megalith.tokenizers.gpt2_bpe import GPT2BPETokenizer
+
+SINGLE = (
+    "none_949",
+    "epoch_lt1",
+    "epoch_gt1_sep",
+    "epoch_gt1_nosep",
+    "exact_epoch_0",
+    "exact_epoch_1",
+    "exact_epoch_2",
+    "all_train",
+    "pylib_many_epochs",
+    "sweep_sep_0",
+    "sweep_sep_1",
+    "sweep_sep_2",
+    "sweep_sep_3",
+    "sweep_sep_4",
+    "sweep_sep_5",
+    "reset_flags",
+    "reset_pos_only",
+    "eod_mask_only",
+    "attn_mask",
+    "no_extra_token",
+    "valid_keep_partial",
+    "pad_token",
+    "zero_len_seqs",
+    "fractional_split",
+    "split_slash_999",
+    "too_small",
+)
+OTHER = {"mock", "empty_split_hang", "helpers", "samplers"}
+LATER = {
+    "blend2",
+    "blend2_eq",
+    "blend3",
+    "blend_noweights_size",
+    "blend_noweights_nosize",
+    "blend_per_split",
+    "blend_surplus",
+}
+INDICES = ("document_index", "sample_index", "shuffle_index")
+
+
+class PaddingTokenizer(GPT2BPETokenizer):
+    """The tokenizer of the `pad_token` golden: a text token serves as padding."""
+
+    pad = 198
+
+    def identity(self) -> dict[str, Any]:
+        return super().identity() | {"class": "PadTok"}
+
+
+@pytest.fixture
+def folder(shared: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The golden folder as the working directory: the hashed descriptions hold relative paths."""
+    monkeypatch.chdir(shared / "golden" / "gpt_dataset")
+    return shared / "golden" / "gpt_dataset"
+
+
+@pytest.fixture(scope="module")
+def cases(shared: Path) -> dict[str, dict[str, Any]]:
+    manifest = json.loads((shared / "golden" / "gpt_dataset" / "manifest.json").read_text())
+    return {case["name"]: case for case in manifest["cases"]}
+
+
+def tokenizer_of(case: dict[str, Any]) -> Tokenizer:
+    identity = case["tokenizer"]["unique_identifiers"]
+    if identity["class"] == "_NullTokenizer":
+        config = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=int(identity["vocab_size"]))
+        return build_tokenizer(config)
+    kind = PaddingTokenizer if identity["class"] == "PadTok" else GPT2BPETokenizer
+    return kind(*identity["tokenizer_path"])
+
+
+def dataset_of(case: dict[str, Any], split: int, cache_folder: Path | None) -> GPTDataset:
+    config = case["config"]
+    ((prefix,), _) = config["blend"]
+    options = GPTDatasetOptions(
+        sequence_length=config["sequence_length"],
+        seed=config["random_seed"],
+        split=config["split"],
+        split_matrix=parse_split(config["split"]),
+        eod_mask_loss=config["eod_mask_loss"],
+        add_extra_token=config["add_extra_token_to_sequence"],
+        drop_last_partial_validation=config["drop_last_partial_validation_sequence"],
+    )
+    return GPTDataset(
+        IndexedDataset(prefix),
+        path=prefix,
+        split=split,
+        requested=case["sizes"][split],
+        options=options,
+        tokenizer=tokenizer_of(case),
+        cache_folder=cache_folder,
+    )
+
+
+def check_indices(dataset: GPTDataset, expected: dict[str, Any], arrays: dict[str, Any], name: str) -> None:
+    assert dataset.description == expected["description"]
+    assert (len(dataset), dataset.num_epochs) == (expected["len"], expected["num_epochs"])
+    for index in INDICES:
+        built = np.ascontiguousarray(getattr(dataset, index))
+        assert built.dtype.name == expected["dtypes"][index]
+        stored = arrays[f"{name}/{index}"]
+        np.testing.assert_array_equal(built[: len(stored)], stored)
+        assert hashlib.sha256(built.tobytes()).hexdigest() == expected["sha256"][index]
+
+
+def check_samples(dataset: GPTDataset, case: dict[str, Any], arrays: dict[str, Any], name: str) -> None:
+    if f"{name}/samples/idx" not in arrays:
+        assert len(dataset) == 0
+        return
+    first_masked = np.zeros(case["config"]["sequence_length"], bool)
+    for row, item in enumerate(arrays[f"{name}/samples/idx"]):
+        sample = dataset[int(item)]
+        for field in ("tokens", "labels"):
+            np.testing.assert_array_equal(sample[field], arrays[f"{name}/samples/{field}"][row])
+        if not (case["config"]["reset_position_ids"]):
+            np.testing.assert_array_equal(sample["position_ids"], arrays[f"{name}/samples/position_ids"][row])
+        loss_mask = sample["loss_mask"].copy()
+        if not case["config"]["eod_mask_loss"]:
+            # Megatron's items share one mask, in which the padding of the first item read stays masked.
+            first_masked = loss_mask == 0 if row == 0 else first_masked
+            loss_mask[first_masked] = 0
+        np.testing.assert_array_equal(loss_mask, arrays[f"{name}/samples/loss_mask"][row])
+
+
+def test_every_golden_is_compared_or_has_an_owner(cases: dict[str, Any]) -> None:
+    assert set(cases) == {*SINGLE, *OTHER, *LATER}
+
+
+@pytest.mark.parametrize("name", SINGLE)
+def test_single_dataset(name: str, folder: Path, cases: dict[str, Any], tmp_path: Path) -> None:
+    case = cases[name]
+    arrays = dict(np.load(folder / case["file"]))
+    for _ in ("built", "loaded"):
+        for number, split in enumerate(SPLIT_NAMES):
+            expected = case["splits"][split]
+            if expected is None:
+                assert parse_split(case["config"]["split"])[number] is None
+                continue
+            dataset = dataset_of(case, number, tmp_path)
+            check_indices(dataset, expected, arrays, split)
+            check_samples(dataset, case, arrays, split)
+        assert sorted(path.name for path in tmp_path.iterdir()) == sorted(case["cache_files"])
+
+
+def test_split_matrices(cases: dict[str, Any]) -> None:
+    for name in SINGLE:
+        expected = [None if interval is None else tuple(interval) for interval in cases[name]["split_matrix"]]
+        assert parse_split(cases[name]["config"]["split"]) == expected
+
+
+def test_the_default_cache_folder_lies_under_the_prefix(
+    shared: Path, cases: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    golden = shared / "golden" / "gpt_dataset"
+    (tmp_path / "data").mkdir()
+    for ending in (".bin", ".idx"):
+        (tmp_path / f"data/shakes{ending}").write_bytes((golden / f"data/shakes{ending}").read_bytes())
+    (tmp_path / "tok").symlink_to(golden / "tok")
+    monkeypatch.chdir(tmp_path)
+    case = cases["none_949"]
+    data = DataConfig(seq_length=64, data_path=("data/shakes",), split=case["config"]["split"])
+    build_gpt_datasets(data, tokenizer_of(case), sizes=(None, None, None), seed=1234)
+    written = [path.name for path in Path("data/shakes/cache/GPTDataset_indices").iterdir()]
+    assert sorted(written) == sorted(case["cache_files"])
+
+
+def test_mock_data(folder: Path, cases: dict[str, Any], tmp_path: Path) -> None:
+    case = cases["mock"]
+    arrays = dict(np.load(folder / case["file"]))
+    data = DataConfig(seq_length=64, mock_data=True, data_cache_path=str(tmp_path))
+    datasets = build_gpt_datasets(data, tokenizer_of(case), sizes=tuple(case["sizes"]), seed=1234)
+    for name, dataset in zip(SPLIT_NAMES, datasets, strict=True):
+        assert dataset is not None
+        check_indices(dataset, case["splits"][name], arrays, name)
+        check_samples(dataset, case, arrays, name)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(case["cache_files"])
+
+
+def test_an_empty_split_is_an_error_where_megatron_hangs(folder: Path, cases: dict[str, Any], tmp_path: Path) -> None:
+    case = cases["empty_split_hang"]
+    assert case["error"] == "Hang"
+    data = DataConfig(seq_length=64, data_path=("data/pylib",), split="949,50,1", data_cache_path=str(tmp_path))
+    with pytest.raises(DataError) as caught:
+        build_gpt_datasets(data, tokenizer_of(case), sizes=tuple(case["sizes"]), seed=1234)
+    total = len(IndexedDataset("data/pylib"))
+    assert "the test split of data/pylib has 0 tokens, but 2 samples of 64 + 1 tokens" in str(caught.value)
+    assert f"round(0.999 * {total}) = {total} to round(1 * {total}) = {total}" in str(caught.value)
+
+
+def test_blends_are_refused_in_one_line(folder: Path, cases: dict[str, Any]) -> None:
+    data = DataConfig(seq_length=64, data_path=("30", "data/shakes", "70", "data/pylib"))
+    with pytest.raises(ConfigError, match=r"blending several datasets .* not in this version"):
+        build_gpt_datasets(data, tokenizer_of(cases["none_949"]), sizes=(1, 1, 1), seed=1)
+
+
+def test_index_functions(folder: Path, cases: dict[str, Any]) -> None:
+    helpers = np.load(folder / cases["helpers"]["file"])
+    compared = 0
+    for case in cases["helpers"]["info"]:
+        if "sample" not in case:
+            continue
+        key = f"sample{case['sample']}"
+        sizes, documents, expected = (helpers[f"{key}/{name}"] for name in ("sizes", "document_index", "sample_index"))
+        tokens = int(sizes[documents].sum()) // case["epochs"]
+        total = case["epochs"] * tokens - case["add_extra"]
+        num_samples = total // case["seq"] if case["drop_last"] else -(-total // case["seq"])
+        built = gpt_index.build_sample_index(sizes, documents, num_samples, case["seq"], extra=case["add_extra"])
+        np.testing.assert_array_equal(built, expected)
+        assert built.dtype == expected.dtype
+        compared += 1
+    assert compared == 6
+    for number in range(3):
+        rng = np.random.RandomState(100 + number)
+        plan = EpochPlan(tokens=0, num_epochs=3, num_samples=50, shuffled_first=50, separate_last=bool(number % 2))
+        index = gpt_index.build_document_index(range(5, 37), plan, rng)
+        np.testing.assert_array_equal(index, helpers[f"docidx{number}"])
+        plan = EpochPlan(0, 3, num_samples=70 if number else 50, shuffled_first=50, separate_last=bool(number))
+        np.testing.assert_array_equal(gpt_index.build_shuffle_index(plan, rng), helpers[f"shuf{number}"])
+
+
+def test_sequential_sampler(folder: Path) -> None:
+    cases = [case for case in json.loads((folder / "samplers.json").read_text()) if case["kind"] == "single"]
+    assert len(cases) > 3
+    for case in cases:
+        for rank, expected in enumerate(case["ranks"]):
+            batches = sequential_micro_batches(
+                case["total"],
+                case["consumed"],
+                case["mbs"],
+                rank=rank,
+                num_ranks=case["dp"],
+                drop_last=case["drop_last"],
+            )
+            assert [list(batch) for batch in batches] == expected
