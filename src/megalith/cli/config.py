@@ -13,7 +13,8 @@ _HELP = """usage: megalith config [--config RECIPE.toml] [flags of a run]
 
 Prints the complete configuration that the flags of `megalith train` or pretrain_gpt.py give, as a recipe in TOML;
 `# default` marks what differs from a default. Save it and start the same run by `megalith train --config FILE`.
-Files of data and tokenizer need not exist. With --flags: all flags that have an effect; with --markdown too, the page docs/flags.md."""
+Files of data and tokenizer need not exist. With --flags: all flags that have an effect, with --markdown as the page
+docs/flags.md."""
 
 
 def run(argv: Sequence[str]) -> int:

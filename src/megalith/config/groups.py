@@ -138,7 +138,7 @@ class PrecisionConfig:
     fp16: bool = setting(False, help="fp16 weights and activations with a loss scale")
     bf16: bool = setting(False, help="bf16 weights and activations")
     loss_scale: float | None = setting(None, help="fixed loss scale; dynamic under --fp16 unless given", above=0)
-    initial_loss_scale: float = setting(2.0**32, help="first dynamic loss scale", above=0)
+    initial_loss_scale: float = setting(2**32, help="first dynamic loss scale", above=0)
     min_loss_scale: float = setting(1.0, help="smallest dynamic loss scale", above=0)
     loss_scale_window: float = setting(1000, help="clean steps before the loss scale doubles", unit="steps", at_least=1)
     hysteresis: int = setting(2, help="overflows before the loss scale halves", at_least=1)

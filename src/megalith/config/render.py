@@ -10,7 +10,7 @@ from typing import Any
 
 from megalith.config.command_line import RECIPE_FLAG
 from megalith.config.fields import Setting
-from megalith.config.megatron_flags import NEED_NOTHING, PARTLY, REFUSED, RENAMED
+from megalith.config.megatron_flags import LAUNCHER, NEED_NOTHING, PARTLY, REFUSED, RENAMED
 from megalith.config.run import RunConfig, all_settings, group_types
 from megalith.config.values import legal_range
 
@@ -131,6 +131,7 @@ def _page_others() -> Iterator[str]:
         yield f"- {_flag_list(item.flag)} with another value: {item.refused}."
     for old, new in RENAMED.items():
         yield f"- `{old}`: it is called `{new}` now."
+    yield f"- {_flag_list(LAUNCHER)}: flags of torchrun, which stand before the name of the script."
 
 
 def _flag_list(words: str) -> str:

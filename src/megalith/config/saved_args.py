@@ -8,10 +8,11 @@ from megalith.config.run import RunConfig, all_settings
 
 # What this version never varies and Megatron's `--use-checkpoint-args` and converters ask for by name.
 _CONSTANTS: dict[str, Any] = {
-    "apply_layernorm_1p": False,
+    "apply_layernorm_1p": False,  # the name before core 0.16
     "apply_query_key_layer_scaling": False,
     "expert_model_parallel_size": 1,
     "iteration": 0,
+    "layernorm_zero_centered_gamma": False,  # the name from core 0.16 on
     "num_experts": None,
     "openai_gelu": False,
     "squared_relu": False,
@@ -50,6 +51,7 @@ def _derived(run: RunConfig) -> dict[str, Any]:
         "ffn_hidden_size": model.ffn_size,
         "global_batch_size": run.global_batch_size,
         "kv_channels": model.head_size,
+        "layernorm_epsilon": model.norm_epsilon,  # the name before core 0.8 and from 0.16 on
         "params_dtype": run.precision.params_dtype,
         "start_weight_decay": optimizer.weight_decay if constant else optimizer.start_weight_decay,
     }

@@ -1,0 +1,225 @@
+"""A table of bad configurations: each is answered by one message naming flag, value and remedy (reliability F13)."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Collection
+from pathlib import Path
+
+import pytest
+
+from megalith.config import load
+from megalith.config.rules import FILE_RULES, RULES, Draft, Rule
+from megalith.errors import ConfigError
+
+GOOD = {
+    "--num-layers": "2",
+    "--hidden-size": "12",
+    "--num-attention-heads": "4",
+    "--max-position-embeddings": "64",
+    "--seq-length": "64",
+    "--micro-batch-size": "2",
+    "--global-batch-size": "8",
+    "--train-iters": "10",
+    "--lr": "1e-3",
+    "--mock-data": "",
+    "--tokenizer-type": "NullTokenizer",
+    "--vocab-size": "100",
+}
+
+# What is added to (or, with a leading minus, taken from) GOOD -> what the one message contains.
+TABLE: list[tuple[str, tuple[str, ...]]] = [
+    # required
+    ("-num-layers", ("--num-layers is required",)),
+    ("-hidden-size", ("--hidden-size is required",)),
+    ("-num-attention-heads", ("--num-attention-heads is required",)),
+    ("-max-position-embeddings", ("--max-position-embeddings is required",)),
+    ("-seq-length", ("--seq-length is required",)),
+    ("-micro-batch-size", ("--micro-batch-size is required",)),
+    ("-lr", ("--lr is required",)),
+    ("-train-iters", ("--train-iters N or --train-samples N",)),
+    ("-mock-data", ("--data-path PREFIX", "--mock-data")),
+    ("-vocab-size", ("NullTokenizer requires --vocab-size N",)),
+    # values that are no values
+    ("--num-layers twelve", ("--num-layers twelve: not a whole number",)),
+    ("--num-layers 2.5", ("--num-layers 2.5: not a whole number", "nearest: 2")),
+    ("--train-iters 1e3", ("--train-iters 1e3: not a whole number", "nearest: 1000")),
+    ("--lr fast", ("--lr fast: not a number",)),
+    ("--lr nan", ("--lr nan: not a finite number",)),
+    ("--lr", ("--lr needs a value",)),
+    ("--lr --fp16", ("--lr needs a value",)),
+    ("--fp16=true", ("--fp16 takes no value",)),
+    ("--split ''", ("--split ''", "949,50,1")),
+    ("stray", ("stray belongs to no flag",)),
+    ("''", ("'' belongs to no flag", "empty variable")),
+    # values outside the legal range
+    ("--num-layers 0", ("--num-layers 0: must be at least 1",)),
+    ("--hidden-size -12", ("--hidden-size -12: must be at least 1",)),
+    ("--micro-batch-size 0", ("--micro-batch-size 0: must be at least 1",)),
+    ("--hidden-dropout 1.0", ("--hidden-dropout 1.0: must be at least 0 and below 1",)),
+    ("--attention-dropout -0.1", ("--attention-dropout -0.1: must be at least 0 and below 1",)),
+    ("--adam-beta1 1.0", ("--adam-beta1 1.0: must be at least 0 and below 1",)),
+    ("--adam-beta2 1.5", ("--adam-beta2 1.5: must be at least 0 and below 1",)),
+    ("--adam-eps 0", ("--adam-eps 0.0: must be above 0",)),
+    ("--clip-grad -1", ("--clip-grad -1.0: must be at least 0",)),
+    ("--weight-decay -0.1", ("--weight-decay -0.1: must be at least 0",)),
+    ("--seed 0", ("--seed 0: must be at least 1",)),
+    ("--rotary-percent 0", ("--rotary-percent 0.0: must be above 0 and at most 1",)),
+    ("--lr-warmup-fraction 1.0", ("--lr-warmup-fraction 1.0: must be at least 0 and below 1",)),
+    ("--eval-interval 0", ("--eval-interval 0: must be at least 1",)),
+    ("--log-interval 0", ("--log-interval 0: must be at least 1",)),
+    ("--num-workers -1", ("--num-workers -1: must be at least 0",)),
+    ("--fp16 --loss-scale 0", ("--loss-scale 0.0: must be above 0",)),
+    ("--init-method-std -1", ("--init-method-std -1.0: must be at least 0",)),
+    # choices
+    ("--lr-decay-style cosin", ("--lr-decay-style cosin: not one of", "inverse-square-root", "did you mean cosine?")),
+    ("--normalization rmsnorm", ("--normalization rmsnorm: not one of", "did you mean RMSNorm?")),
+    ("--distributed-backend mpi", ("--distributed-backend mpi: not one of nccl, gloo",)),
+    ("--position-embedding-type yarn", ("--position-embedding-type yarn: comes with", "learned_absolute, rope, none")),
+    ("--optimizer sgd", ("--optimizer sgd: comes with", "in this version: adam")),
+    ("--ckpt-format torch", ("--ckpt-format torch: comes with", "in this version: torch_dist")),
+    ("--dataloader-type cyclic", ("--dataloader-type cyclic: comes with", "in this version: single")),
+    ("--tokenizer-type HuggingFaceTokenizer", ("HuggingFaceTokenizer: comes with", "GPT2BPETokenizer")),
+    ("--device gpu", ("--device gpu: not one of auto, cpu, cuda",)),
+    # unknown, renamed, refused
+    ("--num-layer 2", ("--num-layer is not a flag; did you mean --num-layers?",)),
+    ("-num-layers=2", ("-num-layers is not a flag; did you mean --num-layers?",)),
+    ("\u2013lr 1", ("\u2013lr is not a flag", "two hyphens")),
+    ("--gibberish 1 2", ("--gibberish is not a flag", "megalith config --flags")),
+    ("--batch-size 8", ("--batch-size 8: it is called --micro-batch-size now",)),
+    ("--checkpoint-activations", ("it is called --recompute-activations now",)),
+    ("--nnodes 2", ("--nnodes 2: it belongs to the launcher",)),
+    ("--num-experts 8 --moe-grouped-gemm", ("--num-experts 8, --moe-grouped-gemm: mixtures of experts", "not in this")),
+    ("--rampup-batch-size 2 2 12", ("--rampup-batch-size 2 2 12: batch-size ramp-up", "not in this version")),
+    ("--fp8-format e4m3", ("--fp8-format e4m3: FP8",)),
+    ("--recompute-granularity full", ("--recompute-granularity full: recomputation of whole layers",)),
+    # across settings
+    (
+        "--hidden-size 1000 --num-attention-heads 12",
+        (
+            "--hidden-size 1000 is not divisible by --num-attention-heads 12 (1000 = 83*12 + 4)",
+            "nearest: 996 or 1008, or use 10 heads",
+        ),
+    ),
+    (
+        "--group-query-attention --num-query-groups 3",
+        ("--num-attention-heads 4 is not divisible by --num-query-groups 3", "use 1 or 2 or 4 groups"),
+    ),
+    ("--seq-length 128", ("--seq-length 128 is longer than --max-position-embeddings 64", "embeddings 128")),
+    ("--swiglu", ("--swiglu with --hidden-size 12", "--ffn-hidden-size, for example 48")),
+    ("--position-embedding-type rope", ("heads of 3 are odd", "--kv-channels 4")),
+    (
+        "--position-embedding-type rope --kv-channels 20 --rotary-percent 0.25",
+        ("--rotary-percent 0.25 of heads of 20 is 5 channels", "--rotary-percent 0.2 (4 channels) or 0.3"),
+    ),
+    ("--no-position-embedding", ("--no-position-embedding", "use --position-embedding-type rope")),
+    ("--fp16 --bf16", ("--fp16 and --bf16 exclude each other",)),
+    ("--fp16 --min-loss-scale 4 --initial-loss-scale 2", ("--min-loss-scale 4 is above --initial-loss-scale 2",)),
+    (
+        "--global-batch-size 10 --micro-batch-size 4",
+        ("--global-batch-size 10 is not divisible by --micro-batch-size 4", "nearest: 8 or 12", "1 or 2 or 5"),
+    ),
+    ("--train-samples 100", ("--train-iters 10 and --train-samples 100 exclude each other",)),
+    ("-train-iters --train-samples 5", ("--train-samples 5 is less than one global batch of 8", "at least 8")),
+    ("--lr-decay-samples 100", ("--lr-decay-samples 100", "--train-iters 10", "-iters flags")),
+    ("-train-iters --train-samples 80 --lr-warmup-iters 2", ("--lr-warmup-iters 2", "--train-samples 80", "-samples")),
+    ("--min-lr 1e-2", ("--min-lr 0.01 is above --lr 0.001", "at most 0.001")),
+    ("--lr-warmup-init 1", ("--lr-warmup-init 1 is above --lr 0.001",)),
+    ("--lr-warmup-fraction .1 --lr-warmup-iters 2", ("--lr-warmup-fraction 0.1 and --lr-warmup-iters 2 exclude",)),
+    ("--lr-warmup-iters 10", ("--lr-warmup-iters 10 is not below the length of the decay, 10 iters", "at most 9")),
+    ("--lr-decay-iters 5 --lr-warmup-iters 7", ("5 iters (--lr-decay-iters 5)", "at most 4")),
+    ("--lr-decay-style WSD", ("--lr-decay-style WSD requires --lr-wsd-decay-iters",)),
+    ("--lr-decay-style WSD --lr-wsd-decay-iters 11", ("--lr-wsd-decay-iters 11 is longer", "use at most 10")),
+    ("--override-opt-param-scheduler --use-checkpoint-opt_param-scheduler", ("exclude each other",)),
+    ("--start-weight-decay 0.1", ("--start-weight-decay 0.1", "--weight-decay-incr-style linear or cosine")),
+    ("--weight-decay-incr-style linear --end-weight-decay 1", ("requires both --start-weight-decay and --end",)),
+    (
+        "--weight-decay-incr-style linear --start-weight-decay 1 --end-weight-decay .5",
+        ("--start-weight-decay 1 is above --end-weight-decay 0.5",),
+    ),
+    ("--data-path {data}/real", ("--data-path", "--mock-data exclude each other")),
+    ("-mock-data --data-path 0.5 a 0.5 b", ("--data-path 0.5 a 0.5 b: blends", "give one prefix")),
+    ("--split 1,2,3,4", ("--split 1,2,3,4: 4 parts", "949,50,1")),
+    ("--split 0,50,50", ("--split 0,50,50: nothing is left for training",)),
+    ("--split 90%,10%", ("--split 90%,10%: not numbers",)),
+    ("--tokenizer-type GPT2BPETokenizer", ("--vocab-file and --merge-file are required",)),
+    ("--tokenizer-type GPT2BPETokenizer --vocab-file {data}/real.bin", ("--merge-file is required",)),
+    ("--save {data}/ckpt", ("--save {data}/ckpt requires --save-interval N",)),
+    ("--tensor-model-parallel-size 2", ("--tensor-model-parallel-size 2 needs a multiple of 2 processes", "size")),
+    # files
+    ("-mock-data --data-path {data}/reel", ("reel.bin and", "reel.idx do not exist", "did you mean --data-path")),
+    ("-mock-data --data-path {data}/real.bin", ("did you mean --data-path {data}/real?",)),
+    ("-mock-data --data-path {data}/half", ("half.idx does not exist",)),
+    ("-mock-data --data-path {data}/text", ("did you mean --data-path {data}/text_text_document?",)),
+    ("--vocab-file {data}/vocap.json", ("vocap.json: no such file", "did you mean {data}/vocab.json?")),
+    ("--merge-file {data}/none/merges.txt", ("no such file", "the folder {data}/none does not exist")),
+    ("--save {data}/real.bin --save-interval 5", ("--save {data}/real.bin is a file; give a folder",)),
+    ("--load {data}/real.bin", ("--load {data}/real.bin is a file; give a folder",)),
+]
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """A folder with an indexed dataset, half of another, and a vocabulary."""
+    for name in ("real.bin", "real.idx", "half.bin", "text_text_document.bin", "text_text_document.idx", "vocab.json"):
+        (tmp_path / name).touch()
+    return tmp_path
+
+
+def command_line(changes: str, data: Path) -> list[str]:
+    """GOOD with the changes of a row of the table."""
+    words = shlex.split(changes.format(data=data))
+    removed = {"-" + word for word in words if "-" + word in GOOD}
+    kept = [word for flag, value in GOOD.items() if flag not in removed for word in (flag, value) if word]
+    return kept + [word for word in words if "-" + word not in removed]
+
+
+def test_the_good_one_is_good(data: Path) -> None:
+    assert load(command_line("", data), {}).notes == ()
+
+
+@pytest.mark.parametrize(("changes", "expected"), TABLE, ids=[row[0] for row in TABLE])
+def test_one_mistake_gives_one_message_with_value_and_remedy(
+    changes: str, expected: tuple[str, ...], data: Path
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(command_line(changes, data), {})
+    assert len(caught.value.violations) == 1, caught.value.violations
+    (message,) = caught.value.violations
+    for fragment in expected:
+        assert fragment.format(data=data) in message
+
+
+def test_the_table_breaks_every_rule(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken: set[str] = set()
+    original = Rule.broken
+
+    def recording(rule: Rule, draft: Draft, unusable: Collection[str]) -> str:
+        message = original(rule, draft, unusable)
+        broken.update([rule.name] if message else [])
+        return message
+
+    monkeypatch.setattr(Rule, "broken", recording)
+    for changes, _ in TABLE:
+        with pytest.raises(ConfigError):
+            load(command_line(changes, data), {})
+    as_for_save_and_load = {"data_cache_path_is_a_folder", "tensorboard_dir_is_a_folder"}
+    assert {rule.name for rule in (*RULES, *FILE_RULES)} - broken == as_for_save_and_load
+
+
+def test_all_mistakes_are_reported_at_once(data: Path) -> None:
+    changes = (
+        "--hidden-size 1000 --num-attention-heads 12 --adam-beta2 1.0 --lr-decay-style cosin --num-experts 8 "
+        "--hiden-dropout 0.1 --tensor-model-parallel-size 8 --global-batch-size 9 --train-iters x --split a"
+    )
+    with pytest.raises(ConfigError) as caught:
+        load(command_line(changes, data), {"WORLD_SIZE": "2", "RANK": "one"})
+    text = str(caught.value)
+    assert len(caught.value.violations) == 10, text
+    for fragment in (
+        "RANK=one",
+        "--train-iters x",
+        "needs a multiple of 8 processes and 2 processes were started",
+        "did you mean --hidden-dropout",
+    ):
+        assert fragment in text

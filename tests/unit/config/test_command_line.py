@@ -1,0 +1,151 @@
+"""Reading a Megatron command line: spellings, precedence over the launcher's environment, and the notes about it."""
+
+from __future__ import annotations
+
+import pytest
+
+from megalith.config import RunConfig, all_settings, load
+from megalith.config.known import known_flags
+from megalith.config.render import notes_lines
+from megalith.errors import ConfigError
+
+BASE = (
+    "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --max-position-embeddings 64 --seq-length 64 "
+    "--micro-batch-size 2 --train-iters 10 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 100"
+)
+
+
+def read(*words: str, environ: dict[str, str] | None = None) -> RunConfig:
+    return load([*BASE.split(), *words], environ or {})
+
+
+def test_defaults_are_those_of_megatron() -> None:
+    run = read()
+    assert (run.optimizer.adam_beta2, run.model.init_method_std, run.model.hidden_dropout) == (0.999, 0.02, 0.1)
+    assert (run.data.split, run.train.eval_interval, run.train.eval_iters) == ("969,30,1", 1000, 100)
+    assert (run.log.log_interval, run.schedule.lr_decay_style, run.train.seed) == (100, "linear", 1234)
+    assert (run.optimizer.weight_decay, run.precision.initial_loss_scale, run.precision.hysteresis) == (0.01, 2**32, 2)
+    assert run.global_batch_size == 2 and run.num_micro_batches == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "group", "name", "value"),
+    [
+        ("--layernorm-epsilon 1e-6", "model", "norm_epsilon", 1e-6),
+        ("--norm-epsilon=1e-6", "model", "norm_epsilon", 1e-6),
+        ("--disable-bias-linear", "model", "add_bias_linear", False),
+        ("--no-add-bias-linear", "model", "add_bias_linear", False),
+        ("--use-rotary-position-embeddings", "model", "position_embedding_type", "rope"),
+        ("--rotary-base 500000 --use-rotary-position-embeddings", "model", "rotary_base", 500000),
+        ("--no-check-for-nan-in-loss-and-grad", "precision", "check_for_nan_in_loss_and_grad", False),
+        ("--no-mmap-bin-files", "data", "mmap_bin_files", False),
+        ("--no-load-optim --load .", "checkpoint", "no_load_optim", True),
+        ("--no-load-optim --load-optim", "checkpoint", "no_load_optim", False),
+        ("--fp16 --no-fp16", "precision", "fp16", False),
+        ("--save . --persistent-save-interval 5", "checkpoint", "save_interval", 5),
+        ("--override-opt_param-scheduler", "schedule", "override_opt_param_scheduler", True),
+        ("--hidden_dropout 0", "model", "hidden_dropout", 0.0),
+        ("--lr-warmup-fraction .01", "schedule", "lr_warmup_fraction", 0.01),
+        ("--clip-grad 0", "optimizer", "clip_grad", 0.0),
+        ("--local-rank 0", "launch", "local_rank", 0),
+        ("--local_rank=0", "launch", "local_rank", 0),
+    ],
+)
+def test_spellings(words: str, group: str, name: str, value: object) -> None:
+    assert getattr(getattr(read(*words.split()), group), name) == value
+
+
+def test_every_boolean_can_be_switched_both_ways() -> None:
+    for setting in all_settings().values():
+        if setting.kind is bool:
+            assert setting.spellings and setting.off_spellings, setting.name
+
+
+def test_no_spelling_means_two_things() -> None:
+    spellings = [
+        flag
+        for setting in all_settings().values()
+        for flag in (*setting.spellings, *setting.off_spellings, *setting.about.shorthands)
+    ]
+    assert len(spellings) == len(set(spellings))
+    assert not set(spellings) & set(known_flags())
+
+
+def test_negative_numbers_are_values() -> None:
+    with pytest.raises(ConfigError, match="--min-lr -1e-05: must be at least 0"):
+        read("--min-lr", "-1e-5")
+    with pytest.raises(ConfigError, match="--weight-decay -0.5: must be at least 0"):
+        read("--weight-decay", "-.5")
+
+
+def test_flags_are_not_abbreviated() -> None:
+    with pytest.raises(ConfigError, match="--init-method is not a flag; did you mean --init-method-std?"):
+        read("--init-method", "0.1")
+
+
+def test_underscores_are_noted() -> None:
+    run = read("--transformer_impl", "local")
+    assert run.model.transformer_impl == "local"
+    assert [str(note) for note in run.notes] == ["--transformer_impl is read as --transformer-impl"]
+
+
+def test_the_last_value_holds_and_is_noted() -> None:
+    run = read("--seed", "1", "--seed", "2")
+    assert run.train.seed == 2
+    assert [str(note) for note in run.notes] == ["--seed is given more than once; the last one holds"]
+    assert read("--seed", "2", "--seed", "2").notes == ()
+
+
+def test_a_flag_that_needs_nothing_is_noted_with_its_reason() -> None:
+    run = read("--no-rope-fusion", "--recompute-activations", "--no-masked-softmax-fusion")
+    assert [str(note) for note in run.notes] == [
+        "--no-rope-fusion, --no-masked-softmax-fusion need nothing here: whether operations are fused is decided by "
+        "the kernels here, and the numbers do not change",
+        "--recompute-activations needs nothing here: fused attention stores no scores, which is what selective "
+        "recomputation would save; the numbers are the same",
+    ]
+    (line,) = notes_lines(run)
+    assert line.endswith("--no-rope-fusion --no-masked-softmax-fusion --recompute-activations")
+
+
+def test_a_refused_flag_with_megatrons_default_asks_for_nothing() -> None:
+    run = read("--num-experts", "0", "--expert-model-parallel-size", "1", "--moe-aux-loss-coeff", "0")
+    assert [str(note) for note in run.notes] == [
+        "--num-experts, --expert-model-parallel-size, --moe-aux-loss-coeff need nothing here: this is Megatron's "
+        "default"
+    ]
+
+
+def test_some_values_of_a_flag_may_need_nothing() -> None:
+    assert read("--recompute-granularity", "selective", "--exit-signal", "SIGTERM").notes
+    with pytest.raises(ConfigError, match="--exit-signal SIGHUP: signals other than"):
+        read("--exit-signal", "SIGHUP")
+
+
+@pytest.mark.parametrize(
+    ("words", "note"),
+    [
+        ("--num-query-groups 2", "--num-query-groups 2 has no effect: --group-query-attention is not given"),
+        ("--save-interval 5", "--save-interval 5 has no effect: nothing is saved without --save"),
+        ("--finetune", "--finetune has no effect: nothing is loaded without --load"),
+        ("--hysteresis 4", "--hysteresis 4 has no effect: the loss scale moves only under --fp16"),
+        ("--split 100,0,0", "--split 100,0,0 has no part for validation: there is no evaluation while training"),
+        ("--lr-wsd-decay-iters 4", "--lr-wsd-decay-iters 4: no effect without --lr-decay-style WSD"),
+    ],
+)
+def test_what_has_no_effect_is_noted(words: str, note: str) -> None:
+    assert [str(item) for item in read(*words.split()).notes] == [note]
+
+
+def test_the_launcher_speaks_through_the_environment() -> None:
+    assert read(environ={"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "3"}).launch.local_rank == 3
+    assert read("--local-rank", "1", environ={"LOCAL_RANK": "3"}).launch.local_rank == 1
+    with pytest.raises(ConfigError, match="--rank is not a flag"):
+        read("--rank", "0")
+
+
+def test_several_processes_are_refused_in_one_line() -> None:
+    with pytest.raises(ConfigError) as caught:
+        read("--use-distributed-optimizer", environ={"RANK": "1", "WORLD_SIZE": "4"})
+    (message,) = caught.value.violations
+    assert message.startswith("4 processes were started: several processes come with the parallel engine")

@@ -1,0 +1,141 @@
+"""The configuration as an object: derived numbers, dictionaries, and Megatron's names for all of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megalith.config import ModelConfig, RunConfig, all_settings, from_values, group_types, load, megatron_args
+from megalith.config.fields import Setting
+from megalith.errors import ConfigError
+
+VALUES: dict[str, Any] = {
+    "num_layers": 2,
+    "hidden_size": 16,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "seq_length": 64,
+    "micro_batch_size": 2,
+    "train_iters": 10,
+    "lr": 1e-3,
+    "mock_data": True,
+    "tokenizer_type": "NullTokenizer",
+    "vocab_size": 100,
+}
+
+
+def test_the_model_is_a_library_object() -> None:
+    model = ModelConfig(num_layers=2, hidden_size=12, num_attention_heads=4, max_position_embeddings=64)
+    assert (model.head_size, model.query_groups, model.ffn_size, model.rotary_size) == (3, 4, 48, 0)
+    llama = dataclasses.replace(
+        model,
+        hidden_size=1024,
+        kv_channels=64,
+        swiglu=True,
+        group_query_attention=True,
+        num_query_groups=2,
+        add_bias_linear=False,
+        position_embedding_type="rope",
+        rotary_percent=0.5,
+    )
+    assert (llama.ffn_size, llama.head_size, llama.query_groups, llama.rotary_size) == (2688, 64, 2, 32)
+    assert not llama.qkv_bias and dataclasses.replace(llama, add_qkv_bias=True).qkv_bias
+
+
+@pytest.mark.parametrize(
+    ("given_values", "dtype", "dynamic", "grads_in_fp32", "stop"),
+    [
+        ({}, "float32", False, True, True),
+        ({"bf16": True}, "bfloat16", False, True, True),
+        ({"fp16": True}, "float16", True, False, False),
+        ({"fp16": True, "loss_scale": 8.0}, "float16", False, False, True),
+        ({"fp16": True, "accumulate_allreduce_grads_in_fp32": True}, "float16", True, True, False),
+    ],
+)
+def test_precision(given_values: dict[str, Any], dtype: str, dynamic: bool, grads_in_fp32: bool, stop: bool) -> None:
+    precision = from_values({**VALUES, **given_values}).precision
+    assert (precision.params_dtype, precision.dynamic_loss_scale) == (dtype, dynamic)
+    assert (precision.grads_in_fp32, precision.stop_on_nan) == (grads_in_fp32, stop)
+
+
+def test_length_in_samples() -> None:
+    values = {**VALUES, "train_iters": None, "train_samples": 50, "global_batch_size": 8}
+    run = from_values(values)
+    assert (run.train_iters, run.num_micro_batches) == (6, 4)
+
+
+def value_of(setting: Setting) -> st.SearchStrategy[Any]:
+    kinds: dict[type, st.SearchStrategy[Any]] = {
+        bool: st.booleans(),
+        int: st.integers(1, 10**9),
+        float: st.floats(allow_nan=False),
+        str: st.text(),
+    }
+    one = kinds[setting.kind]
+    return st.lists(one).map(tuple) if setting.many else (st.none() | one) if setting.optional else one
+
+
+@given(st.fixed_dictionaries({name: value_of(setting) for name, setting in all_settings().items()}))
+def test_to_and_from_dictionaries_and_json(values: dict[str, Any]) -> None:
+    run = RunConfig(
+        **{
+            group: kind(**{field.name: values[field.name] for field in dataclasses.fields(kind)})
+            for group, kind in group_types().items()
+        }
+    )
+    assert RunConfig.from_dict(json.loads(json.dumps(run.to_dict()))) == run
+
+
+def test_what_is_saved_may_be_older_but_not_foreign() -> None:
+    saved = from_values(VALUES).to_dict()
+    del saved["precision"], saved["model"]["swiglu"]
+    assert RunConfig.from_dict(saved) == from_values(VALUES)
+    with pytest.raises(ConfigError, match="group 'model' has no setting 'colour'"):
+        RunConfig.from_dict({**saved, "model": {**saved["model"], "colour": 1}})
+    with pytest.raises(ConfigError, match="group 'train' lacks 'micro_batch_size'"):
+        RunConfig.from_dict({**saved, "train": {}})
+    with pytest.raises(ConfigError, match="no group called 'paint'"):
+        RunConfig.from_dict({**saved, "paint": {}})
+
+
+def test_values_are_checked_like_flags() -> None:
+    with pytest.raises(ConfigError) as caught:
+        from_values({**VALUES, "hidden_size": 18, "colour": 1})
+    assert caught.value.violations[0] == "no setting is called colour"
+    assert caught.value.violations[1].startswith("--hidden-size 18 is not divisible")
+    assert len(caught.value.violations) == 2
+
+
+def test_groups_are_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        from_values(VALUES).model.num_layers = 3  # type: ignore[misc]
+
+
+def test_names_are_unique_over_the_groups() -> None:
+    fields = [field.name for kind in group_types().values() for field in dataclasses.fields(kind)]
+    assert len(fields) == len(set(fields)) == len(all_settings())
+
+
+def test_arguments_under_megatrons_names_are_megatrons(shared: Path) -> None:
+    """Against the argument dump of the real program for the same command line."""
+    golden = shared / "golden" / "pretrain"
+    cases = json.loads((golden / "manifest.json").read_text(encoding="utf-8"))["cases"]
+    run = load(next(case["args"] for case in cases if case["name"] == "gpt2_torch_dist"), {}, files=False)
+    dump = (golden / "gpt2_torch_dist" / "log_rank0.txt").read_text(encoding="utf-8")
+    theirs = dict(re.findall(r"^  (\w+) \.+ (.*)$", dump, flags=re.MULTILINE))
+    ours = {name: str(value) for name, value in megatron_args(run).items()}
+    # Their folder of the run, enums and dtypes; and some of their switches are None instead of False.
+    spelled_differently = {"save", "data_cache_path", "attention_backend", "params_dtype"}
+    switches = {name for name, value in ours.items() if value == "False" and theirs.get(name) == "None"}
+    common = set(ours) & set(theirs) - spelled_differently - switches
+    assert len(common) > 100
+    assert {name: ours[name] for name in common} == {name: theirs[name] for name in common}
+    names_of_other_versions = {"norm_epsilon", "apply_layernorm_1p"}
+    assert set(ours) - set(theirs) == names_of_other_versions | {"iteration"}  # set when training starts

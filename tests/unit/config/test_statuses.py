@@ -1,0 +1,105 @@
+"""Every flag of the reference has a status, and the users' command lines get the answers that they should."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from megalith.config import all_settings, load
+from megalith.config.known import known_flags
+from megalith.errors import ConfigError
+
+FILES = "--vocab-file gpt2-vocab.json --merge-file gpt2-merges.txt"
+W2 = (
+    "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 512 --max-position-embeddings 512 "
+    "--attention-backend auto --micro-batch-size 1 --global-batch-size 16 --train-iters 1000 --weight-decay 0.1 "
+    "--adam-beta1 0.9 --adam-beta2 0.95 --init-method-std 0.006 --clip-grad 1.0 --fp16 --lr 0.0001 --lr-decay-style "
+    "cosine --min-lr 0.00001 --lr-warmup-fraction .01 --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 "
+    f"--data-path P_text_document {FILES} --split 949,50,1 --log-interval 10 --save-interval 100 --eval-interval 50 "
+    "--save C --load C --eval-iters 5"
+)
+W4 = (
+    "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --max-position-embeddings 1024 "
+    f"--micro-batch-size 4 --global-batch-size 8 --lr 0.00015 --train-iters 1000 --data-path P {FILES} "
+    "--recompute-activations --lr-decay-iters 320000 --lr-decay-style cosine --min-lr 1.0e-5 --weight-decay 1e-2 "
+    "--lr-warmup-fraction .01 --clip-grad 1.0 --distributed-backend nccl --log-interval 100 --save C --load C "
+    "--save-interval 1 --eval-interval 1 --eval-iters 10 --fp16"
+)
+W6 = (
+    f"--num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048 --max-position-embeddings 2048 "
+    f"--tensor-model-parallel-size 8 --pipeline-model-parallel-size 16 --micro-batch-size 1 --global-batch-size 1536 "
+    f"--rampup-batch-size 16 16 5859375 --train-iters 500000 --lr-decay-iters 430000 --lr-warmup-fraction .001 "
+    f"--lr 6.0e-5 --min-lr 6.0e-6 --fp16 --data-path P {FILES} --save C --save-interval 10000"
+)
+WORKING_GOLDENS = (
+    "gpt2_torch_dist",
+    "gpt2_resume_torch_dist",
+    "llama_torch_dist",
+    "llama_bf16_torch_dist",
+    "gpt2_fp16",
+    "gpt2_train_samples",
+    "gpt2_wsd",
+    "gpt2_wd_incr",
+    "gpt2_weights_50",
+    "mock_data",
+)
+
+
+def flags_with_a_status() -> set[str]:
+    settings = all_settings().values()
+    own = {flag for s in settings for flag in (*s.spellings, *s.off_spellings, *s.about.shorthands)}
+    return own | set(known_flags())
+
+
+def test_every_flag_of_the_reference_has_a_status(shared: Path) -> None:
+    text = (shared / "spec" / "cli-flags.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ((?:--[\w-]+(?: / )?)+) \|", text, flags=re.MULTILINE)
+    flags = {flag for row in rows for flag in row.split(" / ")} | set(re.findall(r"`(--[\w-]+)` \S+.*? = ", text))
+    assert len(flags) > 750
+    assert flags - flags_with_a_status() == set()
+
+
+def test_every_flag_of_the_goldens_has_a_status(shared: Path) -> None:
+    cases = json.loads((shared / "golden" / "pretrain" / "manifest.json").read_text(encoding="utf-8"))["cases"]
+    flags = {word for case in cases for word in case["args"] if word.startswith("--")}
+    assert flags - flags_with_a_status() == set()
+
+
+@pytest.mark.parametrize("name", WORKING_GOLDENS)
+def test_the_golden_runs_of_one_process_are_accepted(name: str, shared: Path) -> None:
+    cases = json.loads((shared / "golden" / "pretrain" / "manifest.json").read_text(encoding="utf-8"))["cases"]
+    (args,) = [case["args"] for case in cases if case["name"] == name]
+    run = load(args, {}, files=False)
+    assert run.model.hidden_size == 16
+    assert run.model.fused_attention is False
+
+
+@pytest.mark.parametrize(
+    "environ", [{}, {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}], ids=["plain python", "torchrun"]
+)
+def test_w2(environ: dict[str, str]) -> None:
+    run = load(W2.split(), environ, files=False)
+    assert (run.model.num_layers, run.num_micro_batches, run.schedule.min_lr) == (12, 16, 1e-5)
+    assert run.notes == ()
+
+
+@pytest.mark.parametrize("launcher", ["--local-rank=0", "--local_rank=0", ""])
+@pytest.mark.parametrize("environ", [{}, {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}])
+def test_w4(launcher: str, environ: dict[str, str]) -> None:
+    run = load([*launcher.split(), *W4.split()], environ, files=False)
+    assert run.schedule.lr_decay_iters == 320000
+    assert [note.needs_nothing for note in run.notes] == [(), ("--recompute-activations",)]
+
+
+def test_w6_on_two_processes_is_one_message_with_everything_that_does_not_fit() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(W6.split(), {"RANK": "0", "WORLD_SIZE": "2"}, files=False)
+    ramp_up, processes = caught.value.violations
+    assert ramp_up.startswith("--rampup-batch-size 16 16 5859375: batch-size ramp-up comes with")
+    assert processes.startswith(
+        "--tensor-model-parallel-size 8 x --pipeline-model-parallel-size 16 needs a multiple of 128 processes and 2 "
+        "processes were started"
+    )

@@ -1,0 +1,159 @@
+"""The `megalith` command: help, unknown commands, messages and exit codes, without torch and at once."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+import types
+from pathlib import Path
+
+import pytest
+
+from megalith import errors
+from megalith.cli import main as cli
+
+BAD = (
+    "--num-layers 2 --hidden-size 1000 --num-attention-heads 12 --seq-length 64 --max-position-embeddings 64 "
+    "--micro-batch-size 2 --train-iters 10 --lr 1e-3 --min-lr 1 --mock-data --tokenizer-type NullTokenizer "
+    "--vocab-size 100 --hiden-dropout 0.1"
+)
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
+    """A command `paint` whose outcome the test sets."""
+    module = types.SimpleNamespace(outcome=0, argv=None)
+
+    def run(argv: list[str]) -> int:
+        module.argv = argv
+        if isinstance(module.outcome, BaseException):
+            raise module.outcome
+        return module.outcome
+
+    module.run = run
+    monkeypatch.setattr(cli, "available_commands", lambda: {"paint": "paint a wall", "config": "show"})
+    monkeypatch.setattr(cli.importlib, "import_module", lambda name: module)
+    return module
+
+
+def test_a_command_gets_its_words_and_gives_the_exit_code(command: types.SimpleNamespace) -> None:
+    command.outcome = 75
+    assert cli.main(["paint", "--red", "--help"]) == 75
+    assert command.argv == ["--red", "--help"]
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (errors.MegalithError("oops"), 1),
+        (errors.ConfigError("oops"), 2),
+        (errors.DataError("oops"), 3),
+        (errors.CheckpointError("oops"), 4),
+        (errors.LayoutError("oops"), 5),
+        (KeyboardInterrupt(), 130),
+    ],
+)
+def test_errors_become_messages_and_exit_codes(
+    error: BaseException, code: int, command: types.SimpleNamespace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command.outcome = error
+    assert cli.main(["paint"]) == code
+    printed = capsys.readouterr()
+    expected = "megalith: interrupted\n" if code == 130 else "megalith paint: oops\n"
+    assert (printed.out, printed.err) == ("", expected)
+
+
+def test_an_unexpected_error_keeps_its_traceback(command: types.SimpleNamespace) -> None:
+    command.outcome = ValueError("a bug")
+    with pytest.raises(ValueError, match="a bug"):
+        cli.main(["paint"])
+
+
+def test_only_rank_0_speaks_of_a_bad_configuration(
+    command: types.SimpleNamespace, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    command.outcome = errors.ConfigError(["one", "two"])
+    assert cli.main(["paint"]) == 2
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv("RANK", "0")
+    assert cli.main(["paint"]) == 2
+    assert capsys.readouterr().err == (
+        "megalith paint: 2 things to put right, nothing was started:\n  1. one\n  2. two\n"
+    )
+
+
+def test_an_unknown_command_is_answered_with_the_nearest(
+    command: types.SimpleNamespace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["pant"]) == 2
+    assert "did you mean `megalith paint`?" in capsys.readouterr().err
+    assert cli.main(["xyz"]) == 2
+    assert "commands: paint, config" in capsys.readouterr().err
+
+
+def test_help_lists_the_commands_that_are_there(
+    command: types.SimpleNamespace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([]) == 0
+    text = capsys.readouterr().out
+    assert "  paint       paint a wall\n" in text and "quickstart" not in text
+
+
+def test_config_prints_a_recipe_and_notes(capsys: pytest.CaptureFixture[str]) -> None:
+    good = [word for word in BAD.split() if word not in ("--hiden-dropout", "0.1", "--min-lr", "1")]
+    good[good.index("1000")] = "1008"
+    assert cli.main(["config", *good, "--no-rope-fusion"]) == 0
+    printed = capsys.readouterr()
+    assert "[model]\nnum_layers = 2\nhidden_size = 1008\n" in printed.out
+    assert printed.err.startswith("note: accepted, nothing needed here")
+    assert cli.main(["config", "--flags"]) == 0
+    assert "--lr-decay-style constant|linear|cosine" in capsys.readouterr().out
+
+
+def run_in_a_process(code: str, *argv: str) -> tuple[int, str, float, list[str]]:
+    """Exit code, standard error, seconds and the top-level modules loaded of a program that ends with an exit code."""
+    program = f"import json, sys\n{code}\nprint(json.dumps([rc, sorted({{m.split('.')[0] for m in sys.modules}})]))"
+    start = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", program, *argv], capture_output=True, text=True, check=True)
+    seconds = time.perf_counter() - start
+    rc, modules = json.loads(done.stdout.splitlines()[-1])
+    return rc, done.stderr, seconds, modules
+
+
+def test_a_bad_configuration_ends_at_once_without_torch() -> None:
+    code = "from megalith.cli.main import main\nrc = main(['config', *sys.argv[1:]])"
+    rc, err, seconds, modules = run_in_a_process(code, *BAD.split())
+    assert rc == 2
+    assert seconds < 2
+    assert not {"torch", "transformers", "numpy", "rich"} & set(modules)
+    assert err.splitlines() == [
+        "megalith config: 3 things to put right, nothing was started:",
+        "  1. --hiden-dropout is not a flag; did you mean --hidden-dropout?",
+        "  2. --hidden-size 1000 is not divisible by --num-attention-heads 12 (1000 = 83*12 + 4); "
+        "nearest: 996 or 1008, or use 10 heads",
+        "  3. --min-lr 1 is above --lr 0.001; use --min-lr of at most 0.001",
+    ]
+
+
+def test_help_is_immediate() -> None:
+    code = "from megalith.cli.main import main\nrc = main(['--help'])"
+    rc, _, seconds, modules = run_in_a_process(code)
+    assert rc == 0
+    assert seconds < 1  # 0.05 s when quiet; most of it is Python's own start
+    assert not {"torch", "transformers", "numpy", "rich", "argparse"} & set(modules)
+
+
+def test_pretrain_gpt_runs_by_path_from_any_folder(repository: Path, tmp_path: Path) -> None:
+    """In an interpreter that does not see an installed megalith (-S leaves out site-packages)."""
+    done = subprocess.run(
+        [sys.executable, "-S", "-E", str(repository / "pretrain_gpt.py"), "--hiden-size", "8"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("megalith train: ") and "Traceback" not in done.stderr
