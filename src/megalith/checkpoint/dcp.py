@@ -156,10 +156,18 @@ class HashedFileSystem(FileSystem):
         assert mode == "wb"
         raw = HashedFile(Path(path))
         with io.BufferedWriter(raw, _WRITE_BUFFER) as stream:
-            yield stream
-            stream.flush()
-            os.fsync(raw.fileno())
-            self.records[Path(path).name] = raw.record()
+            try:
+                yield stream
+                stream.flush()
+                if raw.failure is not None:
+                    raise raw.failure
+                os.fsync(raw.fileno())
+            except BaseException as error:
+                raw.abandon()
+                if raw.failure is not None and error is not raw.failure:
+                    raise raw.failure from error
+                raise
+        self.records[Path(path).name] = raw.record()
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
         os.rename(path, new_path)

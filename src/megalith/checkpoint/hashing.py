@@ -1,8 +1,12 @@
-"""A hash of files that is as fast as the disk: BLAKE2b over blocks, so that threads can share one file.
+"""A hash of files that keeps up with fast disks: CRC-32 of each 1 MiB block, on several threads.
 
-A file's digest is the BLAKE2b-128 of the concatenated BLAKE2b-128 digests of its consecutive 4 MiB blocks (the last
-may be shorter; an empty file has none). Blocks are independent, so a file is hashed on all cores when it is read,
-and in passing while it is written. It guards against damage, not against an attacker who can rewrite the manifest.
+A file's digest is the BLAKE2b-128 of its blocks' CRC-32s, four big-endian bytes each, in order (the last block may
+be shorter, an empty file has none). Blocks are independent, so a file is hashed on all cores when it is read, and in
+passing while it is written. CRC-32 finds every error of one or two bits and every burst of up to 32 in a block, and
+misses any other change with probability 2**-32 per block. It guards against damage, not against an attacker, who
+could rewrite the manifest as well; what a file may do when it is loaded is limited in `safe_loading`.
+
+Why not BLAKE2b alone: 1.1 GB/s per thread where one thread writes 4 GB/s to an NVMe disk; zlib's CRC-32 does 4.7.
 """
 
 from __future__ import annotations
@@ -11,15 +15,16 @@ import hashlib
 import io
 import os
 import threading
+import zlib
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-HASH_NAME = "blake2b-128/4MiB"
-BLOCK_SIZE = 4 * 2**20
-_DIGEST_SIZE = 16
+HASH_NAME = "crc32-1MiB/blake2b-128"
+BLOCK_SIZE = 2**20
+_SEGMENT_SIZE = 64 * BLOCK_SIZE  # what one thread reads in sequence, so that the system's read-ahead works
 
 
 @dataclass(frozen=True)
@@ -30,51 +35,56 @@ class FileRecord:
     digest: str
 
 
-def _block_hash(data: Any = b"") -> Any:
-    return hashlib.blake2b(data, digest_size=_DIGEST_SIZE)
-
-
-def _root(digests: Iterable[bytes]) -> str:
-    return str(_block_hash(b"".join(digests)).hexdigest())
+def _digest(checksums: Iterable[int]) -> str:
+    root = hashlib.blake2b(digest_size=16)
+    for checksum in checksums:
+        root.update(checksum.to_bytes(4, "big"))
+    return root.hexdigest()
 
 
 class BlockHash:
-    """The digest of a stream of bytes that arrives in pieces of any size."""
+    """The digest of a stream of bytes that arrives in pieces of any size up to `room`."""
 
     def __init__(self) -> None:
         self.size = 0
-        self._digests: list[bytes] = []
-        self._block = _block_hash()
-
-    def update(self, piece: memoryview) -> None:
-        """Add bytes that do not cross a block's end; `room` tells how many may come."""
-        self._block.update(piece)
-        self.size += len(piece)
-        if self.size % BLOCK_SIZE == 0 and len(piece):
-            self._digests.append(self._block.digest())
-            self._block = _block_hash()
+        self._checksums: list[int] = []
+        self._block = 0
 
     @property
     def room(self) -> int:
         """Bytes until the end of the current block."""
         return BLOCK_SIZE - self.size % BLOCK_SIZE
 
+    def update(self, piece: memoryview) -> None:
+        """Add bytes that do not reach past the current block."""
+        assert 0 < len(piece) <= self.room
+        self._block = zlib.crc32(piece, self._block)
+        self.size += len(piece)
+        if self.size % BLOCK_SIZE == 0:
+            self._checksums.append(self._block)
+            self._block = 0
+
     def record(self) -> FileRecord:
         """Size and digest of what has come so far."""
-        last = [self._block.digest()] if self.size % BLOCK_SIZE else []
-        return FileRecord(self.size, _root(self._digests + last))
+        last = [self._block] if self.size % BLOCK_SIZE else []
+        return FileRecord(self.size, _digest(self._checksums + last))
 
 
 class HashedFile(io.RawIOBase):
     """A new file that is hashed in passing as it is written. Wrap it in `io.BufferedWriter`.
 
     Block by block, the hash and the write follow each other while the bytes are in the processor's cache.
+
+    Attributes:
+        failure: the first error of the file system. torch's writer loses it and raises one about positions instead.
     """
 
     def __init__(self, path: Path) -> None:
         super().__init__()
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         self._hash = BlockHash()
+        self._abandoned = False
+        self.failure: OSError | None = None
 
     def writable(self) -> bool:
         return True
@@ -87,16 +97,27 @@ class HashedFile(io.RawIOBase):
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        for piece in self._pieces(view):
-            self._hash.update(piece)
-            while piece:
-                piece = piece[os.write(self._fd, piece) :]
+        if self._abandoned:
+            return len(view)
+        try:
+            for piece in self._pieces(view):
+                self._hash.update(piece)
+                while piece:
+                    piece = piece[os.write(self._fd, piece) :]
+        except OSError as error:
+            self.failure = self.failure or error
+            raise
         return len(view)
 
     def _pieces(self, view: memoryview) -> Iterator[memoryview]:
         while view:
-            piece, view = view[: self._hash.room], view[self._hash.room :]
-            yield piece
+            room = self._hash.room
+            yield view[:room]
+            view = view[room:]
+
+    def abandon(self) -> None:
+        """Drop what is still to be written, so that closing a buffer over this file cannot fail again."""
+        self._abandoned = True
 
     def record(self) -> FileRecord:
         return self._hash.record()
@@ -108,7 +129,7 @@ class HashedFile(io.RawIOBase):
 
 
 def hash_files(paths: Iterable[Path], threads: int | None = None) -> dict[str, FileRecord]:
-    """Hash files block by block on several threads.
+    """Hash files on several threads.
 
     Args:
         paths: files with different names.
@@ -117,31 +138,44 @@ def hash_files(paths: Iterable[Path], threads: int | None = None) -> dict[str, F
     Returns:
         File name -> record.
     """
-    workers = threads or min(8, os.cpu_count() or 1)
     buffers = threading.local()
-    with ThreadPoolExecutor(workers, thread_name_prefix="hash") as pool:
-        return {path.name: _hash_file(path, pool, buffers) for path in paths}
+    with ThreadPoolExecutor(threads or min(8, os.cpu_count() or 1), thread_name_prefix="hash") as pool:
+        sizes = {path: path.stat().st_size for path in paths}
+        begun = {path: _begin(path, size, pool, buffers) for path, size in sizes.items()}
+        return {path.name: FileRecord(sizes[path], _digest(_joined(segments))) for path, segments in begun.items()}
 
 
-def _hash_file(path: Path, pool: ThreadPoolExecutor, buffers: threading.local) -> FileRecord:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        size = os.fstat(fd).st_size
-        starts = range(0, size, BLOCK_SIZE)
-        digests = pool.map(lambda start: _hash_block(fd, start, min(BLOCK_SIZE, size - start), buffers), starts)
-        return FileRecord(size, _root(digests))
-    finally:
-        os.close(fd)
+def _begin(path: Path, size: int, pool: ThreadPoolExecutor, buffers: threading.local) -> list[Future[list[int]]]:
+    return [pool.submit(_hash_segment, path, start, buffers) for start in range(0, size, _SEGMENT_SIZE)]
 
 
-def _hash_block(fd: int, start: int, size: int, buffers: threading.local) -> bytes:
-    """Read one block into this thread's buffer, which stays in the cache, and hash it there."""
+def _joined(segments: Iterable[Future[list[int]]]) -> Iterator[int]:
+    for segment in segments:
+        yield from segment.result()
+
+
+def _hash_segment(path: Path, start: int, buffers: threading.local) -> list[int]:
+    """CRC-32s of the blocks of one segment, each read into this thread's buffer, which stays in the cache."""
     if not hasattr(buffers, "view"):
         buffers.view = memoryview(bytearray(BLOCK_SIZE))
-    view = buffers.view[:size]
-    read_exactly(fd, view, start)
-    digest: bytes = _block_hash(view).digest()
-    return digest
+    view: memoryview = buffers.view
+    checksums = []
+    with path.open("rb", buffering=0) as file:
+        file.seek(start)
+        for _ in range(_SEGMENT_SIZE // BLOCK_SIZE):
+            got = _read_block(file, view)
+            if got == 0:
+                break
+            checksums.append(zlib.crc32(view[:got]))
+    return checksums
+
+
+def _read_block(file: io.FileIO, view: memoryview) -> int:
+    """Fill `view` from the file's position, short only at its end."""
+    done = 0
+    while done < len(view) and (got := file.readinto(view[done:])):
+        done += got
+    return done
 
 
 def read_exactly(fd: int, view: memoryview, start: int) -> None:
