@@ -73,7 +73,7 @@ class _Parser:
         flag = self._canonical(written)
         given = [inline] if has_value else None
         if flag == RECIPE_FLAG:
-            self.reading.recipe = self._one(flag, given) or ""
+            self._recipe(given)
         elif flag in _spellings():
             self._setting(flag, _spellings()[flag], given)
         elif flag in known_flags():
@@ -158,12 +158,14 @@ class _Parser:
             self.reading.problems.append(f"{flag} {' '.join(taken)}: needs {arity} values")
         return taken
 
-    def _one(self, flag: str, given: list[str] | None) -> str | None:
-        words = given if given is not None else self._following(flag, "1")
+    def _recipe(self, given: list[str] | None) -> None:
+        words = given if given is not None else self._following(RECIPE_FLAG, "1")
         if not words:
-            self.reading.problems.append(f"{flag} needs a value (path of a recipe in TOML)")
-            return None
-        return words[0]
+            self.reading.problems.append(f"{RECIPE_FLAG} needs a value (path of a recipe in TOML)")
+        elif self.reading.recipe:
+            self.reading.problems.append(f"{RECIPE_FLAG} {words[0]}: one recipe is read already, {self.reading.recipe}")
+        else:
+            self.reading.recipe = words[0]
 
 
 def _exists(flag: str) -> bool:

@@ -69,6 +69,8 @@ def _from_word(setting: Setting, word: str) -> Any:
         return _whole_number(word)
     if setting.kind is float:
         return _number(word)
+    if not word:
+        raise BadValue("the value is empty; is it a variable that is not set?")
     return _chosen(setting, word)
 
 

@@ -49,7 +49,10 @@ TABLE: list[tuple[str, tuple[str, ...]]] = [
     ("--lr", ("--lr needs a value",)),
     ("--lr --fp16", ("--lr needs a value",)),
     ("--fp16=true", ("--fp16 takes no value",)),
-    ("--split ''", ("--split ''", "949,50,1")),
+    ("--split ''", ("--split '': the value is empty",)),
+    ("--split ,", ("--split ,: 0 parts", "949,50,1")),
+    ("--save '' --save-interval 5", ("--save '': the value is empty",)),
+    ("--config {data}/empty.toml --config b.toml", ("--config b.toml: one recipe is read already",)),
     ("stray", ("stray belongs to no flag",)),
     ("''", ("'' belongs to no flag", "empty variable")),
     # values outside the legal range
@@ -161,7 +164,15 @@ TABLE: list[tuple[str, tuple[str, ...]]] = [
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
     """A folder with an indexed dataset, half of another, and a vocabulary."""
-    for name in ("real.bin", "real.idx", "half.bin", "text_text_document.bin", "text_text_document.idx", "vocab.json"):
+    for name in (
+        "real.bin",
+        "real.idx",
+        "half.bin",
+        "text_text_document.bin",
+        "text_text_document.idx",
+        "vocab.json",
+        "empty.toml",
+    ):
         (tmp_path / name).touch()
     return tmp_path
 
