@@ -35,7 +35,7 @@ FLOORS = {
     "serve": 5,
     "evaluate": 6,
     "compat": 7,
-    "cli": 7,
+    "cli": 8,  # the edge: it speaks through compat
 }
 """Folder (or module) directly under src/megalith -> floor."""
 
