@@ -13,7 +13,19 @@ from dataclasses import dataclass
 
 from megalith.errors import ConfigError
 
-POINTS = ("data", "fwd", "bwd", "opt", "pre_save", "mid_save", "pre_commit", "post_commit", "eval", "load")
+POINTS = (
+    "data",
+    "fwd",
+    "bwd",
+    "opt",
+    "pre_save",
+    "mid_save",
+    "pre_commit",
+    "mid_commit",
+    "post_commit",
+    "eval",
+    "load",
+)
 
 Probe = Callable[[str, int], None]
 """Called with the name of the point and the iteration (steps done before it)."""

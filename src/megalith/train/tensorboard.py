@@ -10,6 +10,16 @@ from megalith.train.hooks import Hook
 from megalith.train.results import Evaluation, StepResult, WindowReport
 
 
+def require_tensorboard() -> None:
+    """Check, before anything is built, that event files can be written.
+
+    Raises:
+        ConfigError: the package is not installed.
+    """
+    if importlib.util.find_spec("tensorboard") is None:
+        raise ConfigError("--tensorboard-dir needs the package tensorboard: pip install 'megalith[track]'")
+
+
 class TensorBoardWriter(Hook):
     """Event files in `directory`.
 
@@ -21,8 +31,6 @@ class TensorBoardWriter(Hook):
     """
 
     def __init__(self, directory: str, interval: int = 1, purge_step: int | None = None) -> None:
-        if importlib.util.find_spec("tensorboard") is None:
-            raise ConfigError("--tensorboard-dir needs the package tensorboard: pip install 'megalith[track]'")
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(directory, purge_step=purge_step, max_queue=32, flush_secs=10)

@@ -59,13 +59,6 @@ def building_tokenizer_line(tokenizer_type: str) -> str:
     return f"> building {tokenizer_type} tokenizer ..."
 
 
-def padded_vocabulary_line(vocab_size: int, padded_size: int) -> str:
-    """How many rows of the embedding stand for no token."""
-    return (
-        f" > padded vocab (size: {vocab_size}) with {padded_size - vocab_size} dummy tokens (new size: {padded_size})"
-    )
-
-
 def seeds_line(seed: int) -> str:
     """Before the random streams are made."""
     return f"> setting random seeds to {seed} ..."
@@ -216,7 +209,7 @@ def exit_at_iteration_line(iteration: int, moment: datetime) -> str:
     return f"[exiting program at iteration {iteration}] datetime: {stamp(moment)} "
 
 
-def exit_after_minutes_line(minutes: float, moment: datetime) -> str:
+def exit_after_minutes_line(minutes: str, moment: datetime) -> str:
     """`--exit-duration-in-mins`."""
     return f"[exiting program after {minutes} minutes] datetime: {stamp(moment)} "
 

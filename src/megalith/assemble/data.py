@@ -1,0 +1,81 @@
+"""From the configuration to datasets and loaders."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megalith.config import RunConfig
+from megalith.data.build import Datasets, build_gpt_datasets
+from megalith.data.gpt_dataset import GPTDataset
+from megalith.data.loader import BatchLoader
+from megalith.tokenizers import Tokenizer
+
+
+@dataclass(frozen=True)
+class TargetSizes:
+    """Samples that a run draws from each split."""
+
+    train: int
+    valid: int
+    test: int
+
+
+@dataclass(frozen=True)
+class Loaders:
+    """Micro-batches of each split, where the split exists and the run draws from it."""
+
+    train: BatchLoader
+    valid: BatchLoader | None
+    test: BatchLoader | None
+
+    def close(self) -> None:
+        """Stop the threads that read ahead."""
+        for loader in (self.train, self.valid, self.test):
+            if loader is not None:
+                loader.close()
+
+
+def target_sizes(run: RunConfig) -> TargetSizes:
+    """What the run draws: its training samples, all the evaluations in it with the final one, and one test."""
+    batch, evaluation = run.global_batch_size, run.train.eval_iters * run.global_batch_size
+    evaluations = run.train_iters // run.train.eval_interval + 1
+    return TargetSizes(run.train.train_samples or run.train_iters * batch, evaluations * evaluation, evaluation)
+
+
+def build_datasets(run: RunConfig, tokenizer: Tokenizer) -> Datasets:
+    """The datasets of all three splits, sized for the run."""
+    sizes = target_sizes(run)
+    return build_gpt_datasets(run.data, tokenizer, sizes=(sizes.train, sizes.valid, sizes.test), seed=run.train.seed)
+
+
+def build_loaders(
+    run: RunConfig, datasets: Datasets, *, iteration: int = 0, consumed_train: int = 0, consumed_valid: int = 0
+) -> Loaders:
+    """Loaders that go on where the run stands.
+
+    Args:
+        run: batch sizes, evaluations and workers.
+        datasets: the splits.
+        iteration: steps done.
+        consumed_train: training samples drawn.
+        consumed_valid: validation samples drawn. If what is left does not do for the evaluations to come (the
+            interval was changed in between), they start at the head of the split again.
+    """
+    assert datasets.train is not None, "a run without training data is refused when the datasets are built"
+    train = _loader(run, datasets.train, consumed_train)
+    if not run.train.eval_iters:
+        return Loaders(train, None, None)
+    valid, test = datasets.valid, datasets.test
+    if valid is not None:
+        to_come = run.train_iters // run.train.eval_interval - iteration // run.train.eval_interval + 1
+        fits = consumed_valid + to_come * run.train.eval_iters * run.global_batch_size <= len(valid)
+        consumed_valid = consumed_valid if fits else 0
+    return Loaders(
+        train,
+        None if valid is None else _loader(run, valid, consumed_valid),
+        None if test is None else _loader(run, test, 0),
+    )
+
+
+def _loader(run: RunConfig, dataset: GPTDataset, consumed: int) -> BatchLoader:
+    return BatchLoader(dataset, run.train.micro_batch_size, consumed, num_workers=run.data.num_workers)

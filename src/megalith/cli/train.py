@@ -1,0 +1,170 @@
+"""`megalith train`, and behind `pretrain_gpt.py`: the edge of a training run.
+
+Here the environment is read, signals are taken, files of the run are opened, and the way a run ends becomes an exit
+code and a last line that says how to go on. Nothing heavy is imported before the configuration is found sound.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import json
+import os
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megalith.config import RunConfig, load
+from megalith.config.render import flags_text
+from megalith.errors import MegalithError
+from megalith.train.faults import Probe, no_probe, parse_fault
+from megalith.train.signals import StopSignals
+
+if TYPE_CHECKING:
+    from megalith.compat.megatron.screen import Screen
+    from megalith.train.results import Ending
+
+EXIT_FINISHED = 0
+EXIT_RESUME_ME = 75  # EX_TEMPFAIL of sysexits.h: try again later
+_FORWARDED_WITHIN_SECONDS = 1.0
+_PR_SET_PDEATHSIG = 1
+
+_HELP = """usage: megalith train [--config RECIPE.toml] [flags]
+       python pretrain_gpt.py [flags]
+
+Trains a GPT. Takes Megatron's flags under Megatron's names; a recipe gives defaults, flags override it.
+Exit codes: 0 finished, 2 configuration, 3 data, 4 checkpoint, 75 stopped by a signal after saving: run it again.
+"""
+
+
+def run(argv: Sequence[str]) -> int:
+    """Train as the flags say; the exit codes are those of the help text."""
+    began = time.monotonic()
+    if "--help" in argv or "-h" in argv:
+        print(_HELP)
+        print(flags_text(), end="")
+        return EXIT_FINISHED
+    launched = "TORCHELASTIC_RUN_ID" in os.environ
+    # torchrun forwards the Ctrl-C that the terminal has already sent to this process.
+    stop = StopSignals(_FORWARDED_WITHIN_SECONDS if launched else 0.0)
+    try:
+        config = load(argv)
+        if launched:
+            _stop_with_parent()
+        faulthandler.enable()
+        return _train(config, argv, stop, began, launched=launched)
+    finally:
+        stop.close()
+
+
+def _stop_with_parent() -> None:
+    """Ask the kernel for SIGTERM when the launcher dies, so that this process saves and ends instead of living on."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _train(config: RunConfig, argv: Sequence[str], stop: StopSignals, began: float, *, launched: bool) -> int:
+    from megalith.checkpoint import DirectoryStore
+    from megalith.cli.train_start import start
+    from megalith.compat.megatron import console
+    from megalith.compat.megatron.screen import MegatronConsole, Screen
+    from megalith.train.hooks import Hook, Hooks
+    from megalith.train.loop import train
+    from megalith.train.metrics import MetricsWriter
+    from megalith.train.tensorboard import TensorBoardWriter, require_tensorboard
+
+    if config.log.tensorboard_dir:
+        require_tensorboard()
+    folder = run_folder(config)
+    with ExitStack() as stack:
+        if config.checkpoint.save:
+            stack.enter_context(DirectoryStore(config.checkpoint.save).claim())
+        screen = Screen(folder / "log.txt")
+        stack.callback(screen.close)
+        screen.note(f"\n{command_line(argv)}")
+        (folder / "config.json").write_text(json.dumps(config.to_dict(), indent=1) + "\n", encoding="utf-8")
+        try:
+            started = start(
+                config,
+                screen,
+                stop=stop,
+                probe=_probe(),
+                began=began,
+                backend_asked_for="--distributed-backend" in argv,
+            )
+            stack.callback(started.loaders.close)
+            metrics = MetricsWriter(folder / "metrics.jsonl")
+            hooks: list[Hook] = [
+                metrics,
+                MegatronConsole(screen, config.checkpoint.save, throughput=config.log.log_throughput),
+            ]
+            if config.log.tensorboard_dir:
+                hooks.append(
+                    TensorBoardWriter(
+                        config.log.tensorboard_dir, config.log.tensorboard_log_interval, started.resumed_at
+                    )
+                )
+            started.run.hook = Hooks(hooks)
+            stack.callback(started.run.hook.close)
+            metrics.event("start" if started.resumed_at is None else "resume", iteration=started.resumed_at or 0)
+            if started.run.state.iteration >= started.run.plan.train_iterations:
+                screen.say(f"iteration {started.run.state.iteration} of {config.train_iters} is done: only evaluating")
+            else:
+                screen.say("training ...")
+                screen.say(console.milestone_line("before the start of training step", datetime.now()))
+                screen.note(f"start-up took {time.monotonic() - began:.2f} s")
+            for _ in train(started.run):
+                pass
+        except MegalithError as error:
+            screen.note(f"{type(error).__name__}: {error}")
+            raise
+        ending = started.run.ending
+        assert ending is not None
+        return _last_words(ending, config, argv, screen, folder, launched=launched)
+
+
+def _probe() -> Probe:
+    text = os.environ.get("MEGALITH_FAULT")
+    return parse_fault(text) if text else no_probe
+
+
+def run_folder(config: RunConfig) -> Path:
+    """Where metrics, log and configuration of the run go: beside its checkpoints, or under ./runs."""
+    if config.checkpoint.save:
+        return Path(config.checkpoint.save) / "run"
+    return Path("runs") / datetime.now().strftime("%Y-%m-%d_%H-%M-%S_%f")
+
+
+def command_line(argv: Sequence[str]) -> str:
+    """The command as the user can type it again, without the launcher."""
+    program = Path(sys.argv[0]).name
+    if program.endswith(".py"):
+        return shlex.join(["python", sys.argv[0], *argv])
+    return shlex.join(["megalith", "train", *argv])
+
+
+def _last_words(
+    ending: Ending, config: RunConfig, argv: Sequence[str], screen: Screen, folder: Path, *, launched: bool
+) -> int:
+    """Say where things are and how to go on; returns the exit code."""
+    save = config.checkpoint.save
+    if ending.kind == "finished":
+        screen.say(f"metrics and the full log are in {folder}")
+        if save:
+            screen.say(f"try it: megalith generate {save} --prompt 'Once upon a time'")
+        return EXIT_FINISHED
+    if save is None:
+        screen.say("nothing is saved: the run has no --save")
+        return EXIT_FINISHED if ending.kind != "signal" else 128 + signal.Signals[ending.detail].value
+    words = list(argv)
+    if config.checkpoint.load != save:
+        words += ["--load", save]
+    hint = " (under the same launcher)" if launched else ""
+    screen.say(f"stopped at iteration {ending.iteration}; resume{hint} with:\n  {command_line(words)}")
+    return EXIT_RESUME_ME if ending.kind == "signal" else EXIT_FINISHED

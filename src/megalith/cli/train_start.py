@@ -1,0 +1,239 @@
+"""The start of a training run: from a configuration to a `TrainingRun`, said step by step on the screen.
+
+The composition root of training. The order of the lines is Megatron's (spec/training-behaviour.md section 7); what its
+users never read goes to the log only.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass
+from datetime import datetime
+
+import torch
+
+from megalith.assemble.data import Loaders, build_datasets, build_loaders, target_sizes
+from megalith.assemble.model import build_model, build_run_optimizer, draw_weights, params_dtype, resolve_device
+from megalith.assemble.schedule import build_schedule
+from megalith.checkpoint import DirectoryStore
+from megalith.checkpoint.store import TRACKER_FILE
+from megalith.compat.megatron import console
+from megalith.compat.megatron.screen import Screen
+from megalith.config import RunConfig
+from megalith.config.render import notes_lines
+from megalith.config.saved_args import megatron_args
+from megalith.data.fingerprint import fingerprint
+from megalith.distributed.rng import RandomStreams
+from megalith.errors import CheckpointError
+from megalith.models.gpt import GPT
+from megalith.tokenizers import Tokenizer, build_tokenizer
+from megalith.tokenizers.padding import padded_vocab_size, padding_message
+from megalith.train.checkpointing import (
+    CheckpointSaver,
+    FoundCheckpoint,
+    Identity,
+    check_fits,
+    find_checkpoint,
+    restore,
+)
+from megalith.train.faults import Probe
+from megalith.train.hooks import Hook
+from megalith.train.loop import Plan, StopRequest, TrainingRun
+from megalith.train.state import TrainState
+from megalith.train.throughput import measure_peak, step_flops
+
+
+@dataclass(frozen=True)
+class Started:
+    """A run that is ready for its first step.
+
+    Attributes:
+        resumed_at: the iteration it goes on from; None on a fresh start.
+    """
+
+    run: TrainingRun
+    loaders: Loaders
+    resumed_at: int | None
+
+
+def start(
+    config: RunConfig, screen: Screen, *, stop: StopRequest, probe: Probe, began: float, backend_asked_for: bool
+) -> Started:
+    """Build every part of the run and restore its checkpoint if there is one.
+
+    Args:
+        config: the checked configuration.
+        screen: what is said goes here.
+        stop: who may ask the run to stop.
+        probe: faults to put in.
+        began: `time.monotonic()` at the start of the program.
+        backend_asked_for: `--distributed-backend` was given.
+
+    Raises:
+        MegalithError: data, tokenizer or checkpoint are missing, damaged or do not fit.
+    """
+    device = resolve_device(config)
+    _say_configuration(config, screen, device, backend_asked_for=backend_asked_for)
+    screen.say(console.building_tokenizer_line(config.tokenizer.tokenizer_type))
+    tokenizer = build_tokenizer(config.tokenizer)
+    identity = _identity(config, tokenizer)
+    store, found = _find(config)
+    if found is not None:
+        check_fits(found, config, identity)
+    padded = _padded_vocabulary(config, tokenizer, found)
+    screen.say(padding_message(tokenizer.vocab_size, padded))
+    screen.say(console.seeds_line(config.train.seed))
+    streams = RandomStreams(config.train.seed)
+    screen.say(console.initialised_line(time.monotonic() - began))
+    screen.say(console.milestone_line("after megatron is initialized", datetime.now()))
+
+    state = _state(config, padded, streams, device, screen, fresh=found is None)
+    _load(config, store, found, state, screen, probe)
+    screen.say(console.milestone_line("after model, optimizer, and learning rate scheduler are built", datetime.now()))
+    loaders = _loaders(config, tokenizer, state, screen)
+    plan = _plan(config, state.model, device)
+    screen.say(console.milestone_line("after dataloaders are built", datetime.now()))
+    screen.note("done with setup ...")
+    saver = None
+    if config.checkpoint.save:
+        saver = CheckpointSaver(DirectoryStore(config.checkpoint.save), config, identity, probe)
+    run = TrainingRun(
+        plan, state, loaders.train, loaders.valid, loaders.test, saver, Hook(), stop, probe, started=began
+    )
+    return Started(run, loaders, None if found is None else state.iteration)
+
+
+def _say_configuration(config: RunConfig, screen: Screen, device: torch.device, *, backend_asked_for: bool) -> None:
+    parallel = config.parallel
+    screen.say(
+        console.world_size_line(
+            config.launch.world_size,
+            config.data_parallel_size,
+            parallel.context_parallel_size,
+            parallel.tensor_model_parallel_size,
+            parallel.pipeline_model_parallel_size,
+        )
+    )
+    screen.note("Number of virtual stages per pipeline stage: None")
+    threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
+    screen.say(f"running on {_device_name(device)}{threads}, torch {torch.__version__}")
+    if device.type == "cpu" and backend_asked_for and parallel.distributed_backend == "nccl":
+        screen.say("no GPU here: --distributed-backend nccl becomes gloo (which one process does not need either)")
+    screen.say(console.parameter_type_line(config.precision.params_dtype))
+    screen.note(console.argument_dump(megatron_args(config)))
+    for line in notes_lines(config):
+        screen.say(line)
+    screen.say(console.micro_batches_line(config.num_micro_batches))
+
+
+def _device_name(device: torch.device) -> str:
+    return "cpu" if device.type == "cpu" else f"{device} ({torch.cuda.get_device_name(device)})"
+
+
+def _identity(config: RunConfig, tokenizer: Tokenizer) -> Identity:
+    return Identity(
+        tokenizer=tokenizer.card(),
+        tokenizer_files={name: path.read_bytes() for name, path in tokenizer.files().items()},
+        data=fingerprint(config.data, seed=config.train.seed),
+    )
+
+
+def _find(config: RunConfig) -> tuple[DirectoryStore | None, FoundCheckpoint | None]:
+    load = config.checkpoint.load
+    if load is None:
+        return None, None
+    store = DirectoryStore(load)
+    found = find_checkpoint(store, config.checkpoint.ckpt_step)
+    if found is None and config.checkpoint.exit_on_missing_checkpoint:
+        raise CheckpointError(f"--load {load} holds no checkpoint, and --exit-on-missing-checkpoint is given")
+    return store, found
+
+
+def _padded_vocabulary(config: RunConfig, tokenizer: Tokenizer, found: FoundCheckpoint | None) -> int:
+    if found is not None:
+        return found.padded_vocab_size
+    return padded_vocab_size(
+        tokenizer.vocab_size, config.model.make_vocab_size_divisible_by, config.parallel.tensor_model_parallel_size
+    )
+
+
+def _state(
+    config: RunConfig, padded: int, streams: RandomStreams, device: torch.device, screen: Screen, *, fresh: bool
+) -> TrainState:
+    screen.say("building GPT model ...")
+    model = build_model(config, padded, device)
+    if fresh:
+        draw_weights(config, model, streams)
+    screen.say(console.parameters_line(sum(parameter.numel() for parameter in model.parameters())))
+    optimizer = build_run_optimizer(config, model)
+    screen.say(console.decay_style_line(config.schedule.lr_decay_style))
+    return TrainState(model, optimizer, streams, build_schedule(config))
+
+
+def _load(
+    config: RunConfig,
+    store: DirectoryStore | None,
+    found: FoundCheckpoint | None,
+    state: TrainState,
+    screen: Screen,
+    probe: Probe,
+) -> None:
+    load, save = config.checkpoint.load, config.checkpoint.save
+    if store is None or load is None:
+        if save and (held := DirectoryStore(save).iterations()):
+            screen.say(
+                f"WARNING: {save} already holds checkpoints up to iteration {held[-1]}; without --load {save} this run "
+                "starts from random and replaces them"
+            )
+        return
+    if found is None:
+        screen.say(console.no_checkpoint_lines(f"{load}/{TRACKER_FILE}"))
+        return
+    for note in found.notes:
+        print(f"WARNING: {note}", file=sys.stderr, flush=True)
+        screen.note(f"WARNING: {note}")
+    screen.say(console.loading_line(load, found.iteration, distributed=True))
+    resumed = restore(store, found, state, config, probe)
+    screen.say(console.checkpoint_version_line(resumed.version))
+    if resumed.schedule is not None:
+        for line in console.schedule_lines(resumed.schedule.values, overridden=resumed.schedule.overridden):
+            screen.say(line)
+    screen.say(console.loaded_line(load, found.iteration))
+
+
+def _loaders(config: RunConfig, tokenizer: Tokenizer, state: TrainState, screen: Screen) -> Loaders:
+    screen.note("> building train, validation, and test datasets ...")
+    sizes = target_sizes(config)
+    screen.say(console.target_sizes_lines(sizes.train, sizes.valid, sizes.test))
+    datasets = build_datasets(config, tokenizer)
+    for dataset in datasets:
+        if dataset is not None:
+            screen.say(f"    {dataset.name}: {dataset.num_samples} samples in {dataset.num_epochs} epochs of its text")
+    screen.say("> finished creating GPT datasets ...")
+    return build_loaders(
+        config,
+        datasets,
+        iteration=state.iteration,
+        consumed_train=state.consumed_samples,
+        consumed_valid=state.consumed_valid_samples,
+    )
+
+
+def _plan(config: RunConfig, model: GPT, device: torch.device) -> Plan:
+    train, batch = config.train, config.global_batch_size
+    return Plan(
+        train_iterations=config.train_iters,
+        global_batch_size=batch,
+        num_micro_batches=config.num_micro_batches,
+        log_interval=config.log.log_interval,
+        eval_interval=train.eval_interval,
+        eval_iterations=train.eval_iters,
+        flops_per_step=step_flops(config.model, model.vocab_size, config.data.seq_length, batch),
+        peak_flops=measure_peak(device, params_dtype(config.precision)),
+        save_interval=config.checkpoint.save_interval,
+        exit_interval=train.exit_interval,
+        exit_minutes=train.exit_duration_in_mins,
+        log_params_norm=config.log.log_params_norm,
+        stop_on_nan=config.precision.stop_on_nan,
+    )

@@ -1,0 +1,101 @@
+"""The console of a run: Megatron's lines on the screen, everything in the log file."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from datetime import datetime
+from pathlib import Path
+from typing import TextIO
+
+from megalith.compat.megatron import console
+from megalith.train.hooks import Hook
+from megalith.train.results import Ending, Evaluation, SavedCheckpoint, WindowReport
+
+
+class Screen:
+    """Text that the user should see, and text for the log only. The log gets both.
+
+    Args:
+        log_path: the log file, appended to; its folder is made.
+        out: where the screen is.
+    """
+
+    def __init__(self, log_path: Path, out: TextIO | None = None) -> None:
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        self._out = out or sys.stdout
+        self._handler = logging.FileHandler(log_path, encoding="utf-8")
+        self._handler.setFormatter(logging.Formatter("%(message)s"))
+        self._logger = logging.getLogger("megalith")
+        self._logger.setLevel(logging.INFO)
+        self._logger.addHandler(self._handler)
+
+    def say(self, text: str) -> None:
+        """Show and log."""
+        print(text, file=self._out, flush=True)
+        self.note(text)
+
+    def note(self, text: str) -> None:
+        """Log only."""
+        self._logger.info("%s", text)
+
+    def close(self) -> None:
+        """Close the log file."""
+        self._logger.removeHandler(self._handler)
+        self._handler.close()
+
+
+class MegatronConsole(Hook):
+    """Says each moment of a run in Megatron's words, and the speed in ours.
+
+    Args:
+        screen: where to.
+        save: the checkpoint folder; None where the run does not save.
+        throughput: TFLOP/s in the iteration lines (`--log-throughput`).
+    """
+
+    def __init__(self, screen: Screen, save: str | None, *, throughput: bool = False) -> None:
+        self._screen, self._save, self._throughput = screen, save or "", throughput
+        self._last_window: WindowReport | None = None
+
+    def after_window(self, report: WindowReport) -> None:
+        self._screen.say(console.iteration_line(report, datetime.now(), throughput=self._throughput))
+        (self._screen.note if self._last_window else self._screen.say)(speed_line(report))
+        self._last_window = report
+
+    def before_evaluation(self, split: str, num_samples: int, *, final: bool) -> None:
+        if final:
+            self._screen.say(console.evaluating_line(num_samples))
+
+    def before_evaluation_iteration(self, number: int, total: int, *, final: bool) -> None:
+        if final:
+            self._screen.say(console.evaluating_iteration_line(number, total))
+
+    def after_evaluation(self, evaluation: Evaluation) -> None:
+        self._screen.say(console.evaluation_lines(evaluation))
+
+    def before_save(self, iteration: int) -> None:
+        self._screen.say(console.saving_line(iteration, self._save, "torch_dist", datetime.now()))
+
+    def after_save(self, saved: SavedCheckpoint) -> None:
+        self._screen.say(console.saved_line(saved.iteration, self._save, datetime.now()))
+
+    def after_training(self, iteration: int) -> None:
+        self._screen.say(console.milestone_line("after training is done", datetime.now()))
+
+    def on_exit(self, ending: Ending) -> None:
+        now = datetime.now()
+        if ending.kind == "interval":
+            self._screen.say(console.exit_at_iteration_line(ending.iteration, now))
+        elif ending.kind == "duration":
+            self._screen.say(console.exit_after_minutes_line(ending.detail, now))
+        else:
+            self._screen.say(console.exit_on_signal_line(ending.detail, now))
+
+
+def speed_line(report: WindowReport) -> str:
+    """Tokens a second, TFLOP/s, and the share of the measured peak of a matrix product."""
+    return (
+        f" speed: {report.tokens_per_second:,.0f} tokens/s, {report.teraflops:.3g} TFLOP/s, "
+        f"{report.utilisation:.0%} of the measured matmul peak"
+    )
