@@ -25,7 +25,7 @@ class RandomStreams:
     def __init__(self, seed: int) -> None:
         self.seed = seed
         random.seed(seed)
-        np.random.seed(seed)  # noqa: NPY002 - the legacy stream is what checkpoints of this field hold
+        np.random.seed(seed)
         torch.manual_seed(seed)
 
     @property
@@ -38,7 +38,7 @@ class RandomStreams:
         on_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
         return {
             "random_rng_state": random.getstate(),
-            "np_rng_state": np.random.get_state(),  # noqa: NPY002
+            "np_rng_state": np.random.get_state(),
             "torch_rng_state": torch.get_rng_state(),
             "cuda_rng_state": torch.cuda.get_rng_state() if on_cuda else torch.zeros(0, dtype=torch.uint8),
             "rng_tracker_states": {},
@@ -48,7 +48,7 @@ class RandomStreams:
         """Continue the streams from a state that `state` returned; a device state is used where there is a device."""
         version, internal, gauss = state["random_rng_state"]
         random.setstate((version, tuple(internal), gauss))
-        np.random.set_state(state["np_rng_state"])  # noqa: NPY002
+        np.random.set_state(state["np_rng_state"])
         torch.set_rng_state(state["torch_rng_state"])
         if torch.cuda.is_available() and state["cuda_rng_state"].numel() > 0:
             torch.cuda.set_rng_state(state["cuda_rng_state"])

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from megalith.config import ModelConfig
+from megalith.models.attention_kernels import attention_kernel
 from megalith.nn.attention import AttentionShape, SelfAttention
 from megalith.nn.cache import KVCache, LayerCache
 from megalith.nn.embedding import TokenEmbedding
 from megalith.nn.feed_forward import FeedForward
-from megalith.nn.loss import OutputLayer, vocabulary_loss
+from megalith.nn.loss import LogitsBuffer, OutputLayer, vocabulary_loss
 from megalith.nn.norm import build_norm
 from megalith.nn.placement import Placement
 from megalith.nn.precision import matmul
@@ -35,8 +36,6 @@ def attention_shape(config: ModelConfig) -> AttentionShape:
         head_size=config.head_size,
         dropout=config.attention_dropout,
         rotary_interleaved=config.rotary_interleaved,
-        fused=config.fused_attention,
-        softmax_in_fp32=config.attention_softmax_in_fp32,
     )
 
 
@@ -50,6 +49,7 @@ class Block(nn.Module):
         self.self_attention = SelfAttention(
             attention_shape(config),
             region,
+            attention_kernel(config),
             qkv_bias=config.qkv_bias,
             bias=config.add_bias_linear,
             dtype=dtype,
@@ -128,6 +128,7 @@ class GPT(nn.Module):
             else None
         )
         self.sink: GradientSink | None = None
+        self._logits = LogitsBuffer()
 
     @property
     def output_weight(self) -> nn.Parameter:
@@ -183,7 +184,7 @@ class GPT(nn.Module):
         hidden_SBD = self.decoder(self.embedding(tokens_BS, position_ids_BS), self._angles(positions_S), cache)
         if labels_BS is None:
             return matmul(hidden_SBD, self.output_weight.t()).transpose(0, 1)
-        loss_SB = vocabulary_loss(hidden_SBD, self.output_weight, labels_BS.t(), self.sink)
+        loss_SB = vocabulary_loss(hidden_SBD, self.output_weight, labels_BS.t(), self.sink, self._logits)
         return loss_SB.t()
 
     def _angles(self, positions_S: Tensor) -> Tensor | None:

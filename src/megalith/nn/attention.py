@@ -4,12 +4,14 @@ Shapes: S sequence, B batch, D hidden, H query heads, G key-value heads (H is a 
 The fused query-key-value projection holds, for each group, its H/G query heads, then its key head, then its value
 head (Megatron's layout); with G = H that is q, k, v head by head.
 
-Two kernels with the same meaning: `attend_fused` (torch SDPA, which stores no scores) and `attend_unfused`, the
-arithmetic of Megatron's local implementation step by step, which repeats its half-precision runs to the last digit.
+The kernel is passed in; two with the same meaning are here: `attend_fused` (torch SDPA, which stores no scores) and
+`attend_unfused`, the arithmetic of Megatron's local implementation step by step, which repeats its half-precision
+runs to the last digit.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +23,9 @@ from megalith.nn.placement import Split
 from megalith.nn.precision import at_least_fp32, matmul, product_dtype
 from megalith.nn.region import Region
 from megalith.nn.rope import rotate
+
+AttentionKernel = Callable[[Tensor, Tensor, Tensor, float], Tensor]
+"""(q [Q, B, H, K], k [S, B, H, K], v [S, B, H, K], dropout) -> context [Q, B, H, K]; the last query sees every key."""
 
 MASKED_SCORE = -10000.0  # Megatron's fill value; exp of it is 0 in every dtype
 
@@ -35,8 +40,6 @@ class AttentionShape:
     head_size: int
     dropout: float = 0.0
     rotary_interleaved: bool = False
-    fused: bool = True
-    softmax_in_fp32: bool = True
 
 
 def expand_groups(x_SBGK: Tensor, num_heads: int) -> Tensor:
@@ -90,6 +93,7 @@ class SelfAttention(nn.Module):
         self,
         shape: AttentionShape,
         region: Region,
+        attend: AttentionKernel = attend_fused,
         *,
         qkv_bias: bool,
         bias: bool,
@@ -97,7 +101,7 @@ class SelfAttention(nn.Module):
         device: torch.device,
     ) -> None:
         super().__init__()
-        self.shape, self.region = shape, region
+        self.shape, self.region, self.attend = shape, region, attend
         self.num_heads = region.shard(shape.num_heads).size
         self.num_groups = region.shard(shape.num_groups).size
         qkv_size = (self.num_heads + 2 * self.num_groups) * shape.head_size
@@ -129,8 +133,4 @@ class SelfAttention(nn.Module):
             k, v = cache.extend(k, v)
         k, v = expand_groups(k, self.num_heads), expand_groups(v, self.num_heads)
         dropout = self.shape.dropout if self.training else 0.0
-        if self.shape.fused:
-            context = attend_fused(q, k, v, dropout)
-        else:
-            context = attend_unfused(q, k, v, dropout, self.shape.softmax_in_fp32)
-        return self.region.row(context.flatten(2), self.linear_proj)
+        return self.region.row(self.attend(q, k, v, dropout).flatten(2), self.linear_proj)

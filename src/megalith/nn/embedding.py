@@ -38,9 +38,7 @@ def lookup(weight: nn.Parameter, ids: Tensor, sink: GradientSink | None) -> Tens
 class Embedding(nn.Module):
     """A table of `rows` vectors of `size` elements. [...] -> [..., size]."""
 
-    def __init__(
-        self, rows: int, size: int, placement: Placement, *, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, rows: int, size: int, placement: Placement, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(rows, size, dtype=dtype, device=device))
         self.placement = placement

@@ -1,4 +1,4 @@
-"""The feed-forward layer: up-projection, activation, down-projection; optionally gated (Shazeer 2020, arXiv:2002.05202)."""
+"""The feed-forward layer: up-projection, activation, down-projection; optionally gated (arXiv:2002.05202)."""
 
 from __future__ import annotations
 

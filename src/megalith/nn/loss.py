@@ -50,43 +50,85 @@ def _logits_gradient(logits_TV: Tensor, log_sum_T: Tensor, targets_T: Tensor, gr
         logits_TV[rows] = chunk.mul_(grad_T[rows, None])
 
 
+class LogitsBuffer:
+    """The memory of the logits, lent from a forward pass to its backward pass and used again by the next.
+
+    Writing to fresh memory of this size costs as much as a third of the product that fills it. While it is lent,
+    another forward pass gets memory of its own.
+    """
+
+    def __init__(self) -> None:
+        self._memory: Tensor | None = None
+
+    def take(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Lend a [rows, columns] tensor with arbitrary contents."""
+        memory, self._memory = self._memory, None
+        wanted = rows * columns
+        if memory is None or memory.numel() < wanted or memory.dtype != dtype or memory.device != device:
+            memory = torch.empty(wanted, dtype=dtype, device=device)
+        return memory[:wanted].view(rows, columns)
+
+    def give_back(self, logits: Tensor) -> None:
+        """End a loan."""
+        self._memory = logits.view(-1)
+
+
+def _logits(hidden_TD: Tensor, weight_VD: Tensor, buffer: LogitsBuffer) -> Tensor:
+    dtype = product_dtype(hidden_TD)
+    logits = buffer.take(hidden_TD.shape[0], weight_VD.shape[0], hidden_TD.dtype, hidden_TD.device)
+    if dtype == hidden_TD.dtype:
+        return torch.mm(hidden_TD, weight_VD.t(), out=logits)
+    return logits.copy_(torch.mm(hidden_TD.to(dtype), weight_VD.to(dtype).t()))
+
+
 class _VocabularyLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_TD: Tensor, weight_VD: nn.Parameter, targets_T: Tensor, sink: GradientSink | None
+        ctx: Any,
+        hidden_TD: Tensor,
+        weight_VD: nn.Parameter,
+        targets_T: Tensor,
+        sink: GradientSink | None,
+        buffer: LogitsBuffer,
     ) -> Tensor:
-        dtype = product_dtype(hidden_TD)
-        logits = torch.mm(hidden_TD.to(dtype), weight_VD.to(dtype).t()).to(hidden_TD.dtype)
+        logits = _logits(hidden_TD, weight_VD, buffer)
         log_sum = _log_sum_exp(logits)
         chosen = logits.gather(1, targets_T[:, None]).squeeze(1)
         if any(ctx.needs_input_grad):
             ctx.save_for_backward(hidden_TD, weight_VD, targets_T, log_sum)
-            ctx.logits, ctx.sink = logits, sink
+            ctx.logits, ctx.sink, ctx.buffer = logits, sink, buffer
+        else:
+            buffer.give_back(logits)
         return log_sum - chosen
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
         hidden, weight, targets, log_sum = ctx.saved_tensors
         logits, ctx.logits = ctx.logits, None
         assert logits is not None, "the vocabulary loss was differentiated twice; its logits are overwritten once"
         _logits_gradient(logits, log_sum, targets, grads[0])
         dtype = product_dtype(hidden)
         dh = torch.mm(logits.to(dtype), weight.to(dtype)).to(hidden.dtype)
+        dw = None
         if ctx.sink is None:
-            return dh, torch.mm(logits.to(dtype).t(), hidden.to(dtype)).to(weight.dtype), None, None
-        ctx.sink.matmul(weight, logits, hidden)
-        return dh, None, None, None
+            dw = torch.mm(logits.to(dtype).t(), hidden.to(dtype)).to(weight.dtype)
+        else:
+            ctx.sink.matmul(weight, logits, hidden)
+        ctx.buffer.give_back(logits)
+        return dh, dw, None, None, None
 
 
-def vocabulary_loss(hidden: Tensor, weight: nn.Parameter, targets: Tensor, sink: GradientSink | None) -> Tensor:
+def vocabulary_loss(
+    hidden: Tensor, weight: nn.Parameter, targets: Tensor, sink: GradientSink | None, buffer: LogitsBuffer
+) -> Tensor:
     """Cross-entropy of the next token, for each token.
 
     Shapes: hidden [..., D], weight [V, D], targets [...] (ids below V) -> loss [...], in at least fp32.
-    Memory: one [T, V] buffer from forward to backward, in the dtype of `hidden`.
+    Memory: one [T, V] tensor of `buffer` from forward to backward, in the dtype of `hidden`.
     Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3 (the loss over a parallel vocabulary).
     """
     loss: Tensor = _VocabularyLoss.apply(  # type: ignore[no-untyped-call]
-        hidden.reshape(-1, hidden.shape[-1]), weight, targets.reshape(-1), sink
+        hidden.reshape(-1, hidden.shape[-1]), weight, targets.reshape(-1), sink, buffer
     )
     return loss.view(targets.shape)
 

@@ -91,7 +91,9 @@ class GradientBuffers:
         total.index_add_(0, ids_T, grad_TD.to(total.dtype))
 
     def _move_in(self, parameter: Tensor) -> None:
-        assert isinstance(parameter, Parameter) and parameter.grad is not None
+        assert isinstance(parameter, Parameter)
+        if parameter.grad is None:  # its gradient went to the sink
+            return
         total = self._grad_of[parameter]
         if self._is_first(parameter):
             total.copy_(parameter.grad)

@@ -75,9 +75,7 @@ class Optimizer:
         self._groups = _groups(self._params)
         some = next(iter(self._params.values()))
         work = at_least_fp32(some.dtype)
-        self.gradients = GradientBuffers(
-            list(self._params.items()), work if precision.grads_in_fp32 else some.dtype
-        )
+        self.gradients = GradientBuffers(list(self._params.items()), work if precision.grads_in_fp32 else some.dtype)
         attach_sink(model, self.gradients)
         self._has_main = work != some.dtype
         self._main = {name: p.detach().to(work) if self._has_main else p for name, p in self._params.items()}

@@ -1,0 +1,83 @@
+"""Causal attention on a CPU as batched matrix products over blocks of queries.
+
+For queries i in block [s, e) only keys below e matter, so a block is three products on [N, e - s, e] scores with
+N = batch * heads; the triangle inside the block is masked. The backward pass computes the probabilities again from q
+and k instead of keeping them:
+
+    P = softmax(q k^T / sqrt(K))         dP = dO v^T         dS = P * (dP - sum_j dP_ij P_ij)
+    O = P v         dv = P^T dO          dq = dS k / sqrt(K)         dk = dS^T q / sqrt(K)
+
+Why: torch's flash kernel for CPUs runs its small products at a fraction of the speed of `bmm`. Measured on one
+thread of an AVX-512 CPU with 24 heads of 512 x 64 (benchmarks/attention.py): forward 3 times as fast in bf16 and
+1.3 times in fp32, backward 2.6 and 1.3 times. In half precision scores and probabilities are rounded to the dtype
+of the inputs, as in Megatron's local attention.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+BLOCK = 128  # queries at once: [N, 128, S] scores of a few heads stay within the cache
+
+
+def _blocks(length: int) -> Iterator[tuple[int, int]]:
+    return ((start, min(start + BLOCK, length)) for start in range(0, length, BLOCK))
+
+
+def _probabilities(q_NQK: Tensor, k_NSK: Tensor, start: int, mask_QQ: Tensor) -> Tensor:
+    """Probabilities of the queries [start, end) over keys below end. [N, Q, K], [N, end, K] -> [N, Q, end]."""
+    scores = torch.bmm(q_NQK, k_NSK.transpose(1, 2))
+    size = q_NQK.shape[1]
+    scores[:, :, start:] += mask_QQ[:size, :size]
+    return torch.softmax(scores, dim=-1)
+
+
+class _BlockedAttention(torch.autograd.Function):
+    """On [N, S, K] tensors, the queries already scaled."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        ctx.save_for_backward(q, k, v)
+        mask = _block_mask(q)
+        out = torch.empty_like(q)
+        for start, end in _blocks(q.shape[1]):
+            probabilities = _probabilities(q[:, start:end], k[:, :end], start, mask)
+            out[:, start:end] = torch.bmm(probabilities, v[:, :end])
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = ctx.saved_tensors
+        mask, grad = _block_mask(q), grads[0]
+        dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        for start, end in _blocks(q.shape[1]):
+            q_block, grad_block = q[:, start:end], grad[:, start:end]
+            probabilities = _probabilities(q_block, k[:, :end], start, mask)
+            dv[:, :end] += torch.bmm(probabilities.transpose(1, 2), grad_block)
+            d_probabilities = torch.bmm(grad_block, v[:, :end].transpose(1, 2))
+            d_scores = torch._softmax_backward_data(d_probabilities, probabilities, -1, q.dtype)
+            dq[:, start:end] = torch.bmm(d_scores, k[:, :end])
+            dk[:, :end] += torch.bmm(d_scores.transpose(1, 2), q_block)
+        return dq, dk, dv
+
+
+def _block_mask(q: Tensor) -> Tensor:
+    return torch.full((BLOCK, BLOCK), -math.inf, dtype=q.dtype, device=q.device).triu_(1)
+
+
+def blocked_causal_attention(q_SBHK: Tensor, k_SBHK: Tensor, v_SBHK: Tensor) -> Tensor:
+    """Causal softmax(q k^T / sqrt(K)) v over as many queries as keys.
+
+    Shapes: 3 x [S, B, H, K] -> [S, B, H, K].
+    Memory: q, k and v are kept for the backward pass; no scores.
+    Reference twin: `nn.attention.attend_fused`.
+    """
+    length, batch, heads, size = q_SBHK.shape
+    flat = [x.permute(1, 2, 0, 3).reshape(batch * heads, length, size) for x in (q_SBHK, k_SBHK, v_SBHK)]
+    out: Tensor = _BlockedAttention.apply(flat[0] * size**-0.5, *flat[1:])  # type: ignore[no-untyped-call]
+    return out.view(batch, heads, length, size).permute(2, 0, 1, 3)

@@ -1,0 +1,184 @@
+"""Initial weights, logits, every gradient and 50-step curves of the real Megatron (golden `train`)."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from megalith.config import ModelConfig, OptimizerConfig, PrecisionConfig
+from megalith.data.gpt_dataset import GPTDataset, GPTDatasetOptions
+from megalith.data.indexed import IndexedDataset
+from megalith.data.loader import BatchLoader
+from megalith.data.splits import parse_split
+from megalith.models.gpt import GPT
+from megalith.models.initialise import initialise_as_megatron_cpu
+from megalith.optim import DynamicLossScale, Optimizer, build_optimizer
+from megalith.tokenizers.null import NullTokenizer
+
+RANK = "tp0_pp0"
+CASES = ("gpt2", "llama", "llama_bf16")
+
+
+def _case(shared: Path, name: str) -> dict[str, Any]:
+    manifest = json.loads((shared / "golden/train/manifest.json").read_text())
+    (case,) = (case for case in manifest["cases"] if case.get("name") == name)
+    return dict(case)
+
+
+def _config(case: dict[str, Any], implementation: str) -> ModelConfig:
+    model, fields = case["model"], case["model"]["config"]
+    return ModelConfig(
+        num_layers=fields["num_layers"],
+        hidden_size=fields["hidden_size"],
+        num_attention_heads=fields["num_attention_heads"],
+        max_position_embeddings=model["seq"],
+        group_query_attention="num_query_groups" in fields,
+        num_query_groups=fields.get("num_query_groups", 1),
+        ffn_hidden_size=fields.get("ffn_hidden_size"),
+        position_embedding_type=model["pos"],
+        normalization=fields["normalization"],
+        norm_epsilon=fields["layernorm_epsilon"],
+        swiglu=fields.get("gated_linear_unit", False),
+        add_bias_linear=fields["add_bias_linear"],
+        add_qkv_bias=fields["add_qkv_bias"],
+        untie_embeddings_and_output_weights=not model["tied"],
+        bias_gelu_fusion=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        attention_softmax_in_fp32=True,
+        transformer_impl=implementation,
+    )
+
+
+def _model(case: dict[str, Any], implementation: str) -> GPT:
+    dtype = torch.bfloat16 if _is_bf16(case) else torch.float32
+    model = GPT(_config(case, implementation), case["model"]["vocab_size"], dtype=dtype)
+    initialise_as_megatron_cpu(model, torch.Generator().manual_seed(case["train"]["seed"]))
+    return model
+
+
+def _is_bf16(case: dict[str, Any]) -> bool:
+    return bool(case.get("config_over", {}).get("bf16", False))
+
+
+def _optimizer(case: dict[str, Any], model: GPT) -> Optimizer:
+    settings = case["train"]
+    config = OptimizerConfig(
+        adam_beta1=settings["b1"], adam_beta2=settings["b2"], adam_eps=settings["eps"], clip_grad=settings["clip"]
+    )
+    return build_optimizer(model, config, PrecisionConfig(bf16=_is_bf16(case)), count_zeros=True)
+
+
+def _loader(shared: Path, case: dict[str, Any], tmp_path: Path) -> BatchLoader:
+    settings, prefix = case["train"], str(shared / "golden/train/data/shakes_text_document")
+    dataset = GPTDataset(
+        IndexedDataset(prefix),
+        path=prefix,
+        split=0,
+        requested=settings["steps"] * settings["gbs"],
+        options=GPTDatasetOptions(
+            sequence_length=case["model"]["seq"],
+            seed=settings["seed"],
+            split="100,0,0",
+            split_matrix=parse_split("100,0,0"),
+            eod_mask_loss=False,
+        ),
+        tokenizer=NullTokenizer(511),
+        cache_folder=tmp_path,
+        class_name="GPTDataset",
+    )
+    return BatchLoader(dataset, micro_batch_size=settings["mbs"], consumed_samples=0)
+
+
+def _close(actual: Tensor, wanted: Tensor, tolerance: float) -> None:
+    assert (actual.double() - wanted.double()).abs().max() <= tolerance * wanted.double().abs().max()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_initial_weights_bit_for_bit(shared: Path, name: str) -> None:
+    wanted = load_file(shared / f"golden/train/{name}/weights_init_{RANK}.safetensors")
+    weights = dict(_model(_case(shared, name), "local").named_parameters())
+    assert set(weights) == set(wanted)
+    for key, value in weights.items():
+        assert torch.equal(value, wanted[key]), key
+
+
+@pytest.mark.parametrize("implementation", ["local", "transformer_engine"])
+@pytest.mark.parametrize("name", CASES)
+def test_logits_and_losses(shared: Path, name: str, implementation: str) -> None:
+    case = _case(shared, name)
+    golden = load_file(shared / f"golden/train/{name}/forward_{RANK}.safetensors")
+    model = _model(case, implementation)
+    exact = implementation == "local"
+    tolerance = (1e-5 if not _is_bf16(case) else 0.0) if exact else (1e-5 if not _is_bf16(case) else 2e-2)
+    logits = model(golden["tokens"]).float()
+    _close(logits.flatten(0, 1)[:16], golden["logits_first16"].float(), tolerance)
+    _close(logits.double().sum(-1), golden["logits_rowsum_fp64"], max(tolerance, 1e-5))
+    losses = model(golden["tokens"], labels_BS=golden["labels"])
+    _close(losses, golden["per_token_loss"], max(tolerance, 1e-5))
+
+
+@pytest.mark.parametrize("implementation", ["local", "transformer_engine"])
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_every_gradient_of_the_first_step(shared: Path, tmp_path: Path, name: str, implementation: str) -> None:
+    case = _case(shared, name)
+    model = _model(case, implementation)
+    optimizer = _optimizer(case, model)
+    _accumulate(model, optimizer, _loader(shared, case, tmp_path), case)
+    optimizer.gradients.finish()
+    wanted = load_file(shared / f"golden/train/{name}/grads_step0_{RANK}.safetensors")
+    assert set(wanted) == set(optimizer.gradients.grads)
+    for key, value in optimizer.gradients.grads.items():
+        _close(value, wanted[key], 1e-5)
+
+
+def _accumulate(model: GPT, optimizer: Optimizer, loader: BatchLoader, case: dict[str, Any]) -> float:
+    """One step's forward and backward passes; returns the mean loss."""
+    micro_batches = case["train"]["gbs"] // case["train"]["mbs"]
+    optimizer.zero_grad()
+    total, count = 0.0, 0
+    for _ in range(micro_batches):
+        batch = next(loader)
+        losses = model(batch["tokens"], position_ids_BS=batch["position_ids"], labels_BS=batch["labels"])
+        loss = (losses * batch["loss_mask"]).sum() / batch["loss_mask"].sum() / micro_batches
+        loss.backward()
+        total, count = total + float(losses.detach().sum()), count + losses.numel()
+    return total / count
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_curve_of_losses_and_norms(shared: Path, tmp_path: Path, name: str) -> None:
+    case = _case(shared, name)
+    model = _model(case, "local")
+    optimizer, loader = _optimizer(case, model), _loader(shared, case, tmp_path)
+    log = json.loads((shared / f"golden/train/{name}/log_{RANK}.json").read_text())["log"]
+    assert len(log) == case["train"]["steps"]
+    for entry in log:
+        loss = _accumulate(model, optimizer, loader, case)
+        outcome = optimizer.step(entry["lr"], entry["wd"][0])
+        assert outcome.grad_norm is not None
+        assert math.isclose(loss, entry["lm_loss"], rel_tol=1e-4), entry["step"]
+        assert math.isclose(outcome.grad_norm, entry["grad_norm"], rel_tol=1e-3), entry["step"]
+
+
+def test_loss_scale_traces(shared: Path) -> None:
+    for case in json.loads((shared / "golden/schedulers/grad_scaler.json").read_text()):
+        config = case["config"]
+        scale = DynamicLossScale(
+            config["initial_scale"],
+            config["min_scale"],
+            config["growth_interval"],
+            config["hysteresis"],
+            config["growth_factor"],
+            config["backoff_factor"],
+        )
+        for overflow, wanted in zip(case["found_inf"], case["trace"], strict=True):
+            scale.update(bool(overflow))
+            assert [scale.value, scale.inverse, scale.growth_tracker, scale.hysteresis_tracker] == wanted, case["name"]

@@ -1,0 +1,141 @@
+"""GPT as a library object: names, counts, initial weights, cache, sink."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from megalith.config import ModelConfig, OptimizerConfig, PrecisionConfig
+from megalith.models.gpt import GPT, named_placements
+from megalith.models.initialise import initialise, initialise_as_megatron_cpu
+from megalith.nn.placement import Fused, Replicated, Split
+from megalith.optim import build_optimizer
+
+GPT2 = ModelConfig(num_layers=2, hidden_size=16, num_attention_heads=4, max_position_embeddings=24)
+LLAMA = dataclasses.replace(
+    GPT2,
+    position_embedding_type="rope",
+    normalization="RMSNorm",
+    swiglu=True,
+    add_bias_linear=False,
+    untie_embeddings_and_output_weights=True,
+    group_query_attention=True,
+    num_query_groups=2,
+    ffn_hidden_size=48,
+)
+STYLES = {"gpt2": GPT2, "llama": LLAMA}
+
+
+def _model(config: ModelConfig, dtype: torch.dtype = torch.float64, dropout: float = 0.0) -> GPT:
+    model = GPT(
+        dataclasses.replace(config, hidden_dropout=dropout, attention_dropout=dropout, init_method_std=0.3),
+        40,
+        dtype=dtype,
+    )
+    initialise(model, seed=5)
+    return model
+
+
+def _tokens(length: int = 9) -> torch.Tensor:
+    return torch.randint(0, 40, (3, length), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize(
+    ("layers", "hidden", "heads", "length", "count"),
+    [(12, 768, 12, 512, 124_082_688), (24, 1024, 16, 1024, 354_871_296)],
+)
+def test_parameter_counts_of_the_first_users(layers: int, hidden: int, heads: int, length: int, count: int) -> None:
+    config = ModelConfig(
+        num_layers=layers, hidden_size=hidden, num_attention_heads=heads, max_position_embeddings=length
+    )
+    assert sum(p.numel() for p in GPT(config, 50304, device="meta").parameters()) == count
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_every_parameter_has_a_placement(style: str) -> None:
+    model = _model(STYLES[style])
+    table = {name: placement for name, _, placement in named_placements(model)}
+    assert set(table) == {name for name, _ in model.named_parameters()} == set(model.placements())
+    assert table["decoder.layers.1.self_attention.linear_proj.weight"] == Split(1)
+    assert table["decoder.layers.0.mlp.linear_fc1.weight"] == (Fused(0, 2) if style == "llama" else Split(0))
+    assert table["decoder.final_layernorm.weight"] == Replicated()
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_loss_is_the_cross_entropy_of_the_logits(style: str) -> None:
+    model, tokens = _model(STYLES[style]), _tokens()
+    logits = model(tokens[:, :-1])
+    wanted = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
+    loss = model(tokens[:, :-1], labels_BS=tokens[:, 1:])
+    torch.testing.assert_close(loss.flatten(), wanted, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("steps", [(9,), (1,) * 9, (4, 1, 4)])
+def test_reading_through_the_cache_gives_the_same_logits(style: str, steps: tuple[int, ...]) -> None:
+    model, tokens = _model(STYLES[style]).eval(), _tokens()
+    cache, parts, start = model.new_cache(batch=3, max_length=9), [], 0
+    with torch.no_grad():
+        for size in steps:
+            parts.append(model(tokens[:, start : start + size], cache=cache))
+            start += size
+        torch.testing.assert_close(torch.cat(parts, dim=1), model(tokens), rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_gradients_with_a_sink_are_those_of_autograd(style: str) -> None:
+    plain, sunk, tokens = _model(STYLES[style]), _model(STYLES[style]), _tokens()
+    plain(tokens, labels_BS=tokens.flip(1)).mean().backward()
+    optimizer = build_optimizer(sunk, OptimizerConfig(), PrecisionConfig())
+    for _ in range(2):  # the second pass adds
+        sunk(tokens, labels_BS=tokens.flip(1)).mean().backward()
+    for name, parameter in plain.named_parameters():
+        assert parameter.grad is not None
+        torch.testing.assert_close(optimizer.gradients.grads[name], 2 * parameter.grad, rtol=1e-9, atol=1e-12)
+
+
+def test_initial_weights_depend_on_seed_and_name_only() -> None:
+    small, large = _model(GPT2), _model(dataclasses.replace(GPT2, num_layers=3))
+    weights = dict(large.named_parameters())
+    same = "decoder.layers.1.mlp.linear_fc1.weight"
+    assert torch.equal(dict(small.named_parameters())[same], weights[same])
+    assert not torch.equal(weights[same], weights["decoder.layers.2.mlp.linear_fc1.weight"])
+    residual = weights["decoder.layers.0.mlp.linear_fc2.weight"].std().item()
+    assert residual == pytest.approx(0.3 / 6**0.5, rel=0.15)
+    assert weights["decoder.layers.0.input_layernorm.weight"].unique().tolist() == [1.0]
+
+
+def test_megatron_draws_continue_the_stream_that_is_given() -> None:
+    generator = torch.Generator().manual_seed(3)
+    first, second = (GPT(GPT2, 40) for _ in range(2))
+    initialise_as_megatron_cpu(first, generator)
+    initialise_as_megatron_cpu(second, generator)
+    assert not torch.equal(first.output_weight, second.output_weight)
+    initialise_as_megatron_cpu(second, torch.Generator().manual_seed(3))
+    assert torch.equal(first.output_weight, second.output_weight)
+
+
+def test_dropout_acts_in_training_only() -> None:
+    model, tokens = _model(GPT2, dropout=0.5), _tokens()
+    assert not torch.equal(model(tokens), model(tokens))
+    model.eval()
+    assert torch.equal(model(tokens), model(tokens))
+
+
+def test_the_three_lines_of_the_core_library() -> None:
+    """TransformerConfig(2, 12, 4), GPTModel(100, 64) and torch Adam of the first users (coverage C109)."""
+    config = ModelConfig(num_layers=2, hidden_size=12, num_attention_heads=4, max_position_embeddings=64)
+    model = GPT(config, 100)
+    initialise(model, seed=123)
+    optimizer = torch.optim.Adam(model.parameters())
+    tokens = torch.randint(0, 100, (8, 65), generator=torch.Generator().manual_seed(0))
+    losses = []
+    for _ in range(5):
+        optimizer.zero_grad()
+        loss = model(tokens[:, :-1], labels_BS=tokens[:, 1:]).mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]

@@ -1,0 +1,82 @@
+"""Attention kernels agree with each other and with the definition; the cache does not change a result."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalith.kernels.blocked_attention import BLOCK, blocked_causal_attention
+from megalith.nn.attention import attend_fused, attend_unfused, causal_mask, expand_groups
+from megalith.nn.rope import rotary_angles, rotate
+
+
+def _qkv(queries: int, keys: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    torch.manual_seed(queries + keys)
+    return [torch.randn(n, 2, 3, 8, dtype=dtype, requires_grad=True) for n in (queries, keys, keys)]
+
+
+def _definition(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = torch.einsum("qbhk,sbhk->bhqs", q, k) / math.sqrt(q.shape[-1])
+    scores = scores.masked_fill(causal_mask(q.shape[0], k.shape[0], q.device), -math.inf)
+    return torch.einsum("bhqs,sbhk->qbhk", scores.softmax(-1), v)
+
+
+KERNELS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "fused": lambda q, k, v: attend_fused(q, k, v, 0.0),
+    "unfused": lambda q, k, v: attend_unfused(q, k, v, 0.0, softmax_in_fp32=True),
+}
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (5, 5), (1, 6), (3, 7)])
+def test_kernels_follow_the_definition(kernel: str, queries: int, keys: int) -> None:
+    q, k, v = _qkv(queries, keys)
+    torch.testing.assert_close(KERNELS[kernel](q, k, v), _definition(q, k, v), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("length", [2, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 37])
+def test_blocked_attention_and_its_gradients(length: int) -> None:
+    q, k, v = _qkv(length, length)
+    upstream = torch.randn_like(q)
+    ours, wanted = blocked_causal_attention(q, k, v), attend_fused(q, k, v, 0.0)
+    torch.testing.assert_close(ours, wanted, rtol=1e-10, atol=1e-12)
+    gradients = torch.autograd.grad(ours, (q, k, v), upstream)
+    for mine, reference in zip(gradients, torch.autograd.grad(wanted, (q, k, v), upstream), strict=True):
+        torch.testing.assert_close(mine, reference, rtol=1e-9, atol=1e-11)
+
+
+def test_blocked_attention_in_bf16_is_as_exact_as_its_dtype() -> None:
+    exact = _qkv(200, 200, torch.float32)
+    ours = blocked_causal_attention(*(x.bfloat16() for x in exact)).float()
+    wanted = attend_fused(*(x.bfloat16().float() for x in exact), 0.0)
+    assert (ours - wanted).abs().max() <= 2**-6 * wanted.abs().max()
+
+
+def test_groups_repeat_each_key_head_for_its_queries() -> None:
+    x = torch.arange(2.0).view(1, 1, 2, 1)
+    assert expand_groups(x, 6).flatten().tolist() == [0, 0, 0, 1, 1, 1]
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotary_scores_depend_on_distance_only(interleaved: bool) -> None:
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 1, 1, 1, 8, dtype=torch.float64)
+
+    def score(i: int, j: int) -> float:
+        angles = rotary_angles(torch.tensor([i, j]), 8, 10000, interleaved=interleaved, dtype=torch.float64)
+        rotated = rotate(torch.cat((q, k)), angles, interleaved=interleaved)
+        return float(rotated[0].flatten() @ rotated[1].flatten())
+
+    assert score(3, 1) == pytest.approx(score(10, 8), rel=1e-12)
+    assert score(3, 1) != pytest.approx(score(10, 7), rel=1e-3)
+
+
+def test_partial_rotation_leaves_the_rest_of_the_head() -> None:
+    x = torch.randn(3, 1, 1, 8)
+    rotated = rotate(x, rotary_angles(torch.arange(3), 4, 10000, interleaved=False, dtype=x.dtype), interleaved=False)
+    assert torch.equal(rotated[..., 4:], x[..., 4:])
+    assert not torch.equal(rotated[1:, ..., :4], x[1:, ..., :4])

@@ -1,0 +1,53 @@
+"""The vocabulary loss against torch's cross-entropy, with and without a sink."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megalith.nn import loss
+from megalith.nn.loss import LogitsBuffer, vocabulary_loss
+from megalith.optim.gradients import GradientBuffers
+
+
+def _reference(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.cross_entropy((hidden @ weight.t()).flatten(0, -2), targets.flatten(), reduction="none")
+
+
+@pytest.mark.parametrize("chunk", [1 << 20, 40])
+@pytest.mark.parametrize("with_sink", [False, True])
+def test_loss_and_gradients(monkeypatch: pytest.MonkeyPatch, chunk: int, with_sink: bool) -> None:
+    monkeypatch.setattr(loss, "CHUNK_ELEMENTS", chunk)
+    torch.manual_seed(0)
+    hidden = torch.randn(3, 4, 6, dtype=torch.float64, requires_grad=True)
+    weight = nn.Parameter(torch.randn(11, 6, dtype=torch.float64) * 3)
+    targets, upstream = torch.randint(0, 11, (3, 4)), torch.rand(12, dtype=torch.float64)
+    wanted = torch.autograd.grad((_reference(hidden, weight, targets) * upstream).sum(), (hidden, weight))
+
+    buffers = GradientBuffers([("weight", weight)], torch.float64)
+    ours = vocabulary_loss(hidden, weight, targets, buffers if with_sink else None, LogitsBuffer())
+    torch.testing.assert_close(ours.flatten(), _reference(hidden, weight, targets), rtol=1e-12, atol=1e-12)
+    (ours.flatten() * upstream).sum().backward()
+    torch.testing.assert_close(hidden.grad, wanted[0], rtol=1e-11, atol=1e-13)
+    torch.testing.assert_close(buffers.grads["weight"], wanted[1], rtol=1e-11, atol=1e-13)
+
+
+def test_two_losses_in_flight_do_not_share_their_logits() -> None:
+    torch.manual_seed(0)
+    buffer = LogitsBuffer()
+    weight = nn.Parameter(torch.randn(9, 4, dtype=torch.float64))
+    batches = [(torch.randn(5, 4, dtype=torch.float64, requires_grad=True), torch.randint(0, 9, (5,))) for _ in "ab"]
+    losses = [vocabulary_loss(hidden, weight, targets, None, buffer).sum() for hidden, targets in batches]
+    for one in losses:
+        one.backward()
+    for hidden, targets in batches:
+        (wanted,) = torch.autograd.grad(_reference(hidden, weight, targets).sum(), hidden)
+        torch.testing.assert_close(hidden.grad, wanted, rtol=1e-11, atol=1e-13)
+
+
+def test_extreme_logits_stay_finite() -> None:
+    hidden = torch.tensor([[3e4, 0.0]])
+    weight = nn.Parameter(torch.tensor([[1.0, 0.0], [-1.0, 0.0]]))
+    values = vocabulary_loss(hidden.expand(2, 2), weight, torch.tensor([0, 1]), None, LogitsBuffer())
+    assert values.tolist() == [0.0, 6e4]
