@@ -22,7 +22,7 @@ _DIGEST_SIZE = 8
 
 
 def fingerprint(data: DataConfig, *, seed: int) -> dict[str, Any]:
-    """What the run reads, JSON-able: `digest` is equal exactly when nothing that matters changed.
+    """What the run reads, JSON-able, with a `digest` of it all; runs that continue one another have equal digests.
 
     Raises:  ConfigError or DataError as `build_gpt_datasets` does.
     """
@@ -47,8 +47,8 @@ def digest_of(dataset: IndexedDataset) -> str:
     digest = hashlib.blake2b(digest_size=_DIGEST_SIZE)
     with idx_path(dataset.prefix).open("rb") as index:
         digest.update(index.read(HEADER_SIZE))
-    digest.update(dataset.lengths)
-    digest.update(dataset.document_index)
+    digest.update(dataset.lengths.data)
+    digest.update(dataset.document_index.data)
     size = bin_path(dataset.prefix).stat().st_size
     with bin_path(dataset.prefix).open("rb") as tokens:
         for probe in range(_NUM_PROBES):

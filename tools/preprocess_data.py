@@ -1,0 +1,12 @@
+#!/usr/bin/env python
+"""Megatron's command line for preparing data; the same as `megalith preprocess`."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+
+from megalith.cli.main import main
+
+if __name__ == "__main__":
+    sys.exit(main(["preprocess", *sys.argv[1:]]))
