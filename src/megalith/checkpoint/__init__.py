@@ -1,7 +1,8 @@
 """Checkpoints: chunks of global tensors, and the stores that keep them."""
 
 from megalith.checkpoint.content import CheckpointContent, Chunk, LoadedContent
-from megalith.checkpoint.store import DirectoryStore, MemoryStore, SaveReport, Store
+from megalith.checkpoint.memory import MemoryStore
+from megalith.checkpoint.store import DirectoryStore, SaveReport, Store
 
 __all__ = [
     "CheckpointContent",

@@ -419,6 +419,11 @@ def open_metadata(path: Path) -> Metadata:
     Raises:
         CheckpointError: damaged, of a refused type, or pointing outside its folder or files.
     """
+    if not (path / METADATA_FILE).exists() and any(path.glob("mp_rank_*")):
+        raise CheckpointError(
+            f"{path} is in Megatron's per-rank format (--ckpt-format torch), which this version does not read; "
+            "convert it with Megatron's --ckpt-convert-format torch_dist"
+        )
     metadata = read_metadata(path / METADATA_FILE)
     sizes: dict[str, int] = {}
     for index, info in metadata.storage_data.items():

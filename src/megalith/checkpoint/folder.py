@@ -1,0 +1,212 @@
+"""One checkpoint folder of format torch_dist: writing its files, checking them, reading them.
+
+    .metadata  __0_0.distcp  __0_1.distcp    tensors and objects (DCP)
+    common.pt                                the state that all ranks share
+    metadata.json                            names the format, for Megatron
+    <other files>                            such as the tokenizer's, so that the folder can be used alone
+    manifest.json                            size and hash of all the others; written last
+
+How a folder gets its place and its number is the store's business.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+
+from megalith.checkpoint import manifest as manifests
+from megalith.checkpoint.commit import write_durably
+from megalith.checkpoint.content import CheckpointContent, LoadedContent
+from megalith.checkpoint.dcp import (
+    METADATA_FILE,
+    SAVE_ID_PREFIX,
+    encode_objects,
+    open_metadata,
+    read_sharded,
+    write_sharded,
+)
+from megalith.checkpoint.fit import Contents, StoredTensor, check_fit, listing
+from megalith.checkpoint.hashing import hash_files
+from megalith.checkpoint.manifest import MANIFEST_FILE
+from megalith.checkpoint.safe_loading import dump_bytes, load_tensors_and_plain_data
+from megalith.errors import CheckpointError
+
+COMMON_FILE = "common.pt"
+FORMAT_FILE = "metadata.json"
+_FORMAT = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+_OWN_FILES = {METADATA_FILE, COMMON_FILE, FORMAT_FILE, MANIFEST_FILE}
+
+
+class EncodedContent:
+    """What a save writes, with everything but the tensors turned into bytes.
+
+    Args:
+        content: what to save.
+        files: further files, name -> bytes.
+
+    Raises:
+        CheckpointError: the content is incomplete, or holds a type that a load would refuse.
+    """
+
+    _ENTRY_OVERHEAD = 2048  # bytes of a torch archive and of the metadata around one tensor
+    _FIXED_OVERHEAD = 2**20
+
+    def __init__(self, content: CheckpointContent, files: Mapping[str, bytes]) -> None:
+        for name in files:
+            plain = name == Path(name).name and not name.startswith((".", "__")) and name not in _OWN_FILES
+            assert plain, f"{name!r} is not a name for a further file of a checkpoint"
+        self.chunks = content.chunks
+        self.objects = encode_objects(content.objects)
+        self.common = dump_bytes(content.common, "the common state")
+        self.further_files = dict(files)
+
+    @property
+    def files(self) -> dict[str, bytes]:
+        """All files that hold no tensors, but the manifest."""
+        return {COMMON_FILE: self.common, FORMAT_FILE: json.dumps(_FORMAT).encode("ascii"), **self.further_files}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that writing it takes, rounded up."""
+        entries = len(self.chunks) + len(self.objects)
+        tensors = sum(chunk.nbytes for chunk in self.chunks)
+        others = sum(map(len, self.objects.values())) + sum(map(len, self.files.values()))
+        return tensors + others + entries * self._ENTRY_OVERHEAD + self._FIXED_OVERHEAD
+
+
+def write_folder(
+    path: Path,
+    name: str,
+    encoded: EncodedContent,
+    facts: Mapping[str, Any],
+    on_point: Callable[[str], None],
+) -> int:
+    """Write all files of a checkpoint into an empty folder, durably.
+
+    Args:
+        path: the folder, under whatever temporary name.
+        name: its name when it is in its place.
+        encoded: what to write.
+        facts: what the manifest says beside sizes and hashes.
+        on_point: called with `mid_save` when the tensors are written.
+
+    Returns:
+        Bytes of all the files but the manifest.
+    """
+    records = write_sharded(path, encoded.chunks, encoded.objects, name)
+    on_point("mid_save")
+    for file, data in encoded.files.items():
+        write_durably(path / file, data)
+    records |= hash_files([path / file for file in encoded.files], threads=1)
+    write_durably(path / MANIFEST_FILE, manifests.render(records, facts))
+    return sum(record.size for record in records.values())
+
+
+class CheckpointFolder:
+    """A finished checkpoint folder, for reading.
+
+    Args:
+        path: the folder that holds `.metadata`.
+
+    Raises:
+        CheckpointError: there is no such folder.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        if not path.is_dir():
+            raise CheckpointError(f"{path} is not a checkpoint folder: it does not exist")
+
+    def load(self, content: CheckpointContent) -> LoadedContent:
+        """Fill the tensors of `content` in place; read its objects and the common state. Hashes are not compared.
+
+        Raises:
+            CheckpointError: it does not fit, and no tensor has been touched; or a file proves damaged.
+        """
+        metadata = open_metadata(self.path)
+        stored = _contents(metadata)
+        check_fit(str(self.path), stored, content)
+        common = self.common()
+        objects = read_sharded(self.path, metadata, content)
+        return LoadedContent(common, objects, stored.not_in(content))
+
+    def contents(self) -> Contents:
+        """What the checkpoint holds, without reading the tensors."""
+        return _contents(open_metadata(self.path))
+
+    def common(self) -> dict[str, Any]:
+        """The state that all ranks share."""
+        common = load_tensors_and_plain_data(self.path / COMMON_FILE)
+        if not isinstance(common, dict):
+            raise CheckpointError(f"{self.path / COMMON_FILE} is damaged: it holds a {type(common).__name__}")
+        return common
+
+    def manifest(self) -> dict[str, Any] | None:
+        """The manifest, or None for a checkpoint of another program."""
+        return manifests.read(self.path)
+
+    def read_file(self, name: str) -> bytes:
+        """A further file that was saved with the checkpoint.
+
+        Raises:
+            CheckpointError: it was not saved.
+        """
+        try:
+            return (self.path / Path(name).name).read_bytes()
+        except OSError as error:
+            raise CheckpointError(f"{self.path / name} cannot be read: {error.strerror}") from error
+
+    def sizes(self) -> dict[str, int]:
+        """File name -> bytes."""
+        return {path.name: path.stat().st_size for path in sorted(self.path.iterdir()) if path.is_file()}
+
+    def signature(self) -> tuple[tuple[str, int, int], ...]:
+        """Changes when any file does: name, size and time of change of each."""
+        status = [(path.name, path.stat()) for path in self.path.iterdir()]
+        return tuple(sorted((name, stat.st_size, stat.st_mtime_ns) for name, stat in status))
+
+    def problems(self) -> list[str]:
+        """Everything that is wrong: by the manifest's hashes, or by the structure alone where there is no manifest."""
+        try:
+            body = self.manifest()
+            return (
+                self._structural_problems()
+                if body is None
+                else manifests.compare(self.path, manifests.records_of(body))
+            )
+        except CheckpointError as error:
+            return [str(error)]
+
+    def _structural_problems(self) -> list[str]:
+        metadata = open_metadata(self.path)
+        self.common()
+        try:
+            json.loads((self.path / FORMAT_FILE).read_text("utf-8"))
+        except (OSError, ValueError) as error:
+            return [f"{self.path / FORMAT_FILE} is missing or damaged: {error}"]
+        ours = metadata.storage_meta is not None and str(metadata.storage_meta.save_id).startswith(SAVE_ID_PREFIX)
+        return [f"{self.path / MANIFEST_FILE} is missing"] if ours else []
+
+
+def _contents(metadata: Metadata) -> Contents:
+    tensors, objects = {}, []
+    for key, stored in metadata.state_dict_metadata.items():
+        if isinstance(stored, BytesStorageMetadata):
+            objects.append(key)
+        else:
+            tensors[key] = StoredTensor(tuple(stored.size), stored.properties.dtype, len(stored.chunks))
+    return Contents(tensors, frozenset(objects))
+
+
+def damaged(path: Path, problems: list[str]) -> CheckpointError:
+    """The error for a checkpoint that must not be loaded."""
+    return CheckpointError(listing(f"{path} is damaged", problems))
