@@ -21,8 +21,8 @@ class StoredTensor:
     chunks: int = 1
 
     @property
-    def nbytes(self) -> int:
-        return volume(self.shape) * self.dtype.itemsize
+    def numel(self) -> int:
+        return volume(self.shape)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,169 @@
+"""Keys, offsets and common state of the torch_dist format, without files."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megalith.checkpoint.content import Chunk
+from megalith.checkpoint.formats.torch_dist import (
+    canonical_key,
+    extra_state_objects,
+    is_extra_state,
+    model_chunks,
+    module_name,
+    module_names,
+    optimizer_chunks,
+    optimizer_common,
+    read_optimizer_common,
+    rng_object_key,
+)
+from megalith.errors import CheckpointError, LayoutError
+from megalith.nn.placement import Fused, Placement, Replicated, Split
+
+NAMES = [
+    ("embedding.word_embeddings.weight", "embedding.word_embeddings.weight", None),
+    ("output_layer.weight", "output_layer.weight", None),
+    ("decoder.final_layernorm.bias", "decoder.final_layernorm.bias", None),
+    (
+        "decoder.layers.11.input_layernorm.bias",
+        "decoder.layers.self_attention.linear_qkv.layer_norm_bias",
+        11,
+    ),
+    ("decoder.layers.0.pre_mlp_layernorm.weight", "decoder.layers.mlp.linear_fc1.layer_norm_weight", 0),
+    ("decoder.layers.3.mlp.linear_fc1.weight", "decoder.layers.mlp.linear_fc1.weight", 3),
+    ("decoder.layers.3.self_attention.q_layernorm.weight", "decoder.layers.self_attention.q_layernorm.weight", 3),
+]
+
+
+@pytest.mark.parametrize(("name", "key", "layer"), NAMES)
+def test_names_map_to_keys_and_back(name: str, key: str, layer: int | None) -> None:
+    assert canonical_key(name) == (key, layer)
+    assert module_name(key, layer) == name
+
+
+def test_a_stacked_key_belongs_to_every_layer() -> None:
+    key = "decoder.layers.self_attention.linear_qkv.layer_norm_weight"
+    assert module_names(key, 2) == [
+        "decoder.layers.0.input_layernorm.weight",
+        "decoder.layers.1.input_layernorm.weight",
+    ]
+    assert module_names("output_layer.weight", 2) == ["output_layer.weight"]
+
+
+def test_chunks_are_views_that_a_load_fills() -> None:
+    tensor = torch.zeros(6, 4, requires_grad=True)
+    chunks = model_chunks([("decoder.layers.1.mlp.linear_fc1.weight", tensor, Fused(0, 2))], 3)
+    assert [chunk.offset for chunk in chunks] == [(1, 0, 0), (1, 3, 0)]
+    assert {chunk.global_shape for chunk in chunks} == {(3, 6, 4)}
+    for value, chunk in enumerate(chunks, start=1):
+        chunk.tensor.fill_(value)
+    assert tensor.detach()[:, 0].tolist() == [1, 1, 1, 2, 2, 2]
+
+
+def assemble(chunks: list[Chunk]) -> torch.Tensor:
+    """The global tensor, with every element written exactly once."""
+    whole = torch.full(chunks[0].global_shape, float("nan"))
+    for chunk in chunks:
+        box = tuple(slice(o, o + s) for o, s in zip(chunk.offset, chunk.tensor.shape, strict=True))
+        assert whole[box].isnan().all(), "two chunks overlap"
+        whole[box] = chunk.tensor
+    assert not whole.isnan().any(), "the chunks leave a gap"
+    return whole
+
+
+def shard(whole: torch.Tensor, placement: Placement, rank: int, size: int) -> torch.Tensor:
+    """The definition of a placement, written down independently of the code under test."""
+    if isinstance(placement, Replicated):
+        return whole
+    if isinstance(placement, Split):
+        return whole.chunk(size, placement.dim)[rank]
+    parts = whole.chunk(placement.parts, placement.dim)
+    return torch.cat([part.chunk(size, placement.dim)[rank] for part in parts], placement.dim)
+
+
+@given(
+    size=st.sampled_from([1, 2, 3, 4]),
+    placement=st.sampled_from([Split(0), Split(1), Fused(0, 2), Fused(1, 3)]),
+    layer=st.sampled_from([None, 0, 1]),
+)
+def test_the_chunks_of_all_ranks_make_the_whole(size: int, placement: Placement, layer: int | None) -> None:
+    whole = torch.arange(24.0 * 36).reshape(24, 36)
+    name = "output_layer.weight" if layer is None else f"decoder.layers.{layer}.mlp.linear_fc1.weight"
+    chunks = [
+        chunk
+        for rank in range(size)
+        for chunk in model_chunks(
+            [(name, shard(whole, placement, rank, size), placement)], 1 + (layer or 0), rank=rank, size=size
+        )
+    ]
+    if layer is not None:
+        chunks = [Chunk(c.key, c.tensor[0], c.offset[1:], c.global_shape[1:]) for c in chunks if c.offset[0] == layer]
+    assert torch.equal(assemble(chunks), whole)
+
+
+def test_replicated_tensors_have_one_place_on_all_ranks() -> None:
+    places = {
+        model_chunks([("decoder.final_layernorm.weight", torch.ones(4), Replicated())], 1, rank=r, size=2)[0].offset
+        for r in range(2)
+    }
+    assert places == {(0,)}
+
+
+def test_optimizer_state_is_keyed_and_cut_like_its_parameter() -> None:
+    name = "decoder.layers.0.mlp.linear_fc1.weight"
+    chunks = optimizer_chunks({f"exp_avg.{name}": torch.ones(4, 2)}, {name: Fused(0, 2)}, 1)
+    assert [chunk.key for chunk in chunks] == ["optimizer.state.exp_avg.decoder.layers.mlp.linear_fc1.weight"] * 2
+    assert [chunk.offset for chunk in chunks] == [(0, 0, 0), (0, 2, 0)]
+
+
+def test_impossible_cuts_are_refused() -> None:
+    with pytest.raises(LayoutError, match="2 layers"):
+        model_chunks([("decoder.layers.2.mlp.linear_fc2.bias", torch.ones(4), Replicated())], 2)
+    with pytest.raises(LayoutError, match="2 parts"):
+        model_chunks([("output_layer.weight", torch.ones(3, 4), Fused(0, 2))], 2)
+
+
+def test_object_keys() -> None:
+    assert rng_object_key() == "rng_state/shard_0.0_1.1"
+    assert rng_object_key(tp_rank=1, tp_size=2, pp_rank=3, pp_size=4) == "rng_state/shard_3.1_4.2"
+    keys = extra_state_objects(3)
+    assert len(keys) == 12 and "decoder.layers.mlp.linear_fc2._extra_state/shard_2_3" in keys
+    assert all(map(is_extra_state, keys)) and not is_extra_state(rng_object_key())
+
+
+GROUPS: list[dict[str, Any]] = [{"wd_mult": 1.0, "lr": 0.1, "betas": (0.9, 0.95)}, {"wd_mult": 0.0, "lr": 0.1}]
+SCALER = {"scale": 65536.0, "growth_tracker": 7, "hysteresis_tracker": 1}
+
+
+@pytest.mark.parametrize(
+    ("precision", "scaler"), [("float32", None), ("bfloat16", None), ("float16", SCALER), ("float16", None)]
+)
+def test_optimizer_common_round_trip(precision: str, scaler: dict[str, Any] | None) -> None:
+    found = read_optimizer_common(optimizer_common(GROUPS, 12, scaler, precision))
+    assert (found.param_groups, found.step, found.scaler) == (GROUPS, 12, scaler)
+
+
+def test_optimizer_common_nests_as_megatron_does() -> None:
+    plain = optimizer_common(GROUPS, 3, None, "float32")
+    assert set(plain) == {"state", "param_groups"}
+    step = plain["state"]["common_step"]
+    assert (step.dtype, step.shape, step.item()) == (torch.float32, (), 3.0)
+    half = optimizer_common([{**GROUPS[0], "params": [0, 1], "step": 3}], 3, SCALER, "float16")
+    assert set(half) == {"optimizer", "grad_scaler"}
+    assert half["optimizer"]["param_groups"] == [GROUPS[0]]
+    assert half["grad_scaler"]["scale"].shape == (1,)
+
+
+def test_a_step_in_the_groups_counts_where_there_is_no_common_one() -> None:
+    found = read_optimizer_common({"param_groups": [{"lr": 0.1, "step": 9.0}]})
+    assert (found.step, found.param_groups) == (9, [{"lr": 0.1}])
+
+
+def test_bucket_space_is_refused_by_name() -> None:
+    with pytest.raises(CheckpointError, match="param_state_sharding_type.*--no-load-optim"):
+        read_optimizer_common({"param_state_sharding_type": "dp_reshardable"})
