@@ -1,0 +1,75 @@
+"""Measures this machine: the rate of a matrix product, and the time of a real training step. Imports torch."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import platform
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megalith.assemble.model import build_model, build_run_optimizer, choose_device, draw_weights
+from megalith.cli.quickstart.sizing import Machine, ModelSize, choose_precision
+from megalith.config import load
+from megalith.distributed.rng import RandomStreams
+from megalith.models.gpt import GPT
+from megalith.optim.optimizer import Optimizer
+from megalith.train.throughput import measure_peak
+
+PROBE_STEPS, PROBE_SECONDS = 24, 3.0
+
+
+def device_here() -> torch.device:
+    """The device that training will choose."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def measure_machine() -> Machine:
+    """Multiply matrices in each precision and pick the one to train in."""
+    device = device_here()
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
+    if device.type == "cuda":
+        dtypes["fp16"] = torch.float16
+    flops = {name: measure_peak(device, dtype) for name, dtype in dtypes.items()}
+    precision = choose_precision(flops)
+    return Machine(device_name(device), precision, flops[precision])
+
+
+def device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    cores = torch.get_num_threads()
+    return f"{cores} CPU core{'s' if cores > 1 else ''} ({platform.machine()})"
+
+
+def measure_step(size: ModelSize, train_arguments: Sequence[str]) -> float:
+    """Seconds of one training step of a run: the lower quartile of a few, of which the first warm up.
+
+    Args:
+        train_arguments: flags of `megalith train`, whose files need not exist yet.
+    """
+    run = load(train_arguments, os.environ, files=False)
+    device = choose_device(run.train.device, run.launch.local_rank)
+    model = build_model(run, size.padded_vocab_size, device)
+    draw_weights(run, model, RandomStreams(run.train.seed))
+    optimizer = build_run_optimizer(run, model)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(size.vocab_size, (size.batch_size, size.seq_length + 1), generator=generator).to(device)
+    seconds: list[float] = []
+    for _ in itertools.takewhile(lambda _: sum(seconds) < PROBE_SECONDS, range(PROBE_STEPS)):
+        seconds.append(time_step(model, optimizer, tokens))
+    return sorted(seconds)[len(seconds) // 4]
+
+
+def time_step(model: GPT, optimizer: Optimizer, tokens: Tensor) -> float:
+    """Take one step on the tokens [B, S + 1]; the loss is read at the end, which waits for the device."""
+    started = time.perf_counter()
+    optimizer.zero_grad()
+    loss = model(tokens[:, :-1].contiguous(), labels_BS=tokens[:, 1:].contiguous()).mean()
+    (loss * optimizer.loss_scale).backward()
+    optimizer.step(1e-4, 0.1)
+    loss.item()
+    return time.perf_counter() - started

@@ -1,0 +1,153 @@
+"""Collecting documents: what is taken, what is left, and in which order."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megalith.cli.quickstart.corpus import (
+    FEWEST_DOCUMENTS,
+    PIECE_CHARACTERS,
+    build_corpus,
+    read_documents,
+    read_source,
+    split_text,
+    standard_library,
+    user_texts,
+    write_jsonl,
+)
+from megalith.errors import DataError
+
+NO_LIMIT = 10**9
+
+
+def source_of(number: int, size: int = 2000) -> str:
+    return f"def function_{number}():\n" + f"    return {number}\n" * (size // 16)
+
+
+def write_library(root: Path, count: int = 30) -> None:
+    for number in range(count):
+        (root / f"module_{number}.py").write_text(source_of(number), encoding="utf-8")
+
+
+def test_this_machines_library_is_real_text() -> None:
+    corpus = standard_library(NO_LIMIT)
+    assert len(corpus.documents) > 200
+    assert corpus.num_characters > 3_000_000
+    assert any("class JSONEncoder" in text for text in corpus.documents)
+
+
+def test_folders_of_tests_and_packages_are_left_out(tmp_path: Path) -> None:
+    write_library(tmp_path)
+    for folder in ("test", "site-packages", "unittest/test", "encodings"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "inside.py").write_text("UNWANTED = 1\n" * 100, encoding="utf-8")
+    (tmp_path / "json").mkdir()
+    (tmp_path / "json" / "decoder.py").write_text("WANTED = 1\n" * 100, encoding="utf-8")
+    corpus = standard_library(NO_LIMIT, tmp_path)
+    assert not any("UNWANTED" in text for text in corpus.documents)
+    assert sum("WANTED" in text for text in corpus.documents) == 1
+
+
+def test_a_library_without_sources_is_an_error_that_names_the_folder(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="too little") as caught:
+        standard_library(NO_LIMIT, tmp_path)
+    assert str(tmp_path) in str(caught.value)
+    assert "--data" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("# -*- coding: latin-1 -*-\nname = 'é'\n".encode("latin-1"), "# -*- coding: latin-1 -*-\nname = 'é'\n"),
+        (b"name = '\xff'\n", None),
+        (b"# coding: no-such-encoding\n", None),
+    ],
+    ids=["declared", "undecodable", "unknown"],
+)
+def test_a_source_is_read_in_its_own_encoding(tmp_path: Path, content: bytes, expected: str | None) -> None:
+    path = tmp_path / "module.py"
+    path.write_bytes(content)
+    assert read_source(path) == expected
+
+
+def test_repetitions_and_scraps_are_dropped() -> None:
+    texts = [source_of(number) for number in range(FEWEST_DOCUMENTS)]
+    corpus = build_corpus("x", [*texts, *texts, "", "\n" * 100, "short"], 1, NO_LIMIT)
+    assert sorted(corpus.documents) == sorted(texts)
+
+
+def test_the_order_does_not_depend_on_the_order_of_files() -> None:
+    texts = [source_of(number) for number in range(50)]
+    forwards = build_corpus("x", texts, 1, NO_LIMIT).documents
+    assert forwards == build_corpus("x", reversed(texts), 1, NO_LIMIT).documents
+    assert list(forwards) != texts  # mixed, so that each split is a fair sample
+
+
+def test_the_size_limit_is_kept() -> None:
+    texts = [source_of(number) for number in range(100)]
+    corpus = build_corpus("x", texts, 1, 50_000)
+    assert 45_000 < corpus.num_characters <= 50_000
+
+
+def test_half_surrogates_become_text() -> None:
+    corpus = build_corpus("x", ["\ud800" * 40, *(source_of(number) for number in range(30))], 1, NO_LIMIT)
+    for text in corpus.documents:
+        text.encode("utf-8")
+
+
+def test_too_little_text_is_refused_with_numbers() -> None:
+    with pytest.raises(DataError, match="3 different documents"):
+        build_corpus("x", [source_of(number) for number in range(3)], 1, NO_LIMIT)
+
+
+def test_text_with_marks_is_cut_there() -> None:
+    assert list(split_text("one\n\nmore\n<|endoftext|>\ntwo\n")) == ["one\n\nmore", "two"]
+
+
+def test_text_without_marks_is_cut_between_paragraphs() -> None:
+    text = "\n\n".join(f"paragraph {number} " * 20 for number in range(200))
+    pieces = list(split_text(text))
+    assert "\n\n".join(pieces) == text
+    assert len(pieces) > 5
+    assert all(len(piece) < PIECE_CHARACTERS + 400 for piece in pieces)
+
+
+def test_json_lines(tmp_path: Path) -> None:
+    path = tmp_path / "text.jsonl"
+    path.write_text('{"content": "one", "id": 1}\n\n{"content": "two"}\n', encoding="utf-8")
+    assert list(read_documents(path, "content")) == ["one", "two"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"text": ', "line 2: not JSON"),
+        ('{"body": "x"}', 'line 2: no text in the field "text" \\(its fields are body\\)'),
+        ('{"text": 3}', "line 2: no text in the field"),
+        ('["x"]', "line 2: no text in the field"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path: Path, line: str, message: str) -> None:
+    path = tmp_path / "text.jsonl"
+    path.write_text('{"text": "fine"}\n' + line + "\n", encoding="utf-8")
+    with pytest.raises(DataError, match=message):
+        list(read_documents(path, "text"))
+
+
+@pytest.mark.parametrize("content", [None, b"\xff\xfe broken"], ids=["missing", "not UTF-8"])
+def test_an_unreadable_file_is_named(tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / "text.txt"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(DataError, match="text.txt"):
+        user_texts([path], NO_LIMIT)
+
+
+def test_what_is_written_can_be_read_again(tmp_path: Path) -> None:
+    corpus = build_corpus("x", [source_of(number) + '"\n\té' for number in range(30)], 1, NO_LIMIT)
+    write_jsonl(corpus, tmp_path / "corpus.jsonl")
+    lines = (tmp_path / "corpus.jsonl").read_text(encoding="utf-8").splitlines()
+    assert tuple(json.loads(line)["text"] for line in lines) == corpus.documents

@@ -1,0 +1,92 @@
+"""The model and the length of the run that a measured machine gets."""
+
+from __future__ import annotations
+
+import pytest
+
+from megalith.cli.quickstart.sizing import (
+    FEWEST_ITERATIONS,
+    MODEL_SIZES,
+    MOST_EPOCHS,
+    Machine,
+    ModelSize,
+    choose_iterations,
+    choose_model,
+    choose_precision,
+)
+from megalith.config import ModelConfig
+from megalith.models.gpt import GPT
+
+TEXT = 2.5e6
+
+
+@pytest.mark.parametrize(
+    ("flops", "expected"),
+    [
+        ({"fp32": 200e9}, "fp32"),
+        ({"fp32": 200e9, "bf16": 90e9}, "fp32"),
+        ({"fp32": 200e9, "bf16": 220e9}, "fp32"),
+        ({"fp32": 200e9, "bf16": 430e9}, "bf16"),
+        ({"fp32": 15e12, "bf16": 8e12, "fp16": 100e12}, "fp16"),  # V100
+        ({"fp32": 100e12, "bf16": 700e12, "fp16": 710e12}, "bf16"),  # H100
+    ],
+)
+def test_precision(flops: dict[str, float], expected: str) -> None:
+    assert choose_precision(flops) == expected
+
+
+@pytest.mark.parametrize("size", MODEL_SIZES, ids=lambda size: f"{size.num_layers}x{size.hidden_size}")
+def test_sizes_are_buildable_and_counted_exactly(size: ModelSize) -> None:
+    config = ModelConfig(
+        num_layers=size.num_layers,
+        hidden_size=size.hidden_size,
+        num_attention_heads=size.num_attention_heads,
+        ffn_hidden_size=size.ffn_hidden_size,
+        max_position_embeddings=size.seq_length,
+        position_embedding_type="rope",
+        normalization="RMSNorm",
+        swiglu=True,
+        add_bias_linear=False,
+        untie_embeddings_and_output_weights=True,
+    )
+    model = GPT(config, size.padded_vocab_size, device="meta")
+    assert sum(parameter.numel() for parameter in model.parameters()) == size.num_parameters
+
+
+def test_sizes_grow() -> None:
+    counts = [size.num_parameters for size in MODEL_SIZES]
+    assert counts == sorted(set(counts))
+
+
+def test_a_faster_machine_and_more_time_never_get_a_smaller_model() -> None:
+    def parameters(flops: float, seconds: float) -> int:
+        return choose_model(Machine("x", "fp32", flops), seconds, TEXT).num_parameters
+
+    speeds = [10.0**exponent for exponent in range(9, 16)]
+    assert [parameters(flops, 180) for flops in speeds] == sorted(parameters(flops, 180) for flops in speeds)
+    times = [1, 6, 60, 180, 600, 3600]
+    assert [parameters(400e9, time) for time in times] == sorted(parameters(400e9, time) for time in times)
+
+
+def test_the_slowest_machine_gets_the_smallest_model() -> None:
+    assert choose_model(Machine("x", "fp32", 1e8), 10, TEXT) == MODEL_SIZES[0]
+
+
+def test_little_text_does_not_get_a_large_model() -> None:
+    machine = Machine("x", "bf16", 700e12)
+    assert choose_model(machine, 180, 5e4).num_parameters < choose_model(machine, 180, 1e8).num_parameters
+
+
+def test_iterations_fill_the_time() -> None:
+    size = MODEL_SIZES[1]
+    assert choose_iterations(size, 180.0, 0.15, 1e9) == 1200
+
+
+def test_iterations_stop_before_the_text_is_known_by_heart() -> None:
+    size = MODEL_SIZES[1]
+    iterations = choose_iterations(size, 3600.0, 0.001, 1e6)
+    assert iterations * size.tokens_per_step == pytest.approx(MOST_EPOCHS * 1e6, rel=0.01)
+
+
+def test_a_run_is_long_enough_to_be_killed_and_resumed() -> None:
+    assert choose_iterations(MODEL_SIZES[0], 0.1, 10.0, 1e3) == FEWEST_ITERATIONS
