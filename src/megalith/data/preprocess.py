@@ -138,9 +138,9 @@ def preprocess(options: PreprocessOptions, progress: Progress | None = None) -> 
         ]
         done = _Position(options.input, settings.input_format)
         for chunk in _encode(options, settings, workers):
+            done.pass_over(chunk)
             for writer, encoded in zip(writers, chunk.by_key, strict=True):
                 writer.add_documents(encoded.tokens, encoded.lengths, encoded.sequences_per_document)
-            done.pass_over(chunk)
             watcher.advanced(done.documents, done.bytes, total, time.perf_counter() - start)
         if not done.documents:
             raise DataError(f"{options.input} holds no document")

@@ -1,0 +1,191 @@
+"""Preparing data as a user does: command lines, exit codes, the screen, several processes, Ctrl-C and kill."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megalith.data.indexed import IndexedDataset
+from megalith.tokenizers import train_byte_level_bpe
+from megalith.tokenizers.gpt2_bpe import GPT2BPETokenizer
+
+WORDS = "First Citizen: Before we proceed any further, hear me speak."
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """`--vocab-file V --merge-file M` of a small tokenizer."""
+    vocab_file, merge_file = train_byte_level_bpe([WORDS] * 3, 280, tmp_path_factory.mktemp("tokenizer"))
+    return ["--vocab-file", str(vocab_file), "--merge-file", str(merge_file)]
+
+
+@pytest.fixture(scope="module")
+def command(repository: Path) -> list[str]:
+    return [sys.executable, str(repository / "tools" / "preprocess_data.py")]
+
+
+def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+
+
+def write_jsonl(file: Path, documents: int) -> None:
+    with file.open("w") as out:
+        for number in range(documents):
+            out.write(json.dumps({"id": number, "text": f"{number} {WORDS} " * (number % 5)}) + "\n")
+
+
+def test_the_first_users_command_line(command: list[str], files: list[str], tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "oscar.jsonl", 100)
+    line = "--input oscar.jsonl --output-prefix my-gpt2 --dataset-impl mmap --tokenizer-type GPT2BPETokenizer "
+    line += "--append-eod --workers 20 --chunk-size 25"
+    done = run([*command, *line.split(), *files], tmp_path)
+    assert done.returncode == 0, done.stderr
+    screen = done.stdout.splitlines()
+    assert screen[0] == "Opening oscar.jsonl"
+    assert screen[1].startswith("Time to startup: ")
+    assert screen[2].startswith("Wrote my-gpt2_text_document.bin and .idx: 100 documents, ")
+    notes = done.stderr.splitlines()
+    assert notes[:2] == [
+        "note: --dataset-impl: obsolete; datasets are always memory-mapped",
+        "note: --chunk-size: obsolete; the work is cut by size",
+    ]
+    assert notes[2].startswith("Processed 100 documents (") and notes[2].endswith(" MB/s).")
+    dataset, tokenizer = IndexedDataset(str(tmp_path / "my-gpt2_text_document")), GPT2BPETokenizer(files[1], files[3])
+    assert dataset.num_documents == 100
+    assert dataset.document_index[:4].tolist() == [0, 0, 1, 2], "document 0 is empty"
+    assert tokenizer.decode(dataset.get(0).tolist()) == f"1 {WORDS} <|endoftext|>"
+
+
+def test_a_text_file_with_separators(repository: Path, files: list[str], tmp_path: Path) -> None:
+    (tmp_path / "stories.txt").write_text(f"{WORDS}\n<|endoftext|>\nOnce.\n<|endoftext|>\n")
+    command = [sys.executable, "-c", "import sys; from megalith.cli.main import main; sys.exit(main(sys.argv[1:]))"]
+    arguments = ["preprocess", "--input", "stories.txt", "--output_prefix=new/folder/stories", "--append-eod"]
+    done = run([*command, *arguments, *files], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "Documents: separated by '<|endoftext|>'" in done.stdout
+    dataset = IndexedDataset(str(tmp_path / "new/folder/stories_text_document"))
+    assert dataset.num_documents == 2
+
+
+def test_everything_wrong_is_said_at_once(command: list[str], tmp_path: Path) -> None:
+    line = "--inptu a.jsonl --workers two --partitions 4 --split-sentences --vocab-file none.json --log-interval 0"
+    done = run([*command, *line.split()], tmp_path)
+    assert done.returncode == 2
+    for message in (
+        "9 things to put right",
+        "unknown flag --inptu; did you mean --input?",
+        "--workers two is not a whole number",
+        "--partitions 4: needs the complete data path, not in this version",
+        "--split-sentences: needs the complete data path, not in this version",
+        "--log-interval 0 is below 1",
+        "--input is missing",
+        "--output-prefix is missing",
+        "--merge-file is missing",
+        "--vocab-file none.json: no such file",
+    ):
+        assert message in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_bad_line_ends_with_its_place_and_the_code_of_data(
+    command: list[str], files: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "in.jsonl").write_text('{"text": "good"}\n{"text": bad}\n')
+    done = run([*command, "--input", "in.jsonl", "--output-prefix", "out", "--workers", "1", *files], tmp_path)
+    assert done.returncode == 3
+    assert done.stderr.splitlines()[-1].startswith("megalith preprocess: in.jsonl, line 2: no JSON")
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+def test_help_needs_nothing(command: list[str], tmp_path: Path) -> None:
+    for arguments in ([], ["--help"]):
+        done = run([*command, *arguments], tmp_path)
+        assert done.returncode == 0
+        assert "--output-prefix" in done.stdout
+
+
+SCRIPT = """
+import sys
+from megalith.config import TokenizerConfig
+from megalith.data.preprocess import PreprocessOptions, Silence, preprocess
+
+class Watcher(Silence):
+    def advanced(self, documents, bytes_done, bytes_total, seconds):
+        print("advanced", documents, flush=True)
+
+if __name__ == "__main__":
+    source, prefix, vocab_file, merge_file, workers, chunk_bytes = sys.argv[1:]
+    tokenizer = TokenizerConfig(vocab_file=vocab_file, merge_file=merge_file)
+    options = PreprocessOptions(source, prefix, tokenizer, workers=int(workers), chunk_bytes=int(chunk_bytes))
+    print("workers", preprocess(options, Watcher()).workers)
+    assert "torch" not in sys.modules
+"""
+
+
+def script(folder: Path, files: list[str], prefix: str, workers: int, chunk_bytes: int) -> list[str]:
+    """A command that uses the library and reports each chunk."""
+    (folder / "script.py").write_text(SCRIPT)
+    return [sys.executable, "script.py", "in.jsonl", prefix, files[1], files[3], str(workers), str(chunk_bytes)]
+
+
+def test_any_number_of_processes_writes_the_same(files: list[str], tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "in.jsonl", 400)
+    for prefix, workers, chunk_bytes in (("one", 1, 1 << 19), ("two", 2, 300)):
+        done = run(script(tmp_path, files, prefix, workers, chunk_bytes), tmp_path)
+        assert done.stdout.endswith(f"workers {workers}\n"), done.stderr
+    for ending in (".bin", ".idx"):
+        one, two = (tmp_path / f"{name}_text_document{ending}" for name in ("one", "two"))
+        assert one.read_bytes() == two.read_bytes()
+
+
+def test_a_bad_line_is_named_from_another_process(files: list[str], tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "in.jsonl", 400)
+    with (tmp_path / "in.jsonl").open("a") as file:
+        file.write("oops\n" + '{"text": ""}\n' * 100)
+    done = run(script(tmp_path, files, "out", 2, 300), tmp_path)
+    assert done.returncode == 1
+    assert "in.jsonl, line 401: no JSON" in done.stderr
+    assert not list(tmp_path.glob("out*"))
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def gone(pids: list[int], seconds: float) -> bool:
+    """Whether all processes end within this time."""
+    deadline = time.monotonic() + seconds
+    while any(os.path.exists(f"/proc/{pid}/exe") for pid in pids):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads /proc")
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_leaves_no_process_and_no_dataset(end: int, files: list[str], tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "in.jsonl", 40_000)
+    command = script(tmp_path, files, "out", 2, 20_000)
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith(b"advanced")
+        children = children_of(process.pid)
+        assert len(children) >= 2
+        process.send_signal(end)
+        process.communicate(timeout=20)
+    assert process.returncode != 0
+    assert gone(children, seconds=10), "workers outlived their parent"
+    left = {path.name for path in tmp_path.glob("out*")}
+    assert left <= ({"out_text_document.bin.partial"} if end != signal.SIGINT else set())
+    done = run(script(tmp_path, files, "out", 2, 20_000), tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert IndexedDataset(str(tmp_path / "out_text_document")).num_documents == 40_000
+    assert {path.name for path in tmp_path.glob("out*")} == {"out_text_document.bin", "out_text_document.idx"}

@@ -1,0 +1,53 @@
+"""The fingerprint changes with what a run reads, and with nothing else."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megalith.config import DataConfig
+from megalith.data.fingerprint import fingerprint
+from megalith.data.indexed import IndexedWriter
+
+
+def write(prefix: Path, documents: list[list[int]]) -> DataConfig:
+    with IndexedWriter(str(prefix), "uint16") as writer:
+        for tokens in documents:
+            writer.add_document(tokens, [len(tokens)])
+        writer.finalize()
+    return DataConfig(seq_length=8, data_path=(str(prefix),))
+
+
+def test_moved_data_is_the_same_data(tmp_path: Path) -> None:
+    data = write(tmp_path / "here", [[1, 2], [3, 4]])
+    for ending in (".bin", ".idx"):
+        shutil.copy(tmp_path / f"here{ending}", tmp_path / f"there{ending}")
+    moved = dataclasses.replace(data, data_path=(str(tmp_path / "there"),))
+    assert fingerprint(moved, seed=1) == fingerprint(data, seed=1)
+    assert json.loads(json.dumps(fingerprint(data, seed=1))) == fingerprint(data, seed=1)
+
+
+def test_changed_data_is_other_data(tmp_path: Path) -> None:
+    documents = [[1, 2, 3], [4, 5]]
+    changes = [documents, documents[::-1], [[1, 2, 3], [4, 6]], [[1, 2], [3, 4, 5]], [*documents, [6]]]
+    digests = [fingerprint(write(tmp_path / "data", change), seed=1)["digest"] for change in changes]
+    data = write(tmp_path / "data", documents)
+    digests.append(fingerprint(data, seed=2)["digest"])
+    for change in ({"split": "1,1,1"}, {"seq_length": 9}, {"mock_data": True}):
+        digests.append(fingerprint(dataclasses.replace(data, **change), seed=1)["digest"])
+    assert len(set(digests)) == len(digests)
+
+
+@pytest.mark.parametrize("position", [0, 333_333, 599_999])
+def test_a_shifted_text_shows_in_a_large_file(position: int, tmp_path: Path) -> None:
+    tokens = np.arange(600_000) % 50_000
+    data = write(tmp_path / "data", [tokens.tolist()])
+    before = fingerprint(data, seed=1)
+    shifted = np.concatenate([tokens[:position], tokens[position + 1 :], [7]])
+    write(tmp_path / "data", [shifted.tolist()])
+    assert fingerprint(data, seed=1)["digest"] != before["digest"]

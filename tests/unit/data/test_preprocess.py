@@ -1,0 +1,275 @@
+"""Text to tokens in one process: what is a document, the same bytes for any cut, and what bad input says."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megalith.config import TokenizerConfig
+from megalith.data.encoding import EncodeSettings
+from megalith.data.indexed import IndexedDataset
+from megalith.data.preprocess import PreprocessOptions, Silence, find_violations, preprocess, useful_workers
+from megalith.data.sources import Chunk, find_separator, format_of, read_chunks, text_documents
+from megalith.errors import ConfigError, DataError
+from megalith.tokenizers import build_tokenizer, train_byte_level_bpe
+
+NUMBERS = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=1000)
+
+
+@pytest.fixture(scope="module")
+def bpe(tmp_path_factory: pytest.TempPathFactory) -> TokenizerConfig:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    vocab_file, merge_file = train_byte_level_bpe(["first second third document of words"] * 3, 280, folder)
+    return TokenizerConfig(vocab_file=str(vocab_file), merge_file=str(merge_file))
+
+
+def texts_of(prefix: str, tokenizer: TokenizerConfig) -> list[str]:
+    """Each document of a dataset as text."""
+    dataset, decoder = IndexedDataset(prefix), build_tokenizer(tokenizer)
+    sequences = [decoder.decode(tokens.tolist()) for tokens in dataset[:]]
+    bounds = dataset.document_index.tolist()
+    return ["".join(sequences[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
+
+
+def options_for(file: Path, content: str | bytes, tokenizer: TokenizerConfig, **more: Any) -> PreprocessOptions:
+    file.write_bytes(content.encode() if isinstance(content, str) else content)
+    return PreprocessOptions(str(file), str(file.with_suffix("")), tokenizer, **more)
+
+
+def lines(*documents: Any) -> str:
+    return "".join(json.dumps(document) + "\n" for document in documents)
+
+
+def test_json_lines_become_documents(tmp_path: Path, bpe: TokenizerConfig) -> None:
+    content = lines({"text": "first"}, {"text": ""}, {"text": "caf\u00e9 \u4e2d", "id": 1}, {"text": ["a", "", "b"]})
+    options = options_for(tmp_path / "in.jsonl", content, bpe, append_eod=True)
+    report = preprocess(options)
+    end = "<|endoftext|>"
+    prefix = report.prefixes["text"]
+    assert prefix == f"{tmp_path}/in_text_document"
+    assert texts_of(prefix, bpe) == [f"first{end}", "", f"caf\u00e9 \u4e2d{end}", f"ab{end}"]
+    assert (report.num_documents, report.num_bytes) == (4, len(content))
+    assert report.num_tokens == {"text": IndexedDataset(prefix).num_tokens}
+    assert IndexedDataset(prefix).document_index.tolist() == [0, 1, 1, 2, 4]
+
+
+def test_line_endings_blank_lines_and_byte_order_mark(tmp_path: Path) -> None:
+    content = b'\xef\xbb\xbf{"text": "1"}\r\n\r\n  \n{"text": "2 3"}'
+    report = preprocess(options_for(tmp_path / "in.jsonl", content, NUMBERS))
+    assert texts_of(report.prefixes["text"], NUMBERS) == ["1", "2 3"]
+
+
+def test_every_key_is_a_dataset(tmp_path: Path) -> None:
+    content = lines({"a": "1 2", "b": "3"}, {"a": "4", "b": "5 6"})
+    report = preprocess(options_for(tmp_path / "in.jsonl", content, NUMBERS, json_keys=("b", "a")))
+    assert texts_of(f"{tmp_path}/in_a_document", NUMBERS) == ["1 2", "4"]
+    assert texts_of(f"{tmp_path}/in_b_document", NUMBERS) == ["3", "5 6"]
+    assert report.num_tokens == {"b": 3, "a": 3}
+
+
+@pytest.mark.parametrize(
+    ("content", "separator", "documents"),
+    [
+        ("One.\n<|endoftext|>\nTwo.\n\nStill two.\n<|endoftext|>\n", None, ["One.", "Two.\n\nStill two."]),
+        ("One.<|endoftext|>Two.", None, ["One.", "Two."]),
+        ("<|endoftext|>\n \n<|endoftext|>One.", None, ["One."]),
+        ("One\nmore.\n\n\n\nTwo.\n", None, ["One\nmore.", "Two."]),
+        ("One.\r\n\r\nTwo.\r\n", None, ["One.", "Two."]),
+        (" All of\nit.\n", None, [" All of\nit.\n"]),
+        ("One.\nTwo.\n\nThree.", "\n", ["One.", "Two.", "Three."]),
+        ("One---Two", "---", ["One", "Two"]),
+        ("One<|endoftext|>", "---", ["One<|endoftext|>"]),
+    ],
+)
+def test_documents_of_a_text(
+    content: str, separator: str | None, documents: list[str], tmp_path: Path, bpe: TokenizerConfig
+) -> None:
+    for chunk_bytes in (1, 7, 1 << 19):
+        options = options_for(tmp_path / "in.txt", content, bpe, document_separator=separator, chunk_bytes=chunk_bytes)
+        assert texts_of(preprocess(options).prefixes["text"], bpe) == documents
+
+
+@given(
+    parts=st.lists(st.text(alphabet="a\n\r|<>", max_size=5), max_size=6),
+    separator=st.sampled_from(["<|>", "\n\n"]),
+    chunk_bytes=st.integers(1, 9),
+)
+def test_chunks_never_change_the_documents(parts: list[str], separator: str, chunk_bytes: int) -> None:
+    content = separator.join(parts).encode()
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(content)
+        file.flush()
+        chunks = list(read_chunks(Path(file.name), separator.encode(), chunk_bytes=chunk_bytes, max_document_bytes=99))
+    assert b"".join(chunk.data for chunk in chunks) == content
+
+    def documents(chunk: Chunk) -> list[str]:
+        return [texts[0][0] for _, texts in text_documents(chunk, separator)]
+
+    whole = documents(Chunk(content, is_first=True)) if content else []
+    assert [text for chunk in chunks for text in documents(chunk)] == whole
+
+
+def test_separators_are_found(tmp_path: Path) -> None:
+    file = tmp_path / "in.txt"
+    for content, separator in (("a\n\nb<|endoftext|>", "<|endoftext|>"), ("a\n\nb", "\n\n"), ("a\nb", None)):
+        file.write_text(content)
+        assert find_separator(file) == separator
+
+
+def test_formats_are_found(tmp_path: Path) -> None:
+    assert [format_of(Path(name)) for name in ("a.jsonl", "a.JSON", "a.ndjson", "a.txt")] == ["jsonl"] * 3 + ["txt"]
+    for content, expected in ((b'\xef\xbb\xbf\n{"text": ""}', "jsonl"), (b"text", None), (b"\x1f\x8b\x08", None)):
+        (tmp_path / "data").write_bytes(content)
+        assert format_of(tmp_path / "data") == expected
+
+
+def test_processes_that_have_nothing_to_do_are_not_started(tmp_path: Path) -> None:
+    options = options_for(tmp_path / "in.jsonl", lines({"text": "1"}), NUMBERS, workers=64)
+    assert useful_workers(options) == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b"{", "no JSON: "),
+        (b'{"text": "1"} {"text": "2"}', "no JSON: Extra data"),
+        (b"\xff", "byte 0 of the line is no UTF-8"),
+        (b'["1"]', "expected a JSON object, found an array: give one object per line"),
+        (b'[{"text": "1"},', "it looks like a JSON array"),
+        (b"7", "expected a JSON object, found a int"),
+        (b'{"content": "1", "id": 3}', 'no key "text"; its keys are "content", "id" (--json-keys names the text)'),
+        (b"{}", "its keys are none"),
+        (b'{"text": null}', 'the value of "text" is not text but null'),
+        (b'{"text": ["1", 2]}', 'the value of "text" is not text but ["1", 2]'),
+        (b'{"text": "one"}', "NullTokenizer takes whole numbers"),
+        (b'{"text": "1 -2"}', "token -2 does not fit uint16"),
+        (b'{"text": "70000"}', "token 70000 does not fit uint16"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b'{"id": ' + b"9" * 5000 + b', "text": "1"}', "no JSON: Exceeds the limit"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("chunk_bytes", [16, 1 << 19])
+def test_a_bad_line_is_named_and_nothing_is_left(line: bytes, reason: str, chunk_bytes: int, tmp_path: Path) -> None:
+    good = b'{"text": "1 2 3"}\n'
+    content = good * 40 + b"\n" + line + b"\n" + good
+    options = options_for(tmp_path / "in.jsonl", content, NUMBERS, chunk_bytes=chunk_bytes)
+    with pytest.raises(DataError) as caught:
+        preprocess(options)
+    assert f"{tmp_path}/in.jsonl, line 42: " in str(caught.value)
+    assert reason in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+def test_a_lone_surrogate_is_named(tmp_path: Path, bpe: TokenizerConfig) -> None:
+    with pytest.raises(DataError, match=r"line 1: character 1 is a lone surrogate \(U\+DC00\)"):
+        preprocess(options_for(tmp_path / "in.jsonl", '{"text": "a\\udc00"}', bpe))
+
+
+def test_bad_bytes_in_a_text_are_named(tmp_path: Path, bpe: TokenizerConfig) -> None:
+    content = b"a<|endoftext|>b<|endoftext|>\xe9<|endoftext|>"
+    for chunk_bytes in (5, 1 << 19):
+        with pytest.raises(DataError, match=r"in\.txt, document 3: byte 0xe9 is no UTF-8"):
+            preprocess(options_for(tmp_path / "in.txt", content, bpe, chunk_bytes=chunk_bytes))
+
+
+def test_a_document_longer_than_the_limit_is_named(tmp_path: Path) -> None:
+    options = options_for(
+        tmp_path / "in.jsonl",
+        lines({"text": "1"}) + " " * 100 + lines({"text": "2"}),
+        NUMBERS,
+        chunk_bytes=10,
+        max_document_bytes=60,
+    )
+    with pytest.raises(DataError, match="the line that begins at byte 14 is longer than 60 bytes"):
+        preprocess(options)
+    options = options_for(tmp_path / "in.txt", "word " * 30, NUMBERS, chunk_bytes=10, max_document_bytes=60)
+    with pytest.raises(
+        DataError, match=r"nothing separates the document that begins at byte 0 .* --document-separator"
+    ):
+        preprocess(options)
+
+
+@pytest.mark.parametrize(("name", "content"), [("in.jsonl", "\n  \n"), ("in.txt", "\n \n")])
+def test_no_document_at_all_is_an_error(name: str, content: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=rf"{name} holds no document"):
+        preprocess(options_for(tmp_path / name, content, NUMBERS))
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_a_failed_run_leaves_the_old_dataset(tmp_path: Path) -> None:
+    report = preprocess(options_for(tmp_path / "in.jsonl", lines({"text": "1 2"}), NUMBERS))
+    with pytest.raises(DataError):
+        preprocess(options_for(tmp_path / "in.jsonl", "oops", NUMBERS))
+    assert texts_of(report.prefixes["text"], NUMBERS) == ["1 2"]
+
+
+def test_all_violations_come_at_once(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    options = PreprocessOptions(
+        input=str(tmp_path / "none.jsonl"),
+        output_prefix=str(tmp_path / "file" / "out"),
+        tokenizer=TokenizerConfig(vocab_file=str(tmp_path)),
+        json_keys=("a", "a", "b/c"),
+        workers=0,
+        input_format="csv",
+        document_separator="",
+    )
+    with pytest.raises(ConfigError) as caught:
+        preprocess(options)
+    assert [violation.split(":")[0] for violation in caught.value.violations] == [
+        "--merge-file is missing",
+        f"--input {tmp_path}/none.jsonl",
+        f"--vocab-file {tmp_path}",
+        "--json-keys a a b/c",
+        "--json-keys b/c",
+        "--document-separator is empty; leave it out to find the separator",
+        "--input-format csv",
+        "--workers 0 is below 1",
+        f"--output-prefix {tmp_path}/file/out",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("in.csv", b"text\n1\n", "neither .jsonl, .json nor .txt"),
+        ("in.jsonl.gz", b"\x1f\x8b\x08", "unpack or convert them"),
+        ("in.jsonl", b"", "the file is empty"),
+    ],
+)
+def test_sources_of_later_versions_are_refused(name: str, content: bytes, message: str, tmp_path: Path) -> None:
+    (violation,) = find_violations(options_for(tmp_path / name, content, NUMBERS))
+    assert message in violation
+
+
+def test_keys_of_plain_text_are_refused(tmp_path: Path) -> None:
+    (violation,) = find_violations(options_for(tmp_path / "in.txt", "1", NUMBERS, json_keys=("body",)))
+    assert "plain text, which has no keys" in violation
+
+
+def test_progress_is_reported(tmp_path: Path) -> None:
+    seen: list[tuple[Any, ...]] = []
+
+    class Watcher(Silence):
+        def opening(self, path: str) -> None:
+            seen.append(("opening", path))
+
+        def started(self, seconds: float, settings: EncodeSettings, workers: int) -> None:
+            seen.append(("started", workers))
+
+        def advanced(self, documents: int, bytes_done: int, bytes_total: int, seconds: float) -> None:
+            seen.append((documents, bytes_done, bytes_total))
+
+        def finished(self, documents: int, bytes_done: int, seconds: float) -> None:
+            seen.append(("finished", documents, bytes_done))
+
+    content = lines({"text": "1"}, {"text": "2"})
+    options = options_for(tmp_path / "in.jsonl", content, NUMBERS, chunk_bytes=14)
+    preprocess(options, Watcher())
+    assert seen == [("opening", options.input), ("started", 1), (1, 14, 28), (2, 28, 28), ("finished", 2, 28)]
