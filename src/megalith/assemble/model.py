@@ -12,18 +12,17 @@ from megalith.models.initialise import initialise, initialise_as_megatron_cpu
 from megalith.optim.optimizer import Optimizer, build_optimizer
 
 
-def resolve_device(run: RunConfig) -> torch.device:
+def choose_device(wanted: str, local_rank: int = 0) -> torch.device:
     """Where to compute: what `--device` says, CUDA under "auto" where there is one.
 
     Raises:
         ConfigError: CUDA is asked for and not there.
     """
-    wanted = run.train.device
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch sees no CUDA device here; use --device cpu or auto")
-    device = torch.device("cuda", run.launch.local_rank)
+    device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return device
 

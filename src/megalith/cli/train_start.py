@@ -14,7 +14,7 @@ from datetime import datetime
 import torch
 
 from megalith.assemble.data import Loaders, build_datasets, build_loaders, target_sizes
-from megalith.assemble.model import build_model, build_run_optimizer, draw_weights, params_dtype, resolve_device
+from megalith.assemble.model import build_model, build_run_optimizer, choose_device, draw_weights, params_dtype
 from megalith.assemble.schedule import build_schedule
 from megalith.checkpoint import DirectoryStore
 from megalith.checkpoint.store import TRACKER_FILE
@@ -73,7 +73,7 @@ def start(
     Raises:
         MegalithError: data, tokenizer or checkpoint are missing, damaged or do not fit.
     """
-    device = resolve_device(config)
+    device = choose_device(config.train.device, config.launch.local_rank)
     _say_configuration(config, screen, device, backend_asked_for=backend_asked_for)
     screen.say(console.building_tokenizer_line(config.tokenizer.tokenizer_type))
     tokenizer = build_tokenizer(config.tokenizer)

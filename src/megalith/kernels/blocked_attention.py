@@ -79,5 +79,5 @@ def blocked_causal_attention(q_SBHK: Tensor, k_SBHK: Tensor, v_SBHK: Tensor) -> 
     """
     length, batch, heads, size = q_SBHK.shape
     flat = [x.permute(1, 2, 0, 3).reshape(batch * heads, length, size) for x in (q_SBHK, k_SBHK, v_SBHK)]
-    out: Tensor = _BlockedAttention.apply(flat[0] * size**-0.5, *flat[1:])  # type: ignore[no-untyped-call]
+    out: Tensor = _BlockedAttention.apply(flat[0] * size**-0.5, *flat[1:])
     return out.view(batch, heads, length, size).permute(2, 0, 1, 3)

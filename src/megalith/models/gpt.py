@@ -146,13 +146,14 @@ class GPT(nn.Module):
 
     def new_cache(self, batch: int, max_length: int) -> KVCache:
         """An empty key-value cache for `batch` sequences of up to `max_length` tokens."""
-        first = self.decoder.layers[0].self_attention
+        first = self.decoder.layers[0]
+        assert isinstance(first, Block)
         weight = self.output_weight
         return KVCache(
             self.config.num_layers,
             max_length,
             batch,
-            first.num_groups,
+            first.self_attention.num_groups,
             self.config.head_size,
             dtype=weight.dtype,
             device=weight.device,

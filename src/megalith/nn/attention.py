@@ -57,12 +57,14 @@ def causal_mask(num_queries: int, num_keys: int, device: torch.device) -> Tensor
 def attend_fused(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
     """Causal softmax(q k^T / sqrt(K)) v by torch SDPA. [Q, B, H, K], 2 x [S, B, H, K] -> [Q, B, H, K]."""
     dtype, source = product_dtype(q), q.dtype
-    heads = [x.to(dtype).permute(1, 2, 0, 3) for x in (q, k, v)]
+    q_BHQK, k_BHSK, v_BHSK = (x.to(dtype).permute(1, 2, 0, 3) for x in (q, k, v))
     square = q.shape[0] == k.shape[0]
     mask = None
     if not square and q.shape[0] > 1:
         mask = ~causal_mask(q.shape[0], k.shape[0], q.device)
-    context = nn.functional.scaled_dot_product_attention(*heads, attn_mask=mask, dropout_p=dropout, is_causal=square)
+    context = nn.functional.scaled_dot_product_attention(
+        q_BHQK, k_BHSK, v_BHSK, attn_mask=mask, dropout_p=dropout, is_causal=square
+    )
     return context.permute(2, 0, 1, 3).to(source)
 
 

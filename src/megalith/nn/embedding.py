@@ -31,7 +31,7 @@ def lookup(weight: nn.Parameter, ids: Tensor, sink: GradientSink | None) -> Tens
     """Return the rows of `weight` that `ids` names. [V, D], [...] -> [..., D]."""
     if sink is None or not torch.is_grad_enabled():
         return nn.functional.embedding(ids, weight)
-    rows: Tensor = _Lookup.apply(weight, ids, sink)  # type: ignore[no-untyped-call]
+    rows: Tensor = _Lookup.apply(weight, ids, sink)
     return rows
 
 

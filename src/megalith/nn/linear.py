@@ -67,7 +67,7 @@ def linear(x: Tensor, weight: nn.Parameter, bias: Tensor | None, sink: GradientS
     """
     if sink is None or not torch.is_grad_enabled():
         return _affine(x, weight, bias)
-    y: Tensor = _Linear.apply(x, weight, bias, sink)  # type: ignore[no-untyped-call]
+    y: Tensor = _Linear.apply(x, weight, bias, sink)
     return y
 
 

@@ -127,7 +127,7 @@ def vocabulary_loss(
     Memory: one [T, V] tensor of `buffer` from forward to backward, in the dtype of `hidden`.
     Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3 (the loss over a parallel vocabulary).
     """
-    loss: Tensor = _VocabularyLoss.apply(  # type: ignore[no-untyped-call]
+    loss: Tensor = _VocabularyLoss.apply(
         hidden.reshape(-1, hidden.shape[-1]), weight, targets.reshape(-1), sink, buffer
     )
     return loss.view(targets.shape)

@@ -32,4 +32,4 @@ def attach_sink(module: Module, sink: GradientSink | None) -> None:
     """Give every layer below `module` that can use one the sink `sink` (None takes it away)."""
     for layer in module.modules():
         if hasattr(layer, "sink"):
-            layer.sink = sink
+            setattr(layer, "sink", sink)  # noqa: B010 - a plain attribute, not a submodule
