@@ -104,6 +104,16 @@ def test_a_bad_line_ends_with_its_place_and_the_code_of_data(
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 
+def test_a_full_disk_is_said_and_nothing_is_left(command: list[str], files: list[str], tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "in.jsonl", 1000)
+    shell = ["sh", "-c", 'ulimit -f 8; exec "$@"', "sh"]  # no file grows beyond 4 KiB
+    done = run([*shell, *command, "--input", "in.jsonl", "--output-prefix", "out", *files], tmp_path)
+    assert done.returncode == 3
+    assert "cannot write out_text_document.bin" in done.stderr.splitlines()[-1]
+    assert "File too large" in done.stderr.splitlines()[-1]
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
 def test_help_needs_nothing(command: list[str], tmp_path: Path) -> None:
     for arguments in ([], ["--help"]):
         done = run([*command, *arguments], tmp_path)

@@ -10,7 +10,7 @@ from megalith.config import DataConfig
 from megalith.data.gpt_dataset import Documents, GPTDataset, GPTDatasetOptions
 from megalith.data.indexed import IndexedDataset
 from megalith.data.mock import MOCK_SPLIT, MockDocuments
-from megalith.data.splits import DEFAULT_SPLIT, SPLIT_NAMES, Sizes, parse_split
+from megalith.data.splits import DEFAULT_SPLIT, Sizes, parse_split
 from megalith.errors import ConfigError
 from megalith.tokenizers import Tokenizer
 
@@ -35,7 +35,7 @@ def build_gpt_datasets(data: DataConfig, tokenizer: Tokenizer, *, sizes: Sizes, 
         seed: seed of the sample order.
 
     Raises:
-        ConfigError: no data, or several prefixes, which this version cannot blend.
+        ConfigError: no data, no share for training, or several prefixes, which this version cannot blend.
         DataError: files are missing or damaged, or a split is too small for its size.
     """
     documents: Documents
@@ -51,6 +51,8 @@ def build_gpt_datasets(data: DataConfig, tokenizer: Tokenizer, *, sizes: Sizes, 
         split_matrix=parse_split(split),
         eod_mask_loss=data.eod_mask_loss,
     )
+    if options.split_matrix[0] is None and sizes[0]:
+        raise ConfigError(f"--split {split} gives training no share, but {sizes[0]} samples are asked of it")
     logger.info("Let split_matrix = %s", options.split_matrix)
     built = [
         None
@@ -67,7 +69,14 @@ def build_gpt_datasets(data: DataConfig, tokenizer: Tokenizer, *, sizes: Sizes, 
         )
         for number, interval in enumerate(options.split_matrix)
     ]
-    return Datasets(**dict(zip(SPLIT_NAMES, built, strict=True)))
+    problem = next((dataset.cache_problem for dataset in built if dataset and dataset.cache_problem), None)
+    if problem:
+        logger.warning(
+            "cannot keep the index cache in %s; each start builds it anew, unless --data-cache-path names a folder "
+            "that can be written",
+            problem,
+        )
+    return Datasets(*built)
 
 
 def single_prefix(data: DataConfig) -> str:

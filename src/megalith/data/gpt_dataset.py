@@ -76,6 +76,7 @@ class GPTDataset:
         documents_of_split: numbers of the documents that this split takes.
         plan: epochs and samples.
         description: the text whose md5 names the cache files.
+        cache_problem: why the indices could not be saved, None if they were or need not be.
     """
 
     def __init__(
@@ -111,11 +112,12 @@ class GPTDataset:
         self.requested = requested
         self.documents_of_split = interval_range(interval, len(documents.lengths))
         self._documents, self._options, self._path = documents, options, path
-        self._eod = tokenizer.eod
+        self._eod, self._vocab_size = tokenizer.eod, tokenizer.vocab_size
         self._pad = -1 if tokenizer.pad is None else tokenizer.pad
         self._extra = 1 if options.add_extra_token else 0
         self.plan = self._plan()
         self.description = self._describe(class_name, tokenizer)
+        self.cache_problem: str | None = None
         cache = (
             None if cache_folder is None else IndexCache(cache_folder, f"{class_name}-{self.name}", self.description)
         )
@@ -166,7 +168,13 @@ class GPTDataset:
             length = end + self._extra - offset if position == last else None
             parts.append(self._documents.get(int(self.document_index[position]), offset, length))
         text = np.full(self._options.sequence_length + self._extra, self._pad, np.int64)
-        np.concatenate(parts, out=text[: sum(map(len, parts))], casting="unsafe")
+        tokens = np.concatenate(parts, out=text[: sum(map(len, parts))], casting="unsafe")
+        if tokens.min() < 0 or tokens.max() >= self._vocab_size:
+            outside = tokens.min() if tokens.min() < 0 else tokens.max()
+            raise DataError(
+                f"{self._path} holds token {outside}, outside the vocabulary of {self._vocab_size}: it was made with "
+                f"another tokenizer"
+            )
         return text
 
     def _plan(self) -> EpochPlan:
@@ -237,7 +245,10 @@ class GPTDataset:
             logger.info("Build and save the %s %s indices", class_name, self.name)
             arrays = self._build()
             if cache is not None:
-                cache.save(arrays)
+                try:
+                    cache.save(arrays)
+                except OSError as error:
+                    self.cache_problem = f"{cache.stem.parent}: {error.strerror}"
         else:
             logger.info("Load the %s %s indices", class_name, self.name)
         logger.info("> total number of samples: %d", self.num_samples)

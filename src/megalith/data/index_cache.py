@@ -57,22 +57,15 @@ class IndexCache:
             logger.warning("index cache %s-*: damaged (%s), built again", self.stem, error)
             return None
 
-    def save(self, arrays: Mapping[str, NDArray[Any]]) -> bool:
-        """Write the entry; False, with one line in the log, where the folder cannot be written."""
-        try:
-            self.stem.parent.mkdir(parents=True, exist_ok=True)
-            for name, array in arrays.items():
-                _write(self.path(name), partial(np.save, arr=array, allow_pickle=False))
-            _write(self._description_path, lambda file: file.write(self._description.encode()))
-        except OSError as error:
-            logger.warning(
-                "cannot write the index cache in %s (%s): each start builds the indices anew; "
-                "--data-cache-path names a folder that can be written",
-                self.stem.parent,
-                error.strerror,
-            )
-            return False
-        return True
+    def save(self, arrays: Mapping[str, NDArray[Any]]) -> None:
+        """Write the entry.
+
+        Raises:  OSError if the folder cannot be written.
+        """
+        self.stem.parent.mkdir(parents=True, exist_ok=True)
+        for name, array in arrays.items():
+            _write(self.path(name), partial(np.save, arr=array, allow_pickle=False))
+        _write(self._description_path, lambda file: file.write(self._description.encode()))
 
     @property
     def _description_path(self) -> Path:

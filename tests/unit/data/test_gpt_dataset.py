@@ -37,7 +37,15 @@ class NumberedDocuments:
 
 
 class PaddedTokenizer(NullTokenizer):
-    pad = 3
+    """Special ids that occur in the text."""
+
+    def __init__(self, num_ids: int, *, eod: int, pad: int | None = 3) -> None:
+        super().__init__(num_ids)
+        self._eod, self.pad = eod, pad
+
+    @property
+    def eod(self) -> int:
+        return self._eod
 
 
 def dataset(
@@ -112,11 +120,11 @@ def test_the_last_validation_sample_may_be_padded() -> None:
 
 
 def test_padding_and_end_of_document_carry_no_loss() -> None:
-    sample = dataset([9], 8, tokenizer=PaddedTokenizer(5), eod_mask_loss=True)[0]
+    sample = dataset([9], 8, tokenizer=PaddedTokenizer(EOD, eod=5), eod_mask_loss=True)[0]
     assert sample["tokens"].tolist() == [1, 2, 0, 4, 5, 6, 7, 8]
     assert sample["labels"].tolist() == [2, 0, 4, 5, 6, 7, 8, 9]
     assert sample["loss_mask"].tolist() == [1, 0, 1, 1, 0, 1, 1, 1]
-    assert dataset([9], 8, tokenizer=NullTokenizer(5))[0]["loss_mask"].tolist() == [1] * 8
+    assert dataset([9], 8, tokenizer=PaddedTokenizer(EOD, eod=5, pad=None))[0]["loss_mask"].tolist() == [1] * 8
 
 
 def test_the_second_build_loads_what_the_first_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -137,7 +145,7 @@ def test_what_changes_the_samples_changes_the_names(tmp_path: Path) -> None:
     for number, arguments in enumerate([([30, 20], 5, 25), ([30, 20], 4, 26)], start=2):
         dataset(*arguments, cache_folder=tmp_path)
         assert len(list(tmp_path.iterdir())) == 4 * number
-    dataset([30, 20], 4, 25, tokenizer=NullTokenizer(9), cache_folder=tmp_path)
+    dataset([30, 20], 4, 25, tokenizer=NullTokenizer(99), cache_folder=tmp_path)
     assert len(list(tmp_path.iterdir())) == 4 * 4
 
 
@@ -167,15 +175,28 @@ def test_a_damaged_cache_is_built_again(damage: str, tmp_path: Path, caplog: pyt
         assert ("built again" in caplog.text) == (run == "repairs")
 
 
-def test_without_a_writable_cache_folder_the_indices_are_built_each_time(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_a_writable_cache_folder_one_line_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    data = write(tmp_path / "data")
     (tmp_path / "file").touch()  # stands where the folder would be; permissions do not stop root
-    built = dataset([30, 20], 4, 25, cache_folder=tmp_path / "file" / "cache")
-    assert len(built) >= 25
+    data = dataclasses.replace(data, data_cache_path=str(tmp_path / "file" / "cache"))
+    train, _, _ = build_gpt_datasets(data, NullTokenizer(EOD), sizes=(100, 10, 10), seed=1)
+    assert train is not None and len(train) == 119
     warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert len(warnings) == 1
     assert "--data-cache-path" in warnings[0] and "\n" not in warnings[0]
+
+
+def test_tokens_of_another_vocabulary_are_found() -> None:
+    built = dataset([20], 4, tokenizer=NullTokenizer(15))
+    seen = 0
+    for item in range(len(built)):
+        if built.shuffle_index[item] < 3:
+            assert built[item]["tokens"].max() <= 15
+            continue
+        seen += 1
+        with pytest.raises(DataError, match="data holds token 17, outside the vocabulary of 16"):
+            built[item]
+    assert seen == 1
 
 
 @pytest.mark.parametrize("lengths", [[10, 10, 0], [10, 10, 1]])
@@ -229,6 +250,12 @@ def test_a_split_without_a_share_is_none(tmp_path: Path) -> None:
     train, valid, test = build_gpt_datasets(data, NullTokenizer(EOD), sizes=(10, 10, 10), seed=1)
     assert train is not None
     assert (valid, test) == (None, None)
+
+
+def test_training_without_a_share_is_refused(tmp_path: Path) -> None:
+    data = dataclasses.replace(write(tmp_path / "data"), split="0,1,0")
+    with pytest.raises(ConfigError, match="--split 0,1,0 gives training no share, but 10 samples"):
+        build_gpt_datasets(data, NullTokenizer(EOD), sizes=(10, 10, 10), seed=1)
 
 
 def test_no_data_or_several_prefixes_are_refused() -> None:
