@@ -100,6 +100,11 @@ def test_library_agrees_on_real_text(
     assert openai.encode(text) == library(text)
 
 
+def test_gpt2_takes_the_fast_path(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("megalith.tokenizers.gpt2_bpe._reference_encoder")
+    GPT2BPETokenizer(shared / "data/gpt2/gpt2-vocab.json", shared / "data/gpt2/gpt2-merges.txt")
+
+
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=st.text(max_size=200) | st.text(alphabet=" \t\n\r\u00a0'sdmtlvreab1.", max_size=60))
 def test_library_agrees_on_any_text(text: str, openai: GPT2BPETokenizer, library: Callable[[str], list[int]]) -> None:

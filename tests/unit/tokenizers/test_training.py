@@ -23,6 +23,11 @@ def test_a_trained_tokenizer_reads_back_and_shortens_its_text(tmp_path: Path) ->
     assert len(ids) < len(DOCUMENTS[7]) / 2
 
 
+def test_a_trained_tokenizer_takes_the_fast_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("megalith.tokenizers.gpt2_bpe._reference_encoder")
+    GPT2BPETokenizer(*train_byte_level_bpe(DOCUMENTS, 280, tmp_path))
+
+
 def test_the_same_text_gives_the_same_files(tmp_path: Path) -> None:
     first = [path.read_bytes() for path in train_byte_level_bpe(iter(DOCUMENTS), 300, tmp_path / "a")]
     second = [path.read_bytes() for path in train_byte_level_bpe(DOCUMENTS, 300, tmp_path / "b")]
