@@ -1,0 +1,143 @@
+"""Second witness: small random GPT-2 and Llama of Hugging Face give the same logits with the same weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalith.config import ModelConfig
+from megalith.models.gpt import GPT
+
+transformers = pytest.importorskip("transformers", reason="the second witness needs the hf extra (transformers)")
+
+HIDDEN, HEADS, LAYERS, VOCAB, LENGTH = 24, 4, 2, 64, 17
+
+
+def _interleave_qkv(parts: list[Tensor], heads: tuple[int, int, int]) -> Tensor:
+    """Stack q, k and v rows group by group: the queries of a group, its key, its value."""
+    groups = heads[1]
+    per_group = [
+        part.reshape(groups, count // groups * (HIDDEN // HEADS), *part.shape[1:])
+        for part, count in zip(parts, heads, strict=True)
+    ]
+    return torch.cat(per_group, dim=1).flatten(0, 1)
+
+
+def _load(model: GPT, weights: dict[str, Tensor]) -> None:
+    parameters = dict(model.named_parameters())
+    assert set(parameters) == set(weights)
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(weights[name])
+
+
+def _gpt2_weights(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    weights = {
+        "embedding.word_embeddings.weight": state["transformer.wte.weight"],
+        "embedding.position_embeddings.weight": state["transformer.wpe.weight"],
+        "decoder.final_layernorm.weight": state["transformer.ln_f.weight"],
+        "decoder.final_layernorm.bias": state["transformer.ln_f.bias"],
+    }
+    for layer in range(LAYERS):
+        theirs, ours = f"transformer.h.{layer}.", f"decoder.layers.{layer}."
+        for kind in ("weight", "bias"):
+            weights[f"{ours}input_layernorm.{kind}"] = state[f"{theirs}ln_1.{kind}"]
+            weights[f"{ours}pre_mlp_layernorm.{kind}"] = state[f"{theirs}ln_2.{kind}"]
+            names = {
+                "self_attention.linear_proj": "attn.c_proj",
+                "mlp.linear_fc1": "mlp.c_fc",
+                "mlp.linear_fc2": "mlp.c_proj",
+            }
+            for mine, name in names.items():
+                weights[f"{ours}{mine}.{kind}"] = state[f"{theirs}{name}.{kind}"].t()
+            qkv = state[f"{theirs}attn.c_attn.{kind}"].t()
+            weights[f"{ours}self_attention.linear_qkv.{kind}"] = _interleave_qkv(list(qkv.chunk(3)), (HEADS,) * 3)
+    return weights
+
+
+def _llama_weights(state: dict[str, Tensor], groups: int) -> dict[str, Tensor]:
+    weights = {
+        "embedding.word_embeddings.weight": state["model.embed_tokens.weight"],
+        "decoder.final_layernorm.weight": state["model.norm.weight"],
+        "output_layer.weight": state["lm_head.weight"],
+    }
+    for layer in range(LAYERS):
+        theirs, ours = f"model.layers.{layer}.", f"decoder.layers.{layer}."
+        attention, mlp = f"{theirs}self_attn.", f"{theirs}mlp."
+        qkv = [state[f"{attention}{part}_proj.weight"] for part in "qkv"]
+        weights |= {
+            f"{ours}input_layernorm.weight": state[f"{theirs}input_layernorm.weight"],
+            f"{ours}pre_mlp_layernorm.weight": state[f"{theirs}post_attention_layernorm.weight"],
+            f"{ours}self_attention.linear_qkv.weight": _interleave_qkv(qkv, (HEADS, groups, groups)),
+            f"{ours}self_attention.linear_proj.weight": state[f"{attention}o_proj.weight"],
+            f"{ours}mlp.linear_fc1.weight": torch.cat([state[f"{mlp}{part}_proj.weight"] for part in ("gate", "up")]),
+            f"{ours}mlp.linear_fc2.weight": state[f"{mlp}down_proj.weight"],
+        }
+    return weights
+
+
+def _randomised(model: Any) -> Any:
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return model.double().eval()
+
+
+def _compare(ours: GPT, theirs: Any) -> None:
+    tokens = torch.randint(0, VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        wanted = theirs(tokens).logits
+        torch.testing.assert_close(ours.eval()(tokens), wanted, rtol=1e-6, atol=1e-6)
+    loss = ours(tokens[:, :-1], labels_BS=tokens[:, 1:]).mean()
+    torch.testing.assert_close(loss, theirs(tokens, labels=tokens).loss.double(), rtol=1e-6, atol=1e-6)
+
+
+def test_gpt2_logits_and_loss() -> None:
+    theirs = _randomised(
+        transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(vocab_size=VOCAB, n_positions=32, n_embd=HIDDEN, n_layer=LAYERS, n_head=HEADS)
+        )
+    )
+    config = ModelConfig(num_layers=LAYERS, hidden_size=HIDDEN, num_attention_heads=HEADS, max_position_embeddings=32)
+    ours = GPT(config, VOCAB, dtype=torch.float64)
+    _load(ours, _gpt2_weights(theirs.state_dict()))
+    _compare(ours, theirs)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_llama_logits_and_loss(groups: int) -> None:
+    theirs = _randomised(
+        transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(
+                vocab_size=VOCAB,
+                hidden_size=HIDDEN,
+                intermediate_size=40,
+                num_hidden_layers=LAYERS,
+                num_attention_heads=HEADS,
+                num_key_value_heads=groups,
+                max_position_embeddings=32,
+                rms_norm_eps=1e-5,
+                tie_word_embeddings=False,
+            )
+        )
+    )
+    config = ModelConfig(
+        num_layers=LAYERS,
+        hidden_size=HIDDEN,
+        num_attention_heads=HEADS,
+        max_position_embeddings=32,
+        ffn_hidden_size=40,
+        group_query_attention=True,
+        num_query_groups=groups,
+        position_embedding_type="rope",
+        normalization="RMSNorm",
+        swiglu=True,
+        add_bias_linear=False,
+        untie_embeddings_and_output_weights=True,
+    )
+    ours = GPT(config, VOCAB, dtype=torch.float64)
+    _load(ours, _llama_weights(theirs.state_dict(), groups))
+    _compare(ours, theirs)
