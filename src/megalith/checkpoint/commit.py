@@ -10,7 +10,7 @@ import contextlib
 import errno
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,9 +87,17 @@ def clear_leftovers(parent: Path) -> list[Path]:
     for path in [*parent.glob(f"{_SAVING}*"), *parent.glob(f"{_REPLACED}*")]:
         owner = _owner_of(path)
         if owner is not None and owner.is_dead():
-            shutil.rmtree(path, ignore_errors=True)
+            _remove(path)
             removed.append(path)
     return removed
+
+
+def _remove(path: Path) -> None:
+    """Remove a folder, or the temporary file of a tracker."""
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def put_back_replaced(parent: Path) -> None:
@@ -137,25 +145,24 @@ def free_bytes(folder: Path) -> int:
 
 
 @contextmanager
-def naming_full_disk(folder: Path, needed: int, free: Callable[[Path], int] = free_bytes) -> Iterator[None]:
+def naming_full_disk(folder: Path, needed: int) -> Iterator[None]:
     """Translate what a full or unwritable disk raises into a CheckpointError with the numbers.
 
     Args:
         folder: where the files go.
         needed: bytes that are about to be written.
-        free: asks the file system.
     """
     try:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise CheckpointError(_full(folder, needed, free(folder), error.strerror or "disk full")) from error
+            raise CheckpointError(_full(folder, needed, free_bytes(folder), error.strerror or "disk full")) from error
         raise CheckpointError(f"{folder} cannot be written: {error.strerror or error}") from error
 
 
-def check_space(folder: Path, needed: int, free: Callable[[Path], int] = free_bytes) -> None:
+def check_space(folder: Path, needed: int) -> None:
     """Refuse before the first byte if the file system has less room than is needed."""
-    available = free(folder)
+    available = free_bytes(folder)
     if available < needed:
         raise CheckpointError(_full(folder, needed, available, "not enough free space"))
 

@@ -27,7 +27,6 @@ SHAPES: dict[str, tuple[tuple[int, ...], Placement]] = {
     **{f"decoder.layers.{layer}.mlp.linear_fc1.weight": ((12, 8), Fused(0, 2)) for layer in range(LAYERS)},
     **{f"decoder.layers.{layer}.mlp.linear_fc2.weight": ((8, 6), Split(1)) for layer in range(LAYERS)},
 }
-MakeContent = Callable[..., CheckpointContent]
 
 
 def random_states(seed: int) -> list[dict[str, Any]]:
@@ -66,8 +65,8 @@ def build_content(seed: int = 0, *, dtype: torch.dtype = torch.bfloat16) -> Chec
     )
 
 
-@pytest.fixture
-def make_content() -> MakeContent:
+@pytest.fixture(scope="session")
+def make_content() -> Callable[..., CheckpointContent]:
     """Content of a seed; the same seed gives the same."""
     return build_content
 

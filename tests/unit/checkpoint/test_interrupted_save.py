@@ -1,0 +1,251 @@
+"""A save that is killed, or that meets a full disk, costs nothing that was there before (F02, F03, F05, F27)."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megalith.checkpoint import CheckpointContent, Chunk, DirectoryStore, commit, hashing
+from megalith.checkpoint.owner import Owner
+from megalith.checkpoint.store import SAVE_POINTS
+from megalith.errors import CheckpointError
+
+MakeContent = Callable[..., CheckpointContent]
+Same = Callable[[CheckpointContent, CheckpointContent], bool]
+KilledSave = Callable[[Path, str, int], None]
+
+# Imports torch once and runs each script that it is sent in a forked child: a kill must end a whole process.
+SERVER = """
+import json, os, sys, traceback
+sys.path.insert(0, sys.argv[1])
+from conftest import build_content
+from megalith.checkpoint import DirectoryStore, commit
+from megalith.errors import CheckpointError
+for line in sys.stdin:
+    script, arguments = json.loads(line)
+    child = os.fork()
+    if child == 0:
+        try:
+            exec(script)
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+    print(os.waitpid(child, 0)[1], flush=True)
+"""
+
+KILLED_SAVE = """
+import signal
+folder, point, number = arguments
+def die(at):
+    if at == point:
+        os.kill(os.getpid(), signal.SIGKILL)
+if point == "between_renames":
+    rename = commit.Path.rename
+    def first_only(self, target):
+        if self.name.startswith(".saving"):
+            die(point)
+        return rename(self, target)
+    commit.Path.rename = first_only
+if point == "in_tracker":
+    commit.Path.replace = lambda self, target: die(point)
+DirectoryStore(folder).save(number, build_content(number + 1), {}, on_point=die)
+"""
+
+LIMITED_SAVE = """
+import resource, signal
+folder, limit, answer = arguments
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+message = "saved"
+try:
+    DirectoryStore(folder).save(20, build_content(20), {})
+except CheckpointError as error:
+    message = str(error)
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+open(answer, "w").write(message)
+"""
+
+RunScript = Callable[..., int]
+
+
+@pytest.fixture(scope="module")
+def run_script() -> Iterator[RunScript]:
+    """Run a script in a process of its own; returns its wait status."""
+    command = [sys.executable, "-c", SERVER, str(Path(__file__).parent)]
+    server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert server.stdin is not None and server.stdout is not None
+
+    def run(script: str, *arguments: Any) -> int:
+        print(json.dumps([script, arguments]), file=server.stdin, flush=True)
+        return int(server.stdout.readline())  # type: ignore[union-attr]
+
+    yield run
+    server.stdin.close()
+    assert server.wait(30) == 0
+
+
+@pytest.fixture
+def killed_save(run_script: RunScript) -> Callable[[Path, str, int], None]:
+    """Save from a process that kills itself at a point."""
+
+    def save(folder: Path, point: str, number: int) -> None:
+        assert run_script(KILLED_SAVE, str(folder), point, number) == signal.SIGKILL
+
+    return save
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("point", [*SAVE_POINTS, "in_tracker"])
+def test_a_killed_save_leaves_the_previous_checkpoint(
+    tmp_path: Path, make_content: MakeContent, same_tensors: Same, killed_save: KilledSave, point: str
+) -> None:
+    store = DirectoryStore(tmp_path)
+    store.save(10, make_content(10), {})
+    killed_save(tmp_path, point, 20)
+    iteration, notes = store.newest_verified()
+    expected = 20 if point == "post_commit" else 10
+    assert iteration == expected
+    if point in ("mid_commit", "in_tracker"):
+        assert "says 10; the later iter_0000020 are left aside" in notes[0]
+    target = make_content(0)
+    store.load(expected, target)
+    assert same_tensors(target, make_content(21 if expected == 20 else 10))
+    store.save(30, make_content(30), {})
+    assert not any(name.startswith(".") for name in names(tmp_path)), "a leftover survived the next save"
+    assert store.newest_verified() == (30, [])
+
+
+@pytest.mark.parametrize("point", ["mid_save", "pre_commit", "between_renames", "mid_commit"])
+def test_a_killed_replacement_leaves_the_old_or_the_new(
+    tmp_path: Path, make_content: MakeContent, same_tensors: Same, killed_save: KilledSave, point: str
+) -> None:
+    store = DirectoryStore(tmp_path)
+    store.save(10, make_content(10), {})
+    killed_save(tmp_path, point, 10)
+    assert store.newest_verified() == (10, [])
+    target = make_content(0)
+    store.load(10, target)
+    assert same_tensors(target, make_content(11 if point == "mid_commit" else 10))
+    store.save(20, make_content(20), {})
+    assert names(tmp_path) == {"iter_0000010", "iter_0000020", "latest_checkpointed_iteration.txt"}
+
+
+def test_the_leftovers_of_the_living_and_of_others_stay(tmp_path: Path, make_content: MakeContent) -> None:
+    here = Owner.this_process()
+    alive = tmp_path / f".saving-iter_0000005.{here.place}.{os.getppid()}."
+    elsewhere = tmp_path / ".saving-iter_0000006.00000000.1.1"
+    dead = tmp_path / f".saving-iter_0000007.{here.place}.{2**22 - 1}.1"
+    foreign = tmp_path / ".saving-something"
+    for path in (alive, elsewhere, dead, foreign):
+        path.mkdir()
+    DirectoryStore(tmp_path).save(1, make_content(1), {})
+    assert {alive.name, elsewhere.name, foreign.name} <= names(tmp_path)
+    assert dead.name not in names(tmp_path)
+
+
+def test_too_little_space_is_refused_before_the_first_byte(
+    tmp_path: Path, make_content: MakeContent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(commit, "free_bytes", lambda _: 1000)
+    with pytest.raises(CheckpointError, match=r"needs \d{7} bytes .* 1000 bytes .* are free"):
+        DirectoryStore(tmp_path).save(1, make_content(1), {}, on_point=lambda point: refuse_after(point))
+    assert names(tmp_path) == set()
+
+
+def refuse_after(point: str) -> None:
+    assert point == "pre_save", "something was written"
+
+
+@pytest.mark.parametrize("after", [0, 1, 3, 4, 5])
+def test_a_disk_that_fills_up_during_the_save(
+    tmp_path: Path, make_content: MakeContent, same_tensors: Same, monkeypatch: pytest.MonkeyPatch, after: int
+) -> None:
+    """The disk takes `after` writes of the data files and then no more."""
+    store = DirectoryStore(tmp_path)
+    store.save(10, make_content(10), {})
+    write, written = os.write, 0
+
+    def filling(fd: int, data: bytes) -> int:
+        nonlocal written
+        written += 1
+        if written > after:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(fd, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(hashing.os, "write", filling)
+        patch.setattr("megalith.checkpoint.dcp._WRITE_BUFFER", 512)
+        with pytest.raises(CheckpointError, match=r"No space left on device.*needs \d+ bytes .*\d+ bytes .* are free"):
+            store.save(20, make_content(20), {})
+    assert names(tmp_path) == {"iter_0000010", "latest_checkpointed_iteration.txt"}
+    assert store.newest_verified() == (10, [])
+    store.save(20, make_content(20), {})
+    assert store.newest_verified() == (20, [])
+
+
+@pytest.mark.parametrize("limit", [1, 700, 5000, 12000])
+def test_a_real_limit_of_the_file_size(
+    tmp_path: Path, make_content: MakeContent, run_script: RunScript, limit: int
+) -> None:
+    """What the kernel refuses inside torch's C++ writer arrives with its cause."""
+    store = DirectoryStore(tmp_path / "save")
+    store.save(10, make_content(10), {})
+    assert run_script(LIMITED_SAVE, str(store.path), limit, str(tmp_path / "answer")) == 0
+    message = (tmp_path / "answer").read_text()
+    assert "File too large" in message and "earlier checkpoints are untouched" in message
+    assert names(store.path) == {"iter_0000010", "latest_checkpointed_iteration.txt"}
+
+
+def test_an_unusable_save_folder(tmp_path: Path, make_content: MakeContent) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for name in ("file", "file/below", "loop"):
+        store = DirectoryStore(tmp_path / name)
+        with pytest.raises(CheckpointError, match="cannot be written"):
+            store.save(1, make_content(1), {})
+        with pytest.raises(CheckpointError, match="cannot be used for saving"), store.claim():
+            pass
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write to read-only folders")
+def test_a_read_only_folder(tmp_path: Path, make_content: MakeContent) -> None:
+    store = DirectoryStore(tmp_path)
+    store.save(1, make_content(1), {})
+    tmp_path.chmod(0o555)
+    try:
+        with pytest.raises(CheckpointError, match="Permission denied"):
+            store.save(2, make_content(2), {})
+        assert store.newest_verified() == (1, [])
+    finally:
+        tmp_path.chmod(0o755)
+
+
+def test_an_error_of_one_writer_thread_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own writer loses it and finishes a checkpoint without that thread's tensors."""
+    fail_in = "__0_1.distcp"
+    opened = hashing.HashedFile.__init__
+
+    def failing(self: hashing.HashedFile, path: Path) -> None:
+        if path.name == fail_in:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        opened(self, path)
+
+    monkeypatch.setattr(hashing.HashedFile, "__init__", failing)
+    chunks = [Chunk(key, torch.ones(8), (0,), (8,)) for key in "abcd"]
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        DirectoryStore(tmp_path).save(1, CheckpointContent(chunks), {})
+    assert names(tmp_path) == set()
