@@ -195,7 +195,24 @@ def test_an_interrupted_run_leaves_no_process_and_no_dataset(end: int, files: li
     assert gone(children, seconds=10), "workers outlived their parent"
     left = {path.name for path in tmp_path.glob("out*")}
     assert left <= ({"out_text_document.bin.partial"} if end != signal.SIGINT else set())
-    done = run(script(tmp_path, files, "out", 2, 20_000), tmp_path)
+    done = run(command, tmp_path)
     assert done.returncode == 0, done.stderr
     assert IndexedDataset(str(tmp_path / "out_text_document")).num_documents == 40_000
     assert {path.name for path in tmp_path.glob("out*")} == {"out_text_document.bin", "out_text_document.idx"}
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads /proc")
+def test_a_killed_worker_is_an_error_not_a_hang(files: list[str], tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "in.jsonl", 40_000)
+    command = script(tmp_path, files, "out", 2, 20_000)
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith(b"advanced")
+        children = children_of(process.pid)
+        worker = next(pid for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes())
+        os.kill(worker, signal.SIGKILL)
+        _, errors = process.communicate(timeout=20)
+    assert process.returncode == 1
+    assert b"a worker process died" in errors
+    assert gone(children, seconds=10)
+    assert not list(tmp_path.glob("out*"))

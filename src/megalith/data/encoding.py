@@ -77,9 +77,8 @@ class EncodedChunk:
     problem: tuple[int, str] | None
 
 
-def encode_chunk(settings: EncodeSettings, chunk: Chunk) -> EncodedChunk:
-    """Tokens of a chunk. The tokenizer is built once in each process."""
-    tokenizer = _tokenizer_of(settings.tokenizer)
+def encode_chunk(settings: EncodeSettings, tokenizer: Tokenizer, chunk: Chunk) -> EncodedChunk:
+    """Tokens of a chunk."""
     columns = [_Column(tokenizer, settings.append_eod) for _ in settings.keys]
     num_documents, problem = 0, None
     try:
@@ -105,11 +104,6 @@ def _documents(settings: EncodeSettings, chunk: Chunk) -> Iterator[tuple[int, li
     if settings.input_format == sources.JSONL:
         return sources.json_documents(chunk, settings.keys)
     return sources.text_documents(chunk, settings.separator)
-
-
-@cache
-def _tokenizer_of(config: TokenizerConfig) -> Tokenizer:
-    return build_tokenizer(config)
 
 
 class _Column:
@@ -152,6 +146,16 @@ class _Column:
             lengths=np.array(self._lengths, np.int32),
             sequences_per_document=np.array(self._sequences, np.int64),
         )
+
+
+def encode_in_worker(settings: EncodeSettings, chunk: Chunk) -> EncodedChunk:
+    """`encode_chunk` in a process that lives for one run, whose files therefore do not change."""
+    return encode_chunk(settings, _tokenizer_of(settings.tokenizer), chunk)
+
+
+@cache
+def _tokenizer_of(config: TokenizerConfig) -> Tokenizer:
+    return build_tokenizer(config)
 
 
 def prepare_worker(settings: EncodeSettings) -> None:

@@ -10,20 +10,20 @@ import multiprocessing
 import os
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterable
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from megalith.config import TokenizerConfig
 from megalith.data import sources
-from megalith.data.encoding import EncodedChunk, EncodeSettings, encode_chunk, prepare_worker
+from megalith.data.encoding import EncodedChunk, EncodeSettings, encode_chunk, encode_in_worker, prepare_worker
 from megalith.data.indexed import IndexedWriter, smallest_dtype
 from megalith.errors import ConfigError, DataError, MegalithError
-from megalith.tokenizers import build_tokenizer
+from megalith.tokenizers import Tokenizer, build_tokenizer
 from megalith.tokenizers.build import tokenizer_violations
 
 _CHUNKS_PER_WORKER = 16  # with less to do, starting a process costs more than it brings
@@ -128,23 +128,16 @@ def preprocess(options: PreprocessOptions, progress: Progress | None = None) -> 
     watcher = progress or Silence()
     watcher.opening(options.input)
     settings, workers = _settings(options), useful_workers(options)
-    vocab_size = build_tokenizer(options.tokenizer).vocab_size
+    tokenizer = build_tokenizer(options.tokenizer)
     Path(options.output_prefix).parent.mkdir(parents=True, exist_ok=True)
-    prefixes, total = options.output_prefixes(), Path(options.input).stat().st_size
     watcher.started(time.perf_counter() - start, settings, workers)
+    prefixes = options.output_prefixes()
     with ExitStack() as stack:
-        writers = [
-            stack.enter_context(IndexedWriter(prefix, smallest_dtype(vocab_size))) for prefix in prefixes.values()
-        ]
-        done = _Position(options.input, settings.input_format)
-        for chunk in _encode(options, settings, workers):
-            done.pass_over(chunk)
-            for writer, encoded in zip(writers, chunk.by_key, strict=True):
-                writer.add_documents(encoded.tokens, encoded.lengths, encoded.sequences_per_document)
-            watcher.advanced(done.documents, done.bytes, total, time.perf_counter() - start)
-        if not done.documents:
-            raise DataError(f"{options.input} holds no document")
-        watcher.finished(done.documents, done.bytes, time.perf_counter() - start)
+        dtype = smallest_dtype(tokenizer.vocab_size)
+        writers = [stack.enter_context(IndexedWriter(prefix, dtype)) for prefix in prefixes.values()]
+        chunks = stack.enter_context(closing(_encode(options, settings, tokenizer, workers)))
+        done = _Position(options.input, settings.input_format, Path(options.input).stat().st_size)
+        _write_all(chunks, writers, done, watcher, start)
         for writer in writers:
             writer.finalize()
     return PreprocessReport(
@@ -156,6 +149,20 @@ def preprocess(options: PreprocessOptions, progress: Progress | None = None) -> 
         workers=workers,
         separator=settings.separator,
     )
+
+
+def _write_all(
+    chunks: Iterable[EncodedChunk], writers: list[IndexedWriter], done: _Position, watcher: Progress, start: float
+) -> None:
+    """Append all chunks, one writer for each key."""
+    for chunk in chunks:
+        done.pass_over(chunk)
+        for writer, encoded in zip(writers, chunk.by_key, strict=True):
+            writer.add_documents(encoded.tokens, encoded.lengths, encoded.sequences_per_document)
+        watcher.advanced(done.documents, done.bytes, done.total_bytes, time.perf_counter() - start)
+    if not done.documents:
+        raise DataError(f"{done.path} holds no document")
+    watcher.finished(done.documents, done.bytes, time.perf_counter() - start)
 
 
 def find_violations(options: PreprocessOptions) -> list[str]:
@@ -231,9 +238,10 @@ class _Position:
 
     path: str
     input_format: str
-    documents: int = field(default=0)
-    bytes: int = field(default=0)
-    units: int = field(default=0)
+    total_bytes: int
+    documents: int = 0
+    bytes: int = 0
+    units: int = 0
 
     def pass_over(self, chunk: EncodedChunk) -> None:
         if chunk.problem is not None:
@@ -245,7 +253,9 @@ class _Position:
         self.units += chunk.num_units
 
 
-def _encode(options: PreprocessOptions, settings: EncodeSettings, workers: int) -> Iterator[EncodedChunk]:
+def _encode(
+    options: PreprocessOptions, settings: EncodeSettings, tokenizer: Tokenizer, workers: int
+) -> Generator[EncodedChunk, None, None]:
     """The chunks of the input in order, encoded."""
     chunks = sources.read_chunks(
         Path(options.input),
@@ -255,14 +265,14 @@ def _encode(options: PreprocessOptions, settings: EncodeSettings, workers: int) 
     )
     if workers == 1:
         for chunk in chunks:
-            yield encode_chunk(settings, chunk)
+            yield encode_chunk(settings, tokenizer, chunk)
         return
     # Fresh interpreters: a fork would copy the threads' locks of this one in whatever state they are.
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), prepare_worker, (settings,))
     ahead: deque[Future[EncodedChunk]] = deque()
     try:
         for chunk in chunks:
-            ahead.append(pool.submit(encode_chunk, settings, chunk))
+            ahead.append(pool.submit(encode_in_worker, settings, chunk))
             if len(ahead) > 2 * workers:
                 yield ahead.popleft().result()
         while ahead:
