@@ -6,6 +6,8 @@ It runs the other commands as a user would, each a process of its own, and keeps
 from __future__ import annotations
 
 import argparse
+import signal
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -49,6 +51,7 @@ def run(argv: Sequence[str]) -> int:
 
     from megalith.cli.quickstart.story import Quickstart, Wishes  # rich is not needed for --help
 
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # the training is stopped, too
     Quickstart(
         Wishes(
             files=tuple(arguments.data or ()),

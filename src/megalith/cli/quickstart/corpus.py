@@ -65,7 +65,7 @@ def standard_library(size_limit: int, root: Path | None = None) -> Corpus:
     root = root or Path(sysconfig.get_paths()["stdlib"])
     files = sorted(path for path in root.rglob("*.py") if not NOT_CODE & set(path.relative_to(root).parts))
     texts = (text for text in map(read_source, files) if text is not None)
-    name = f"the standard library of Python {sysconfig.get_python_version()}"
+    name = f"Python {sysconfig.get_python_version()}'s library"
     try:
         return build_corpus(name, texts, len(files), size_limit)
     except DataError as error:

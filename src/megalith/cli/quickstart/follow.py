@@ -138,6 +138,7 @@ def follow_training(
                 time.sleep(POLL_SECONDS)
         except BaseException:
             process.terminate()  # an interrupt or an error of ours: the run saves and leaves
+            process.wait()
             raise
     followed.exit_code = process.returncode
     if followed.exit_code != 0 and not killed:

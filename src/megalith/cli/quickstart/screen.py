@@ -84,6 +84,7 @@ class TrainingBar:
             console=screen.console,
             transient=True,
             expand=True,
+            disable=not screen.console.is_terminal,
         )
         self._task: TaskID = self._progress.add_task("train".ljust(NAME_WIDTH), total=iterations, loss="-", speed="")
 

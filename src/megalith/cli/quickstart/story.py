@@ -150,7 +150,7 @@ class Quickstart:
                 corpus = standard_library(SIZE_LIMIT)
             write_jsonl(corpus, self.folder.corpus)
             size = f"{corpus.num_characters / 1e6:.1f} M characters"
-            line.text = f"{corpus.name}: {len(corpus.documents):,} documents, {size}"
+            line.text = f"{corpus.name}: {len(corpus.documents):,} texts, {size}"
         return corpus
 
     def measure(self, corpus: Corpus) -> tuple[ModelSize, Machine]:
@@ -189,9 +189,9 @@ class Quickstart:
             draft = train_arguments(self.folder, size, machine.precision, FEWEST_ITERATIONS)
             seconds = measure_step(size, draft[1:])
             iterations = choose_iterations(size, self.wishes.seconds, seconds, num_tokens)
+            shape = f"GPT of {size.num_layers} layers x {size.hidden_size}"
             line.text = (
-                f"GPT of {size.num_layers} layers x {size.hidden_size}, {size.num_parameters / 1e6:.1f} M parameters; "
-                f"{iterations:,} steps of {size.tokens_per_step:,} tokens, {seconds:.2f} s each"
+                f"{shape}, {size.num_parameters / 1e6:.1f} M parameters; {iterations:,} steps of {seconds:.2f} s"
             )
         return Plan(machine, size, iterations)
 
@@ -208,11 +208,13 @@ class Quickstart:
 
         with TrainingBar(self.screen, plan.iterations) as bar:
             before = follow(kill_iteration(plan.iterations))
-            self.screen.line("train", f"killed with SIGKILL after step {before.of('step')[-1]['iteration']}")
+            half = time.perf_counter() - started
+            step = before.of("step")[-1]["iteration"]
+            self.screen.line("train", f"killed with SIGKILL after step {step}; the same command again:", half)
             after = follow(None)
         seconds = time.perf_counter() - started
         proof = compare_repeated_steps(before, after)
-        self.screen.line("resume", sentence_of(proof), seconds)
+        self.screen.line("resume", sentence_of(proof), seconds - half)
         kept = [record for record in before.records if record.get("iteration", 0) <= proof.resumed_from]
         return Trained((*kept, *after.records), proof, seconds)
 
@@ -223,8 +225,7 @@ class Quickstart:
         bits = loss / math.log(2) / characters_per_token
         self.screen.line(
             "evaluate",
-            f"validation loss {loss:.3f}, perplexity {math.exp(loss):.1f}, {bits:.2f} bits per character "
-            f"(a blind guess: perplexity {plan.size.vocab_size})",
+            f"validation loss {loss:.3f}, perplexity {math.exp(loss):.1f}, {bits:.2f} bits/character",
         )
         return {
             "losses": final,
@@ -243,7 +244,7 @@ class Quickstart:
         with self.screen.step("generate", "continuing a prompt") as line:
             prompt = self.wishes.prompt or (start_of(corpus.documents[-1]) if self.wishes.files else CODE_PROMPT)
             run_command(COMMAND, generate_arguments(self.folder, prompt, NEW_TOKENS), log)
-            line.text = "the model's continuation of a prompt:"
+            line.text = "the model continues a prompt:"
         lines = log.read_text(encoding="utf-8", errors="replace").strip("\n").splitlines()
         self.screen.text([f"  {text}" for text in lines[:SAMPLE_LINES]], style="green")
 
@@ -270,15 +271,10 @@ class Quickstart:
 
 def sentence_of(proof: ResumeProof) -> str:
     """Say what the steps that were done twice prove."""
-    again = f"steps {proof.resumed_from + 1} to {proof.killed_at} were done twice"
-    if proof.num_equal == proof.num_repeated:
-        verdict = f"all {proof.num_repeated} equal to the last bit"
-    else:
-        verdict = (
-            f"{proof.num_equal} of {proof.num_repeated} equal to the last bit, "
-            f"losses within {proof.largest_difference:.1e}"
-        )
-    return f"from the checkpoint of step {proof.resumed_from}; {again}: {verdict}"
+    equal = f"{proof.num_equal} of {proof.num_repeated} repeated steps equal to the last bit"
+    if proof.num_equal < proof.num_repeated:
+        equal += f", losses within {proof.largest_difference:.1e}"
+    return f"at step {proof.resumed_from}; {equal}"
 
 
 def start_of(document: str) -> str:

@@ -1,0 +1,148 @@
+"""The quickstart as a user runs it, with the smallest model: from text to generated text, and what can go wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+COMMAND = (sys.executable, "-m", "megalith", "quickstart")
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "100", "PYTHONIOENCODING": "utf-8"}
+
+
+def quickstart(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=400, cwd=cwd, env=ENVIRONMENT)
+
+
+def write_texts(folder: Path) -> list[str]:
+    """Write texts of several hundred thousand characters, half as .jsonl, half as .txt; return the file names."""
+    library = Path(os.__file__).parent
+    texts = [path.read_text(encoding="utf-8") for path in sorted(library.glob("[a-d]*.py"))]
+    half = len(texts) // 2
+    lines = [json.dumps({"body": text}) for text in texts[:half]]
+    (folder / "some.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    (folder / "more.txt").write_text("\n<|endoftext|>\n".join(texts[half:]), encoding="utf-8")
+    return ["some.jsonl", "more.txt"]
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """One whole quickstart on the standard library; the folder that it ran in and its screen."""
+    folder = tmp_path_factory.mktemp("quickstart")
+    ended = quickstart("--minutes", "0.05", cwd=folder)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert not ended.stderr
+    return folder, ended.stdout
+
+
+@pytest.fixture(scope="module")
+def report(told: tuple[Path, str]) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((told[0] / "quickstart" / "report.json").read_text(encoding="utf-8"))
+    return content
+
+
+def test_one_screen(told: tuple[Path, str]) -> None:
+    lines = told[1].splitlines()
+    assert len(lines) <= 50
+    names = [line.split()[0] for line in lines if line.strip()]
+    wanted = ["text", "machine", "tokenizer", "preprocess", "model", "train", "resume", "evaluate", "generate", "loss"]
+    assert [name for name in names if name in wanted] == wanted
+
+
+def test_the_loss_falls(report: dict[str, Any], told: tuple[Path, str]) -> None:
+    metrics = told[0] / "quickstart" / "checkpoints" / "run" / "metrics.jsonl"
+    records = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines() if line.startswith("{")]
+    losses = [record["loss"] for record in records if record["event"] == "step"]
+    assert losses[0] == pytest.approx(7.6, abs=0.3)  # log(2048): nothing is known yet
+    assert report["losses"]["validation"] < losses[0] - 0.5
+    assert set(report["perplexity"]) == {"validation", "test"}
+
+
+def test_it_was_killed_and_resumed_exactly(report: dict[str, Any]) -> None:
+    resume = report["resume"]
+    assert 0 < resume["resumed_from"] < resume["killed_at"] < report["iterations"]
+    assert resume["num_repeated"] == resume["killed_at"] - resume["resumed_from"]
+    assert resume["num_equal"] == resume["num_repeated"]
+
+
+def test_the_pictures(told: tuple[Path, str]) -> None:
+    assert "\u2502" in told[1]
+    assert "killed at" in told[1]
+    pytest.importorskip("matplotlib")
+    assert (told[0] / "quickstart" / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_commands_can_be_run_again(told: tuple[Path, str]) -> None:
+    """The training is complete: run again, the script resumes at its end and only generates."""
+    folder, _ = told
+    megalith = folder / "bin" / "megalith"
+    megalith.parent.mkdir()
+    megalith.write_text(f'#!/bin/sh\nexec {sys.executable} -m megalith "$@"\n', encoding="utf-8")
+    megalith.chmod(0o755)
+    ended = subprocess.run(
+        ["bash", str(folder / "quickstart" / "commands.sh")],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env={**ENVIRONMENT, "PATH": f"{megalith.parent}:{os.environ['PATH']}"},
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "def " in ended.stdout
+
+
+def test_own_texts_and_a_second_run_in_the_same_folder(tmp_path: Path) -> None:
+    files = write_texts(tmp_path)
+    arguments = ("--data", *files, "--json-key", "body", "--minutes", "0.01", "--out", "mine", "--prompt", "import ")
+    for _ in range(2):
+        ended = quickstart(*arguments, cwd=tmp_path)
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        assert "2 files" in ended.stdout
+        assert "  import " in ended.stdout
+    assert json.loads((tmp_path / "mine" / "report.json").read_text(encoding="utf-8"))["resume"]["num_repeated"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "exit_code", "message"),
+    [
+        (["--data", "missing.txt"], 3, "missing.txt"),
+        (["--data", "little.txt"], 3, "too little to train on"),
+        (["--minutes", "0"], 2, "--minutes 0"),
+        (["--out", "taken"], 2, "--out taken"),
+    ],
+    ids=["missing file", "too little text", "no time", "folder of something else"],
+)
+def test_errors_name_the_cause(tmp_path: Path, arguments: list[str], exit_code: int, message: str) -> None:
+    (tmp_path / "little.txt").write_text("a few words", encoding="utf-8")
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "precious").write_text("data", encoding="utf-8")
+    ended = quickstart(*arguments, cwd=tmp_path)
+    assert ended.returncode == exit_code
+    assert message in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert (tmp_path / "taken" / "precious").read_text(encoding="utf-8") == "data"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stop_leaves_no_process_behind(tmp_path: Path, number: signal.Signals) -> None:
+    files = write_texts(tmp_path)
+    arguments = ("--data", *files, "--json-key", "body", "--minutes", "0.5", "--out", "mine")
+    metrics = tmp_path / "mine" / "checkpoints" / "run" / "metrics.jsonl"
+    with subprocess.Popen(
+        [*COMMAND, *arguments], cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.DEVNULL, start_new_session=True
+    ) as process:
+        deadline = time.monotonic() + 200
+        while not (metrics.exists() and '"step"' in metrics.read_text(encoding="utf-8")):
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.send_signal(number)  # to it alone, not to its group
+        assert process.wait(timeout=60) == 128 + number
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)
