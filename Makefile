@@ -11,7 +11,7 @@ PIP_FLAGS ?=
 WHEELHOUSE ?=
 ARGS ?=
 BIN := .venv/bin
-PIP_INSTALL := $(BIN)/python -m pip install $(if $(WHEELHOUSE),--no-index --find-links $(WHEELHOUSE)) \
+PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check $(if $(WHEELHOUSE),--no-index --find-links $(WHEELHOUSE)) \
 	$(if $(CONSTRAINTS),-c $(CONSTRAINTS)) $(PIP_FLAGS)
 
 .DEFAULT_GOAL := help
@@ -47,6 +47,9 @@ format: .venv/.installed-dev ## Format and fix what can be fixed
 
 bench: .venv/.installed-dev ## Measure the speed of a training step against the machine's peak
 	$(BIN)/python benchmarks/step.py $(ARGS)
+
+docs: .venv/.installed-dev ## Write the generated pages
+	$(BIN)/megalith config --flags --markdown > docs/flags.md
 
 wheelhouse: | $(BIN)/python ## Collect all files for an install without network (docs/install.md)
 	$(BIN)/python -m pip wheel $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) $(PIP_FLAGS) -w wheelhouse \
