@@ -57,7 +57,8 @@ def run(argv: Sequence[str]) -> int:
         config = load(argv)
         if launched:
             _stop_with_parent()
-        faulthandler.enable()
+        if not faulthandler.is_enabled():
+            faulthandler.enable(file=2)  # a crash in native code then shows where Python was
         return _train(config, argv, stop, began, launched=launched)
     finally:
         stop.close()

@@ -31,12 +31,12 @@ class MetricsWriter(Hook):
         if torn:
             self._file.write("\n")
 
-    def event(self, kind: str, **values: Any) -> None:
-        """Write one line: the kind, the time in seconds since 1970, and the values (non-finite numbers become null)."""
+    def event(self, event: str, /, **values: Any) -> None:
+        """Write one line: the event, the time in seconds since 1970, the values (numbers not finite become null)."""
         if self._file is None:
             return
         record = {
-            "event": kind,
+            "event": event,
             "time": round(time.time(), 3),
             **{name: _plain(value) for name, value in values.items()},
         }

@@ -1,0 +1,224 @@
+"""A resumed run is the same run: bit for bit, after a clean stop and after a kill at any point (F01, F02, F03, F06)."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from megalith.checkpoint import DirectoryStore
+from megalith.train.faults import POINTS
+
+from .checkpoints import assert_same, curve_of, state_of
+from .warm import WarmProcess
+
+MODEL = [
+    *("--num-layers", 2, "--hidden-size", 16, "--num-attention-heads", 2, "--seq-length", 16),
+    *("--max-position-embeddings", 16, "--micro-batch-size", 2, "--global-batch-size", 4),
+    *("--lr", 1e-2, "--lr-decay-style", "cosine", "--min-lr", 1e-3, "--lr-warmup-iters", 2, "--weight-decay", 0.1),
+    *("--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", 99, "--make-vocab-size-divisible-by", 8),
+    *("--log-interval", 1, "--eval-iters", 1, "--num-workers", 1),
+]
+
+
+def command(save: Path, *more: object) -> list[object]:
+    return [*MODEL, "--save", save, "--load", save, *more]
+
+
+def validation_lines(text: str) -> list[str]:
+    return re.findall(r"validation loss at iteration .*", text)
+
+
+@pytest.mark.parametrize(
+    "precision",
+    [
+        [],
+        ["--bf16"],
+        # A scale that overflows at first: the second half begins with a scaler and a schedule that lag behind.
+        ["--fp16", "--initial-loss-scale", 2.0**24, "--loss-scale-window", 3],
+    ],
+    ids=["fp32", "bf16", "fp16"],
+)
+def test_forty_steps_are_twenty_and_twenty(warm: WarmProcess, tmp_path: Path, precision: list[object]) -> None:
+    common = ["--train-iters", 40, "--eval-interval", 8, "--save-interval", 40, *precision]
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    uninterrupted = warm.run(command(whole, *common), tmp_path)
+    assert uninterrupted.code == 0, uninterrupted.text
+    first = warm.run(command(halves, *common, "--exit-interval", 20), tmp_path)
+    assert first.code == 0 and "[exiting program at iteration 20] datetime" in first.text, first.text
+    second = warm.run(command(halves, *common), tmp_path)
+    assert second.code == 0, second.text
+    assert f" loading distributed checkpoint from {halves} at iteration 20" in second.text
+    assert_same(state_of(whole, 40), state_of(halves, 40))
+    assert len(curve_of(whole)) == 40 and curve_of(whole) == curve_of(halves)
+    assert validation_lines(uninterrupted.text) == validation_lines(first.text) + validation_lines(second.text)
+    if "--fp16" in precision:
+        assert "number of skipped iterations:   1" in uninterrupted.text
+
+
+KILLED_RUN = ["--train-iters", 8, "--eval-interval", 4, "--save-interval", 3]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(warm: WarmProcess, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    assert warm.run(command(folder / "c", *KILLED_RUN), folder).code == 0
+    return folder / "c"
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_a_kill_at_any_point_loses_only_the_steps_since_the_last_save(
+    warm: WarmProcess, tmp_path: Path, uninterrupted: Path, point: str
+) -> None:
+    save = tmp_path / "c"
+    # Saves are at 3, 6 and 8, the evaluation at 4; a load happens at the iteration that was saved.
+    step = {"eval": 4, "load": 3}.get(point, 6 if "save" in point or "commit" in point else 5)
+    if point == "load":
+        assert warm.run(command(save, *KILLED_RUN, "--exit-interval", 3), tmp_path).code == 0
+    killed = warm.run(command(save, *KILLED_RUN), tmp_path, MEGALITH_FAULT=f"kill9@step={step},point={point}")
+    assert killed.code == -9, killed.text
+    resumed = warm.run(command(save, *KILLED_RUN), tmp_path)
+    assert resumed.code == 0, resumed.text
+    last_saved = 6 if point == "post_commit" else 3  # until the tracker is replaced, the checkpoint before it counts
+    assert f" loading distributed checkpoint from {save} at iteration {last_saved}" in resumed.text
+    assert_same(state_of(uninterrupted, 8), state_of(save, 8))
+    assert curve_of(uninterrupted) == curve_of(save)
+    left = {path.name for path in save.iterdir()}
+    assert left == {"iter_0000003", "iter_0000006", "iter_0000008", "latest_checkpointed_iteration.txt", "run"}
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        *(("__0_0.distcp", damage) for damage in ("flip", "truncate", "empty", "remove")),
+        *((name, "flip") for name in (".metadata", "common.pt", "manifest.json", "metadata.json")),
+    ],
+)
+def test_a_damaged_newest_checkpoint_is_passed_over_loudly(
+    warm: WarmProcess, tmp_path: Path, uninterrupted: Path, name: str, damage: str
+) -> None:
+    save = tmp_path / "c"
+    shutil.copytree(uninterrupted, save)
+    path = save / "iter_0000008" / name
+    data = bytearray(path.read_bytes())
+    if damage == "flip":
+        data[len(data) // 2] ^= 1
+    path.unlink()
+    if damage != "remove":
+        path.write_bytes({"flip": bytes(data), "truncate": bytes(data[: len(data) // 2]), "empty": b""}[damage])
+    again = warm.run(command(save, *KILLED_RUN), tmp_path)
+    assert again.code == 0, again.text
+    warnings = [line for line in again.text.splitlines() if line.startswith("WARNING: ")]
+    assert any("iter_0000008" in line and (name in line or damage == "remove") for line in warnings), again.text
+    assert f" loading distributed checkpoint from {save} at iteration 6" in again.text
+    assert_same(state_of(uninterrupted, 8), state_of(save, 8))
+
+
+def test_when_all_checkpoints_are_damaged_the_run_stops_instead_of_starting_anew(
+    warm: WarmProcess, tmp_path: Path, uninterrupted: Path
+) -> None:
+    save = tmp_path / "c"
+    shutil.copytree(uninterrupted, save)
+    for path in save.glob("iter_*/common.pt"):
+        path.write_bytes(b"nonsense")
+    again = warm.run(command(save, *KILLED_RUN), tmp_path)
+    assert again.code == 4
+    assert all(name in again.text for name in ("iter_0000003", "iter_0000006", "iter_0000008"))
+    assert "Traceback" not in again.text
+
+
+def test_a_finished_run_only_evaluates_again(warm: WarmProcess, tmp_path: Path, uninterrupted: Path) -> None:
+    save = tmp_path / "c"
+    shutil.copytree(uninterrupted, save)
+    before = state_of(save, 8)
+    again = warm.run(command(save, *KILLED_RUN), tmp_path)
+    assert again.code == 0
+    assert "iteration 8 of 8 is done: only evaluating" in again.text
+    assert len(validation_lines(again.text)) == 2
+    assert_same(before, state_of(save, 8))
+
+
+def test_the_first_start_says_that_there_is_no_checkpoint(warm: WarmProcess, tmp_path: Path) -> None:
+    first = warm.run(command(tmp_path / "c", "--train-iters", 3, "--save-interval", 3), tmp_path)
+    tracker = tmp_path / "c" / "latest_checkpointed_iteration.txt"
+    assert (
+        f"WARNING: could not find the metadata file {tracker}\n"
+        "    will not load any checkpoints and will start from random\n"
+    ) in first.text
+    assert tracker.read_text() == "3"
+
+
+def test_a_checkpoint_of_another_model_is_refused_with_every_difference(
+    warm: WarmProcess, tmp_path: Path, uninterrupted: Path
+) -> None:
+    words = [*MODEL, "--load", uninterrupted, *KILLED_RUN]
+    for flag, value in (("--num-layers", 3), ("--hidden-size", 32), ("--vocab-size", 77), ("--seq-length", 8)):
+        words[words.index(flag) + 1] = value
+    refused = warm.run(words, tmp_path)
+    assert refused.code == 4
+    assert "--num-layers: 2 in the checkpoint, 3 here" in refused.text
+    assert "--hidden-size: 16 in the checkpoint, 32 here" in refused.text
+    assert "the tokenizer: " in refused.text and "the training data: seq_length was 16 and is 8" in refused.text
+    assert "Traceback" not in refused.text
+
+
+def test_another_schedule_needs_a_word_from_the_user(warm: WarmProcess, tmp_path: Path, uninterrupted: Path) -> None:
+    save = tmp_path / "c"
+    shutil.copytree(uninterrupted, save)
+    longer = command(save, *KILLED_RUN)
+    longer[longer.index("--train-iters") + 1] = 10
+    refused = warm.run(longer, tmp_path)
+    assert refused.code == 4
+    assert "class input value 40 and checkpointvalue 32 for total number of iterations do not match" in refused.text
+    overridden = warm.run([*longer, "--override-opt-param-scheduler"], tmp_path)
+    assert overridden.code == 0, overridden.text
+    assert " > overriding total number of iterations value to 40" in overridden.text
+    assert DirectoryStore(save).latest() == 10
+
+
+def test_finetune_takes_the_weights_and_starts_anew(warm: WarmProcess, tmp_path: Path, uninterrupted: Path) -> None:
+    tuned = warm.run(
+        [
+            *(*MODEL, "--load", uninterrupted, "--finetune"),
+            *("--save", tmp_path / "tuned", "--save-interval", 3, "--train-iters", 3),
+        ],
+        tmp_path,
+    )
+    assert tuned.code == 0, tuned.text
+    assert " iteration        1/       3 " in tuned.text
+    first_losses = [
+        json.loads(line)["loss"] for line in (tmp_path / "tuned/run/metrics.jsonl").open() if '"step"' in line
+    ]
+    fresh = curve_of(uninterrupted)[0][1]
+    assert first_losses[0] < fresh - 0.1, "the loss starts where the old weights are, not at random"
+
+
+def test_without_optimizer_and_random_states(warm: WarmProcess, tmp_path: Path) -> None:
+    save = tmp_path / "c"
+    lean = command(
+        save, "--train-iters", 4, "--save-interval", 2, "--no-save-optim", "--no-save-rng", "--exit-interval", 2
+    )
+    assert warm.run(lean, tmp_path).code == 0
+    refused = warm.run(lean, tmp_path)
+    assert refused.code == 4 and "--no-load-optim" in refused.text
+    resumed = warm.run([*lean, "--no-load-optim", "--no-load-rng"], tmp_path)
+    assert resumed.code == 0, resumed.text
+    assert DirectoryStore(save).latest() == 4
+
+
+def test_save_without_load_warns_before_it_replaces(warm: WarmProcess, tmp_path: Path, uninterrupted: Path) -> None:
+    save = tmp_path / "c"
+    shutil.copytree(uninterrupted, save)
+    anew = warm.run([*MODEL, "--save", save, "--save-interval", 3, "--train-iters", 3], tmp_path)
+    assert f"WARNING: {save} already holds checkpoints up to iteration 8; without --load {save}" in anew.text
+
+
+def test_a_checkpoint_holds_what_generation_needs(uninterrupted: Path) -> None:
+    manifest = DirectoryStore(uninterrupted).manifest(8)
+    assert manifest is not None
+    assert manifest["config"]["model"]["num_layers"] == 2
+    assert manifest["tokenizer"] and manifest["data"]["digest"]
+    assert manifest["tokenizer_files"] == []  # a NullTokenizer has none

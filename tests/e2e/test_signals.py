@@ -1,0 +1,157 @@
+"""Any stop signal at any moment: finish the step, save, say how to go on, exit 75; the second leaves at once (F04)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megalith.checkpoint import DirectoryStore
+
+from .checkpoints import assert_same, state_of
+from .test_resume import MODEL, command
+from .warm import Finished, WarmProcess
+
+ENDLESS = ["--train-iters", 100000, "--eval-interval", 100000, "--save-interval", 100000]
+
+
+def stopped_at(finished: Finished, save: Path) -> int:
+    """Check that the run stopped as promised; returns the iteration that it saved."""
+    assert finished.code == 75, finished.text
+    assert "Traceback" not in finished.text
+    match = re.search(r"stopped at iteration (\d+); resume with:\n  python pretrain_gpt.py .*--load", finished.text)
+    assert match, finished.text
+    iteration = int(match[1])
+    assert DirectoryStore(save).latest() == (iteration or None)
+    return iteration
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
+def test_a_signal_between_steps(warm: WarmProcess, tmp_path: Path, number: signal.Signals) -> None:
+    save = tmp_path / "c"
+    running = warm.start(command(save, *ENDLESS), tmp_path)
+    running.wait_for("iteration        5/")
+    running.send(number)
+    finished = running.finish()
+    iteration = stopped_at(finished, save)
+    assert f"[exiting program after receiving {number.name}.] datetime: " in finished.text
+    # The last line printed is of the step that was saved: nothing done is lost, nothing more was begun.
+    assert f"iteration {iteration:8d}/" in finished.text and f"iteration {iteration + 1:8d}/" not in finished.text
+
+
+def test_a_signal_during_start_up(warm: WarmProcess, tmp_path: Path) -> None:
+    save = tmp_path / "c"
+    running = warm.start(command(save, *ENDLESS), tmp_path)
+    running.wait_for("using world size")
+    running.send(signal.SIGTERM)
+    assert stopped_at(running.finish(), save) == 0
+
+
+def test_a_signal_during_an_evaluation(warm: WarmProcess, tmp_path: Path) -> None:
+    save = tmp_path / "c"
+    words = command(save, "--train-iters", 40, "--eval-interval", 3, "--save-interval", 100000)
+    words[words.index("--eval-iters") + 1] = 2000
+    running = warm.start(words, tmp_path)
+    running.wait_for("iteration        3/")
+    running.send(signal.SIGINT)
+    finished = running.finish()
+    assert stopped_at(finished, save) == 3
+    assert "validation loss" not in finished.text
+
+
+def test_a_signal_during_a_save_and_the_curve_goes_on(warm: WarmProcess, tmp_path: Path) -> None:
+    plan = ["--train-iters", 8, "--eval-interval", 4, "--save-interval", 3]
+    whole, save = tmp_path / "whole", tmp_path / "c"
+    assert warm.run(command(whole, *plan), tmp_path).code == 0
+    running = warm.start(command(save, *plan), tmp_path)
+    running.wait_for("saving checkpoint at iteration       3")
+    running.send(signal.SIGUSR1)
+    assert 3 <= stopped_at(running.finish(), save) < 8
+    assert warm.run(command(save, *plan), tmp_path).code == 0
+    assert_same(state_of(whole, 8), state_of(save, 8))
+
+
+def test_the_second_signal_leaves_at_once(warm: WarmProcess, tmp_path: Path) -> None:
+    words = command(tmp_path / "c", "--train-iters", 10, "--save-interval", 10)
+    words[words.index("--global-batch-size") + 1] = 20000  # one step takes far longer than this test
+    running = warm.start(words, tmp_path)
+    running.wait_for("[before the start of training step]")
+    time.sleep(0.5)
+    running.send(signal.SIGINT)
+    time.sleep(0.5)
+    before = time.monotonic()
+    running.send(signal.SIGINT)
+    finished = running.finish()
+    assert finished.code == 130
+    assert time.monotonic() - before < 2.0
+    assert "Traceback" not in finished.text
+
+
+def test_without_save_a_signal_is_just_an_end(warm: WarmProcess, tmp_path: Path) -> None:
+    running = warm.start([*MODEL, "--train-iters", 100000], tmp_path)
+    running.wait_for("iteration        2/")
+    running.send(signal.SIGTERM)
+    finished = running.finish()
+    assert finished.code == 128 + signal.SIGTERM
+    assert "nothing is saved: the run has no --save" in finished.text
+
+
+# Under torchrun. The launcher prints and exits as it likes; what counts is that the worker saved and no one is left.
+
+
+def under_torchrun(repository: Path, save: Path, log: Path) -> subprocess.Popen[bytes]:
+    words = [str(word) for word in command(save, *ENDLESS)]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "1", "--master_port", "29871"]
+    return subprocess.Popen(
+        [*launcher, str(repository / "pretrain_gpt.py"), *words],
+        stdout=log.open("wb"),
+        stderr=subprocess.STDOUT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+    )
+
+
+def wait_for(log: Path, needle: str, seconds: float = 120.0) -> None:
+    deadline = time.monotonic() + seconds
+    while needle not in log.read_text():
+        assert time.monotonic() < deadline, f"no {needle!r} in:\n{log.read_text()}"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("how", ["ctrl-c", "sigterm to the launcher", "launcher dies"])
+def test_under_torchrun_the_worker_saves_and_no_one_is_left(repository: Path, tmp_path: Path, how: str) -> None:
+    save, log = tmp_path / "c", tmp_path / "log.txt"
+    launcher = under_torchrun(repository, save, log)
+    try:
+        wait_for(log, "iteration        3/")
+        assert processes_with(str(save))
+        if how == "ctrl-c":  # the terminal signals the whole group, and torchrun forwards it once more
+            os.killpg(launcher.pid, signal.SIGINT)
+        else:
+            launcher.send_signal(signal.SIGTERM if how == "sigterm to the launcher" else signal.SIGKILL)
+        wait_for(log, "resume (under the same launcher) with:")
+        launcher.wait(60)
+    finally:
+        launcher.kill()
+    assert (DirectoryStore(save).latest() or 0) >= 3
+    deadline = time.monotonic() + 10
+    while left := processes_with(str(save)):
+        assert time.monotonic() < deadline, f"still there: {left}"
+        time.sleep(0.05)
+
+
+def processes_with(word: str) -> list[str]:
+    """Process numbers of those whose command line has this word."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if word.encode() in path.read_bytes().split(b"\0"):
+                found.append(path.parent.name)
+    return found

@@ -1,0 +1,120 @@
+"""Training commands without the price of the imports: a process that has imported everything forks for each command.
+
+Each command is a real process of its own that can be signalled and killed; it only skips the seconds that importing
+torch takes. The template process itself runs no tensor operation, so that its children find a clean torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+_TEMPLATE = """
+import json, os, sys
+import torch._dynamo  # torch.optim imports it at its first step
+import megalith.cli.train_start, megalith.train.metrics, megalith.train.tensorboard
+from megalith.cli.main import main
+
+for line in sys.stdin:
+    request = json.loads(line)
+    if "wait" in request:
+        print(os.waitstatus_to_exitcode(os.waitpid(request["wait"], 0)[1]), flush=True)
+        continue
+    child = os.fork()
+    if child == 0:
+        log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(log, 1), os.dup2(log, 2)
+        os.chdir(request["cwd"])
+        os.environ.update(request["env"])
+        sys.argv = ["pretrain_gpt.py", *request["argv"]]
+        code = 1
+        try:
+            code = main(["train", *request["argv"]])
+        except BaseException:
+            import traceback
+            traceback.print_exc()
+        sys.stdout.flush(), sys.stderr.flush()
+        os._exit(code)
+    print(child, flush=True)
+"""
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A command that has ended. `code` is negative for a signal."""
+
+    code: int
+    text: str
+    seconds: float
+
+
+class Running:
+    """A command that may still run."""
+
+    def __init__(self, warm: WarmProcess, pid: int, log: Path) -> None:
+        self._warm, self.pid, self._log, self._started = warm, pid, log, time.monotonic()
+
+    @property
+    def text(self) -> str:
+        """What it has printed so far."""
+        return self._log.read_text() if self._log.exists() else ""
+
+    def wait_for(self, needle: str, seconds: float = 60.0) -> None:
+        """Wait until it has printed `needle`."""
+        deadline = time.monotonic() + seconds
+        while needle not in self.text:
+            assert time.monotonic() < deadline, f"no {needle!r} within {seconds} s in:\n{self.text}"
+            time.sleep(0.002)
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to it alone."""
+        os.kill(self.pid, number)
+
+    def finish(self) -> Finished:
+        """Wait for its end."""
+        code = self._warm.ask({"wait": self.pid})
+        return Finished(code, self.text, time.monotonic() - self._started)
+
+
+class WarmProcess:
+    """The template. One request at a time."""
+
+    def __init__(self, logs: Path) -> None:
+        self._logs, self._count = logs, 0
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _TEMPLATE],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+
+    def ask(self, request: Mapping[str, object]) -> int:
+        assert self._process.stdin and self._process.stdout
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        return int(self._process.stdout.readline())
+
+    def start(self, argv: Sequence[object], cwd: Path, **env: str) -> Running:
+        """Start `pretrain_gpt.py argv` in a folder."""
+        self._count += 1
+        log = self._logs / f"command-{self._count}.txt"
+        words = [str(word) for word in argv]
+        pid = self.ask({"argv": words, "cwd": str(cwd), "env": env, "log": str(log)})
+        return Running(self, pid, log)
+
+    def run(self, argv: Sequence[object], cwd: Path, **env: str) -> Finished:
+        """Start it and wait for its end."""
+        return self.start(argv, cwd, **env).finish()
+
+    def close(self) -> None:
+        self._process.stdin.close() if self._process.stdin else None
+        self._process.wait()

@@ -1,0 +1,153 @@
+"""Whole runs of Megatron's pretrain_gpt.py from scratch, repeated line by line (golden `pretrain`).
+
+Not here, and why: resume and format-conversion cases load Megatron's checkpoints (the checkpoints issue); TP, PP, DP
+and MoE cases need several processes or experts (the parallel and models issues); ramp-up, decoupled rate and the cyclic
+loader are options of the training and data issues. The runs saved in the legacy `torch` format are repeated in
+`torch_dist`: the curve does not depend on it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megalith.cli.main import main
+
+CASES = [
+    "gpt2_torch_dist",
+    "gpt2_torch",
+    "llama_torch_dist",
+    "llama_torch",
+    "llama_bf16_torch_dist",
+    "gpt2_fp16",
+    "gpt2_train_samples",
+    "gpt2_wsd",
+    "gpt2_wd_incr",
+    "gpt2_weights_50",
+    "mock_data",
+]
+
+# Printed with seven digits; the order of summation inside a matrix product decides the last one.
+LAST_DIGIT = 1.01e-6
+NORM = 1.01e-3
+# In half precision the order of summation moves a rounding now and then (measured: 2e-5 and 8e-6). fp16 products are
+# made in fp32 here and rounded once.
+LOSS_TOLERANCE = {"llama_bf16_torch_dist": 5e-5, "gpt2_fp16": 2e-5}
+
+
+def run_case(
+    name: str, shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> tuple[dict[str, Any], str]:
+    """Repeat a case in this process; returns its golden log and what was printed."""
+    manifest = json.loads((shared / "golden/pretrain/manifest.json").read_text())
+    case = next(case for case in manifest["cases"] if case["name"] == name)
+    words = [word.replace("CKPT", str(tmp_path / "c")) for word in case["args"]]
+    if "--ckpt-format" in words:
+        words[words.index("--ckpt-format") + 1] = "torch_dist"
+    shutil.copytree(shared / "golden/train/data", tmp_path / "data")
+    monkeypatch.chdir(tmp_path)
+    before = signal.getsignal(signal.SIGINT)
+    assert main(["train", *words, "--device", "cpu"]) == 0
+    assert signal.getsignal(signal.SIGINT) is before
+    golden = json.loads((shared / "golden/pretrain" / name / "log.json").read_text())
+    return golden, capsys.readouterr().out
+
+
+def parse_iterations(text: str) -> list[dict[str, float]]:
+    """The fields of each iteration line, as the goldens' own parser names them."""
+    lines = []
+    for line in re.findall(r"^ \[[^]]+\] (iteration .*) \|$", text, re.MULTILINE):
+        head, *fields = (part.strip() for part in line.split("|"))
+        values = {"iteration": float(re.findall(r"\d+", head)[0])}
+        for field in fields:
+            key, _, value = field.partition(":")
+            values[key] = float(value)
+        del values["elapsed time per iteration (ms)"]
+        lines.append(values)
+    return lines
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_line_is_repeated(
+    name: str, shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    golden, text = run_case(name, shared, tmp_path, monkeypatch, capsys)
+    loss_tolerance = LOSS_TOLERANCE.get(name, LAST_DIGIT)
+    # The original takes this norm in fp16, 0.003 off; ours is the true one.
+    params_norm_tolerance = 1e-3 * 9.2 if name == "gpt2_fp16" else NORM
+    ours = parse_iterations(text)
+    assert len(ours) == len(golden["iterations"]) >= 10
+    first = ours[0]["lm loss"]
+    for own, theirs in zip(ours, golden["iterations"], strict=True):
+        assert own.keys() == theirs.keys()
+        where = f"{name}, iteration {theirs['iteration']}"
+        loss = own["lm loss"]
+        if theirs["iteration"] == 2:
+            # The original does not reset its sums after the first line of a process: its second is of both steps.
+            loss = (first + loss) / 2
+        assert loss == pytest.approx(theirs["lm loss"], abs=loss_tolerance), where
+        assert own["learning rate"] == pytest.approx(theirs["learning rate"], rel=1e-6), where
+        assert own["grad norm"] == pytest.approx(theirs["grad norm"], abs=NORM), where
+        assert own["params norm"] == pytest.approx(theirs["params norm"], abs=params_norm_tolerance), where
+        # The key bias has a gradient of analytically zero, so that a few of its zeros are rounding noise.
+        assert own["num zeros"] == pytest.approx(theirs["num zeros"], abs=8), where
+        exact = own.keys() - {"lm loss", "learning rate", "grad norm", "params norm", "num zeros"}
+        assert {key: own[key] for key in exact} == {key: theirs[key] for key in exact}, where
+    compare_validations(name, golden, text, loss_tolerance)
+
+
+def compare_validations(name: str, golden: dict[str, Any], text: str, tolerance: float) -> None:
+    pattern = r"^(-+)\n ( validation loss at iteration (\d+)(?: (on \w+ set))? \| (lm loss value: .*)) \n\1$"
+    found = re.findall(pattern.replace("( validation", "(validation"), text, re.MULTILINE)
+    assert len(found) == len(golden["validation"])
+    for (dashes, line, iteration, where, values), theirs in zip(found, golden["validation"], strict=True):
+        assert (int(iteration), where) == (theirs["iteration"], theirs["where"])
+        assert len(dashes) == len(line) + 3  # a blank before, a blank after, and one more
+        loss, ppl = (float(value) for value in re.findall(r"\d\.\d{6}E[+-]\d\d", values))
+        their_loss, their_ppl = (float(value) for value in re.findall(r"\d\.\d{6}E[+-]\d\d", theirs["text"]))
+        assert loss == pytest.approx(their_loss, abs=tolerance), (name, iteration)
+        assert ppl == pytest.approx(their_ppl, rel=1.1 * tolerance), (name, iteration)
+        assert re.sub(r"\d", "0", values.strip()) == re.sub(r"\d", "0", theirs["text"].strip())
+
+
+def test_the_lines_around_training_are_megatrons(
+    shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every line of ours that the original prints too is printed by it with the same words, in the same order."""
+    _, text = run_case("gpt2_torch_dist", shared, tmp_path, monkeypatch, capsys)
+    golden = (shared / "golden/pretrain/gpt2_torch_dist/log_rank0.txt").read_text()
+    theirs = [shape(line) for line in golden.splitlines()]
+    position = 0
+    missing = []
+    for line in text.splitlines():
+        if shape(line) in theirs[position:]:
+            position += theirs[position:].index(shape(line)) + 1
+        else:
+            missing.append(line)
+    # What is ours alone.
+    ours = (
+        "running on cpu",
+        "accepted, nothing needed",
+        " speed:",
+        "    train: ",
+        "    valid: ",
+        "metrics and the",
+        "try it",
+    )
+    assert [line for line in missing if not line.startswith(ours) and not line.startswith(" [")] == []
+
+
+def shape(line: str) -> str:
+    """A line without its numbers, times, paths and logger names."""
+    line = re.sub(r"^(INFO|WARNING):[\w.]+:", "", line)
+    line = re.sub(r"\[TIME\]|\[\d{4}-\d\d-\d\d [\d:.]+\]", "[TIME]", line)
+    line = re.sub(r"datetime: .*", "datetime", line)
+    line = re.sub(r"elapsed time per iteration \(ms\): [\d.]+ \| ", "", line)
+    line = re.sub(r" to \S+", " to DIR", line)
+    return re.sub(r"[\d.]+(E[+-]\d\d)?", "0", line)
