@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from megalith.checkpoint.owner import Owner
+from megalith.checkpoint.owner import Owner, holds_claim
 from megalith.errors import CheckpointError
 
 _SAVING = ".saving-"
@@ -30,11 +30,26 @@ def _suffix(owner: Owner) -> str:
     return f".{owner.place}.{owner.pid}.{owner.born}"
 
 
-def _owner_of(path: Path) -> Owner | None:
+def _left_by_the_dead(parent: Path, prefix: str) -> list[Path]:
+    """What savers that are gone left under a prefix.
+
+    Of this system that can be asked. Of another it is known only while this process holds the claim of the folder:
+    a container that is started again is another system, so leftovers would pile up otherwise.
+    """
+    alone, me = holds_claim(parent), Owner.this_process()
+    found = []
+    for path in parent.glob(f"{prefix}*"):
+        owner = _owner_of(path, me.host)
+        if owner is not None and owner != me and (owner.is_dead() or alone):
+            found.append(path)
+    return found
+
+
+def _owner_of(path: Path, host: str) -> Owner | None:
     parts = path.name.rsplit(".", 3)
     if len(parts) != 4 or not parts[2].isdigit():
         return None
-    return Owner(host="", place=parts[1], pid=int(parts[2]), born=parts[3])
+    return Owner(host, place=parts[1], pid=int(parts[2]), born=parts[3])
 
 
 @dataclass(frozen=True)
@@ -80,16 +95,11 @@ def building(final: Path) -> Iterator[Building]:
         raise
 
 
-def clear_leftovers(parent: Path) -> list[Path]:
-    """Remove what dead savers of this machine left in a save folder, and return it."""
+def clear_leftovers(parent: Path) -> None:
+    """Remove what savers that are gone left in a save folder."""
     put_back_replaced(parent)
-    removed = []
-    for path in [*parent.glob(f"{_SAVING}*"), *parent.glob(f"{_REPLACED}*")]:
-        owner = _owner_of(path)
-        if owner is not None and owner.is_dead():
-            _remove(path)
-            removed.append(path)
-    return removed
+    for path in [*_left_by_the_dead(parent, _SAVING), *_left_by_the_dead(parent, _REPLACED)]:
+        _remove(path)
 
 
 def _remove(path: Path) -> None:
@@ -102,10 +112,9 @@ def _remove(path: Path) -> None:
 
 def put_back_replaced(parent: Path) -> None:
     """Undo the first rename of a replacement whose saver died before the second."""
-    for aside in parent.glob(f"{_REPLACED}*"):
-        owner = _owner_of(aside)
+    for aside in _left_by_the_dead(parent, _REPLACED):
         final = parent / aside.name.removeprefix(_REPLACED).rsplit(".", 3)[0]
-        if owner is not None and owner.is_dead() and not final.exists():
+        if not final.exists():
             with contextlib.suppress(OSError):  # a read-only folder stays as it is
                 aside.rename(final)
 

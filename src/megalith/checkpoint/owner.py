@@ -92,6 +92,15 @@ def _alive(pid: int, born: str) -> bool:
     return not born or _born(pid) == born
 
 
+def holds_claim(folder: Path) -> bool:
+    """Whether this process has claimed a save folder: then whatever another process left there is left for good."""
+    try:
+        held = _Claim.parse((folder / LOCK_FILE).read_text("utf-8", "replace"))
+    except OSError:
+        return False
+    return held is not None and held.owner == Owner.this_process()
+
+
 @dataclass(frozen=True)
 class _Claim:
     """The content of the lock file."""

@@ -144,7 +144,9 @@ def test_a_killed_replacement_leaves_the_old_or_the_new(
     assert names(tmp_path) == {"iter_0000010", "iter_0000020", "latest_checkpointed_iteration.txt"}
 
 
-def test_the_leftovers_of_the_living_and_of_others_stay(tmp_path: Path, make_content: MakeContent) -> None:
+def test_the_leftovers_of_the_living_and_of_others_stay_without_a_claim(
+    tmp_path: Path, make_content: MakeContent
+) -> None:
     here = Owner.this_process()
     alive = tmp_path / f".saving-iter_0000005.{here.place}.{os.getppid()}."
     elsewhere = tmp_path / ".saving-iter_0000006.00000000.1.1"
@@ -155,6 +157,10 @@ def test_the_leftovers_of_the_living_and_of_others_stay(tmp_path: Path, make_con
     DirectoryStore(tmp_path).save(1, make_content(1), {})
     assert {alive.name, elsewhere.name, foreign.name} <= names(tmp_path)
     assert dead.name not in names(tmp_path)
+    with DirectoryStore(tmp_path).claim():
+        DirectoryStore(tmp_path).save(2, make_content(2), {})
+    assert foreign.name in names(tmp_path)
+    assert not {alive.name, elsewhere.name} & names(tmp_path), "who holds the claim is alone"
 
 
 def test_too_little_space_is_refused_before_the_first_byte(
