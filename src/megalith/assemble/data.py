@@ -8,16 +8,8 @@ from megalith.config import RunConfig
 from megalith.data.build import Datasets, build_gpt_datasets
 from megalith.data.gpt_dataset import GPTDataset
 from megalith.data.loader import BatchLoader
+from megalith.data.splits import target_sizes
 from megalith.tokenizers import Tokenizer
-
-
-@dataclass(frozen=True)
-class TargetSizes:
-    """Samples that a run draws from each split."""
-
-    train: int
-    valid: int
-    test: int
 
 
 @dataclass(frozen=True)
@@ -35,17 +27,20 @@ class Loaders:
                 loader.close()
 
 
-def target_sizes(run: RunConfig) -> TargetSizes:
+def run_sizes(run: RunConfig) -> tuple[int, int, int]:
     """What the run draws: its training samples, all the evaluations in it with the final one, and one test."""
-    batch, evaluation = run.global_batch_size, run.train.eval_iters * run.global_batch_size
-    evaluations = run.train_iters // run.train.eval_interval + 1
-    return TargetSizes(run.train.train_samples or run.train_iters * batch, evaluations * evaluation, evaluation)
+    return target_sizes(
+        train_iters=run.train_iters,
+        train_samples=run.train.train_samples,
+        eval_interval=run.train.eval_interval,
+        eval_iters=run.train.eval_iters,
+        global_batch_size=run.global_batch_size,
+    )
 
 
 def build_datasets(run: RunConfig, tokenizer: Tokenizer) -> Datasets:
     """The datasets of all three splits, sized for the run."""
-    sizes = target_sizes(run)
-    return build_gpt_datasets(run.data, tokenizer, sizes=(sizes.train, sizes.valid, sizes.test), seed=run.train.seed)
+    return build_gpt_datasets(run.data, tokenizer, sizes=run_sizes(run), seed=run.train.seed)
 
 
 def build_loaders(

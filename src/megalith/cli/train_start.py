@@ -13,7 +13,7 @@ from datetime import datetime
 
 import torch
 
-from megalith.assemble.data import Loaders, build_datasets, build_loaders, target_sizes
+from megalith.assemble.data import Loaders, build_datasets, build_loaders, run_sizes
 from megalith.assemble.model import build_model, build_run_optimizer, choose_device, draw_weights, params_dtype
 from megalith.assemble.schedule import build_schedule
 from megalith.checkpoint import DirectoryStore
@@ -204,8 +204,7 @@ def _load(
 
 def _loaders(config: RunConfig, tokenizer: Tokenizer, state: TrainState, screen: Screen) -> Loaders:
     screen.note("> building train, validation, and test datasets ...")
-    sizes = target_sizes(config)
-    screen.say(console.target_sizes_lines(sizes.train, sizes.valid, sizes.test))
+    screen.say(console.target_sizes_lines(*run_sizes(config)))
     datasets = build_datasets(config, tokenizer)
     for dataset in datasets:
         if dataset is not None:

@@ -271,10 +271,10 @@ class DataConfig:
 
     seq_length: int = setting(help="tokens of one sample", unit="tokens", at_least=1)
     data_path: tuple[str, ...] = setting((), help="prefix of a .bin/.idx pair, without the ending")
-    split: str = setting("969,30,1", help="parts for training, validation and test")
+    split: str = setting("969, 30, 1", help="parts for training, validation and test")
     mock_data: bool = setting(False, help="made-up data, to try a configuration")
     data_cache_path: str | None = setting(None, help="folder of the index caches; beside the data unless given")
-    num_workers: int = setting(2, help="processes that read data ahead; 0 reads in the training process", at_least=0)
+    num_workers: int = setting(2, help="threads that read data ahead; 0 reads between the steps", at_least=0)
     eod_mask_loss: bool = setting(False, help="no loss on end-of-document tokens")
     mmap_bin_files: bool = setting(True, help="read .bin files through a memory map")
     dataloader_type: str = setting(

@@ -10,7 +10,7 @@ from megalith.config import DataConfig
 from megalith.data.gpt_dataset import Documents, GPTDataset, GPTDatasetOptions
 from megalith.data.indexed import IndexedDataset
 from megalith.data.mock import MOCK_SPLIT, MockDocuments
-from megalith.data.splits import DEFAULT_SPLIT, Sizes, parse_split
+from megalith.data.splits import Sizes, parse_split
 from megalith.errors import ConfigError
 from megalith.tokenizers import Tokenizer
 
@@ -42,7 +42,7 @@ def build_gpt_datasets(data: DataConfig, tokenizer: Tokenizer, *, sizes: Sizes, 
     if data.mock_data:
         path, documents, split, class_name = None, MockDocuments(tokenizer), MOCK_SPLIT, "MockGPTDataset"
     else:
-        path, split, class_name = single_prefix(data), data.split or DEFAULT_SPLIT, "GPTDataset"
+        path, split, class_name = single_prefix(data), data.split, "GPTDataset"
         documents = IndexedDataset(path, mmap_bin=data.mmap_bin_files)
     options = GPTDatasetOptions(
         sequence_length=data.seq_length,

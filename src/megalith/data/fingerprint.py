@@ -14,7 +14,6 @@ from megalith.config import DataConfig
 from megalith.data.build import single_prefix
 from megalith.data.indexed import HEADER_SIZE, IndexedDataset, bin_path, idx_path
 from megalith.data.mock import MOCK_SPLIT
-from megalith.data.splits import DEFAULT_SPLIT
 
 _NUM_PROBES = 64
 _PROBE_SIZE = 4096
@@ -35,7 +34,7 @@ def fingerprint(data: DataConfig, *, seed: int) -> dict[str, Any]:
             "source": digest_of(dataset),
             "sequences": len(dataset),
             "tokens": dataset.num_tokens,
-            "split": data.split or DEFAULT_SPLIT,
+            "split": data.split,
         }
     content |= {"seq_length": data.seq_length, "seed": seed}
     text = json.dumps(content, sort_keys=True).encode()

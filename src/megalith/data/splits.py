@@ -7,7 +7,6 @@ import re
 from megalith.errors import ConfigError
 
 SPLIT_NAMES = ("train", "valid", "test")
-DEFAULT_SPLIT = "969, 30, 1"
 
 Interval = tuple[float, float]
 SplitMatrix = list[Interval | None]

@@ -22,7 +22,7 @@ def read(*words: str, environ: dict[str, str] | None = None) -> RunConfig:
 def test_defaults_are_those_of_megatron() -> None:
     run = read()
     assert (run.optimizer.adam_beta2, run.model.init_method_std, run.model.hidden_dropout) == (0.999, 0.02, 0.1)
-    assert (run.data.split, run.train.eval_interval, run.train.eval_iters) == ("969,30,1", 1000, 100)
+    assert (run.data.split, run.train.eval_interval, run.train.eval_iters) == ("969, 30, 1", 1000, 100)
     assert (run.log.log_interval, run.schedule.lr_decay_style, run.train.seed) == (100, "linear", 1234)
     assert (run.optimizer.weight_decay, run.precision.initial_loss_scale, run.precision.hysteresis) == (0.01, 2**32, 2)
     assert run.global_batch_size == 2 and run.num_micro_batches == 1
