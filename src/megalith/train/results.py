@@ -50,7 +50,8 @@ class WindowReport:
         loss: mean over the applied steps, in single precision as Megatron sums it; None if none was applied.
         teraflops: TFLOP/s of this device over the window, model FLOPs counted once.
         tokens_per_second: training tokens over wall time, evaluation and saving left out.
-        utilisation: share of the measured matmul peak, at most 1.
+        utilisation: share of the measured matmul peak; None where the run was faster than that peak, which then was
+            measured while something else used the machine.
         num_nan: skipped steps whose loss was not finite.
         The rest: of the last step, as in `StepResult`.
     """
@@ -61,7 +62,7 @@ class WindowReport:
     seconds_per_step: float
     teraflops: float
     tokens_per_second: float
-    utilisation: float
+    utilisation: float | None
     learning_rate: float
     global_batch_size: int
     loss: float | None
@@ -131,7 +132,7 @@ class Window:
         Args:
             train_iterations: iterations of the whole run.
             flops_per_step: model FLOPs of one step on this device.
-            peak_flops: FLOP/s of the best matmul; a window that was faster corrects it upwards for itself.
+            peak_flops: FLOP/s of the best matmul.
         """
         results, self.results = self.results, []
         last, applied = results[-1], [result for result in results if result.applied]
@@ -144,7 +145,7 @@ class Window:
             seconds_per_step=seconds / len(results),
             teraflops=achieved / 1e12,
             tokens_per_second=sum(result.num_tokens for result in results) / seconds,
-            utilisation=achieved / max(peak_flops, achieved),
+            utilisation=achieved / peak_flops if achieved <= peak_flops else None,
             learning_rate=last.learning_rate,
             global_batch_size=last.num_samples,
             loss=_mean_in_single_precision([result.loss for result in applied]),

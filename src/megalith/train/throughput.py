@@ -8,7 +8,7 @@ import torch
 
 from megalith.config import ModelConfig
 
-_PEAK_SIZES = {"cpu": (512, 1024, 2048), "cuda": (2048, 4096, 8192)}
+_PEAK_SIZES = {"cpu": (1024, 2048), "cuda": (2048, 4096, 8192)}
 
 
 def step_flops(model: ModelConfig, vocab_size: int, seq_length: int, global_batch_size: int) -> float:

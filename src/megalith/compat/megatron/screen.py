@@ -95,7 +95,9 @@ class MegatronConsole(Hook):
 
 def speed_line(report: WindowReport) -> str:
     """Tokens a second, TFLOP/s, and the share of the measured peak of a matrix product."""
-    return (
-        f" speed: {report.tokens_per_second:,.0f} tokens/s, {report.teraflops:.3g} TFLOP/s, "
-        f"{report.utilisation:.0%} of the measured matmul peak"
+    share = (
+        f"{report.utilisation:.0%} of the matmul peak measured at the start"
+        if report.utilisation is not None
+        else "more than the matmul peak measured at the start, when the machine was busy"
     )
+    return f" speed: {report.tokens_per_second:,.0f} tokens/s, {report.teraflops:.3g} TFLOP/s, {share}"

@@ -1,0 +1,128 @@
+"""`pretrain_gpt.py` as users start it: their launchers, what they see, what lies in the run folder afterwards."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megalith.checkpoint import DirectoryStore
+from megalith.train.metrics import read_metrics
+
+from .test_resume import MODEL, command
+from .warm import WarmProcess
+
+SHORT = ["--train-iters", 3, "--save-interval", 3, "--eval-interval", 3]
+
+LAUNCHERS = {
+    "python": [],
+    "torchrun": ["-m", "torch.distributed.run", "--nproc_per_node", "1", "--nnodes", "1", "--master_port", "29872"],
+    # It passes --local-rank on to the script.
+    "torch.distributed.launch": ["-m", "torch.distributed.launch", "--nproc_per_node", "1", "--master_port", "29873"],
+}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_every_launcher(repository: Path, tmp_path: Path, launcher: str) -> None:
+    save = tmp_path / "c"
+    words = [str(word) for word in command(save, *SHORT, "--distributed-backend", "nccl", "--device", "cpu")]
+    environment = {name: value for name, value in os.environ.items() if name not in ("LOCAL_RANK", "PYTHONPATH")}
+    finished = subprocess.run(
+        [sys.executable, *LAUNCHERS[launcher], str(repository / "pretrain_gpt.py"), *words],
+        cwd=tmp_path,
+        env={**environment, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert "no GPU here: --distributed-backend nccl becomes gloo" in finished.stdout
+    assert finished.stdout.count("number of nan iterations:   0 |") == 3
+    assert DirectoryStore(save).latest() == 3
+    if launcher == "python":
+        assert finished.stderr == ""
+
+
+def test_one_screen_of_start_up(warm: WarmProcess, tmp_path: Path) -> None:
+    text = warm.run(command(tmp_path / "c", *SHORT), tmp_path).text
+    start_up = text[: text.index("[before the start of training step]")].splitlines()
+    assert len(start_up) <= 30
+    order = (
+        "using world size: 1, data-parallel size: 1",
+        "using torch.float32 for parameters ...",
+        "setting number of microbatches to constant 2",
+        "> building NullTokenizer tokenizer ...",
+        " > padded vocab (size: 100) with 4 dummy tokens (new size: 104)",
+        "> setting random seeds to 1234 ...",
+        "[after megatron is initialized] datetime: ",
+        " > number of parameters on (tensor, pipeline) model parallel rank (0, 0): ",
+        "> learning rate decay style: cosine",
+        "WARNING: could not find the metadata file",
+        "[after model, optimizer, and learning rate scheduler are built] datetime: ",
+        " > datasets target sizes (minimum size):",
+        "[after dataloaders are built] datetime: ",
+    )
+    places = [next(n for n, line in enumerate(start_up) if line.startswith(wanted)) for wanted in order]
+    assert places == sorted(places)
+
+
+def test_the_run_folder(warm: WarmProcess, tmp_path: Path) -> None:
+    save = tmp_path / "c"
+    text = warm.run(command(save, *SHORT, "--tensorboard-dir", tmp_path / "t"), tmp_path).text
+    log = (save / "run/log.txt").read_text()
+    # The log has the command, the complete arguments and every line of the screen.
+    assert "python pretrain_gpt.py --num-layers 2" in log
+    assert "  num_layers ...................................... 2\n" in log
+    assert all(line in log for line in text.splitlines())
+    assert json.loads((save / "run/config.json").read_text())["model"]["hidden_size"] == 16
+    records = read_metrics(save / "run/metrics.jsonl")
+    assert [record["event"] for record in records] == [
+        *("start", "step", "throughput", "step", "throughput", "step", "throughput"),
+        *("evaluation", "save", "evaluation", "evaluation"),
+    ]
+    assert list((tmp_path / "t").glob("events.out.tfevents.*"))
+
+
+def test_without_save_the_run_folder_is_under_runs(warm: WarmProcess, tmp_path: Path) -> None:
+    finished = warm.run([*MODEL, *SHORT[:2], "--eval-interval", 3], tmp_path)
+    assert finished.code == 0, finished.text
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert {path.name for path in folder.iterdir()} == {"config.json", "log.txt", "metrics.jsonl"}
+
+
+def test_eval_iters_0_never_evaluates(warm: WarmProcess, tmp_path: Path) -> None:
+    words = command(tmp_path / "c", *SHORT)
+    words[words.index("--eval-iters") + 1] = 0
+    finished = warm.run(words, tmp_path)
+    assert finished.code == 0 and "validation" not in finished.text.split("training ...")[1]
+
+
+def test_a_second_run_into_the_same_folder_is_refused(warm: WarmProcess, tmp_path: Path) -> None:
+    save = tmp_path / "c"
+    first = warm.start(command(save, "--train-iters", 100000, "--save-interval", 100000), tmp_path)
+    first.wait_for("iteration        1/")
+    second = warm.run(command(save, *SHORT), tmp_path)
+    assert second.code == 4 and f"is being saved to by another run: process {first.pid}" in second.text
+    first.send(signal.SIGTERM)
+    assert first.finish().code == 75
+
+
+def test_a_fault_that_is_no_fault_is_refused(warm: WarmProcess, tmp_path: Path) -> None:
+    refused = warm.run(command(tmp_path / "c", *SHORT), tmp_path, MEGALITH_FAULT="explode")
+    assert refused.code == 2 and "MEGALITH_FAULT=explode is not understood" in refused.text
+
+
+def test_missing_checkpoint_can_be_an_error(warm: WarmProcess, tmp_path: Path) -> None:
+    refused = warm.run(command(tmp_path / "c", *SHORT, "--exit-on-missing-checkpoint"), tmp_path)
+    assert refused.code == 4 and "holds no checkpoint" in refused.text
+
+
+def test_missing_data_is_a_message(warm: WarmProcess, tmp_path: Path) -> None:
+    words = [*MODEL, "--train-iters", 3]
+    words[words.index("--mock-data")] = "--data-path=nowhere"
+    refused = warm.run(words, tmp_path)
+    assert refused.code == 2 and "nowhere" in refused.text and "Traceback" not in refused.text
