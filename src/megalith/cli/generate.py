@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from megalith.errors import ConfigError
+from megalith.serve.request import Sampling
 
 if TYPE_CHECKING:
     from megalith.assemble.trained import Trained
-    from megalith.serve.sampling import Sampling
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"megalith generate: {message}; see megalith generate --help")
+        raise ConfigError(f"{message}; see megalith generate --help")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -43,10 +43,6 @@ def _parser() -> argparse.ArgumentParser:
 def run(argv: Sequence[str]) -> int:
     """Print the prompt and its continuations."""
     options = _parser().parse_args(list(argv))
-    from megalith.assemble.model import choose_device
-    from megalith.assemble.trained import load_trained
-    from megalith.serve.sampling import Sampling
-
     sampling = Sampling(0.0 if options.greedy else options.temperature, options.top_k, options.top_p)
     violations = sampling.violations()
     for flag, value in (("--max-new-tokens", options.max_new_tokens), ("--num-samples", options.num_samples)):
@@ -54,6 +50,10 @@ def run(argv: Sequence[str]) -> int:
             violations.append(f"{flag} {value} is below 1; give 1 or more")
     if violations:
         raise ConfigError(violations)
+
+    from megalith.assemble.model import choose_device
+    from megalith.assemble.trained import load_trained
+
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
     trained = load_trained(options.checkpoint, choose_device(options.device), options.iteration)
     for note in trained.notes:

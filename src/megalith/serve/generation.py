@@ -8,7 +8,8 @@ import torch
 
 from megalith.errors import ConfigError
 from megalith.models.gpt import GPT
-from megalith.serve.sampling import Sampling, choose
+from megalith.serve.request import Sampling
+from megalith.serve.sampler import choose
 
 
 def generate(

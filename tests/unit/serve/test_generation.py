@@ -13,7 +13,8 @@ from megalith.errors import ConfigError
 from megalith.models.gpt import GPT
 from megalith.models.initialise import initialise
 from megalith.serve.generation import generate, printable_pieces
-from megalith.serve.sampling import Sampling, choose
+from megalith.serve.request import Sampling
+from megalith.serve.sampler import choose
 
 GREEDY = Sampling(temperature=0.0)
 

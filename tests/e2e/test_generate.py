@@ -1,0 +1,86 @@
+"""`megalith generate` as a user runs it, on a checkpoint alone."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megalith.tokenizers import train_byte_level_bpe
+
+from .warm import WarmProcess
+
+TEXT = "the king said to the queen that the crown of the kingdom is heavy\n\n" * 200
+
+
+@pytest.fixture(scope="module")
+def saved(warm: WarmProcess, repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A save folder; the files that trained it are gone."""
+    folder = tmp_path_factory.mktemp("generate")
+    work = folder / "work"
+    work.mkdir()
+    (work / "text.txt").write_text(TEXT)
+    vocab, merges = train_byte_level_bpe([TEXT], 300, work)
+    tokenizer = ["--vocab-file", str(vocab), "--merge-file", str(merges)]
+    preprocess = [sys.executable, str(repository / "tools/preprocess_data.py"), "--input", str(work / "text.txt")]
+    words = [
+        "--output-prefix",
+        str(work / "data"),
+        "--tokenizer-type",
+        "GPT2BPETokenizer",
+        "--append-eod",
+        "--workers",
+        "1",
+    ]
+    subprocess.run([*preprocess, *words, *tokenizer], check=True, capture_output=True)
+    train = (
+        "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
+        "--micro-batch-size 8 --train-iters 120 --lr 0.005 --eval-iters 0 --save-interval 60 --hidden-dropout 0 "
+        "--attention-dropout 0 --num-workers 0"
+    ).split()
+    paths = ["--data-path", str(work / "data_text_document"), "--save", str(folder / "saved"), *tokenizer]
+    done = warm.run([*train, *paths], folder)
+    assert done.code == 0, done.text
+    shutil.rmtree(work)
+    return folder / "saved"
+
+
+def _generate(*words: object, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "megalith", "generate", *map(str, words)]
+    return subprocess.run(
+        command, capture_output=True, text=True, input=stdin, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+
+
+def test_the_model_has_learnt_its_sentence(saved: Path) -> None:
+    done = _generate(saved, "--prompt", "the king said", "--greedy", "--max-new-tokens", 20)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("the king said to the queen that the crown of the kingdom is heavy")
+
+
+def test_an_older_iteration_and_standard_input(saved: Path) -> None:
+    done = _generate(saved / "iter_0000060", "--prompt", "-", "--max-new-tokens", 3, stdin="the queen")
+    assert done.returncode == 0
+    assert done.stdout.startswith("the queen")
+
+
+def test_everything_wrong_is_said_at_once(saved: Path) -> None:
+    done = _generate(saved, "--prompt", "x", "--temperature", -1, "--max-new-tokens", 0, "--top-p", 2)
+    assert done.returncode == 2
+    assert all(flag in done.stderr for flag in ("--temperature -1", "--max-new-tokens 0", "--top-p 2"))
+
+
+def test_a_prompt_longer_than_the_context_names_both_lengths(saved: Path) -> None:
+    done = _generate(saved, "--prompt", "king " * 50)
+    assert done.returncode == 2
+    assert "the model reads 32" in done.stderr
+
+
+def test_a_folder_without_checkpoints(tmp_path: Path) -> None:
+    done = _generate(tmp_path, "--prompt", "x")
+    assert done.returncode == 4
+    assert "holds no checkpoint" in done.stderr and "Traceback" not in done.stderr
