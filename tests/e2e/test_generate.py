@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -41,9 +42,9 @@ def saved(warm: WarmProcess, repository: Path, tmp_path_factory: pytest.TempPath
         "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
         "--micro-batch-size 8 --train-iters 120 --lr 0.005 --eval-iters 0 --save-interval 60 --hidden-dropout 0 "
         "--attention-dropout 0 --num-workers 0"
-    ).split()
+    )
     paths = ["--data-path", str(work / "data_text_document"), "--save", str(folder / "saved"), *tokenizer]
-    done = warm.run([*train, *paths], folder)
+    done = warm.run([*shlex.split(train), *paths], folder)
     assert done.code == 0, done.text
     shutil.rmtree(work)
     return folder / "saved"
