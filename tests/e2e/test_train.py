@@ -74,6 +74,7 @@ def test_the_run_folder(warm: WarmProcess, tmp_path: Path) -> None:
     save = tmp_path / "c"
     text = warm.run(command(save, *SHORT, "--tensorboard-dir", tmp_path / "t"), tmp_path).text
     log = (save / "run/log.txt").read_text()
+    assert all(record["max_resident_bytes"] > 1e7 for record in read_metrics(save / "run/metrics.jsonl")[2::2][:3])
     # The log has the command, the complete arguments and every line of the screen.
     assert "python pretrain_gpt.py --num-layers 2" in log
     assert "  num_layers ...................................... 2\n" in log

@@ -12,11 +12,15 @@ import json
 import re
 import shutil
 import signal
+import tarfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from megalith.checkpoint import CheckpointContent, Chunk, DirectoryStore
+from megalith.checkpoint.store import Contents
 from megalith.cli.main import main
 
 CASES = [
@@ -151,3 +155,37 @@ def shape(line: str) -> str:
     line = re.sub(r"elapsed time per iteration \(ms\): [\d.]+ \| ", "", line)
     line = re.sub(r" to \S+", " to DIR", line)
     return re.sub(r"[\d.]+(E[+-]\d\d)?", "0", line)
+
+
+@pytest.mark.parametrize("name", ["gpt2_torch_dist", "llama_torch_dist", "llama_bf16_torch_dist"])
+def test_the_checkpoint_is_megatrons(
+    name: str, shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of the same run both programs save the same keys, shapes and types with the same numbers."""
+    run_case(name, shared, tmp_path, monkeypatch, capsys)
+    with tarfile.open(shared / "golden/pretrain" / name / "ckpt.tar.xz") as archive:
+        archive.extractall(tmp_path / "theirs", filter="data")
+    ours, theirs = DirectoryStore(tmp_path / "c"), DirectoryStore(tmp_path / "theirs/ckpt")
+    contents = ours.contents(10)
+    assert contents.objects == theirs.contents(10).objects
+    assert contents.tensors == theirs.contents(10).tensors
+    own, other = read_all(ours, contents), read_all(theirs, contents)
+    # A weight moves by the rate, 1e-3 at most, in a step, whatever the size of its gradient: rounding noise in a
+    # gradient of analytically zero (the key bias) shows at that scale.
+    noise = {"atol": 6e-3, "rtol": 0.0}
+    exact = {"atol": 1e-6 if "bf16" not in name else 2e-4, "rtol": 1e-3 if "bf16" not in name else 3e-2}
+    for key, tensor in other.items():
+        torch.testing.assert_close(own[key], tensor, **(noise if key.endswith("linear_qkv.bias") else exact), msg=key)
+    mine, common = ours.common(10), theirs.common(10)
+    assert mine["opt_param_scheduler"] == common["opt_param_scheduler"]
+    assert (mine["iteration"], mine["checkpoint_version"]) == (common["iteration"], common["checkpoint_version"])
+    assert mine["num_floating_point_operations_so_far"] == common["num_floating_point_operations_so_far"]
+    for counter in ("consumed_train_samples", "consumed_valid_samples", "padded_vocab_size"):
+        assert getattr(mine["args"], counter) == getattr(common["args"], counter), counter
+
+
+def read_all(store: DirectoryStore, contents: Contents) -> dict[str, torch.Tensor]:
+    tensors = {key: torch.empty(held.shape, dtype=held.dtype) for key, held in contents.tensors.items()}
+    chunks = [Chunk(key, tensor, (0,) * tensor.dim(), tuple(tensor.shape)) for key, tensor in tensors.items()]
+    store.load(10, CheckpointContent(chunks))
+    return tensors

@@ -52,7 +52,7 @@ def run(argv: Sequence[str]) -> int:
         return EXIT_FINISHED
     launched = "TORCHELASTIC_RUN_ID" in os.environ
     # torchrun forwards the Ctrl-C that the terminal has already sent to this process.
-    stop = StopSignals(_FORWARDED_WITHIN_SECONDS if launched else 0.0)
+    stop = StopSignals(_FORWARDED_WITHIN_SECONDS if launched else 0.0, _acknowledge)
     try:
         config = load(argv)
         if launched:
@@ -62,6 +62,11 @@ def run(argv: Sequence[str]) -> int:
         return _train(config, argv, stop, began, launched=launched)
     finally:
         stop.close()
+
+
+def _acknowledge(signal_name: str) -> None:
+    """Answer a signal at once: the end of the step may be a while away."""
+    print(f"\n{signal_name}: finishing this step and saving; once more to leave at once", file=sys.stderr, flush=True)
 
 
 def _stop_with_parent() -> None:
@@ -77,6 +82,7 @@ def _train(config: RunConfig, argv: Sequence[str], stop: StopSignals, began: flo
     from megalith.compat.megatron.screen import MegatronConsole, Screen
     from megalith.train.hooks import Hook, Hooks
     from megalith.train.loop import train
+    from megalith.train.memory import memory_in_use
     from megalith.train.metrics import MetricsWriter
     from megalith.train.tensorboard import TensorBoardWriter, require_tensorboard
 
@@ -100,7 +106,8 @@ def _train(config: RunConfig, argv: Sequence[str], stop: StopSignals, began: flo
                 backend_asked_for="--distributed-backend" in argv,
             )
             stack.callback(started.loaders.close)
-            metrics = MetricsWriter(folder / "metrics.jsonl")
+            device = started.run.state.model.output_weight.device
+            metrics = MetricsWriter(folder / "metrics.jsonl", lambda: memory_in_use(device))
             hooks: list[Hook] = [
                 metrics,
                 MegatronConsole(screen, config.checkpoint.save, throughput=config.log.log_throughput),
@@ -157,7 +164,7 @@ def _last_words(
     save = config.checkpoint.save
     if ending.kind == "finished":
         screen.say(f"metrics and the full log are in {folder}")
-        if save:
+        if save and config.tokenizer.tokenizer_type != "NullTokenizer":
             screen.say(f"try it: megalith generate {save} --prompt 'Once upon a time'")
         return EXIT_FINISHED
     if save is None:

@@ -13,6 +13,7 @@ import math
 import os
 import sys
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
@@ -22,9 +23,15 @@ from megalith.train.results import Ending, Evaluation, SavedCheckpoint, StepResu
 
 
 class MetricsWriter(Hook):
-    """Appends to `path`. A disk that fails costs the metrics, with one warning, not the training."""
+    """Appends to `path`. A disk that fails costs the metrics, with one warning, not the training.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        path: the file; its folder is made.
+        memory: gives figures in bytes that each window's line carries.
+    """
+
+    def __init__(self, path: Path, memory: Callable[[], Mapping[str, int]] = dict) -> None:
+        self._memory = memory
         path.parent.mkdir(parents=True, exist_ok=True)
         torn = _ends_in_the_middle_of_a_line(path)
         self._file: TextIO | None = path.open("a", buffering=1, encoding="utf-8")
@@ -56,6 +63,7 @@ class MetricsWriter(Hook):
             tokens_per_second=report.tokens_per_second,
             teraflops=report.teraflops,
             utilisation=report.utilisation,
+            **self._memory(),
         )
 
     def after_evaluation(self, evaluation: Evaluation) -> None:

@@ -11,6 +11,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
@@ -23,10 +24,11 @@ class StopSignals:
     Args:
         debounce_seconds: signals this soon after the first are taken for the same request. A launcher forwards the
             Ctrl-C that the terminal has already sent to its workers; without a launcher, 0.
+        on_request: called with the name of the first signal, from the listening thread.
     """
 
-    def __init__(self, debounce_seconds: float = 0.0) -> None:
-        self._debounce = debounce_seconds
+    def __init__(self, debounce_seconds: float = 0.0, on_request: Callable[[str], None] | None = None) -> None:
+        self._debounce, self._on_request = debounce_seconds, on_request
         self._first: signal.Signals | None = None
         self._first_at = 0.0
         self._read_end, self._write_end = os.pipe()
@@ -66,6 +68,8 @@ class StopSignals:
         now = time.monotonic()
         if self._first is None:
             self._first, self._first_at = signal.Signals(number), now
+            if self._on_request is not None:
+                self._on_request(self._first.name)
         elif now - self._first_at >= self._debounce:
             os._exit(SECOND_SIGNAL_EXIT_CODE)
 

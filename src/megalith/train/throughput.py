@@ -14,19 +14,22 @@ _PEAK_SIZES = {"cpu": (1024, 2048), "cuda": (2048, 4096, 8192)}
 def step_flops(model: ModelConfig, vocab_size: int, seq_length: int, global_batch_size: int) -> float:
     """Model FLOPs of one step, forward and backward, recomputation not counted.
 
-    Counts the matrix products only, attention over the full square of the sequence, as Megatron's
-    `throughput per GPU` does, so that the two can be compared.
+    Counts the matrix products only, of attention the half of the square that the causal mask leaves, as Megatron 0.16
+    does for its `throughput per GPU`, so that the two can be compared.
 
     Args:
+        model: the architecture.
         vocab_size: padded.
+        seq_length: tokens of a sample.
+        global_batch_size: samples of the step.
 
-    Source: spec/training-behaviour.md section 5.
+    Source: spec/training-behaviour.md section 5; `num_floating_point_operations_so_far` of the goldens.
     """
     hidden, layers = model.hidden_size, model.num_layers
     heads_width = model.head_size * model.num_attention_heads / hidden
     groups = model.query_groups / model.num_attention_heads
     gate = 1.5 if model.swiglu else 1.0
-    attention = (1 + groups + seq_length / hidden) * heads_width
+    attention = (1 + groups + seq_length / (2 * hidden)) * heads_width
     feed_forward = model.ffn_size / hidden * gate
     logits = vocab_size / (2 * layers * hidden)
     return 12 * global_batch_size * seq_length * layers * hidden**2 * (attention + feed_forward + logits)

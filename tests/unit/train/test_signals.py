@@ -20,11 +20,13 @@ def wait_for(stop: StopSignals, seconds: float = 2.0) -> str | None:
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_the_first_signal_is_a_request(number: signal.Signals) -> None:
-    stop = StopSignals()
+    heard: list[str] = []
+    stop = StopSignals(on_request=heard.append)
     try:
         assert stop.requested is None
         os.kill(os.getpid(), number)
         assert wait_for(stop) == number.name
+        assert heard == [number.name]
     finally:
         stop.close()
 

@@ -25,7 +25,7 @@ def test_flops_are_those_of_the_matrices() -> None:
     )
     head = hidden // heads
     weights = hidden * (heads + 2 * groups) * head + hidden * hidden + 3 * hidden * ffn
-    scores = 2 * heads * head * sequence  # query x key and probabilities x value, of each token
+    scores = 2 * heads * head * sequence / 2  # query x key and probabilities x value, over the earlier half
     a_token = layers * (weights + scores) + hidden * vocabulary
     assert step_flops(model, vocabulary, sequence, batch) == pytest.approx(6 * batch * sequence * a_token)
 
