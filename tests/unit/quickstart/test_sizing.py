@@ -58,23 +58,47 @@ def test_sizes_grow() -> None:
     assert counts == sorted(set(counts))
 
 
-def test_a_faster_machine_and_more_time_never_get_a_smaller_model() -> None:
-    def parameters(flops: float, seconds: float) -> int:
-        return choose_model(Machine("x", "fp32", flops), seconds, TEXT).num_parameters
+def chosen(flops: float, seconds: float, num_tokens: float = TEXT, efficiency: float = 0.3) -> ModelSize:
+    """The choice on a machine whose training steps reach a share of the matrix product's rate."""
 
-    speeds = [10.0**exponent for exponent in range(9, 16)]
-    assert [parameters(flops, 180) for flops in speeds] == sorted(parameters(flops, 180) for flops in speeds)
-    times = [1, 6, 60, 180, 600, 3600]
-    assert [parameters(400e9, time) for time in times] == sorted(parameters(400e9, time) for time in times)
+    def step_time(size: ModelSize) -> float:
+        return size.flops_per_token * size.tokens_per_step / (efficiency * flops)
+
+    size, seconds_of_step = choose_model(Machine("x", "fp32", flops), seconds, num_tokens, step_time)
+    assert seconds_of_step == step_time(size)
+    return size
+
+
+def test_a_faster_machine_and_more_time_never_get_a_smaller_model() -> None:
+    by_speed = [chosen(10.0**exponent, 180).num_parameters for exponent in range(9, 16)]
+    assert by_speed == sorted(by_speed)
+    assert len(set(by_speed)) > 3
+    by_time = [chosen(400e9, seconds).num_parameters for seconds in (1, 6, 60, 180, 600, 3600)]
+    assert by_time == sorted(by_time)
+    assert len(set(by_time)) > 3
+
+
+def test_slow_steps_get_a_smaller_model_than_the_matrix_product_promises() -> None:
+    assert chosen(400e9, 180, efficiency=0.02).num_parameters < chosen(400e9, 180).num_parameters
 
 
 def test_the_slowest_machine_gets_the_smallest_model() -> None:
-    assert choose_model(Machine("x", "fp32", 1e8), 10, TEXT) == MODEL_SIZES[0]
+    assert chosen(1e8, 10) == MODEL_SIZES[0]
+
+
+def test_few_models_are_measured() -> None:
+    asked: list[ModelSize] = []
+
+    def step_time(size: ModelSize) -> float:
+        asked.append(size)
+        return size.flops_per_token * size.tokens_per_step / (0.3 * 900e9)
+
+    choose_model(Machine("x", "bf16", 900e9), 180, TEXT, step_time)
+    assert len(asked) <= 3
 
 
 def test_little_text_does_not_get_a_large_model() -> None:
-    machine = Machine("x", "bf16", 700e12)
-    assert choose_model(machine, 180, 5e4).num_parameters < choose_model(machine, 180, 1e8).num_parameters
+    assert chosen(700e12, 180, 5e4).num_parameters < chosen(700e12, 180, 1e8).num_parameters
 
 
 def test_iterations_fill_the_time() -> None:

@@ -1,17 +1,15 @@
 """How large a model this machine trains in the given minutes: a choice made from measured speed, without torch.
 
-Two steps: the speed of a matrix product picks the model (`choose_model`), then the time of that model's own training
-step gives the number of iterations (`choose_iterations`).
+Two measurements: the rate of a matrix product says which models are out of reach, and the time of a real training step
+of the others says which of them still learns enough in the time, and in how many iterations.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 PADDING = 128  # Megatron's --make-vocab-size-divisible-by
-STEP_EFFICIENCY = 0.5
-"""Share of the matrix product's rate that a training step of a small model reaches, roughly."""
-
 TOKENS_PER_PARAMETER = 0.4
 """The largest model is taken that still sees this many tokens for each of its parameters. Far from the 20 of a
 compute-optimal run (Hoffmann et al. 2022, arXiv:2203.15556): in minutes, small steps on a wider model win."""
@@ -68,13 +66,13 @@ class ModelSize:
 
 
 MODEL_SIZES = (
-    ModelSize(2, 64, 2, 192, 128, 8, 4.0e-3, 2048),
-    ModelSize(4, 128, 4, 352, 256, 8, 3.0e-3, 4096),
-    ModelSize(4, 192, 6, 512, 256, 8, 3.0e-3, 4096),
-    ModelSize(6, 256, 4, 704, 256, 8, 2.5e-3, 4096),
-    ModelSize(6, 384, 6, 1024, 256, 16, 2.0e-3, 4096),
-    ModelSize(8, 512, 8, 1408, 512, 16, 1.5e-3, 8192),
-    ModelSize(12, 768, 12, 2048, 512, 32, 1.0e-3, 8192),
+    ModelSize(2, 64, 2, 192, 128, 8, 3.0e-3, 2048),
+    ModelSize(4, 128, 4, 352, 256, 4, 2.0e-3, 4096),
+    ModelSize(4, 192, 6, 512, 256, 4, 1.5e-3, 4096),
+    ModelSize(6, 256, 4, 704, 256, 8, 1.5e-3, 4096),
+    ModelSize(6, 384, 6, 1024, 256, 16, 1.2e-3, 4096),
+    ModelSize(8, 512, 8, 1408, 512, 16, 1.0e-3, 8192),
+    ModelSize(12, 768, 12, 2048, 512, 32, 6.0e-4, 8192),
 )
 """Small to large."""
 
@@ -104,19 +102,33 @@ def choose_precision(flops: dict[str, float]) -> str:
     return best
 
 
-def choose_model(machine: Machine, seconds: float, num_tokens: float) -> ModelSize:
+def choose_model(
+    machine: Machine, seconds: float, num_tokens: float, step_time: Callable[[ModelSize], float]
+) -> tuple[ModelSize, float]:
     """Pick the largest model that sees enough tokens in the time, or the smallest of all.
 
     Args:
         seconds: of training.
         num_tokens: in the text, roughly.
+        step_time: measures a training step of a model, in seconds; asked only where it can matter.
+
+    Returns:
+        The model and the seconds of its step.
     """
-    chosen = MODEL_SIZES[0]
-    for size in MODEL_SIZES:
-        tokens = min(STEP_EFFICIENCY * machine.flops * seconds / size.flops_per_token, MOST_EPOCHS * num_tokens)
-        if tokens >= TOKENS_PER_PARAMETER * size.num_parameters:
-            chosen = size
-    return chosen
+    for size in reversed(MODEL_SIZES[1:]):
+        ideal = size.flops_per_token * size.tokens_per_step / machine.flops
+        if not sees_enough(size, seconds, ideal, num_tokens):
+            continue
+        measured = step_time(size)
+        if sees_enough(size, seconds, measured, num_tokens):
+            return size, measured
+    return MODEL_SIZES[0], step_time(MODEL_SIZES[0])
+
+
+def sees_enough(size: ModelSize, seconds: float, step_seconds: float, num_tokens: float) -> bool:
+    """Tell whether a model learns from enough tokens for its size."""
+    tokens = min(seconds / step_seconds * size.tokens_per_step, MOST_EPOCHS * num_tokens)
+    return tokens >= TOKENS_PER_PARAMETER * size.num_parameters
 
 
 def choose_iterations(size: ModelSize, seconds: float, step_seconds: float, num_tokens: float) -> int:

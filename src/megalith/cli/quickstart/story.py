@@ -115,10 +115,14 @@ class Quickstart:
         minutes = self.wishes.seconds / 60.0
         self.screen.title(f"Megalith quickstart: text -> tokenizer -> trained GPT, {minutes:g} minutes of training")
         corpus = self.collect()
-        vocabulary_size, machine = self.measure(corpus)
-        self.learn_tokenizer(corpus, vocabulary_size.vocab_size)
+        machine = self.measure()
+        plan = self.plan(machine, corpus)
+        self.learn_tokenizer(corpus, plan.size.vocab_size)
         num_tokens = self.preprocess(corpus)
-        plan = self.plan(machine, vocabulary_size, num_tokens)
+        if num_tokens // 10 < 2 * plan.size.seq_length:
+            raise DataError(
+                f"{num_tokens:,} tokens are too few for sequences of {plan.size.seq_length}; give more --data"
+            )
         trained = self.train(plan)
         report = self.evaluate(plan, trained, corpus.num_characters / num_tokens)
         self.generate(corpus)
@@ -153,15 +157,31 @@ class Quickstart:
             line.text = f"{corpus.name}: {len(corpus.documents):,} texts, {size}"
         return corpus
 
-    def measure(self, corpus: Corpus) -> tuple[ModelSize, Machine]:
-        """Measure the machine and pick the model."""
+    def measure(self) -> Machine:
+        """Measure what the machine can do."""
         with self.screen.step("machine", "multiplying matrices") as line:
             from megalith.cli.quickstart.speed import measure_machine
 
             machine = measure_machine()
-            size = choose_model(machine, self.wishes.seconds, corpus.num_characters / CHARACTERS_PER_TOKEN)
             line.text = f"{machine.name}: {machine.flops / 1e9:,.0f} GFLOP/s in {machine.precision}"
-        return size, machine
+        return machine
+
+    def plan(self, machine: Machine, corpus: Corpus) -> Plan:
+        """Choose the model and the number of iterations by timing real steps."""
+        with self.screen.step("model", "timing training steps") as line:
+            from megalith.cli.quickstart.speed import measure_step
+
+            def step_time(size: ModelSize) -> float:
+                return measure_step(size, train_arguments(self.folder, size, machine.precision, FEWEST_ITERATIONS)[1:])
+
+            num_tokens = corpus.num_characters / CHARACTERS_PER_TOKEN
+            size, seconds = choose_model(machine, self.wishes.seconds, num_tokens, step_time)
+            iterations = choose_iterations(size, self.wishes.seconds, seconds, num_tokens)
+            shape = f"GPT of {size.num_layers} layers x {size.hidden_size}"
+            line.text = (
+                f"{shape}, {size.num_parameters / 1e6:.1f} M parameters; {iterations:,} steps of {seconds:.2f} s"
+            )
+        return Plan(machine, size, iterations)
 
     def learn_tokenizer(self, corpus: Corpus, vocab_size: int) -> None:
         """Train the byte-level BPE."""
@@ -178,22 +198,6 @@ class Quickstart:
             per_token = corpus.num_characters / num_tokens
             line.text = f"{num_tokens:,} tokens of {per_token:.1f} characters"
         return num_tokens
-
-    def plan(self, machine: Machine, size: ModelSize, num_tokens: int) -> Plan:
-        """Time the model's step and count the iterations."""
-        if num_tokens // 10 < 2 * size.seq_length:
-            raise DataError(f"{num_tokens:,} tokens are too few for sequences of {size.seq_length}; give more --data")
-        with self.screen.step("model", "timing a training step") as line:
-            from megalith.cli.quickstart.speed import measure_step
-
-            draft = train_arguments(self.folder, size, machine.precision, FEWEST_ITERATIONS)
-            seconds = measure_step(size, draft[1:])
-            iterations = choose_iterations(size, self.wishes.seconds, seconds, num_tokens)
-            shape = f"GPT of {size.num_layers} layers x {size.hidden_size}"
-            line.text = (
-                f"{shape}, {size.num_parameters / 1e6:.1f} M parameters; {iterations:,} steps of {seconds:.2f} s"
-            )
-        return Plan(machine, size, iterations)
 
     def train(self, plan: Plan) -> Trained:
         """Train to the half, kill the process, start the same command again and train to the end."""
