@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import torch
 
 from megalith.config import PrecisionConfig, RunConfig
@@ -10,6 +12,8 @@ from megalith.errors import ConfigError
 from megalith.models.gpt import GPT
 from megalith.models.initialise import initialise, initialise_as_megatron_cpu
 from megalith.optim.optimizer import Optimizer, build_optimizer
+
+_COMPILERS = ("g++", "clang++", "c++")
 
 
 def choose_device(wanted: str, local_rank: int = 0) -> torch.device:
@@ -36,11 +40,20 @@ def build_model(run: RunConfig, vocab_size: int, device: torch.device) -> GPT:
     """The model with unset weights.
 
     Args:
+        run: its architecture, precision and `--compile`.
         vocab_size: padded.
+        device: where the weights are.
+
+    Raises:
+        ConfigError: `--compile` without a C++ compiler.
     """
+    if run.train.compile and not any(map(shutil.which, _COMPILERS)):
+        raise ConfigError(f"--compile needs a C++ compiler; install one of {', '.join(_COMPILERS)} or leave it out")
     model = GPT(run.model, vocab_size, dtype=params_dtype(run.precision), device=device)
     if run.train.compile:
-        model.compile()
+        # Block by block: one compilation serves all layers, and the loss, which keeps its memory, stays as it is.
+        for block in model.decoder.layers:
+            block.compile()
     return model
 
 
@@ -53,5 +66,11 @@ def draw_weights(run: RunConfig, model: GPT, streams: RandomStreams) -> None:
 
 
 def build_run_optimizer(run: RunConfig, model: GPT) -> Optimizer:
-    """The optimizer over the model's weights; made after these have their values or before a checkpoint fills both."""
-    return build_optimizer(model, run.optimizer, run.precision, count_zeros=run.log.log_num_zeros_in_grad)
+    """The optimizer over the model's weights; made after these have their values or before a checkpoint fills both.
+
+    With `--compile` the blocks are compiled here, since the optimizer first attaches its gradient sink to them.
+    """
+    optimizer = build_optimizer(model, run.optimizer, run.precision, count_zeros=run.log.log_num_zeros_in_grad)
+    if run.train.compile:
+        model.compile_blocks()
+    return optimizer
