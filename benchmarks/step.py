@@ -5,7 +5,7 @@
 Contenders, on the same threads, dtype and token ids:
   megalith             `megalith.models.gpt.GPT` and `megalith.optim` as `megalith train` uses them: norm, clipping and
                        AdamW included; bf16 with fp32 main parameters, gradients and moments
-  megalith-compiled    the same after `model.compile()` (only with --compile)
+  megalith-compiled    the same after `model.compile_blocks()` (only with --compile)
   huggingface          transformers' GPT2LMHeadModel with SDPA and torch's fused AdamW, without clipping; bf16 by
                        autocast over fp32 parameters (the same state as ours)
   huggingface-pure     (bf16 only) parameters, gradients and moments all in bf16: less state and less precision
@@ -67,7 +67,7 @@ def megalith_step(dtype: str, *, compiled: bool = False) -> Step:
     initialise(model, 1)
     optimizer = build_optimizer(model, OptimizerConfig(), PrecisionConfig(bf16=dtype == "bf16"))
     if compiled:
-        model.compile()
+        model.compile_blocks()
     tokens, labels = _batch()
 
     def step() -> float:

@@ -193,7 +193,9 @@ class TrainConfig:
     device: str = setting(
         "auto", help="where to compute: auto takes CUDA where there is one", choices=("auto", "cpu", "cuda"), ours=True
     )
-    compile: bool = setting(False, help="compile the model with torch.compile", ours=True)
+    compile: bool = setting(
+        False, help="compile each block with torch.compile (on a CPU this needs a C++ compiler)", ours=True
+    )
     manual_gc: bool = setting(
         False, help="collect garbage at fixed steps", nothing="the loop makes no reference cycles to collect"
     )

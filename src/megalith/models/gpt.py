@@ -24,7 +24,7 @@ from megalith.nn.placement import Placement
 from megalith.nn.precision import matmul
 from megalith.nn.region import Region, Solo
 from megalith.nn.rope import rotary_angles
-from megalith.nn.sink import GradientSink
+from megalith.nn.sink import GradientSink, attach_sink
 
 
 def attention_shape(config: ModelConfig) -> AttentionShape:
@@ -187,6 +187,16 @@ class GPT(nn.Module):
             return matmul(hidden_SBD, self.output_weight.t()).transpose(0, 1)
         loss_SB = vocabulary_loss(hidden_SBD, self.output_weight, labels_BS.t(), self.sink, self._logits)
         return loss_SB.t()
+
+    def compile_blocks(self) -> None:
+        """Compile each block with torch.compile; all blocks share one compilation.
+
+        Their weight gradients come from autograd then: a compiled graph cannot write to a sink. Call it after the
+        optimizer has attached its sink; the embedding and the loss keep theirs.
+        """
+        for block in self.decoder.layers:
+            attach_sink(block, None)
+            block.compile()
 
     def _angles(self, positions_S: Tensor) -> Tensor | None:
         if self.config.rotary_size == 0:

@@ -88,7 +88,11 @@ class GradientBuffers:
         total = self._grad_of[parameter]
         if self._is_first(parameter):
             total.zero_()
-        total.index_add_(0, ids_T, grad_TD.to(total.dtype))
+        rows = grad_TD.to(total.dtype)
+        if total.device.type == "cuda":  # sorts the ids, so that the sum does not depend on timing as index_add_'s does
+            total.index_put_((ids_T,), rows, accumulate=True)
+        else:
+            total.index_add_(0, ids_T, rows)
 
     def _move_in(self, parameter: Tensor) -> None:
         assert isinstance(parameter, Parameter)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 
 import pytest
 import torch
@@ -115,6 +116,26 @@ def test_megatron_draws_continue_the_stream_that_is_given() -> None:
     assert not torch.equal(first.output_weight, second.output_weight)
     initialise_as_megatron_cpu(second, torch.Generator().manual_seed(3))
     assert torch.equal(first.output_weight, second.output_weight)
+
+
+@pytest.mark.skipif(
+    shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU, and g++ is absent"
+)
+def test_compiled_blocks_give_the_same_steps() -> None:
+    losses = []
+    for compiled in (False, True):
+        model, tokens = _model(GPT2), _tokens()
+        optimizer = build_optimizer(model, OptimizerConfig(), PrecisionConfig())
+        if compiled:
+            model.compile_blocks()
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = model(tokens, labels_BS=tokens.flip(1)).mean()
+            loss.backward()
+            optimizer.step(0.01, 0.1)
+            losses.append(loss.item())
+    assert losses[:3] == pytest.approx(losses[3:], rel=1e-9)
+    assert losses[2] < losses[0]
 
 
 def test_dropout_acts_in_training_only() -> None:
