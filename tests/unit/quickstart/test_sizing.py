@@ -8,6 +8,7 @@ from megalith.cli.quickstart.sizing import (
     FEWEST_ITERATIONS,
     MODEL_SIZES,
     MOST_EPOCHS,
+    TRAINING_SHARE,
     Machine,
     ModelSize,
     choose_iterations,
@@ -103,7 +104,7 @@ def test_little_text_does_not_get_a_large_model() -> None:
 
 def test_iterations_fill_the_time() -> None:
     size = MODEL_SIZES[1]
-    assert choose_iterations(size, 180.0, 0.15, 1e9) == 1200
+    assert choose_iterations(size, 180.0, 0.15, 1e9) == round(1200 * TRAINING_SHARE)
 
 
 def test_iterations_stop_before_the_text_is_known_by_heart() -> None:

@@ -13,7 +13,8 @@ from megalith.cli.quickstart.sizing import ModelSize
 
 COMMAND = (sys.executable, "-m", "megalith")
 SPLIT = "94,4,2"
-EVALUATIONS = 8
+EVALUATIONS = 6
+EVALUATION_TOKENS = 32_768
 SAVES = 4
 
 
@@ -111,10 +112,16 @@ def train_arguments(folder: Folder, size: ModelSize, precision: str, iterations:
         *schedule_flags(size, precision, iterations),
         *("--data-path", f"{folder.data_prefix}_text_document", "--split", SPLIT),
         *tokenizer_flags(folder),
-        *("--eval-interval", str(max(1, iterations // EVALUATIONS)), "--eval-iters", "8"),
+        *("--eval-interval", str(max(1, iterations // EVALUATIONS))),
+        *("--eval-iters", str(evaluation_iterations(size, iterations))),
         *("--save", str(folder.checkpoints), "--load", str(folder.checkpoints)),
         *("--save-interval", str(save_interval(iterations)), "--log-interval", "10"),
     ]
+
+
+def evaluation_iterations(size: ModelSize, iterations: int) -> int:
+    """Enough for a steady number, and not long against the training."""
+    return max(2, min(EVALUATION_TOKENS // size.tokens_per_step, iterations // 40))
 
 
 def save_interval(iterations: int) -> int:
