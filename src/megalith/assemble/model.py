@@ -45,16 +45,13 @@ def build_model(run: RunConfig, vocab_size: int, device: torch.device) -> GPT:
         device: where the weights are.
 
     Raises:
-        ConfigError: `--compile` without a C++ compiler.
+        ConfigError: `--compile` on a CPU without a C++ compiler.
     """
-    if run.train.compile and not any(map(shutil.which, _COMPILERS)):
-        raise ConfigError(f"--compile needs a C++ compiler; install one of {', '.join(_COMPILERS)} or leave it out")
-    model = GPT(run.model, vocab_size, dtype=params_dtype(run.precision), device=device)
-    if run.train.compile:
-        # Block by block: one compilation serves all layers, and the loss, which keeps its memory, stays as it is.
-        for block in model.decoder.layers:
-            block.compile()
-    return model
+    if run.train.compile and device.type == "cpu" and not any(map(shutil.which, _COMPILERS)):
+        raise ConfigError(
+            f"--compile needs a C++ compiler on a CPU; install one of {', '.join(_COMPILERS)} or leave it out"
+        )
+    return GPT(run.model, vocab_size, dtype=params_dtype(run.precision), device=device)
 
 
 def draw_weights(run: RunConfig, model: GPT, streams: RandomStreams) -> None:
