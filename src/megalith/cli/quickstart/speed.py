@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import platform
 import time
@@ -19,7 +18,8 @@ from megalith.models.gpt import GPT
 from megalith.optim.optimizer import Optimizer
 from megalith.train.throughput import measure_peak
 
-PROBE_STEPS, PROBE_SECONDS = 24, 3.0
+PROBE_SECONDS = 3.0
+FEWEST_PROBES = 5  # so that a pause of the machine does not pass for a slow step
 
 
 def device_here() -> torch.device:
@@ -59,7 +59,7 @@ def measure_step(size: ModelSize, train_arguments: Sequence[str]) -> float:
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(size.vocab_size, (size.batch_size, size.seq_length + 1), generator=generator).to(device)
     seconds: list[float] = []
-    for _ in itertools.takewhile(lambda _: sum(seconds) < PROBE_SECONDS, range(PROBE_STEPS)):
+    while len(seconds) < FEWEST_PROBES or sum(seconds) < PROBE_SECONDS:
         seconds.append(time_step(model, optimizer, tokens))
     return sorted(seconds)[len(seconds) // 4]
 
