@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from megalith.checkpoint import DirectoryStore
 from megalith.train.faults import POINTS
@@ -57,6 +58,21 @@ def test_forty_steps_are_twenty_and_twenty(warm: WarmProcess, tmp_path: Path, pr
     assert validation_lines(uninterrupted.text) == validation_lines(first.text) + validation_lines(second.text)
     if "--fp16" in precision:
         assert "number of skipped iterations:   1" in uninterrupted.text
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("precision", [[], ["--bf16"], ["--fp16", "--initial-loss-scale", 2.0**16]])
+def test_a_run_on_cuda_resumes_on_the_same_curve(warm: WarmProcess, tmp_path: Path, precision: list[object]) -> None:
+    common = ["--train-iters", 40, "--eval-interval", 8, "--save-interval", 40, "--device", "cuda", *precision]
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    assert warm.run(command(whole, *common), tmp_path).code == 0
+    assert warm.run(command(halves, *common, "--exit-interval", 20), tmp_path).code == 0
+    second = warm.run(command(halves, *common), tmp_path)
+    assert second.code == 0 and "running on cuda:0 (" in second.text
+    # Sums over a batch are atomic there, so that two runs differ in the last bits.
+    for own, other in zip(curve_of(whole), curve_of(halves), strict=True):
+        assert own[0] == other[0] and own[1] == pytest.approx(other[1], rel=1e-2)
 
 
 KILLED_RUN = ["--train-iters", 8, "--eval-interval", 4, "--save-interval", 3]

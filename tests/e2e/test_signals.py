@@ -109,7 +109,7 @@ def test_without_save_a_signal_is_just_an_end(warm: WarmProcess, tmp_path: Path)
 
 def under_torchrun(repository: Path, save: Path, log: Path) -> subprocess.Popen[bytes]:
     words = [str(word) for word in command(save, *ENDLESS)]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "1", "--master_port", "29871"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "1", "--standalone"]
     return subprocess.Popen(
         [*launcher, str(repository / "pretrain_gpt.py"), *words],
         stdout=log.open("wb"),

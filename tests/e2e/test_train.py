@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -21,9 +22,9 @@ SHORT = ["--train-iters", 3, "--save-interval", 3, "--eval-interval", 3]
 
 LAUNCHERS = {
     "python": [],
-    "torchrun": ["-m", "torch.distributed.run", "--nproc_per_node", "1", "--nnodes", "1", "--master_port", "29872"],
+    "torchrun": ["-m", "torch.distributed.run", "--nproc_per_node", "1", "--nnodes", "1"],
     # It passes --local-rank on to the script.
-    "torch.distributed.launch": ["-m", "torch.distributed.launch", "--nproc_per_node", "1", "--master_port", "29873"],
+    "torch.distributed.launch": ["-m", "torch.distributed.launch", "--nproc_per_node", "1"],
 }
 
 
@@ -32,8 +33,9 @@ def test_every_launcher(repository: Path, tmp_path: Path, launcher: str) -> None
     save = tmp_path / "c"
     words = [str(word) for word in command(save, *SHORT, "--distributed-backend", "nccl", "--device", "cpu")]
     environment = {name: value for name, value in os.environ.items() if name not in ("LOCAL_RANK", "PYTHONPATH")}
+    port = ["--master_port", str(free_port())] if LAUNCHERS[launcher] else []
     finished = subprocess.run(
-        [sys.executable, *LAUNCHERS[launcher], str(repository / "pretrain_gpt.py"), *words],
+        [sys.executable, *LAUNCHERS[launcher], *port, str(repository / "pretrain_gpt.py"), *words],
         cwd=tmp_path,
         env={**environment, "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -45,6 +47,13 @@ def test_every_launcher(repository: Path, tmp_path: Path, launcher: str) -> None
     assert DirectoryStore(save).latest() == 3
     if launcher == "python":
         assert finished.stderr == ""
+
+
+def free_port() -> int:
+    """A port that no one listens on at this moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def test_one_screen_of_start_up(warm: WarmProcess, tmp_path: Path) -> None:
