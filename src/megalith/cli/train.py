@@ -20,6 +20,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megalith.cli.threads import wait_asleep
 from megalith.config import RunConfig, load
 from megalith.config.render import flags_text
 from megalith.errors import MegalithError
@@ -57,7 +58,7 @@ def run(argv: Sequence[str]) -> int:
         config = load(argv)
         if launched:
             _stop_with_parent()
-        _yield_when_waiting()
+        wait_asleep()
         if not faulthandler.is_enabled():
             faulthandler.enable(file=2)  # a crash in native code then shows where Python was
         return _train(config, argv, stop, began, launched=launched)
@@ -68,16 +69,6 @@ def run(argv: Sequence[str]) -> int:
 def _acknowledge(signal_name: str) -> None:
     """Answer a signal at once: the end of the step may be a while away."""
     print(f"\n{signal_name}: finishing this step and saving; once more to leave at once", file=sys.stderr, flush=True)
-
-
-def _yield_when_waiting() -> None:
-    """Let the threads of a tensor operation wait asleep instead of spinning; must run before torch is imported.
-
-    torch's OpenMP library spins for long by default. Beside other work on the same cores that made a step 4 to 12
-    times slower (2 cores, 2 threads, load 3); on a quiet machine the two are equal within 2 %.
-    """
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
 def _stop_with_parent() -> None:

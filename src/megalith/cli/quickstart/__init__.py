@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megalith.cli.threads import wait_asleep
 from megalith.errors import ConfigError
 
 
@@ -51,6 +52,7 @@ def run(argv: Sequence[str]) -> int:
 
     from megalith.cli.quickstart.story import Quickstart, Wishes  # rich is not needed for --help
 
+    wait_asleep()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # the training is stopped, too
     Quickstart(
         Wishes(
