@@ -18,9 +18,9 @@ def falling(count: int, killed_at: int | None = None) -> Curve:
     return Curve(points, points[:: max(1, count // 4)], killed_at)
 
 
-def test_smoothing_keeps_ends_and_averages() -> None:
+def test_smoothing_keeps_the_start_and_averages_the_rest() -> None:
     points = [(1, 4.0), (2, 2.0), (3, 6.0), (4, 1.0)]
-    assert smooth(points, 3) == [(1, 4.0), (2, 4.0), (3, 3.0), (4, 1.0)]
+    assert smooth(points, 3) == [(1, 4.0), (2, 4.0), (3, 3.0), (4, 3.5)]
     assert smooth(points, 0) == points
 
 

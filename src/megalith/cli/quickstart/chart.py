@@ -32,11 +32,11 @@ class Curve:
 
 
 def smooth(points: Sequence[Point], width: int) -> list[Point]:
-    """Average `width` neighbours, fewer at the two ends, so that no point is moved sideways."""
+    """Average about `width` neighbours: fewer at the start, where the loss falls fast, and fewer to come at the end."""
     losses = [loss for _, loss in points]
     smoothed = []
     for index, (iteration, _) in enumerate(points):
-        reach = min(width // 2, index, len(points) - 1 - index)
+        reach = min(width // 2, index)
         window = losses[index - reach : index + reach + 1]
         smoothed.append((iteration, sum(window) / len(window)))
     return smoothed
