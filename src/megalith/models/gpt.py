@@ -23,7 +23,7 @@ from megalith.nn.norm import build_norm
 from megalith.nn.placement import Placement
 from megalith.nn.precision import matmul
 from megalith.nn.region import Region, Solo
-from megalith.nn.rope import rotary_angles
+from megalith.nn.rope import Rotation, rotation
 from megalith.nn.sink import GradientSink, attach_sink
 
 
@@ -67,8 +67,8 @@ class Block(nn.Module):
         )
         self.dropout = nn.Dropout(config.hidden_dropout)
 
-    def forward(self, x_SBD: Tensor, angles: Tensor | None, cache: LayerCache | None = None) -> Tensor:
-        x_SBD = x_SBD + self.dropout(self.self_attention(self.input_layernorm(x_SBD), angles, cache))
+    def forward(self, x_SBD: Tensor, turn: Rotation | None, cache: LayerCache | None = None) -> Tensor:
+        x_SBD = x_SBD + self.dropout(self.self_attention(self.input_layernorm(x_SBD), turn, cache))
         return x_SBD + self.dropout(self.mlp(self.pre_mlp_layernorm(x_SBD)))
 
 
@@ -82,9 +82,9 @@ class Decoder(nn.Module):
             config.normalization, config.hidden_size, config.norm_epsilon, dtype=dtype, device=device
         )
 
-    def forward(self, x_SBD: Tensor, angles: Tensor | None, cache: KVCache | None = None) -> Tensor:
+    def forward(self, x_SBD: Tensor, turn: Rotation | None, cache: KVCache | None = None) -> Tensor:
         for index, layer in enumerate(self.layers):
-            x_SBD = layer(x_SBD, angles, None if cache is None else cache.layers[index])
+            x_SBD = layer(x_SBD, turn, None if cache is None else cache.layers[index])
         normed: Tensor = self.final_layernorm(x_SBD)
         return normed
 
@@ -182,7 +182,7 @@ class GPT(nn.Module):
         positions_S = torch.arange(start, start + tokens_BS.shape[1], device=tokens_BS.device)
         if position_ids_BS is None:
             position_ids_BS = positions_S.expand_as(tokens_BS)
-        hidden_SBD = self.decoder(self.embedding(tokens_BS, position_ids_BS), self._angles(positions_S), cache)
+        hidden_SBD = self.decoder(self.embedding(tokens_BS, position_ids_BS), self._rotation(positions_S), cache)
         if labels_BS is None:
             return matmul(hidden_SBD, self.output_weight.t()).transpose(0, 1)
         loss_SB = vocabulary_loss(hidden_SBD, self.output_weight, labels_BS.t(), self.sink, self._logits)
@@ -198,10 +198,10 @@ class GPT(nn.Module):
             attach_sink(block, None)
             block.compile()
 
-    def _angles(self, positions_S: Tensor) -> Tensor | None:
+    def _rotation(self, positions_S: Tensor) -> Rotation | None:
         if self.config.rotary_size == 0:
             return None
-        return rotary_angles(
+        return rotation(
             positions_S,
             self.config.rotary_size,
             self.config.rotary_base,

@@ -22,7 +22,7 @@ from megalith.nn.linear import Linear
 from megalith.nn.placement import Split
 from megalith.nn.precision import at_least_fp32, matmul, product_dtype
 from megalith.nn.region import Region
-from megalith.nn.rope import rotate
+from megalith.nn.rope import Rotation, rotate
 
 AttentionKernel = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 """(q [Q, B, H, K], k [S, B, H, K], v [S, B, H, K], dropout) -> context [Q, B, H, K]; the last query sees every key."""
@@ -120,17 +120,17 @@ class SelfAttention(nn.Module):
         q, k, v = grouped.split((per_group, 1, 1), dim=3)
         return q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
 
-    def forward(self, x_SBD: Tensor, angles: Tensor | None, cache: LayerCache | None = None) -> Tensor:
+    def forward(self, x_SBD: Tensor, turn: Rotation | None, cache: LayerCache | None = None) -> Tensor:
         """Attend to this and earlier positions.
 
         Args:
             x_SBD: Normalised hidden states of the new positions.
-            angles: Rotary angles of the new positions [S, 1, 1, R], or None.
+            turn: Rotary cosines and sines of the new positions, or None.
             cache: Keys and values of earlier positions; the new ones are appended.
         """
         q, k, v = self._heads(x_SBD)
-        if angles is not None:
-            q, k = (rotate(x, angles, interleaved=self.shape.rotary_interleaved) for x in (q, k))
+        if turn is not None:
+            q, k = (rotate(x, turn, interleaved=self.shape.rotary_interleaved) for x in (q, k))
         if cache is not None:
             k, v = cache.extend(k, v)
         k, v = expand_groups(k, self.num_heads), expand_groups(v, self.num_heads)

@@ -51,10 +51,9 @@ class _Linear(torch.autograd.Function):
 def _affine(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x W^T + b: one rounding in fp32 and above, two (product, sum) in half precision."""
     dtype = product_dtype(x)
-    if bias is None:
-        return nn.functional.linear(x.to(dtype), weight.to(dtype)).to(x.dtype)
-    if x.dtype in (torch.float16, torch.bfloat16):
-        return nn.functional.linear(x.to(dtype), weight.to(dtype)).to(x.dtype) + bias
+    if bias is None or x.dtype in (torch.float16, torch.bfloat16):
+        product = nn.functional.linear(x.to(dtype), weight.to(dtype)).to(x.dtype)
+        return product if bias is None else product.add_(bias)
     return nn.functional.linear(x, weight, bias)
 
 

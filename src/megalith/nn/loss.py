@@ -23,29 +23,35 @@ from megalith.nn.placement import Placement, Split
 from megalith.nn.precision import at_least_fp32, product_dtype
 from megalith.nn.sink import GradientSink
 
-CHUNK_ELEMENTS = 1 << 20  # elements of [rows, V] in fp32 work at once: 4 MiB, within a core's share of cache
+CHUNK_ELEMENTS = {"cpu": 1 << 20}  # of [rows, V] in fp32 work at once: 4 MiB, within a core's share of cache
+CHUNK_ELEMENTS_ELSEWHERE = 1 << 26  # 256 MiB: few launches, and still a part of the logits only
 
 
-def _row_chunks(rows: int, columns: int) -> Iterator[slice]:
-    step = max(1, CHUNK_ELEMENTS // columns)
-    return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
+def _in_chunks(logits_TV: Tensor, work: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+    """Yield a few rows at a time: which, and a copy of them in the dtype `work`, in the same memory each time."""
+    rows, columns = logits_TV.shape
+    elements = CHUNK_ELEMENTS.get(logits_TV.device.type, CHUNK_ELEMENTS_ELSEWHERE)
+    step = min(rows, max(1, elements // columns))
+    memory = torch.empty(step, columns, dtype=work, device=logits_TV.device)
+    for start in range(0, rows, step):
+        part = slice(start, min(start + step, rows))
+        yield part, memory[: part.stop - start].copy_(logits_TV[part])
 
 
 def _log_sum_exp(logits_TV: Tensor) -> Tensor:
     """[T, V] -> [T] in at least fp32, by maximum and sum of exponentials."""
     work = at_least_fp32(logits_TV.dtype)
     result = torch.empty(logits_TV.shape[0], dtype=work, device=logits_TV.device)
-    for rows in _row_chunks(*logits_TV.shape):
-        chunk = logits_TV[rows].to(work)
+    for rows, chunk in _in_chunks(logits_TV, work):
         peak = chunk.amax(dim=-1, keepdim=True)
-        result[rows] = torch.sub(chunk, peak).exp_().sum(dim=-1).log_() + peak.squeeze(-1)
+        result[rows] = chunk.sub_(peak).exp_().sum(dim=-1).log_() + peak.squeeze(-1)
     return result
 
 
 def _logits_gradient(logits_TV: Tensor, log_sum_T: Tensor, targets_T: Tensor, grad_T: Tensor) -> None:
     """Overwrite the logits with (softmax - onehot) * grad."""
-    for rows in _row_chunks(*logits_TV.shape):
-        chunk = torch.sub(logits_TV[rows].to(log_sum_T.dtype), log_sum_T[rows, None]).exp_()
+    for rows, chunk in _in_chunks(logits_TV, log_sum_T.dtype):
+        chunk.sub_(log_sum_T[rows, None]).exp_()
         chunk.scatter_add_(1, targets_T[rows, None], chunk.new_full((chunk.shape[0], 1), -1.0))
         logits_TV[rows] = chunk.mul_(grad_T[rows, None])
 
@@ -90,11 +96,12 @@ class _VocabularyLoss(torch.autograd.Function):
         targets_T: Tensor,
         sink: GradientSink | None,
         buffer: LogitsBuffer,
+        differentiated: bool,
     ) -> Tensor:
         logits = _logits(hidden_TD, weight_VD, buffer)
         log_sum = _log_sum_exp(logits)
         chosen = logits.gather(1, targets_T[:, None]).squeeze(1)
-        if any(ctx.needs_input_grad):
+        if differentiated:
             ctx.save_for_backward(hidden_TD, weight_VD, targets_T, log_sum)
             ctx.logits, ctx.sink, ctx.buffer = logits, sink, buffer
         else:
@@ -102,7 +109,7 @@ class _VocabularyLoss(torch.autograd.Function):
         return log_sum - chosen
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None, None, None]:
         hidden, weight, targets, log_sum = ctx.saved_tensors
         logits, ctx.logits = ctx.logits, None
         assert logits is not None, "the vocabulary loss was differentiated twice; its logits are overwritten once"
@@ -115,7 +122,7 @@ class _VocabularyLoss(torch.autograd.Function):
         else:
             ctx.sink.matmul(weight, logits, hidden)
         ctx.buffer.give_back(logits)
-        return dh, dw, None, None, None
+        return dh, dw, None, None, None, None
 
 
 def vocabulary_loss(
@@ -127,8 +134,9 @@ def vocabulary_loss(
     Memory: one [T, V] tensor of `buffer` from forward to backward, in the dtype of `hidden`.
     Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3 (the loss over a parallel vocabulary).
     """
+    differentiated = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     loss: Tensor = _VocabularyLoss.apply(
-        hidden.reshape(-1, hidden.shape[-1]), weight, targets.reshape(-1), sink, buffer
+        hidden.reshape(-1, hidden.shape[-1]), weight, targets.reshape(-1), sink, buffer, differentiated
     )
     return loss.view(targets.shape)
 

@@ -11,30 +11,28 @@ from torch import Tensor
 
 from megalith.nn.precision import at_least_fp32
 
-
-def rotary_size(head_size: int, percent: float) -> int:
-    """Return R, the number of elements of a head that are rotated."""
-    return int(head_size * percent)
+Rotation = tuple[Tensor, Tensor]
+"""Cosines and sines of the angles of each position and element, [S, 1, 1, R] each, in the dtype of the heads."""
 
 
-def rotary_angles(positions_S: Tensor, size: int, base: float, *, interleaved: bool, dtype: torch.dtype) -> Tensor:
-    """Return the angle of each position and element.
+def rotation(positions_S: Tensor, size: int, base: float, *, interleaved: bool, dtype: torch.dtype) -> Rotation:
+    """Return how each position turns a head; the same for all layers.
 
-    Shapes: [S] -> [S, 1, 1, R], ready to be applied to [S, B, H, K].
-    Units: radians, in at least fp32.
+    Shapes: [S] -> 2 x [S, 1, 1, R], ready to be applied to [S, B, H, K]. R = size.
+    Units:  angles are radians, computed in at least fp32.
     """
     work = at_least_fp32(dtype)
     exponents = torch.arange(0, size, 2, dtype=work, device=positions_S.device) / size
     angles = torch.outer(positions_S.to(work), 1.0 / (base**exponents))
     doubled = angles.repeat_interleave(2, dim=-1) if interleaved else torch.cat((angles, angles), dim=-1)
-    return doubled[:, None, None, :]
+    return doubled.cos().to(dtype)[:, None, None, :], doubled.sin().to(dtype)[:, None, None, :]
 
 
-def rotate(x_SBHK: Tensor, angles: Tensor, *, interleaved: bool) -> Tensor:
-    """Rotate the first R elements of each head. [S, B, H, K], [S, 1, 1, R] -> [S, B, H, K]."""
-    size = angles.shape[-1]
+def rotate(x_SBHK: Tensor, turn: Rotation, *, interleaved: bool) -> Tensor:
+    """Rotate the first R elements of each head. [S, B, H, K], 2 x [S, 1, 1, R] -> [S, B, H, K]."""
+    cos, sin = turn
+    size = cos.shape[-1]
     head, rest = x_SBHK[..., :size], x_SBHK[..., size:]
-    cos, sin = angles.cos().to(x_SBHK.dtype), angles.sin().to(x_SBHK.dtype)
     if interleaved:
         turned = torch.stack((-head[..., 1::2], head[..., 0::2]), dim=-1).flatten(-2)
     else:

@@ -15,7 +15,7 @@ from torch.nn import Parameter
 
 from megalith.nn.precision import product_dtype
 
-SCRATCH_ELEMENTS = 1 << 21  # of a product that is rounded before it is added: stays within the cache
+SCRATCH_ELEMENTS = 1 << 22  # of a product that is rounded before it is added: 8 MiB of bf16, within the cache of a CPU
 
 
 class GradientBuffers:

@@ -110,4 +110,5 @@ def build_loss_scale(precision: PrecisionConfig) -> LossScale:
             int(precision.loss_scale_window),
             precision.hysteresis,
         )
-    return ConstantLossScale(1.0 if precision.loss_scale is None else precision.loss_scale)
+    half = precision.fp16 or precision.bf16  # in fp32 Megatron has no scaler either
+    return ConstantLossScale(precision.loss_scale if half and precision.loss_scale is not None else 1.0)

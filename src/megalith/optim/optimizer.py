@@ -80,7 +80,8 @@ class Optimizer:
         self._has_main = work != some.dtype
         self._main = {name: p.detach().to(work) if self._has_main else p for name, p in self._params.items()}
         self._scale: LossScale = build_loss_scale(precision)
-        self._checks_overflow = precision.fp16
+        self._checks_overflow = precision.fp16 or (precision.bf16 and precision.loss_scale is not None)
+        self._scales = precision.fp16
         self._adam = self._build_adam()
 
     def _build_adam(self) -> torch.optim.AdamW:
@@ -125,12 +126,11 @@ class Optimizer:
         """
         self.gradients.finish()
         grads = self._main_grads()
-        if self._checks_overflow:
-            overflow = self._unscale(list(grads.values()))
-            self._scale.update(overflow)
-            if overflow:
-                return StepOutcome(applied=False, grad_norm=None, num_zeros=None)
+        if self._checks_overflow and self._unscale(list(grads.values())):
+            self._scale.update(overflow=True)
+            return StepOutcome(applied=False, grad_norm=None, num_zeros=None)
         norm = _global_norm(list(grads.values()))
+        self._scale.update(overflow=not math.isfinite(norm))
         zeros = self._zeros(grads) if self._count_zeros else None
         if not math.isfinite(norm):
             return StepOutcome(applied=False, grad_norm=norm, num_zeros=zeros)
@@ -152,7 +152,8 @@ class Optimizer:
         return bool(found.item())
 
     def _zeros(self, grads: dict[str, Tensor]) -> float:
-        return float(sum(grad.numel() - int(torch.count_nonzero(grad)) for grad in grads.values()))
+        nonzero = torch.stack([torch.count_nonzero(grad) for grad in grads.values()]).sum()
+        return float(sum(grad.numel() for grad in grads.values()) - int(nonzero))
 
     def _clip(self, grads: list[Tensor], norm: float) -> None:
         if self._config.clip_grad <= 0.0:
@@ -199,7 +200,7 @@ class Optimizer:
         groups = [{key: value for key, value in group.items() if key != "params"} for group in self._adam.param_groups]
         return {
             "step": self.step_count,
-            "grad_scaler": self._scale.state() if self._checks_overflow else None,
+            "grad_scaler": self._scale.state() if self._scales else None,
             "param_groups": groups,
         }
 
@@ -207,7 +208,7 @@ class Optimizer:
         """Continue from what `scalars` returned. The settings of the groups are the configuration's, not loaded."""
         for main in self._main.values():
             self._adam.state[main]["step"].fill_(float(scalars["step"]))
-        if self._checks_overflow and scalars.get("grad_scaler"):
+        if self._scales and scalars.get("grad_scaler"):
             self._scale.load_state(scalars["grad_scaler"])
 
 

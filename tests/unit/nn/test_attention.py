@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megalith.kernels.blocked_attention import BLOCK, blocked_causal_attention
 from megalith.nn.attention import attend_fused, attend_unfused, causal_mask, expand_groups
-from megalith.nn.rope import rotary_angles, rotate
+from megalith.nn.rope import rotate, rotation
 
 
 def _qkv(queries: int, keys: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -49,6 +49,33 @@ def test_blocked_attention_and_its_gradients(length: int) -> None:
         torch.testing.assert_close(mine, reference, rtol=1e-9, atol=1e-11)
 
 
+def test_blocked_dropout_draws_the_same_masks_in_both_passes() -> None:
+    q, k, v = _qkv(150, 150)
+
+    def total(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        torch.manual_seed(3)
+        return (blocked_causal_attention(queries, keys, values, 0.3) * torch.arange(8)).sum()
+
+    gradients = torch.autograd.grad(total(q, k, v), (q, k, v))
+    for index, gradient in enumerate(gradients):
+        direction = torch.randn_like(gradient)
+        moved = [x.detach() + 1e-6 * direction * (i == index) for i, x in enumerate((q, k, v))]
+        back = [x.detach() - 1e-6 * direction * (i == index) for i, x in enumerate((q, k, v))]
+        numeric = (total(*moved) - total(*back)) / 2e-6
+        torch.testing.assert_close((gradient * direction).sum(), numeric, rtol=1e-6, atol=1e-6)
+
+
+def test_blocked_dropout_keeps_the_mean_and_follows_the_default_stream() -> None:
+    q, k, v = (x.detach() for x in _qkv(40, 40))
+    torch.manual_seed(0)
+    state = torch.get_rng_state()
+    draws = [blocked_causal_attention(q, k, v, 0.4) for _ in range(600)]
+    torch.testing.assert_close(torch.stack(draws).mean(0), attend_fused(q, k, v, 0.0), rtol=0, atol=0.25)
+    assert not torch.equal(draws[0], draws[1])
+    torch.set_rng_state(state)
+    assert torch.equal(blocked_causal_attention(q, k, v, 0.4), draws[0])
+
+
 def test_blocked_attention_in_bf16_is_as_exact_as_its_dtype() -> None:
     exact = _qkv(200, 200, torch.float32)
     ours = blocked_causal_attention(*(x.bfloat16() for x in exact)).float()
@@ -67,8 +94,8 @@ def test_rotary_scores_depend_on_distance_only(interleaved: bool) -> None:
     q, k = torch.randn(2, 1, 1, 1, 8, dtype=torch.float64)
 
     def score(i: int, j: int) -> float:
-        angles = rotary_angles(torch.tensor([i, j]), 8, 10000, interleaved=interleaved, dtype=torch.float64)
-        rotated = rotate(torch.cat((q, k)), angles, interleaved=interleaved)
+        turn = rotation(torch.tensor([i, j]), 8, 10000, interleaved=interleaved, dtype=torch.float64)
+        rotated = rotate(torch.cat((q, k)), turn, interleaved=interleaved)
         return float(rotated[0].flatten() @ rotated[1].flatten())
 
     assert score(3, 1) == pytest.approx(score(10, 8), rel=1e-12)
@@ -77,6 +104,6 @@ def test_rotary_scores_depend_on_distance_only(interleaved: bool) -> None:
 
 def test_partial_rotation_leaves_the_rest_of_the_head() -> None:
     x = torch.randn(3, 1, 1, 8)
-    rotated = rotate(x, rotary_angles(torch.arange(3), 4, 10000, interleaved=False, dtype=x.dtype), interleaved=False)
+    rotated = rotate(x, rotation(torch.arange(3), 4, 10000, interleaved=False, dtype=x.dtype), interleaved=False)
     assert torch.equal(rotated[..., 4:], x[..., 4:])
     assert not torch.equal(rotated[1:, ..., :4], x[1:, ..., :4])

@@ -18,7 +18,7 @@ def _reference(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 @pytest.mark.parametrize("chunk", [1 << 20, 40])
 @pytest.mark.parametrize("with_sink", [False, True])
 def test_loss_and_gradients(monkeypatch: pytest.MonkeyPatch, chunk: int, with_sink: bool) -> None:
-    monkeypatch.setattr(loss, "CHUNK_ELEMENTS", chunk)
+    monkeypatch.setitem(loss.CHUNK_ELEMENTS, "cpu", chunk)
     torch.manual_seed(0)
     hidden = torch.randn(3, 4, 6, dtype=torch.float64, requires_grad=True)
     weight = nn.Parameter(torch.randn(11, 6, dtype=torch.float64) * 3)
@@ -44,6 +44,16 @@ def test_two_losses_in_flight_do_not_share_their_logits() -> None:
     for hidden, targets in batches:
         (wanted,) = torch.autograd.grad(_reference(hidden, weight, targets).sum(), hidden)
         torch.testing.assert_close(hidden.grad, wanted, rtol=1e-11, atol=1e-13)
+
+
+def test_evaluation_returns_the_memory_of_the_logits() -> None:
+    buffer, weight = LogitsBuffer(), nn.Parameter(torch.randn(9, 4))
+    with torch.no_grad():
+        vocabulary_loss(torch.randn(5, 4), weight, torch.arange(5), None, buffer)
+    first = buffer.take(5, 9, torch.float32, weight.device)
+    buffer.give_back(first)
+    vocabulary_loss(torch.randn(5, 4, requires_grad=True), weight, torch.arange(5), None, buffer).sum().backward()
+    assert buffer.take(5, 9, torch.float32, weight.device).data_ptr() == first.data_ptr()
 
 
 def test_extreme_logits_stay_finite() -> None:

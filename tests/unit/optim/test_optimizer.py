@@ -94,6 +94,16 @@ def test_the_scale_does_not_change_the_norm() -> None:
     assert norms[0] == pytest.approx(norms[1], rel=1e-3)
 
 
+@pytest.mark.parametrize(("dtype", "flags"), [(torch.bfloat16, {"bf16": True}), (torch.float32, {})])
+def test_a_fixed_scale_without_fp16_changes_no_norm(dtype: torch.dtype, flags: dict[str, bool]) -> None:
+    norms = []
+    for scale in (None, 128.0):
+        model = _model(dtype)
+        precision = PrecisionConfig(loss_scale=scale, **flags)
+        norms.append(_step(model, build_optimizer(model, OptimizerConfig(), precision)))
+    assert norms[0] == pytest.approx(norms[1], rel=1e-2)
+
+
 def test_a_gradient_that_is_not_finite_is_not_applied() -> None:
     model = _model(torch.float32)
     optimizer = build_optimizer(model, OptimizerConfig(), PrecisionConfig())
