@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from megalith.config import DataConfig
 from megalith.data.gpt_dataset import Documents, GPTDataset, GPTDatasetOptions
-from megalith.data.indexed import IndexedDataset
+from megalith.data.indexed import IndexedDataset, idx_path
 from megalith.data.mock import MOCK_SPLIT, MockDocuments
 from megalith.data.splits import Sizes, parse_split
 from megalith.errors import ConfigError
@@ -39,11 +39,13 @@ def build_gpt_datasets(data: DataConfig, tokenizer: Tokenizer, *, sizes: Sizes, 
         DataError: files are missing or damaged, or a split is too small for its size.
     """
     documents: Documents
+    written_ns = None
     if data.mock_data:
         path, documents, split, class_name = None, MockDocuments(tokenizer), MOCK_SPLIT, "MockGPTDataset"
     else:
         path, split, class_name = single_prefix(data), data.split, "GPTDataset"
         documents = IndexedDataset(path, mmap_bin=data.mmap_bin_files)
+        written_ns = idx_path(path).stat().st_mtime_ns
     options = GPTDatasetOptions(
         sequence_length=data.seq_length,
         seed=seed,
@@ -65,6 +67,7 @@ def build_gpt_datasets(data: DataConfig, tokenizer: Tokenizer, *, sizes: Sizes, 
             options=options,
             tokenizer=tokenizer,
             cache_folder=_cache_folder(data, path, class_name),
+            written_ns=written_ns,
             class_name=class_name,
         )
         for number, interval in enumerate(options.split_matrix)

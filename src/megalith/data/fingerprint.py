@@ -1,7 +1,12 @@
 """A short name for the data that a run reads, so that a changed dataset is noticed at resume.
 
 Covers the header and the sequence lengths of the index, the size of the tokens and a sample of their bytes, the
-split, the seed and the sample length: what decides which tokens stand in sample i. The path does not count.
+split, the seed and the sample length: with the number of epochs, what decides which tokens stand in sample i. The path
+does not count.
+
+The number of epochs is not in it, because a run may go on for longer than it was first asked to. It follows from the
+samples asked for (--train-iters or --train-samples): where a larger number needs more epochs, all samples are shuffled
+anew, as in Megatron.
 """
 
 from __future__ import annotations
@@ -21,7 +26,7 @@ _DIGEST_SIZE = 8
 
 
 def fingerprint(data: DataConfig, *, seed: int) -> dict[str, Any]:
-    """What the run reads, JSON-able, with a `digest` of it all; runs that continue one another have equal digests.
+    """What the run reads, JSON-able, with a `digest` of it all; equal for runs over the same data, however long.
 
     Raises:  ConfigError or DataError as `build_gpt_datasets` does.
     """

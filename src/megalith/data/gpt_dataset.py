@@ -89,6 +89,7 @@ class GPTDataset:
         options: GPTDatasetOptions,
         tokenizer: Tokenizer,
         cache_folder: Path | None,
+        written_ns: int | None = None,
         class_name: str = "GPTDataset",
     ) -> None:
         """Load the index arrays from the cache, or build them and save them there.
@@ -101,6 +102,8 @@ class GPTDataset:
             options: how samples are cut.
             tokenizer: gives end-of-document and padding ids, and its identity for the cache.
             cache_folder: folder of the cache, None to keep nothing.
+            written_ns: when the documents were written, as `st_mtime_ns`; indices of that time or older belong to what
+                stood there before. None if they never change.
             class_name: Megatron's name of this kind of dataset.
 
         Raises:
@@ -115,6 +118,7 @@ class GPTDataset:
         self._eod, self._vocab_size = tokenizer.eod, tokenizer.vocab_size
         self._pad = -1 if tokenizer.pad is None else tokenizer.pad
         self._extra = 1 if options.add_extra_token else 0
+        self._written_ns = written_ns
         self.plan = self._plan()
         self.description = self._describe(class_name, tokenizer)
         self.cache_problem: str | None = None
@@ -160,15 +164,19 @@ class GPTDataset:
         }
 
     def _text(self, sample: int) -> NDArray[np.int64]:
-        """Tokens of a sample before shuffling, filled up with padding, [sequence_length + extra] i64."""
-        (first, begin), (last, end) = self.sample_index[sample : sample + 2].tolist()
-        parts = []
-        for position in range(first, last + 1):
-            offset = begin if position == first else 0
-            length = end + self._extra - offset if position == last else None
-            parts.append(self._documents.get(int(self.document_index[position]), offset, length))
+        """Tokens of a sample before shuffling, filled up with padding, [sequence_length + extra] i64.
+
+        Raises:  DataError if the documents cannot give them, or hold tokens outside the vocabulary.
+        """
         text = np.full(self._options.sequence_length + self._extra, self._pad, np.int64)
-        tokens = np.concatenate(parts, out=text[: sum(map(len, parts))], casting="unsafe")
+        try:
+            parts = self._parts(sample)
+            tokens = np.concatenate(parts, out=text[: sum(map(len, parts))], casting="unsafe")
+        except (IndexError, ValueError) as error:
+            raise DataError(
+                f"sample {sample} of the {self.name} split cannot be read from {self._path} ({error}): the files "
+                f"changed under the run, or are damaged; start again, and if it stays so prepare them anew"
+            ) from error
         if tokens.min() < 0 or tokens.max() >= self._vocab_size:
             outside = tokens.min() if tokens.min() < 0 else tokens.max()
             raise DataError(
@@ -176,6 +184,16 @@ class GPTDataset:
                 f"another tokenizer"
             )
         return text
+
+    def _parts(self, sample: int) -> list[NDArray[Any]]:
+        """The pieces of documents that make a sample."""
+        (first, begin), (last, end) = self.sample_index[sample : sample + 2].tolist()
+        parts = []
+        for position in range(first, last + 1):
+            offset = begin if position == first else 0
+            length = end + self._extra - offset if position == last else None
+            parts.append(self._documents.get(int(self.document_index[position]), offset, length))
+        return parts
 
     def _plan(self) -> EpochPlan:
         split = self.documents_of_split
@@ -237,7 +255,7 @@ class GPTDataset:
         return json.dumps(description, indent=4)
 
     def _load_or_build(self, cache: IndexCache | None, class_name: str) -> Arrays:
-        arrays = None if cache is None else cache.load(_ARRAYS)
+        arrays = None if cache is None else cache.load(_ARRAYS, self._written_ns)
         if arrays is not None and not self._fit(arrays):
             logger.warning("the cached %s %s indices do not fit their dataset: built again", class_name, self.name)
             arrays = None
@@ -270,7 +288,7 @@ class GPTDataset:
         return dict(zip(_ARRAYS, (document_index, sample_index, shuffle_index), strict=True))
 
     def _fit(self, arrays: Arrays) -> bool:
-        """Whether arrays from a file can be the ones of this dataset: shapes and ranges, not every value."""
+        """Whether arrays from a file can be the ones of this dataset: all but the order of documents and samples."""
         num_samples, split = self.plan.num_samples, self.documents_of_split
         shapes = [(self.plan.num_epochs * len(split),), (num_samples + 1, 2), (num_samples,)]
         if [arrays[name].shape for name in _ARRAYS] != shapes:
@@ -279,8 +297,14 @@ class GPTDataset:
         return (
             all(array.dtype.kind in "iu" for array in arrays.values())
             and _within(document_index, split.start, split.stop)
-            and _within(sample_index[:, 0], 0, max(1, len(document_index)))
             and _within(shuffle_index, 0, num_samples)
+            and gpt_index.sample_index_fits(
+                sample_index,
+                self._documents.lengths,
+                document_index,
+                self._options.sequence_length,
+                extra=self._extra,
+            )
         )
 
 

@@ -47,11 +47,20 @@ class IndexCache:
         """File of an array."""
         return self.stem.with_name(f"{self.stem.name}-{name}.npy")
 
-    def load(self, names: tuple[str, ...]) -> Arrays | None:
-        """The arrays of the entry, or None where a file is missing or damaged."""
+    def load(self, names: tuple[str, ...], newer_than: int | None = None) -> Arrays | None:
+        """The arrays of the entry, or None where a file is missing, damaged or too old.
+
+        Args:
+            names: the arrays.
+            newer_than: time in ns (as `st_mtime_ns`) after which every array must have been written, because the
+                description names where the data are, not what they hold; None for any time.
+        """
         if not (self._description_path.is_file() and all(self.path(name).is_file() for name in names)):
             return None
         try:
+            if newer_than is not None and any(self.path(name).stat().st_mtime_ns <= newer_than for name in names):
+                logger.warning("index cache %s-*: older than the dataset, built again", self.stem)
+                return None
             return {name: np.load(self.path(name), mmap_mode="r", allow_pickle=False) for name in names}
         except (OSError, ValueError, EOFError) as error:
             logger.warning("index cache %s-*: damaged (%s), built again", self.stem, error)

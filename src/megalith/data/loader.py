@@ -44,7 +44,7 @@ class BatchLoader:
         Args:
             dataset: where the samples come from.
             micro_batch_size: samples of a micro-batch.
-            consumed_samples: samples that the run has used, over all ranks; `state_dict()` of an earlier loader.
+            consumed_samples: samples that the run has used, over all ranks.
             num_workers: threads that read ahead; with 0 each micro-batch is read when it is asked for.
             rank: rank among the data-parallel ranks.
             num_ranks: data-parallel ranks.
@@ -70,10 +70,6 @@ class BatchLoader:
         batch = self._read_now() if self._threads is None else self._read_ahead(self._threads)
         self._consumed += self._block
         return batch
-
-    def state_dict(self) -> dict[str, int]:
-        """Where the run stands: samples handed out over all ranks. What was merely read ahead does not count."""
-        return {"consumed_samples": self._consumed}
 
     def close(self) -> None:
         """Stop the threads. The loader is of no use afterwards."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,8 @@ class NumberedDocuments:
         self._tokens = np.split(np.arange(1, sum(lengths) + 1, dtype=np.uint16), np.cumsum(lengths[:-1], dtype=int))
 
     def get(self, sequence: int, offset: int = 0, length: int | None = None) -> NDArray[Any]:
-        assert length is None or 0 <= offset + length <= len(self._tokens[sequence])
+        if length is not None and not 0 <= offset + length <= len(self._tokens[sequence]):
+            raise IndexError(f"{length} tokens from {offset} on")
         return self._tokens[sequence][offset : None if length is None else offset + length]
 
 
@@ -156,6 +159,7 @@ def damaged_caches() -> dict[str, Any]:
         "sample_index: empty": lambda path: path.write_bytes(b""),
         "shuffle_index: a pickle": lambda path: np.save(path, bomb, allow_pickle=True),
         "sample_index: another shape": lambda path: np.save(path, np.zeros((3, 2), np.int32)),
+        "sample_index: other places": lambda path: np.save(path, np.maximum(np.load(path) - [0, 1], 0)),
         "document_index: out of range": lambda path: np.save(path, np.load(path) + 2),
         "shuffle_index: floats": lambda path: np.save(path, np.load(path).astype(float)),
     }
@@ -173,6 +177,55 @@ def test_a_damaged_cache_is_built_again(damage: str, tmp_path: Path, caplog: pyt
         built = dataset([30, 20], 4, 25, cache_folder=tmp_path)
         assert [built[item]["tokens"].tolist() for item in range(len(built))] == expected
         assert ("built again" in caplog.text) == (run == "repairs")
+
+
+def text_of(data: DataConfig, size: int) -> list[list[int]]:
+    train, _, _ = build_gpt_datasets(data, NullTokenizer(EOD), sizes=(size, 0, 0), seed=1)
+    assert train is not None
+    return [train[item]["tokens"].tolist() for item in range(len(train))]
+
+
+def write_lengths(prefix: Path, lengths: list[int]) -> DataConfig:
+    with IndexedWriter(str(prefix), "uint16") as writer:
+        for document, length in enumerate(lengths):
+            writer.add_document(100 * document + np.arange(length), [length])
+        writer.finalize()
+    return DataConfig(seq_length=4, data_path=(str(prefix),), split="1,0,0")
+
+
+@pytest.mark.parametrize("keeps_time", [False, True])
+def test_indices_of_an_overwritten_dataset_are_built_again(
+    keeps_time: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Documents, tokens and samples are as many as before: only the borders have moved."""
+    new, old = [9, 31, 10], [30, 12, 8]
+    expected = text_of(write_lengths(tmp_path / "fresh", new), 25)
+    data = write_lengths(tmp_path / "data", old)
+    make_older(tmp_path / "data.idx")
+    text_of(data, 25)
+    write_lengths(tmp_path / "data", new)
+    if keeps_time:  # as `cp -p` and `rsync -t` do
+        make_older(tmp_path / "data.idx")
+    else:
+        later = time.time_ns() + 10**9
+        os.utime(tmp_path / "data.idx", ns=(later, later))
+    caplog.clear()
+    assert text_of(data, 25) == expected
+    warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(warnings) == 1
+    assert ("do not fit" if keeps_time else "older than the dataset") in warnings[0]
+
+
+def make_older(path: Path) -> None:
+    os.utime(path, ns=(0, path.stat().st_mtime_ns - 10**10))
+
+
+def test_what_cannot_be_read_names_the_dataset() -> None:
+    built = dataset([30, 20], 4, 25)
+    built.sample_index[:, 1] += 40
+    with pytest.raises(DataError, match="of the train split cannot be read from data .* prepare them anew"):
+        for item in range(len(built)):
+            built[item]
 
 
 def test_without_a_writable_cache_folder_one_line_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

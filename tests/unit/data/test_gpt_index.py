@@ -7,7 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalith.data.gpt_index import build_document_index, build_sample_index, build_shuffle_index, plan_epochs
+from megalith.data.gpt_index import (
+    build_document_index,
+    build_sample_index,
+    build_shuffle_index,
+    plan_epochs,
+    sample_index_fits,
+)
 
 
 def naive_sample_index(
@@ -45,6 +51,26 @@ def test_sample_starts_are_where_walking_finds_them(
     num_samples = total // sequence_length if drop_last else -(-total // sequence_length)
     index = build_sample_index(np.array(lengths, np.int32), documents, num_samples, sequence_length, extra=extra)
     assert index.tolist() == naive_sample_index(lengths, documents.tolist(), num_samples, sequence_length, extra)
+    assert sample_index_fits(index, np.array(lengths, np.int32), documents, sequence_length, extra=extra)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 9), min_size=2, max_size=12),
+    sequence_length=st.integers(1, 12),
+    extra=st.integers(0, 1),
+    data=st.data(),
+)
+def test_an_index_of_other_documents_does_not_fit(
+    lengths: list[int], sequence_length: int, extra: int, data: st.DataObject
+) -> None:
+    """An index that fits other lengths too is the same index."""
+    documents = np.arange(len(lengths), dtype=np.int32)
+    num_samples = (sum(lengths) - extra) // sequence_length
+    index = build_sample_index(np.array(lengths, np.int32), documents, num_samples, sequence_length, extra=extra)
+    others = np.array(data.draw(st.permutations(lengths)), np.int32)
+    same = np.array_equal(index, build_sample_index(others, documents, num_samples, sequence_length, extra=extra))
+    fits = sample_index_fits(index, others, documents, sequence_length, extra=extra)
+    assert fits == same or (fits and extra == 0)  # without an extra token, an end and a begin are the same place
 
 
 @given(
