@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from megalith.assemble.model import params_dtype
-from megalith.checkpoint import CheckpointContent, DirectoryStore
+from megalith.checkpoint import CheckpointContent, DirectoryStore, split_path
 from megalith.checkpoint.formats.torch_dist import model_chunks
 from megalith.config import RunConfig
 from megalith.errors import CheckpointError
@@ -46,9 +45,9 @@ def load_trained(path: Path, device: torch.device, iteration: int | None = None)
     Raises:
         CheckpointError: There is none, it is damaged, or it was not written by Megalith.
     """
-    path, iteration = _split_path(path, iteration)
-    store = DirectoryStore(path)
-    found, notes = _find(store, iteration)
+    folder, named = split_path(path)
+    store = DirectoryStore(folder)
+    found, notes = _find(store, named if iteration is None else iteration)
     manifest = store.manifest(found)
     if manifest is None or "config" not in manifest:
         raise CheckpointError(
@@ -62,12 +61,6 @@ def load_trained(path: Path, device: torch.device, iteration: int | None = None)
     store.load(found, content, verify=False)  # found means verified
     model.requires_grad_(False)
     return Trained(model.eval(), _tokenizer(run, store.folder(found)), run, found, tuple(notes))
-
-
-def _split_path(path: Path, iteration: int | None) -> tuple[Path, int | None]:
-    """A folder of checkpoints and an iteration, from either kind of path."""
-    match = re.fullmatch(r"iter_(\d{7,})", path.resolve().name)
-    return (path.resolve().parent, int(match[1])) if match and iteration is None else (path, iteration)
 
 
 def _find(store: DirectoryStore, iteration: int | None) -> tuple[int, list[str]]:

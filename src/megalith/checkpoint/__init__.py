@@ -2,7 +2,7 @@
 
 from megalith.checkpoint.content import CheckpointContent, Chunk, LoadedContent
 from megalith.checkpoint.memory import MemoryStore
-from megalith.checkpoint.store import DirectoryStore, SaveReport, Store
+from megalith.checkpoint.store import DirectoryStore, SaveReport, Store, split_path
 
 __all__ = [
     "CheckpointContent",
@@ -12,4 +12,5 @@ __all__ = [
     "MemoryStore",
     "SaveReport",
     "Store",
+    "split_path",
 ]

@@ -445,7 +445,7 @@ def open_metadata(path: Path) -> Metadata:
 def read_sharded(path: Path, metadata: Metadata, content: CheckpointContent) -> dict[str, Any]:
     """Fill the chunks of `content` in place and return the objects that it names.
 
-    The caller has compared keys, shapes and dtypes (`differences`).
+    The caller has compared keys, shapes and dtypes (`fit.check_fit`).
 
     Raises:
         CheckpointError: a file is damaged, or an object names a type that is not allowed.

@@ -258,6 +258,13 @@ class DirectoryStore:
         return CheckpointFolder(path)
 
 
+def split_path(path: Path) -> tuple[Path, int | None]:
+    """The save folder, and the iteration where `path` is one of its `iter_*` folders rather than itself."""
+    resolved = path.resolve()
+    match = _ITERATION.fullmatch(resolved.name)
+    return (resolved.parent, int(match[1])) if match else (path, None)
+
+
 def _in_order_of_trial(tracked: int | None, there: Sequence[int]) -> list[int]:
     """Up to the tracker's from the newest, then those after it."""
     if tracked is None:

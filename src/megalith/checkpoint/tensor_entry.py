@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import io
 import os
+import pickle
 import struct
 import zipfile
+import zlib
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
@@ -39,6 +41,21 @@ _STORAGES = {
         "Bool": torch.bool,
     }.items()
 }
+# What a ZIP archive, a pickle in it and the header that this makes raise when they are not what they claim to be.
+_UNREADABLE = (
+    zipfile.BadZipFile,
+    zlib.error,
+    pickle.UnpicklingError,
+    struct.error,
+    ArithmeticError,
+    AttributeError,
+    EOFError,
+    LookupError,
+    MemoryError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 
 
 @dataclass(frozen=True)
@@ -147,24 +164,36 @@ def _memory(tensor: Tensor) -> memoryview:
 
 
 def _locate(entry: _FileSlice, fd: int, start: int) -> tuple[_Header, int] | None:
-    """Header, and absolute position of the elements, if these stand in the file as they do in a contiguous tensor."""
+    """Header, and absolute position of the elements, if these stand in the file as they do in a contiguous tensor.
+
+    Raises:  ValueError: the archive or its header is damaged.
+    """
     try:
-        with zipfile.ZipFile(io.BufferedReader(entry, 4096)) as archive:
-            records = {info.filename.partition("/")[2]: info for info in archive.infolist()}
-            if "byteorder" in records and archive.read(records["byteorder"]) != b"little":
-                return None
-            header = _HeaderUnpickler(archive.read(records["data.pkl"])).load()
-    except (zipfile.BadZipFile, KeyError) as error:
-        raise ValueError(f"no torch archive ({error})") from error
+        found = _find_record(entry)
+        if found is None:
+            return None
+        header, record = found
+        if record.header_offset < 0:
+            raise ValueError(f"{record.filename} begins before its archive")
+        local = bytearray(_LOCAL_HEADER.size)
+        read_exactly(fd, memoryview(local), start + record.header_offset)
     except RefusedTypeError:
         return None
-    record = records.get(f"data/{header.record}") if isinstance(header, _Header) else None
-    if record is None or not _is_plain(header, record):
-        return None
-    local = bytearray(_LOCAL_HEADER.size)
-    read_exactly(fd, memoryview(local), start + record.header_offset)
+    except _UNREADABLE as error:
+        raise ValueError(f"no torch archive ({type(error).__name__}: {error})") from error
     name_length, extra_length = _LOCAL_HEADER.unpack(local)
     return header, start + record.header_offset + _LOCAL_HEADER.size + name_length + extra_length
+
+
+def _find_record(entry: _FileSlice) -> tuple[_Header, zipfile.ZipInfo] | None:
+    """Header and record of the elements of a plain entry, else None."""
+    with zipfile.ZipFile(io.BufferedReader(entry, 4096)) as archive:
+        records = {info.filename.partition("/")[2]: info for info in archive.infolist()}
+        if "byteorder" in records and archive.read(records["byteorder"]) != b"little":
+            return None
+        header = _HeaderUnpickler(archive.read(records["data.pkl"])).load()
+    record = records.get(f"data/{header.record}") if isinstance(header, _Header) else None
+    return None if record is None or not _is_plain(header, record) else (header, record)
 
 
 def _is_plain(header: _Header, record: zipfile.ZipInfo) -> bool:

@@ -6,7 +6,6 @@ DIR is a save folder (with `latest_checkpointed_iteration.txt` and `iter_*` fold
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -73,11 +72,12 @@ def run(argv: Sequence[str]) -> int:
 
 def _selected(path: Path, iteration: int | None) -> tuple[DirectoryStore, list[int]]:
     """The save folder and the checkpoints in it that the command line means; the one to inspect stands last."""
-    from megalith.checkpoint import DirectoryStore
+    from megalith.checkpoint import DirectoryStore, split_path
 
-    if match := re.fullmatch(r"iter_(\d{7,})", path.resolve().name):
-        return DirectoryStore(path.resolve().parent), [int(match[1])]
-    store = DirectoryStore(path)
+    folder, named = split_path(path)
+    store = DirectoryStore(folder)
+    if named is not None:
+        return store, [named]
     there = store.iterations()
     if not there:
         raise CheckpointError(f"{path} holds no checkpoint: it has no folder iter_0000000 or the like")

@@ -8,6 +8,7 @@ import os
 import pickle
 import signal
 import subprocess
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -194,3 +195,52 @@ def test_torn_files_are_named(tmp_path: Path, content: bytes, read: Callable[[Pa
         read(tmp_path / "file")
     with pytest.raises(CheckpointError, match="is missing"):
         read(tmp_path / "none")
+
+
+def rebuild(*arguments: object) -> bytes:
+    """A `data.pkl` that calls torch's rebuilding function with any arguments."""
+    call = b"ctorch._utils\n_rebuild_tensor_v2\n"
+    return b"\x80\x02" + call + pickle.dumps(arguments, protocol=2)[2:-1] + b"R."
+
+
+STORAGE = ("storage", torch.float32, "0", "cpu", 4)
+CRAFTED = {
+    "empty": b"",
+    "no pickle": b"\xff\xfe not a pickle",
+    "cut short": b"\x80\x02X\x04",
+    "stack underflow": b"\x80\x02R.",
+    "unknown protocol": b"\x80\x7fN.",
+    "unknown memo": b"\x80\x02h\x07.",
+    "text that is no UTF-8": b"\x80\x02X\x02\x00\x00\x00\xff\xff.",
+    "calls a number": b"\x80\x02K\x01)R.",
+    "too few arguments": rebuild(1, 2),
+    "storage is no tuple": rebuild(5, 0, (4,), (1,), False, {}),
+    "storage of other length": rebuild(("storage", 1), 0, (4,), (1,), False, {}),
+    "dtype is a word": rebuild(("storage", "f4", "0", "cpu", 4), 0, (4,), (1,), False, {}),
+    "size is a number": rebuild(STORAGE, 0, 4, (1,), False, {}),
+    "size of words": rebuild(STORAGE, 0, ("a",), (1,), False, {}),
+    "fewer strides than sizes": rebuild(STORAGE, 0, (2, 2), (1,), False, {}),
+    "beyond all memory": rebuild(STORAGE, 0, (2**62, 2**62), (2**62, 1), False, {}),
+}
+
+
+@pytest.mark.parametrize("case", CRAFTED)
+def test_a_crafted_tensor_header_is_damage(
+    store: DirectoryStore, make_content: MakeContent, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where no manifest guards it, nothing but the error for damage comes out of a tensor's entry."""
+    save = torch.save
+
+    def swap(value: object, stream: Any) -> None:
+        if not isinstance(value, torch.Tensor):
+            save(value, stream)
+            return
+        with zipfile.ZipFile(stream, "w") as archive:
+            archive.writestr("archive/data.pkl", CRAFTED[case])
+            archive.writestr("archive/data/0", bytes(16))
+
+    monkeypatch.setattr(torch, "save", swap)
+    store.save(1, make_content(1), {})
+    (store.folder(1) / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match=r"__0_\d\.distcp is damaged at "):
+        store.load(1, make_content(1), verify=False)
