@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from megalith.errors import MegalithError
 from megalith.nn.precision import at_least_fp32
 from megalith.serve.request import Sampling
 
@@ -25,8 +26,16 @@ def _keep_top_p(logits_V: Tensor, p: float) -> Tensor:
 
 
 def choose(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """Choose a token id from the logits [V] of one position."""
+    """Choose a token id from the logits [V] of one position; -inf stands for a token that cannot be chosen.
+
+    Raises:  MegalithError if a logit is NaN or +inf, or none is finite.
+    """
     logits_V = logits_V.to(at_least_fp32(logits_V.dtype))
+    if not math.isfinite(logits_V.max()):  # NaN wins every maximum
+        raise MegalithError(
+            f"the model's logits are not finite (their maximum is {float(logits_V.max())}): the training that wrote "
+            "this checkpoint diverged, or the weights overflow in their precision; take an earlier iteration"
+        )
     if sampling.temperature == 0.0 or sampling.top_k == 1:
         return int(logits_V.argmax())
     logits_V = logits_V / sampling.temperature

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megalith.config import ModelConfig
-from megalith.errors import ConfigError
+from megalith.errors import ConfigError, MegalithError
 from megalith.models.gpt import GPT
 from megalith.models.initialise import initialise
 from megalith.serve.generation import generate, printable_pieces
@@ -30,6 +30,16 @@ def _model() -> GPT:
     model = GPT(config, 32, dtype=torch.float64)
     initialise(model, 7)
     return model
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(), Sampling(top_k=2), Sampling(top_p=0.5)])
+def test_a_diverged_model_is_named(bad: float, sampling: Sampling) -> None:
+    with pytest.raises(MegalithError, match="logits are not finite .* earlier iteration"):
+        choose(torch.tensor([0.0, bad, 1.0]), sampling, _generator())
+    with pytest.raises(MegalithError, match="not finite"):
+        choose(torch.full((3,), -math.inf), sampling, _generator())
+    assert choose(torch.tensor([0.0, -math.inf]), sampling, _generator()) == 0
 
 
 def test_greedy_generation_is_the_argmax_of_full_forward_passes() -> None:
