@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Megatron's command line for preparing data; the same as `megalith preprocess`."""
+"""Megatron's command line for preparing data: `megalith preprocess`, out of the checkout that this file lies in."""
 
 import sys
 from pathlib import Path
