@@ -33,7 +33,7 @@ def stopped_at(finished: Finished, save: Path) -> int:
     return iteration
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP])
 def test_a_signal_between_steps(warm: WarmProcess, tmp_path: Path, number: signal.Signals) -> None:
     save = tmp_path / "c"
     running = warm.start(command(save, *ENDLESS), tmp_path)
@@ -102,6 +102,43 @@ def test_without_save_a_signal_is_just_an_end(warm: WarmProcess, tmp_path: Path)
     finished = running.finish()
     assert finished.code == 128 + signal.SIGTERM
     assert "nothing is saved: the run has no --save" in finished.text
+
+
+# The reader of the screen leaves: `| head`, or a `tee` that Ctrl-C ends first.
+
+
+def with_a_reader_that_leaves(repository: Path, words: list[object], needle: bytes) -> subprocess.Popen[bytes]:
+    running = subprocess.Popen(
+        [sys.executable, str(repository / "pretrain_gpt.py"), *map(str, words)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert running.stdout is not None
+    for line in running.stdout:
+        if needle in line:
+            break
+    running.stdout.close()
+    return running
+
+
+def test_training_goes_on_when_the_reader_leaves(repository: Path, tmp_path: Path) -> None:
+    save = tmp_path / "c"
+    words = command(save, "--train-iters", 30, "--save-interval", 1000)
+    running = with_a_reader_that_leaves(repository, words, b"using world size")
+    assert running.wait(120) == 0
+    assert DirectoryStore(save).latest() == 30
+    log = (save / "run/log.txt").read_text()
+    assert log.count("WARNING: the screen is gone") == 1 and "iteration       30/      30" in log
+
+
+def test_a_signal_still_saves_when_the_reader_has_left(repository: Path, tmp_path: Path) -> None:
+    save = tmp_path / "c"
+    running = with_a_reader_that_leaves(repository, command(save, *ENDLESS), b"iteration        3/")
+    running.send_signal(signal.SIGINT)
+    assert running.wait(120) == 75
+    assert (DirectoryStore(save).latest() or 0) >= 3
+    assert "resume with:" in (save / "run/log.txt").read_text()
 
 
 # Under torchrun. The launcher prints and exits as it likes; what counts is that the worker saved and no one is left.

@@ -15,6 +15,7 @@ from importlib.util import find_spec
 
 from megalith import __version__
 from megalith.errors import ConfigError, MegalithError
+from megalith.train.streams import drop, warn
 
 # Command -> what it does, in the order of a first day's work.
 COMMANDS: dict[str, str] = {
@@ -28,13 +29,15 @@ COMMANDS: dict[str, str] = {
 }
 
 _INTERRUPTED = 130
+_READER_LEFT = 141  # what a shell reports for a program that SIGPIPE ended
+_ONLY_PRINTING = ("config", "checkpoint", "generate")  # commands whose output is all they do
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code.
 
     0 finished, 1 unexpected, 2 configuration, 3 data, 4 checkpoint, 5 layout, 75 stopped by a signal after saving,
-    130 interrupted.
+    130 interrupted, 141 the reader of the output left before the work was done.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help", "help"):
@@ -49,11 +52,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         _report(error, words[0])
         return error.exit_code
     except KeyboardInterrupt:
-        print("megalith: interrupted", file=sys.stderr)
+        warn("megalith: interrupted")
         return _INTERRUPTED
     except BrokenPipeError:  # the reader of our output, such as `head`, has left
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        drop(sys.stdout)
+        only_printing = words[0] in _ONLY_PRINTING or not {"-h", "--help"}.isdisjoint(words)
+        return 0 if only_printing else _READER_LEFT
 
 
 def available_commands() -> dict[str, str]:
@@ -90,9 +94,9 @@ def _report(error: MegalithError, command: str) -> None:
     """Print an error as a message. A configuration is equally wrong on every rank, so only rank 0 speaks of it."""
     if isinstance(error, ConfigError):
         if os.environ.get("RANK", "0") == "0":
-            print(_violations(error, command), file=sys.stderr)
+            warn(_violations(error, command))
         return
-    print(f"megalith {command}: {error}", file=sys.stderr)
+    warn(f"megalith {command}: {error}")
 
 
 def _violations(error: ConfigError, command: str) -> str:

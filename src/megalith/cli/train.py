@@ -26,6 +26,7 @@ from megalith.config.render import flags_text
 from megalith.errors import MegalithError
 from megalith.train.faults import Probe, no_probe, parse_fault
 from megalith.train.signals import StopSignals
+from megalith.train.streams import warn
 
 if TYPE_CHECKING:
     from megalith.compat.megatron.screen import Screen
@@ -68,7 +69,7 @@ def run(argv: Sequence[str]) -> int:
 
 def _acknowledge(signal_name: str) -> None:
     """Answer a signal at once: the end of the step may be a while away."""
-    print(f"\n{signal_name}: finishing this step and saving; once more to leave at once", file=sys.stderr, flush=True)
+    warn(f"\n{signal_name}: finishing this step and saving; once more to leave at once")
 
 
 def _stop_with_parent() -> None:
@@ -115,11 +116,7 @@ def _train(config: RunConfig, argv: Sequence[str], stop: StopSignals, began: flo
                 MegatronConsole(screen, config.checkpoint.save, throughput=config.log.log_throughput),
             ]
             if config.log.tensorboard_dir:
-                hooks.append(
-                    TensorBoardWriter(
-                        config.log.tensorboard_dir, config.log.tensorboard_log_interval, started.resumed_at
-                    )
-                )
+                hooks.append(TensorBoardWriter(config.log.tensorboard_dir, config.log.tensorboard_log_interval))
             started.run.hook = Hooks(hooks)
             stack.callback(started.run.hook.close)
             metrics.event("start" if started.resumed_at is None else "resume", iteration=started.resumed_at or 0)

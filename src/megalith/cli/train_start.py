@@ -6,7 +6,6 @@ users never read goes to the log only.
 
 from __future__ import annotations
 
-import sys
 import time
 from dataclasses import dataclass
 from datetime import datetime
@@ -191,8 +190,7 @@ def _load(
         screen.say(console.no_checkpoint_lines(f"{load}/{TRACKER_FILE}"))
         return
     for note in found.notes:
-        print(f"WARNING: {note}", file=sys.stderr, flush=True)
-        screen.note(f"WARNING: {note}")
+        screen.warn(f"WARNING: {note}")
     screen.say(console.loading_line(load, found.iteration, distributed=True))
     resumed = restore(store, found, state, config, probe)
     screen.say(console.checkpoint_version_line(resumed.version))

@@ -36,7 +36,7 @@ class Hook:
         """A checkpoint is complete on disk."""
 
     def after_training(self, iteration: int) -> None:
-        """All iterations are done; the final evaluations follow."""
+        """All iterations are done; the final save and evaluations follow."""
 
     def on_exit(self, ending: Ending) -> None:
         """The run stops before its last iteration, its state saved."""

@@ -119,6 +119,8 @@ def train(run: TrainingRun) -> Iterator[StepResult]:
             unsaved = False
         yield result
         run.ending = _ending_by_plan(run)
+    if run.ending is None:
+        run.hook.after_training(state.iteration)
     if unsaved:
         _save(run)
     if run.ending is None:
@@ -209,7 +211,6 @@ def _save(run: TrainingRun) -> None:
 
 def _finish(run: TrainingRun) -> None:
     """Every iteration is done: evaluate on both held-out splits once more, saying which."""
-    run.hook.after_training(run.state.iteration)
     if run.plan.eval_iterations:
         for split, batches in (("validation", run.valid), ("test", run.test)):
             if batches is not None and not _evaluate(run, split, batches, final=True):

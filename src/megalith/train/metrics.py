@@ -1,8 +1,9 @@
 """metrics.jsonl: every step, evaluation and event of a run, one JSON object a line, always on.
 
-Each line is complete on disk before the next begins. A crash can tear the last one; the writer starts on a fresh line
-and the reader passes over the torn one. After a resume from an earlier checkpoint the file goes back in iterations: an
-event marks the place and the reader drops what was done again.
+Each line is handed to the system as it is written, so that it outlives this process, though not always a power cut. A
+crash can tear the last one; the writer starts on a fresh line and the reader passes over the torn one. After a resume
+from an earlier checkpoint the file goes back in iterations: an event marks the place and the reader drops what was done
+again.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import contextlib
 import json
 import math
 import os
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -20,6 +20,7 @@ from typing import Any, TextIO
 
 from megalith.train.hooks import Hook
 from megalith.train.results import Ending, Evaluation, SavedCheckpoint, StepResult, WindowReport
+from megalith.train.streams import warn
 
 
 class MetricsWriter(Hook):
@@ -51,7 +52,7 @@ class MetricsWriter(Hook):
             self._file.write(json.dumps(record) + "\n")
         except OSError as error:
             self.close()
-            print(f"WARNING: no more metrics are written to metrics.jsonl: {error}", file=sys.stderr)
+            warn(f"WARNING: no more metrics are written to metrics.jsonl: {error}")
 
     def after_step(self, result: StepResult) -> None:
         self.event("step", **asdict(result))
@@ -83,7 +84,7 @@ class MetricsWriter(Hook):
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """All complete records that still hold, in order: torn lines and what a later resume did again are left out."""
+    """All complete records that still hold, in order: torn lines and what a later start did again is left out."""
     records: list[dict[str, Any]] = []
     with open(path, encoding="utf-8") as lines:
         for line in lines:
@@ -91,7 +92,9 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
                 record = json.loads(line)
             except json.JSONDecodeError:
                 continue
-            if record["event"] == "resume":
+            if record["event"] == "start":
+                records = []
+            elif record["event"] == "resume":
                 records = [kept for kept in records if kept.get("iteration", 0) <= record["iteration"]]
             records.append(record)
     return records

@@ -7,6 +7,7 @@ interpreter for a moment, which every long torch call gives.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -14,17 +15,20 @@ import time
 from collections.abc import Callable
 from types import FrameType
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 SECOND_SIGNAL_EXIT_CODE = 130
 
 
 class StopSignals:
     """Listens for `STOP_SIGNALS` from construction to `close`. Made once, in the main thread, before anything slow.
 
+    A closed terminal (SIGHUP) is a request like the others, unless `nohup` has had it ignored.
+
     Args:
         debounce_seconds: signals this soon after the first are taken for the same request. A launcher forwards the
             Ctrl-C that the terminal has already sent to its workers; without a launcher, 0.
-        on_request: called with the name of the first signal, from the listening thread.
+        on_request: called with the name of the first signal, from the listening thread; an OSError of it (the
+            terminal is gone) is passed over.
     """
 
     def __init__(self, debounce_seconds: float = 0.0, on_request: Callable[[str], None] | None = None) -> None:
@@ -34,7 +38,9 @@ class StopSignals:
         self._read_end, self._write_end = os.pipe()
         os.set_blocking(self._write_end, False)
         self._closed = False
-        self._previous = {number: signal.signal(number, _ignore) for number in STOP_SIGNALS}
+        under_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        self._taken = tuple(number for number in STOP_SIGNALS if number is not signal.SIGHUP or not under_nohup)
+        self._previous = {number: signal.signal(number, _ignore) for number in self._taken}
         self._previous_wakeup = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
         # A forked data worker shares the pipe: its own signals must not count as ours, and SIGTERM must end it.
         os.register_at_fork(after_in_child=self._detach)
@@ -63,13 +69,14 @@ class StopSignals:
                 self._count(number)
 
     def _count(self, number: int) -> None:
-        if number not in STOP_SIGNALS:
+        if number not in self._taken:
             return
         now = time.monotonic()
         if self._first is None:
             self._first, self._first_at = signal.Signals(number), now
             if self._on_request is not None:
-                self._on_request(self._first.name)
+                with contextlib.suppress(OSError):  # this thread must live to hear the second signal
+                    self._on_request(self._first.name)
         elif now - self._first_at >= self._debounce:
             os._exit(SECOND_SIGNAL_EXIT_CODE)
 
@@ -77,7 +84,7 @@ class StopSignals:
         if self._closed:
             return
         signal.set_wakeup_fd(-1)
-        for number in STOP_SIGNALS:
+        for number in self._taken:
             signal.signal(number, signal.SIG_IGN if number is signal.SIGINT else signal.SIG_DFL)
 
 

@@ -91,5 +91,7 @@ def device_of(model: GPT) -> torch.device:
 
 
 def on_device(batch: Batch, device: torch.device) -> Batch:
-    """The batch where the model is; from pinned memory the copy runs beside the computation."""
-    return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+    """The batch where the model is; to a GPU it goes through pinned memory, beside the computation."""
+    if device.type == "cuda":
+        return {name: tensor.pin_memory().to(device, non_blocking=True) for name, tensor in batch.items()}
+    return {name: tensor.to(device) for name, tensor in batch.items()}

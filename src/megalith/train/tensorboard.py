@@ -25,15 +25,17 @@ class TensorBoardWriter(Hook):
 
     Args:
         interval: iterations between two points of the curves of single steps.
-        purge_step: after a resume, points beyond this iteration are dropped by the viewer: they were done again.
+
+    After a resume from an earlier checkpoint the steps done again appear twice, as in Megatron. A purge step would hide
+    the first ones, and with them most of the curves over samples: the viewer compares it with either kind of step.
 
     Source: spec/training-behaviour.md section 9.
     """
 
-    def __init__(self, directory: str, interval: int = 1, purge_step: int | None = None) -> None:
+    def __init__(self, directory: str, interval: int = 1) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(directory, purge_step=purge_step, max_queue=32, flush_secs=10)
+        self._writer = SummaryWriter(directory, max_queue=32, flush_secs=10)
         self._interval = interval
 
     def after_step(self, result: StepResult) -> None:

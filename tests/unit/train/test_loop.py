@@ -85,7 +85,7 @@ def test_the_order_of_a_run(make_plan: Callable[..., Plan]) -> None:
     assert [result.iteration for result in train(run)] == [1, 2, 3, 4, 5, 6]
     assert recorder.moments == [
         *("step 1", "step 2", "step 3", "validation", "step 4", "save 4", "step 5", "step 6", "validation"),
-        *("save 6", "done", "final validation", "final test"),
+        *("done", "save 6", "final validation", "final test"),
     ]
     assert run.ending == Ending("finished", 6)
     assert run.state.consumed_valid_samples == 2 * 2 * 4

@@ -45,6 +45,16 @@ def test_a_resume_rewinds(tmp_path: Path) -> None:
     assert kept == [("step", 1), ("resume", 1), ("step", 2)]
 
 
+def test_a_fresh_start_forgets_the_run_before(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    writer = MetricsWriter(path)
+    writer.event("start", iteration=0)
+    writer.after_step(RESULT)
+    writer.event("start", iteration=0)
+    writer.close()
+    assert [record["event"] for record in read_metrics(path)] == ["start"]
+
+
 def test_a_full_disk_does_not_stop_the_run(capsys) -> None:  # type: ignore[no-untyped-def]
     writer = MetricsWriter(Path("/dev/full"))
     writer.after_step(RESULT)

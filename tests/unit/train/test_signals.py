@@ -70,6 +70,36 @@ def test_a_forked_worker_neither_counts_nor_survives_sigterm() -> None:
         stop.close()
 
 
+def test_a_terminal_that_is_gone_does_not_deafen() -> None:
+    def answer(name: str) -> None:
+        raise BrokenPipeError
+
+    child = os.fork()
+    if child == 0:
+        stop = StopSignals(on_request=answer)
+        os.kill(os.getpid(), signal.SIGHUP)
+        wait_for(stop)
+        time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(2)
+        os._exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 130
+
+
+def test_under_nohup_a_closed_terminal_is_no_request() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        stop = StopSignals()
+        try:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert wait_for(stop, 0.1) is None
+        finally:
+            stop.close()
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_close_gives_the_signals_back() -> None:
     before = signal.getsignal(signal.SIGINT)
     StopSignals().close()

@@ -11,10 +11,22 @@ from typing import TextIO
 from megalith.compat.megatron import console
 from megalith.train.hooks import Hook
 from megalith.train.results import Ending, Evaluation, SavedCheckpoint, WindowReport
+from megalith.train.streams import drop, warn
+
+
+class _LogFile(logging.FileHandler):
+    """A log file that ends with one warning, without a traceback, when the disk fails."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        self.setLevel(logging.CRITICAL + 1)
+        warn(f"WARNING: no more is written to {self.baseFilename}: {sys.exc_info()[1]}")
 
 
 class Screen:
     """Text that the user should see, and text for the log only. The log gets both.
+
+    A reader of the screen that leaves, such as `head` or a `tee` that was interrupted, costs the screen only: the run
+    goes on, and so does its log.
 
     Args:
         log_path: the log file, appended to; its folder is made.
@@ -24,7 +36,7 @@ class Screen:
     def __init__(self, log_path: Path, out: TextIO | None = None) -> None:
         log_path.parent.mkdir(parents=True, exist_ok=True)
         self._out = out or sys.stdout
-        self._handler = logging.FileHandler(log_path, encoding="utf-8")
+        self._handler = _LogFile(log_path, encoding="utf-8")
         self._handler.setFormatter(logging.Formatter("%(message)s"))
         self._logger = logging.getLogger("megalith")
         self._logger.setLevel(logging.INFO)
@@ -32,8 +44,17 @@ class Screen:
 
     def say(self, text: str) -> None:
         """Show and log."""
-        print(text, file=self._out, flush=True)
         self.note(text)
+        try:
+            print(text, file=self._out, flush=True)
+        except OSError as error:
+            drop(self._out)
+            self.note(f"WARNING: the screen is gone ({error}); the run goes on, and this log with it")
+
+    def warn(self, text: str) -> None:
+        """Show where errors are shown, and log."""
+        self.note(text)
+        warn(text)
 
     def note(self, text: str) -> None:
         """Log only."""

@@ -1,0 +1,22 @@
+"""Output streams whose reader may leave: nobody there to read is no reason to stop."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TextIO
+
+
+def warn(text: str) -> None:
+    """Print to stderr, if there is anyone."""
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except OSError:
+        drop(sys.stderr)
+
+
+def drop(stream: TextIO) -> None:
+    """Send what is still written to a broken stream to nowhere, or Python fails once more when it ends."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
