@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import statistics
 import time
 from collections.abc import Sequence
 
@@ -46,7 +47,7 @@ def device_name(device: torch.device) -> str:
 
 
 def measure_step(size: ModelSize, train_arguments: Sequence[str]) -> float:
-    """Seconds of one training step of a run: the lower quartile of a few, of which the first warm up.
+    """Seconds of one training step of a run, the median of a few.
 
     Args:
         train_arguments: flags of `megalith train`, whose files need not exist yet.
@@ -61,7 +62,7 @@ def measure_step(size: ModelSize, train_arguments: Sequence[str]) -> float:
     seconds: list[float] = []
     while len(seconds) < FEWEST_PROBES or sum(seconds) < PROBE_SECONDS:
         seconds.append(time_step(model, optimizer, tokens))
-    return sorted(seconds)[len(seconds) // 4]
+    return statistics.median(seconds)
 
 
 def time_step(model: GPT, optimizer: Optimizer, tokens: Tensor) -> float:

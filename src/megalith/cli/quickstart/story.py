@@ -177,7 +177,7 @@ class Quickstart:
             num_tokens = corpus.num_characters / CHARACTERS_PER_TOKEN
             size, seconds = choose_model(machine, self.wishes.seconds, num_tokens, step_time)
             iterations = choose_iterations(size, self.wishes.seconds, seconds, num_tokens)
-            shape = f"GPT of {size.num_layers} layers x {size.hidden_size}"
+            shape = f"GPT {size.num_layers} layers x {size.hidden_size}"
             line.text = (
                 f"{shape}, {size.num_parameters / 1e6:.1f} M parameters; {iterations:,} steps of {seconds:.2f} s"
             )
