@@ -22,14 +22,10 @@ from megalith.models.initialise import initialise_as_megatron_cpu
 from megalith.optim import DynamicLossScale, Optimizer, build_optimizer
 from megalith.tokenizers.null import NullTokenizer
 
+from .goldens import Goldens
+
 RANK = "tp0_pp0"
 CASES = ("gpt2", "llama", "llama_bf16")
-
-
-def _case(shared: Path, name: str) -> dict[str, Any]:
-    manifest = json.loads((shared / "golden/train/manifest.json").read_text())
-    (case,) = (case for case in manifest["cases"] if case.get("name") == name)
-    return dict(case)
 
 
 def _config(case: dict[str, Any], implementation: str) -> ModelConfig:
@@ -76,8 +72,8 @@ def _optimizer(case: dict[str, Any], model: GPT) -> Optimizer:
     return build_optimizer(model, config, PrecisionConfig(bf16=_is_bf16(case)), count_zeros=True)
 
 
-def _loader(shared: Path, case: dict[str, Any], tmp_path: Path) -> BatchLoader:
-    settings, prefix = case["train"], str(shared / "golden/train/data/shakes_text_document")
+def _loader(golden: Goldens, case: dict[str, Any], tmp_path: Path) -> BatchLoader:
+    settings, prefix = case["train"], str(golden.path("train/data") / "shakes_text_document")
     dataset = GPTDataset(
         IndexedDataset(prefix),
         path=prefix,
@@ -102,9 +98,9 @@ def _close(actual: Tensor, wanted: Tensor, tolerance: float) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_initial_weights_bit_for_bit(shared: Path, name: str) -> None:
-    wanted = load_file(shared / f"golden/train/{name}/weights_init_{RANK}.safetensors")
-    weights = dict(_model(_case(shared, name), "local").named_parameters())
+def test_initial_weights_bit_for_bit(golden: Goldens, name: str) -> None:
+    wanted = load_file(golden.path(f"train/{name}/weights_init_{RANK}.safetensors"))
+    weights = dict(_model(golden.case("train", name), "local").named_parameters())
     assert set(weights) == set(wanted)
     for key, value in weights.items():
         assert torch.equal(value, wanted[key]), key
@@ -112,28 +108,28 @@ def test_initial_weights_bit_for_bit(shared: Path, name: str) -> None:
 
 @pytest.mark.parametrize("implementation", ["local", "transformer_engine"])
 @pytest.mark.parametrize("name", CASES)
-def test_logits_and_losses(shared: Path, name: str, implementation: str) -> None:
-    case = _case(shared, name)
-    golden = load_file(shared / f"golden/train/{name}/forward_{RANK}.safetensors")
+def test_logits_and_losses(golden: Goldens, name: str, implementation: str) -> None:
+    case = golden.case("train", name)
+    wanted = load_file(golden.path(f"train/{name}/forward_{RANK}.safetensors"))
     model = _model(case, implementation)
     exact = implementation == "local"
     tolerance = (1e-5 if not _is_bf16(case) else 0.0) if exact else (1e-5 if not _is_bf16(case) else 2e-2)
-    logits = model(golden["tokens"]).float()
-    _close(logits.flatten(0, 1)[:16], golden["logits_first16"].float(), tolerance)
-    _close(logits.double().sum(-1), golden["logits_rowsum_fp64"], max(tolerance, 1e-5))
-    losses = model(golden["tokens"], labels_BS=golden["labels"])
-    _close(losses, golden["per_token_loss"], max(tolerance, 1e-5))
+    logits = model(wanted["tokens"]).float()
+    _close(logits.flatten(0, 1)[:16], wanted["logits_first16"].float(), tolerance)
+    _close(logits.double().sum(-1), wanted["logits_rowsum_fp64"], max(tolerance, 1e-5))
+    losses = model(wanted["tokens"], labels_BS=wanted["labels"])
+    _close(losses, wanted["per_token_loss"], max(tolerance, 1e-5))
 
 
 @pytest.mark.parametrize("implementation", ["local", "transformer_engine"])
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_every_gradient_of_the_first_step(shared: Path, tmp_path: Path, name: str, implementation: str) -> None:
-    case = _case(shared, name)
+def test_every_gradient_of_the_first_step(golden: Goldens, tmp_path: Path, name: str, implementation: str) -> None:
+    case = golden.case("train", name)
     model = _model(case, implementation)
     optimizer = _optimizer(case, model)
-    _accumulate(model, optimizer, _loader(shared, case, tmp_path), case)
+    _accumulate(model, optimizer, _loader(golden, case, tmp_path), case)
     optimizer.gradients.finish()
-    wanted = load_file(shared / f"golden/train/{name}/grads_step0_{RANK}.safetensors")
+    wanted = load_file(golden.path(f"train/{name}/grads_step0_{RANK}.safetensors"))
     assert set(wanted) == set(optimizer.gradients.grads)
     for key, value in optimizer.gradients.grads.items():
         _close(value, wanted[key], 1e-5)
@@ -154,11 +150,11 @@ def _accumulate(model: GPT, optimizer: Optimizer, loader: BatchLoader, case: dic
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_curve_of_losses_and_norms(shared: Path, tmp_path: Path, name: str) -> None:
-    case = _case(shared, name)
+def test_the_curve_of_losses_and_norms(golden: Goldens, tmp_path: Path, name: str) -> None:
+    case = golden.case("train", name)
     model = _model(case, "local")
-    optimizer, loader = _optimizer(case, model), _loader(shared, case, tmp_path)
-    log = json.loads((shared / f"golden/train/{name}/log_{RANK}.json").read_text())["log"]
+    optimizer, loader = _optimizer(case, model), _loader(golden, case, tmp_path)
+    log = json.loads(golden.path(f"train/{name}/log_{RANK}.json").read_text())["log"]
     assert len(log) == case["train"]["steps"]
     for entry in log:
         loss = _accumulate(model, optimizer, loader, case)
@@ -168,8 +164,8 @@ def test_the_curve_of_losses_and_norms(shared: Path, tmp_path: Path, name: str) 
         assert math.isclose(outcome.grad_norm, entry["grad_norm"], rel_tol=1e-3), entry["step"]
 
 
-def test_loss_scale_traces(shared: Path) -> None:
-    for case in json.loads((shared / "golden/schedulers/grad_scaler.json").read_text()):
+def test_loss_scale_traces(golden: Goldens) -> None:
+    for case in json.loads(golden.path("schedulers/grad_scaler.json").read_text()):
         config = case["config"]
         scale = DynamicLossScale(
             config["initial_scale"],

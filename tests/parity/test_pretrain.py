@@ -23,6 +23,8 @@ from megalith.checkpoint import CheckpointContent, Chunk, DirectoryStore
 from megalith.checkpoint.store import Contents
 from megalith.cli.main import main
 
+from .goldens import Goldens
+
 CASES = [
     "gpt2_torch_dist",
     "gpt2_torch",
@@ -46,21 +48,20 @@ LOSS_TOLERANCE = {"llama_bf16_torch_dist": 5e-5, "gpt2_fp16": 2e-5}
 
 
 def run_case(
-    name: str, shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str, golden: Goldens, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> tuple[dict[str, Any], str]:
     """Repeat a case in this process; returns its golden log and what was printed."""
-    manifest = json.loads((shared / "golden/pretrain/manifest.json").read_text())
-    case = next(case for case in manifest["cases"] if case["name"] == name)
+    case = golden.case("pretrain", name)
     words = [word.replace("CKPT", str(tmp_path / "c")) for word in case["args"]]
     if "--ckpt-format" in words:
         words[words.index("--ckpt-format") + 1] = "torch_dist"
-    shutil.copytree(shared / "golden/train/data", tmp_path / "data")
+    shutil.copytree(golden.path("train/data"), tmp_path / "data")
     monkeypatch.chdir(tmp_path)
     before = signal.getsignal(signal.SIGINT)
     assert main(["train", *words, "--device", "cpu"]) == 0
     assert signal.getsignal(signal.SIGINT) is before
-    golden = json.loads((shared / "golden/pretrain" / name / "log.json").read_text())
-    return golden, capsys.readouterr().out
+    log = json.loads(golden.path(f"pretrain/{name}/log.json").read_text())
+    return log, capsys.readouterr().out
 
 
 def parse_iterations(text: str) -> list[dict[str, float]]:
@@ -79,16 +80,16 @@ def parse_iterations(text: str) -> list[dict[str, float]]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_line_is_repeated(
-    name: str, shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str, golden: Goldens, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    golden, text = run_case(name, shared, tmp_path, monkeypatch, capsys)
+    log, text = run_case(name, golden, tmp_path, monkeypatch, capsys)
     loss_tolerance = LOSS_TOLERANCE.get(name, LAST_DIGIT)
     # The original takes this norm in fp16, 0.003 off; ours is the true one.
     params_norm_tolerance = 1e-3 * 9.2 if name == "gpt2_fp16" else NORM
     ours = parse_iterations(text)
-    assert len(ours) == len(golden["iterations"]) >= 10
+    assert len(ours) == len(log["iterations"]) >= 10
     first = ours[0]["lm loss"]
-    for own, theirs in zip(ours, golden["iterations"], strict=True):
+    for own, theirs in zip(ours, log["iterations"], strict=True):
         assert own.keys() == theirs.keys()
         where = f"{name}, iteration {theirs['iteration']}"
         loss = own["lm loss"]
@@ -103,14 +104,14 @@ def test_every_line_is_repeated(
         assert own["num zeros"] == pytest.approx(theirs["num zeros"], abs=8), where
         exact = own.keys() - {"lm loss", "learning rate", "grad norm", "params norm", "num zeros"}
         assert {key: own[key] for key in exact} == {key: theirs[key] for key in exact}, where
-    compare_validations(name, golden, text, loss_tolerance)
+    compare_validations(name, log, text, loss_tolerance)
 
 
-def compare_validations(name: str, golden: dict[str, Any], text: str, tolerance: float) -> None:
+def compare_validations(name: str, log: dict[str, Any], text: str, tolerance: float) -> None:
     pattern = r"^(-+)\n ( validation loss at iteration (\d+)(?: (on \w+ set))? \| (lm loss value: .*)) \n\1$"
     found = re.findall(pattern.replace("( validation", "(validation"), text, re.MULTILINE)
-    assert len(found) == len(golden["validation"])
-    for (dashes, line, iteration, where, values), theirs in zip(found, golden["validation"], strict=True):
+    assert len(found) == len(log["validation"])
+    for (dashes, line, iteration, where, values), theirs in zip(found, log["validation"], strict=True):
         assert (int(iteration), where) == (theirs["iteration"], theirs["where"])
         assert len(dashes) == len(line) + 3  # a blank before, a blank after, and one more
         loss, ppl = (float(value) for value in re.findall(r"\d\.\d{6}E[+-]\d\d", values))
@@ -121,12 +122,12 @@ def compare_validations(name: str, golden: dict[str, Any], text: str, tolerance:
 
 
 def test_the_lines_around_training_are_megatrons(
-    shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    golden: Goldens, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Every line of ours that the original prints too is printed by it with the same words, in the same order."""
-    _, text = run_case("gpt2_torch_dist", shared, tmp_path, monkeypatch, capsys)
-    golden = (shared / "golden/pretrain/gpt2_torch_dist/log_rank0.txt").read_text()
-    theirs = [shape(line) for line in golden.splitlines()]
+    printed = golden.path("pretrain/gpt2_torch_dist/log_rank0.txt").read_text()
+    _, text = run_case("gpt2_torch_dist", golden, tmp_path, monkeypatch, capsys)
+    theirs = [shape(line) for line in printed.splitlines()]
     position = 0
     missing = []
     for line in text.splitlines():
@@ -159,11 +160,12 @@ def shape(line: str) -> str:
 
 @pytest.mark.parametrize("name", ["gpt2_torch_dist", "llama_torch_dist", "llama_bf16_torch_dist"])
 def test_the_checkpoint_is_megatrons(
-    name: str, shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str, golden: Goldens, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Of the same run both programs save the same keys, shapes and types with the same numbers."""
-    run_case(name, shared, tmp_path, monkeypatch, capsys)
-    with tarfile.open(shared / "golden/pretrain" / name / "ckpt.tar.xz") as archive:
+    packed = golden.path(f"pretrain/{name}/ckpt.tar.xz")
+    run_case(name, golden, tmp_path, monkeypatch, capsys)
+    with tarfile.open(packed) as archive:
         archive.extractall(tmp_path / "theirs", filter="data")
     ours, theirs = DirectoryStore(tmp_path / "c"), DirectoryStore(tmp_path / "theirs/ckpt")
     contents = ours.contents(10)
