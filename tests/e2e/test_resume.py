@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
 from pathlib import Path
 
@@ -210,6 +211,42 @@ def test_finetune_takes_the_weights_and_starts_anew(warm: WarmProcess, tmp_path:
     ]
     fresh = curve_of(uninterrupted)[0][1]
     assert first_losses[0] < fresh - 0.1, "the loss starts where the old weights are, not at random"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--ckpt-step=3"],
+        ["--finetune", "--ckpt-step", 3],
+        ["--ckpt_step", 3, "--no-load-optim", "--no_load_rng"],
+        ["--ckpt-step", 3, "--lr", 5e-3, "--override-opt-param-scheduler"],
+        ["--ckpt-step", 3, "--lr", 5e-3, "--use-checkpoint-opt-param-scheduler"],
+        ["--ckpt-step", 3, "--no-save-optim", "--no-save-rng"],
+        ["--ckpt-step", 3, "--config", "recipe.toml"],
+    ],
+    ids=lambda words: " ".join(map(str, words)),
+)
+def test_the_printed_line_resumes_from_what_was_saved(
+    warm: WarmProcess, tmp_path: Path, uninterrupted: Path, words: list[object]
+) -> None:
+    save = tmp_path / "new"
+    (tmp_path / "recipe.toml").write_text("[checkpoint]\nfinetune = true\n")
+    plan = ["--train-iters", 8, "--save-interval", 8, "--exit-interval", 7]
+    stopped = warm.run([*MODEL, "--load", uninterrupted, "--save", save, *plan, *words], tmp_path)
+    assert stopped.code == 0, stopped.text
+    line = stopped.text.split("stopped at iteration 7; resume with:\n")[1].splitlines()[0]
+    again = warm.run(shlex.split(line)[2:], tmp_path)
+    assert again.code == 0, again.text
+    assert f"loading distributed checkpoint from {save} at iteration 7" in again.text
+    assert re.findall(r" iteration +(\d+)/ ", again.text) == ["8"], again.text
+
+
+def test_a_second_finetune_warns_before_it_replaces(warm: WarmProcess, tmp_path: Path, uninterrupted: Path) -> None:
+    save = tmp_path / "new"
+    words = [*MODEL, "--load", uninterrupted, "--finetune", "--save", save, "--save-interval", 3, "--train-iters", 3]
+    assert "already holds" not in warm.run(words, tmp_path).text
+    again = warm.run(words, tmp_path)
+    assert f"WARNING: {save} already holds checkpoints up to iteration 3; this run starts at iteration 0" in again.text
 
 
 def test_without_optimizer_and_random_states(warm: WarmProcess, tmp_path: Path) -> None:

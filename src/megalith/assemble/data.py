@@ -9,16 +9,22 @@ from megalith.data.build import Datasets, build_gpt_datasets
 from megalith.data.gpt_dataset import GPTDataset
 from megalith.data.loader import BatchLoader
 from megalith.data.splits import target_sizes
+from megalith.errors import DataError
 from megalith.tokenizers import Tokenizer
 
 
 @dataclass(frozen=True)
 class Loaders:
-    """Micro-batches of each split, where the split exists and the run draws from it."""
+    """Micro-batches of each split, where the split exists and the run draws from it.
+
+    Attributes:
+        consumed_valid: where the validation samples go on.
+    """
 
     train: BatchLoader
     valid: BatchLoader | None
     test: BatchLoader | None
+    consumed_valid: int = 0
 
     def close(self) -> None:
         """Stop the threads that read ahead."""
@@ -54,12 +60,16 @@ def build_loaders(
         iteration: steps done.
         consumed_train: training samples drawn.
         consumed_valid: validation samples drawn. If what is left does not do for the evaluations to come (the
-            interval was changed in between), they start at the head of the split again.
+            interval was changed in between), they start at the head of the split again; the result says so.
+
+    Raises:
+        DataError: the training samples do not do for the remaining steps.
     """
     assert datasets.train is not None, "a run without training data is refused when the datasets are built"
+    _refuse_too_few(run, datasets.train, iteration, consumed_train)
     train = _loader(run, datasets.train, consumed_train)
     if not run.train.eval_iters:
-        return Loaders(train, None, None)
+        return Loaders(train, None, None, consumed_valid)
     valid, test = datasets.valid, datasets.test
     if valid is not None:
         to_come = run.train_iters // run.train.eval_interval - iteration // run.train.eval_interval + 1
@@ -69,6 +79,21 @@ def build_loaders(
         train,
         None if valid is None else _loader(run, valid, consumed_valid),
         None if test is None else _loader(run, test, 0),
+        consumed_valid,
+    )
+
+
+def _refuse_too_few(run: RunConfig, train: GPTDataset, iteration: int, consumed: int) -> None:
+    """A run that resumes with smaller batches has drawn more samples than its steps so far account for."""
+    to_come = (run.train_iters - iteration) * run.global_batch_size
+    if consumed + to_come <= len(train):
+        return
+    former = f" (then {consumed // iteration})" if iteration else ""
+    raise DataError(
+        f"the training data does not do for the {run.train_iters - iteration} iterations to come: {consumed} of its "
+        f"{len(train)} samples are consumed in {iteration} iterations and {to_come} more are needed. It is built for "
+        f"--train-iters x --global-batch-size, and --global-batch-size was another before{former}: give that one, or "
+        "--finetune to start anew from the weights"
     )
 
 

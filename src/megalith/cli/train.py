@@ -22,7 +22,9 @@ from typing import TYPE_CHECKING
 
 from megalith.cli.threads import wait_asleep
 from megalith.config import RunConfig, load
+from megalith.config.command_line import given_settings, without_settings
 from megalith.config.render import flags_text
+from megalith.config.run import all_settings
 from megalith.errors import MegalithError
 from megalith.train.faults import Probe, no_probe, parse_fault
 from megalith.train.signals import StopSignals
@@ -36,6 +38,8 @@ EXIT_FINISHED = 0
 EXIT_RESUME_ME = 75  # EX_TEMPFAIL of sysexits.h: try again later
 _FORWARDED_WITHIN_SECONDS = 1.0
 _PR_SET_PDEATHSIG = 1
+# Settings that say how to begin with a checkpoint: they are done with when the run has begun.
+_ONCE = ("finetune", "ckpt_step", "no_load_optim", "no_load_rng", "override_opt_param_scheduler")
 
 _HELP = """usage: megalith train [--config RECIPE.toml] [flags]
        python pretrain_gpt.py [flags]
@@ -156,6 +160,32 @@ def command_line(argv: Sequence[str]) -> str:
     return shlex.join(["megalith", "train", *argv])
 
 
+def _words_to_resume(config: RunConfig, argv: Sequence[str], iteration: int, save: str) -> list[str]:
+    """The flags that go on from what was just saved; those of this run where nothing was saved yet.
+
+    What only concerned the checkpoint that this run began with goes, unless a recipe says it: then it is taken back.
+    `--use-checkpoint-opt-param-scheduler` stays, as the checkpoint still has another schedule than the flags.
+    """
+    from megalith.checkpoint import DirectoryStore
+
+    if DirectoryStore(save).latest() != iteration:
+        return list(argv)
+    settings = config.checkpoint
+    lacking = {"no_load_optim": settings.no_save_optim, "no_load_rng": settings.no_save_rng}
+    done = [name for name in _ONCE if not lacking.get(name)]
+    words = without_settings(argv, done)
+    if settings.load != save or "load" not in given_settings(words):
+        words = [*without_settings(words, ["load"]), "--load", save]
+    again = load(words, files=False)
+    for name in done:
+        if getattr(again.checkpoint, name, None) or getattr(again.schedule, name, None):
+            words += ["--ckpt-step", str(iteration)] if name == "ckpt_step" else [all_settings()[name].off_spellings[0]]
+    for name, needed in lacking.items():
+        if needed and not getattr(again.checkpoint, name):
+            words.append(all_settings()[name].flag)
+    return words
+
+
 def _last_words(
     ending: Ending, config: RunConfig, argv: Sequence[str], screen: Screen, folder: Path, *, launched: bool
 ) -> int:
@@ -169,9 +199,7 @@ def _last_words(
     if save is None:
         screen.say("nothing is saved: the run has no --save")
         return EXIT_FINISHED if ending.kind != "signal" else 128 + signal.Signals[ending.detail].value
-    words = list(argv)
-    if config.checkpoint.load != save:
-        words += ["--load", save]
+    words = _words_to_resume(config, argv, ending.iteration, save)
     hint = " (under the same launcher)" if launched else ""
     screen.say(f"stopped at iteration {ending.iteration}; resume{hint} with:\n  {command_line(words)}")
     return EXIT_RESUME_ME if ending.kind == "signal" else EXIT_FINISHED

@@ -181,7 +181,7 @@ def _load(
     load, save = config.checkpoint.load, config.checkpoint.save
     if store is None or load is None:
         if save and (held := DirectoryStore(save).iterations()):
-            screen.say(
+            screen.warn(
                 f"WARNING: {save} already holds checkpoints up to iteration {held[-1]}; without --load {save} this run "
                 "starts from random and replaces them"
             )
@@ -198,6 +198,14 @@ def _load(
         for line in console.schedule_lines(resumed.schedule.values, overridden=resumed.schedule.overridden):
             screen.say(line)
     screen.say(console.loaded_line(load, found.iteration))
+    held = DirectoryStore(save).iterations() if save else []
+    anew = config.checkpoint.finetune or config.checkpoint.ckpt_step is not None
+    if held and held[-1] > state.iteration and (load != save or anew):
+        screen.warn(
+            f"WARNING: {save} already holds checkpoints up to iteration {held[-1]}; this run starts at iteration "
+            f"{state.iteration} and replaces them. To go on from there, give --load {save} without "
+            "--finetune or --ckpt-step"
+        )
 
 
 def _loaders(config: RunConfig, tokenizer: Tokenizer, state: TrainState, screen: Screen) -> Loaders:
@@ -208,13 +216,20 @@ def _loaders(config: RunConfig, tokenizer: Tokenizer, state: TrainState, screen:
         if dataset is not None:
             screen.say(f"    {dataset.name}: {dataset.num_samples} samples in {dataset.num_epochs} epochs of its text")
     screen.say("> finished creating GPT datasets ...")
-    return build_loaders(
+    loaders = build_loaders(
         config,
         datasets,
         iteration=state.iteration,
         consumed_train=state.consumed_samples,
         consumed_valid=state.consumed_valid_samples,
     )
+    if loaders.consumed_valid != state.consumed_valid_samples:
+        screen.say(
+            f"after {state.consumed_valid_samples} validation samples too few are left for the evaluations to come "
+            "(their interval or number was changed): they start at the head of the split again"
+        )
+        state.consumed_valid_samples = loaders.consumed_valid
+    return loaders
 
 
 def _plan(config: RunConfig, model: GPT, device: torch.device) -> Plan:

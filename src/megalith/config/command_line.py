@@ -7,7 +7,7 @@ boolean. Not accepted, as in Megatron: abbreviated flags and words that belong t
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -49,6 +49,24 @@ def read_command_line(argv: Sequence[str]) -> Reading:
     return parser.read()
 
 
+def given_settings(argv: Sequence[str]) -> frozenset[str]:
+    """Names of the settings that a command line gives, in whatever spelling."""
+    return frozenset(read_command_line(argv).values)
+
+
+def without_settings(argv: Sequence[str], names: Collection[str]) -> list[str]:
+    """The words of a sound command line without the flags of these settings, in whatever spelling, and their values."""
+    parser, kept = _Parser(list(argv)), []
+    while parser.words:
+        before = list(parser.words)
+        parser.read_one()
+        taken = before[: len(before) - len(parser.words)]
+        spelling = _spellings().get(parser.canonical(taken[0].partition("=")[0]))
+        if spelling is None or spelling.setting.name not in names:
+            kept += taken
+    return kept
+
+
 class _Parser:
     """One pass over the words of a command line."""
 
@@ -59,18 +77,22 @@ class _Parser:
 
     def read(self) -> Reading:
         while self.words:
-            word = self.words.pop(0)
-            if _is_flag(word):
-                self._flag(word)
-            else:
-                self._stray(word)
+            self.read_one()
         for reason, uses in self.refused.items():
             self.reading.problems.append(f"{', '.join(uses)}: {reason}")
         return self.reading
 
+    def read_one(self) -> None:
+        """Take the next word, with its values if it is a flag."""
+        word = self.words.pop(0)
+        if _is_flag(word):
+            self._flag(word)
+        else:
+            self._stray(word)
+
     def _flag(self, word: str) -> None:
         written, has_value, inline = word.partition("=")
-        flag = self._canonical(written)
+        flag = self.canonical(written)
         given = [inline] if has_value else None
         if flag == RECIPE_FLAG:
             self._recipe(given)
@@ -81,7 +103,8 @@ class _Parser:
         else:
             self._unknown(flag)
 
-    def _canonical(self, written: str) -> str:
+    def canonical(self, written: str) -> str:
+        """The spelling that is known, of what was written; a note says where the two differ."""
         if _exists(written):
             return written
         hyphened = written.replace("_", "-")

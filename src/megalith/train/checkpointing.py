@@ -7,7 +7,8 @@ data all come from the checkpoint. Where files are, and that they are whole, is 
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +37,7 @@ ARCHITECTURE = {
     "num_layers": "--num-layers",
     "hidden_size": "--hidden-size",
     "num_attention_heads": "--num-attention-heads",
+    "group_query_attention": "--group-query-attention",
     "num_query_groups": "--num-query-groups",
     "kv_channels": "--kv-channels",
     "ffn_hidden_size": "--ffn-hidden-size",
@@ -47,6 +49,7 @@ ARCHITECTURE = {
     "normalization": "--normalization",
     "norm_epsilon": "--norm-epsilon",
     "swiglu": "--swiglu",
+    "bias_gelu_fusion": "--no-bias-gelu-fusion",
     "add_bias_linear": "--disable-bias-linear",
     "add_qkv_bias": "--add-qkv-bias",
     "untie_embeddings_and_output_weights": "--untie-embeddings-and-output-weights",
@@ -87,7 +90,8 @@ class FoundCheckpoint:
     @property
     def padded_vocab_size(self) -> int:
         """Rows of the embedding, kept over all resumes: the padding logits take part in the loss."""
-        return int(self.args["padded_vocab_size"])
+        with _reading(self.iteration):
+            return int(self.args["padded_vocab_size"])
 
 
 @dataclass(frozen=True)
@@ -206,19 +210,23 @@ def check_fits(found: FoundCheckpoint, run: RunConfig, identity: Identity) -> No
         CheckpointError: it is of another architecture, tokenizer or (unless `--finetune`) data; names every difference.
     """
     own = megatron_args(run)
-    differences = [
+    without_effect = set() if run.model.add_bias_linear and not run.model.swiglu else {"bias_gelu_fusion"}
+    model = [
         f"{flag}: {found.args[name]} in the checkpoint, {own[name]} here"
         for name, flag in ARCHITECTURE.items()
-        if name in found.args and not _same(found.args[name], own[name])
+        if name in found.args and name not in without_effect and not _same(found.args[name], own[name])
     ]
+    data: list[str] = []
     if found.manifest is not None:
-        differences += _changes("the tokenizer", found.manifest.get("tokenizer", {}), identity.tokenizer)
+        model += _changes("the tokenizer", found.manifest.get("tokenizer", {}), identity.tokenizer)
         if not run.checkpoint.finetune:
-            differences += _changes("the training data", found.manifest.get("data", {}), identity.data)
-    if differences:
-        remedy = "give the flags and data of that run, another --load, or --finetune to start anew from its weights"
+            data = _changes("the training data", found.manifest.get("data", {}), identity.data)
+    if model or data:
+        remedy = "give the flags, tokenizer and data of that run, or another --load"
+        if not model:
+            remedy = "give the data of that run, another --load, or --finetune to start anew from its weights"
         head = f"the checkpoint of iteration {found.iteration} in {run.checkpoint.load} is of another run:"
-        raise CheckpointError("\n  ".join([head, *differences, remedy]))
+        raise CheckpointError("\n  ".join([head, *model, *data, remedy]))
 
 
 def _same(saved: Any, own: Any) -> bool:
@@ -248,24 +256,42 @@ def restore(
         content.chunks += optimizer_chunks(state.optimizer.state_tensors(), state.model.placements(), layers)
     if with_streams:
         content.objects[rng_object_key()] = None
-    schedule = _resumed_schedule(store, found, state, run) if with_optimizer else None
-    probe("load", found.iteration)
-    loaded = store.load(found.iteration, content, verify=False)  # found means verified
-    if with_optimizer:
-        scalars = read_optimizer_common(loaded.common["optimizer"])
-        state.optimizer.load_scalars({"step": scalars.step, "grad_scaler": scalars.scaler})
-    else:
-        state.optimizer.reload_main_params()
-    if schedule is not None:
-        state.schedule, state.schedule_samples = schedule.schedule, schedule.num_samples
-    if with_streams:
-        state.streams.load_state(loaded.objects[rng_object_key()][0])
-    if not settings.finetune:
-        state.iteration = int(loaded.common["iteration"])
-        state.consumed_samples = int(found.args["consumed_train_samples"])
-        state.consumed_valid_samples = int(found.args["consumed_valid_samples"])
-        state.flops = float(loaded.common.get("num_floating_point_operations_so_far", 0.0))
-    return Resumed(state.iteration, float(loaded.common["checkpoint_version"]), schedule)
+    with _reading(found.iteration):
+        schedule = _resumed_schedule(store, found, state, run) if with_optimizer else None
+        probe("load", found.iteration)
+        loaded = store.load(found.iteration, content, verify=False)  # found means verified
+        if with_optimizer:
+            scalars = read_optimizer_common(loaded.common["optimizer"])
+            state.optimizer.load_scalars({"step": scalars.step, "grad_scaler": scalars.scaler})
+        else:
+            state.optimizer.reload_main_params()
+        if schedule is not None:
+            state.schedule, state.schedule_samples = schedule.schedule, schedule.num_samples
+        if with_streams:
+            state.streams.load_state(loaded.objects[rng_object_key()][0])
+        if not settings.finetune:
+            state.iteration = int(loaded.common["iteration"])
+            state.consumed_samples = int(found.args["consumed_train_samples"])
+            state.consumed_valid_samples = int(found.args["consumed_valid_samples"])
+            state.flops = float(loaded.common.get("num_floating_point_operations_so_far", 0.0))
+        return Resumed(state.iteration, float(loaded.common["checkpoint_version"]), schedule)
+
+
+@contextmanager
+def _reading(iteration: int) -> Iterator[None]:
+    """Turn what Python raises on values that are not there, or are of another kind, into a word about the file.
+
+    Raises:
+        CheckpointError: names the key.
+    """
+    try:
+        yield
+    except KeyError as error:
+        raise CheckpointError(f"the checkpoint of iteration {iteration}: its common.pt has no {error}") from error
+    except (AttributeError, IndexError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"the checkpoint of iteration {iteration}: its common.pt has a value of another kind than expected: {error}"
+        ) from error
 
 
 def _resumed_schedule(store: Store, found: FoundCheckpoint, state: TrainState, run: RunConfig) -> ResumedSchedule:

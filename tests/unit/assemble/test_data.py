@@ -1,0 +1,54 @@
+"""Where the loaders of a resumed run go on, and when its data does not do."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+
+from megalith.assemble.data import build_loaders
+from megalith.config import RunConfig
+from megalith.config.load import from_values
+from megalith.data.build import Datasets
+from megalith.data.gpt_dataset import GPTDataset
+from megalith.errors import DataError
+
+
+class Samples:
+    """Only as many as they are."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def __len__(self) -> int:
+        return self._number
+
+
+def run_of(batch: int) -> RunConfig:
+    values: dict[str, Any] = {
+        **{"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "max_position_embeddings": 8, "seq_length": 8},
+        **{"micro_batch_size": 2, "global_batch_size": batch, "train_iters": 10, "lr": 1e-3, "mock_data": True},
+        **{"tokenizer_type": "NullTokenizer", "vocab_size": 10, "eval_interval": 5, "eval_iters": 2, "num_workers": 0},
+    }
+    return from_values(values)
+
+
+def datasets(train: int, valid: int) -> Datasets:
+    return Datasets(cast(GPTDataset, Samples(train)), cast(GPTDataset, Samples(valid)), None)
+
+
+def test_validation_goes_on_where_it_stands_while_that_does() -> None:
+    # Steps 5 to 10: one evaluation at 10 and the last one, of 2 x 4 samples each.
+    loaders = build_loaders(run_of(4), datasets(40, 24), iteration=5, consumed_train=20, consumed_valid=8)
+    assert loaders.consumed_valid == 8
+
+
+def test_validation_that_does_not_do_starts_over_and_says_so() -> None:
+    loaders = build_loaders(run_of(4), datasets(40, 23), iteration=5, consumed_train=20, consumed_valid=8)
+    assert loaders.consumed_valid == 0
+
+
+def test_smaller_batches_that_need_more_samples_than_there_are() -> None:
+    with pytest.raises(DataError, match=r"20 of its 25 samples .* 10 more are needed.*was another before \(then 4\)"):
+        build_loaders(run_of(2), datasets(25, 24), iteration=5, consumed_train=20)
+    assert build_loaders(run_of(2), datasets(30, 24), iteration=5, consumed_train=20).train is not None
