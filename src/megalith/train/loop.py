@@ -105,6 +105,8 @@ def train(run: TrainingRun) -> Iterator[StepResult]:
     unsaved = False
     while not _ended(run) and state.iteration < plan.train_iterations:
         result = _step(run)
+        if result is None:
+            break
         unsaved = True
         window.add(result)
         run.hook.after_step(result)
@@ -129,16 +131,29 @@ def train(run: TrainingRun) -> Iterator[StepResult]:
         run.hook.on_exit(run.ending)
 
 
-def _step(run: TrainingRun) -> StepResult:
+def _step(run: TrainingRun) -> StepResult | None:
+    """Take a step; None if a signal broke it off, with the state as it was before.
+
+    A Ctrl-C in a terminal also reaches processes that work for this one, such as the compiler of `--compile`; their
+    death then comes as an exception out of the step, which is no failure of it.
+    """
     plan, state = run.plan, run.state
-    logged = (state.iteration + 1) % plan.log_interval == 0
-    result = train_step(
-        state,
-        run.train,
-        plan.num_micro_batches,
-        with_params_norm=plan.log_params_norm and logged,
-        probe=run.probe,
-    )
+    iteration, streams = state.iteration, state.streams.state()
+    logged = (iteration + 1) % plan.log_interval == 0
+    try:
+        result = train_step(
+            state,
+            run.train,
+            plan.num_micro_batches,
+            with_params_norm=plan.log_params_norm and logged,
+            probe=run.probe,
+        )
+    except Exception as error:
+        whole = state.iteration == iteration and not state.updating
+        if isinstance(error, MegalithError) or not whole or not _ended(run):
+            raise
+        state.streams.load_state(streams)
+        return None
     state.flops += plan.flops_per_step
     return result
 
@@ -153,12 +168,19 @@ def _ended(run: TrainingRun) -> bool:
 def _ending_by_plan(run: TrainingRun) -> Ending | None:
     """The exits that the configuration asks for, checked after each step."""
     plan, iteration = run.plan, run.state.iteration
-    minutes = (time.monotonic() - run.started) / 60.0
-    if plan.exit_minutes and minutes > plan.exit_minutes:
-        return Ending("duration", iteration, str(minutes))
+    if _out_of_time(run):
+        return Ending("duration", iteration, str(_minutes(run)))
     if plan.exit_interval and iteration % plan.exit_interval == 0:
         return Ending("interval", iteration)
     return None
+
+
+def _minutes(run: TrainingRun) -> float:
+    return (time.monotonic() - run.started) / 60.0
+
+
+def _out_of_time(run: TrainingRun) -> bool:
+    return bool(run.plan.exit_minutes) and _minutes(run) > (run.plan.exit_minutes or 0)
 
 
 def _refuse_nan(result: StepResult) -> None:
@@ -183,20 +205,25 @@ def _validate(run: TrainingRun) -> None:
 
 
 def _evaluate(run: TrainingRun, split: str, batches: Iterator[Batch], *, final: bool) -> bool:
-    """Evaluate and tell the hooks; False if a signal cut it short."""
+    """Evaluate and tell the hooks; False if a signal or `--exit-duration-in-mins` cut it short."""
     plan = run.plan
     run.hook.before_evaluation(split, plan.eval_iterations * plan.global_batch_size, final=final)
-    evaluation = evaluate(
-        run.state,
-        batches,
-        split=split,
-        iterations=plan.eval_iterations,
-        num_micro_batches=plan.num_micro_batches,
-        final=final,
-        hook=run.hook,
-        should_stop=lambda: run.stop.requested is not None,
-        probe=run.probe,
-    )
+    try:
+        evaluation = evaluate(
+            run.state,
+            batches,
+            split=split,
+            iterations=plan.eval_iterations,
+            num_micro_batches=plan.num_micro_batches,
+            final=final,
+            hook=run.hook,
+            should_stop=lambda: run.stop.requested is not None or _out_of_time(run),
+            probe=run.probe,
+        )
+    except Exception as error:
+        if isinstance(error, MegalithError) or not run.stop.requested:
+            raise
+        return False  # broken off as a step can be, see `_step`
     if evaluation is not None:
         run.hook.after_evaluation(evaluation)
     return evaluation is not None
@@ -214,7 +241,8 @@ def _finish(run: TrainingRun) -> None:
     if run.plan.eval_iterations:
         for split, batches in (("validation", run.valid), ("test", run.test)):
             if batches is not None and not _evaluate(run, split, batches, final=True):
-                _ended(run)
+                if not _ended(run):
+                    run.ending = Ending("duration", run.state.iteration, str(_minutes(run)))
                 assert run.ending is not None
                 run.hook.on_exit(run.ending)
                 return

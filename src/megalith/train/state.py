@@ -20,6 +20,7 @@ class TrainState:
         consumed_valid_samples: samples drawn from the validation data.
         schedule_samples: samples of applied steps: where the schedule stands.
         flops: model FLOPs spent so far.
+        updating: an update of the weights is under way, so that the state is between two iterations.
     """
 
     model: GPT
@@ -31,6 +32,7 @@ class TrainState:
     consumed_valid_samples: int = 0
     schedule_samples: int = 0
     flops: float = 0.0
+    updating: bool = False
 
     @property
     def learning_rate(self) -> float:

@@ -51,11 +51,13 @@ def train_step(
         num_tokens += batch["tokens"].numel()
     probe("opt", step)
     weight_decay = state.weight_decay
+    state.updating = True
     outcome = state.optimizer.step(state.learning_rate, weight_decay)
     state.iteration = step
     state.consumed_samples += num_samples
     if outcome.applied:
         state.schedule_samples += num_samples
+    state.updating = False
     return StepResult(
         iteration=step,
         loss=mean_loss(torch.stack(sums).sum(dim=0)),

@@ -145,6 +145,64 @@ def test_exit_duration(make_plan: Callable[..., Plan]) -> None:
     assert recorder.moments == ["step 1", "save 1", "exit duration"]
 
 
+def test_exit_duration_ends_an_evaluation(make_plan: Callable[..., Plan]) -> None:
+    run, recorder = make_run(make_plan(exit_minutes=1, eval_interval=1), started=-1e9)
+    list(train(run))
+    assert recorder.moments == ["step 1", "save 1", "exit duration"]
+    finished, moments = make_run(make_plan(exit_minutes=1), started=-1e9)
+    finished.state.iteration = 6
+    list(train(finished))
+    assert moments.moments == ["done", "exit duration"]
+
+
+@dataclass
+class Breaks:
+    """A probe that raises at a point of an iteration, as a killed compiler does, and says that a stop was asked for."""
+
+    point: str
+    asked: bool
+    requested: str | None = None
+
+    def __call__(self, point: str, iteration: int) -> None:
+        if iteration == 3 and point == self.point:
+            self.requested = "SIGINT" if self.asked else None
+            torch.rand(3)  # what the step drew before it broke
+            raise RuntimeError("the compiler was killed")
+
+
+def test_a_step_that_a_signal_breaks_off_is_as_if_it_had_not_begun(make_plan: Callable[..., Plan]) -> None:
+    probe = Breaks("bwd", asked=True)
+    run, recorder = make_run(make_plan(eval_interval=100), probe=probe, stop=probe)
+    streams = []
+    for _ in train(run):
+        streams.append(run.state.streams.state()["torch_rng_state"])
+    assert recorder.moments == ["step 1", "step 2", "save 2", "exit signal"]
+    assert run.ending == Ending("signal", 2, "SIGINT")
+    assert torch.equal(run.state.streams.state()["torch_rng_state"], streams[-1])
+
+
+def test_a_step_that_breaks_by_itself_is_an_error(make_plan: Callable[..., Plan]) -> None:
+    probe = Breaks("bwd", asked=False)
+    run, recorder = make_run(make_plan(eval_interval=100), probe=probe, stop=probe)
+    with pytest.raises(RuntimeError, match="compiler was killed"):
+        list(train(run))
+    assert recorder.moments == ["step 1", "step 2"]
+
+
+def test_an_update_that_breaks_is_never_saved(make_plan: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch) -> None:
+    probe = Breaks("never", asked=True, requested=None)
+    run, recorder = make_run(make_plan(), probe=probe, stop=probe)
+
+    def broken(*_: float) -> None:
+        probe.requested = "SIGINT"
+        raise RuntimeError("in the middle of the weights")
+
+    monkeypatch.setattr(run.state.optimizer, "step", broken)
+    with pytest.raises(RuntimeError, match="in the middle"):
+        list(train(run))
+    assert recorder.moments == []
+
+
 def test_a_finished_run_only_evaluates(make_plan: Callable[..., Plan]) -> None:
     run, recorder = make_run(make_plan())
     run.state.iteration = 6
