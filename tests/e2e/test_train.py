@@ -121,6 +121,32 @@ def test_a_second_run_into_the_same_folder_is_refused(warm: WarmProcess, tmp_pat
     assert first.finish().code == 75
 
 
+@pytest.mark.parametrize("flag", ["--save", "--tensorboard-dir"])
+def test_a_folder_that_cannot_be_written_is_named_with_its_flag(warm: WarmProcess, tmp_path: Path, flag: str) -> None:
+    (tmp_path / "file").write_text("")
+    words = [*MODEL, *SHORT, "--save", tmp_path / "c"]
+    refused = warm.run([*words, flag, tmp_path / "file" / "below"], tmp_path)
+    assert refused.code == 2, refused.text
+    assert f"{flag} {tmp_path}/file/below: cannot be written to: Not a directory" in refused.text
+    assert "Traceback" not in refused.text and "building" not in refused.text
+
+
+@pytest.mark.parametrize(
+    "words", [["--distributed-backend=nccl"], ["--distributed_backend", "nccl"], ["--config", "recipe.toml"], []]
+)
+def test_nccl_without_a_gpu_gives_one_line_where_it_was_asked_for(
+    warm: WarmProcess, tmp_path: Path, words: list[str]
+) -> None:
+    (tmp_path / "recipe.toml").write_text('[parallel]\ndistributed_backend = "nccl"\n')
+    finished = warm.run([*MODEL, "--train-iters", 3, "--device", "cpu", *words], tmp_path)
+    assert finished.text.count("no GPU here: --distributed-backend nccl becomes gloo") == (1 if words else 0)
+
+
+def test_a_fault_that_is_set_is_said(warm: WarmProcess, tmp_path: Path) -> None:
+    finished = warm.run([*MODEL, "--train-iters", 3], tmp_path, MEGALITH_FAULT="kill9@step=9,point=data")
+    assert finished.code == 0 and "WARNING: MEGALITH_FAULT=kill9@step=9,point=data is set" in finished.text
+
+
 def test_a_fault_that_is_no_fault_is_refused(warm: WarmProcess, tmp_path: Path) -> None:
     refused = warm.run(command(tmp_path / "c", *SHORT), tmp_path, MEGALITH_FAULT="explode")
     assert refused.code == 2 and "MEGALITH_FAULT=explode is not understood" in refused.text

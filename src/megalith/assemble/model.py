@@ -20,12 +20,17 @@ def choose_device(wanted: str, local_rank: int = 0) -> torch.device:
     """Where to compute: what `--device` says, CUDA under "auto" where there is one.
 
     Raises:
-        ConfigError: CUDA is asked for and not there.
+        ConfigError: CUDA is asked for and not there, or has no device of this number.
     """
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch sees no CUDA device here; use --device cpu or auto")
+    if local_rank >= torch.cuda.device_count():
+        raise ConfigError(
+            f"LOCAL_RANK={local_rank} (or --local-rank) is a process without a GPU: torch sees "
+            f"{torch.cuda.device_count()} here, counted from 0; start fewer processes, or use --device cpu"
+        )
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return device

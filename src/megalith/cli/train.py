@@ -13,9 +13,10 @@ import os
 import shlex
 import signal
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,7 +26,7 @@ from megalith.config import RunConfig, load
 from megalith.config.command_line import given_settings, without_settings
 from megalith.config.render import flags_text
 from megalith.config.run import all_settings
-from megalith.errors import MegalithError
+from megalith.errors import ConfigError, MegalithError
 from megalith.train.faults import Probe, no_probe, parse_fault
 from megalith.train.signals import StopSignals
 from megalith.train.streams import warn
@@ -79,7 +80,10 @@ def _acknowledge(signal_name: str) -> None:
 def _stop_with_parent() -> None:
     """Ask the kernel for SIGTERM when the launcher dies, so that this process saves and ends instead of living on."""
     if sys.platform == "linux":
+        launcher = os.getppid()
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != launcher:  # it died before the kernel was asked
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _train(config: RunConfig, argv: Sequence[str], stop: StopSignals, began: float, *, launched: bool) -> int:
@@ -95,29 +99,27 @@ def _train(config: RunConfig, argv: Sequence[str], stop: StopSignals, began: flo
 
     if config.log.tensorboard_dir:
         require_tensorboard()
+        with _naming("--tensorboard-dir", config.log.tensorboard_dir):
+            _try_to_write(Path(config.log.tensorboard_dir))
     folder = run_folder(config)
+    save = config.checkpoint.save
     with ExitStack() as stack:
-        if config.checkpoint.save:
-            stack.enter_context(DirectoryStore(config.checkpoint.save).claim())
-        screen = Screen(folder / "log.txt")
-        stack.callback(screen.close)
-        screen.note(f"\n{command_line(argv)}")
-        (folder / "config.json").write_text(json.dumps(config.to_dict(), indent=1) + "\n", encoding="utf-8")
+        with _naming("--save", save) if save else _naming("the folder of a run without --save,", str(folder)):
+            _try_to_write(folder)
+            if save:
+                stack.enter_context(DirectoryStore(save).claim())
+            screen = Screen(folder / "log.txt")
+            stack.callback(screen.close)
+            screen.note(f"\n{command_line(argv)}")
+            (folder / "config.json").write_text(json.dumps(config.to_dict(), indent=1) + "\n", encoding="utf-8")
         try:
-            started = start(
-                config,
-                screen,
-                stop=stop,
-                probe=_probe(),
-                began=began,
-                backend_asked_for="--distributed-backend" in argv,
-            )
+            started = start(config, screen, stop=stop, probe=_probe(screen), began=began)
             stack.callback(started.loaders.close)
             device = started.run.state.model.output_weight.device
             metrics = MetricsWriter(folder / "metrics.jsonl", lambda: memory_in_use(device))
             hooks: list[Hook] = [
                 metrics,
-                MegatronConsole(screen, config.checkpoint.save, throughput=config.log.log_throughput),
+                MegatronConsole(screen, save, throughput=config.log.log_throughput),
             ]
             if config.log.tensorboard_dir:
                 hooks.append(TensorBoardWriter(config.log.tensorboard_dir, config.log.tensorboard_log_interval))
@@ -140,9 +142,39 @@ def _train(config: RunConfig, argv: Sequence[str], stop: StopSignals, began: flo
         return _last_words(ending, config, argv, screen, folder, launched=launched)
 
 
-def _probe() -> Probe:
+def _probe(screen: Screen) -> Probe:
     text = os.environ.get("MEGALITH_FAULT")
-    return parse_fault(text) if text else no_probe
+    if not text:
+        return no_probe
+    screen.warn(f"WARNING: MEGALITH_FAULT={text} is set: this run kills itself at that point, as a test of crashes")
+    return parse_fault(text)
+
+
+@contextmanager
+def _naming(flag: str, folder: str) -> Iterator[None]:
+    """Turn a refusal of the file system, before anything is built, into a word about the flag.
+
+    Raises:
+        ConfigError: names the flag, the folder and the reason.
+    """
+    try:
+        yield
+    except OSError as error:
+        where = f" ({error.filename})" if error.filename and str(error.filename) != folder else ""
+        raise ConfigError(
+            f"{flag} {folder}: cannot be written to: {error.strerror}{where}; give a folder that can"
+        ) from error
+
+
+def _try_to_write(folder: Path) -> None:
+    """Make the folder and a file in it.
+
+    Raises:
+        OSError: that is not possible.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.write(b"x" * 4096)
 
 
 def run_folder(config: RunConfig) -> Path:

@@ -56,9 +56,7 @@ class Started:
     resumed_at: int | None
 
 
-def start(
-    config: RunConfig, screen: Screen, *, stop: StopRequest, probe: Probe, began: float, backend_asked_for: bool
-) -> Started:
+def start(config: RunConfig, screen: Screen, *, stop: StopRequest, probe: Probe, began: float) -> Started:
     """Build every part of the run and restore its checkpoint if there is one.
 
     Args:
@@ -67,13 +65,12 @@ def start(
         stop: who may ask the run to stop.
         probe: faults to put in.
         began: `time.monotonic()` at the start of the program.
-        backend_asked_for: `--distributed-backend` was given.
 
     Raises:
         MegalithError: data, tokenizer or checkpoint are missing, damaged or do not fit.
     """
     device = choose_device(config.train.device, config.launch.local_rank)
-    _say_configuration(config, screen, device, backend_asked_for=backend_asked_for)
+    _say_configuration(config, screen, device)
     screen.say(console.building_tokenizer_line(config.tokenizer.tokenizer_type))
     tokenizer = build_tokenizer(config.tokenizer)
     identity = _identity(config, tokenizer)
@@ -103,7 +100,7 @@ def start(
     return Started(run, loaders, None if found is None else state.iteration)
 
 
-def _say_configuration(config: RunConfig, screen: Screen, device: torch.device, *, backend_asked_for: bool) -> None:
+def _say_configuration(config: RunConfig, screen: Screen, device: torch.device) -> None:
     parallel = config.parallel
     screen.say(
         console.world_size_line(
@@ -117,7 +114,8 @@ def _say_configuration(config: RunConfig, screen: Screen, device: torch.device, 
     screen.note("Number of virtual stages per pipeline stage: None")
     threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
     screen.say(f"running on {_device_name(device)}{threads}, torch {torch.__version__}")
-    if device.type == "cpu" and backend_asked_for and parallel.distributed_backend == "nccl":
+    nccl_asked_for = "distributed_backend" in config.given and parallel.distributed_backend == "nccl"
+    if device.type == "cpu" and nccl_asked_for:
         screen.say("no GPU here: --distributed-backend nccl becomes gloo (which one process does not need either)")
     screen.say(console.parameter_type_line(config.precision.params_dtype))
     screen.note(console.argument_dump(megatron_args(config)))

@@ -375,7 +375,9 @@ class ParallelConfig:
     distributed_backend: str = setting(
         "nccl", help="collective library; nccl becomes gloo where there is no GPU", choices=("nccl", "gloo")
     )
-    distributed_timeout_minutes: int = setting(10, help="longest wait for a peer", unit="minutes", at_least=1)
+    distributed_timeout_minutes: int = setting(
+        10, help="longest wait for a peer", unit="minutes", at_least=1, nothing="one process waits for no peer"
+    )
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ def load(argv: Sequence[str], environ: Mapping[str, str] | None = None, *, files
     problems += more_problems
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
-    return RunConfig(**_groups_of(run), notes=_notes(readings, run, given))
+    return RunConfig(**_groups_of(run), notes=_notes(readings, run, given), given=frozenset(given))
 
 
 def from_values(values: Mapping[str, Any], *, files: bool = True) -> RunConfig:

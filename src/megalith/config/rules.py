@@ -549,6 +549,14 @@ def wsd_settings_without_wsd(draft: Draft) -> str:
     return f"{', '.join(shown)}: no effect without --lr-decay-style WSD"
 
 
+@_rule("loss_scale", "fp16", "bf16")
+def loss_scale_without_half_precision(draft: Draft) -> str:
+    precision = draft.run.precision
+    if precision.loss_scale is None or precision.fp16 or precision.bf16:
+        return ""
+    return f"{_show(draft, 'loss_scale')} has no effect: the loss is scaled only under --fp16 or --bf16"
+
+
 RULES: tuple[Rule, ...] = (
     hidden_size_divides_into_heads,
     heads_divide_into_query_groups,
@@ -589,6 +597,7 @@ NOTICES: tuple[Rule, ...] = (
     split_without_validation,
     vocabulary_comes_from_the_file,
     wsd_settings_without_wsd,
+    loss_scale_without_half_precision,
     _idle_without("num_query_groups", "group_query_attention", "--group-query-attention is not given"),
     _idle_without("save_interval", "save", "nothing is saved without --save"),
     _idle_without("no_save_optim", "save", "nothing is saved without --save"),

@@ -49,8 +49,9 @@ class Note:
 class RunConfig:
     """Every setting of a run, by group.
 
-    `notes` says what was given and needs nothing here or has no effect (`render.notes_lines` for the screen); it is not
-    part of the configuration and is neither compared nor saved.
+    `notes` says what was given and needs nothing here or has no effect (`render.notes_lines` for the screen), `given`
+    which settings were given at all, by flag, recipe or environment; they are not part of the configuration and are
+    neither compared nor saved.
     """
 
     model: ModelConfig
@@ -65,6 +66,7 @@ class RunConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     notes: tuple[Note, ...] = field(default=(), compare=False, repr=False)
+    given: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
 
     @property
     def data_parallel_size(self) -> int:
@@ -119,7 +121,7 @@ class RunConfig:
 def group_types() -> Mapping[str, type]:
     """Group name -> group class, in the order of declaration."""
     hints = typing.get_type_hints(RunConfig)
-    return {item.name: hints[item.name] for item in dataclasses.fields(RunConfig) if item.name != "notes"}
+    return {item.name: hints[item.name] for item in dataclasses.fields(RunConfig) if item.compare}
 
 
 @cache
