@@ -157,3 +157,13 @@ def test_pretrain_gpt_runs_by_path_from_any_folder(repository: Path, tmp_path: P
     )
     assert done.returncode == 2, done.stderr
     assert done.stderr.startswith("megalith train: ") and "Traceback" not in done.stderr
+
+
+def test_a_reader_that_leaves_is_an_end_of_printing_but_not_of_work(
+    command: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli, "drop", lambda stream: None)
+    command.outcome = BrokenPipeError()
+    assert cli.main(["config"]) == 0
+    assert cli.main(["paint", "--help"]) == 0
+    assert cli.main(["paint"]) == 141

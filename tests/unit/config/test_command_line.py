@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megalith.config import RunConfig, all_settings, load
+from megalith.config.command_line import given_settings, without_settings
 from megalith.config.known import known_flags
 from megalith.config.render import notes_lines
 from megalith.errors import ConfigError
@@ -149,3 +150,20 @@ def test_several_processes_are_refused_in_one_line() -> None:
         read("--use-distributed-optimizer", environ={"RANK": "1", "WORLD_SIZE": "4"})
     (message,) = caught.value.violations
     assert message.startswith("4 processes were started: several processes come with the parallel engine")
+
+
+def test_words_of_settings_can_be_taken_out_in_every_spelling() -> None:
+    argv = [
+        "--ckpt_step",
+        "3",
+        "--lr=1",
+        "--finetune",
+        "--ckpt-step=4",
+        "--data-path",
+        "a",
+        "--load",
+        "-1",
+        "--no-finetune",
+    ]
+    assert without_settings(argv, ["ckpt_step", "finetune"]) == ["--lr=1", "--data-path", "a", "--load", "-1"]
+    assert given_settings(argv) == {"ckpt_step", "lr", "finetune", "data_path", "load"}

@@ -1,0 +1,60 @@
+"""What a checkpoint of another run is refused with, and one whose values are odd."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megalith.config import RunConfig
+from megalith.config.load import from_values
+from megalith.config.saved_args import megatron_args
+from megalith.errors import CheckpointError
+from megalith.train.checkpointing import FoundCheckpoint, Identity, check_fits
+
+VALUES: dict[str, Any] = {
+    **{"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "max_position_embeddings": 8, "seq_length": 8},
+    **{"micro_batch_size": 2, "train_iters": 10, "lr": 1e-3, "mock_data": True},
+    **{"tokenizer_type": "NullTokenizer", "vocab_size": 10},
+}
+IDENTITY = Identity(tokenizer={"size": 10}, tokenizer_files={}, data={"seq_length": 8})
+
+
+def run_of(**changes: object) -> RunConfig:
+    return from_values({**VALUES, **changes})
+
+
+def found_of(run: RunConfig, identity: Identity = IDENTITY) -> FoundCheckpoint:
+    return FoundCheckpoint(5, (), megatron_args(run), {"tokenizer": identity.tokenizer, "data": identity.data})
+
+
+@pytest.mark.parametrize(
+    ("changes", "flag"),
+    [
+        ({"bias_gelu_fusion": False}, "--no-bias-gelu-fusion"),
+        ({"group_query_attention": True}, "--group-query-attention"),
+    ],
+)
+def test_another_arithmetic_is_another_architecture(changes: dict[str, object], flag: str) -> None:
+    check_fits(found_of(run_of()), run_of(), IDENTITY)
+    with pytest.raises(CheckpointError) as raised:
+        check_fits(found_of(run_of(**changes)), run_of(), IDENTITY)
+    assert flag in str(raised.value) and "--finetune" not in str(raised.value)
+
+
+def test_a_setting_without_effect_does_not_matter() -> None:
+    gated = run_of(swiglu=True, ffn_hidden_size=16)
+    check_fits(found_of(run_of(swiglu=True, ffn_hidden_size=16, bias_gelu_fusion=False)), gated, IDENTITY)
+
+
+def test_finetune_is_a_remedy_for_other_data_only() -> None:
+    other = replace(IDENTITY, data={"seq_length": 4})
+    with pytest.raises(CheckpointError, match="or --finetune to start anew"):
+        check_fits(found_of(run_of()), run_of(), other)
+
+
+@pytest.mark.parametrize("args", [{}, {"padded_vocab_size": None}])
+def test_odd_values_are_an_error_of_the_checkpoint(args: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointError, match=r"iteration 5: its common.pt has (no 'padded_vocab_size'|a value)"):
+        _ = FoundCheckpoint(5, (), args, None).padded_vocab_size
