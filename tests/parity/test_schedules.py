@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megalith.errors import CheckpointError, ConfigError
-from megalith.schedules.batch_size import num_micro_batches
 from megalith.schedules.learning_rate import LearningRateSchedule
 from megalith.schedules.parameters import ParameterSchedule, resume_schedule
 from megalith.schedules.weight_decay import WeightDecaySchedule
@@ -41,7 +41,7 @@ def test_every_trace_is_repeated(shared: Path) -> None:
             continue
         schedule = build(case["config"])
         rates = [
-            schedule.learning_rate.with_rates(group["max_lr"], group["min_lr"])
+            replace(schedule.learning_rate, max_lr=group["max_lr"], min_lr=group["min_lr"])
             if "max_lr" in group
             else schedule.learning_rate
             for group in case["groups"]
@@ -76,14 +76,3 @@ def test_resume_takes_refuses_and_overrides_as_the_original(shared: Path) -> Non
         assert resumed.num_samples == result["num_steps"]
         assert resumed.schedule.learning_rate.max_lr == result["max_lr"]
         assert resumed.schedule.learning_rate.lr(resumed.num_samples) == result["lr"][0]
-
-
-def test_constant_micro_batches(shared: Path) -> None:
-    cases = json.loads((shared / "golden/schedulers/microbatches.json").read_text())
-    constant = [case for case in cases if case["config"]["rampup_batch_size"] is None and "trace" in case]
-    assert constant
-    for case in constant:
-        config = {key: value for key, value in case["config"].items() if key != "rampup_batch_size"}
-        if config.pop("decrease_batch_size_if_needed", False):
-            continue
-        assert {num_micro_batches(**config)} == {row[2] for row in case["trace"]}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from megalith.errors import ConfigError
 
@@ -70,10 +70,6 @@ class LearningRateSchedule:
             rate = self.max_lr * max(self.warmup_samples, 1) ** 0.5 / max(num_samples, 1) ** 0.5
             return max(self.min_lr, rate)
         return self.min_lr + self._remaining(num_samples) * (self.max_lr - self.min_lr)
-
-    def with_rates(self, max_lr: float, min_lr: float) -> LearningRateSchedule:
-        """The same curve between other rates, for a parameter group with its own (the decoupled embedding rate)."""
-        return replace(self, max_lr=max_lr, min_lr=min_lr)
 
     def _remaining(self, num_samples: int) -> float:
         if self.style == "WSD":

@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megalith.errors import CheckpointError, ConfigError
-from megalith.schedules.batch_size import num_micro_batches
 from megalith.schedules.learning_rate import ANNEALING, DECAY_STYLES, LearningRateSchedule
 from megalith.schedules.parameters import REPORTED_NAMES, ParameterSchedule, resume_schedule
 from megalith.schedules.weight_decay import WeightDecaySchedule
@@ -52,12 +51,6 @@ def test_weight_decay_ends_at_its_end(style: str) -> None:
 def test_weight_decay_refuses_a_constant_that_moves() -> None:
     with pytest.raises(ConfigError, match="linear or cosine"):
         WeightDecaySchedule(0.01, 0.1, 60, "constant")
-
-
-def test_micro_batches_must_fill_the_global_batch() -> None:
-    assert num_micro_batches(16, 2, 4) == 2
-    with pytest.raises(ConfigError, match=r"\(10\) is not divisible by micro batch size \(4\) times .* use .* 8 or 12"):
-        num_micro_batches(10, 4, 1)
 
 
 def make_schedule(max_lr: float = 1e-3, decay: int = 80) -> ParameterSchedule:
