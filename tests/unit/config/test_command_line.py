@@ -167,3 +167,9 @@ def test_words_of_settings_can_be_taken_out_in_every_spelling() -> None:
     ]
     assert without_settings(argv, ["ckpt_step", "finetune"]) == ["--lr=1", "--data-path", "a", "--load", "-1"]
     assert given_settings(argv) == {"ckpt_step", "lr", "finetune", "data_path", "load"}
+
+
+@pytest.mark.parametrize(("precision", "said"), [([], True), (["--fp16"], False), (["--bf16"], False)])
+def test_a_loss_scale_without_half_precision_has_no_effect(precision: list[str], said: bool) -> None:
+    text = "\n".join(notes_lines(read("--loss-scale", "8", *precision)))
+    assert ("--loss-scale 8 has no effect" in text) is said
