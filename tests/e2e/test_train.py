@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -102,6 +103,17 @@ def test_without_save_the_run_folder_is_under_runs(warm: WarmProcess, tmp_path: 
     assert finished.code == 0, finished.text
     (folder,) = (tmp_path / "runs").iterdir()
     assert {path.name for path in folder.iterdir()} == {"config.json", "log.txt", "metrics.jsonl"}
+
+
+def test_without_save_a_working_folder_that_cannot_be_written_does_not_matter(
+    warm: WarmProcess, tmp_path: Path
+) -> None:
+    (tmp_path / "runs").write_text("a file where the folder would be")
+    finished = warm.run([*MODEL, *SHORT[:2], "--eval-interval", 3], tmp_path)
+    assert finished.code == 0, finished.text
+    folder = Path(finished.text.split("metrics and the full log are in ")[1].splitlines()[0])
+    assert folder.name.startswith("megalith-run-") and (folder / "metrics.jsonl").exists()
+    shutil.rmtree(folder)
 
 
 def test_eval_iters_0_never_evaluates(warm: WarmProcess, tmp_path: Path) -> None:

@@ -178,10 +178,19 @@ def _try_to_write(folder: Path) -> None:
 
 
 def run_folder(config: RunConfig) -> Path:
-    """Where metrics, log and configuration of the run go: beside its checkpoints, or under ./runs."""
+    """Where metrics, log and configuration of the run go: beside its checkpoints, or under ./runs.
+
+    A run without --save asked for no files, so a working folder that cannot be written to does not stop it: they go to
+    a temporary folder then, which the last line of the run names.
+    """
     if config.checkpoint.save:
         return Path(config.checkpoint.save) / "run"
-    return Path("runs") / datetime.now().strftime("%Y-%m-%d_%H-%M-%S_%f")
+    folder = Path("runs") / datetime.now().strftime("%Y-%m-%d_%H-%M-%S_%f")
+    try:
+        _try_to_write(folder)
+    except OSError:
+        return Path(tempfile.mkdtemp(prefix="megalith-run-"))
+    return folder
 
 
 def command_line(argv: Sequence[str]) -> str:
