@@ -13,7 +13,7 @@ PADDING = 128  # Megatron's --make-vocab-size-divisible-by
 TOKENS_PER_PARAMETER = 1.5
 """The largest model is taken that still sees this many tokens for each of its parameters. Measured on source code with
 three minutes on two cores, in bits per character of validation text: 4 x 192 at 0.7 tokens per parameter 1.58, 4 x 128
-at 1.9 1.52, 2 x 64 at 9 1.61. Far from the 20 of a compute-optimal run (Hoffmann et al. 2022, arXiv:2203.15556): no
+at 1.9 1.52, 2 x 64 at 9 to 27 1.61 to 1.52. Far from the 20 of a compute-optimal run (Hoffmann et al. 2022, arXiv:2203.15556): no
 such run is this short."""
 
 TRAINING_SHARE = 0.85
@@ -72,6 +72,7 @@ class ModelSize:
 
 MODEL_SIZES = (
     ModelSize(2, 64, 2, 192, 128, 8, 3.0e-3, 2048),
+    ModelSize(3, 96, 3, 256, 256, 4, 2.5e-3, 4096),
     ModelSize(4, 128, 4, 352, 256, 4, 2.0e-3, 4096),
     ModelSize(4, 192, 6, 512, 256, 4, 1.5e-3, 4096),
     ModelSize(6, 256, 4, 704, 256, 8, 1.5e-3, 4096),

@@ -275,7 +275,7 @@ class Quickstart:
 
 def sentence_of(proof: ResumeProof) -> str:
     """Say what the steps that were done twice prove."""
-    equal = f"{proof.num_equal} of {proof.num_repeated} repeated steps equal to the last bit"
+    equal = f"{proof.num_equal} of {proof.num_repeated} repeated steps equal bit for bit"
     if proof.num_equal < proof.num_repeated:
         equal += f", losses within {proof.largest_difference:.1e}"
     return f"at step {proof.resumed_from}; {equal}"
