@@ -136,7 +136,7 @@ def kill_iteration(iterations: int) -> int:
 def generate_arguments(folder: Folder, prompt: str, num_tokens: int) -> list[str]:
     return [
         *("generate", str(folder.checkpoints), "--prompt", prompt, "--max-new-tokens", str(num_tokens)),
-        *("--temperature", "0.7", "--top-k", "40", "--seed", "1"),
+        *("--temperature", "0.6", "--top-k", "40", "--seed", "1"),
     ]
 
 

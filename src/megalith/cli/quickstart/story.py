@@ -47,7 +47,7 @@ SIZE_LIMIT = 64_000_000
 """Characters of text that are taken at most: more than a run of minutes can read."""
 
 CHARACTERS_PER_TOKEN = 3.5
-CODE_PROMPT = 'def read_lines(path, encoding="utf-8"):\n    """'
+CODE_PROMPT = "class FileReader:\n    def __init__(self, "
 PROMPT_CHARACTERS = 48
 NEW_TOKENS = 120
 SAMPLE_LINES = 12
