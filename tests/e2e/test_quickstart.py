@@ -52,7 +52,7 @@ def test_one_screen(told: tuple[Path, str]) -> None:
     lines = told[1].splitlines()
     assert len(lines) <= 50
     names = [line.split()[0] for line in lines if line.strip() and not line.startswith(" ")]
-    wanted = ["text", "machine", "tokenizer", "preprocess", "model", "train", "resume", "evaluate", "generate", "loss"]
+    wanted = ["text", "machine", "model", "tokenizer", "preprocess", "train", "resume", "evaluate", "generate", "loss"]
     assert [name for name in names if name in wanted] == wanted
 
 
