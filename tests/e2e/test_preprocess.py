@@ -204,7 +204,8 @@ def test_an_interrupted_run_leaves_no_process_and_no_dataset(end: int, files: li
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads /proc")
 def test_a_killed_worker_is_an_error_not_a_hang(files: list[str], tmp_path: Path) -> None:
     write_jsonl(tmp_path / "in.jsonl", 40_000)
-    command = script(tmp_path, files, "out", 2, 20_000)
+    # Answers longer than what a pipe holds, so that the worker may be killed while it writes one.
+    command = script(tmp_path, files, "out", 2, 100_000)
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdout.readline().startswith(b"advanced")

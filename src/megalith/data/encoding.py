@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import threading
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
-from multiprocessing import connection, parent_process
 from typing import Any
 
 import numpy as np
@@ -20,7 +15,7 @@ from megalith.data import sources
 from megalith.data.indexed import smallest_dtype
 from megalith.data.sources import BadDocumentError, Chunk
 from megalith.errors import DataError
-from megalith.tokenizers import Tokenizer, build_tokenizer
+from megalith.tokenizers import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -146,28 +141,3 @@ class _Column:
             lengths=np.array(self._lengths, np.int32),
             sequences_per_document=np.array(self._sequences, np.int64),
         )
-
-
-def encode_in_worker(settings: EncodeSettings, chunk: Chunk) -> EncodedChunk:
-    """`encode_chunk` in a process that lives for one run, whose files therefore do not change."""
-    return encode_chunk(settings, _tokenizer_of(settings.tokenizer), chunk)
-
-
-@cache
-def _tokenizer_of(config: TokenizerConfig) -> Tokenizer:
-    return build_tokenizer(config)
-
-
-def prepare_worker(settings: EncodeSettings) -> None:
-    """Start-up of a worker process: load the tokenizer, leave Ctrl-C to the parent, end with the parent."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    _tokenizer_of(settings.tokenizer)
-
-
-def _end_with_parent() -> None:
-    """Without this, workers of a killed parent wait for work for ever."""
-    parent = parent_process()
-    assert parent is not None
-    connection.wait([parent.sentinel])
-    os._exit(1)

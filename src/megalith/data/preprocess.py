@@ -6,13 +6,9 @@ torch. Nothing has a final name before all of it is written.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import time
-from collections import deque
 from collections.abc import Generator, Iterable
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,9 +16,10 @@ from typing import Protocol
 
 from megalith.config import TokenizerConfig
 from megalith.data import sources
-from megalith.data.encoding import EncodedChunk, EncodeSettings, encode_chunk, encode_in_worker, prepare_worker
+from megalith.data.encoding import EncodedChunk, EncodeSettings, encode_chunk
 from megalith.data.indexed import IndexedWriter, smallest_dtype
-from megalith.errors import ConfigError, DataError, MegalithError
+from megalith.data.workers import encode_in_processes
+from megalith.errors import ConfigError, DataError
 from megalith.tokenizers import Tokenizer, build_tokenizer
 from megalith.tokenizers.build import tokenizer_violations
 
@@ -267,17 +264,4 @@ def _encode(
         for chunk in chunks:
             yield encode_chunk(settings, tokenizer, chunk)
         return
-    # Fresh interpreters: a fork would copy the threads' locks of this one in whatever state they are.
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), prepare_worker, (settings,))
-    ahead: deque[Future[EncodedChunk]] = deque()
-    try:
-        for chunk in chunks:
-            ahead.append(pool.submit(encode_in_worker, settings, chunk))
-            if len(ahead) > 2 * workers:
-                yield ahead.popleft().result()
-        while ahead:
-            yield ahead.popleft().result()
-    except BrokenProcessPool as error:
-        raise MegalithError("a worker process died; if it was killed for its memory, give --workers 1") from error
-    finally:
-        pool.shutdown(cancel_futures=True)
+    yield from encode_in_processes(settings, chunks, workers)
