@@ -12,9 +12,8 @@ the backward pass from a seed; the seed comes from torch's default stream, so th
 
 Why: in bf16 torch's flash kernel for CPUs runs its small products at a fraction of the speed of `bmm`; with dropout
 it is not there at all. Measured on two threads (benchmarks/results/attention-cpu.json): in bf16 2.3 times as fast at
-512 tokens, level in the backward pass at 2048; in fp32 without dropout 0.7 to 1.2 times, so SDPA would do as well or
-better there. In half precision scores and probabilities are rounded to the dtype of the inputs, as in Megatron's local
-attention.
+512 tokens, level in the backward pass at 2048; in fp32 without dropout 0.7 to 1.2 times, so SDPA is used there. In
+half precision scores and probabilities are rounded to the dtype of the inputs, as in Megatron's local attention.
 """
 
 from __future__ import annotations

@@ -14,13 +14,14 @@ from megalith.nn.precision import product_dtype
 
 
 def attend_by_device(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
-    """The fastest exact kernel: blocked products on a CPU where a whole sequence is read, else torch SDPA.
+    """The fastest exact kernel: blocked products on a CPU in bf16 or with dropout, else torch SDPA.
 
     A compiled graph cannot draw from a generator of its own, so dropout is SDPA's there.
     """
+    dtype = product_dtype(q)
     whole = q.shape[0] == k.shape[0] > 1
-    if q.device.type == "cpu" and whole and not (dropout > 0.0 and torch.compiler.is_compiling()):
-        dtype = product_dtype(q)
+    faster = not torch.compiler.is_compiling() if dropout > 0.0 else dtype == torch.bfloat16
+    if q.device.type == "cpu" and whole and faster:
         return blocked_causal_attention(q.to(dtype), k.to(dtype), v.to(dtype), dropout).to(q.dtype)
     return attend_fused(q, k, v, dropout)
 

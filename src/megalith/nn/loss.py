@@ -13,6 +13,7 @@ The plain formulation holds the logits, their fp32 copy, their log-softmax and t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -38,20 +39,25 @@ def _in_chunks(logits_TV: Tensor, work: torch.dtype) -> Iterator[tuple[slice, Te
         yield part, memory[: part.stop - start].copy_(logits_TV[part])
 
 
+def _exp(x: Tensor) -> Tensor:
+    """e^x in place, by the power of two: torch's exp2 for CPUs takes a quarter of the time of its exp."""
+    return x.mul_(math.log2(math.e)).exp2_()
+
+
 def _log_sum_exp(logits_TV: Tensor) -> Tensor:
     """[T, V] -> [T] in at least fp32, by maximum and sum of exponentials."""
     work = at_least_fp32(logits_TV.dtype)
     result = torch.empty(logits_TV.shape[0], dtype=work, device=logits_TV.device)
     for rows, chunk in _in_chunks(logits_TV, work):
         peak = chunk.amax(dim=-1, keepdim=True)
-        result[rows] = chunk.sub_(peak).exp_().sum(dim=-1).log_() + peak.squeeze(-1)
+        result[rows] = _exp(chunk.sub_(peak)).sum(dim=-1).log_() + peak.squeeze(-1)
     return result
 
 
 def _logits_gradient(logits_TV: Tensor, log_sum_T: Tensor, targets_T: Tensor, grad_T: Tensor) -> None:
     """Overwrite the logits with (softmax - onehot) * grad."""
     for rows, chunk in _in_chunks(logits_TV, log_sum_T.dtype):
-        chunk.sub_(log_sum_T[rows, None]).exp_()
+        _exp(chunk.sub_(log_sum_T[rows, None]))
         chunk.scatter_add_(1, targets_T[rows, None], chunk.new_full((chunk.shape[0], 1), -1.0))
         logits_TV[rows] = chunk.mul_(grad_T[rows, None])
 

@@ -1,0 +1,217 @@
+"""Every collective of the package: on tensors of one axis, and as conjugate pairs inside autograd.
+
+torch.distributed is named here, in `p2p.py`, `context.py` and `launch.py` only. All functions return their input (or a
+slice of the work) unchanged on an axis of one rank, take any strides, and give every rank the same bits.
+
+| forward                    | backward                   | used by                                   |
+|----------------------------|----------------------------|-------------------------------------------|
+| `copy_in` (identity)       | sum over ranks             | tensor parallel, operator f               |
+| `sum_out` (sum over ranks) | identity                   | tensor parallel, operator g               |
+| `gather_in` (all-gather)   | reduce-scatter             | sequence parallel, in front of a column   |
+| `scatter_out` (red.-scat.) | all-gather                 | sequence parallel, behind a row           |
+| `split_in` (own slice)     | all-gather                 | entering a sequence-parallel region       |
+| `join_out` (all-gather)    | own slice                  | leaving it where all ranks go on alike    |
+| `exchange` (all-to-all)    | all-to-all back            | Ulysses, experts                          |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megalith.distributed.context import Axis
+
+_OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+# 2.13 deprecates the long names, 2.11 lacks the short ones.
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Pending:
+    """A tensor that a collective may still be writing; `wait` returns it. The handle and the inputs are kept alive."""
+
+    def __init__(
+        self, tensor: Tensor, work: Any = None, *, keep: Any = None, finish: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
+        self._tensor, self._work, self._keep, self._finish = tensor, work, keep, finish
+
+    def wait(self) -> Tensor:
+        """The result; may be called again."""
+        if self._work is not None:
+            self._work.wait()
+            self._work, self._keep = None, None
+        if self._finish is not None:
+            self._tensor, self._finish = self._finish(self._tensor), None
+        return self._tensor
+
+
+def _start(axis: Axis, operation: str, tensor: Tensor | None, call: Callable[[], Any], detail: str = "") -> Any:
+    if axis.observer is not None:
+        axis.observer.before(operation, axis, tensor, detail)
+    work = call()
+    if axis.observer is not None:
+        axis.observer.after(operation, axis)
+    return work
+
+
+def start_all_reduce(x: Tensor, axis: Axis, operation: str = "sum") -> Pending:
+    """Start reducing `x` in place ("sum", "max" or "min"); its memory must be dense and stay alone until `wait`."""
+    if axis.size == 1:
+        return Pending(x)
+    assert x.is_contiguous(), "a collective in place needs contiguous memory"
+    work = _start(
+        axis,
+        "all_reduce",
+        x,
+        lambda: dist.all_reduce(x, _OPERATIONS[operation], group=axis.group, async_op=True),
+        operation,
+    )
+    return Pending(x, work, keep=x)
+
+
+def all_reduce(x: Tensor, axis: Axis, operation: str = "sum") -> Tensor:
+    """Reduce `x` over the ranks, in place where it is contiguous; returns the result."""
+    return start_all_reduce(x.contiguous(), axis, operation).wait()
+
+
+def start_all_gather(x: Tensor, axis: Axis, dim: int = 0, out: Tensor | None = None) -> Pending:
+    """Start concatenating the equal parts of all ranks along `dim`; into `out` (dim 0 only) if it is given."""
+    if axis.size == 1:
+        return Pending(x if out is None or out.data_ptr() == x.data_ptr() else out.copy_(x))
+    part = x.movedim(dim, 0).contiguous()
+    whole = part.new_empty(axis.size * part.shape[0], *part.shape[1:]) if out is None else out
+    work = _start(axis, "all_gather", part, lambda: _all_gather(whole, part, group=axis.group, async_op=True))
+    return Pending(whole, work, keep=part, finish=None if dim == 0 else lambda whole: whole.movedim(0, dim))
+
+
+def all_gather(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
+    """The equal parts of all ranks, concatenated along `dim`."""
+    return start_all_gather(x, axis, dim).wait()
+
+
+def start_reduce_scatter(x: Tensor, axis: Axis, dim: int = 0, out: Tensor | None = None) -> Pending:
+    """Start summing `x` over the ranks and keeping the own equal part along `dim`; in `out` (dim 0) if it is given."""
+    if axis.size == 1:
+        return Pending(x if out is None or out.data_ptr() == x.data_ptr() else out.copy_(x))
+    whole = x.movedim(dim, 0).contiguous()
+    assert whole.shape[0] % axis.size == 0, f"dimension {dim} of {tuple(x.shape)} over {axis.size} ranks"
+    part = whole.new_empty(whole.shape[0] // axis.size, *whole.shape[1:]) if out is None else out
+    work = _start(axis, "reduce_scatter", whole, lambda: _reduce_scatter(part, whole, group=axis.group, async_op=True))
+    return Pending(part, work, keep=whole, finish=None if dim == 0 else lambda part: part.movedim(0, dim))
+
+
+def reduce_scatter(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
+    """The own equal part along `dim` of the sum over the ranks."""
+    return start_reduce_scatter(x, axis, dim).wait()
+
+
+def all_to_all(x: Tensor, axis: Axis, split_dim: int, concat_dim: int) -> Tensor:
+    """Cut `x` along `split_dim`, send part r to rank r, and concatenate what comes along `concat_dim`."""
+    if axis.size == 1:
+        return x
+    sent = torch.stack(x.chunk(axis.size, dim=split_dim))
+    received = torch.empty_like(sent)
+    _start(axis, "all_to_all", sent, lambda: dist.all_to_all_single(received, sent, group=axis.group))
+    return torch.cat(received.unbind(0), dim=concat_dim)
+
+
+def broadcast(x: Tensor, axis: Axis, source: int = 0) -> Tensor:
+    """Overwrite contiguous `x` with that of the `source`-th rank of the axis."""
+    if axis.size > 1:
+        assert x.is_contiguous(), "a collective in place needs contiguous memory"
+        _start(axis, "broadcast", x, lambda: dist.broadcast(x, axis.ranks[source], group=axis.group))
+    return x
+
+
+def all_gather_objects(item: Any, axis: Axis) -> list[Any]:
+    """The items of all ranks of the axis, in order. Pickled by torch: for our own ranks only, never for files."""
+    if axis.size == 1:
+        return [item]
+    items: list[Any] = [None] * axis.size
+    _start(axis, "all_gather_objects", None, lambda: dist.all_gather_object(items, item, group=axis.group))
+    return items
+
+
+def barrier(axis: Axis) -> None:
+    """Wait until every rank of the axis is here."""
+    if axis.size > 1:
+        _start(axis, "barrier", None, lambda: dist.barrier(group=axis.group))
+
+
+def own_part(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
+    """This rank's equal part along `dim`."""
+    return x.chunk(axis.size, dim=dim)[axis.index] if axis.size > 1 else x
+
+
+class _Pair(torch.autograd.Function):
+    """An operation whose backward pass is its conjugate."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, do: Callable[[Tensor], Tensor], undo: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.undo = undo
+        y = do(x)
+        return y.view_as(y) if y is x else y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.undo(grads[0]), None, None
+
+
+def _apply(x: Tensor, axis: Axis, do: Callable[[Tensor], Tensor], undo: Callable[[Tensor], Tensor]) -> Tensor:
+    if axis.size == 1:
+        return x
+    y: Tensor = _Pair.apply(x, do, undo)
+    return y
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+def _summed(axis: Axis) -> Callable[[Tensor], Tensor]:
+    return lambda x: all_reduce(x.clone(memory_format=torch.contiguous_format), axis)
+
+
+def copy_in(x: Tensor, axis: Axis) -> Tensor:
+    """Identity; the gradient is summed over the ranks."""
+    return _apply(x, axis, _same, _summed(axis))
+
+
+def sum_out(x: Tensor, axis: Axis) -> Tensor:
+    """Sum over the ranks; the gradient passes."""
+    return _apply(x, axis, _summed(axis), _same)
+
+
+def gather_in(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
+    """All-gather along `dim`; the gradient is reduce-scattered."""
+    return _apply(x, axis, lambda x: all_gather(x, axis, dim), lambda g: reduce_scatter(g, axis, dim))
+
+
+def scatter_out(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
+    """Reduce-scatter along `dim`; the gradient is all-gathered."""
+    return _apply(x, axis, lambda x: reduce_scatter(x, axis, dim), lambda g: all_gather(g, axis, dim))
+
+
+def split_in(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
+    """This rank's part along `dim`; the gradient is all-gathered."""
+    return _apply(x, axis, lambda x: own_part(x, axis, dim).clone(), lambda g: all_gather(g, axis, dim))
+
+
+def join_out(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
+    """All-gather along `dim`; the gradient is this rank's part of it."""
+    return _apply(x, axis, lambda x: all_gather(x, axis, dim), lambda g: own_part(g, axis, dim).clone())
+
+
+def exchange(x: Tensor, axis: Axis, split_dim: int, concat_dim: int) -> Tensor:
+    """`all_to_all`; the gradient goes back the same way."""
+    return _apply(
+        x,
+        axis,
+        lambda x: all_to_all(x, axis, split_dim, concat_dim),
+        lambda g: all_to_all(g, axis, concat_dim, split_dim),
+    )

@@ -1,0 +1,156 @@
+"""The ranks of a run as one frozen object: made once in the composition root, handed to constructors, never global."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megalith.distributed.p2p import PipelineLinks, create_links
+from megalith.layout import AXES, Layout
+
+JOINED = (("cp", "dp"), ("tp", "pp"), AXES)
+"""The sets of axes over which something is summed at once: gradients, norms of a replica, everything."""
+
+
+class Observer(Protocol):
+    """Is told of each collective before it starts: the debug checks and the reports of hangs."""
+
+    def before(self, operation: str, axis: Axis, tensor: Tensor | None, detail: str = "") -> None:
+        """`operation` is about to run over `axis`. `detail` is what else must be equal on all its ranks."""
+        ...
+
+    def after(self, operation: str, axis: Axis) -> None:
+        """It has been started (or has ended, if it does not run in the background)."""
+        ...
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The ranks that differ from this one in one kind of parallelism (or in several, joined).
+
+    Attributes:
+        name: "tp", "cp", "dp", "pp", or several joined by "+".
+        ranks: global ranks, in order; this one is among them.
+        index: the place of this rank among them.
+        group: how to reach them; None where there is one rank only, or in plans without processes.
+        observer: is told of each collective.
+    """
+
+    name: str
+    ranks: tuple[int, ...] = (0,)
+    index: int = 0
+    group: dist.ProcessGroup | None = field(default=None, compare=False, repr=False)
+    observer: Observer | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def is_first(self) -> bool:
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.index == self.size - 1
+
+
+@dataclass(frozen=True)
+class ParallelContext:
+    """The place of this process in a layout, and how to reach the others.
+
+    Attributes:
+        layout: the whole layout.
+        rank: of this process.
+        device: where its tensors are.
+        axes: by the names of their axes, single and joined (`JOINED`).
+        ends: the first and the last pipeline stage, which may share an embedding; None on a rank that is neither, and
+            without pipeline.
+        links: to the neighbouring pipeline stages; None without pipeline.
+    """
+
+    layout: Layout
+    rank: int
+    device: torch.device
+    axes: Mapping[frozenset[str], Axis] = field(repr=False)
+    ends: Axis | None = field(default=None, repr=False)
+    links: PipelineLinks | None = field(default=None, repr=False)
+
+    @property
+    def tp(self) -> Axis:
+        return self.join("tp")
+
+    @property
+    def cp(self) -> Axis:
+        return self.join("cp")
+
+    @property
+    def dp(self) -> Axis:
+        return self.join("dp")
+
+    @property
+    def pp(self) -> Axis:
+        return self.join("pp")
+
+    @property
+    def world(self) -> Axis:
+        return self.join(*AXES)
+
+    def join(self, *names: str) -> Axis:
+        """The axis over all ranks that differ in these kinds of parallelism."""
+        return self.axes[frozenset(names)]
+
+    @classmethod
+    def solo(cls, device: torch.device | str = "cpu") -> ParallelContext:
+        """One process alone: every axis has one rank and no collective does anything."""
+        names = [(axis,) for axis in AXES] + list(JOINED)
+        axes = {frozenset(name): Axis("+".join(name)) for name in names}
+        return cls(Layout(), 0, torch.device(device), axes)
+
+    @classmethod
+    def create(
+        cls,
+        layout: Layout,
+        device: torch.device,
+        *,
+        timeout: timedelta | None = None,
+        observer: Observer | None = None,
+    ) -> ParallelContext:
+        """Make all groups of a layout. Every rank of an initialised torch.distributed calls this with equal arguments.
+
+        Args:
+            layout: its world size is that of torch.distributed.
+            device: of this rank.
+            timeout: longest wait of a collective; that of torch.distributed if None.
+            observer: is told of each collective.
+        """
+        rank = dist.get_rank()
+        assert dist.get_world_size() == layout.world_size, f"{layout} in a world of {dist.get_world_size()}"
+        groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+
+        def group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+            if ranks not in groups:
+                groups[ranks] = None if len(ranks) == 1 else dist.new_group(list(ranks), timeout=timeout)
+            return groups[ranks]
+
+        axes = {}
+        for names in [(axis,) for axis in AXES] + list(JOINED):
+            for ranks in layout.groups(*names):
+                group = group_of(ranks)
+                if rank in ranks:
+                    axes[frozenset(names)] = Axis("+".join(names), ranks, ranks.index(rank), group, observer)
+        ends, links = None, None
+        if layout.pp > 1:
+            for ranks in layout.groups("pp"):
+                pair = (ranks[0], ranks[-1])
+                group = group_of(pair)
+                if rank in pair:
+                    ends = Axis("ends", pair, pair.index(rank), group, observer)
+            links = create_links(layout, rank, device, timeout=timeout)
+        return cls(layout, rank, device, axes, ends, links)

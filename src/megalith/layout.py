@@ -1,0 +1,129 @@
+"""Which rank does what, in pure integers: rank <-> coordinates, groups, shards of dimensions, layers of stages.
+
+Rank order is Megatron's, fastest first: tensor, context, data, pipeline (spec/features.md). With world size
+tp * cp * dp * pp,
+
+    rank = tp_index + tp * (cp_index + cp * (dp_index + dp * pp_index))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from megalith.errors import LayoutError
+
+AXES = ("tp", "cp", "dp", "pp")
+"""The axes, fastest first."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How many ranks each kind of parallelism has."""
+
+    tp: int = 1
+    cp: int = 1
+    dp: int = 1
+    pp: int = 1
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The sizes in the order of `AXES`."""
+        return (self.tp, self.cp, self.dp, self.pp)
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.cp * self.dp * self.pp
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """The index of a rank on each axis."""
+        result = {}
+        for axis, size in zip(AXES, self.sizes, strict=True):
+            rank, result[axis] = divmod(rank, size)
+        return result
+
+    def rank(self, coordinates: dict[str, int]) -> int:
+        """The rank at these coordinates; the inverse of `coordinates`."""
+        result = 0
+        for axis, size in reversed(list(zip(AXES, self.sizes, strict=True))):
+            result = result * size + coordinates[axis]
+        return result
+
+    def groups(self, *axes: str) -> list[tuple[int, ...]]:
+        """The sets of ranks that differ on these axes only, each in rank order; together all ranks once."""
+        along = [range(size) if axis in axes else (0,) for axis, size in zip(AXES, self.sizes, strict=True)]
+        others = [(0,) if axis in axes else range(size) for axis, size in zip(AXES, self.sizes, strict=True)]
+        offsets = sorted(self.rank(dict(zip(AXES, place, strict=True))) for place in product(*along))
+        bases = sorted(self.rank(dict(zip(AXES, place, strict=True))) for place in product(*others))
+        return [tuple(base + offset for offset in offsets) for base in bases]
+
+    def __str__(self) -> str:
+        parts = [f"{axis}{size}" for axis, size in zip(AXES, self.sizes, strict=True) if size > 1]
+        return " x ".join(parts) or "one process"
+
+
+def cut(extent: int, parts: int, index: int) -> tuple[int, int]:
+    """[start, stop) of the index-th of `parts` nearly equal parts of `extent`; the first ones are longer by one."""
+    size, longer = divmod(extent, parts)
+    start = index * size + min(index, longer)
+    return start, start + size + (index < longer)
+
+
+Stages = tuple[tuple[range, ...], ...]
+"""Layers by [stage][chunk]."""
+
+
+def split_layers(
+    num_layers: int,
+    stages: int,
+    chunks: int = 1,
+    *,
+    first: int | None = None,
+    last: int | None = None,
+    embedding_counts: bool = False,
+    loss_counts: bool = False,
+) -> Stages:
+    """Which layers each pipeline stage computes, as [stage][chunk]; chunk c of stage s comes after chunk c of s - 1.
+
+    Args:
+        num_layers: layers of the model.
+        stages: pipeline stages.
+        chunks: virtual stages of each stage.
+        first, last: layers of the first and of the last stage, the others share the rest (chunks 1 only).
+        embedding_counts, loss_counts: the embedding, the loss count as a layer in the split.
+
+    Raises:
+        LayoutError: the layers cannot be divided so.
+    """
+    parts = stages * chunks
+    if first is None and last is None:
+        counts = _even_counts(num_layers, parts, embedding_counts, loss_counts)
+    else:
+        counts = _given_counts(num_layers, stages, chunks, first, last)
+    starts = [sum(counts[:part]) for part in range(parts)]
+    ranges = [range(start, start + count) for start, count in zip(starts, counts, strict=True)]
+    return tuple(tuple(ranges[chunk * stages + stage] for chunk in range(chunks)) for stage in range(stages))
+
+
+def _even_counts(num_layers: int, parts: int, embedding_counts: bool, loss_counts: bool) -> Sequence[int]:
+    units = num_layers + embedding_counts + loss_counts
+    if units % parts:
+        also = [name for name, counts in (("the embedding", embedding_counts), ("the loss", loss_counts)) if counts]
+        what = f"{num_layers} layers" + (f" and {' and '.join(also)}" if also else "")
+        raise LayoutError(f"{what} do not divide into {parts} equal pipeline parts")
+    counts = [units // parts] * parts
+    counts[0] -= embedding_counts
+    counts[-1] -= loss_counts
+    return counts
+
+
+def _given_counts(num_layers: int, stages: int, chunks: int, first: int | None, last: int | None) -> Sequence[int]:
+    if chunks > 1:
+        raise LayoutError("a first or last stage with its own number of layers cannot have virtual stages")
+    ends = (first is not None) + (last is not None)
+    rest, inner = num_layers - (first or 0) - (last or 0), stages - ends
+    if rest < 0 or (inner == 0 and rest != 0) or (inner > 0 and rest % inner):
+        raise LayoutError(f"{rest} layers are left for {inner} pipeline stages and do not divide equally")
+    counts = [rest // inner if inner else 0] * inner
+    return ([] if first is None else [first]) + counts + ([] if last is None else [last])

@@ -1,0 +1,1 @@
+"""Adapters of the ports: tensor, sequence, context, pipeline and data parallelism."""
