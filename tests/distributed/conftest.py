@@ -1,0 +1,121 @@
+"""`ranks`: a warm pool of gloo processes that tests send functions to."""
+
+from __future__ import annotations
+
+import importlib.util
+import multiprocessing
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SECONDS = 120.0
+
+
+class Ranks:
+    """Processes that wait for work. Each `run` gets a fresh process group; after a failure all are replaced."""
+
+    def __init__(self) -> None:
+        self._workers: list[tuple[Any, Connection]] = []
+
+    def run(self, world_size: int, function: Callable[..., Any], *args: Any, seconds: float = SECONDS) -> list[Any]:
+        """`function(*args)` on each rank of a new gloo world; returns the results by rank (picklable values only).
+
+        `function` is at the top of a test module; torch.distributed is initialised around it, one thread per rank.
+        The first failure of a rank is raised here with its traceback.
+        """
+        while len(self._workers) < world_size:
+            self._workers.append(self._start())
+        with tempfile.TemporaryDirectory() as folder:
+            for rank, (_, pipe) in enumerate(self._workers[:world_size]):
+                task = (function.__code__.co_filename, function.__qualname__, args)
+                pipe.send((rank, world_size, f"{folder}/store", seconds, task))
+            return self._collect(world_size, seconds)
+
+    def _start(self) -> tuple[Any, Connection]:
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        process = context.Process(target=serve, args=(theirs,), daemon=True)
+        process.start()
+        theirs.close()
+        return process, ours
+
+    def _collect(self, world_size: int, seconds: float) -> list[Any]:
+        results: dict[int, Any] = {}
+        waiting = {pipe: rank for rank, (_, pipe) in enumerate(self._workers[:world_size])}
+        while waiting:
+            ready = wait(list(waiting), timeout=seconds)
+            if not ready:
+                self.close()
+                pytest.fail(f"ranks {sorted(waiting.values())} gave no answer within {seconds} s")
+            for pipe in ready:
+                assert isinstance(pipe, Connection)
+                rank = waiting.pop(pipe)
+                try:
+                    succeeded, results[rank] = pipe.recv()
+                except EOFError:
+                    succeeded, results[rank] = False, "the process died"
+                if not succeeded:
+                    self.close()
+                    pytest.fail(f"rank {rank} of {world_size}: {results[rank]}")
+        return [results[rank] for rank in range(world_size)]
+
+    def close(self) -> None:
+        """End all processes."""
+        for process, pipe in self._workers:
+            process.kill()
+            process.join()
+            pipe.close()
+        self._workers.clear()
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Ranks]:
+    pool = Ranks()
+    yield pool
+    pool.close()
+
+
+def serve(pipe: Connection) -> None:
+    """What a process of the pool does."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            rank, world_size, store, seconds, (file, name, args) = pipe.recv()
+        except EOFError:
+            return
+        try:
+            dist.init_process_group(
+                "gloo",
+                store=dist.FileStore(store, world_size),
+                rank=rank,
+                world_size=world_size,
+                timeout=timedelta(seconds=seconds),
+            )
+            pipe.send((True, getattr(_module(file), name)(*args)))
+            dist.destroy_process_group()
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
+            return
+
+
+def _module(file: str) -> Any:
+    """The test module of this file, imported once."""
+    name = f"of_the_ranks_{Path(file).stem}"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, file)
+        assert spec is not None and spec.loader is not None
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
