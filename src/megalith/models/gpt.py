@@ -8,6 +8,7 @@ Parameters carry Megatron's names, which its checkpoints and its users know. Act
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -72,30 +73,51 @@ class Block(nn.Module):
         return x_SBD + self.dropout(self.mlp(self.pre_mlp_layernorm(x_SBD)))
 
 
-class Decoder(nn.Module):
-    """The layers and the final norm."""
+@dataclass(frozen=True)
+class Stage:
+    """The part of a model that is computed in one place.
 
-    def __init__(self, config: ModelConfig, region: Region, *, dtype: torch.dtype, device: torch.device) -> None:
+    Attributes:
+        layers: global numbers of its layers.
+        embeds: it begins with the embedding.
+        predicts: it ends with the final norm and the logits.
+    """
+
+    layers: range
+    embeds: bool = True
+    predicts: bool = True
+
+
+class Decoder(nn.Module):
+    """The layers of a stage, under their global numbers, and the final norm where the stage predicts."""
+
+    def __init__(
+        self, config: ModelConfig, stage: Stage, region: Region, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Block(config, region, dtype=dtype, device=device) for _ in range(config.num_layers))
-        self.final_layernorm = build_norm(
-            config.normalization, config.hidden_size, config.norm_epsilon, dtype=dtype, device=device
+        self.layers = nn.ModuleDict(
+            {str(number): Block(config, region, dtype=dtype, device=device) for number in stage.layers}
+        )
+        self.final_layernorm = (
+            build_norm(config.normalization, config.hidden_size, config.norm_epsilon, dtype=dtype, device=device)
+            if stage.predicts
+            else None
         )
 
     def forward(self, x_SBD: Tensor, turn: Rotation | None, cache: KVCache | None = None) -> Tensor:
-        for index, layer in enumerate(self.layers):
+        for index, layer in enumerate(self.layers.values()):
             x_SBD = layer(x_SBD, turn, None if cache is None else cache.layers[index])
-        normed: Tensor = self.final_layernorm(x_SBD)
-        return normed
+        return x_SBD if self.final_layernorm is None else self.final_layernorm(x_SBD)
 
 
 class GPT(nn.Module):
-    """A decoder-only language model.
+    """A decoder-only language model, or one stage of it; parameters carry the same global names in either.
 
     Args:
         config: The architecture.
         vocab_size: V, padded as the embedding table stores it.
         region: How the layers share their work with other ranks; alone by default.
+        stage: The part that is computed here; all of it by default.
 
     The weights are unset: `models.initialise` draws them, or a checkpoint fills them.
     """
@@ -106,25 +128,33 @@ class GPT(nn.Module):
         vocab_size: int,
         *,
         region: Region | None = None,
+        stage: Stage | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
         super().__init__()
         region, device = region or Solo(), torch.device(device)
-        learned = config.position_embedding_type == "learned_absolute"
+        self.stage = stage or Stage(range(config.num_layers))
         self.config, self.vocab_size = config, vocab_size
-        self.embedding = TokenEmbedding(
-            region.shard(vocab_size).size,
-            config.hidden_size,
-            config.max_position_embeddings if learned else None,
-            config.hidden_dropout,
-            dtype=dtype,
-            device=device,
+        self.dtype, self.device = dtype, device
+        learned = config.position_embedding_type == "learned_absolute"
+        self.embedding = (
+            TokenEmbedding(
+                region.shard(vocab_size).size,
+                config.hidden_size,
+                config.max_position_embeddings if learned else None,
+                config.hidden_dropout,
+                dtype=dtype,
+                device=device,
+            )
+            if self.stage.embeds
+            else None
         )
-        self.decoder = Decoder(config, region, dtype=dtype, device=device)
+        self.decoder = Decoder(config, self.stage, region, dtype=dtype, device=device)
+        own_output = config.untie_embeddings_and_output_weights or not self.stage.embeds
         self.output_layer = (
             OutputLayer(region.shard(vocab_size).size, config.hidden_size, dtype=dtype, device=device)
-            if config.untie_embeddings_and_output_weights
+            if self.stage.predicts and own_output
             else None
         )
         self.sink: GradientSink | None = None
@@ -133,7 +163,23 @@ class GPT(nn.Module):
     @property
     def output_weight(self) -> nn.Parameter:
         """The weight [V, D] that maps hidden states to logits: the word embedding where they are tied."""
-        return self.embedding.word_embeddings.weight if self.output_layer is None else self.output_layer.weight
+        assert self.stage.predicts, "this stage has no logits"
+        if self.output_layer is not None:
+            return self.output_layer.weight
+        assert self.embedding is not None
+        return self.embedding.word_embeddings.weight
+
+    @property
+    def shared_weight(self) -> str | None:
+        """The tied embedding of a stage that has the one of both its uses; another stage holds a copy of it."""
+        if self.config.untie_embeddings_and_output_weights or self.stage.embeds == self.stage.predicts:
+            return None
+        return "embedding.word_embeddings.weight" if self.stage.embeds else "output_layer.weight"
+
+    @property
+    def copied_weight(self) -> str | None:
+        """The `shared_weight` where it is the second copy, which norms, counts and checkpoints leave out."""
+        return None if self.stage.embeds else self.shared_weight
 
     def placements(self) -> dict[str, Placement]:
         """The placement table of the whole model: parameter name -> placement."""
@@ -146,43 +192,49 @@ class GPT(nn.Module):
 
     def new_cache(self, batch: int, max_length: int) -> KVCache:
         """An empty key-value cache for `batch` sequences of up to `max_length` tokens."""
-        first = self.decoder.layers[0]
+        first = next(iter(self.decoder.layers.values()))
         assert isinstance(first, Block)
-        weight = self.output_weight
         return KVCache(
-            self.config.num_layers,
+            len(self.stage.layers),
             max_length,
             batch,
             first.self_attention.num_groups,
             self.config.head_size,
-            dtype=weight.dtype,
-            device=weight.device,
+            dtype=self.dtype,
+            device=self.device,
         )
 
     def forward(
         self,
         tokens_BS: Tensor,
         *,
+        hidden_SBD: Tensor | None = None,
         position_ids_BS: Tensor | None = None,
         labels_BS: Tensor | None = None,
         cache: KVCache | None = None,
     ) -> Tensor:
-        """Predict each next token.
+        """Predict each next token, or compute this stage's part of it.
 
         Args:
             tokens_BS: Token ids [B, S]; with a cache only the new ones.
+            hidden_SBD: What the stage before this one returned; a stage that embeds takes none.
             position_ids_BS: Rows of the learned position table [B, S]; counted from the cache's length if absent.
             labels_BS: Targets [B, S].
             cache: Keys and values of earlier tokens, extended in place.
 
         Returns:
-            With labels the loss of each token [B, S] in at least fp32, without the logits [B, S, V].
+            With labels the loss of each token [B, S] in at least fp32, without the logits [B, S, V]; where the stage
+            does not predict, hidden states [S, B, D] for the next one.
         """
         start = 0 if cache is None else cache.length
         positions_S = torch.arange(start, start + tokens_BS.shape[1], device=tokens_BS.device)
         if position_ids_BS is None:
             position_ids_BS = positions_S.expand_as(tokens_BS)
-        hidden_SBD = self.decoder(self.embedding(tokens_BS, position_ids_BS), self._rotation(positions_S), cache)
+        if self.embedding is not None:
+            hidden_SBD = self.embedding(tokens_BS, position_ids_BS)
+        hidden_SBD = self.decoder(hidden_SBD, self._rotation(positions_S), cache)
+        if not self.stage.predicts:
+            return hidden_SBD
         if labels_BS is None:
             return matmul(hidden_SBD, self.output_weight.t()).transpose(0, 1)
         loss_SB = vocabulary_loss(hidden_SBD, self.output_weight, labels_BS.t(), self.sink, self._logits)
@@ -194,7 +246,7 @@ class GPT(nn.Module):
         Their weight gradients come from autograd then: a compiled graph cannot write to a sink. Call it after the
         optimizer has attached its sink; the embedding and the loss keep theirs.
         """
-        for block in self.decoder.layers:
+        for block in self.decoder.layers.values():
             attach_sink(block, None)
             block.compile()
 
@@ -206,7 +258,7 @@ class GPT(nn.Module):
             self.config.rotary_size,
             self.config.rotary_base,
             interleaved=self.config.rotary_interleaved,
-            dtype=self.output_weight.dtype,
+            dtype=self.dtype,
         )
 
 
