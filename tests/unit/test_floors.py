@@ -17,9 +17,9 @@ SOURCE = Path(__file__).resolve().parents[2] / "src" / "megalith"
 
 FLOORS = {
     "": -1,  # megalith/__init__.py
-    "errors": -1,  # under all others
+    "errors": -2,  # under all others
+    "layout": -1,  # pure integers, which the rules of the configuration use
     "config": 0,
-    "layout": 0,
     "schedules": 0,
     "tokenizers": 1,
     "distributed": 1,

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from megalith.config.fields import setting
 
 _WORK_TRAINING = "the complete training options"
-_WORK_PARALLEL = "the parallel engine"
 _WORK_CHECKPOINTS = "the work on checkpoint formats"
 _WORK_DATA = "the complete data path"
 _WORK_MODELS = "the work on more models"
@@ -366,18 +365,58 @@ class ParallelConfig:
     tensor_model_parallel_size: int = setting(1, help="processes that share each layer", at_least=1)
     pipeline_model_parallel_size: int = setting(1, help="processes that share the layers in turn", at_least=1)
     context_parallel_size: int = setting(1, help="processes that share each sequence", at_least=1)
-    sequence_parallel: bool = setting(
-        False, help="split norms and dropout too", nothing="it is off by itself at --tensor-model-parallel-size 1"
+    sequence_parallel: bool = setting(False, help="split norms and dropout over the tensor-parallel processes too")
+    num_layers_per_virtual_pipeline_stage: int | None = setting(
+        None, help="layers of a virtual pipeline stage; each process then has several", unit="layers", at_least=1
+    )
+    num_virtual_stages_per_pipeline_rank: int | None = setting(
+        None, help="virtual pipeline stages of each process", at_least=1
+    )
+    decoder_first_pipeline_num_layers: int | None = setting(
+        None, help="layers of the first pipeline stage; the others share the rest", unit="layers", at_least=0
+    )
+    decoder_last_pipeline_num_layers: int | None = setting(
+        None, help="layers of the last pipeline stage; the others share the rest", unit="layers", at_least=0
+    )
+    account_for_embedding_in_pipeline_split: bool = setting(
+        False, help="the embedding counts as a layer when the layers are divided over the pipeline"
+    )
+    account_for_loss_in_pipeline_split: bool = setting(
+        False, help="the loss counts as a layer when the layers are divided over the pipeline"
+    )
+    pipeline_schedule: str = setting(
+        "auto",
+        help="order of the work of a pipeline; auto is interleaved with virtual stages, else 1f1b",
+        choices=("auto", "1f1b", "interleaved", "zb-h1"),
+        ours=True,
+    )
+    cp_comm_type: str = setting(
+        "p2p",
+        help="context parallelism by a ring (p2p) or by exchanging heads for sequence parts (a2a)",
+        choices=("p2p", "a2a"),
+        later=("allgather", "a2a+p2p"),
+        later_with=_WORK_TRAINING,
     )
     use_distributed_optimizer: bool = setting(
-        False, help="split the optimizer state over processes", nothing="with one process there is nothing to split"
+        False, help="each data-parallel process keeps a part of the optimizer state (ZeRO-1)"
     )
     distributed_backend: str = setting(
         "nccl", help="collective library; nccl becomes gloo where there is no GPU", choices=("nccl", "gloo")
     )
-    distributed_timeout_minutes: int = setting(
-        10, help="longest wait for a peer", unit="minutes", at_least=1, nothing="one process waits for no peer"
-    )
+    distributed_timeout_minutes: int = setting(10, help="longest wait for a peer", unit="minutes", at_least=1)
+
+    @property
+    def sequence_parallel_here(self) -> bool:
+        """Sequence parallelism is off by itself without tensor parallelism."""
+        return self.sequence_parallel and self.tensor_model_parallel_size > 1
+
+    def virtual_stages(self, num_layers: int) -> int:
+        """Virtual pipeline stages of each process."""
+        if self.num_virtual_stages_per_pipeline_rank is not None:
+            return self.num_virtual_stages_per_pipeline_rank
+        if self.num_layers_per_virtual_pipeline_stage is None:
+            return 1
+        return max(1, num_layers // self.pipeline_model_parallel_size // self.num_layers_per_virtual_pipeline_stage)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from typing import Any
 from megalith.config.command_line import read_command_line
 from megalith.config.reading import Reading
 from megalith.config.recipe import read_recipe
-from megalith.config.rules import FILE_RULES, NOTICES, RULES, Draft
+from megalith.config.rule import Draft
+from megalith.config.rules import FILE_RULES, NOTICES, RULES
 from megalith.config.run import Note, RunConfig, all_settings, group_types
 from megalith.config.values import BadValue, out_of_range, value_from_words
 from megalith.errors import ConfigError

@@ -52,7 +52,7 @@ NEED_NOTHING: tuple[Family, ...] = (
         """,
     ),
     Family(
-        "one process exchanges nothing, so there is nothing to overlap, to group or to tune",
+        "communication is overlapped and grouped by itself, and needs no tuning; the numbers do not change",
         """
         --no-clone-scatter-output-in-embedding --no-async-tensor-model-parallel-allreduce --tp-comm-overlap-cfg=
         --tp-comm-overlap --use-ring-exchange-p2p --defer-embedding-wgrad-compute --use-tp-pp-dp-mapping
@@ -358,13 +358,10 @@ REFUSED: tuple[Family, ...] = (
         """,
     ),
     Family(
-        "layouts of several processes come with the parallel engine",
+        "this kind of layout is not built",
         """
         --hierarchical-context-parallel-sizes+= --microbatch-group-size-per-virtual-pipeline-stage=
-        --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split
-        --decoder-first-pipeline-num-layers= --decoder-last-pipeline-num-layers=
-        --pipeline-model-parallel-layout= --num-layers-per-virtual-pipeline-stage=
-        --num-virtual-stages-per-pipeline-rank= --num-distributed-optimizer-instances=1 --cp-comm-type+=p2p
+        --pipeline-model-parallel-layout= --num-distributed-optimizer-instances=1
         --standalone-embedding-stage --tensor-parallel-num-weight-shards= --max-seqlen-per-dp-cp-rank=
         --overlap-dispatch-backward-with-experts-wgrad --ddp-reduce-scatter-with-fp32-accumulation
         --gtp-remat-reduce-scatter-with-fp32-accumulation
@@ -562,7 +559,7 @@ PARTLY: tuple[Partly, ...] = (
     Partly(
         "--DDP-impl=local",
         "local",
-        "one process exchanges nothing",
+        "gradients are reduced in buckets of our own",
         "torch DDP is not used",
     ),
 )

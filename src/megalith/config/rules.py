@@ -8,124 +8,68 @@ say what has no effect.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
 from pathlib import Path
 
-from megalith.config.run import RunConfig, all_settings
+from megalith.config.layout_rules import LAYOUT_NOTICES, LAYOUT_RULES, MODEL_PARALLEL
+from megalith.config.rule import Draft, Rule, divisors, multiples, rule, show
+from megalith.config.run import all_settings
 from megalith.config.values import closest
 
 _SEPARATORS_OF_SPLIT = re.compile(r"[.0-9]+")
-_MODEL_PARALLEL = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-
-
-@dataclass(frozen=True)
-class Draft:
-    """A configuration that may still be wrong: None stands for required settings that are missing.
-
-    Attributes:
-        run: the values.
-        given: names of the settings that the user gave.
-    """
-
-    run: RunConfig
-    given: frozenset[str]
-
-
-@dataclass(frozen=True)
-class Rule:
-    """A predicate over a draft; `check` returns the message of the violation or an empty text."""
-
-    name: str
-    needs: tuple[str, ...]
-    check: Callable[[Draft], str]
-
-    def broken(self, draft: Draft, unusable: Collection[str]) -> str:
-        """The message if the rule is violated, else an empty text; empty too when a needed setting is unusable."""
-        return "" if any(name in unusable for name in self.needs) else self.check(draft)
-
-
-def _rule(*needs: str) -> Callable[[Callable[[Draft], str]], Rule]:
-    unknown = [name for name in needs if name not in all_settings()]
-    assert not unknown, f"rules name settings that do not exist: {unknown}"
-    return lambda check: Rule(check.__name__, needs, check)
-
-
-def _show(draft: Draft, name: str) -> str:
-    """A setting as the user writes it, such as `--hidden-size 1000`; a default is marked as such."""
-    setting = all_settings()[name]
-    value = getattr(getattr(draft.run, setting.group), name)
-    text = " ".join(value) if setting.many else f"{value:g}" if isinstance(value, float) else str(value)
-    words = setting.positive_flag if value is True else f"{setting.positive_flag} {text}"
-    return words if name in draft.given else f"{words} (the default)"
-
-
-def _multiples(value: int, unit: int) -> str:
-    """The multiples of `unit` next to `value`."""
-    below, above = value // unit * unit, (value // unit + 1) * unit
-    return f"{below} or {above}" if below else f"{above}"
-
-
-def _divisors(total: int, near: int, most: int = 3) -> str:
-    """The divisors of `total` nearest to `near`, in ascending order."""
-    divisors = sorted(
-        (d for d in range(1, min(total, 4 * near + 64) + 1) if total % d == 0), key=lambda d: abs(d - near)
-    )
-    return " or ".join(str(d) for d in sorted(divisors[:most]))
 
 
 # --- architecture ---
 
 
-@_rule("hidden_size", "num_attention_heads", "kv_channels")
+@rule("hidden_size", "num_attention_heads", "kv_channels")
 def hidden_size_divides_into_heads(draft: Draft) -> str:
     model = draft.run.model
     if model.kv_channels is not None or model.hidden_size % model.num_attention_heads == 0:
         return ""
     quotient, rest = divmod(model.hidden_size, model.num_attention_heads)
     return (
-        f"{_show(draft, 'hidden_size')} is not divisible by {_show(draft, 'num_attention_heads')} "
+        f"{show(draft, 'hidden_size')} is not divisible by {show(draft, 'num_attention_heads')} "
         f"({model.hidden_size} = {quotient}*{model.num_attention_heads} + {rest}); "
-        f"nearest: {_multiples(model.hidden_size, model.num_attention_heads)}, "
-        f"or use {_divisors(model.hidden_size, model.num_attention_heads, 1)} heads"
+        f"nearest: {multiples(model.hidden_size, model.num_attention_heads)}, "
+        f"or use {divisors(model.hidden_size, model.num_attention_heads, 1)} heads"
     )
 
 
-@_rule("num_attention_heads", "num_query_groups", "group_query_attention")
+@rule("num_attention_heads", "num_query_groups", "group_query_attention")
 def heads_divide_into_query_groups(draft: Draft) -> str:
     model = draft.run.model
     if not model.group_query_attention or model.num_attention_heads % model.num_query_groups == 0:
         return ""
     return (
-        f"{_show(draft, 'num_attention_heads')} is not divisible by {_show(draft, 'num_query_groups')}; "
-        f"use {_divisors(model.num_attention_heads, model.num_query_groups)} groups"
+        f"{show(draft, 'num_attention_heads')} is not divisible by {show(draft, 'num_query_groups')}; "
+        f"use {divisors(model.num_attention_heads, model.num_query_groups)} groups"
     )
 
 
-@_rule("seq_length", "max_position_embeddings")
+@rule("seq_length", "max_position_embeddings")
 def positions_cover_the_sequence(draft: Draft) -> str:
     run = draft.run
     if run.data.seq_length <= run.model.max_position_embeddings:
         return ""
     return (
-        f"{_show(draft, 'seq_length')} is longer than {_show(draft, 'max_position_embeddings')}; "
+        f"{show(draft, 'seq_length')} is longer than {show(draft, 'max_position_embeddings')}; "
         f"use --max-position-embeddings {run.data.seq_length}, or a sequence of at most "
         f"{run.model.max_position_embeddings}"
     )
 
 
-@_rule("hidden_size", "ffn_hidden_size", "swiglu")
+@rule("hidden_size", "ffn_hidden_size", "swiglu")
 def gated_layers_have_a_width(draft: Draft) -> str:
     model = draft.run.model
     if model.ffn_size > 0:
         return ""
     return (
-        f"--swiglu with {_show(draft, 'hidden_size')} gives feed-forward layers of width 0 by Megatron's rule "
+        f"--swiglu with {show(draft, 'hidden_size')} gives feed-forward layers of width 0 by Megatron's rule "
         f"int(8/3 x hidden / 64) x 64; give --ffn-hidden-size, for example {4 * model.hidden_size}"
     )
 
 
-@_rule("position_embedding_type", "rotary_percent", "kv_channels", "hidden_size", "num_attention_heads")
+@rule("position_embedding_type", "rotary_percent", "kv_channels", "hidden_size", "num_attention_heads")
 def rotary_positions_turn_pairs(draft: Draft) -> str:
     model = draft.run.model
     whole_heads = model.kv_channels is not None or model.hidden_size % model.num_attention_heads == 0
@@ -141,35 +85,35 @@ def rotary_positions_turn_pairs(draft: Draft) -> str:
         )
     even = max(2, size - size % 2)
     return (
-        f"{_show(draft, 'rotary_percent')} of heads of {head} is {size} channels, and rotary positions turn pairs; "
+        f"{show(draft, 'rotary_percent')} of heads of {head} is {size} channels, and rotary positions turn pairs; "
         f"use --rotary-percent {even / head:.6g} ({even} channels) or {min(even + 2, head - head % 2) / head:.6g}"
     )
 
 
-@_rule("position_embedding_type", "add_position_embedding")
+@rule("position_embedding_type", "add_position_embedding")
 def leaving_out_the_table_needs_rotary_positions(draft: Draft) -> str:
     model = draft.run.model
     if model.add_position_embedding or model.position_embedding_type == "rope":
         return ""
-    return f"--no-position-embedding with {_show(draft, 'position_embedding_type')}: use --position-embedding-type rope"
+    return f"--no-position-embedding with {show(draft, 'position_embedding_type')}: use --position-embedding-type rope"
 
 
 # --- precision ---
 
 
-@_rule("fp16", "bf16")
+@rule("fp16", "bf16")
 def one_half_precision(draft: Draft) -> str:
     precision = draft.run.precision
     return "--fp16 and --bf16 exclude each other; use one of them" if precision.fp16 and precision.bf16 else ""
 
 
-@_rule("initial_loss_scale", "min_loss_scale")
+@rule("initial_loss_scale", "min_loss_scale")
 def loss_scale_starts_above_its_minimum(draft: Draft) -> str:
     precision = draft.run.precision
     if precision.min_loss_scale <= precision.initial_loss_scale:
         return ""
     return (
-        f"{_show(draft, 'min_loss_scale')} is above {_show(draft, 'initial_loss_scale')}; "
+        f"{show(draft, 'min_loss_scale')} is above {show(draft, 'initial_loss_scale')}; "
         f"use --min-loss-scale of at most {precision.initial_loss_scale:g}"
     )
 
@@ -181,38 +125,38 @@ def _replicas(draft: Draft) -> int:
     return max(1, draft.run.data_parallel_size)
 
 
-@_rule("global_batch_size", "micro_batch_size", "world_size", *_MODEL_PARALLEL)
+@rule("global_batch_size", "micro_batch_size", "world_size", *MODEL_PARALLEL)
 def micro_batches_fill_the_global_batch(draft: Draft) -> str:
     train, replicas = draft.run.train, _replicas(draft)
     unit = train.micro_batch_size * replicas
     if train.global_batch_size is None or train.global_batch_size % unit == 0:
         return ""
     times = f" times data-parallel size {replicas}" if replicas > 1 else ""
-    smaller = _divisors(train.global_batch_size // replicas, train.micro_batch_size)
+    smaller = divisors(train.global_batch_size // replicas, train.micro_batch_size)
     alternative = f", or use --micro-batch-size {smaller}" if train.global_batch_size % replicas == 0 else ""
     return (
-        f"{_show(draft, 'global_batch_size')} is not divisible by {_show(draft, 'micro_batch_size')}{times}; "
-        f"nearest: {_multiples(train.global_batch_size, unit)}{alternative}"
+        f"{show(draft, 'global_batch_size')} is not divisible by {show(draft, 'micro_batch_size')}{times}; "
+        f"nearest: {multiples(train.global_batch_size, unit)}{alternative}"
     )
 
 
-@_rule("train_iters", "train_samples")
+@rule("train_iters", "train_samples")
 def one_length_of_the_run(draft: Draft) -> str:
     train = draft.run.train
     if train.train_iters is None and train.train_samples is None:
         return "the length of the run is required: --train-iters N or --train-samples N"
     if train.train_iters is not None and train.train_samples is not None:
-        return f"{_show(draft, 'train_iters')} and {_show(draft, 'train_samples')} exclude each other; use one of them"
+        return f"{show(draft, 'train_iters')} and {show(draft, 'train_samples')} exclude each other; use one of them"
     return ""
 
 
-@_rule("train_samples", "global_batch_size", "micro_batch_size", "world_size", *_MODEL_PARALLEL)
+@rule("train_samples", "global_batch_size", "micro_batch_size", "world_size", *MODEL_PARALLEL)
 def samples_make_at_least_one_step(draft: Draft) -> str:
     train = draft.run.train
     batch = train.global_batch_size or train.micro_batch_size * _replicas(draft)
     if train.train_samples is None or train.train_samples >= batch:
         return ""
-    return f"{_show(draft, 'train_samples')} is less than one global batch of {batch}; use at least {batch}"
+    return f"{show(draft, 'train_samples')} is less than one global batch of {batch}; use at least {batch}"
 
 
 # --- schedule ---
@@ -221,40 +165,39 @@ _BY_ITERS = ("lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters")
 _BY_SAMPLES = ("lr_decay_samples", "lr_warmup_samples", "lr_wsd_decay_samples")
 
 
-@_rule("train_iters", "train_samples", *_BY_ITERS, *_BY_SAMPLES)
+@rule("train_iters", "train_samples", *_BY_ITERS, *_BY_SAMPLES)
 def schedule_counts_as_the_run_does(draft: Draft) -> str:
     train, schedule = draft.run.train, draft.run.schedule
     if (train.train_iters is None) == (train.train_samples is None):
         return ""
     by_iters = train.train_iters is not None
     wrong, right = (_BY_SAMPLES, "iters") if by_iters else (_BY_ITERS, "samples")
-    shown = [_show(draft, name) for name in wrong if getattr(schedule, name)]
+    shown = [show(draft, name) for name in wrong if getattr(schedule, name)]
     if not shown:
         return ""
     length = "train_iters" if by_iters else "train_samples"
-    return f"{', '.join(shown)}: the run is counted by {_show(draft, length)}; use the -{right} flags of the schedule"
+    return f"{', '.join(shown)}: the run is counted by {show(draft, length)}; use the -{right} flags of the schedule"
 
 
-@_rule("min_lr", "lr")
+@rule("min_lr", "lr")
 def lowest_rate_is_not_above_the_peak(draft: Draft) -> str:
     schedule = draft.run.schedule
     if schedule.min_lr <= schedule.lr:
         return ""
-    return f"{_show(draft, 'min_lr')} is above {_show(draft, 'lr')}; use --min-lr of at most {schedule.lr:g}"
+    return f"{show(draft, 'min_lr')} is above {show(draft, 'lr')}; use --min-lr of at most {schedule.lr:g}"
 
 
-@_rule("lr_warmup_init", "lr")
+@rule("lr_warmup_init", "lr")
 def warm_up_rises(draft: Draft) -> str:
     schedule = draft.run.schedule
     if schedule.lr_warmup_init <= schedule.lr:
         return ""
     return (
-        f"{_show(draft, 'lr_warmup_init')} is above {_show(draft, 'lr')}; "
-        f"use --lr-warmup-init of at most {schedule.lr:g}"
+        f"{show(draft, 'lr_warmup_init')} is above {show(draft, 'lr')}; use --lr-warmup-init of at most {schedule.lr:g}"
     )
 
 
-@_rule("lr_warmup_fraction", "lr_warmup_iters", "lr_warmup_samples")
+@rule("lr_warmup_fraction", "lr_warmup_iters", "lr_warmup_samples")
 def one_length_of_the_warm_up(draft: Draft) -> str:
     schedule = draft.run.schedule
     if schedule.lr_warmup_fraction is None:
@@ -262,7 +205,7 @@ def one_length_of_the_warm_up(draft: Draft) -> str:
     others = [name for name in ("lr_warmup_iters", "lr_warmup_samples") if getattr(schedule, name)]
     if not others:
         return ""
-    return f"{_show(draft, 'lr_warmup_fraction')} and {_show(draft, others[0])} exclude each other; use one of them"
+    return f"{show(draft, 'lr_warmup_fraction')} and {show(draft, others[0])} exclude each other; use one of them"
 
 
 def _decay_length(draft: Draft) -> tuple[int, str, str] | None:
@@ -276,11 +219,11 @@ def _decay_length(draft: Draft) -> tuple[int, str, str] | None:
         (f"train_{unit}", getattr(train, f"train_{unit}")),
     ):
         if value is not None:
-            return value, unit, _show(draft, name)
+            return value, unit, show(draft, name)
     return None
 
 
-@_rule("train_iters", "train_samples", *_BY_ITERS, *_BY_SAMPLES)
+@rule("train_iters", "train_samples", *_BY_ITERS, *_BY_SAMPLES)
 def warm_up_ends_before_the_decay_does(draft: Draft) -> str:
     decay = _decay_length(draft)
     if decay is None:
@@ -289,12 +232,12 @@ def warm_up_ends_before_the_decay_does(draft: Draft) -> str:
     if getattr(draft.run.schedule, f"lr_warmup_{unit}") < length:
         return ""
     return (
-        f"{_show(draft, f'lr_warmup_{unit}')} is not below the length of the decay, {length} {unit} ({source}); "
+        f"{show(draft, f'lr_warmup_{unit}')} is not below the length of the decay, {length} {unit} ({source}); "
         f"use at most {length - 1}, or a longer --lr-decay-{unit}"
     )
 
 
-@_rule("lr_decay_style", "train_iters", "train_samples", *_BY_ITERS, *_BY_SAMPLES)
+@rule("lr_decay_style", "train_iters", "train_samples", *_BY_ITERS, *_BY_SAMPLES)
 def wsd_has_a_final_decay(draft: Draft) -> str:
     decay = _decay_length(draft)
     if draft.run.schedule.lr_decay_style != "WSD" or decay is None:
@@ -304,11 +247,11 @@ def wsd_has_a_final_decay(draft: Draft) -> str:
     if final is None:
         return f"--lr-decay-style WSD requires --lr-wsd-decay-{unit}, the length of the final decay (at most {length})"
     if final > length:
-        return f"{_show(draft, f'lr_wsd_decay_{unit}')} is longer than the schedule, {source}; use at most {length}"
+        return f"{show(draft, f'lr_wsd_decay_{unit}')} is longer than the schedule, {source}; use at most {length}"
     return ""
 
 
-@_rule("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler")
+@rule("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler")
 def one_source_of_the_schedule_on_resume(draft: Draft) -> str:
     schedule = draft.run.schedule
     if not (schedule.override_opt_param_scheduler and schedule.use_checkpoint_opt_param_scheduler):
@@ -319,49 +262,49 @@ def one_source_of_the_schedule_on_resume(draft: Draft) -> str:
     )
 
 
-@_rule("weight_decay_incr_style", "start_weight_decay", "end_weight_decay")
+@rule("weight_decay_incr_style", "start_weight_decay", "end_weight_decay")
 def growing_weight_decay_has_two_ends(draft: Draft) -> str:
     optimizer = draft.run.optimizer
     ends = (optimizer.start_weight_decay, optimizer.end_weight_decay)
-    style = _show(draft, "weight_decay_incr_style")
+    style = show(draft, "weight_decay_incr_style")
     if optimizer.weight_decay_incr_style == "constant":
         given = [name for name in ("start_weight_decay", "end_weight_decay") if getattr(optimizer, name) is not None]
         if not given:
             return ""
-        shown = ", ".join(_show(draft, name) for name in given)
+        shown = ", ".join(show(draft, name) for name in given)
         return f"{shown} with {style}: use --weight-decay-incr-style linear or cosine, or --weight-decay alone"
     if None in ends:
         return f"{style} requires both --start-weight-decay and --end-weight-decay"
     if ends[0] is not None and ends[1] is not None and ends[0] > ends[1]:
-        return f"{_show(draft, 'start_weight_decay')} is above {_show(draft, 'end_weight_decay')}; exchange them"
+        return f"{show(draft, 'start_weight_decay')} is above {show(draft, 'end_weight_decay')}; exchange them"
     return ""
 
 
 # --- data and tokenizer ---
 
 
-@_rule("data_path", "mock_data")
+@rule("data_path", "mock_data")
 def one_source_of_data(draft: Draft) -> str:
     data = draft.run.data
     if not data.data_path and not data.mock_data:
         return "data is required: --data-path PREFIX (of PREFIX.bin and PREFIX.idx), or --mock-data to try without"
     if data.data_path and data.mock_data:
-        return f"{_show(draft, 'data_path')} and --mock-data exclude each other; use one of them"
+        return f"{show(draft, 'data_path')} and --mock-data exclude each other; use one of them"
     return ""
 
 
-@_rule("data_path")
+@rule("data_path")
 def one_dataset(draft: Draft) -> str:
     paths = draft.run.data.data_path
     if len(paths) < 2:
         return ""
     return (
-        f"{_show(draft, 'data_path')}: blends and weights come with the complete data path; not in this version, "
+        f"{show(draft, 'data_path')}: blends and weights come with the complete data path; not in this version, "
         "give one prefix"
     )
 
 
-@_rule("split")
+@rule("split")
 def split_is_three_parts(draft: Draft) -> str:
     split = draft.run.data.split
     remedy = "; write three parts like 949,50,1"
@@ -378,7 +321,7 @@ def split_is_three_parts(draft: Draft) -> str:
     return ""
 
 
-@_rule("tokenizer_type", "vocab_file", "merge_file", "vocab_size")
+@rule("tokenizer_type", "vocab_file", "merge_file", "vocab_size")
 def tokenizer_has_what_it_needs(draft: Draft) -> str:
     tokenizer = draft.run.tokenizer
     if tokenizer.tokenizer_type == "NullTokenizer":
@@ -392,42 +335,18 @@ def tokenizer_has_what_it_needs(draft: Draft) -> str:
         return ""
     verb = "is" if len(missing) == 1 else "are"
     mock = " (or, with --mock-data, --tokenizer-type NullTokenizer --vocab-size N)" if draft.run.data.mock_data else ""
-    return f"{' and '.join(missing)} {verb} required by {_show(draft, 'tokenizer_type')}{mock}"
+    return f"{' and '.join(missing)} {verb} required by {show(draft, 'tokenizer_type')}{mock}"
 
 
 # --- checkpoints ---
 
 
-@_rule("save", "save_interval")
+@rule("save", "save_interval")
 def saving_has_an_interval(draft: Draft) -> str:
     checkpoint = draft.run.checkpoint
     if checkpoint.save is None or checkpoint.save_interval is not None:
         return ""
-    return f"{_show(draft, 'save')} requires --save-interval N, the iterations between checkpoints"
-
-
-# --- processes ---
-
-
-@_rule("world_size", *_MODEL_PARALLEL)
-def one_process(draft: Draft) -> str:
-    run = draft.run
-    sizes = [name for name in _MODEL_PARALLEL if getattr(run.parallel, name) > 1]
-    if not sizes and run.launch.world_size == 1:
-        return ""
-    unit = 1
-    for name in sizes:
-        unit *= getattr(run.parallel, name)
-    world = run.launch.world_size
-    started = "1 process was started" if world == 1 else f"{world} processes were started"
-    if sizes:
-        layout = " x ".join(_show(draft, name) for name in sizes)
-        fit = f"needs a multiple of {unit} processes and " if world % unit else "and "
-        started = f"{layout} {fit}{started}"
-    return (
-        f"{started}: several processes come with the parallel engine; not in this version, start one process "
-        "(torchrun --nproc_per_node 1, or plain python) with parallel sizes of 1"
-    )
+    return f"{show(draft, 'save')} requires --save-interval N, the iterations between checkpoints"
 
 
 # --- files ---
@@ -437,7 +356,7 @@ def _file_problem(draft: Draft, name: str, path: str) -> str:
     if Path(path).is_file():
         return ""
     what = "is a folder" if Path(path).is_dir() else f"no such file{_from_here(path)}"
-    return f"{_show(draft, name)}: {what}{_near(Path(path))}"
+    return f"{show(draft, name)}: {what}{_near(Path(path))}"
 
 
 def _from_here(path: str) -> str:
@@ -452,19 +371,19 @@ def _near(path: Path) -> str:
     return f"; did you mean {path.parent / guess}?" if guess and guess != path.name else ""
 
 
-@_rule("vocab_file")
+@rule("vocab_file")
 def vocabulary_file_exists(draft: Draft) -> str:
     path = draft.run.tokenizer.vocab_file
     return _file_problem(draft, "vocab_file", path) if path else ""
 
 
-@_rule("merge_file")
+@rule("merge_file")
 def merges_file_exists(draft: Draft) -> str:
     path = draft.run.tokenizer.merge_file
     return _file_problem(draft, "merge_file", path) if path else ""
 
 
-@_rule("data_path")
+@rule("data_path")
 def dataset_exists(draft: Draft) -> str:
     if len(draft.run.data.data_path) != 1:
         return ""
@@ -496,7 +415,7 @@ def _folder_is_no_file(name: str) -> Rule:
         path = getattr(getattr(draft.run, all_settings()[name].group), name)
         if path is None or not Path(path).is_file():
             return ""
-        return f"{_show(draft, name)} is a file; give a folder"
+        return f"{show(draft, name)} is a file; give a folder"
 
     return Rule(f"{name}_is_a_folder", (name,), check)
 
@@ -512,12 +431,12 @@ def _idle_without(name: str, other: str, why: str) -> Rule:
         value = getattr(getattr(draft.run, needed.group), other)
         if name not in draft.given or getattr(getattr(draft.run, setting.group), name) in (False, None) or value:
             return ""
-        return f"{_show(draft, name)} has no effect: {why}"
+        return f"{show(draft, name)} has no effect: {why}"
 
     return Rule(f"{name}_needs_{other}", (name, other), check)
 
 
-@_rule("split")
+@rule("split")
 def split_without_validation(draft: Draft) -> str:
     parts = [float(part) for part in _SEPARATORS_OF_SPLIT.findall(draft.run.data.split)]
     if len(parts) > 1 and parts[1] > 0:
@@ -525,36 +444,36 @@ def split_without_validation(draft: Draft) -> str:
     return f"--split {draft.run.data.split} has no part for validation: there is no evaluation while training"
 
 
-@_rule("split", "data_path")
+@rule("split", "data_path")
 def split_by_default(draft: Draft) -> str:
     if "split" in draft.given or not draft.run.data.data_path:
         return ""
     return f"no --split is given: {draft.run.data.split} (training, validation, test), as in Megatron"
 
 
-@_rule("tokenizer_type", "vocab_size")
+@rule("tokenizer_type", "vocab_size")
 def vocabulary_comes_from_the_file(draft: Draft) -> str:
     tokenizer = draft.run.tokenizer
     if tokenizer.tokenizer_type == "NullTokenizer" or "vocab_size" not in draft.given:
         return ""
-    return f"{_show(draft, 'vocab_size')} has no effect: the vocabulary is that of --vocab-file"
+    return f"{show(draft, 'vocab_size')} has no effect: the vocabulary is that of --vocab-file"
 
 
-@_rule("lr_decay_style")
+@rule("lr_decay_style")
 def wsd_settings_without_wsd(draft: Draft) -> str:
     names = ("lr_wsd_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples")
-    shown = [_show(draft, name) for name in names if name in draft.given]
+    shown = [show(draft, name) for name in names if name in draft.given]
     if draft.run.schedule.lr_decay_style == "WSD" or not shown:
         return ""
     return f"{', '.join(shown)}: no effect without --lr-decay-style WSD"
 
 
-@_rule("loss_scale", "fp16", "bf16")
+@rule("loss_scale", "fp16", "bf16")
 def loss_scale_without_half_precision(draft: Draft) -> str:
     precision = draft.run.precision
     if precision.loss_scale is None or precision.fp16 or precision.bf16:
         return ""
-    return f"{_show(draft, 'loss_scale')} has no effect: the loss is scaled only under --fp16 or --bf16"
+    return f"{show(draft, 'loss_scale')} has no effect: the loss is scaled only under --fp16 or --bf16"
 
 
 RULES: tuple[Rule, ...] = (
@@ -582,7 +501,7 @@ RULES: tuple[Rule, ...] = (
     split_is_three_parts,
     tokenizer_has_what_it_needs,
     saving_has_an_interval,
-    one_process,
+    *LAYOUT_RULES,
 )
 
 FILE_RULES: tuple[Rule, ...] = (
@@ -598,6 +517,7 @@ NOTICES: tuple[Rule, ...] = (
     vocabulary_comes_from_the_file,
     wsd_settings_without_wsd,
     loss_scale_without_half_precision,
+    *LAYOUT_NOTICES,
     _idle_without("num_query_groups", "group_query_attention", "--group-query-attention is not given"),
     _idle_without("save_interval", "save", "nothing is saved without --save"),
     _idle_without("no_save_optim", "save", "nothing is saved without --save"),

@@ -24,6 +24,7 @@ from megalith.config.groups import (
     TrainConfig,
 )
 from megalith.errors import ConfigError
+from megalith.layout import Layout, Stages, split_layers
 
 
 @dataclass(frozen=True)
@@ -71,9 +72,28 @@ class RunConfig:
     @property
     def data_parallel_size(self) -> int:
         """Number of model replicas."""
+        return self.layout.dp
+
+    @property
+    def layout(self) -> Layout:
+        """Processes by kind of parallelism."""
         parallel = self.parallel
-        return self.launch.world_size // (
-            parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size * parallel.context_parallel_size
+        tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+        cp = parallel.context_parallel_size
+        return Layout(tp=tp, cp=cp, dp=self.launch.world_size // (tp * cp * pp), pp=pp)
+
+    @property
+    def stages(self) -> Stages:
+        """Layers by [pipeline stage][virtual stage]; LayoutError if they cannot be divided so."""
+        parallel = self.parallel
+        return split_layers(
+            self.model.num_layers,
+            parallel.pipeline_model_parallel_size,
+            parallel.virtual_stages(self.model.num_layers),
+            first=parallel.decoder_first_pipeline_num_layers,
+            last=parallel.decoder_last_pipeline_num_layers,
+            embedding_counts=parallel.account_for_embedding_in_pipeline_split,
+            loss_counts=parallel.account_for_loss_in_pipeline_split,
         )
 
     @property

@@ -18,7 +18,6 @@ _CONSTANTS: dict[str, Any] = {
     "squared_relu": False,
     "tokenizer_model": None,
     "use_dist_ckpt": True,
-    "virtual_pipeline_model_parallel_size": None,
 }
 
 
@@ -39,11 +38,13 @@ def megatron_args(run: RunConfig) -> dict[str, Any]:
 
 def _derived(run: RunConfig) -> dict[str, Any]:
     model, optimizer = run.model, run.optimizer
+    virtual = run.parallel.virtual_stages(model.num_layers)
     constant = optimizer.weight_decay_incr_style == "constant"
     return {
         "accumulate_allreduce_grads_in_fp32": run.precision.accumulate_allreduce_grads_in_fp32 or run.precision.bf16,
         "add_qkv_bias": model.qkv_bias,
         "check_for_nan_in_loss_and_grad": run.precision.stop_on_nan,
+        "cp_comm_type": [run.parallel.cp_comm_type],
         "data_parallel_size": run.data_parallel_size,
         "encoder_num_layers": model.num_layers,
         "encoder_seq_length": run.data.seq_length,
@@ -53,5 +54,7 @@ def _derived(run: RunConfig) -> dict[str, Any]:
         "kv_channels": model.head_size,
         "layernorm_epsilon": model.norm_epsilon,  # the name before core 0.8 and from 0.16 on
         "params_dtype": run.precision.params_dtype,
+        "sequence_parallel": run.parallel.sequence_parallel_here,
         "start_weight_decay": optimizer.weight_decay if constant else optimizer.start_weight_decay,
+        "virtual_pipeline_model_parallel_size": virtual if virtual > 1 else None,
     }

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from megalith.config import load
-from megalith.config.rules import FILE_RULES, RULES, Draft, Rule
+from megalith.config.rule import Draft, Rule
+from megalith.config.rules import FILE_RULES, RULES
 from megalith.errors import ConfigError
 
 GOOD = {
@@ -149,6 +150,32 @@ TABLE: list[tuple[str, tuple[str, ...]]] = [
     ("--tokenizer-type GPT2BPETokenizer --vocab-file {data}/real.bin", ("--merge-file is required",)),
     ("--save {data}/ckpt", ("--save {data}/ckpt requires --save-interval N",)),
     ("--tensor-model-parallel-size 2", ("--tensor-model-parallel-size 2 needs a multiple of 2 processes", "size")),
+    # layouts
+    ("WORLD_SIZE=3 --ffn-hidden-size 66 --tensor-model-parallel-size 3", ("heads 4 is not",)),
+    ("WORLD_SIZE=2 --ffn-hidden-size 65 --tensor-model-parallel-size 2", ("layers of 65", "nearest: 64 or 66")),
+    (
+        "WORLD_SIZE=4 --num-attention-heads 12 --hidden-size 24 --group-query-attention --num-query-groups 6 "
+        "--tensor-model-parallel-size 4",
+        ("--num-query-groups 6 neither divides by",),
+    ),
+    ("WORLD_SIZE=2 --seq-length 62 --context-parallel-size 2", ("not divisible by 4", "nearest: 60 or 64")),
+    (
+        "WORLD_SIZE=4 --num-attention-heads 2 --context-parallel-size 4 --cp-comm-type a2a",
+        ("a2a exchanges heads", "p2p"),
+    ),
+    ("WORLD_SIZE=3 --pipeline-model-parallel-size 3 --num-layers 8", ("do not divide into 3", "size 1 or 2 or 4")),
+    ("WORLD_SIZE=2 --num-virtual-stages-per-pipeline-rank 2", ("needs --pipeline-model-parallel-size",)),
+    (
+        "WORLD_SIZE=2 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --num-layers 4 "
+        "--global-batch-size 6",
+        ("rounds of 2 micro-batches", "makes 3", "nearest: 4 or 8"),
+    ),
+    (
+        "WORLD_SIZE=2 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --num-layers 4 "
+        "--pipeline-schedule zb-h1",
+        ("zb-h1 has no virtual stages",),
+    ),
+    ("WORLD_SIZE=2 --compile", ("--compile with several processes",)),
     # files
     ("-mock-data --data-path {data}/reel", ("reel.bin and", "reel.idx do not exist", "did you mean --data-path")),
     ("-mock-data --data-path {data}/real.bin", ("did you mean --data-path {data}/real?",)),
@@ -179,10 +206,16 @@ def data(tmp_path: Path) -> Path:
 
 def command_line(changes: str, data: Path) -> list[str]:
     """GOOD with the changes of a row of the table."""
-    words = shlex.split(changes.format(data=data))
+    words = [word for word in shlex.split(changes.format(data=data)) if not word.startswith("WORLD_SIZE=")]
     removed = {"-" + word for word in words if "-" + word in GOOD}
     kept = [word for flag, value in GOOD.items() if flag not in removed for word in (flag, value) if word]
     return kept + [word for word in words if "-" + word not in removed]
+
+
+def environment(changes: str) -> dict[str, str]:
+    """WORLD_SIZE where the row of the table begins with it."""
+    name, _, size = changes.partition(" ")[0].partition("=")
+    return {name: size} if name == "WORLD_SIZE" else {}
 
 
 def test_the_good_one_is_good(data: Path) -> None:
@@ -194,7 +227,7 @@ def test_one_mistake_gives_one_message_with_value_and_remedy(
     changes: str, expected: tuple[str, ...], data: Path
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        load(command_line(changes, data), {})
+        load(command_line(changes, data), environment(changes))
     assert len(caught.value.violations) == 1, caught.value.violations
     (message,) = caught.value.violations
     for fragment in expected:
@@ -213,7 +246,7 @@ def test_the_table_breaks_every_rule(data: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(Rule, "broken", recording)
     for changes, _ in TABLE:
         with pytest.raises(ConfigError):
-            load(command_line(changes, data), {})
+            load(command_line(changes, data), environment(changes))
     as_for_save_and_load = {"data_cache_path_is_a_folder", "tensorboard_dir_is_a_folder"}
     assert {rule.name for rule in (*RULES, *FILE_RULES)} - broken == as_for_save_and_load
 
@@ -226,7 +259,7 @@ def test_all_mistakes_are_reported_at_once(data: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load(command_line(changes, data), {"WORLD_SIZE": "2", "RANK": "one"})
     text = str(caught.value)
-    assert len(caught.value.violations) == 10, text
+    assert len(caught.value.violations) == 11, text
     for fragment in (
         "RANK=one",
         "--train-iters x",

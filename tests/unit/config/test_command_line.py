@@ -145,11 +145,11 @@ def test_the_launcher_speaks_through_the_environment() -> None:
         read("--rank", "0")
 
 
-def test_several_processes_are_refused_in_one_line() -> None:
-    with pytest.raises(ConfigError) as caught:
-        read("--use-distributed-optimizer", environ={"RANK": "1", "WORLD_SIZE": "4"})
-    (message,) = caught.value.violations
-    assert message.startswith("4 processes were started: several processes come with the parallel engine")
+def test_several_processes_make_a_layout() -> None:
+    words = "--tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer"
+    run = read(*words.split(), environ={"RANK": "1", "WORLD_SIZE": "4"})
+    assert str(run.layout) == "tp2 x dp2"
+    assert run.parallel.sequence_parallel_here and not run.notes
 
 
 def test_words_of_settings_can_be_taken_out_in_every_spelling() -> None:

@@ -1,0 +1,201 @@
+"""Rules of layouts: what divides by what, and which combinations run."""
+
+from __future__ import annotations
+
+from math import prod
+
+from megalith.config.rule import Draft, Rule, divisors, multiples, rule, show
+from megalith.errors import LayoutError
+
+MODEL_PARALLEL = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+_SPLIT = (
+    "num_layers_per_virtual_pipeline_stage",
+    "num_virtual_stages_per_pipeline_rank",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+)
+
+
+@rule("world_size", *MODEL_PARALLEL)
+def processes_fill_the_layout(draft: Draft) -> str:
+    world, sizes = draft.run.launch.world_size, [getattr(draft.run.parallel, name) for name in MODEL_PARALLEL]
+    unit = prod(sizes)
+    if world % unit == 0:
+        return ""
+    shown = " x ".join(show(draft, name) for name, size in zip(MODEL_PARALLEL, sizes, strict=True) if size > 1)
+    started = "1 process was started" if world == 1 else f"{world} processes were started"
+    return (
+        f"{shown} needs a multiple of {unit} processes and {started} (world size ({world}) is not divisible by "
+        f"{unit}); "
+        f"start {multiples(world, unit)} (torchrun --nproc_per_node), or use sizes whose product divides {world}"
+    )
+
+
+@rule("num_attention_heads", "tensor_model_parallel_size")
+def heads_divide_over_tensor_ranks(draft: Draft) -> str:
+    heads, tp = draft.run.model.num_attention_heads, draft.run.parallel.tensor_model_parallel_size
+    if heads % tp == 0:
+        return ""
+    return (
+        f"{show(draft, 'num_attention_heads')} is not divisible by {show(draft, 'tensor_model_parallel_size')}; "
+        f"nearest: --tensor-model-parallel-size {divisors(heads, tp)}"
+    )
+
+
+@rule("num_attention_heads", "num_query_groups", "group_query_attention", "tensor_model_parallel_size")
+def query_groups_divide_over_tensor_ranks(draft: Draft) -> str:
+    model, tp = draft.run.model, draft.run.parallel.tensor_model_parallel_size
+    groups = model.query_groups
+    if groups % tp == 0 or tp % groups == 0 or not model.group_query_attention:
+        return ""
+    return (
+        f"{show(draft, 'num_query_groups')} neither divides by {show(draft, 'tensor_model_parallel_size')} nor divides "
+        f"it; use {divisors(model.num_attention_heads, tp)} groups"
+    )
+
+
+@rule("ffn_hidden_size", "hidden_size", "swiglu", "tensor_model_parallel_size")
+def feed_forward_divides_over_tensor_ranks(draft: Draft) -> str:
+    size, tp = draft.run.model.ffn_size, draft.run.parallel.tensor_model_parallel_size
+    if size % tp == 0:
+        return ""
+    return (
+        f"feed-forward layers of {size} (--ffn-hidden-size) are not divisible by "
+        f"{show(draft, 'tensor_model_parallel_size')}; nearest: {multiples(size, tp)}"
+    )
+
+
+@rule("seq_length", "tensor_model_parallel_size", "context_parallel_size", "sequence_parallel")
+def sequence_divides_over_its_ranks(draft: Draft) -> str:
+    parallel, length = draft.run.parallel, draft.run.data.seq_length
+    names, unit = [], 1
+    if parallel.context_parallel_size > 1:
+        names.append("context_parallel_size")
+        unit *= 2 * parallel.context_parallel_size  # two chunks for each rank, which balances the causal work
+    if parallel.sequence_parallel_here:
+        names += ["sequence_parallel", "tensor_model_parallel_size"]
+        unit *= parallel.tensor_model_parallel_size
+    if length % unit == 0:
+        return ""
+    return (
+        f"{show(draft, 'seq_length')} is not divisible by {unit}, which {' and '.join(show(draft, n) for n in names)} "
+        f"need; nearest: {multiples(length, unit)}"
+    )
+
+
+@rule("num_attention_heads", "tensor_model_parallel_size", "context_parallel_size", "cp_comm_type")
+def heads_divide_over_exchanging_ranks(draft: Draft) -> str:
+    parallel, heads = draft.run.parallel, draft.run.model.num_attention_heads
+    unit = parallel.tensor_model_parallel_size * parallel.context_parallel_size
+    if parallel.cp_comm_type != "a2a" or parallel.context_parallel_size == 1 or heads % unit == 0:
+        return ""
+    return (
+        f"--cp-comm-type a2a exchanges heads: {show(draft, 'num_attention_heads')} is not divisible by "
+        f"{show(draft, 'tensor_model_parallel_size')} x {show(draft, 'context_parallel_size')}; use --cp-comm-type p2p"
+    )
+
+
+@rule("num_layers", "pipeline_model_parallel_size", *_SPLIT)
+def layers_divide_over_the_pipeline(draft: Draft) -> str:
+    try:
+        draft.run.stages  # noqa: B018 - for its error
+    except LayoutError as error:
+        pp, layers = draft.run.parallel.pipeline_model_parallel_size, draft.run.model.num_layers
+        given = [show(draft, name) for name in _SPLIT if name in draft.given]
+        flags = ", ".join([show(draft, "num_layers"), show(draft, "pipeline_model_parallel_size"), *given])
+        return (
+            f"{flags}: {error}; use --pipeline-model-parallel-size {divisors(layers, pp)}, or "
+            "--decoder-first-pipeline-num-layers / --decoder-last-pipeline-num-layers"
+        )
+    return ""
+
+
+@rule("num_layers", "pipeline_model_parallel_size", *_SPLIT)
+def virtual_stages_need_a_pipeline(draft: Draft) -> str:
+    parallel, layers = draft.run.parallel, draft.run.model.num_layers
+    names = [name for name in _SPLIT[:2] if getattr(parallel, name) is not None]
+    if not names:
+        return ""
+    shown = " and ".join(show(draft, name) for name in names)
+    if len(names) == 2:
+        return f"{shown} exclude each other; use one of them"
+    per_stage, rest = divmod(layers, parallel.pipeline_model_parallel_size)
+    chunk = parallel.num_layers_per_virtual_pipeline_stage
+    if parallel.virtual_stages(layers) > 1 and parallel.pipeline_model_parallel_size == 1:
+        return f"{shown} needs --pipeline-model-parallel-size of at least 2; leave it out"
+    if chunk is not None and not rest and per_stage % chunk:
+        fitting = divisors(per_stage, chunk)
+        return f"{shown} does not divide the {per_stage} layers of a pipeline stage; use {fitting} layers"
+    return ""
+
+
+@rule("global_batch_size", "micro_batch_size", "world_size", "num_layers", *MODEL_PARALLEL, *_SPLIT)
+def interleaving_needs_rounds_of_micro_batches(draft: Draft) -> str:
+    run = draft.run
+    pp, count = run.parallel.pipeline_model_parallel_size, run.num_micro_batches if run.layout.dp else 0
+    if run.parallel.virtual_stages(run.model.num_layers) == 1 or pp == 1 or count % pp == 0:
+        return ""
+    unit = run.train.micro_batch_size * run.data_parallel_size * pp
+    return (
+        f"virtual pipeline stages work on rounds of {pp} micro-batches, and {show(draft, 'global_batch_size')} makes "
+        f"{count}; nearest: {multiples(run.global_batch_size, unit)}"
+    )
+
+
+@rule("pipeline_schedule", "num_layers", *MODEL_PARALLEL, *_SPLIT)
+def schedule_fits_the_stages(draft: Draft) -> str:
+    parallel = draft.run.parallel
+    virtual = parallel.virtual_stages(draft.run.model.num_layers) > 1
+    if parallel.pipeline_schedule in ("1f1b", "zb-h1") and virtual:
+        return (
+            f"{show(draft, 'pipeline_schedule')} has no virtual stages; leave them out, or use "
+            "--pipeline-schedule interleaved"
+        )
+    if parallel.pipeline_schedule == "interleaved" and not virtual:
+        return (
+            "--pipeline-schedule interleaved needs virtual stages: give --num-layers-per-virtual-pipeline-stage N, or "
+            "use --pipeline-schedule 1f1b"
+        )
+    return ""
+
+
+@rule("compile", "world_size")
+def compiled_blocks_run_alone(draft: Draft) -> str:
+    if not draft.run.train.compile or draft.run.launch.world_size == 1:
+        return ""
+    return "--compile with several processes is not in the parity matrix yet; leave it out, or start one process"
+
+
+@rule("sequence_parallel", "tensor_model_parallel_size")
+def sequence_parallel_alone(draft: Draft) -> str:
+    parallel = draft.run.parallel
+    if not parallel.sequence_parallel or parallel.tensor_model_parallel_size > 1:
+        return ""
+    return "--sequence-parallel is off: it divides the work of tensor-parallel processes, and there is one"
+
+
+@rule("use_distributed_optimizer", "world_size", *MODEL_PARALLEL)
+def distributed_optimizer_alone(draft: Draft) -> str:
+    run = draft.run
+    if not run.parallel.use_distributed_optimizer or run.layout.dp * run.layout.cp > 1:
+        return ""
+    return "--use-distributed-optimizer has no effect: with one data-parallel process there is nothing to split"
+
+
+LAYOUT_RULES: tuple[Rule, ...] = (
+    processes_fill_the_layout,
+    heads_divide_over_tensor_ranks,
+    query_groups_divide_over_tensor_ranks,
+    feed_forward_divides_over_tensor_ranks,
+    sequence_divides_over_its_ranks,
+    heads_divide_over_exchanging_ranks,
+    layers_divide_over_the_pipeline,
+    virtual_stages_need_a_pipeline,
+    interleaving_needs_rounds_of_micro_batches,
+    schedule_fits_the_stages,
+    compiled_blocks_run_alone,
+)
+
+LAYOUT_NOTICES: tuple[Rule, ...] = (sequence_parallel_alone, distributed_optimizer_alone)
