@@ -70,6 +70,29 @@ def cut(extent: int, parts: int, index: int) -> tuple[int, int]:
     return start, start + size + (index < longer)
 
 
+def balanced_positions(length: int, parts: int, index: int) -> tuple[range, ...]:
+    """The positions of a sequence that the index-th of `parts` ranks holds, in ascending order.
+
+    Of 2 * parts equal chunks rank r holds the r-th and the r-th from the end (two ranks: 0 1 1 0), so that under a
+    causal mask all ranks have the same work.
+
+    Raises:
+        LayoutError: the length is no multiple of 2 * parts.
+    """
+    if parts == 1:
+        return (range(length),)
+    size, rest = divmod(length, 2 * parts)
+    if rest or not size:
+        unit = 2 * parts
+        nearest = f"{size * unit} or {(size + 1) * unit}" if size else f"{unit}"
+        raise LayoutError(
+            f"--seq-length {length} does not divide into 2 x --context-parallel-size {parts} = {unit} equal chunks; "
+            f"nearest lengths: {nearest}"
+        )
+    starts = (index * size, (2 * parts - 1 - index) * size)
+    return tuple(range(start, start + size) for start in starts)
+
+
 Stages = tuple[tuple[range, ...], ...]
 """Layers by [stage][chunk]."""
 

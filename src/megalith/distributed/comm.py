@@ -120,6 +120,36 @@ def all_to_all(x: Tensor, axis: Axis, split_dim: int, concat_dim: int) -> Tensor
     return torch.cat(received.unbind(0), dim=concat_dim)
 
 
+class _Works:
+    """Several handles as one."""
+
+    def __init__(self, works: list[Any]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+
+def start_ring_shift(x: Tensor, axis: Axis) -> Pending:
+    """Start sending `x` to the next rank of the axis and receiving the same shape from the previous one.
+
+    The last rank's next is the first. `x` must not be written to until `wait`. Sending and receiving are posted
+    together, so that no order of the ranks can block; all ranks of the axis call this equally often.
+    """
+    if axis.size == 1:
+        return Pending(x)
+    sent = x.contiguous()
+    received = torch.empty_like(sent)
+    to, source = axis.ranks[(axis.index + 1) % axis.size], axis.ranks[axis.index - 1]
+    both = [
+        dist.P2POp(dist.isend, sent, to, group=axis.group),
+        dist.P2POp(dist.irecv, received, source, group=axis.group),
+    ]
+    work = _start(axis, "ring_shift", sent, lambda: _Works(dist.batch_isend_irecv(both)))
+    return Pending(received, work, keep=sent)
+
+
 def broadcast(x: Tensor, axis: Axis, source: int = 0) -> Tensor:
     """Overwrite contiguous `x` with that of the `source`-th rank of the axis."""
     if axis.size > 1:

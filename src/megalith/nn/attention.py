@@ -7,12 +7,16 @@ head (Megatron's layout); with G = H that is q, k, v head by head.
 The kernel is passed in; two with the same meaning are here: `attend_fused` (torch SDPA, which stores no scores) and
 `attend_unfused`, the arithmetic of Megatron's local implementation step by step, which repeats its half-precision
 runs to the last digit.
+
+`SequenceMixer` is the port through which context parallelism enters: attention is the one place of the model where the
+positions of a sequence meet. All else works on the positions that are here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -88,6 +92,55 @@ def attend_unfused(q: Tensor, k: Tensor, v: Tensor, dropout: float, softmax_in_f
     return context_NQK.transpose(0, 1).reshape(num_queries, batch, heads, size)
 
 
+class SequenceMixer(Protocol):
+    """How the queries that are here meet the keys and values of their whole sequences."""
+
+    @property
+    def parts(self) -> int:
+        """In how many parts of equal length each sequence is held."""
+        ...
+
+    def positions(self, length: int, device: torch.device | None = None) -> Tensor:
+        """The positions that are here of sequences of `length` tokens, in the order in which they are held.
+
+        Shapes: [length / parts], int64, ascending.
+        Raises: LayoutError if sequences of this length cannot be divided so.
+        """
+        ...
+
+    def own(self, x: Tensor, dim: int) -> Tensor:
+        """Of whole sequences along `dim` the positions that are here. [.., S, ..] -> [.., S / parts, ..]."""
+        ...
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, dropout: float, attend: AttentionKernel) -> Tensor:
+        """Causal attention of the positions that are here to all earlier ones of their sequences.
+
+        Shapes: q [S / parts, B, H, K], k and v [S / parts, B, G, K] -> [S / parts, B, H, K].
+
+        Args:
+            q, k, v: of the positions that are here; rotated already.
+            dropout: probability with which an attention weight becomes zero.
+            attend: the kernel for whole sequences, for a mixer that has them.
+        """
+        ...
+
+
+class LocalMixer:
+    """Whole sequences are here."""
+
+    parts = 1
+
+    def positions(self, length: int, device: torch.device | None = None) -> Tensor:
+        return torch.arange(length, device=device)
+
+    def own(self, x: Tensor, dim: int) -> Tensor:
+        return x
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, dropout: float, attend: AttentionKernel) -> Tensor:
+        heads = q.shape[2]
+        return attend(q, expand_groups(k, heads), expand_groups(v, heads), dropout)
+
+
 class SelfAttention(nn.Module):
     """Projection to queries, keys and values, causal attention, projection back. [S, B, D] -> [S, B, D]."""
 
@@ -97,6 +150,7 @@ class SelfAttention(nn.Module):
         region: Region,
         attend: AttentionKernel = attend_fused,
         *,
+        mixer: SequenceMixer | None = None,
         qkv_bias: bool,
         bias: bool,
         dtype: torch.dtype,
@@ -104,6 +158,7 @@ class SelfAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.shape, self.region, self.attend = shape, region, attend
+        self.mixer: SequenceMixer = mixer or LocalMixer()
         self.num_heads = region.shard(shape.num_heads).size
         self.num_groups = region.shard(shape.num_groups).size
         qkv_size = (self.num_heads + 2 * self.num_groups) * shape.head_size
@@ -124,7 +179,7 @@ class SelfAttention(nn.Module):
         """Attend to this and earlier positions.
 
         Args:
-            x_SBD: Normalised hidden states of the new positions.
+            x_SBD: Normalised hidden states of the new positions, those of them that are here.
             turn: Rotary cosines and sines of the new positions, or None.
             cache: Keys and values of earlier positions; the new ones are appended.
         """
@@ -133,6 +188,6 @@ class SelfAttention(nn.Module):
             q, k = (rotate(x, turn, interleaved=self.shape.rotary_interleaved) for x in (q, k))
         if cache is not None:
             k, v = cache.extend(k, v)
-        k, v = expand_groups(k, self.num_heads), expand_groups(v, self.num_heads)
         dropout = self.shape.dropout if self.training else 0.0
-        return self.region.row(self.attend(q, k, v, dropout).flatten(2), self.linear_proj)
+        context = self.mixer.mix(q, k, v, dropout, self.attend)
+        return self.region.row(context.flatten(2), self.linear_proj)
