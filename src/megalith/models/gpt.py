@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from megalith.config import ModelConfig
 from megalith.models.attention_kernels import attention_kernel
-from megalith.nn.attention import AttentionShape, SelfAttention
+from megalith.nn.attention import AttentionShape, LocalMixer, SelfAttention, SequenceMixer
 from megalith.nn.cache import KVCache, LayerCache
 from megalith.nn.embedding import TokenEmbedding
 from megalith.nn.feed_forward import FeedForward
@@ -43,7 +43,15 @@ def attention_shape(config: ModelConfig) -> AttentionShape:
 class Block(nn.Module):
     """One pre-norm transformer layer (Xiong et al. 2020, arXiv:2002.04745). [S, B, D] -> [S, B, D]."""
 
-    def __init__(self, config: ModelConfig, region: Region, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        region: Region,
+        mixer: SequenceMixer,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
         super().__init__()
         norm = (config.normalization, config.hidden_size, config.norm_epsilon)
         self.input_layernorm = build_norm(*norm, dtype=dtype, device=device)
@@ -51,6 +59,7 @@ class Block(nn.Module):
             attention_shape(config),
             region,
             attention_kernel(config),
+            mixer=mixer,
             qkv_bias=config.qkv_bias,
             bias=config.add_bias_linear,
             dtype=dtype,
@@ -92,11 +101,18 @@ class Decoder(nn.Module):
     """The layers of a stage, under their global numbers, and the final norm where the stage predicts."""
 
     def __init__(
-        self, config: ModelConfig, stage: Stage, region: Region, *, dtype: torch.dtype, device: torch.device
+        self,
+        config: ModelConfig,
+        stage: Stage,
+        region: Region,
+        mixer: SequenceMixer,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         super().__init__()
         self.layers = nn.ModuleDict(
-            {str(number): Block(config, region, dtype=dtype, device=device) for number in stage.layers}
+            {str(number): Block(config, region, mixer, dtype=dtype, device=device) for number in stage.layers}
         )
         self.final_layernorm = (
             build_norm(config.normalization, config.hidden_size, config.norm_epsilon, dtype=dtype, device=device)
@@ -117,6 +133,7 @@ class GPT(nn.Module):
         config: The architecture.
         vocab_size: V, padded as the embedding table stores it.
         region: How the layers share their work with other ranks; alone by default.
+        mixer: How sequences are shared with other ranks; alone by default.
         stage: The part that is computed here; all of it by default.
 
     The weights are unset: `models.initialise` draws them, or a checkpoint fills them.
@@ -128,6 +145,7 @@ class GPT(nn.Module):
         vocab_size: int,
         *,
         region: Region | None = None,
+        mixer: SequenceMixer | None = None,
         stage: Stage | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
@@ -135,6 +153,7 @@ class GPT(nn.Module):
         super().__init__()
         region, device = region or Solo(), torch.device(device)
         self.stage = stage or Stage(range(config.num_layers))
+        self.mixer: SequenceMixer = mixer or LocalMixer()
         self.config, self.vocab_size = config, vocab_size
         self.dtype, self.device = dtype, device
         learned = config.position_embedding_type == "learned_absolute"
@@ -150,7 +169,7 @@ class GPT(nn.Module):
             if self.stage.embeds
             else None
         )
-        self.decoder = Decoder(config, self.stage, region, dtype=dtype, device=device)
+        self.decoder = Decoder(config, self.stage, region, self.mixer, dtype=dtype, device=device)
         own_output = config.untie_embeddings_and_output_weights or not self.stage.embeds
         self.output_layer = (
             OutputLayer(region.shard(vocab_size).size, config.hidden_size, dtype=dtype, device=device)
@@ -216,7 +235,7 @@ class GPT(nn.Module):
         """Predict each next token, or compute this stage's part of it.
 
         Args:
-            tokens_BS: Token ids [B, S]; with a cache only the new ones.
+            tokens_BS: Token ids [B, S], those of each sequence that are here; with a cache only the new ones.
             hidden_SBD: What the stage before this one returned; a stage that embeds takes none.
             position_ids_BS: Rows of the learned position table [B, S]; counted from the cache's length if absent.
             labels_BS: Targets [B, S].
@@ -226,8 +245,11 @@ class GPT(nn.Module):
             With labels the loss of each token [B, S] in at least fp32, without the logits [B, S, V]; where the stage
             does not predict, hidden states [S, B, D] for the next one.
         """
-        start = 0 if cache is None else cache.length
-        positions_S = torch.arange(start, start + tokens_BS.shape[1], device=tokens_BS.device)
+        length = tokens_BS.shape[1]
+        if cache is None:
+            positions_S = self.mixer.positions(length * self.mixer.parts, tokens_BS.device)
+        else:
+            positions_S = torch.arange(cache.length, cache.length + length, device=tokens_BS.device)
         if position_ids_BS is None:
             position_ids_BS = positions_S.expand_as(tokens_BS)
         if self.embedding is not None:
