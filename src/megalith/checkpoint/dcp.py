@@ -8,8 +8,10 @@ What differs from DCP's defaults, and why:
   destination where it fits, without torch's unpickler seeing the file;
 - a tensor of the checkpoint that covers only part of what is asked is an error, not a half-filled tensor.
 
-One process writes `__0_0.distcp` and `__0_1.distcp`. The classes take rank and plan from DCP, so that more ranks need
-a process group here and nothing else.
+Rank r writes `__r_0.distcp` and `__r_1.distcp`. DCP's own coordination is not used, since an error on one of its ranks
+leaves the others waiting: each rank plans (`RankWriter`), the first one merges the plans (`merged_metadata`), each
+writes, and the first one writes `.metadata` (`write_metadata`). Who gathers what in between is `agreement`'s business.
+A load needs no coordination at all: each rank plans and reads for itself.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,7 +32,6 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -126,14 +128,9 @@ class ChunkSavePlanner(dcp.DefaultSavePlanner):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        plans, metadata = super().create_global_plan(all_plans)
-        for key, stored in metadata.state_dict_metadata.items():
-            if isinstance(stored, BytesStorageMetadata):
-                continue
-            held = sum(volume(chunk.sizes) for chunk in stored.chunks)
-            if held != volume(stored.size):
-                raise CheckpointError(f"{key}: the chunks to save hold {held} of {volume(stored.size)} elements")
-        return plans, metadata
+        _refuse_double_writes(all_plans)
+        _refuse_gaps(all_plans)
+        return super().create_global_plan(all_plans)
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         value = self.state_dict[index.fqn]
@@ -143,6 +140,30 @@ class ChunkSavePlanner(dcp.DefaultSavePlanner):
         if write_item.type == WriteItemType.BYTE_IO:
             return io.BytesIO(object)  # encoded before the writer threads start
         return object
+
+
+def _refuse_double_writes(plans: Sequence[SavePlan]) -> None:
+    """DCP would write one of two equal boxes and never say that the ranks disagree about who holds it."""
+    writer: dict[MetadataIndex, int] = {}
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            other = writer.setdefault(item.index, rank)
+            where = f" at {tuple(item.index.offset)}" if item.index.offset is not None else ""
+            assert other == rank, f"{item.index.fqn}{where} is to be written by ranks {other} and {rank}"
+
+
+def _refuse_gaps(plans: Sequence[SavePlan]) -> None:
+    """What is not written would keep whatever a later load finds in memory."""
+    held: dict[str, int] = {}
+    whole: dict[str, int] = {}
+    for item in (item for plan in plans for item in plan.items):
+        if item.tensor_data is not None and item.tensor_data.chunk is not None:
+            key = item.index.fqn
+            held[key] = held.get(key, 0) + volume(item.tensor_data.chunk.sizes)
+            whole[key] = volume(item.tensor_data.size)
+    for key, elements in whole.items():
+        if held[key] != elements:
+            raise CheckpointError(f"{key}: the chunks to save hold {held[key]} of {elements} elements")
 
 
 class HashedFileSystem(FileSystem):
@@ -177,11 +198,11 @@ class HashedFileSystem(FileSystem):
 class HashedWriter(FileSystemWriter):
     """Writes a plan's items into two files per rank, each by a thread that serialises, hashes and writes."""
 
-    def __init__(self, path: Path, checkpoint_name: str) -> None:
+    def __init__(self, path: Path, rank: int = 0, checkpoint_name: str = "") -> None:
         super().__init__(path, sync_files=False, thread_count=_FILES_PER_RANK, overwrite=False)
         self.fs = HashedFileSystem()
         self.save_id = SAVE_ID_PREFIX + self.save_id
-        self._checkpoint_name = checkpoint_name
+        self._rank, self._checkpoint_name = rank, checkpoint_name
 
     @property
     def records(self) -> dict[str, FileRecord]:
@@ -196,9 +217,9 @@ class HashedWriter(FileSystemWriter):
         assert checkpoint_id is None, "a writer serves one checkpoint"
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        buckets = _balanced(plan.items, _FILES_PER_RANK)
-        names = [f"{plan.storage_data.prefix}{i}.distcp" for i in range(len(buckets))]
-        with ThreadPoolExecutor(len(buckets), thread_name_prefix="checkpoint-writer") as pool:
+        buckets = [items for items in _balanced(plan.items, _FILES_PER_RANK) if items]
+        names = [f"__{self._rank}_{i}.distcp" for i in range(len(buckets))]
+        with ThreadPoolExecutor(_FILES_PER_RANK, thread_name_prefix="checkpoint-writer") as pool:
             written = pool.map(lambda name, items: self._write_file(name, items, planner), names, buckets)
             results = [result for file in written for result in file]
         future: Future[list[WriteResult]] = Future()
@@ -254,28 +275,69 @@ def _item_bytes(item: WriteItem) -> int:
     return volume(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
 
 
-def write_sharded(
-    path: Path, chunks: Sequence[Chunk], objects: Mapping[str, bytes], checkpoint_name: str
-) -> dict[str, FileRecord]:
-    """Write tensors and encoded objects into the folder `path`, durably.
+@dataclass(frozen=True)
+class Written:
+    """What one rank wrote: where each item is, and the size and digest of each file."""
+
+    results: list[WriteResult]
+    records: dict[str, FileRecord]
+
+
+class RankWriter:
+    """One rank's part in writing a checkpoint folder.
 
     Args:
-        path: an empty folder.
-        chunks: the tensors.
+        chunks: the tensors that this rank writes.
         objects: key -> what `encode_objects` made.
-        checkpoint_name: what `.metadata` gives as its checkpoint's id.
+        rank: names its files.
 
-    Returns:
-        File name -> size and digest.
+    Attributes:
+        plan: what it writes, for `merged_metadata`.
+    """
+
+    def __init__(self, chunks: Sequence[Chunk], objects: Mapping[str, bytes], rank: int) -> None:
+        self._rank = rank
+        self._planner = ChunkSavePlanner()
+        self._planner.set_up_planner({**global_tensors(chunks), **objects}, is_coordinator=rank == 0)
+        self.plan: SavePlan = self._planner.create_local_plan()
+
+    def write(self, path: Path) -> Written:
+        """Write the files of this rank into the folder `path`, durably.
+
+        Raises:
+            OSError: the disk refused.
+        """
+        writer = HashedWriter(path, self._rank)
+        return Written(writer.write_data(self.plan, self._planner).wait(), writer.records)
+
+
+def merged_metadata(plans: Sequence[SavePlan]) -> Metadata:
+    """The table of contents of all ranks' plans, in the order of the ranks.
 
     Raises:
-        OSError: the disk refused. CheckpointError: the content is incomplete.
+        CheckpointError: together they leave a tensor incomplete.
     """
-    writer = HashedWriter(path, checkpoint_name)
-    with _without_single_process_warning(), plain_exceptions():
-        state = {**global_tensors(chunks), **objects}
-        dcp.save(state, storage_writer=writer, planner=ChunkSavePlanner(), no_dist=True)
-    return writer.records
+    _, metadata = ChunkSavePlanner().create_global_plan(list(plans))
+    return metadata
+
+
+def write_metadata(
+    path: Path, checkpoint_name: str, metadata: Metadata, written: Sequence[Written]
+) -> dict[str, FileRecord]:
+    """Write `.metadata`, durably, when the files of all ranks are there.
+
+    Args:
+        path: the folder.
+        checkpoint_name: what it gives as the checkpoint's id.
+        metadata: what `merged_metadata` made.
+        written: by rank.
+
+    Returns:
+        File name -> size and digest of all the files so far.
+    """
+    writer = HashedWriter(path, checkpoint_name=checkpoint_name)
+    writer.finish(metadata, [part.results for part in written])
+    return {name: record for part in written for name, record in part.records.items()} | writer.records
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,15 +32,25 @@ class Contents:
     tensors: dict[str, StoredTensor]
     objects: frozenset[str]
 
-    def not_in(self, wanted: CheckpointContent) -> tuple[str, ...]:
+    def not_in(self, asked: Collection[str]) -> tuple[str, ...]:
         """Keys that are stored and not asked for; the empty states of FP8 linears do not count."""
-        asked = {chunk.key for chunk in wanted.chunks} | set(wanted.objects)
         there = [*self.tensors, *sorted(self.objects)]
         return tuple(key for key in there if key not in asked and not is_extra_state(key))
 
 
-def check_fit(source: str, stored: Contents, wanted: CheckpointContent) -> None:
+def keys_of(content: CheckpointContent) -> frozenset[str]:
+    """The keys of all its tensors and objects."""
+    return frozenset(chunk.key for chunk in content.chunks) | frozenset(content.objects)
+
+
+def check_fit(source: str, stored: Contents, wanted: CheckpointContent, asked: Collection[str]) -> None:
     """Compare keys, global shapes and dtypes.
+
+    Args:
+        source: names the checkpoint.
+        stored: what it holds.
+        wanted: what this rank asks for.
+        asked: every key that is asked for, by this rank or another.
 
     Raises:
         CheckpointError: lists every difference, and what the checkpoint holds beside.
@@ -49,7 +59,7 @@ def check_fit(source: str, stored: Contents, wanted: CheckpointContent) -> None:
     lines += [f"{key} is not in the checkpoint" for key in wanted.objects if key not in stored.objects]
     if not lines:
         return
-    unasked = [key for key in stored.not_in(wanted) if key in stored.tensors]
+    unasked = [key for key in stored.not_in(asked) if key in stored.tensors]
     if unasked:
         lines.append(f"in the checkpoint and not asked for: {', '.join(unasked)}")
     raise CheckpointError(listing(f"{source} does not fit this model and optimizer", lines))

@@ -1,6 +1,6 @@
 """One checkpoint folder of format torch_dist: writing its files, checking them, reading them.
 
-    .metadata  __0_0.distcp  __0_1.distcp    tensors and objects (DCP)
+    .metadata  __<rank>_<0 or 1>.distcp      tensors and objects (DCP)
     common.pt                                the state that all ranks share
     metadata.json                            names the format, for Megatron
     <other files>                            such as the tokenizer's, so that the folder can be used alone
@@ -12,7 +12,8 @@ How a folder gets its place and its number is the store's business.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,14 @@ from megalith.checkpoint.content import CheckpointContent, LoadedContent
 from megalith.checkpoint.dcp import (
     METADATA_FILE,
     SAVE_ID_PREFIX,
+    Written,
     encode_objects,
     open_metadata,
     read_sharded,
-    write_sharded,
+    write_metadata,
 )
 from megalith.checkpoint.fit import Contents, StoredTensor, check_fit, listing
-from megalith.checkpoint.hashing import hash_files
+from megalith.checkpoint.hashing import FileRecord, hash_files
 from megalith.checkpoint.manifest import MANIFEST_FILE
 from megalith.checkpoint.safe_loading import dump_bytes, load_tensors_and_plain_data
 from megalith.errors import CheckpointError
@@ -47,11 +49,12 @@ _OWN_FILES = {METADATA_FILE, COMMON_FILE, FORMAT_FILE, MANIFEST_FILE}
 
 
 class EncodedContent:
-    """What a save writes, with everything but the tensors turned into bytes.
+    """What one rank writes, with everything but the tensors turned into bytes.
 
     Args:
-        content: what to save.
-        files: further files, name -> bytes.
+        content: what to save; its common state is that of rank 0.
+        files: further files, which rank 0 writes, name -> bytes.
+        rank: of this process.
 
     Raises:
         CheckpointError: the content is incomplete, or holds a type that a load would refuse.
@@ -60,14 +63,14 @@ class EncodedContent:
     _ENTRY_OVERHEAD = 2048  # bytes of a torch archive and of the metadata around one tensor
     _FIXED_OVERHEAD = 2**20
 
-    def __init__(self, content: CheckpointContent, files: Mapping[str, bytes]) -> None:
+    def __init__(self, content: CheckpointContent, files: Mapping[str, bytes], rank: int = 0) -> None:
         for name in files:
             plain = name == Path(name).name and not name.startswith((".", "__")) and name not in _OWN_FILES
             assert plain, f"{name!r} is not a name for a further file of a checkpoint"
         self.chunks = content.chunks
         self.objects = encode_objects(content.objects)
-        self.common = dump_bytes(content.common, "the common state")
-        self.further_files = dict(files)
+        self.common = dump_bytes(content.common, "the common state") if rank == 0 else b""
+        self.further_files = dict(files) if rank == 0 else {}
 
     @property
     def files(self) -> dict[str, bytes]:
@@ -83,27 +86,28 @@ class EncodedContent:
         return tensors + others + entries * self._ENTRY_OVERHEAD + self._FIXED_OVERHEAD
 
 
-def write_folder(
+def finish_folder(
     path: Path,
     name: str,
     encoded: EncodedContent,
+    metadata: Metadata,
+    written: Sequence[Written],
     facts: Mapping[str, Any],
-    on_point: Callable[[str], None],
 ) -> int:
-    """Write all files of a checkpoint into an empty folder, durably.
+    """Write, durably, what makes a checkpoint of a folder in which all ranks' tensors and objects are.
 
     Args:
         path: the folder, under whatever temporary name.
         name: its name when it is in its place.
-        encoded: what to write.
+        encoded: of rank 0.
+        metadata: what it holds.
+        written: what each rank wrote.
         facts: what the manifest says beside sizes and hashes.
-        on_point: called with `mid_save` when the tensors are written.
 
     Returns:
         Bytes of all the files but the manifest.
     """
-    records = write_sharded(path, encoded.chunks, encoded.objects, name)
-    on_point("mid_save")
+    records = write_metadata(path, name, metadata, written)
     for file, data in encoded.files.items():
         write_durably(path / file, data)
     records |= hash_files([path / file for file in encoded.files], threads=1)
@@ -126,18 +130,20 @@ class CheckpointFolder:
         if not path.is_dir():
             raise CheckpointError(f"{path} is not a checkpoint folder: it does not exist")
 
-    def load(self, content: CheckpointContent) -> LoadedContent:
-        """Fill the tensors of `content` in place; read its objects and the common state. Hashes are not compared.
+    def open(self, content: CheckpointContent, asked: Collection[str]) -> Reading:
+        """Check that the checkpoint holds what `content` asks for; the load itself is `Reading.load`.
+
+        Args:
+            content: tensors to fill and names of objects to read.
+            asked: every key that is asked for, by this rank or another.
 
         Raises:
-            CheckpointError: it does not fit, and no tensor has been touched; or a file proves damaged.
+            CheckpointError: it does not fit, or a file is damaged.
         """
         metadata = open_metadata(self.path)
         stored = _contents(metadata)
-        check_fit(str(self.path), stored, content)
-        common = self.common()
-        objects = read_sharded(self.path, metadata, content)
-        return LoadedContent(common, objects, stored.not_in(content))
+        check_fit(str(self.path), stored, content, asked)
+        return Reading(self, metadata, content, self.common(), stored.not_in(asked))
 
     def contents(self) -> Contents:
         """What the checkpoint holds, without reading the tensors."""
@@ -174,15 +180,18 @@ class CheckpointFolder:
         status = [(path.name, path.stat()) for path in self.path.iterdir()]
         return tuple(sorted((name, stat.st_size, stat.st_mtime_ns) for name, stat in status))
 
-    def problems(self) -> list[str]:
-        """Everything that is wrong: by the manifest's hashes, or by the structure alone where there is no manifest."""
+    def problems(self, part: int = 0, parts: int = 1) -> list[str]:
+        """Everything that is wrong: by the manifest's hashes, or by the structure alone where there is no manifest.
+
+        Args:
+            part: which part of the work is done here; what is wrong with the whole is found by each.
+            parts: in how many it is cut.
+        """
         try:
             body = self.manifest()
-            return (
-                self._structural_problems()
-                if body is None
-                else manifests.compare(self.path, manifests.records_of(body))
-            )
+            if body is None:
+                return self._structural_problems() if part == 0 else []
+            return manifests.compare(self.path, _share(manifests.records_of(body), part, parts))
         except CheckpointError as error:
             return [str(error)]
 
@@ -195,6 +204,37 @@ class CheckpointFolder:
             return [f"{self.path / FORMAT_FILE} is missing or damaged: {error}"]
         ours = metadata.storage_meta is not None and str(metadata.storage_meta.save_id).startswith(SAVE_ID_PREFIX)
         return [f"{self.path / MANIFEST_FILE} is missing"] if ours else []
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A load that was found to fit: nothing is filled yet."""
+
+    folder: CheckpointFolder
+    metadata: Metadata
+    content: CheckpointContent
+    common: dict[str, Any]
+    unexpected: tuple[str, ...]
+
+    def load(self) -> LoadedContent:
+        """Fill the tensors in place and read the objects.
+
+        Raises:
+            CheckpointError: a file proves damaged.
+        """
+        objects = read_sharded(self.folder.path, self.metadata, self.content)
+        return LoadedContent(self.common, objects, self.unexpected)
+
+
+def _share(records: Mapping[str, FileRecord], part: int, parts: int) -> dict[str, FileRecord]:
+    """One of `parts` shares of about equal size, so that several ranks hash what one would."""
+    loads, share = [0] * parts, {}
+    for name, record in sorted(records.items(), key=lambda item: item[1].size, reverse=True):
+        lightest = loads.index(min(loads))
+        loads[lightest] += record.size + 1
+        if lightest == part:
+            share[name] = record
+    return {name: records[name] for name in records if name in share}
 
 
 def _contents(metadata: Metadata) -> Contents:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megalith.checkpoint.commit import no_point
 from megalith.checkpoint.content import CheckpointContent, Chunk, LoadedContent, by_key
-from megalith.checkpoint.fit import Contents, StoredTensor, check_complete, check_fit
+from megalith.checkpoint.fit import Contents, StoredTensor, check_complete, check_fit, keys_of
 from megalith.checkpoint.folder import EncodedContent
 from megalith.checkpoint.safe_loading import load_bytes
 from megalith.checkpoint.store import NO_FILES, SaveReport, provenance
@@ -62,12 +62,12 @@ class MemoryStore:
     def load(self, iteration: int, content: CheckpointContent, *, verify: bool = True) -> LoadedContent:
         saved = self._existing(iteration)
         stored = self.contents(iteration)
-        check_fit(f"iteration {iteration}", stored, content)
+        check_fit(f"iteration {iteration}", stored, content, keys_of(content))
         with torch.no_grad():
             for chunk in content.chunks:
                 chunk.tensor.copy_(_box(saved.tensors[chunk.key], chunk.offset, chunk.tensor))
         objects = {key: _restored(saved.encoded.objects[key], key)[0] for key in content.objects}
-        return LoadedContent(self.common(iteration), objects, stored.not_in(content))
+        return LoadedContent(self.common(iteration), objects, stored.not_in(keys_of(content)))
 
     def contents(self, iteration: int) -> Contents:
         saved = self._existing(iteration)

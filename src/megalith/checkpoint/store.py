@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -21,26 +21,22 @@ from typing import Any, Protocol
 import torch
 
 import megalith
-from megalith.checkpoint.commit import (
-    building,
-    check_space,
-    clear_leftovers,
-    naming_full_disk,
-    no_point,
-    put_back_replaced,
-    replace_durably,
-)
+from megalith.checkpoint.agreement import Crew
+from megalith.checkpoint.commit import no_point, put_back_replaced, replace_durably
 from megalith.checkpoint.content import CheckpointContent, LoadedContent
-from megalith.checkpoint.fit import Contents
-from megalith.checkpoint.folder import CheckpointFolder, EncodedContent, damaged, write_folder
+from megalith.checkpoint.fit import Contents, keys_of
+from megalith.checkpoint.folder import CheckpointFolder, Reading, damaged
 from megalith.checkpoint.manifest import MANIFEST_FILE
 from megalith.checkpoint.owner import claim
+from megalith.checkpoint.saving import Saving
+from megalith.distributed.context import ParallelContext
 from megalith.errors import CheckpointError
+from megalith.layout import Layout
 
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
 SAVE_POINTS = ("pre_save", "mid_save", "pre_commit", "mid_commit", "post_commit")
-"""Where a save calls `on_point`: before the first byte; with the tensors written; before the rename; between the rename
-and the tracker; at the end."""
+"""Where a save calls `on_point`, on every rank: before the first byte; with its tensors written; before the rename;
+between the rename and the tracker (on other ranks than the first: about then); at the end."""
 
 NO_FILES: Mapping[str, bytes] = MappingProxyType({})
 
@@ -138,20 +134,30 @@ class Store(Protocol):
 class DirectoryStore:
     """A save folder in Megatron's layout: `iter_%07d/` of format torch_dist, and the tracker file.
 
+    With several ranks they act together: every rank calls the same methods in the same order and with the same
+    iterations, each with its own content, and an error of one is an error of all (`agreement`). What is read off the
+    folder is what the first rank sees. The chunks to save are each in the content of one rank only.
+
     Args:
         path: the save folder; it is made by the first save.
+        ctx: the ranks that share it; this process alone by default.
     """
 
-    def __init__(self, path: Path | str) -> None:
+    def __init__(self, path: Path | str, ctx: ParallelContext | None = None) -> None:
+        ctx = ctx or ParallelContext.solo()
         self.path = Path(path)
+        self._layout, self._crew = ctx.layout, Crew(ctx.world)
         self._sound: dict[int, tuple[tuple[str, int, int], ...]] = {}
 
     def folder(self, iteration: int) -> Path:
         """Where the checkpoint of an iteration is or would be."""
         return self.path / f"iter_{iteration:07d}"
 
-    def claim(self) -> AbstractContextManager[None]:
-        return claim(self.path)
+    @contextmanager
+    def claim(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            self._crew.first(lambda: stack.enter_context(claim(self.path)))
+            yield
 
     def save(
         self,
@@ -162,68 +168,57 @@ class DirectoryStore:
         files: Mapping[str, bytes] = NO_FILES,
         on_point: Callable[[str], None] = no_point,
     ) -> SaveReport:
-        started = time.perf_counter()
-        final = self.folder(iteration)
-        encoded = EncodedContent(content, files)
-        facts = {"iteration": iteration, **provenance(), **manifest}
-        on_point("pre_save")
-        with naming_full_disk(self.path, encoded.nbytes):
-            self.path.mkdir(parents=True, exist_ok=True)
-            clear_leftovers(self.path)
-            check_space(self.path, encoded.nbytes)
-            with building(final) as new:
-                size = write_folder(new.path, final.name, encoded, facts, on_point)
-                on_point("pre_commit")
-                new.commit()
-            self._sound.pop(iteration, None)
-            on_point("mid_commit")
+        started, final = time.perf_counter(), self.folder(iteration)
+        facts = {"iteration": iteration, **provenance(), **facts_of(self._layout), **manifest}
+
+        def publish() -> None:
             replace_durably(self.path / TRACKER_FILE, str(iteration).encode("ascii"))
-        on_point("post_commit")
+
+        self._sound.pop(iteration, None)
+        size = Saving(self._crew, final, content, files, facts, on_point, publish).run()
         return SaveReport(time.perf_counter() - started, size, final)
 
     def load(self, iteration: int, content: CheckpointContent, *, verify: bool = True) -> LoadedContent:
-        folder = self._existing(iteration)
         if verify and (problems := self.verify(iteration)):
-            raise damaged(folder.path, problems)
-        return folder.load(content)
+            raise damaged(self.folder(iteration), problems)
+        asked = frozenset[str]().union(*self._crew.all(lambda: keys_of(content)))
+        readings: list[Reading] = []
+        self._crew.all(lambda: readings.append(self._existing(iteration).open(content, asked)))
+        loaded: list[LoadedContent] = []
+        self._crew.all(lambda: loaded.append(readings[0].load()))
+        return loaded[0]
 
     def contents(self, iteration: int) -> Contents:
-        return self._existing(iteration).contents()
+        return self._crew.first(lambda: self._existing(iteration).contents())
 
     def common(self, iteration: int) -> dict[str, Any]:
-        return self._existing(iteration).common()
+        return self._crew.first(lambda: self._existing(iteration).common())
 
     def manifest(self, iteration: int) -> dict[str, Any] | None:
-        return self._existing(iteration).manifest()
+        return self._crew.first(lambda: self._existing(iteration).manifest())
 
     def read_file(self, iteration: int, name: str) -> bytes:
-        return self._existing(iteration).read_file(name)
+        return self._crew.first(lambda: self._existing(iteration).read_file(name))
 
     def iterations(self) -> list[int]:
-        if not self.path.is_dir():
-            return []
-        named = ((path, _ITERATION.fullmatch(path.name)) for path in self.path.iterdir())
-        return sorted(int(match[1]) for path, match in named if match and path.is_dir())
+        return self._crew.first(self._iterations)
 
     def latest(self) -> int | None:
-        text = self._tracker_text()
-        return int(text) if text is not None and re.fullmatch(r"[0-9]{1,18}", text) else None
+        return self._crew.first(self._latest)
 
     def verify(self, iteration: int) -> list[str]:
-        folder = self._existing(iteration)
-        signature = folder.signature()
-        if self._sound.get(iteration) == signature:
+        signature = self._crew.first(lambda: self._existing(iteration).signature())
+        if self._sound.get(iteration) == signature:  # verified before, and no file has changed since
             return []
-        problems = folder.problems()
+        found = self._crew.all(lambda: self._existing(iteration).problems(self._crew.rank, self._crew.size))
+        problems = list(dict.fromkeys(problem for part in found for problem in part))
         if not problems:
             self._sound[iteration] = signature
         return problems
 
     def newest_verified(self) -> tuple[int | None, list[str]]:
-        put_back_replaced(self.path)
-        there, tracked = self.iterations(), self.latest()
-        notes = self._tracker_notes(tracked, there)
-        for iteration in _in_order_of_trial(tracked, there):
+        candidates, notes = self._crew.first(self._candidates)
+        for iteration in candidates:
             problems = self.verify(iteration)
             if not problems:
                 if self.manifest(iteration) is None:
@@ -231,6 +226,22 @@ class DirectoryStore:
                 return iteration, notes
             notes += problems
         return None, notes
+
+    def _candidates(self) -> tuple[list[int], list[str]]:
+        """The checkpoints in the order of trial, and what is odd about the tracker."""
+        put_back_replaced(self.path)
+        there, tracked = self._iterations(), self._latest()
+        return _in_order_of_trial(tracked, there), self._tracker_notes(tracked, there)
+
+    def _iterations(self) -> list[int]:
+        if not self.path.is_dir():
+            return []
+        named = ((path, _ITERATION.fullmatch(path.name)) for path in self.path.iterdir())
+        return sorted(int(match[1]) for path, match in named if match and path.is_dir())
+
+    def _latest(self) -> int | None:
+        text = self._tracker_text()
+        return int(text) if text is not None and re.fullmatch(r"[0-9]{1,18}", text) else None
 
     def _tracker_text(self) -> str | None:
         try:
@@ -253,7 +264,7 @@ class DirectoryStore:
     def _existing(self, iteration: int) -> CheckpointFolder:
         path = self.folder(iteration)
         if not path.is_dir():
-            held = ", ".join(map(str, self.iterations())) or "none"
+            held = ", ".join(map(str, self._iterations())) or "none"
             raise CheckpointError(f"{path} does not exist; {self.path} holds the iterations: {held}")
         return CheckpointFolder(path)
 
@@ -270,6 +281,11 @@ def _in_order_of_trial(tracked: int | None, there: Sequence[int]) -> list[int]:
     if tracked is None:
         return sorted(there, reverse=True)
     return sorted(there, key=lambda iteration: (iteration > tracked, abs(iteration - tracked)))
+
+
+def facts_of(layout: Layout) -> dict[str, Any]:
+    """What a manifest says of the ranks that wrote it."""
+    return {"layout": asdict(layout), "world_size": layout.world_size}
 
 
 def provenance() -> dict[str, str]:

@@ -1,0 +1,115 @@
+"""Ranks that act together: what one of them cannot do is an error on all of them, at the same call.
+
+Without this a rank with a full disk would leave the others waiting in their next collective. Every rank makes the
+same calls in the same order; alone, an act is just done.
+
+KeyboardInterrupt and SystemExit are not agreed on: whoever is told to leave at once leaves.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from megalith.distributed import comm
+from megalith.distributed.context import Axis
+from megalith.errors import CheckpointError, MegalithError
+
+T = TypeVar("T")
+
+_NAMED_CAUSES = 4  # different messages in one error; a thousand ranks mostly have the same
+
+
+@dataclass(frozen=True)
+class _Outcome(Generic[T]):
+    """What came of an act on one rank; `cause` is None where it succeeded."""
+
+    result: T | None
+    cause: str | None
+    host: str
+
+
+class Crew:
+    """The ranks that share a store.
+
+    Args:
+        axis: all of them.
+    """
+
+    def __init__(self, axis: Axis) -> None:
+        self._axis = axis
+
+    @property
+    def rank(self) -> int:
+        """The place of this rank among them."""
+        return self._axis.index
+
+    @property
+    def size(self) -> int:
+        return self._axis.size
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank decides and writes what stands for all."""
+        return self._axis.is_first
+
+    def all(self, act: Callable[[], T]) -> list[T]:
+        """Do something on every rank; returns the results by rank, which are pickled on the way.
+
+        Raises:
+            CheckpointError: it failed on a rank; the message, equal on all, names that rank and the cause. Alone, or
+                where it was no MegalithError, this rank's own exception is raised.
+        """
+        if self.size == 1:
+            return [act()]
+        result, error = None, None
+        try:
+            result = act()
+        except Exception as caught:
+            error = caught
+        outcomes: Sequence[_Outcome[T]] = comm.all_gather_objects(
+            _Outcome(result, None if error is None else _cause(error), socket.gethostname()), self._axis
+        )
+        if all(outcome.cause is None for outcome in outcomes):
+            results: list[Any] = [outcome.result for outcome in outcomes]
+            return results
+        if error is not None and not isinstance(error, MegalithError):
+            raise error
+        raise CheckpointError(_together(outcomes)) from error
+
+    def first(self, act: Callable[[], T]) -> T:
+        """Do something on the first rank only and return its result on every rank.
+
+        Raises:
+            CheckpointError: it failed there.
+        """
+        results: list[Any] = self.all(lambda: act() if self.is_first else None)
+        found: T = results[0]
+        return found
+
+
+def _cause(error: Exception) -> str:
+    """The message of an error of ours; of any other its type too, as its message alone may say nothing."""
+    return str(error) if isinstance(error, MegalithError) else f"{type(error).__name__}: {error}"
+
+
+def _together(outcomes: Sequence[_Outcome[Any]]) -> str:
+    """One message for what went wrong on the ranks, each cause once."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, outcome in enumerate(outcomes):
+        if outcome.cause is not None:
+            ranks_of.setdefault(outcome.cause, []).append(rank)
+    (cause, ranks), *_ = ranks_of.items()
+    if len(ranks) == len(outcomes):
+        return cause
+    lines = [f"{_named(ranks, outcomes)}: {cause}" for cause, ranks in list(ranks_of.items())[:_NAMED_CAUSES]]
+    if len(ranks_of) > _NAMED_CAUSES:
+        lines.append(f"and {len(ranks_of) - _NAMED_CAUSES} other causes on further ranks")
+    return "\n".join(lines)
+
+
+def _named(ranks: Sequence[int], outcomes: Sequence[_Outcome[Any]]) -> str:
+    others = f" and {len(ranks) - 1} more" if len(ranks) > 1 else ""
+    return f"rank {ranks[0]} on {outcomes[ranks[0]].host}{others}"

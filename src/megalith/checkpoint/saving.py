@@ -1,0 +1,151 @@
+"""One save by all the ranks of a run into one folder: prepare, begin, write, commit.
+
+    every rank          encodes its content and plans its files                        pre_save
+    the first           clears leftovers, checks the space, makes the folder under a temporary name
+    every rank          writes and hashes its files in it                              mid_save (pre_commit)
+    the first           .metadata, common.pt, ..., manifest.json; rename; tracker      pre_commit, mid_commit
+    every rank                                                                         post_commit
+
+Between two lines the ranks agree that the line succeeded everywhere (`agreement`), so that an error of one is an error
+of all, and the first rank then removes the folder. A rank that is killed breaks the next agreement, with the same
+effect; killed after its files are complete it stops nobody, since the first rank needs it no more.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
+
+from megalith.checkpoint.agreement import Crew
+from megalith.checkpoint.commit import Building, building, check_space, clear_leftovers, naming_full_disk
+from megalith.checkpoint.content import CheckpointContent
+from megalith.checkpoint.dcp import RankWriter, Written, merged_metadata
+from megalith.checkpoint.folder import EncodedContent, finish_folder
+from megalith.errors import CheckpointError
+
+_SEEN_WITHIN_SECONDS = 10.0  # network file systems cache for some seconds what is not there
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What one rank is about to write."""
+
+    plan: SavePlan
+    nbytes: int
+
+
+class Saving:
+    """A save under way.
+
+    Args:
+        crew: the ranks that save.
+        final: where the folder is to appear.
+        content: what this rank writes; the common state counts on the first rank only.
+        files: further files of the first rank, name -> bytes.
+        facts: what the manifest says beside sizes and hashes.
+        on_point: called with the points of the save on this rank.
+        publish: points the tracker to the folder; called on the first rank when it is in its place.
+    """
+
+    def __init__(
+        self,
+        crew: Crew,
+        final: Path,
+        content: CheckpointContent,
+        files: Mapping[str, bytes],
+        facts: Mapping[str, Any],
+        on_point: Callable[[str], None],
+        publish: Callable[[], None],
+    ) -> None:
+        self._crew, self._final, self._facts = crew, final, facts
+        self._content, self._files = content, files
+        self._on_point, self._publish = on_point, publish
+        self._encoded: EncodedContent
+        self._writer: RankWriter
+        self._metadata: Metadata
+        self._new: Building
+        self._needed = 0
+
+    def run(self) -> int:
+        """Save; returns the bytes of all the files but the manifest.
+
+        Raises:
+            CheckpointError: it could not be done, on whichever rank; what was there before is untouched.
+        """
+        parts = self._crew.all(self._prepare)
+        self._needed = sum(part.nbytes for part in parts)
+        with ExitStack() as stack:
+            name = self._crew.first(lambda: self._begin(stack, [part.plan for part in parts]))
+            written = self._crew.all(lambda: self._write(self._final.parent / name))
+            sizes = self._crew.all(lambda: self._commit(written))
+        self._on_point("post_commit")
+        return sizes[0]
+
+    def _prepare(self) -> _Part:
+        self._encoded = EncodedContent(self._content, self._files, rank=self._crew.rank)
+        self._writer = RankWriter(self._content.chunks, self._encoded.objects, self._crew.rank)
+        self._on_point("pre_save")
+        return _Part(self._writer.plan, self._encoded.nbytes)
+
+    def _begin(self, stack: ExitStack, plans: Sequence[SavePlan]) -> str:
+        """Make the folder; its name, since other hosts may have the save folder elsewhere."""
+        self._metadata = merged_metadata(plans)
+        parent = self._final.parent
+        with naming_full_disk(parent, self._needed):
+            parent.mkdir(parents=True, exist_ok=True)
+            clear_leftovers(parent)
+            check_space(parent, self._needed)
+            self._new = stack.enter_context(building(self._final))
+        return self._new.path.name
+
+    def _write(self, path: Path) -> Written:
+        with naming_full_disk(path.parent, self._needed):
+            _wait_for(path)
+            written = self._writer.write(path)
+            self._on_point("mid_save")
+            if not self._crew.is_first:
+                self._on_point("pre_commit")
+        return written
+
+    def _commit(self, written: Sequence[Written]) -> int:
+        if not self._crew.is_first:
+            self._on_point("mid_commit")
+            return 0
+        path = self._new.path
+        with naming_full_disk(path.parent, self._needed):
+            for part in written[1:]:
+                for name, record in part.records.items():
+                    _wait_for(path / name, record.size)
+            size = finish_folder(path, self._final.name, self._encoded, self._metadata, written, self._facts)
+            self._on_point("pre_commit")
+            self._new.commit()
+            self._on_point("mid_commit")
+            self._publish()
+        return size
+
+
+def _wait_for(path: Path, size: int = 0) -> None:
+    """Wait until what another rank made, on another host perhaps, is seen here.
+
+    Args:
+        path: a folder or file.
+        size: the bytes that it must have at least.
+
+    Raises:
+        CheckpointError: it does not appear.
+    """
+    deadline = time.monotonic() + _SEEN_WITHIN_SECONDS
+    while not (path.exists() and path.stat().st_size >= size):
+        if time.monotonic() > deadline:
+            raise CheckpointError(
+                f"{path} was made by another rank and is not seen here: with several hosts, --save must name a folder "
+                "of a file system that all of them share"
+            )
+        time.sleep(0.05)
