@@ -1,0 +1,157 @@
+"""Pipeline schedules: every operation once, in an order that its data allows, and refusals that name the flag."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import product
+
+import pytest
+
+from megalith.errors import LayoutError
+from megalith.schedules.pipeline import (
+    SCHEDULES,
+    Flags,
+    Op,
+    Schedule,
+    default_schedule,
+    make_schedule,
+    violations,
+)
+
+CASES = [
+    case
+    for case in product(SCHEDULES, range(1, 6), range(1, 4), (1, 2, 3, 4, 5, 8, 10, 12))
+    if not violations(case[0], *case[1:])
+]
+
+
+@pytest.fixture(scope="module")
+def schedules() -> list[Schedule]:
+    return [make_schedule(name, stages, chunks, micro_batches) for name, stages, chunks, micro_batches in CASES]
+
+
+def test_the_cases_cover_every_schedule() -> None:
+    assert {name for name, *_ in CASES} == set(SCHEDULES)
+    assert {(name, stages) for name, stages, _, _ in CASES} == set(product(SCHEDULES, range(1, 6)))
+
+
+def test_each_stage_does_each_operation_once(schedules: list[Schedule]) -> None:
+    for schedule in schedules:
+        kinds = {"forward": "F", "zb-h1": "FBW"}.get(schedule.name, "FB")
+        every = Counter(
+            Op(kind, chunk, micro_batch)  # type: ignore[arg-type]
+            for kind in kinds
+            for chunk in range(schedule.chunks)
+            for micro_batch in range(schedule.micro_batches)
+        )
+        assert len(schedule.ops) == schedule.stages
+        for ops in schedule.ops:
+            assert Counter(ops) == every
+        assert schedule.is_split == ("W" in kinds) and schedule.has_backward == ("B" in kinds)
+
+
+def test_on_a_stage_f_comes_before_b_before_w(schedules: list[Schedule]) -> None:
+    for schedule in schedules:
+        for ops in schedule.ops:
+            place = {op: number for number, op in enumerate(ops)}
+            for op in ops:
+                for later in "BW" if op.kind == "F" else "W" if op.kind == "B" else "":
+                    assert place.get(Op(later, op.chunk, op.micro_batch), len(ops)) > place[op]  # type: ignore[arg-type]
+
+
+def test_what_one_stage_makes_another_needs(schedules: list[Schedule]) -> None:
+    for schedule in schedules:
+        both = range(schedule.stages)
+        made = Counter(m for stage in both for op in schedule.ops[stage] if (m := schedule.makes(stage, op)))
+        needed = Counter(m for stage in both for op in schedule.ops[stage] if (m := schedule.needs(stage, op)))
+        parts, directions = schedule.stages * schedule.chunks, 2 if schedule.has_backward else 1
+        assert made == needed
+        assert made.total() == (parts - 1) * directions * schedule.micro_batches
+
+
+def test_messages_go_round_the_ring() -> None:
+    schedule = make_schedule("interleaved", 4, 2, 4)
+    forward = schedule.makes(3, Op("F", 0, 2))
+    assert forward is not None and forward == schedule.needs(0, Op("F", 1, 2))
+    assert (forward.source, forward.target, forward.chunk, forward.gradient) == (3, 0, 1, False)
+    backward = schedule.makes(0, Op("B", 1, 2))
+    assert backward is not None and backward == schedule.needs(3, Op("B", 0, 2))
+    assert schedule.needs(0, Op("F", 0, 2)) is schedule.makes(3, Op("F", 1, 2)) is None
+    assert schedule.needs(3, Op("B", 1, 2)) is schedule.makes(0, Op("B", 0, 2)) is None
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+def test_steps_post_each_receive_before_it_is_needed(schedules: list[Schedule], prefetch: int) -> None:
+    for schedule in schedules:
+        for stage in range(schedule.stages):
+            posted, needed = [], []
+            for step in schedule.steps(stage, prefetch=prefetch):
+                posted += step.receives
+                if step.needs is not None and not step.needs.is_local:
+                    needed.append(step.needs)
+                    assert step.needs in posted
+                assert len(posted) - len(needed) <= prefetch
+            assert posted == needed  # in the same order: an edge is a queue
+
+
+def test_steps_bound_the_unfinished_sends() -> None:
+    steps = make_schedule("1f1b", 4, 1, 8).steps(0, window=3)
+    unfinished, most = 0, 0
+    for step in steps:
+        unfinished += (step.makes is not None) - (step.settles is not None)
+        most = max(most, unfinished)
+    assert most == 3
+
+
+def test_the_last_backward_of_a_chunk_is_announced() -> None:
+    for name, chunks in (("1f1b", 1), ("interleaved", 2)):
+        for stage in range(4):
+            steps = make_schedule(name, 4, chunks, 8).steps(stage)
+            assert [step.op for step in steps if step.is_final] == [Op("B", c, 7) for c in reversed(range(chunks))]
+
+
+def test_weight_gradients_of_earlier_micro_batches_are_not_final() -> None:
+    schedule = make_schedule("zb-h1", 4, 1, 8)
+    final = [[step.op for step in schedule.steps(stage) if step.is_final] for stage in range(4)]
+    assert final == [[Op("B", 0, 7)], [Op("W", 0, 7)], [Op("W", 0, 7)], [Op("W", 0, 7)]]
+
+
+def test_the_end_of_each_micro_batch_is_announced_once(schedules: list[Schedule]) -> None:
+    for schedule in schedules:
+        steps = schedule.steps(0)
+        ended = [step.op.micro_batch for step in steps if step.ends_micro_batch]
+        assert sorted(ended) == list(range(schedule.micro_batches))
+        assert steps[-1].ends_micro_batch
+
+
+def test_known_schedules() -> None:
+    """The pictures of the papers: 1F1B of 4 stages and 8 micro-batches, stage 2; ZB-H1 of 3 stages, the last one."""
+    assert " ".join(map(str, make_schedule("1f1b", 4, 1, 4).ops[2])) == "F0.0 F0.1 B0.0 F0.2 B0.1 F0.3 B0.2 B0.3"
+    assert (
+        " ".join(map(str, make_schedule("zb-h1", 3, 1, 4).ops[2]))
+        == "F0.0 B0.0 F0.1 B0.1 F0.2 B0.2 W0.0 F0.3 B0.3 W0.1 W0.2 W0.3"
+    )
+    assert " ".join(map(str, make_schedule("interleaved", 2, 2, 2).ops[1])) == "F0.0 F0.1 F1.0 B1.0 F1.1 B1.1 B0.0 B0.1"
+
+
+def test_micro_batches_that_do_not_divide_are_refused_by_flag() -> None:
+    with pytest.raises(LayoutError) as raised:
+        make_schedule("interleaved", 4, 2, 6)
+    text = str(raised.value)
+    assert "--pipeline-model-parallel-size 4" in text and "nearest: 4 or 8" in text
+    assert "nearest: 4," in violations("interleaved", 4, 2, 3)[0]
+
+
+def test_all_violations_are_named_at_once() -> None:
+    found = violations("zigzag", 0, -1, 0, Flags("--pp", "--vp", "--microbatches"))
+    assert [text[:17] for text in found] == [
+        "--pp 0 is below 1",
+        "--vp -1 is below ",
+        "--microbatches 0 ",
+        "there is no sched",
+    ]
+    assert "zb-h1 has one chunk" in violations("zb-h1", 4, 2, 8)[0]
+
+
+def test_the_schedule_of_a_run_follows_its_chunks() -> None:
+    assert (default_schedule(1), default_schedule(2)) == ("1f1b", "interleaved")
