@@ -352,6 +352,10 @@ class LogConfig:
     log_throughput: bool = setting(False, help="add TFLOP/s to the line")
     log_params_norm: bool = setting(False, help="add the norm of the parameters to the line")
     log_num_zeros_in_grad: bool = setting(False, help="add the number of zeros in the gradient to the line")
+    log_straggler: bool = setting(False, help="report ranks that the others wait for, every --log-interval")
+    straggler_minmax_count: int = setting(
+        1, help="with --log-straggler: slowest and fastest ranks that are named", unit="ranks", at_least=1
+    )
     tensorboard_dir: str | None = setting(None, help="folder of TensorBoard files")
     tensorboard_log_interval: int = setting(
         1, help="iterations between TensorBoard records", unit="iterations", at_least=1
@@ -404,6 +408,21 @@ class ParallelConfig:
         "nccl", help="collective library; nccl becomes gloo where there is no GPU", choices=("nccl", "gloo")
     )
     distributed_timeout_minutes: int = setting(10, help="longest wait for a peer", unit="minutes", at_least=1)
+    distributed_timeout_seconds_after_init: int | None = setting(
+        None, help="longest wait for a peer once all processes have met", unit="seconds", at_least=1
+    )
+    debug_collectives: bool = setting(
+        False,
+        help="check before each collective that all ranks call the same one with the same shape, dtype and operation",
+        ours=True,
+    )
+
+    @property
+    def timeout_seconds(self) -> float:
+        """Longest wait for a peer."""
+        if self.distributed_timeout_seconds_after_init is not None:
+            return self.distributed_timeout_seconds_after_init
+        return 60.0 * self.distributed_timeout_minutes
 
     @property
     def sequence_parallel_here(self) -> bool:
@@ -421,7 +440,7 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """What the launcher says about this process."""
+    """What the launcher says about this process. The variables of srun and mpirun are understood too."""
 
     rank: int = setting(0, help="number of this process", at_least=0, from_environment="RANK", flagless=True)
     world_size: int = setting(1, help="number of processes", at_least=1, from_environment="WORLD_SIZE", flagless=True)
@@ -432,3 +451,49 @@ class LaunchConfig:
         at_least=0,
         from_environment="LOCAL_RANK",
     )
+    local_world_size: int | None = setting(
+        None,
+        help="number of processes on this machine",
+        at_least=1,
+        from_environment="LOCAL_WORLD_SIZE",
+        flagless=True,
+        ours=True,
+    )
+    master_addr: str = setting(
+        "127.0.0.1", help="host of rank 0", from_environment="MASTER_ADDR", flagless=True, ours=True
+    )
+    master_port: int = setting(
+        29500,
+        help="port that rank 0 listens on",
+        at_least=1,
+        at_most=65535,
+        from_environment="MASTER_PORT",
+        flagless=True,
+        ours=True,
+    )
+    launcher: str = setting(
+        "",
+        help="what started the processes; seen by itself",
+        from_environment="MEGALITH_LAUNCHER",
+        flagless=True,
+        ours=True,
+    )
+    nproc: int | None = setting(
+        None,
+        help="start this many processes on this machine and look after them, instead of torchrun",
+        unit="processes",
+        at_least=1,
+        ours=True,
+    )
+    max_restarts: int = setting(
+        0,
+        help="with --nproc: start again from the last checkpoint this often when a process fails",
+        unit="restarts",
+        at_least=0,
+        ours=True,
+    )
+
+    @property
+    def one_host(self) -> bool:
+        """Whether all processes are known to be on this machine."""
+        return self.local_world_size == self.world_size or self.master_addr in ("127.0.0.1", "localhost", "::1")

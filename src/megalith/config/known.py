@@ -66,8 +66,9 @@ def _mistakes() -> Iterator[KnownFlag]:
     for old, new in RENAMED.items():
         arity = "0" if old == "--checkpoint-activations" else "1"
         yield KnownFlag(old, arity, "", refusal=f"it is called {new} now", work=False)
+    of_torchrun = "it belongs to torchrun; put it before the name of the script, or give --nproc N without torchrun"
     for word in LAUNCHER.split():
-        yield _read(word, refusal="it belongs to the launcher; put it before the name of the script", work=False)
+        yield _read(word, refusal=of_torchrun, work=False)
 
 
 def _read(

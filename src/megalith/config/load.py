@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megalith.config.command_line import read_command_line
+from megalith.config.environment import read_launch
 from megalith.config.reading import Reading
 from megalith.config.recipe import read_recipe
 from megalith.config.rule import Draft
@@ -22,7 +23,8 @@ def load(argv: Sequence[str], environ: Mapping[str, str] | None = None, *, files
 
     Args:
         argv: the words after the name of the command.
-        environ: where the launcher's RANK, WORLD_SIZE and LOCAL_RANK are; the process environment unless given.
+        environ: where the launcher's RANK, WORLD_SIZE and LOCAL_RANK are, or those of srun or mpirun; the process
+            environment unless given.
         files: whether data and tokenizer files must exist.
 
     Returns:
@@ -34,6 +36,9 @@ def load(argv: Sequence[str], environ: Mapping[str, str] | None = None, *, files
     flags = read_command_line(argv)
     recipe = read_recipe(Path(flags.recipe)) if flags.recipe else Reading()
     launch = _read_environment(os.environ if environ is None else environ)
+    nproc = flags.values.get("nproc", recipe.values.get("nproc"))
+    if nproc is not None and "rank" not in launch.values:
+        launch.values["world_size"] = launch.values["local_world_size"] = nproc
     readings = (launch, recipe, flags)
     given = {name: value for reading in readings for name, value in reading.values.items()}
     faulty = set().union(*(reading.faulty for reading in readings)) - _overridden(flags)
@@ -102,6 +107,11 @@ def _overridden(flags: Reading) -> set[str]:
 
 def _read_environment(environ: Mapping[str, str]) -> Reading:
     reading = Reading()
+    try:
+        environ = read_launch(environ)
+    except ConfigError as error:
+        reading.problems += error.violations
+        return reading
     for setting in all_settings().values():
         variable = setting.about.from_environment
         if not variable or variable not in environ:

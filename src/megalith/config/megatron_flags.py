@@ -64,10 +64,16 @@ NEED_NOTHING: tuple[Family, ...] = (
         --no-tp-comm-split-rs --tp-comm-bootstrap-backend=nccl --delay-wgrad-compute --wgrad-deferral-limit=0
         --overlap-p2p-communication-warmup-flush --no-align-grad-reduce --lazy-mpu-init
         --nccl-communicator-config-path= --use-sharp --sharp-enabled-group= --high-priority-stream-groups+=
-        --distributed-timeout-seconds-after-init= --ddp-pad-buckets-for-high-nccl-busbw --no-align-param-gather
+        --ddp-pad-buckets-for-high-nccl-busbw --no-align-param-gather
         --no-use-layer-wise-param-layout --disable-symmetric-registration --create-all-gather-group
         --suggested-communication-unit-size= --no-delay-grad-reduce --delay-param-gather
         --overlap-p2p-communication --no-contiguous-buffers-in-local-ddp
+        """,
+    ),
+    Family(
+        "--log-straggler reports in the log from its second interval on, and no port is opened to switch it",
+        """
+        --straggler-ctrlr-port=65535 --disable-straggler-on-startup
         """,
     ),
     Family(
@@ -451,10 +457,9 @@ REFUSED: tuple[Family, ...] = (
         """,
     ),
     Family(
-        "fault injection, restarts and straggler reports of this kind belong to the tests and the parallel engine",
+        "faults are injected by MEGALITH_FAULT, and runs are started again by --nproc N --max-restarts M",
         """
-        --log-straggler --straggler-minmax-count=1 --disable-straggler-on-startup --inprocess-restart
-        --enable-ft-package --error-injection-rate=0 --straggler-ctrlr-port=65535
+        --inprocess-restart --enable-ft-package --error-injection-rate=0
         --run-workload-inspector-server --inprocess-max-iterations= --inprocess-monitor-thread-interval=1.0
         --inprocess-monitor-process-interval=1.0 --inprocess-progress-watchdog-interval=1.0
         --inprocess-heartbeat-interval=30 --inprocess-soft-timeout=60 --inprocess-hard-timeout=90

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from megalith.config.launch_rules import LAUNCH_NOTICES, LAUNCH_RULES
 from megalith.config.layout_rules import LAYOUT_NOTICES, LAYOUT_RULES, MODEL_PARALLEL
 from megalith.config.rule import Draft, Rule, divisors, multiples, rule, show
 from megalith.config.run import all_settings
@@ -502,6 +503,7 @@ RULES: tuple[Rule, ...] = (
     tokenizer_has_what_it_needs,
     saving_has_an_interval,
     *LAYOUT_RULES,
+    *LAUNCH_RULES,
 )
 
 FILE_RULES: tuple[Rule, ...] = (
@@ -518,6 +520,7 @@ NOTICES: tuple[Rule, ...] = (
     wsd_settings_without_wsd,
     loss_scale_without_half_precision,
     *LAYOUT_NOTICES,
+    *LAUNCH_NOTICES,
     _idle_without("num_query_groups", "group_query_attention", "--group-query-attention is not given"),
     _idle_without("save_interval", "save", "nothing is saved without --save"),
     _idle_without("no_save_optim", "save", "nothing is saved without --save"),

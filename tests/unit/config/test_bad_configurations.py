@@ -92,7 +92,7 @@ TABLE: list[tuple[str, tuple[str, ...]]] = [
     ("--gibberish 1 2", ("--gibberish is not a flag", "megalith config --flags")),
     ("--batch-size 8", ("--batch-size 8: it is called --micro-batch-size now",)),
     ("--checkpoint-activations", ("it is called --recompute-activations now",)),
-    ("--nnodes 2", ("--nnodes 2: it belongs to the launcher",)),
+    ("--nnodes 2", ("--nnodes 2: it belongs to torchrun",)),
     ("--num-experts 8 --moe-grouped-gemm", ("--num-experts 8, --moe-grouped-gemm: mixtures of experts", "not in this")),
     ("--rampup-batch-size 2 2 12", ("--rampup-batch-size 2 2 12: batch-size ramp-up", "not in this version")),
     ("--fp8-format e4m3", ("--fp8-format e4m3: FP8",)),
@@ -175,6 +175,8 @@ TABLE: list[tuple[str, tuple[str, ...]]] = [
         "--pipeline-schedule zb-h1",
         ("zb-h1 has no virtual stages",),
     ),
+    ("WORLD_SIZE=4 --nproc 2", ("--nproc 2 starts 2 processes itself", "already started 4")),
+    ("--max-restarts 3", ("--max-restarts 3 needs --nproc N",)),
     ("WORLD_SIZE=2 --compile", ("--compile with several processes",)),
     # files
     ("-mock-data --data-path {data}/reel", ("reel.bin and", "reel.idx do not exist", "did you mean --data-path")),
@@ -215,7 +217,7 @@ def command_line(changes: str, data: Path) -> list[str]:
 def environment(changes: str) -> dict[str, str]:
     """WORLD_SIZE where the row of the table begins with it."""
     name, _, size = changes.partition(" ")[0].partition("=")
-    return {name: size} if name == "WORLD_SIZE" else {}
+    return {name: size, "RANK": "0"} if name == "WORLD_SIZE" else {}
 
 
 def test_the_good_one_is_good(data: Path) -> None:
@@ -248,7 +250,8 @@ def test_the_table_breaks_every_rule(data: Path, monkeypatch: pytest.MonkeyPatch
         with pytest.raises(ConfigError):
             load(command_line(changes, data), environment(changes))
     as_for_save_and_load = {"data_cache_path_is_a_folder", "tensorboard_dir_is_a_folder"}
-    assert {rule.name for rule in (*RULES, *FILE_RULES)} - broken == as_for_save_and_load
+    in_test_environment = {"rank_is_in_the_world"}
+    assert {rule.name for rule in (*RULES, *FILE_RULES)} - broken == as_for_save_and_load | in_test_environment
 
 
 def test_all_mistakes_are_reported_at_once(data: Path) -> None:

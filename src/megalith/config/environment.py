@@ -1,0 +1,129 @@
+"""What launched this process, in torchrun's words: the variables of srun and mpirun are turned into those of torchrun.
+
+A variable of torchrun that is set holds, whatever else is there: torchrun runs inside SLURM jobs, and a user exports
+MASTER_PORT by hand. Nothing is read here but the mapping that is given.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Mapping
+
+from megalith.errors import ConfigError
+
+LOOPBACK = "127.0.0.1"
+_BRACKETS = re.compile(r"\[(\d+)[^]]*\]")
+_REPEATED = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+_FIRST_PORT, _PORTS = 12288, 16384  # below the ports that Linux gives to clients
+
+
+def read_launch(environ: Mapping[str, str]) -> dict[str, str]:
+    """Say what is known of this process in torchrun's variables, and in MEGALITH_LAUNCHER who started it.
+
+    Raises:
+        ConfigError: the variables are incomplete.
+    """
+    own = {name: environ[name] for name in _OF_TORCHRUN if name in environ}
+    if "RANK" in environ or "WORLD_SIZE" in environ:
+        by = environ.get("MEGALITH_LAUNCHER") or ("torchrun" if "TORCHELASTIC_RUN_ID" in environ else "hand")
+        return {**_complete(own), "MEGALITH_LAUNCHER": by}
+    if "OMPI_COMM_WORLD_RANK" in environ:
+        return {**_mpi(environ, _OPEN_MPI), **own}
+    # `sbatch` sets the number of tasks in its script too, where only the step of an `srun` has those tasks.
+    if "SLURM_PROCID" in environ and _slurm_tasks(environ) > 1:
+        return {**_slurm(environ), **own}
+    if "PMI_RANK" in environ and "PMI_SIZE" in environ:
+        return {**_mpi(environ, _PMI), **own}
+    return own
+
+
+_OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_OPEN_MPI = {
+    "RANK": "OMPI_COMM_WORLD_RANK",
+    "WORLD_SIZE": "OMPI_COMM_WORLD_SIZE",
+    "LOCAL_RANK": "OMPI_COMM_WORLD_LOCAL_RANK",
+    "LOCAL_WORLD_SIZE": "OMPI_COMM_WORLD_LOCAL_SIZE",
+}
+_PMI = {
+    "RANK": "PMI_RANK",
+    "WORLD_SIZE": "PMI_SIZE",
+    "LOCAL_RANK": "MPI_LOCALRANKID",
+    "LOCAL_WORLD_SIZE": "MPI_LOCALNRANKS",
+}
+_JOB_OF_MPI = ("SLURM_JOB_ID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID")
+
+
+def _complete(variables: dict[str, str]) -> dict[str, str]:
+    if "RANK" in variables and "WORLD_SIZE" in variables:
+        return variables
+    there, missing = ("RANK", "WORLD_SIZE") if "RANK" in variables else ("WORLD_SIZE", "RANK")
+    raise ConfigError(
+        f"environment variable {there}={variables[there]} is set and {missing} is not; a launcher sets both (torchrun, "
+        f"srun, mpirun, megalith train --nproc N): set {missing}, or unset {there} for one process"
+    )
+
+
+def _mpi(environ: Mapping[str, str], names: Mapping[str, str]) -> dict[str, str]:
+    variables = {ours: environ[theirs] for ours, theirs in names.items() if theirs in environ}
+    variables["MEGALITH_LAUNCHER"] = "mpirun"
+    variables["MASTER_PORT"] = _port(" ".join(environ.get(name, "") for name in _JOB_OF_MPI))
+    one_host = variables.get("LOCAL_WORLD_SIZE") == variables.get("WORLD_SIZE")
+    if one_host:
+        variables["MASTER_ADDR"] = LOOPBACK
+    elif "MASTER_ADDR" not in environ:
+        raise ConfigError(
+            "mpirun over several hosts does not say where rank 0 is: export MASTER_ADDR, the name of the first host, "
+            "to all processes (mpirun -x MASTER_ADDR=... with Open MPI, -genv MASTER_ADDR ... with MPICH and Intel MPI)"
+        )
+    return variables
+
+
+def _slurm_tasks(environ: Mapping[str, str]) -> int:
+    """Tasks of the step, or of the job where there is no word of a step."""
+    text = environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS") or environ.get("SLURM_NPROCS") or "1"
+    return int(text) if text.isdigit() else 1
+
+
+def _slurm(environ: Mapping[str, str]) -> dict[str, str]:
+    tasks = _slurm_tasks(environ)
+    variables = {"RANK": environ["SLURM_PROCID"], "WORLD_SIZE": str(tasks), "MEGALITH_LAUNCHER": "srun"}
+    variables["MASTER_PORT"] = _port(f"{environ.get('SLURM_JOB_ID', '')}.{environ.get('SLURM_STEP_ID', '')}")
+    if "SLURM_LOCALID" in environ:
+        variables["LOCAL_RANK"] = environ["SLURM_LOCALID"]
+    per_node = tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE") or "")
+    node = environ.get("SLURM_NODEID", "0")
+    if node.isdigit() and int(node) < len(per_node):
+        variables["LOCAL_WORLD_SIZE"] = str(per_node[int(node)])
+    elif environ.get("SLURM_NNODES") == "1":
+        variables["LOCAL_WORLD_SIZE"] = str(tasks)
+    if variables.get("LOCAL_WORLD_SIZE") == str(tasks):
+        variables["MASTER_ADDR"] = LOOPBACK
+        return variables
+    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST")
+    if nodes:
+        variables["MASTER_ADDR"] = first_host(nodes)
+    elif "MASTER_ADDR" not in environ:
+        raise ConfigError("SLURM_JOB_NODELIST is not set, so that the host of rank 0 is unknown: export MASTER_ADDR")
+    return variables
+
+
+def first_host(nodes: str) -> str:
+    """The first host of a SLURM node list: `gpu[03-05,09]-ib,login1` begins with gpu03-ib."""
+    depth = 0
+    for place, letter in enumerate(nodes):
+        depth += (letter == "[") - (letter == "]")
+        if letter == "," and depth == 0:
+            nodes = nodes[:place]
+            break
+    return _BRACKETS.sub(r"\1", nodes)
+
+
+def tasks_per_node(text: str) -> list[int]:
+    """Tasks on each node from SLURM's short form: `4(x2),3` is 4, 4, 3."""
+    return [int(count) for count, times in _REPEATED.findall(text) for _ in range(int(times or 1))]
+
+
+def _port(job: str) -> str:
+    """A port that all processes of a job agree on and other jobs hardly share."""
+    return str(_FIRST_PORT + zlib.crc32(job.encode()) % _PORTS)

@@ -1,0 +1,142 @@
+"""Who launched a process: torchrun, srun, mpirun or a hand, and where they put rank 0."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from megalith.config import load
+from megalith.config.environment import first_host, read_launch, tasks_per_node
+from megalith.errors import ConfigError
+
+SRUN = {
+    "SLURM_PROCID": "5",
+    "SLURM_NTASKS": "7",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_JOB_ID": "4711",
+    "SLURM_STEP_ID": "0",
+    "SLURM_JOB_NODELIST": "gpu[03-04,09]-ib",
+    "SLURM_TASKS_PER_NODE": "4,3",
+}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
+MODEL = (
+    "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --seq-length 8 --max-position-embeddings 8 "
+    "--micro-batch-size 1 --train-iters 2 --lr 0.1 --mock-data --tokenizer-type NullTokenizer --vocab-size 100"
+)
+
+
+def test_srun_on_several_hosts() -> None:
+    found = read_launch(SRUN)
+    port = int(found.pop("MASTER_PORT"))
+    assert found == {
+        "RANK": "5",
+        "WORLD_SIZE": "7",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "3",
+        "MASTER_ADDR": "gpu03-ib",
+        "MEGALITH_LAUNCHER": "srun",
+    }
+    assert 12288 <= port < 28672
+    others = {read_launch({**SRUN, "SLURM_PROCID": str(rank)})["MASTER_PORT"] for rank in range(7)}
+    assert others == {str(port)}
+    assert read_launch({**SRUN, "SLURM_JOB_ID": "4712"})["MASTER_PORT"] != str(port)
+
+
+def test_srun_on_one_host_stays_on_the_loopback_interface() -> None:
+    one = {**SRUN, "SLURM_NODEID": "0", "SLURM_TASKS_PER_NODE": "7", "SLURM_JOB_NODELIST": "gpu03"}
+    assert read_launch(one)["MASTER_ADDR"] == "127.0.0.1"
+
+
+def test_a_step_has_its_own_number_of_tasks() -> None:
+    assert read_launch({**SRUN, "SLURM_STEP_NUM_TASKS": "1"}) == {}
+    assert read_launch({**SRUN, "SLURM_STEP_NUM_TASKS": "6"})["WORLD_SIZE"] == "6"
+
+
+def test_torchrun_inside_a_slurm_job() -> None:
+    own = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "none"}
+    found = read_launch({**SRUN, **own})
+    assert (found["RANK"], found["WORLD_SIZE"], found["MEGALITH_LAUNCHER"]) == ("0", "2", "torchrun")
+
+
+def test_what_is_exported_by_hand_holds() -> None:
+    found = read_launch({**SRUN, "MASTER_PORT": "6000", "MASTER_ADDR": "10.0.0.1"})
+    assert (found["MASTER_ADDR"], found["MASTER_PORT"]) == ("10.0.0.1", "6000")
+
+
+def test_mpirun() -> None:
+    found = read_launch(OPEN_MPI)
+    assert (found["RANK"], found["WORLD_SIZE"], found["LOCAL_RANK"]) == ("1", "2", "1")
+    assert (found["MASTER_ADDR"], found["MEGALITH_LAUNCHER"]) == ("127.0.0.1", "mpirun")
+    hydra = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+    assert read_launch(hydra)["MASTER_ADDR"] == "127.0.0.1"
+
+
+def test_mpirun_on_several_hosts_needs_an_address() -> None:
+    with pytest.raises(ConfigError, match="export MASTER_ADDR"):
+        read_launch({**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "4"})
+    assert read_launch({**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "4", "MASTER_ADDR": "a"})["MASTER_ADDR"] == "a"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("node1", "node1"),
+        ("node1,node2", "node1"),
+        ("gpu[03-05,09],login1", "gpu03"),
+        ("gpu[7,9]", "gpu7"),
+        ("rack[1-2]n[04-08]-ib", "rack1n04-ib"),
+    ],
+)
+def test_the_first_host(nodes: str, first: str) -> None:
+    assert first_host(nodes) == first
+
+
+def test_tasks_per_node() -> None:
+    assert tasks_per_node("4(x2),3") == [4, 4, 3]
+    assert tasks_per_node("2") == [2]
+
+
+def test_launch_errors_come_with_all_others_before_anything_starts() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load([*MODEL.replace("--hidden-size 16", "--hidden-size 15").split(), "--nproc", "2"], {"RANK": "3"})
+    texts = caught.value.violations
+    assert any("RANK=3 is set and WORLD_SIZE is not" in text for text in texts)
+    assert any("--hidden-size 15" in text for text in texts)
+
+
+@pytest.mark.parametrize(
+    ("flags", "environ", "message"),
+    [
+        ("", {"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 with WORLD_SIZE=2: ranks count from 0 to 1"),
+        ("--nproc 2", {"RANK": "0", "WORLD_SIZE": "4"}, "--nproc 2 starts 2 processes itself"),
+        ("--max-restarts 3", {}, "--max-restarts 3 needs --nproc N"),
+        ("--nproc 3 --tensor-model-parallel-size 2", {}, "needs a multiple of 2 processes and 3 processes were"),
+        ("", {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "x"}, "environment variable MASTER_PORT=x"),
+        ("", {**SRUN, "SLURM_JOB_NODELIST": ""}, "the host of rank 0 is unknown"),
+    ],
+)
+def test_refused_launches(flags: str, environ: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load([*MODEL.split(), *flags.split()], environ)
+
+
+def test_nproc_sets_the_world_of_the_parent_and_of_the_children() -> None:
+    parent = load([*MODEL.split(), "--nproc", "2"], {})
+    assert (parent.launch.world_size, parent.data_parallel_size, "rank" in parent.given) == (2, 2, False)
+    child = load([*MODEL.split(), "--nproc", "2"], {"RANK": "1", "WORLD_SIZE": "2", "MEGALITH_LAUNCHER": "megalith"})
+    assert (child.launch.rank, child.launch.world_size, child.launch.launcher) == (1, 2, "megalith")
+
+
+@pytest.mark.parametrize(
+    ("flags", "seconds"),
+    [("", 600.0), ("--distributed-timeout-minutes 2", 120.0), ("--distributed-timeout-seconds-after-init 7", 7.0)],
+)
+def test_the_longest_wait(flags: str, seconds: float) -> None:
+    assert load([*MODEL.split(), *flags.split()], {}).parallel.timeout_seconds == seconds
