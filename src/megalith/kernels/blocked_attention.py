@@ -25,6 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megalith.kernels.dropout import Dropout
+
 BLOCK = 128  # queries at once: [N, 128, S] scores of a few heads stay within the cache
 
 
@@ -40,39 +42,27 @@ def _probabilities(q_NQK: Tensor, k_NSK: Tensor, start: int, mask_QQ: Tensor) ->
     return torch.softmax(scores, dim=-1)
 
 
-class _Dropout:
-    """Masks of the blocks of one attention, the same in the same order whenever they are drawn from the same seed."""
-
-    def __init__(self, probability: float, seed: int) -> None:
-        self._keep = 1.0 - probability
-        self._generator = torch.Generator().manual_seed(seed)
-
-    def mask(self, like: Tensor) -> Tensor:
-        """0 or 1 / (1 - p) for each element."""
-        return torch.empty_like(like).bernoulli_(self._keep, generator=self._generator).div_(self._keep)
-
-
 class _BlockedAttention(torch.autograd.Function):
-    """On [N, S, K] tensors, the queries already scaled. `seed` is None without dropout."""
+    """On [N, S, K] tensors, the queries already scaled."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, probability: float, seed: int | None) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, dropout: Dropout | None) -> Tensor:
         ctx.save_for_backward(q, k, v)
-        ctx.probability, ctx.seed = probability, seed
-        dropout = None if seed is None else _Dropout(probability, seed)
+        ctx.dropout = dropout
+        masks = None if dropout is None else dropout.masks(q.device)
         mask = _block_mask(q)
         out = torch.empty_like(q)
         for start, end in _blocks(q.shape[1]):
             probabilities = _probabilities(q[:, start:end], k[:, :end], start, mask)
-            if dropout is not None:
-                probabilities *= dropout.mask(probabilities)
+            if masks is not None:
+                probabilities *= masks.mask(probabilities)
             out[:, start:end] = torch.bmm(probabilities, v[:, :end])
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         q, k, v = ctx.saved_tensors
-        dropout = None if ctx.seed is None else _Dropout(ctx.probability, ctx.seed)
+        masks = None if ctx.dropout is None else ctx.dropout.masks(q.device)
         mask, grad = _block_mask(q), grads[0]
         dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
         for start, end in _blocks(q.shape[1]):
@@ -80,15 +70,15 @@ class _BlockedAttention(torch.autograd.Function):
             probabilities = _probabilities(q_block, k[:, :end], start, mask)
             d_probabilities = torch.bmm(grad_block, v[:, :end].transpose(1, 2))
             dropped = probabilities
-            if dropout is not None:
-                kept = dropout.mask(probabilities)
+            if masks is not None:
+                kept = masks.mask(probabilities)
                 dropped = probabilities * kept
                 d_probabilities *= kept
             dv[:, :end] += torch.bmm(dropped.transpose(1, 2), grad_block)
             d_scores = torch._softmax_backward_data(d_probabilities, probabilities, -1, q.dtype)
             dq[:, start:end] = torch.bmm(d_scores, k[:, :end])
             dk[:, :end] += torch.bmm(d_scores.transpose(1, 2), q_block)
-        return dq, dk, dv, None, None
+        return dq, dk, dv, None
 
 
 def _block_mask(q: Tensor) -> Tensor:
@@ -104,6 +94,5 @@ def blocked_causal_attention(q_SBHK: Tensor, k_SBHK: Tensor, v_SBHK: Tensor, dro
     """
     length, batch, heads, size = q_SBHK.shape
     flat = [x.permute(1, 2, 0, 3).reshape(batch * heads, length, size) for x in (q_SBHK, k_SBHK, v_SBHK)]
-    seed = int(torch.randint(2**62, ())) if dropout > 0.0 else None
-    out: Tensor = _BlockedAttention.apply(flat[0] * size**-0.5, *flat[1:], dropout, seed)
+    out: Tensor = _BlockedAttention.apply(flat[0] * size**-0.5, *flat[1:], Dropout.draw(dropout))
     return out.view(batch, heads, length, size).permute(2, 0, 1, 3)

@@ -1,0 +1,195 @@
+"""Attention to a part of the keys, and how such parts become attention to all of them.
+
+For scores s_j = q k_j / sqrt(K) over a part A of the keys
+
+    lse_A = log sum_{j in A} exp(s_j)            context_A = sum_{j in A} exp(s_j - lse_A) v_j
+
+and for two parts (online softmax: Milakov and Gimelshein 2018, arXiv:1805.02867; Liu et al. 2023, arXiv:2310.01889)
+
+    lse = log(exp lse_A + exp lse_B)             context = exp(lse_A - lse) context_A + exp(lse_B - lse) context_B
+
+The backward pass of a part needs the context and the lse of **all** keys and nothing else of the other parts:
+
+    P_ij = exp(s_ij - lse_i)      D_i = dO_i . O_i      dv = P^T dO      dS = P * (dO v^T - D)
+    dq = dS k / sqrt(K)           dk = dS^T q / sqrt(K)
+
+With dropout P v becomes (P * M / (1 - p)) v with a random mask M, and dO v^T is masked alike; lse knows nothing of it.
+
+Shapes: q [B, H, Q, K], k and v [B, G, S, K] (H a multiple of G), lse [B, H, Q] in at least fp32; any strides whose last
+is 1. Torch's flash kernels do the work where they can; the products in blocks of queries are their reference twin and
+do the rest: dropout, and dtypes and devices without such a kernel.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from megalith.kernels.blocked_attention import BLOCK
+from megalith.kernels.dropout import Dropout
+from megalith.nn.precision import at_least_fp32, product_dtype
+
+
+def attend_part(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, dropout: Dropout | None = None, flash: bool = True
+) -> tuple[Tensor, Tensor]:
+    """Attention to these keys alone.
+
+    Args:
+        q, k, v: queries, keys and values.
+        causal: query i looks at the keys 0 to i only (as many keys as queries); else at all.
+        dropout: of the probabilities.
+        flash: False for the reference.
+
+    Returns:
+        The context [B, H, Q, K] and the lse [B, H, Q].
+    """
+    q, k, v = _arguments(q, k, v)
+    if flash and dropout is None and has_flash(q):
+        return _flash_forward(q, k, v, causal)
+    return _blocks_forward(q, k, v, causal, dropout)
+
+
+def attend_part_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    context: Tensor,
+    lse: Tensor,
+    *,
+    causal: bool,
+    dropout: Dropout | None = None,
+    flash: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, and of the keys and values of a part.
+
+    Args:
+        grad: of the context of all keys, [B, H, Q, K].
+        q, k, v: as in `attend_part`.
+        context, lse: of all keys.
+        causal, dropout, flash: as in `attend_part`.
+
+    Returns:
+        dq, dk, dv in the shapes of q, k, v, in the dtype of the products or in a wider one.
+    """
+    groups = k.shape[1]
+    q, k, v = _arguments(q, k, v)
+    grad, context = _last_dense(grad.to(q.dtype)), context.to(q.dtype)
+    backward = _flash_backward if flash and dropout is None and has_flash(q) else _blocks_backward
+    dq, dk, dv = backward(grad, q, k, v, context, lse, causal, dropout)
+    return dq, _sum_groups(dk, groups), _sum_groups(dv, groups)
+
+
+def merge_parts(context: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
+    """Add a part to (context, lse) in place; these are in at least fp32."""
+    share = torch.sigmoid(more_lse - lse)[..., None]
+    context.lerp_(more.to(context.dtype), share)
+    lse.copy_(torch.logaddexp(lse, more_lse))
+
+
+def has_flash(q: Tensor) -> bool:
+    """Whether torch has a flash kernel for such tensors that gives the lse."""
+    if q.device.type == "cpu":
+        return hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu")
+    return (
+        q.device.type == "cuda"
+        and q.dtype in (torch.float16, torch.bfloat16)
+        and q.shape[-1] % 8 == 0  # torch pads other head sizes above this operation
+        and q.shape[-1] <= 256
+        and torch.backends.cuda.is_flash_attention_available()
+        and torch.cuda.get_device_capability(q.device) >= (8, 0)
+    )
+
+
+def _arguments(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """In the dtype of the products, a key and a value head for every query head, heads dense."""
+    dtype, repeats = product_dtype(q), q.shape[1] // k.shape[1]
+    if repeats > 1:
+        k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
+    return _last_dense(q.to(dtype)), _last_dense(k.to(dtype)), _last_dense(v.to(dtype))
+
+
+def _last_dense(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _sum_groups(x: Tensor, groups: int) -> Tensor:
+    """[B, H, S, K] -> [B, G, S, K]."""
+    return x if x.shape[1] == groups else x.unflatten(1, (groups, -1)).sum(2)
+
+
+def _flash_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    if q.device.type == "cpu":
+        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+    else:
+        found = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
+    return found[0], found[1]
+
+
+def _flash_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, context: Tensor, lse: Tensor, causal: bool, _: Dropout | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    arguments = (grad, q, k, v, context, lse.contiguous())
+    if q.device.type == "cpu":
+        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*arguments, 0.0, causal)
+    else:
+        nothing = torch.empty(2, dtype=torch.uint64, device=q.device)  # the state of a dropout that there is not
+        rest = (None, None, q.shape[2], k.shape[2], 0.0, causal, nothing, nothing)
+        found = torch.ops.aten._scaled_dot_product_flash_attention_backward(*arguments, *rest)
+    return found[0], found[1], found[2]
+
+
+def _blocks(length: int) -> Iterator[slice]:
+    return (slice(start, min(start + BLOCK, length)) for start in range(0, length, BLOCK))
+
+
+def _scores(q: Tensor, k: Tensor, rows: slice, causal: bool) -> Tensor:
+    """The scores of the queries `rows` to the keys that they may see, the last of which is the last query's own."""
+    keys = k[:, :, : rows.stop] if causal else k
+    scores = torch.matmul(q[:, :, rows] * q.shape[-1] ** -0.5, keys.transpose(2, 3)).to(at_least_fp32(q.dtype))
+    if causal:
+        size = rows.stop - rows.start
+        later = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(1)
+        scores[..., rows.start :].masked_fill_(later, -math.inf)
+    return scores
+
+
+def _blocks_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, dropout: Dropout | None) -> tuple[Tensor, Tensor]:
+    context, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=at_least_fp32(q.dtype))
+    masks = None if dropout is None else dropout.masks(q.device)
+    for rows in _blocks(q.shape[2]):
+        scores = _scores(q, k, rows, causal)
+        lse[:, :, rows] = scores.logsumexp(-1)
+        probabilities = (scores - lse[:, :, rows, None]).exp()
+        if masks is not None:
+            probabilities *= masks.mask(probabilities)
+        context[:, :, rows] = torch.matmul(probabilities.to(q.dtype), v[:, :, : scores.shape[-1]])
+    return context, lse
+
+
+def _blocks_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, context: Tensor, lse: Tensor, causal: bool, dropout: Dropout | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    wide = at_least_fp32(q.dtype)
+    dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in (q, k, v))
+    delta = (grad.to(wide) * context.to(wide)).sum(-1, keepdim=True)
+    masks = None if dropout is None else dropout.masks(q.device)
+    for rows in _blocks(q.shape[2]):
+        scores = _scores(q, k, rows, causal)
+        seen = slice(scores.shape[-1])
+        probabilities = (scores - lse[:, :, rows, None]).exp()
+        d_probabilities = torch.matmul(grad[:, :, rows], v[:, :, seen].transpose(2, 3)).to(wide)
+        dropped = probabilities
+        if masks is not None:
+            kept = masks.mask(probabilities)
+            dropped = probabilities * kept
+            d_probabilities *= kept
+        dv[:, :, seen] += torch.matmul(dropped.to(q.dtype).transpose(2, 3), grad[:, :, rows])
+        d_scores = (probabilities * (d_probabilities - delta[:, :, rows]) * q.shape[-1] ** -0.5).to(q.dtype)
+        dq[:, :, rows] = torch.matmul(d_scores, k[:, :, seen])
+        dk[:, :, seen] += torch.matmul(d_scores.transpose(2, 3), q[:, :, rows])
+    return dq, dk, dv

@@ -1,0 +1,222 @@
+"""Context parallelism: attention over sequences of which each rank of an axis holds a part.
+
+Of 2n equal chunks of a sequence rank r of n holds chunk r and chunk 2n - 1 - r (`layout.balanced_positions`). Under a
+causal mask every rank then has the same work. With n = 2 (. not seen, \\ the triangle of a chunk, # all seen):
+
+                 keys of rank 0    keys of rank 1
+                   0       3         1       2
+    rank 0   0     \\       .         .       .        one product of 2 x 2 chunks under a causal mask, then
+             3     #       \\         #       #        late queries with all keys of a later rank
+    rank 1   1     #       .         \\       .        or all queries with the early keys of an earlier rank:
+             2     #       .         #       \\        2 chunk products at every step on every rank
+
+- `RingMixer` passes keys and values around the ring of ranks and merges the parts by online softmax; each rank keeps
+  its own part only, so that memory is 1/n. Liu et al. 2023, arXiv:2310.01889; the balance: Brandon et al. 2023,
+  arXiv:2311.09431. Volume sent by a rank, of one attention with T = S / n * B tokens here, groups G, head size K:
+  2 (n - 1) T G K elements forward, twice that backward.
+- `UlyssesMixer` exchanges the parts of all heads for all of some heads, attends with the ordinary kernel and exchanges
+  back. Jacobs et al. 2023, arXiv:2309.14509. Volume: (n - 1) / n T (2 H + 2 G) K elements forward, the same backward.
+
+The key-value cache of generation is not divided so: both refuse it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megalith.distributed import comm
+from megalith.distributed.context import Axis
+from megalith.errors import LayoutError
+from megalith.kernels.dropout import Dropout
+from megalith.kernels.partial_attention import attend_part, attend_part_backward, merge_parts
+from megalith.layout import balanced_positions
+from megalith.nn.attention import AttentionKernel, SequenceMixer, expand_groups
+from megalith.nn.precision import at_least_fp32
+
+
+def slice_batch(batch: Mapping[str, Tensor], mixer: SequenceMixer) -> dict[str, Tensor]:
+    """Of a batch of whole sequences the positions that are here.
+
+    Shapes: each field [B, S] -> [B, S / n].
+    Raises: LayoutError if the sequences cannot be divided so.
+    """
+    return {name: mixer.own(x_BS, dim=1) for name, x_BS in batch.items()}
+
+
+class _Balanced:
+    """What both mixers have in common: which positions are here."""
+
+    def __init__(self, axis: Axis) -> None:
+        self.axis = axis
+
+    @property
+    def parts(self) -> int:
+        return self.axis.size
+
+    def positions(self, length: int, device: torch.device | None = None) -> Tensor:
+        chunks = balanced_positions(length, self.axis.size, self.axis.index)
+        return torch.cat([torch.arange(chunk.start, chunk.stop, device=device) for chunk in chunks])
+
+    def own(self, x: Tensor, dim: int) -> Tensor:
+        chunks = balanced_positions(x.shape[dim], self.axis.size, self.axis.index)
+        return torch.cat([x.narrow(dim, chunk.start, len(chunk)) for chunk in chunks], dim)
+
+    def _check(self, q: Tensor, k: Tensor) -> None:
+        if q.shape[0] != k.shape[0]:
+            raise LayoutError(
+                f"a key-value cache ({k.shape[0]} keys for {q.shape[0]} new tokens) is not divided over "
+                f"--context-parallel-size {self.parts}; generate with --context-parallel-size 1"
+            )
+        if q.shape[0] % 2 and self.parts > 1:
+            raise LayoutError(
+                f"{q.shape[0]} tokens of each sequence on a rank are not the two equal chunks that "
+                f"--context-parallel-size {self.parts} needs; use a --seq-length divisible by {2 * self.parts}"
+            )
+
+
+@dataclass(frozen=True)
+class Block:
+    """What a rank computes at one step of the ring: some of its queries with some keys of a rank."""
+
+    source: int
+    queries: slice
+    keys: slice
+    causal: bool
+
+
+def ring_blocks(parts: int, index: int, length: int) -> list[Block]:
+    """The steps of a rank that holds `length` positions, each with length^2 / 2 products of queries and keys.
+
+    The keys of the rank before it arrive after the first step, then those of the rank before that.
+    """
+    everything, half = slice(0, length), length // 2
+    blocks = [Block(index, everything, everything, causal=True)]
+    for step in range(1, parts):
+        source = (index - step) % parts
+        if source < index:  # of its keys the early chunk precedes all queries here, the late one follows them
+            blocks.append(Block(source, everything, slice(0, half), causal=False))
+        else:  # all its keys lie between the two chunks of queries here
+            blocks.append(Block(source, slice(half, length), everything, causal=False))
+    return blocks
+
+
+def _heads_first(x_SBHK: Tensor) -> Tensor:
+    return x_SBHK.permute(1, 2, 0, 3)
+
+
+def _sequence_first(x_BHSK: Tensor) -> Tensor:
+    return x_BHSK.permute(2, 0, 1, 3)
+
+
+class _RingAttention(torch.autograd.Function):
+    """Keeps q, k, v, the context and its lse; both passes send the keys and values around."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, axis: Axis, dropout: Dropout | None) -> Tensor:
+        blocks = ring_blocks(axis.size, axis.index, q.shape[0])
+        q_BHSK, wide = _heads_first(q), at_least_fp32(q.dtype)
+        context = torch.zeros_like(q_BHSK, dtype=wide)
+        lse = torch.full(q_BHSK.shape[:3], -math.inf, dtype=wide, device=q.device)
+        kv = torch.stack((k, v))
+        for step, block in enumerate(blocks):
+            arriving = comm.start_ring_shift(kv, axis) if step < axis.size - 1 else None
+            part = attend_part(
+                q_BHSK[:, :, block.queries],
+                *map(_heads_first, kv[:, block.keys]),
+                causal=block.causal,
+                dropout=_of_block(dropout, axis, step),
+            )
+            merge_parts(context[:, :, block.queries], lse[:, :, block.queries], *part)
+            kv = kv if arriving is None else arriving.wait()
+        narrow = context.to(q.dtype)
+        ctx.save_for_backward(q, k, v, narrow, lse)
+        ctx.axis, ctx.dropout, ctx.blocks = axis, dropout, blocks
+        return _sequence_first(narrow)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        q, k, v, context, lse = ctx.saved_tensors
+        axis, grad, q_BHSK = ctx.axis, _heads_first(grads[0]), _heads_first(q)
+        dq, dkv = torch.zeros_like(q_BHSK, dtype=lse.dtype), torch.zeros(2, *k.shape, dtype=lse.dtype, device=k.device)
+        kv, passed = torch.stack((k, v)), None
+        for step, block in enumerate(ctx.blocks):
+            arriving = comm.start_ring_shift(kv, axis) if step < axis.size - 1 else None
+            dq_part, *dkv_part = attend_part_backward(
+                *(x[:, :, block.queries] for x in (grad, q_BHSK)),
+                *map(_heads_first, kv[:, block.keys]),
+                *(x[:, :, block.queries] for x in (context, lse)),
+                causal=block.causal,
+                dropout=_of_block(ctx.dropout, axis, step),
+            )
+            dq[:, :, block.queries] += dq_part
+            # What the ranks add to the gradient of a source follows its keys and is home after the last step.
+            total = dkv if step == 0 else torch.zeros_like(kv) if passed is None else passed.wait()
+            for side, part in zip(total, dkv_part, strict=True):
+                side[block.keys] += _sequence_first(part)
+            if step > 0:
+                passed = comm.start_ring_shift(total, axis)
+            kv = kv if arriving is None else arriving.wait()
+        if passed is not None:
+            dkv += passed.wait()
+        dk, dv = dkv.to(k.dtype)
+        return _sequence_first(dq).to(q.dtype), dk, dv, None, None
+
+
+def _of_block(dropout: Dropout | None, axis: Axis, step: int) -> Dropout | None:
+    return None if dropout is None else dropout.of_block(axis.index * axis.size + step)
+
+
+class RingMixer(_Balanced):
+    """Keys and values go around the ring of ranks while each computes. The kernel that is passed in is not used.
+
+    Dropout: the masks of a block come from a seed of torch's default stream, the rank and the step, whether the streams
+    of the ranks are equal or not.
+    """
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, dropout: float, attend: AttentionKernel) -> Tensor:
+        self._check(q, k)
+        context: Tensor = _RingAttention.apply(q, k, v, self.axis, Dropout.draw(dropout))
+        return context
+
+
+class UlyssesMixer(_Balanced):
+    """All positions of some heads instead of some positions of all heads, for the time of the attention.
+
+    Dropout is the kernel's, from torch's default stream: ranks whose streams are equal draw equal masks for their
+    heads.
+    """
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, dropout: float, attend: AttentionKernel) -> Tensor:
+        self._check(q, k)
+        parts, heads = self.parts, q.shape[2]
+        if heads % parts:
+            raise LayoutError(
+                f"--cp-comm-type a2a divides heads, and the {heads} of a tensor-parallel rank are not divisible by "
+                f"--context-parallel-size {parts}; use --cp-comm-type p2p, or a multiple of {parts} heads on each rank"
+            )
+        groups = math.lcm(k.shape[2], parts)
+        k, v = expand_groups(k, groups), expand_groups(v, groups)
+        by_rank = torch.cat([x.unflatten(2, (parts, -1)) for x in (q, k, v)], dim=3).flatten(2, 3)
+        whole = self._in_order(comm.exchange(by_rank, self.axis, split_dim=2, concat_dim=0))
+        q, k, v = whole.split((heads // parts, groups // parts, groups // parts), dim=2)
+        context = attend(q, expand_groups(k, q.shape[2]), expand_groups(v, q.shape[2]), dropout)
+        return comm.exchange(self._by_rank(context), self.axis, split_dim=0, concat_dim=2)
+
+    def _in_order(self, x: Tensor) -> Tensor:
+        """Chunks along the sequence: rank by rank -> by position."""
+        chunks = x.chunk(2 * self.parts)
+        return torch.cat(chunks[0::2] + chunks[::-1][0::2])
+
+    def _by_rank(self, x: Tensor) -> Tensor:
+        """The inverse of `_in_order`."""
+        chunks = x.chunk(2 * self.parts)
+        pairs = zip(chunks[: self.parts], chunks[self.parts :][::-1], strict=True)
+        return torch.cat([chunk for pair in pairs for chunk in pair])
