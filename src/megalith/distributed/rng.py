@@ -1,18 +1,82 @@
 """The random streams of a process as an object that is saved, loaded and passed on.
 
-Seeds follow Megatron (spec/training-behaviour.md section 4): the base seed feeds Python, numpy and torch on the CPU
-and on the device; the tracked device streams are derived from it. On a CPU dropout draws from torch's stream.
+Seeds follow Megatron (spec/training-behaviour.md section 4): the base seed, which depends on the pipeline stage, feeds
+Python, numpy and torch on the CPU and on the device; the model-parallel stream is derived from it.
+
+| draws                                                    | stream  | alike on                      |
+|----------------------------------------------------------|---------|-------------------------------|
+| initial weights as Megatron draws them on a CPU          | weights | all ranks of a pipeline stage |
+| dropout of what the tensor-parallel ranks hold alike     | default | the tensor-parallel ranks     |
+| dropout of what this rank alone computes                 | own     | nobody                        |
+
+Unlike Megatron's, data-parallel and context-parallel ranks have streams of their own, so that they do not drop the same
+elements of different samples.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from megalith.distributed.context import ParallelContext
+
+STAGE_OFFSET = 100  # Megatron's distance of the base seeds of two pipeline stages
 MODEL_PARALLEL_OFFSET = 2718  # Megatron's distance of the model-parallel stream from the base seed
+REPLICA_OFFSET = 1_000_003  # ours, of two replicas; further than all the other distances together reach
+OWN_STREAM = "model-parallel-rng"
+"""Megatron's name of the stream that each tensor-parallel rank has for itself."""
+
+
+class Stream:
+    """A stream of torch beside the default one, on the CPU and on the device of the run.
+
+    Args:
+        seed: where it begins.
+        device: of the run.
+    """
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self._device = device
+        self._states = {"cpu": torch.Generator().manual_seed(seed).get_state()}
+        if device.type == "cuda":
+            self._states["cuda"] = torch.Generator(device=device).manual_seed(seed).get_state()
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Within, what draws from torch's default stream draws from this one."""
+        outer = self._exchange(self._states)
+        try:
+            yield
+        finally:
+            self._states = self._exchange(outer)
+
+    def _exchange(self, states: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Put other states into the default stream; returns those that were there."""
+        before = {"cpu": torch.get_rng_state()}
+        torch.set_rng_state(states["cpu"])
+        if "cuda" in states:
+            before["cuda"] = torch.cuda.get_rng_state(self._device)
+            torch.cuda.set_rng_state(states["cuda"], self._device)
+        return before
+
+    def state(self) -> dict[str, Tensor]:
+        """Its states under Megatron's name, which keeps that of the device; that of the CPU beside it on a GPU."""
+        if "cuda" in self._states:
+            return {OWN_STREAM: self._states["cuda"], f"{OWN_STREAM}-cpu": self._states["cpu"]}
+        return {OWN_STREAM: self._states["cpu"]}
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        """Continue from what `state` returned; a state of another kind of device is passed over."""
+        names = {"cuda": OWN_STREAM, "cpu": f"{OWN_STREAM}-cpu"} if "cuda" in self._states else {"cpu": OWN_STREAM}
+        for kind, name in names.items():
+            if name in state and state[name].numel() == self._states[kind].numel():
+                self._states[kind] = state[name].clone()
 
 
 class RandomStreams:
@@ -20,18 +84,26 @@ class RandomStreams:
 
     Constructing one seeds the generators of the process; there is one set of them in a process, which this object
     stands for.
+
+    Args:
+        seed: of the run.
+        context: the place of this process; alone by default.
+
+    Attributes:
+        weights: what Megatron's CPU initialisation draws from: torch's default where there is one replica.
+        own: for draws that no other rank repeats.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, context: ParallelContext | None = None) -> None:
+        context = context or ParallelContext.solo()
+        replica = context.join("cp", "dp").index
+        base, apart = seed + STAGE_OFFSET * context.pp.index, REPLICA_OFFSET * replica
         self.seed = seed
-        random.seed(seed)
-        np.random.seed(seed)
-        torch.manual_seed(seed)
-
-    @property
-    def weights(self) -> torch.Generator:
-        """The stream that Megatron's CPU initialisation draws from: torch's default."""
-        return torch.default_generator
+        random.seed(base + apart)
+        np.random.seed((base + apart) % 2**32)
+        torch.manual_seed(base + apart)
+        self.weights = torch.default_generator if replica == 0 else torch.Generator().manual_seed(base)
+        self.own = Stream(base + MODEL_PARALLEL_OFFSET + context.tp.index + apart, context.device)
 
     def state(self) -> dict[str, Any]:
         """Return the states under the keys of Megatron's `rng_state` entry."""
@@ -41,7 +113,7 @@ class RandomStreams:
             "np_rng_state": np.random.get_state(),
             "torch_rng_state": torch.get_rng_state(),
             "cuda_rng_state": torch.cuda.get_rng_state() if on_cuda else torch.zeros(0, dtype=torch.uint8),
-            "rng_tracker_states": {},
+            "rng_tracker_states": self.own.state(),
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -52,3 +124,4 @@ class RandomStreams:
         torch.set_rng_state(state["torch_rng_state"])
         if torch.cuda.is_available() and state["cuda_rng_state"].numel() > 0:
             torch.cuda.set_rng_state(state["cuda_rng_state"])
+        self.own.load_state(state["rng_tracker_states"])

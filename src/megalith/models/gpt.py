@@ -17,12 +17,12 @@ from megalith.config import ModelConfig
 from megalith.models.attention_kernels import attention_kernel
 from megalith.nn.attention import AttentionShape, LocalMixer, SelfAttention, SequenceMixer
 from megalith.nn.cache import KVCache, LayerCache
+from megalith.nn.dropout import HiddenDropout
 from megalith.nn.embedding import TokenEmbedding
 from megalith.nn.feed_forward import FeedForward
-from megalith.nn.loss import LogitsBuffer, OutputLayer, vocabulary_loss
+from megalith.nn.loss import LogitsBuffer, OutputLayer, vocabulary_loss, whole_logits
 from megalith.nn.norm import build_norm
 from megalith.nn.placement import Placement
-from megalith.nn.precision import matmul
 from megalith.nn.region import Region, Solo
 from megalith.nn.rope import Rotation, rotation
 from megalith.nn.sink import GradientSink, attach_sink
@@ -75,7 +75,7 @@ class Block(nn.Module):
             dtype=dtype,
             device=device,
         )
-        self.dropout = nn.Dropout(config.hidden_dropout)
+        self.dropout = HiddenDropout(config.hidden_dropout, region)
 
     def forward(self, x_SBD: Tensor, turn: Rotation | None, cache: LayerCache | None = None) -> Tensor:
         x_SBD = x_SBD + self.dropout(self.self_attention(self.input_layernorm(x_SBD), turn, cache))
@@ -152,17 +152,18 @@ class GPT(nn.Module):
     ) -> None:
         super().__init__()
         region, device = region or Solo(), torch.device(device)
-        self.stage = stage or Stage(range(config.num_layers))
+        self.region, self.stage = region, stage or Stage(range(config.num_layers))
         self.mixer: SequenceMixer = mixer or LocalMixer()
         self.config, self.vocab_size = config, vocab_size
         self.dtype, self.device = dtype, device
         learned = config.position_embedding_type == "learned_absolute"
         self.embedding = (
             TokenEmbedding(
-                region.shard(vocab_size).size,
+                vocab_size,
                 config.hidden_size,
                 config.max_position_embeddings if learned else None,
                 config.hidden_dropout,
+                region,
                 dtype=dtype,
                 device=device,
             )
@@ -172,7 +173,7 @@ class GPT(nn.Module):
         self.decoder = Decoder(config, self.stage, region, self.mixer, dtype=dtype, device=device)
         own_output = config.untie_embeddings_and_output_weights or not self.stage.embeds
         self.output_layer = (
-            OutputLayer(region.shard(vocab_size).size, config.hidden_size, dtype=dtype, device=device)
+            OutputLayer(vocab_size, config.hidden_size, region, dtype=dtype, device=device)
             if self.stage.predicts and own_output
             else None
         )
@@ -258,8 +259,10 @@ class GPT(nn.Module):
         if not self.stage.predicts:
             return hidden_SBD
         if labels_BS is None:
-            return matmul(hidden_SBD, self.output_weight.t()).transpose(0, 1)
-        loss_SB = vocabulary_loss(hidden_SBD, self.output_weight, labels_BS.t(), self.sink, self._logits)
+            return whole_logits(hidden_SBD, self.output_weight, self.region, self.vocab_size).transpose(0, 1)
+        loss_SB = vocabulary_loss(
+            hidden_SBD, self.output_weight, labels_BS.t(), self.sink, self._logits, self.region, self.vocab_size
+        )
         return loss_SB.t()
 
     def compile_blocks(self) -> None:

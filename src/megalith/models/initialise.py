@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Generator, Tensor, nn
 
-from megalith.models.gpt import GPT
+from megalith.models.gpt import GPT, named_placements
+from megalith.nn.placement import Placement, global_shape, local_part
 from megalith.nn.precision import at_least_fp32
 
 RESIDUAL_WEIGHTS = ("linear_proj.weight", "linear_fc2.weight")
+WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
+POSITION_EMBEDDINGS = "embedding.position_embeddings.weight"
 
 
 def _std(model: GPT, name: str) -> float:
@@ -34,7 +38,7 @@ def _fill_constants(model: GPT) -> None:
             nn.init.constant_(parameter, 1.0 if name.endswith(".weight") else 0.0)
 
 
-def _normal(shape: torch.Size, std: float, dtype: torch.dtype, generator: Generator) -> Tensor:
+def _normal(shape: Sequence[int], std: float, dtype: torch.dtype, generator: Generator) -> Tensor:
     return torch.empty(shape, dtype=at_least_fp32(dtype)).normal_(0.0, std, generator=generator)
 
 
@@ -44,24 +48,37 @@ def generator_for(seed: int, name: str) -> Generator:
     return Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
+def _keep_part(parameter: Tensor, placement: Placement, model: GPT, std: float, generator: Generator) -> None:
+    """Draw the global tensor of which a parameter is a part, and fill the parameter with its part."""
+    size, index = model.region.size, model.region.index
+    whole = _normal(global_shape(parameter.shape, placement, size), std, parameter.dtype, generator)
+    parameter.copy_(local_part(whole, placement, size, index))
+
+
 @torch.no_grad()
 def initialise(model: GPT, seed: int) -> None:
-    """Draw each weight from (seed, its global name): the same weights in every layout of ranks."""
+    """Draw each weight from (seed, its global name): the same weights in every layout of ranks.
+
+    The copy of a tied embedding on the last pipeline stage is drawn under the name of the embedding.
+    """
     _fill_constants(model)
-    for name, parameter in model.named_parameters():
+    for name, parameter, placement in named_placements(model):
         if _is_drawn(name):
-            parameter.copy_(_normal(parameter.shape, _std(model, name), parameter.dtype, generator_for(seed, name)))
+            origin = WORD_EMBEDDINGS if name == model.copied_weight else name
+            _keep_part(parameter, placement, model, _std(model, name), generator_for(seed, origin))
 
 
 def megatron_draw_order(model: GPT) -> list[str]:
-    """The names of the drawn weights in Megatron's order of construction.
+    """The names of the drawn weights of this stage in Megatron's order of construction.
 
     Source: spec/training-behaviour.md section 4, checked bit for bit against real initial weights.
     """
-    names = ["embedding.word_embeddings.weight"]
-    if model.embedding.position_embeddings is not None:
-        names.append("embedding.position_embeddings.weight")
-    for layer in range(model.config.num_layers):
+    names = []
+    if model.embedding is not None:
+        names.append(WORD_EMBEDDINGS)
+        if model.embedding.position_embeddings is not None:
+            names.append(POSITION_EMBEDDINGS)
+    for layer in model.stage.layers:
         parts = ("self_attention.linear_proj", "self_attention.linear_qkv", "mlp.linear_fc1", "mlp.linear_fc2")
         names += [f"decoder.layers.{layer}.{part}.weight" for part in parts]
     return names if model.output_layer is None else [*names, "output_layer.weight"]
@@ -71,12 +88,16 @@ def megatron_draw_order(model: GPT) -> list[str]:
 def initialise_as_megatron_cpu(model: GPT, generator: Generator) -> None:
     """Draw the weights from `generator` as Megatron does under --use-cpu-initialization.
 
+    Each tensor-parallel rank draws the whole weights and keeps its part. A pipeline stage draws its own layers only,
+    from a stream seeded with the seed + 100 x the stage, the chunks of virtual stages one after another. The copy of a
+    tied embedding is drawn for nothing: Megatron, and so the caller, overwrites it with the embedding.
+
     The constructor of the position embedding draws once for nothing before the kept draw.
     """
     _fill_constants(model)
-    parameters = dict(model.named_parameters())
+    parameters = {name: (parameter, placement) for name, parameter, placement in named_placements(model)}
     for name in megatron_draw_order(model):
-        parameter = parameters[name]
-        if name == "embedding.position_embeddings.weight":
+        parameter, placement = parameters[name]
+        if name == POSITION_EMBEDDINGS:
             _normal(parameter.shape, 1.0, parameter.dtype, generator)
-        parameter.copy_(_normal(parameter.shape, _std(model, name), parameter.dtype, generator))
+        _keep_part(parameter, placement, model, _std(model, name), generator)

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from megalith.nn.cache import LayerCache
-from megalith.nn.linear import Linear
-from megalith.nn.placement import Split
+from megalith.nn.linear import Linear, column, row
+from megalith.nn.placement import GroupedHeads, Split
 from megalith.nn.precision import at_least_fp32, matmul, product_dtype
 from megalith.nn.region import Region
 from megalith.nn.rope import Rotation, rotate
@@ -160,16 +160,17 @@ class SelfAttention(nn.Module):
         self.shape, self.region, self.attend = shape, region, attend
         self.mixer: SequenceMixer = mixer or LocalMixer()
         self.num_heads = region.shard(shape.num_heads).size
-        self.num_groups = region.shard(shape.num_groups).size
+        self.num_groups = region.shard(shape.num_groups, share=True).size
         qkv_size = (self.num_heads + 2 * self.num_groups) * shape.head_size
         self.linear_proj = Linear(
             self.num_heads * shape.head_size, shape.hidden_size, Split(1), bias=bias, dtype=dtype, device=device
         )
-        self.linear_qkv = Linear(shape.hidden_size, qkv_size, Split(0), bias=qkv_bias, dtype=dtype, device=device)
+        heads = GroupedHeads(shape.num_groups, shape.num_heads // shape.num_groups, shape.head_size)
+        self.linear_qkv = Linear(shape.hidden_size, qkv_size, heads, bias=qkv_bias, dtype=dtype, device=device)
 
     def _heads(self, x_SBD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[S, B, D] -> q [S, B, H, K], k and v [S, B, G, K]."""
-        (qkv,) = self.region.column(x_SBD, self.linear_qkv)
+        (qkv,) = column(x_SBD, self.region, self.linear_qkv)
         per_group = self.num_heads // self.num_groups
         grouped = qkv.view(*qkv.shape[:2], self.num_groups, per_group + 2, self.shape.head_size)
         q, k, v = grouped.split((per_group, 1, 1), dim=3)
@@ -189,5 +190,6 @@ class SelfAttention(nn.Module):
         if cache is not None:
             k, v = cache.extend(k, v)
         dropout = self.shape.dropout if self.training else 0.0
-        context = self.mixer.mix(q, k, v, dropout, self.attend)
-        return self.region.row(context.flatten(2), self.linear_proj)
+        with self.region.own_draws(dropout):
+            context = self.mixer.mix(q, k, v, dropout, self.attend)
+        return row(context.flatten(2), self.region, self.linear_proj)

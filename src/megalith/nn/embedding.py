@@ -7,8 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megalith.nn.dropout import HiddenDropout
 from megalith.nn.placement import Placement, Replicated, Split
+from megalith.nn.region import Region, leave
 from megalith.nn.sink import GradientSink
+from megalith.nn.vocabulary import local_rows
 
 
 class _Lookup(torch.autograd.Function):
@@ -54,7 +57,10 @@ class Embedding(nn.Module):
 class TokenEmbedding(nn.Module):
     """Sum of word and (where positions are learned) position embeddings, sequence first, with dropout.
 
-    Shapes: tokens and positions [B, S] -> [S, B, D].
+    Shapes: tokens and positions [B, S] -> [S, B, D]; where the region holds a part of the sequence, that part of it.
+
+    Each rank looks up the words whose rows it holds, zeros stand for the others, and the sum over the ranks is
+    complete (Shoeybi et al. 2019, arXiv:1909.08053, section 3).
     """
 
     def __init__(
@@ -63,22 +69,35 @@ class TokenEmbedding(nn.Module):
         hidden_size: int,
         max_positions: int | None,
         dropout: float,
+        region: Region,
         *,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         super().__init__()
-        self.word_embeddings = Embedding(vocab_size, hidden_size, Split(0), dtype=dtype, device=device)
+        self.region, self.vocab_size = region, vocab_size
+        self.part = region.shard(vocab_size, even=False)
+        self.word_embeddings = Embedding(self.part.size, hidden_size, Split(0, vocab_size), dtype=dtype, device=device)
         self.position_embeddings = (
             None
             if max_positions is None
             else Embedding(max_positions, hidden_size, Replicated(), dtype=dtype, device=device)
         )
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = HiddenDropout(dropout, region)
+
+    def _words(self, tokens_BS: Tensor) -> Tensor:
+        """[B, S] -> [B, S, D], zero where the word is held elsewhere."""
+        if self.part.size == self.vocab_size:
+            words: Tensor = self.word_embeddings(tokens_BS)
+            return words
+        rows, elsewhere = local_rows(tokens_BS, self.part, self.vocab_size)
+        masked: Tensor = self.word_embeddings(rows).masked_fill(elsewhere[..., None], 0.0)
+        return masked
 
     def forward(self, tokens_BS: Tensor, positions_BS: Tensor) -> Tensor:
-        hidden = self.word_embeddings(tokens_BS)
+        hidden = leave(self._words(tokens_BS).transpose(0, 1), self.region)
         if self.position_embeddings is not None:
-            hidden = hidden + self.position_embeddings(positions_BS)
-        embedded: Tensor = self.dropout(hidden.transpose(0, 1).contiguous())
+            positions = self.region.own_sequence(positions_BS, dim=1)
+            hidden = hidden + self.position_embeddings(positions).transpose(0, 1)
+        embedded: Tensor = self.dropout(hidden.contiguous())
         return embedded

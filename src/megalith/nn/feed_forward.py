@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, silu
 
-from megalith.nn.linear import Linear
+from megalith.nn.linear import Linear, column, row
 from megalith.nn.placement import Fused, Split
 from megalith.nn.region import Region
 
@@ -61,5 +61,5 @@ class FeedForward(nn.Module):
         self.linear_fc2 = Linear(local, hidden_size, Split(1), bias=bias, dtype=dtype, device=device)
 
     def forward(self, x_SBD: Tensor) -> Tensor:
-        (inner,) = self.region.column(x_SBD, self.linear_fc1)
-        return self.region.row(self.activation(inner), self.linear_fc2)
+        (inner,) = column(x_SBD, self.region, self.linear_fc1)
+        return row(self.activation(inner), self.region, self.linear_fc2)

@@ -1,4 +1,4 @@
-"""The linear layer, with everything that meets inside its backward pass in one function.
+"""The linear layers, with everything that meets inside their backward pass in one place.
 
 Shapes (T = all leading dimensions of x flattened, I = input size, O = output size):
 
@@ -8,8 +8,18 @@ Shapes (T = all leading dimensions of x flattened, I = input size, O = output si
 | dgrad   | dx = dy W                | [T, O] x [O, I]   -> [T, I]    |
 | wgrad   | dW = dy^T x, db = sum dy | [T, O]^T x [T, I] -> [O, I]    |
 
-x is the only activation saved. In half precision the product is rounded before the bias is added, as Megatron's
-separate bias does.
+`column` is linears with sharded outputs, `row` one with a sharded input. What a region moves (nn.region) is started
+before the product that does not need it and awaited behind it:
+
+| pass            | `column`                                         | `row`                           |
+|-----------------|--------------------------------------------------|---------------------------------|
+| forward         | spread x; y_i = x W_i^T + b_i                    | y = x W^T; collect y; y + b     |
+| backward        | spread x again under the dgrad;                  | spread dy under db;             |
+|                 | collect dx = sum_i dy_i W_i under the wgrads     | dx = dy W; dW                   |
+
+x, as it came in, is the only activation saved: under sequence parallelism a part of the sequence, gathered again for
+the wgrad; the linears of one `column` share the gathers. The bias of `row` is added once, to the sum. In half
+precision the product is rounded before the bias is added, as Megatron's separate bias does.
 """
 
 from __future__ import annotations
@@ -21,31 +31,86 @@ from torch import Tensor, nn
 
 from megalith.nn.placement import Placement, Replicated, Split
 from megalith.nn.precision import product_dtype
+from megalith.nn.region import SOLO, Region
 from megalith.nn.sink import GradientSink
 
+_Layer = tuple[nn.Parameter, "nn.Parameter | None", GradientSink | None]
+"""Weight [O, I], bias [O] or None, and where the weight gradient goes: None for autograd."""
 
-class _Linear(torch.autograd.Function):
-    """y = x W^T + b whose weight gradient goes to a sink."""
+
+def _weight_gradient(weight: nn.Parameter, sink: GradientSink | None, grad_TO: Tensor, x_TI: Tensor) -> Tensor | None:
+    """dW, unless a sink takes it."""
+    if sink is None:
+        dtype = product_dtype(grad_TO)
+        return torch.mm(grad_TO.to(dtype).t(), x_TI.to(dtype)).to(weight.dtype)
+    sink.matmul(weight, grad_TO, x_TI)
+    return None
+
+
+def _input_gradient(grads_TO: list[Tensor], weights: list[Tensor], wanted: torch.dtype) -> Tensor:
+    """sum_i dy_i W_i, [T, I]."""
+    dtype = product_dtype(grads_TO[0])
+    total = torch.mm(grads_TO[0].to(dtype), weights[0].to(dtype))
+    for grad, weight in zip(grads_TO[1:], weights[1:], strict=True):
+        total.addmm_(grad.to(dtype), weight.to(dtype))
+    return total.to(wanted)
+
+
+class _Column(torch.autograd.Function):
+    """y_i = spread(x) W_i^T + b_i. The tensors are the weight and the bias of each layer, in turn."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: nn.Parameter, bias: Tensor | None, sink: GradientSink) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.sink = sink
-        ctx.has_bias = bias is not None
-        return _affine(x, weight, bias)
+    def forward(
+        ctx: Any, x: Tensor, region: Region, sinks: tuple[GradientSink | None, ...], *tensors: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        weights, biases = tensors[::2], tensors[1::2]
+        ctx.save_for_backward(x, *weights)
+        ctx.region, ctx.sinks = region, sinks
+        whole = region.spread(x).wait()
+        return tuple(
+            _affine(whole, weight, bias) for weight, bias in zip(weights, biases, strict=True) if weight is not None
+        )
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:
-        x, weight = ctx.saved_tensors
-        grad = grads[0].reshape(-1, weight.shape[0])
-        dtype = product_dtype(grad)
-        dx = None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        x, *weights = ctx.saved_tensors
+        arriving = ctx.region.spread(x)
+        parts = [grad.reshape(-1, weight.shape[0]) for grad, weight in zip(grads, weights, strict=True)]
+        leaving = None
         if ctx.needs_input_grad[0]:
-            dx = torch.mm(grad.to(dtype), weight.to(dtype)).to(x.dtype).view_as(x)
+            shape = (*grads[0].shape[:-1], x.shape[-1])
+            leaving = ctx.region.collect(_input_gradient(parts, weights, x.dtype).view(shape))
+        whole, found = arriving.wait().reshape(-1, x.shape[-1]), []
+        for index, (weight, part, sink) in enumerate(zip(weights, parts, ctx.sinks, strict=True)):
+            wanted = ctx.needs_input_grad[3 + 2 * index : 5 + 2 * index]
+            found.append(_weight_gradient(weight, sink, part, whole) if wanted[0] else None)
+            found.append(part.sum(0) if wanted[1] else None)
+        return None if leaving is None else leaving.wait(), None, None, *found
+
+
+class _Row(torch.autograd.Function):
+    """y = collect(x W^T) + b."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, region: Region, sink: GradientSink | None
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.region, ctx.sink = region, sink
+        y = region.collect(_affine(x, weight, None)).wait()
+        return y if bias is None else y.add_(bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        x, weight = ctx.saved_tensors
+        arriving = ctx.region.spread(grads[0])
+        db = grads[0].reshape(-1, weight.shape[0]).sum(0) if ctx.needs_input_grad[2] else None
+        grad = arriving.wait().reshape(-1, weight.shape[0])
+        dx = _input_gradient([grad], [weight], x.dtype).view_as(x) if ctx.needs_input_grad[0] else None
+        dw = None
         if ctx.needs_input_grad[1]:
-            ctx.sink.matmul(weight, grad, x.reshape(-1, x.shape[-1]))
-        db = grad.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
-        return dx, None, db, None
+            dw = _weight_gradient(weight, ctx.sink, grad, x.reshape(-1, x.shape[-1]))
+        return dx, dw, db, None, None
 
 
 def _affine(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -57,16 +122,42 @@ def _affine(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return nn.functional.linear(x, weight, bias)
 
 
-def linear(x: Tensor, weight: nn.Parameter, bias: Tensor | None, sink: GradientSink | None) -> Tensor:
-    """Apply y = x W^T + b.
+def linear(x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, sink: GradientSink | None) -> Tensor:
+    """Apply y = x W^T + b on one device.
 
     Shapes: x [..., I], weight [O, I], bias [O] or None -> [..., O].
 
     With a sink the weight gradient is written to it and autograd sees none; the bias gradient is autograd's.
     """
-    if sink is None or not torch.is_grad_enabled():
-        return _affine(x, weight, bias)
-    y: Tensor = _Linear.apply(x, weight, bias, sink)
+    return _columns(x, SOLO, [(weight, bias, sink)])[0]
+
+
+def column(x: Tensor, region: Region, *linears: Linear) -> tuple[Tensor, ...]:
+    """Linears whose outputs are sharded over the region, on the same hidden states.
+
+    Shapes: x [..., I], a part of the sequence where the region holds parts -> [..., O_i] each, of the whole sequence.
+    """
+    return _columns(x, region, [(layer.weight, layer.bias, layer.sink) for layer in linears])
+
+
+def _columns(x: Tensor, region: Region, layers: list[_Layer]) -> tuple[Tensor, ...]:
+    plain = region.size == 1 and all(sink is None for _, _, sink in layers)
+    if plain or not torch.is_grad_enabled():
+        whole = region.spread(x).wait()
+        return tuple(_affine(whole, weight, bias) for weight, bias, _ in layers)
+    tensors = [tensor for weight, bias, _ in layers for tensor in (weight, bias)]
+    outputs: tuple[Tensor, ...] = _Column.apply(x, region, tuple(sink for _, _, sink in layers), *tensors)
+    return outputs
+
+
+def row(x: Tensor, region: Region, layer: Linear) -> Tensor:
+    """A linear whose input is sharded over the region; its partial products are collected, then its bias is added.
+
+    Shapes: x [..., I] -> [..., O], a part of the sequence where the region holds parts.
+    """
+    if region.size == 1:  # one rounding: the bias is added inside the product
+        return linear(x, layer.weight, layer.bias, layer.sink)
+    y: Tensor = _Row.apply(x, layer.weight, layer.bias, region, layer.sink)
     return y
 
 

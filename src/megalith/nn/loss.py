@@ -9,6 +9,11 @@ For hidden states h [T, D], output weight W [V, D] and targets t [T]:
 
 The plain formulation holds the logits, their fp32 copy, their log-softmax and the gradient of each; here one
 [T, V] buffer serves all of them, and the fp32 work is done on a few rows at a time that fit the cache.
+
+On several ranks each holds V/n rows of W and the logits of these. The logarithm of the sum and the target's logit of
+each part become those of the whole by a maximum and one sum of [T] over the ranks; dh, a sum over the vocabulary, is
+collected while dW is computed. Where hidden states are parts of the sequence they are gathered for both passes, again
+for the second one, while dh is computed.
 """
 
 from __future__ import annotations
@@ -21,8 +26,10 @@ import torch
 from torch import Tensor, nn
 
 from megalith.nn.placement import Placement, Split
-from megalith.nn.precision import at_least_fp32, product_dtype
+from megalith.nn.precision import at_least_fp32, matmul, product_dtype
+from megalith.nn.region import SOLO, Region, enter
 from megalith.nn.sink import GradientSink
+from megalith.nn.vocabulary import local_rows
 
 CHUNK_ELEMENTS = {"cpu": 1 << 20}  # of [rows, V] in fp32 work at once: 4 MiB, within a core's share of cache
 CHUNK_ELEMENTS_ELSEWHERE = 1 << 26  # 256 MiB: few launches, and still a part of the logits only
@@ -54,11 +61,18 @@ def _log_sum_exp(logits_TV: Tensor) -> Tensor:
     return result
 
 
-def _logits_gradient(logits_TV: Tensor, log_sum_T: Tensor, targets_T: Tensor, grad_T: Tensor) -> None:
-    """Overwrite the logits with (softmax - onehot) * grad."""
+def _of_all_ranks(log_sum_T: Tensor, chosen_T: Tensor, region: Region) -> tuple[Tensor, Tensor]:
+    """The logarithm of the sum and the target's logit over the whole vocabulary, from those of each part."""
+    peak = region.largest(log_sum_T)
+    total, chosen = region.total(torch.stack((torch.exp(log_sum_T - peak), chosen_T.to(peak.dtype))))
+    return total.log() + peak, chosen
+
+
+def _logits_gradient(logits_TV: Tensor, log_sum_T: Tensor, rows_T: Tensor, held_T: Tensor, grad_T: Tensor) -> None:
+    """Overwrite the logits with (softmax - onehot) * grad; `held` is 1 where the target is among them, else 0."""
     for rows, chunk in _in_chunks(logits_TV, log_sum_T.dtype):
         _exp(chunk.sub_(log_sum_T[rows, None]))
-        chunk.scatter_add_(1, targets_T[rows, None], chunk.new_full((chunk.shape[0], 1), -1.0))
+        chunk.scatter_add_(1, rows_T[rows, None], -held_T[rows, None])
         logits_TV[rows] = chunk.mul_(grad_T[rows, None])
 
 
@@ -97,62 +111,92 @@ class _VocabularyLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        hidden_TD: Tensor,
+        hidden: Tensor,
         weight_VD: nn.Parameter,
-        targets_T: Tensor,
+        targets: Tensor,
         sink: GradientSink | None,
         buffer: LogitsBuffer,
+        region: Region,
+        vocab_size: int,
         differentiated: bool,
     ) -> Tensor:
-        logits = _logits(hidden_TD, weight_VD, buffer)
-        log_sum = _log_sum_exp(logits)
-        chosen = logits.gather(1, targets_T[:, None]).squeeze(1)
+        logits = _logits(region.spread(hidden).wait().reshape(-1, hidden.shape[-1]), weight_VD, buffer)
+        part = region.shard(vocab_size, even=False)
+        rows, elsewhere = local_rows(targets.reshape(-1), part, vocab_size)
+        own_log_sum = _log_sum_exp(logits)
+        held = (~elsewhere).to(own_log_sum.dtype)
+        log_sum, chosen = _of_all_ranks(own_log_sum, logits.gather(1, rows[:, None]).squeeze(1) * held, region)
         if differentiated:
-            ctx.save_for_backward(hidden_TD, weight_VD, targets_T, log_sum)
-            ctx.logits, ctx.sink, ctx.buffer = logits, sink, buffer
+            ctx.save_for_backward(hidden, weight_VD, rows, held, log_sum)
+            ctx.logits, ctx.sink, ctx.buffer, ctx.region = logits, sink, buffer, region
         else:
             buffer.give_back(logits)
-        return log_sum - chosen
+        return (log_sum - chosen).view(targets.shape)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None, None, None]:
-        hidden, weight, targets, log_sum = ctx.saved_tensors
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        hidden, weight, rows, held, log_sum = ctx.saved_tensors
         logits, ctx.logits = ctx.logits, None
         assert logits is not None, "the vocabulary loss was differentiated twice; its logits are overwritten once"
-        _logits_gradient(logits, log_sum, targets, grads[0])
+        arriving = ctx.region.spread(hidden)
+        _logits_gradient(logits, log_sum, rows, held, grads[0].reshape(-1))
         dtype = product_dtype(hidden)
         dh = torch.mm(logits.to(dtype), weight.to(dtype)).to(hidden.dtype)
-        dw = None
+        leaving = ctx.region.collect(dh.view(*grads[0].shape, hidden.shape[-1]))
+        whole, dw = arriving.wait().reshape(-1, hidden.shape[-1]), None
         if ctx.sink is None:
-            dw = torch.mm(logits.to(dtype).t(), hidden.to(dtype)).to(weight.dtype)
+            dw = torch.mm(logits.to(dtype).t(), whole.to(dtype)).to(weight.dtype)
         else:
-            ctx.sink.matmul(weight, logits, hidden)
+            ctx.sink.matmul(weight, logits, whole)
         ctx.buffer.give_back(logits)
-        return dh, dw, None, None, None, None
+        return leaving.wait(), dw, None, None, None, None, None, None
 
 
 def vocabulary_loss(
-    hidden: Tensor, weight: nn.Parameter, targets: Tensor, sink: GradientSink | None, buffer: LogitsBuffer
+    hidden: Tensor,
+    weight: nn.Parameter,
+    targets: Tensor,
+    sink: GradientSink | None,
+    buffer: LogitsBuffer,
+    region: Region = SOLO,
+    vocab_size: int | None = None,
 ) -> Tensor:
     """Cross-entropy of the next token, for each token.
 
-    Shapes: hidden [..., D], weight [V, D], targets [...] (ids below V) -> loss [...], in at least fp32.
+    Shapes: hidden [..., D], a part of the sequence where the region holds parts; weight [V, D], the rows that are
+        here; targets [...] (ids below the vocabulary's size), of the whole sequence -> loss [...], in at least fp32.
     Memory: one [T, V] tensor of `buffer` from forward to backward, in the dtype of `hidden`.
     Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3 (the loss over a parallel vocabulary).
+
+    `vocab_size` is that of the whole vocabulary: the rows of `weight` unless given.
     """
     differentiated = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    loss: Tensor = _VocabularyLoss.apply(
-        hidden.reshape(-1, hidden.shape[-1]), weight, targets.reshape(-1), sink, buffer, differentiated
-    )
-    return loss.view(targets.shape)
+    size = weight.shape[0] if vocab_size is None else vocab_size
+    loss: Tensor = _VocabularyLoss.apply(hidden, weight, targets, sink, buffer, region, size, differentiated)
+    return loss
+
+
+def whole_logits(hidden: Tensor, weight: nn.Parameter, region: Region, vocab_size: int) -> Tensor:
+    """The logits of the whole vocabulary on every rank, for generation and for whoever wants them; autograd's.
+
+    Shapes: hidden [..., D], a part of the sequence where the region holds parts -> [..., V], of the whole sequence.
+    """
+    logits = matmul(enter(hidden, region), weight.t())
+    part = region.shard(vocab_size, even=False)
+    if part.size == vocab_size:
+        return logits
+    return region.total(nn.functional.pad(logits, (part.start, vocab_size - part.stop)))
 
 
 class OutputLayer(nn.Module):
-    """The output projection of a model that does not share it with the word embedding; weight [V, D]."""
+    """The output projection of a model that does not share it with the word embedding; weight [V, D], its own rows."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, vocab_size: int, hidden_size: int, region: Region, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size, dtype=dtype, device=device))
+        self.vocab_size, rows = vocab_size, region.shard(vocab_size, even=False).size
+        self.weight = nn.Parameter(torch.empty(rows, hidden_size, dtype=dtype, device=device))
 
     def placements(self) -> dict[str, Placement]:
-        return {"weight": Split(0)}
+        return {"weight": Split(0, self.vocab_size)}

@@ -1,14 +1,22 @@
-"""Where the pieces of a parameter live: the vocabulary of every placement table.
+"""Where the pieces of a parameter live: the vocabulary of every placement table, and its arithmetic.
 
 A module declares, beside its math, one placement for each of its parameters. The readers are the seeded
 initialisation, the checkpoint chunks, the import and export of foreign formats, the extra gradient sums,
 the norms and counts, and the documentation. A placement says nothing of ranks: it says along which tensor
-dimension the tensor-parallel axis cuts.
+dimension the tensor-parallel axis cuts. `local_pieces` is the one function that says, for an axis of some size, which
+rows of the global tensor the tensor at some index holds; everything else here follows from it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megalith.errors import LayoutError
+from megalith.layout import cut
 
 
 @dataclass(frozen=True)
@@ -18,9 +26,14 @@ class Replicated:
 
 @dataclass(frozen=True)
 class Split:
-    """Tensor-parallel rank r holds the r-th equal part along tensor dimension `dim`."""
+    """Tensor-parallel rank r holds the r-th part along tensor dimension `dim`.
+
+    The parts are equal unless `extent`, the extent of the global tensor along `dim`, is given: then it need not be
+    divisible, and the first parts are longer by one (`layout.cut`).
+    """
 
     dim: int
+    extent: int | None = None
 
 
 @dataclass(frozen=True)
@@ -35,4 +48,165 @@ class Fused:
     parts: int
 
 
-Placement = Replicated | Split | Fused
+@dataclass(frozen=True)
+class GroupedHeads:
+    """The fused query-key-value projection: for each group its query heads, its key head and its value head, by rows.
+
+    With no more ranks than groups a rank holds whole groups. With more, the query heads of a group are divided over
+    its ranks, and each of these also holds the group's key and value head:
+
+        2 groups of 4 queries on 4 ranks:   rank 0: q0 q1 k v    rank 1: q2 q3 k v    (k, v the same rows)
+    """
+
+    groups: int
+    queries_per_group: int
+    head_size: int
+
+    dim = 0
+
+    @property
+    def extent(self) -> int:
+        """Rows of the global tensor."""
+        return self.groups * (self.queries_per_group + 2) * self.head_size
+
+
+Placement = Replicated | Split | Fused | GroupedHeads
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The part [start, stop) of a dimension that is held here; `replicas` ranks hold the same part."""
+
+    start: int
+    stop: int
+    replicas: int = 1
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+
+def shard(extent: int, size: int, index: int, *, even: bool = True, share: bool = False) -> Shard:
+    """The part of `extent` that the index-th of `size` ranks holds.
+
+    Args:
+        extent: what is divided, such as heads or rows of a vocabulary.
+        size: ranks.
+        index: of this rank.
+        even: the parts must be equal; else the first ones are longer by one.
+        share: with more ranks than there is to divide, several neighbours hold the same single part.
+
+    Raises:
+        LayoutError: it cannot be divided so.
+    """
+    if share and extent < size:
+        if size % extent:
+            raise LayoutError(f"{size} tensor-parallel ranks cannot share {extent} evenly; use a multiple of {extent}")
+        start = index * extent // size
+        return Shard(start, start + 1, size // extent)
+    if extent < size or (even and extent % size):
+        raise LayoutError(f"{extent} does not divide over {size} tensor-parallel ranks")
+    return Shard(*cut(extent, size, index))
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Neighbouring rows of a tensor, along the dimension that its placement cuts.
+
+    Attributes:
+        local: first row in the tensor of this rank.
+        whole: first row in the global tensor.
+        length: rows.
+        holders: the indices on the axis that hold these rows.
+    """
+
+    local: int
+    whole: int
+    length: int
+    holders: range
+
+
+def dim_of(placement: Placement) -> int:
+    """The tensor dimension that pieces are counted along."""
+    return 0 if isinstance(placement, Replicated) else placement.dim
+
+
+def local_pieces(placement: Placement, extent: int, size: int, index: int) -> list[Piece]:
+    """The rows that a rank holds, in the order in which it holds them; together the whole tensor of this rank.
+
+    Args:
+        placement: of the parameter.
+        extent: of the global tensor along `dim_of(placement)`.
+        size: ranks of the tensor-parallel axis.
+        index: place on it.
+
+    Raises:
+        LayoutError: the tensor cannot be divided so.
+    """
+    here = range(index, index + 1)
+    if isinstance(placement, Replicated):
+        return [Piece(0, 0, extent, range(size))]
+    if isinstance(placement, Split):
+        part = shard(extent, size, index, even=placement.extent is None)
+        return [Piece(0, part.start, part.size, here)]
+    if isinstance(placement, Fused):
+        if extent % placement.parts:
+            raise LayoutError(f"a dimension of {extent} does not hold {placement.parts} parts")
+        whole = extent // placement.parts
+        part = shard(whole, size, index)
+        return [Piece(n * part.size, n * whole + part.start, part.size, here) for n in range(placement.parts)]
+    return _pieces_of_heads(placement, size, index)
+
+
+def _pieces_of_heads(placement: GroupedHeads, size: int, index: int) -> list[Piece]:
+    here, group = range(index, index + 1), shard(placement.groups, size, index, share=True)
+    rows = (placement.queries_per_group + 2) * placement.head_size
+    if group.replicas == 1:
+        return [Piece(0, group.start * rows, group.size * rows, here)]
+    first = index - index % group.replicas
+    queries = shard(placement.queries_per_group, group.replicas, index - first)
+    start, length = group.start * rows, queries.size * placement.head_size
+    keys = start + placement.queries_per_group * placement.head_size
+    return [
+        Piece(0, start + queries.start * placement.head_size, length, here),
+        Piece(length, keys, 2 * placement.head_size, range(first, first + group.replicas)),
+    ]
+
+
+def _with(shape: Sequence[int], dim: int, extent: int) -> tuple[int, ...]:
+    return (*shape[:dim], extent, *shape[dim + 1 :])
+
+
+def local_shape(whole: Sequence[int], placement: Placement, size: int, index: int) -> tuple[int, ...]:
+    """The shape of what a rank holds of a global tensor of shape `whole`."""
+    dim = dim_of(placement)
+    return _with(whole, dim, sum(piece.length for piece in local_pieces(placement, whole[dim], size, index)))
+
+
+def global_shape(local: Sequence[int], placement: Placement, size: int) -> tuple[int, ...]:
+    """The shape of the global tensor of which a rank holds a tensor of shape `local`."""
+    if isinstance(placement, Replicated):
+        return tuple(local)
+    extent = None if isinstance(placement, Fused) else placement.extent
+    return _with(local, placement.dim, local[placement.dim] * size if extent is None else extent)
+
+
+def local_part(whole: Tensor, placement: Placement, size: int, index: int) -> Tensor:
+    """What a rank holds of a global tensor; `whole` itself or a view where it is in one piece."""
+    dim = dim_of(placement)
+    pieces = local_pieces(placement, whole.shape[dim], size, index)
+    parts = [whole.narrow(dim, piece.whole, piece.length) for piece in pieces]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def counted_once(local: Tensor, placement: Placement, size: int, index: int) -> list[Tensor]:
+    """Views of the elements of a rank's tensor that no rank before it holds: over all ranks, each element once.
+
+    Norms and counts over ranks are sums of these; empty where other ranks count the whole tensor.
+    """
+    dim = dim_of(placement)
+    pieces = local_pieces(placement, global_shape(local.shape, placement, size)[dim], size, index)
+    own = [piece for piece in pieces if piece.holders[0] == index]
+    if len(own) == len(pieces):
+        return [local]
+    return [local.narrow(dim, piece.local, piece.length) for piece in own]

@@ -1,77 +1,177 @@
 """The port through which tensor parallelism enters model code.
 
 A tensor-parallel layer is an ordinary layer between two conjugate operators, f and g of Shoeybi et al. 2019
-(arXiv:1909.08053): `enter` (identity forward, sum over ranks backward) and `leave` (the reverse). A layer asks its
-region how much of each dimension it holds and calls the operators around its math; it never names a rank, a group
-or a collective. `Solo` is the region of a single device and the default, so that each module is a plain module.
+(arXiv:1909.08053). Both are made of the same two movements of data, which are the transposes of each other:
+
+| region           | `spread`                   | `collect`               |
+|------------------|----------------------------|-------------------------|
+| `Solo`           | identity                   | identity                |
+| tensor parallel  | identity                   | sum over ranks          |
+| sequence parallel| all-gather of the sequence | reduce-scatter of it    |
+
+`enter` (f) spreads forward and collects backward, `leave` (g) the reverse. A layer asks its region how much of each
+dimension it holds and calls these around its math; it never names a rank, a group or a collective. The linears, whose
+backward pass overlaps these movements with its products, are in `nn.linear` (`column`, `row`). What a sharded
+vocabulary needs besides, a maximum and a sum over the ranks, is here too (docs/decisions/0005).
 """
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from torch import Tensor
+import torch
+from torch import Tensor
 
-    from megalith.nn.linear import Linear
+from megalith.nn.placement import Shard
+
+
+class Pending(Protocol):
+    """A tensor that may still be on its way."""
+
+    def wait(self) -> Tensor:
+        """The tensor, complete."""
+        ...
 
 
 @dataclass(frozen=True)
-class Shard:
-    """The part [start, stop) of a dimension that is held here; `replicas` ranks hold the same part."""
+class Ready:
+    """A tensor that is there."""
 
-    start: int
-    stop: int
-    replicas: int = 1
+    tensor: Tensor
 
-    @property
-    def size(self) -> int:
-        return self.stop - self.start
+    def wait(self) -> Tensor:
+        return self.tensor
 
 
 class Region(Protocol):
-    """What a layer may know of the ranks that share it."""
+    """What a layer may know of the ranks that share it.
 
-    def shard(self, extent: int, unit: int = 1) -> Shard:
-        """Return the part of `extent` held here, cut only at multiples of `unit`.
+    Attributes:
+        size: how many share it, for the placement arithmetic.
+        index: which part is here.
+        partial_gradients: gradients of replicated parameters here are parts, to be summed over the ranks.
+    """
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def index(self) -> int: ...
+
+    @property
+    def partial_gradients(self) -> bool: ...
+
+    def shard(self, extent: int, *, even: bool = True, share: bool = False) -> Shard:
+        """Return the part of `extent` held here; the arguments are those of `placement.shard`.
 
         Raises:
             LayoutError: `extent` cannot be divided so.
         """
         ...
 
-    def enter(self, x: Tensor) -> Tensor:
-        """The operator f: hands the input to the sharded layers."""
+    def spread(self, x: Tensor) -> Pending:
+        """Start handing hidden states to the sharded layers; `x` stays untouched until the wait."""
         ...
 
-    def leave(self, x: Tensor) -> Tensor:
-        """The operator g: makes one output of the partial outputs."""
+    def collect(self, x: Tensor) -> Pending:
+        """Start making hidden states of the partial sums `x` of all ranks; may be done in the memory of `x`."""
         ...
 
-    def column(self, x: Tensor, *linears: Linear) -> tuple[Tensor, ...]:
-        """`enter`, then linears whose outputs are sharded; they share one gather of `x`."""
+    def largest(self, x: Tensor) -> Tensor:
+        """The elementwise maximum over the ranks, without a gradient."""
         ...
 
-    def row(self, x: Tensor, linear: Linear) -> Tensor:
-        """A linear whose input is sharded, `leave`, then its bias, once."""
+    def total(self, x: Tensor) -> Tensor:
+        """The elementwise sum over the ranks; the gradient passes."""
+        ...
+
+    def own_sequence(self, x: Tensor, dim: int = 0) -> Tensor:
+        """The part of a whole sequence along `dim` whose hidden states are here."""
+        ...
+
+    def hidden_draws(self, dropout: float) -> AbstractContextManager[None]:
+        """Around random draws for hidden states: alike on all ranks where these are, of its own on each where not.
+
+        `dropout` is the probability; with 0 there are no draws and nothing is done.
+        """
+        ...
+
+    def own_draws(self, dropout: float) -> AbstractContextManager[None]:
+        """Around random draws for what only this rank computes, such as the heads of its attention."""
         ...
 
 
 class Solo:
-    """The region of one device: everything is here and the operators are identities."""
+    """The region of one device, and the default: everything is here and nothing moves."""
 
-    def shard(self, extent: int, unit: int = 1) -> Shard:
+    size = 1
+    index = 0
+    partial_gradients = False
+
+    def shard(self, extent: int, *, even: bool = True, share: bool = False) -> Shard:
         return Shard(0, extent)
 
-    def enter(self, x: Tensor) -> Tensor:
+    def spread(self, x: Tensor) -> Pending:
+        return Ready(x)
+
+    def collect(self, x: Tensor) -> Pending:
+        return Ready(x)
+
+    def largest(self, x: Tensor) -> Tensor:
         return x
 
-    def leave(self, x: Tensor) -> Tensor:
+    def total(self, x: Tensor) -> Tensor:
         return x
 
-    def column(self, x: Tensor, *linears: Linear) -> tuple[Tensor, ...]:
-        return tuple(linear(x) for linear in linears)
+    def own_sequence(self, x: Tensor, dim: int = 0) -> Tensor:
+        return x
 
-    def row(self, x: Tensor, linear: Linear) -> Tensor:
-        return linear(x)
+    def hidden_draws(self, dropout: float) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def own_draws(self, dropout: float) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+SOLO = Solo()
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, region: Region) -> Tensor:
+        ctx.region = region
+        y = region.spread(x).wait()
+        return y.view_as(y) if y is x else y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return ctx.region.collect(grads[0].clone(memory_format=torch.contiguous_format)).wait(), None
+
+
+class _Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, region: Region) -> Tensor:
+        ctx.region = region
+        return region.collect(x.clone(memory_format=torch.contiguous_format)).wait()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return ctx.region.spread(grads[0]).wait(), None
+
+
+def enter(x: Tensor, region: Region) -> Tensor:
+    """The operator f: hands hidden states to sharded layers, and sums the gradients that these return."""
+    if region.size == 1:
+        return x
+    y: Tensor = _Enter.apply(x, region)
+    return y
+
+
+def leave(x: Tensor, region: Region) -> Tensor:
+    """The operator g: makes hidden states of the partial outputs of sharded layers."""
+    if region.size == 1:
+        return x
+    y: Tensor = _Leave.apply(x, region)
+    return y

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megalith.checkpoint.content import Chunk
 from megalith.errors import CheckpointError, LayoutError
-from megalith.nn.placement import Fused, Placement, Replicated, Split
+from megalith.nn.placement import Placement, dim_of, global_shape, local_pieces
 
 CHECKPOINT_VERSION = 3.0
 """Megatron's `checkpoint_version`: QKV rows packed per query group, sizes under `tensor_model_parallel_size`."""
@@ -147,21 +147,12 @@ def _parts(
     tensor: Tensor, placement: Placement, rank: int, size: int
 ) -> list[tuple[Tensor, tuple[int, ...], tuple[int, ...]]]:
     """The pieces of a local tensor with their offset in, and the shape of, the tensor over the whole axis."""
-    shape = tuple(tensor.shape)
-    origin = (0,) * len(shape)
-    if isinstance(placement, Replicated):
-        return [(tensor, origin, shape)]
-    dim = placement.dim
-    extent = _with(shape, dim, shape[dim] * size)
-    if isinstance(placement, Split):
-        return [(tensor, _with(origin, dim, rank * shape[dim]), extent)]
-    assert isinstance(placement, Fused)
-    if shape[dim] % placement.parts:
-        raise LayoutError(f"dimension {dim} of a tensor of shape {list(shape)} does not hold {placement.parts} parts")
-    local = shape[dim] // placement.parts
-    starts = [part * local * size + rank * local for part in range(placement.parts)]
-    pieces = tensor.split(local, dim)
-    return [(piece, _with(origin, dim, start), extent) for piece, start in zip(pieces, starts, strict=True)]
+    dim, origin = dim_of(placement), (0,) * tensor.ndim
+    extent = global_shape(tensor.shape, placement, size)
+    pieces = local_pieces(placement, extent[dim], size, rank)
+    return [
+        (tensor.narrow(dim, piece.local, piece.length), _with(origin, dim, piece.whole), extent) for piece in pieces
+    ]
 
 
 def _with(values: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:

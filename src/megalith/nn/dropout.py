@@ -1,0 +1,22 @@
+"""Dropout of hidden states, which on several ranks must be drawn alike where these hold the same states."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from megalith.nn.region import Region
+
+
+class HiddenDropout(nn.Module):
+    """Zero each element with `probability` in training and scale the rest (Srivastava et al. 2014). Any shape."""
+
+    def __init__(self, probability: float, region: Region) -> None:
+        super().__init__()
+        self.probability, self.region = probability, region
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or self.probability == 0.0:
+            return x
+        with self.region.hidden_draws(self.probability):
+            return torch.dropout(x, self.probability, True)
