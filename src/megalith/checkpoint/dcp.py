@@ -10,7 +10,7 @@ What differs from DCP's defaults, and why:
 
 Rank r writes `__r_0.distcp` and `__r_1.distcp`. DCP's own coordination is not used, since an error on one of its ranks
 leaves the others waiting: each rank plans (`RankWriter`), the first one merges the plans (`merged_metadata`), each
-writes, and the first one writes `.metadata` (`write_metadata`). Who gathers what in between is `agreement`'s business.
+writes, and the first one writes `.metadata` (`write_metadata`). Who gathers what in between is `crew`'s business.
 A load needs no coordination at all: each rank plans and reads for itself.
 """
 

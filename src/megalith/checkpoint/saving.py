@@ -6,7 +6,7 @@
     the first           .metadata, common.pt, ..., manifest.json; rename; tracker      pre_commit, mid_commit
     every rank                                                                         post_commit
 
-Between two lines the ranks agree that the line succeeded everywhere (`agreement`), so that an error of one is an error
+Between two lines the ranks agree that the line succeeded everywhere (`crew`), so that an error of one is an error
 of all, and the first rank then removes the folder. A rank that is killed breaks the next agreement, with the same
 effect; killed after its files are complete it stops nobody, since the first rank needs it no more.
 """
@@ -23,7 +23,7 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
-from megalith.checkpoint.agreement import Crew
+from megalith.checkpoint.crew import Crew
 from megalith.checkpoint.commit import Building, building, check_space, clear_leftovers, naming_full_disk
 from megalith.checkpoint.content import CheckpointContent
 from megalith.checkpoint.dcp import RankWriter, Written, merged_metadata

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import torch
 
 import megalith
-from megalith.checkpoint.agreement import Crew
+from megalith.checkpoint.crew import Crew
 from megalith.checkpoint.commit import no_point, put_back_replaced, replace_durably
 from megalith.checkpoint.content import CheckpointContent, LoadedContent
 from megalith.checkpoint.fit import Contents, keys_of
@@ -135,7 +135,7 @@ class DirectoryStore:
     """A save folder in Megatron's layout: `iter_%07d/` of format torch_dist, and the tracker file.
 
     With several ranks they act together: every rank calls the same methods in the same order and with the same
-    iterations, each with its own content, and an error of one is an error of all (`agreement`). What is read off the
+    iterations, each with its own content, and an error of one is an error of all (`crew`). What is read off the
     folder is what the first rank sees. The chunks to save are each in the content of one rank only.
 
     Args:

@@ -41,8 +41,8 @@ class Stream:
         device: of the run.
     """
 
-    def __init__(self, seed: int, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, seed: int, device: torch.device | str = "cpu") -> None:
+        self._device = device = torch.device(device)
         self._states = {"cpu": torch.Generator().manual_seed(seed).get_state()}
         if device.type == "cuda":
             self._states["cuda"] = torch.Generator(device=device).manual_seed(seed).get_state()
