@@ -210,6 +210,10 @@ class GPT(nn.Module):
             for name, placement in module.placements().items()
         }
 
+    def rows_between_layers(self, length: int) -> int:
+        """Of `length` tokens of each sequence that are here, how many rows the hidden states between layers have."""
+        return length // self.region.size if self.region.partial_gradients else length
+
     def new_cache(self, batch: int, max_length: int) -> KVCache:
         """An empty key-value cache for `batch` sequences of up to `max_length` tokens."""
         first = next(iter(self.decoder.layers.values()))
