@@ -26,11 +26,12 @@ COMMANDS: dict[str, str] = {
     "evaluate": "measure a trained checkpoint",
     "checkpoint": "list, inspect and verify checkpoints",
     "config": "show the complete configuration that flags and a recipe give, or all flags",
+    "schedule": "draw a pipeline schedule with its bubble and its memory",
 }
 
 _INTERRUPTED = 130
 _READER_LEFT = 141  # what a shell reports for a program that SIGPIPE ended
-_ONLY_PRINTING = ("config", "checkpoint", "generate")  # commands whose output is all they do
+_ONLY_PRINTING = ("config", "checkpoint", "generate", "schedule")  # commands whose output is all they do
 
 
 def main(argv: Sequence[str] | None = None) -> int:

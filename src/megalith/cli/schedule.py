@@ -1,0 +1,118 @@
+"""`megalith schedule`: the picture of a pipeline schedule with its bubble and its live activations, without running."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import NoReturn
+
+from megalith.errors import ConfigError
+from megalith.schedules.picture import picture, summary
+from megalith.schedules.pipeline import SCHEDULES, Flags, default_schedule, make_schedule, violations
+from megalith.schedules.simulator import Costs, simulate
+
+_FLAGS = Flags(stages="--pp", chunks="--vp", micro_batches="--microbatches")
+_COSTS = ("forward", "input gradient", "weight gradient")
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; see megalith schedule --help")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="megalith schedule",
+        description="Draw a pipeline schedule: F, B and W are forward, backward and weight gradients, with the number "
+        "of the micro-batch (of chunk.micro-batch with --vp), dots are waiting. Nothing is run.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--pp", "--pipeline-model-parallel-size", default="4", metavar="P", help="stages (default: 4)")
+    parser.add_argument(
+        "--vp",
+        "--num-virtual-stages-per-pipeline-rank",
+        default="1",
+        metavar="V",
+        help="chunks of layers on each stage (default: 1)",
+    )
+    parser.add_argument("--microbatches", "--micro-batches", default="8", metavar="M", help="in a step (default: 8)")
+    parser.add_argument(
+        "--schedule", metavar="NAME", help=f"one of {', '.join(SCHEDULES)} (default: 1f1b, with --vp interleaved)"
+    )
+    parser.add_argument(
+        "--costs",
+        nargs=3,
+        default=("1", "1", "1"),
+        metavar=("F", "B", "W"),
+        help="times of one micro-batch in one stage: forward, input gradient, weight gradient (default: 1 1 1)",
+    )
+    parser.add_argument("--width", metavar="N", help="columns (default: those of the terminal; 0: one line per stage)")
+    parser.add_argument("--color", choices=("auto", "always", "never"), default="auto", help="default: auto")
+    return parser
+
+
+def run(argv: Sequence[str]) -> int:
+    """Print the picture and the numbers of a schedule."""
+    parser = _parser()
+    options, unknown = parser.parse_known_args(list(argv))
+    found = [_unknown(word, parser) for word in unknown]
+    sizes = [
+        _whole(flag, text, found)
+        for flag, text in (("--pp", options.pp), ("--vp", options.vp), ("--microbatches", options.microbatches))
+    ]
+    columns = None if options.width is None else _whole("--width", options.width, found)
+    if columns is not None and columns < 0:
+        found.append(f"--width {columns} is below 0; give columns, or 0 for one line per stage")
+    costs = Costs(*(_cost(name, text, found) for name, text in zip(_COSTS, options.costs, strict=True)))
+    stages, chunks, micro_batches = (1 if size is None else size for size in sizes)
+    name = options.schedule or default_schedule(chunks)
+    if sizes[2] is None:  # what is known is still checked
+        micro_batches = max(1, stages)
+    found += violations(name, stages, chunks, micro_batches, _FLAGS)
+    if found:
+        raise ConfigError(found)
+    simulation = simulate(make_schedule(name, stages, chunks, micro_batches), costs)
+    print(picture(simulation, width=_width(columns), color=_colored(options.color)))
+    print(summary(simulation, costs))
+    return 0
+
+
+def _unknown(word: str, parser: argparse.ArgumentParser) -> str:
+    flags = [flag for action in parser._actions for flag in action.option_strings]
+    guesses = difflib.get_close_matches(word, flags, n=1)
+    hint = f"did you mean {guesses[0]}?" if guesses else "see megalith schedule --help"
+    return f"{word} is not a flag; {hint}" if word.startswith("-") else f"{word} belongs to no flag; {hint}"
+
+
+def _whole(flag: str, text: str, found: list[str]) -> int | None:
+    try:
+        return int(text)
+    except ValueError:
+        found.append(f"{flag} {text} is not a whole number; give one")
+        return None
+
+
+def _cost(name: str, text: str, found: list[str]) -> Fraction:
+    try:
+        value = Fraction(text)
+    except (ValueError, ZeroDivisionError):
+        found.append(f"--costs: {text} for the {name} is not a number; give one above 0")
+        return Fraction(1)
+    if value <= 0:
+        found.append(f"--costs: {text} for the {name} is not above 0; give a time")
+    return value
+
+
+def _width(columns: int | None) -> int | None:
+    if columns is None:
+        return shutil.get_terminal_size().columns if sys.stdout.isatty() or "COLUMNS" in os.environ else None
+    return columns or None
+
+
+def _colored(choice: str) -> bool:
+    return choice == "always" or (choice == "auto" and sys.stdout.isatty() and "NO_COLOR" not in os.environ)
