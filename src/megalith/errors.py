@@ -40,3 +40,9 @@ class LayoutError(MegalithError):
     """A tensor or a group of ranks cannot be divided in the way that is asked."""
 
     exit_code = 5
+
+
+class PeerError(MegalithError):
+    """The run ends because of another rank: it never came, died, or does not take part any more."""
+
+    exit_code = 6

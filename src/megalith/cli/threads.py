@@ -1,8 +1,12 @@
-"""How the threads of tensor operations wait; to be settled before torch is imported."""
+"""How many threads tensor operations have and how these wait; to be settled before torch is imported."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from megalith.config.groups import LaunchConfig
 
 
 def wait_asleep() -> None:
@@ -13,3 +17,45 @@ def wait_asleep() -> None:
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+
+def share_cores(launch: LaunchConfig) -> str:
+    """Give each process of a machine its share of the cores; must run before torch is imported.
+
+    torchrun gives each of several processes a single thread, and says so in a banner; srun and mpirun let each take all
+    cores. A number that the user has set stays.
+
+    Returns:
+        One line that says so; empty where nothing was changed.
+    """
+    ranks = launch.local_world_size or 1
+    if ranks == 1 or not _set_by_launcher(launch.launcher, os.environ):
+        return ""
+    cores = _cores(launch.launcher, ranks)
+    os.environ["OMP_NUM_THREADS"] = str(cores)
+    return (
+        f"{cores} thread{'s' if cores > 1 else ''} for each of {ranks} processes; OMP_NUM_THREADS sets another number"
+    )
+
+
+def _cores(launcher: str, ranks: int) -> int:
+    """Cores for one of several processes; a launcher that binds them has already divided the machine."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    given = os.environ.get("SLURM_CPUS_PER_TASK", "")
+    if launcher == "srun" and given.isdigit():
+        return max(1, min(usable, int(given)))
+    bound = launcher in ("srun", "mpirun") and usable < (os.cpu_count() or 1)
+    return usable if bound else max(1, usable // ranks)
+
+
+def _set_by_launcher(launcher: str, environ: Mapping[str, str]) -> bool:
+    """Whether OMP_NUM_THREADS is unset, or is the 1 that torchrun sets where its own environment had none."""
+    if "OMP_NUM_THREADS" not in environ:
+        return True
+    if launcher != "torchrun" or environ["OMP_NUM_THREADS"] != "1":
+        return False
+    try:
+        of_torchrun = Path(f"/proc/{os.getppid()}/environ").read_bytes()
+    except OSError:
+        return False
+    return not any(variable.startswith(b"OMP_NUM_THREADS=") for variable in of_torchrun.split(b"\0"))

@@ -1,0 +1,288 @@
+"""From what a launcher says to processes that can talk: the meeting of all ranks, the process group, and its end.
+
+All ranks meet at a store before anything else, so that a rank that never comes, comes twice or counts another number of
+ranks is named instead of waited for. On one host nothing listens on an interface that others can reach; over several
+hosts the store and gloo trust their network, as all of torch.distributed does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megalith.config.environment import LOOPBACK
+from megalith.config.groups import LaunchConfig
+from megalith.errors import ConfigError, PeerError
+
+PATIENCE_SECONDS = 20.0
+"""After this time whoever waits says for whom."""
+
+_NAMED_RANKS = 16
+_SECONDS_TO_LEAVE = 10.0
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """The ranks of a run that have met.
+
+    Attributes:
+        rank, size: of this process, of all.
+        one_host: whether all of them are on this machine.
+        store: small values by name, for all ranks; None for a process alone.
+    """
+
+    rank: int = 0
+    size: int = 1
+    one_host: bool = True
+    store: dist.Store | None = None
+
+
+def _to_stderr(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def connect(
+    launch: LaunchConfig,
+    device: torch.device,
+    backend: str,
+    timeout: timedelta,
+    *,
+    join: timedelta | None = None,
+    say: Callable[[str], None] = _to_stderr,
+    environ: Mapping[str, str] | None = None,
+) -> Iterator[Meeting]:
+    """Initialise torch.distributed for this process, and take it down behind the block. One process needs neither.
+
+    Args:
+        launch: place of this process and where rank 0 is.
+        device: of this rank.
+        backend: "gloo" or "nccl"; the latter is gloo on a CPU.
+        timeout: longest wait of a collective.
+        join: longest wait for all ranks to come, `timeout` if None; who is missing is said after `PATIENCE_SECONDS`.
+        say: told of ranks that are late.
+        environ: of this process.
+
+    Raises:
+        ConfigError: two processes have the same rank, ranks disagree on their number, the port is taken.
+        PeerError: not all ranks came.
+    """
+    if launch.world_size == 1:
+        yield Meeting()
+        return
+    backend = backend if device.type == "cuda" else "gloo"
+    join_seconds = (join or timeout).total_seconds()
+    store = _Meeting(launch, join_seconds, say, os.environ if environ is None else environ).hold()
+    if launch.one_host and backend == "gloo":
+        _stay_on_this_machine()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        backend,
+        store=dist.PrefixStore("group", store),
+        rank=launch.rank,
+        world_size=launch.world_size,
+        timeout=timeout,
+        device_id=device if backend == "nccl" else None,
+    )
+    try:
+        yield Meeting(launch.rank, launch.world_size, launch.one_host, dist.PrefixStore("run", store))
+    except BaseException:
+        _break_off(backend)
+        raise
+    dist.destroy_process_group()
+    _leave_together(store, launch)
+
+
+def _stay_on_this_machine() -> None:
+    """Let gloo listen on the loopback interface, unless the user has named another one."""
+    names = {name for _, name in socket.if_nameindex()}
+    for loopback in ("lo", "lo0"):
+        if loopback in names:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+
+
+def _break_off(backend: str) -> None:
+    """Close the connections though others may wait for us; a collective under way must not hold up the exit."""
+
+    def close() -> None:
+        group = dist.group.WORLD
+        if backend == "nccl" and group is not None and hasattr(group, "abort"):
+            group.abort()
+        dist.destroy_process_group()
+
+    closing = threading.Thread(target=close, name="close-process-group", daemon=True)
+    closing.start()
+    closing.join(2.0)
+
+
+def _leave_together(store: dist.Store, launch: LaunchConfig) -> None:
+    """Rank 0 may hold the store that the others still speak to while they close: it leaves last."""
+    with suppress(RuntimeError):  # rank 0 did not wait that long
+        store.add("left", 1)
+        deadline = time.monotonic() + _SECONDS_TO_LEAVE
+        while launch.rank == 0 and store.add("left", 0) < launch.world_size and time.monotonic() < deadline:
+            time.sleep(0.005)
+
+
+class _Meeting:
+    """The wait for all ranks at the store."""
+
+    def __init__(
+        self, launch: LaunchConfig, join_seconds: float, say: Callable[[str], None], environ: Mapping[str, str]
+    ) -> None:
+        self._launch, self._say, self._environ = launch, say, environ
+        self._began = time.monotonic()
+        self._join_seconds = join_seconds
+        self._next_word = min(PATIENCE_SECONDS, 0.5 * join_seconds)
+
+    def hold(self) -> dist.Store:
+        """Returns when all ranks are there."""
+        store = dist.PrefixStore(f"megalith/{self._environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", self._open())
+        self._announce(store)
+        pause = 0.002
+        while (here := store.add("here", 0)) < self._launch.world_size:
+            if store.check(["refused"]):
+                raise ConfigError(store.get("refused").decode())
+            self._late(lambda: f"{_ranks(self._missing(store))} of {self._launch.world_size}, which did not come")
+            pause = min(2 * pause, 0.5)
+            time.sleep(pause)
+        assert here == self._launch.world_size
+        return store
+
+    def _open(self) -> dist.Store:
+        agent_holds_it = self._environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        host = LOOPBACK if self._launch.one_host and not agent_holds_it else self._launch.master_addr
+        if self._launch.rank == 0 and not agent_holds_it:
+            listener = self._listen(host if self._launch.one_host else "")
+            return self._store(host, listener.getsockname()[1], listener.detach())
+        self._reach(host, self._launch.master_port)
+        return self._store(host, self._launch.master_port, None)
+
+    def _store(self, host: str, port: int, listener: int | None) -> dist.Store:
+        try:
+            return dist.TCPStore(
+                host,
+                port,
+                self._launch.world_size,
+                listener is not None,
+                timedelta(seconds=self._join_seconds),
+                wait_for_workers=False,
+                master_listen_fd=listener,
+            )
+        except dist.DistError as error:
+            raise PeerError(
+                f"{self._me()}: what answers at {host}:{port} is not rank 0 of a run ({error}); give every run its own "
+                "MASTER_PORT (torchrun --master_port, or --standalone)"
+            ) from error
+
+    def _listen(self, host: str) -> socket.socket:
+        if "MEGALITH_STORE_FD" in self._environ:  # the supervisor has opened it, so that no one could take its port
+            return socket.socket(fileno=int(self._environ["MEGALITH_STORE_FD"]))
+        port = self._launch.master_port
+        try:
+            return socket.create_server((host, port), backlog=4096)
+        except OSError as error:
+            raise ConfigError(
+                f"rank 0 cannot listen on port {port} of {socket.gethostname()}: {os.strerror(error.errno or 0)}; is "
+                "another run there? Give every run its own MASTER_PORT (torchrun --master_port, or --standalone)"
+            ) from error
+
+    def _reach(self, host: str, port: int) -> None:
+        """Wait until someone listens at the address of rank 0."""
+        while why := _closed(host, port):
+            if why.unknown_host and time.monotonic() - self._began > self._next_word:
+                raise PeerError(
+                    f"{self._me()}: MASTER_ADDR={host} is not the name of a host that is known here ({why.text}); give "
+                    "the name or the address of the host of rank 0"
+                )
+            self._late(f"rank 0, which does not answer at {host}:{port} ({why.text}); {self._hint()}")
+            time.sleep(0.1)
+
+    def _hint(self) -> str:
+        if self._launch.one_host:
+            return "ranks on other hosts need MASTER_ADDR, the host of rank 0"
+        return "is that the host of rank 0 (MASTER_ADDR, MASTER_PORT), was it started, does a firewall stand between?"
+
+    def _late(self, whom: str | Callable[[], str]) -> None:
+        """Say who is waited for, after 20 s and then every minute; give up at the end."""
+        waited = time.monotonic() - self._began
+        if waited > self._join_seconds:
+            raise PeerError(f"{self._me()} waited {waited:.0f} s (--distributed-timeout-minutes) for {_text(whom)}")
+        if waited > self._next_word:
+            self._next_word = waited + 60.0
+            self._say(f"{self._me()} has waited {waited:.0f} s for {_text(whom)}")
+
+    def _me(self) -> str:
+        return f"rank {self._launch.rank} on {socket.gethostname()}"
+
+    def _announce(self, store: dist.Store) -> None:
+        """Sign in.
+
+        Raises:
+            ConfigError: there is such a rank already, or the others count another number of ranks.
+        """
+        launch, me = self._launch, {"host": socket.gethostname(), "pid": os.getpid()}
+        size = store.compare_set("size", "", str(launch.world_size)).decode()
+        if size != str(launch.world_size):
+            self._refuse(
+                store,
+                f"{self._me()} was told of {launch.world_size} ranks, and others of {size}: --nproc_per_node and "
+                "--nnodes must be the same on all hosts",
+            )
+        if store.add(f"rank/{launch.rank}", 1) > 1:
+            first = json.loads(store.get(f"who/{launch.rank}"))
+            where = "twice there" if first["host"] == me["host"] else f"and on {me['host']}"
+            self._refuse(
+                store,
+                f"two processes say that they are rank {launch.rank}: on {first['host']} (process {first['pid']}) "
+                f"{where} (process {me['pid']}). On several hosts each needs its own number: --node_rank 0 on the "
+                "first, 1 on the second and so on (without the flag it is 0 everywhere)",
+            )
+        store.set(f"who/{launch.rank}", json.dumps(me))
+        store.add("here", 1)
+
+    def _refuse(self, store: dist.Store, message: str) -> None:
+        store.set("refused", message)
+        raise ConfigError(message)
+
+    def _missing(self, store: dist.Store) -> list[int]:
+        return [rank for rank in range(self._launch.world_size) if not store.check([f"who/{rank}"])]
+
+
+@dataclass(frozen=True)
+class _Closed:
+    """Why a connection cannot be made."""
+
+    text: str
+    unknown_host: bool
+
+
+def _closed(host: str, port: int) -> _Closed | None:
+    """Knock at an address; None where someone opens."""
+    try:
+        socket.create_connection((host, port), timeout=5.0).close()
+    except OSError as error:
+        return _Closed(error.strerror or str(error), isinstance(error, socket.gaierror))
+    return None
+
+
+def _text(text: str | Callable[[], str]) -> str:
+    return text if isinstance(text, str) else text()
+
+
+def _ranks(ranks: list[int]) -> str:
+    shown = ", ".join(str(rank) for rank in ranks[:_NAMED_RANKS])
+    more = f" and {len(ranks) - _NAMED_RANKS} more" if len(ranks) > _NAMED_RANKS else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
