@@ -278,6 +278,32 @@ def test_dropout_is_the_same_in_the_backward_pass(ranks: Any, kind: str) -> None
             assert abs(numeric) > 1e-3
 
 
+def _masks(length: int) -> Tensor:
+    """Which probabilities [query, key] are kept: equal scores, and values that tell the keys apart."""
+    axis = _axis()
+    mixer = RingMixer(axis)
+    zeros = torch.zeros(length // axis.size, 1, 1, length, dtype=torch.float64)
+    values = mixer.own(torch.eye(length, dtype=torch.float64), 0)[:, None, None]
+    torch.manual_seed(0)  # the same stream on all ranks
+    return _gathered(mixer.mix(zeros, zeros, values, 0.25, attend_fused), axis, length)[:, 0, 0]
+
+
+def test_the_ring_masks_each_block_independently(ranks: Any) -> None:
+    length = 64
+    context, _ = ranks.run(2, _masks, length)
+    kept = context > 0
+    rows = torch.arange(1, length + 1, dtype=torch.float64)[:, None]
+    torch.testing.assert_close(context, kept / rows / 0.75)
+    assert not kept.triu(1).any()
+    assert 0.7 < kept.sum() / (length * (length + 1) / 2) < 0.8
+    here = [torch.cat([torch.arange(64)[c.start : c.stop] for c in balanced_positions(64, 2, r)]) for r in (0, 1)]
+    first, second = (kept[positions][:, positions] for positions in here)
+    later = kept[here[0][16:]][:, here[1]]  # the second step of rank 0
+    triangle = torch.ones(16, 16, dtype=torch.bool).tril()
+    assert not torch.equal(first, second)
+    assert not torch.equal(first[:16, :16][triangle], later[:, :16][triangle])
+
+
 # --- inside the layer ---
 
 SHAPE = AttentionShape(hidden_size=24, num_heads=4, num_groups=2, head_size=6)

@@ -15,9 +15,9 @@ The backward pass of a part needs the context and the lse of **all** keys and no
 
 With dropout P v becomes (P * M / (1 - p)) v with a random mask M, and dO v^T is masked alike; lse knows nothing of it.
 
-Shapes: q [B, H, Q, K], k and v [B, G, S, K] (H a multiple of G), lse [B, H, Q] in at least fp32; any strides whose last
-is 1. Torch's flash kernels do the work where they can; the products in blocks of queries are their reference twin and
-do the rest: dropout, and dtypes and devices without such a kernel.
+Shapes: q [B, H, Q, K], k and v [B, G, S, K] (H a multiple of G), lse [B, H, Q] in at least fp32; any strides. Torch's
+flash kernels do the work where they can; the products in blocks of queries are their reference twin and do the rest:
+dropout, and dtypes and devices without such a kernel.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from torch import Tensor
 
 from megalith.kernels.blocked_attention import BLOCK
 from megalith.kernels.dropout import Dropout
-from megalith.nn.precision import at_least_fp32, product_dtype
 
 
 def attend_part(
@@ -74,11 +73,11 @@ def attend_part_backward(
         causal, dropout, flash: as in `attend_part`.
 
     Returns:
-        dq, dk, dv in the shapes of q, k, v, in the dtype of the products or in a wider one.
+        dq, dk, dv in the shapes of q, k, v, in their dtype or in a wider one.
     """
     groups = k.shape[1]
     q, k, v = _arguments(q, k, v)
-    grad, context = _last_dense(grad.to(q.dtype)), context.to(q.dtype)
+    grad = _last_dense(grad)
     backward = _flash_backward if flash and dropout is None and has_flash(q) else _blocks_backward
     dq, dk, dv = backward(grad, q, k, v, context, lse, causal, dropout)
     return dq, _sum_groups(dk, groups), _sum_groups(dv, groups)
@@ -106,11 +105,15 @@ def has_flash(q: Tensor) -> bool:
 
 
 def _arguments(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """In the dtype of the products, a key and a value head for every query head, heads dense."""
-    dtype, repeats = product_dtype(q), q.shape[1] // k.shape[1]
+    """A key and a value head for every query head, heads dense."""
+    repeats = q.shape[1] // k.shape[1]
     if repeats > 1:
         k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
-    return _last_dense(q.to(dtype)), _last_dense(k.to(dtype)), _last_dense(v.to(dtype))
+    return _last_dense(q), _last_dense(k), _last_dense(v)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
 
 
 def _last_dense(x: Tensor) -> Tensor:
@@ -150,7 +153,7 @@ def _blocks(length: int) -> Iterator[slice]:
 def _scores(q: Tensor, k: Tensor, rows: slice, causal: bool) -> Tensor:
     """The scores of the queries `rows` to the keys that they may see, the last of which is the last query's own."""
     keys = k[:, :, : rows.stop] if causal else k
-    scores = torch.matmul(q[:, :, rows] * q.shape[-1] ** -0.5, keys.transpose(2, 3)).to(at_least_fp32(q.dtype))
+    scores = torch.matmul(q[:, :, rows] * q.shape[-1] ** -0.5, keys.transpose(2, 3)).to(_wide(q.dtype))
     if causal:
         size = rows.stop - rows.start
         later = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(1)
@@ -159,7 +162,7 @@ def _scores(q: Tensor, k: Tensor, rows: slice, causal: bool) -> Tensor:
 
 
 def _blocks_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, dropout: Dropout | None) -> tuple[Tensor, Tensor]:
-    context, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=at_least_fp32(q.dtype))
+    context, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=_wide(q.dtype))
     masks = None if dropout is None else dropout.masks(q.device)
     for rows in _blocks(q.shape[2]):
         scores = _scores(q, k, rows, causal)
@@ -174,7 +177,7 @@ def _blocks_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, dropout: Drop
 def _blocks_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, context: Tensor, lse: Tensor, causal: bool, dropout: Dropout | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    wide = at_least_fp32(q.dtype)
+    wide = _wide(q.dtype)
     dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in (q, k, v))
     delta = (grad.to(wide) * context.to(wide)).sum(-1, keepdim=True)
     masks = None if dropout is None else dropout.masks(q.device)

@@ -38,7 +38,7 @@ from megalith.kernels.dropout import Dropout
 from megalith.kernels.partial_attention import attend_part, attend_part_backward, merge_parts
 from megalith.layout import balanced_positions
 from megalith.nn.attention import AttentionKernel, SequenceMixer, expand_groups
-from megalith.nn.precision import at_least_fp32
+from megalith.nn.precision import at_least_fp32, product_dtype
 
 
 def slice_batch(batch: Mapping[str, Tensor], mixer: SequenceMixer) -> dict[str, Tensor]:
@@ -121,7 +121,7 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, axis: Axis, dropout: Dropout | None) -> Tensor:
         blocks = ring_blocks(axis.size, axis.index, q.shape[0])
-        q_BHSK, wide = _heads_first(q), at_least_fp32(q.dtype)
+        q_BHSK, wide = _heads_first(q.to(product_dtype(q))), at_least_fp32(q.dtype)
         context = torch.zeros_like(q_BHSK, dtype=wide)
         lse = torch.full(q_BHSK.shape[:3], -math.inf, dtype=wide, device=q.device)
         kv = torch.stack((k, v))
@@ -129,7 +129,7 @@ class _RingAttention(torch.autograd.Function):
             arriving = comm.start_ring_shift(kv, axis) if step < axis.size - 1 else None
             part = attend_part(
                 q_BHSK[:, :, block.queries],
-                *map(_heads_first, kv[:, block.keys]),
+                *map(_heads_first, kv[:, block.keys].to(q_BHSK.dtype)),
                 causal=block.causal,
                 dropout=_of_block(dropout, axis, step),
             )
@@ -144,14 +144,15 @@ class _RingAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         q, k, v, context, lse = ctx.saved_tensors
-        axis, grad, q_BHSK = ctx.axis, _heads_first(grads[0]), _heads_first(q)
+        axis, dtype = ctx.axis, product_dtype(q)
+        grad, q_BHSK, context = _heads_first(grads[0].to(dtype)), _heads_first(q.to(dtype)), context.to(dtype)
         dq, dkv = torch.zeros_like(q_BHSK, dtype=lse.dtype), torch.zeros(2, *k.shape, dtype=lse.dtype, device=k.device)
         kv, passed = torch.stack((k, v)), None
         for step, block in enumerate(ctx.blocks):
             arriving = comm.start_ring_shift(kv, axis) if step < axis.size - 1 else None
             dq_part, *dkv_part = attend_part_backward(
                 *(x[:, :, block.queries] for x in (grad, q_BHSK)),
-                *map(_heads_first, kv[:, block.keys]),
+                *map(_heads_first, kv[:, block.keys].to(dtype)),
                 *(x[:, :, block.queries] for x in (context, lse)),
                 causal=block.causal,
                 dropout=_of_block(ctx.dropout, axis, step),
