@@ -6,13 +6,12 @@
 | `SequenceParallel` | a part of the sequence each  | all-gather | reduce-scatter | arXiv:2205.05198, section 4    |
 
 Which rows of a parameter are where is said by its placement (nn.placement), how the movements overlap the products by
-nn.linear and nn.loss. Here is what moves, and which rows of a parameter several ranks hold (`copies`), whose gradients
-the optimizer counts once and, where each rank has computed a part of them, sums at the end of the backward passes.
+nn.linear and nn.loss. Here is what moves. What is left for the end of the backward passes, the sum of gradients of rows
+that several ranks hold and of which each has computed a part, is in parallel.data (`copies_of`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -22,9 +21,8 @@ from megalith.distributed import comm
 from megalith.distributed.context import Axis
 from megalith.distributed.rng import Stream
 from megalith.errors import LayoutError
-from megalith.nn.placement import Placement, Replicated, Shard, dim_of, global_shape, local_pieces, shard
-from megalith.nn.region import Pending, Ready, Region
-from megalith.parallel.data import Copies
+from megalith.nn.placement import Shard, shard
+from megalith.nn.region import Pending, Ready
 
 
 class TensorParallel:
@@ -105,27 +103,3 @@ class SequenceParallel(TensorParallel):
                 f"a sequence of {length} tokens does not divide over {self.size} sequence-parallel ranks; "
                 f"use a multiple of {self.size}, or leave --sequence-parallel out"
             )
-
-
-def copies(placement: Placement, local_shape: Sequence[int], region: Region) -> Copies | None:
-    """Which rows of a parameter of shape `local_shape` other ranks of its region hold too; None if there are none.
-
-    Replicated gradients are parts where the region says so. Those of the key and value heads that several ranks share
-    always are: each rank has the contribution of its own query heads.
-    """
-    if not isinstance(region, TensorParallel):
-        return None
-    size, index = region.size, region.index
-    extent = global_shape(local_shape, placement, size)[dim_of(placement)]
-    for piece in local_pieces(placement, extent, size, index):
-        if len(piece.holders) > 1:
-            whole = isinstance(placement, Replicated)
-            return Copies(
-                region.axis,
-                rows=None if whole else (piece.local, piece.local + piece.length),
-                part=index // len(piece.holders),
-                parts=size // len(piece.holders),
-                first=piece.holders[0] == index,
-                partial=region.partial_gradients or not whole,
-            )
-    return None
