@@ -314,6 +314,14 @@ class TokenizerConfig:
     merge_file: str | None = setting(None, help="merges.txt of the GPT-2 tokenizer")
     vocab_size: int | None = setting(None, help="number of ids of the NullTokenizer", unit="tokens", at_least=1)
 
+    @property
+    def lacking(self) -> tuple[str, ...]:
+        """The flags that this kind of tokenizer needs and that are not given."""
+        if self.tokenizer_type == "NullTokenizer":
+            return () if self.vocab_size else ("--vocab-size",)
+        files = {"--vocab-file": self.vocab_file, "--merge-file": self.merge_file}
+        return tuple(flag for flag, file in files.items() if not file)
+
 
 @dataclass(frozen=True)
 class CheckpointConfig:

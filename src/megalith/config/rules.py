@@ -324,19 +324,14 @@ def split_is_three_parts(draft: Draft) -> str:
 
 @rule("tokenizer_type", "vocab_file", "merge_file", "vocab_size")
 def tokenizer_has_what_it_needs(draft: Draft) -> str:
-    tokenizer = draft.run.tokenizer
-    if tokenizer.tokenizer_type == "NullTokenizer":
-        return "" if tokenizer.vocab_size else "--tokenizer-type NullTokenizer requires --vocab-size N"
-    missing = [
-        flag
-        for flag, value in (("--vocab-file", tokenizer.vocab_file), ("--merge-file", tokenizer.merge_file))
-        if not value
-    ]
-    if not missing:
+    lacking = draft.run.tokenizer.lacking
+    if not lacking:
         return ""
-    verb = "is" if len(missing) == 1 else "are"
+    if draft.run.tokenizer.tokenizer_type == "NullTokenizer":
+        return "--tokenizer-type NullTokenizer requires --vocab-size N"
+    verb = "is" if len(lacking) == 1 else "are"
     mock = " (or, with --mock-data, --tokenizer-type NullTokenizer --vocab-size N)" if draft.run.data.mock_data else ""
-    return f"{' and '.join(missing)} {verb} required by {show(draft, 'tokenizer_type')}{mock}"
+    return f"{' and '.join(lacking)} {verb} required by {show(draft, 'tokenizer_type')}{mock}"
 
 
 # --- checkpoints ---

@@ -13,11 +13,8 @@ TOKENIZER_TYPES = ("GPT2BPETokenizer", "NullTokenizer")
 
 def tokenizer_violations(config: TokenizerConfig) -> list[str]:
     """What keeps this configuration from naming a tokenizer, empty if nothing does. Opens no file."""
-    if config.tokenizer_type == "GPT2BPETokenizer":
-        needed = {"--vocab-file": config.vocab_file, "--merge-file": config.merge_file}
-        return [f"{flag} is missing: GPT2BPETokenizer needs it" for flag, file in needed.items() if not file]
-    if config.tokenizer_type == "NullTokenizer":
-        return [] if config.vocab_size else ["--vocab-size is missing: NullTokenizer needs it"]
+    if config.tokenizer_type in TOKENIZER_TYPES:
+        return [f"{flag} is missing: {config.tokenizer_type} needs it" for flag in config.lacking]
     known = " and ".join(TOKENIZER_TYPES)
     return [f"--tokenizer-type {config.tokenizer_type} is not in this version, which has {known}"]
 
