@@ -1,63 +1,168 @@
-"""Preallocated gradient memory: the sink that the layers write their weight gradients to.
+"""Preallocated gradient memory: the sink that the layers write their weight gradients to, reduced as it fills.
 
-One flat buffer holds the gradient of every parameter; the first write of a step overwrites and later ones add, so
+One flat memory holds the gradient of every parameter; the first write of a step overwrites and later ones add, so
 there is neither a clearing pass nor an allocation in a step. Gradients that autograd returns (biases, norms, and
 everything when no sink is attached) are moved in by a hook as soon as they are complete.
+
+With several replicas the memory is cut into buckets in the reverse order of the modules, which is about the order of
+the backward pass. A bucket is reduced once in a step, in the background, from the moment its last gradient is there:
+
+- How many writes a parameter gets from one micro-batch (two where the output layer shares the embedding) is learned
+  from the steps before; a step that says how many micro-batches it has thereby says which write is the last. Order
+  does not matter, so that pipelines may mix the micro-batches of their chunks and put off weight gradients.
+- Buckets start in order, so that all ranks start the same collectives in the same order.
+- What cannot be known ahead (the first step; a parameter that is not always used) starts at `finish`.
+- A write behind the last one would be lost without a word, and is an error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from megalith.distributed.comm import Pending
+from megalith.distributed.context import ParallelContext
 from megalith.nn.precision import product_dtype
+from megalith.optim.flat import Bucket, FlatLayout, lay_out
+from megalith.parallel.data import CopiedPart, Copies, DataParallel, Replicated, kind_of, sum_copies
 
 SCRATCH_ELEMENTS = 1 << 22  # of a product that is rounded before it is added: 8 MiB of bf16, within the cache of a CPU
+ALIGNMENT = 64  # elements at whose multiples the owned part of a bucket starts: whole cache lines, wide loads
+
+
+def default_bucket_size(num_replicas: int) -> int:
+    """Elements of a bucket: Megatron's rule, large enough that latency does not count over many ranks."""
+    return max(40_000_000, 1_000_000 * num_replicas)
 
 
 class GradientBuffers:
-    """Gradients of named parameters in one flat buffer.
+    """Gradients of named parameters in one flat memory.
 
     Args:
         named: Parameters with their names, in module order.
-        dtype: Of the buffer: fp32 where gradients accumulate in fp32, else that of the parameters.
+        dtype: Of the memory: fp32 where gradients accumulate in fp32, else that of the parameters.
+        data: How replicas share the work; one replica by default.
+        copies: Which parameters other ranks hold too, by name.
+        bucket_size: Elements at which a bucket is full; Megatron's rule by default.
 
     Attributes:
-        flat: The buffer, 1-D.
-        grads: Views of it by parameter name, in the shapes of the parameters.
+        flat: The memory, 1-D.
+        layout: The places of the parameters in it.
+        grads: Views of it by parameter name, in the shapes of the parameters. After `finish` each holds the gradient of
+            the step where this rank owns it (`owned`).
     """
 
-    def __init__(self, named: Sequence[tuple[str, Parameter]], dtype: torch.dtype) -> None:
-        sizes = [parameter.numel() for _, parameter in named]
+    def __init__(
+        self,
+        named: Sequence[tuple[str, Parameter]],
+        dtype: torch.dtype,
+        *,
+        data: DataParallel | None = None,
+        copies: Mapping[str, tuple[Copies, ...]] | None = None,
+        bucket_size: int | None = None,
+    ) -> None:
+        self._data = data or Replicated(ParallelContext.solo())
+        self._copies = copies or {}
+        self.layout = self._lay_out(named, bucket_size)
         device = named[0][1].device
-        self.flat = torch.zeros(sum(sizes), dtype=dtype, device=device)
-        parts = self.flat.split(sizes)
-        self.grads = {name: part.view_as(p) for (name, p), part in zip(named, parts, strict=True)}
+        self.flat = torch.zeros(self.layout.size, dtype=dtype, device=device)
+        self.grads = {name: self.layout.view(self.flat, name) for name, _ in named}
         self._grad_of = {p: self.grads[name] for name, p in named}
         self._written: set[Parameter] = set()
+        self._finished = False
+        self._arrivals = _Arrivals(self.layout, dict(named), self._start) if self._data.axis.size > 1 else None
+        self._pending: list[Pending] = []
         self._scratch = torch.empty(0, device=device)
         for _, parameter in named:
             parameter.register_post_accumulate_grad_hook(self._move_in)
 
-    def begin(self) -> None:
-        """Start a step: whatever the buffer holds is stale."""
-        self._written.clear()
+    def _lay_out(self, named: Sequence[tuple[str, Parameter]], bucket_size: int | None) -> FlatLayout:
+        shapes = {name: tuple(parameter.shape) for name, parameter in named}
+        replicas = self._data.axis.size
+        kinds = {name: kind_of(copies) for name, copies in self._copies.items()}
+        if replicas == 1 and not any(kinds.values()):
+            return lay_out(shapes, {}, bucket_size=sum(p.numel() for _, p in named), divisor=1)
+        return lay_out(
+            dict(reversed(shapes.items())),
+            kinds,
+            bucket_size=bucket_size or default_bucket_size(replicas),
+            divisor=replicas * ALIGNMENT,
+        )
 
+    def owned(self, name: str) -> tuple[int, int]:
+        """The elements [start, stop) of a parameter, flattened, that this rank updates; empty where start is stop."""
+        first, last = self.layout.place(name)
+        bucket = self.layout.bucket_of(name)
+        start, stop = self._data.owned(bucket.start, bucket.stop)
+        start, stop = max(start, first), min(stop, last)
+        return (start - first, stop - first) if start < stop else (0, 0)
+
+    def begin(self, num_micro_batches: int | None = None) -> None:
+        """Start a step: whatever the memory holds is stale.
+
+        Args:
+            num_micro_batches: Backward passes of the step; without it nothing is reduced before `finish`.
+        """
+        self._written.clear()
+        self._finished = False
+        if self._arrivals is not None:
+            self._arrivals.begin(num_micro_batches)
+
+    @torch.no_grad()
     def finish(self) -> None:
-        """End the backward passes of a step: a parameter that received nothing has a zero gradient."""
+        """End the backward passes of a step: make the gradients those of all replicas and of all copies.
+
+        A parameter that received nothing has a zero gradient. Every rank calls this; calling it again does nothing.
+        """
+        if self._finished:
+            return
+        self._finished = True
         for parameter, grad in self._grad_of.items():
             if parameter not in self._written:
                 grad.zero_()
+        if self._arrivals is not None:
+            self._arrivals.finish()
+        for pending in self._pending:
+            pending.wait()
+        self._pending.clear()
+        if self._copies:
+            self._sum_copies()
+
+    def _start(self, bucket: int) -> None:
+        part = self.layout.buckets[bucket]
+        self._pending.append(self._data.reduce(self.flat[part.start : part.stop]))
+
+    def _sum_copies(self) -> None:
+        for bucket in self.layout.buckets:
+            if bucket.kind:
+                start, stop = self._data.owned(bucket.start, bucket.stop)
+                sum_copies(self.flat[start:stop], self._copied_rows(bucket, start, stop))
+
+    def _copied_rows(self, bucket: Bucket, start: int, stop: int) -> list[CopiedPart]:
+        """The partial gradients among the elements [start, stop) of the memory, counted from `start`."""
+        parts = []
+        for name in bucket.names:
+            first, last = self.layout.place(name)
+            width = (last - first) // self.layout.shapes[name][0]
+            for copies in filter(lambda copies: copies.partial, self._copies[name]):
+                rows = copies.rows or (0, self.layout.shapes[name][0])
+                ends = (min(max(first + row * width, start), stop) - start for row in rows)
+                parts.append(CopiedPart(copies, *ends))
+        return parts
 
     def _is_first(self, parameter: Parameter) -> bool:
         first = parameter not in self._written
         self._written.add(parameter)
         return first
 
-    def matmul(self, parameter: Parameter, grad_TO: Tensor, x_TI: Tensor) -> None:
+    def _arrived(self, parameter: Parameter) -> None:
+        if self._arrivals is not None:
+            self._arrivals.count(parameter)
+
+    def matmul(self, parameter: Parameter, grad_TO: Tensor, x_TI: Tensor, *, lent: bool = False) -> None:
         """Add grad^T @ x [O, I], rounded to the dtype of the factors as autograd rounds it."""
         total, first = self._grad_of[parameter], self._is_first(parameter)
         if total.dtype == grad_TO.dtype == product_dtype(grad_TO):
@@ -65,7 +170,11 @@ class GradientBuffers:
                 torch.mm(grad_TO.t(), x_TI, out=total)
             else:
                 total.addmm_(grad_TO.t(), x_TI)
-            return
+        else:
+            self._add_rounded(total, first, grad_TO, x_TI)
+        self._arrived(parameter)
+
+    def _add_rounded(self, total: Tensor, first: bool, grad_TO: Tensor, x_TI: Tensor) -> None:
         dtype = product_dtype(grad_TO)
         x = x_TI.to(dtype)
         rows = max(1, SCRATCH_ELEMENTS // x.shape[1])
@@ -93,6 +202,7 @@ class GradientBuffers:
             total.index_put_((ids_T,), rows, accumulate=True)
         else:
             total.index_add_(0, ids_T, rows)
+        self._arrived(parameter)
 
     def _move_in(self, parameter: Tensor) -> None:
         assert isinstance(parameter, Parameter)
@@ -104,3 +214,64 @@ class GradientBuffers:
         else:
             total.add_(parameter.grad)
         parameter.grad = None
+        self._arrived(parameter)
+
+
+class _Arrivals:
+    """Counts the writes to each parameter and starts each bucket when it is complete, in order.
+
+    Args:
+        layout: The buckets.
+        parameters: By name.
+        start: Called with the index of each bucket, once in a step.
+    """
+
+    def __init__(self, layout: FlatLayout, parameters: Mapping[str, Parameter], start: Callable[[int], None]) -> None:
+        self._names = {parameter: name for name, parameter in parameters.items()}
+        self._bucket_of = {parameters[name]: n for n, bucket in enumerate(layout.buckets) for name in bucket.names}
+        self._sizes = [len(bucket.names) for bucket in layout.buckets]
+        self._start = start
+        self._per_micro_batch: dict[Parameter, int] = {}  # 0: not the same in all steps, or not known
+        self._counts: dict[Parameter, int] = {}
+        self._num_micro_batches: int | None = None
+        self._missing: list[int] = []
+        self._next = 0
+
+    def begin(self, num_micro_batches: int | None) -> None:
+        """Start a step."""
+        self._num_micro_batches = num_micro_batches
+        self._counts = dict.fromkeys(self._names, 0)
+        self._missing = list(self._sizes)
+        self._next = 0
+
+    def count(self, parameter: Parameter) -> None:
+        """Note a write, which has been done."""
+        bucket = self._bucket_of[parameter]
+        self._counts[parameter] += 1
+        assert bucket >= self._next, (
+            f"{self._names[parameter]} got a gradient after its last one: write {self._counts[parameter]} of a step of "
+            f"{self._num_micro_batches} micro-batches with {self._per_micro_batch.get(parameter)} writes each; the sum "
+            "over the data-parallel ranks had started without it"
+        )
+        if self._num_micro_batches is None or not self._per_micro_batch.get(parameter):
+            return
+        if self._counts[parameter] == self._per_micro_batch[parameter] * self._num_micro_batches:
+            self._missing[bucket] -= 1
+            while self._next < len(self._missing) and self._missing[self._next] == 0:
+                self._start_next()
+
+    def finish(self) -> None:
+        """End a step: start what is left, and learn."""
+        while self._next < len(self._sizes):
+            self._start_next()
+        if self._num_micro_batches is None:
+            return
+        for parameter, count in self._counts.items():
+            each, rest = divmod(count, self._num_micro_batches)
+            known = self._per_micro_batch.setdefault(parameter, each)
+            if rest or known != each:
+                self._per_micro_batch[parameter] = 0
+
+    def _start_next(self) -> None:
+        self._next += 1
+        self._start(self._next - 1)

@@ -2,22 +2,34 @@
 
 The order and the arithmetic of a step are Megatron's (spec/training-behaviour.md sections 2 and 11). With fp16 and
 bf16 the model's weights are rounded copies of fp32 main parameters, which the optimizer owns.
+
+A rank updates the part of each parameter that it owns: all of it, or under ZeRO-1 one piece, a range of its flattened
+elements. What a step decides by (overflow, norm) is agreed over the ranks, so that all of them do the same.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megalith.config import OptimizerConfig, PrecisionConfig
+from megalith.distributed.comm import all_reduce
+from megalith.distributed.context import ParallelContext
+from megalith.models.gpt import GPT
 from megalith.nn.precision import at_least_fp32
 from megalith.nn.sink import attach_sink
+from megalith.optim.copies import copies_of
+from megalith.optim.flat import boxes, without
 from megalith.optim.gradients import GradientBuffers
 from megalith.optim.loss_scale import LossScale, build_loss_scale
+from megalith.optim.parameters import ParameterMemory
+from megalith.parallel.data import Copies, Replicated, Zero1
 
 CLIP_EPSILON = 1.0e-6  # Megatron's guard of the division by the norm
 
@@ -35,6 +47,23 @@ class StepOutcome:
     applied: bool
     grad_norm: float | None
     num_zeros: float | None
+
+
+@dataclass(frozen=True)
+class StateBox:
+    """A part of the optimizer's state of one parameter.
+
+    Attributes:
+        name: `<kind>.<parameter name>`, as of `Optimizer.state_tensors`.
+        tensor: The live elements.
+        offset: Where they begin in the parameter that this rank has in its model.
+        shape: Of that parameter.
+    """
+
+    name: str
+    tensor: Tensor
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -61,24 +90,53 @@ class Optimizer:
     """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) with main parameters, loss scale and clipping.
 
     Args:
-        model: The model; its parameters get preallocated gradients and its layers a sink that writes to them.
+        modules: The model, or the parts of it that are here; their parameters have different names, and get
+            preallocated gradients, their layers a sink that writes to them.
         config: Betas, epsilon and clipping.
         precision: Of the weights, the gradients and the loss scale.
         count_zeros: Count exact zeros of the gradients in each step.
+        context: The ranks that train the same model.
+        zero1: Divide the main parameters and the moments over the data-parallel ranks.
+        copies: Which parameters other ranks hold too, beside data parallelism, by name.
+        bucket_size: Elements that are reduced at once; Megatron's rule by default.
     """
 
     def __init__(
-        self, model: nn.Module, config: OptimizerConfig, precision: PrecisionConfig, *, count_zeros: bool = False
+        self,
+        modules: nn.Module | Sequence[nn.Module],
+        config: OptimizerConfig,
+        precision: PrecisionConfig,
+        *,
+        count_zeros: bool = False,
+        context: ParallelContext | None = None,
+        zero1: bool = False,
+        copies: Mapping[str, tuple[Copies, ...]] | None = None,
+        bucket_size: int | None = None,
     ) -> None:
-        self._config, self._count_zeros = config, count_zeros
-        self._params = dict(model.named_parameters())
+        modules = [modules] if isinstance(modules, nn.Module) else modules
+        context = context or ParallelContext.solo()
+        self._config, self._count_zeros, self._world = config, count_zeros, context.world
+        self._params = _named(modules)
         self._groups = _groups(self._params)
-        some = next(iter(self._params.values()))
-        work = at_least_fp32(some.dtype)
-        self.gradients = GradientBuffers(list(self._params.items()), work if precision.grads_in_fp32 else some.dtype)
-        attach_sink(model, self.gradients)
-        self._has_main = work != some.dtype
-        self._main = {name: p.detach().to(work) if self._has_main else p for name, p in self._params.items()}
+        dtype = _one_dtype(self._params)
+        work = at_least_fp32(dtype)
+        self._work, self._data = work, Zero1(context) if zero1 else Replicated(context)
+        self.gradients = GradientBuffers(
+            list(self._params.items()),
+            work if precision.grads_in_fp32 else dtype,
+            data=self._data,
+            copies=copies,
+            bucket_size=bucket_size,
+        )
+        for module in modules:
+            attach_sink(module, self.gradients)
+        self._memory = ParameterMemory(self._params, self.gradients.layout, self._data) if self._data.divides else None
+        self._owned = {name: _piece(p.detach(), self.gradients.owned(name)) for name, p in self._params.items()}
+        self._owned = {name: piece for name, piece in self._owned.items() if piece.numel() > 0}
+        self._counted = {name: self._first_here(name, (copies or {}).get(name, ())) for name in self._owned}
+        self._has_main = work != dtype
+        self._main = {name: piece.to(work) if self._has_main else piece for name, piece in self._owned.items()}
+        self._step_count = 0
         self._scale: LossScale = build_loss_scale(precision)
         self._checks_overflow = precision.fp16 or (precision.bf16 and precision.loss_scale is not None)
         self._scales = precision.fp16
@@ -87,7 +145,11 @@ class Optimizer:
     def _build_adam(self) -> torch.optim.AdamW:
         fixed = {"lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}  # keys of Megatron's groups
         groups = [
-            {"params": [self._main[name] for name in group.names], "wd_mult": group.wd_mult, **fixed}
+            {
+                "params": [self._main[name] for name in group.names if name in self._main],
+                "wd_mult": group.wd_mult,
+                **fixed,
+            }
             for group in self._groups
         ]
         config = self._config
@@ -110,26 +172,32 @@ class Optimizer:
     @property
     def step_count(self) -> int:
         """The number of applied steps."""
-        return int(self._adam.state[next(iter(self._main.values()))]["step"].item())
+        return self._step_count
 
-    def zero_grad(self) -> None:
-        """Forget the gradients of the last step."""
-        self.gradients.begin()
+    def zero_grad(self, num_micro_batches: int | None = None) -> None:
+        """Forget the gradients of the last step.
+
+        Args:
+            num_micro_batches: Backward passes of the step that begins. With it, replicas start to sum gradients while
+                the last one is under way; without it, when all are done.
+        """
+        self.gradients.begin(num_micro_batches)
 
     @torch.no_grad()
     def step(self, lr: float, weight_decay: float) -> StepOutcome:
-        """Update the parameters with the gradients gathered since `zero_grad`.
+        """Update the parameters with the gradients gathered since `zero_grad`; the outcome is that of all ranks.
 
         Args:
             lr: Learning rate of this step.
             weight_decay: Decoupled weight decay of the parameters that decay.
         """
+        self.settle()
         self.gradients.finish()
         grads = self._main_grads()
         if self._checks_overflow and self._unscale(list(grads.values())):
             self._scale.update(overflow=True)
             return StepOutcome(applied=False, grad_norm=None, num_zeros=None)
-        norm = _global_norm(list(grads.values()))
+        norm = self._norm(grads)
         self._scale.update(overflow=not math.isfinite(norm))
         zeros = self._zeros(grads) if self._count_zeros else None
         if not math.isfinite(norm):
@@ -138,25 +206,64 @@ class Optimizer:
         self._update(grads, lr, weight_decay)
         return StepOutcome(applied=True, grad_norm=norm, num_zeros=zeros)
 
+    def settle(self) -> None:
+        """Wait until the parameters that other ranks updated are here; to be called before weights are read or written
+        other than by a forward pass."""
+        if self._memory is not None:
+            self._memory.wait()
+
     def _main_grads(self) -> dict[str, Tensor]:
-        """The gradients in the dtype of the main parameters, in group order."""
-        grads = self.gradients.grads
-        return {name: grads[name].to(self._main[name].dtype) for group in self._groups for name in group.names}
+        """The owned gradients in the dtype of the main parameters, in group order."""
+        return {
+            name: _piece(self.gradients.grads[name], self.gradients.owned(name)).to(self._main[name].dtype)
+            for name in self._in_group_order()
+        }
+
+    def _in_group_order(self) -> list[str]:
+        return [name for group in self._groups for name in group.names if name in self._main]
 
     def _unscale(self, grads: list[Tensor]) -> bool:
-        """Divide the gradients by the loss scale in place; return whether one is not finite."""
-        device = grads[0].device
+        """Divide the gradients by the loss scale in place; return whether one of any rank is not finite."""
+        device = self.gradients.flat.device
         found = torch.zeros(1, dtype=torch.float32, device=device)
         inverse = torch.full((1,), self._scale.inverse, dtype=torch.float32, device=device)
-        torch._amp_foreach_non_finite_check_and_unscale_(grads, found, inverse)
-        return bool(found.item())
+        if grads:
+            torch._amp_foreach_non_finite_check_and_unscale_(grads, found, inverse)
+        return bool(all_reduce(found, self._world, "max").item())
+
+    def _first_here(self, name: str, copies: tuple[Copies, ...]) -> list[tuple[int, int]] | None:
+        """The elements of the owned part of a parameter that no rank before this one holds; None for all of them."""
+        start, stop = self.gradients.owned(name)
+        shape = self.gradients.layout.shapes[name]
+        width = prod(shape[1:])
+        elsewhere = [entry.rows or (0, shape[0]) for entry in copies if not entry.first]
+        if not elsewhere:
+            return None
+        rest = without((start, stop), [(first * width, last * width) for first, last in elsewhere])
+        return [(first - start, last - start) for first, last in rest]
+
+    def _counted_once(self, tensors: dict[str, Tensor]) -> list[Tensor]:
+        """What of tensors shaped like the owned parts no rank before this one counts."""
+        counted: list[Tensor] = []
+        for name, tensor in tensors.items():
+            parts = self._counted[name]
+            counted += [tensor] if parts is None else [tensor.view(-1)[start:stop] for start, stop in parts]
+        return counted
+
+    def _norm(self, tensors: dict[str, Tensor]) -> float:
+        """L2 norm over the tensors of all ranks."""
+        squared = _squared_norm(self._counted_once(tensors), self.gradients.flat)
+        return math.sqrt(float(all_reduce(squared, self._data.holders)))
 
     def _zeros(self, grads: dict[str, Tensor]) -> float:
-        nonzero = torch.stack([torch.count_nonzero(grad) for grad in grads.values()]).sum()
-        return float(sum(grad.numel() for grad in grads.values()) - int(nonzero))
+        counted = self._counted_once(grads)
+        zeros = torch.zeros((), dtype=torch.int64, device=self.gradients.flat.device)
+        for grad in counted:
+            zeros += grad.numel() - torch.count_nonzero(grad)
+        return float(all_reduce(zeros, self._data.holders))
 
     def _clip(self, grads: list[Tensor], norm: float) -> None:
-        if self._config.clip_grad <= 0.0:
+        if self._config.clip_grad <= 0.0 or not grads:
             return
         coefficient = self._config.clip_grad / (norm + CLIP_EPSILON)
         if coefficient < 1.0:
@@ -168,32 +275,74 @@ class Optimizer:
         for group in self._adam.param_groups:
             group["lr"], group["weight_decay"] = lr, weight_decay * group["wd_mult"]
         self._adam.step()
+        self._step_count += 1
         for name, main in self._main.items():
             main.grad = None
             if self._has_main:
-                self._params[name].copy_(main)
+                self._owned[name].copy_(main)
+        if self._memory is not None:
+            self._memory.gather()
 
     @torch.no_grad()
     def params_norm(self) -> float:
-        """L2 norm of all main parameters."""
-        return _global_norm([self._main[name].detach() for group in self._groups for name in group.names])
+        """L2 norm of all main parameters of all ranks."""
+        return self._norm({name: self._main[name] for name in self._in_group_order()})
 
     def reload_main_params(self) -> None:
         """Take the main parameters from the model's weights, after these were loaded without optimizer state."""
         if self._has_main:
             for name, main in self._main.items():
-                main.copy_(self._params[name].detach())
+                main.copy_(self._owned[name])
+
+    def _states(self) -> dict[str, dict[str, Tensor]]:
+        """The live state of what is owned: kind -> parameter name -> tensor."""
+        states = {
+            kind: {name: self._adam.state[main][kind] for name, main in self._main.items()}
+            for kind in ("exp_avg", "exp_avg_sq")
+        }
+        return states | {"fp32_param": self._main} if self._has_main else states
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """The live state: `exp_avg.<name>`, `exp_avg_sq.<name>` and, in half precision, `fp32_param.<name>`."""
-        state = {
-            f"{kind}.{name}": self._adam.state[main][kind]
-            for kind in ("exp_avg", "exp_avg_sq")
-            for name, main in self._main.items()
-        }
-        if self._has_main:
-            state |= {f"fp32_param.{name}": main for name, main in self._main.items()}
-        return state
+        """The live state: `exp_avg.<name>`, `exp_avg_sq.<name>` and, in half precision, `fp32_param.<name>`.
+
+        Each has the shape of its parameter. Under ZeRO-1 no rank has such tensors: see `state_boxes`, `gathered_state`.
+        """
+        assert self._memory is None, "the state is divided over the data-parallel ranks"
+        return {f"{kind}.{name}": tensor for kind, part in self._states().items() for name, tensor in part.items()}
+
+    def state_boxes(self) -> Iterator[StateBox]:
+        """The live state that this rank owns, cut into boxes of the parameters; over the replicas each element once
+        under ZeRO-1, on every one of them without."""
+        for kind, part in self._states().items():
+            for name, tensor in part.items():
+                shape, start = self.gradients.layout.shapes[name], self.gradients.owned(name)[0]
+                for box in boxes(start, start + tensor.numel(), shape):
+                    first = box.start - start
+                    view = tensor.view(-1)[first : first + prod(box.extent)].view(box.extent)
+                    yield StateBox(f"{kind}.{name}", view, box.offset, shape)
+
+    @torch.no_grad()
+    def gathered_state(self) -> Iterator[tuple[str, Tensor]]:
+        """The state under the names and in the shapes of `state_tensors`, one bucket of copies at a time.
+
+        Under ZeRO-1 every rank iterates to the end, since each bucket is gathered from its owners.
+        """
+        layout = self.gradients.layout
+        for kind, part in self._states().items():
+            for bucket in layout.buckets:
+                whole = self.gradients.flat.new_zeros(bucket.stop - bucket.start, dtype=self._work)
+                for name in bucket.names:
+                    if name in part:
+                        _piece(layout.view(whole, name, bucket.start), self.gradients.owned(name)).copy_(part[name])
+                self._data.gather(whole).wait()
+                yield from ((f"{kind}.{name}", layout.view(whole, name, bucket.start)) for name in bucket.names)
+
+    @torch.no_grad()
+    def load_gathered_state(self, states: Mapping[str, Tensor]) -> None:
+        """Take what this rank owns from tensors under the names and in the shapes of `state_tensors`."""
+        for kind, part in self._states().items():
+            for name, tensor in part.items():
+                tensor.copy_(_piece(states[f"{kind}.{name}"], self.gradients.owned(name)))
 
     def scalars(self) -> dict[str, Any]:
         """What else a checkpoint holds: `step`, `grad_scaler` (None without fp16) and the settings of the groups."""
@@ -206,21 +355,66 @@ class Optimizer:
 
     def load_scalars(self, scalars: dict[str, Any]) -> None:
         """Continue from what `scalars` returned. The settings of the groups are the configuration's, not loaded."""
+        self._step_count = int(scalars["step"])
         for main in self._main.values():
             self._adam.state[main]["step"].fill_(float(scalars["step"]))
         if self._scales and scalars.get("grad_scaler"):
             self._scale.load_state(scalars["grad_scaler"])
 
 
-def _global_norm(tensors: list[Tensor]) -> float:
-    """L2 norm over all tensors: of each in fp32, then of the stack, squared in fp32, root in double."""
-    norms = torch.stack(torch._foreach_norm(tensors))
-    total = torch.linalg.vector_norm(norms)
-    return math.sqrt(float(total * total))
+def _named(modules: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
+    named: dict[str, nn.Parameter] = {}
+    for module in modules:
+        own = dict(module.named_parameters())
+        assert named.keys().isdisjoint(own), f"in two modules: {sorted(named.keys() & own.keys())}"
+        named |= own
+    return named
+
+
+def _one_dtype(parameters: Mapping[str, Tensor]) -> torch.dtype:
+    dtypes = {parameter.dtype for parameter in parameters.values()}
+    assert len(dtypes) == 1, f"parameters of {sorted(map(str, dtypes))} in one flat memory"
+    return dtypes.pop()
+
+
+def _piece(tensor: Tensor, owned: tuple[int, int]) -> Tensor:
+    """The owned elements: the tensor itself where these are all of it, else 1-D."""
+    start, stop = owned
+    return tensor if stop - start == tensor.numel() else tensor.view(-1)[start:stop]
+
+
+def _squared_norm(tensors: list[Tensor], like: Tensor) -> Tensor:
+    """Squared L2 norm over all tensors, 0-d: of each in at least fp32, then of the stack, then squared."""
+    if not tensors:
+        return torch.zeros((), dtype=at_least_fp32(like.dtype), device=like.device)
+    total = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors)))
+    return total * total
 
 
 def build_optimizer(
-    model: nn.Module, config: OptimizerConfig, precision: PrecisionConfig, *, count_zeros: bool = False
+    modules: nn.Module | Sequence[nn.Module],
+    config: OptimizerConfig,
+    precision: PrecisionConfig,
+    *,
+    count_zeros: bool = False,
+    context: ParallelContext | None = None,
+    zero1: bool = False,
+    bucket_size: int | None = None,
 ) -> Optimizer:
-    """Build the optimizer that --optimizer names (adam)."""
-    return Optimizer(model, config, precision, count_zeros=count_zeros)
+    """Build the optimizer that --optimizer names (adam); arguments as `Optimizer`'s.
+
+    What other ranks hold of the parameters too is read from the placements of the model, which every module has
+    that shares its layers with other ranks.
+    """
+    parts = [modules] if isinstance(modules, nn.Module) else modules
+    models = [part for part in parts if isinstance(part, GPT)]
+    return Optimizer(
+        parts,
+        config,
+        precision,
+        count_zeros=count_zeros,
+        context=context,
+        zero1=zero1,
+        copies=None if context is None else copies_of(models, context),
+        bucket_size=bucket_size,
+    )

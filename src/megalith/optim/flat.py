@@ -1,0 +1,158 @@
+"""Where parameters stand in flat memory, in pure integers: the layout that gradients and parameters share.
+
+Memory is cut into buckets, the units of communication. A parameter is never cut by a bucket, but it may be cut by the
+equal parts of a bucket that data-parallel ranks own.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+
+from torch import Tensor
+
+Kind = tuple[str, ...]
+"""What is done to a bucket beside its reduction; parameters of different kinds have no bucket in common."""
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """[start, stop) of the flat memory, padding at its end included, and the parameters that stand there in order."""
+
+    start: int
+    stop: int
+    names: tuple[str, ...]
+    kind: Kind = ()
+
+
+@dataclass(frozen=True)
+class FlatLayout:
+    """The places of all parameters.
+
+    Attributes:
+        shapes: of the parameters, by name.
+        offsets: where each one starts.
+        buckets: in order of memory.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    offsets: Mapping[str, int]
+    buckets: tuple[Bucket, ...]
+
+    @property
+    def size(self) -> int:
+        """Elements in all, padding included."""
+        return self.buckets[-1].stop if self.buckets else 0
+
+    def place(self, name: str) -> tuple[int, int]:
+        """[start, stop) of a parameter in the memory."""
+        start = self.offsets[name]
+        return start, start + prod(self.shapes[name])
+
+    def bucket_of(self, name: str) -> Bucket:
+        """The bucket that a parameter stands in."""
+        place = bisect_right(self.buckets, self.offsets[name], key=lambda bucket: bucket.start) - 1
+        return self.buckets[place]
+
+    def view(self, flat: Tensor, name: str, origin: int = 0) -> Tensor:
+        """A parameter, in its shape, of memory whose first element is number `origin` of the layout."""
+        start, stop = self.place(name)
+        return flat[start - origin : stop - origin].view(self.shapes[name])
+
+
+def lay_out(
+    shapes: Mapping[str, tuple[int, ...]], kinds: Mapping[str, Kind], *, bucket_size: int, divisor: int
+) -> FlatLayout:
+    """Put parameters into buckets.
+
+    Args:
+        shapes: of the parameters, by name, in the order in which they are to stand within their kind.
+        kinds: of the parameters; () if absent. Plain buckets come first.
+        bucket_size: elements at which a bucket is full; a parameter that is larger has a bucket to itself or ends one.
+        divisor: the length of each bucket is padded to a multiple of it.
+    """
+    offsets: dict[str, int] = {}
+    buckets: list[Bucket] = []
+    end = 0
+    for kind in sorted({kinds.get(name, ()) for name in shapes}):
+        for names in _full(((name, prod(shapes[name])) for name in shapes if kinds.get(name, ()) == kind), bucket_size):
+            start = end
+            for name in names:
+                offsets[name] = end
+                end += prod(shapes[name])
+            end += -(end - start) % divisor
+            buckets.append(Bucket(start, end, names, kind))
+    return FlatLayout(dict(shapes), offsets, tuple(buckets))
+
+
+def _full(sizes: Iterable[tuple[str, int]], bucket_size: int) -> Iterable[tuple[str, ...]]:
+    """Cut a row of named sizes into groups that reach `bucket_size`; the last one may be smaller."""
+    names: tuple[str, ...] = ()
+    filled = 0
+    for name, size in sizes:
+        names, filled = (*names, name), filled + size
+        if filled >= bucket_size:
+            yield names
+            names, filled = (), 0
+    if names:
+        yield names
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rectangular part of a tensor whose elements are neighbours in memory.
+
+    Attributes:
+        start: the number of its first element in the flattened tensor.
+        offset: the indices of that element.
+        extent: the shape of the box.
+    """
+
+    start: int
+    offset: tuple[int, ...]
+    extent: tuple[int, ...]
+
+
+def boxes(start: int, stop: int, shape: tuple[int, ...]) -> Iterator[Box]:
+    """Cut the elements [start, stop) of a flattened tensor into as few boxes as its rows allow, in order.
+
+    >>> [(box.offset, box.extent) for box in boxes(2, 9, (3, 4))]
+    [((0, 2), (1, 2)), ((1, 0), (1, 4)), ((2, 0), (1, 1))]
+    """
+    if len(shape) == 1:
+        if start < stop:
+            yield Box(start, (start,), (stop - start,))
+        return
+    width = prod(shape[1:])
+    first, last = -(-start // width), stop // width  # the whole rows
+    if first > last:  # inside of one row
+        yield from _boxes_of_row(last, start, stop, shape)
+        return
+    yield from _boxes_of_row(first - 1, start, first * width, shape)
+    if first < last:
+        yield Box(first * width, (first, *(0 for _ in shape[1:])), (last - first, *shape[1:]))
+    yield from _boxes_of_row(last, last * width, stop, shape)
+
+
+def _boxes_of_row(row: int, start: int, stop: int, shape: tuple[int, ...]) -> Iterator[Box]:
+    origin = row * prod(shape[1:])
+    if start < stop:
+        for box in boxes(start - origin, stop - origin, shape[1:]):
+            yield Box(box.start + origin, (row, *box.offset), (1, *box.extent))
+
+
+def without(whole: tuple[int, int], holes: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """What of the range `whole` is in none of the ranges `holes`, in order.
+
+    >>> without((2, 9), [(0, 3), (5, 6)])
+    [(3, 5), (6, 9)]
+    """
+    start, stop = whole
+    rest = []
+    for first, last in sorted(holes):
+        if start < min(first, stop):
+            rest.append((start, min(first, stop)))
+        start = max(start, last)
+    return [*rest, (start, stop)] if start < stop else rest
