@@ -15,10 +15,12 @@ from megalith.distributed import comm
 from megalith.distributed.context import Axis, ParallelContext
 from megalith.errors import LayoutError
 from megalith.layout import Layout, balanced_positions
-from megalith.nn.attention import AttentionShape, LocalMixer, SelfAttention, attend_fused
+from megalith.nn.attention import AttentionShape, LocalMixer, SelfAttention, SequenceMixer, attend_fused
+from megalith.nn.cache import LayerCache
 from megalith.nn.region import Solo
 from megalith.nn.rope import rotation
-from megalith.parallel.context import RingMixer, UlyssesMixer, ring_blocks, slice_batch
+from megalith.parallel import context as context_parallel
+from megalith.parallel.context import RingMixer, UlyssesMixer, ring_blocks
 
 BATCH, HEADS, SIZE = 2, 8, 4
 KINDS = {"p2p": RingMixer, "a2a": UlyssesMixer}
@@ -131,14 +133,15 @@ def test_a_length_that_does_not_divide_names_its_neighbours() -> None:
     ):
         mixer.positions(20)
     with pytest.raises(LayoutError, match="16 or 24"):
-        slice_batch({"tokens": torch.zeros(1, 20)}, mixer)
+        mixer.own(torch.zeros(1, 20), 1)
 
 
-@pytest.mark.parametrize("mixer", [RingMixer, UlyssesMixer])
-def test_a_cache_is_refused(mixer: type[RingMixer | UlyssesMixer]) -> None:
-    q, k = torch.zeros(1, 1, 2, 4), torch.zeros(5, 1, 2, 4)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_cache_is_refused(kind: str) -> None:
+    layer = _new_layer(KINDS[kind](Axis("cp", (0, 1), 0)))
+    cache = LayerCache(8, 1, 2, 6, dtype=torch.float64, device=torch.device("cpu"))
     with pytest.raises(LayoutError, match="generate with --context-parallel-size 1"):
-        mixer(Axis("cp", (0, 1), 0)).mix(q, k, k, 0.0, attend_fused)
+        layer(torch.zeros(4, 1, 24, dtype=torch.float64), None, cache)
 
 
 def test_heads_that_do_not_divide_are_refused_with_their_number() -> None:
@@ -155,12 +158,11 @@ def test_one_rank_holds_whole_sequences() -> None:
         torch.testing.assert_close(mixer.mix(q, k, v, 0.0, attend_fused), wanted)
 
 
-def test_a_batch_is_sliced_with_its_positions() -> None:
+def test_a_batch_is_divided_with_its_positions() -> None:
+    mixer = RingMixer(Axis("cp", (0, 1), 1))
     tokens = torch.arange(16).view(2, 8)
-    batch = slice_batch({"tokens": tokens, "position_ids": tokens % 8}, RingMixer(Axis("cp", (0, 1), 1)))
-    assert batch["position_ids"].tolist() == [[2, 3, 4, 5]] * 2
-    assert batch["tokens"].tolist() == [[2, 3, 4, 5], [10, 11, 12, 13]]
-    assert batch["tokens"].is_contiguous()
+    assert mixer.positions(8).tolist() == [2, 3, 4, 5]
+    assert mixer.own(tokens, 1).tolist() == [[2, 3, 4, 5], [10, 11, 12, 13]]
 
 
 # --- the volume ---
@@ -179,6 +181,10 @@ class _Volume:
 
     def after(self, operation: str, axis: Axis) -> None:
         pass
+
+    def waiting(self) -> None: ...
+
+    def waited(self) -> None: ...
 
 
 def _volume(kind: str, length: int, groups: int) -> tuple[float, float, int]:
@@ -218,6 +224,36 @@ def test_the_exchange_sends_each_head_once_each_way(ranks: Any, world_size: int)
     expected = (world_size - 1) / world_size * here * (2 * HEADS + 2 * groups)
     for forward, backward, _ in ranks.run(world_size, _volume, "a2a", length, groups):
         assert (forward, backward) == (expected, expected)
+
+
+def _order() -> tuple[list[str], list[str]]:
+    """Starts of exchanges and computations of parts, in both passes."""
+    events: list[str] = []
+
+    class Watch(_Volume):
+        def before(self, operation: str, axis: Axis, tensor: Tensor | None, detail: str = "") -> None:
+            events.append(operation)
+
+    mixer = RingMixer(replace(_axis(), observer=Watch()))
+    *inputs, grad = (mixer.own(x, 0) for x in _whole(48, 2, torch.float64))
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("attend_part", "attend_part_backward"):
+            original = getattr(context_parallel, name)
+            patch.setattr(
+                context_parallel, name, lambda *a, _do=original, **k: (events.append("compute"), _do(*a, **k))[1]
+            )
+        context = mixer.mix(*(x.requires_grad_() for x in inputs), 0.0, attend_fused)
+        forward = events[:]
+        context.backward(grad)
+    return forward, events[len(forward) :]
+
+
+def test_each_exchange_starts_before_the_computation_beside_it(ranks: Any) -> None:
+    for forward, backward in ranks.run(3, _order):
+        assert forward == ["ring_shift", "compute", "ring_shift", "compute", "compute"]
+        # The gradients of a part leave while the next part is computed.
+        steps = [["ring_shift", "compute"], ["ring_shift", "compute", "ring_shift"], ["compute", "ring_shift"]]
+        assert backward == [event for step in steps for event in step]
 
 
 # --- dropout ---
@@ -309,14 +345,21 @@ def test_the_ring_masks_each_block_independently(ranks: Any) -> None:
 SHAPE = AttentionShape(hidden_size=24, num_heads=4, num_groups=2, head_size=6)
 
 
-def _layer(mixer: Any) -> tuple[list[Tensor], Tensor]:
-    """The gradients of a layer's weights and its output, over the positions of the mixer."""
+def _new_layer(mixer: SequenceMixer) -> SelfAttention:
     torch.manual_seed(0)
     layer = SelfAttention(
         SHAPE, Solo(), mixer=mixer, qkv_bias=True, bias=True, dtype=torch.float64, device=torch.device("cpu")
     )
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
+    return layer
+
+
+def _layer(mixer: SequenceMixer, compiled: bool = False) -> tuple[list[Tensor], Tensor]:
+    """The gradients of a layer's weights and its output, over the positions of the mixer."""
+    layer = _new_layer(mixer)
+    if compiled:
+        layer.compile(backend="aot_eager")
     x, grad = torch.randn(2, 16, BATCH, 24, dtype=torch.float64)
     turn = rotation(mixer.positions(16), 6, 10000, interleaved=False, dtype=torch.float64)
     output = layer(mixer.own(x, 0), turn)
@@ -325,16 +368,17 @@ def _layer(mixer: Any) -> tuple[list[Tensor], Tensor]:
     return gradients, output.detach()
 
 
-def _layer_on_ranks(kind: str) -> tuple[list[Tensor], Tensor]:
+def _layer_on_ranks(kind: str, compiled: bool) -> tuple[list[Tensor], Tensor]:
     axis = _axis()
-    gradients, output = _layer(KINDS[kind](axis))
+    gradients, output = _layer(KINDS[kind](axis), compiled)
     return [comm.all_reduce(gradient, axis) for gradient in gradients], _gathered(output, axis, 16)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_weight_gradients_of_a_layer_sum_to_those_of_one_process(ranks: Any, kind: str) -> None:
+def test_weight_gradients_of_a_layer_sum_to_those_of_one_process(ranks: Any, kind: str, compiled: bool) -> None:
     wanted_gradients, wanted_output = _layer(LocalMixer())
     assert len(wanted_gradients) == 4
-    for gradients, output in ranks.run(2, _layer_on_ranks, kind):
+    for gradients, output in ranks.run(2, _layer_on_ranks, kind, compiled):
         for mine, reference in zip([output, *gradients], [wanted_output, *wanted_gradients], strict=True):
             assert (mine - reference).abs().max() <= 1e-10 * reference.abs().max()

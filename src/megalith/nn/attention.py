@@ -112,6 +112,13 @@ class SequenceMixer(Protocol):
         """Of whole sequences along `dim` the positions that are here. [.., S, ..] -> [.., S / parts, ..]."""
         ...
 
+    def extend(self, cache: LayerCache, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Append the keys and values that are here to the cache; returns all up to now.
+
+        Raises: LayoutError if this mixer has none.
+        """
+        ...
+
     def mix(self, q: Tensor, k: Tensor, v: Tensor, dropout: float, attend: AttentionKernel) -> Tensor:
         """Causal attention of the positions that are here to all earlier ones of their sequences.
 
@@ -135,6 +142,9 @@ class LocalMixer:
 
     def own(self, x: Tensor, dim: int) -> Tensor:
         return x
+
+    def extend(self, cache: LayerCache, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return cache.extend(k, v)
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, dropout: float, attend: AttentionKernel) -> Tensor:
         heads = q.shape[2]
@@ -188,7 +198,7 @@ class SelfAttention(nn.Module):
         if turn is not None:
             q, k = (rotate(x, turn, interleaved=self.shape.rotary_interleaved) for x in (q, k))
         if cache is not None:
-            k, v = cache.extend(k, v)
+            k, v = self.mixer.extend(cache, k, v)
         dropout = self.shape.dropout if self.training else 0.0
         with self.region.own_draws(dropout):
             context = self.mixer.mix(q, k, v, dropout, self.attend)

@@ -23,7 +23,6 @@ The key-value cache of generation is not divided so: both refuse it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,17 +36,9 @@ from megalith.errors import LayoutError
 from megalith.kernels.dropout import Dropout
 from megalith.kernels.partial_attention import attend_part, attend_part_backward, merge_parts
 from megalith.layout import balanced_positions
-from megalith.nn.attention import AttentionKernel, SequenceMixer, expand_groups
+from megalith.nn.attention import AttentionKernel, expand_groups
+from megalith.nn.cache import LayerCache
 from megalith.nn.precision import at_least_fp32, product_dtype
-
-
-def slice_batch(batch: Mapping[str, Tensor], mixer: SequenceMixer) -> dict[str, Tensor]:
-    """Of a batch of whole sequences the positions that are here.
-
-    Shapes: each field [B, S] -> [B, S / n].
-    Raises: LayoutError if the sequences cannot be divided so.
-    """
-    return {name: mixer.own(x_BS, dim=1) for name, x_BS in batch.items()}
 
 
 class _Balanced:
@@ -68,17 +59,11 @@ class _Balanced:
         chunks = balanced_positions(x.shape[dim], self.axis.size, self.axis.index)
         return torch.cat([x.narrow(dim, chunk.start, len(chunk)) for chunk in chunks], dim)
 
-    def _check(self, q: Tensor, k: Tensor) -> None:
-        if q.shape[0] != k.shape[0]:
-            raise LayoutError(
-                f"a key-value cache ({k.shape[0]} keys for {q.shape[0]} new tokens) is not divided over "
-                f"--context-parallel-size {self.parts}; generate with --context-parallel-size 1"
-            )
-        if q.shape[0] % 2 and self.parts > 1:
-            raise LayoutError(
-                f"{q.shape[0]} tokens of each sequence on a rank are not the two equal chunks that "
-                f"--context-parallel-size {self.parts} needs; use a --seq-length divisible by {2 * self.parts}"
-            )
+    def extend(self, cache: LayerCache, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        raise LayoutError(
+            f"generation keeps keys and values of whole sequences, which --context-parallel-size {self.parts} divides; "
+            f"generate with --context-parallel-size 1"
+        )
 
 
 @dataclass(frozen=True)
@@ -182,8 +167,8 @@ class RingMixer(_Balanced):
     of the ranks are equal or not.
     """
 
+    @torch.compiler.disable  # a compiled graph ends at the ring and goes on behind it
     def mix(self, q: Tensor, k: Tensor, v: Tensor, dropout: float, attend: AttentionKernel) -> Tensor:
-        self._check(q, k)
         context: Tensor = _RingAttention.apply(q, k, v, self.axis, Dropout.draw(dropout))
         return context
 
@@ -196,7 +181,6 @@ class UlyssesMixer(_Balanced):
     """
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, dropout: float, attend: AttentionKernel) -> Tensor:
-        self._check(q, k)
         parts, heads = self.parts, q.shape[2]
         if heads % parts:
             raise LayoutError(
