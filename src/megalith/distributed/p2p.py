@@ -1,16 +1,21 @@
 """Sending and receiving between pipeline stages.
 
 One communicator for each directed edge: NCCL matches messages by their order in a communicator (gloo by tag), and with
-one communicator for a pair of stages two messages that cross wait for each other for ever (design.md section 7).
+one communicator for a pair of stages two messages that cross wait for each other for ever (design.md section 7;
+schedules/simulator.py proves both). The usual remedy, one batch of the messages that cross, makes each of them wait
+for the others; edges of their own need no batch and let every message travel by itself.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megalith.layout import Layout
 
@@ -53,4 +58,44 @@ def create_links(layout: Layout, rank: int, device: torch.device, *, timeout: ti
                     outgoing[direction] = Edge(target, group)
                 if rank == target:
                     incoming[direction] = Edge(source, group)
+                if device.type == "cuda" and rank in (source, target):
+                    _connect(Edge(target if rank == source else source, group), device, sends=rank == source)
     return PipelineLinks(device, outgoing["forward"], incoming["forward"], outgoing["backward"], incoming["backward"])
+
+
+def _connect(edge: Edge, device: torch.device, *, sends: bool) -> None:
+    """Pass one element: NCCL connects two ranks at their first message and holds up the program until both are there,
+    which the order of a schedule does not foresee."""
+    if sends:
+        send(torch.zeros(1, device=device), edge).wait()
+    else:
+        receive(edge, (1,), torch.float32, device).wait()
+
+
+class Transfer:
+    """A tensor that is under way.
+
+    It keeps the tensor and the handle alive: gloo loses a message whose handle is dropped before it is complete.
+    """
+
+    def __init__(self, tensor: Tensor, work: Any) -> None:
+        self._tensor, self._work = tensor, work
+
+    def wait(self) -> Tensor:
+        """The tensor once it is complete: received and readable, or sent and free to be written to."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        return self._tensor
+
+
+def send(tensor: Tensor, edge: Edge) -> Transfer:
+    """Start sending; the memory must be left alone until the transfer is complete."""
+    dense = tensor.detach().contiguous()
+    return Transfer(dense, dist.isend(dense, edge.peer, group=edge.group))
+
+
+def receive(edge: Edge, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Transfer:
+    """Start receiving a tensor of this shape and dtype: the next one that the other end sends."""
+    tensor = torch.empty(tuple(shape), dtype=dtype, device=device)
+    return Transfer(tensor, dist.irecv(tensor, edge.peer, group=edge.group))

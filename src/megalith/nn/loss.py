@@ -147,7 +147,7 @@ class _VocabularyLoss(torch.autograd.Function):
         if ctx.sink is None:
             dw = torch.mm(logits.to(dtype).t(), whole.to(dtype)).to(weight.dtype)
         else:
-            ctx.sink.matmul(weight, logits, whole)
+            ctx.sink.matmul(weight, logits, whole, lent=True)
         ctx.buffer.give_back(logits)
         return leaving.wait(), dw, None, None, None, None, None, None
 

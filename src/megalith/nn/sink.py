@@ -19,8 +19,11 @@ from torch.nn import Module, Parameter
 class GradientSink(Protocol):
     """Receives gradients of parameters; the first gift of a step overwrites, later ones add."""
 
-    def matmul(self, parameter: Parameter, grad_TO: Tensor, x_TI: Tensor) -> None:
-        """Add grad^T @ x, of shape [O, I], to the gradient of `parameter`."""
+    def matmul(self, parameter: Parameter, grad_TO: Tensor, x_TI: Tensor, *, lent: bool = False) -> None:
+        """Add grad^T @ x, of shape [O, I], to the gradient of `parameter`.
+
+        A factor that is `lent` is overwritten after the call; others may be kept, and the product put off.
+        """
         ...
 
     def rows(self, parameter: Parameter, ids_T: Tensor, grad_TD: Tensor) -> None:

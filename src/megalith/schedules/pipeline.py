@@ -84,7 +84,6 @@ class Step(NamedTuple):
         op: the operation.
         settles: the earlier send to wait for before the next one is posted.
         makes: what the operation gives; sent, or kept where it is local.
-        is_final: from here on, what this chunk writes are the last parts of its gradients.
         ends_micro_batch: this stage does nothing more for this micro-batch.
     """
 
@@ -93,8 +92,22 @@ class Step(NamedTuple):
     op: Op
     settles: Message | None
     makes: Message | None
-    is_final: bool
     ends_micro_batch: bool
+
+
+@dataclass(frozen=True)
+class Program:
+    """What one stage does.
+
+    Attributes:
+        steps: in order.
+        has_backward: gradients are computed; else it is an evaluation.
+        is_split: weight gradients are operations of their own.
+    """
+
+    steps: tuple[Step, ...]
+    has_backward: bool
+    is_split: bool
 
 
 @dataclass(frozen=True)
@@ -139,6 +152,10 @@ class Schedule:
         chunk, target = divmod(part, self.stages)
         return Message(op.kind == "B", stage, target, chunk, op.micro_batch)
 
+    def program(self, stage: int) -> Program:
+        """What a stage is to do, for the interpreter (parallel/pipeline.py)."""
+        return Program(self.steps(stage), self.has_backward, self.is_split)
+
     def steps(self, stage: int, *, prefetch: int = PREFETCH, window: int = WINDOW) -> tuple[Step, ...]:
         """The operations of a stage with their communication.
 
@@ -150,7 +167,6 @@ class Schedule:
         ops = self.ops[stage]
         needs = [self.needs(stage, op) for op in ops]
         last = {op.micro_batch: place for place, op in enumerate(ops)}
-        final = _first_final_places(ops)
         sent: dict[bool, list[Message]] = {False: [], True: []}
         steps, posted = [], 0
         for place, op in enumerate(ops):
@@ -163,24 +179,8 @@ class Schedule:
                 earlier.append(makes)
             receives = tuple(message for message in wanted if message is not None and not message.is_local)
             ends = last[op.micro_batch] == place
-            steps.append(Step(receives, needs[place], op, settles, makes, final.get(op.chunk) == place, ends))
+            steps.append(Step(receives, needs[place], op, settles, makes, ends))
         return tuple(steps)
-
-
-def _first_final_places(ops: tuple[Op, ...]) -> dict[int, int]:
-    """For each chunk the first place from which on it writes gradients of one micro-batch only, its last."""
-    places: dict[int, int] = {}
-    last: dict[int, int] = {}
-    closed = set()
-    for place in reversed(range(len(ops))):
-        op = ops[place]
-        if op.kind == "F" or op.chunk in closed:
-            continue
-        if last.setdefault(op.chunk, op.micro_batch) == op.micro_batch:
-            places[op.chunk] = place
-        else:
-            closed.add(op.chunk)
-    return places
 
 
 @dataclass(frozen=True)
@@ -241,6 +241,12 @@ def make_schedule(name: str, stages: int, chunks: int, micro_batches: int) -> Sc
     }[name]
     ops = tuple(tuple(ops_of(stage)) for stage in range(stages))
     return Schedule(name, stages, chunks, micro_batches, ops)
+
+
+@lru_cache(maxsize=64)
+def make_program(name: str, stages: int, chunks: int, micro_batches: int, stage: int) -> Program:
+    """The program of one stage of a schedule; arguments and errors are those of `make_schedule`."""
+    return make_schedule(name, stages, chunks, micro_batches).program(stage)
 
 
 def default_schedule(chunks: int) -> str:

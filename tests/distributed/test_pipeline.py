@@ -1,0 +1,180 @@
+"""The pipeline interpreter: every schedule gives the loss and every gradient of one process, in fp64.
+
+The model is a stack of Linear + tanh with biases, cut into layers by `split_layers`; micro-batches have their own
+lengths. Weight gradients go through a sink, biases through autograd.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megalith.distributed import comm
+from megalith.distributed.context import ParallelContext
+from megalith.layout import Layout, split_layers
+from megalith.nn.linear import Linear
+from megalith.nn.placement import Replicated
+from megalith.nn.sink import attach_sink
+from megalith.optim.gradients import GradientBuffers
+from megalith.parallel.deferred import DeferredSink
+from megalith.parallel.pipeline import run
+from megalith.schedules.pipeline import Op, make_program
+
+SIZE, BATCH, LAYERS = 5, 2, 8
+
+
+def _layer(number: int) -> Linear:
+    """Layer `number` of the model, the same wherever it is made."""
+    layer = Linear(SIZE, SIZE, Replicated(), bias=True, dtype=torch.float64, device=torch.device("cpu"))
+    generator = torch.Generator().manual_seed(number)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.normal_(std=0.5, generator=generator)
+    return layer
+
+
+def _input(micro_batch: int) -> Tensor:
+    """[S, B, D] with a length of its own."""
+    length = 3 + micro_batch * 7 % 5
+    generator = torch.Generator().manual_seed(1000 + micro_batch)
+    return torch.randn(length, BATCH, SIZE, dtype=torch.float64, generator=generator)
+
+
+def _loss(hidden: Tensor, micro_batches: int) -> Tensor:
+    return hidden.square().mean() / micro_batches
+
+
+class Toy:
+    """A stage of the stack; notes what it is told."""
+
+    def __init__(self, layers: Sequence[Sequence[int]], ctx: ParallelContext, micro_batches: int) -> None:
+        self.chunks = [{number: _layer(number) for number in numbers} for numbers in layers]
+        self.micro_batches = micro_batches
+        self.is_last_stage = ctx.pp.is_last
+        self.losses: dict[int, float] = {}
+        self.ops: list[Op] = []
+        self.met: list[int] = []
+        self.ended: list[int] = []
+
+    def named(self) -> list[tuple[str, nn.Parameter]]:
+        return [
+            (f"{number}.{name}", parameter)
+            for chunk in self.chunks
+            for number, layer in chunk.items()
+            for name, parameter in layer.named_parameters()
+        ]
+
+    def border(self, micro_batch: int) -> tuple[Sequence[int], torch.dtype]:
+        self.met.append(micro_batch)
+        return _input(micro_batch).shape, torch.float64
+
+    def before(self, op: Op) -> None:
+        self.met.append(op.micro_batch)
+        self.ops.append(op)
+
+    def forward(self, chunk: int, micro_batch: int, hidden: Tensor | None) -> Tensor:
+        x = _input(micro_batch) if hidden is None else hidden
+        for layer in self.chunks[chunk].values():
+            x = torch.tanh(layer(x))
+        if not (self.is_last_stage and chunk == len(self.chunks) - 1):
+            return x.transpose(0, 1).contiguous().transpose(0, 1)  # not dense: the engine sends it all the same
+        loss = _loss(x, self.micro_batches)
+        self.losses[micro_batch] = loss.item()
+        return loss
+
+    def end(self, micro_batch: int) -> None:
+        self.ended.append(micro_batch)
+
+
+def _train(name: str, chunks: int, micro_batches: int) -> tuple[dict[int, float], dict[str, Tensor]]:
+    """Losses by micro-batch (last stage) and gradients by name of one step on this rank."""
+    ctx = ParallelContext.create(Layout(pp=dist.get_world_size()), torch.device("cpu"))
+    layers = split_layers(LAYERS, ctx.pp.size, chunks)[ctx.pp.index]
+    toy = Toy(layers, ctx, micro_batches)
+    gradients = GradientBuffers(toy.named(), torch.float64)
+    deferred = DeferredSink(gradients) if name == "zb-h1" else None
+    for chunk in toy.chunks:
+        for layer in chunk.values():
+            attach_sink(layer, deferred or gradients)
+    program = make_program(name, ctx.pp.size, chunks, micro_batches, ctx.pp.index)
+    for _ in range(2):  # a second step finds nothing left over from the first
+        gradients.begin()
+        toy.ops, toy.met, toy.ended = [], [], []
+        run(program, toy, ctx.links, deferred)
+        gradients.finish()
+    assert toy.ops == [step.op for step in program.steps]
+    assert list(dict.fromkeys(toy.met)) == sorted(toy.ended) == list(range(micro_batches))
+    return toy.losses, {key: grad.clone() for key, grad in gradients.grads.items()}
+
+
+def _alone(micro_batches: int) -> tuple[dict[int, float], dict[str, Tensor]]:
+    """What `_train` should give, by autograd in one process."""
+    layers = [_layer(number) for number in range(LAYERS)]
+    losses = {}
+    for micro_batch in range(micro_batches):
+        x = _input(micro_batch)
+        for layer in layers:
+            x = torch.tanh(layer(x))
+        loss = _loss(x, micro_batches)
+        loss.backward()
+        losses[micro_batch] = loss.item()
+    grads = {f"{number}.{name}": p.grad for number, layer in enumerate(layers) for name, p in layer.named_parameters()}
+    return losses, {name: grad for name, grad in grads.items() if grad is not None}
+
+
+CASES = [
+    ("1f1b", 2, 1, 1),
+    ("1f1b", 2, 1, 5),
+    ("1f1b", 4, 1, 2),
+    ("1f1b", 4, 1, 8),
+    ("interleaved", 2, 2, 2),
+    ("interleaved", 2, 2, 6),
+    ("interleaved", 4, 2, 4),
+    ("interleaved", 4, 2, 8),
+    ("zb-h1", 2, 1, 1),
+    ("zb-h1", 2, 1, 5),
+    ("zb-h1", 4, 1, 3),
+    ("zb-h1", 4, 1, 8),
+    ("1f1b", 1, 1, 3),
+    ("interleaved", 1, 2, 3),
+    ("zb-h1", 1, 1, 3),
+]
+
+
+@pytest.mark.parametrize(("name", "stages", "chunks", "micro_batches"), CASES)
+def test_losses_and_gradients_are_those_of_one_process(
+    ranks: Any, name: str, stages: int, chunks: int, micro_batches: int
+) -> None:
+    expected_losses, expected = _alone(micro_batches)
+    results = ranks.run(stages, _train, name, chunks, micro_batches)
+    losses = {key: value for found, _ in results for key, value in found.items()}
+    grads = {key: value for _, found in results for key, value in found.items()}
+    assert losses.keys() == expected_losses.keys() and grads.keys() == expected.keys()
+    for key, loss in losses.items():
+        assert loss == pytest.approx(expected_losses[key], rel=1e-12)
+    for key, grad in grads.items():
+        assert expected[key].abs().max() > 1e-6
+        assert (grad - expected[key]).abs().max() <= 1e-12 * expected[key].abs().max(), key
+
+
+def _evaluate(chunks: int, micro_batches: int) -> dict[int, float]:
+    ctx = ParallelContext.create(Layout(pp=dist.get_world_size()), torch.device("cpu"))
+    toy = Toy(split_layers(LAYERS, ctx.pp.size, chunks)[ctx.pp.index], ctx, micro_batches)
+    run(make_program("forward", ctx.pp.size, chunks, micro_batches, ctx.pp.index), toy, ctx.links)
+    assert torch.is_grad_enabled()
+    assert all(parameter.grad is None for _, parameter in toy.named())
+    return toy.losses
+
+
+@pytest.mark.parametrize(("stages", "chunks", "micro_batches"), [(1, 1, 2), (2, 1, 7), (2, 2, 3), (4, 2, 6)])
+def test_evaluation(ranks: Any, stages: int, chunks: int, micro_batches: int) -> None:
+    """Forward only, also where the micro-batches do not divide by the stages."""
+    *others, last = ranks.run(stages, _evaluate, chunks, micro_batches)
+    assert others == [{}] * (stages - 1)
+    assert last == pytest.approx(_alone(micro_batches)[0], rel=1e-12)
