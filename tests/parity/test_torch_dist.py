@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from megalith.checkpoint import CheckpointContent, DirectoryStore
 from megalith.checkpoint.content import Chunk
 from megalith.checkpoint.formats.torch_dist import (
+    Whole,
     extra_state_objects,
     model_chunks,
     optimizer_chunks,
@@ -130,8 +131,9 @@ def chunks_of(
 ) -> list[Chunk]:
     placements = {name: placement for name, (_, placement) in table.items()}
     named = [(name, tensor, placements[name]) for name, tensor in parameters.items()]
+    boxes = [Whole(name, tensor) for name, tensor in optimizer.items()]
     return model_chunks(named, LAYERS, rank=rank, size=size) + optimizer_chunks(
-        optimizer, placements, LAYERS, rank=rank, size=size
+        boxes, placements, LAYERS, rank=rank, size=size
     )
 
 

@@ -7,7 +7,7 @@ are read) and a load (the tensors are filled in place), so nothing has to be reb
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,6 +82,20 @@ def by_key(chunks: Iterable[Chunk]) -> dict[str, list[Chunk]]:
     for chunk in chunks:
         grouped.setdefault(chunk.key, []).append(chunk)
     return grouped
+
+
+def share_of(chunks: Sequence[Chunk], index: int, size: int) -> list[Chunk]:
+    """The chunks that one of `size` ranks writes which all hold the same list: shares of about equal bytes.
+
+    The ranks need not speak of it, since each computes all the shares.
+    """
+    loads, share = [0] * size, set[int]()
+    for number in sorted(range(len(chunks)), key=lambda number: chunks[number].nbytes, reverse=True):
+        lightest = loads.index(min(loads))
+        loads[lightest] += chunks[number].nbytes
+        if lightest == index:
+            share.add(number)
+    return [chunk for number, chunk in enumerate(chunks) if number in share]
 
 
 def volume(shape: Iterable[int]) -> int:

@@ -24,8 +24,14 @@ _NAMED_CAUSES = 4  # different messages in one error; a thousand ranks mostly ha
 
 @dataclass(frozen=True)
 class _Outcome(Generic[T]):
-    """What came of an act on one rank; `cause` is None where it succeeded."""
+    """What came of an act on one rank.
 
+    Attributes:
+        acted: whether the rank had anything to do.
+        cause: why it failed; None where it succeeded.
+    """
+
+    acted: bool
     result: T | None
     cause: str | None
     host: str
@@ -62,22 +68,8 @@ class Crew:
             CheckpointError: it failed on a rank; the message, equal on all, names that rank and the cause. Alone, or
                 where it was no MegalithError, this rank's own exception is raised.
         """
-        if self.size == 1:
-            return [act()]
-        result, error = None, None
-        try:
-            result = act()
-        except Exception as caught:
-            error = caught
-        outcomes: Sequence[_Outcome[T]] = comm.all_gather_objects(
-            _Outcome(result, None if error is None else _cause(error), socket.gethostname()), self._axis
-        )
-        if all(outcome.cause is None for outcome in outcomes):
-            results: list[Any] = [outcome.result for outcome in outcomes]
-            return results
-        if error is not None and not isinstance(error, MegalithError):
-            raise error
-        raise CheckpointError(_together(outcomes)) from error
+        results: list[Any] = self._agreed(act)
+        return results
 
     def first(self, act: Callable[[], T]) -> T:
         """Do something on the first rank only and return its result on every rank.
@@ -85,9 +77,26 @@ class Crew:
         Raises:
             CheckpointError: it failed there.
         """
-        results: list[Any] = self.all(lambda: act() if self.is_first else None)
+        results: list[Any] = self._agreed(act if self.is_first else None)
         found: T = results[0]
         return found
+
+    def _agreed(self, act: Callable[[], T] | None) -> list[T | None]:
+        if self.size == 1:
+            assert act is not None
+            return [act()]
+        result, error = None, None
+        try:
+            result = act() if act is not None else None
+        except Exception as caught:
+            error = caught
+        own = _Outcome(act is not None, result, None if error is None else _cause(error), socket.gethostname())
+        outcomes: Sequence[_Outcome[T]] = comm.all_gather_objects(own, self._axis)
+        if all(outcome.cause is None for outcome in outcomes):
+            return [outcome.result for outcome in outcomes]
+        if error is not None and not isinstance(error, MegalithError):
+            raise error
+        raise CheckpointError(_together(outcomes)) from error
 
 
 def _cause(error: Exception) -> str:
@@ -96,13 +105,13 @@ def _cause(error: Exception) -> str:
 
 
 def _together(outcomes: Sequence[_Outcome[Any]]) -> str:
-    """One message for what went wrong on the ranks, each cause once."""
+    """One message for what went wrong, each cause once; ranks are named unless all that acted have the same."""
     ranks_of: dict[str, list[int]] = {}
     for rank, outcome in enumerate(outcomes):
         if outcome.cause is not None:
             ranks_of.setdefault(outcome.cause, []).append(rank)
     (cause, ranks), *_ = ranks_of.items()
-    if len(ranks) == len(outcomes):
+    if len(ranks) == sum(outcome.acted for outcome in outcomes):
         return cause
     lines = [f"{_named(ranks, outcomes)}: {cause}" for cause, ranks in list(ranks_of.items())[:_NAMED_CAUSES]]
     if len(ranks_of) > _NAMED_CAUSES:

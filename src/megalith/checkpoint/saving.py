@@ -23,9 +23,9 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
-from megalith.checkpoint.crew import Crew
 from megalith.checkpoint.commit import Building, building, check_space, clear_leftovers, naming_full_disk
 from megalith.checkpoint.content import CheckpointContent
+from megalith.checkpoint.crew import Crew
 from megalith.checkpoint.dcp import RankWriter, Written, merged_metadata
 from megalith.checkpoint.folder import EncodedContent, finish_folder
 from megalith.errors import CheckpointError

@@ -21,9 +21,9 @@ from typing import Any, Protocol
 import torch
 
 import megalith
-from megalith.checkpoint.crew import Crew
 from megalith.checkpoint.commit import no_point, put_back_replaced, replace_durably
 from megalith.checkpoint.content import CheckpointContent, LoadedContent
+from megalith.checkpoint.crew import Crew
 from megalith.checkpoint.fit import Contents, keys_of
 from megalith.checkpoint.folder import CheckpointFolder, Reading, damaged
 from megalith.checkpoint.manifest import MANIFEST_FILE

@@ -9,14 +9,19 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from megalith.checkpoint import CheckpointContent, Store
+from torch import Tensor
+
+from megalith.checkpoint import CheckpointContent, Chunk, LoadedContent, Store
+from megalith.checkpoint.content import share_of
 from megalith.checkpoint.formats.torch_dist import (
     CHECKPOINT_VERSION,
     CONTENT_METADATA,
+    WORD_EMBEDDINGS,
     extra_state_objects,
+    is_rng_object,
     model_chunks,
     optimizer_chunks,
     optimizer_common,
@@ -25,8 +30,11 @@ from megalith.checkpoint.formats.torch_dist import (
 )
 from megalith.config import RunConfig
 from megalith.config.saved_args import megatron_args
+from megalith.distributed import comm
+from megalith.distributed.context import Axis
 from megalith.errors import CheckpointError
 from megalith.models.gpt import named_placements
+from megalith.nn.placement import Placement
 from megalith.schedules.parameters import ResumedSchedule, resume_schedule
 from megalith.train.faults import Probe, no_probe
 from megalith.train.results import SavedCheckpoint
@@ -96,11 +104,17 @@ class FoundCheckpoint:
 
 @dataclass(frozen=True)
 class Resumed:
-    """What a resume restored, for the console. `schedule` is None if the schedule starts afresh."""
+    """What a resume restored, for the console.
+
+    Attributes:
+        schedule: None if the schedule starts afresh.
+        notes: what the user must hear.
+    """
 
     iteration: int
     version: float
     schedule: ResumedSchedule | None
+    notes: tuple[str, ...] = ()
 
 
 class CheckpointSaver:
@@ -134,11 +148,11 @@ class CheckpointSaver:
 
 
 def content_of(state: TrainState, run: RunConfig) -> CheckpointContent:
-    """Everything that a checkpoint of this run holds."""
-    settings, layers = run.checkpoint, run.model.num_layers
+    """Everything of a checkpoint that this rank writes; all ranks call this together."""
+    settings, layers, first = run.checkpoint, run.model.num_layers, _replicas(state).is_first
     content = CheckpointContent(
-        chunks=model_chunks(named_placements(state.model), layers),
-        objects=dict(extra_state_objects(layers)),
+        chunks=chunks_to_save(state, run, with_optimizer=not settings.no_save_optim),
+        objects=dict(extra_state_objects(layers, _layers(state))) if first and state.context.tp.is_first else {},
         common={
             "args": _saved_args(state, run),
             "checkpoint_version": CHECKPOINT_VERSION,
@@ -149,7 +163,6 @@ def content_of(state: TrainState, run: RunConfig) -> CheckpointContent:
     )
     if not settings.no_save_optim:
         scalars = state.optimizer.scalars()
-        content.chunks += optimizer_chunks(state.optimizer.state_tensors(), state.model.placements(), layers)
         content.common["optimizer"] = optimizer_common(
             scalars["param_groups"],
             scalars["step"],
@@ -158,8 +171,75 @@ def content_of(state: TrainState, run: RunConfig) -> CheckpointContent:
         )
         content.common["opt_param_scheduler"] = state.schedule.state_dict(state.schedule_samples)
     if not settings.no_save_rng:
-        content.objects[rng_object_key()] = [state.streams.state()]
+        states = comm.all_gather_objects(state.streams.state(), _replicas(state))
+        if first:
+            content.objects[_rng_key(state)] = states
     return content
+
+
+def chunks_to_save(state: TrainState, run: RunConfig, *, with_optimizer: bool) -> list[Chunk]:
+    """What this rank writes of the model and its optimizer: over all ranks, each element once.
+
+    The replicas of the model write a share each of what they hold alike.
+    """
+    replicas = _replicas(state)
+    alike = _model_chunks(state, run, once=True)
+    divided = _optimizer_chunks(state, run, once=True) if with_optimizer else []
+    if not run.parallel.use_distributed_optimizer:
+        alike, divided = alike + divided, []
+    return share_of(alike, replicas.index, replicas.size) + divided
+
+
+def chunks_to_load(state: TrainState, run: RunConfig, *, with_optimizer: bool) -> list[Chunk]:
+    """Everything that this rank holds of the model and its optimizer, to be filled in place."""
+    chunks = _model_chunks(state, run, once=False)
+    return chunks + _optimizer_chunks(state, run, once=False) if with_optimizer else chunks
+
+
+def _model_chunks(state: TrainState, run: RunConfig, *, once: bool) -> list[Chunk]:
+    tp, names = state.context.tp, _stored_names(state, once=once)
+    named = [(names[name], tensor, placement) for name, tensor, placement in _parameters(state) if name in names]
+    return model_chunks(named, run.model.num_layers, rank=tp.index, size=tp.size, once=once)
+
+
+def _optimizer_chunks(state: TrainState, run: RunConfig, *, once: bool) -> list[Chunk]:
+    tp, names = state.context.tp, _stored_names(state, once=once)
+    boxes = []
+    for box in state.optimizer.state_boxes():
+        kind, _, name = box.name.partition(".")
+        if name in names:
+            boxes.append(replace(box, name=f"{kind}.{names[name]}"))
+    placements = {names[name]: placement for name, _, placement in _parameters(state) if name in names}
+    return optimizer_chunks(boxes, placements, run.model.num_layers, rank=tp.index, size=tp.size, once=once)
+
+
+def _parameters(state: TrainState) -> Iterator[tuple[str, Tensor, Placement]]:
+    for model in state.chunks:
+        yield from named_placements(model)
+
+
+def _stored_names(state: TrainState, *, once: bool) -> dict[str, str]:
+    """Parameter name -> the name that it is stored under.
+
+    The second copy of a tied embedding is loaded from the first, and is left out where each element counts once.
+    """
+    copies = {model.copied_weight for model in state.chunks}
+    names = [name for name, _, _ in _parameters(state) if not (once and name in copies)]
+    return {name: WORD_EMBEDDINGS if name in copies else name for name in names}
+
+
+def _layers(state: TrainState) -> list[int]:
+    return [layer for model in state.chunks for layer in model.stage.layers]
+
+
+def _replicas(state: TrainState) -> Axis:
+    """The ranks that hold the same part of the model."""
+    return state.context.join("cp", "dp")
+
+
+def _rng_key(state: TrainState) -> str:
+    tp, pp = state.context.tp, state.context.pp
+    return rng_object_key(tp.index, tp.size, pp.index, pp.size)
 
 
 def _saved_args(state: TrainState, run: RunConfig) -> Namespace:
@@ -242,20 +322,18 @@ def _changes(what: str, saved: Mapping[str, Any], own: Mapping[str, Any]) -> lis
 def restore(
     store: Store, found: FoundCheckpoint, state: TrainState, run: RunConfig, probe: Probe = no_probe
 ) -> Resumed:
-    """Fill the state from the checkpoint; its model has the checkpoint's padded vocabulary.
+    """Fill the state from the checkpoint; its model has the checkpoint's padded vocabulary. All ranks call it together.
 
     Raises:
         CheckpointError: the checkpoint holds other tensors than the model needs, or another schedule than the flags
             ask for without a flag that says which counts.
     """
-    settings, layers = run.checkpoint, run.model.num_layers
+    settings = run.checkpoint
     with_optimizer = not (settings.finetune or settings.no_load_optim)
     with_streams = not (settings.finetune or settings.no_load_rng)
-    content = CheckpointContent(chunks=model_chunks(named_placements(state.model), layers))
-    if with_optimizer:
-        content.chunks += optimizer_chunks(state.optimizer.state_tensors(), state.model.placements(), layers)
-    if with_streams:
-        content.objects[rng_object_key()] = None
+    content = CheckpointContent(chunks_to_load(state, run, with_optimizer=with_optimizer))
+    if with_streams and _holds_streams(store, found, state):
+        content.objects[_rng_key(state)] = None
     with _reading(found.iteration):
         schedule = _resumed_schedule(store, found, state, run) if with_optimizer else None
         probe("load", found.iteration)
@@ -267,14 +345,35 @@ def restore(
             state.optimizer.reload_main_params()
         if schedule is not None:
             state.schedule, state.schedule_samples = schedule.schedule, schedule.num_samples
-        if with_streams:
-            state.streams.load_state(loaded.objects[rng_object_key()][0])
+        notes = _load_streams(loaded, found, state, run) if with_streams else ()
         if not settings.finetune:
             state.iteration = int(loaded.common["iteration"])
             state.consumed_samples = int(found.args["consumed_train_samples"])
             state.consumed_valid_samples = int(found.args["consumed_valid_samples"])
             state.flops = float(loaded.common.get("num_floating_point_operations_so_far", 0.0))
-        return Resumed(state.iteration, float(loaded.common["checkpoint_version"]), schedule)
+        return Resumed(state.iteration, float(loaded.common["checkpoint_version"]), schedule, notes)
+
+
+def _holds_streams(store: Store, found: FoundCheckpoint, state: TrainState) -> bool:
+    """Whether to ask for the random states of this place: unless the checkpoint has those of other places only."""
+    objects = store.contents(found.iteration).objects
+    return _rng_key(state) in objects or not any(map(is_rng_object, objects))
+
+
+def _load_streams(loaded: LoadedContent, found: FoundCheckpoint, state: TrainState, run: RunConfig) -> tuple[str, ...]:
+    """Continue this rank's random streams if the checkpoint has them; returns what the user must hear if not.
+
+    Megatron's replicas have one state in common, unless told otherwise.
+    """
+    states, replicas = loaded.objects.get(_rng_key(state), ()), _replicas(state)
+    if len(states) == replicas.size:
+        state.streams.load_state(states[replicas.index])
+    elif len(states) == 1 and found.manifest is None:
+        state.streams.load_state(states[0])
+    elif run.model.hidden_dropout > 0.0 or run.model.attention_dropout > 0.0:
+        seed = run.train.seed
+        return (f"the random states of the checkpoint are those of another layout: dropout starts from --seed {seed}",)
+    return ()
 
 
 @contextmanager

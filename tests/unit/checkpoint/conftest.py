@@ -12,6 +12,7 @@ import torch
 
 from megalith.checkpoint import CheckpointContent
 from megalith.checkpoint.formats.torch_dist import (
+    Whole,
     extra_state_objects,
     model_chunks,
     optimizer_chunks,
@@ -46,11 +47,11 @@ def build_content(seed: int = 0, *, dtype: torch.dtype = torch.bfloat16) -> Chec
     generator = torch.Generator().manual_seed(seed)
     placements = {name: placement for name, (_, placement) in SHAPES.items()}
     parameters = {name: torch.randn(shape, generator=generator).to(dtype) for name, (shape, _) in SHAPES.items()}
-    states = {
-        f"{state}.{name}": torch.randn(shape, generator=generator)
+    states = [
+        Whole(f"{state}.{name}", torch.randn(shape, generator=generator))
         for state in ("exp_avg", "exp_avg_sq", "fp32_param")
         for name, (shape, _) in SHAPES.items()
-    }
+    ]
     named = [(name, tensor, placements[name]) for name, tensor in parameters.items()]
     group = {"wd_mult": 1.0, "lr": 1e-3, "betas": (0.9, 0.95), "fused": None}
     scaler = {"scale": 1024.0, "growth_tracker": 1, "hysteresis_tracker": 2}

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from megalith.checkpoint.content import Chunk
 from megalith.checkpoint.formats.torch_dist import (
+    Whole,
     canonical_key,
     extra_state_objects,
     is_extra_state,
@@ -116,7 +117,7 @@ def test_replicated_tensors_have_one_place_on_all_ranks() -> None:
 
 def test_optimizer_state_is_keyed_and_cut_like_its_parameter() -> None:
     name = "decoder.layers.0.mlp.linear_fc1.weight"
-    chunks = optimizer_chunks({f"exp_avg.{name}": torch.ones(4, 2)}, {name: Fused(0, 2)}, 1)
+    chunks = optimizer_chunks([Whole(f"exp_avg.{name}", torch.ones(4, 2))], {name: Fused(0, 2)}, 1)
     assert [chunk.key for chunk in chunks] == ["optimizer.state.exp_avg.decoder.layers.mlp.linear_fc1.weight"] * 2
     assert [chunk.offset for chunk in chunks] == [(0, 0, 0), (0, 2, 0)]
 

@@ -12,9 +12,9 @@ Megatron-LM core 0.16.1.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -31,6 +31,8 @@ CONTENT_METADATA: dict[str, Any] = {"singleton_local_shards": False, "chained_op
 
 OPTIMIZER_PREFIX = "optimizer.state."
 RNG_KEY = "rng_state"
+WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
+"""The key of a tied embedding, wherever it is used."""
 
 _LAYERS = "decoder.layers."
 _LAYER_NAME = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
@@ -84,86 +86,142 @@ def module_names(key: str, num_layers: int) -> list[str]:
     return [module_name(key, layer) for layer in range(num_layers)] if stacked else [key]
 
 
+class Box(Protocol):
+    """A part of a tensor that this rank holds: a parameter, or the state that an optimizer has of one."""
+
+    @property
+    def name(self) -> str:
+        """Of the parameter; for a state `<state>.<parameter>`, such as exp_avg, exp_avg_sq and fp32_param."""
+        ...
+
+    @property
+    def tensor(self) -> Tensor:
+        """Its elements, in as many dimensions as the tensor has."""
+        ...
+
+    @property
+    def offset(self) -> tuple[int, ...]:
+        """Where it begins in the tensor that this rank holds."""
+        ...
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the tensor that this rank holds."""
+        ...
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A tensor that is a box of itself."""
+
+    name: str
+    tensor: Tensor
+
+    @property
+    def offset(self) -> tuple[int, ...]:
+        return (0,) * self.tensor.ndim
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.tensor.shape)
+
+
 def model_chunks(
     named: Iterable[tuple[str, Tensor, Placement]],
     num_layers: int,
     *,
     rank: int = 0,
     size: int = 1,
-    prefix: str = "",
+    once: bool = False,
 ) -> list[Chunk]:
-    """Cut parameters, or tensors shaped like them, into the chunks that Megatron writes.
+    """Cut parameters into the chunks that Megatron writes.
 
     Args:
         named: (module name, local tensor, placement of the parameter); layer numbers are global.
         num_layers: layers of the whole model: the extent of the stacked axis.
         rank: position on the tensor-parallel axis.
         size: extent of the tensor-parallel axis.
-        prefix: what stands before the key, such as `optimizer.state.exp_avg.`.
+        once: leave out what a rank before this one on the axis holds too: over the ranks, each element once.
 
     Returns:
         Views of the given tensors: one per tensor, and `parts` per tensor that is placed `Fused`.
     """
-    chunks = []
-    for name, tensor, placement in named:
-        key, layer = canonical_key(name)
-        if layer is not None and layer >= num_layers:
-            raise LayoutError(f"{name} is outside a model of {num_layers} layers; pass the whole model's --num-layers")
-        for part, offset, extent in _parts(tensor.detach(), placement, rank, size):
-            if layer is None:
-                chunks.append(Chunk(prefix + key, part, offset, extent))
-            else:
-                chunks.append(Chunk(prefix + key, part.unsqueeze(0), (layer, *offset), (num_layers, *extent)))
-    return chunks
+    return [
+        chunk
+        for name, tensor, placement in named
+        for chunk in _chunks(Whole(name, tensor.detach()), name, "", placement, num_layers, rank, size, once=once)
+    ]
 
 
 def optimizer_chunks(
-    states: Mapping[str, Tensor],
+    boxes: Iterable[Box],
     placements: Mapping[str, Placement],
     num_layers: int,
     *,
     rank: int = 0,
     size: int = 1,
+    once: bool = False,
 ) -> list[Chunk]:
     """Cut optimizer state into model-space chunks.
 
     Args:
-        states: `<state>.<parameter name>` -> local tensor shaped like the parameter; states are exp_avg, exp_avg_sq
-            and, with 16-bit parameters, fp32_param.
+        boxes: the state, in whatever boxes the optimizer holds it.
         placements: parameter name -> placement.
         num_layers: layers of the whole model.
         rank: position on the tensor-parallel axis.
         size: extent of the tensor-parallel axis.
+        once: leave out what a rank before this one on the axis holds too.
     """
     chunks = []
-    for name, tensor in states.items():
-        state, _, parameter = name.partition(".")
-        named = [(parameter, tensor, placements[parameter])]
-        chunks += model_chunks(named, num_layers, rank=rank, size=size, prefix=f"{OPTIMIZER_PREFIX}{state}.")
+    for box in boxes:
+        state, _, name = box.name.partition(".")
+        prefix = f"{OPTIMIZER_PREFIX}{state}."
+        chunks += _chunks(box, name, prefix, placements[name], num_layers, rank, size, once=once)
     return chunks
 
 
-def _parts(
-    tensor: Tensor, placement: Placement, rank: int, size: int
-) -> list[tuple[Tensor, tuple[int, ...], tuple[int, ...]]]:
-    """The pieces of a local tensor with their offset in, and the shape of, the tensor over the whole axis."""
-    dim, origin = dim_of(placement), (0,) * tensor.ndim
-    extent = global_shape(tensor.shape, placement, size)
-    pieces = local_pieces(placement, extent[dim], size, rank)
+def _chunks(
+    box: Box, name: str, prefix: str, placement: Placement, num_layers: int, rank: int, size: int, *, once: bool
+) -> list[Chunk]:
+    """The chunks of a box that belongs to the parameter `name`; `prefix` stands before the key."""
+    key, layer = canonical_key(name)
+    if layer is None:
+        return [Chunk(prefix + key, *part) for part in _parts(box, placement, rank, size, once=once)]
+    if layer >= num_layers:
+        raise LayoutError(f"{name} is outside a model of {num_layers} layers; pass the whole model's --num-layers")
     return [
-        (tensor.narrow(dim, piece.local, piece.length), _with(origin, dim, piece.whole), extent) for piece in pieces
+        Chunk(prefix + key, part.unsqueeze(0), (layer, *offset), (num_layers, *extent))
+        for part, offset, extent in _parts(box, placement, rank, size, once=once)
     ]
+
+
+def _parts(
+    box: Box, placement: Placement, rank: int, size: int, *, once: bool
+) -> Iterator[tuple[Tensor, tuple[int, ...], tuple[int, ...]]]:
+    """The pieces of a box of a local tensor with their offset in, and the shape of, the tensor over the whole axis."""
+    dim, extent = dim_of(placement), global_shape(box.shape, placement, size)
+    first, last = box.offset[dim], box.offset[dim] + box.tensor.shape[dim]
+    for piece in local_pieces(placement, extent[dim], size, rank):
+        start, stop = max(first, piece.local), min(last, piece.local + piece.length)
+        if start < stop and (not once or piece.holders[0] == rank):
+            place = _with(box.offset, dim, piece.whole + start - piece.local)
+            yield box.tensor.narrow(dim, start - first, stop - start), place, extent
 
 
 def _with(values: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:
     return (*values[:dim], value, *values[dim + 1 :])
 
 
-def extra_state_objects(num_layers: int) -> dict[str, None]:
-    """The empty `_extra_state` entries that Megatron writes and asks for, one per linear and layer."""
+def extra_state_objects(num_layers: int, layers: Iterable[int] | None = None) -> dict[str, None]:
+    """The empty `_extra_state` entries that Megatron writes and asks for, one per linear and layer.
+
+    Args:
+        num_layers: layers of the whole model.
+        layers: those to make entries for; all if None.
+    """
     return {
         f"{_LAYERS}{linear}._extra_state/shard_{layer}_{num_layers}": None
-        for layer in range(num_layers)
+        for layer in (range(num_layers) if layers is None else layers)
         for linear in _EXTRA_STATE_LINEARS
     }
 
@@ -174,8 +232,13 @@ def is_extra_state(key: str) -> bool:
 
 
 def rng_object_key(tp_rank: int = 0, tp_size: int = 1, pp_rank: int = 0, pp_size: int = 1) -> str:
-    """The key of the random states of one (pipeline, tensor) position; its value is a list of one dictionary."""
+    """The key of the random states of one (pipeline, tensor) position; its value is a list over the replicas."""
     return f"{RNG_KEY}/shard_{pp_rank}.{tp_rank}_{pp_size}.{tp_size}"
+
+
+def is_rng_object(key: str) -> bool:
+    """Whether a key holds random states, of whichever position."""
+    return key.startswith(f"{RNG_KEY}/")
 
 
 @dataclass(frozen=True)
