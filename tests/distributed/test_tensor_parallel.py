@@ -186,7 +186,7 @@ class AddingSink:
         self.grads = {name: torch.zeros_like(parameter) for name, parameter in named.items()}
         self._of = {parameter: self.grads[name] for name, parameter in named.items()}
 
-    def matmul(self, parameter: nn.Parameter, grad_TO: Tensor, x_TI: Tensor) -> None:
+    def matmul(self, parameter: nn.Parameter, grad_TO: Tensor, x_TI: Tensor, *, lent: bool = False) -> None:
         self._of[parameter] += grad_TO.t() @ x_TI
 
     def rows(self, parameter: nn.Parameter, ids_T: Tensor, grad_TD: Tensor) -> None:
@@ -323,6 +323,10 @@ class Recorder:
 
     def after(self, operation: str, axis: Axis) -> None:
         pass
+
+    def waiting(self) -> None: ...
+
+    def waited(self) -> None: ...
 
 
 def _communication(name: str, sequence: bool) -> list[tuple[str, int]]:

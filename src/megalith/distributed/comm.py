@@ -36,14 +36,25 @@ class Pending:
     """A tensor that a collective may still be writing; `wait` returns it. The handle and the inputs are kept alive."""
 
     def __init__(
-        self, tensor: Tensor, work: Any = None, *, keep: Any = None, finish: Callable[[Tensor], Tensor] | None = None
+        self,
+        tensor: Tensor,
+        work: Any = None,
+        axis: Axis | None = None,
+        *,
+        keep: Any = None,
+        finish: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self._tensor, self._work, self._keep, self._finish = tensor, work, keep, finish
+        self._observer = None if axis is None else axis.observer
 
     def wait(self) -> Tensor:
         """The result; may be called again."""
         if self._work is not None:
+            if self._observer is not None:
+                self._observer.waiting()
             self._work.wait()
+            if self._observer is not None:
+                self._observer.waited()
             self._work, self._keep = None, None
         if self._finish is not None:
             self._tensor, self._finish = self._finish(self._tensor), None
@@ -71,7 +82,7 @@ def start_all_reduce(x: Tensor, axis: Axis, operation: str = "sum") -> Pending:
         lambda: dist.all_reduce(x, _OPERATIONS[operation], group=axis.group, async_op=True),
         operation,
     )
-    return Pending(x, work, keep=x)
+    return Pending(x, work, axis, keep=x)
 
 
 def all_reduce(x: Tensor, axis: Axis, operation: str = "sum") -> Tensor:
@@ -86,7 +97,7 @@ def start_all_gather(x: Tensor, axis: Axis, dim: int = 0, out: Tensor | None = N
     part = x.movedim(dim, 0).contiguous()
     whole = part.new_empty(axis.size * part.shape[0], *part.shape[1:]) if out is None else out
     work = _start(axis, "all_gather", part, lambda: _all_gather(whole, part, group=axis.group, async_op=True))
-    return Pending(whole, work, keep=part, finish=None if dim == 0 else lambda whole: whole.movedim(0, dim))
+    return Pending(whole, work, axis, keep=part, finish=None if dim == 0 else lambda whole: whole.movedim(0, dim))
 
 
 def all_gather(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
@@ -102,7 +113,7 @@ def start_reduce_scatter(x: Tensor, axis: Axis, dim: int = 0, out: Tensor | None
     assert whole.shape[0] % axis.size == 0, f"dimension {dim} of {tuple(x.shape)} over {axis.size} ranks"
     part = whole.new_empty(whole.shape[0] // axis.size, *whole.shape[1:]) if out is None else out
     work = _start(axis, "reduce_scatter", whole, lambda: _reduce_scatter(part, whole, group=axis.group, async_op=True))
-    return Pending(part, work, keep=whole, finish=None if dim == 0 else lambda part: part.movedim(0, dim))
+    return Pending(part, work, axis, keep=whole, finish=None if dim == 0 else lambda part: part.movedim(0, dim))
 
 
 def reduce_scatter(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
@@ -147,7 +158,7 @@ def start_ring_shift(x: Tensor, axis: Axis) -> Pending:
         dist.P2POp(dist.irecv, received, source, group=axis.group),
     ]
     work = _start(axis, "ring_shift", sent, lambda: _Works(dist.batch_isend_irecv(both)))
-    return Pending(received, work, keep=sent)
+    return Pending(received, work, axis, keep=sent)
 
 
 def broadcast(x: Tensor, axis: Axis, source: int = 0) -> Tensor:

@@ -29,6 +29,14 @@ class Observer(Protocol):
         """It has been started (or has ended, if it does not run in the background)."""
         ...
 
+    def waiting(self) -> None:
+        """This rank needs the result of what it has started, and waits."""
+        ...
+
+    def waited(self) -> None:
+        """It is there."""
+        ...
+
 
 @dataclass(frozen=True)
 class Axis:
