@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalith.nn.linear import Linear
+from megalith.nn.linear import Linear, column, row
 from megalith.nn.placement import Fused, Replicated, Split
+from megalith.nn.region import Pending, Solo
 from megalith.optim.gradients import GradientBuffers
 
 CPU = torch.device("cpu")
@@ -62,6 +63,71 @@ def test_fp16_on_a_cpu_keeps_its_storage_and_rounding() -> None:
     y = layer(x)
     assert y.dtype == torch.float16
     assert torch.equal(y, (x.float() @ layer.weight.float().t()).half())
+
+
+class Recording(Solo):
+    """A region of two ranks on paper, which notes when what is moved is started and awaited."""
+
+    size = 2
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def _moved(self, name: str, x: Tensor) -> Pending:
+        events = self.events
+        events.append(f"start {name}")
+
+        class Noted:
+            def wait(self) -> Tensor:
+                events.append(f"wait {name}")
+                return x
+
+        return Noted()
+
+    def spread(self, x: Tensor) -> Pending:
+        return self._moved("spread", x)
+
+    def collect(self, x: Tensor) -> Pending:
+        return self._moved("collect", x)
+
+    def matmul(self, parameter: torch.nn.Parameter, grad_TO: Tensor, x_TI: Tensor, *, lent: bool = False) -> None:
+        """As a sink, it notes when weight gradients are computed."""
+        self.events.append("weight gradient")
+
+    def rows(self, parameter: torch.nn.Parameter, ids_T: Tensor, grad_TD: Tensor) -> None:
+        raise AssertionError("a linear has no rows")
+
+
+def test_the_input_gradient_travels_under_the_weight_gradients() -> None:
+    region, layers = Recording(), [_layer(torch.float64), _layer(torch.float64)]
+    for layer in layers:
+        layer.sink = region
+    first, second = column(torch.randn(3, 5, dtype=torch.float64, requires_grad=True), region, *layers)
+    assert region.events == ["start spread", "wait spread"]  # one for both
+    region.events.clear()
+    (first + second).sum().backward()
+    moved = ["start spread", "start collect", "wait spread"]  # the input arrives under the product of its gradient
+    assert region.events == [*moved, "weight gradient", "weight gradient", "wait collect"]
+
+
+def test_the_gradient_of_a_row_is_gathered_before_its_products() -> None:
+    region, layer = Recording(), _layer(torch.float64)
+    layer.sink = region
+    y = row(torch.randn(3, 5, dtype=torch.float64, requires_grad=True), region, layer)
+    assert region.events == ["start collect", "wait collect"]
+    region.events.clear()
+    y.sum().backward()
+    assert region.events == ["start spread", "wait spread", "weight gradient"]
+
+
+def test_frozen_weights_get_no_gradient() -> None:
+    layer = _layer(torch.float64)
+    region = layer.sink = Recording()
+    layer.weight.requires_grad_(False)
+    x = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
+    column(x, region, layer)[0].sum().backward()
+    assert "weight gradient" not in region.events
+    torch.testing.assert_close(x.grad, layer.weight.sum(0).expand(3, 5))
 
 
 def test_placement_of_the_bias_follows_the_outputs() -> None:
