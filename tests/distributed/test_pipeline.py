@@ -6,7 +6,6 @@ lengths. Weight gradients go through a sink, biases through autograd.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megalith.distributed import comm
 from megalith.distributed.context import ParallelContext
 from megalith.layout import Layout, split_layers
 from megalith.nn.linear import Linear
@@ -24,7 +22,7 @@ from megalith.nn.sink import attach_sink
 from megalith.optim.gradients import GradientBuffers
 from megalith.parallel.deferred import DeferredSink
 from megalith.parallel.pipeline import run
-from megalith.schedules.pipeline import Op, make_program
+from megalith.schedules.pipeline import Op, make_schedule
 
 SIZE, BATCH, LAYERS = 5, 2, 8
 
@@ -82,8 +80,10 @@ class Toy:
         x = _input(micro_batch) if hidden is None else hidden
         for layer in self.chunks[chunk].values():
             x = torch.tanh(layer(x))
+        if not self.chunks[chunk]:
+            return x
         if not (self.is_last_stage and chunk == len(self.chunks) - 1):
-            return x.transpose(0, 1).contiguous().transpose(0, 1)  # not dense: the engine sends it all the same
+            return x.transpose(0, 1).contiguous().transpose(0, 1)  # not dense: it is sent all the same
         loss = _loss(x, self.micro_batches)
         self.losses[micro_batch] = loss.item()
         return loss
@@ -92,17 +92,23 @@ class Toy:
         self.ended.append(micro_batch)
 
 
-def _train(name: str, chunks: int, micro_batches: int) -> tuple[dict[int, float], dict[str, Tensor]]:
-    """Losses by micro-batch (last stage) and gradients by name of one step on this rank."""
+def _train(
+    name: str, chunks: int, micro_batches: int, ends: tuple[int, int] | None = None
+) -> tuple[dict[int, float], dict[str, Tensor]]:
+    """Losses by micro-batch (last stage) and gradients by name of one step on this rank.
+
+    `ends` are the layers of the first and of the last stage, where they differ from the others'.
+    """
     ctx = ParallelContext.create(Layout(pp=dist.get_world_size()), torch.device("cpu"))
-    layers = split_layers(LAYERS, ctx.pp.size, chunks)[ctx.pp.index]
+    first, last = ends or (None, None)
+    layers = split_layers(LAYERS, ctx.pp.size, chunks, first=first, last=last)[ctx.pp.index]
     toy = Toy(layers, ctx, micro_batches)
-    gradients = GradientBuffers(toy.named(), torch.float64)
+    gradients = GradientBuffers([*toy.named(), ("unused", nn.Parameter(torch.zeros(1).double()))], torch.float64)
     deferred = DeferredSink(gradients) if name == "zb-h1" else None
     for chunk in toy.chunks:
         for layer in chunk.values():
             attach_sink(layer, deferred or gradients)
-    program = make_program(name, ctx.pp.size, chunks, micro_batches, ctx.pp.index)
+    program = make_schedule(name, ctx.pp.size, chunks, micro_batches).program(ctx.pp.index)
     for _ in range(2):  # a second step finds nothing left over from the first
         gradients.begin()
         toy.ops, toy.met, toy.ended = [], [], []
@@ -110,7 +116,7 @@ def _train(name: str, chunks: int, micro_batches: int) -> tuple[dict[int, float]
         gradients.finish()
     assert toy.ops == [step.op for step in program.steps]
     assert list(dict.fromkeys(toy.met)) == sorted(toy.ended) == list(range(micro_batches))
-    return toy.losses, {key: grad.clone() for key, grad in gradients.grads.items()}
+    return toy.losses, {key: gradients.grads[key].clone() for key, _ in toy.named()}
 
 
 def _alone(micro_batches: int) -> tuple[dict[int, float], dict[str, Tensor]]:
@@ -147,26 +153,35 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "stages", "chunks", "micro_batches"), CASES)
-def test_losses_and_gradients_are_those_of_one_process(
-    ranks: Any, name: str, stages: int, chunks: int, micro_batches: int
-) -> None:
+def _same_as_alone(results: Sequence[tuple[dict[int, float], dict[str, Tensor]]], micro_batches: int) -> None:
     expected_losses, expected = _alone(micro_batches)
-    results = ranks.run(stages, _train, name, chunks, micro_batches)
     losses = {key: value for found, _ in results for key, value in found.items()}
     grads = {key: value for _, found in results for key, value in found.items()}
     assert losses.keys() == expected_losses.keys() and grads.keys() == expected.keys()
     for key, loss in losses.items():
         assert loss == pytest.approx(expected_losses[key], rel=1e-12)
-    for key, grad in grads.items():
-        assert expected[key].abs().max() > 1e-6
-        assert (grad - expected[key]).abs().max() <= 1e-12 * expected[key].abs().max(), key
+    for name, grad in grads.items():
+        assert expected[name].abs().max() > 1e-6
+        assert (grad - expected[name]).abs().max() <= 1e-12 * expected[name].abs().max(), name
+
+
+@pytest.mark.parametrize(("name", "stages", "chunks", "micro_batches"), CASES)
+def test_losses_and_gradients_are_those_of_one_process(
+    ranks: Any, name: str, stages: int, chunks: int, micro_batches: int
+) -> None:
+    _same_as_alone(ranks.run(stages, _train, name, chunks, micro_batches), micro_batches)
+
+
+@pytest.mark.parametrize(("name", "ends"), [("1f1b", (1, 3)), ("zb-h1", (4, 4))])
+def test_stages_of_their_own_sizes(ranks: Any, name: str, ends: tuple[int, int]) -> None:
+    """Also stages without any layer, which pass on what they get."""
+    _same_as_alone(ranks.run(4, _train, name, 1, 5, ends), 5)
 
 
 def _evaluate(chunks: int, micro_batches: int) -> dict[int, float]:
     ctx = ParallelContext.create(Layout(pp=dist.get_world_size()), torch.device("cpu"))
     toy = Toy(split_layers(LAYERS, ctx.pp.size, chunks)[ctx.pp.index], ctx, micro_batches)
-    run(make_program("forward", ctx.pp.size, chunks, micro_batches, ctx.pp.index), toy, ctx.links)
+    run(make_schedule("forward", ctx.pp.size, chunks, micro_batches).program(ctx.pp.index), toy, ctx.links)
     assert torch.is_grad_enabled()
     assert all(parameter.grad is None for _, parameter in toy.named())
     return toy.losses

@@ -153,8 +153,14 @@ class Schedule:
         return Message(op.kind == "B", stage, target, chunk, op.micro_batch)
 
     def program(self, stage: int) -> Program:
-        """What a stage is to do, for the interpreter (parallel/pipeline.py)."""
-        return Program(self.steps(stage), self.has_backward, self.is_split)
+        """What a stage is to do, for the interpreter (parallel/pipeline.py); made once."""
+        if stage not in self._programs:
+            self._programs[stage] = Program(self.steps(stage), self.has_backward, self.is_split)
+        return self._programs[stage]
+
+    @cached_property
+    def _programs(self) -> dict[int, Program]:
+        return {}
 
     def steps(self, stage: int, *, prefetch: int = PREFETCH, window: int = WINDOW) -> tuple[Step, ...]:
         """The operations of a stage with their communication.
@@ -219,7 +225,7 @@ def violations(name: str, stages: int, chunks: int, micro_batches: int, flags: F
 
 @lru_cache(maxsize=64)
 def make_schedule(name: str, stages: int, chunks: int, micro_batches: int) -> Schedule:
-    """Make a schedule by its name.
+    """Make a schedule by its name, once: a run asks for the same one in each of its steps.
 
     Args:
         name: one of `SCHEDULES`.
@@ -241,12 +247,6 @@ def make_schedule(name: str, stages: int, chunks: int, micro_batches: int) -> Sc
     }[name]
     ops = tuple(tuple(ops_of(stage)) for stage in range(stages))
     return Schedule(name, stages, chunks, micro_batches, ops)
-
-
-@lru_cache(maxsize=64)
-def make_program(name: str, stages: int, chunks: int, micro_batches: int, stage: int) -> Program:
-    """The program of one stage of a schedule; arguments and errors are those of `make_schedule`."""
-    return make_schedule(name, stages, chunks, micro_batches).program(stage)
 
 
 def default_schedule(chunks: int) -> str:
