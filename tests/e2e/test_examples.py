@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from megalith.tokenizers import train_byte_level_bpe
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -24,24 +26,38 @@ def test_simple_train_loop(repository: Path, tmp_path: Path) -> None:
     assert "every weight is equal" in done.stdout
 
 
-def test_train_llama_with_the_paths_edited(repository: Path, tmp_path: Path) -> None:
+def _run_script(repository: Path, folder: Path, name: str, smaller: str) -> str:
+    """Run a script of the examples with its paths edited to a small corpus, and with smaller sizes; what it prints."""
     text = "to be or not to be that is the question\n\n" * 400
-    (tmp_path / "text.txt").write_text(text)
-    vocab, merges = train_byte_level_bpe([text], 280, tmp_path)
-    preprocess = [sys.executable, str(repository / "tools/preprocess_data.py"), "--input", str(tmp_path / "text.txt")]
-    words = ["--output-prefix", str(tmp_path / "data"), "--vocab-file", str(vocab), "--merge-file", str(merges)]
+    (folder / "text.txt").write_text(text)
+    vocab, merges = train_byte_level_bpe([text], 280, folder)
+    preprocess = [sys.executable, str(repository / "tools/preprocess_data.py"), "--input", str(folder / "text.txt")]
+    words = ["--output-prefix", str(folder / "data"), "--vocab-file", str(vocab), "--merge-file", str(merges)]
     words += ["--tokenizer-type", "GPT2BPETokenizer", "--append-eod", "--workers", "1"]
     subprocess.run([*preprocess, *words], check=True, capture_output=True, env=ENVIRONMENT)
-    script = (repository / "examples/train_llama.sh").read_text()
+    script = (repository / "examples" / name).read_text()
     edits = {"DATA": "data_text_document", "VOCAB": vocab.name, "MERGES": merges.name, "CHECKPOINTS": "saved"}
-    for name, value in edits.items():
-        script = re.sub(rf"^{name}=.*$", f"{name}={tmp_path / value}", script, flags=re.MULTILINE)
+    for variable, value in edits.items():
+        script = re.sub(rf"^{variable}=\S+", f"{variable}={folder / value}", script, flags=re.MULTILINE)
     script = script.replace('HERE=$(cd "$(dirname "$0")/.." && pwd)', f"HERE={repository}")
-    script = script.replace("torchrun", f"{sys.executable} -m torch.distributed.run --master_port 0")
-    smaller = shlex.split(
-        "--num-layers 1 --hidden-size 48 --seq-length 32 --train-iters 2 --eval-iters 0 --log-interval 1"
-    )
-    done = subprocess.run(["bash", "-c", script, "train", *smaller], env=ENVIRONMENT, capture_output=True, text=True)
+    script = script.replace("torchrun", f"{sys.executable} -m torch.distributed.run --standalone")
+    command = ["bash", "-c", script, "train", *shlex.split(smaller)]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "iteration        2/" in done.stdout
+    return done.stdout
+
+
+def test_train_llama_with_the_paths_edited(repository: Path, tmp_path: Path) -> None:
+    smaller = "--num-layers 1 --hidden-size 48 --seq-length 32 --train-iters 2 --eval-iters 0 --log-interval 1"
+    printed = _run_script(repository, tmp_path, "train_llama.sh", smaller)
+    assert "iteration        2/" in printed
+    assert (tmp_path / "saved/iter_0000002/manifest.json").exists()
+
+
+@pytest.mark.parametrize("exchange", ["p2p", "a2a"])
+def test_long_context_with_the_paths_edited(repository: Path, tmp_path: Path, exchange: str) -> None:
+    smaller = "--num-layers 1 --hidden-size 48 --seq-length 64 --train-iters 2 --eval-iters 0 --log-interval 1"
+    printed = _run_script(repository, tmp_path, "long_context.sh", f"{smaller} --cp-comm-type {exchange}")
+    assert "context-parallel size: 2" in printed
+    assert "iteration        2/" in printed
     assert (tmp_path / "saved/iter_0000002/manifest.json").exists()
