@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import math
 from typing import Any
 
 import pytest
@@ -146,3 +146,225 @@ def test_replicas_of_half_precision(ranks: Any, world_size: int, precision: str)
         difference = (replicated[0]["weights"][name].double() - value.double()).abs()
         assert (difference <= 2 * lr * steps + 2**-7 * value.double().abs()).all(), name
         assert difference.median() <= lr / 10 + 2**-8 * value.double().abs().median(), name
+
+
+def _gradients(precision: str, context: ParallelContext, **how: Any) -> dict[str, Tensor]:
+    """The reduced gradients of one step, whole."""
+    dtype, settings = PRECISIONS[precision]
+    model = _model(dtype)
+    optimizer = build_optimizer(model, OptimizerConfig(), settings, context=context, **how)
+    for step in range(2):  # the second one reduces during the backward pass
+        _accumulate(model, optimizer, step, context.dp)
+        optimizer.gradients.finish()
+    optimizer.gradients.finish()
+    return {name: grad.clone() for name, grad in optimizer.gradients_of(model).items()}
+
+
+def _replica_gradients(layout: Layout, precision: str, how: dict[str, Any]) -> dict[str, Tensor]:
+    return _gradients(precision, _context(layout), **how)
+
+
+@pytest.mark.parametrize("bucket_size", [1, SMALL, None])
+@pytest.mark.parametrize("zero1", [False, True], ids=["replicated", "zero1"])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_every_gradient_is_that_of_the_whole_batch(
+    ranks: Any, world_size: int, zero1: bool, bucket_size: int | None
+) -> None:
+    wanted = _gradients("fp64", ParallelContext.solo())
+    how = {"zero1": zero1, "bucket_size": bucket_size}
+    for result in ranks.run(world_size, _replica_gradients, Layout(dp=world_size), "fp64", how):
+        assert result.keys() == wanted.keys()
+        for name, value in wanted.items():
+            _close(result[name], value, 1e-12, name)
+
+
+def test_context_parallel_gradients_are_summed_and_replicas_averaged(ranks: Any) -> None:
+    """2 replicas of 2 context-parallel ranks: each rank's gradient is its rank + 1, so the result is (1+2+3+4) / 2."""
+    for result in ranks.run(4, _sum_of_ranks):
+        assert result == [5.0, 5.0]
+
+
+def _sum_of_ranks() -> list[float]:
+    context = _context(Layout(cp=2, dp=2))
+    results = []
+    for zero1 in (False, True):
+        model = nn.Linear(3, 1, bias=False, dtype=torch.float64)
+        optimizer = build_optimizer(model, OptimizerConfig(), PrecisionConfig(), context=context, zero1=zero1)
+        optimizer.zero_grad(1)
+        (model(torch.ones(1, 3, dtype=torch.float64)) * (context.rank + 1.0)).sum().backward()
+        optimizer.gradients.finish()
+        results.append(optimizer.gradients_of(model)["weight"].mean().item())
+    return results
+
+
+class _Log:
+    """An observer that writes down what happens, in order."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, str, int]] = []
+
+    def before(self, operation: str, axis: Axis, tensor: Tensor | None, detail: str = "") -> None:
+        self.events.append((operation, axis.name, 0 if tensor is None else tensor.numel()))
+
+    def after(self, operation: str, axis: Axis) -> None: ...
+
+    def waiting(self) -> None: ...
+
+    def waited(self) -> None: ...
+
+    def note(self, what: str) -> None:
+        self.events.append((what, "", 0))
+
+
+def _observed(zero1: bool, tied: bool) -> tuple[list[tuple[str, str, int]], int]:
+    """What happens in the second step, between the marks of its micro-batches; and the elements of the model."""
+    log = _Log()
+    context = _context(Layout(dp=2), log)
+    model = _model(torch.float32, tied=tied)
+    optimizer = build_optimizer(
+        model, OptimizerConfig(), PrecisionConfig(), context=context, zero1=zero1, bucket_size=SMALL
+    )
+    for step in range(2):
+        log.events.clear()
+        optimizer.zero_grad(MICRO_BATCHES)
+        for micro_batch in range(MICRO_BATCHES):
+            tokens = comm.own_part(_tokens(step, micro_batch), context.dp)
+            loss = model(tokens[:, :-1], labels_BS=tokens[:, 1:]).mean()
+            log.note("backward")
+            loss.backward()
+            log.note("end of backward")
+        optimizer.step(0.01, 0.1)
+    return log.events, sum(parameter.numel() for parameter in model.parameters())
+
+
+def _names(events: list[tuple[str, str, int]]) -> list[str]:
+    return [name for name, _, _ in events]
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("zero1", [False, True], ids=["replicated", "zero1"])
+def test_buckets_are_reduced_while_the_last_backward_pass_runs(ranks: Any, zero1: bool, tied: bool) -> None:
+    operation = "reduce_scatter" if zero1 else "all_reduce"
+    for events, _ in ranks.run(2, _observed, zero1, tied):
+        names = _names(events)
+        first_end = names.index("end of backward")
+        assert names[:first_end] == ["backward"], "an earlier micro-batch communicates"
+        last = names[first_end + 1 :]
+        end = last.index("end of backward")
+        early = last[1:end]
+        assert set(early) == {operation} and len(early) >= 2
+        # With everything used once per micro-batch, or the tied weight twice, nothing is left for the end.
+        gradients = [entry for entry in events if entry[0] == operation and entry[2] > 1]
+        assert len(early) == len(gradients)
+
+
+@pytest.mark.parametrize("zero1", [False, True], ids=["replicated", "zero1"])
+def test_a_step_communicates_no_more_than_it_must(ranks: Any, zero1: bool) -> None:
+    for events, elements in ranks.run(2, _observed, zero1, True):
+        sizes: dict[str, int] = {}
+        counts: dict[str, int] = {}
+        scalars = 0
+        for name, axis, size in events:
+            if size == 1:
+                scalars += 1  # the norm
+            elif size:
+                assert axis == "cp+dp"
+                sizes[name], counts[name] = sizes.get(name, 0) + size, counts.get(name, 0) + 1
+        assert scalars <= 1
+        padding = 2 * ALIGNMENT * max(counts.values())
+        if not zero1:
+            assert set(sizes) == {"all_reduce"}
+            assert elements <= sizes["all_reduce"] < elements + padding
+            continue
+        # An all-gather is given the own half of its result.
+        assert set(sizes) == {"reduce_scatter", "all_gather"}
+        assert elements <= sizes["reduce_scatter"] < elements + padding
+        assert sizes["all_gather"] * 2 == sizes["reduce_scatter"]
+
+
+def _with_an_infinity(precision: str, zero1: bool, bad_rank: int, where: str) -> dict[str, Any]:
+    """A step in which one rank's gradient of one weight is not finite, and one in which all are."""
+    context = _context(Layout(dp=2))
+    dtype, settings = PRECISIONS[precision]
+    model = _model(dtype)
+    optimizer = build_optimizer(model, OptimizerConfig(), settings, context=context, zero1=zero1, bucket_size=SMALL)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    _accumulate(model, optimizer, 0, context.dp)
+    if context.rank == bad_rank:
+        optimizer.gradients.grads[where].view(-1)[3] = math.inf
+    bad = optimizer.step(0.01, 0.1)
+    same = all(torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
+    scale = optimizer.loss_scale
+    _accumulate(model, optimizer, 1, context.dp)
+    good = optimizer.step(0.01, 0.1)
+    weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    return {"bad": bad, "same": same, "scale": scale, "good": good, "steps": optimizer.step_count, "weights": weights}
+
+
+@pytest.mark.parametrize("bad_rank", [0, 1])
+@pytest.mark.parametrize("zero1", [False, True], ids=["replicated", "zero1"])
+@pytest.mark.parametrize("precision", ["fp16", "fp32"])
+def test_an_overflow_of_one_rank_is_skipped_by_all(ranks: Any, precision: str, zero1: bool, bad_rank: int) -> None:
+    name = "decoder.layers.0.mlp.linear_fc1.weight"
+    first, second = ranks.run(2, _with_an_infinity, precision, zero1, bad_rank, name)
+    for result in (first, second):
+        assert not result["bad"].applied and result["same"]
+        assert result["good"].applied and result["steps"] == 1
+        assert result["scale"] == (32.0 if precision == "fp16" else 1.0)
+    assert first["good"] == second["good"]
+    assert all(torch.equal(value, second["weights"][key]) for key, value in first["weights"].items())
+
+
+def _late_write() -> str:
+    """A weight that is used once more in the second step than it was in the first."""
+    context = _context(Layout(dp=2))
+    model = nn.Linear(3, 1, bias=False)
+    optimizer = build_optimizer(model, OptimizerConfig(), PrecisionConfig(), context=context)
+    for passes in (1, 2):
+        optimizer.zero_grad(1)
+        try:
+            for _ in range(passes):
+                model(torch.ones(1, 3)).sum().backward()
+        except AssertionError as error:
+            return str(error)
+        optimizer.step(0.1, 0.0)
+    return "nothing was noticed"
+
+
+def test_a_gradient_after_the_last_one_is_an_error(ranks: Any) -> None:
+    for message in ranks.run(2, _late_write):
+        assert message.startswith("weight got a gradient after its last one: write 2 of a step of 1 micro-batches")
+
+
+def _sometimes_unused(zero1: bool) -> list[Tensor]:
+    """A layer that one replica does not use in the second step: its bucket is reduced at the end."""
+    context = _context(Layout(dp=2))
+    torch.manual_seed(0)
+    layers = nn.ModuleList(nn.Linear(3, 3, bias=False, dtype=torch.float64) for _ in range(2))
+    optimizer = build_optimizer(
+        layers, OptimizerConfig(clip_grad=0.0), PrecisionConfig(), context=context, zero1=zero1, bucket_size=1
+    )
+    for step in range(3):
+        optimizer.zero_grad(1)
+        x = torch.ones(1, 3, dtype=torch.float64)
+        for number, layer in enumerate(layers):
+            if not (step == 1 and number == 1 and context.rank == 1):
+                x = layer(x)
+        (x.sum() * (context.rank + 1)).backward()
+        optimizer.gradients.finish()
+        if step == 1:
+            return list(optimizer.gradients_of(layers).values())
+        optimizer.step(0.0, 0.0)
+    raise AssertionError
+
+
+@pytest.mark.parametrize("zero1", [False, True], ids=["replicated", "zero1"])
+def test_a_layer_that_one_replica_does_not_use_counts_as_zero_there(ranks: Any, zero1: bool) -> None:
+    torch.manual_seed(0)
+    first, second = (nn.Linear(3, 3, bias=False, dtype=torch.float64) for _ in range(2))
+    ones = torch.ones(1, 3, dtype=torch.float64)
+    (second(first(ones)).sum() / 2 + first(ones).sum() * 2 / 2).backward()
+    for results in ranks.run(2, _sometimes_unused, zero1):
+        for result, layer in zip(results, (first, second), strict=True):
+            assert layer.weight.grad is not None
+            torch.testing.assert_close(result, layer.weight.grad, rtol=1e-12, atol=0.0)

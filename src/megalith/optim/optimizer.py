@@ -99,6 +99,9 @@ class Optimizer:
         zero1: Divide the main parameters and the moments over the data-parallel ranks.
         copies: Which parameters other ranks hold too, beside data parallelism, by name.
         bucket_size: Elements that are reduced at once; Megatron's rule by default.
+        overlap_gather: Under ZeRO-1 let `step` return while updated weights are on their way. Forward passes wait for
+            them; whoever reads or writes weights otherwise calls `settle` first. Not for compiled modules, which
+            a wait would divide.
     """
 
     def __init__(
@@ -112,6 +115,7 @@ class Optimizer:
         zero1: bool = False,
         copies: Mapping[str, tuple[Copies, ...]] | None = None,
         bucket_size: int | None = None,
+        overlap_gather: bool = False,
     ) -> None:
         modules = [modules] if isinstance(modules, nn.Module) else modules
         context = context or ParallelContext.solo()
@@ -130,7 +134,11 @@ class Optimizer:
         )
         for module in modules:
             attach_sink(module, self.gradients)
-        self._memory = ParameterMemory(self._params, self.gradients.layout, self._data) if self._data.divides else None
+        self._memory = (
+            ParameterMemory(modules, self._params, self.gradients.layout, self._data, overlap=overlap_gather)
+            if self._data.divides
+            else None
+        )
         self._owned = {name: _piece(p.detach(), self.gradients.owned(name)) for name, p in self._params.items()}
         self._owned = {name: piece for name, piece in self._owned.items() if piece.numel() > 0}
         self._counted = {name: self._first_here(name, (copies or {}).get(name, ())) for name in self._owned}
@@ -290,9 +298,19 @@ class Optimizer:
 
     def reload_main_params(self) -> None:
         """Take the main parameters from the model's weights, after these were loaded without optimizer state."""
+        self.settle()
         if self._has_main:
             for name, main in self._main.items():
                 main.copy_(self._owned[name])
+
+    @torch.no_grad()
+    def gradients_of(self, module: nn.Module) -> dict[str, Tensor]:
+        """The whole gradients of the last step of a module's parameters, as the update used them, for inspection.
+
+        Every rank calls this: under ZeRO-1 they are gathered from their owners.
+        """
+        whole = self.gradients.gathered()
+        return {name: whole[name] for name, _ in module.named_parameters()}
 
     def _states(self) -> dict[str, dict[str, Tensor]]:
         """The live state of what is owned: kind -> parameter name -> tensor."""
@@ -400,6 +418,7 @@ def build_optimizer(
     context: ParallelContext | None = None,
     zero1: bool = False,
     bucket_size: int | None = None,
+    overlap_gather: bool = False,
 ) -> Optimizer:
     """Build the optimizer that --optimizer names (adam); arguments as `Optimizer`'s.
 
@@ -417,4 +436,5 @@ def build_optimizer(
         zero1=zero1,
         copies=None if context is None else copies_of(models, context),
         bucket_size=bucket_size,
+        overlap_gather=overlap_gather,
     )
