@@ -48,7 +48,7 @@ def train(model: GPT) -> None:
         LearningRateSchedule(0.001, 0.001, total, "constant"), WeightDecaySchedule(0, 0, total)
     )
     optimizer = build_optimizer(model, OptimizerConfig(), PrecisionConfig())
-    state = TrainState(model, optimizer, RandomStreams(SEED), schedule)
+    state = TrainState((model,), optimizer, RandomStreams(SEED), schedule)
     loader = build_loader()
     for _ in range(STEPS):
         result = train_step(state, loader, num_micro_batches=1)

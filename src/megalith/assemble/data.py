@@ -50,13 +50,20 @@ def build_datasets(run: RunConfig, tokenizer: Tokenizer) -> Datasets:
 
 
 def build_loaders(
-    run: RunConfig, datasets: Datasets, *, iteration: int = 0, consumed_train: int = 0, consumed_valid: int = 0
+    run: RunConfig,
+    datasets: Datasets,
+    replica: int = 0,
+    *,
+    iteration: int = 0,
+    consumed_train: int = 0,
+    consumed_valid: int = 0,
 ) -> Loaders:
     """Loaders that go on where the run stands.
 
     Args:
         run: batch sizes, evaluations and workers.
         datasets: the splits.
+        replica: which of the data-parallel replicas of the model reads.
         iteration: steps done.
         consumed_train: training samples drawn.
         consumed_valid: validation samples drawn. If what is left does not do for the evaluations to come (the
@@ -67,7 +74,7 @@ def build_loaders(
     """
     assert datasets.train is not None, "a run without training data is refused when the datasets are built"
     _refuse_too_few(run, datasets.train, iteration, consumed_train)
-    train = _loader(run, datasets.train, consumed_train)
+    train = _loader(run, datasets.train, replica, consumed_train)
     if not run.train.eval_iters:
         return Loaders(train, None, None, consumed_valid)
     valid, test = datasets.valid, datasets.test
@@ -77,8 +84,8 @@ def build_loaders(
         consumed_valid = consumed_valid if fits else 0
     return Loaders(
         train,
-        None if valid is None else _loader(run, valid, consumed_valid),
-        None if test is None else _loader(run, test, 0),
+        None if valid is None else _loader(run, valid, replica, consumed_valid),
+        None if test is None else _loader(run, test, replica, 0),
         consumed_valid,
     )
 
@@ -97,5 +104,12 @@ def _refuse_too_few(run: RunConfig, train: GPTDataset, iteration: int, consumed:
     )
 
 
-def _loader(run: RunConfig, dataset: GPTDataset, consumed: int) -> BatchLoader:
-    return BatchLoader(dataset, run.train.micro_batch_size, consumed, num_workers=run.data.num_workers)
+def _loader(run: RunConfig, dataset: GPTDataset, replica: int, consumed: int) -> BatchLoader:
+    return BatchLoader(
+        dataset,
+        run.train.micro_batch_size,
+        consumed,
+        num_workers=run.data.num_workers,
+        rank=replica,
+        num_ranks=run.data_parallel_size,
+    )

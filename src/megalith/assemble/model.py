@@ -1,17 +1,26 @@
-"""From the configuration to the device, the model and its optimizer."""
+"""From the configuration to the device, the parts of the model that are computed here, and their optimizer."""
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 
 import torch
 
 from megalith.config import PrecisionConfig, RunConfig
-from megalith.distributed.rng import RandomStreams
+from megalith.distributed import comm
+from megalith.distributed.context import ParallelContext
+from megalith.distributed.rng import RandomStreams, Stream
 from megalith.errors import ConfigError
-from megalith.models.gpt import GPT
+from megalith.models.gpt import GPT, Stage
 from megalith.models.initialise import initialise, initialise_as_megatron_cpu
+from megalith.nn.attention import LocalMixer, SequenceMixer
+from megalith.nn.region import Region, Solo
+from megalith.nn.sink import attach_sink
 from megalith.optim.optimizer import Optimizer, build_optimizer
+from megalith.parallel.context import RingMixer, UlyssesMixer
+from megalith.parallel.deferred import DeferredSink
+from megalith.parallel.tensor import SequenceParallel, TensorParallel
 
 _COMPILERS = ("g++", "clang++", "c++")
 
@@ -41,38 +50,109 @@ def params_dtype(precision: PrecisionConfig) -> torch.dtype:
     return {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}[precision.params_dtype]
 
 
-def build_model(run: RunConfig, vocab_size: int, device: torch.device) -> GPT:
-    """The model with unset weights.
+def build_region(run: RunConfig, context: ParallelContext, stream: Stream | None = None) -> Region:
+    """How layers share their work with the tensor-parallel ranks; `stream` is this rank's own, for dropout."""
+    if context.tp.size == 1:
+        return Solo()
+    kind = SequenceParallel if run.parallel.sequence_parallel_here else TensorParallel
+    return kind(context.tp, stream)
+
+
+def build_mixer(run: RunConfig, context: ParallelContext) -> SequenceMixer:
+    """How sequences are shared with the context-parallel ranks."""
+    if context.cp.size == 1:
+        return LocalMixer()
+    return UlyssesMixer(context.cp) if run.parallel.cp_comm_type == "a2a" else RingMixer(context.cp)
+
+
+def build_chunks(
+    run: RunConfig,
+    vocab_size: int,
+    context: ParallelContext,
+    stream: Stream | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+) -> list[GPT]:
+    """The parts of the model that this rank computes, in the order of their layers, with unset weights.
 
     Args:
         run: its architecture, precision and `--compile`.
         vocab_size: padded.
-        device: where the weights are.
+        context: the place of this rank; the weights are on its device.
+        stream: the random stream of this rank alone, needed for dropout over tensor-parallel ranks.
+        dtype: of the weights; what the precision of the run says if None.
 
     Raises:
         ConfigError: `--compile` on a CPU without a C++ compiler.
     """
-    if run.train.compile and device.type == "cpu" and not any(map(shutil.which, _COMPILERS)):
+    if run.train.compile and context.device.type == "cpu" and not any(map(shutil.which, _COMPILERS)):
         raise ConfigError(
             f"--compile needs a C++ compiler on a CPU; install one of {', '.join(_COMPILERS)} or leave it out"
         )
-    return GPT(run.model, vocab_size, dtype=params_dtype(run.precision), device=device)
+    region, mixer = build_region(run, context, stream), build_mixer(run, context)
+    layers = run.stages[context.pp.index]
+    chunks = []
+    for number, part in enumerate(layers):
+        stage = Stage(
+            part,
+            embeds=context.pp.is_first and number == 0,
+            predicts=context.pp.is_last and number == len(layers) - 1,
+        )
+        chunk = GPT(
+            run.model,
+            vocab_size,
+            region=region,
+            mixer=mixer,
+            stage=stage,
+            dtype=dtype or params_dtype(run.precision),
+            device=context.device,
+        )
+        chunks.append(chunk)
+    return chunks
 
 
-def draw_weights(run: RunConfig, model: GPT, streams: RandomStreams) -> None:
-    """Give the model its initial weights; `--use-cpu-initialization` draws them from the process's own stream."""
-    if run.model.use_cpu_initialization:
-        initialise_as_megatron_cpu(model, streams.weights)
-    else:
-        initialise(model, run.train.seed)
+def draw_weights(run: RunConfig, chunks: Sequence[GPT], streams: RandomStreams, context: ParallelContext) -> None:
+    """Give the parts their initial weights; `--use-cpu-initialization` draws them from the process's own stream."""
+    for chunk in chunks:
+        if run.model.use_cpu_initialization:
+            initialise_as_megatron_cpu(chunk, streams.weights)
+        else:
+            initialise(chunk, run.train.seed)
+    copy_shared_weight(chunks, context)
 
 
-def build_run_optimizer(run: RunConfig, model: GPT) -> Optimizer:
-    """The optimizer over the model's weights; made after these have their values or before a checkpoint fills both.
+def copy_shared_weight(chunks: Sequence[GPT], context: ParallelContext) -> None:
+    """Overwrite the tied embedding of the last stage with that of the first."""
+    for chunk in chunks:
+        if chunk.shared_weight is not None:
+            assert context.ends is not None, "two stages share a weight only where there is a pipeline"
+            comm.broadcast(chunk.get_parameter(chunk.shared_weight).data, context.ends)
+
+
+def build_run_optimizer(run: RunConfig, chunks: Sequence[GPT], context: ParallelContext) -> Optimizer:
+    """The optimizer over the weights of all parts; made after these have their values or before a checkpoint does.
 
     With `--compile` the blocks are compiled here, since the optimizer first attaches its gradient sink to them.
     """
-    optimizer = build_optimizer(model, run.optimizer, run.precision, count_zeros=run.log.log_num_zeros_in_grad)
+    optimizer = build_optimizer(
+        chunks,
+        run.optimizer,
+        run.precision,
+        count_zeros=run.log.log_num_zeros_in_grad,
+        context=context,
+        zero1=run.parallel.use_distributed_optimizer,
+    )
     if run.train.compile:
-        model.compile_blocks()
+        for chunk in chunks:
+            chunk.compile_blocks()
     return optimizer
+
+
+def defer_weight_gradients(run: RunConfig, chunks: Sequence[GPT], optimizer: Optimizer) -> DeferredSink | None:
+    """Let the layers put their weight gradients off where the schedule of the run has a time of its own for them."""
+    if run.pipeline_schedule != "zb-h1":
+        return None
+    deferred = DeferredSink(optimizer.gradients)
+    for chunk in chunks:
+        attach_sink(chunk, deferred)
+    return deferred

@@ -32,7 +32,9 @@ from megalith.train.signals import StopSignals
 from megalith.train.streams import warn
 
 if TYPE_CHECKING:
+    from megalith.cli.train_start import Started
     from megalith.compat.megatron.screen import Screen
+    from megalith.train.hooks import Hook
     from megalith.train.results import Ending
 
 EXIT_FINISHED = 0
@@ -87,45 +89,29 @@ def _stop_with_parent() -> None:
 
 
 def _train(config: RunConfig, argv: Sequence[str], stop: StopSignals, began: float, *, launched: bool) -> int:
+    from megalith.assemble.ranks import join_ranks
     from megalith.checkpoint import DirectoryStore
+    from megalith.checkpoint.crew import Crew
     from megalith.cli.train_start import start
     from megalith.compat.megatron import console
-    from megalith.compat.megatron.screen import MegatronConsole, Screen
-    from megalith.train.hooks import Hook, Hooks
+    from megalith.compat.megatron.screen import SilentScreen
     from megalith.train.loop import train
-    from megalith.train.memory import memory_in_use
-    from megalith.train.metrics import MetricsWriter
-    from megalith.train.tensorboard import TensorBoardWriter, require_tensorboard
 
-    if config.log.tensorboard_dir:
-        require_tensorboard()
-        with _naming("--tensorboard-dir", config.log.tensorboard_dir):
-            _try_to_write(Path(config.log.tensorboard_dir))
-    folder = run_folder(config)
-    save = config.checkpoint.save
     with ExitStack() as stack:
-        with _naming("--save", save) if save else _naming("the folder of a run without --save,", str(folder)):
-            _try_to_write(folder)
-            if save:
-                stack.enter_context(DirectoryStore(save).claim())
-            screen = Screen(folder / "log.txt")
-            stack.callback(screen.close)
-            screen.note(f"\n{command_line(argv)}")
-            (folder / "config.json").write_text(json.dumps(config.to_dict(), indent=1) + "\n", encoding="utf-8")
+        context = stack.enter_context(join_ranks(config))
+        first = context.rank == 0
+        folder = run_folder(config) if first else Path()
+        screens: list[Screen] = [SilentScreen()]
+        Crew(context.world).first(lambda: screens.insert(0, _open_folder(config, argv, folder, stack)))
+        if config.checkpoint.save:
+            stack.enter_context(DirectoryStore(config.checkpoint.save, context).claim())
+        screen = screens[0]
         try:
-            started = start(config, screen, stop=stop, probe=_probe(screen), began=began)
+            started = start(config, context, screen, stop=stop, probe=_probe(screen), began=began)
             stack.callback(started.loaders.close)
-            device = started.run.state.model.output_weight.device
-            metrics = MetricsWriter(folder / "metrics.jsonl", lambda: memory_in_use(device))
-            hooks: list[Hook] = [
-                metrics,
-                MegatronConsole(screen, save, throughput=config.log.log_throughput),
-            ]
-            if config.log.tensorboard_dir:
-                hooks.append(TensorBoardWriter(config.log.tensorboard_dir, config.log.tensorboard_log_interval))
-            started.run.hook = Hooks(hooks)
-            stack.callback(started.run.hook.close)
-            metrics.event("start" if started.resumed_at is None else "resume", iteration=started.resumed_at or 0)
+            if first:
+                started.run.hook = _hooks(config, folder, screen, started)
+                stack.callback(started.run.hook.close)
             if started.run.state.iteration >= started.run.plan.train_iterations:
                 screen.say(f"iteration {started.run.state.iteration} of {config.train_iters} is done: only evaluating")
             else:
@@ -140,6 +126,47 @@ def _train(config: RunConfig, argv: Sequence[str], stop: StopSignals, began: flo
         ending = started.run.ending
         assert ending is not None
         return _last_words(ending, config, argv, screen, folder, launched=launched)
+
+
+def _open_folder(config: RunConfig, argv: Sequence[str], folder: Path, stack: ExitStack) -> Screen:
+    """See that the folders of the run can be written to, and open its log; the stack closes it.
+
+    Raises:
+        ConfigError: a folder cannot be written to.
+    """
+    from megalith.compat.megatron.screen import Screen
+    from megalith.train.tensorboard import require_tensorboard
+
+    if config.log.tensorboard_dir:
+        require_tensorboard()
+        with _naming("--tensorboard-dir", config.log.tensorboard_dir):
+            _try_to_write(Path(config.log.tensorboard_dir))
+    save = config.checkpoint.save
+    with _naming("--save", save) if save else _naming("the folder of a run without --save,", str(folder)):
+        _try_to_write(folder)
+        screen = Screen(folder / "log.txt")
+        stack.callback(screen.close)
+        screen.note(f"\n{command_line(argv)}")
+        (folder / "config.json").write_text(json.dumps(config.to_dict(), indent=1) + "\n", encoding="utf-8")
+    return screen
+
+
+def _hooks(config: RunConfig, folder: Path, screen: Screen, started: Started) -> Hook:
+    """Everything that records and shows the run."""
+    from megalith.compat.megatron.screen import MegatronConsole
+    from megalith.train.hooks import Hooks
+    from megalith.train.memory import memory_in_use
+    from megalith.train.metrics import MetricsWriter
+    from megalith.train.tensorboard import TensorBoardWriter
+
+    device = started.run.state.context.device
+    metrics = MetricsWriter(folder / "metrics.jsonl", lambda: memory_in_use(device))
+    console = MegatronConsole(screen, config.checkpoint.save, throughput=config.log.log_throughput)
+    hooks: list[Hook] = [metrics, console]
+    if config.log.tensorboard_dir:
+        hooks.append(TensorBoardWriter(config.log.tensorboard_dir, config.log.tensorboard_log_interval))
+    metrics.event("start" if started.resumed_at is None else "resume", iteration=started.resumed_at or 0)
+    return Hooks(hooks)
 
 
 def _probe(screen: Screen) -> Probe:

@@ -7,13 +7,20 @@ users never read goes to the log only.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
 import torch
 
 from megalith.assemble.data import Loaders, build_datasets, build_loaders, run_sizes
-from megalith.assemble.model import build_model, build_run_optimizer, choose_device, draw_weights, params_dtype
+from megalith.assemble.model import (
+    build_chunks,
+    build_run_optimizer,
+    defer_weight_gradients,
+    draw_weights,
+    params_dtype,
+)
 from megalith.assemble.schedule import build_schedule
 from megalith.checkpoint import DirectoryStore
 from megalith.checkpoint.store import TRACKER_FILE
@@ -22,12 +29,16 @@ from megalith.compat.megatron.screen import Screen
 from megalith.config import RunConfig
 from megalith.config.render import notes_lines
 from megalith.config.saved_args import megatron_args
+from megalith.data.build import Datasets
 from megalith.data.fingerprint import fingerprint
+from megalith.distributed import comm
+from megalith.distributed.context import ParallelContext
 from megalith.distributed.rng import RandomStreams
 from megalith.errors import CheckpointError
 from megalith.models.gpt import GPT
 from megalith.tokenizers import Tokenizer, build_tokenizer
 from megalith.tokenizers.padding import padded_vocab_size, padding_message
+from megalith.train.agreement import StopRequest
 from megalith.train.checkpointing import (
     CheckpointSaver,
     FoundCheckpoint,
@@ -38,7 +49,7 @@ from megalith.train.checkpointing import (
 )
 from megalith.train.faults import Probe
 from megalith.train.hooks import Hook
-from megalith.train.loop import Plan, StopRequest, TrainingRun
+from megalith.train.loop import Plan, TrainingRun
 from megalith.train.state import TrainState
 from megalith.train.throughput import measure_peak, step_flops
 
@@ -56,12 +67,21 @@ class Started:
     resumed_at: int | None
 
 
-def start(config: RunConfig, screen: Screen, *, stop: StopRequest, probe: Probe, began: float) -> Started:
-    """Build every part of the run and restore its checkpoint if there is one.
+def start(
+    config: RunConfig,
+    context: ParallelContext,
+    screen: Screen,
+    *,
+    stop: StopRequest,
+    probe: Probe,
+    began: float,
+) -> Started:
+    """Build every part of the run that is this rank's and restore its checkpoint if there is one.
 
     Args:
         config: the checked configuration.
-        screen: what is said goes here.
+        context: all ranks; they call this together.
+        screen: what is said goes here; only that of the first rank shows it.
         stop: who may ask the run to stop.
         probe: faults to put in.
         began: `time.monotonic()` at the start of the program.
@@ -69,31 +89,30 @@ def start(config: RunConfig, screen: Screen, *, stop: StopRequest, probe: Probe,
     Raises:
         MegalithError: data, tokenizer or checkpoint are missing, damaged or do not fit.
     """
-    device = choose_device(config.train.device, config.launch.local_rank)
-    _say_configuration(config, screen, device)
+    _say_configuration(config, screen, context.device)
     screen.say(console.building_tokenizer_line(config.tokenizer.tokenizer_type))
     tokenizer = build_tokenizer(config.tokenizer)
     identity = _identity(config, tokenizer)
-    store, found = _find(config)
+    store, found = _find(config, context)
     if found is not None:
         check_fits(found, config, identity)
     padded = _padded_vocabulary(config, tokenizer, found)
     screen.say(padding_message(tokenizer.vocab_size, padded))
     screen.say(console.seeds_line(config.train.seed))
-    streams = RandomStreams(config.train.seed)
+    streams = RandomStreams(config.train.seed, context)
     screen.say(console.initialised_line(time.monotonic() - began))
     screen.say(console.milestone_line("after megatron is initialized", datetime.now()))
 
-    state = _state(config, padded, streams, device, screen, fresh=found is None)
+    state = _state(config, padded, streams, context, screen, fresh=found is None)
     _load(config, store, found, state, screen, probe)
     screen.say(console.milestone_line("after model, optimizer, and learning rate scheduler are built", datetime.now()))
     loaders = _loaders(config, tokenizer, state, screen)
-    plan = _plan(config, state.model, device)
+    plan = _plan(config, state.model, context)
     screen.say(console.milestone_line("after dataloaders are built", datetime.now()))
     screen.note("done with setup ...")
     saver = None
     if config.checkpoint.save:
-        saver = CheckpointSaver(DirectoryStore(config.checkpoint.save), config, identity, probe)
+        saver = CheckpointSaver(DirectoryStore(config.checkpoint.save, context), config, identity, probe)
     run = TrainingRun(
         plan, state, loaders.train, loaders.valid, loaders.test, saver, Hook(), stop, probe, started=began
     )
@@ -111,12 +130,13 @@ def _say_configuration(config: RunConfig, screen: Screen, device: torch.device) 
             parallel.pipeline_model_parallel_size,
         )
     )
-    screen.note("Number of virtual stages per pipeline stage: None")
+    virtual = parallel.virtual_stages(config.model.num_layers)
+    screen.note(f"Number of virtual stages per pipeline stage: {virtual if virtual > 1 else None}")
     threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
     screen.say(f"running on {_device_name(device)}{threads}, torch {torch.__version__}")
     nccl_asked_for = "distributed_backend" in config.given and parallel.distributed_backend == "nccl"
     if device.type == "cpu" and nccl_asked_for:
-        screen.say("no GPU here: --distributed-backend nccl becomes gloo (which one process does not need either)")
+        screen.say("no GPU here: --distributed-backend nccl becomes gloo")
     screen.say(console.parameter_type_line(config.precision.params_dtype))
     screen.note(console.argument_dump(megatron_args(config)))
     for line in notes_lines(config):
@@ -136,11 +156,11 @@ def _identity(config: RunConfig, tokenizer: Tokenizer) -> Identity:
     )
 
 
-def _find(config: RunConfig) -> tuple[DirectoryStore | None, FoundCheckpoint | None]:
+def _find(config: RunConfig, context: ParallelContext) -> tuple[DirectoryStore | None, FoundCheckpoint | None]:
     load = config.checkpoint.load
     if load is None:
         return None, None
-    store = DirectoryStore(load)
+    store = DirectoryStore(load, context)
     found = find_checkpoint(store, config.checkpoint.ckpt_step)
     if found is None and config.checkpoint.exit_on_missing_checkpoint:
         raise CheckpointError(f"--load {load} holds no checkpoint, and --exit-on-missing-checkpoint is given")
@@ -156,16 +176,30 @@ def _padded_vocabulary(config: RunConfig, tokenizer: Tokenizer, found: FoundChec
 
 
 def _state(
-    config: RunConfig, padded: int, streams: RandomStreams, device: torch.device, screen: Screen, *, fresh: bool
+    config: RunConfig, padded: int, streams: RandomStreams, context: ParallelContext, screen: Screen, *, fresh: bool
 ) -> TrainState:
     screen.say("building GPT model ...")
-    model = build_model(config, padded, device)
+    chunks = build_chunks(config, padded, context, streams.own)
     if fresh:
-        draw_weights(config, model, streams)
-    screen.say(console.parameters_line(sum(parameter.numel() for parameter in model.parameters())))
-    optimizer = build_run_optimizer(config, model)
+        draw_weights(config, chunks, streams, context)
+    for line in _parameter_lines(chunks, context):
+        screen.say(line)
+    optimizer = build_run_optimizer(config, chunks, context)
     screen.say(console.decay_style_line(config.schedule.lr_decay_style))
-    return TrainState(model, optimizer, streams, build_schedule(config))
+    deferred = defer_weight_gradients(config, chunks, optimizer)
+    return TrainState(chunks, optimizer, streams, build_schedule(config), context=context, deferred=deferred)
+
+
+def _parameter_lines(chunks: Sequence[GPT], context: ParallelContext) -> list[str]:
+    """The number of parameters of each (tensor, pipeline) rank, as the first of its copies counts them."""
+    own = sum(parameter.numel() for chunk in chunks for parameter in chunk.parameters())
+    numbers = comm.all_gather_objects(own, context.world)
+    places = [context.layout.coordinates(rank) for rank in range(context.world.size)]
+    return [
+        console.parameters_line(number, place["tp"], place["pp"])
+        for number, place in zip(numbers, places, strict=True)
+        if place["dp"] == place["cp"] == 0
+    ]
 
 
 def _load(
@@ -209,7 +243,7 @@ def _load(
 def _loaders(config: RunConfig, tokenizer: Tokenizer, state: TrainState, screen: Screen) -> Loaders:
     screen.note("> building train, validation, and test datasets ...")
     screen.say(console.target_sizes_lines(*run_sizes(config)))
-    datasets = build_datasets(config, tokenizer)
+    datasets = _datasets(config, tokenizer, state.context)
     for dataset in datasets:
         if dataset is not None:
             screen.say(f"    {dataset.name}: {dataset.num_samples} samples in {dataset.num_epochs} epochs of its text")
@@ -217,6 +251,7 @@ def _loaders(config: RunConfig, tokenizer: Tokenizer, state: TrainState, screen:
     loaders = build_loaders(
         config,
         datasets,
+        state.context.dp.index,
         iteration=state.iteration,
         consumed_train=state.consumed_samples,
         consumed_valid=state.consumed_valid_samples,
@@ -230,8 +265,16 @@ def _loaders(config: RunConfig, tokenizer: Tokenizer, state: TrainState, screen:
     return loaders
 
 
-def _plan(config: RunConfig, model: GPT, device: torch.device) -> Plan:
+def _datasets(config: RunConfig, tokenizer: Tokenizer, context: ParallelContext) -> Datasets:
+    """The datasets; the first rank builds their indices, and the others find them in the cache where there is one."""
+    datasets = build_datasets(config, tokenizer) if context.rank == 0 else None
+    comm.barrier(context.world)
+    return datasets or build_datasets(config, tokenizer)
+
+
+def _plan(config: RunConfig, model: GPT, context: ParallelContext) -> Plan:
     train, batch = config.train, config.global_batch_size
+    flops = step_flops(config.model, model.vocab_size, config.data.seq_length, batch)
     return Plan(
         train_iterations=config.train_iters,
         global_batch_size=batch,
@@ -239,11 +282,12 @@ def _plan(config: RunConfig, model: GPT, device: torch.device) -> Plan:
         log_interval=config.log.log_interval,
         eval_interval=train.eval_interval,
         eval_iterations=train.eval_iters,
-        flops_per_step=step_flops(config.model, model.vocab_size, config.data.seq_length, batch),
-        peak_flops=measure_peak(device, params_dtype(config.precision)),
+        flops_per_step=flops / context.world.size,
+        peak_flops=measure_peak(context.device, params_dtype(config.precision)),
         save_interval=config.checkpoint.save_interval,
         exit_interval=train.exit_interval,
         exit_minutes=train.exit_duration_in_mins,
         log_params_norm=config.log.log_params_norm,
         stop_on_nan=config.precision.stop_on_nan,
+        pipeline_schedule=config.pipeline_schedule,
     )

@@ -97,6 +97,13 @@ class RunConfig:
         )
 
     @property
+    def pipeline_schedule(self) -> str:
+        """The order of the work of a pipeline, decided."""
+        if self.parallel.pipeline_schedule != "auto":
+            return self.parallel.pipeline_schedule
+        return "interleaved" if self.parallel.virtual_stages(self.model.num_layers) > 1 else "1f1b"
+
+    @property
     def global_batch_size(self) -> int:
         """Samples of one step, given or derived."""
         return self.train.global_batch_size or self.train.micro_batch_size * self.data_parallel_size

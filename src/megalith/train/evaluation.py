@@ -11,7 +11,8 @@ from megalith.train.faults import Probe, no_probe
 from megalith.train.hooks import Hook
 from megalith.train.results import Evaluation
 from megalith.train.state import TrainState
-from megalith.train.step import Batch, device_of, loss_and_tokens, mean_loss, on_device
+from megalith.train.step import Totals, mean_loss, own_totals, run_pipeline
+from megalith.train.work import Batch, StageWork
 
 
 def evaluate(
@@ -23,6 +24,7 @@ def evaluate(
     num_micro_batches: int,
     final: bool = False,
     hook: Hook,
+    totals: Totals = own_totals,
     should_stop: Callable[[], bool] = lambda: False,
     probe: Probe = no_probe,
 ) -> Evaluation | None:
@@ -30,7 +32,8 @@ def evaluate(
 
     Args:
         state: its counters are left alone; the model is back in training mode afterwards.
-        batches: the split's micro-batches.
+        batches: the split's micro-batches, those of this replica.
+        totals: sums over all ranks; needed where there are several.
         should_stop: asked after each global batch; the evaluation is given up when it says so.
 
     Returns:
@@ -41,24 +44,22 @@ def evaluate(
     """
     started = time.perf_counter()
     num_samples = 0
-    device = device_of(state.model)
-    total = torch.zeros(2, device=device)
-    state.model.eval()
+    total = torch.zeros(2, device=state.context.device)
+    for chunk in state.chunks:
+        chunk.eval()
     try:
-        with torch.no_grad():
-            for number in range(1, iterations + 1):
-                probe("eval", state.iteration)
-                hook.before_evaluation_iteration(number, iterations, final=final)
-                sums = []
-                for _ in range(num_micro_batches):
-                    batch = on_device(next(batches), device)
-                    sums.append(loss_and_tokens(state.model, batch))
-                    num_samples += batch["tokens"].shape[0]
-                total = total + torch.stack(sums).sum(dim=0)
-                if should_stop():
-                    return None
+        for number in range(1, iterations + 1):
+            probe("eval", state.iteration)
+            hook.before_evaluation_iteration(number, iterations, final=final)
+            work = StageWork(state.chunks, batches, state.context, training=False)
+            run_pipeline(state, work, "forward", num_micro_batches)
+            total = total + totals(work.total())
+            num_samples += work.num_samples * state.context.dp.size
+            if should_stop():
+                return None
     finally:
-        state.model.train()
+        for chunk in state.chunks:
+            chunk.train()
     return Evaluation(
         iteration=state.iteration,
         consumed_samples=state.consumed_samples,

@@ -13,12 +13,14 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from megalith.errors import MegalithError
+from megalith.train.agreement import Agreement, NeverStop, StopRequest
 from megalith.train.evaluation import evaluate
 from megalith.train.faults import Probe, no_probe
 from megalith.train.hooks import Hook
 from megalith.train.results import Ending, SavedCheckpoint, StepResult, Window
 from megalith.train.state import TrainState
-from megalith.train.step import Batch, train_step
+from megalith.train.step import train_step
+from megalith.train.work import Batch
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,7 @@ class Plan:
         exit_minutes: save and stop after this time.
         flops_per_step: model FLOPs of one step on this device.
         peak_flops: FLOP/s of its best matrix product.
+        pipeline_schedule: order of the work of a pipeline; the usual one if None.
         stop_on_nan: a loss that is not finite ends the run instead of being trained on.
     """
 
@@ -49,6 +52,7 @@ class Plan:
     exit_minutes: float | None = None
     log_params_norm: bool = False
     stop_on_nan: bool = True
+    pipeline_schedule: str | None = None
 
 
 class Saver(Protocol):
@@ -59,25 +63,13 @@ class Saver(Protocol):
         ...
 
 
-class StopRequest(Protocol):
-    """Whether someone outside asks the run to stop, and who."""
-
-    @property
-    def requested(self) -> str | None: ...
-
-
-class NeverStop:
-    """No one asks."""
-
-    requested: str | None = None
-
-
 @dataclass
 class TrainingRun:
     """All that the loop works with. `valid` and `test` are absent where the split is.
 
     Attributes:
         ending: why the loop ended; None while it runs.
+        agreement: what all ranks decide alike.
     """
 
     plan: Plan
@@ -91,6 +83,9 @@ class TrainingRun:
     probe: Probe = no_probe
     started: float = field(default_factory=time.monotonic)
     ending: Ending | None = None
+
+    def __post_init__(self) -> None:
+        self.agreement = Agreement(self.stop, self.state.context, counts=self.state.speaks)
 
 
 def train(run: TrainingRun) -> Iterator[StepResult]:
@@ -145,30 +140,32 @@ def _step(run: TrainingRun) -> StepResult | None:
             state,
             run.train,
             plan.num_micro_batches,
+            schedule=plan.pipeline_schedule,
             with_params_norm=plan.log_params_norm and logged,
             probe=run.probe,
+            totals=lambda sums: run.agreement.totals(sums, out_of_time=_late(run)),
         )
     except Exception as error:
-        whole = state.iteration == iteration and not state.updating
+        whole = state.iteration == iteration and not state.updating and run.agreement.alone
         if isinstance(error, MegalithError) or not whole or not _ended(run):
             raise
         state.streams.load_state(streams)
         return None
-    state.flops += plan.flops_per_step
+    state.flops += plan.flops_per_step * state.context.world.size
     return result
 
 
 def _ended(run: TrainingRun) -> bool:
     """Whether to stop now; a signal goes before the plan's own reasons."""
-    if run.stop.requested:
-        run.ending = Ending("signal", run.state.iteration, run.stop.requested)
+    if requested := run.agreement.requested:
+        run.ending = Ending("signal", run.state.iteration, requested)
     return run.ending is not None
 
 
 def _ending_by_plan(run: TrainingRun) -> Ending | None:
     """The exits that the configuration asks for, checked after each step."""
     plan, iteration = run.plan, run.state.iteration
-    if _out_of_time(run):
+    if run.agreement.out_of_time:
         return Ending("duration", iteration, str(_minutes(run)))
     if plan.exit_interval and iteration % plan.exit_interval == 0:
         return Ending("interval", iteration)
@@ -179,7 +176,8 @@ def _minutes(run: TrainingRun) -> float:
     return (time.monotonic() - run.started) / 60.0
 
 
-def _out_of_time(run: TrainingRun) -> bool:
+def _late(run: TrainingRun) -> bool:
+    """Whether time is up by this process's clock."""
     return bool(run.plan.exit_minutes) and _minutes(run) > (run.plan.exit_minutes or 0)
 
 
@@ -217,11 +215,12 @@ def _evaluate(run: TrainingRun, split: str, batches: Iterator[Batch], *, final: 
             num_micro_batches=plan.num_micro_batches,
             final=final,
             hook=run.hook,
-            should_stop=lambda: run.stop.requested is not None or _out_of_time(run),
+            totals=lambda sums: run.agreement.totals(sums, out_of_time=_late(run)),
+            should_stop=lambda: run.agreement.requested is not None or run.agreement.out_of_time,
             probe=run.probe,
         )
     except Exception as error:
-        if isinstance(error, MegalithError) or not run.stop.requested:
+        if isinstance(error, MegalithError) or not run.agreement.alone or not run.agreement.requested:
             raise
         return False  # broken off as a step can be, see `_step`
     if evaluation is not None:

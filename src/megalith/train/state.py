@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
+from megalith.distributed.context import ParallelContext
 from megalith.distributed.rng import RandomStreams
 from megalith.models.gpt import GPT
 from megalith.optim.optimizer import Optimizer
+from megalith.parallel.deferred import DeferredSink
 from megalith.schedules.parameters import ParameterSchedule
 
 
@@ -15,15 +18,18 @@ class TrainState:
     """The model, its optimizer, the random streams and the counters.
 
     Attributes:
+        chunks: the parts of the model that are computed here, in the order of the layers; one but with virtual stages.
+        context: the ranks of the run.
         iteration: optimizer steps done, skipped ones included.
         consumed_samples: samples drawn from the training data.
         consumed_valid_samples: samples drawn from the validation data.
         schedule_samples: samples of applied steps: where the schedule stands.
         flops: model FLOPs spent so far.
+        deferred: what the layers give their weight gradients to, where the schedule puts these off.
         updating: an update of the weights is under way, so that the state is between two iterations.
     """
 
-    model: GPT
+    chunks: Sequence[GPT]
     optimizer: Optimizer
     streams: RandomStreams
     schedule: ParameterSchedule
@@ -33,6 +39,18 @@ class TrainState:
     schedule_samples: int = 0
     flops: float = 0.0
     updating: bool = False
+    context: ParallelContext = field(default_factory=ParallelContext.solo)
+    deferred: DeferredSink | None = None
+
+    @property
+    def model(self) -> GPT:
+        """The first of the chunks; with one process the whole model."""
+        return self.chunks[0]
+
+    @property
+    def speaks(self) -> bool:
+        """Whether the losses of this rank count: it computes them, and no other rank does so for the same tokens."""
+        return self.chunks[-1].stage.predicts and self.context.tp.is_first
 
     @property
     def learning_rate(self) -> float:

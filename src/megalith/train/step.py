@@ -1,20 +1,26 @@
-"""One optimizer step: micro-batches forward and backward, then the update."""
+"""One optimizer step: micro-batches forward and backward through the pipeline, then the update."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 
-import torch
 from torch import Tensor
 
-from megalith.models.gpt import GPT
+from megalith.parallel import pipeline
+from megalith.schedules.pipeline import default_schedule, make_schedule
 from megalith.train.faults import Probe, no_probe
 from megalith.train.results import StepResult
 from megalith.train.state import TrainState
+from megalith.train.work import Batch, StageWork
 
-Batch = Mapping[str, Tensor]
-"""One micro-batch: tokens, labels, position_ids [B, S] int64 and loss_mask [B, S] float32."""
+Totals = Callable[[Tensor], Tensor]
+"""The sums over all ranks of what this rank has summed, [summed loss, tokens]."""
+
+
+def own_totals(sums: Tensor) -> Tensor:
+    """Of one process alone."""
+    return sums
 
 
 def train_step(
@@ -22,6 +28,8 @@ def train_step(
     batches: Iterator[Batch],
     num_micro_batches: int,
     *,
+    schedule: str | None = None,
+    totals: Totals = own_totals,
     with_params_norm: bool = False,
     probe: Probe = no_probe,
 ) -> StepResult:
@@ -30,37 +38,45 @@ def train_step(
     The gradient is that of the average over micro-batches of each one's mean loss per unmasked token. The reported loss
     weighs all tokens of the step alike. A step that the loss scaler skips consumes its samples but leaves the schedule.
 
+    Args:
+        state: of the run; all its ranks take the step together.
+        batches: the micro-batches of this replica.
+        num_micro_batches: of this step and this replica.
+        schedule: the order of a pipeline's work (schedules.pipeline); the usual one if None.
+        totals: sums over all ranks; needed where there are several.
+        with_params_norm: compute the norm of the parameters too.
+        probe: called at the points of the step.
+
     Source: spec/training-behaviour.md sections 2, 5 and 11 (points 7, 9, 12).
     """
     started = time.perf_counter()
     step = state.iteration + 1
-    state.model.train()
-    state.optimizer.zero_grad()
-    loss_scale = state.optimizer.loss_scale
-    sums, num_samples, num_tokens = [], 0, 0
-    for _ in range(num_micro_batches):
-        probe("data", step)
-        batch = on_device(next(batches), device_of(state.model))
-        probe("fwd", step)
-        sums.append(loss_and_tokens(state.model, batch))
-        loss = sums[-1][0] / sums[-1][1].clamp(min=1.0) / num_micro_batches
-        probe("bwd", step)
-        (loss * loss_scale).backward()
-        sums[-1] = sums[-1].detach()
-        num_samples += batch["tokens"].shape[0]
-        num_tokens += batch["tokens"].numel()
+    for chunk in state.chunks:
+        chunk.train()
+    state.optimizer.zero_grad(num_micro_batches)
+    work = StageWork(
+        state.chunks,
+        batches,
+        state.context,
+        num_micro_batches=num_micro_batches,
+        loss_scale=state.optimizer.loss_scale,
+        probe=probe,
+        step=step,
+    )
+    run_pipeline(state, work, schedule or default_schedule(len(state.chunks)), num_micro_batches)
     probe("opt", step)
     weight_decay = state.weight_decay
     state.updating = True
     outcome = state.optimizer.step(state.learning_rate, weight_decay)
+    replicas = state.context.dp.size
     state.iteration = step
-    state.consumed_samples += num_samples
+    state.consumed_samples += work.num_samples * replicas
     if outcome.applied:
-        state.schedule_samples += num_samples
+        state.schedule_samples += work.num_samples * replicas
     state.updating = False
     return StepResult(
         iteration=step,
-        loss=mean_loss(torch.stack(sums).sum(dim=0)),
+        loss=mean_loss(totals(work.total())),
         applied=outcome.applied,
         learning_rate=state.learning_rate,
         weight_decay=weight_decay,
@@ -69,31 +85,19 @@ def train_step(
         num_zeros=outcome.num_zeros,
         params_norm=state.optimizer.params_norm() if with_params_norm else None,
         consumed_samples=state.consumed_samples,
-        num_samples=num_samples,
-        num_tokens=num_tokens,
+        num_samples=work.num_samples * replicas,
+        num_tokens=work.num_tokens * replicas,
         seconds=time.perf_counter() - started,
     )
 
 
-def loss_and_tokens(model: GPT, batch: Batch) -> Tensor:
-    """The summed loss over unmasked tokens and their number, [2] in at least fp32."""
-    losses_BS = model(batch["tokens"], position_ids_BS=batch["position_ids"], labels_BS=batch["labels"])
-    mask = batch["loss_mask"].reshape(-1)
-    return torch.stack([torch.sum(losses_BS.reshape(-1) * mask), mask.sum()])
+def run_pipeline(state: TrainState, work: StageWork, schedule: str, num_micro_batches: int) -> None:
+    """Run the micro-batches of a step or an evaluation through the stages, in the order of a schedule."""
+    context = state.context
+    order = make_schedule(schedule, context.pp.size, len(state.chunks), num_micro_batches)
+    pipeline.run(order.program(context.pp.index), work, context.links, state.deferred)
 
 
 def mean_loss(sums: Tensor) -> float:
     """Loss per token from [summed loss, tokens], divided in the precision of the sums; waits for the device."""
     return (sums[0] / sums[1].clamp(min=1.0)).item()
-
-
-def device_of(model: GPT) -> torch.device:
-    """Where the model computes."""
-    return model.output_weight.device
-
-
-def on_device(batch: Batch, device: torch.device) -> Batch:
-    """The batch where the model is; to a GPU it goes through pinned memory, beside the computation."""
-    if device.type == "cuda":
-        return {name: tensor.pin_memory().to(device, non_blocking=True) for name, tensor in batch.items()}
-    return {name: tensor.to(device) for name, tensor in batch.items()}

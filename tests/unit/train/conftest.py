@@ -40,7 +40,7 @@ def make_state(
     schedule = ParameterSchedule(
         LearningRateSchedule(1e-3, 1e-4, 400, "cosine", 12), WeightDecaySchedule(0.1, 0.1, 400, "constant")
     )
-    return TrainState(model, build_optimizer(model, OptimizerConfig(), precision), streams, schedule)
+    return TrainState((model,), build_optimizer(model, OptimizerConfig(), precision), streams, schedule)
 
 
 def batches(seed: int = 0, masked: bool = False) -> Iterator[Batch]:

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megalith.assemble.model import build_model, build_run_optimizer, choose_device, draw_weights
+from megalith.assemble.model import build_chunks, build_run_optimizer, choose_device, draw_weights
 from megalith.cli.quickstart.sizing import Machine, ModelSize, choose_precision
 from megalith.config import load
+from megalith.distributed.context import ParallelContext
 from megalith.distributed.rng import RandomStreams
 from megalith.models.gpt import GPT
 from megalith.optim.optimizer import Optimizer
@@ -54,9 +55,10 @@ def measure_step(size: ModelSize, train_arguments: Sequence[str]) -> float:
     """
     run = load(train_arguments, os.environ, files=False)
     device = choose_device(run.train.device, run.launch.local_rank)
-    model = build_model(run, size.padded_vocab_size, device)
-    draw_weights(run, model, RandomStreams(run.train.seed))
-    optimizer = build_run_optimizer(run, model)
+    context = ParallelContext.solo(device)
+    (model,) = chunks = build_chunks(run, size.padded_vocab_size, context)
+    draw_weights(run, chunks, RandomStreams(run.train.seed), context)
+    optimizer = build_run_optimizer(run, chunks, context)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(size.vocab_size, (size.batch_size, size.seq_length + 1), generator=generator).to(device)
     seconds: list[float] = []

@@ -66,6 +66,25 @@ class Screen:
         self._handler.close()
 
 
+class SilentScreen(Screen):
+    """The screen of every rank but the first, which speaks for all."""
+
+    def __init__(self) -> None:
+        pass
+
+    def say(self, text: str) -> None:
+        pass
+
+    def warn(self, text: str) -> None:
+        pass
+
+    def note(self, text: str) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
 class MegatronConsole(Hook):
     """Says each moment of a run in Megatron's words, and the speed in ours.
 

@@ -1,0 +1,124 @@
+"""What this rank does in a step: its chunks of the model on its micro-batches, in the order of a pipeline schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from megalith.distributed import comm
+from megalith.distributed.context import ParallelContext
+from megalith.models.gpt import GPT
+from megalith.nn.precision import at_least_fp32
+from megalith.schedules.pipeline import Op
+from megalith.train.faults import Probe, no_probe
+
+Batch = Mapping[str, Tensor]
+"""One micro-batch: tokens, labels, position_ids [B, S] int64 and loss_mask [B, S] float32."""
+
+
+class StageWork:
+    """The forward passes of the chunks of this rank over the micro-batches of a step: a `pipeline.StageRunner`.
+
+    Args:
+        chunks: the parts of the model here.
+        batches: where the micro-batches come from, in order; each is held from its first use here to its last.
+        context: the ranks.
+        num_micro_batches, loss_scale: the loss is divided by the one and multiplied by the other.
+        training: whether the loss is to be differentiated.
+        probe: called at the points of a step.
+        step: the iteration that the probe is told.
+
+    Attributes:
+        sums: of each micro-batch that was predicted here the summed loss and the number of unmasked tokens, [2].
+        num_samples, num_tokens: of all micro-batches.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[GPT],
+        batches: Iterator[Batch],
+        context: ParallelContext,
+        *,
+        num_micro_batches: int = 1,
+        loss_scale: float = 1.0,
+        training: bool = True,
+        probe: Probe = no_probe,
+        step: int = 0,
+    ) -> None:
+        self._chunks, self._batches, self._context = chunks, batches, context
+        self._num_micro_batches, self._loss_scale, self._training = num_micro_batches, loss_scale, training
+        self._probe, self._step = probe, step
+        self._held: dict[int, Batch] = {}
+        self._drawn = 0
+        self.sums: list[Tensor] = []
+        self.num_samples = 0
+        self.num_tokens = 0
+
+    def border(self, micro_batch: int) -> tuple[tuple[int, int, int], torch.dtype]:
+        """Shape [S, B, D] and dtype of the hidden states that go from stage to stage."""
+        batch, length = self._batch(micro_batch)["tokens"].shape
+        model = self._chunks[0]
+        return (model.rows_between_layers(length), batch, model.config.hidden_size), model.dtype
+
+    def before(self, op: Op) -> None:
+        """Draw the data of a forward pass; tell the probe where the step is."""
+        if not self._training:
+            return
+        if op.kind == "F":
+            self._probe("data", self._step)
+            self._batch(op.micro_batch)
+            self._probe("fwd", self._step)
+        elif op.kind == "B":
+            self._probe("bwd", self._step)
+
+    def forward(self, chunk: int, micro_batch: int, hidden: Tensor | None) -> Tensor:
+        """Hidden states for the next chunk, or the loss to differentiate.
+
+        That is the mean over the unmasked tokens of the micro-batch, those of other context-parallel ranks included,
+        over the number of micro-batches, times the loss scale; the gradients of these ranks are parts that add up.
+        """
+        batch, model = self._batch(micro_batch), self._chunks[chunk]
+        result = model(
+            batch["tokens"],
+            hidden_SBD=hidden,
+            position_ids_BS=batch["position_ids"],
+            labels_BS=batch["labels"] if model.stage.predicts else None,
+        )
+        if not model.stage.predicts:
+            return result
+        mask = batch["loss_mask"].reshape(-1)
+        loss, tokens = torch.sum(result.reshape(-1) * mask), mask.sum()
+        self.sums.append(torch.stack([loss.detach(), tokens]))
+        if self._context.cp.size > 1:
+            tokens = comm.all_reduce(tokens, self._context.cp)
+        return loss / tokens.clamp(min=1.0) / self._num_micro_batches * self._loss_scale
+
+    def end(self, micro_batch: int) -> None:
+        """Nothing more is done for this micro-batch here."""
+        del self._held[micro_batch]
+
+    def total(self) -> Tensor:
+        """The sum of `sums`; zeros on a stage that predicts nothing."""
+        if self.sums:
+            return torch.stack(self.sums).sum(dim=0)
+        return torch.zeros(2, dtype=at_least_fp32(self._chunks[0].dtype), device=self._context.device)
+
+    def _batch(self, micro_batch: int) -> Batch:
+        while self._drawn <= micro_batch:
+            whole = next(self._batches)
+            self.num_samples += whole["tokens"].shape[0]
+            self.num_tokens += whole["tokens"].numel()
+            model = self._chunks[0]
+            here = {name: model.mixer.own(tensor, 1) for name, tensor in whole.items()}
+            self._held[self._drawn] = on_device(here, model.device)
+            self._drawn += 1
+        return self._held[micro_batch]
+
+
+def on_device(batch: Batch, device: torch.device) -> Batch:
+    """The batch where the model is; to a GPU it goes through pinned memory, beside the computation."""
+    if device.type == "cuda":
+        return {name: tensor.pin_memory().to(device, non_blocking=True) for name, tensor in batch.items()}
+    return {name: tensor.to(device) for name, tensor in batch.items()}
