@@ -160,5 +160,5 @@ class ParallelContext:
                 group = group_of(pair)
                 if rank in pair:
                     ends = Axis("ends", pair, pair.index(rank), group, observer)
-            links = create_links(layout, rank, device, timeout=timeout)
+            links = create_links(layout, rank, device, timeout=timeout, observer=observer)
         return cls(layout, rank, device, axes, ends, links)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,12 +20,31 @@ from torch import Tensor
 from megalith.layout import Layout
 
 
+class WaitObserver(Protocol):
+    """Is told when this rank waits for another: the part of `context.Observer` that concerns single messages."""
+
+    def waiting(self) -> None:
+        """A message is needed that may not be there."""
+        ...
+
+    def waited(self) -> None:
+        """It is there."""
+        ...
+
+
 @dataclass(frozen=True)
 class Edge:
-    """A one-way connection to or from another stage."""
+    """A one-way connection to or from another stage.
+
+    Attributes:
+        peer: global rank of the other end.
+        group: the two of them.
+        observer: is told of waits.
+    """
 
     peer: int
     group: dist.ProcessGroup = field(compare=False, repr=False)
+    observer: WaitObserver | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -45,7 +64,14 @@ class PipelineLinks:
     from_next: Edge
 
 
-def create_links(layout: Layout, rank: int, device: torch.device, *, timeout: timedelta | None) -> PipelineLinks:
+def create_links(
+    layout: Layout,
+    rank: int,
+    device: torch.device,
+    *,
+    timeout: timedelta | None,
+    observer: WaitObserver | None = None,
+) -> PipelineLinks:
     """Make the edges of all pipelines of the layout; every rank calls this. Returns those of this rank."""
     outgoing: dict[str, Edge] = {}
     incoming: dict[str, Edge] = {}
@@ -55,9 +81,9 @@ def create_links(layout: Layout, rank: int, device: torch.device, *, timeout: ti
                 target = ranks[(place + step) % len(ranks)]
                 group = dist.new_group(sorted((source, target)), timeout=timeout)
                 if rank == source:
-                    outgoing[direction] = Edge(target, group)
+                    outgoing[direction] = Edge(target, group, observer)
                 if rank == target:
-                    incoming[direction] = Edge(source, group)
+                    incoming[direction] = Edge(source, group, observer)
                 if device.type == "cuda" and rank in (source, target):
                     _connect(Edge(target if rank == source else source, group), device, sends=rank == source)
     return PipelineLinks(device, outgoing["forward"], incoming["forward"], outgoing["backward"], incoming["backward"])
@@ -78,13 +104,17 @@ class Transfer:
     It keeps the tensor and the handle alive: gloo loses a message whose handle is dropped before it is complete.
     """
 
-    def __init__(self, tensor: Tensor, work: Any) -> None:
-        self._tensor, self._work = tensor, work
+    def __init__(self, tensor: Tensor, work: Any, observer: WaitObserver | None = None) -> None:
+        self._tensor, self._work, self._observer = tensor, work, observer
 
     def wait(self) -> Tensor:
         """The tensor once it is complete: received and readable, or sent and free to be written to."""
         if self._work is not None:
+            if self._observer is not None:
+                self._observer.waiting()
             self._work.wait()
+            if self._observer is not None:
+                self._observer.waited()
             self._work = None
         return self._tensor
 
@@ -92,10 +122,10 @@ class Transfer:
 def send(tensor: Tensor, edge: Edge) -> Transfer:
     """Start sending; the memory must be left alone until the transfer is complete."""
     dense = tensor.detach().contiguous()
-    return Transfer(dense, dist.isend(dense, edge.peer, group=edge.group))
+    return Transfer(dense, dist.isend(dense, edge.peer, group=edge.group), edge.observer)
 
 
 def receive(edge: Edge, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Transfer:
     """Start receiving a tensor of this shape and dtype: the next one that the other end sends."""
     tensor = torch.empty(tuple(shape), dtype=dtype, device=device)
-    return Transfer(tensor, dist.irecv(tensor, edge.peer, group=edge.group))
+    return Transfer(tensor, dist.irecv(tensor, edge.peer, group=edge.group), edge.observer)
