@@ -1,0 +1,325 @@
+"""The state of a run in every layout: what is saved is the whole, and a load in the same layout is byte for byte.
+
+All values are drawn from the global name of what they belong to, so that one process can say what every rank must hold
+and what every checkpoint must contain, without asking the code under test.
+"""
+
+from __future__ import annotations
+
+import tarfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+
+from megalith.assemble.model import build_chunks, build_run_optimizer
+from megalith.assemble.schedule import build_schedule
+from megalith.checkpoint import CheckpointContent, DirectoryStore
+from megalith.checkpoint.formats.torch_dist import canonical_key, rng_object_key
+from megalith.checkpoint.safe_loading import read_metadata
+from megalith.config import RunConfig, load
+from megalith.distributed.context import ParallelContext
+from megalith.distributed.rng import RandomStreams
+from megalith.models.gpt import named_placements
+from megalith.models.initialise import generator_for
+from megalith.nn.placement import global_shape, local_part
+from megalith.train.checkpointing import CheckpointSaver, Identity, find_checkpoint, restore
+from megalith.train.state import TrainState
+
+BASE = (
+    "--num-layers 4 --hidden-size 16 --num-attention-heads 4 --max-position-embeddings 32 --seq-length 32 "
+    "--micro-batch-size 1 --global-batch-size 8 --train-iters 50 --lr 1e-2 --mock-data "
+    "--tokenizer-type NullTokenizer --vocab-size 30"
+)
+LLAMA = (
+    "--position-embedding-type rope --swiglu --normalization RMSNorm --disable-bias-linear --ffn-hidden-size 48 "
+    "--untie-embeddings-and-output-weights --group-query-attention --num-query-groups 2"
+)
+ONE_GROUP = "--group-query-attention --num-query-groups 1 --position-embedding-type rope --add-qkv-bias"
+TP2, PP2, CP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2", "--context-parallel-size 2"
+ZERO = "--use-distributed-optimizer"
+VPP2 = f"{PP2} --num-virtual-stages-per-pipeline-rank 2"
+WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
+IDENTITY = Identity(tokenizer={"size": 30}, tokenizer_files={"vocab.json": b"{}"}, data={})
+
+
+def config_of(flags: str, world_size: int, rank: int = 0) -> RunConfig:
+    words = f"{BASE} {flags}".split()
+    return load(words, {"WORLD_SIZE": str(world_size), "RANK": str(rank)}, files=False)
+
+
+def build_state(run: RunConfig, vocab_size: int) -> TrainState:
+    context = ParallelContext.solo()
+    if run.launch.world_size > 1:
+        context = ParallelContext.create(run.layout, torch.device("cpu"))
+    streams = RandomStreams(run.train.seed, context)
+    chunks = build_chunks(run, vocab_size, context, streams.own)
+    with torch.no_grad():
+        for chunk in chunks:
+            for parameter in chunk.parameters():
+                parameter.fill_(-7.0)
+    return TrainState(chunks, build_run_optimizer(run, chunks, context), streams, build_schedule(run), context=context)
+
+
+def drawn(seed: int, kind: str, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """The global tensor of this kind (param, exp_avg, ...) that belongs to a parameter."""
+    return torch.randn(shape, generator=generator_for(seed, f"{kind} {name}")).to(dtype)
+
+
+def expected_here(state: TrainState, seed: int) -> dict[str, tuple[Tensor, Tensor]]:
+    """`<kind> <name>` [with the offset of a box] -> (live tensor, what it must hold)."""
+    tp, pairs = state.context.tp, {}
+    placed = {name: item for chunk in state.chunks for name, *item in named_placements(chunk)}
+    copies = {chunk.copied_weight for chunk in state.chunks}
+
+    def local(kind: str, name: str, dtype: torch.dtype) -> Tensor:
+        parameter, placement = placed[name]
+        shape = global_shape(parameter.shape, placement, tp.size)
+        whole = drawn(seed, kind, WORD_EMBEDDINGS if name in copies else name, shape, dtype)
+        return local_part(whole, placement, tp.size, tp.index)
+
+    for name, (parameter, _) in placed.items():
+        pairs[f"param {name}"] = (parameter.detach(), local("param", name, parameter.dtype))
+    for box in state.optimizer.state_boxes():
+        kind, _, name = box.name.partition(".")
+        place = tuple(slice(start, start + size) for start, size in zip(box.offset, box.tensor.shape, strict=True))
+        pairs[f"{kind} {name} {box.offset}"] = (box.tensor, local(kind, name, box.tensor.dtype)[place])
+    return pairs
+
+
+def fill(state: TrainState, seed: int) -> None:
+    with torch.no_grad():
+        for live, value in expected_here(state, seed).values():
+            live.copy_(value)
+    state.optimizer.load_scalars({"step": seed, "grad_scaler": None})
+    state.iteration, state.consumed_samples, state.consumed_valid_samples = seed, 8 * seed, 3 * seed
+    state.schedule_samples, state.flops = 8 * seed, 1e9 * seed
+    for _ in range(seed + state.context.rank):
+        draw(state)
+
+
+def draw(state: TrainState) -> tuple[float, float]:
+    """What dropout would draw next: of the stream shared by the tensor-parallel ranks, of this rank's own."""
+    shared = torch.rand(()).item()
+    with state.streams.own.used():
+        return shared, torch.rand(()).item()
+
+
+def save(folder: str, flags: str, world_size: int, vocab_size: int, seed: int) -> tuple[float, float]:
+    """Save a filled state; returns what the streams draw next."""
+    run = config_of(flags, world_size, torch.distributed.get_rank() if world_size > 1 else 0)
+    state = build_state(run, vocab_size)
+    fill(state, seed)
+    CheckpointSaver(DirectoryStore(folder, state.context), run, IDENTITY).save(state)
+    return draw(state)
+
+
+def resume(folder: str, flags: str, world_size: int, vocab_size: int) -> dict[str, Any]:
+    """Restore the newest checkpoint; says which tensors are wrong, the counters, and what the streams draw next."""
+    run = config_of(flags, world_size, torch.distributed.get_rank() if world_size > 1 else 0)
+    state = build_state(run, vocab_size)
+    store = DirectoryStore(folder, state.context)
+    found = find_checkpoint(store)
+    assert found is not None and found.padded_vocab_size == vocab_size and found.manifest is not None
+    resumed = restore(store, found, state, run)
+    wrong = [
+        key for key, (live, value) in expected_here(state, found.iteration).items() if not torch.equal(live, value)
+    ]
+    return {
+        "wrong": wrong,
+        "layout": found.manifest["layout"],
+        "counters": (state.iteration, state.consumed_samples, state.consumed_valid_samples, state.schedule_samples),
+        "step": state.optimizer.step_count,
+        "notes": (found.notes, resumed.notes),
+        "draws": draw(state),
+    }
+
+
+def plain_tensors(folder: Path) -> dict[str, Tensor]:
+    """The global tensors of a checkpoint, by torch's own reader."""
+    metadata = read_metadata(folder / ".metadata").state_dict_metadata
+    tensors = {
+        key: torch.full(tuple(stored.size), -9.0, dtype=stored.properties.dtype)
+        for key, stored in metadata.items()
+        if not isinstance(stored, BytesStorageMetadata)
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
+    return tensors
+
+
+def check_content(folder: Path, flags: str, vocab_size: int, seed: int) -> None:
+    """The checkpoint holds the whole of every tensor, and nothing else."""
+    state = build_state(config_of(flags, 1), vocab_size)
+    stored, seen = plain_tensors(folder), set()
+    for key, (_, value) in expected_here(state, seed).items():
+        kind, name = key.split(" ")[:2]
+        stacked, layer = canonical_key(name)
+        full = stacked if kind == "param" else f"optimizer.state.{kind}.{stacked}"
+        held = stored[full] if layer is None else stored[full][layer]
+        assert torch.equal(held, value), f"{full}, layer {layer}"
+        seen.add(full)
+    assert set(stored) == seen
+
+
+CASES = {
+    "tp2": (2, TP2, "", 40),
+    "pp2": (2, PP2, "", 40),
+    "dp2": (2, "", "", 40),
+    "cp2": (2, CP2, "", 40),
+    "dp2-zero1": (2, ZERO, "", 40),
+    "dp2-zero1-bf16": (2, ZERO, "--bf16", 40),
+    "pp2-vpp2": (2, VPP2, "", 40),
+    "tp2-pp2": (4, f"{TP2} {PP2}", "", 40),
+    "tp2-dp2-zero1": (4, f"{TP2} {ZERO}", LLAMA, 40),
+    "pp2-dp2-zero1": (4, f"{PP2} {ZERO}", LLAMA, 40),
+    "tp2-llama-sp": (2, f"{TP2} --sequence-parallel", LLAMA, 40),
+    "tp2-uneven-vocabulary": (2, TP2, "", 43),
+    "tp4-one-group": (4, "--tensor-model-parallel-size 4", ONE_GROUP, 40),
+    "cp2-dp2-zero1": (4, f"{CP2} {ZERO}", "", 40),
+}
+"""Name -> ranks, flags of the layout, flags of the model, rows of the vocabulary."""
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_resume_in_the_same_layout_is_byte_for_byte(ranks: Any, tmp_path: Path, case: str) -> None:
+    world_size, layout, model, vocab_size = CASES[case]
+    flags = f"{layout} {model}"
+    draws = ranks.run(world_size, save, str(tmp_path), flags, world_size, vocab_size, 5)
+    check_content(DirectoryStore(tmp_path).folder(5), model, vocab_size, 5)
+    results = ranks.run(world_size, resume, str(tmp_path), flags, world_size, vocab_size)
+    for rank, result in enumerate(results):
+        assert result["wrong"] == []
+        assert (result["counters"], result["step"], result["notes"]) == ((5, 40, 15, 40), 5, ((), ()))
+        assert result["draws"] == draws[rank]
+    own = [own for _, own in draws]
+    assert len(set(own)) == world_size, "two ranks draw alike"
+
+
+CROSSINGS = [
+    ("tp2", "pp2"),
+    ("pp2", "dp2-zero1"),
+    ("dp2-zero1", "tp2-pp2"),
+    ("tp2-pp2", "pp2-vpp2"),
+    ("pp2-vpp2", "cp2"),
+    ("tp2-dp2-zero1", "tp2-llama-sp"),
+    ("tp2-llama-sp", "pp2-dp2-zero1"),
+]
+
+
+@pytest.mark.parametrize(("before", "after"), CROSSINGS)
+def test_another_layout_takes_the_weights_and_says_that_the_streams_start_anew(
+    ranks: Any, tmp_path: Path, before: str, after: str
+) -> None:
+    (size_before, flags_before, model, vocab_size), (size_after, flags_after, *same) = CASES[before], CASES[after]
+    assert same == [model, vocab_size]
+    ranks.run(size_before, save, str(tmp_path), f"{flags_before} {model}", size_before, vocab_size, 5)
+    for result in ranks.run(size_after, resume, str(tmp_path), f"{flags_after} {model}", size_after, vocab_size):
+        assert result["wrong"] == []
+        assert (result["counters"], result["step"]) == ((5, 40, 15, 40), 5)
+        found, resumed = result["notes"]
+        assert found == () and len(resumed) == 1 and "another layout" in resumed[0] and "--seed 1234" in resumed[0]
+
+
+def test_one_process_takes_what_ranks_wrote_and_the_other_way_round(ranks: Any, tmp_path: Path) -> None:
+    ranks.run(4, save, str(tmp_path), f"{TP2} {PP2}", 4, 40, 5)
+    assert resume(str(tmp_path), "", 1, 40)["wrong"] == []
+    save(str(tmp_path), "", 1, 40, 6)
+    for result in ranks.run(2, resume, str(tmp_path), f"{VPP2}", 2, 40):
+        assert result["wrong"] == [] and result["counters"][0] == 6
+
+
+# --- what Megatron wrote ------------------------------------------------------------------------------------------
+
+GOLDEN = "--num-layers 2 --hidden-size 16 --num-attention-heads 4"
+GOLDENS = {
+    "llama_tp2_torch_dist": (f"{TP2} {LLAMA}", 512),
+    "llama_pp2_torch_dist": (f"{PP2} {LLAMA}", 512),
+    "gpt2_tp2_torch_dist": (TP2, 512),
+}
+
+
+def boxes_of(folder: Path) -> dict[str, Any]:
+    """Everything of a `.metadata` that another reader depends on."""
+    found: dict[str, Any] = {}
+    for key, stored in read_metadata(folder / ".metadata").state_dict_metadata.items():
+        if isinstance(stored, BytesStorageMetadata):
+            found[key] = "object"
+        else:
+            boxes = sorted((tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in stored.chunks)
+            found[key] = (tuple(stored.size), repr(stored.properties), boxes)
+    return found
+
+
+def ranks_of(folder: Path) -> dict[str, set[str]]:
+    """Key -> the ranks whose files hold a part of it."""
+    held: dict[str, set[str]] = {}
+    for index, info in read_metadata(folder / ".metadata").storage_data.items():
+        held.setdefault(index.fqn, set()).add(info.relative_path.split("_")[2])
+    return held
+
+
+@pytest.mark.parametrize("case", GOLDENS)
+def test_keys_offsets_and_writers_are_megatrons(ranks: Any, shared: Path, tmp_path: Path, case: str) -> None:
+    flags, vocab_size = GOLDENS[case]
+    with tarfile.open(shared / "golden" / "pretrain" / case / "ckpt.tar.xz") as archive:
+        archive.extractall(tmp_path / "theirs", filter="data")
+    theirs = tmp_path / "theirs" / "ckpt" / "iter_0000010"
+    ranks.run(2, save, str(tmp_path / "ours"), f"{GOLDEN} {flags}", 2, vocab_size, 10)
+    ours = DirectoryStore(tmp_path / "ours").folder(10)
+    assert boxes_of(ours) == boxes_of(theirs)
+    assert ranks_of(ours) == ranks_of(theirs)
+    data = {path.name for path in theirs.iterdir()}
+    assert {path.name for path in ours.iterdir()} == data | {"manifest.json", "vocab.json"}
+
+
+@pytest.mark.parametrize("case", GOLDENS)
+def test_a_checkpoint_of_megatron_fills_the_ranks_of_its_layout(
+    ranks: Any, shared: Path, tmp_path: Path, case: str
+) -> None:
+    flags, vocab_size = GOLDENS[case]
+    with tarfile.open(shared / "golden" / "pretrain" / case / "ckpt.tar.xz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    whole = plain_tensors(tmp_path / "ckpt" / "iter_0000010")
+    words = f"{GOLDEN} {flags} --use-checkpoint-opt-param-scheduler"
+    for wrong, state_of_torch in ranks.run(2, _load_golden, str(tmp_path / "ckpt"), words, vocab_size, whole):
+        assert wrong == []
+        assert state_of_torch == "the checkpoint's"
+
+
+def _load_golden(folder: str, flags: str, vocab_size: int, whole: dict[str, Tensor]) -> tuple[list[str], str]:
+    """Names of what differs from the global tensors, and whose random state torch has."""
+    run = config_of(flags, 2, torch.distributed.get_rank())
+    state = build_state(run, vocab_size)
+    store = DirectoryStore(folder, state.context)
+    found = find_checkpoint(store)
+    assert found is not None and found.iteration == 10
+    assert restore(store, found, state, run).notes == ()
+    tp, pp, wrong = state.context.tp, state.context.pp, list[str]()
+    for chunk in state.chunks:
+        for name, parameter, placement in named_placements(chunk):
+            key, layer = canonical_key(name)
+            for kind, live in (
+                ("", parameter),
+                *((f"optimizer.state.{k}.", _moment(state, k, name)) for k in _MOMENTS),
+            ):
+                stored = whole[kind + key] if layer is None else whole[kind + key][layer]
+                if not torch.equal(live.detach(), local_part(stored, placement, tp.size, tp.index)):
+                    wrong.append(kind + name)
+    key = rng_object_key(tp.index, tp.size, pp.index, pp.size)
+    (theirs,) = store.load(10, CheckpointContent(objects={key: None})).objects[key]
+    same = torch.equal(torch.get_rng_state(), theirs["torch_rng_state"])
+    return wrong, "the checkpoint's" if same else "another"
+
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def _moment(state: TrainState, kind: str, name: str) -> Tensor:
+    return state.optimizer.state_tensors()[f"{kind}.{name}"]
