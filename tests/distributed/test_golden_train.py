@@ -173,7 +173,8 @@ def test_two_ranks_repeat_the_golden(name: str, shared: Path, ranks: Any, tmp_pa
     log = json.loads(next(iter(sorted((root / name).glob("log_*.json")))).read_text())["log"]
     world = math.prod(case.get("parallel", {}).get(axis, 1) for axis in ("tp", "pp", "dp"))
     results = ranks.run(world, _run, case, log, str(root / "data" / "shakes_text_document"), str(tmp_path))
-    bf16 = bool(case.get("config_over", {}).get("bf16"))
+    # The gradient of a key bias is zero but for rounding, so that its exact zeros are noise; so are those of bf16.
+    allowed = 8 if case["model"]["config"]["add_qkv_bias"] else 50 if case.get("config_over", {}).get("bf16") else 1
     for result in results:
         initial = _golden_file(root / name, f"weights_init_{result['tag']}")
         for key, value in (initial or {}).items():
@@ -185,6 +186,4 @@ def test_two_ranks_repeat_the_golden(name: str, shared: Path, ranks: Any, tmp_pa
         for entry, (loss, norm, zeros) in zip(log, result["steps"], strict=True):
             assert math.isclose(loss, entry["lm_loss"], rel_tol=1e-4), entry["step"]
             assert math.isclose(norm, entry["grad_norm"], rel_tol=1e-3), entry["step"]
-            assert zeros is not None and abs(zeros - entry["num_zeros"]) <= (1 + 0.02 * entry["num_zeros"]) * (
-                1 + 50 * bf16
-            ), entry["step"]
+            assert zeros is not None and abs(zeros - entry["num_zeros"]) <= allowed + 0.02 * entry["num_zeros"], entry
