@@ -16,8 +16,11 @@ from megalith.distributed.context import Axis, ParallelContext
 from megalith.layout import Layout
 from megalith.models.gpt import GPT
 from megalith.models.initialise import initialise
+from megalith.nn.placement import local_part
 from megalith.optim import Optimizer, build_optimizer
 from megalith.optim.gradients import ALIGNMENT
+from megalith.parallel.data import Copies
+from megalith.parallel.tensor import SequenceParallel, TensorParallel
 
 MODEL = ModelConfig(
     num_layers=2,
@@ -31,6 +34,7 @@ VOCABULARY = 48
 MICRO_BATCHES = 2
 BATCH = 4  # samples of a micro-batch over all replicas
 SEQUENCE = 8
+UNUSED_POSITIONS = 4
 SMALL = 2000  # elements of a bucket: several of them in these models
 
 PRECISIONS = {
@@ -208,7 +212,8 @@ class _Log:
 
     def after(self, operation: str, axis: Axis) -> None: ...
 
-    def waiting(self) -> None: ...
+    def waiting(self) -> None:
+        self.note("wait")
 
     def waited(self) -> None: ...
 
@@ -241,12 +246,16 @@ def _names(events: list[tuple[str, str, int]]) -> list[str]:
     return [name for name, _, _ in events]
 
 
+def _starts(events: list[tuple[str, str, int]]) -> list[str]:
+    return [name for name in _names(events) if name != "wait"]
+
+
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("zero1", [False, True], ids=["replicated", "zero1"])
 def test_buckets_are_reduced_while_the_last_backward_pass_runs(ranks: Any, zero1: bool, tied: bool) -> None:
     operation = "reduce_scatter" if zero1 else "all_reduce"
     for events, _ in ranks.run(2, _observed, zero1, tied):
-        names = _names(events)
+        names = _starts(events)
         first_end = names.index("end of backward")
         assert names[:first_end] == ["backward"], "an earlier micro-batch communicates"
         last = names[first_end + 1 :]
@@ -368,3 +377,206 @@ def test_a_layer_that_one_replica_does_not_use_counts_as_zero_there(ranks: Any, 
         for result, layer in zip(results, (first, second), strict=True):
             assert layer.weight.grad is not None
             torch.testing.assert_close(result, layer.weight.grad, rtol=1e-12, atol=0.0)
+
+
+def _overlapped(precision: str, tied: bool, overlap: bool) -> dict[str, Any]:
+    """Train and evaluate; where the waits fall in the second step's forward pass."""
+    log = _Log()
+    context = _context(Layout(dp=2), log)
+    dtype, settings = PRECISIONS[precision]
+    model = _model(dtype, tied=tied)
+    optimizer = build_optimizer(
+        model,
+        OptimizerConfig(),
+        settings,
+        context=context,
+        zero1=True,
+        bucket_size=SMALL,
+        overlap_gather=overlap,
+    )
+    losses = []
+    for step in range(3):
+        log.events.clear()
+        log.note("forward")
+        tokens = comm.own_part(_tokens(step, 0), context.dp)
+        optimizer.zero_grad(1)
+        loss = model(tokens[:, :-1], labels_BS=tokens[:, 1:]).mean()
+        log.note("backward")
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step(0.01, 0.1)
+    log.events.append(("end", "", 0))
+    with torch.no_grad():  # an evaluation waits too
+        losses.append(model(tokens[:, :-1], labels_BS=tokens[:, 1:]).mean().item())
+    optimizer.settle()
+    weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    return {"losses": losses, "weights": weights, "names": _names(log.events)}
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_weights_may_arrive_during_the_next_forward_pass(ranks: Any, precision: str, tied: bool) -> None:
+    together = ranks.run(2, _overlapped, precision, tied, True)
+    at_once = ranks.run(2, _overlapped, precision, tied, False)
+    for result, wanted in zip(together, at_once, strict=True):
+        assert result["losses"] == wanted["losses"]
+        for name, value in wanted["weights"].items():
+            assert torch.equal(result["weights"][name], value), name
+        # In the forward pass of a later step: waits between its beginning and its end, none of them at the update.
+        forward = result["names"][: result["names"].index("backward")]
+        assert forward.count("wait") >= 3
+        after_update = result["names"][len(result["names"]) - 1 - result["names"][::-1].index("all_gather") :]
+        assert "wait" not in after_update[: after_update.index("end")]
+        assert "wait" not in wanted["names"][: wanted["names"].index("backward")]
+
+
+def _first_wait_per_part() -> list[int]:
+    """For each layer the number of its weights that are still on their way when it begins."""
+    context = _context(Layout(dp=2))
+    model = _model(torch.float32, tied=False)
+    optimizer = build_optimizer(
+        model, OptimizerConfig(), PrecisionConfig(), context=context, zero1=True, bucket_size=1, overlap_gather=True
+    )
+    memory = optimizer._memory
+    assert memory is not None
+    ready: list[set[str]] = []
+    layout = optimizer.gradients.layout
+
+    def note(part: nn.Module, args: Any) -> None:
+        pending = {name for number in memory._pending for name in layout.buckets[number].names}
+        ready.append(pending & {name for name, p in model.named_parameters() if any(p is q for q in part.parameters())})
+
+    _accumulate(model, optimizer, 0, context.dp)
+    optimizer.step(0.01, 0.1)
+    blocks = list(model.decoder.layers.values())
+    for block in blocks:
+        block.register_forward_pre_hook(note)  # behind the hook that waits
+    tokens = _tokens(0, 0)
+    model(tokens[:, :-1])
+    return [len(pending) for pending in ready]
+
+
+def test_a_layer_has_its_weights_when_it_is_called(ranks: Any) -> None:
+    for left in ranks.run(2, _first_wait_per_part):
+        assert left == [0, 0]
+
+
+def _shared_by_ranks(sequence_parallel: bool, zero1: bool, groups: int) -> dict[str, Any]:
+    """Gradients, norms and weights of a tensor-parallel model with replicas, by the rows of the global tensors."""
+    context = _context(Layout(tp=2, dp=2))
+    region = (SequenceParallel if sequence_parallel else TensorParallel)(context.tp)
+    model = GPT(_grouped(groups), VOCABULARY, region=region, dtype=torch.float64)
+    initialise(model, 1)
+    optimizer = build_optimizer(
+        model,
+        OptimizerConfig(clip_grad=0.1),
+        PrecisionConfig(),
+        count_zeros=True,
+        context=context,
+        zero1=zero1,
+        bucket_size=SMALL,
+    )
+    gradients, outcomes = {}, []
+    for step in range(3):
+        _accumulate(model, optimizer, step, context.dp)
+        optimizer.gradients.finish()
+        gradients = {name: grad.clone() for name, grad in optimizer.gradients_of(model).items()}
+        outcomes.append(optimizer.step(0.01, 0.1))
+    return {
+        "gradients": gradients,
+        "weights": {name: parameter.detach().clone() for name, parameter in model.named_parameters()},
+        "state": dict(optimizer.gathered_state()),
+        "outcomes": [(outcome.grad_norm, outcome.num_zeros) for outcome in outcomes],
+        "params_norm": optimizer.params_norm(),
+        "place": context.tp.index,
+    }
+
+
+def _grouped(groups: int) -> ModelConfig:
+    return dataclasses.replace(
+        MODEL,
+        num_attention_heads=4,
+        group_query_attention=True,
+        num_query_groups=groups,
+        max_position_embeddings=SEQUENCE + UNUSED_POSITIONS,
+    )
+
+
+@pytest.mark.parametrize("groups", [1, 2], ids=["shared-heads", "own-heads"])
+@pytest.mark.parametrize("zero1", [False, True], ids=["replicated", "zero1"])
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
+def test_what_tensor_parallel_ranks_hold_alike_is_summed_and_counted_once(
+    ranks: Any, sequence_parallel: bool, zero1: bool, groups: int
+) -> None:
+    solo = ParallelContext.solo()
+    model = GPT(_grouped(groups), VOCABULARY, dtype=torch.float64)
+    initialise(model, 1)
+    optimizer = build_optimizer(model, OptimizerConfig(clip_grad=0.1), PrecisionConfig(), count_zeros=True)
+    gradients, outcomes = {}, []
+    for step in range(3):
+        _accumulate(model, optimizer, step, solo.dp)
+        optimizer.gradients.finish()
+        gradients = {name: grad.clone() for name, grad in optimizer.gradients.grads.items()}
+        outcomes.append(optimizer.step(0.01, 0.1))
+    weights = dict(model.named_parameters())
+    state = optimizer.state_tensors()
+    for result in ranks.run(4, _shared_by_ranks, sequence_parallel, zero1, groups):
+        for (norm, zeros), outcome in zip(result["outcomes"], outcomes, strict=True):
+            assert norm == pytest.approx(outcome.grad_norm, rel=1e-12)
+            # The gradient of the keys' bias is zero up to rounding, and counts or not.
+            for count in (zeros, outcome.num_zeros):
+                assert abs(count - UNUSED_POSITIONS * MODEL.hidden_size) <= groups * MODEL.hidden_size // 4
+        assert result["params_norm"] == pytest.approx(optimizer.params_norm(), rel=1e-12)
+        for name, placement in model.placements().items():
+            place = (placement, 2, result["place"])
+            _close(result["gradients"][name], local_part(gradients[name], *place), 1e-10, name)
+            _close(result["weights"][name], local_part(weights[name].detach(), *place), 1e-9, name)
+            for kind in ("exp_avg", "exp_avg_sq"):
+                wanted = local_part(state[f"{kind}.{name}"], *place)
+                _close(result["state"][f"{kind}.{name}"], wanted, 1e-9, name)
+
+
+def _tied_ends(zero1: bool) -> dict[str, Any]:
+    """Two stages with a copy of one weight each, and a weight of their own; two replicas."""
+    context = _context(Layout(pp=2, dp=2))
+    assert context.ends is not None
+    stage, scale = context.pp.index, 1.0 + context.rank
+    model = nn.ModuleDict({"tied": nn.Linear(5, 7, bias=False), f"own{stage}": nn.Linear(5 + 8 * stage, 3, bias=False)})
+    model.double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.5)
+    copies = {"tied.weight": (Copies(context.ends, first=context.ends.is_first, partial=True),)}
+    optimizer = Optimizer(
+        model,
+        OptimizerConfig(clip_grad=0.0),
+        PrecisionConfig(),
+        count_zeros=True,
+        context=context,
+        zero1=zero1,
+        copies=copies,
+    )
+    for _ in range(2):
+        optimizer.zero_grad(1)
+        for layer in model.values():
+            assert isinstance(layer, nn.Linear)
+            (layer(torch.ones(1, layer.in_features, dtype=torch.float64)).sum() * scale).backward()
+        outcome = optimizer.step(0.1, 0.0)
+    return {
+        "gradients": {name: grad.unique().tolist() for name, grad in optimizer.gradients_of(model).items()},
+        "norm": outcome.grad_norm,
+        "tied": model.get_parameter("tied.weight").detach().clone(),
+        "params_norm": optimizer.params_norm(),
+    }
+
+
+@pytest.mark.parametrize("zero1", [False, True], ids=["replicated", "zero1"])
+def test_the_copies_of_a_tied_weight_are_summed_over_the_ends_and_counted_once(ranks: Any, zero1: bool) -> None:
+    results = ranks.run(4, _tied_ends, zero1)
+    # Gradients are rank + 1; ranks 0 and 1 are the replicas of the first stage, 2 and 3 those of the last.
+    for rank, result in enumerate(results):
+        assert result["gradients"]["tied.weight"] == [1.5 + 3.5]
+        assert result["gradients"][f"own{rank // 2}.weight"] == [1.5 if rank < 2 else 3.5]
+        assert result["norm"] == pytest.approx(math.sqrt(35 * 5.0**2 + 15 * 1.5**2 + 39 * 3.5**2), rel=1e-12)
+        assert result["params_norm"] == pytest.approx((0.5 - 2 * 0.1) * math.sqrt(35 + 15 + 39), rel=1e-6)
+        assert torch.equal(result["tied"], results[0]["tied"])
