@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalith.checkpoint import CheckpointContent, Chunk, DirectoryStore, commit, hashing
+from megalith.checkpoint import CheckpointContent, Chunk, DirectoryStore, commit, hashing, saving
 from megalith.checkpoint.store import SAVE_POINTS
 from megalith.distributed import comm
 from megalith.distributed.context import ParallelContext
@@ -214,6 +214,21 @@ def test_the_space_is_checked_for_all_ranks_together(ranks: Any, tmp_path: Path)
 
 def _needed(message: str) -> int:
     return int(message.partition("it needs ")[2].partition(" ")[0])
+
+
+def _save_to_folders_of_their_own(folder: str) -> str:
+    ctx = _context(dp=torch.distributed.get_world_size())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saving, "_SEEN_WITHIN_SECONDS", 0.2)
+        with pytest.raises(CheckpointError) as caught:
+            DirectoryStore(f"{folder}/{ctx.rank}", ctx).save(1, content_of(1, ctx), {})
+    return str(caught.value)
+
+
+def test_a_folder_that_the_ranks_do_not_share_is_said(ranks: Any, tmp_path: Path) -> None:
+    for message in ranks.run(2, _save_to_folders_of_their_own, str(tmp_path)):
+        assert message.startswith("rank 1 on ") and "--save must name a folder of a file system" in message
+        assert str(tmp_path / "1") in message
 
 
 def _save_what_does_not_fit_together(folder: str, wrong: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalith.checkpoint.content import Chunk
+from megalith.checkpoint.content import Chunk, share_of
 from megalith.checkpoint.formats.torch_dist import (
     Whole,
     canonical_key,
@@ -24,7 +25,7 @@ from megalith.checkpoint.formats.torch_dist import (
     rng_object_key,
 )
 from megalith.errors import CheckpointError, LayoutError
-from megalith.nn.placement import Fused, Placement, Replicated, Split
+from megalith.nn.placement import Fused, GroupedHeads, Placement, Replicated, Split
 
 NAMES = [
     ("embedding.word_embeddings.weight", "embedding.word_embeddings.weight", None),
@@ -113,6 +114,49 @@ def test_replicated_tensors_have_one_place_on_all_ranks() -> None:
         for r in range(2)
     }
     assert places == {(0,)}
+
+
+def test_counted_once_what_several_ranks_hold_is_the_first_ones() -> None:
+    named = [
+        ("decoder.final_layernorm.weight", torch.ones(4), Replicated()),
+        ("decoder.layers.0.self_attention.linear_qkv.weight", torch.ones(3, 2), GroupedHeads(1, 2, 1)),
+    ]
+    first, second = (model_chunks(named, 1, rank=rank, size=2, once=True) for rank in range(2))
+    assert [chunk.key.split(".")[-2] for chunk in first] == ["final_layernorm", "linear_qkv", "linear_qkv"]
+    assert [(chunk.key.split(".")[-2], chunk.offset) for chunk in second] == [("linear_qkv", (0, 1, 0))]
+    assert torch.equal(assemble([*first[1:], *second]), torch.ones(1, 4, 2))
+    all_of_second = model_chunks(named, 1, rank=1, size=2)
+    assert sum(chunk.tensor.numel() for chunk in all_of_second) == 4 + 3 * 2
+
+
+def test_boxes_of_optimizer_state_are_cut_at_the_parts_of_fused_tensors() -> None:
+    """Rows 1 to 4 of [gate 0-2; up 3-5] on the second of two ranks are rows 4, 5 and 9, 10 of the whole."""
+
+    @dataclass(frozen=True)
+    class Rows:
+        name: str
+        tensor: torch.Tensor
+        offset: tuple[int, ...]
+        shape: tuple[int, ...]
+
+    name = "decoder.layers.1.mlp.linear_fc1.weight"
+    box = Rows(f"exp_avg.{name}", torch.arange(8.0).view(4, 2), (1, 0), (6, 2))
+    chunks = optimizer_chunks([box], {name: Fused(0, 2)}, 2, rank=1, size=2)
+    assert [(chunk.offset, chunk.global_shape) for chunk in chunks] == [
+        ((1, 4, 0), (2, 12, 2)),
+        ((1, 9, 0), (2, 12, 2)),
+    ]
+    assert [chunk.tensor.flatten().tolist() for chunk in chunks] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert chunks[0].tensor.data_ptr() == box.tensor.data_ptr(), "a load must fill the live state"
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7])
+def test_shares_are_a_partition_of_about_equal_bytes(size: int) -> None:
+    chunks = [Chunk(str(n), torch.zeros(n % 5 + 1), (0,), (n % 5 + 1,)) for n in range(40)]
+    shares = [share_of(chunks, index, size) for index in range(size)]
+    assert sorted(int(chunk.key) for share in shares for chunk in share) == list(range(40))
+    loads = [sum(chunk.nbytes for chunk in share) for share in shares]
+    assert max(loads) - min(loads) <= 5 * 4
 
 
 def test_optimizer_state_is_keyed_and_cut_like_its_parameter() -> None:
