@@ -6,9 +6,11 @@ lengths. Weight gradients go through a sink, biases through autograd.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -22,7 +24,7 @@ from megalith.nn.sink import attach_sink
 from megalith.optim.gradients import GradientBuffers
 from megalith.parallel.deferred import DeferredSink
 from megalith.parallel.pipeline import run
-from megalith.schedules.pipeline import Op, make_schedule
+from megalith.schedules.pipeline import WINDOW, Op, make_schedule
 
 SIZE, BATCH, LAYERS = 5, 2, 8
 
@@ -193,3 +195,47 @@ def test_evaluation(ranks: Any, stages: int, chunks: int, micro_batches: int) ->
     *others, last = ranks.run(stages, _evaluate, chunks, micro_batches)
     assert others == [{}] * (stages - 1)
     assert last == pytest.approx(_alone(micro_batches)[0], rel=1e-12)
+
+
+class _IntoWatched(torch.autograd.Function):
+    """Identity, into memory of numpy, whose end can be seen."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, watched: list[weakref.ref[Any]]) -> Tensor:
+        memory = x.numpy().copy().view(_Memory)
+        watched.append(weakref.ref(memory))
+        return torch.from_numpy(memory)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+class _Memory(np.ndarray):  # type: ignore[type-arg]
+    """An array that weak references may name."""
+
+
+class _Watched(Toy):
+    """A stage that counts its outputs that are still in memory when a forward pass begins."""
+
+    watched: list[weakref.ref[Any]]
+    most: int
+
+    def forward(self, chunk: int, micro_batch: int, hidden: Tensor | None) -> Tensor:
+        self.most = max(self.most, sum(reference() is not None for reference in self.watched))
+        output = super().forward(chunk, micro_batch, hidden)
+        dense: Tensor = output if output.dim() == 0 else _IntoWatched.apply(output.contiguous(), self.watched)
+        return dense
+
+
+def _most_outputs() -> int:
+    ctx = ParallelContext.create(Layout(pp=dist.get_world_size()), torch.device("cpu"))
+    toy = _Watched(split_layers(LAYERS, ctx.pp.size)[ctx.pp.index], ctx, 12)
+    toy.watched, toy.most = [], 0
+    run(make_schedule("1f1b", ctx.pp.size, 1, 12).program(ctx.pp.index), toy, ctx.links)
+    return toy.most
+
+
+def test_outputs_are_let_go_when_they_are_sent(ranks: Any) -> None:
+    """Stage 0 of four holds four graphs, and not more outputs than may be under way."""
+    assert ranks.run(4, _most_outputs)[0] == WINDOW < 4

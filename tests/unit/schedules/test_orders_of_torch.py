@@ -13,7 +13,7 @@ from megalith.schedules.pipeline import Op, make_schedule
 KINDS = {"FORWARD": "F", "FULL_BACKWARD": "B"}
 
 
-@pytest.mark.parametrize(("stages", "chunks", "rounds"), product((2, 3, 4), (2, 3), (1, 2, 3)))
+@pytest.mark.parametrize(("stages", "chunks", "rounds"), list(product((2, 3, 4), (2, 3), (1, 2, 3))))
 def test_interleaved(stages: int, chunks: int, rounds: int) -> None:
     schedule = make_schedule("interleaved", stages, chunks, stages * rounds)
     for stage in range(stages):
