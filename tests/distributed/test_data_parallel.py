@@ -74,6 +74,17 @@ def _accumulate(model: nn.Module, optimizer: Optimizer, step: int, data: Axis) -
         _backward(model, optimizer, comm.own_part(_tokens(step, micro_batch), data))
 
 
+def _whole_state(optimizer: Optimizer, context: ParallelContext) -> dict[str, Tensor]:
+    """The optimizer's state put together from the boxes of all replicas; NaN where none has it."""
+    own = [(box.name, box.tensor.detach(), box.offset, box.shape) for box in optimizer.state_boxes()]
+    whole: dict[str, Tensor] = {}
+    for boxes in comm.all_gather_objects(own, context.join("cp", "dp")):
+        for name, tensor, offset, shape in boxes:
+            target = whole.setdefault(name, torch.full(shape, math.nan, dtype=tensor.dtype))
+            target[tuple(slice(o, o + e) for o, e in zip(offset, tensor.shape, strict=True))] = tensor
+    return whole
+
+
 def _trained(
     precision: str, context: ParallelContext, *, steps: int = 4, clip: float = 1.0, lr: float = 0.01, **how: Any
 ) -> dict[str, Any]:
@@ -90,7 +101,7 @@ def _trained(
     optimizer.settle()
     return {
         "weights": {name: parameter.detach().clone() for name, parameter in model.named_parameters()},
-        "state": {name: value.clone() for name, value in optimizer.gathered_state()},
+        "state": _whole_state(optimizer, context),
         "norms": [outcome.grad_norm for outcome in outcomes],
         "zeros": [outcome.num_zeros for outcome in outcomes],
         "params_norm": optimizer.params_norm(),
@@ -485,7 +496,7 @@ def _shared_by_ranks(sequence_parallel: bool, zero1: bool, groups: int) -> dict[
     return {
         "gradients": gradients,
         "weights": {name: parameter.detach().clone() for name, parameter in model.named_parameters()},
-        "state": dict(optimizer.gathered_state()),
+        "state": _whole_state(optimizer, context),
         "outcomes": [(outcome.grad_norm, outcome.num_zeros) for outcome in outcomes],
         "params_norm": optimizer.params_norm(),
         "place": context.tp.index,

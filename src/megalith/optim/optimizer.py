@@ -25,9 +25,10 @@ from megalith.models.gpt import GPT
 from megalith.nn.precision import at_least_fp32
 from megalith.nn.sink import attach_sink
 from megalith.optim.copies import copies_of
-from megalith.optim.flat import boxes, without
+from megalith.optim.flat import boxes
 from megalith.optim.gradients import GradientBuffers
 from megalith.optim.loss_scale import LossScale, build_loss_scale
+from megalith.optim.norms import CountedOnce
 from megalith.optim.parameters import ParameterMemory
 from megalith.parallel.data import Copies, Replicated, Zero1
 
@@ -124,24 +125,24 @@ class Optimizer:
         self._groups = _groups(self._params)
         dtype = _one_dtype(self._params)
         work = at_least_fp32(dtype)
-        self._work, self._data = work, Zero1(context) if zero1 else Replicated(context)
+        data = Zero1(context) if zero1 else Replicated(context)
         self.gradients = GradientBuffers(
             list(self._params.items()),
             work if precision.grads_in_fp32 else dtype,
-            data=self._data,
+            data=data,
             copies=copies,
             bucket_size=bucket_size,
         )
         for module in modules:
             attach_sink(module, self.gradients)
         self._memory = (
-            ParameterMemory(modules, self._params, self.gradients.layout, self._data, overlap=overlap_gather)
-            if self._data.divides
+            ParameterMemory(modules, self._params, self.gradients.layout, data, overlap=overlap_gather)
+            if data.divides
             else None
         )
         self._owned = {name: _piece(p.detach(), self.gradients.owned(name)) for name, p in self._params.items()}
         self._owned = {name: piece for name, piece in self._owned.items() if piece.numel() > 0}
-        self._counted = {name: self._first_here(name, (copies or {}).get(name, ())) for name in self._owned}
+        self._counted = CountedOnce(self.gradients, copies or {}, data.holders)
         self._has_main = work != dtype
         self._main = {name: piece.to(work) if self._has_main else piece for name, piece in self._owned.items()}
         self._step_count = 0
@@ -205,9 +206,9 @@ class Optimizer:
         if self._checks_overflow and self._unscale(list(grads.values())):
             self._scale.update(overflow=True)
             return StepOutcome(applied=False, grad_norm=None, num_zeros=None)
-        norm = self._norm(grads)
+        norm = self._counted.norm(grads)
         self._scale.update(overflow=not math.isfinite(norm))
-        zeros = self._zeros(grads) if self._count_zeros else None
+        zeros = self._counted.zeros(grads) if self._count_zeros else None
         if not math.isfinite(norm):
             return StepOutcome(applied=False, grad_norm=norm, num_zeros=zeros)
         self._clip(list(grads.values()), norm)
@@ -239,37 +240,6 @@ class Optimizer:
             torch._amp_foreach_non_finite_check_and_unscale_(grads, found, inverse)
         return bool(all_reduce(found, self._world, "max").item())
 
-    def _first_here(self, name: str, copies: tuple[Copies, ...]) -> list[tuple[int, int]] | None:
-        """The elements of the owned part of a parameter that no rank before this one holds; None for all of them."""
-        start, stop = self.gradients.owned(name)
-        shape = self.gradients.layout.shapes[name]
-        width = prod(shape[1:])
-        elsewhere = [entry.rows or (0, shape[0]) for entry in copies if not entry.first]
-        if not elsewhere:
-            return None
-        rest = without((start, stop), [(first * width, last * width) for first, last in elsewhere])
-        return [(first - start, last - start) for first, last in rest]
-
-    def _counted_once(self, tensors: dict[str, Tensor]) -> list[Tensor]:
-        """What of tensors shaped like the owned parts no rank before this one counts."""
-        counted: list[Tensor] = []
-        for name, tensor in tensors.items():
-            parts = self._counted[name]
-            counted += [tensor] if parts is None else [tensor.view(-1)[start:stop] for start, stop in parts]
-        return counted
-
-    def _norm(self, tensors: dict[str, Tensor]) -> float:
-        """L2 norm over the tensors of all ranks."""
-        squared = _squared_norm(self._counted_once(tensors), self.gradients.flat)
-        return math.sqrt(float(all_reduce(squared, self._data.holders)))
-
-    def _zeros(self, grads: dict[str, Tensor]) -> float:
-        counted = self._counted_once(grads)
-        zeros = torch.zeros((), dtype=torch.int64, device=self.gradients.flat.device)
-        for grad in counted:
-            zeros += grad.numel() - torch.count_nonzero(grad)
-        return float(all_reduce(zeros, self._data.holders))
-
     def _clip(self, grads: list[Tensor], norm: float) -> None:
         if self._config.clip_grad <= 0.0 or not grads:
             return
@@ -294,7 +264,7 @@ class Optimizer:
     @torch.no_grad()
     def params_norm(self) -> float:
         """L2 norm of all main parameters of all ranks."""
-        return self._norm({name: self._main[name] for name in self._in_group_order()})
+        return self._counted.norm({name: self._main[name] for name in self._in_group_order()})
 
     def reload_main_params(self) -> None:
         """Take the main parameters from the model's weights, after these were loaded without optimizer state."""
@@ -323,7 +293,7 @@ class Optimizer:
     def state_tensors(self) -> dict[str, Tensor]:
         """The live state: `exp_avg.<name>`, `exp_avg_sq.<name>` and, in half precision, `fp32_param.<name>`.
 
-        Each has the shape of its parameter. Under ZeRO-1 no rank has such tensors: see `state_boxes`, `gathered_state`.
+        Each has the shape of its parameter. Under ZeRO-1 no rank has such tensors: see `state_boxes`.
         """
         assert self._memory is None, "the state is divided over the data-parallel ranks"
         return {f"{kind}.{name}": tensor for kind, part in self._states().items() for name, tensor in part.items()}
@@ -338,29 +308,6 @@ class Optimizer:
                     first = box.start - start
                     view = tensor.view(-1)[first : first + prod(box.extent)].view(box.extent)
                     yield StateBox(f"{kind}.{name}", view, box.offset, shape)
-
-    @torch.no_grad()
-    def gathered_state(self) -> Iterator[tuple[str, Tensor]]:
-        """The state under the names and in the shapes of `state_tensors`, one bucket of copies at a time.
-
-        Under ZeRO-1 every rank iterates to the end, since each bucket is gathered from its owners.
-        """
-        layout = self.gradients.layout
-        for kind, part in self._states().items():
-            for bucket in layout.buckets:
-                whole = self.gradients.flat.new_zeros(bucket.stop - bucket.start, dtype=self._work)
-                for name in bucket.names:
-                    if name in part:
-                        _piece(layout.view(whole, name, bucket.start), self.gradients.owned(name)).copy_(part[name])
-                self._data.gather(whole).wait()
-                yield from ((f"{kind}.{name}", layout.view(whole, name, bucket.start)) for name in bucket.names)
-
-    @torch.no_grad()
-    def load_gathered_state(self, states: Mapping[str, Tensor]) -> None:
-        """Take what this rank owns from tensors under the names and in the shapes of `state_tensors`."""
-        for kind, part in self._states().items():
-            for name, tensor in part.items():
-                tensor.copy_(_piece(states[f"{kind}.{name}"], self.gradients.owned(name)))
 
     def scalars(self) -> dict[str, Any]:
         """What else a checkpoint holds: `step`, `grad_scaler` (None without fp16) and the settings of the groups."""
@@ -399,14 +346,6 @@ def _piece(tensor: Tensor, owned: tuple[int, int]) -> Tensor:
     """The owned elements: the tensor itself where these are all of it, else 1-D."""
     start, stop = owned
     return tensor if stop - start == tensor.numel() else tensor.view(-1)[start:stop]
-
-
-def _squared_norm(tensors: list[Tensor], like: Tensor) -> Tensor:
-    """Squared L2 norm over all tensors, 0-d: of each in at least fp32, then of the stack, then squared."""
-    if not tensors:
-        return torch.zeros((), dtype=at_least_fp32(like.dtype), device=like.device)
-    total = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors)))
-    return total * total
 
 
 def build_optimizer(

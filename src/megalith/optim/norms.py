@@ -1,0 +1,70 @@
+"""Norms and counts over the tensors of all ranks, in which every element of the model counts once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+from megalith.distributed.comm import all_reduce
+from megalith.distributed.context import Axis
+from megalith.nn.precision import at_least_fp32
+from megalith.optim.flat import without
+from megalith.optim.gradients import GradientBuffers
+from megalith.parallel.data import Copies
+
+
+class CountedOnce:
+    """Sums over ranks of tensors shaped like the parts of the parameters that each rank owns.
+
+    Of what several ranks hold alike only the first counts it. Every rank calls the same methods and gets the same bits.
+
+    Args:
+        gradients: know what is owned.
+        copies: which parameters other ranks hold too, by name.
+        holders: the ranks that the sums are over.
+    """
+
+    def __init__(self, gradients: GradientBuffers, copies: Mapping[str, tuple[Copies, ...]], holders: Axis) -> None:
+        self._holders, self._flat = holders, gradients.flat
+        self._parts: dict[str, list[tuple[int, int]]] = {}  # of the parameters that are not counted whole
+        for name, shape in gradients.layout.shapes.items():
+            width = prod(shape[1:])
+            elsewhere = [entry.rows or (0, shape[0]) for entry in copies.get(name, ()) if not entry.first]
+            if elsewhere:
+                start, stop = gradients.owned(name)
+                rest = without((start, stop), [(first * width, last * width) for first, last in elsewhere])
+                self._parts[name] = [(first - start, last - start) for first, last in rest]
+
+    def norm(self, tensors: Mapping[str, Tensor]) -> float:
+        """The L2 norm.
+
+        Of each tensor in at least fp32, then of the stack of these, squared; the sum over ranks; the root in double
+        precision (spec/training-behaviour.md section 11, point 4).
+        """
+        squared = _squared_norm(self._counted(tensors), self._flat)
+        return math.sqrt(float(all_reduce(squared, self._holders)))
+
+    def zeros(self, tensors: Mapping[str, Tensor]) -> float:
+        """The number of exact zeros."""
+        count = torch.zeros((), dtype=torch.int64, device=self._flat.device)
+        for tensor in self._counted(tensors):
+            count += tensor.numel() - torch.count_nonzero(tensor)
+        return float(all_reduce(count, self._holders))
+
+    def _counted(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
+        counted: list[Tensor] = []
+        for name, tensor in tensors.items():
+            parts = self._parts.get(name)
+            counted += [tensor] if parts is None else [tensor.view(-1)[start:stop] for start, stop in parts]
+        return counted
+
+
+def _squared_norm(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
+    if not tensors:
+        return torch.zeros((), dtype=at_least_fp32(like.dtype), device=like.device)
+    total = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(tensors))))
+    return total * total
