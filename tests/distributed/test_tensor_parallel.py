@@ -7,6 +7,7 @@ return is put together here, by the placements, and compared with what one of th
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,10 +18,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megalith.config import ModelConfig
+from megalith.distributed import comm
 from megalith.distributed.context import Axis, ParallelContext
 from megalith.distributed.rng import Stream
 from megalith.layout import Layout
 from megalith.models.gpt import GPT, Block
+from megalith.models.initialise import initialise
 from megalith.nn.attention import AttentionShape, LocalMixer, SelfAttention
 from megalith.nn.dropout import HiddenDropout
 from megalith.nn.embedding import TokenEmbedding
@@ -391,3 +394,57 @@ def test_local_shapes_are_those_of_the_layers() -> None:
             for name, placement in _placements(shared).items():
                 wanted = local_shape(whole[name].shape, placement, 4, index)
                 assert tuple(shared.get_parameter(name).shape) == wanted, name
+
+
+def _half(dtype: torch.dtype, sequence: bool) -> tuple[float, float]:
+    """How far loss and input gradient of a small model in half precision are from one device's, relative."""
+    region, results = _region(sequence), []
+    for place in (SOLO, region):
+        torch.manual_seed(0)
+        model = GPT(LLAMA, V, region=place, dtype=dtype)
+        initialise(model, 3)
+        losses = model(_tokens(), labels_BS=_tokens(1))
+        losses.mean().backward()
+        norm = model.decoder.layers["0"].input_layernorm.weight.grad
+        assert norm is not None
+        if place.partial_gradients:
+            comm.all_reduce(norm, region.axis)
+        results.append((losses.detach(), norm.float()))
+    (loss, grad), (own_loss, own_grad) = results
+    return float((own_loss - loss).abs().max()), float((own_grad - grad).abs().max() / grad.abs().max())
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_agrees_within_its_rounding(ranks: Any, dtype: torch.dtype, sequence: bool) -> None:
+    for loss, gradient in ranks.run(2, _half, dtype, sequence):
+        assert 0.0 < loss < 0.02
+        assert 0.0 < gradient < 0.05
+
+
+def _compiled(sequence: bool) -> tuple[float, float]:
+    """The largest differences of losses and of a gradient between a compiled and a plain model."""
+    region, results = _region(sequence), []
+    for compiled in (False, True):
+        model = GPT(LLAMA, V, region=region, dtype=torch.float64)
+        initialise(model, 3)
+        if compiled:
+            model.compile_blocks()
+        losses = model(_tokens(), labels_BS=_tokens(1))
+        losses.mean().backward()
+        gradient = model.get_parameter("decoder.layers.1.mlp.linear_fc1.weight").grad
+        assert gradient is not None
+        results.append((losses.detach(), gradient))
+    (loss, grad), (other_loss, other_grad) = results
+    return float((loss - other_loss).abs().max()), float((grad - other_grad).abs().max())
+
+
+@pytest.mark.full
+@pytest.mark.skipif(
+    shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU, and g++ is absent"
+)
+@pytest.mark.parametrize("sequence", [False, True])
+def test_compiled_blocks_are_shared_alike(ranks: Any, sequence: bool) -> None:
+    for loss, gradient in ranks.run(2, _compiled, sequence):
+        assert loss < 1e-12
+        assert gradient < 1e-12

@@ -31,11 +31,8 @@ from torch import Tensor, nn
 
 from megalith.nn.placement import Placement, Replicated, Split
 from megalith.nn.precision import product_dtype
-from megalith.nn.region import SOLO, Region
+from megalith.nn.region import Region
 from megalith.nn.sink import GradientSink
-
-_Layer = tuple[nn.Parameter, "nn.Parameter | None", GradientSink | None]
-"""Weight [O, I], bias [O] or None, and where the weight gradient goes: None for autograd."""
 
 
 def _weight_gradient(weight: nn.Parameter, sink: GradientSink | None, grad_TO: Tensor, x_TI: Tensor) -> Tensor | None:
@@ -54,6 +51,26 @@ def _input_gradient(grads_TO: list[Tensor], weights: list[Tensor], wanted: torch
     for grad, weight in zip(grads_TO[1:], weights[1:], strict=True):
         total.addmm_(grad.to(dtype), weight.to(dtype))
     return total.to(wanted)
+
+
+class _Linear(torch.autograd.Function):
+    """y = x W^T + b on one device; the weight gradient goes to a sink."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: nn.Parameter, bias: Tensor | None, sink: GradientSink) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.sink = sink
+        return _affine(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        grad = grads[0].reshape(-1, weight.shape[0])
+        dx = _input_gradient([grad], [weight], x.dtype).view_as(x) if ctx.needs_input_grad[0] else None
+        if ctx.needs_input_grad[1]:
+            ctx.sink.matmul(weight, grad, x.reshape(-1, x.shape[-1]))
+        db = grad.sum(0) if ctx.needs_input_grad[2] else None
+        return dx, None, db, None
 
 
 class _Column(torch.autograd.Function):
@@ -129,7 +146,10 @@ def linear(x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, sink: Gra
 
     With a sink the weight gradient is written to it and autograd sees none; the bias gradient is autograd's.
     """
-    return _columns(x, SOLO, [(weight, bias, sink)])[0]
+    if sink is None or not torch.is_grad_enabled():
+        return _affine(x, weight, bias)
+    y: Tensor = _Linear.apply(x, weight, bias, sink)
+    return y
 
 
 def column(x: Tensor, region: Region, *linears: Linear) -> tuple[Tensor, ...]:
@@ -137,16 +157,10 @@ def column(x: Tensor, region: Region, *linears: Linear) -> tuple[Tensor, ...]:
 
     Shapes: x [..., I], a part of the sequence where the region holds parts -> [..., O_i] each, of the whole sequence.
     """
-    return _columns(x, region, [(layer.weight, layer.bias, layer.sink) for layer in linears])
-
-
-def _columns(x: Tensor, region: Region, layers: list[_Layer]) -> tuple[Tensor, ...]:
-    plain = region.size == 1 and all(sink is None for _, _, sink in layers)
-    if plain or not torch.is_grad_enabled():
-        whole = region.spread(x).wait()
-        return tuple(_affine(whole, weight, bias) for weight, bias, _ in layers)
-    tensors = [tensor for weight, bias, _ in layers for tensor in (weight, bias)]
-    outputs: tuple[Tensor, ...] = _Column.apply(x, region, tuple(sink for _, _, sink in layers), *tensors)
+    if region.size == 1:
+        return tuple(linear(x, layer.weight, layer.bias, layer.sink) for layer in linears)
+    tensors = [tensor for layer in linears for tensor in (layer.weight, layer.bias)]
+    outputs: tuple[Tensor, ...] = _Column.apply(x, region, tuple(layer.sink for layer in linears), *tensors)
     return outputs
 
 

@@ -35,7 +35,7 @@ class Pending(Protocol):
         ...
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Ready:
     """A tensor that is there."""
 
