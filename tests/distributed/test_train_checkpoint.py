@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import tarfile
 import warnings
+from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
-from megalith.assemble.model import build_chunks, build_run_optimizer
+from megalith.assemble.model import build_chunks, build_run_optimizer, draw_weights
 from megalith.assemble.schedule import build_schedule
 from megalith.checkpoint import CheckpointContent, DirectoryStore
 from megalith.checkpoint.formats.torch_dist import canonical_key, rng_object_key
@@ -25,11 +27,15 @@ from megalith.checkpoint.safe_loading import read_metadata
 from megalith.config import RunConfig, load
 from megalith.distributed.context import ParallelContext
 from megalith.distributed.rng import RandomStreams
+from megalith.layout import Layout
 from megalith.models.gpt import named_placements
 from megalith.models.initialise import generator_for
 from megalith.nn.placement import global_shape, local_part
+from megalith.train.agreement import Agreement, NeverStop
 from megalith.train.checkpointing import CheckpointSaver, Identity, find_checkpoint, restore
 from megalith.train.state import TrainState
+from megalith.train.step import train_step
+from megalith.train.work import Batch
 
 BASE = (
     "--num-layers 4 --hidden-size 16 --num-attention-heads 4 --max-position-embeddings 32 --seq-length 32 "
@@ -201,6 +207,80 @@ def test_a_resume_in_the_same_layout_is_byte_for_byte(ranks: Any, tmp_path: Path
     own = [own for _, own in draws]
     assert len(set(own)) == world_size, "two ranks draw alike"
 
+
+# --- training on ---------------------------------------------------------------------------------------------------
+
+TRAINING = "--hidden-dropout 0.1 --attention-dropout 0.1 --clip-grad 0.5 --init-method-std 0.2"
+STEPS = 4
+
+
+def _batches(vocab_size: int, layout: Layout, replica: int, skip: int) -> Iterator[Batch]:
+    """The samples of a replica, one in a micro-batch, after the first `skip` of all."""
+    generator = torch.Generator().manual_seed(5)
+    for number in count():
+        ids = torch.randint(0, vocab_size, (1, 33), generator=generator)
+        if number >= skip and number % layout.dp == replica:
+            yield {
+                "tokens": ids[:, :-1],
+                "labels": ids[:, 1:],
+                "position_ids": torch.arange(32)[None],
+                "loss_mask": torch.ones(1, 32),
+            }
+
+
+def train_on(folder: str, flags: str, world_size: int, vocab_size: int, until: int) -> list[tuple[Any, ...]]:
+    """Start or resume, train until an iteration, save; what each step printed."""
+    run = config_of(flags, world_size, torch.distributed.get_rank() if world_size > 1 else 0)
+    state = build_state(run, vocab_size)
+    context, store = state.context, DirectoryStore(folder, state.context)
+    if (found := find_checkpoint(store)) is not None:
+        assert restore(store, found, state, run).notes == ()
+    else:
+        draw_weights(run, state.chunks, state.streams, context)
+    agreement = Agreement(NeverStop(), context, counts=state.speaks)
+    batches = _batches(vocab_size, context.layout, context.dp.index, state.consumed_samples)
+    steps = []
+    while state.iteration < until:
+        result = train_step(
+            state, batches, run.num_micro_batches, schedule=run.pipeline_schedule, totals=agreement.totals
+        )
+        steps.append((result.iteration, result.loss, result.grad_norm, result.learning_rate))
+    CheckpointSaver(store, run, IDENTITY).save(state)
+    return steps
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_resumed_run_is_the_uninterrupted_one(ranks: Any, tmp_path: Path, case: str) -> None:
+    """F01: losses, norms, weights, moments and random states are the same bytes."""
+    world_size, layout, model, vocab_size = CASES[case]
+    flags = f"{layout} {model} {TRAINING}"
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    straight = ranks.run(world_size, train_on, str(whole), flags, world_size, vocab_size, STEPS)
+    first = ranks.run(world_size, train_on, str(cut), flags, world_size, vocab_size, STEPS // 2)
+    then = ranks.run(world_size, train_on, str(cut), flags, world_size, vocab_size, STEPS)
+    for rank in range(world_size):
+        assert [*first[rank], *then[rank]] == straight[rank]
+        assert len({loss for _, loss, _, _ in straight[rank]}) == STEPS
+    stores = DirectoryStore(whole), DirectoryStore(cut)
+    for name in ("tensors", "objects"):
+        a, b = (_held(store.folder(STEPS), name) for store in stores)
+        assert a.keys() == b.keys() and len(a) > 0
+        assert [key for key in a if a[key] != b[key]] == []
+
+
+def _held(folder: Path, name: str) -> dict[str, bytes]:
+    """The bytes of the global tensors, or of the objects as they stand in the files."""
+    if name == "tensors":
+        return {key: tensor.view(torch.uint8).numpy().tobytes() for key, tensor in plain_tensors(folder).items()}
+    metadata = read_metadata(folder / ".metadata")
+    objects = {}
+    for index, info in metadata.storage_data.items():
+        if isinstance(metadata.state_dict_metadata[index.fqn], BytesStorageMetadata):
+            objects[index.fqn] = (folder / info.relative_path).read_bytes()[info.offset : info.offset + info.length]
+    return objects
+
+
+# --- other layouts ------------------------------------------------------------------------------------------------
 
 CROSSINGS = [
     ("tp2", "pp2"),

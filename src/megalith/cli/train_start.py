@@ -225,6 +225,8 @@ def _load(
         screen.warn(f"WARNING: {note}")
     screen.say(console.loading_line(load, found.iteration, distributed=True))
     resumed = restore(store, found, state, config, probe)
+    for note in resumed.notes:
+        screen.warn(f"WARNING: {note}")
     screen.say(console.checkpoint_version_line(resumed.version))
     if resumed.schedule is not None:
         for line in console.schedule_lines(resumed.schedule.values, overridden=resumed.schedule.overridden):

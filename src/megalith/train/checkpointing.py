@@ -182,6 +182,7 @@ def chunks_to_save(state: TrainState, run: RunConfig, *, with_optimizer: bool) -
 
     The replicas of the model write a share each of what they hold alike.
     """
+    state.optimizer.settle()
     replicas = _replicas(state)
     alike = _model_chunks(state, run, once=True)
     divided = _optimizer_chunks(state, run, once=True) if with_optimizer else []
@@ -192,11 +193,13 @@ def chunks_to_save(state: TrainState, run: RunConfig, *, with_optimizer: bool) -
 
 def chunks_to_load(state: TrainState, run: RunConfig, *, with_optimizer: bool) -> list[Chunk]:
     """Everything that this rank holds of the model and its optimizer, to be filled in place."""
+    state.optimizer.settle()
     chunks = _model_chunks(state, run, once=False)
     return chunks + _optimizer_chunks(state, run, once=False) if with_optimizer else chunks
 
 
 def _model_chunks(state: TrainState, run: RunConfig, *, once: bool) -> list[Chunk]:
+    state.optimizer.settle()  # weights that other ranks updated may still be on their way
     tp, names = state.context.tp, _stored_names(state, once=once)
     named = [(names[name], tensor, placement) for name, tensor, placement in _parameters(state) if name in names]
     return model_chunks(named, run.model.num_layers, rank=tp.index, size=tp.size, once=once)
