@@ -249,7 +249,12 @@ def train_on(folder: str, flags: str, world_size: int, vocab_size: int, until: i
     return steps
 
 
-@pytest.mark.parametrize("case", CASES)
+SAMPLE = ("dp2", "tp2", "pp2", "cp2", "tp2-pp2", "dp2-zero1")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if case in SAMPLE else pytest.mark.full) for case in CASES]
+)
 def test_a_resumed_run_is_the_uninterrupted_one(ranks: Any, tmp_path: Path, case: str) -> None:
     """F01: losses, norms, weights, moments and random states are the same bytes."""
     world_size, layout, model, vocab_size = CASES[case]
