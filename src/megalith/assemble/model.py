@@ -141,6 +141,7 @@ def build_run_optimizer(run: RunConfig, chunks: Sequence[GPT], context: Parallel
         count_zeros=run.log.log_num_zeros_in_grad,
         context=context,
         zero1=run.parallel.use_distributed_optimizer,
+        overlap_gather=not run.train.compile,
     )
     if run.train.compile:
         for chunk in chunks:
