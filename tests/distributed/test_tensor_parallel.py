@@ -30,7 +30,7 @@ from megalith.nn.embedding import TokenEmbedding
 from megalith.nn.feed_forward import FeedForward
 from megalith.nn.linear import Linear, column, row
 from megalith.nn.loss import LogitsBuffer, OutputLayer, vocabulary_loss, whole_logits
-from megalith.nn.placement import Fused, GroupedHeads, Placement, Split, dim_of, local_part, local_pieces, local_shape
+from megalith.nn.placement import Fused, GroupedHeads, Placement, Split, dim_of, local_part, local_pieces
 from megalith.nn.region import SOLO, Region
 from megalith.nn.rope import rotation
 from megalith.nn.sink import attach_sink
@@ -392,8 +392,8 @@ def test_local_shapes_are_those_of_the_layers() -> None:
             whole = dict(case.build(SOLO, True).named_parameters())
             shared = case.build(region, True)
             for name, placement in _placements(shared).items():
-                wanted = local_shape(whole[name].shape, placement, 4, index)
-                assert tuple(shared.get_parameter(name).shape) == wanted, name
+                wanted = local_part(whole[name], placement, 4, index).shape
+                assert shared.get_parameter(name).shape == wanted, name
 
 
 def _half(dtype: torch.dtype, sequence: bool) -> tuple[float, float]:

@@ -177,12 +177,6 @@ def _with(shape: Sequence[int], dim: int, extent: int) -> tuple[int, ...]:
     return (*shape[:dim], extent, *shape[dim + 1 :])
 
 
-def local_shape(whole: Sequence[int], placement: Placement, size: int, index: int) -> tuple[int, ...]:
-    """The shape of what a rank holds of a global tensor of shape `whole`."""
-    dim = dim_of(placement)
-    return _with(whole, dim, sum(piece.length for piece in local_pieces(placement, whole[dim], size, index)))
-
-
 def global_shape(local: Sequence[int], placement: Placement, size: int) -> tuple[int, ...]:
     """The shape of the global tensor of which a rank holds a tensor of shape `local`."""
     if isinstance(placement, Replicated):
@@ -197,16 +191,3 @@ def local_part(whole: Tensor, placement: Placement, size: int, index: int) -> Te
     pieces = local_pieces(placement, whole.shape[dim], size, index)
     parts = [whole.narrow(dim, piece.whole, piece.length) for piece in pieces]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
-
-
-def counted_once(local: Tensor, placement: Placement, size: int, index: int) -> list[Tensor]:
-    """Views of the elements of a rank's tensor that no rank before it holds: over all ranks, each element once.
-
-    Norms and counts over ranks are sums of these; empty where other ranks count the whole tensor.
-    """
-    dim = dim_of(placement)
-    pieces = local_pieces(placement, global_shape(local.shape, placement, size)[dim], size, index)
-    own = [piece for piece in pieces if piece.holders[0] == index]
-    if len(own) == len(pieces):
-        return [local]
-    return [local.narrow(dim, piece.local, piece.length) for piece in own]
