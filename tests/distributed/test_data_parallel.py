@@ -74,6 +74,17 @@ def _accumulate(model: nn.Module, optimizer: Optimizer, step: int, data: Axis) -
         _backward(model, optimizer, comm.own_part(_tokens(step, micro_batch), data))
 
 
+def _whole_gradients(optimizer: Optimizer, context: ParallelContext) -> dict[str, Tensor]:
+    """The reduced gradients put together from what each replica owns; NaN where none does."""
+    gradients = optimizer.gradients
+    own = {name: (gradients.owned(name), grad.clone()) for name, grad in gradients.grads.items()}
+    whole = {name: torch.full_like(grad, math.nan) for name, grad in gradients.grads.items()}
+    for parts in comm.all_gather_objects(own, context.join("cp", "dp")):
+        for name, ((start, stop), grad) in parts.items():
+            whole[name].view(-1)[start:stop] = grad.view(-1)[start:stop]
+    return whole
+
+
 def _whole_state(optimizer: Optimizer, context: ParallelContext) -> dict[str, Tensor]:
     """The optimizer's state put together from the boxes of all replicas; NaN where none has it."""
     own = [(box.name, box.tensor.detach(), box.offset, box.shape) for box in optimizer.state_boxes()]
@@ -172,7 +183,7 @@ def _gradients(precision: str, context: ParallelContext, **how: Any) -> dict[str
         _accumulate(model, optimizer, step, context.dp)
         optimizer.gradients.finish()
     optimizer.gradients.finish()
-    return {name: grad.clone() for name, grad in optimizer.gradients_of(model).items()}
+    return _whole_gradients(optimizer, context)
 
 
 def _replica_gradients(layout: Layout, precision: str, how: dict[str, Any]) -> dict[str, Tensor]:
@@ -208,7 +219,7 @@ def _sum_of_ranks() -> list[float]:
         optimizer.zero_grad(1)
         (model(torch.ones(1, 3, dtype=torch.float64)) * (context.rank + 1.0)).sum().backward()
         optimizer.gradients.finish()
-        results.append(optimizer.gradients_of(model)["weight"].mean().item())
+        results.append(_whole_gradients(optimizer, context)["weight"].mean().item())
     return results
 
 
@@ -373,7 +384,7 @@ def _sometimes_unused(zero1: bool) -> list[Tensor]:
         (x.sum() * (context.rank + 1)).backward()
         optimizer.gradients.finish()
         if step == 1:
-            return list(optimizer.gradients_of(layers).values())
+            return list(_whole_gradients(optimizer, context).values())
         optimizer.step(0.0, 0.0)
     raise AssertionError
 
@@ -491,7 +502,7 @@ def _shared_by_ranks(sequence_parallel: bool, zero1: bool, groups: int) -> dict[
     for step in range(3):
         _accumulate(model, optimizer, step, context.dp)
         optimizer.gradients.finish()
-        gradients = {name: grad.clone() for name, grad in optimizer.gradients_of(model).items()}
+        gradients = _whole_gradients(optimizer, context)
         outcomes.append(optimizer.step(0.01, 0.1))
     return {
         "gradients": gradients,
@@ -574,7 +585,7 @@ def _tied_ends(zero1: bool) -> dict[str, Any]:
             (layer(torch.ones(1, layer.in_features, dtype=torch.float64)).sum() * scale).backward()
         outcome = optimizer.step(0.1, 0.0)
     return {
-        "gradients": {name: grad.unique().tolist() for name, grad in optimizer.gradients_of(model).items()},
+        "gradients": {name: grad.unique().tolist() for name, grad in _whole_gradients(optimizer, context).items()},
         "norm": outcome.grad_norm,
         "tied": model.get_parameter("tied.weight").detach().clone(),
         "params_norm": optimizer.params_norm(),

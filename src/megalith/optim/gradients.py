@@ -131,15 +131,6 @@ class GradientBuffers:
         if self._copies:
             self._sum_copies()
 
-    def gathered(self) -> dict[str, Tensor]:
-        """The reduced gradients in full, by name: `grads`, or what all owners have of them. Every rank calls this."""
-        if not self._data.divides:
-            return self.grads
-        whole = self.flat.clone()
-        for bucket in self.layout.buckets:
-            self._data.gather(whole[bucket.start : bucket.stop]).wait()
-        return {name: self.layout.view(whole, name) for name in self.grads}
-
     def _start(self, bucket: int) -> None:
         part = self.layout.buckets[bucket]
         self._pending.append(self._data.reduce(self.flat[part.start : part.stop]))

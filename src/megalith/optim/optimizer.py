@@ -273,15 +273,6 @@ class Optimizer:
             for name, main in self._main.items():
                 main.copy_(self._owned[name])
 
-    @torch.no_grad()
-    def gradients_of(self, module: nn.Module) -> dict[str, Tensor]:
-        """The whole gradients of the last step of a module's parameters, as the update used them, for inspection.
-
-        Every rank calls this: under ZeRO-1 they are gathered from their owners.
-        """
-        whole = self.gradients.gathered()
-        return {name: whole[name] for name, _ in module.named_parameters()}
-
     def _states(self) -> dict[str, dict[str, Tensor]]:
         """The live state of what is owned: kind -> parameter name -> tensor."""
         states = {
