@@ -12,6 +12,8 @@ class MegalithError(Exception):
     """Base of every error that is reported to the user as a message instead of a traceback."""
 
     exit_code = 1
+    said = False
+    """Whether someone else says it to the user: another rank has the same error, or a supervisor reads it."""
 
 
 class ConfigError(MegalithError):
@@ -46,3 +48,7 @@ class PeerError(MegalithError):
     """The run ends because of another rank: it never came, died, or does not take part any more."""
 
     exit_code = 6
+
+    def __init__(self, message: str, *, said: bool = False) -> None:
+        self.said = said
+        super().__init__(message)

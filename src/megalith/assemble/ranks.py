@@ -3,31 +3,66 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+
+import torch
 
 from megalith.assemble.model import choose_device
 from megalith.config import RunConfig
+from megalith.distributed.board import Board, open_board
 from megalith.distributed.context import Observer, ParallelContext
+from megalith.distributed.debug import CollectiveCheck, Observers
 from megalith.distributed.launch import connect
+from megalith.distributed.watch import Watch
+
+_AFTER_THE_WATCH = timedelta(seconds=3)
+"""The watch speaks before torch gives up: it knows which rank is missing."""
+
+
+def build_watch(run: RunConfig) -> Watch:
+    """What looks after the ranks of the run; `join_ranks` starts it."""
+    parallel, supervised = run.parallel, run.launch.launcher == "megalith"
+    return Watch(parallel.timeout_seconds, 60.0 * parallel.distributed_timeout_minutes, supervised=supervised)
 
 
 @contextmanager
-def join_ranks(run: RunConfig, observer: Observer | None = None) -> Iterator[ParallelContext]:
+def join_ranks(run: RunConfig, watch: Watch | None = None) -> Iterator[ParallelContext]:
     """The ranks of the run, connected inside the block; every process of the run enters it.
 
     Args:
         run: layout, device, backend, timeout and what the launcher said.
-        observer: is told of each collective.
+        watch: looks after the ranks; one that hears of collectives only if None.
 
     Raises:
         ConfigError: there is no such device.
-        MegalithError: the other ranks cannot be reached.
+        PeerError: the other ranks cannot be reached, or one of them has ended the block.
     """
-    device = choose_device(run.train.device, run.launch.local_rank)
-    if run.launch.world_size == 1:
-        yield ParallelContext.solo(device)
-        return
-    timeout = timedelta(minutes=run.parallel.distributed_timeout_minutes)
-    with connect(run.launch, device, run.parallel.distributed_backend, timeout):
+    watch = watch or build_watch(run)
+    launch, device = run.launch, choose_device(run.train.device, run.launch.local_rank)
+    watch.on_gpu = device.type == "cuda"
+    join = timedelta(minutes=run.parallel.distributed_timeout_minutes)
+    timeout = max(timedelta(seconds=run.parallel.timeout_seconds), join) + _AFTER_THE_WATCH
+    boards: list[Board] = []
+    with ExitStack() as stack:
+        stack.push(lambda kind, *_: _close(boards, failed=kind is not None))  # behind the connections
+        meeting = stack.enter_context(connect(launch, device, run.parallel.distributed_backend, timeout, join=join))
+        if launch.world_size == 1 and launch.launcher != "megalith":
+            yield ParallelContext.solo(device)
+            return
+        boards.append(open_board(meeting.rank, meeting.size, meeting.store, one_host=meeting.one_host))
+        stack.enter_context(watch.attend(boards[0], meeting.rank, meeting.size))
+        if launch.world_size == 1:
+            yield ParallelContext.solo(device)
+            return
+        observer = _observer(run, watch, device)
         yield ParallelContext.create(run.layout, device, timeout=timeout, observer=observer)
+
+
+def _close(boards: list[Board], *, failed: bool) -> None:
+    for board in boards:
+        board.close(failed=failed)
+
+
+def _observer(run: RunConfig, watch: Watch, device: torch.device) -> Observer:
+    return Observers([watch, CollectiveCheck(device)]) if run.parallel.debug_collectives else watch

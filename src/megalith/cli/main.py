@@ -93,6 +93,8 @@ def _help() -> str:
 
 def _report(error: MegalithError, command: str) -> None:
     """Print an error as a message. A configuration is equally wrong on every rank, so only rank 0 speaks of it."""
+    if error.said:
+        return
     if isinstance(error, ConfigError):
         if os.environ.get("RANK", "0") == "0":
             warn(_violations(error, command))

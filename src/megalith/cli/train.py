@@ -27,13 +27,14 @@ from megalith.config.command_line import given_settings, without_settings
 from megalith.config.render import flags_text
 from megalith.config.run import all_settings
 from megalith.errors import ConfigError, MegalithError
-from megalith.train.faults import Probe, no_probe, parse_fault
+from megalith.train.faults import Probe, parse_fault
 from megalith.train.signals import StopSignals
 from megalith.train.streams import warn
 
 if TYPE_CHECKING:
     from megalith.cli.train_start import Started
     from megalith.compat.megatron.screen import Screen
+    from megalith.distributed.watch import Watch
     from megalith.train.hooks import Hook
     from megalith.train.results import Ending
 
@@ -89,7 +90,7 @@ def _stop_with_parent() -> None:
 
 
 def _train(config: RunConfig, argv: Sequence[str], stop: StopSignals, began: float, *, launched: bool) -> int:
-    from megalith.assemble.ranks import join_ranks
+    from megalith.assemble.ranks import build_watch, join_ranks
     from megalith.checkpoint import DirectoryStore
     from megalith.checkpoint.crew import Crew
     from megalith.cli.train_start import start
@@ -98,7 +99,8 @@ def _train(config: RunConfig, argv: Sequence[str], stop: StopSignals, began: flo
     from megalith.train.loop import train
 
     with ExitStack() as stack:
-        context = stack.enter_context(join_ranks(config))
+        watch = build_watch(config)
+        context = stack.enter_context(join_ranks(config, watch))
         first = context.rank == 0
         folder = run_folder(config) if first else Path()
         screens: list[Screen] = [SilentScreen()]
@@ -107,7 +109,7 @@ def _train(config: RunConfig, argv: Sequence[str], stop: StopSignals, began: flo
             stack.enter_context(DirectoryStore(config.checkpoint.save, context).claim())
         screen = screens[0]
         try:
-            started = start(config, context, screen, stop=stop, probe=_probe(screen), began=began)
+            started = start(config, context, screen, stop=stop, probe=_probe(config, watch, screen), began=began)
             stack.callback(started.loaders.close)
             if first:
                 started.run.hook = _hooks(config, folder, screen, started)
@@ -169,12 +171,22 @@ def _hooks(config: RunConfig, folder: Path, screen: Screen, started: Started) ->
     return Hooks(hooks)
 
 
-def _probe(screen: Screen) -> Probe:
+def _probe(config: RunConfig, watch: Watch, screen: Screen) -> Probe:
+    """What hears of each point of a step: the watch, and a fault where a test puts one in."""
     text = os.environ.get("MEGALITH_FAULT")
     if not text:
-        return no_probe
-    screen.warn(f"WARNING: MEGALITH_FAULT={text} is set: this run kills itself at that point, as a test of crashes")
-    return parse_fault(text)
+        return watch.at
+    screen.warn(f"WARNING: MEGALITH_FAULT={text} is set: this run harms itself at that point, as a test of crashes")
+    fault = parse_fault(text)
+    attempt = os.environ.get("MEGALITH_ATTEMPT") or os.environ.get("TORCHELASTIC_RESTART_COUNT") or "0"
+    if not fault.concerns(config.launch.rank, int(attempt)):
+        return watch.at
+
+    def both(point: str, iteration: int) -> None:
+        watch.at(point, iteration)
+        fault(point, iteration)
+
+    return both
 
 
 @contextmanager

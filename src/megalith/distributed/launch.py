@@ -39,7 +39,7 @@ class Meeting:
     Attributes:
         rank, size: of this process, of all.
         one_host: whether all of them are on this machine.
-        store: small values by name, for all ranks; None for a process alone.
+        store: small values by name, for all ranks, over a connection of its own; None for a process alone.
     """
 
     rank: int = 0
@@ -83,7 +83,8 @@ def connect(
         return
     backend = backend if device.type == "cuda" else "gloo"
     join_seconds = (join or timeout).total_seconds()
-    store = _Meeting(launch, join_seconds, say, os.environ if environ is None else environ).hold()
+    meeting = _Meeting(launch, join_seconds, say, os.environ if environ is None else environ)
+    store = meeting.hold()
     if launch.one_host and backend == "gloo":
         _stay_on_this_machine()
     if device.type == "cuda":
@@ -97,7 +98,7 @@ def connect(
         device_id=device if backend == "nccl" else None,
     )
     try:
-        yield Meeting(launch.rank, launch.world_size, launch.one_host, dist.PrefixStore("run", store))
+        yield Meeting(launch.rank, launch.world_size, launch.one_host, meeting.second_connection())
     except BaseException:
         _break_off(backend)
         raise
@@ -149,26 +150,35 @@ class _Meeting:
 
     def hold(self) -> dist.Store:
         """Returns when all ranks are there."""
-        store = dist.PrefixStore(f"megalith/{self._environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", self._open())
+        store = self._of_attempt(self._open())
         self._announce(store)
         pause = 0.002
-        while (here := store.add("here", 0)) < self._launch.world_size:
+        while store.add("here", 0) < self._launch.world_size:
             if store.check(["refused"]):
                 raise ConfigError(store.get("refused").decode())
             self._late(lambda: f"{_ranks(self._missing(store))} of {self._launch.world_size}, which did not come")
             pause = min(2 * pause, 0.5)
             time.sleep(pause)
-        assert here == self._launch.world_size
         return store
+
+    def second_connection(self) -> dist.Store:
+        """The store once more: a thread that uses it need not wait for what the first connection is asked."""
+        return dist.PrefixStore("run", self._of_attempt(self._store(*self._address, None)))
+
+    def _of_attempt(self, store: dist.Store) -> dist.Store:
+        """torchrun keeps its store when it starts the processes again."""
+        return dist.PrefixStore(f"megalith/{self._environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
     def _open(self) -> dist.Store:
         agent_holds_it = self._environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         host = LOOPBACK if self._launch.one_host and not agent_holds_it else self._launch.master_addr
+        self._address = (host, self._launch.master_port)
         if self._launch.rank == 0 and not agent_holds_it:
             listener = self._listen(host if self._launch.one_host else "")
-            return self._store(host, listener.getsockname()[1], listener.detach())
-        self._reach(host, self._launch.master_port)
-        return self._store(host, self._launch.master_port, None)
+            self._address = (host, listener.getsockname()[1])
+            return self._store(*self._address, listener.detach())
+        self._reach(*self._address)
+        return self._store(*self._address, None)
 
     def _store(self, host: str, port: int, listener: int | None) -> dist.Store:
         try:

@@ -1,13 +1,15 @@
 """Faults put in on purpose, for tests that show what a crash costs.
 
-A run is killed at a named point of a named step, as a power cut would: no handler runs, no buffer is flushed. Parsed
-from text at the edge of the program; the rest of it only calls a probe at each point.
+A run is killed at a named point of a named step, as a power cut would: no handler runs, no buffer is flushed. Or it
+hangs, fails, leaves or slows down there. Parsed from text at the edge of the program; the rest of it only calls a
+probe at each point.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -35,29 +37,75 @@ def no_probe(point: str, iteration: int) -> None:
     """The probe of a run without faults."""
 
 
+ACTIONS = {
+    "kill9": "as a power cut",
+    "stop": "the process is stopped, as by SIGSTOP",
+    "sleep": "it does something else for ever",
+    "raise": "an exception",
+    "leave": "it ends as if all were done",
+    "slow": "0.2 s more at this point, from this step on",
+}
+_SLOW_SECONDS = 0.2
+_FIELDS = {"step", "point", "rank", "attempt"}
+
+
 @dataclass(frozen=True)
 class Fault:
-    """`kill9@step=7,point=mid_save`: SIGKILL to this process at that point of the step that makes iteration 7."""
+    """`kill9@step=7,point=mid_save`: something bad at that point of the step that makes iteration 7.
 
+    Attributes:
+        action: one of `ACTIONS`.
+        rank: the only rank that it strikes; every rank if None.
+        attempt: the attempt of a run that it strikes, counted from 0: a restart meets it no more. Every one if None.
+    """
+
+    action: str
     step: int
     point: str
+    rank: int | None = None
+    attempt: int | None = 0
+
+    def concerns(self, rank: int, attempt: int) -> bool:
+        """Whether it can strike here at all."""
+        return self.rank in (None, rank) and self.attempt in (None, attempt)
 
     def __call__(self, point: str, iteration: int) -> None:
-        """The probe: does not return when its moment has come."""
-        if point == self.point and iteration == self.step:
-            os.kill(os.getpid(), signal.SIGKILL)
+        """The probe: most faults do not return when their moment has come."""
+        if point != self.point or iteration < self.step:
+            return
+        if self.action == "slow":
+            time.sleep(_SLOW_SECONDS)
+        elif iteration == self.step:
+            self._strike()
+
+    def _strike(self) -> None:
+        if self.action == "raise":
+            raise RuntimeError(f"MEGALITH_FAULT at step {self.step}, point {self.point}")
+        if self.action == "leave":
+            raise SystemExit(0)
+        if self.action == "sleep":
+            while True:
+                time.sleep(3600.0)
+        os.kill(os.getpid(), signal.SIGKILL if self.action == "kill9" else signal.SIGSTOP)
 
 
 def parse_fault(text: str) -> Fault:
-    """Read a fault from its text form.
+    """Read a fault from its text form, such as `sleep@rank=1,step=7,point=fwd` or `raise@step=3,point=fwd,attempt=all`.
 
     Raises:
         ConfigError: unknown action, point or field.
     """
     action, _, rest = text.partition("@")
     fields = dict(part.partition("=")[::2] for part in rest.split(","))
-    if action != "kill9" or set(fields) != {"step", "point"} or not fields["step"].isdigit():
-        raise ConfigError(f"MEGALITH_FAULT={text} is not understood; write kill9@step=7,point=mid_save")
+    numbers = [fields.get("step", ""), fields.get("rank", "0"), fields.get("attempt", "0").replace("all", "0")]
+    known = action in ACTIONS and {"step", "point"} <= set(fields) <= _FIELDS
+    if not known or not all(number.isdigit() for number in numbers):
+        raise ConfigError(
+            f"MEGALITH_FAULT={text} is not understood; write kill9@step=7,point=mid_save, with rank=N for one rank and "
+            f"attempt=N or attempt=all for restarts; actions: {', '.join(ACTIONS)}"
+        )
     if fields["point"] not in POINTS:
         raise ConfigError(f"MEGALITH_FAULT: no point {fields['point']}; use one of {', '.join(POINTS)}")
-    return Fault(int(fields["step"]), fields["point"])
+    attempt = fields.get("attempt", "0")
+    rank = int(fields["rank"]) if "rank" in fields else None
+    return Fault(action, int(fields["step"]), fields["point"], rank, None if attempt == "all" else int(attempt))

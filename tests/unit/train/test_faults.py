@@ -12,10 +12,16 @@ from megalith.train.faults import Fault, parse_fault
 
 
 def test_a_fault_is_read() -> None:
-    assert parse_fault("kill9@step=7,point=mid_save") == Fault(7, "mid_save")
+    assert parse_fault("kill9@step=7,point=mid_save") == Fault("kill9", 7, "mid_save", None, 0)
+    assert parse_fault("sleep@rank=1,step=7,point=fwd") == Fault("sleep", 7, "fwd", 1, 0)
+    assert parse_fault("raise@step=7,point=fwd,attempt=all").attempt is None
+    assert parse_fault("raise@step=7,point=fwd,attempt=2").attempt == 2
 
 
-@pytest.mark.parametrize("text", ["", "kill9", "kill9@step=7", "stop@step=7,point=fwd", "kill9@step=x,point=fwd"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "kill9", "kill9@step=7", "explode@step=7,point=fwd", "stop@step=x,point=fwd", "stop@step=1,point=fwd,rank=a"],
+)
 def test_what_is_no_fault_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="write kill9@step=7,point=mid_save"):
         parse_fault(text)
@@ -27,7 +33,7 @@ def test_an_unknown_point_is_refused_with_the_known_ones() -> None:
 
 
 def test_a_fault_kills_at_its_point_of_its_step_only() -> None:
-    fault = Fault(2, "bwd")
+    fault = Fault("kill9", 2, "bwd")
     child = os.fork()
     if child == 0:
         fault("bwd", 1)
@@ -39,3 +45,17 @@ def test_a_fault_kills_at_its_point_of_its_step_only() -> None:
         fault("bwd", 2)
         os._exit(7)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+
+
+def test_a_fault_concerns_its_rank_and_its_attempt() -> None:
+    one = parse_fault("sleep@rank=1,step=7,point=fwd")
+    assert [one.concerns(rank, attempt) for rank, attempt in ((1, 0), (0, 0), (1, 1))] == [True, False, False]
+    assert parse_fault("raise@step=7,point=fwd,attempt=all").concerns(3, 5)
+
+
+def test_faults_that_raise() -> None:
+    with pytest.raises(RuntimeError, match="MEGALITH_FAULT at step 2"):
+        Fault("raise", 2, "bwd")("bwd", 2)
+    with pytest.raises(SystemExit):
+        Fault("leave", 2, "bwd")("bwd", 2)
+    Fault("raise", 2, "bwd")("bwd", 3)

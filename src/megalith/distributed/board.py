@@ -1,0 +1,307 @@
+"""Where every rank writes what it is doing, for all others to read, even when it can say nothing any more.
+
+`FolderBoard` for the ranks of one machine: a file in memory for each rank, which survives it. `StoreBoard` for several
+machines: the store of the run, written by a thread at every beat. Documents (failures, stacks, the cause) lie beside.
+Nothing here needs torch, so that the supervisor of a run can read too.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+T = TypeVar("T")
+
+_SIZE = 256
+_STORE_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Which process a rank is."""
+
+    rank: int
+    host: str
+    pid: int
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} ({self.host}, process {self.pid})"
+
+
+PHASES = {
+    "start": "during start-up",
+    "data": "while reading data",
+    "fwd": "in forward",
+    "bwd": "in backward",
+    "opt": "in the optimizer step",
+    "eval": "in an evaluation",
+    "load": "while loading",
+    "left": "after its last step",
+    "failed": "after a failure",
+}
+"""Points of a step -> where that is, in words. Points that are not here belong to a save."""
+
+
+@dataclass(frozen=True)
+class Status:
+    """What a rank does.
+
+    Attributes:
+        step: the step under way.
+        phase: the last point that it passed (`PHASES`).
+        waits: whether it waits for other ranks.
+        operation, axis, count: its last collective, over which ranks, and which one that was of all it called.
+        since: `time.monotonic()` of its last change, seconds; comparable on one machine.
+        beat: number of the beat at which a `StoreBoard` got it.
+    """
+
+    step: int = 0
+    phase: str = "start"
+    waits: bool = False
+    operation: str = "-"
+    axis: str = "-"
+    count: int = 0
+    since: float = 0.0
+    beat: int = 0
+
+    @property
+    def place(self) -> str:
+        """Step and phase in words."""
+        where = PHASES.get(self.phase, "while saving")
+        return f"at step {self.step} {where}" if self.step else where
+
+    @property
+    def doing(self) -> str:
+        """Step and phase, and what it waits for."""
+        if not self.waits:
+            return self.place
+        return f"{self.place}, waiting in {self.operation} over {self.axis} (collective {self.count})"
+
+    def encode(self) -> bytes:
+        """One short line."""
+        return (
+            f"{self.step} {self.phase} {self.waits:d} {self.operation} {self.axis} {self.count} {self.since:.3f} "
+            f"{self.beat}\n"
+        ).encode()
+
+    @classmethod
+    def decode(cls, line: bytes) -> Status | None:
+        """The inverse of `encode`; None for a line that is not there, or is just being written."""
+        try:
+            step, phase, waits, operation, axis, count, since, beat = line.decode().split(" ")
+            return cls(int(step), phase, waits == "1", operation, axis, int(count), float(since), int(beat))
+        except ValueError:
+            return None
+
+
+class BoardGone(Exception):
+    """The store does not answer: whoever holds it is dead or stopped."""
+
+
+class Board(Protocol):
+    """Statuses by rank and documents by name. Everything may raise `BoardGone`."""
+
+    immediate: bool
+    """Whether `post` is so cheap that every change may be posted."""
+
+    def post(self, status: bytes) -> None:
+        """Replace the status of this rank; at most 200 bytes."""
+        ...
+
+    def status(self, rank: int) -> bytes:
+        """The last status of a rank, empty if there is none."""
+        ...
+
+    def write(self, name: str, text: str) -> bool:
+        """Write a document unless there is one of this name; returns whether it was written."""
+        ...
+
+    def read(self, name: str) -> str | None:
+        """A document, None if there is none."""
+        ...
+
+    def remove(self) -> None:
+        """Leave nothing behind; no rank needs the board any more."""
+        ...
+
+    def close(self, *, failed: bool) -> None:
+        """This rank is done; leave nothing behind as soon as all others are."""
+        ...
+
+
+class FolderBoard:
+    """In a folder of this machine, best one in memory.
+
+    Args:
+        folder: it exists.
+        rank: of this process; None for one that only reads.
+        of_size: number of the ranks that share it and see to its removal; None where someone else does.
+    """
+
+    immediate = True
+
+    def __init__(self, folder: Path, rank: int | None = None, *, of_size: int | None = None) -> None:
+        self.folder, self._rank, self._of_size = folder, rank, of_size
+        self._own: mmap.mmap | None = None
+        if rank is not None:
+            path = folder / f"rank-{rank}"
+            path.write_bytes(b"\0" * _SIZE)
+            with path.open("r+b") as file:
+                self._own = mmap.mmap(file.fileno(), _SIZE)
+
+    def post(self, status: bytes) -> None:
+        assert self._own is not None
+        self._own[: len(status) + 1] = status + b"\0"
+
+    def status(self, rank: int) -> bytes:
+        with suppress(OSError):
+            return (self.folder / f"rank-{rank}").read_bytes().partition(b"\0")[0]
+        return b""
+
+    def write(self, name: str, text: str) -> bool:
+        draft = self.folder / f".{name}.{os.getpid()}.{threading.get_ident()}"
+        try:
+            draft.write_text(text, encoding="utf-8")
+            os.link(draft, self.folder / name)  # whole or not at all, and the first one wins
+        except OSError:
+            return False
+        finally:
+            draft.unlink(missing_ok=True)
+        return True
+
+    def read(self, name: str) -> str | None:
+        with suppress(OSError):
+            return (self.folder / name).read_text(encoding="utf-8")
+        return None
+
+    def remove(self) -> None:
+        if self._of_size is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def close(self, *, failed: bool) -> None:
+        if self._rank != 0 and not failed:
+            return
+        # After a failure rank 0 may be dead and the last one removes the board. No one waits then: the connections of a
+        # process close when it ends, and the others hear of it by that.
+        deadline = time.monotonic() + (0.0 if failed else 5.0)
+        while read := any(self._is_read_by(rank) for rank in range(self._of_size or 0)):
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.01)
+        if not (failed and read):
+            self.remove()
+
+    def _is_read_by(self, rank: int) -> bool:
+        status = Status.decode(self.status(rank))
+        ended = status is not None and status.phase in ("left", "failed")
+        return not ended and process_state(read_identity(self, rank).pid) not in ("", "Z")
+
+
+class Store(Protocol):
+    """What is needed of torch.distributed's stores."""
+
+    def set(self, key: str, value: str, /) -> Any: ...
+
+    def get(self, key: str, /) -> bytes: ...
+
+    def check(self, keys: list[str], /) -> bool: ...
+
+    def add(self, key: str, amount: int, /) -> int: ...
+
+
+class StoreBoard:
+    """In the store of the run. No call waits longer than two seconds for a store that does not answer."""
+
+    immediate = False
+
+    def __init__(self, store: Store, rank: int) -> None:
+        self._store, self._rank = store, rank
+
+    def post(self, status: bytes) -> None:
+        _soon(lambda: self._store.set(f"board/rank-{self._rank}", status.decode()))
+
+    def status(self, rank: int) -> bytes:
+        return (self.read(f"rank-{rank}") or "").encode()
+
+    def write(self, name: str, text: str) -> bool:
+        return _soon(
+            lambda: self._store.add(f"board/{name}/first", 1) == 1 and self._store.set(f"board/{name}", text) is None
+        )
+
+    def read(self, name: str) -> str | None:
+        return _soon(
+            lambda: self._store.get(f"board/{name}").decode() if self._store.check([f"board/{name}"]) else None
+        )
+
+    def remove(self) -> None:
+        """Nothing to do: the store ends with the run."""
+
+    def close(self, *, failed: bool) -> None:
+        """Nothing to do either."""
+
+
+def _soon(call: Callable[[], T]) -> T:
+    """The result of a call that may never return.
+
+    Raises:
+        BoardGone: it failed or takes too long.
+    """
+    results: list[T] = []
+
+    def run() -> None:
+        with suppress(RuntimeError):
+            results.append(call())
+
+    thread = threading.Thread(target=run, name="board", daemon=True)
+    thread.start()
+    thread.join(_STORE_SECONDS)
+    if not results:
+        raise BoardGone
+    return results[0]
+
+
+def write_identity(board: Board, identity: Identity) -> None:
+    """Say which process this rank is."""
+    board.write(f"who-{identity.rank}", json.dumps(asdict(identity)))
+
+
+def read_identity(board: Board, rank: int) -> Identity:
+    """Which process a rank is; host "?" if it did not say so."""
+    text = board.read(f"who-{rank}")
+    return Identity(**json.loads(text)) if text else Identity(rank, "?", 0)
+
+
+def process_state(pid: int) -> str:
+    """What the kernel says of a process of this machine: "R", "S", "D", "T" (stopped), "Z" (dead), "" (gone)."""
+    with suppress(OSError, IndexError):
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].strip()[0]
+    return "" if Path("/proc/self").exists() else "?"
+
+
+def open_board(rank: int, size: int, store: Store | None, *, one_host: bool) -> Board:
+    """The board of a run: the supervisor's, one in memory on one machine, or the store of the run."""
+    given = os.environ.get("MEGALITH_BOARD")
+    if given:
+        return FolderBoard(Path(given), rank)
+    assert store is not None, "one process alone has a board only under a supervisor"
+    if not one_host:
+        return StoreBoard(store, rank)
+    if rank == 0:
+        store.set("board", make_folder())
+    return FolderBoard(Path(store.get("board").decode()), rank, of_size=size)
+
+
+def make_folder() -> str:
+    """A new folder that only this user can read, in memory where the system has such a place."""
+    memory = Path("/dev/shm")
+    return tempfile.mkdtemp(prefix="megalith-", dir=memory if os.access(memory, os.W_OK) else None)

@@ -1,0 +1,380 @@
+"""No hang without a named rank: every rank says what it does, and the first to see that another one is missing reports.
+
+A thread of each process looks at a board (`board.py`). A rank that waits for others longer than the timeout sounds an
+alarm; every process that can answers with the Python stack of its main thread, one prints them all with the cause as
+the last line, and all leave with the exit code of `PeerError`. A process that is stopped or dead is told from one that
+is busy elsewhere. When a connection breaks instead, the rank that lost it finds out which rank failed first.
+
+The hot path costs a few assignments for each collective and one short line for each point of a step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import NoReturn
+
+from torch import Tensor
+
+from megalith.distributed.board import (
+    Board,
+    BoardGone,
+    Identity,
+    Status,
+    process_state,
+    read_identity,
+    write_identity,
+)
+from megalith.distributed.context import Axis
+from megalith.errors import MegalithError, PeerError
+
+ALARM, CAUSE, FAILURE = "alarm", "cause", "failure"
+"""Documents on the board: that all shall show their stacks, why the run ended, the error of the first rank that had
+one."""
+
+_STACK_FRAMES = 10
+_SECONDS_FOR_STACKS = 2.5
+_SECONDS_FOR_CAUSE = 3.0
+_SIGNS_OF_A_PEER = ("onnection", "Timed out", "timed out", "Read error", "Write error", "Broken pipe", "NCCL", "peer")
+
+
+@dataclass(frozen=True)
+class View:
+    """A rank, seen from another one.
+
+    Attributes:
+        state: "running", "stopped", "dead", "silent" (its machine or its interpreter does not answer), "left", or
+            "failed" (it has reported an error of its own, or a broken connection).
+    """
+
+    identity: Identity
+    status: Status
+    state: str
+
+    def describe(self, now: float, *, same_clock: bool) -> str:
+        """What the rank does, and for how long."""
+        ends = {
+            "stopped": "; the process is stopped",
+            "dead": "; the process is dead",
+            "silent": "; it does not answer",
+        }
+        age = f" for {now - self.status.since:.1f} s" if same_clock and self.state not in ("left", "failed") else ""
+        return f"{self.status.doing}{age}{ends.get(self.state, '')}"
+
+
+def _to_stderr(text: str) -> None:
+    with suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
+
+
+class Watch:
+    """Observer of collectives and of the points of a step, and the thread that looks after both.
+
+    Args:
+        timeout: seconds that a rank may wait for others in the steps of a run.
+        start_timeout: the same until the first step is done, where one rank may build what the others wait for.
+        supervised: whether a supervisor reads the board and says the cause as the last words of the run.
+        say: prints a report.
+
+    Attributes:
+        on_gpu: collectives run in the background, so that a wait shows only in that nothing more happens.
+        waited_seconds: time that this rank has waited for others.
+    """
+
+    def __init__(
+        self,
+        timeout: float,
+        start_timeout: float | None = None,
+        *,
+        supervised: bool = False,
+        say: Callable[[str], None] = _to_stderr,
+    ) -> None:
+        self.timeout, self._supervised, self._say = timeout, supervised, say
+        self._start_timeout = max(timeout, start_timeout or 0.0)
+        self.on_gpu = False
+        self.waited_seconds = 0.0
+        self._step, self._phase = 0, "start"
+        self._operation, self._axis, self._count, self._waits = "-", "-", 0, False
+        self._since, self._beat = time.monotonic(), 0
+        self._in_collective, self._starting = False, True
+        self._board: Board | None = None
+        self._identity, self._size = Identity(0, os.uname().nodename, os.getpid()), 1
+        self._done = threading.Event()
+        self._reporting = threading.Lock()
+
+    # What the run tells.
+
+    def at(self, point: str, step: int) -> None:
+        """A point of a step is passed (train/faults.py)."""
+        self._starting = self._starting and (self._step in (0, step) or point in ("load", "left", "failed"))
+        self._step, self._phase, self._waits, self._in_collective = step, point, False, False
+        self._since = time.monotonic()
+        if self._board is not None and self._board.immediate:
+            self._board.post(self.status().encode())
+
+    def before(self, operation: str, axis: Axis, tensor: Tensor | None, detail: str = "") -> None:
+        self._operation, self._axis = operation, axis.name
+        self._count += 1
+        self.waiting()
+
+    def after(self, operation: str, axis: Axis) -> None:
+        self.waited()
+
+    def waiting(self) -> None:
+        self._since, self._waits, self._in_collective = time.monotonic(), True, True
+
+    def waited(self) -> None:
+        now = time.monotonic()
+        self.waited_seconds += now - self._since
+        self._since, self._waits = now, False
+
+    def status(self) -> Status:
+        """What this rank does now."""
+        waits = self._waits or (self.on_gpu and self._in_collective)
+        return Status(self._step, self._phase, waits, self._operation, self._axis, self._count, self._since, self._beat)
+
+    # The life of the watch.
+
+    @contextmanager
+    def attend(self, board: Board, rank: int, size: int) -> Iterator[None]:
+        """Look after the block.
+
+        Raises:
+            PeerError: in place of an exception of the block that another rank has caused.
+        """
+        self._board, self._size = board, size
+        self._identity = Identity(rank, os.uname().nodename, os.getpid())
+        with suppress(BoardGone):
+            write_identity(board, self._identity)
+            board.post(self.status().encode())
+        threading.Thread(target=self._look, name="watch", daemon=True).start()
+        end = "left"
+        try:
+            yield
+        except Exception as error:
+            end = "failed"
+            self._explain(error)
+            raise
+        finally:
+            self.at(end, self._step)
+            with suppress(BoardGone):
+                board.post(self.status().encode())
+            self._done.set()
+
+    def _look(self) -> None:
+        assert self._board is not None
+        pause = min(self.timeout / 10.0, max(1.0, self._size / 200.0))
+        while not self._done.wait(pause):
+            self._beat += 1
+            with suppress(BoardGone):
+                self._board.post(self.status().encode())
+                if self._board.read(ALARM):
+                    self._answer()
+            status = self.status()
+            limit = self._start_timeout if self._starting else self.timeout
+            if status.waits and time.monotonic() - status.since > limit:
+                self.sound_alarm()
+
+    # A hang.
+
+    def sound_alarm(self) -> NoReturn:
+        """Have every rank show its stack, say who is missing, and leave."""
+        try:
+            assert self._board is not None
+            if self._board.write(ALARM, str(self._identity.rank)):
+                self._report(self._board)
+            else:
+                self._answer()
+        except BoardGone:
+            self._say(
+                f"{_stack()}{self._identity} has waited too long, {self.status().doing}; rank 0, which holds "
+                "the store of the run, does not answer either: it is stopped, dead or cut off"
+            )
+        self._leave()
+
+    def _answer(self) -> NoReturn:
+        """Show this rank's stack to the one that reports; wait for its report, and leave."""
+        assert self._board is not None
+        with self._reporting, suppress(BoardGone):
+            self._board.post(self.status().encode())
+            self._board.write(f"stack-{self._identity.rank}", _stack())
+            deadline = time.monotonic() + _SECONDS_FOR_STACKS + 2.0
+            while self._board.read(CAUSE) is None and time.monotonic() < deadline:
+                time.sleep(0.02)
+        self._leave()
+
+    def _report(self, board: Board) -> None:
+        with self._reporting:
+            own = self.status()
+            board.write(f"stack-{self._identity.rank}", _stack())
+            views = self._views(board)
+            stacks = self._stacks(board, views)
+            views = self._views(board)
+            cause = self._cause(views)
+            waited = f"{self._identity} has waited {time.monotonic() - own.since:.1f} s {own.doing}"
+            self._say("\n".join([f"{waited}. Where every rank is:", *self._lines(views, stacks)]))
+            if not self._supervised:
+                self._say(cause)
+            board.write(CAUSE, cause)
+            time.sleep(0.2)  # the others read it
+            for view in views:
+                if view.state == "stopped" and view.identity.host == self._identity.host:
+                    with suppress(OSError):
+                        os.kill(view.identity.pid, signal.SIGKILL)  # it could not leave by itself
+            if not self._supervised:
+                board.remove()
+
+    def _stacks(self, board: Board, views: Sequence[View]) -> dict[int, str]:
+        """The stacks of all ranks that can show one."""
+        able = [view.identity.rank for view in views if view.state == "running"]
+        deadline = time.monotonic() + _SECONDS_FOR_STACKS
+        stacks: dict[int, str] = {}
+        while len(stacks) < len(able) and time.monotonic() < deadline:
+            for rank in able:
+                if rank not in stacks and (text := board.read(f"stack-{rank}")):
+                    stacks[rank] = text
+            time.sleep(0.02)
+        return stacks
+
+    def _lines(self, views: Sequence[View], stacks: dict[int, str]) -> list[str]:
+        """Every rank with its stack; ranks that are at the same place are said together."""
+        now = time.monotonic()
+        groups: dict[tuple[str, str, str], list[View]] = {}
+        for view in views:
+            place = (view.status.doing, view.state, stacks.get(view.identity.rank, ""))
+            groups.setdefault(place, []).append(view)
+        lines = []
+        for (_, _, stack), alike in groups.items():
+            names = ", ".join(str(view.identity) for view in alike[:4])
+            more = f" and {len(alike) - 4} more" if len(alike) > 4 else ""
+            lines.append(f"{names}{more}: {alike[0].describe(now, same_clock=self._same_clock(alike[0]))}")
+            lines += [f"    {line}" for line in stack.splitlines()]
+        return lines
+
+    def _same_clock(self, view: View) -> bool:
+        return view.identity.host == self._identity.host
+
+    def _views(self, board: Board) -> list[View]:
+        identities = [read_identity(board, rank) for rank in range(self._size)]
+        statuses = [Status.decode(board.status(rank)) for rank in range(self._size)]
+        if not board.immediate:  # a rank of another machine that lives has posted again by then
+            time.sleep(2.5 * min(self.timeout / 10.0, max(1.0, self._size / 200.0)))
+        views = []
+        for identity, before in zip(identities, statuses, strict=True):
+            status = Status.decode(board.status(identity.rank)) or Status()
+            views.append(View(identity, status, self._state(identity, before, status)))
+        return views
+
+    def _state(self, identity: Identity, before: Status | None, now: Status) -> str:
+        if identity.rank == self._identity.rank:
+            return "running"
+        if now.phase in ("left", "failed"):
+            return now.phase
+        if identity.host == self._identity.host:
+            kernel = process_state(identity.pid)
+            return {"T": "stopped", "t": "stopped", "Z": "dead", "X": "dead", "": "dead"}.get(kernel, "running")
+        return "silent" if before is None or before.beat == now.beat else "running"
+
+    def _cause(self, views: Sequence[View]) -> str:
+        """The rank that all others wait for: dead, gone or stopped ones first, then the one busy elsewhere longest."""
+        order = ("dead", "left", "stopped", "silent")
+        absent = sorted((view for view in views if view.state in order), key=lambda view: order.index(view.state))
+        busy = sorted(
+            (view for view in views if not view.status.waits and view.state != "failed"),
+            key=lambda view: view.status.since,
+        )
+        culprit = next(iter([*absent, *busy]), None)
+        if culprit is None:
+            places = {view.status.doing for view in views}
+            if len(places) == 1:
+                return f"all {self._size} ranks wait {places.pop()}: the network between them failed"
+            return (
+                f"the {self._size} ranks wait for each other in different collectives (above); --debug-collectives "
+                "finds where they parted"
+            )
+        verbs = {"dead": "died", "left": "left the run", "stopped": "is stopped", "silent": "does not answer"}
+        verb = verbs.get(culprit.state, "does not take part")
+        return f"{culprit.identity} of {self._size} {verb} {culprit.status.place}; the others waited for it"
+
+    def _leave(self) -> NoReturn:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(PeerError.exit_code)
+
+    # A failure.
+
+    def _explain(self, error: Exception) -> None:
+        """Tell the others what failed here, or find out which rank broke the connection.
+
+        Raises:
+            PeerError: it was another rank.
+        """
+        board = self._board
+        assert board is not None
+        try:
+            if self._lost_a_peer(error) and (cause := self._first_cause(board, error)):
+                first = board.write(CAUSE, cause)
+                raise PeerError(cause, said=self._supervised or not first) from error
+            self._admit(board, error)
+        except BoardGone:
+            return
+
+    def _lost_a_peer(self, error: Exception) -> bool:
+        if isinstance(error, MegalithError) or not isinstance(error, RuntimeError):
+            return False
+        return self._waits or any(sign in str(error) for sign in _SIGNS_OF_A_PEER)
+
+    def _first_cause(self, board: Board, error: Exception) -> str | None:
+        """Who failed first; None if it was no one else."""
+        deadline = time.monotonic() + _SECONDS_FOR_CAUSE
+        while time.monotonic() < deadline and self._size > 1:
+            if text := board.read(FAILURE):
+                failure = json.loads(text)
+                return f"{failure['who']} of {self._size} failed first, {failure['place']}: {failure['text']}"
+            if board.read(ALARM):
+                self._answer()
+            views = self._views(board)
+            if any(view.state in ("dead", "left", "silent") for view in views):
+                return self._cause(views)
+            time.sleep(0.05)
+        if "imed out" in str(error) or "imeout" in str(error):
+            self.sound_alarm()
+        return None
+
+    def _admit(self, board: Board, error: Exception) -> None:
+        """Say on the board that this rank failed. Of equal errors on several ranks one is printed."""
+        text = str(error) if isinstance(error, MegalithError) else _last_line(error)
+        status = self.status()
+        failure = {
+            "rank": self._identity.rank,
+            "who": str(self._identity),
+            "step": status.step,
+            "place": status.place,
+            "kind": type(error).__name__,
+            "text": text,
+        }
+        document = json.dumps(failure)
+        board.write(f"{FAILURE}-{self._identity.rank}", document)
+        first = board.write(FAILURE, document)
+        if isinstance(error, MegalithError):
+            printed = not first and json.loads(board.read(FAILURE) or "{}").get("text") == text
+            error.said = error.said or self._supervised or printed
+
+
+def _stack() -> str:
+    """Where the main thread of this process is, innermost call last."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    return "".join(traceback.format_stack(frame)[-_STACK_FRAMES:]) if frame is not None else ""
+
+
+def _last_line(error: Exception) -> str:
+    return traceback.format_exception_only(error)[-1].strip()
