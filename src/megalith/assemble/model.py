@@ -15,6 +15,7 @@ from megalith.errors import ConfigError
 from megalith.models.gpt import GPT, Stage
 from megalith.models.initialise import initialise, initialise_as_megatron_cpu
 from megalith.nn.attention import LocalMixer, SequenceMixer
+from megalith.nn.recompute import Recompute
 from megalith.nn.region import Region, Solo
 from megalith.nn.sink import attach_sink
 from megalith.optim.optimizer import Optimizer, build_optimizer
@@ -65,6 +66,15 @@ def build_mixer(run: RunConfig, context: ParallelContext) -> SequenceMixer:
     return UlyssesMixer(context.cp) if run.parallel.cp_comm_type == "a2a" else RingMixer(context.cp)
 
 
+def build_recompute(run: RunConfig) -> Recompute | None:
+    """Which layers are recomputed in the backward pass."""
+    train = run.train
+    if train.recompute_granularity != "full":
+        return None
+    assert train.recompute_method is not None and train.recompute_num_layers is not None, "a rule of the configuration"
+    return Recompute(train.recompute_method, train.recompute_num_layers)
+
+
 def build_chunks(
     run: RunConfig,
     vocab_size: int,
@@ -76,7 +86,7 @@ def build_chunks(
     """The parts of the model that this rank computes, in the order of their layers, with unset weights.
 
     Args:
-        run: its architecture, precision and `--compile`.
+        run: its architecture, precision, recomputation and `--compile`.
         vocab_size: padded.
         context: the place of this rank; the weights are on its device.
         stream: the random stream of this rank alone, needed for dropout over tensor-parallel ranks.
@@ -104,6 +114,7 @@ def build_chunks(
             region=region,
             mixer=mixer,
             stage=stage,
+            recompute=build_recompute(run),
             dtype=dtype or params_dtype(run.precision),
             device=context.device,
         )

@@ -195,6 +195,21 @@ class TrainConfig:
     compile: bool = setting(
         False, help="compile each block with torch.compile (on a CPU this needs a C++ compiler)", ours=True
     )
+    recompute_granularity: str | None = setting(
+        None,
+        help="what is computed again in the backward pass instead of kept for it: whole layers, or attention scores, "
+        "which needs nothing here since fused attention stores none",
+        choices=("full", "selective"),
+    )
+    recompute_method: str | None = setting(
+        None,
+        help="which layers of a (virtual) stage --recompute-granularity full means: all, in groups of "
+        "--recompute-num-layers that are recomputed as one, or the first --recompute-num-layers, one by one",
+        choices=("uniform", "block"),
+    )
+    recompute_num_layers: int | None = setting(
+        None, help="layers of a group (uniform) or from the first on (block)", unit="layers", at_least=1
+    )
     manual_gc: bool = setting(
         False, help="collect garbage at fixed steps", nothing="the loop makes no reference cycles to collect"
     )

@@ -264,12 +264,18 @@ REFUSED: tuple[Family, ...] = (
         """,
     ),
     Family(
-        "recomputation of whole layers and offloading come with the complete training options",
+        "--sequence-parallel divides all activations over the tensor-parallel processes, those that are saved too",
         """
-        --cpu-offloading-num-layers=0 --recompute-method= --recompute-num-layers= --distribute-saved-activations
-        --fine-grained-activation-offloading --cpu-offloading-retain-pinned-cpu-buffers --offload-modules+=
-        --min-offloaded-tensor-size=1048576 --delta-offload-bytes-across-pp-ranks=0
-        --activation-offload-fraction=1.0 --fine-grained-offloading-max-inflight-offloads=
+        --distribute-saved-activations
+        """,
+    ),
+    Family(
+        "offloading comes with the complete training options",
+        """
+        --cpu-offloading-num-layers=0 --fine-grained-activation-offloading
+        --cpu-offloading-retain-pinned-cpu-buffers --offload-modules+= --min-offloaded-tensor-size=1048576
+        --delta-offload-bytes-across-pp-ranks=0 --activation-offload-fraction=1.0
+        --fine-grained-offloading-max-inflight-offloads=
         --optimizer-cpu-offload --optimizer-offload-fraction=1.0 --use-torch-optimizer-for-cpu-offload
         --overlap-cpu-optimizer-d2h-h2d --no-pin-cpu-grads --no-pin-cpu-params
         """,
@@ -524,12 +530,6 @@ PARTLY: tuple[Partly, ...] = (
         "local",
         "there is one implementation of the layers",
         "layer specifications by import path come with the work on more models",
-    ),
-    Partly(
-        "--recompute-granularity=",
-        "selective",
-        "fused attention stores no scores, which is what selective recomputation would save; the numbers are the same",
-        "recomputation of whole layers comes with the complete training options",
     ),
     Partly(
         "--recompute-modules+=",

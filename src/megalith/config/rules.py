@@ -12,6 +12,7 @@ from pathlib import Path
 
 from megalith.config.launch_rules import LAUNCH_NOTICES, LAUNCH_RULES
 from megalith.config.layout_rules import LAYOUT_NOTICES, LAYOUT_RULES, MODEL_PARALLEL
+from megalith.config.recompute_rules import RECOMPUTE_NOTICES, RECOMPUTE_RULES
 from megalith.config.rule import Draft, Rule, divisors, multiples, rule, show
 from megalith.config.run import all_settings
 from megalith.config.values import closest
@@ -499,6 +500,7 @@ RULES: tuple[Rule, ...] = (
     saving_has_an_interval,
     *LAYOUT_RULES,
     *LAUNCH_RULES,
+    *RECOMPUTE_RULES,
 )
 
 FILE_RULES: tuple[Rule, ...] = (
@@ -516,6 +518,7 @@ NOTICES: tuple[Rule, ...] = (
     loss_scale_without_half_precision,
     *LAYOUT_NOTICES,
     *LAUNCH_NOTICES,
+    *RECOMPUTE_NOTICES,
     _idle_without("num_query_groups", "group_query_attention", "--group-query-attention is not given"),
     _idle_without("save_interval", "save", "nothing is saved without --save"),
     _idle_without("no_save_optim", "save", "nothing is saved without --save"),
@@ -523,6 +526,10 @@ NOTICES: tuple[Rule, ...] = (
     *(
         _idle_without(name, "load", "nothing is loaded without --load")
         for name in ("ckpt_step", "no_load_optim", "no_load_rng", "finetune", "exit_on_missing_checkpoint")
+    ),
+    *(
+        _idle_without(name, "recompute_granularity", "--recompute-granularity is not given")
+        for name in ("recompute_method", "recompute_num_layers")
     ),
     _idle_without("tensorboard_log_interval", "tensorboard_dir", "--tensorboard-dir is not given"),
     *(

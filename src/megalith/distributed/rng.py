@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
@@ -56,6 +56,18 @@ class Stream:
         finally:
             self._states = self._exchange(outer)
 
+    def replay(self) -> AbstractContextManager[None]:
+        """Within, whenever that is, this stream starts from where it is now; afterwards it goes on from where it was.
+
+        May be entered any number of times, but not within `used` or itself.
+        """
+        return _Replay(self, self._states)
+
+    def go_on_from(self, states: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Draw from these states next; returns those that were there."""
+        before, self._states = self._states, dict(states)
+        return before
+
     def _exchange(self, states: dict[str, Tensor]) -> dict[str, Tensor]:
         """Put other states into the default stream; returns those that were there."""
         before = {"cpu": torch.get_rng_state()}
@@ -77,6 +89,19 @@ class Stream:
         for kind, name in names.items():
             if name in state and state[name].numel() == self._states[kind].numel():
                 self._states[kind] = state[name].clone()
+
+
+class _Replay(AbstractContextManager[None]):
+    """What `Stream.replay` returns."""
+
+    def __init__(self, stream: Stream, states: dict[str, Tensor]) -> None:
+        self._stream, self._states = stream, dict(states)
+
+    def __enter__(self) -> None:
+        self._outer = self._stream.go_on_from(self._states)
+
+    def __exit__(self, *error: object) -> None:
+        self._stream.go_on_from(self._outer)
 
 
 class RandomStreams:

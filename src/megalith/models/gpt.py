@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ from megalith.nn.feed_forward import FeedForward
 from megalith.nn.loss import LogitsBuffer, OutputLayer, vocabulary_loss, whole_logits
 from megalith.nn.norm import build_norm
 from megalith.nn.placement import Placement
+from megalith.nn.recompute import Group, Recompute, recomputed
 from megalith.nn.region import Region, Solo
 from megalith.nn.rope import Rotation, rotation
 from megalith.nn.sink import GradientSink, attach_sink
@@ -106,11 +108,15 @@ class Decoder(nn.Module):
         stage: Stage,
         region: Region,
         mixer: SequenceMixer,
+        recompute: Recompute | None,
         *,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         super().__init__()
+        self.region = region
+        self._at_once = (Group(range(len(stage.layers)), again=False),)
+        self._in_training = self._at_once if recompute is None else tuple(recompute.groups(len(stage.layers)))
         self.layers = nn.ModuleDict(
             {str(number): Block(config, region, mixer, dtype=dtype, device=device) for number in stage.layers}
         )
@@ -121,9 +127,17 @@ class Decoder(nn.Module):
         )
 
     def forward(self, x_SBD: Tensor, turn: Rotation | None, cache: KVCache | None = None) -> Tensor:
-        for index, layer in enumerate(self.layers.values()):
-            x_SBD = layer(x_SBD, turn, None if cache is None else cache.layers[index])
+        backward_follows = self.training and torch.is_grad_enabled() and cache is None
+        for group in self._in_training if backward_follows else self._at_once:
+            through = partial(self._through, group.layers, turn=turn, cache=cache)
+            x_SBD = recomputed(through, x_SBD, self.region) if group.again else through(x_SBD)
         return x_SBD if self.final_layernorm is None else self.final_layernorm(x_SBD)
+
+    def _through(self, layers: range, x_SBD: Tensor, *, turn: Rotation | None, cache: KVCache | None) -> Tensor:
+        blocks = list(self.layers.values())
+        for index in layers:
+            x_SBD = blocks[index](x_SBD, turn, None if cache is None else cache.layers[index])
+        return x_SBD
 
 
 class GPT(nn.Module):
@@ -135,6 +149,7 @@ class GPT(nn.Module):
         region: How the layers share their work with other ranks; alone by default.
         mixer: How sequences are shared with other ranks; alone by default.
         stage: The part that is computed here; all of it by default.
+        recompute: Which layers keep no activations between the passes of a training step; none by default.
 
     The weights are unset: `models.initialise` draws them, or a checkpoint fills them.
     """
@@ -147,6 +162,7 @@ class GPT(nn.Module):
         region: Region | None = None,
         mixer: SequenceMixer | None = None,
         stage: Stage | None = None,
+        recompute: Recompute | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
@@ -170,7 +186,7 @@ class GPT(nn.Module):
             if self.stage.embeds
             else None
         )
-        self.decoder = Decoder(config, self.stage, region, self.mixer, dtype=dtype, device=device)
+        self.decoder = Decoder(config, self.stage, region, self.mixer, recompute, dtype=dtype, device=device)
         own_output = config.untie_embeddings_and_output_weights or not self.stage.embeds
         self.output_layer = (
             OutputLayer(vocab_size, config.hidden_size, region, dtype=dtype, device=device)

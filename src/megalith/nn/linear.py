@@ -20,6 +20,9 @@ before the product that does not need it and awaited behind it:
 x, as it came in, is the only activation saved: under sequence parallelism a part of the sequence, gathered again for
 the wgrad; the linears of one `column` share the gathers. The bias of `row` is added once, to the sum. In half
 precision the product is rounded before the bias is added, as Megatron's separate bias does.
+
+A sink knows a weight by identity, which a saved tensor need not have when it comes back (nn.recompute); so the weight
+itself is remembered beside the saved one.
 """
 
 from __future__ import annotations
@@ -59,7 +62,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: nn.Parameter, bias: Tensor | None, sink: GradientSink) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.sink = sink
+        ctx.parameter, ctx.sink = weight, sink
         return _affine(x, weight, bias)
 
     @staticmethod
@@ -68,7 +71,7 @@ class _Linear(torch.autograd.Function):
         grad = grads[0].reshape(-1, weight.shape[0])
         dx = _input_gradient([grad], [weight], x.dtype).view_as(x) if ctx.needs_input_grad[0] else None
         if ctx.needs_input_grad[1]:
-            ctx.sink.matmul(weight, grad, x.reshape(-1, x.shape[-1]))
+            ctx.sink.matmul(ctx.parameter, grad, x.reshape(-1, x.shape[-1]))
         db = grad.sum(0) if ctx.needs_input_grad[2] else None
         return dx, None, db, None
 
@@ -82,7 +85,7 @@ class _Column(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         weights, biases = tensors[::2], tensors[1::2]
         ctx.save_for_backward(x, *weights)
-        ctx.region, ctx.sinks = region, sinks
+        ctx.region, ctx.parameters, ctx.sinks = region, weights, sinks
         whole = region.spread(x).wait()
         return tuple(
             _affine(whole, weight, bias) for weight, bias in zip(weights, biases, strict=True) if weight is not None
@@ -98,7 +101,7 @@ class _Column(torch.autograd.Function):
             shape = (*grads[0].shape[:-1], x.shape[-1])
             leaving = ctx.region.collect(_input_gradient(parts, weights, x.dtype).view(shape))
         whole, found = arriving.wait().reshape(-1, x.shape[-1]), []
-        for index, (weight, part, sink) in enumerate(zip(weights, parts, ctx.sinks, strict=True)):
+        for index, (weight, part, sink) in enumerate(zip(ctx.parameters, parts, ctx.sinks, strict=True)):
             wanted = ctx.needs_input_grad[3 + 2 * index : 5 + 2 * index]
             found.append(_weight_gradient(weight, sink, part, whole) if wanted[0] else None)
             found.append(part.sum(0) if wanted[1] else None)
@@ -113,7 +116,7 @@ class _Row(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, region: Region, sink: GradientSink | None
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.region, ctx.sink = region, sink
+        ctx.region, ctx.parameter, ctx.sink = region, weight, sink
         y = region.collect(_affine(x, weight, None)).wait()
         return y if bias is None else y.add_(bias)
 
@@ -126,7 +129,7 @@ class _Row(torch.autograd.Function):
         dx = _input_gradient([grad], [weight], x.dtype).view_as(x) if ctx.needs_input_grad[0] else None
         dw = None
         if ctx.needs_input_grad[1]:
-            dw = _weight_gradient(weight, ctx.sink, grad, x.reshape(-1, x.shape[-1]))
+            dw = _weight_gradient(ctx.parameter, ctx.sink, grad, x.reshape(-1, x.shape[-1]))
         return dx, dw, db, None, None
 
 

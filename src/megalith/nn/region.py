@@ -102,6 +102,13 @@ class Region(Protocol):
         """Around random draws for what only this rank computes, such as the heads of its attention."""
         ...
 
+    def replay(self) -> AbstractContextManager[None]:
+        """Around a repetition of what is computed next: `own_draws` draw in it what they draw now.
+
+        Afterwards they go on as if there had been no repetition.
+        """
+        ...
+
 
 class Solo:
     """The region of one device, and the default: everything is here and nothing moves."""
@@ -132,6 +139,9 @@ class Solo:
         return nullcontext()
 
     def own_draws(self, dropout: float) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def replay(self) -> AbstractContextManager[None]:
         return nullcontext()
 
 

@@ -74,6 +74,9 @@ class TensorParallel:
             raise LayoutError("dropout over tensor-parallel ranks needs a random stream of each: pass stream=")
         return self.stream.used()
 
+    def replay(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.stream is None else self.stream.replay()
+
 
 class SequenceParallel(TensorParallel):
     """As `TensorParallel`, and between the layers each rank holds an equal part of the sequence (dim 0).

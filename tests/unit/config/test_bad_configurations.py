@@ -96,7 +96,7 @@ TABLE: list[tuple[str, tuple[str, ...]]] = [
     ("--num-experts 8 --moe-grouped-gemm", ("--num-experts 8, --moe-grouped-gemm: mixtures of experts", "not in this")),
     ("--rampup-batch-size 2 2 12", ("--rampup-batch-size 2 2 12: batch-size ramp-up", "not in this version")),
     ("--fp8-format e4m3", ("--fp8-format e4m3: FP8",)),
-    ("--recompute-granularity full", ("--recompute-granularity full: recomputation of whole layers",)),
+    ("--distribute-saved-activations", ("--distribute-saved-activations: --sequence-parallel divides all",)),
     # across settings
     (
         "--hidden-size 1000 --num-attention-heads 12",
@@ -178,6 +178,29 @@ TABLE: list[tuple[str, tuple[str, ...]]] = [
     ("WORLD_SIZE=4 --nproc 2", ("--nproc 2 starts 2 processes itself", "already started 4")),
     ("--max-restarts 3", ("--max-restarts 3 needs --nproc N",)),
     ("WORLD_SIZE=2 --compile", ("--compile with several processes",)),
+    # recomputation
+    ("--recompute-granularity full", ("full requires --recompute-method uniform", "and --recompute-num-layers N")),
+    ("--recompute-granularity full --recompute-num-layers 1", ("full requires --recompute-method uniform",)),
+    (
+        "--recompute-granularity full --recompute-method block",
+        ("requires --recompute-num-layers N", "the default of older Megatron versions"),
+    ),
+    ("--recompute-granularity whole", ("--recompute-granularity whole: not one of full, selective",)),
+    (
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 0",
+        ("--recompute-num-layers 0: must be at least 1",),
+    ),
+    (
+        "--recompute-granularity selective --recompute-method uniform --recompute-num-layers 1",
+        (
+            "--recompute-method uniform and --recompute-num-layers 1 with --recompute-granularity selective",
+            "--recompute-granularity full",
+        ),
+    ),
+    (
+        "--compile --recompute-granularity full --recompute-method block --recompute-num-layers 1",
+        ("--compile with --recompute-granularity full",),
+    ),
     # files
     ("-mock-data --data-path {data}/reel", ("reel.bin and", "reel.idx do not exist", "did you mean --data-path")),
     ("-mock-data --data-path {data}/real.bin", ("did you mean --data-path {data}/real?",)),

@@ -118,7 +118,10 @@ def test_a_refused_flag_with_megatrons_default_asks_for_nothing() -> None:
 
 
 def test_some_values_of_a_flag_may_need_nothing() -> None:
-    assert read("--recompute-granularity", "selective", "--exit-signal", "SIGTERM").notes
+    assert [str(note) for note in read("--recompute-modules", "core_attn", "--exit-signal", "SIGTERM").notes] == [
+        "--recompute-modules needs nothing here: fused attention stores no scores",
+        "--exit-signal needs nothing here: this signal is always answered by finishing the step and saving",
+    ]
     with pytest.raises(ConfigError, match="--exit-signal SIGHUP: signals other than"):
         read("--exit-signal", "SIGHUP")
 
@@ -131,6 +134,12 @@ def test_some_values_of_a_flag_may_need_nothing() -> None:
         ("--finetune", "--finetune has no effect: nothing is loaded without --load"),
         ("--hysteresis 4", "--hysteresis 4 has no effect: the loss scale moves only under --fp16"),
         ("--split 100,0,0", "--split 100,0,0 has no part for validation: there is no evaluation while training"),
+        ("--recompute-method block", "--recompute-method block has no effect: --recompute-granularity is not given"),
+        (
+            "--recompute-granularity selective",
+            "--recompute-granularity selective needs nothing here: fused attention stores no scores, which is what it "
+            "would save; the numbers are the same",
+        ),
         ("--lr-wsd-decay-iters 4", "--lr-wsd-decay-iters 4: no effect without --lr-decay-style WSD"),
     ],
 )
