@@ -42,6 +42,10 @@ PRECISIONS = {
     "fp32": (torch.float32, PrecisionConfig()),
     "bf16": (torch.bfloat16, PrecisionConfig(bf16=True)),
     "fp16": (torch.float16, PrecisionConfig(fp16=True, initial_loss_scale=64.0, hysteresis=1)),
+    "fp16-fp32": (
+        torch.float16,
+        PrecisionConfig(fp16=True, initial_loss_scale=64.0, hysteresis=1, accumulate_allreduce_grads_in_fp32=True),
+    ),
 }
 TOLERANCE = {"fp64": 1e-12, "fp32": 2e-5}
 
@@ -153,8 +157,7 @@ def test_replicas_train_as_one_process(ranks: Any, world_size: int, precision: s
     _same_training(results, wanted, TOLERANCE[precision])
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize(("world_size", "precision"), [(2, "bf16"), (4, "bf16"), (2, "fp16"), (2, "fp16-fp32")])
 def test_replicas_of_half_precision(ranks: Any, world_size: int, precision: str) -> None:
     """Close to one process as far as rounding lets them; divided state is the same state."""
     lr, steps = 1e-4, 4

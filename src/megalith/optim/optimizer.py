@@ -143,6 +143,8 @@ class Optimizer:
         self._owned = {name: _piece(p.detach(), self.gradients.owned(name)) for name, p in self._params.items()}
         self._owned = {name: piece for name, piece in self._owned.items() if piece.numel() > 0}
         self._counted = CountedOnce(self.gradients, copies or {}, data.holders)
+        self._grads = {name: _piece(self.gradients.grads[name], self.gradients.owned(name)) for name in self._owned}
+        self._ordered = [name for group in self._groups for name in group.names if name in self._owned]
         self._has_main = work != dtype
         self._main = {name: piece.to(work) if self._has_main else piece for name, piece in self._owned.items()}
         self._step_count = 0
@@ -223,13 +225,7 @@ class Optimizer:
 
     def _main_grads(self) -> dict[str, Tensor]:
         """The owned gradients in the dtype of the main parameters, in group order."""
-        return {
-            name: _piece(self.gradients.grads[name], self.gradients.owned(name)).to(self._main[name].dtype)
-            for name in self._in_group_order()
-        }
-
-    def _in_group_order(self) -> list[str]:
-        return [name for group in self._groups for name in group.names if name in self._main]
+        return {name: self._grads[name].to(self._main[name].dtype) for name in self._ordered}
 
     def _unscale(self, grads: list[Tensor]) -> bool:
         """Divide the gradients by the loss scale in place; return whether one of any rank is not finite."""
@@ -264,7 +260,7 @@ class Optimizer:
     @torch.no_grad()
     def params_norm(self) -> float:
         """L2 norm of all main parameters of all ranks."""
-        return self._counted.norm({name: self._main[name] for name in self._in_group_order()})
+        return self._counted.norm({name: self._main[name] for name in self._ordered})
 
     def reload_main_params(self) -> None:
         """Take the main parameters from the model's weights, after these were loaded without optimizer state."""

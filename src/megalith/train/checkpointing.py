@@ -182,7 +182,6 @@ def chunks_to_save(state: TrainState, run: RunConfig, *, with_optimizer: bool) -
 
     The replicas of the model write a share each of what they hold alike.
     """
-    state.optimizer.settle()
     replicas = _replicas(state)
     alike = _model_chunks(state, run, once=True)
     divided = _optimizer_chunks(state, run, once=True) if with_optimizer else []
@@ -193,7 +192,6 @@ def chunks_to_save(state: TrainState, run: RunConfig, *, with_optimizer: bool) -
 
 def chunks_to_load(state: TrainState, run: RunConfig, *, with_optimizer: bool) -> list[Chunk]:
     """Everything that this rank holds of the model and its optimizer, to be filled in place."""
-    state.optimizer.settle()
     chunks = _model_chunks(state, run, once=False)
     return chunks + _optimizer_chunks(state, run, once=False) if with_optimizer else chunks
 
