@@ -1,4 +1,7 @@
-"""Initial weights, gradients and curves of the real Megatron on two ranks (golden `train`): TP, PP, DP and kin."""
+"""Initial weights, gradients and curves of the real Megatron (golden `train`): TP, PP, DP and kin on two ranks.
+
+One case is of one rank: recomputation, which here goes through the flags as the others do.
+"""
 
 from __future__ import annotations
 
@@ -37,6 +40,7 @@ CASES = (
     "gpt2_dp2",
     "gpt2_dp2_distopt",
     "llama_bf16_distopt",
+    "var_recompute_full",
 )
 
 
@@ -79,6 +83,7 @@ def _flags(case: dict[str, Any]) -> str:
         "--sequence-parallel" if over.get("sequence_parallel") else "",
         "--bf16" if over.get("bf16") else "",
         "--use-distributed-optimizer" if case.get("distopt") else "",
+        *(f"--{name.replace('_', '-')} {fields[name]}" for name in fields if name.startswith("recompute_")),
     ]
     return " ".join(flags)
 
@@ -166,7 +171,7 @@ def _check_gradients(mine: dict[str, Tensor], wanted: dict[str, Tensor], clippin
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_two_ranks_repeat_the_golden(name: str, shared: Path, ranks: Any, tmp_path: Path) -> None:
+def test_the_ranks_repeat_the_golden(name: str, shared: Path, ranks: Any, tmp_path: Path) -> None:
     root = shared / "golden" / "train"
     cases = {case["name"]: case for case in json.loads((root / "manifest.json").read_text())["cases"]}
     case = cases[name]
