@@ -1,0 +1,166 @@
+"""A GPT that recomputes its layers: the same numbers to the last bit, with dropout, in less memory."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalith.config import ModelConfig, OptimizerConfig, PrecisionConfig
+from megalith.models.gpt import GPT, Block
+from megalith.models.initialise import initialise
+from megalith.nn.recompute import Recompute
+from megalith.optim import build_optimizer
+
+GPT2 = ModelConfig(
+    num_layers=5,
+    hidden_size=16,
+    num_attention_heads=4,
+    max_position_embeddings=24,
+    hidden_dropout=0.2,
+    attention_dropout=0.2,
+    init_method_std=0.3,
+)
+LLAMA = dataclasses.replace(
+    GPT2,
+    position_embedding_type="rope",
+    normalization="RMSNorm",
+    swiglu=True,
+    add_bias_linear=False,
+    untie_embeddings_and_output_weights=True,
+    group_query_attention=True,
+    num_query_groups=2,
+    ffn_hidden_size=48,
+)
+UNFUSED = dataclasses.replace(GPT2, attention_backend="unfused")
+STYLES = {"gpt2": GPT2, "llama": LLAMA, "unfused": UNFUSED}
+PRECISIONS = {
+    "fp32": PrecisionConfig(),
+    "bf16": PrecisionConfig(bf16=True),
+    "fp16": PrecisionConfig(fp16=True, initial_loss_scale=1024.0),
+}
+METHODS = [Recompute("uniform", 1), Recompute("uniform", 2), Recompute("block", 3)]
+
+
+def _model(config: ModelConfig, recompute: Recompute | None, dtype: torch.dtype = torch.float32) -> GPT:
+    model = GPT(config, 40, recompute=recompute, dtype=dtype)
+    initialise(model, seed=5)
+    return model
+
+
+def _tokens() -> Tensor:
+    return torch.randint(0, 40, (3, 25), generator=torch.Generator().manual_seed(1))
+
+
+def _steps(config: ModelConfig, precision: PrecisionConfig, recompute: Recompute | None) -> list[Tensor]:
+    """Losses and all gradients of two steps of two micro-batches, and what the stream gives afterwards."""
+    model = _model(config, recompute, getattr(torch, precision.params_dtype))
+    optimizer, tokens = build_optimizer(model, OptimizerConfig(), precision), _tokens()
+    torch.manual_seed(7)
+    seen = []
+    for _ in range(2):
+        optimizer.zero_grad(2)
+        losses = [model(tokens[:, :-1], labels_BS=tokens[:, 1:]).mean() for _ in range(2)]
+        for loss in losses:  # the second has drawn before the layers of the first are recomputed
+            (loss * optimizer.loss_scale).backward()
+        optimizer.gradients.finish()
+        seen += [loss.detach() for loss in losses]
+        seen += [gradient.clone() for gradient in optimizer.gradients.grads.values()]
+        assert optimizer.step(1e-2, 0.1).applied
+    return [*seen, torch.rand(3)]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("style", STYLES)
+def test_losses_and_gradients_are_the_same_bits(style: str, precision: str) -> None:
+    config = STYLES[style]
+    wanted = _steps(config, PRECISIONS[precision], None)
+    assert not torch.equal(wanted[0], wanted[1]), "the micro-batches must drop differently"
+    for recompute in METHODS:
+        found = _steps(config, PRECISIONS[precision], recompute)
+        assert all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True)), recompute
+
+
+def test_without_a_sink_too() -> None:
+    gradients = []
+    for recompute in (None, *METHODS):
+        model, tokens = _model(LLAMA, recompute), _tokens()
+        torch.manual_seed(7)
+        model(tokens[:, :-1], labels_BS=tokens[:, 1:]).mean().backward()
+        gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    for found in gradients[1:]:
+        for name, gradient in gradients[0].items():
+            assert gradient is not None and found[name] is not None and torch.equal(gradient, found[name]), name
+
+
+def _kept_by_the_decoder(recompute: Recompute | None) -> int:
+    """Bytes of activations between the passes of the layers; weights are not counted."""
+    model = _model(GPT2, recompute)
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    memory: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            memory[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    model.decoder.final_layernorm = None
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        y = model.decoder(torch.randn(24, 3, 16, requires_grad=True), None)
+    assert y.requires_grad
+    return sum(memory.values())
+
+
+def test_what_is_kept_between_the_passes() -> None:
+    """A group keeps its input [24, 3, 16] in fp32; a layer that is not recomputed keeps many times that."""
+    hidden, plain = 24 * 3 * 16 * 4, _kept_by_the_decoder(None)
+    layer = plain / 5
+    assert layer > 8 * hidden
+    assert _kept_by_the_decoder(Recompute("uniform", 1)) == 5 * hidden
+    assert _kept_by_the_decoder(Recompute("uniform", 2)) == 3 * hidden
+    assert _kept_by_the_decoder(Recompute("uniform", 5)) == hidden
+    assert _kept_by_the_decoder(Recompute("block", 5)) == 5 * hidden
+    for first in (1, 3):
+        kept = _kept_by_the_decoder(Recompute("block", first))
+        assert kept == pytest.approx(first * hidden + (5 - first) * layer, abs=2 * hidden)
+
+
+def _calls(model: GPT) -> list[int]:
+    """The places of the layers that are computed from now on, in order."""
+    calls: list[int] = []
+    for place, block in enumerate(model.decoder.layers.values()):
+        assert isinstance(block, Block)
+        block.register_forward_pre_hook(lambda block, args, place=place: calls.append(place))
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("recompute", "backward"),
+    [
+        (None, []),
+        (Recompute("uniform", 1), [4, 3, 2, 1, 0]),
+        (Recompute("uniform", 2), [4, 2, 3, 0, 1]),
+        (Recompute("block", 3), [2, 1, 0]),
+    ],
+    ids=str,
+)
+def test_what_is_computed_again(recompute: Recompute | None, backward: list[int]) -> None:
+    model, tokens = _model(GPT2, recompute), _tokens()
+    calls = _calls(model)
+    loss = model(tokens[:, :-1], labels_BS=tokens[:, 1:]).mean()
+    assert calls == [0, 1, 2, 3, 4]
+    loss.backward()
+    assert calls == [0, 1, 2, 3, 4, *backward]
+
+
+def test_evaluation_and_generation_compute_once_and_keep_a_cache() -> None:
+    model, tokens = _model(GPT2, Recompute("uniform", 1)).eval(), _tokens()
+    calls = _calls(model)
+    model(tokens[:, :-1], labels_BS=tokens[:, 1:]).mean().backward()
+    cache = model.train().new_cache(batch=3, max_length=24)
+    model(tokens[:, :-1], cache=cache).sum().backward()
+    assert cache.length == 24
+    assert calls == [0, 1, 2, 3, 4] * 2
