@@ -62,7 +62,7 @@ BASE = (
 
 @dataclass(frozen=True)
 class Case:
-    """A row of the table: the model, the sizes of the layout, and what else."""
+    """A row of the table: the model, the sizes of the layout, and what else; `recompute` is method and layers."""
 
     layout: Layout
     model: str = "gpt2"
@@ -71,19 +71,22 @@ class Case:
     zero1: bool = False
     schedule: str = "auto"
     exchange: str = "p2p"
+    recompute: str = ""
 
     @property
     def options(self) -> str:
         """What there is beside the sizes of the layout."""
         parts = ["sp"] * self.sequence_parallel + [f"vpp{self.virtual_stages}"] * (self.virtual_stages > 1)
         parts += ["zero1"] * self.zero1 + [self.schedule] * (self.schedule != "auto")
-        return " ".join(parts + ["a2a"] * (self.exchange == "a2a"))
+        parts += ["a2a"] * (self.exchange == "a2a") + [f"recompute-{self.recompute}"] * bool(self.recompute)
+        return " ".join(parts)
 
     def __str__(self) -> str:
         parts = [self.model, *str(self.layout).split(" x "), *self.options.split(" ")]
         return "-".join(part for part in parts if part).replace("one process", "solo")
 
-    def config(self) -> RunConfig:
+    def config(self, more: str = "") -> RunConfig:
+        """The configuration of the case; `more` flags may be added."""
         sizes = self.layout
         flags = [
             f"--tensor-model-parallel-size {sizes.tp} --pipeline-model-parallel-size {sizes.pp}",
@@ -92,7 +95,10 @@ class Case:
             f"--num-virtual-stages-per-pipeline-rank {self.virtual_stages}" if self.virtual_stages > 1 else "",
             "--use-distributed-optimizer" if self.zero1 else "",
         ]
-        argv = " ".join([BASE, MODELS[self.model].flags, *flags])
+        if self.recompute:
+            method, _, layers = self.recompute.partition("-")
+            flags.append(f"--recompute-granularity full --recompute-method {method} --recompute-num-layers {layers}")
+        argv = " ".join([BASE, MODELS[self.model].flags, *flags, more])
         words = [word for word in argv.split(" ") if word]
         return load(words, {"WORLD_SIZE": str(sizes.world_size), "RANK": "0"}, files=False)
 
@@ -132,6 +138,17 @@ FURTHER = [
     Case(Layout(pp=4), "llama", schedule="zb-h1"),
     Case(Layout(pp=2, tp=2), schedule="zb-h1", sequence_parallel=True),
     Case(Layout(pp=2, dp=2), schedule="zb-h1", zero1=True),
+    Case(Layout(tp=2), sequence_parallel=True, recompute="uniform-2"),
+    Case(Layout(tp=2), "llama", recompute="block-3"),
+    Case(Layout(pp=2), virtual_stages=2, recompute="uniform-1"),
+    Case(Layout(pp=2), "llama", schedule="zb-h1", recompute="uniform-1"),
+    Case(Layout(pp=2), schedule="zb-h1", recompute="block-1"),
+    Case(Layout(cp=2), recompute="uniform-3"),
+    Case(Layout(cp=2), "llama", exchange="a2a", recompute="block-2"),
+    Case(Layout(dp=2), zero1=True, recompute="block-2"),
+    Case(Layout(dp=2), "llama", zero1=True, recompute="uniform-4"),
+    Case(Layout(tp=2, pp=2), sequence_parallel=True, schedule="zb-h1", recompute="uniform-2"),
+    Case(Layout(tp=2, cp=2), "llama", sequence_parallel=True, zero1=True, recompute="uniform-1"),
 ]
 EIGHT = [
     Case(Layout(tp=2, pp=2, dp=2), "llama", sequence_parallel=True, virtual_stages=2, zero1=True),
@@ -141,11 +158,11 @@ EIGHT = [
 ]
 
 
-def _batches(vocab_size: int, layout: Layout, replica: int) -> Iterator[Batch]:
+def _batches(vocab_size: int, layout: Layout, replica: int, steps: int) -> Iterator[Batch]:
     """One-sample micro-batches of a replica: random tokens, an uneven number of them masked out in each."""
     generator = torch.Generator().manual_seed(5)
     positions = torch.arange(LENGTH)[None]
-    for number in range(STEPS * SAMPLES):
+    for number in range(steps * SAMPLES):
         ids = torch.randint(0, vocab_size, (1, LENGTH + 1), generator=generator)
         mask = torch.ones(1, LENGTH)
         mask[:, LENGTH - number % 5 :] = 0.0
@@ -171,33 +188,34 @@ def _pieces_of_gradients(state: TrainState) -> dict[str, list[tuple[Any, ...]]]:
     return pieces
 
 
-def _run(case: Case) -> dict[str, Any]:
-    """Train in the layout of the case; what this rank saw and holds."""
-    config, model = case.config(), MODELS[case.model]
+def _run(case: Case, flags: str = "", steps: int = STEPS) -> dict[str, Any]:
+    """Train in the layout of the case; what this rank saw and holds. In fp64, or in the precision of the flags."""
+    config, model = case.config(flags), MODELS[case.model]
     context = (
         ParallelContext.create(case.layout, torch.device("cpu"))
         if case.layout.world_size > 1
         else ParallelContext.solo()
     )
     streams = RandomStreams(1, context)
-    chunks: list[GPT] = build_chunks(config, model.vocab_size, context, dtype=torch.float64)
+    dtype = None if flags else torch.float64
+    chunks: list[GPT] = build_chunks(config, model.vocab_size, context, streams.own, dtype=dtype)
     draw_weights(config, chunks, streams, context)
     optimizer = build_run_optimizer(config, chunks, context)
-    total = STEPS * SAMPLES
+    total, rate = steps * SAMPLES, 1e-2 if steps == STEPS else 1e-3
     schedule = ParameterSchedule(
-        LearningRateSchedule(1e-2, 1e-2, total, "constant"), WeightDecaySchedule(0.01, 0.01, total)
+        LearningRateSchedule(rate, rate, total, "constant"), WeightDecaySchedule(0.01, 0.01, total)
     )
     deferred = defer_weight_gradients(config, chunks, optimizer)
     state = TrainState(chunks, optimizer, streams, schedule, context=context, deferred=deferred)
-    batches = _batches(model.vocab_size, case.layout, context.dp.index)
-    gradients, steps = None, []
-    for _ in range(STEPS):
+    batches = _batches(model.vocab_size, case.layout, context.dp.index, steps)
+    gradients, results = None, []
+    for _ in range(steps):
         result = train_step(
             state, batches, config.num_micro_batches, schedule=config.pipeline_schedule, totals=totals_of(state)
         )
         gradients = gradients or _pieces_of_gradients(state)
-        steps.append((result.loss, result.grad_norm))
-    return {"steps": steps, "gradients": gradients}
+        results.append((result.loss, result.grad_norm))
+    return {"steps": results, "gradients": gradients}
 
 
 def totals_of(state: TrainState) -> Any:
@@ -207,7 +225,7 @@ def totals_of(state: TrainState) -> Any:
 
 
 def _compare(name: str, wanted: Tensor, pieces: list[tuple[Any, ...]]) -> float:
-    """Every row of the wanted gradient is held somewhere, and everyone who holds it has it right; the relative error."""
+    """The relative error of a gradient; every row of it is held somewhere, and whoever holds it has it right."""
     largest, worst = float(wanted.abs().max()), 0.0
     bound = TOLERANCE * largest + 1e-15
     covered = torch.zeros(wanted.shape, dtype=torch.bool)
@@ -236,7 +254,8 @@ _HEAD = """# Parity of layouts
 Written by `make test-full` (tests/distributed/test_parity.py): training steps of each layout against one process, in
 fp64, dropout 0, with clipping active, an uneven number of masked tokens in every sample and one padded vocabulary.
 For each gradient max|a - b| / max|b| over all ranks and rows; the bound is 1e-10. `zero1` is
-`--use-distributed-optimizer`, `sp` `--sequence-parallel`, `vpp2` two virtual stages, `a2a` `--cp-comm-type a2a`.
+`--use-distributed-optimizer`, `sp` `--sequence-parallel`, `vpp2` two virtual stages, `a2a` `--cp-comm-type a2a`,
+`recompute-uniform-2` full recomputation by this method and number of layers.
 
 | layout | model | options | loss | worst of the gradients | gradients |
 |---|---|---|---|---|---|
@@ -301,3 +320,39 @@ def test_the_reference_moves(alone: dict[str, dict[str, Any]]) -> None:
         losses = [loss for loss, _ in result["steps"]]
         assert len(set(losses)) == STEPS
         assert all(float(pieces[0][3].abs().max()) > 0 for name, pieces in result["gradients"].items())
+
+
+CURVE_STEPS = 50
+PRECISIONS = {
+    "fp32": ("--seed 1234", 1e-5),
+    "bf16": ("--bf16", 2e-2),
+    "fp16": ("--fp16 --initial-loss-scale 65536", 4e-3),
+}
+"""Flags, and by how much a loss of 50 steps may differ from one process's: half precision rounds partial sums."""
+
+SAMPLE_OF_CURVES = [
+    (Case(Layout(tp=2, pp=2), sequence_parallel=True), "fp32"),
+    (Case(Layout(dp=2), zero1=True), "bf16"),
+    (Case(Layout(cp=2)), "fp16"),
+]
+
+
+def _check_curve(case: Case, precision: str, ranks: Any) -> None:
+    flags, tolerance = PRECISIONS[precision]
+    wanted = [loss for loss, _ in _run(Case(Layout(), case.model), flags, CURVE_STEPS)["steps"]]
+    found = ranks.run(case.layout.world_size, _run, case, flags, CURVE_STEPS)[0]["steps"]
+    assert wanted[-1] < wanted[0]
+    for step, ((loss, _), reference) in enumerate(zip(found, wanted, strict=True)):
+        assert loss == pytest.approx(reference, rel=tolerance), f"step {step}"
+
+
+@pytest.mark.parametrize(("case", "precision"), SAMPLE_OF_CURVES, ids=str)
+def test_curves_of_fifty_steps(case: Case, precision: str, ranks: Any) -> None:
+    _check_curve(case, precision, ranks)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_curves_of_every_layout(case: Case, precision: str, ranks: Any) -> None:
+    _check_curve(case, precision, ranks)
