@@ -184,6 +184,17 @@ def distributed_optimizer_alone(draft: Draft) -> str:
     return "--use-distributed-optimizer has no effect: with one data-parallel process there is nothing to split"
 
 
+@rule("context_parallel_size", "cp_comm_type", "attention_backend", "transformer_impl")
+def ring_has_its_own_attention(draft: Draft) -> str:
+    run = draft.run
+    if run.parallel.context_parallel_size == 1 or run.parallel.cp_comm_type != "p2p" or run.model.fused_attention:
+        return ""
+    return (
+        f"{show(draft, 'attention_backend')}, {show(draft, 'transformer_impl')}: no effect on attention under "
+        "--cp-comm-type p2p, which merges parts of its own; --cp-comm-type a2a uses that kernel"
+    )
+
+
 LAYOUT_RULES: tuple[Rule, ...] = (
     processes_fill_the_layout,
     heads_divide_over_tensor_ranks,
@@ -198,4 +209,8 @@ LAYOUT_RULES: tuple[Rule, ...] = (
     compiled_blocks_run_alone,
 )
 
-LAYOUT_NOTICES: tuple[Rule, ...] = (sequence_parallel_alone, distributed_optimizer_alone)
+LAYOUT_NOTICES: tuple[Rule, ...] = (
+    sequence_parallel_alone,
+    distributed_optimizer_alone,
+    ring_has_its_own_attention,
+)
