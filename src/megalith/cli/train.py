@@ -10,7 +10,6 @@ import ctypes
 import faulthandler
 import json
 import os
-import shlex
 import signal
 import sys
 import tempfile
@@ -21,7 +20,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megalith.cli.threads import wait_asleep
+from megalith.cli.launch import command_line, starts_ranks, supervise
+from megalith.cli.threads import share_cores, wait_asleep
 from megalith.config import RunConfig, load
 from megalith.config.command_line import given_settings, without_settings
 from megalith.config.render import flags_text
@@ -60,17 +60,22 @@ def run(argv: Sequence[str]) -> int:
         print(_HELP)
         print(flags_text(), end="")
         return EXIT_FINISHED
-    launched = "TORCHELASTIC_RUN_ID" in os.environ
+    supervised = os.environ.get("MEGALITH_LAUNCHER") == "megalith"
+    launched = supervised or "TORCHELASTIC_RUN_ID" in os.environ
     # torchrun forwards the Ctrl-C that the terminal has already sent to this process.
-    stop = StopSignals(_FORWARDED_WITHIN_SECONDS if launched else 0.0, _acknowledge)
+    stop = StopSignals(_FORWARDED_WITHIN_SECONDS if launched else 0.0, None if supervised else _acknowledge)
     try:
         config = load(argv)
+        if starts_ranks(config):
+            stop.close()
+            return supervise(config, argv, lambda: _saved_and_words(config, argv))
         if launched:
             _stop_with_parent()
         wait_asleep()
+        threads = share_cores(config.launch)
         if not faulthandler.is_enabled():
             faulthandler.enable(file=2)  # a crash in native code then shows where Python was
-        return _train(config, argv, stop, began, launched=launched)
+        return _train(config, argv, stop, began, threads)
     finally:
         stop.close()
 
@@ -83,13 +88,13 @@ def _acknowledge(signal_name: str) -> None:
 def _stop_with_parent() -> None:
     """Ask the kernel for SIGTERM when the launcher dies, so that this process saves and ends instead of living on."""
     if sys.platform == "linux":
-        launcher = os.getppid()
+        launcher = int(os.environ.get("MEGALITH_SUPERVISOR", os.getppid()))
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != launcher:  # it died before the kernel was asked
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _train(config: RunConfig, argv: Sequence[str], stop: StopSignals, began: float, *, launched: bool) -> int:
+def _train(config: RunConfig, argv: Sequence[str], stop: StopSignals, began: float, threads: str) -> int:
     from megalith.assemble.ranks import build_watch, join_ranks
     from megalith.checkpoint import DirectoryStore
     from megalith.checkpoint.crew import Crew
@@ -108,6 +113,8 @@ def _train(config: RunConfig, argv: Sequence[str], stop: StopSignals, began: flo
         if config.checkpoint.save:
             stack.enter_context(DirectoryStore(config.checkpoint.save, context).claim())
         screen = screens[0]
+        if threads:
+            screen.say(threads)
         try:
             started = start(config, context, screen, stop=stop, probe=_probe(config, watch, screen), began=began)
             stack.callback(started.loaders.close)
@@ -127,7 +134,7 @@ def _train(config: RunConfig, argv: Sequence[str], stop: StopSignals, began: flo
             raise
         ending = started.run.ending
         assert ending is not None
-        return _last_words(ending, config, argv, screen, folder, launched=launched)
+        return _last_words(ending, config, argv, screen, folder)
 
 
 def _open_folder(config: RunConfig, argv: Sequence[str], folder: Path, stack: ExitStack) -> Screen:
@@ -163,7 +170,7 @@ def _hooks(config: RunConfig, folder: Path, screen: Screen, started: Started) ->
 
     device = started.run.state.context.device
     metrics = MetricsWriter(folder / "metrics.jsonl", lambda: memory_in_use(device))
-    console = MegatronConsole(screen, config.checkpoint.save, throughput=config.log.log_throughput)
+    console = MegatronConsole(screen, config.checkpoint.save, config.layout, throughput=config.log.log_throughput)
     hooks: list[Hook] = [metrics, console]
     if config.log.tensorboard_dir:
         hooks.append(TensorBoardWriter(config.log.tensorboard_dir, config.log.tensorboard_log_interval))
@@ -232,12 +239,15 @@ def run_folder(config: RunConfig) -> Path:
     return folder
 
 
-def command_line(argv: Sequence[str]) -> str:
-    """The command as the user can type it again, without the launcher."""
-    program = Path(sys.argv[0]).name
-    if program.endswith(".py"):
-        return shlex.join(["python", sys.argv[0], *argv])
-    return shlex.join(["megalith", "train", *argv])
+def _saved_and_words(config: RunConfig, argv: Sequence[str]) -> tuple[int | None, list[str]]:
+    """The iteration of the last checkpoint of this run, None if there is none, and the flags that go on from it."""
+    from megalith.checkpoint import DirectoryStore
+
+    save = config.checkpoint.save
+    saved = DirectoryStore(save).latest() if save else None
+    if save is None or saved is None:
+        return None, list(argv)
+    return saved, _words_to_resume(config, argv, saved, save)
 
 
 def _words_to_resume(config: RunConfig, argv: Sequence[str], iteration: int, save: str) -> list[str]:
@@ -266,9 +276,7 @@ def _words_to_resume(config: RunConfig, argv: Sequence[str], iteration: int, sav
     return words
 
 
-def _last_words(
-    ending: Ending, config: RunConfig, argv: Sequence[str], screen: Screen, folder: Path, *, launched: bool
-) -> int:
+def _last_words(ending: Ending, config: RunConfig, argv: Sequence[str], screen: Screen, folder: Path) -> int:
     """Say where things are and how to go on; returns the exit code."""
     save = config.checkpoint.save
     if ending.kind == "finished":
@@ -280,6 +288,6 @@ def _last_words(
         screen.say("nothing is saved: the run has no --save")
         return EXIT_FINISHED if ending.kind != "signal" else 128 + signal.Signals[ending.detail].value
     words = _words_to_resume(config, argv, ending.iteration, save)
-    hint = " (under the same launcher)" if launched else ""
+    hint = "" if config.launch.launcher in ("", "megalith") else " (under the same launcher)"
     screen.say(f"stopped at iteration {ending.iteration}; resume{hint} with:\n  {command_line(words)}")
     return EXIT_RESUME_ME if ending.kind == "signal" else EXIT_FINISHED

@@ -361,6 +361,8 @@ class Watch:
             "place": status.place,
             "kind": type(error).__name__,
             "text": text,
+            "ours": isinstance(error, MegalithError),
+            "at": time.monotonic(),
         }
         document = json.dumps(failure)
         board.write(f"{FAILURE}-{self._identity.rank}", document)

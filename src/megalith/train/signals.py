@@ -52,7 +52,9 @@ class StopSignals:
         return self._first.name if self._first else None
 
     def close(self) -> None:
-        """Give the signals back to whoever had them."""
+        """Give the signals back to whoever had them; may be called again."""
+        if self._closed:
+            return
         self._closed = True
         signal.set_wakeup_fd(self._previous_wakeup)
         for number, handler in self._previous.items():

@@ -1,0 +1,296 @@
+"""The processes of one machine and what became of them: started, signalled, waited for, and the first cause found.
+
+Used by `megalith train --nproc N`. It does without torch and without torchrun's agent (docs/decisions): the agent ends
+the other ranks by the signal that asks ours to save, and does not tell which rank failed first, nor at which step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+from megalith.config.environment import LOOPBACK
+from megalith.distributed.board import FolderBoard, Identity, Status, make_folder
+
+SECOND_SIGNAL = 130
+PEER_FAILED = 6
+STOPPED = 75
+
+_GRACE_SECONDS = 10.0  # for the others to find out what happened, after the first rank has failed
+_GRACE_OF_SECOND_SIGNAL = 1.5
+_DEBOUNCE_SECONDS = 1.1  # workers take two signals within a second for one
+_POLL_SECONDS = 0.02
+_MEMORY_WORDS = ("out of memory", "not enough memory", "allocate memory", "MemoryError", "bad_alloc")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a process ended.
+
+    Attributes:
+        code: exit code, negative for a signal.
+        peak_bytes: most memory that it held.
+        at: `time.monotonic()` then.
+        by_us: the supervisor has killed it.
+    """
+
+    rank: int
+    pid: int
+    code: int
+    peak_bytes: int
+    at: float
+    by_us: bool = False
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why a run ended before its end.
+
+    Attributes:
+        text: for the user, in one or a few lines.
+        exit_code: of the first failing rank, 128 + n for signal n.
+        kind: what is equal when the same thing happens again.
+        step: at which it happened, 0 for before the first.
+        hopeless: it was a mistake that a restart cannot mend.
+    """
+
+    text: str
+    exit_code: int
+    kind: str
+    step: int
+    hopeless: bool = False
+
+
+@dataclass
+class Signals:
+    """The signals that the supervisor has been sent and not yet passed on."""
+
+    taken: Sequence[signal.Signals]
+    received: list[signal.Signals] = field(default_factory=list)
+
+    def __enter__(self) -> Signals:
+        kept = [number for number in self.taken if signal.getsignal(number) is not signal.SIG_IGN]
+        self._previous = {number: signal.signal(number, self._receive) for number in kept}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self.received.append(signal.Signals(number))
+
+
+class Attempt:
+    """One start of all ranks.
+
+    Args:
+        command: of every rank.
+        count: number of ranks.
+        attempt: how many there were before.
+        environ: of this process; that of a rank says its place besides.
+        signals: that ask for a stop.
+    """
+
+    def __init__(
+        self, command: Sequence[str], count: int, attempt: int, environ: Mapping[str, str], signals: Signals
+    ) -> None:
+        self._stop_signals = signals.taken
+        self.count, self.ended = count, list[Ended]()
+        self.board = FolderBoard(Path(make_folder()), of_size=count)
+        self.signals: list[signal.Signals] = []
+        self._killed: set[int] = set()
+        self._signalled_at = 0.0
+        self._oom_kills = _oom_kills()
+        self._running: dict[int, subprocess.Popen[bytes]] = {}
+        with socket.create_server((LOOPBACK, 0), backlog=1024) as listener:
+            listener.set_inheritable(True)
+            for rank in range(count):
+                self._running[rank] = subprocess.Popen(
+                    list(command),
+                    env={**environ, **self._variables(rank, attempt, listener)},
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=[listener.fileno()] if rank == 0 else [],
+                    start_new_session=True,
+                )
+        self._pids = {rank: process.pid for rank, process in self._running.items()}
+
+    def _variables(self, rank: int, attempt: int, listener: socket.socket) -> dict[str, str]:
+        variables = {
+            "RANK": rank,
+            "WORLD_SIZE": self.count,
+            "LOCAL_RANK": rank,
+            "LOCAL_WORLD_SIZE": self.count,
+            "MASTER_ADDR": LOOPBACK,
+            "MASTER_PORT": listener.getsockname()[1],
+            "MEGALITH_LAUNCHER": "megalith",
+            "MEGALITH_SUPERVISOR": os.getpid(),
+            "MEGALITH_BOARD": self.board.folder,
+            "MEGALITH_ATTEMPT": attempt,
+        }
+        if rank == 0:
+            variables["MEGALITH_STORE_FD"] = listener.fileno()
+        return {name: str(value) for name, value in variables.items()}
+
+    def wait(self, signals: Signals, say: Callable[[str], None]) -> None:
+        """Wait until all have ended, passing signals on; after a failure the others get some seconds to follow."""
+        try:
+            while self._running:
+                self._pass_on(signals, say)
+                self._reap()
+                if self._out_of_patience():
+                    self._kill()
+                time.sleep(_POLL_SECONDS)
+        finally:
+            self._kill()
+            self._reap(hang=True)
+            for pid in self._pids.values():  # what a rank has started itself
+                with suppress(ProcessLookupError, PermissionError):
+                    os.killpg(pid, signal.SIGKILL)
+
+    def _pass_on(self, signals: Signals, say: Callable[[str], None]) -> None:
+        if not signals.received:
+            return
+        if not self.signals:
+            say(f"\n{signals.received[0].name}: finishing this step and saving; once more to leave at once")
+        elif time.monotonic() - self._signalled_at < _DEBOUNCE_SECONDS:
+            return
+        number = signals.received.pop(0)
+        self.signals.append(number)
+        self._signalled_at = time.monotonic()
+        for process in self._running.values():
+            with suppress(ProcessLookupError):
+                process.send_signal(number)
+
+    def _reap(self, *, hang: bool = False) -> None:
+        for rank, process in list(self._running.items()):
+            pid, status, usage = os.wait4(process.pid, 0 if hang else os.WNOHANG)
+            if pid == 0:
+                continue
+            process.returncode = os.waitstatus_to_exitcode(status)
+            unit = 1 if sys.platform == "darwin" else 1024
+            killed = rank in self._killed
+            self.ended.append(
+                Ended(rank, pid, process.returncode, usage.ru_maxrss * unit, time.monotonic(), by_us=killed)
+            )
+            del self._running[rank]
+
+    def _out_of_patience(self) -> bool:
+        now = time.monotonic()
+        if len(self.signals) > 1:
+            return now - self._signalled_at > _GRACE_OF_SECOND_SIGNAL
+        failed = [end.at for end in self.ended if end.code not in (0, STOPPED)]
+        return bool(failed) and now - min(failed) > _GRACE_SECONDS
+
+    def _kill(self) -> None:
+        for rank, process in self._running.items():
+            self._killed.add(rank)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+    # Why.
+
+    @property
+    def stopped(self) -> int | None:
+        """The exit code of ranks that ended as they were asked to; None if a rank failed."""
+        codes = {end.code for end in self.ended}
+        if codes <= {0, STOPPED}:
+            return max(codes)
+        if len(self.signals) > 1 and codes <= {0, STOPPED, SECOND_SIGNAL, -signal.SIGKILL}:
+            return SECOND_SIGNAL
+        without_save = {128 + number for number in self._stop_signals}
+        return codes.pop() if len(codes) == 1 and codes <= without_save else None
+
+    def cause(self) -> Cause:
+        """The first thing that went wrong in an attempt that was not `stopped`."""
+        bad = [end for end in self.ended if end.code not in (0, STOPPED)]
+        failure = json.loads(self.board.read("failure") or "null")
+        died = next((end for end in bad if end.code < 0 and not end.by_us), None)
+        if self.board.read("alarm") and (hang := self.board.read("cause")):
+            return Cause(hang, PEER_FAILED, "hang", self._step_of_all())
+        if failure is not None and (died is None or failure["at"] <= died.at):
+            return self._failure(failure)
+        if died is not None:
+            return self._death(died)
+        odd = next((end for end in bad if end.code != PEER_FAILED and not end.by_us), None)
+        if odd is not None:
+            return self._odd_end(odd)
+        text = self.board.read("cause") or f"{self._name(bad[0])} lost the others"
+        return Cause(text, PEER_FAILED, "lost", self._step_of_all())
+
+    def _name(self, end: Ended) -> str:
+        return f"{Identity(end.rank, socket.gethostname(), end.pid)} of {self.count}"
+
+    def _status(self, rank: int) -> Status:
+        return Status.decode(self.board.status(rank)) or Status()
+
+    def _step_of_all(self) -> int:
+        return max(self._status(rank).step for rank in range(self.count))
+
+    def _failure(self, failure: Mapping[str, object]) -> Cause:
+        texts = [json.loads(self.board.read(f"failure-{rank}") or "{}").get("text") for rank in range(self.count)]
+        text, rank = str(failure["text"]), int(str(failure["rank"]))
+        end = next(end for end in self.ended if end.rank == rank)
+        code = end.code if end.code > 0 else 1
+        if any(word in text for word in _MEMORY_WORDS):
+            text += f" ({self._memory(end)})"
+        everywhere = failure["ours"] and all(other == failure["text"] for other in texts)
+        who = "" if everywhere else f"{failure['who']} of {self.count} failed {failure['place']}: "
+        return Cause(who + text, code, f"{failure['kind']}: {text}", int(str(failure["step"])), hopeless=2 <= code <= 5)
+
+    def _death(self, end: Ended) -> Cause:
+        number = signal.Signals(-end.code)
+        status = self._status(end.rank)
+        text = f"{self._name(end)} was killed by signal {number.value} ({number.name}) {status.place}"
+        if number == signal.SIGKILL:
+            text += f", {self._memory(end)}"
+        return Cause(text, 128 + number.value, f"signal {number.value}", status.step)
+
+    def _odd_end(self, end: Ended) -> Cause:
+        status = self._status(end.rank)
+        text = f"{self._name(end)} ended with exit code {end.code} {status.place}"
+        return Cause(text, end.code, f"exit code {end.code}", status.step, hopeless=2 <= end.code <= 5)
+
+    def _memory(self, end: Ended) -> str:
+        total = memory_limit()
+        held = f"{_gib(end.peak_bytes)} of {_gib(total)}"
+        if _oom_kills() > self._oom_kills or end.peak_bytes * self.count > 0.7 * total:
+            return f"likely out of memory: RSS {held}"
+        return f"by someone, or for want of memory: RSS {held}"
+
+
+def memory_limit() -> int:
+    """Bytes that a process may hold: of the machine, its control group, and `ulimit -v`."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    address_space = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if address_space != resource.RLIM_INFINITY:
+        limits.append(address_space)
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        with suppress(OSError, ValueError):
+            limits.append(int((Path("/sys/fs/cgroup") / name).read_text()))
+    return min(limits)
+
+
+def _oom_kills() -> int:
+    """How many processes the kernel has killed for want of memory since it started; 0 where it does not say."""
+    with suppress(OSError, ValueError):
+        for line in Path("/proc/vmstat").read_text().splitlines():
+            name, _, value = line.partition(" ")
+            if name == "oom_kill":
+                return int(value)
+    return 0
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"
