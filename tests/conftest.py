@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from .e2e.warm import WarmProcess
 
 # A shell that runs the tests in the background has them ignore Ctrl-C, and so would every command that they start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -27,3 +30,11 @@ def shared() -> Path:
     if not folder.is_dir():
         pytest.skip(f"the folder of goldens and corpora is not at {folder}")
     return folder
+
+
+@pytest.fixture(scope="session")
+def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmProcess]:
+    """Runs training commands in processes that start in milliseconds."""
+    process = WarmProcess(tmp_path_factory.mktemp("commands"))
+    yield process
+    process.close()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from megalith.checkpoint import CheckpointContent, Chunk, DirectoryStore
+from megalith.checkpoint.formats.torch_dist import is_rng_object
 from megalith.train.metrics import read_metrics
 
 
@@ -22,7 +23,7 @@ def state_of(save: Path, iteration: int) -> dict[str, Any]:
     optimizer = {key: value for key, value in loaded.common["optimizer"].items()}
     return {
         **{key: tensor.contiguous().view(torch.uint8).numpy().tobytes() for key, tensor in tensors.items()},
-        "random": _bytes(loaded.objects["rng_state/shard_0.0_1.1"]),
+        **{key: _bytes(value) for key, value in loaded.objects.items() if is_rng_object(key)},
         "schedule": loaded.common["opt_param_scheduler"],
         "optimizer": _bytes(optimizer),
         "iteration": loaded.common["iteration"],

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +16,7 @@ from megalith.checkpoint import DirectoryStore
 from megalith.train.metrics import read_metrics
 
 from .test_resume import MODEL, command
-from .warm import WarmProcess
+from .warm import WarmProcess, free_port
 
 SHORT = ["--train-iters", 3, "--save-interval", 3, "--eval-interval", 3]
 
@@ -48,13 +47,6 @@ def test_every_launcher(repository: Path, tmp_path: Path, launcher: str) -> None
     assert DirectoryStore(save).latest() == 3
     if launcher == "python":
         assert finished.stderr == ""
-
-
-def free_port() -> int:
-    """A port that no one listens on at this moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def test_one_screen_of_start_up(warm: WarmProcess, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -44,6 +45,13 @@ for line in sys.stdin:
         os._exit(code)
     print(child, flush=True)
 """
+
+
+def free_port() -> int:
+    """A port that no one listens on at this moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 @dataclass(frozen=True)
@@ -114,6 +122,16 @@ class WarmProcess:
     def run(self, argv: Sequence[object], cwd: Path, **env: str) -> Finished:
         """Start it and wait for its end."""
         return self.start(argv, cwd, **env).finish()
+
+    def start_ranks(self, number: int, argv: Sequence[object], cwd: Path, **env: str) -> list[Running]:
+        """Start it once for each rank, as torchrun does: rank 0 first."""
+        place = {"WORLD_SIZE": number, "LOCAL_WORLD_SIZE": number, "MASTER_ADDR": "127.0.0.1"}
+        common = {**{name: str(value) for name, value in place.items()}, "MASTER_PORT": str(free_port()), **env}
+        return [self.start(argv, cwd, **common, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(number)]
+
+    def run_ranks(self, number: int, argv: Sequence[object], cwd: Path, **env: str) -> list[Finished]:
+        """Start all ranks and wait for their ends."""
+        return [running.finish() for running in self.start_ranks(number, argv, cwd, **env)]
 
     def close(self) -> None:
         self._process.stdin.close() if self._process.stdin else None

@@ -51,17 +51,22 @@ def run_case(
     name: str, golden: Goldens, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> tuple[dict[str, Any], str]:
     """Repeat a case in this process; returns its golden log and what was printed."""
-    case = golden.case("pretrain", name)
-    words = [word.replace("CKPT", str(tmp_path / "c")) for word in case["args"]]
-    if "--ckpt-format" in words:
-        words[words.index("--ckpt-format") + 1] = "torch_dist"
-    shutil.copytree(golden.path("train/data"), tmp_path / "data")
+    words = prepare_case(name, golden, tmp_path)
     monkeypatch.chdir(tmp_path)
     before = signal.getsignal(signal.SIGINT)
-    assert main(["train", *words, "--device", "cpu"]) == 0
+    assert main(["train", *words]) == 0
     assert signal.getsignal(signal.SIGINT) is before
     log = json.loads(golden.path(f"pretrain/{name}/log.json").read_text())
     return log, capsys.readouterr().out
+
+
+def prepare_case(name: str, golden: Goldens, folder: Path) -> list[str]:
+    """Lay the data of a case into the folder that it is to run in; returns its command line, saving to `c` there."""
+    words = [word.replace("CKPT", str(folder / "c")) for word in golden.case("pretrain", name)["args"]]
+    if "--ckpt-format" in words:
+        words[words.index("--ckpt-format") + 1] = "torch_dist"
+    shutil.copytree(golden.path("train/data"), folder / "data")
+    return [*words, "--device", "cpu"]
 
 
 def parse_iterations(text: str) -> list[dict[str, float]]:
@@ -83,6 +88,11 @@ def test_every_line_is_repeated(
     name: str, golden: Goldens, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log, text = run_case(name, golden, tmp_path, monkeypatch, capsys)
+    compare_iterations(name, log, text)
+    compare_validations(name, log, text)
+
+
+def compare_iterations(name: str, log: dict[str, Any], text: str) -> None:
     loss_tolerance = LOSS_TOLERANCE.get(name, LAST_DIGIT)
     # The original takes this norm in fp16, 0.003 off; ours is the true one.
     params_norm_tolerance = 1e-3 * 9.2 if name == "gpt2_fp16" else NORM
@@ -104,10 +114,10 @@ def test_every_line_is_repeated(
         assert own["num zeros"] == pytest.approx(theirs["num zeros"], abs=8), where
         exact = own.keys() - {"lm loss", "learning rate", "grad norm", "params norm", "num zeros"}
         assert {key: own[key] for key in exact} == {key: theirs[key] for key in exact}, where
-    compare_validations(name, log, text, loss_tolerance)
 
 
-def compare_validations(name: str, log: dict[str, Any], text: str, tolerance: float) -> None:
+def compare_validations(name: str, log: dict[str, Any], text: str) -> None:
+    tolerance = LOSS_TOLERANCE.get(name, LAST_DIGIT)
     pattern = r"^(-+)\n ( validation loss at iteration (\d+)(?: (on \w+ set))? \| (lm loss value: .*)) \n\1$"
     found = re.findall(pattern.replace("( validation", "(validation"), text, re.MULTILINE)
     assert len(found) == len(log["validation"])
@@ -127,6 +137,11 @@ def test_the_lines_around_training_are_megatrons(
     """Every line of ours that the original prints too is printed by it with the same words, in the same order."""
     printed = golden.path("pretrain/gpt2_torch_dist/log_rank0.txt").read_text()
     _, text = run_case("gpt2_torch_dist", golden, tmp_path, monkeypatch, capsys)
+    assert unknown_lines(text, printed) == []
+
+
+def unknown_lines(text: str, printed: str) -> list[str]:
+    """The lines of ours that are not Megatron's, or out of its order, but for those that are known to be ours alone."""
     theirs = [shape(line) for line in printed.splitlines()]
     position = 0
     missing = []
@@ -145,7 +160,7 @@ def test_the_lines_around_training_are_megatrons(
         "metrics and the",
         "try it",
     )
-    assert [line for line in missing if not line.startswith(ours) and not line.startswith(" [")] == []
+    return [line for line in missing if not line.startswith(ours) and not line.startswith(" [")]
 
 
 def shape(line: str) -> str:
@@ -163,21 +178,37 @@ def test_the_checkpoint_is_megatrons(
     name: str, golden: Goldens, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Of the same run both programs save the same keys, shapes and types with the same numbers."""
-    packed = golden.path(f"pretrain/{name}/ckpt.tar.xz")
+    theirs = unpack_checkpoint(name, golden, tmp_path)
     run_case(name, golden, tmp_path, monkeypatch, capsys)
-    with tarfile.open(packed) as archive:
-        archive.extractall(tmp_path / "theirs", filter="data")
-    ours, theirs = DirectoryStore(tmp_path / "c"), DirectoryStore(tmp_path / "theirs/ckpt")
+    ours = DirectoryStore(tmp_path / "c")
     contents = ours.contents(10)
     assert contents.objects == theirs.contents(10).objects
     assert contents.tensors == theirs.contents(10).tensors
+    compare_tensors(ours, theirs, contents)
+    compare_counters(ours, theirs)
+
+
+def unpack_checkpoint(name: str, golden: Goldens, folder: Path) -> DirectoryStore:
+    """The checkpoints that Megatron wrote in a case."""
+    with tarfile.open(golden.path(f"pretrain/{name}/ckpt.tar.xz")) as archive:
+        archive.extractall(folder / "theirs", filter="data")
+    return DirectoryStore(folder / "theirs/ckpt")
+
+
+def compare_tensors(ours: DirectoryStore, theirs: DirectoryStore, contents: Contents) -> None:
+    """The tensors of iteration 10 have the same numbers, up to rounding."""
     own, other = read_all(ours, contents), read_all(theirs, contents)
     # A weight moves by the rate, 1e-3 at most, in a step, whatever the size of its gradient: rounding noise in a
     # gradient of analytically zero (the key bias) shows at that scale.
     noise = {"atol": 6e-3, "rtol": 0.0}
-    exact = {"atol": 1e-6 if "bf16" not in name else 2e-4, "rtol": 1e-3 if "bf16" not in name else 3e-2}
+    bf16 = torch.bfloat16 in {tensor.dtype for tensor in other.values()}
+    exact = {"atol": 2e-4 if bf16 else 1e-6, "rtol": 3e-2 if bf16 else 1e-3}
     for key, tensor in other.items():
         torch.testing.assert_close(own[key], tensor, **(noise if key.endswith("linear_qkv.bias") else exact), msg=key)
+
+
+def compare_counters(ours: DirectoryStore, theirs: DirectoryStore) -> None:
+    """So are the schedule and the counters."""
     mine, common = ours.common(10), theirs.common(10)
     assert mine["opt_param_scheduler"] == common["opt_param_scheduler"]
     assert (mine["iteration"], mine["checkpoint_version"]) == (common["iteration"], common["checkpoint_version"])

@@ -231,7 +231,8 @@ def _load(
     if resumed.schedule is not None:
         for line in console.schedule_lines(resumed.schedule.values, overridden=resumed.schedule.overridden):
             screen.say(line)
-    screen.say(console.loaded_line(load, found.iteration))
+    layout = state.context.layout
+    screen.say(console.loaded_line(load, found.iteration, tensor=layout.tp, pipeline=layout.pp))
     held = DirectoryStore(save).iterations() if save else []
     anew = config.checkpoint.finetune or config.checkpoint.ckpt_step is not None
     if held and held[-1] > state.iteration and (load != save or anew):

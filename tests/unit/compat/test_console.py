@@ -84,6 +84,8 @@ def test_checkpoint_lines() -> None:
         "  [2026-11-21 11:04:26.853322] successfully saved checkpoint from iteration       5 to C [ t 1/1, p 1/1 ]"
     )
     assert console.loading_line("C", 3, distributed=False) == " loading checkpoint from C at iteration 3"
+    assert console.saved_line(5, "C", NOW, tensor=2, pipeline=4).endswith(" to C [ t 1/2, p 1/4 ]")
+    assert console.loaded_line("C", 3, tensor=2).endswith("from C [ t 1/2, p 1/1 ] at iteration 3")
     assert console.loaded_line("C", 3) == "  successfully loaded checkpoint from C [ t 1/1, p 1/1 ] at iteration 3"
     values = [("warmup iterations", 25600.0), ("learning rate decay style", "cosine")]
     assert console.schedule_lines(values, overridden=False) == [

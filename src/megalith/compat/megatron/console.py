@@ -162,11 +162,11 @@ def saving_line(iteration: int, directory: str, form: str, moment: datetime) -> 
     return f"[{stamp(moment)}] saving checkpoint at iteration {iteration:7d} to {directory} in {form} format"
 
 
-def saved_line(iteration: int, directory: str, moment: datetime) -> str:
-    """After a checkpoint is complete on disk."""
+def saved_line(iteration: int, directory: str, moment: datetime, *, tensor: int = 1, pipeline: int = 1) -> str:
+    """After a checkpoint is complete on disk: the first of `tensor` and `pipeline` ranks says so."""
     return (
         f"  [{stamp(moment)}] successfully saved checkpoint from iteration {iteration:7d} to {directory} "
-        "[ t 1/1, p 1/1 ]"
+        f"[ t 1/{tensor}, p 1/{pipeline} ]"
     )
 
 
@@ -196,9 +196,10 @@ def schedule_lines(values: Sequence[tuple[str, Any]], *, overridden: bool) -> li
     return [f" > using checkpoint value {value} for {name}" for name, value in values]
 
 
-def loaded_line(directory: str, iteration: int) -> str:
-    """After a checkpoint is loaded."""
-    return f"  successfully loaded checkpoint from {directory} [ t 1/1, p 1/1 ] at iteration {iteration}"
+def loaded_line(directory: str, iteration: int, *, tensor: int = 1, pipeline: int = 1) -> str:
+    """After a checkpoint is loaded, as `saved_line`."""
+    place = f"[ t 1/{tensor}, p 1/{pipeline} ]"
+    return f"  successfully loaded checkpoint from {directory} {place} at iteration {iteration}"
 
 
 # Exits

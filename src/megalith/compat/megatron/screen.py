@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TextIO
 
 from megalith.compat.megatron import console
+from megalith.layout import Layout
 from megalith.train.hooks import Hook
 from megalith.train.results import Ending, Evaluation, SavedCheckpoint, WindowReport
 from megalith.train.streams import drop, warn
@@ -91,11 +92,12 @@ class MegatronConsole(Hook):
     Args:
         screen: where to.
         save: the checkpoint folder; None where the run does not save.
+        layout: of the ranks that save together.
         throughput: TFLOP/s in the iteration lines (`--log-throughput`).
     """
 
-    def __init__(self, screen: Screen, save: str | None, *, throughput: bool = False) -> None:
-        self._screen, self._save, self._throughput = screen, save or "", throughput
+    def __init__(self, screen: Screen, save: str | None, layout: Layout, *, throughput: bool = False) -> None:
+        self._screen, self._save, self._layout, self._throughput = screen, save or "", layout, throughput
         self._last_window: WindowReport | None = None
 
     def after_window(self, report: WindowReport) -> None:
@@ -118,7 +120,10 @@ class MegatronConsole(Hook):
         self._screen.say(console.saving_line(iteration, self._save, "torch_dist", datetime.now()))
 
     def after_save(self, saved: SavedCheckpoint) -> None:
-        self._screen.say(console.saved_line(saved.iteration, self._save, datetime.now()))
+        tensor, pipeline = self._layout.tp, self._layout.pp
+        self._screen.say(
+            console.saved_line(saved.iteration, self._save, datetime.now(), tensor=tensor, pipeline=pipeline)
+        )
 
     def after_training(self, iteration: int) -> None:
         self._screen.say(console.milestone_line("after training is done", datetime.now()))
