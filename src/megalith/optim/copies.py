@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from megalith.distributed.context import Axis, ParallelContext
 from megalith.models.gpt import GPT, named_placements
 from megalith.nn.placement import Placement, Replicated, dim_of, global_shape, local_pieces
-from megalith.nn.region import SOLO
 from megalith.parallel.data import Copies
 
 
@@ -20,9 +19,8 @@ def copies_of(chunks: Iterable[GPT], ctx: ParallelContext) -> dict[str, tuple[Co
     """
     table: dict[str, tuple[Copies, ...]] = {}
     for chunk in chunks:
-        partial = any(getattr(layer, "region", SOLO).partial_gradients for layer in chunk.modules())
         for name, parameter, placement in named_placements(chunk):
-            table[name] = _over_tensor_parallel(placement, parameter.shape, ctx.tp, partial)
+            table[name] = _over_tensor_parallel(placement, parameter.shape, ctx.tp, chunk.region.partial_gradients)
         if chunk.shared_weight is not None and ctx.ends is not None:
             copied = chunk.shared_weight == chunk.copied_weight
             table[chunk.shared_weight] += (Copies(ctx.ends, first=not copied, partial=True),)

@@ -7,7 +7,7 @@
 
 Which rows of a parameter are where is said by its placement (nn.placement), how the movements overlap the products by
 nn.linear and nn.loss. Here is what moves. What is left for the end of the backward passes, the sum of gradients of rows
-that several ranks hold and of which each has computed a part, is in parallel.data (`copies_of`).
+that several ranks hold and of which each has computed a part, is in optim.copies.
 """
 
 from __future__ import annotations
