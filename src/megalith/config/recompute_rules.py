@@ -18,8 +18,8 @@ def whole_layers_are_recomputed_by_a_method(draft: Draft) -> str:
         return ""
     missing = {
         "recompute_method": "--recompute-method uniform (all layers, in groups) or block (the first of each stage)",
-        "recompute_num_layers": "--recompute-num-layers N (layers of a group, or from the first on; 1 saves most, "
-        "and was the default of older Megatron versions)",
+        "recompute_num_layers": "--recompute-num-layers N (layers of a group, or from the first on; 1 was the default "
+        "of older Megatron versions)",
     }
     lacking = " and ".join(text for name, text in missing.items() if name not in given)
     return f"--recompute-granularity full requires {lacking}"
