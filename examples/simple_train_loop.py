@@ -1,74 +1,77 @@
-"""The core as a library: build a small GPT, train it on mock data, save it and load it again. No globals, no flags.
+"""The core as a library: a small GPT in any layout of processes, trained on mock data, saved and loaded. No globals.
 
-python examples/simple_train_loop.py
+The losses are the same alone, with the layers divided between two processes, and with a pipeline of two stages:
+    python examples/simple_train_loop.py
+    torchrun --nproc_per_node 2 examples/simple_train_loop.py --tp 2
+    torchrun --nproc_per_node 2 examples/simple_train_loop.py --pp 2
 """
 
 from __future__ import annotations
 
-import tempfile
+import argparse
+import os
 
 import torch
 
-from megalith.checkpoint import CheckpointContent, DirectoryStore
-from megalith.checkpoint.formats.torch_dist import model_chunks
-from megalith.config import DataConfig, ModelConfig, OptimizerConfig, PrecisionConfig
-from megalith.data.build import build_gpt_datasets
-from megalith.data.loader import BatchLoader
+from megalith.assemble.data import build_datasets, build_loaders
+from megalith.assemble.model import build_chunks, build_run_optimizer, draw_weights
+from megalith.assemble.ranks import join_ranks
+from megalith.assemble.schedule import build_schedule
+from megalith.checkpoint import DirectoryStore
+from megalith.config import RunConfig, from_values
+from megalith.distributed import comm
+from megalith.distributed.context import ParallelContext
 from megalith.distributed.rng import RandomStreams
-from megalith.models.gpt import GPT, named_placements
-from megalith.models.initialise import initialise
-from megalith.optim import build_optimizer
-from megalith.schedules.learning_rate import LearningRateSchedule
-from megalith.schedules.parameters import ParameterSchedule
-from megalith.schedules.weight_decay import WeightDecaySchedule
-from megalith.tokenizers.null import NullTokenizer
+from megalith.tokenizers import build_tokenizer
+from megalith.train.agreement import Agreement, NeverStop
+from megalith.train.checkpointing import content_of, find_checkpoint, restore
 from megalith.train.state import TrainState
 from megalith.train.step import train_step
 
-SEED, SEQUENCE, BATCH, STEPS = 123, 64, 8, 5
+MODEL = {"num_layers": 2, "hidden_size": 12, "num_attention_heads": 4, "max_position_embeddings": 64}
+NO_DROPOUT = {"hidden_dropout": 0.0, "attention_dropout": 0.0}  # which is drawn in another order in each layout
+DATA = {"mock_data": True, "seq_length": 64, "tokenizer_type": "NullTokenizer", "vocab_size": 99}
+TRAINING = {"train_iters": 5, "global_batch_size": 8, "micro_batch_size": 2, "lr": 0.001, "eval_iters": 0}
+VOCABULARY = 100  # the tokens and the end of a document
 
 
-def build_model() -> GPT:
-    config = ModelConfig(num_layers=2, hidden_size=12, num_attention_heads=4, max_position_embeddings=SEQUENCE)
-    model = GPT(config, vocab_size=100)
-    initialise(model, SEED)
-    return model
+def build(run: RunConfig, context: ParallelContext) -> TrainState:
+    """The part of the model that this process computes, and its optimizer."""
+    streams = RandomStreams(run.train.seed, context)
+    chunks = build_chunks(run, VOCABULARY, context, streams.own)
+    draw_weights(run, chunks, streams, context)
+    optimizer = build_run_optimizer(run, chunks, context)
+    return TrainState(chunks, optimizer, streams, build_schedule(run), context=context)
 
 
-def build_loader() -> BatchLoader:
-    data = DataConfig(mock_data=True, seq_length=SEQUENCE)
-    datasets = build_gpt_datasets(data, NullTokenizer(99), sizes=(1000, None, None), seed=SEED)
-    assert datasets.train is not None
-    return BatchLoader(datasets.train, micro_batch_size=BATCH, consumed_samples=0, num_workers=0)
-
-
-def train(model: GPT) -> None:
-    total = STEPS * BATCH
-    schedule = ParameterSchedule(
-        LearningRateSchedule(0.001, 0.001, total, "constant"), WeightDecaySchedule(0, 0, total)
-    )
-    optimizer = build_optimizer(model, OptimizerConfig(), PrecisionConfig())
-    state = TrainState((model,), optimizer, RandomStreams(SEED), schedule)
-    loader = build_loader()
-    for _ in range(STEPS):
-        result = train_step(state, loader, num_micro_batches=1)
-        print(f"step {result.iteration}: loss {result.loss:.4f}, gradient norm {result.grad_norm:.3f}")
-
-
-def content_of(model: GPT) -> CheckpointContent:
-    return CheckpointContent(chunks=model_chunks(named_placements(model), model.config.num_layers))
+def train(run: RunConfig, state: TrainState) -> None:
+    context = state.context
+    batches = build_loaders(run, build_datasets(run, build_tokenizer(run.tokenizer)), context.dp.index).train
+    totals = Agreement(NeverStop(), context, counts=state.speaks).totals
+    for _ in range(run.train_iters):
+        result = train_step(state, batches, run.num_micro_batches, totals=totals)
+        if context.rank == 0:
+            print(f"step {result.iteration}: loss {result.loss:.4f}, gradient norm {result.grad_norm:.3f}")
+    batches.close()
 
 
 def main() -> None:
-    model = build_model()
-    train(model)
-    with tempfile.TemporaryDirectory() as folder:
-        store = DirectoryStore(folder)
-        store.save(STEPS, content_of(model), {"example": "simple_train_loop"})
-        copy = build_model()
-        store.load(STEPS, content_of(copy))
-    same = all(torch.equal(a, b) for a, b in zip(model.parameters(), copy.parameters(), strict=True))
-    print(f"saved and loaded: {'every weight is equal' if same else 'the weights differ'}")
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--tp", type=int, default=1, help="processes that divide each layer")
+    parser.add_argument("--pp", type=int, default=1, help="processes in a pipeline")
+    parser.add_argument("--save", default="checkpoints/simple", help="folder of the checkpoint")
+    flags = parser.parse_args()
+    layout = {"tensor_model_parallel_size": flags.tp, "pipeline_model_parallel_size": flags.pp}
+    run = from_values({**MODEL, **NO_DROPOUT, **DATA, **TRAINING, **layout}, environ=os.environ)
+    with join_ranks(run) as context:
+        state, copy = build(run, context), build(run, context)
+        train(run, state)
+        store = DirectoryStore(flags.save, context)
+        store.save(state.iteration, content_of(state, run), {"example": "simple_train_loop"})
+        restore(store, find_checkpoint(store, state.iteration), copy, run)
+        equal = all(torch.equal(a, b) for a, b in zip(state.model.parameters(), copy.model.parameters(), strict=True))
+        if all(comm.all_gather_objects(equal, context.world)) and context.rank == 0:
+            print(f"saved and loaded: every weight is equal; the checkpoint is in {flags.save}")
 
 
 if __name__ == "__main__":

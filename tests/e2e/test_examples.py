@@ -16,14 +16,27 @@ from megalith.tokenizers import train_byte_level_bpe
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
-def test_simple_train_loop(repository: Path, tmp_path: Path) -> None:
-    path = repository / "examples/simple_train_loop.py"
-    assert len(path.read_text().splitlines()) < 80
-    done = subprocess.run([sys.executable, str(path)], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True)
+def _train_loop(repository: Path, folder: Path, ranks: int, flags: str) -> list[str]:
+    """What the train loop of the examples prints on so many processes, torchrun's own lines left out."""
+    words = [str(repository / "examples/simple_train_loop.py"), *shlex.split(flags)]
+    if ranks > 1:
+        words = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), *words]
+    done = subprocess.run([sys.executable, *words], cwd=folder, env=ENVIRONMENT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", done.stdout)]
+    return done.stdout.splitlines()
+
+
+def test_simple_train_loop_prints_the_same_losses_in_every_layout(repository: Path, tmp_path: Path) -> None:
+    assert len((repository / "examples/simple_train_loop.py").read_text().splitlines()) < 80
+    alone = _train_loop(repository, tmp_path, 1, "")
+    losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d{4}),", "\n".join(alone))]
     assert len(losses) == 5 and losses[-1] < losses[0]
-    assert "every weight is equal" in done.stdout
+    assert alone[5:] == ["saved and loaded: every weight is equal; the checkpoint is in checkpoints/simple"]
+    saved = tmp_path / "checkpoints/simple/iter_0000005"
+    assert {file.name[:4] for file in saved.glob("*.distcp")} == {"__0_"}
+    for flags in ("--tp 2", "--pp 2"):
+        assert _train_loop(repository, tmp_path, 2, flags) == alone
+        assert {file.name[:4] for file in saved.glob("*.distcp")} == {"__0_", "__1_"}, "both ranks write their part"
 
 
 def _run_script(repository: Path, folder: Path, name: str, smaller: str) -> str:

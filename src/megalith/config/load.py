@@ -50,19 +50,27 @@ def load(argv: Sequence[str], environ: Mapping[str, str] | None = None, *, files
     return RunConfig(**_groups_of(run), notes=_notes(readings, run, given), given=frozenset(given))
 
 
-def from_values(values: Mapping[str, Any], *, files: bool = True) -> RunConfig:
+def from_values(
+    values: Mapping[str, Any], *, environ: Mapping[str, str] | None = None, files: bool = True
+) -> RunConfig:
     """A checked configuration from a flat mapping, setting name -> value, for use as a library.
+
+    Args:
+        values: what is not here takes its default.
+        environ: where a launcher's variables are, such as `os.environ`; one process if None.
+        files: whether data and tokenizer files must exist.
 
     Raises:
         ConfigError: with every violation found, and every name that is not a setting.
     """
-    problems = [f"no setting is called {name}" for name in values if name not in all_settings()]
-    known = {
+    launch = _read_environment(environ or {})
+    problems = [*launch.problems, *(f"no setting is called {name}" for name in values if name not in all_settings())]
+    known = launch.values | {
         name: tuple(value) if all_settings()[name].many else value
         for name, value in values.items()
         if name in all_settings()
     }
-    run, more_problems = _build(known, set(), files=files)
+    run, more_problems = _build(known, launch.faulty, files=files)
     if problems + more_problems:
         raise ConfigError(problems + more_problems)
     return run

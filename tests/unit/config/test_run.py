@@ -113,6 +113,16 @@ def test_values_are_checked_like_flags() -> None:
     assert len(caught.value.violations) == 2
 
 
+def test_values_with_what_a_launcher_says() -> None:
+    by_hand = {"RANK": "1", "WORLD_SIZE": "2"}
+    assert from_values({**VALUES, "tensor_model_parallel_size": 2}, environ=by_hand).launch.rank == 1
+    with pytest.raises(ConfigError, match="needs a multiple of 3 processes and 2 processes were started"):
+        from_values({**VALUES, "context_parallel_size": 3}, environ=by_hand)
+    with pytest.raises(ConfigError, match=r"WORLD_SIZE=2 is set and RANK is not"):
+        from_values(VALUES, environ={"WORLD_SIZE": "2"})
+    assert from_values(VALUES).launch.world_size == 1, "the environment is read where it is given"
+
+
 def test_groups_are_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         from_values(VALUES).model.num_layers = 3  # type: ignore[misc]
