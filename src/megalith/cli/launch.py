@@ -84,10 +84,10 @@ def _verdict(failed: _Failed, previous: _Failed | None, number: int, restarts: i
     """Why there is no further attempt; empty if there is one."""
     if restarts and failed.cause.hopeless:
         return "a restart cannot mend this"
-    if failed.repeats(previous):
-        return f"the same happened twice and nothing was saved between: no use in restart {number + 1} of {restarts}"
     if number == restarts:
         return f"all {restarts} restarts are used up" if restarts else "not started again"
+    if failed.repeats(previous):
+        return f"the same happened twice and nothing was saved between: no use in restart {number + 1} of {restarts}"
     return ""
 
 

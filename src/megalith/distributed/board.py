@@ -51,6 +51,9 @@ PHASES = {
 }
 """Points of a step -> where that is, in words. Points that are not here belong to a save."""
 
+MESSAGE = "message"
+"""In place of a collective: a message between two ranks, of which the other is then the axis."""
+
 
 @dataclass(frozen=True)
 class Status:
@@ -85,6 +88,8 @@ class Status:
         """Step and phase, and what it waits for."""
         if not self.waits:
             return self.place
+        if self.operation == MESSAGE:
+            return f"{self.place}, waiting for a message of rank {self.axis}"
         return f"{self.place}, waiting in {self.operation} over {self.axis} (collective {self.count})"
 
     def encode(self) -> bytes:

@@ -29,8 +29,8 @@ class Observer(Protocol):
         """It has been started (or has ended, if it does not run in the background)."""
         ...
 
-    def waiting(self) -> None:
-        """This rank needs the result of what it has started, and waits."""
+    def waiting(self, peer: int | None = None) -> None:
+        """This rank needs the result of what it has started, or the message of a peer, and waits."""
         ...
 
     def waited(self) -> None:

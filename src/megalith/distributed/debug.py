@@ -42,9 +42,9 @@ class Observers:
         for observer in self._observers:
             observer.after(operation, axis)
 
-    def waiting(self) -> None:
+    def waiting(self, peer: int | None = None) -> None:
         for observer in self._observers:
-            observer.waiting()
+            observer.waiting(peer)
 
     def waited(self) -> None:
         for observer in self._observers:
@@ -78,7 +78,7 @@ class CollectiveCheck:
     def after(self, operation: str, axis: Axis) -> None:
         """Nothing is left to compare."""
 
-    def waiting(self) -> None:
+    def waiting(self, peer: int | None = None) -> None:
         """A wait is no collective."""
 
     def waited(self) -> None:

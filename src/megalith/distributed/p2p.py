@@ -23,8 +23,8 @@ from megalith.layout import Layout
 class WaitObserver(Protocol):
     """Is told when this rank waits for another: the part of `context.Observer` that concerns single messages."""
 
-    def waiting(self) -> None:
-        """A message is needed that may not be there."""
+    def waiting(self, peer: int | None = None) -> None:
+        """A message from or to `peer` is needed that may not be there."""
         ...
 
     def waited(self) -> None:
@@ -104,17 +104,18 @@ class Transfer:
     It keeps the tensor and the handle alive: gloo loses a message whose handle is dropped before it is complete.
     """
 
-    def __init__(self, tensor: Tensor, work: Any, observer: WaitObserver | None = None) -> None:
-        self._tensor, self._work, self._observer = tensor, work, observer
+    def __init__(self, tensor: Tensor, work: Any, edge: Edge) -> None:
+        self._tensor, self._work, self._edge = tensor, work, edge
 
     def wait(self) -> Tensor:
         """The tensor once it is complete: received and readable, or sent and free to be written to."""
         if self._work is not None:
-            if self._observer is not None:
-                self._observer.waiting()
+            observer = self._edge.observer
+            if observer is not None:
+                observer.waiting(self._edge.peer)
             self._work.wait()
-            if self._observer is not None:
-                self._observer.waited()
+            if observer is not None:
+                observer.waited()
             self._work = None
         return self._tensor
 
@@ -122,10 +123,10 @@ class Transfer:
 def send(tensor: Tensor, edge: Edge) -> Transfer:
     """Start sending; the memory must be left alone until the transfer is complete."""
     dense = tensor.detach().contiguous()
-    return Transfer(dense, dist.isend(dense, edge.peer, group=edge.group), edge.observer)
+    return Transfer(dense, dist.isend(dense, edge.peer, group=edge.group), edge)
 
 
 def receive(edge: Edge, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Transfer:
     """Start receiving a tensor of this shape and dtype: the next one that the other end sends."""
     tensor = torch.empty(tuple(shape), dtype=dtype, device=device)
-    return Transfer(tensor, dist.irecv(tensor, edge.peer, group=edge.group), edge.observer)
+    return Transfer(tensor, dist.irecv(tensor, edge.peer, group=edge.group), edge)

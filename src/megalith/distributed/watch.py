@@ -25,6 +25,7 @@ from typing import NoReturn
 from torch import Tensor
 
 from megalith.distributed.board import (
+    MESSAGE,
     Board,
     BoardGone,
     Identity,
@@ -104,7 +105,8 @@ class Watch:
         self._step, self._phase = 0, "start"
         self._operation, self._axis, self._count, self._waits = "-", "-", 0, False
         self._since, self._beat = time.monotonic(), 0
-        self._in_collective, self._starting = False, True
+        self._in_collective = False
+        self._starting, self._first_step = True, 0
         self._board: Board | None = None
         self._identity, self._size = Identity(0, os.uname().nodename, os.getpid()), 1
         self._done = threading.Event()
@@ -114,7 +116,9 @@ class Watch:
 
     def at(self, point: str, step: int) -> None:
         """A point of a step is passed (train/faults.py)."""
-        self._starting = self._starting and (self._step in (0, step) or point in ("load", "left", "failed"))
+        if point == "data":
+            self._first_step = self._first_step or step
+            self._starting = self._starting and step == self._first_step
         self._step, self._phase, self._waits, self._in_collective = step, point, False, False
         self._since = time.monotonic()
         if self._board is not None and self._board.immediate:
@@ -128,7 +132,9 @@ class Watch:
     def after(self, operation: str, axis: Axis) -> None:
         self.waited()
 
-    def waiting(self) -> None:
+    def waiting(self, peer: int | None = None) -> None:
+        if peer is not None:
+            self._operation, self._axis = MESSAGE, str(peer)
         self._since, self._waits, self._in_collective = time.monotonic(), True, True
 
     def waited(self) -> None:

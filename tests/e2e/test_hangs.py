@@ -1,0 +1,102 @@
+"""No hang without a named rank: who sleeps, is stopped, leaves, fails or dies is named with step and phase (F09)."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from .hand_launched import MODEL, start_ranks, write_text
+from .warm import Finished, WarmProcess
+
+TIMEOUT = 3
+LAYOUTS = {
+    "dp2": [],
+    "tp2": ["--tensor-model-parallel-size", 2],
+    "pp2": ["--pipeline-model-parallel-size", 2],
+}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_text(tmp_path_factory.mktemp("text"))
+
+
+def run_with_a_fault(warm: WarmProcess, cwd: Path, text: Path, layout: str, fault: str) -> tuple[list[Finished], float]:
+    """Run two ranks to the end of a fault at step 4; returns their ends and the seconds since step 3."""
+    words = [*MODEL, "--data-path", text, "--train-iters", 10, *LAYOUTS[layout]]
+    words += ["--distributed-timeout-seconds-after-init", TIMEOUT]
+    ranks = start_ranks(warm, cwd, words, MEGALITH_FAULT=fault)
+    deadline = time.monotonic() + 60.0
+    while "iteration        3/" not in ranks.text:
+        assert time.monotonic() < deadline, ranks.text
+        time.sleep(0.01)
+    at_step_3 = time.monotonic()
+    return ranks.finish(), time.monotonic() - at_step_3
+
+
+@pytest.mark.parametrize(
+    ("layout", "rank", "point", "place"),
+    [("dp2", 1, "fwd", "in forward"), ("tp2", 0, "bwd", "in backward"), ("pp2", 1, "data", "while reading data")],
+)
+def test_a_rank_that_sleeps(
+    warm: WarmProcess, tmp_path: Path, text: Path, layout: str, rank: int, point: str, place: str
+) -> None:
+    ends, seconds = run_with_a_fault(warm, tmp_path, text, layout, f"sleep@rank={rank},step=4,point={point}")
+    assert seconds < TIMEOUT + 8
+    assert [end.code for end in ends] == [6, 6]
+    report = "".join(end.text for end in ends)
+    assert len(re.findall(rf"rank {rank} \(\S+, process \d+\) of 2 does not take part at step 4 {place}", report)) == 1
+    # The stacks of both: of the one that sleeps, and of the one that waits.
+    assert "time.sleep(3600.0)" in report
+    assert re.search(rf"rank {1 - rank} .* has waited [3-7]\.\d s at step 4 .*waiting (in|for)", report)
+
+
+@pytest.mark.parametrize("layout", ["dp2", "pp2"])
+def test_a_rank_that_is_stopped(warm: WarmProcess, tmp_path: Path, text: Path, layout: str) -> None:
+    ends, seconds = run_with_a_fault(warm, tmp_path, text, layout, "stop@rank=0,step=4,point=fwd")
+    assert seconds < TIMEOUT + 8
+    assert [end.code for end in ends] == [-9, 6]  # it could not leave by itself
+    assert re.search(r"rank 0 \(\S+, process \d+\) of 2 is stopped at step 4 in forward; the others", ends[1].text)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_rank_that_dies(warm: WarmProcess, tmp_path: Path, text: Path, layout: str) -> None:
+    ends, seconds = run_with_a_fault(warm, tmp_path, text, layout, "kill9@rank=1,step=4,point=bwd")
+    assert seconds < TIMEOUT + 8
+    assert [end.code for end in ends] == [6, -9]
+    assert re.search(r"megalith train: rank 1 \(\S+, process \d+\) of 2 died at step 4 in backward", ends[0].text)
+    assert "Traceback" not in ends[0].text
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_rank_that_raises(warm: WarmProcess, tmp_path: Path, text: Path, layout: str) -> None:
+    ends, seconds = run_with_a_fault(warm, tmp_path, text, layout, "raise@rank=0,step=4,point=opt")
+    assert seconds < TIMEOUT + 8
+    assert [end.code for end in ends] == [1, 6]
+    first = (
+        r"megalith train: rank 0 \(\S+, process \d+\) of 2 failed first, at step 4 in the optimizer step: RuntimeError"
+    )
+    assert re.search(first, ends[1].text)
+    assert "Traceback" in ends[0].text and "Traceback" not in ends[1].text
+
+
+def test_a_rank_that_leaves(warm: WarmProcess, tmp_path: Path, text: Path) -> None:
+    ends, seconds = run_with_a_fault(warm, tmp_path, text, "dp2", "leave@rank=1,step=4,point=fwd")
+    assert seconds < TIMEOUT + 8
+    assert ends[0].code == 6
+    assert re.search(r"rank 1 \(\S+, process \d+\) of 2 left the run at step 4", ends[0].text)
+
+
+def test_nothing_is_left_behind(warm: WarmProcess, tmp_path: Path, text: Path) -> None:
+    memory = Path("/dev/shm")
+    before = set(memory.glob("megalith-*"))
+    words = [*MODEL, "--data-path", text, "--train-iters", 3]
+    clean = start_ranks(warm, tmp_path, words).finish()
+    assert [end.code for end in clean] == [0, 0], clean
+    assert clean[1].text == ""  # one rank speaks
+    assert "WARNING" not in clean[0].text and "[W" not in clean[0].text
+    run_with_a_fault(warm, tmp_path, text, "dp2", "kill9@rank=0,step=4,point=bwd")
+    assert set(memory.glob("megalith-*")) <= before
