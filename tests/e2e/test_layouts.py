@@ -1,0 +1,101 @@
+"""Runs on several ranks as a user has them: bit-exact resumes, kills, signals, and the walkthrough's commands.
+
+The ranks are real processes in the environment that torchrun gives them; torchrun itself starts where its own conduct
+matters.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megalith.checkpoint import DirectoryStore
+
+from .checkpoints import assert_same, curve_of, state_of
+from .test_signals import processes_with, stopped_at, wait_for
+from .warm import Finished, Running, WarmProcess
+
+TP2, PP2, CP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2", "--context-parallel-size 2"
+ZERO, FP16 = "--use-distributed-optimizer", "--fp16 --initial-loss-scale 16777216 --loss-scale-window 3"
+VPP2 = f"{PP2} --num-virtual-stages-per-pipeline-rank 2"
+DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
+
+
+def model(repository: Path, folder: Path) -> list[object]:
+    """A GPT of four layers on Shakespeare, the indices of the data kept in the folder."""
+    data = repository / "tests/parity/fixtures/golden/train/data"
+    return [
+        *("--num-layers", 4, "--hidden-size", 16, "--num-attention-heads", 4, "--seq-length", 16),
+        *("--max-position-embeddings", 16, "--micro-batch-size", 1, "--global-batch-size", 8, "--num-workers", 1),
+        *("--lr", 1e-2, "--lr-decay-style", "cosine", "--min-lr", 1e-3, "--lr-warmup-iters", 2, "--weight-decay", 0.1),
+        *("--data-path", data / "shakes_text_document", "--data-cache-path", folder / "cache", "--split", "90,10,0"),
+        *("--vocab-file", data / "vocab.json", "--merge-file", data / "merges.txt", "--eval-iters", 1),
+        *("--make-vocab-size-divisible-by", 8, "--log-interval", 1, "--distributed-backend", "gloo", "--device", "cpu"),
+    ]
+
+
+@pytest.fixture(scope="module")
+def words(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> list[object]:
+    return model(repository, tmp_path_factory.mktemp("data"))
+
+
+def text_of(finished: list[Finished], codes: int = 0) -> str:
+    """What the first rank printed; all ranks have ended alike, and the others had nothing to say."""
+    assert [one.code for one in finished] == [codes] * len(finished), "\n".join(one.text for one in finished)
+    assert [one.text for one in finished[1:] if one.text] == []
+    return finished[0].text
+
+
+def saving(save: Path) -> list[object]:
+    return ["--save", save, "--load", save]
+
+
+RESUMES = {
+    "dp2": (2, f"{DROPOUT}"),
+    "dp2-zero1-bf16": (2, f"{ZERO} --bf16 {DROPOUT}"),
+    "tp2": (2, f"{TP2} {DROPOUT}"),
+    "tp2-sp-fp16": (2, f"{TP2} --sequence-parallel {FP16} {DROPOUT}"),
+    "pp2": (2, f"{PP2} {DROPOUT}"),
+    "pp2-vpp2": (2, f"{VPP2} {DROPOUT}"),
+    "cp2": (2, f"{CP2} {DROPOUT}"),
+    "tp2-pp2": (4, f"{TP2} {PP2} {DROPOUT}"),
+    "dp2-zero1": (2, f"{ZERO} {DROPOUT}"),
+    "tp2-sp": (2, f"{TP2} --sequence-parallel {DROPOUT}"),
+    "pp2-fp16": (2, f"{PP2} {FP16} {DROPOUT}"),
+    "pp2-dp2-zero1-bf16": (4, f"{PP2} {ZERO} --bf16 {DROPOUT}"),
+    "tp2-cp2-fp16": (4, f"{TP2} {CP2} {FP16} {DROPOUT}"),
+    "tp2-dp2-zero1-fp16": (4, f"{TP2} {ZERO} {FP16} {DROPOUT}"),
+}
+ALWAYS = ("dp2-zero1-bf16", "tp2-sp-fp16", "pp2-vpp2", "cp2", "tp2-pp2")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if case in ALWAYS else pytest.mark.full) for case in RESUMES]
+)
+def test_twice_the_steps_are_steps_and_a_restart_and_steps(
+    warm: WarmProcess, tmp_path: Path, words: list[object], case: str
+) -> None:
+    """F01: losses, norms, rates, every tensor of the checkpoint and every random state are the same bytes."""
+    number, layout = RESUMES[case]
+    common = [*words, *layout.split(), "--train-iters", 8, "--eval-interval", 3, "--save-interval", 8]
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    straight = text_of(warm.run_ranks(number, [*common, *saving(whole)], tmp_path))
+    first = text_of(warm.run_ranks(number, [*common, *saving(halves), "--exit-interval", 4], tmp_path))
+    assert "[exiting program at iteration 4] datetime" in first
+    second = text_of(warm.run_ranks(number, [*common, *saving(halves)], tmp_path))
+    assert f" loading distributed checkpoint from {halves} at iteration 4" in second
+    assert_same(state_of(whole, 8), state_of(halves, 8))
+    assert len(curve_of(whole)) == 8 and curve_of(whole) == curve_of(halves)
+    assert validations(straight) == validations(first) + validations(second)
+    assert ("number of skipped iterations:   1" in straight) == ("fp16" in case)
+
+
+def validations(text: str) -> list[str]:
+    return re.findall(r"validation loss at iteration .*", text)
