@@ -6,17 +6,20 @@ matters.
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from megalith.checkpoint import DirectoryStore
+from megalith.train.faults import POINTS
 
 from .checkpoints import assert_same, curve_of, state_of
 from .test_signals import processes_with, stopped_at, wait_for
@@ -99,3 +102,69 @@ def test_twice_the_steps_are_steps_and_a_restart_and_steps(
 
 def validations(text: str) -> list[str]:
     return re.findall(r"validation loss at iteration .*", text)
+
+
+# Kills. The other rank is not left waiting: it ends by itself, and the same command goes on.
+
+KILLS = {"tp2": f"{TP2} {DROPOUT}", "dp2-zero1": f"{ZERO} {DROPOUT}", "pp2-vpp2": f"{VPP2} {DROPOUT}"}
+PLAN = ["--train-iters", 8, "--eval-interval", 4, "--save-interval", 3]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(
+    warm: WarmProcess, tmp_path_factory: pytest.TempPathFactory, words: list[object]
+) -> Callable[[str], Path]:
+    """The folder of a run of two ranks in a layout of `KILLS` that nothing befell."""
+    folders: dict[str, Path] = {}
+
+    def run(case: str) -> Path:
+        if case not in folders:
+            folder = folders[case] = tmp_path_factory.mktemp(case)
+            text_of(warm.run_ranks(2, [*words, *KILLS[case].split(), *PLAN, *saving(folder)], folder))
+        return folders[case]
+
+    return run
+
+
+SAMPLE = {
+    *(("tp2", "mid_save", 1), ("tp2", "bwd", 0), ("dp2-zero1", "pre_commit", 0), ("dp2-zero1", "opt", 1)),
+    *(("pp2-vpp2", "post_commit", 1), ("pp2-vpp2", "eval", 0)),
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "point", "rank"),
+    [
+        pytest.param(*place, marks=() if place in SAMPLE else pytest.mark.full)
+        for place in itertools.product(KILLS, POINTS, (0, 1))
+    ],
+)
+def test_a_rank_killed_at_any_point_costs_only_the_steps_since_the_last_save(
+    warm: WarmProcess,
+    tmp_path: Path,
+    words: list[object],
+    uninterrupted: Callable[[str], Path],
+    case: str,
+    point: str,
+    rank: int,
+) -> None:
+    """F02, F03: no manual step, the previous checkpoint is chosen, the end is the same bytes."""
+    save = tmp_path / "c"
+    command = [*words, *KILLS[case].split(), *PLAN, *saving(save)]
+    # Saves are at 3, 6 and 8, the evaluation at 4; a load happens at the iteration that was saved.
+    step = {"eval": 4, "load": 3}.get(point, 6 if "save" in point or "commit" in point else 5)
+    if point == "load":
+        text_of(warm.run_ranks(2, [*command, "--exit-interval", 3], tmp_path))
+    fault = f"kill9@step={step},point={point},rank={rank}"
+    before = time.monotonic()
+    ended = warm.run_ranks(2, command, tmp_path, MEGALITH_FAULT=fault)
+    assert time.monotonic() - before < 60.0
+    assert ended[rank].code == -9, ended[rank].text
+    assert ended[1 - rank].code > 0 and f"rank {rank}" in ended[1 - rank].text, ended[1 - rank]
+    resumed = text_of(warm.run_ranks(2, command, tmp_path))
+    # Once every byte is written and rank 0 commits, the other rank is needed no more.
+    last_saved = 6 if point == "post_commit" or (point, rank) == ("mid_commit", 1) else 3
+    assert f" loading distributed checkpoint from {save} at iteration {last_saved}" in resumed
+    assert_same(state_of(uninterrupted(case), 8), state_of(save, 8))
+    assert curve_of(uninterrupted(case)) == curve_of(save)
+    assert sorted(path.name for path in save.iterdir() if path.name.startswith(".")) == []
