@@ -23,6 +23,7 @@ import json
 import multiprocessing
 import os
 import platform
+import queue
 import statistics
 import tempfile
 import time
@@ -63,6 +64,12 @@ class Volume:
             self.sent[f"{axis.name} {operation}"] += tensor.numel() * tensor.element_size()
 
     def after(self, operation: str, axis: Any) -> None:
+        """Nothing to do."""
+
+    def waiting(self, peer: int | None = None) -> None:
+        """Nothing to do."""
+
+    def waited(self) -> None:
         """Nothing to do."""
 
 
@@ -136,7 +143,13 @@ def run(world: int, flags: str, steps: int) -> tuple[list[float], dict[str, int]
         processes = [spawn.Process(target=measure, args=argument) for argument in arguments]
         for process in processes:
             process.start()
-        answer: tuple[list[float], dict[str, int]] = answers.get(timeout=600)
+        while True:
+            try:
+                answer: tuple[list[float], dict[str, int]] = answers.get(timeout=1)
+                break
+            except queue.Empty:
+                if any(process.exitcode for process in processes):
+                    raise SystemExit(f"a process of {flags} has failed") from None
         for process in processes:
             process.join()
     return answer
