@@ -62,7 +62,10 @@ BASE = (
 
 @dataclass(frozen=True)
 class Case:
-    """A row of the table: the model, the sizes of the layout, and what else; `recompute` is method and layers."""
+    """A row of the table: the model, the sizes of the layout, and what else.
+
+    `recompute` is method and layers, `fsdp` the stage of ZeRO.
+    """
 
     layout: Layout
     model: str = "gpt2"
@@ -72,12 +75,14 @@ class Case:
     schedule: str = "auto"
     exchange: str = "p2p"
     recompute: str = ""
+    fsdp: str = ""
 
     @property
     def options(self) -> str:
         """What there is beside the sizes of the layout."""
         parts = ["sp"] * self.sequence_parallel + [f"vpp{self.virtual_stages}"] * (self.virtual_stages > 1)
         parts += ["zero1"] * self.zero1 + [self.schedule] * (self.schedule != "auto")
+        parts += [f"fsdp-{self.fsdp}"] * bool(self.fsdp)
         parts += ["a2a"] * (self.exchange == "a2a") + [f"recompute-{self.recompute}"] * bool(self.recompute)
         return " ".join(parts)
 
@@ -94,6 +99,8 @@ class Case:
             "--sequence-parallel" if self.sequence_parallel else "",
             f"--num-virtual-stages-per-pipeline-rank {self.virtual_stages}" if self.virtual_stages > 1 else "",
             "--use-distributed-optimizer" if self.zero1 else "",
+            "--use-torch-fsdp2" if self.fsdp else "",
+            "--torch-fsdp2-no-reshard-after-forward" if self.fsdp == "zero2" else "",
         ]
         if self.recompute:
             method, _, layers = self.recompute.partition("-")
@@ -150,7 +157,29 @@ FURTHER = [
     Case(Layout(tp=2, pp=2), sequence_parallel=True, schedule="zb-h1", recompute="uniform-2"),
     Case(Layout(tp=2, cp=2), "llama", sequence_parallel=True, zero1=True, recompute="uniform-1"),
 ]
+FSDP = [
+    Case(Layout(dp=2), fsdp="zero3"),
+    Case(Layout(dp=2), "uneven-vocabulary", fsdp="zero2"),
+    Case(Layout(dp=2), "llama", fsdp="zero3", recompute="uniform-2"),
+    Case(Layout(dp=2), fsdp="zero2", recompute="block-2"),
+    Case(Layout(dp=4), "uneven-vocabulary", fsdp="zero3"),
+    Case(Layout(dp=4), "llama", fsdp="zero2"),
+    Case(Layout(cp=2), fsdp="zero3"),
+    Case(Layout(cp=2, dp=2), fsdp="zero3"),
+    Case(Layout(cp=2, dp=2), "llama", exchange="a2a", fsdp="zero2"),
+    Case(Layout(tp=2, dp=2), fsdp="zero3"),
+    Case(Layout(tp=2, dp=2), "uneven-vocabulary", sequence_parallel=True, fsdp="zero3"),
+    Case(Layout(tp=2, dp=2), "llama", sequence_parallel=True, fsdp="zero2"),
+    Case(Layout(tp=2, dp=2), "one-group", sequence_parallel=True, fsdp="zero3"),
+    Case(Layout(tp=2, cp=2), "one-group", fsdp="zero3", recompute="uniform-1"),
+    Case(Layout(pp=2, dp=2), fsdp="zero3"),
+    Case(Layout(pp=2, dp=2), virtual_stages=2, fsdp="zero3"),
+    Case(Layout(pp=2, dp=2), "llama", virtual_stages=2, fsdp="zero2"),
+    Case(Layout(pp=2, dp=2), "uneven-vocabulary", fsdp="zero2", recompute="uniform-1"),
+    Case(Layout(pp=2, cp=2), fsdp="zero3"),
+]
 EIGHT = [
+    Case(Layout(tp=2, pp=2, dp=2), "one-group", sequence_parallel=True, virtual_stages=2, fsdp="zero3"),
     Case(Layout(tp=2, pp=2, dp=2), "llama", sequence_parallel=True, virtual_stages=2, zero1=True),
     Case(Layout(tp=2, cp=2, pp=2), sequence_parallel=True),
     Case(Layout(cp=2, pp=2, dp=2), zero1=True),
@@ -178,9 +207,10 @@ def _pieces_of_gradients(state: TrainState) -> dict[str, list[tuple[Any, ...]]]:
         for name, placement in chunk.placements().items():
             if name == chunk.copied_weight:
                 continue
-            grad = torch.full_like(buffers.grads[name], torch.nan)
             start, stop = buffers.owned(name)
-            grad.view(-1)[start:stop] = buffers.grads[name].reshape(-1)[start:stop]
+            grad = torch.full(buffers.shapes[name], torch.nan, dtype=buffers.dtype)
+            if start < stop:
+                grad.view(-1)[start:stop] = buffers.pieces[name].reshape(-1)
             dim, shape = dim_of(placement), global_shape(grad.shape, placement, tp.size)
             for piece in local_pieces(placement, shape[dim], tp.size, tp.index):
                 rows = grad.narrow(dim, piece.local, piece.length).clone()
@@ -300,7 +330,7 @@ def _check(case: Case, ranks: Any, alone: dict[str, dict[str, Any]]) -> None:
     FOUND[case] = (loss_error, max(errors.values()), len(errors))
 
 
-CASES = [*required_cases(), *FURTHER]
+CASES = [*required_cases(), *FURTHER, *FSDP]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import tarfile
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ LLAMA = (
 )
 ONE_GROUP = "--group-query-attention --num-query-groups 1 --position-embedding-type rope --add-qkv-bias"
 TP2, PP2, CP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2", "--context-parallel-size 2"
-ZERO = "--use-distributed-optimizer"
+ZERO, FSDP = "--use-distributed-optimizer", "--use-torch-fsdp2"
 VPP2 = f"{PP2} --num-virtual-stages-per-pipeline-rank 2"
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 IDENTITY = Identity(tokenizer={"size": 30}, tokenizer_files={"vocab.json": b"{}"}, data={})
@@ -59,7 +60,8 @@ def config_of(flags: str, world_size: int, rank: int = 0) -> RunConfig:
     return load(words, {"WORLD_SIZE": str(world_size), "RANK": str(rank)}, files=False)
 
 
-def build_state(run: RunConfig, vocab_size: int) -> TrainState:
+def build_state(run: RunConfig, vocab_size: int, *, draws: bool = False) -> TrainState:
+    """A state whose weights are -7, or drawn."""
     context = ParallelContext.solo()
     if run.launch.world_size > 1:
         context = ParallelContext.create(run.layout, torch.device("cpu"))
@@ -69,6 +71,8 @@ def build_state(run: RunConfig, vocab_size: int) -> TrainState:
         for chunk in chunks:
             for parameter in chunk.parameters():
                 parameter.fill_(-7.0)
+    if draws:
+        draw_weights(run, chunks, streams, context)
     return TrainState(chunks, build_run_optimizer(run, chunks, context), streams, build_schedule(run), context=context)
 
 
@@ -89,9 +93,8 @@ def expected_here(state: TrainState, seed: int) -> dict[str, tuple[Tensor, Tenso
         whole = drawn(seed, kind, WORD_EMBEDDINGS if name in copies else name, shape, dtype)
         return local_part(whole, placement, tp.size, tp.index)
 
-    for name, (parameter, _) in placed.items():
-        pairs[f"param {name}"] = (parameter.detach(), local("param", name, parameter.dtype))
-    for box in state.optimizer.state_boxes():
+    weights = [replace(box, name=f"param.{box.name}") for box in state.optimizer.weight_boxes()]
+    for box in [*weights, *state.optimizer.state_boxes()]:
         kind, _, name = box.name.partition(".")
         place = tuple(slice(start, start + size) for start, size in zip(box.offset, box.tensor.shape, strict=True))
         pairs[f"{kind} {name} {box.offset}"] = (box.tensor, local(kind, name, box.tensor.dtype)[place])
@@ -189,6 +192,10 @@ CASES = {
     "tp2-uneven-vocabulary": (2, TP2, "", 43),
     "tp4-one-group": (4, "--tensor-model-parallel-size 4", ONE_GROUP, 40),
     "cp2-dp2-zero1": (4, f"{CP2} {ZERO}", "", 40),
+    "dp2-fsdp": (2, FSDP, "", 43),
+    "dp2-fsdp-bf16": (2, FSDP, "--bf16", 40),
+    "tp2-dp2-fsdp": (4, f"{TP2} {FSDP} --torch-fsdp2-no-reshard-after-forward", LLAMA, 40),
+    "pp2-dp2-fsdp": (4, f"{VPP2} {FSDP}", "", 40),
 }
 """Name -> ranks, flags of the layout, flags of the model, rows of the vocabulary."""
 
@@ -231,12 +238,10 @@ def _batches(vocab_size: int, layout: Layout, replica: int, skip: int) -> Iterat
 def train_on(folder: str, flags: str, world_size: int, vocab_size: int, until: int) -> list[tuple[Any, ...]]:
     """Start or resume, train until an iteration, save; what each step printed."""
     run = config_of(flags, world_size, torch.distributed.get_rank() if world_size > 1 else 0)
-    state = build_state(run, vocab_size)
+    state = build_state(run, vocab_size, draws=DirectoryStore(folder).latest() is None)
     context, store = state.context, DirectoryStore(folder, state.context)
     if (found := find_checkpoint(store)) is not None:
         assert restore(store, found, state, run).notes == ()
-    else:
-        draw_weights(run, state.chunks, state.streams, context)
     agreement = Agreement(NeverStop(), context, counts=state.speaks)
     batches = _batches(vocab_size, context.layout, context.dp.index, state.consumed_samples)
     steps = []
@@ -249,7 +254,7 @@ def train_on(folder: str, flags: str, world_size: int, vocab_size: int, until: i
     return steps
 
 
-SAMPLE = ("dp2", "tp2", "pp2", "cp2", "tp2-pp2", "dp2-zero1")
+SAMPLE = ("dp2", "tp2", "pp2", "cp2", "tp2-pp2", "dp2-zero1", "pp2-dp2-fsdp")
 
 
 @pytest.mark.parametrize(
@@ -295,6 +300,9 @@ CROSSINGS = [
     ("pp2-vpp2", "cp2"),
     ("tp2-dp2-zero1", "tp2-llama-sp"),
     ("tp2-llama-sp", "pp2-dp2-zero1"),
+    ("tp2-dp2-fsdp", "pp2-dp2-zero1"),
+    ("dp2-zero1", "pp2-dp2-fsdp"),
+    ("pp2-dp2-fsdp", "dp2"),
 ]
 
 
@@ -310,6 +318,18 @@ def test_another_layout_takes_the_weights_and_says_that_the_streams_start_anew(
         assert (result["counters"], result["step"]) == ((5, 40, 15, 40), 5)
         found, resumed = result["notes"]
         assert found == () and len(resumed) == 1 and "another layout" in resumed[0] and "--seed 1234" in resumed[0]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("tp2-dp2-zero1", "tp2-dp2-fsdp"), ("tp2-dp2-fsdp", "tp2-dp2-zero1"), ("dp2-zero1-bf16", "dp2-fsdp-bf16")],
+)
+def test_how_replicas_share_the_state_does_not_matter(ranks: Any, tmp_path: Path, before: str, after: str) -> None:
+    (size, flags_before, model, vocab_size), (_, flags_after, *same) = CASES[before], CASES[after]
+    assert same == [model, vocab_size]
+    ranks.run(size, save, str(tmp_path), f"{flags_before} {model}", size, vocab_size, 5)
+    for result in ranks.run(size, resume, str(tmp_path), f"{flags_after} {model}", size, vocab_size):
+        assert (result["wrong"], result["notes"]) == ([], ((), ()))
 
 
 def test_one_process_takes_what_ranks_wrote_and_the_other_way_round(ranks: Any, tmp_path: Path) -> None:

@@ -48,9 +48,10 @@ MAY_IMPORT_TORCH_DISTRIBUTED = {
     "distributed/context.py": "torch.distributed",
     "distributed/launch.py": "torch.distributed",
     "checkpoint/": "torch.distributed.checkpoint",
+    "parallel/fsdp.py": "torch.distributed",
 }
 """File or folder -> the part of torch.distributed that it may name. All collectives stand in `distributed/`;
-torch.distributed.checkpoint is a file format, which one process uses too."""
+torch.distributed.checkpoint is a file format, which one process uses too; FSDP2 is an adapter over torch's own."""
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,15 @@ from megalith.errors import ConfigError
 from megalith.models.gpt import GPT, Stage
 from megalith.models.initialise import initialise, initialise_as_megatron_cpu
 from megalith.nn.attention import LocalMixer, SequenceMixer
+from megalith.nn.precision import at_least_fp32
 from megalith.nn.recompute import Recompute
 from megalith.nn.region import Region, Solo
 from megalith.nn.sink import attach_sink
+from megalith.optim.gradients import GradientBuffers
 from megalith.optim.optimizer import Optimizer, build_optimizer
 from megalith.parallel.context import RingMixer, UlyssesMixer
 from megalith.parallel.deferred import DeferredSink
+from megalith.parallel.fsdp import FullyShard
 from megalith.parallel.tensor import SequenceParallel, TensorParallel
 
 _COMPILERS = ("g++", "clang++", "c++")
@@ -140,10 +143,25 @@ def copy_shared_weight(chunks: Sequence[GPT], context: ParallelContext) -> None:
             comm.broadcast(chunk.get_parameter(chunk.shared_weight).data, context.ends)
 
 
+def fully_shard(run: RunConfig, chunks: Sequence[GPT], context: ParallelContext) -> list[FullyShard]:
+    """Cut the weights of the parts over the replicas, layer by layer, and what is outside the layers."""
+    return [
+        FullyShard(
+            chunk,
+            chunk.decoder.layers.values(),
+            context,
+            reshard_after_forward=run.parallel.torch_fsdp2_reshard_after_forward,
+            reduce_dtype=at_least_fp32(chunk.dtype) if run.precision.grads_in_fp32 else None,
+        )
+        for chunk in chunks
+    ]
+
+
 def build_run_optimizer(run: RunConfig, chunks: Sequence[GPT], context: ParallelContext) -> Optimizer:
     """The optimizer over the weights of all parts; made after these have their values or before a checkpoint does.
 
-    With `--compile` the blocks are compiled here, since the optimizer first attaches its gradient sink to them.
+    With `--compile` the blocks are compiled here, since the optimizer first attaches its gradient sink to them; with
+    `--use-torch-fsdp2` the weights are cut over the replicas here.
     """
     optimizer = build_optimizer(
         chunks,
@@ -153,6 +171,7 @@ def build_run_optimizer(run: RunConfig, chunks: Sequence[GPT], context: Parallel
         context=context,
         zero1=run.parallel.use_distributed_optimizer,
         overlap_gather=not run.train.compile,
+        sharded=fully_shard(run, chunks, context) if run.fully_sharded else (),
     )
     if run.train.compile:
         for chunk in chunks:
@@ -164,6 +183,7 @@ def defer_weight_gradients(run: RunConfig, chunks: Sequence[GPT], optimizer: Opt
     """Let the layers put their weight gradients off where the schedule of the run has a time of its own for them."""
     if run.pipeline_schedule != "zb-h1":
         return None
+    assert isinstance(optimizer.gradients, GradientBuffers), "a rule of the configuration"
     deferred = DeferredSink(optimizer.gradients)
     for chunk in chunks:
         attach_sink(chunk, deferred)

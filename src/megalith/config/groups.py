@@ -427,6 +427,14 @@ class ParallelConfig:
     use_distributed_optimizer: bool = setting(
         False, help="each data-parallel process keeps a part of the optimizer state (ZeRO-1)"
     )
+    use_torch_fsdp2: bool = setting(
+        False, help="each data-parallel process keeps a part of weights, gradients and optimizer state (ZeRO-3)"
+    )
+    torch_fsdp2_reshard_after_forward: bool = setting(
+        True,
+        help="under --use-torch-fsdp2 let gathered weights go behind each pass of a layer (off: ZeRO-2)",
+        off=("--torch-fsdp2-no-reshard-after-forward",),
+    )
     distributed_backend: str = setting(
         "nccl", help="collective library; nccl becomes gloo where there is no GPU", choices=("nccl", "gloo")
     )

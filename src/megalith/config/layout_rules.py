@@ -168,6 +168,28 @@ def compiled_blocks_run_alone(draft: Draft) -> str:
     return "--compile with several processes is not in the parity matrix yet; leave it out, or start one process"
 
 
+@rule("use_torch_fsdp2", "use_distributed_optimizer")
+def optimizer_state_is_sharded_once(draft: Draft) -> str:
+    parallel = draft.run.parallel
+    if not (parallel.use_torch_fsdp2 and parallel.use_distributed_optimizer):
+        return ""
+    return (
+        "--use-torch-fsdp2 and --use-distributed-optimizer exclude each other: the former shards the optimizer state "
+        "too; use one of them"
+    )
+
+
+@rule("use_torch_fsdp2", "pipeline_schedule", "world_size", *MODEL_PARALLEL)
+def weight_gradients_of_sharded_weights_are_not_put_off(draft: Draft) -> str:
+    run = draft.run
+    if not run.fully_sharded or run.pipeline_schedule != "zb-h1":
+        return ""
+    return (
+        "--pipeline-schedule zb-h1 computes weight gradients after the backward pass, when --use-torch-fsdp2 has "
+        "reduced them; use --pipeline-schedule 1f1b, or --use-distributed-optimizer"
+    )
+
+
 @rule("sequence_parallel", "tensor_model_parallel_size")
 def sequence_parallel_alone(draft: Draft) -> str:
     parallel = draft.run.parallel
@@ -195,6 +217,17 @@ def ring_has_its_own_attention(draft: Draft) -> str:
     )
 
 
+@rule("use_torch_fsdp2", "torch_fsdp2_reshard_after_forward", "world_size", *MODEL_PARALLEL)
+def full_sharding_alone(draft: Draft) -> str:
+    run = draft.run
+    if not run.parallel.use_torch_fsdp2:
+        kept = not run.parallel.torch_fsdp2_reshard_after_forward
+        return "--torch-fsdp2-no-reshard-after-forward has no effect without --use-torch-fsdp2" if kept else ""
+    if run.fully_sharded:
+        return ""
+    return "--use-torch-fsdp2 has no effect: with one data-parallel process there is nothing to split"
+
+
 LAYOUT_RULES: tuple[Rule, ...] = (
     processes_fill_the_layout,
     heads_divide_over_tensor_ranks,
@@ -207,6 +240,8 @@ LAYOUT_RULES: tuple[Rule, ...] = (
     interleaving_needs_rounds_of_micro_batches,
     schedule_fits_the_stages,
     compiled_blocks_run_alone,
+    optimizer_state_is_sharded_once,
+    weight_gradients_of_sharded_weights_are_not_put_off,
 )
 
 LAYOUT_NOTICES: tuple[Rule, ...] = (

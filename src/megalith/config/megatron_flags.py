@@ -289,11 +289,11 @@ REFUSED: tuple[Family, ...] = (
         """,
     ),
     Family(
-        "fully sharded data parallelism comes with the parallel engine",
+        "Megatron's own fully sharded data parallelism is not built; use --use-torch-fsdp2, which shards as much",
         """
-        --use-megatron-fsdp --use-torch-fsdp2 --data-parallel-sharding-strategy=no_shard --fsdp-double-buffer
+        --use-megatron-fsdp --data-parallel-sharding-strategy=no_shard --fsdp-double-buffer
         --megatron-fsdp-version=1 --fsdp-manual-registration --outer-dp-sharding-strategy=no_shard
-        --enable-full-sharding-in-hsdp --torch-fsdp2-no-reshard-after-forward --use-custom-fsdp
+        --enable-full-sharding-in-hsdp --use-custom-fsdp
         --no-strict-fsdp-dtensor-load --megatron-fsdp-main-grads-dtype=auto --megatron-fsdp-grad-comm-dtype=auto
         --megatron-fsdp-main-params-dtype=fp32 --megatron-fsdp-enable-fine-grained-param-gather
         --megatron-fsdp-max-pool-double-buffer --fsdp-db-use-persist-buf-on-alloc-fail

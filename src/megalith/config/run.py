@@ -75,6 +75,11 @@ class RunConfig:
         return self.layout.dp
 
     @property
+    def fully_sharded(self) -> bool:
+        """Whether weights are cut over replicas; with one replica there is nothing to cut."""
+        return self.parallel.use_torch_fsdp2 and self.layout.dp * self.layout.cp > 1
+
+    @property
     def layout(self) -> Layout:
         """Processes by kind of parallelism."""
         parallel = self.parallel

@@ -18,6 +18,7 @@ the backward pass. A bucket is reduced once in a step, in the background, from t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -99,6 +100,32 @@ class GradientBuffers:
         start, stop = self._data.owned(bucket.start, bucket.stop)
         start, stop = max(start, first), min(stop, last)
         return (start - first, stop - first) if start < stop else (0, 0)
+
+    def piece(self, name: str, tensor: Tensor) -> Tensor:
+        """What is owned of a tensor of the shape of a parameter: the tensor itself where this is all, else 1-D."""
+        start, stop = self.owned(name)
+        return tensor if stop - start == tensor.numel() else tensor.view(-1)[start:stop]
+
+    @cached_property
+    def pieces(self) -> Mapping[str, Tensor]:
+        """The owned part of each gradient, where there is one; that of the step after `finish`."""
+        pieces = {name: self.piece(name, grad) for name, grad in self.grads.items()}
+        return {name: piece for name, piece in pieces.items() if piece.numel() > 0}
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Of the parameters, by name."""
+        return self.layout.shapes
+
+    @property
+    def device(self) -> torch.device:
+        """Where the memory is."""
+        return self.flat.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That they are held in."""
+        return self.flat.dtype
 
     def begin(self, num_micro_batches: int | None = None) -> None:
         """Start a step: whatever the memory holds is stale.

@@ -13,7 +13,7 @@ from megalith.distributed.comm import all_reduce
 from megalith.distributed.context import Axis
 from megalith.nn.precision import at_least_fp32
 from megalith.optim.flat import without
-from megalith.optim.gradients import GradientBuffers
+from megalith.optim.holding import Gradients
 from megalith.parallel.data import Copies
 
 
@@ -28,10 +28,11 @@ class CountedOnce:
         holders: the ranks that the sums are over.
     """
 
-    def __init__(self, gradients: GradientBuffers, copies: Mapping[str, tuple[Copies, ...]], holders: Axis) -> None:
-        self._holders, self._flat = holders, gradients.flat
+    def __init__(self, gradients: Gradients, copies: Mapping[str, tuple[Copies, ...]], holders: Axis) -> None:
+        self._holders, self._device = holders, gradients.device
+        self._dtype = at_least_fp32(gradients.dtype)
         self._parts: dict[str, list[tuple[int, int]]] = {}  # of the parameters that are not counted whole
-        for name, shape in gradients.layout.shapes.items():
+        for name, shape in gradients.shapes.items():
             width = prod(shape[1:])
             elsewhere = [entry.rows or (0, shape[0]) for entry in copies.get(name, ()) if not entry.first]
             if elsewhere:
@@ -45,12 +46,12 @@ class CountedOnce:
         Of each tensor in at least fp32, then of the stack of these, squared; the sum over ranks; the root in double
         precision (spec/training-behaviour.md section 11, point 4).
         """
-        squared = _squared_norm(self._counted(tensors), self._flat)
+        squared = _squared_norm(self._counted(tensors), self._dtype, self._device)
         return math.sqrt(float(all_reduce(squared, self._holders)))
 
     def zeros(self, tensors: Mapping[str, Tensor]) -> float:
         """The number of exact zeros."""
-        count = torch.zeros((), dtype=torch.int64, device=self._flat.device)
+        count = torch.zeros((), dtype=torch.int64, device=self._device)
         for tensor in self._counted(tensors):
             count += tensor.numel() - torch.count_nonzero(tensor)
         return float(all_reduce(count, self._holders))
@@ -63,8 +64,8 @@ class CountedOnce:
         return counted
 
 
-def _squared_norm(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
+def _squared_norm(tensors: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
     if not tensors:
-        return torch.zeros((), dtype=at_least_fp32(like.dtype), device=like.device)
+        return torch.zeros((), dtype=dtype, device=device)
     total = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(tensors))))
     return total * total

@@ -23,14 +23,13 @@ from megalith.distributed.comm import all_reduce
 from megalith.distributed.context import ParallelContext
 from megalith.models.gpt import GPT
 from megalith.nn.precision import at_least_fp32
-from megalith.nn.sink import attach_sink
 from megalith.optim.copies import copies_of
 from megalith.optim.flat import boxes
-from megalith.optim.gradients import GradientBuffers
+from megalith.optim.holding import hold_flat, hold_shards
 from megalith.optim.loss_scale import LossScale, build_loss_scale
 from megalith.optim.norms import CountedOnce
-from megalith.optim.parameters import ParameterMemory
-from megalith.parallel.data import Copies, Replicated, Zero1
+from megalith.parallel.data import Copies
+from megalith.parallel.fsdp import FullyShard
 
 CLIP_EPSILON = 1.0e-6  # Megatron's guard of the division by the norm
 
@@ -52,10 +51,10 @@ class StepOutcome:
 
 @dataclass(frozen=True)
 class StateBox:
-    """A part of the optimizer's state of one parameter.
+    """A part of one parameter, or of the optimizer's state of it.
 
     Attributes:
-        name: `<kind>.<parameter name>`, as of `Optimizer.state_tensors`.
+        name: `<kind>.<parameter name>`, as of `Optimizer.state_tensors`; of a weight the parameter's.
         tensor: The live elements.
         offset: Where they begin in the parameter that this rank has in its model.
         shape: Of that parameter.
@@ -103,6 +102,8 @@ class Optimizer:
         overlap_gather: Under ZeRO-1 let `step` return while updated weights are on their way. Forward passes wait for
             them; whoever reads or writes weights otherwise calls `settle` first. Not for compiled modules, which
             a wait would divide.
+        sharded: The modules, where these are cut over the data-parallel ranks (ZeRO-2 and ZeRO-3). Their weight
+            gradients are autograd's then.
     """
 
     def __init__(
@@ -117,36 +118,35 @@ class Optimizer:
         copies: Mapping[str, tuple[Copies, ...]] | None = None,
         bucket_size: int | None = None,
         overlap_gather: bool = False,
+        sharded: Sequence[FullyShard] = (),
     ) -> None:
         modules = [modules] if isinstance(modules, nn.Module) else modules
         context = context or ParallelContext.solo()
         self._config, self._count_zeros, self._world = config, count_zeros, context.world
         self._params = _named(modules)
         self._groups = _groups(self._params)
-        dtype = _one_dtype(self._params)
-        work = at_least_fp32(dtype)
-        data = Zero1(context) if zero1 else Replicated(context)
-        self.gradients = GradientBuffers(
-            list(self._params.items()),
-            work if precision.grads_in_fp32 else dtype,
-            data=data,
-            copies=copies,
-            bucket_size=bucket_size,
-        )
-        for module in modules:
-            attach_sink(module, self.gradients)
-        self._memory = (
-            ParameterMemory(modules, self._params, self.gradients.layout, data, overlap=overlap_gather)
-            if data.divides
-            else None
-        )
-        self._owned = {name: _piece(p.detach(), self.gradients.owned(name)) for name, p in self._params.items()}
-        self._owned = {name: piece for name, piece in self._owned.items() if piece.numel() > 0}
-        self._counted = CountedOnce(self.gradients, copies or {}, data.holders)
-        self._grads = {name: _piece(self.gradients.grads[name], self.gradients.owned(name)) for name in self._owned}
-        self._ordered = [name for group in self._groups for name in group.names if name in self._owned]
-        self._has_main = work != dtype
-        self._main = {name: piece.to(work) if self._has_main else piece for name, piece in self._owned.items()}
+        copies = copies or {}
+        self._sharded = bool(sharded)
+        if sharded:
+            held = hold_shards(sharded, context, copies=copies)
+        else:
+            dtype = _one_dtype(self._params)
+            work = at_least_fp32(dtype)
+            held = hold_flat(
+                modules,
+                self._params,
+                context,
+                work=work,
+                grads=work if precision.grads_in_fp32 else dtype,
+                copies=copies,
+                zero1=zero1,
+                bucket_size=bucket_size,
+                overlap_gather=overlap_gather,
+            )
+        self.gradients, self._memory = held.gradients, held.memory
+        self._owned, self._main, self._has_main = held.weights, held.main, held.weights is not held.main
+        self._counted = CountedOnce(self.gradients, copies, held.holders)
+        self._ordered = [name for group in self._groups for name in group.names if name in self._main]
         self._step_count = 0
         self._scale: LossScale = build_loss_scale(precision)
         self._checks_overflow = precision.fp16 or (precision.bf16 and precision.loss_scale is not None)
@@ -218,18 +218,19 @@ class Optimizer:
         return StepOutcome(applied=True, grad_norm=norm, num_zeros=zeros)
 
     def settle(self) -> None:
-        """Wait until the parameters that other ranks updated are here; to be called before weights are read or written
-        other than by a forward pass."""
+        """Wait until the parameters that other ranks updated are here, or let go what was gathered of them; to be
+        called before weights are read or written other than by a forward pass."""
         if self._memory is not None:
             self._memory.wait()
 
     def _main_grads(self) -> dict[str, Tensor]:
         """The owned gradients in the dtype of the main parameters, in group order."""
-        return {name: self._grads[name].to(self._main[name].dtype) for name in self._ordered}
+        pieces = self.gradients.pieces
+        return {name: pieces[name].to(self._main[name].dtype) for name in self._ordered}
 
     def _unscale(self, grads: list[Tensor]) -> bool:
         """Divide the gradients by the loss scale in place; return whether one of any rank is not finite."""
-        device = self.gradients.flat.device
+        device = self.gradients.device
         found = torch.zeros(1, dtype=torch.float32, device=device)
         inverse = torch.full((1,), self._scale.inverse, dtype=torch.float32, device=device)
         if grads:
@@ -280,21 +281,36 @@ class Optimizer:
     def state_tensors(self) -> dict[str, Tensor]:
         """The live state: `exp_avg.<name>`, `exp_avg_sq.<name>` and, in half precision, `fp32_param.<name>`.
 
-        Each has the shape of its parameter. Under ZeRO-1 no rank has such tensors: see `state_boxes`.
+        Each has the shape of its parameter. Under ZeRO no rank has such tensors: see `state_boxes`.
         """
         assert self._memory is None, "the state is divided over the data-parallel ranks"
         return {f"{kind}.{name}": tensor for kind, part in self._states().items() for name, tensor in part.items()}
 
     def state_boxes(self) -> Iterator[StateBox]:
         """The live state that this rank owns, cut into boxes of the parameters; over the replicas each element once
-        under ZeRO-1, on every one of them without."""
+        under ZeRO, on every one of them without."""
         for kind, part in self._states().items():
             for name, tensor in part.items():
-                shape, start = self.gradients.layout.shapes[name], self.gradients.owned(name)[0]
-                for box in boxes(start, start + tensor.numel(), shape):
-                    first = box.start - start
-                    view = tensor.view(-1)[first : first + prod(box.extent)].view(box.extent)
-                    yield StateBox(f"{kind}.{name}", view, box.offset, shape)
+                yield from self._boxes(f"{kind}.{name}", name, tensor)
+
+    def weight_boxes(self) -> Iterator[StateBox]:
+        """The live weights that this rank has, by the names of the parameters: whole ones, or under ZeRO-2 and ZeRO-3
+        boxes, over the replicas each element once."""
+        self.settle()
+        if self._sharded:
+            for name, tensor in self._owned.items():
+                yield from self._boxes(name, name, tensor)
+        else:
+            for name, parameter in self._params.items():
+                yield StateBox(name, parameter.detach(), (0,) * parameter.dim(), tuple(parameter.shape))
+
+    def _boxes(self, label: str, name: str, tensor: Tensor) -> Iterator[StateBox]:
+        """What this rank owns of a tensor like the parameter `name`."""
+        shape, start = self.gradients.shapes[name], self.gradients.owned(name)[0]
+        for box in boxes(start, start + tensor.numel(), shape):
+            first = box.start - start
+            view = tensor.view(-1)[first : first + prod(box.extent)].view(box.extent)
+            yield StateBox(label, view, box.offset, shape)
 
     def scalars(self) -> dict[str, Any]:
         """What else a checkpoint holds: `step`, `grad_scaler` (None without fp16) and the settings of the groups."""
@@ -329,12 +345,6 @@ def _one_dtype(parameters: Mapping[str, Tensor]) -> torch.dtype:
     return dtypes.pop()
 
 
-def _piece(tensor: Tensor, owned: tuple[int, int]) -> Tensor:
-    """The owned elements: the tensor itself where these are all of it, else 1-D."""
-    start, stop = owned
-    return tensor if stop - start == tensor.numel() else tensor.view(-1)[start:stop]
-
-
 def build_optimizer(
     modules: nn.Module | Sequence[nn.Module],
     config: OptimizerConfig,
@@ -345,6 +355,7 @@ def build_optimizer(
     zero1: bool = False,
     bucket_size: int | None = None,
     overlap_gather: bool = False,
+    sharded: Sequence[FullyShard] = (),
 ) -> Optimizer:
     """Build the optimizer that --optimizer names (adam); arguments as `Optimizer`'s.
 
@@ -363,4 +374,5 @@ def build_optimizer(
         copies=None if context is None else copies_of(models, context),
         bucket_size=bucket_size,
         overlap_gather=overlap_gather,
+        sharded=sharded,
     )

@@ -22,11 +22,11 @@ from megalith.checkpoint.formats.torch_dist import (
     WORD_EMBEDDINGS,
     extra_state_objects,
     is_rng_object,
-    model_chunks,
     optimizer_chunks,
     optimizer_common,
     read_optimizer_common,
     rng_object_key,
+    weight_chunks,
 )
 from megalith.config import RunConfig
 from megalith.config.saved_args import megatron_args
@@ -180,11 +180,13 @@ def content_of(state: TrainState, run: RunConfig) -> CheckpointContent:
 def chunks_to_save(state: TrainState, run: RunConfig, *, with_optimizer: bool) -> list[Chunk]:
     """What this rank writes of the model and its optimizer: over all ranks, each element once.
 
-    The replicas of the model write a share each of what they hold alike.
+    The replicas of the model write a share each of what they hold alike; fully sharded they hold nothing alike.
     """
     replicas = _replicas(state)
     alike = _model_chunks(state, run, once=True)
     divided = _optimizer_chunks(state, run, once=True) if with_optimizer else []
+    if run.fully_sharded:
+        return alike + divided
     if not run.parallel.use_distributed_optimizer:
         alike, divided = alike + divided, []
     return share_of(alike, replicas.index, replicas.size) + divided
@@ -197,10 +199,11 @@ def chunks_to_load(state: TrainState, run: RunConfig, *, with_optimizer: bool) -
 
 
 def _model_chunks(state: TrainState, run: RunConfig, *, once: bool) -> list[Chunk]:
-    state.optimizer.settle()  # weights that other ranks updated may still be on their way
     tp, names = state.context.tp, _stored_names(state, once=once)
-    named = [(names[name], tensor, placement) for name, tensor, placement in _parameters(state) if name in names]
-    return model_chunks(named, run.model.num_layers, rank=tp.index, size=tp.size, once=once)
+    boxes = [replace(box, name=names[box.name]) for box in state.optimizer.weight_boxes() if box.name in names]
+    return weight_chunks(
+        boxes, _stored_placements(state, names), run.model.num_layers, rank=tp.index, size=tp.size, once=once
+    )
 
 
 def _optimizer_chunks(state: TrainState, run: RunConfig, *, once: bool) -> list[Chunk]:
@@ -210,8 +213,13 @@ def _optimizer_chunks(state: TrainState, run: RunConfig, *, once: bool) -> list[
         kind, _, name = box.name.partition(".")
         if name in names:
             boxes.append(replace(box, name=f"{kind}.{names[name]}"))
-    placements = {names[name]: placement for name, _, placement in _parameters(state) if name in names}
-    return optimizer_chunks(boxes, placements, run.model.num_layers, rank=tp.index, size=tp.size, once=once)
+    return optimizer_chunks(
+        boxes, _stored_placements(state, names), run.model.num_layers, rank=tp.index, size=tp.size, once=once
+    )
+
+
+def _stored_placements(state: TrainState, names: Mapping[str, str]) -> dict[str, Placement]:
+    return {names[name]: placement for name, _, placement in _parameters(state) if name in names}
 
 
 def _parameters(state: TrainState) -> Iterator[tuple[str, Tensor, Placement]]:

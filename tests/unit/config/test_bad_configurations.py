@@ -178,6 +178,14 @@ TABLE: list[tuple[str, tuple[str, ...]]] = [
     ("WORLD_SIZE=4 --nproc 2", ("--nproc 2 starts 2 processes itself", "already started 4")),
     ("--max-restarts 3", ("--max-restarts 3 needs --nproc N",)),
     ("WORLD_SIZE=2 --compile", ("--compile with several processes",)),
+    (
+        "WORLD_SIZE=2 --use-torch-fsdp2 --use-distributed-optimizer",
+        ("--use-torch-fsdp2 and --use-distributed-optimizer exclude each other", "use one of them"),
+    ),
+    (
+        "WORLD_SIZE=4 --use-torch-fsdp2 --pipeline-model-parallel-size 2 --pipeline-schedule zb-h1",
+        ("--pipeline-schedule zb-h1", "--use-torch-fsdp2", "use --pipeline-schedule 1f1b"),
+    ),
     # recomputation
     ("--recompute-granularity full", ("full requires --recompute-method uniform", "and --recompute-num-layers N")),
     ("--recompute-granularity full --recompute-num-layers 1", ("full requires --recompute-method uniform",)),

@@ -146,10 +146,31 @@ def model_chunks(
     Returns:
         Views of the given tensors: one per tensor, and `parts` per tensor that is placed `Fused`.
     """
+    whole = [(Whole(name, tensor.detach()), placement) for name, tensor, placement in named]
+    placements = {box.name: placement for box, placement in whole}
+    return weight_chunks([box for box, _ in whole], placements, num_layers, rank=rank, size=size, once=once)
+
+
+def weight_chunks(
+    boxes: Iterable[Box],
+    placements: Mapping[str, Placement],
+    num_layers: int,
+    *,
+    rank: int = 0,
+    size: int = 1,
+    once: bool = False,
+) -> list[Chunk]:
+    """`model_chunks` of parameters of which boxes are here.
+
+    Args:
+        boxes: of the parameters, by their names.
+        placements: parameter name -> placement.
+        num_layers, rank, size, once: as of `model_chunks`.
+    """
     return [
         chunk
-        for name, tensor, placement in named
-        for chunk in _chunks(Whole(name, tensor.detach()), name, "", placement, num_layers, rank, size, once=once)
+        for box in boxes
+        for chunk in _chunks(box, box.name, "", placements[box.name], num_layers, rank, size, once=once)
     ]
 
 

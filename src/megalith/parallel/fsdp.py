@@ -1,0 +1,134 @@
+"""Full sharding (ZeRO-2 and ZeRO-3): torch's FSDP2 over the local tensors of the other kinds of parallelism.
+
+Each data-parallel rank has some rows of every parameter, of its gradient and of its optimizer state. A unit of the
+model (a layer, or what stands outside the layers) gathers its parameters when it is called:
+
+|                          | ZeRO-3 (the default)      | ZeRO-2 (`reshard_after_forward=False`)       |
+|--------------------------|---------------------------|----------------------------------------------|
+| parameters are gathered  | in each pass of each unit | once in a step                               |
+| and let go               | behind each pass          | behind the last backward pass of the step    |
+
+What is gathered is a plain tensor, this rank's tensor-parallel part, so that the layers and their collectives are those
+of every other layout. Gradients come from autograd: they add up where they arise, in memory of the whole parameter,
+and the last backward pass of a step reduce-scatters them, unit by unit, in the background.
+
+What is stored is at least fp32: under half precision the rows here are the main parameters, and the gather rounds them.
+
+Sources: Rajbhandari et al. 2020, arXiv:1910.02054; Zhao et al. 2023, arXiv:2304.11277.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from megalith.distributed.context import ParallelContext
+from megalith.nn.precision import at_least_fp32
+
+
+class FullyShard:
+    """Cuts the parameters of a module over the replicas and keeps its calls working; it is changed in place.
+
+    Args:
+        module: what is called as one; its output is one tensor.
+        units: modules below it whose parameters are gathered together. The rest is a unit too, which is gathered from
+            the call of `module` to the end of its backward pass.
+        ctx: the ranks; there are several replicas.
+        reshard_after_forward: ZeRO-3.
+        reduce_dtype: in which gradients add up and are summed; that of the parameters if None.
+
+    Attributes:
+        shapes: of the parameters before the cut, by name.
+        shards: the rows that are here, of the same memory as the parameters; possibly none of a parameter.
+        dtype: that the module computes with.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        units: Iterable[nn.Module],
+        ctx: ParallelContext,
+        *,
+        reshard_after_forward: bool = True,
+        reduce_dtype: torch.dtype | None = None,
+    ) -> None:
+        self._axis = ctx.join("cp", "dp")
+        assert self._axis.group is not None, "one replica has nobody to share its parameters with"
+        parameters = list(module.parameters())
+        (self.dtype,) = {parameter.dtype for parameter in parameters}
+        for parameter in parameters:
+            parameter.data = parameter.data.to(at_least_fp32(self.dtype))
+        self.shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+        mesh = DeviceMesh.from_group(self._axis.group, ctx.device.type, mesh_dim_names=("replicas",))
+        policy = MixedPrecisionPolicy(self.dtype, reduce_dtype, cast_forward_inputs=False)
+        for unit in units:
+            fully_shard(unit, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy)
+        fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
+        assert isinstance(module, FSDPModule)
+        self._module, self._reshards = module, reshard_after_forward
+        self._parts = [part for part in module.modules() if isinstance(part, FSDPModule)]
+        for part in self._parts:
+            part.set_gradient_divide_factor(float(ctx.dp.size))  # the sum over cp is no mean
+            part.set_force_sum_reduction_for_comms(True)  # gloo has no mean
+        self._parameters = dict(module.named_parameters())
+        self.shards = {name: _local(parameter.detach()) for name, parameter in self._parameters.items()}
+        self._num_micro_batches: int | None = None
+        self._backward_passes = 0
+        module.register_forward_hook(self._after_forward)
+
+    def owned(self, name: str) -> tuple[int, int]:
+        """The elements [start, stop) of a parameter, flattened, that are here."""
+        rows, width = self.shapes[name][0], prod(self.shapes[name][1:])
+        most = -(-rows // self._axis.size)
+        start, stop = (min(place * most, rows) for place in (self._axis.index, self._axis.index + 1))
+        assert stop - start == self.shards[name].shape[0], f"{name}: FSDP2 cuts otherwise than torch.chunk"
+        return start * width, stop * width
+
+    def begin(self, num_micro_batches: int | None = None) -> None:
+        """Start a step: forget the gradients.
+
+        Args:
+            num_micro_batches: backward passes of the step; without it every one of them reduces.
+        """
+        self._num_micro_batches, self._backward_passes = num_micro_batches, 0
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+    def gradients(self) -> dict[str, Tensor]:
+        """After the backward passes of a step: of the rows that are here, mean over dp of the sum over cp."""
+        assert self._num_micro_batches in (None, self._backward_passes), (
+            f"{self._backward_passes} backward passes in a step of {self._num_micro_batches}: nothing is reduced"
+        )
+        return {
+            name: torch.zeros_like(self.shards[name]) if parameter.grad is None else _local(parameter.grad)
+            for name, parameter in self._parameters.items()
+        }
+
+    def let_go(self) -> None:
+        """Let gathered parameters go, which an update of the shards makes stale."""
+        for part in self._parts:
+            part.reshard()
+
+    def _after_forward(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(self._before_backward)
+
+    def _before_backward(self, grad: Tensor) -> None:
+        self._backward_passes += 1
+        last = self._num_micro_batches in (None, self._backward_passes)
+        self._module.set_requires_gradient_sync(last)
+        if not self._reshards:
+            self._module.set_reshard_after_backward(last)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    assert isinstance(tensor, DTensor)
+    local: Tensor = tensor.to_local()
+    return local
