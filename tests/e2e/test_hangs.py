@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from .hand_launched import MODEL, start_ranks, write_text
+from .small_run import MODEL, write_text
 from .warm import Finished, WarmProcess
 
 TIMEOUT = 3
@@ -28,13 +28,13 @@ def run_with_a_fault(warm: WarmProcess, cwd: Path, text: Path, layout: str, faul
     """Run two ranks to the end of a fault at step 4; returns their ends and the seconds since step 3."""
     words = [*MODEL, "--data-path", text, "--train-iters", 10, *LAYOUTS[layout]]
     words += ["--distributed-timeout-seconds-after-init", TIMEOUT]
-    ranks = start_ranks(warm, cwd, words, MEGALITH_FAULT=fault)
+    ranks = warm.start_ranks(2, words, cwd, MEGALITH_FAULT=fault)
     deadline = time.monotonic() + 60.0
-    while "iteration        3/" not in ranks.text:
-        assert time.monotonic() < deadline, ranks.text
+    while not any("iteration        3/" in rank.text for rank in ranks):
+        assert time.monotonic() < deadline, [rank.text for rank in ranks]
         time.sleep(0.01)
     at_step_3 = time.monotonic()
-    return ranks.finish(), time.monotonic() - at_step_3
+    return [rank.finish() for rank in ranks], time.monotonic() - at_step_3
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_nothing_is_left_behind(warm: WarmProcess, tmp_path: Path, text: Path) -
     memory = Path("/dev/shm")
     before = set(memory.glob("megalith-*"))
     words = [*MODEL, "--data-path", text, "--train-iters", 3]
-    clean = start_ranks(warm, tmp_path, words).finish()
+    clean = warm.run_ranks(2, words, tmp_path)
     assert [end.code for end in clean] == [0, 0], clean
     assert clean[1].text == ""  # one rank speaks
     assert "WARNING" not in clean[0].text and "[W" not in clean[0].text

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 
-import torch
-
+from megalith.assemble.facts import facts_of
 from megalith.assemble.model import choose_device
 from megalith.config import RunConfig
 from megalith.distributed.board import Board, open_board
@@ -27,18 +26,20 @@ def build_watch(run: RunConfig) -> Watch:
 
 
 @contextmanager
-def join_ranks(run: RunConfig, watch: Watch | None = None) -> Iterator[ParallelContext]:
+def join_ranks(run: RunConfig, watch: Watch | None = None, clock: Observer | None = None) -> Iterator[ParallelContext]:
     """The ranks of the run, connected inside the block; every process of the run enters it.
 
     Args:
         run: layout, device, backend, timeout and what the launcher said.
         watch: looks after the ranks; one that hears of collectives only if None.
+        clock: is told of each collective too.
 
     Raises:
         ConfigError: there is no such device.
         PeerError: the other ranks cannot be reached, or one of them has ended the block.
     """
     watch = watch or build_watch(run)
+    debug = run.parallel.debug_collectives
     launch, device = run.launch, choose_device(run.train.device, run.launch.local_rank)
     watch.on_gpu = device.type == "cuda"
     join = timedelta(minutes=run.parallel.distributed_timeout_minutes)
@@ -46,7 +47,8 @@ def join_ranks(run: RunConfig, watch: Watch | None = None) -> Iterator[ParallelC
     boards: list[Board] = []
     with ExitStack() as stack:
         stack.push(lambda kind, *_: _close(boards, failed=kind is not None))  # behind the connections
-        meeting = stack.enter_context(connect(launch, device, run.parallel.distributed_backend, timeout, join=join))
+        backend, facts = run.parallel.distributed_backend, facts_of(run) if launch.world_size > 1 else None
+        meeting = stack.enter_context(connect(launch, device, backend, timeout, join=join, facts=facts))
         if launch.world_size == 1 and launch.launcher != "megalith":
             yield ParallelContext.solo(device)
             return
@@ -55,14 +57,11 @@ def join_ranks(run: RunConfig, watch: Watch | None = None) -> Iterator[ParallelC
         if launch.world_size == 1:
             yield ParallelContext.solo(device)
             return
-        observer = _observer(run, watch, device)
+        observers: list[Observer] = [watch, *([clock] if clock else []), *([CollectiveCheck(device)] if debug else [])]
+        observer = observers[0] if len(observers) == 1 else Observers(observers)
         yield ParallelContext.create(run.layout, device, timeout=timeout, observer=observer)
 
 
 def _close(boards: list[Board], *, failed: bool) -> None:
     for board in boards:
         board.close(failed=failed)
-
-
-def _observer(run: RunConfig, watch: Watch, device: torch.device) -> Observer:
-    return Observers([watch, CollectiveCheck(device)]) if run.parallel.debug_collectives else watch

@@ -96,7 +96,8 @@ def _last_words(failed: _Failed, before: dict[Path, int], verdict: str, saved: i
         warn(verdict)
     if saved is not None:
         warn(f"iteration {saved} is saved; resume with:\n  {command_line(words)}")
-    warn(f"megalith train: {failed.cause.text}{_shrunk(before)}")
+    if failed.cause.text:
+        warn(f"megalith train: {failed.cause.text}{_shrunk(before)}")
 
 
 def _from(saved: int | None) -> str:

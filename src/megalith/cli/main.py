@@ -92,11 +92,12 @@ def _help() -> str:
 
 
 def _report(error: MegalithError, command: str) -> None:
-    """Print an error as a message. A configuration is equally wrong on every rank, so only rank 0 speaks of it."""
+    """Print an error as a message. A configuration is as wrong on every rank of a machine: the first one speaks."""
     if error.said:
         return
     if isinstance(error, ConfigError):
-        if os.environ.get("RANK", "0") == "0":
+        places = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "RANK")
+        if next((os.environ[name] for name in places if name in os.environ), "0") == "0":
             warn(_violations(error, command))
         return
     warn(f"megalith {command}: {error}")

@@ -95,17 +95,22 @@ def _stop_with_parent() -> None:
 
 
 def _train(config: RunConfig, argv: Sequence[str], stop: StopSignals, began: float, threads: str) -> int:
+    from megalith.assemble.model import choose_device
     from megalith.assemble.ranks import build_watch, join_ranks
     from megalith.checkpoint import DirectoryStore
     from megalith.checkpoint.crew import Crew
     from megalith.cli.train_start import start
     from megalith.compat.megatron import console
     from megalith.compat.megatron.screen import SilentScreen
+    from megalith.distributed.wait_clock import WaitClock
+    from megalith.train.hooks import Hooks
     from megalith.train.loop import train
+    from megalith.train.straggler import StragglerReport
 
     with ExitStack() as stack:
         watch = build_watch(config)
-        context = stack.enter_context(join_ranks(config, watch))
+        clock = WaitClock(choose_device(config.train.device, config.launch.local_rank)) if _reports(config) else None
+        context = stack.enter_context(join_ranks(config, watch, clock))
         first = context.rank == 0
         folder = run_folder(config) if first else Path()
         screens: list[Screen] = [SilentScreen()]
@@ -118,9 +123,12 @@ def _train(config: RunConfig, argv: Sequence[str], stop: StopSignals, began: flo
         try:
             started = start(config, context, screen, stop=stop, probe=_probe(config, watch, screen), began=began)
             stack.callback(started.loaders.close)
-            if first:
-                started.run.hook = _hooks(config, folder, screen, started)
-                stack.callback(started.run.hook.close)
+            hooks = [_hooks(config, folder, screen, started)] if first else []
+            if clock is not None:
+                named = config.log.straggler_minmax_count
+                hooks.append(StragglerReport(context.world, clock, screen.say, named))
+            started.run.hook = Hooks(hooks)
+            stack.callback(started.run.hook.close)
             if started.run.state.iteration >= started.run.plan.train_iterations:
                 screen.say(f"iteration {started.run.state.iteration} of {config.train_iters} is done: only evaluating")
             else:
@@ -135,6 +143,10 @@ def _train(config: RunConfig, argv: Sequence[str], stop: StopSignals, began: flo
         ending = started.run.ending
         assert ending is not None
         return _last_words(ending, config, argv, screen, folder)
+
+
+def _reports(config: RunConfig) -> bool:
+    return config.log.log_straggler and config.launch.world_size > 1
 
 
 def _open_folder(config: RunConfig, argv: Sequence[str], folder: Path, stack: ExitStack) -> Screen:

@@ -14,6 +14,7 @@ from datetime import datetime
 import torch
 
 from megalith.assemble.data import Loaders, build_datasets, build_loaders, run_sizes
+from megalith.assemble.facts import content_facts
 from megalith.assemble.model import (
     build_chunks,
     build_run_optimizer,
@@ -32,6 +33,7 @@ from megalith.config.saved_args import megatron_args
 from megalith.data.build import Datasets
 from megalith.data.fingerprint import fingerprint
 from megalith.distributed import comm
+from megalith.distributed.agreement import refuse_unequal
 from megalith.distributed.context import ParallelContext
 from megalith.distributed.rng import RandomStreams
 from megalith.errors import CheckpointError
@@ -93,6 +95,7 @@ def start(
     screen.say(console.building_tokenizer_line(config.tokenizer.tokenizer_type))
     tokenizer = build_tokenizer(config.tokenizer)
     identity = _identity(config, tokenizer)
+    refuse_unequal(content_facts(identity.tokenizer, identity.data), context.world)
     store, found = _find(config, context)
     if found is not None:
         check_fits(found, config, identity)

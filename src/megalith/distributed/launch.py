@@ -17,12 +17,15 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import chain
 
 import torch
 import torch.distributed as dist
 
 from megalith.config.environment import LOOPBACK
 from megalith.config.groups import LaunchConfig
+from megalith.distributed.agreement import Facts, difference
+from megalith.distributed.interface import interface_towards, own_address
 from megalith.errors import ConfigError, PeerError
 
 PATIENCE_SECONDS = 20.0
@@ -60,6 +63,7 @@ def connect(
     timeout: timedelta,
     *,
     join: timedelta | None = None,
+    facts: Facts | None = None,
     say: Callable[[str], None] = _to_stderr,
     environ: Mapping[str, str] | None = None,
 ) -> Iterator[Meeting]:
@@ -71,11 +75,12 @@ def connect(
         backend: "gloo" or "nccl"; the latter is gloo on a CPU.
         timeout: longest wait of a collective.
         join: longest wait for all ranks to come, `timeout` if None; who is missing is said after `PATIENCE_SECONDS`.
+        facts: must be equal on all ranks.
         say: told of ranks that are late.
         environ: of this process.
 
     Raises:
-        ConfigError: two processes have the same rank, ranks disagree on their number, the port is taken.
+        ConfigError: two processes have the same rank, ranks disagree on their number or facts, the port is taken.
         PeerError: not all ranks came.
     """
     if launch.world_size == 1:
@@ -83,10 +88,10 @@ def connect(
         return
     backend = backend if device.type == "cuda" else "gloo"
     join_seconds = (join or timeout).total_seconds()
-    meeting = _Meeting(launch, join_seconds, say, os.environ if environ is None else environ)
+    meeting = _Meeting(launch, join_seconds, facts or {}, say, os.environ if environ is None else environ)
     store = meeting.hold()
-    if launch.one_host and backend == "gloo":
-        _stay_on_this_machine()
+    if backend == "gloo":
+        _stay_on_this_machine() if launch.one_host else meeting.turn_to_the_others(store)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(
@@ -141,9 +146,14 @@ class _Meeting:
     """The wait for all ranks at the store."""
 
     def __init__(
-        self, launch: LaunchConfig, join_seconds: float, say: Callable[[str], None], environ: Mapping[str, str]
+        self,
+        launch: LaunchConfig,
+        join_seconds: float,
+        facts: Facts,
+        say: Callable[[str], None],
+        environ: Mapping[str, str],
     ) -> None:
-        self._launch, self._say, self._environ = launch, say, environ
+        self._launch, self._facts, self._say, self._environ = launch, facts, say, environ
         self._began = time.monotonic()
         self._join_seconds = join_seconds
         self._next_word = min(PATIENCE_SECONDS, 0.5 * join_seconds)
@@ -160,6 +170,18 @@ class _Meeting:
             pause = min(2 * pause, 0.5)
             time.sleep(pause)
         return store
+
+    def turn_to_the_others(self, store: dist.Store) -> None:
+        """Let gloo listen on the interface that leads to the other hosts, unless the user has named one."""
+        towards = chain([self._launch.master_addr], self._addresses(store))
+        if "GLOO_SOCKET_IFNAME" not in os.environ and (name := interface_towards(towards)):
+            os.environ["GLOO_SOCKET_IFNAME"] = name
+
+    def _addresses(self, store: dist.Store) -> Iterator[str]:
+        """Those of the other hosts, as seen from rank 0; the host of rank 0 may know itself by a loopback address."""
+        for rank in range(self._launch.world_size):
+            if address := json.loads(store.get(f"who/{rank}"))["address"]:
+                yield address
 
     def second_connection(self) -> dist.Store:
         """The store once more: a thread that uses it need not wait for what the first connection is asked."""
@@ -243,7 +265,8 @@ class _Meeting:
         Raises:
             ConfigError: there is such a rank already, or the others count another number of ranks.
         """
-        launch, me = self._launch, {"host": socket.gethostname(), "pid": os.getpid()}
+        launch = self._launch
+        me = {"host": socket.gethostname(), "pid": os.getpid(), "address": own_address(launch.master_addr)}
         size = store.compare_set("size", "", str(launch.world_size)).decode()
         if size != str(launch.world_size):
             self._refuse(
@@ -261,7 +284,15 @@ class _Meeting:
                 "first, 1 on the second and so on (without the flag it is 0 everywhere)",
             )
         store.set(f"who/{launch.rank}", json.dumps(me))
+        self._compare(store)
         store.add("here", 1)
+
+    def _compare(self, store: dist.Store) -> None:
+        """Hold the facts of this rank against those of the first that came."""
+        own = json.dumps({"name": f"rank {self._launch.rank} ({socket.gethostname()})", "facts": dict(self._facts)})
+        first, mine = json.loads(store.compare_set("facts", "", own)), json.loads(own)
+        if text := difference(mine["facts"], first["facts"], mine["name"], first["name"]):
+            self._refuse(store, text)
 
     def _refuse(self, store: dist.Store, message: str) -> None:
         store.set("refused", message)

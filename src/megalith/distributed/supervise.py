@@ -58,7 +58,7 @@ class Cause:
     """Why a run ended before its end.
 
     Attributes:
-        text: for the user, in one or a few lines.
+        text: for the user, in one or a few lines; empty if a rank has said it.
         exit_code: of the first failing rank, 128 + n for signal n.
         kind: what is equal when the same thing happens again.
         step: at which it happened, 0 for before the first.
@@ -258,9 +258,9 @@ class Attempt:
         return Cause(text, 128 + number.value, f"signal {number.value}", status.step)
 
     def _odd_end(self, end: Ended) -> Cause:
-        status = self._status(end.rank)
-        text = f"{self._name(end)} ended with exit code {end.code} {status.place}"
-        return Cause(text, end.code, f"exit code {end.code}", status.step, hopeless=2 <= end.code <= 5)
+        status, mistake = self._status(end.rank), 2 <= end.code <= 5  # before the watch began: it has said so itself
+        text = "" if mistake else f"{self._name(end)} ended with exit code {end.code} {status.place}"
+        return Cause(text, end.code, f"exit code {end.code}", status.step, hopeless=mistake)
 
     def _memory(self, end: Ended) -> str:
         total = memory_limit()

@@ -35,7 +35,7 @@ from megalith.distributed.board import (
     write_identity,
 )
 from megalith.distributed.context import Axis
-from megalith.errors import MegalithError, PeerError
+from megalith.errors import ConfigError, MegalithError, PeerError
 
 ALARM, CAUSE, FAILURE = "alarm", "cause", "failure"
 """Documents on the board: that all shall show their stacks, why the run ended, the error of the first rank that had
@@ -87,7 +87,6 @@ class Watch:
 
     Attributes:
         on_gpu: collectives run in the background, so that a wait shows only in that nothing more happens.
-        waited_seconds: time that this rank has waited for others.
     """
 
     def __init__(
@@ -101,7 +100,6 @@ class Watch:
         self.timeout, self._supervised, self._say = timeout, supervised, say
         self._start_timeout = max(timeout, start_timeout or 0.0)
         self.on_gpu = False
-        self.waited_seconds = 0.0
         self._step, self._phase = 0, "start"
         self._operation, self._axis, self._count, self._waits = "-", "-", 0, False
         self._since, self._beat = time.monotonic(), 0
@@ -138,9 +136,7 @@ class Watch:
         self._since, self._waits, self._in_collective = time.monotonic(), True, True
 
     def waited(self) -> None:
-        now = time.monotonic()
-        self.waited_seconds += now - self._since
-        self._since, self._waits = now, False
+        self._since, self._waits = time.monotonic(), False
 
     def status(self) -> Status:
         """What this rank does now."""
@@ -375,7 +371,8 @@ class Watch:
         first = board.write(FAILURE, document)
         if isinstance(error, MegalithError):
             printed = not first and json.loads(board.read(FAILURE) or "{}").get("text") == text
-            error.said = error.said or self._supervised or printed
+            # Of a ConfigError the first rank of each machine speaks (cli/main.py).
+            error.said = error.said or self._supervised or (printed and not isinstance(error, ConfigError))
 
 
 def _stack() -> str:

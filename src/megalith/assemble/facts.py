@@ -1,0 +1,32 @@
+"""What of a configuration must be equal on all ranks of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megalith.config import RunConfig
+from megalith.config.run import all_settings
+from megalith.distributed.agreement import versions
+
+_OF_EACH_RANK = ("launch",)
+# Machines may keep the same files at different places; their content is compared instead.
+_PLACES = ("data_path", "data_cache_path", "vocab_file", "merge_file")
+
+
+def facts_of(run: RunConfig) -> dict[str, str]:
+    """Settings by flag, and the versions of what runs them."""
+    settings = {
+        setting.positive_flag: str(getattr(getattr(run, setting.group), setting.name))
+        for setting in all_settings().values()
+        if setting.group not in _OF_EACH_RANK and setting.name not in _PLACES
+    }
+    return {**settings, **versions()}
+
+
+def content_facts(tokenizer: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, str]:
+    """The card of the tokenizer, which has the hashes of its files, and the fingerprint of the data."""
+    return {
+        **{f"tokenizer {name}": str(value) for name, value in tokenizer.items()},
+        **{f"data {name}": str(value) for name, value in data.items()},
+    }

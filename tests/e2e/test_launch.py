@@ -1,0 +1,247 @@
+"""Starting ranks: who does not come, comes twice or differs is named; `--nproc` starts, stops and restarts them."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from megalith.checkpoint import DirectoryStore
+
+from .checkpoints import assert_same, state_of
+from .small_run import MODEL, write_text
+from .test_signals import processes_with, wait_for
+from .warm import Finished, WarmProcess, free_port
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_text(tmp_path_factory.mktemp("text"))
+
+
+# The meeting of the ranks (F29, F17, F18).
+
+MEET = """
+import os, sys
+from datetime import timedelta
+import torch
+from megalith.config.environment import read_launch
+from megalith.config.groups import LaunchConfig
+from megalith.distributed import launch
+from megalith.errors import MegalithError
+launch.PATIENCE_SECONDS = 0.3
+kinds = dict(RANK=int, WORLD_SIZE=int, LOCAL_RANK=int, LOCAL_WORLD_SIZE=int, MASTER_PORT=int, MASTER_ADDR=str)
+config = LaunchConfig(**{n.lower(): kinds[n](v) for n, v in read_launch(os.environ).items() if n in kinds})
+try:
+    join = timedelta(seconds=JOIN)
+    with launch.connect(config, torch.device("cpu"), "gloo", timedelta(seconds=5), join=join, say=print):
+        print(f"rank {config.rank} of {config.world_size} was there")
+except MegalithError as error:
+    print(type(error).__name__, error)
+    sys.exit(error.exit_code)
+"""
+
+
+def meet(*environments: dict[str, str], port: int | None = None, join: float = 1.5) -> list[tuple[int, str]]:
+    """Start one process with each of these environments; returns exit codes and outputs."""
+    port = port or free_port()
+    started = []
+    for variables in environments:
+        bare = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "OMPI_", "PMI_"))}
+        environ = {**bare, "MASTER_PORT": str(port), **variables}
+        script = MEET.replace("JOIN", str(join))
+        started.append(subprocess.Popen([sys.executable, "-c", script], env=environ, stdout=subprocess.PIPE, text=True))
+    return [(process.wait(), text) for process in started for text in [process.communicate(timeout=60)[0]]]
+
+
+def place(rank: int, size: int = 2, **more: str) -> dict[str, str]:
+    return {"RANK": str(rank), "WORLD_SIZE": str(size), **more}
+
+
+SLURM = {"SLURM_NTASKS": "2", "SLURM_TASKS_PER_NODE": "2", "SLURM_NODEID": "0", "SLURM_JOB_ID": "4711"}
+OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+
+
+@pytest.mark.parametrize(("common", "rank"), [(SLURM, "SLURM_PROCID"), (OPEN_MPI, "OMPI_COMM_WORLD_RANK")])
+def test_srun_and_mpirun(warm: WarmProcess, tmp_path: Path, text: Path, common: dict[str, str], rank: str) -> None:
+    words = [*MODEL, "--data-path", text, "--train-iters", 2]
+    environ = {**common, "MASTER_PORT": str(free_port())}
+    started = [warm.start(words, tmp_path, **environ, **{rank: number}) for number in "01"]
+    ends = [running.finish() for running in started]
+    assert [end.code for end in ends] == [0, 0], ends
+    assert "using world size: 2, data-parallel size: 2" in ends[0].text and ends[1].text == ""
+
+
+def test_a_rank_that_never_comes() -> None:
+    ((code, text),) = meet(place(0, 3))
+    assert code == 6
+    assert re.search(r"rank 0 on \S+ has waited [0-2] s for ranks 1, 2 of 3, which did not come\n", text)
+    assert re.search(r"PeerError rank 0 on \S+ waited [12] s .* for ranks 1, 2 of 3", text)
+
+
+def test_rank_0_never_comes() -> None:
+    ((code, text),) = meet(place(1))
+    assert code == 6
+    assert re.search(r"PeerError rank 1 .* for rank 0, which does not answer at 127\.0\.0\.1:\d+ \(Connection", text)
+
+
+def test_a_wrong_master_address() -> None:
+    ((code, text),) = meet(place(1, MASTER_ADDR="no-such-host.invalid", LOCAL_WORLD_SIZE="1"))
+    assert code == 6 and "MASTER_ADDR=no-such-host.invalid is not the name of a host that is known here" in text
+
+
+def test_a_port_in_use() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        ((code, text),) = meet(place(0), port=port)
+    assert code == 2
+    assert re.search(rf"rank 0 cannot listen on port {port} of \S+: Address already in use", text)
+
+
+def start(warm: WarmProcess, cwd: Path, text: Path, *places: tuple[int, int, Sequence[object]]) -> list[Finished]:
+    """Start ranks one by one with (rank, number of ranks, flags)."""
+    started, port = [], str(free_port())
+    for rank, size, flags in places:
+        words = [*MODEL, "--train-iters", 2, "--data-path", text, *flags]
+        environ = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(size), "MASTER_PORT": port}
+        started.append(warm.start(words, cwd, **environ))
+    return [running.finish() for running in started]
+
+
+def test_a_forgotten_node_rank_is_explained(warm: WarmProcess, tmp_path: Path, text: Path) -> None:
+    ends = start(warm, tmp_path, text, (0, 4, []), (1, 4, []), (1, 4, []))
+    assert [end.code for end in ends] == [2, 2, 2]
+    for end in ends:
+        assert "two processes say that they are rank 1: on " in end.text
+        assert "--node_rank 0 on the first, 1 on" in end.text
+
+
+def test_another_number_of_ranks(warm: WarmProcess, tmp_path: Path, text: Path) -> None:
+    ends = start(warm, tmp_path, text, (0, 2, []), (1, 4, []))
+    assert [end.code for end in ends] == [2, 2]
+    assert all(re.search(r"was told of [24] ranks, and others of [42]", end.text) for end in ends)
+
+
+def test_unequal_settings_and_data_of_a_run(warm: WarmProcess, tmp_path: Path, text: Path) -> None:
+    other = write_text(tmp_path, scale=2)
+    for flags, message in (
+        (["--clip-grad", 2], r"  --clip-grad: [12]\.0 on rank [01] \(\S+\), [12]\.0 on rank [01] "),
+        (["--data-path", other], r"  data source: \w+ on rank [01] \(\S+\), \w+ on rank [01] "),
+    ):
+        ends = start(warm, tmp_path, text, (0, 2, []), (1, 2, flags))
+        assert [end.code for end in ends] == [2, 2], ends
+        for end in ends:
+            assert "are not set up alike; all ranks of a run must be:" in end.text
+            assert re.search(message, end.text), end.text
+            assert "torch:" not in end.text
+
+
+def test_a_slow_rank_is_reported_with_its_cost(warm: WarmProcess, tmp_path: Path, text: Path) -> None:
+    words = [*MODEL, "--train-iters", 12, "--data-path", text, "--log-straggler", "--log-interval", 4]
+    words += ["--global-batch-size", 2]
+    ends = warm.run_ranks(2, words, tmp_path, MEGALITH_FAULT="slow@rank=1,step=1,point=fwd")
+    assert [end.code for end in ends] == [0, 0], ends
+    reports = re.findall(
+        r" slow rank: rank 1 \(\S+\) (\S+) ms of work .* wait (\S+) ms of each step \((\d+)%\)", ends[0].text
+    )
+    assert len(reports) == 2  # the first interval is not reported
+    for work, cost, share in reports:
+        assert float(work) > 200 and float(cost) > 150 and int(share) > 50
+
+
+# `--nproc`: the supervisor.
+
+
+def supervised(
+    repository: Path, cwd: Path, words: Sequence[object], nproc: int = 2, **env: str
+) -> subprocess.Popen[bytes]:
+    """Start `pretrain_gpt.py --nproc N words` with its output in cwd/log.txt."""
+    return subprocess.Popen(
+        [sys.executable, str(repository / "pretrain_gpt.py"), "--nproc", str(nproc), *map(str, words)],
+        cwd=cwd,
+        stdout=(cwd / "log.txt").open("wb"),
+        stderr=subprocess.STDOUT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **env},
+        start_new_session=True,
+    )
+
+
+def command(text: Path, save: Path, *more: object) -> list[object]:
+    return [*MODEL, "--data-path", text, "--save", save, *more]
+
+
+def assert_no_one_is_left(word: Path) -> None:
+    deadline = time.monotonic() + 10
+    while left := processes_with(str(word)):
+        assert time.monotonic() < deadline, f"still there: {left}"
+        time.sleep(0.05)
+
+
+def test_a_mistake_is_found_before_any_process_starts(repository: Path, tmp_path: Path) -> None:
+    running = supervised(repository, tmp_path, [*MODEL, "--hidden-size", 15])
+    assert running.wait(20) == 2
+    log = (tmp_path / "log.txt").read_text()
+    assert log.startswith("megalith train: ") and log.count("--hidden-size 15") == 1
+
+
+def test_a_killed_rank_is_restarted_from_the_last_checkpoint(
+    repository: Path, warm: WarmProcess, tmp_path: Path, text: Path
+) -> None:
+    save, whole = tmp_path / "c", tmp_path / "whole"
+    plan = ["--train-iters", 8, "--save-interval", 3]
+    fault = {"MEGALITH_FAULT": "kill9@rank=1,step=5,point=bwd"}
+    running = supervised(repository, tmp_path, command(text, save, *plan, "--max-restarts", 2), **fault)
+    assert [end.code for end in warm.run_ranks(2, command(text, whole, *plan), tmp_path)] == [0, 0]
+    assert running.wait(120) == 0
+    log = (tmp_path / "log.txt").read_text()
+    assert re.search(r"rank 1 \(\S+, process \d+\) of 2 was killed by signal 9 \(SIGKILL\) at step 5 in backward", log)
+    assert "restart 1 of 2, from iteration 3" in log and "restart 2" not in log
+    assert "Traceback" not in log
+    assert_same(state_of(whole, 8), state_of(save, 8))
+    assert_no_one_is_left(save)
+
+
+def test_what_happens_again_and_again_ends_the_run(repository: Path, tmp_path: Path, text: Path) -> None:
+    save = tmp_path / "c"
+    words = command(text, save, "--train-iters", 8, "--save-interval", 2, "--max-restarts", 5)
+    running = supervised(repository, tmp_path, words, 1, MEGALITH_FAULT="raise@rank=0,step=3,point=fwd,attempt=all")
+    assert running.wait(120) == 1
+    *_, resume, last = (tmp_path / "log.txt").read_text().splitlines()
+    assert re.match(r"megalith train: rank 0 \(\S+, process \d+\) of 1 failed at step 3 in forward: RuntimeError", last)
+    assert resume.strip().startswith("python ") and resume.endswith(f"--load {save}")
+    log = (tmp_path / "log.txt").read_text()
+    assert "the same happened twice and nothing was saved between: no use in restart 2 of 5" in log
+    assert log.count("restart 1 of 5, from iteration 2") == 1
+    assert_no_one_is_left(save)
+
+
+@pytest.mark.parametrize("how", ["sigusr1 to the supervisor", "sigterm to one rank", "the supervisor dies"])
+def test_a_stop_saves_on_all_ranks(repository: Path, tmp_path: Path, text: Path, how: str) -> None:
+    save, log = tmp_path / "c", tmp_path / "log.txt"
+    running = supervised(repository, tmp_path, command(text, save, "--train-iters", 100000, "--save-interval", 100000))
+    try:
+        wait_for(log, "iteration        3/")
+        if how == "sigterm to one rank":
+            ranks = [int(pid) for pid in processes_with(str(save)) if int(pid) != running.pid]
+            os.kill(max(ranks), signal.SIGTERM)
+        else:
+            running.send_signal(signal.SIGUSR1 if "usr1" in how else signal.SIGKILL)
+        wait_for(log, "; resume with:")
+        assert running.wait(60) == (-9 if how == "the supervisor dies" else 75)
+    finally:
+        running.kill()
+    assert_no_one_is_left(save)
+    assert (DirectoryStore(save).latest() or 0) >= 3
+    told = log.read_text().count("SIGUSR1: finishing this step and saving; once more to leave at once")
+    assert told == ("usr1" in how)
+    assert re.search(
+        r"stopped at iteration \d+; resume with:\n  python \S+pretrain_gpt.py --nproc 2 .*--load", log.read_text()
+    )

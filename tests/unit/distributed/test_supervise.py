@@ -1,0 +1,188 @@
+"""The supervisor of ranks: who failed first, what is passed on, that no process is left. The ranks need no torch."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megalith.distributed.board import Status, process_state
+from megalith.distributed.supervise import Attempt, Cause, Signals
+from megalith.train.signals import STOP_SIGNALS
+
+PREAMBLE = """
+import json, os, signal, sys, time
+from pathlib import Path
+from megalith.distributed.board import FolderBoard, Status
+rank, board = int(os.environ["RANK"]), FolderBoard(Path(os.environ["MEGALITH_BOARD"]), int(os.environ["RANK"]))
+def at(step, phase):
+    board.post(Status(step, phase).encode())
+def fail(text, kind="ValueError", ours=False, step=3):
+    failure = dict(rank=rank, who=f"rank {rank} (h, process 1)", step=step, place="at step 3 in forward", kind=kind)
+    document = json.dumps({**failure, "text": text, "ours": ours, "at": time.monotonic()})
+    board.write(f"failure-{rank}", document), board.write("failure", document)
+"""
+
+
+@pytest.fixture
+def signals() -> Iterator[Signals]:
+    with Signals(STOP_SIGNALS) as signals:
+        yield signals
+
+
+def attempt(script: str, signals: Signals, count: int = 2) -> Attempt:
+    return Attempt([sys.executable, "-c", PREAMBLE + script], count, 0, os.environ, signals)
+
+
+def run(script: str, signals: Signals, count: int = 2) -> tuple[Attempt, Cause | None]:
+    """Run the script on each rank; the cause if it was no success."""
+    ranks = attempt(script, signals, count)
+    try:
+        ranks.wait(signals, lambda text: None)
+        return ranks, None if ranks.stopped is not None else ranks.cause()
+    finally:
+        ranks.board.remove()
+
+
+def test_a_success(signals: Signals) -> None:
+    ranks, cause = run("assert os.environ['WORLD_SIZE'] == '2'", signals)
+    assert (ranks.stopped, cause) == (0, None)
+    assert not ranks.board.folder.exists()
+
+
+def test_a_killed_rank_is_the_cause_though_the_other_ends_too(signals: Signals) -> None:
+    script = """
+at(7, "bwd")
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(0.3)
+sys.exit(6)
+"""
+    _, cause = run(script, signals)
+    assert cause is not None and (cause.exit_code, cause.kind, cause.step) == (137, "signal 9", 7)
+    assert re.match(r"rank 1 \(.*\) of 2 was killed by signal 9 \(SIGKILL\) at step 7 in backward", cause.text)
+    assert re.search(r"RSS \d+\.\d\d GiB of \d+\.\d\d GiB$", cause.text)
+
+
+def test_a_rank_that_held_most_of_the_memory_was_out_of_memory(
+    signals: Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megalith.distributed.supervise.memory_limit", lambda: 24 << 20)
+    _, cause = run("os.kill(os.getpid(), signal.SIGKILL)", signals, 1)
+    assert cause is not None and re.search(r"likely out of memory: RSS \S+ GiB of 0\.02 GiB$", cause.text)
+
+
+def test_the_first_failure_is_the_cause(signals: Signals) -> None:
+    script = """
+if rank == 1:
+    fail("boom")
+    sys.exit(1)
+time.sleep(0.3)
+fail("lost a peer")
+sys.exit(1)
+"""
+    _, cause = run(script, signals)
+    assert cause is not None and cause.exit_code == 1 and not cause.hopeless
+    assert cause.text == "rank 1 (h, process 1) of 2 failed at step 3 in forward: boom"
+
+
+def test_an_error_of_all_ranks_names_none(signals: Signals) -> None:
+    _, cause = run("fail('the loss is nan', 'MegalithError', ours=True); sys.exit(4)", signals)
+    assert cause is not None and (cause.text, cause.exit_code, cause.hopeless) == ("the loss is nan", 4, True)
+
+
+def test_a_hang_is_the_cause_though_a_stopped_rank_had_to_be_killed(signals: Signals) -> None:
+    script = """
+at(4, "fwd")
+if rank == 0:
+    os.kill(os.getpid(), signal.SIGSTOP)
+time.sleep(0.3)
+board.write("alarm", "1"), board.write("cause", "rank 0 is stopped")
+sys.exit(6)
+"""
+    before = time.monotonic()
+    ranks = attempt(script, signals)
+    ranks_pids = {rank: process.pid for rank, process in ranks._running.items()}
+    time.sleep(0.8)
+    os.kill(ranks_pids[0], signal.SIGKILL)  # as the rank that reports does
+    ranks.wait(signals, lambda text: None)
+    assert ranks.cause() == Cause("rank 0 is stopped", 6, "hang", 4)
+    ranks.board.remove()
+    assert time.monotonic() - before < 5.0
+
+
+def test_a_rank_that_outlives_a_failure_is_killed(signals: Signals, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megalith.distributed.supervise._GRACE_SECONDS", 0.3)
+    ranks, cause = run("sys.exit(9) if rank else time.sleep(60)", signals)
+    assert cause is not None and cause.exit_code == 9 and "rank 1" in cause.text
+    assert [(end.rank, end.code, end.by_us) for end in ranks.ended] == [(1, 9, False), (0, -9, True)]
+
+
+def test_what_a_rank_has_started_does_not_stay(signals: Signals, tmp_path: Path) -> None:
+    script = f"""
+import subprocess
+worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+Path("{tmp_path}/worker").write_text(str(worker.pid))
+os._exit(3)
+"""
+    run(script, signals, 1)
+    deadline = time.monotonic() + 5.0
+    while process_state(int((tmp_path / "worker").read_text())) not in ("", "Z"):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_signals_are_passed_on_and_the_save_is_waited_for(signals: Signals, number: signal.Signals) -> None:
+    script = """
+def save(number, frame):
+    time.sleep(0.3)
+    sys.exit(75)
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
+    signal.signal(number, save)
+at(1, "fwd")
+time.sleep(60)
+"""
+    ranks = attempt(script, signals)
+    said: list[str] = []
+    while any(Status.decode(ranks.board.status(rank)) is None for rank in range(2)):
+        time.sleep(0.01)
+    os.kill(os.getpid(), number)
+    ranks.wait(signals, said.append)
+    ranks.board.remove()
+    assert (ranks.stopped, [end.code for end in ranks.ended]) == (75, [75, 75])
+    assert said == [f"\n{number.name}: finishing this step and saving; once more to leave at once"]
+
+
+def test_the_second_signal_ends_ranks_that_do_not_answer(signals: Signals) -> None:
+    script = """
+signal.signal(signal.SIGTERM, lambda *_: None)
+at(1, "fwd")
+while True:
+    time.sleep(1)
+"""
+    ranks = attempt(script, signals)
+    while any(Status.decode(ranks.board.status(rank)) is None for rank in range(2)):
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGTERM), os.kill(os.getpid(), signal.SIGTERM)
+    before = time.monotonic()
+    ranks.wait(signals, lambda text: None)
+    ranks.board.remove()
+    assert ranks.stopped == 130 and time.monotonic() - before < 4.0
+
+
+def test_a_data_file_that_shrinks(tmp_path: Path) -> None:
+    from megalith.cli.launch import _shrunk
+
+    file = tmp_path / "text.bin"
+    file.write_bytes(b"x" * 100)
+    before = {file: 100}
+    assert _shrunk(before) == ""
+    file.write_bytes(b"x" * 40)
+    assert _shrunk(before) == f"; {file} has shrunk from 100 to 40 bytes while it was in use"

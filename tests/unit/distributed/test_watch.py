@@ -1,0 +1,152 @@
+"""What the watch says of ranks that it sees on the board; the board in memory and in a store."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from megalith.distributed.board import (
+    MESSAGE,
+    BoardGone,
+    FolderBoard,
+    Identity,
+    Status,
+    StoreBoard,
+    read_identity,
+    write_identity,
+)
+from megalith.distributed.watch import View, Watch
+
+
+def view(rank: int, state: str = "running", *, waits: bool = True, phase: str = "bwd", since: float = 0.0) -> View:
+    return View(Identity(rank, "h", 1), Status(7, phase, waits, "all_reduce", "tp", 5, since), state)
+
+
+@pytest.mark.parametrize(
+    ("views", "cause"),
+    [
+        ([view(0), view(1, "dead")], "rank 1 (h, process 1) of 2 died at step 7 in backward; the others waited for it"),
+        ([view(0, "stopped"), view(1)], "rank 0 (h, process 1) of 2 is stopped at step 7 in backward"),
+        ([view(0, "left", phase="left"), view(1)], "rank 0 (h, process 1) of 2 left the run at step 7 after its last"),
+        ([view(0), view(1, "silent")], "rank 1 (h, process 1) of 2 does not answer at step 7 in backward"),
+        ([view(0), view(1, waits=False, phase="data")], "of 2 does not take part at step 7 while reading data"),
+        # A dead rank goes before one that waits for it without having said so, and before one that failed for it.
+        ([view(0, waits=False), view(1, "dead")], "rank 1 (h, process 1) of 2 died"),
+        ([view(0, "failed", phase="failed", waits=False), view(1, waits=False)], "rank 1 (h, process 1) of 2 does not"),
+        # Of two that are busy elsewhere, the one that has been so for longer.
+        ([view(0, waits=False, since=5.0), view(1, waits=False, since=2.0)], "rank 1 (h, process 1) of 2 does not"),
+        ([view(0), view(1)], "all 2 ranks wait at step 7 in backward, waiting in all_reduce over tp (collective 5)"),
+        ([view(0), view(1, phase="fwd")], "the 2 ranks wait for each other in different collectives"),
+    ],
+)
+def test_the_cause_of_a_hang(views: list[View], cause: str) -> None:
+    watch = Watch(1.0)
+    watch._size = len(views)
+    assert cause in watch._cause(views)
+
+
+def test_a_status_survives_its_text() -> None:
+    status = Status(3, "pre_save", True, "all_gather", "cp+dp", 12, 4.25, 2)
+    assert Status.decode(status.encode()) == status
+    assert Status.decode(b"") is None and Status.decode(status.encode()[:9]) is None
+    assert status.place == "at step 3 while saving"
+    assert Status(3, "fwd", True, MESSAGE, "4").doing == "at step 3 in forward, waiting for a message of rank 4"
+
+
+def test_the_longest_status_has_room_on_the_board(tmp_path: Path) -> None:
+    status = Status(10**9, "mid_commit", True, "all_gather_objects", "tp+cp+dp+pp", 10**12, 1e9, 10**9)
+    board = FolderBoard(tmp_path, 3)
+    board.post(status.encode())
+    assert Status.decode(FolderBoard(tmp_path).status(3)) == status
+    board.post(Status(1).encode())
+    assert Status.decode(board.status(3)) == Status(1)
+
+
+def test_of_several_writers_of_a_document_the_first_wins(tmp_path: Path) -> None:
+    boards = [FolderBoard(tmp_path, rank) for rank in range(8)]
+    won: list[int] = []
+
+    def write(rank: int) -> None:
+        if boards[rank].write("cause", f"text of {rank}"):
+            won.append(rank)
+
+    threads = [threading.Thread(target=write, args=(rank,)) for rank in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(won) == 1 and boards[0].read("cause") == f"text of {won[0]}"
+    assert [file.name for file in tmp_path.iterdir() if file.name.startswith(".")] == []
+
+
+class Values:
+    """The methods of a store that a board uses."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+
+    def set(self, key: str, value: str) -> None:
+        self.values[key] = value.encode()
+
+    def get(self, key: str) -> bytes:
+        return self.values[key]
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self.values for key in keys)
+
+    def add(self, key: str, amount: int) -> int:
+        self.values[key] = str(int(self.values.get(key, b"0")) + amount).encode()
+        return int(self.values[key])
+
+
+def test_a_board_in_a_store() -> None:
+    store = Values()
+    zero, one = StoreBoard(store, 0), StoreBoard(store, 1)
+    write_identity(one, Identity(1, "other", 77))
+    assert read_identity(zero, 1) == Identity(1, "other", 77) and read_identity(zero, 0).host == "?"
+    one.post(Status(4, "fwd").encode())
+    assert Status.decode(zero.status(1)) == Status(4, "fwd")
+    assert (zero.write("cause", "a"), one.write("cause", "b"), one.read("cause"), one.read("none")) == (
+        True,
+        False,
+        "a",
+        None,
+    )
+
+
+def test_a_store_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megalith.distributed.board._STORE_SECONDS", 0.1)
+
+    class Frozen(Values):
+        def check(self, keys: list[str]) -> bool:
+            time.sleep(1.0)
+            return False
+
+    with pytest.raises(BoardGone):
+        StoreBoard(Frozen(), 0).read("cause")
+
+
+def test_ranks_of_other_machines_are_told_by_their_beats() -> None:
+    store = Values()
+    watch, board = Watch(4.0), StoreBoard(store, 0)
+    watch._size, watch._identity = 3, Identity(0, os.uname().nodename, os.getpid())
+    for rank in (1, 2):
+        other = StoreBoard(store, rank)
+        write_identity(other, Identity(rank, "other", 77))
+        other.post(Status(4, "fwd", beat=1).encode())
+    beating = threading.Timer(0.1, lambda: StoreBoard(store, 2).post(Status(4, "fwd", beat=2).encode()))
+    beating.start()
+    assert [view.state for view in watch._views(board)] == ["running", "silent", "running"]
+
+
+def test_the_first_step_may_wait_longer() -> None:
+    watch = Watch(1.0, 60.0)
+    states = []
+    for point, step in (("load", 6), ("data", 7), ("fwd", 7), ("opt", 7), ("data", 8)):
+        watch.at(point, step)
+        states.append(watch._starting)
+    assert states == [True, True, True, True, False]
