@@ -70,6 +70,7 @@ class FullyShard:
         policy = MixedPrecisionPolicy(self.dtype, reduce_dtype, cast_forward_inputs=False)
         for unit in units:
             fully_shard(unit, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy)
+        module.register_forward_hook(_no_view)
         fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
         assert isinstance(module, FSDPModule)
         self._module, self._reshards = module, reshard_after_forward
@@ -126,6 +127,11 @@ class FullyShard:
         self._module.set_requires_gradient_sync(last)
         if not self._reshards:
             self._module.set_reshard_after_backward(last)
+
+
+def _no_view(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    """FSDP2 warns of outputs that are views: its hooks on them would be lost if these were written to."""
+    return output.clone() if output._is_view() else output
 
 
 def _local(tensor: Tensor) -> Tensor:
