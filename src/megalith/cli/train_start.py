@@ -135,7 +135,8 @@ def _say_configuration(config: RunConfig, screen: Screen, device: torch.device) 
     )
     virtual = parallel.virtual_stages(config.model.num_layers)
     screen.note(f"Number of virtual stages per pipeline stage: {virtual if virtual > 1 else None}")
-    threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
+    count = torch.get_num_threads()
+    threads = f", {count} thread{'s' if count > 1 else ''}" if device.type == "cpu" else ""
     screen.say(f"running on {_device_name(device)}{threads}, torch {torch.__version__}")
     nccl_asked_for = "distributed_backend" in config.given and parallel.distributed_backend == "nccl"
     if device.type == "cpu" and nccl_asked_for:

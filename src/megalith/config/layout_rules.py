@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from math import prod
 
+from megalith.config.layout_choices import MODEL_PARALLEL, fitting_layouts, fitting_sizes, sizes_of
 from megalith.config.rule import Draft, Rule, divisors, multiples, rule, show
 from megalith.errors import LayoutError
 
-MODEL_PARALLEL = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 _SPLIT = (
     "num_layers_per_virtual_pipeline_stage",
     "num_virtual_stages_per_pipeline_rank",
@@ -17,19 +17,24 @@ _SPLIT = (
     "account_for_loss_in_pipeline_split",
 )
 
+_HOW_TO_START = {"srun": "srun --ntasks", "mpirun": "mpirun -n", "hand": "WORLD_SIZE"}
+
 
 @rule("world_size", *MODEL_PARALLEL)
 def processes_fill_the_layout(draft: Draft) -> str:
-    world, sizes = draft.run.launch.world_size, [getattr(draft.run.parallel, name) for name in MODEL_PARALLEL]
-    unit = prod(sizes)
+    world, sizes = draft.run.launch.world_size, sizes_of(draft)
+    unit = prod(sizes.values())
     if world % unit == 0:
         return ""
-    shown = " x ".join(show(draft, name) for name, size in zip(MODEL_PARALLEL, sizes, strict=True) if size > 1)
+    shown = " x ".join(show(draft, name) for name, size in sizes.items() if size > 1)
+    layouts = fitting_layouts(draft)
+    use = f"use {layouts}" if layouts else f"leave {'them' if ' x ' in shown else 'it'} out"
     started = "1 process was started" if world == 1 else f"{world} processes were started"
+    launcher = draft.run.launch.launcher
+    how = "--nproc" if draft.run.launch.nproc else _HOW_TO_START.get(launcher, "torchrun --nproc_per_node")
     return (
         f"{shown} needs a multiple of {unit} processes and {started} (world size ({world}) is not divisible by "
-        f"{unit}); "
-        f"start {multiples(world, unit)} (torchrun --nproc_per_node), or use sizes whose product divides {world}"
+        f"{unit}); start {multiples(world, unit)} ({how}), or with {world} {use}"
     )
 
 
@@ -40,7 +45,7 @@ def heads_divide_over_tensor_ranks(draft: Draft) -> str:
         return ""
     return (
         f"{show(draft, 'num_attention_heads')} is not divisible by {show(draft, 'tensor_model_parallel_size')}; "
-        f"nearest: --tensor-model-parallel-size {divisors(heads, tp)}"
+        f"nearest: --tensor-model-parallel-size {fitting_sizes(draft, 'tensor_model_parallel_size')}"
     )
 
 
@@ -52,7 +57,7 @@ def query_groups_divide_over_tensor_ranks(draft: Draft) -> str:
         return ""
     return (
         f"{show(draft, 'num_query_groups')} neither divides by {show(draft, 'tensor_model_parallel_size')} nor divides "
-        f"it; use {divisors(model.num_attention_heads, tp)} groups"
+        f"it; nearest: --tensor-model-parallel-size {fitting_sizes(draft, 'tensor_model_parallel_size')}"
     )
 
 
@@ -63,7 +68,8 @@ def feed_forward_divides_over_tensor_ranks(draft: Draft) -> str:
         return ""
     return (
         f"feed-forward layers of {size} (--ffn-hidden-size) are not divisible by "
-        f"{show(draft, 'tensor_model_parallel_size')}; nearest: {multiples(size, tp)}"
+        f"{show(draft, 'tensor_model_parallel_size')}; nearest: --tensor-model-parallel-size "
+        f"{fitting_sizes(draft, 'tensor_model_parallel_size')}, or --ffn-hidden-size {multiples(size, tp)}"
     )
 
 
@@ -81,7 +87,7 @@ def sequence_divides_over_its_ranks(draft: Draft) -> str:
         return ""
     return (
         f"{show(draft, 'seq_length')} is not divisible by {unit}, which {' and '.join(show(draft, n) for n in names)} "
-        f"need; nearest: {multiples(length, unit)}"
+        f"need{'s' if len(names) == 1 else ''}; nearest: {multiples(length, unit)}"
     )
 
 
@@ -102,14 +108,19 @@ def layers_divide_over_the_pipeline(draft: Draft) -> str:
     try:
         draft.run.stages  # noqa: B018 - for its error
     except LayoutError as error:
-        pp, layers = draft.run.parallel.pipeline_model_parallel_size, draft.run.model.num_layers
         given = [show(draft, name) for name in _SPLIT if name in draft.given]
         flags = ", ".join([show(draft, "num_layers"), show(draft, "pipeline_model_parallel_size"), *given])
-        return (
-            f"{flags}: {error}; use --pipeline-model-parallel-size {divisors(layers, pp)}, or "
-            "--decoder-first-pipeline-num-layers / --decoder-last-pipeline-num-layers"
-        )
+        fitting = fitting_sizes(draft, "pipeline_model_parallel_size")
+        return f"{flags}: {error}; use --pipeline-model-parallel-size {fitting}{'' if given else _uneven(draft)}"
     return ""
+
+
+def _uneven(draft: Draft) -> str:
+    """The remedy of a shorter first stage, where the others then have equal numbers of layers."""
+    layers, stages = draft.run.model.num_layers, draft.run.parallel.pipeline_model_parallel_size
+    others = -(-layers // stages)
+    first = layers - (stages - 1) * others
+    return f", or --decoder-first-pipeline-num-layers {first} ({others} in the others)" if first > 0 else ""
 
 
 @rule("num_layers", "pipeline_model_parallel_size", *_SPLIT)

@@ -119,6 +119,7 @@ def _read_environment(environ: Mapping[str, str]) -> Reading:
         environ = read_launch(environ)
     except ConfigError as error:
         reading.problems += error.violations
+        reading.faulty |= {setting.name for setting in all_settings().values() if setting.about.from_environment}
         return reading
     for setting in all_settings().values():
         variable = setting.about.from_environment

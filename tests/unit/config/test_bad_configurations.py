@@ -149,21 +149,43 @@ TABLE: list[tuple[str, tuple[str, ...]]] = [
     ("--tokenizer-type GPT2BPETokenizer", ("--vocab-file and --merge-file are required",)),
     ("--tokenizer-type GPT2BPETokenizer --vocab-file {data}/real.bin", ("--merge-file is required",)),
     ("--save {data}/ckpt", ("--save {data}/ckpt requires --save-interval N",)),
-    ("--tensor-model-parallel-size 2", ("--tensor-model-parallel-size 2 needs a multiple of 2 processes", "size")),
+    (
+        "--tensor-model-parallel-size 2",
+        ("--tensor-model-parallel-size 2 needs a multiple of 2 processes and 1 process was", "or with 1 leave it out"),
+    ),
     # layouts
-    ("WORLD_SIZE=3 --ffn-hidden-size 66 --tensor-model-parallel-size 3", ("heads 4 is not",)),
-    ("WORLD_SIZE=2 --ffn-hidden-size 65 --tensor-model-parallel-size 2", ("layers of 65", "nearest: 64 or 66")),
+    (
+        "WORLD_SIZE=2 --tensor-model-parallel-size 8 --pipeline-model-parallel-size 16 --num-layers 96 "
+        "--num-attention-heads 96 --hidden-size 12288",
+        ("size 16 needs a multiple of 128", "start 128 (WORLD_SIZE), or with 2 use", "-size 2, or --tensor-"),
+    ),
+    (
+        "WORLD_SIZE=4 --tensor-model-parallel-size 4 --context-parallel-size 4 --pipeline-model-parallel-size 2",
+        ("-model-parallel-size 2 --context-parallel-size 2, or --context-parallel-size 4, or --pipeline-model-",),
+    ),
+    (
+        "WORLD_SIZE=3 --ffn-hidden-size 66 --tensor-model-parallel-size 3",
+        ("heads 4 is not", "nearest: --tensor-model-parallel-size 1"),
+    ),
+    (
+        "WORLD_SIZE=2 --ffn-hidden-size 65 --tensor-model-parallel-size 2",
+        ("layers of 65", "--tensor-model-parallel-size 1, or --ffn-hidden-size 64 or 66"),
+    ),
     (
         "WORLD_SIZE=4 --num-attention-heads 12 --hidden-size 24 --group-query-attention --num-query-groups 6 "
         "--tensor-model-parallel-size 4",
-        ("--num-query-groups 6 neither divides by",),
+        ("--num-query-groups 6 neither divides by", "nearest: --tensor-model-parallel-size 1 or 2"),
     ),
     ("WORLD_SIZE=2 --seq-length 62 --context-parallel-size 2", ("not divisible by 4", "nearest: 60 or 64")),
     (
         "WORLD_SIZE=4 --num-attention-heads 2 --context-parallel-size 4 --cp-comm-type a2a",
         ("a2a exchanges heads", "p2p"),
     ),
-    ("WORLD_SIZE=3 --pipeline-model-parallel-size 3 --num-layers 8", ("do not divide into 3", "size 1 or 2 or 4")),
+    (
+        "WORLD_SIZE=3 --pipeline-model-parallel-size 3 --num-layers 8",
+        ("do not divide into 3", "size 1, or --decoder-first-pipeline-num-layers 2 (3 in the others)"),
+    ),
+    ("WORLD_SIZE=4 --pipeline-model-parallel-size 4 --num-layers 2", ("do not divide into 4", "size 1 or 2")),
     ("WORLD_SIZE=2 --num-virtual-stages-per-pipeline-rank 2", ("needs --pipeline-model-parallel-size",)),
     (
         "WORLD_SIZE=2 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --num-layers 4 "

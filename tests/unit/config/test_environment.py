@@ -84,6 +84,21 @@ def test_mpirun_on_several_hosts_needs_an_address() -> None:
     assert read_launch({**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "4", "MASTER_ADDR": "a"})["MASTER_ADDR"] == "a"
 
 
+def test_nothing_is_said_of_processes_whose_number_could_not_be_read() -> None:
+    argv = f"{MODEL} --tensor-model-parallel-size 2 --num-layers 0".split()
+    with pytest.raises(ConfigError) as caught:
+        load(argv, {**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "4"})
+    assert [text.partition(" ")[0] for text in caught.value.violations] == ["mpirun", "--num-layers"]
+
+
+@pytest.mark.parametrize(
+    ("environ", "how"), [(SRUN, "srun --ntasks"), (OPEN_MPI, "mpirun -n"), ({}, "torchrun --nproc_per_node")]
+)
+def test_the_remedy_speaks_of_the_launcher(environ: dict[str, str], how: str) -> None:
+    with pytest.raises(ConfigError, match=f"start .* \\({how}\\), or with"):
+        load(f"{MODEL} --context-parallel-size 4".split(), environ)
+
+
 @pytest.mark.parametrize(
     ("nodes", "first"),
     [
