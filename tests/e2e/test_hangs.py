@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -90,13 +92,22 @@ def test_a_rank_that_leaves(warm: WarmProcess, tmp_path: Path, text: Path) -> No
     assert re.search(r"rank 1 \(\S+, process \d+\) of 2 left the run at step 4", ends[0].text)
 
 
-def test_nothing_is_left_behind(warm: WarmProcess, tmp_path: Path, text: Path) -> None:
-    memory = Path("/dev/shm")
-    before = set(memory.glob("megalith-*"))
-    words = [*MODEL, "--data-path", text, "--train-iters", 3]
-    clean = warm.run_ranks(2, words, tmp_path)
-    assert [end.code for end in clean] == [0, 0], clean
-    assert clean[1].text == ""  # one rank speaks
-    assert "WARNING" not in clean[0].text and "[W" not in clean[0].text
-    run_with_a_fault(warm, tmp_path, text, "dp2", "kill9@rank=0,step=4,point=bwd")
-    assert set(memory.glob("megalith-*")) <= before
+def boards_of(pids: Sequence[int]) -> list[Path]:
+    """Folders in memory that a process of these has written its number to."""
+    files = Path("/dev/shm").glob("megalith-*/who-*")
+    return [file.parent for file in files if json.loads(file.read_text())["pid"] in pids]
+
+
+@pytest.mark.parametrize("fault", ["", "kill9@rank=0,step=4,point=bwd", "raise@rank=1,step=4,point=bwd"])
+def test_nothing_is_left_behind(warm: WarmProcess, tmp_path: Path, text: Path, fault: str) -> None:
+    words = [*MODEL, "--data-path", text, "--train-iters", 6]
+    ranks = warm.start_ranks(2, words, tmp_path, MEGALITH_FAULT=fault)
+    ranks[0].wait_for("iteration        2/")
+    pids = [rank.pid for rank in ranks]
+    assert len(boards_of(pids)) == 2
+    ends = [rank.finish() for rank in ranks]
+    assert boards_of(pids) == []
+    if not fault:
+        assert [end.code for end in ends] == [0, 0], ends
+        assert ends[1].text == ""  # one rank speaks
+        assert "WARNING" not in ends[0].text and "[W" not in ends[0].text

@@ -108,7 +108,7 @@ class Watch:
         self._board: Board | None = None
         self._identity, self._size = Identity(0, os.uname().nodename, os.getpid()), 1
         self._done = threading.Event()
-        self._reporting = threading.Lock()
+        self._leaving = threading.RLock()  # the thread that has it ends this process
 
     # What the run tells.
 
@@ -189,50 +189,51 @@ class Watch:
 
     def sound_alarm(self) -> NoReturn:
         """Have every rank show its stack, say who is missing, and leave."""
-        try:
-            assert self._board is not None
-            if self._board.write(ALARM, str(self._identity.rank)):
-                self._report(self._board)
-            else:
-                self._answer()
-        except BoardGone:
-            self._say(
-                f"{_stack()}{self._identity} has waited too long, {self.status().doing}; rank 0, which holds "
-                "the store of the run, does not answer either: it is stopped, dead or cut off"
-            )
-        self._leave()
+        with self._leaving:
+            try:
+                assert self._board is not None
+                if self._board.write(ALARM, str(self._identity.rank)):
+                    self._report(self._board)
+                else:
+                    self._answer()
+            except BoardGone:
+                self._say(
+                    f"{_stack()}{self._identity} has waited too long, {self.status().doing}; rank 0, which holds the "
+                    "store of the run, does not answer either: it is stopped, dead or cut off"
+                )
+            self._leave()
 
     def _answer(self) -> NoReturn:
         """Show this rank's stack to the one that reports; wait for its report, and leave."""
         assert self._board is not None
-        with self._reporting, suppress(BoardGone):
-            self._board.post(self.status().encode())
-            self._board.write(f"stack-{self._identity.rank}", _stack())
-            deadline = time.monotonic() + _SECONDS_FOR_STACKS + 2.0
-            while self._board.read(CAUSE) is None and time.monotonic() < deadline:
-                time.sleep(0.02)
-        self._leave()
+        with self._leaving:
+            with suppress(BoardGone):
+                self._board.post(self.status().encode())
+                self._board.write(f"stack-{self._identity.rank}", _stack())
+                deadline = time.monotonic() + _SECONDS_FOR_STACKS + 2.0
+                while self._board.read(CAUSE) is None and time.monotonic() < deadline:
+                    time.sleep(0.02)
+            self._leave()
 
     def _report(self, board: Board) -> None:
-        with self._reporting:
-            own = self.status()
-            board.write(f"stack-{self._identity.rank}", _stack())
-            views = self._views(board)
-            stacks = self._stacks(board, views)
-            views = self._views(board)
-            cause = self._cause(views)
-            waited = f"{self._identity} has waited {time.monotonic() - own.since:.1f} s {own.doing}"
-            self._say("\n".join([f"{waited}. Where every rank is:", *self._lines(views, stacks)]))
-            if not self._supervised:
-                self._say(cause)
-            board.write(CAUSE, cause)
-            time.sleep(0.2)  # the others read it
-            for view in views:
-                if view.state == "stopped" and view.identity.host == self._identity.host:
-                    with suppress(OSError):
-                        os.kill(view.identity.pid, signal.SIGKILL)  # it could not leave by itself
-            if not self._supervised:
-                board.remove()
+        own = self.status()
+        board.write(f"stack-{self._identity.rank}", _stack())
+        views = self._views(board)
+        stacks = self._stacks(board, views)
+        views = self._views(board)
+        cause = self._cause(views)
+        waited = f"{self._identity} has waited {time.monotonic() - own.since:.1f} s {own.doing}"
+        self._say("\n".join([f"{waited}. Where every rank is:", *self._lines(views, stacks)]))
+        if not self._supervised:
+            self._say(cause)
+        board.write(CAUSE, cause)
+        time.sleep(0.2)  # the others read it
+        for view in views:
+            if view.state == "stopped" and view.identity.host == self._identity.host:
+                with suppress(OSError):
+                    os.kill(view.identity.pid, signal.SIGKILL)  # it could not leave by itself
+        if not self._supervised:
+            board.remove()
 
     def _stacks(self, board: Board, views: Sequence[View]) -> dict[int, str]:
         """The stacks of all ranks that can show one."""
