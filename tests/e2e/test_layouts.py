@@ -7,11 +7,8 @@ matters.
 from __future__ import annotations
 
 import itertools
-import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +19,7 @@ from megalith.checkpoint import DirectoryStore
 from megalith.train.faults import POINTS
 
 from .checkpoints import assert_same, curve_of, state_of
-from .test_signals import processes_with, stopped_at, wait_for
+from .test_signals import stopped_at
 from .warm import Finished, Running, WarmProcess
 
 TP2, PP2, CP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2", "--context-parallel-size 2"
@@ -168,3 +165,87 @@ def test_a_rank_killed_at_any_point_costs_only_the_steps_since_the_last_save(
     assert_same(state_of(uninterrupted(case), 8), state_of(save, 8))
     assert curve_of(uninterrupted(case)) == curve_of(save)
     assert sorted(path.name for path in save.iterdir() if path.name.startswith(".")) == []
+
+
+# Signals (F04). Whichever rank hears of it, all save the same step and leave with the same code.
+
+ENDLESS = ["--train-iters", 100000, "--eval-interval", 100000, "--save-interval", 100000]
+
+
+def finish(ranks: list[Running]) -> list[Finished]:
+    return [running.finish() for running in ranks]
+
+
+def step_saved(finished: list[Finished], save: Path) -> int:
+    """The iteration that all ranks have saved before they left."""
+    assert [one.code for one in finished] == [75] * len(finished), "\n".join(one.text for one in finished)
+    iteration = stopped_at(finished[0], save)
+    assert DirectoryStore(save).verify(iteration) == []
+    return iteration
+
+
+@pytest.mark.parametrize(
+    ("layout", "number", "rank"),
+    [
+        (TP2, signal.SIGTERM, 1),
+        (ZERO, signal.SIGINT, 0),
+        (PP2, signal.SIGUSR1, 1),
+        pytest.param(PP2, signal.SIGTERM, 0, marks=pytest.mark.full),
+        pytest.param(CP2, signal.SIGINT, 1, marks=pytest.mark.full),
+        pytest.param(TP2, signal.SIGUSR2, 0, marks=pytest.mark.full),
+    ],
+)
+def test_a_signal_to_one_rank_stops_all_at_the_same_step(
+    warm: WarmProcess, tmp_path: Path, words: list[object], layout: str, number: signal.Signals, rank: int
+) -> None:
+    save = tmp_path / "c"
+    ranks = warm.start_ranks(2, [*words, *layout.split(), *ENDLESS, *saving(save)], tmp_path)
+    ranks[0].wait_for("iteration        5/")
+    ranks[rank].send(number)
+    finished = finish(ranks)
+    iteration = step_saved(finished, save)
+    assert f"{number.name}: finishing this step and saving" in finished[rank].text
+    assert f"[exiting program after receiving {number.name}.] datetime: " in finished[0].text
+    assert f"iteration {iteration:8d}/" in finished[0].text and f"iteration {iteration + 1:8d}/" not in finished[0].text
+
+
+@pytest.mark.parametrize(
+    ("moment", "needle", "earliest", "latest"),
+    [
+        ("start-up", "building GPT model", 0, 1),
+        ("evaluation", "iteration        3/", 3, 3),
+        ("save", "saving checkpoint at iteration       4", 4, 5),
+    ],
+)
+def test_a_signal_to_one_rank_at_another_moment(
+    warm: WarmProcess, tmp_path: Path, words: list[object], moment: str, needle: str, earliest: int, latest: int
+) -> None:
+    save = tmp_path / "c"
+    command = [*words, *TP2.split(), "--train-iters", 40, "--save-interval", 4, *saving(save)]
+    if moment == "evaluation":
+        command += ["--eval-interval", 3, "--eval-iters", 2000]
+    ranks = warm.start_ranks(2, command, tmp_path)
+    ranks[0].wait_for(needle)
+    ranks[1].send(signal.SIGTERM)
+    finished = finish(ranks)
+    assert earliest <= step_saved(finished, save) <= latest
+    assert "validation loss" not in finished[0].text
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_second_signal_to_a_rank_ends_all_at_once(
+    warm: WarmProcess, tmp_path: Path, words: list[object], rank: int
+) -> None:
+    # One step takes far longer than this test.
+    command = [*words, *PP2.split(), "--train-iters", 4, "--global-batch-size", 20000]
+    ranks = warm.start_ranks(2, command, tmp_path)
+    ranks[0].wait_for("[before the start of training step]")
+    time.sleep(0.5)
+    ranks[rank].send(signal.SIGINT)
+    ranks[rank].wait_for("SIGINT: finishing this step")
+    before = time.monotonic()
+    ranks[rank].send(signal.SIGINT)
+    finished = finish(ranks)
+    assert finished[rank].code == 130 and finished[1 - rank].code > 0
+    assert time.monotonic() - before < 10.0
+    assert "Traceback" not in finished[rank].text

@@ -26,7 +26,9 @@ def stopped_at(finished: Finished, save: Path) -> int:
     """Check that the run stopped as promised; returns the iteration that it saved."""
     assert finished.code == 75, finished.text
     assert "Traceback" not in finished.text
-    match = re.search(r"stopped at iteration (\d+); resume with:\n  python pretrain_gpt.py .*--load", finished.text)
+    match = re.search(
+        r"stopped at iteration (\d+); resume( \(.*\))? with:\n  python pretrain_gpt.py .*--load", finished.text
+    )
     assert match, finished.text
     iteration = int(match[1])
     assert DirectoryStore(save).latest() == (iteration or None)
@@ -144,9 +146,9 @@ def test_a_signal_still_saves_when_the_reader_has_left(repository: Path, tmp_pat
 # Under torchrun. The launcher prints and exits as it likes; what counts is that the worker saved and no one is left.
 
 
-def under_torchrun(repository: Path, save: Path, log: Path) -> subprocess.Popen[bytes]:
+def under_torchrun(repository: Path, save: Path, log: Path, ranks: int) -> subprocess.Popen[bytes]:
     words = [str(word) for word in command(save, *ENDLESS)]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "1", "--standalone"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks), "--standalone"]
     return subprocess.Popen(
         [*launcher, str(repository / "pretrain_gpt.py"), *words],
         stdout=log.open("wb"),
@@ -163,33 +165,41 @@ def wait_for(log: Path, needle: str, seconds: float = 120.0) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("how", ["ctrl-c", "sigterm to the launcher", "launcher dies"])
-def test_under_torchrun_the_worker_saves_and_no_one_is_left(repository: Path, tmp_path: Path, how: str) -> None:
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.full), 2])
+@pytest.mark.parametrize("how", ["ctrl-c", "sigterm to the launcher", "launcher dies", "sigterm to a worker"])
+def test_under_torchrun_the_workers_save_and_no_one_is_left(
+    repository: Path, tmp_path: Path, how: str, ranks: int
+) -> None:
     save, log = tmp_path / "c", tmp_path / "log.txt"
-    launcher = under_torchrun(repository, save, log)
+    launcher = under_torchrun(repository, save, log, ranks)
     try:
         wait_for(log, "iteration        3/")
-        assert processes_with(str(save))
+        workers = [number for number in processes_with(str(save)) if number != launcher.pid]
+        assert len(workers) == ranks
         if how == "ctrl-c":  # the terminal signals the whole group, and torchrun forwards it once more
             os.killpg(launcher.pid, signal.SIGINT)
+        elif how == "sigterm to a worker":
+            os.kill(workers[-1], signal.SIGTERM)
         else:
             launcher.send_signal(signal.SIGTERM if how == "sigterm to the launcher" else signal.SIGKILL)
         wait_for(log, "resume (under the same launcher) with:")
         launcher.wait(60)
     finally:
         launcher.kill()
-    assert (DirectoryStore(save).latest() or 0) >= 3
+    iteration = DirectoryStore(save).latest()
+    assert iteration is not None and iteration >= 3 and DirectoryStore(save).verify(iteration) == []
+    assert f"stopped at iteration {iteration};" in log.read_text()
     deadline = time.monotonic() + 10
     while left := processes_with(str(save)):
         assert time.monotonic() < deadline, f"still there: {left}"
         time.sleep(0.05)
 
 
-def processes_with(word: str) -> list[str]:
+def processes_with(word: str) -> list[int]:
     """Process numbers of those whose command line has this word."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
             if word.encode() in path.read_bytes().split(b"\0"):
-                found.append(path.parent.name)
-    return found
+                found.append(int(path.parent.name))
+    return sorted(found)

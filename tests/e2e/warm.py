@@ -18,15 +18,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _TEMPLATE = """
-import json, os, sys
+import json, os, signal, sys
 import torch._dynamo  # torch.optim imports it at its first step
-import megalith.cli.train_start, megalith.train.metrics, megalith.train.tensorboard
+import megalith.assemble.ranks, megalith.cli.train, megalith.cli.train_start
+import megalith.train.memory, megalith.train.metrics, megalith.train.tensorboard
 from megalith.cli.main import main
 
+running = set()
 for line in sys.stdin:
     request = json.loads(line)
     if "wait" in request:
         print(os.waitstatus_to_exitcode(os.waitpid(request["wait"], 0)[1]), flush=True)
+        running.remove(request["wait"])
         continue
     child = os.fork()
     if child == 0:
@@ -43,7 +46,10 @@ for line in sys.stdin:
             traceback.print_exc()
         sys.stdout.flush(), sys.stderr.flush()
         os._exit(code)
+    running.add(child)
     print(child, flush=True)
+for child in running:  # what a failed test has left behind
+    os.kill(child, signal.SIGKILL)
 """
 
 
@@ -78,7 +84,9 @@ class Running:
         """Wait until it has printed `needle`."""
         deadline = time.monotonic() + seconds
         while needle not in self.text:
-            assert time.monotonic() < deadline, f"no {needle!r} within {seconds} s in:\n{self.text}"
+            ended = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+            late = time.monotonic() > deadline
+            assert not (ended or late), f"no {needle!r} {'at all' if ended else f'within {seconds} s'} in:\n{self.text}"
             time.sleep(0.002)
 
     def send(self, number: signal.Signals) -> None:
