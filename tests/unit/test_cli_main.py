@@ -71,18 +71,22 @@ def test_an_unexpected_error_keeps_its_traceback(command: types.SimpleNamespace)
         cli.main(["paint"])
 
 
-def test_only_rank_0_speaks_of_a_bad_configuration(
+def test_the_first_rank_of_a_machine_speaks_of_a_bad_configuration(
     command: types.SimpleNamespace, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr(cli.time, "sleep", waited.append)
     monkeypatch.setenv("RANK", "1")
     command.outcome = errors.ConfigError(["one", "two"])
     assert cli.main(["paint"]) == 2
     assert capsys.readouterr().err == ""
-    monkeypatch.setenv("RANK", "0")
+    assert waited == [5.0], "torchrun would end the first rank before it has spoken"
+    monkeypatch.setenv("LOCAL_RANK", "0")
     assert cli.main(["paint"]) == 2
     assert capsys.readouterr().err == (
         "megalith paint: 2 things to put right, nothing was started:\n  1. one\n  2. two\n"
     )
+    assert len(waited) == 1
 
 
 def test_an_unknown_command_is_answered_with_the_nearest(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import shutil
+import socket
 from collections.abc import Sequence
 
 import torch
 
-from megalith.config import PrecisionConfig, RunConfig
+from megalith.config import LaunchConfig, PrecisionConfig, RunConfig
 from megalith.distributed import comm
 from megalith.distributed.context import ParallelContext
 from megalith.distributed.rng import RandomStreams, Stream
@@ -29,22 +30,31 @@ from megalith.parallel.tensor import SequenceParallel, TensorParallel
 _COMPILERS = ("g++", "clang++", "c++")
 
 
-def choose_device(wanted: str, local_rank: int = 0) -> torch.device:
+def choose_device(wanted: str, launch: LaunchConfig | None = None) -> torch.device:
     """Where to compute: what `--device` says, CUDA under "auto" where there is one.
 
+    Args:
+        wanted: auto, cpu or cuda.
+        launch: the place of this process on its machine; alone if None.
+
     Raises:
-        ConfigError: CUDA is asked for and not there, or has no device of this number.
+        ConfigError: CUDA is asked for and not there, or there are more processes than GPUs; on all of them alike.
     """
+    launch = launch or LaunchConfig()
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch sees no CUDA device here; use --device cpu or auto")
-    if local_rank >= torch.cuda.device_count():
+    seen, processes = torch.cuda.device_count(), max(launch.local_world_size or 1, launch.local_rank + 1)
+    # srun and mpirun may have given each process a GPU of its own, which is then the only one that it sees.
+    bound = seen == 1 and launch.launcher in ("srun", "mpirun")
+    if processes > seen and not bound:
         raise ConfigError(
-            f"LOCAL_RANK={local_rank} (or --local-rank) is a process without a GPU: torch sees "
-            f"{torch.cuda.device_count()} here, counted from 0; start fewer processes, or use --device cpu"
+            f"{processes} processes were started on {socket.gethostname()} and torch sees {seen} "
+            f"GPU{'s' if seen > 1 else ''} there (CUDA_VISIBLE_DEVICES); start at most {seen} on a machine, or use "
+            "--device cpu"
         )
-    device = torch.device("cuda", local_rank)
+    device = torch.device("cuda", 0 if bound else launch.local_rank)
     torch.cuda.set_device(device)
     return device
 

@@ -40,7 +40,7 @@ def join_ranks(run: RunConfig, watch: Watch | None = None, clock: Observer | Non
     """
     watch = watch or build_watch(run)
     debug = run.parallel.debug_collectives
-    launch, device = run.launch, choose_device(run.train.device, run.launch.local_rank)
+    launch, device = run.launch, choose_device(run.train.device, run.launch)
     watch.on_gpu = device.type == "cuda"
     join = timedelta(minutes=run.parallel.distributed_timeout_minutes)
     timeout = max(timedelta(seconds=run.parallel.timeout_seconds), join) + _AFTER_THE_WATCH

@@ -10,7 +10,9 @@ import difflib
 import importlib
 import os
 import sys
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 
 from megalith import __version__
@@ -31,6 +33,8 @@ COMMANDS: dict[str, str] = {
 
 _INTERRUPTED = 130
 _READER_LEFT = 141  # what a shell reports for a program that SIGPIPE ended
+_PLACES = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "RANK")
+_SECONDS_FOR_THE_FIRST_TO_SPEAK = 5.0
 _ONLY_PRINTING = ("config", "checkpoint", "generate", "schedule")  # commands whose output is all they do
 
 
@@ -92,15 +96,19 @@ def _help() -> str:
 
 
 def _report(error: MegalithError, command: str) -> None:
-    """Print an error as a message. A configuration is as wrong on every rank of a machine: the first one speaks."""
+    """Print an error as a message. A configuration is as wrong on every rank of a machine: the first one speaks.
+
+    The others let it: torchrun and mpirun end all ranks of a machine as soon as one has failed.
+    """
     if error.said:
         return
-    if isinstance(error, ConfigError):
-        places = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "RANK")
-        if next((os.environ[name] for name in places if name in os.environ), "0") == "0":
-            warn(_violations(error, command))
-        return
-    warn(f"megalith {command}: {error}")
+    if not isinstance(error, ConfigError):
+        warn(f"megalith {command}: {error}")
+    elif next((os.environ[name] for name in _PLACES if name in os.environ), "0") == "0":
+        warn(_violations(error, command))
+    else:
+        with suppress(KeyboardInterrupt):
+            time.sleep(_SECONDS_FOR_THE_FIRST_TO_SPEAK)
 
 
 def _violations(error: ConfigError, command: str) -> str:

@@ -109,7 +109,7 @@ def _train(config: RunConfig, argv: Sequence[str], stop: StopSignals, began: flo
 
     with ExitStack() as stack:
         watch = build_watch(config)
-        clock = WaitClock(choose_device(config.train.device, config.launch.local_rank)) if _reports(config) else None
+        clock = WaitClock(choose_device(config.train.device, config.launch)) if _reports(config) else None
         context = stack.enter_context(join_ranks(config, watch, clock))
         first = context.rank == 0
         folder = run_folder(config) if first else Path()

@@ -54,7 +54,7 @@ def measure_step(size: ModelSize, train_arguments: Sequence[str]) -> float:
         train_arguments: flags of `megalith train`, whose files need not exist yet.
     """
     run = load(train_arguments, os.environ, files=False)
-    device = choose_device(run.train.device, run.launch.local_rank)
+    device = choose_device(run.train.device, run.launch)
     context = ParallelContext.solo(device)
     (model,) = chunks = build_chunks(run, size.padded_vocab_size, context)
     draw_weights(run, chunks, RandomStreams(run.train.seed), context)
