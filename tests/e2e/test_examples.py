@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -39,8 +40,10 @@ def test_simple_train_loop_prints_the_same_losses_in_every_layout(repository: Pa
         assert {file.name[:4] for file in saved.glob("*.distcp")} == {"__0_", "__1_"}, "both ranks write their part"
 
 
-def _run_script(repository: Path, folder: Path, name: str, smaller: str) -> str:
-    """Run a script of the examples with its paths edited to a small corpus, and with smaller sizes; what it prints."""
+@pytest.fixture(scope="module")
+def corpus(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """A small corpus and its tokenizer, by the variables that the scripts of the examples give their paths in."""
+    folder = tmp_path_factory.mktemp("corpus")
     text = "to be or not to be that is the question\n\n" * 400
     (folder / "text.txt").write_text(text)
     vocab, merges = train_byte_level_bpe([text], 280, folder)
@@ -48,29 +51,117 @@ def _run_script(repository: Path, folder: Path, name: str, smaller: str) -> str:
     words = ["--output-prefix", str(folder / "data"), "--vocab-file", str(vocab), "--merge-file", str(merges)]
     words += ["--tokenizer-type", "GPT2BPETokenizer", "--append-eod", "--workers", "1"]
     subprocess.run([*preprocess, *words], check=True, capture_output=True, env=ENVIRONMENT)
-    script = (repository / "examples" / name).read_text()
-    edits = {"DATA": "data_text_document", "VOCAB": vocab.name, "MERGES": merges.name, "CHECKPOINTS": "saved"}
-    for variable, value in edits.items():
-        script = re.sub(rf"^{variable}=\S+", f"{variable}={folder / value}", script, flags=re.MULTILINE)
-    script = script.replace('HERE=$(cd "$(dirname "$0")/.." && pwd)', f"HERE={repository}")
-    script = script.replace("torchrun", f"{sys.executable} -m torch.distributed.run --standalone")
-    command = ["bash", "-c", script, "train", *shlex.split(smaller)]
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True)
+    return {"DATA": str(folder / "data_text_document"), "VOCAB": str(vocab), "MERGES": str(merges)}
+
+
+def _run_script(script: str, flags: str, variables: dict[str, str]) -> str:
+    """Run a script with this Python, and with more flags; what it prints."""
+    bin_folder = str(Path(sys.executable).parent)
+    environment = {**ENVIRONMENT, **variables, "PATH": f"{variables.get('PATH', '')}:{bin_folder}:{os.environ['PATH']}"}
+    command = ["bash", "-c", script, "train", *shlex.split(flags)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "has NOT been destroyed" not in done.stderr
     return done.stdout
 
 
-def test_train_llama_with_the_paths_edited(repository: Path, tmp_path: Path) -> None:
+def _script(repository: Path, name: str) -> str:
+    """A script of the examples, as if it ran from there, with a port of its own."""
+    script = (repository / "examples" / name).read_text()
+    script = script.replace('HERE=$(cd "$(dirname "$0")/.." && pwd)', f"HERE={repository}")
+    return script.replace("torchrun ", "torchrun --standalone ")
+
+
+def _edited(script: str, corpus: dict[str, str], checkpoints: Path) -> str:
+    """The script after a user has written its paths into it."""
+    for variable, value in {**corpus, "CHECKPOINTS": str(checkpoints)}.items():
+        script = re.sub(rf"^{variable}=\S+", f"{variable}={value}", script, flags=re.MULTILINE)
+    return script
+
+
+def test_train_llama_with_the_paths_edited(repository: Path, tmp_path: Path, corpus: dict[str, str]) -> None:
     smaller = "--num-layers 1 --hidden-size 48 --seq-length 32 --train-iters 2 --eval-iters 0 --log-interval 1"
-    printed = _run_script(repository, tmp_path, "train_llama.sh", smaller)
+    printed = _run_script(_edited(_script(repository, "train_llama.sh"), corpus, tmp_path), smaller, {})
     assert "iteration        2/" in printed
-    assert (tmp_path / "saved/iter_0000002/manifest.json").exists()
+    assert (tmp_path / "iter_0000002/manifest.json").exists()
 
 
 @pytest.mark.parametrize("exchange", ["p2p", "a2a"])
-def test_long_context_with_the_paths_edited(repository: Path, tmp_path: Path, exchange: str) -> None:
+def test_long_context_with_the_paths_edited(
+    repository: Path, tmp_path: Path, corpus: dict[str, str], exchange: str
+) -> None:
     smaller = "--num-layers 1 --hidden-size 48 --seq-length 64 --train-iters 2 --eval-iters 0 --log-interval 1"
-    printed = _run_script(repository, tmp_path, "long_context.sh", f"{smaller} --cp-comm-type {exchange}")
+    script = _edited(_script(repository, "long_context.sh"), corpus, tmp_path)
+    printed = _run_script(script, f"{smaller} --cp-comm-type {exchange}", {})
     assert "context-parallel size: 2" in printed
     assert "iteration        2/" in printed
-    assert (tmp_path / "saved/iter_0000002/manifest.json").exists()
+    assert (tmp_path / "iter_0000002/manifest.json").exists()
+
+
+SMALL = {"LAYERS": "2", "HIDDEN": "32", "HEADS": "4", "LENGTH": "32", "STEPS": "2"}
+
+
+@pytest.mark.parametrize(
+    ("name", "variables", "expected"),
+    [
+        ("train_gpt3_124m.sh", {"PROCESSES": "2", "TP": "2", "MICRO_BATCH": "4"}, "tensor-model-parallel size: 2"),
+        ("train_gpt3_345m.sh", {"PROCESSES": "2", "MICRO_BATCH": "2"}, "world size: 2, data-parallel size: 2"),
+        ("train_gpt3_857m_distributed.sh", {}, "parameters on (tensor, pipeline) model parallel rank (1, 1)"),
+    ],
+)
+def test_scripts_with_smaller_sizes_in_the_environment(
+    name: str, variables: dict[str, str], expected: str, repository: Path, tmp_path: Path, corpus: dict[str, str]
+) -> None:
+    with socket.create_server(("", 0)) as free:
+        port = str(free.getsockname()[1])
+    set_by_user = {**SMALL, **variables, **corpus, "CHECKPOINTS": str(tmp_path), "MASTER_PORT": port}
+    printed = _run_script(_script(repository, name), "--eval-iters 0 --log-interval 1", set_by_user)
+    assert expected in printed
+    assert "iteration        2/" in printed
+    assert (tmp_path / "iter_0000002/manifest.json").exists()
+    assert len(list((tmp_path / "tensorboard").glob("events.*"))) == ("857m" in name)
+
+
+def test_several_hosts_need_to_know_their_numbers(repository: Path) -> None:
+    """torchrun itself waits for ever, without a word, when every host says that it is the first."""
+    script = str(repository / "examples/train_gpt3_124m.sh")
+    done = subprocess.run(["bash", script], env={**ENVIRONMENT, "HOSTS": "2"}, capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "NODE_RANK: is the number of this host: 0 on the first, 1 on the second" in done.stderr
+
+
+SRUN = """#!/bin/bash
+[ "$1" = --cpus-per-task ] && shift 2
+export SLURM_STEP_NUM_TASKS=2 SLURM_STEP_TASKS_PER_NODE=2 SLURM_STEP_NODELIST=$HOSTNAME SLURM_NODEID=0 SLURM_STEP_ID=0
+SLURM_PROCID=1 SLURM_LOCALID=1 "$@" & SLURM_PROCID=0 SLURM_LOCALID=0 "$@"
+code=$?
+wait
+exit $code
+"""
+
+
+def _slurm(folder: Path, srun: str) -> dict[str, str]:
+    """A folder with stand-ins for SLURM's programs before the others, and the variables of a job."""
+    programs = folder / "slurm"
+    programs.mkdir()
+    for name, text in {"srun": srun, "scontrol": f'#!/bin/bash\necho "$@" > {folder}/scontrol.txt\n'}.items():
+        (programs / name).write_text(text)
+        (programs / name).chmod(0o755)
+    return {"PATH": str(programs), "SLURM_JOB_ID": str(os.getpid()), "SLURM_CPUS_PER_TASK": "1"}
+
+
+def test_slurm_job(repository: Path, tmp_path: Path, corpus: dict[str, str]) -> None:
+    job = {**_slurm(tmp_path, SRUN), **corpus, "CHECKPOINTS": str(tmp_path), "SLURM_SUBMIT_DIR": str(repository)}
+    smaller = "--num-layers 1 --hidden-size 48 --seq-length 32 --train-iters 2 --eval-iters 0 --global-batch-size 8"
+    printed = _run_script(_script(repository, "train_gpt3_slurm.sbatch"), f"{smaller} --log-interval 1", job)
+    assert "tensor-model-parallel size: 2" in printed
+    assert "iteration        2/" in printed
+    assert not (tmp_path / "scontrol.txt").exists()
+
+
+def test_slurm_job_that_was_told_to_stop_goes_back_to_the_queue(repository: Path, tmp_path: Path) -> None:
+    job = _slurm(tmp_path, "#!/bin/bash\nexit 75\n")
+    script = str(repository / "examples/train_gpt3_slurm.sbatch")
+    environment = {**ENVIRONMENT, **job, "PATH": f"{job['PATH']}:{os.environ['PATH']}"}
+    assert subprocess.run(["bash", script], env=environment).returncode == 75
+    assert (tmp_path / "scontrol.txt").read_text() == f"requeue {job['SLURM_JOB_ID']}\n"
