@@ -285,7 +285,8 @@ Written by `make test-full` (tests/distributed/test_parity.py): training steps o
 fp64, dropout 0, with clipping active, an uneven number of masked tokens in every sample and one padded vocabulary.
 For each gradient max|a - b| / max|b| over all ranks and rows; the bound is 1e-10. `zero1` is
 `--use-distributed-optimizer`, `sp` `--sequence-parallel`, `vpp2` two virtual stages, `a2a` `--cp-comm-type a2a`,
-`recompute-uniform-2` full recomputation by this method and number of layers.
+`recompute-uniform-2` full recomputation by this method and number of layers, `fsdp-zero3` `--use-torch-fsdp2`,
+`fsdp-zero2` the same with `--torch-fsdp2-no-reshard-after-forward`.
 
 | layout | model | options | loss | worst of the gradients | gradients |
 |---|---|---|---|---|---|

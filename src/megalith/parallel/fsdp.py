@@ -10,7 +10,7 @@ model (a layer, or what stands outside the layers) gathers its parameters when i
 
 What is gathered is a plain tensor, this rank's tensor-parallel part, so that the layers and their collectives are those
 of every other layout. Gradients come from autograd: they add up where they arise, in memory of the whole parameter,
-and the last backward pass of a step reduce-scatters them, unit by unit, in the background.
+and the last backward pass of a step reduce-scatters them, unit by unit.
 
 What is stored is at least fp32: under half precision the rows here are the main parameters, and the gather rounds them.
 
@@ -19,7 +19,7 @@ Sources: Rajbhandari et al. 2020, arXiv:1910.02054; Zhao et al. 2023, arXiv:2304
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import prod
 from typing import Any
 
@@ -29,7 +29,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from megalith.distributed.context import ParallelContext
+from megalith.distributed.comm import start_all_gather, start_reduce_scatter
+from megalith.distributed.context import Axis, ParallelContext
 from megalith.nn.precision import at_least_fp32
 
 
@@ -75,9 +76,13 @@ class FullyShard:
         assert isinstance(module, FSDPModule)
         self._module, self._reshards = module, reshard_after_forward
         self._parts = [part for part in module.modules() if isinstance(part, FSDPModule)]
+        gather: Any = _Gather(self._axis)  # Any: the classes that these stand for have no public name
+        reduce: Any = _Reduce(self._axis)
         for part in self._parts:
             part.set_gradient_divide_factor(float(ctx.dp.size))  # the sum over cp is no mean
             part.set_force_sum_reduction_for_comms(True)  # gloo has no mean
+            part.set_custom_all_gather(gather)
+            part.set_custom_reduce_scatter(reduce)
         self._parameters = dict(module.named_parameters())
         self.shards = {name: _local(parameter.detach()) for name, parameter in self._parameters.items()}
         self._num_micro_batches: int | None = None
@@ -127,6 +132,34 @@ class FullyShard:
         self._module.set_requires_gradient_sync(last)
         if not self._reshards:
             self._module.set_reshard_after_backward(last)
+
+
+class _Memory:
+    """Where FSDP2 puts what it sends and receives."""
+
+    def __init__(self, axis: Axis) -> None:
+        self._axis = axis
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(tuple(size), dtype=dtype, device=device)
+
+
+class _Gather(_Memory):
+    """FSDP2's `AllGather` through `comm`, where observers see it."""
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
+        assert not async_op, "FSDP2 waits in a stream of its own"
+        start_all_gather(input_tensor, self._axis, out=output_tensor).wait()
+
+
+class _Reduce(_Memory):
+    """FSDP2's `ReduceScatter` through `comm`."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        assert not async_op, "FSDP2 waits in a stream of its own"
+        start_reduce_scatter(input_tensor, self._axis, out=output_tensor).wait()
 
 
 def _no_view(module: nn.Module, args: Any, output: Tensor) -> Tensor:
