@@ -259,4 +259,5 @@ LAYOUT_NOTICES: tuple[Rule, ...] = (
     sequence_parallel_alone,
     distributed_optimizer_alone,
     ring_has_its_own_attention,
+    full_sharding_alone,
 )

@@ -132,6 +132,14 @@ def test_some_values_of_a_flag_may_need_nothing() -> None:
         ("--num-query-groups 2", "--num-query-groups 2 has no effect: --group-query-attention is not given"),
         ("--save-interval 5", "--save-interval 5 has no effect: nothing is saved without --save"),
         ("--finetune", "--finetune has no effect: nothing is loaded without --load"),
+        (
+            "--use-torch-fsdp2",
+            "--use-torch-fsdp2 has no effect: with one data-parallel process there is nothing to split",
+        ),
+        (
+            "--torch-fsdp2-no-reshard-after-forward",
+            "--torch-fsdp2-no-reshard-after-forward has no effect without --use-torch-fsdp2",
+        ),
         ("--hysteresis 4", "--hysteresis 4 has no effect: the loss scale moves only under --fp16"),
         ("--split 100,0,0", "--split 100,0,0 has no part for validation: there is no evaluation while training"),
         ("--recompute-method block", "--recompute-method block has no effect: --recompute-granularity is not given"),
