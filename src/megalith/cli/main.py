@@ -33,7 +33,6 @@ COMMANDS: dict[str, str] = {
 
 _INTERRUPTED = 130
 _READER_LEFT = 141  # what a shell reports for a program that SIGPIPE ended
-_PLACES = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "RANK")
 _SECONDS_FOR_THE_FIRST_TO_SPEAK = 5.0
 _ONLY_PRINTING = ("config", "checkpoint", "generate", "schedule")  # commands whose output is all they do
 
@@ -100,11 +99,13 @@ def _report(error: MegalithError, command: str) -> None:
 
     The others let it: torchrun and mpirun end all ranks of a machine as soon as one has failed.
     """
+    from megalith.config.environment import first_of_machine
+
     if error.said:
         return
     if not isinstance(error, ConfigError):
         warn(f"megalith {command}: {error}")
-    elif next((os.environ[name] for name in _PLACES if name in os.environ), "0") == "0":
+    elif first_of_machine(os.environ):
         warn(_violations(error, command))
     else:
         with suppress(KeyboardInterrupt):

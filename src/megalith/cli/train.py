@@ -24,6 +24,7 @@ from megalith.cli.launch import command_line, starts_ranks, supervise
 from megalith.cli.threads import share_cores, wait_asleep
 from megalith.config import RunConfig, load
 from megalith.config.command_line import given_settings, without_settings
+from megalith.config.environment import first_of_machine
 from megalith.config.render import flags_text
 from megalith.config.run import all_settings
 from megalith.errors import ConfigError, MegalithError
@@ -63,7 +64,9 @@ def run(argv: Sequence[str]) -> int:
     supervised = os.environ.get("MEGALITH_LAUNCHER") == "megalith"
     launched = supervised or "TORCHELASTIC_RUN_ID" in os.environ
     # torchrun forwards the Ctrl-C that the terminal has already sent to this process.
-    stop = StopSignals(_FORWARDED_WITHIN_SECONDS if launched else 0.0, None if supervised else _acknowledge)
+    # torchrun forwards a signal to all its ranks: one of them answers.
+    answers = not supervised and (not launched or first_of_machine(os.environ))
+    stop = StopSignals(_FORWARDED_WITHIN_SECONDS if launched else 0.0, _acknowledge if answers else None)
     try:
         config = load(argv)
         if starts_ranks(config):

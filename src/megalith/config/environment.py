@@ -38,6 +38,12 @@ def read_launch(environ: Mapping[str, str]) -> dict[str, str]:
     return own
 
 
+def first_of_machine(environ: Mapping[str, str]) -> bool:
+    """Whether this process is the first of its machine, and so says what is alike for all of them."""
+    return next((environ[name] for name in _PLACES if name in environ), "0") == "0"
+
+
+_PLACES = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "RANK")
 _OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _OPEN_MPI = {
     "RANK": "OMPI_COMM_WORLD_RANK",

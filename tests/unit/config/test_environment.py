@@ -7,7 +7,7 @@ import re
 import pytest
 
 from megalith.config import load
-from megalith.config.environment import first_host, read_launch, tasks_per_node
+from megalith.config.environment import first_host, first_of_machine, read_launch, tasks_per_node
 from megalith.errors import ConfigError
 
 SRUN = {
@@ -82,6 +82,21 @@ def test_mpirun_on_several_hosts_needs_an_address() -> None:
     with pytest.raises(ConfigError, match="export MASTER_ADDR"):
         read_launch({**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "4"})
     assert read_launch({**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "4", "MASTER_ADDR": "a"})["MASTER_ADDR"] == "a"
+
+
+@pytest.mark.parametrize(
+    ("environ", "first"),
+    [
+        ({}, True),
+        (SRUN, False),
+        (OPEN_MPI, False),
+        ({**SRUN, "SLURM_LOCALID": "0"}, True),
+        ({"RANK": "4", "LOCAL_RANK": "0"}, True),
+        ({"RANK": "1"}, False),
+    ],
+)
+def test_the_first_of_a_machine_speaks(environ: dict[str, str], first: bool) -> None:
+    assert first_of_machine(environ) is first
 
 
 def test_nothing_is_said_of_processes_whose_number_could_not_be_read() -> None:
