@@ -103,7 +103,9 @@ def serve(pipe: Connection) -> None:
                 world_size=world_size,
                 timeout=timedelta(seconds=seconds),
             )
-            pipe.send((True, getattr(_module(file), name)(*args)))
+            result = getattr(_module(file), name)(*args)
+            dist.barrier()  # one that leaves at once may not yet be known to another
+            pipe.send((True, result))
             dist.destroy_process_group()
         except BaseException:
             pipe.send((False, traceback.format_exc()))

@@ -237,7 +237,7 @@ class _Log:
 
     def after(self, operation: str, axis: Axis) -> None: ...
 
-    def waiting(self) -> None:
+    def waiting(self, peer: int | None = None) -> None:
         self.note("wait")
 
     def waited(self) -> None: ...

@@ -174,7 +174,7 @@ class _Counts:
     def after(self, operation: str, axis: Axis) -> None:
         pass
 
-    def waiting(self) -> None:
+    def waiting(self, peer: int | None = None) -> None:
         pass
 
     def waited(self) -> None:

@@ -28,7 +28,7 @@ class Notes:
     def after(self, operation: str, axis: Axis) -> None:
         pass
 
-    def waiting(self) -> None:
+    def waiting(self, peer: int | None = None) -> None:
         self.heard.append("waiting")
 
     def waited(self) -> None:
