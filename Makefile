@@ -30,7 +30,7 @@ test: .venv/.installed-dev ## Run the tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
 
 test-full: .venv/.installed-dev ## Run all tests, the slow ones too
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'full or not full' $(ARGS)
+	PARITY_TABLE=docs/parity.md OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'full or not full' $(ARGS)
 
 test-gpu: .venv/.installed-dev ## Run the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu $(ARGS)
