@@ -7,8 +7,12 @@ matters.
 from __future__ import annotations
 
 import itertools
+import json
+import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,10 +21,11 @@ import pytest
 
 from megalith.checkpoint import DirectoryStore
 from megalith.train.faults import POINTS
+from megalith.train.metrics import read_metrics
 
 from .checkpoints import assert_same, curve_of, state_of
 from .test_signals import stopped_at
-from .warm import Finished, Running, WarmProcess
+from .warm import Finished, Running, WarmProcess, free_port
 
 TP2, PP2, CP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2", "--context-parallel-size 2"
 ZERO, FP16 = "--use-distributed-optimizer", "--fp16 --initial-loss-scale 16777216 --loss-scale-window 3"
@@ -30,14 +35,12 @@ DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
 
 def model(repository: Path, folder: Path) -> list[object]:
     """A GPT of four layers on Shakespeare, the indices of the data kept in the folder."""
-    data = repository / "tests/parity/fixtures/golden/train/data"
     return [
         *("--num-layers", 4, "--hidden-size", 16, "--num-attention-heads", 4, "--seq-length", 16),
         *("--max-position-embeddings", 16, "--micro-batch-size", 1, "--global-batch-size", 8, "--num-workers", 1),
         *("--lr", 1e-2, "--lr-decay-style", "cosine", "--min-lr", 1e-3, "--lr-warmup-iters", 2, "--weight-decay", 0.1),
-        *("--data-path", data / "shakes_text_document", "--data-cache-path", folder / "cache", "--split", "90,10,0"),
-        *("--vocab-file", data / "vocab.json", "--merge-file", data / "merges.txt", "--eval-iters", 1),
-        *("--make-vocab-size-divisible-by", 8, "--log-interval", 1, "--distributed-backend", "gloo", "--device", "cpu"),
+        *(*ready_text(repository, folder), "--eval-iters", 1, "--log-interval", 1),
+        *("--make-vocab-size-divisible-by", 8, "--distributed-backend", "gloo", "--device", "cpu"),
     ]
 
 
@@ -249,3 +252,156 @@ def test_the_second_signal_to_a_rank_ends_all_at_once(
     assert finished[rank].code == 130 and finished[1 - rank].code > 0
     assert time.monotonic() - before < 10.0
     assert "Traceback" not in finished[rank].text
+
+
+# Errors: what one rank or all ranks cannot do is said once, and all end with its code.
+
+
+@pytest.mark.parametrize(
+    ("more", "code", "message"),
+    [
+        ("--lr 1e30", 1, "the loss is nan at iteration "),
+        ("--save /proc/x --save-interval 1", 2, "--save /proc/x: cannot be written to: No such file or directory"),
+        ("--split 99.9,0.1,0", 3, "the valid split of "),
+        ("--load nowhere --exit-on-missing-checkpoint", 4, "--load nowhere holds no checkpoint"),
+    ],
+)
+def test_an_error_is_said_once_and_ends_all_ranks_with_its_code(
+    warm: WarmProcess, tmp_path: Path, words: list[object], more: str, code: int, message: str
+) -> None:
+    finished = warm.run_ranks(2, [*words, *TP2.split(), "--train-iters", 4, *more.split()], tmp_path)
+    together = "\n".join(one.text for one in finished)
+    assert [one.code for one in finished] == [code, code], together
+    assert together.count(message) == 1 and "Traceback" not in together, together
+
+
+# W3 of the walkthroughs, in its users' words; only sizes, steps and the rate are those of a small machine.
+
+AS_TYPED = (
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
+    "--attention-backend auto --train-iters {steps} --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 "
+    "--init-method-std 0.006 --clip-grad 1.0 --lr 0.003 --lr-decay-style cosine --min-lr 0.00001 "
+    "--lr-warmup-fraction .01 --log-interval 10 --save-interval 10 --eval-interval 50 --eval-iters 5 "
+    "--distributed-backend nccl --device cpu"
+)
+LAYOUTS = {
+    "tp2": (2, f"{TP2} --pipeline-model-parallel-size 1 --micro-batch-size 2 --global-batch-size 16"),
+    "tp2-pp2": (4, f"{TP2} {PP2} --micro-batch-size 2 --global-batch-size 16 --tensorboard-dir T"),
+    "dp4": (4, "--attention-softmax-in-fp32 --micro-batch-size 4 --global-batch-size 32"),
+}
+STEPS = {"a small vocabulary": 24, "GPT-2's vocabulary": 40}
+CASES = [
+    ("a small vocabulary", "tp2"),
+    *(pytest.param("GPT-2's vocabulary", case, marks=pytest.mark.full) for case in LAYOUTS),
+]
+
+
+@pytest.fixture(scope="module")
+def texts(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[object]]:
+    """The flags of some of Shakespeare's text; with GPT-2's tokenizer it is prepared as a user would."""
+    prepared: dict[str, list[object]] = {}
+
+    def flags(kind: str) -> list[object]:
+        if kind not in prepared:
+            folder = tmp_path_factory.mktemp("text")
+            small = kind == "a small vocabulary"
+            prepared[kind] = ready_text(repository, folder) if small else prepare_text(repository, folder)
+        return prepared[kind]
+
+    return flags
+
+
+def ready_text(repository: Path, folder: Path) -> list[object]:
+    data = repository / "tests/parity/fixtures/golden/train/data"
+    return [
+        *("--data-path", data / "shakes_text_document", "--data-cache-path", folder / "cache"),
+        *("--vocab-file", data / "vocab.json", "--merge-file", data / "merges.txt", "--split", "90,5,5"),
+    ]
+
+
+def prepare_text(repository: Path, folder: Path) -> list[object]:
+    shared = repository.parent / "shared"
+    if not shared.is_dir():
+        pytest.skip(f"the texts and GPT-2's tokenizer are not at {shared}")
+    speeches = (shared / "data/tinyshakespeare/input.txt").read_text()[:200_000].split("\n\n")
+    (folder / "plays.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in speeches))
+    gpt2 = shared / "data/gpt2"
+    files = ["--vocab-file", gpt2 / "gpt2-vocab.json", "--merge-file", gpt2 / "gpt2-merges.txt"]
+    subprocess.run(
+        [
+            *(sys.executable, repository / "tools/preprocess_data.py", "--input", folder / "plays.jsonl"),
+            *("--output-prefix", folder / "plays", "--tokenizer-type", "GPT2BPETokenizer", "--append-eod", *files),
+        ],
+        check=True,
+        capture_output=True,
+    )
+    return [*files, "--data-path", folder / "plays_text_document", "--split", "949,50,1"]
+
+
+def losses(save: Path) -> dict[int, float]:
+    """Iteration -> loss, of the steps that were not skipped."""
+    records = [record for record in read_metrics(save / "run/metrics.jsonl") if record["event"] == "step"]
+    return {record["iteration"]: record["loss"] for record in records if record["applied"]}
+
+
+@pytest.mark.parametrize(("kind", "case"), CASES)
+def test_the_walkthrough_as_typed_under_torchrun(
+    repository: Path,
+    warm: WarmProcess,
+    tmp_path: Path,
+    texts: Callable[[str], list[object]],
+    kind: str,
+    case: str,
+) -> None:
+    """In fp16 and with dropout: it runs, learns as one process does, saves and resumes."""
+    (number, layout), steps = LAYOUTS[case], STEPS[kind]
+    save = tmp_path / "c"
+    words = [*AS_TYPED.format(steps=steps).split(), "--fp16", *texts(kind)]
+    launcher = [
+        *(sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", number, "--nnodes", 1),
+        *("--master_addr", "localhost", "--master_port", free_port(), repository / "pretrain_gpt.py"),
+    ]
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    first = subprocess.run(
+        [str(word) for word in (*launcher, *words, *layout.split(), *saving(save), "--exit-interval", steps // 2)],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert first.returncode == 0, first.stdout + first.stderr
+    assert "no GPU here: --distributed-backend nccl becomes gloo" in first.stdout and "Traceback" not in first.stderr
+    assert f"[exiting program at iteration {steps // 2}] datetime" in first.stdout
+    second = text_of(warm.run_ranks(number, [*words, *layout.split(), *saving(save)], tmp_path))
+    assert f" loading distributed checkpoint from {save} at iteration {steps // 2}" in second
+    text_of([warm.run([*words, *in_one_process(layout), "--save", tmp_path / "one"], tmp_path)])
+    curve, alone = losses(save), losses(tmp_path / "one")
+    assert curve.keys() == alone.keys() and len(curve) >= steps // 2 - 4
+    assert curve[steps] == pytest.approx(alone[steps], rel=0.01) and curve[steps] < 0.98 * curve[min(curve)], curve
+    assert len(validations(second)) == 2
+    assert len(list((tmp_path / "T").glob("events.out.tfevents.*"))) == (3 if case == "tp2-pp2" else 0)
+
+
+def in_one_process(layout: str) -> list[str]:
+    """The same flags without the sizes of the parallelism."""
+    return re.sub(r"--\S+-parallel-size \d", "", layout).split()
+
+
+EXACT = "--hidden-dropout 0 --attention-dropout 0 --make-vocab-size-divisible-by 64"
+
+
+@pytest.mark.parametrize(
+    ("kind", "case"),
+    [*CASES, *(("a small vocabulary", case) for case in ("tp2-pp2", "dp4"))],
+)
+def test_the_curve_of_the_walkthrough_is_that_of_one_process(
+    warm: WarmProcess, tmp_path: Path, texts: Callable[[str], list[object]], kind: str, case: str
+) -> None:
+    """Five digits in fp32, with dropout 0 and one padded vocabulary."""
+    (number, layout), steps = LAYOUTS[case], STEPS[kind]
+    words = [*AS_TYPED.format(steps=steps).split(), *EXACT.split(), *texts(kind)]
+    text_of(warm.run_ranks(number, [*words, *layout.split(), "--save", tmp_path / "ranks"], tmp_path))
+    text_of([warm.run([*words, *in_one_process(layout), "--save", tmp_path / "one"], tmp_path)])
+    together, alone = losses(tmp_path / "ranks"), losses(tmp_path / "one")
+    assert len(alone) == steps and alone[steps] < alone[1] - 0.3
+    assert together == pytest.approx(alone, rel=1e-5)

@@ -29,11 +29,13 @@ class _Outcome(Generic[T]):
     Attributes:
         acted: whether the rank had anything to do.
         cause: why it failed; None where it succeeded.
+        kind: as what it failed.
     """
 
     acted: bool
     result: T | None
     cause: str | None
+    kind: type[MegalithError]
     host: str
 
 
@@ -65,8 +67,9 @@ class Crew:
         """Do something on every rank; returns the results by rank, which are pickled on the way.
 
         Raises:
-            CheckpointError: it failed on a rank; the message, equal on all, names that rank and the cause. Alone, or
-                where it was no MegalithError, this rank's own exception is raised.
+            MegalithError: it failed on a rank; the message, equal on all, names that rank and the cause. It is of the
+                kind raised there, a CheckpointError where that was none of ours or ranks differ. Alone, or where it was
+                no MegalithError, this rank's own exception is raised.
         """
         results: list[Any] = self._agreed(act)
         return results
@@ -75,7 +78,7 @@ class Crew:
         """Do something on the first rank only and return its result on every rank.
 
         Raises:
-            CheckpointError: it failed there.
+            MegalithError: it failed there, as `all` says.
         """
         results: list[Any] = self._agreed(act if self.is_first else None)
         found: T = results[0]
@@ -90,13 +93,16 @@ class Crew:
             result = act() if act is not None else None
         except Exception as caught:
             error = caught
-        own = _Outcome(act is not None, result, None if error is None else _cause(error), socket.gethostname())
+        cause = None if error is None else _cause(error)
+        kind = type(error) if isinstance(error, MegalithError) else CheckpointError
+        own = _Outcome(act is not None, result, cause, kind, socket.gethostname())
         outcomes: Sequence[_Outcome[T]] = comm.all_gather_objects(own, self._axis)
         if all(outcome.cause is None for outcome in outcomes):
             return [outcome.result for outcome in outcomes]
         if error is not None and not isinstance(error, MegalithError):
             raise error
-        raise CheckpointError(_together(outcomes)) from error
+        kinds = {outcome.kind for outcome in outcomes if outcome.cause is not None}
+        raise (kinds.pop() if len(kinds) == 1 else CheckpointError)(_together(outcomes)) from error
 
 
 def _cause(error: Exception) -> str:

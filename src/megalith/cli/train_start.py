@@ -24,6 +24,7 @@ from megalith.assemble.model import (
 )
 from megalith.assemble.schedule import build_schedule
 from megalith.checkpoint import DirectoryStore
+from megalith.checkpoint.crew import Crew
 from megalith.checkpoint.store import TRACKER_FILE
 from megalith.compat.megatron import console
 from megalith.compat.megatron.screen import Screen
@@ -274,9 +275,16 @@ def _loaders(config: RunConfig, tokenizer: Tokenizer, state: TrainState, screen:
 
 def _datasets(config: RunConfig, tokenizer: Tokenizer, context: ParallelContext) -> Datasets:
     """The datasets; the first rank builds their indices, and the others find them in the cache where there is one."""
-    datasets = build_datasets(config, tokenizer) if context.rank == 0 else None
-    comm.barrier(context.world)
-    return datasets or build_datasets(config, tokenizer)
+    crew, built = Crew(context.world), list[Datasets]()
+
+    def build() -> None:
+        if not built:
+            built.append(build_datasets(config, tokenizer))
+
+    if config.data.data_path or config.data.data_cache_path:
+        crew.first(build)
+    crew.all(build)
+    return built[0]
 
 
 def _plan(config: RunConfig, model: GPT, context: ParallelContext) -> Plan:
