@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megalith.cli.launch import command_line, starts_ranks, supervise
-from megalith.cli.threads import share_cores, wait_asleep
+from megalith.cli.threads import keep_native_code_quiet, share_cores, wait_asleep
 from megalith.config import RunConfig, load
 from megalith.config.command_line import given_settings, without_settings
 from megalith.config.environment import first_of_machine
@@ -63,8 +63,7 @@ def run(argv: Sequence[str]) -> int:
         return EXIT_FINISHED
     supervised = os.environ.get("MEGALITH_LAUNCHER") == "megalith"
     launched = supervised or "TORCHELASTIC_RUN_ID" in os.environ
-    # torchrun forwards the Ctrl-C that the terminal has already sent to this process.
-    # torchrun forwards a signal to all its ranks: one of them answers.
+    # torchrun forwards to each rank the Ctrl-C that the terminal has already sent to it; one of them answers.
     answers = not supervised and (not launched or first_of_machine(os.environ))
     stop = StopSignals(_FORWARDED_WITHIN_SECONDS if launched else 0.0, _acknowledge if answers else None)
     try:
@@ -75,6 +74,7 @@ def run(argv: Sequence[str]) -> int:
         if launched:
             _stop_with_parent()
         wait_asleep()
+        keep_native_code_quiet(config.launch)
         threads = share_cores(config.launch)
         if not faulthandler.is_enabled():
             faulthandler.enable(file=2)  # a crash in native code then shows where Python was
@@ -113,7 +113,7 @@ def _train(config: RunConfig, argv: Sequence[str], stop: StopSignals, began: flo
     with ExitStack() as stack:
         watch = build_watch(config)
         clock = WaitClock(choose_device(config.train.device, config.launch)) if _reports(config) else None
-        context = stack.enter_context(join_ranks(config, watch, clock))
+        context = stack.enter_context(join_ranks(config, watch, clock, lambda: stop.requested is not None))
         first = context.rank == 0
         folder = run_folder(config) if first else Path()
         screens: list[Screen] = [SilentScreen()]

@@ -77,7 +77,7 @@ NEED_NOTHING: tuple[Family, ...] = (
         """,
     ),
     Family(
-        "there is one copy of the model, so its copies cannot differ",
+        "all copies of the model start alike and make the same update from the same summed gradients",
         """
         --check-weight-hash-across-dp-replicas-interval= --data-parallel-random-init
         """,
@@ -107,7 +107,7 @@ NEED_NOTHING: tuple[Family, ...] = (
         """,
     ),
     Family(
-        "one process writes and reads whole checkpoints, and any layout can read them",
+        "every process writes its part of a checkpoint and reads what it holds, by itself",
         """
         --no-ckpt-fully-parallel-save --ckpt-fully-parallel-load --ckpt-assume-constant-structure
         --dist-ckpt-optim-fully-reshardable --ckpt-fully-parallel-save
