@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,11 +27,13 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_text(tmp_path_factory.mktemp("text"))
 
 
-def run_with_a_fault(warm: WarmProcess, cwd: Path, text: Path, layout: str, fault: str) -> tuple[list[Finished], float]:
+def run_with_a_fault(
+    warm: WarmProcess, cwd: Path, text: Path, layout: str, fault: str, **env: str
+) -> tuple[list[Finished], float]:
     """Run two ranks to the end of a fault at step 4; returns their ends and the seconds since step 3."""
     words = [*MODEL, "--data-path", text, "--train-iters", 10, *LAYOUTS[layout]]
     words += ["--distributed-timeout-seconds-after-init", TIMEOUT]
-    ranks = warm.start_ranks(2, words, cwd, MEGALITH_FAULT=fault)
+    ranks = warm.start_ranks(2, words, cwd, MEGALITH_FAULT=fault, **env)
     deadline = time.monotonic() + 60.0
     while not any("iteration        3/" in rank.text for rank in ranks):
         assert time.monotonic() < deadline, [rank.text for rank in ranks]
@@ -111,3 +114,48 @@ def test_nothing_is_left_behind(warm: WarmProcess, tmp_path: Path, text: Path, f
         assert [end.code for end in ends] == [0, 0], ends
         assert ends[1].text == ""  # one rank speaks
         assert "WARNING" not in ends[0].text and "[W" not in ends[0].text
+
+
+# As on several hosts: the ranks have nothing in common but the store of rank 0.
+
+SEVERAL_HOSTS = {"LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.2"}
+
+
+@pytest.mark.parametrize(
+    ("fault", "codes", "named"),
+    [
+        (
+            "sleep@rank=1,step=4,point=fwd",
+            [6, 6],
+            r"rank 1 \(\S+, process \d+\) of 2 does not take part at step 4 in for",
+        ),
+        ("kill9@rank=1,step=4,point=fwd", [6, -9], r"rank 1 \(\S+, process \d+\) of 2 died at step \d"),
+        (
+            "kill9@rank=0,step=4,point=fwd",
+            [-9, 6],
+            r"rank 0 \(\S+, process \d+\) of 2, which holds the store .* is gone",
+        ),
+        (
+            "raise@rank=0,step=4,point=fwd",
+            [1, 6],
+            r"rank 0 \(\S+, process \d+\) of 2 failed first, at step 4 in forward: RuntimeError",
+        ),
+    ],
+)
+def test_ranks_of_several_hosts(
+    warm: WarmProcess, tmp_path: Path, text: Path, fault: str, codes: list[int], named: str
+) -> None:
+    ends, seconds = run_with_a_fault(warm, tmp_path, text, "dp2", fault, **SEVERAL_HOSTS)
+    assert seconds < TIMEOUT + 8
+    assert [end.code for end in ends] == codes
+    assert re.search(named, "".join(end.text for end in ends))
+
+
+def test_the_rank_that_holds_the_store_is_stopped(warm: WarmProcess, tmp_path: Path, text: Path) -> None:
+    words = [*MODEL, "--data-path", text, "--train-iters", 10, "--distributed-timeout-seconds-after-init", TIMEOUT]
+    fault = "stop@rank=0,step=4,point=fwd"
+    zero, one = warm.start_ranks(2, words, tmp_path, MEGALITH_FAULT=fault, **SEVERAL_HOSTS)
+    assert one.finish().code == 6
+    assert re.search(r"; rank 0 \(\S+, process \d+\), which holds the store of the run, does not answer", one.text)
+    zero.send(signal.SIGKILL)
+    zero.finish()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 
@@ -26,13 +26,19 @@ def build_watch(run: RunConfig) -> Watch:
 
 
 @contextmanager
-def join_ranks(run: RunConfig, watch: Watch | None = None, clock: Observer | None = None) -> Iterator[ParallelContext]:
+def join_ranks(
+    run: RunConfig,
+    watch: Watch | None = None,
+    clock: Observer | None = None,
+    asked_to_stop: Callable[[], bool] = lambda: False,
+) -> Iterator[ParallelContext]:
     """The ranks of the run, connected inside the block; every process of the run enters it.
 
     Args:
         run: layout, device, backend, timeout and what the launcher said.
         watch: looks after the ranks; one that hears of collectives only if None.
         clock: is told of each collective too.
+        asked_to_stop: ends the wait for ranks that have not come.
 
     Raises:
         ConfigError: there is no such device.
@@ -48,7 +54,9 @@ def join_ranks(run: RunConfig, watch: Watch | None = None, clock: Observer | Non
     with ExitStack() as stack:
         stack.push(lambda kind, *_: _close(boards, failed=kind is not None))  # behind the connections
         backend, facts = run.parallel.distributed_backend, facts_of(run) if launch.world_size > 1 else None
-        meeting = stack.enter_context(connect(launch, device, backend, timeout, join=join, facts=facts))
+        meeting = stack.enter_context(
+            connect(launch, device, backend, timeout, join=join, facts=facts, asked_to_stop=asked_to_stop)
+        )
         if launch.world_size == 1 and launch.launcher != "megalith":
             yield ParallelContext.solo(device)
             return

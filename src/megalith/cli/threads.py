@@ -59,3 +59,10 @@ def _set_by_launcher(launcher: str, environ: Mapping[str, str]) -> bool:
     except OSError:
         return False
     return not any(variable.startswith(b"OMP_NUM_THREADS=") for variable in of_torchrun.split(b"\0"))
+
+
+def keep_native_code_quiet(launch: LaunchConfig) -> None:
+    """Leave the pages of C++ frames out that torch prints when another rank breaks a connection: that is said better
+    (distributed/watch.py). Must run before torch is imported; TORCH_CPP_LOG_LEVEL=WARNING brings them back."""
+    if launch.world_size > 1:
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

@@ -7,6 +7,7 @@ hosts the store and gloo trust their network, as all of torch.distributed does.
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import socket
@@ -26,7 +27,7 @@ from megalith.config.environment import LOOPBACK
 from megalith.config.groups import LaunchConfig
 from megalith.distributed.agreement import Facts, difference
 from megalith.distributed.interface import interface_towards, own_address
-from megalith.errors import ConfigError, PeerError
+from megalith.errors import ConfigError, MegalithError, PeerError
 
 PATIENCE_SECONDS = 20.0
 """After this time whoever waits says for whom."""
@@ -64,10 +65,13 @@ def connect(
     *,
     join: timedelta | None = None,
     facts: Facts | None = None,
+    asked_to_stop: Callable[[], bool] = lambda: False,
     say: Callable[[str], None] = _to_stderr,
     environ: Mapping[str, str] | None = None,
 ) -> Iterator[Meeting]:
     """Initialise torch.distributed for this process, and take it down behind the block. One process needs neither.
+
+    An exception that leaves the block ends the process for good: Python prints it, and nothing more is waited for.
 
     Args:
         launch: place of this process and where rank 0 is.
@@ -76,19 +80,21 @@ def connect(
         timeout: longest wait of a collective.
         join: longest wait for all ranks to come, `timeout` if None; who is missing is said after `PATIENCE_SECONDS`.
         facts: must be equal on all ranks.
+        asked_to_stop: ends the wait for the others.
         say: told of ranks that are late.
         environ: of this process.
 
     Raises:
         ConfigError: two processes have the same rank, ranks disagree on their number or facts, the port is taken.
-        PeerError: not all ranks came.
+        PeerError: not all ranks came, or the wait was ended.
     """
     if launch.world_size == 1:
         yield Meeting()
         return
     backend = backend if device.type == "cuda" else "gloo"
     join_seconds = (join or timeout).total_seconds()
-    meeting = _Meeting(launch, join_seconds, facts or {}, say, os.environ if environ is None else environ)
+    environ = os.environ if environ is None else environ
+    meeting = _Meeting(launch, join_seconds, facts or {}, asked_to_stop, say, environ)
     store = meeting.hold()
     if backend == "gloo":
         _stay_on_this_machine() if launch.one_host else meeting.turn_to_the_others(store)
@@ -104,8 +110,8 @@ def connect(
     )
     try:
         yield Meeting(launch.rank, launch.world_size, launch.one_host, meeting.second_connection())
-    except BaseException:
-        _break_off(backend)
+    except BaseException as error:
+        _break_off(backend, error)
         raise
     dist.destroy_process_group()
     _leave_together(store, launch)
@@ -119,18 +125,33 @@ def _stay_on_this_machine() -> None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
 
 
-def _break_off(backend: str) -> None:
-    """Close the connections though others may wait for us; a collective under way must not hold up the exit."""
+def _break_off(backend: str, error: BaseException) -> None:
+    """See that this process ends soon though collectives are under way, which others may never answer.
 
-    def close() -> None:
-        group = dist.group.WORLD
-        if backend == "nccl" and group is not None and hasattr(group, "abort"):
-            group.abort()
-        dist.destroy_process_group()
+    Its connections then close, by which the others hear of it. At a usual end the interpreter would wait for gloo,
+    which waits for its timeout, or abort where a thread comes back from native code meanwhile.
+    """
+    group = dist.group.WORLD
+    if backend == "nccl" and group is not None and hasattr(group, "abort"):
+        aborting = threading.Thread(target=group.abort, name="abort-collectives", daemon=True)
+        aborting.start()
+        aborting.join(2.0)
+    atexit.register(_end_now, _exit_code(error))  # after the traceback has been printed
 
-    closing = threading.Thread(target=close, name="close-process-group", daemon=True)
-    closing.start()
-    closing.join(2.0)
+
+def _exit_code(error: BaseException) -> int:
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    if isinstance(error, KeyboardInterrupt):
+        return 130
+    return error.exit_code if isinstance(error, MegalithError) else 1
+
+
+def _end_now(code: int) -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
 
 
 def _leave_together(store: dist.Store, launch: LaunchConfig) -> None:
@@ -150,10 +171,12 @@ class _Meeting:
         launch: LaunchConfig,
         join_seconds: float,
         facts: Facts,
+        asked_to_stop: Callable[[], bool],
         say: Callable[[str], None],
         environ: Mapping[str, str],
     ) -> None:
         self._launch, self._facts, self._say, self._environ = launch, facts, say, environ
+        self._asked_to_stop = asked_to_stop
         self._began = time.monotonic()
         self._join_seconds = join_seconds
         self._next_word = min(PATIENCE_SECONDS, 0.5 * join_seconds)
@@ -250,6 +273,8 @@ class _Meeting:
     def _late(self, whom: str | Callable[[], str]) -> None:
         """Say who is waited for, after 20 s and then every minute; give up at the end."""
         waited = time.monotonic() - self._began
+        if self._asked_to_stop():
+            raise PeerError(f"{self._me()} was asked to stop while it waited for {_text(whom)}")
         if waited > self._join_seconds:
             raise PeerError(f"{self._me()} waited {waited:.0f} s (--distributed-timeout-minutes) for {_text(whom)}")
         if waited > self._next_word:

@@ -44,6 +44,7 @@ one."""
 _STACK_FRAMES = 10
 _SECONDS_FOR_STACKS = 2.5
 _SECONDS_FOR_CAUSE = 3.0
+_SECONDS_TO_FOLLOW = 1.0
 _SIGNS_OF_A_PEER = ("onnection", "Timed out", "timed out", "Read error", "Write error", "Broken pipe", "NCCL", "peer")
 
 
@@ -107,7 +108,8 @@ class Watch:
         self._starting, self._first_step = True, 0
         self._board: Board | None = None
         self._identity, self._size = Identity(0, os.uname().nodename, os.getpid()), 1
-        self._done = threading.Event()
+        self._done, self._changed = False, threading.Event()
+        self._first_rank = "rank 0"
         self._leaving = threading.RLock()  # the thread that has it ends this process
 
     # What the run tells.
@@ -121,6 +123,8 @@ class Watch:
         self._since = time.monotonic()
         if self._board is not None and self._board.immediate:
             self._board.post(self.status().encode())
+        else:
+            self._changed.set()
 
     def before(self, operation: str, axis: Axis, tensor: Tensor | None, detail: str = "") -> None:
         self._operation, self._axis = operation, axis.name
@@ -157,7 +161,8 @@ class Watch:
         with suppress(BoardGone):
             write_identity(board, self._identity)
             board.post(self.status().encode())
-        threading.Thread(target=self._look, name="watch", daemon=True).start()
+        looking = threading.Thread(target=self._look, name="watch", daemon=True)
+        looking.start()
         end = "left"
         try:
             yield
@@ -169,20 +174,35 @@ class Watch:
             self.at(end, self._step)
             with suppress(BoardGone):
                 board.post(self.status().encode())
-            self._done.set()
+            self._done = True
+            self._changed.set()
+            looking.join(3.0)  # a thread in native code would abort the end of the interpreter
+
+    @property
+    def _pause(self) -> float:
+        """Seconds between two beats."""
+        return min(self.timeout / 10.0, max(1.0, self._size / 200.0))
 
     def _look(self) -> None:
-        assert self._board is not None
-        pause = min(self.timeout / 10.0, max(1.0, self._size / 200.0))
-        while not self._done.wait(pause):
+        board = self._board
+        assert board is not None
+        with suppress(BoardGone):
+            self._first_rank = str(read_identity(board, 0))
+        while not self._done:
+            if self._changed.wait(self._pause) and not self._done:
+                time.sleep(max(0.05, self._size / 2000.0))  # a store hears of a change soon, but not of every one
+            self._changed.clear()
             self._beat += 1
             with suppress(BoardGone):
-                self._board.post(self.status().encode())
-                if self._board.read(ALARM):
+                board.post(self.status().encode())
+                if not self._done and board.read(ALARM):
                     self._answer()
             status = self.status()
-            limit = self._start_timeout if self._starting else self.timeout
-            if status.waits and time.monotonic() - status.since > limit:
+            waited = time.monotonic() - status.since if status.waits else 0.0
+            if waited > _SECONDS_TO_FOLLOW:
+                with suppress(BoardGone):
+                    self._follow(board)
+            if waited > (self._start_timeout if self._starting else self.timeout):
                 self.sound_alarm()
 
     # A hang.
@@ -198,8 +218,8 @@ class Watch:
                     self._answer()
             except BoardGone:
                 self._say(
-                    f"{_stack()}{self._identity} has waited too long, {self.status().doing}; rank 0, which holds the "
-                    "store of the run, does not answer either: it is stopped, dead or cut off"
+                    f"{_stack()}{self._identity} has waited too long, {self.status().doing}; {self._first_rank}, which "
+                    "holds the store of the run, does not answer either: it is stopped, dead or cut off"
                 )
             self._leave()
 
@@ -269,7 +289,7 @@ class Watch:
         identities = [read_identity(board, rank) for rank in range(self._size)]
         statuses = [Status.decode(board.status(rank)) for rank in range(self._size)]
         if not board.immediate:  # a rank of another machine that lives has posted again by then
-            time.sleep(2.5 * min(self.timeout / 10.0, max(1.0, self._size / 200.0)))
+            time.sleep(2.5 * self._pause)
         views = []
         for identity, before in zip(identities, statuses, strict=True):
             status = Status.decode(board.status(identity.rank)) or Status()
@@ -315,6 +335,19 @@ class Watch:
 
     # A failure.
 
+    def _follow(self, board: Board) -> None:
+        """Leave if another rank has failed that this one still waits for: its connections may stay open for a while."""
+        if text := board.read(FAILURE):
+            with self._leaving:
+                cause = self._failed_first(text)
+                if board.write(CAUSE, cause) and not self._supervised:
+                    self._say(cause)
+                self._leave()
+
+    def _failed_first(self, text: str) -> str:
+        failure = json.loads(text)
+        return f"{failure['who']} of {self._size} failed first, {failure['place']}: {failure['text']}"
+
     def _explain(self, error: Exception) -> None:
         """Tell the others what failed here, or find out which rank broke the connection.
 
@@ -323,13 +356,20 @@ class Watch:
         """
         board = self._board
         assert board is not None
+        lost = self._lost_a_peer(error)
         try:
-            if self._lost_a_peer(error) and (cause := self._first_cause(board, error)):
+            if lost and (cause := self._first_cause(board, error)):
                 first = board.write(CAUSE, cause)
                 raise PeerError(cause, said=self._supervised or not first) from error
             self._admit(board, error)
+            if not board.immediate and self._identity.rank == 0:
+                time.sleep(_SECONDS_TO_FOLLOW + 2 * self._pause)  # the store goes with this process: let others read
         except BoardGone:
-            return
+            if lost:
+                raise PeerError(
+                    f"{self._first_rank} of {self._size}, which holds the store of the run, is gone; {self._identity} "
+                    f"was {self.status().doing}"
+                ) from error
 
     def _lost_a_peer(self, error: Exception) -> bool:
         if isinstance(error, MegalithError) or not isinstance(error, RuntimeError):
@@ -341,8 +381,7 @@ class Watch:
         deadline = time.monotonic() + _SECONDS_FOR_CAUSE
         while time.monotonic() < deadline and self._size > 1:
             if text := board.read(FAILURE):
-                failure = json.loads(text)
-                return f"{failure['who']} of {self._size} failed first, {failure['place']}: {failure['text']}"
+                return self._failed_first(text)
             if board.read(ALARM):
                 self._answer()
             views = self._views(board)
