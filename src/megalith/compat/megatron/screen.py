@@ -23,8 +23,22 @@ class _LogFile(logging.FileHandler):
         warn(f"WARNING: no more is written to {self.baseFilename}: {sys.exc_info()[1]}")
 
 
+class _Shown(logging.Handler):
+    """What the program logs as a warning is for the user to see."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        warn(f"WARNING: {record.getMessage()}")
+
+
+_NOWHERE = logging.NullHandler()
+"""Without a handler Python prints warnings by itself."""
+
+
 class Screen:
-    """Text that the user should see, and text for the log only. The log gets both.
+    """Text that the user should see, and text for the log only. The log gets both, and everything that is logged.
 
     A reader of the screen that leaves, such as `head` or a `tee` that was interrupted, costs the screen only: the run
     goes on, and so does its log.
@@ -41,7 +55,9 @@ class Screen:
         self._handler.setFormatter(logging.Formatter("%(message)s"))
         self._logger = logging.getLogger("megalith")
         self._logger.setLevel(logging.INFO)
+        self._shown = _Shown()
         self._logger.addHandler(self._handler)
+        self._logger.addHandler(self._shown)
 
     def say(self, text: str) -> None:
         """Show and log."""
@@ -63,15 +79,16 @@ class Screen:
 
     def close(self) -> None:
         """Close the log file."""
+        self._logger.removeHandler(self._shown)
         self._logger.removeHandler(self._handler)
         self._handler.close()
 
 
 class SilentScreen(Screen):
-    """The screen of every rank but the first, which speaks for all."""
+    """The screen of every rank but the first, which speaks for all; what is logged is not shown either."""
 
     def __init__(self) -> None:
-        pass
+        logging.getLogger("megalith").addHandler(_NOWHERE)
 
     def say(self, text: str) -> None:
         pass
