@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import multiprocessing
 import os
@@ -17,6 +18,8 @@ from typing import Any
 import pytest
 
 SECONDS = 120.0
+RUNS = 15
+"""Of a process before a new one takes its place: gloo's threads of a group that something still refers to stay busy."""
 
 
 class Ranks:
@@ -24,6 +27,7 @@ class Ranks:
 
     def __init__(self) -> None:
         self._workers: list[tuple[Any, Connection]] = []
+        self._runs = 0
 
     def run(self, world_size: int, function: Callable[..., Any], *args: Any, seconds: float = SECONDS) -> list[Any]:
         """`function(*args)` on each rank of a new gloo world; returns the results by rank (picklable values only).
@@ -31,6 +35,9 @@ class Ranks:
         `function` is at the top of a test module; torch.distributed is initialised around it, one thread per rank.
         The first failure of a rank is raised here with its traceback.
         """
+        self._runs += 1
+        if self._runs % RUNS == 0:
+            self.close()
         while len(self._workers) < world_size:
             self._workers.append(self._start())
         with tempfile.TemporaryDirectory() as folder:
@@ -76,7 +83,7 @@ class Ranks:
         self._workers.clear()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
     pool = Ranks()
     yield pool
@@ -107,6 +114,7 @@ def serve(pipe: Connection) -> None:
             dist.barrier()  # one that leaves at once may not yet be known to another
             pipe.send((True, result))
             dist.destroy_process_group()
+            gc.collect()  # the threads of a process group end with its last reference, which may be in a cycle
         except BaseException:
             pipe.send((False, traceback.format_exc()))
             return

@@ -17,6 +17,7 @@ the backward pass. A bucket is reduced once in a step, in the background, from t
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 
@@ -78,7 +79,7 @@ class GradientBuffers:
         self._pending: list[Pending] = []
         self._scratch = torch.empty(0, device=device)
         for _, parameter in named:
-            parameter.register_post_accumulate_grad_hook(self._move_in)
+            parameter.register_post_accumulate_grad_hook(_without_owning(self._move_in))
 
     def _lay_out(self, named: Sequence[tuple[str, Parameter]], bucket_size: int | None) -> FlatLayout:
         shapes = {name: tuple(parameter.shape) for name, parameter in named}
@@ -302,3 +303,16 @@ class _Arrivals:
     def _start_next(self) -> None:
         self._next += 1
         self._start(self._next - 1)
+
+
+def _without_owning(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+    """A hook that does not keep the object of the method alive: hooks of tensors hide their references from Python's
+    garbage collector, so that the memory and the process groups of a discarded optimizer would stay for ever."""
+    reference = weakref.WeakMethod(method)
+
+    def hook(parameter: Tensor) -> None:
+        bound = reference()
+        if bound is not None:
+            bound(parameter)
+
+    return hook
