@@ -245,3 +245,18 @@ def test_a_stop_saves_on_all_ranks(repository: Path, tmp_path: Path, text: Path,
     assert re.search(
         r"stopped at iteration \d+; resume with:\n  python \S+pretrain_gpt.py --nproc 2 .*--load", log.read_text()
     )
+
+
+def test_a_data_file_that_shrinks_is_named(repository: Path, tmp_path: Path) -> None:
+    """A mapped file that loses its end kills whoever reads there by SIGBUS, without a word (F22)."""
+    text = write_text(tmp_path)
+    words = [*MODEL, "--data-path", text, "--train-iters", 100000]
+    running = supervised(repository, tmp_path, words, 1)
+    wait_for(tmp_path / "log.txt", "iteration        3/")
+    os.truncate(f"{text}.bin", 0)
+    assert running.wait(60) == 128 + signal.SIGBUS
+    last = (tmp_path / "log.txt").read_text().splitlines()[-1]
+    assert re.match(
+        r"megalith train: rank 0 \(\S+, process \d+\) of 1 was killed by signal 7 \(SIGBUS\) at step \d+ ", last
+    )
+    assert last.endswith(f"; {text}.bin has shrunk from 4000 to 0 bytes while it was in use")

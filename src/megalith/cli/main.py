@@ -40,8 +40,8 @@ _ONLY_PRINTING = ("config", "checkpoint", "generate", "schedule")  # commands wh
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code.
 
-    0 finished, 1 unexpected, 2 configuration, 3 data, 4 checkpoint, 5 layout, 75 stopped by a signal after saving,
-    130 interrupted, 141 the reader of the output left before the work was done.
+    0 finished, 1 unexpected, 2 configuration, 3 data, 4 checkpoint, 5 layout, 6 another process failed, 75 stopped by
+    a signal after saving, 130 interrupted, 141 the reader of the output left before the work was done.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help", "help"):

@@ -46,11 +46,13 @@ _PR_SET_PDEATHSIG = 1
 # Settings that say how to begin with a checkpoint: they are done with when the run has begun.
 _ONCE = ("finetune", "ckpt_step", "no_load_optim", "no_load_rng", "override_opt_param_scheduler")
 
-_HELP = """usage: megalith train [--config RECIPE.toml] [flags]
+_HELP = """usage: megalith train [--nproc N] [--config RECIPE.toml] [flags]
        python pretrain_gpt.py [flags]
 
 Trains a GPT. Takes Megatron's flags under Megatron's names; a recipe gives defaults, flags override it.
-Exit codes: 0 finished, 2 configuration, 3 data, 4 checkpoint, 75 stopped by a signal after saving: run it again.
+--nproc N starts N processes on this machine; torchrun, srun and mpirun do too.
+Exit codes: 0 finished, 2 configuration, 3 data, 4 checkpoint, 6 another process failed, 75 stopped by a signal after
+saving: run it again.
 """
 
 
