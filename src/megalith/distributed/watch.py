@@ -230,9 +230,11 @@ class Watch:
             with suppress(BoardGone):
                 self._board.post(self.status().encode())
                 self._board.write(f"stack-{self._identity.rank}", _stack())
-                deadline = time.monotonic() + _SECONDS_FOR_STACKS + 2.0
+                deadline = time.monotonic() + _SECONDS_FOR_STACKS + 6.0 * self._pause + 2.0
                 while self._board.read(CAUSE) is None and time.monotonic() < deadline:
-                    time.sleep(0.02)
+                    self._beat += 1
+                    self._board.post(self.status().encode())
+                    time.sleep(0.05)
             self._leave()
 
     def _report(self, board: Board) -> None:
