@@ -376,7 +376,8 @@ def test_the_walkthrough_as_typed_under_torchrun(
     assert f" loading distributed checkpoint from {save} at iteration {steps // 2}" in second
     text_of([warm.run([*words, *in_one_process(layout), "--save", tmp_path / "one"], tmp_path)])
     curve, alone = losses(save), losses(tmp_path / "one")
-    assert curve.keys() == alone.keys() and len(curve) >= steps // 2 - 4
+    # Which steps overflow at their loss scale depends on the dropout that each layout draws.
+    assert abs(len(curve) - len(alone)) <= 3 and len(curve) >= steps // 2 - 4
     assert curve[steps] == pytest.approx(alone[steps], rel=0.01) and curve[steps] < 0.98 * curve[min(curve)], curve
     assert len(validations(second)) == 2
     assert len(list((tmp_path / "T").glob("events.out.tfevents.*"))) == (3 if case == "tp2-pp2" else 0)
