@@ -327,7 +327,9 @@ class Watch:
             )
         verbs = {"dead": "died", "left": "left the run", "stopped": "is stopped", "silent": "does not answer"}
         verb = verbs.get(culprit.state, "does not take part")
-        return f"{culprit.identity} of {self._size} {verb} {culprit.status.place}; the others waited for it"
+        late = culprit.state in ("dead", "silent") and self._board is not None and not self._board.immediate
+        place = f"(last heard of {culprit.status.place})" if late else culprit.status.place
+        return f"{culprit.identity} of {self._size} {verb} {place}; the others waited for it"
 
     def _leave(self) -> NoReturn:
         for stream in (sys.stdout, sys.stderr):
