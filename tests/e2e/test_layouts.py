@@ -37,7 +37,7 @@ def model(repository: Path, folder: Path) -> list[object]:
     """A GPT of four layers on Shakespeare, the indices of the data kept in the folder."""
     return [
         *("--num-layers", 4, "--hidden-size", 16, "--num-attention-heads", 4, "--seq-length", 16),
-        *("--max-position-embeddings", 16, "--micro-batch-size", 1, "--global-batch-size", 8, "--num-workers", 1),
+        *("--max-position-embeddings", 16, "--micro-batch-size", 1, "--global-batch-size", 4, "--num-workers", 1),
         *("--lr", 1e-2, "--lr-decay-style", "cosine", "--min-lr", 1e-3, "--lr-warmup-iters", 2, "--weight-decay", 0.1),
         *(*ready_text(repository, folder), "--eval-iters", 1, "--log-interval", 1),
         *("--make-vocab-size-divisible-by", 8, "--distributed-backend", "gloo", "--device", "cpu"),
@@ -261,7 +261,10 @@ def test_the_second_signal_to_a_rank_ends_all_at_once(
     ("more", "code", "message"),
     [
         ("--lr 1e30", 1, "the loss is nan at iteration "),
-        ("--save /proc/x --save-interval 1", 2, "--save /proc/x: cannot be written to: No such file or directory"),
+        pytest.param(
+            *("--save /proc/x --save-interval 1", 2, "--save /proc/x: cannot be written to: No such file or directory"),
+            marks=pytest.mark.full,  # other ranks wait for the first one to speak of a configuration
+        ),
         ("--split 99.9,0.1,0", 3, "the valid split of "),
         ("--load nowhere --exit-on-missing-checkpoint", 4, "--load nowhere holds no checkpoint"),
     ],
@@ -377,9 +380,9 @@ def test_the_walkthrough_as_typed_under_torchrun(
     text_of([warm.run([*words, *in_one_process(layout), "--save", tmp_path / "one"], tmp_path)])
     curve, alone = losses(save), losses(tmp_path / "one")
     # Which steps overflow at their loss scale depends on the dropout that each layout draws.
-    assert abs(len(curve) - len(alone)) <= 3 and len(curve) >= steps // 2 - 4
+    assert abs(len(curve) - len(alone)) <= 3 and len(curve) >= steps - 18
     assert curve[steps] == pytest.approx(alone[steps], rel=0.01) and curve[steps] < 0.98 * curve[min(curve)], curve
-    assert len(validations(second)) == 2
+    assert len(validations(second)) == 2 and second.count(" tokens, a sample needs 33") == (0 if "small" in kind else 1)
     assert len(list((tmp_path / "T").glob("events.out.tfevents.*"))) == (3 if case == "tp2-pp2" else 0)
 
 
@@ -393,7 +396,7 @@ EXACT = "--hidden-dropout 0 --attention-dropout 0 --make-vocab-size-divisible-by
 
 @pytest.mark.parametrize(
     ("kind", "case"),
-    [*CASES, *(("a small vocabulary", case) for case in ("tp2-pp2", "dp4"))],
+    [*CASES[1:], ("a small vocabulary", "tp2-pp2"), ("a small vocabulary", "dp4")],
 )
 def test_the_curve_of_the_walkthrough_is_that_of_one_process(
     warm: WarmProcess, tmp_path: Path, texts: Callable[[str], list[object]], kind: str, case: str
