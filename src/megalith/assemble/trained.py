@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+from argparse import Namespace
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from megalith.assemble.model import params_dtype
 from megalith.checkpoint import CheckpointContent, DirectoryStore, split_path
 from megalith.checkpoint.formats.torch_dist import model_chunks
-from megalith.config import RunConfig
+from megalith.config.foreign_args import model_of, precision_of, tokenizer_of
+from megalith.config.groups import TokenizerConfig
 from megalith.errors import CheckpointError
 from megalith.models.gpt import GPT, named_placements
 from megalith.tokenizers import Tokenizer, build_tokenizer
@@ -22,45 +26,47 @@ class Trained:
     """A model that was trained, ready to be read from.
 
     Attributes:
-        run: The configuration of the run that wrote it.
         iteration: Of the checkpoint.
         notes: What the user must hear: damaged checkpoints passed over.
     """
 
     model: GPT
     tokenizer: Tokenizer
-    run: RunConfig
     iteration: int
     notes: tuple[str, ...]
 
 
-def load_trained(path: Path, device: torch.device, iteration: int | None = None) -> Trained:
-    """Load a model from a save folder, or from one `iter_*` folder of it.
+def load_trained(
+    path: Path, device: torch.device, iteration: int | None = None, tokenizer: TokenizerConfig | None = None
+) -> Trained:
+    """Load a model from a save folder of any format, one `iter_*` folder of it, or a Hugging Face model folder.
 
     Args:
         path: What --save named, or an iteration's folder below it.
         device: Where the model goes.
         iteration: Which checkpoint; the newest sound one if absent.
+        tokenizer: Instead of the one that the checkpoint names.
 
     Raises:
-        CheckpointError: There is none, it is damaged, or it was not written by Megalith.
+        CheckpointError: There is none, it is damaged, or it says too little of its model.
     """
     folder, named = split_path(path)
     store = DirectoryStore(folder)
     found, notes = _find(store, named if iteration is None else iteration)
-    manifest = store.manifest(found)
-    if manifest is None or "config" not in manifest:
-        raise CheckpointError(
-            f"{store.folder(found)} was not written by Megalith: it says too little of its model and tokenizer. "
-            "Reading foreign checkpoints needs the work on checkpoint formats, not in this version"
-        )
-    run = RunConfig.from_dict(manifest["config"])
-    vocab_size = int(vars(store.common(found)["args"])["padded_vocab_size"])
-    model = GPT(run.model, vocab_size, dtype=params_dtype(run.precision), device=device)
-    content = CheckpointContent(chunks=model_chunks(named_placements(model), run.model.num_layers))
+    args = vars(store.common(found).get("args", Namespace()))
+    model_config, precision = model_of(args), precision_of(args)
+    model = GPT(model_config, _vocab_size(args, store.folder(found)), dtype=params_dtype(precision), device=device)
+    content = CheckpointContent(chunks=model_chunks(named_placements(model), model_config.num_layers))
     store.load(found, content, verify=False)  # found means verified
     model.requires_grad_(False)
-    return Trained(model.eval(), _tokenizer(run, store.folder(found)), run, found, tuple(notes))
+    built = build_tokenizer(tokenizer or _with_files_of(store.folder(found), tokenizer_of(args)))
+    return Trained(model.eval(), built, found, tuple(notes))
+
+
+def _vocab_size(args: Mapping[str, Any], folder: Path) -> int:
+    if not args.get("padded_vocab_size"):
+        raise CheckpointError(f"{folder}: its args have no padded_vocab_size, so that its model cannot be known")
+    return int(args["padded_vocab_size"])
 
 
 def _find(store: DirectoryStore, iteration: int | None) -> tuple[int, list[str]]:
@@ -75,11 +81,9 @@ def _find(store: DirectoryStore, iteration: int | None) -> tuple[int, list[str]]
     return newest, notes
 
 
-def _tokenizer(run: RunConfig, folder: Path) -> Tokenizer:
-    """The tokenizer of the run, out of the files that lie in its checkpoint."""
-    config = run.tokenizer
-    if config.vocab_file is not None:
-        config = dataclasses.replace(
-            config, vocab_file=str(folder / "vocab.json"), merge_file=str(folder / "merges.txt")
-        )
-    return build_tokenizer(config)
+def _with_files_of(folder: Path, config: TokenizerConfig) -> TokenizerConfig:
+    """The tokenizer with the files that lie in the checkpoint, where they do: then it can be used alone."""
+    vocabulary, merges = folder / "vocab.json", folder / "merges.txt"
+    if config.vocab_file is None or not (vocabulary.is_file() and merges.is_file()):
+        return config
+    return dataclasses.replace(config, vocab_file=str(vocabulary), merge_file=str(merges))

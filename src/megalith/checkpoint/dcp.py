@@ -481,11 +481,6 @@ def open_metadata(path: Path) -> Metadata:
     Raises:
         CheckpointError: damaged, of a refused type, or pointing outside its folder or files.
     """
-    if not (path / METADATA_FILE).exists() and any(path.glob("mp_rank_*")):
-        raise CheckpointError(
-            f"{path} is in Megatron's per-rank format (--ckpt-format torch), which this version does not read; "
-            "convert it with Megatron's --ckpt-convert-format torch_dist"
-        )
     metadata = read_metadata(path / METADATA_FILE)
     sizes: dict[str, int] = {}
     for index, info in metadata.storage_data.items():
@@ -507,7 +502,7 @@ def open_metadata(path: Path) -> Metadata:
 def read_sharded(path: Path, metadata: Metadata, content: CheckpointContent) -> dict[str, Any]:
     """Fill the chunks of `content` in place and return the objects that it names.
 
-    The caller has compared keys, shapes and dtypes (`fit.check_fit`).
+    The caller has compared keys and shapes (`fit.fitted`).
 
     Raises:
         CheckpointError: a file is damaged, or an object names a type that is not allowed.

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from megalith.checkpoint.content import CheckpointContent, Chunk, by_key, volume
-from megalith.checkpoint.formats.torch_dist import is_extra_state
+from megalith.checkpoint.formats.torch_dist import OPTIMIZER_PREFIX, is_extra_state
 from megalith.errors import CheckpointError
 
 
@@ -43,8 +43,12 @@ def keys_of(content: CheckpointContent) -> frozenset[str]:
     return frozenset(chunk.key for chunk in content.chunks) | frozenset(content.objects)
 
 
-def check_fit(source: str, stored: Contents, wanted: CheckpointContent, asked: Collection[str]) -> None:
-    """Compare keys, global shapes and dtypes.
+def fitted(source: str, stored: Contents, wanted: CheckpointContent, asked: Collection[str]) -> CheckpointContent:
+    """Say for each chunk which tensor of a checkpoint is to be read into it.
+
+    Mostly that of its own key. A run in half precision keeps main parameters in fp32: where a checkpoint has none,
+    because the run that wrote it computed in fp32, they are its weights; where a run in fp32 reads one that has them,
+    its weights are the main parameters rather than their rounded copies.
 
     Args:
         source: names the checkpoint.
@@ -52,27 +56,49 @@ def check_fit(source: str, stored: Contents, wanted: CheckpointContent, asked: C
         wanted: what this rank asks for.
         asked: every key that is asked for, by this rank or another.
 
+    Returns:
+        The content under the keys to read.
+
     Raises:
-        CheckpointError: lists every difference, and what the checkpoint holds beside.
+        CheckpointError: keys or global shapes differ; lists every difference, and what the checkpoint holds beside.
     """
-    lines = [line for key, chunks in by_key(wanted.chunks).items() for line in _differences(key, chunks[0], stored)]
+    key_of = {key: _read_from(key, chunks[0], stored) for key, chunks in by_key(wanted.chunks).items()}
+    lines = [
+        line
+        for key, chunks in by_key(wanted.chunks).items()
+        for line in _differences(key, chunks[0], stored.tensors.get(key_of[key]))
+    ]
     lines += [f"{key} is not in the checkpoint" for key in wanted.objects if key not in stored.objects]
     if not lines:
-        return
+        return replace(wanted, chunks=[replace(chunk, key=key_of[chunk.key]) for chunk in wanted.chunks])
     unasked = [key for key in stored.not_in(asked) if key in stored.tensors]
     if unasked:
         lines.append(f"in the checkpoint and not asked for: {', '.join(unasked)}")
     raise CheckpointError(listing(f"{source} does not fit this model and optimizer", lines))
 
 
-def _differences(key: str, chunk: Chunk, stored: Contents) -> list[str]:
+_MAIN = f"{OPTIMIZER_PREFIX}fp32_param."
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def _read_from(key: str, chunk: Chunk, stored: Contents) -> str:
+    """The key of the tensor that a chunk of `key` is read from."""
+    weight = key.removeprefix(_MAIN)
+    if weight != key:
+        held = stored.tensors.get(weight)
+        return key if key in stored.tensors or held is None or held.dtype in _HALF else weight
     held = stored.tensors.get(key)
+    finer = held is not None and held.dtype in _HALF and chunk.tensor.dtype not in _HALF
+    return _MAIN + key if finer and _MAIN + key in stored.tensors else key
+
+
+def _differences(key: str, chunk: Chunk, held: StoredTensor | None) -> list[str]:
     if held is None:
         return [f"{key} is not in the checkpoint"]
     lines = []
     if held.shape != chunk.global_shape:
         lines.append(f"{key} has shape {list(held.shape)} in the checkpoint and {list(chunk.global_shape)} here")
-    if held.dtype != chunk.tensor.dtype:
+    if held.dtype != chunk.tensor.dtype and not (held.dtype.is_floating_point and chunk.tensor.dtype.is_floating_point):
         lines.append(f"{key} is {short(held.dtype)} in the checkpoint and {short(chunk.tensor.dtype)} here")
     return lines
 

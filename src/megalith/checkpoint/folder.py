@@ -1,4 +1,4 @@
-"""One checkpoint folder of format torch_dist: writing its files, checking them, reading them.
+"""One checkpoint folder: writing one of format torch_dist, checking and reading one of any format.
 
     .metadata  __<rank>_<0 or 1>.distcp      tensors and objects (DCP)
     common.pt                                the state that all ranks share
@@ -6,7 +6,8 @@
     <other files>                            such as the tokenizer's, so that the folder can be used alone
     manifest.json                            size and hash of all the others; written last
 
-How a folder gets its place and its number is the store's business.
+How a folder gets its place and its number is the store's business, and what stands in files of other formats that of
+their sources (`source`).
 """
 
 from __future__ import annotations
@@ -17,28 +18,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+from torch.distributed.checkpoint.metadata import Metadata
 
 from megalith.checkpoint import manifest as manifests
 from megalith.checkpoint.commit import write_durably
 from megalith.checkpoint.content import CheckpointContent, LoadedContent
-from megalith.checkpoint.dcp import (
-    METADATA_FILE,
-    SAVE_ID_PREFIX,
-    Written,
-    encode_objects,
-    open_metadata,
-    read_sharded,
-    write_metadata,
-)
-from megalith.checkpoint.fit import Contents, StoredTensor, check_fit, listing
+from megalith.checkpoint.dcp import METADATA_FILE, Written, encode_objects, write_metadata
+from megalith.checkpoint.fit import Contents, fitted, listing
 from megalith.checkpoint.hashing import FileRecord, hash_files
 from megalith.checkpoint.manifest import MANIFEST_FILE
-from megalith.checkpoint.safe_loading import dump_bytes, load_tensors_and_plain_data
+from megalith.checkpoint.safe_loading import dump_bytes
+from megalith.checkpoint.source import Source, open_source
+from megalith.checkpoint.torch_dist_source import COMMON_FILE, FORMAT_FILE
 from megalith.errors import CheckpointError
 
-COMMON_FILE = "common.pt"
-FORMAT_FILE = "metadata.json"
 _FORMAT = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
@@ -116,10 +109,10 @@ def finish_folder(
 
 
 class CheckpointFolder:
-    """A finished checkpoint folder, for reading.
+    """A finished checkpoint folder of any format, for reading.
 
     Args:
-        path: the folder that holds `.metadata`.
+        path: the folder.
 
     Raises:
         CheckpointError: there is no such folder.
@@ -127,8 +120,7 @@ class CheckpointFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        if not path.is_dir():
-            raise CheckpointError(f"{path} is not a checkpoint folder: it does not exist")
+        self.source: Source = open_source(path)
 
     def open(self, content: CheckpointContent, asked: Collection[str]) -> Reading:
         """Check that the checkpoint holds what `content` asks for; the load itself is `Reading.load`.
@@ -140,21 +132,17 @@ class CheckpointFolder:
         Raises:
             CheckpointError: it does not fit, or a file is damaged.
         """
-        metadata = open_metadata(self.path)
-        stored = _contents(metadata)
-        check_fit(str(self.path), stored, content, asked)
-        return Reading(self, metadata, content, self.common(), stored.not_in(asked))
+        stored = self.source.contents()
+        found = fitted(str(self.path), stored, content, asked)
+        return Reading(self.source, found, self.source.common(), stored.not_in(asked))
 
     def contents(self) -> Contents:
         """What the checkpoint holds, without reading the tensors."""
-        return _contents(open_metadata(self.path))
+        return self.source.contents()
 
     def common(self) -> dict[str, Any]:
         """The state that all ranks share."""
-        common = load_tensors_and_plain_data(self.path / COMMON_FILE)
-        if not isinstance(common, dict):
-            raise CheckpointError(f"{self.path / COMMON_FILE} is damaged: it holds a {type(common).__name__}")
-        return common
+        return self.source.common()
 
     def manifest(self) -> dict[str, Any] | None:
         """The manifest, or None for a checkpoint of another program."""
@@ -172,12 +160,12 @@ class CheckpointFolder:
             raise CheckpointError(f"{self.path / name} cannot be read: {error.strerror}") from error
 
     def sizes(self) -> dict[str, int]:
-        """File name -> bytes."""
-        return {path.name: path.stat().st_size for path in sorted(self.path.iterdir()) if path.is_file()}
+        """File name, below the folder -> bytes."""
+        return {str(path.relative_to(self.path)): path.stat().st_size for path in _files(self.path)}
 
     def signature(self) -> tuple[tuple[str, int, int], ...]:
         """Changes when any file does: name, size and time of change of each."""
-        status = [(path.name, path.stat()) for path in self.path.iterdir()]
+        status = [(str(path.relative_to(self.path)), path.stat()) for path in _files(self.path)]
         return tuple(sorted((name, stat.st_size, stat.st_mtime_ns) for name, stat in status))
 
     def problems(self, part: int = 0, parts: int = 1) -> list[str]:
@@ -190,28 +178,17 @@ class CheckpointFolder:
         try:
             body = self.manifest()
             if body is None:
-                return self._structural_problems() if part == 0 else []
+                return self.source.problems() if part == 0 else []
             return manifests.compare(self.path, _share(manifests.records_of(body), part, parts))
         except CheckpointError as error:
             return [str(error)]
-
-    def _structural_problems(self) -> list[str]:
-        metadata = open_metadata(self.path)
-        self.common()
-        try:
-            json.loads((self.path / FORMAT_FILE).read_text("utf-8"))
-        except (OSError, ValueError) as error:
-            return [f"{self.path / FORMAT_FILE} is missing or damaged: {error}"]
-        ours = metadata.storage_meta is not None and str(metadata.storage_meta.save_id).startswith(SAVE_ID_PREFIX)
-        return [f"{self.path / MANIFEST_FILE} is missing"] if ours else []
 
 
 @dataclass(frozen=True)
 class Reading:
     """A load that was found to fit: nothing is filled yet."""
 
-    folder: CheckpointFolder
-    metadata: Metadata
+    source: Source
     content: CheckpointContent
     common: dict[str, Any]
     unexpected: tuple[str, ...]
@@ -222,8 +199,12 @@ class Reading:
         Raises:
             CheckpointError: a file proves damaged.
         """
-        objects = read_sharded(self.folder.path, self.metadata, self.content)
-        return LoadedContent(self.common, objects, self.unexpected)
+        return LoadedContent(self.common, self.source.read(self.content), self.unexpected)
+
+
+def _files(folder: Path) -> list[Path]:
+    """The files of a checkpoint folder and of the folders in it, by name."""
+    return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
 def _share(records: Mapping[str, FileRecord], part: int, parts: int) -> dict[str, FileRecord]:
@@ -235,16 +216,6 @@ def _share(records: Mapping[str, FileRecord], part: int, parts: int) -> dict[str
         if lightest == part:
             share[name] = record
     return {name: records[name] for name in records if name in share}
-
-
-def _contents(metadata: Metadata) -> Contents:
-    tensors, objects = {}, []
-    for key, stored in metadata.state_dict_metadata.items():
-        if isinstance(stored, BytesStorageMetadata):
-            objects.append(key)
-        else:
-            tensors[key] = StoredTensor(tuple(stored.size), stored.properties.dtype, len(stored.chunks))
-    return Contents(tensors, frozenset(objects))
 
 
 def damaged(path: Path, problems: list[str]) -> CheckpointError:

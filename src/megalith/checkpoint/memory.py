@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megalith.checkpoint.commit import no_point
 from megalith.checkpoint.content import CheckpointContent, Chunk, LoadedContent, by_key
-from megalith.checkpoint.fit import Contents, StoredTensor, check_complete, check_fit, keys_of
+from megalith.checkpoint.fit import Contents, StoredTensor, check_complete, fitted, keys_of
 from megalith.checkpoint.folder import EncodedContent
 from megalith.checkpoint.safe_loading import load_bytes
 from megalith.checkpoint.store import NO_FILES, SaveReport, provenance
@@ -62,9 +62,9 @@ class MemoryStore:
     def load(self, iteration: int, content: CheckpointContent, *, verify: bool = True) -> LoadedContent:
         saved = self._existing(iteration)
         stored = self.contents(iteration)
-        check_fit(f"iteration {iteration}", stored, content, keys_of(content))
+        chunks = fitted(f"iteration {iteration}", stored, content, keys_of(content)).chunks
         with torch.no_grad():
-            for chunk in content.chunks:
+            for chunk in chunks:
                 chunk.tensor.copy_(_box(saved.tensors[chunk.key], chunk.offset, chunk.tensor))
         objects = {key: _restored(saved.encoded.objects[key], key)[0] for key in content.objects}
         return LoadedContent(self.common(iteration), objects, stored.not_in(keys_of(content)))
@@ -99,6 +99,10 @@ class MemoryStore:
 
     def newest_verified(self) -> tuple[int | None, list[str]]:
         return self._latest, []
+
+    def weights_only(self, iteration: int) -> bool:
+        self._existing(iteration)
+        return False
 
     def claim(self) -> AbstractContextManager[None]:
         return nullcontext()

@@ -29,11 +29,14 @@ from megalith.checkpoint.folder import CheckpointFolder, Reading, damaged
 from megalith.checkpoint.manifest import MANIFEST_FILE
 from megalith.checkpoint.owner import claim
 from megalith.checkpoint.saving import Saving
+from megalith.checkpoint.source import is_huggingface
 from megalith.distributed.context import ParallelContext
 from megalith.errors import CheckpointError
 from megalith.layout import Layout
 
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
+RELEASE = "release"
+"""What the tracker of Megatron says of a checkpoint without an iteration, and the name of its folder."""
 SAVE_POINTS = ("pre_save", "mid_save", "pre_commit", "mid_commit", "post_commit")
 """Where a save calls `on_point`, on every rank: before the first byte; with its tensors written; before the rename;
 between the rename and the tracker (on other ranks than the first: about then); at the end."""
@@ -126,13 +129,20 @@ class Store(Protocol):
         """
         ...
 
+    def weights_only(self, iteration: int) -> bool:
+        """Whether a checkpoint is weights to begin from, rather than the state of a run to continue."""
+        ...
+
     def claim(self) -> AbstractContextManager[None]:
         """Hold the store for this run, so that no second run saves into it."""
         ...
 
 
 class DirectoryStore:
-    """A save folder in Megatron's layout: `iter_%07d/` of format torch_dist, and the tracker file.
+    """A save folder in Megatron's layout: `iter_%07d/`, of any format that can be read, and the tracker file.
+
+    What has no iteration is iteration 0 here, and weights only: Megatron's `release/`, where the tracker says so, and a
+    Hugging Face model folder, which is a checkpoint itself rather than a folder of them.
 
     With several ranks they act together: every rank calls the same methods in the same order and with the same
     iterations, each with its own content, and an error of one is an error of all (`crew`). What is read off the
@@ -151,7 +161,15 @@ class DirectoryStore:
 
     def folder(self, iteration: int) -> Path:
         """Where the checkpoint of an iteration is or would be."""
-        return self.path / f"iter_{iteration:07d}"
+        released = self._released() if iteration == 0 else None
+        return released or self.path / f"iter_{iteration:07d}"
+
+    def _released(self) -> Path | None:
+        """The folder of what has no iteration."""
+        if is_huggingface(self.path):
+            return self.path
+        path = self.path / RELEASE
+        return path if self._tracker_text() == RELEASE and path.is_dir() else None
 
     @contextmanager
     def claim(self) -> Iterator[None]:
@@ -206,6 +224,9 @@ class DirectoryStore:
     def latest(self) -> int | None:
         return self._crew.first(self._latest)
 
+    def weights_only(self, iteration: int) -> bool:
+        return self._crew.first(lambda: iteration == 0 and self._released() is not None)
+
     def verify(self, iteration: int) -> list[str]:
         signature = self._crew.first(lambda: self._existing(iteration).signature())
         if self._sound.get(iteration) == signature:  # verified before, and no file has changed since
@@ -237,9 +258,12 @@ class DirectoryStore:
         if not self.path.is_dir():
             return []
         named = ((path, _ITERATION.fullmatch(path.name)) for path in self.path.iterdir())
-        return sorted(int(match[1]) for path, match in named if match and path.is_dir())
+        found = {int(match[1]) for path, match in named if match and path.is_dir()}
+        return sorted(found | {0} if self._released() is not None else found)
 
     def _latest(self) -> int | None:
+        if self._released() is not None:
+            return 0
         text = self._tracker_text()
         return int(text) if text is not None and re.fullmatch(r"[0-9]{1,18}", text) else None
 
@@ -252,6 +276,8 @@ class DirectoryStore:
     def _tracker_notes(self, tracked: int | None, there: Sequence[int]) -> list[str]:
         """What is odd about the tracker beside the checkpoints that are there."""
         path, text = self.path / TRACKER_FILE, self._tracker_text()
+        if self._released() is not None:
+            return []
         if text is None:
             return [f"{path} is missing"] if there else []
         if tracked is None:

@@ -61,7 +61,6 @@ ARCHITECTURE = {
     "add_bias_linear": "--disable-bias-linear",
     "add_qkv_bias": "--add-qkv-bias",
     "untie_embeddings_and_output_weights": "--untie-embeddings-and-output-weights",
-    "params_dtype": "--fp16/--bf16",
 }
 
 
@@ -88,12 +87,14 @@ class FoundCheckpoint:
         notes: what the user must hear about the way to it: damaged or missing checkpoints passed over.
         args: Megatron's arguments of the run that wrote it.
         manifest: None if another program wrote it.
+        weights_only: it is weights to begin from, not the state of a run.
     """
 
     iteration: int
     notes: tuple[str, ...]
     args: Mapping[str, Any]
     manifest: Mapping[str, Any] | None
+    weights_only: bool = False
 
     @property
     def padded_vocab_size(self) -> int:
@@ -289,7 +290,8 @@ def find_checkpoint(store: Store, step: int | None = None) -> FoundCheckpoint | 
             )
         return None
     args = store.common(iteration).get("args", Namespace())
-    return FoundCheckpoint(iteration, tuple(notes), vars(args), store.manifest(iteration))
+    weights_only = store.weights_only(iteration)
+    return FoundCheckpoint(iteration, tuple(notes), vars(args), store.manifest(iteration), weights_only)
 
 
 def check_fits(found: FoundCheckpoint, run: RunConfig, identity: Identity) -> None:
@@ -338,8 +340,9 @@ def restore(
             ask for without a flag that says which counts.
     """
     settings = run.checkpoint
-    with_optimizer = not (settings.finetune or settings.no_load_optim)
-    with_streams = not (settings.finetune or settings.no_load_rng)
+    anew = settings.finetune or found.weights_only
+    with_optimizer = not (anew or settings.no_load_optim)
+    with_streams = not (anew or settings.no_load_rng)
     content = CheckpointContent(chunks_to_load(state, run, with_optimizer=with_optimizer))
     if with_streams and _holds_streams(store, found, state):
         content.objects[_rng_key(state)] = None
@@ -355,12 +358,19 @@ def restore(
         if schedule is not None:
             state.schedule, state.schedule_samples = schedule.schedule, schedule.num_samples
         notes = _load_streams(loaded, found, state, run) if with_streams else ()
-        if not settings.finetune:
+        if not anew:
             state.iteration = int(loaded.common["iteration"])
             state.consumed_samples = int(found.args["consumed_train_samples"])
             state.consumed_valid_samples = int(found.args["consumed_valid_samples"])
             state.flops = float(loaded.common.get("num_floating_point_operations_so_far", 0.0))
+        notes += _precision_notes(found, run)
         return Resumed(state.iteration, float(loaded.common["checkpoint_version"]), schedule, notes)
+
+
+def _precision_notes(found: FoundCheckpoint, run: RunConfig) -> tuple[str, ...]:
+    """What the user must hear where the run that wrote the checkpoint computed in another precision."""
+    was, now = str(found.args.get("params_dtype", "")).removeprefix("torch."), run.precision.params_dtype
+    return () if was in ("", now) else (f"the checkpoint is of a run in {was}; this one goes on from it in {now}",)
 
 
 def _holds_streams(store: Store, found: FoundCheckpoint, state: TrainState) -> bool:

@@ -1,0 +1,132 @@
+"""The parameters of a whole model and of each place of a layout: names, shapes, placements and Megatron's order.
+
+Built from the architecture alone, on the meta device: what is in files plays no part. Names are those of the modules,
+with global layer numbers (`models.gpt`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megalith.config import ModelConfig
+from megalith.config.foreign_args import model_of, parallel_of
+from megalith.errors import CheckpointError, LayoutError
+from megalith.layout import Stages, split_layers
+from megalith.models.gpt import GPT, named_placements
+from megalith.nn.placement import Placement, dim_of, local_pieces
+
+OUTPUT_LAYER = "output_layer.weight"
+
+
+@dataclass(frozen=True)
+class ModelSpace:
+    """What a model is made of.
+
+    Attributes:
+        model: its architecture.
+        vocab_size: rows of the embedding, padding included.
+        shapes: parameter name -> shape of the global tensor, in module order.
+        placements: parameter name -> placement.
+    """
+
+    model: ModelConfig
+    vocab_size: int
+    shapes: dict[str, tuple[int, ...]]
+    placements: dict[str, Placement]
+
+    @property
+    def num_layers(self) -> int:
+        return self.model.num_layers
+
+    @property
+    def tied(self) -> bool:
+        """Whether the word embedding is the output layer's weight as well."""
+        return OUTPUT_LAYER not in self.shapes
+
+    def local_shape(self, name: str, size: int, index: int) -> tuple[int, ...]:
+        """The shape of what a place on a tensor-parallel axis of `size` ranks holds of a parameter.
+
+        Raises:
+            LayoutError: it cannot be divided so.
+        """
+        shape, placement = self.shapes[name], self.placements[name]
+        dim = dim_of(placement)
+        rows = sum(piece.length for piece in local_pieces(placement, shape[dim], size, index))
+        return (*shape[:dim], rows, *shape[dim + 1 :])
+
+    def names_of(self, stage: int, chunk: int, stages: Stages) -> list[str]:
+        """The parameters of one virtual chunk of a pipeline stage, in module order.
+
+        The copy of a tied embedding that the last stage holds stands last, as `output_layer.weight`, which is no name
+        of the model's own.
+        """
+        layers = set(stages[stage][chunk])
+        first = stage == 0 and chunk == 0
+        last = stage == len(stages) - 1 and chunk == len(stages[stage]) - 1
+        names = []
+        for name in self.shapes:
+            parts = name.split(".")
+            if parts[:2] == ["decoder", "layers"]:
+                held = int(parts[2]) in layers
+            else:
+                held = first if parts[0] == "embedding" else last
+            if held:
+                names.append(name)
+        return [*names, OUTPUT_LAYER] if last and not first and self.tied else names
+
+
+def model_space(model: ModelConfig, vocab_size: int) -> ModelSpace:
+    """The model space of an architecture."""
+    table = list(named_placements(GPT(model, vocab_size, device="meta")))
+    return ModelSpace(
+        model,
+        vocab_size,
+        {name: tuple(parameter.shape) for name, parameter, _ in table},
+        {name: placement for name, _, placement in table},
+    )
+
+
+def model_space_of(args: Mapping[str, Any], where: str) -> ModelSpace:
+    """The model space that Megatron's arguments mean.
+
+    Args:
+        args: of the run that wrote a checkpoint.
+        where: names the checkpoint in errors.
+
+    Raises:
+        CheckpointError: an argument is missing, or asks for what this version has not.
+    """
+    try:
+        return model_space(model_of(args), int(args["padded_vocab_size"]))
+    except KeyError as error:
+        raise CheckpointError(f"{where}: the saved args lack {error}, so that its model cannot be known") from error
+    except (LayoutError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{where}: the saved args describe no model: {error}") from error
+
+
+def stages_of(args: Mapping[str, Any], num_layers: int, where: str) -> Stages:
+    """Layers by [pipeline stage][virtual chunk] of the run that wrote a checkpoint.
+
+    Raises:
+        CheckpointError: they were divided in a way that this version does not know.
+    """
+    if args.get("pipeline_model_parallel_layout"):
+        raise CheckpointError(
+            f"{where} was saved with --pipeline-model-parallel-layout, which this version does not read; convert it "
+            "with Megatron's --ckpt-convert-format torch_dist"
+        )
+    parallel = parallel_of(args)
+    try:
+        return split_layers(
+            num_layers,
+            parallel.pipeline_model_parallel_size,
+            int(args.get("virtual_pipeline_model_parallel_size") or 1),
+            first=parallel.decoder_first_pipeline_num_layers,
+            last=parallel.decoder_last_pipeline_num_layers,
+            embedding_counts=parallel.account_for_embedding_in_pipeline_split,
+            loss_counts=parallel.account_for_loss_in_pipeline_split,
+        )
+    except LayoutError as error:
+        raise CheckpointError(f"{where}: its layers do not divide as the saved args say: {error}") from error

@@ -1,0 +1,88 @@
+"""Checkpoint folders of any format, read in model space.
+
+Model space is what the `torch_dist` format calls its tensors (`formats.torch_dist`): global tensors under stacked
+keys, the optimizer's as `optimizer.state.<exp_avg | exp_avg_sq | fp32_param>.<key>`. A source translates a format
+into it: it says which tensors there are, and fills any box of them. What a load, a conversion, a comparison or an
+inspection does is thus written once.
+
+To read a further format is to write one more `Source` and to recognise its folders in `open_source`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Protocol
+
+from megalith.checkpoint.content import CheckpointContent
+from megalith.checkpoint.fit import Contents
+from megalith.errors import CheckpointError
+
+
+class Source(Protocol):
+    """The tensors, objects and common state of one checkpoint folder.
+
+    A source opens files as it needs them and keeps no tensor in memory: what `read` costs is bounded by the largest
+    tensor of the checkpoint, and by what it fills.
+    """
+
+    @property
+    def format(self) -> str:
+        """Its name as `--ckpt-format` has it, or `huggingface`."""
+        ...
+
+    def contents(self) -> Contents:
+        """The tensors in model space and the keys of the objects.
+
+        Raises:
+            CheckpointError: a file is missing or damaged.
+        """
+        ...
+
+    def common(self) -> dict[str, Any]:
+        """The state that all ranks share, as `common.pt` has it: args (Namespace), checkpoint_version, iteration and,
+        where they were saved, `optimizer` as `formats.torch_dist.optimizer_common` writes it and opt_param_scheduler.
+        """
+        ...
+
+    def read(self, content: CheckpointContent) -> dict[str, Any]:
+        """Fill the chunks in place, cast to their dtypes, and return the objects that are named.
+
+        The caller has compared keys and global shapes with `contents`.
+
+        Raises:
+            CheckpointError: a file proves damaged or does not cover what is asked.
+        """
+        ...
+
+    def problems(self) -> list[str]:
+        """What is wrong with the files, so far as it can be seen without hashes; empty if nothing is."""
+        ...
+
+
+def open_source(path: Path) -> Source:
+    """The reader for the format that a checkpoint folder is in.
+
+    Args:
+        path: a folder `iter_*` or `release` of Megatron's formats, or a Hugging Face model folder.
+
+    Raises:
+        CheckpointError: there is no such folder, or nothing in it that a reader knows.
+    """
+    from megalith.checkpoint.torch_dist_source import TorchDistSource
+
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is not a checkpoint folder: it does not exist")
+    if not (path / ".metadata").exists() and any(path.glob("mp_rank_*")):
+        from megalith.checkpoint.per_rank_source import PerRankSource
+
+        return PerRankSource(path)
+    if is_huggingface(path):
+        from megalith.checkpoint.huggingface_source import HuggingFaceSource
+
+        return HuggingFaceSource(path)
+    return TorchDistSource(path)
+
+
+def is_huggingface(path: Path) -> bool:
+    """Whether a folder is one that Hugging Face's `save_pretrained` writes: config.json beside safetensors files."""
+    return (path / "config.json").is_file() and any(path.glob("*.safetensors"))

@@ -1,0 +1,121 @@
+"""From the arguments that Megatron keeps in its checkpoints back to the groups of a configuration.
+
+The inverse of `saved_args`, for checkpoints of whichever version: an argument that is absent takes the value that it
+had before it existed, one that has no setting here must have the value that means "not used".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar, cast
+
+from megalith.config.fields import Setting, settings_of
+from megalith.config.groups import ModelConfig, ParallelConfig, PrecisionConfig, TokenizerConfig
+from megalith.config.run import group_types
+from megalith.errors import CheckpointError
+
+Group = TypeVar("Group")
+
+_NOT_USED: tuple[Any, ...] = (None, False, 0, 0.0, 1.0, "", "none", "vanilla", [])
+# What changes the architecture and has no setting here: argument -> flag.
+_UNKNOWN_HERE = {
+    "num_experts": "--num-experts",
+    "multi_latent_attention": "--multi-latent-attention",
+    "mtp_num_layers": "--mtp-num-layers",
+    "hybrid_override_pattern": "--hybrid-override-pattern",
+    "heterogeneous_layers_config_path": "--heterogeneous-layers-config-path",
+    "qk_layernorm": "--qk-layernorm",
+    "squared_relu": "--squared-relu",
+    "openai_gelu": "--openai-gelu",
+    "quick_geglu": "--quick-geglu",
+    "attention_output_gate": "--attention-output-gate",
+    "apply_residual_connection_post_layernorm": "--apply-residual-connection-post-layernorm",
+    "use_rope_scaling": "--use-rope-scaling",
+    "rotary_seq_len_interpolation_factor": "--rotary-seq-len-interpolation-factor",
+    "window_size": "--window-size",
+    "layernorm_zero_centered_gamma": "--apply-layernorm-1p",
+    "apply_layernorm_1p": "--apply-layernorm-1p",
+}
+
+
+def model_of(args: Mapping[str, Any]) -> ModelConfig:
+    """The architecture.
+
+    Raises:
+        KeyError: an argument that no model is without is missing.
+        CheckpointError: the model has a part that this version has not.
+    """
+    used = [
+        f"{flag} ({name} {args[name]})"
+        for name, flag in _UNKNOWN_HERE.items()
+        if name in args and not any(args[name] is value or args[name] == value for value in _NOT_USED)
+    ]
+    if used:
+        raise CheckpointError(
+            f"the checkpoint's model was made with {', '.join(used)}, which this version does not have"
+        )
+    known = {**_FORMER, **args}
+    if "norm_epsilon" not in args and "layernorm_epsilon" in args:
+        known["norm_epsilon"] = args["layernorm_epsilon"]
+    if known.get("add_bias_linear"):
+        known["add_qkv_bias"] = False  # Megatron sets it then; it says nothing of its own
+    if not args.get("group_query_attention", False):
+        known["num_query_groups"] = 1
+    return _group("model", ModelConfig, known)
+
+
+# What held before an argument existed.
+_FORMER: dict[str, Any] = {
+    "position_embedding_type": "learned_absolute",
+    "normalization": "LayerNorm",
+    "transformer_impl": "local",
+}
+
+
+def parallel_of(args: Mapping[str, Any]) -> ParallelConfig:
+    """How the run was divided."""
+    return _group("parallel", ParallelConfig, args)
+
+
+def precision_of(args: Mapping[str, Any]) -> PrecisionConfig:
+    """The precision of its weights."""
+    return _group("precision", PrecisionConfig, args)
+
+
+def tokenizer_of(args: Mapping[str, Any]) -> TokenizerConfig:
+    """Its tokenizer; files are named as they were on the machine that wrote the checkpoint."""
+    return _group("tokenizer", TokenizerConfig, args)
+
+
+def _group(name: str, kind: type[Group], args: Mapping[str, Any]) -> Group:
+    assert group_types()[name] is kind
+    values = {}
+    for setting in settings_of(name, cast("type", kind)):
+        if setting.name in args or setting.required:
+            value = args[setting.name]
+            if value is not None or setting.optional:
+                values[setting.name] = _value(setting, value)
+    return cast("Any", kind)(**values)
+
+
+def _value(setting: Setting, value: Any) -> Any:
+    """A saved value in the type of the setting; an enumeration's member by its value or the default.
+
+    Raises:
+        CheckpointError: this version has no such choice.
+    """
+    about = setting.about
+    if value is None:
+        return None
+    if setting.many:
+        return tuple(value) if isinstance(value, list | tuple) else (value,)
+    if setting.kind is str and not isinstance(value, str):
+        return setting.default
+    if about.choices and value not in about.choices:
+        if setting.group == "model" and setting.name not in ("attention_backend", "transformer_impl"):
+            raise CheckpointError(
+                f"the checkpoint's model has {setting.name} {value}, which this version does not have; "
+                f"it has {', '.join(about.choices)}"
+            )
+        return setting.default
+    return setting.kind(value)
