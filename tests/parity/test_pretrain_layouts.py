@@ -12,6 +12,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from megalith.checkpoint import DirectoryStore
 from megalith.checkpoint.store import Contents
@@ -24,6 +25,7 @@ from .test_pretrain import (
     compare_tensors,
     compare_validations,
     prepare_case,
+    read_all,
     unknown_lines,
     unpack_checkpoint,
 )
@@ -95,15 +97,19 @@ def compare_lines(text: str, printed: str) -> None:
 
 
 def compare_checkpoints(ours: DirectoryStore, theirs: DirectoryStore) -> None:
-    """Same keys and numbers, but that the distributed optimizer's state is kept under the names of its parameters."""
+    """Same keys and numbers, whatever layout of the optimizer the original wrote.
+
+    Its distributed optimizer saves main parameters beside weights in fp32 too, which are the same numbers.
+    """
     contents, other = ours.contents(10), theirs.contents(10)
-    shared = {key: held for key, held in contents.tensors.items() if key in other.tensors}
-    flat = [key for key in other.tensors if key.startswith("optimizer.distributed.")]
-    main_copies = [key for key in other.tensors if key.startswith("optimizer.state.param.")]
-    assert shared.keys() == other.tensors.keys() - set(flat) - set(main_copies)
+    shared = {key: held for key, held in other.tensors.items() if key in contents.tensors}
+    assert shared.keys() == contents.tensors.keys()
+    assert all(key.startswith("optimizer.state.fp32_param.") for key in other.tensors.keys() - shared.keys())
     for key, held in shared.items():
-        assert (held.shape, held.dtype) == (other.tensors[key].shape, other.tensors[key].dtype), key
-    if not flat:
-        assert shared.keys() == contents.tensors.keys() and contents.objects == other.objects
+        assert (held.shape, held.dtype) == (contents.tensors[key].shape, contents.tensors[key].dtype), key
     compare_tensors(ours, theirs, Contents(shared, contents.objects))
     compare_counters(ours, theirs)
+    for key in other.tensors.keys() - shared.keys():
+        weight = key.removeprefix("optimizer.state.fp32_param.")
+        main, stored = (read_all(theirs, Contents({name: other.tensors[name]}, frozenset())) for name in (key, weight))
+        assert torch.equal(main[key], stored[weight]), key

@@ -108,7 +108,7 @@ def test_every_difference_is_listed_and_nothing_is_touched(store: Store) -> None
         one("extra", torch.ones(2)),
     ]
     store.save(1, CheckpointContent(saved), {})
-    tensors = [torch.zeros(2), torch.zeros(3, 2), torch.zeros(2).half(), torch.zeros(2)]
+    tensors = [torch.zeros(2), torch.zeros(3, 2), torch.zeros(2, dtype=torch.int32), torch.zeros(2)]
     keys = ["same", "shape", "dtype", "absent"]
     asked = CheckpointContent([one(key, tensor) for key, tensor in zip(keys, tensors, strict=True)], {"thing": None})
     with pytest.raises(CheckpointError) as caught:
@@ -116,7 +116,7 @@ def test_every_difference_is_listed_and_nothing_is_touched(store: Store) -> None
     message = str(caught.value)
     for line in (
         "shape has shape [2, 3] in the checkpoint and [3, 2] here",
-        "dtype is float32 in the checkpoint and float16 here",
+        "dtype is float32 in the checkpoint and int32 here",
         "absent is not in the checkpoint",
         "thing is not in the checkpoint",
         "in the checkpoint and not asked for: extra",
@@ -124,6 +124,35 @@ def test_every_difference_is_listed_and_nothing_is_touched(store: Store) -> None
         assert line in message
     assert "same" not in message
     assert all((tensor == 0).all() for tensor in tensors)
+
+
+MAIN = "optimizer.state.fp32_param."
+
+
+def test_a_run_in_half_precision_goes_on_from_one_in_fp32(store: Store) -> None:
+    """Its main parameters are the weights of the other, exactly, and its weights these rounded."""
+    exact = torch.tensor([1.0 + 2**-20, -3.0])
+    store.save(1, CheckpointContent([one("w", exact)]), {})
+    weight, main = torch.zeros(2, dtype=torch.bfloat16), torch.zeros(2)
+    store.load(1, CheckpointContent([one("w", weight), one(f"{MAIN}w", main)]))
+    assert torch.equal(main, exact) and torch.equal(weight, exact.bfloat16())
+
+
+def test_a_run_in_fp32_goes_on_from_the_main_parameters(store: Store) -> None:
+    exact = torch.tensor([1.0 + 2**-20, -3.0])
+    store.save(1, CheckpointContent([one("w", exact.bfloat16()), one(f"{MAIN}w", exact)]), {})
+    weight = torch.zeros(2)
+    store.load(1, CheckpointContent([one("w", weight)]))
+    assert torch.equal(weight, exact)
+
+
+def test_rounded_weights_are_no_main_parameters(store: Store) -> None:
+    store.save(1, CheckpointContent([one("w", torch.ones(2).bfloat16())]), {})
+    weight, main = torch.zeros(2).half(), torch.zeros(2)
+    with pytest.raises(CheckpointError, match=r"optimizer\.state\.fp32_param\.w is not in the checkpoint"):
+        store.load(1, CheckpointContent([one("w", weight), one(f"{MAIN}w", main)]))
+    store.load(1, CheckpointContent([one("w", weight)]))
+    assert torch.equal(weight, torch.ones(2).half())
 
 
 def test_what_is_not_asked_for_is_reported(store: Store, make_content: MakeContent) -> None:
