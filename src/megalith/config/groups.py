@@ -53,6 +53,8 @@ class ModelConfig:
     rotary_base: int = setting(10000, help="base of the rotary frequencies", at_least=1)
     rotary_percent: float = setting(1.0, help="part of each head that is rotated", above=0, at_most=1)
     rotary_interleaved: bool = setting(False, help="rotate neighbouring pairs instead of halves")
+    use_rope_scaling: bool = setting(False, help="stretch slow rotary frequencies for long sequences as Llama 3.1 does")
+    rope_scaling_factor: float = setting(8.0, help="how far --use-rope-scaling stretches them", at_least=1)
     normalization: str = setting("LayerNorm", help="kind of normalisation", choices=("LayerNorm", "RMSNorm"))
     norm_epsilon: float = setting(
         1e-5, help="epsilon of the normalisation", aliases=("--layernorm-epsilon",), above=0, below=1
@@ -65,6 +67,7 @@ class ModelConfig:
     )
     add_bias_linear: bool = setting(True, help="biases in the linear layers", off=("--disable-bias-linear",))
     add_qkv_bias: bool = setting(False, help="a bias on the query, key and value projection only")
+    qk_layernorm: bool = setting(False, help="a norm of each query and key head, as in Qwen3")
     untie_embeddings_and_output_weights: bool = setting(False, help="an output layer of its own weights")
     hidden_dropout: float = setting(0.1, help="dropout of embeddings and residual branches", at_least=0, below=1)
     attention_dropout: float = setting(0.1, help="dropout of attention probabilities", at_least=0, below=1)
@@ -365,6 +368,21 @@ class CheckpointConfig:
     no_save_rng: bool = setting(False, help="leave the random states out of checkpoints")
     finetune: bool = setting(False, help="take the weights only and start at iteration 0")
     exit_on_missing_checkpoint: bool = setting(False, help="stop when --load holds no checkpoint")
+    pretrained_checkpoint: str | None = setting(
+        None, help="folder whose weights to begin with where --load holds no checkpoint"
+    )
+    use_checkpoint_args: bool = setting(False, help="take the architecture and the tokenizer from the checkpoint")
+    use_mp_args_from_checkpoint_args: bool = setting(
+        False, help="with --use-checkpoint-args: take the tensor and pipeline sizes too"
+    )
+    dist_ckpt_strictness: str = setting(
+        "assume_ok_unexpected",
+        help="what to do about tensors of a checkpoint that the run does not ask for; what it lacks is always an error",
+        choices=("assume_ok_unexpected", "log_unexpected", "raise_unexpected", "raise_all"),
+    )
+    accept_data_change: bool = setting(
+        False, help="go on although the training data is not that of the checkpoint; it is said and recorded", ours=True
+    )
 
 
 @dataclass(frozen=True)

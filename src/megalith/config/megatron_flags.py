@@ -385,9 +385,9 @@ REFUSED: tuple[Family, ...] = (
         "it comes with the work on checkpoint formats",
         """
         --save-retain-interval= --non-persistent-save-interval= --non-persistent-ckpt-type=
-        --non-persistent-global-ckpt-dir= --non-persistent-local-ckpt-dir= --pretrained-checkpoint=
-        --use-checkpoint-args --use-mp-args-from-checkpoint-args --ckpt-convert-format= --ckpt-convert-save=
-        --async-save --use-persistent-ckpt-worker --dist-ckpt-strictness=assume_ok_unexpected
+        --non-persistent-global-ckpt-dir= --non-persistent-local-ckpt-dir=
+        --ckpt-convert-format= --ckpt-convert-save=
+        --async-save --use-persistent-ckpt-worker
         --override-ckpt-iteration= --save-params-interval= --save-activations-interval=
         --save-tokens-per-expert-interval= --save-wgrads-interval= --save-dgrads-interval=
         --load-main-params-from-ckpt --non-persistent-local-ckpt-algo=fully_parallel
@@ -514,10 +514,10 @@ REFUSED: tuple[Family, ...] = (
         "further options of the model come with the complete training options",
         """
         --softmax-type=vanilla --apply-residual-connection-post-layernorm --apply-layernorm-1p
-        --glu-linear-offset=0.0 --activation-func-clamp-value= --qk-layernorm --qk-l2-norm
+        --glu-linear-offset=0.0 --activation-func-clamp-value= --qk-l2-norm
         --attention-output-gate --calculate-per-token-loss --embedding-init-method-std= --mrope-section+=
         --window-size= --window-attn-skip-freq= --yarn-original-max-position-embeddings= --yarn-beta-fast=
-        --yarn-beta-slow= --rotary-seq-len-interpolation-factor= --use-rope-scaling --rope-scaling-factor=8.0
+        --yarn-beta-slow= --rotary-seq-len-interpolation-factor=
         --no-rope-freq= --openai-gelu --squared-relu --quick-geglu --onnx-safe= --qk-clip --qk-clip-alpha=0.5
         --qk-clip-threshold=100 --yarn-correction-range-round-to-int --no-yarn-correction-range-round-to-int
         """,

@@ -473,6 +473,14 @@ def loss_scale_without_half_precision(draft: Draft) -> str:
     return f"{show(draft, 'loss_scale')} has no effect: the loss is scaled only under --fp16 or --bf16"
 
 
+@rule("use_rope_scaling", "position_embedding_type")
+def rope_scaling_without_rotary_positions(draft: Draft) -> str:
+    model = draft.run.model
+    if not model.use_rope_scaling or model.position_embedding_type == "rope":
+        return ""
+    return f"{show(draft, 'use_rope_scaling')} has no effect with {show(draft, 'position_embedding_type')}"
+
+
 RULES: tuple[Rule, ...] = (
     hidden_size_divides_into_heads,
     heads_divide_into_query_groups,
@@ -516,10 +524,12 @@ NOTICES: tuple[Rule, ...] = (
     vocabulary_comes_from_the_file,
     wsd_settings_without_wsd,
     loss_scale_without_half_precision,
+    rope_scaling_without_rotary_positions,
     *LAYOUT_NOTICES,
     *LAUNCH_NOTICES,
     *RECOMPUTE_NOTICES,
     _idle_without("num_query_groups", "group_query_attention", "--group-query-attention is not given"),
+    _idle_without("rope_scaling_factor", "use_rope_scaling", "--use-rope-scaling is not given"),
     _idle_without("save_interval", "save", "nothing is saved without --save"),
     _idle_without("no_save_optim", "save", "nothing is saved without --save"),
     _idle_without("no_save_rng", "save", "nothing is saved without --save"),

@@ -26,7 +26,7 @@ from megalith.nn.norm import build_norm
 from megalith.nn.placement import Placement
 from megalith.nn.recompute import Group, Recompute, recomputed
 from megalith.nn.region import Region, Solo
-from megalith.nn.rope import Rotation, rotation
+from megalith.nn.rope import LongContext, Rotation, rotation
 from megalith.nn.sink import GradientSink, attach_sink
 
 
@@ -39,6 +39,7 @@ def attention_shape(config: ModelConfig) -> AttentionShape:
         head_size=config.head_size,
         dropout=config.attention_dropout,
         rotary_interleaved=config.rotary_interleaved,
+        norm_epsilon=config.norm_epsilon,
     )
 
 
@@ -64,6 +65,7 @@ class Block(nn.Module):
             mixer=mixer,
             qkv_bias=config.qkv_bias,
             bias=config.add_bias_linear,
+            norm=config.normalization if config.qk_layernorm else None,
             dtype=dtype,
             device=device,
         )
@@ -304,6 +306,7 @@ class GPT(nn.Module):
             self.config.rotary_base,
             interleaved=self.config.rotary_interleaved,
             dtype=self.dtype,
+            scaling=LongContext(self.config.rope_scaling_factor) if self.config.use_rope_scaling else None,
         )
 
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from megalith.nn.cache import LayerCache
 from megalith.nn.linear import Linear, column, row
+from megalith.nn.norm import build_norm
 from megalith.nn.placement import GroupedHeads, Split
 from megalith.nn.precision import at_least_fp32, matmul, product_dtype
 from megalith.nn.region import Region
@@ -44,6 +45,7 @@ class AttentionShape:
     head_size: int
     dropout: float = 0.0
     rotary_interleaved: bool = False
+    norm_epsilon: float = 1e-5
 
 
 def expand_groups(x_SBGK: Tensor, num_heads: int) -> Tensor:
@@ -163,9 +165,11 @@ class SelfAttention(nn.Module):
         mixer: SequenceMixer | None = None,
         qkv_bias: bool,
         bias: bool,
+        norm: str | None = None,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
+        """Build the layer; `norm` is the kind of norm of each query and key head, none by default."""
         super().__init__()
         self.shape, self.region, self.attend = shape, region, attend
         self.mixer: SequenceMixer = mixer or LocalMixer()
@@ -177,6 +181,14 @@ class SelfAttention(nn.Module):
         )
         heads = GroupedHeads(shape.num_groups, shape.num_heads // shape.num_groups, shape.head_size)
         self.linear_qkv = Linear(shape.hidden_size, qkv_size, heads, bias=qkv_bias, dtype=dtype, device=device)
+        self.q_layernorm = self._head_norm(norm, dtype, device)
+        self.k_layernorm = self._head_norm(norm, dtype, device)
+
+    def _head_norm(self, kind: str | None, dtype: torch.dtype, device: torch.device) -> nn.Module | None:
+        if kind is None:
+            return None
+        shape = self.shape
+        return build_norm(kind, shape.head_size, shape.norm_epsilon, dtype=dtype, device=device, of_heads=True)
 
     def _heads(self, x_SBD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[S, B, D] -> q [S, B, H, K], k and v [S, B, G, K]."""
@@ -195,6 +207,8 @@ class SelfAttention(nn.Module):
             cache: Keys and values of earlier positions; the new ones are appended.
         """
         q, k, v = self._heads(x_SBD)
+        if self.q_layernorm is not None and self.k_layernorm is not None:
+            q, k = self.q_layernorm(q), self.k_layernorm(k)
         if turn is not None:
             q, k = (rotate(x, turn, interleaved=self.shape.rotary_interleaved) for x in (q, k))
         if cache is not None:

@@ -21,7 +21,13 @@ from megalith.layout import cut
 
 @dataclass(frozen=True)
 class Replicated:
-    """Every tensor-parallel rank holds the whole tensor."""
+    """Every tensor-parallel rank holds the whole tensor.
+
+    With `partial` each applies it to what only it computes, such as its own heads, so that its gradient there is a part
+    of the whole one, whatever the region.
+    """
+
+    partial: bool = False
 
 
 @dataclass(frozen=True)

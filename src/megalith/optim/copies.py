@@ -14,7 +14,8 @@ def copies_of(chunks: Iterable[GPT], ctx: ParallelContext) -> dict[str, tuple[Co
     """What other ranks hold too of the parameters of these parts of a model, by name.
 
     - Over the tensor-parallel axis: replicated parameters, with partial gradients where the layers see a part of the
-      sequence; key and value heads that several ranks share, with partial gradients always.
+      sequence, and where each rank applies them to its own heads; key and value heads that several ranks share, with
+      partial gradients always.
     - Over the ends of the pipeline: the two copies of a tied embedding.
     """
     table: dict[str, tuple[Copies, ...]] = {}
@@ -31,7 +32,7 @@ def _over_tensor_parallel(placement: Placement, shape: Sequence[int], axis: Axis
     if axis.size == 1:
         return ()
     if isinstance(placement, Replicated):
-        return (Copies(axis, first=axis.is_first, partial=partial),)
+        return (Copies(axis, first=axis.is_first, partial=partial or placement.partial),)
     whole = global_shape(shape, placement, axis.size)[dim_of(placement)]
     shared = [p for p in local_pieces(placement, whole, axis.size, axis.index) if len(p.holders) > 1]
     assert not shared or dim_of(placement) == 0, "rows that several ranks hold are counted along dimension 0"

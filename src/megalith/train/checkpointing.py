@@ -54,12 +54,15 @@ ARCHITECTURE = {
     "rotary_base": "--rotary-base",
     "rotary_percent": "--rotary-percent",
     "rotary_interleaved": "--rotary-interleaved",
+    "use_rope_scaling": "--use-rope-scaling",
+    "rope_scaling_factor": "--rope-scaling-factor",
     "normalization": "--normalization",
     "norm_epsilon": "--norm-epsilon",
     "swiglu": "--swiglu",
     "bias_gelu_fusion": "--no-bias-gelu-fusion",
     "add_bias_linear": "--disable-bias-linear",
     "add_qkv_bias": "--add-qkv-bias",
+    "qk_layernorm": "--qk-layernorm",
     "untie_embeddings_and_output_weights": "--untie-embeddings-and-output-weights",
 }
 
@@ -302,6 +305,7 @@ def check_fits(found: FoundCheckpoint, run: RunConfig, identity: Identity) -> No
     """
     own = megatron_args(run)
     without_effect = set() if run.model.add_bias_linear and not run.model.swiglu else {"bias_gelu_fusion"}
+    without_effect |= set() if run.model.use_rope_scaling else {"rope_scaling_factor"}
     model = [
         f"{flag}: {found.args[name]} in the checkpoint, {own[name]} here"
         for name, flag in ARCHITECTURE.items()
