@@ -224,6 +224,10 @@ class DirectoryStore:
     def latest(self) -> int | None:
         return self._crew.first(self._latest)
 
+    def format(self, iteration: int) -> str:
+        """The format of a checkpoint: torch_dist, torch or huggingface."""
+        return self._crew.first(lambda: self._existing(iteration).source.format)
+
     def weights_only(self, iteration: int) -> bool:
         return self._crew.first(lambda: iteration == 0 and self._released() is not None)
 

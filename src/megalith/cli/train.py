@@ -14,11 +14,11 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megalith.cli.launch import command_line, starts_ranks, supervise
 from megalith.cli.threads import keep_native_code_quiet, share_cores, wait_asleep
@@ -69,7 +69,7 @@ def run(argv: Sequence[str]) -> int:
     answers = not supervised and (not launched or first_of_machine(os.environ))
     stop = StopSignals(_FORWARDED_WITHIN_SECONDS if launched else 0.0, _acknowledge if answers else None)
     try:
-        config = load(argv)
+        config = load(argv, saved_args=_saved_args)
         if starts_ranks(config):
             stop.close()
             return supervise(config, argv, lambda: _saved_and_words(config, argv))
@@ -83,6 +83,24 @@ def run(argv: Sequence[str]) -> int:
         return _train(config, argv, stop, began, threads)
     finally:
         stop.close()
+
+
+def _saved_args(folder: str, step: int | None) -> Mapping[str, Any] | None:
+    """The args of the checkpoint that `--load` means, for `--use-checkpoint-args`; whether it is sound, its load sees.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    from megalith.checkpoint import DirectoryStore, split_path
+
+    path, named = split_path(Path(folder))
+    store = DirectoryStore(path)
+    there = store.iterations()
+    wanted = next((number for number in (named, step, store.latest()) if number is not None), None)
+    if wanted is None and not there:
+        return None
+    common = store.common(there[-1] if wanted is None else wanted)
+    return vars(common["args"]) if "args" in common else {}
 
 
 def _acknowledge(signal_name: str) -> None:

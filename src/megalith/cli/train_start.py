@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
+from pathlib import Path
 
 import torch
 
@@ -23,7 +24,7 @@ from megalith.assemble.model import (
     params_dtype,
 )
 from megalith.assemble.schedule import build_schedule
-from megalith.checkpoint import DirectoryStore
+from megalith.checkpoint import DirectoryStore, split_path
 from megalith.checkpoint.crew import Crew
 from megalith.checkpoint.store import TRACKER_FILE
 from megalith.compat.megatron import console
@@ -99,7 +100,8 @@ def start(
     refuse_unequal(content_facts(identity.tokenizer, identity.data), context.world)
     store, found = _find(config, context)
     if found is not None:
-        check_fits(found, config, identity)
+        for note in check_fits(found, config, identity):
+            screen.warn(f"WARNING: {note}")
     padded = _padded_vocabulary(config, tokenizer, found)
     screen.say(padding_message(tokenizer.vocab_size, padded))
     screen.say(console.seeds_line(config.train.seed))
@@ -162,14 +164,29 @@ def _identity(config: RunConfig, tokenizer: Tokenizer) -> Identity:
 
 
 def _find(config: RunConfig, context: ParallelContext) -> tuple[DirectoryStore | None, FoundCheckpoint | None]:
-    load = config.checkpoint.load
-    if load is None:
-        return None, None
-    store = DirectoryStore(load, context)
-    found = find_checkpoint(store, config.checkpoint.ckpt_step)
-    if found is None and config.checkpoint.exit_on_missing_checkpoint:
-        raise CheckpointError(f"--load {load} holds no checkpoint, and --exit-on-missing-checkpoint is given")
+    settings = config.checkpoint
+    store, found = None, None
+    if settings.load is not None:
+        store, found = _checkpoint_in(settings.load, settings.ckpt_step, context)
+        if found is None and settings.exit_on_missing_checkpoint:
+            raise CheckpointError(
+                f"--load {settings.load} holds no checkpoint, and --exit-on-missing-checkpoint is given"
+            )
+    if found is None and settings.pretrained_checkpoint is not None:
+        pretrained, found = _checkpoint_in(settings.pretrained_checkpoint, None, context)
+        if found is None:
+            raise CheckpointError(f"--pretrained-checkpoint {settings.pretrained_checkpoint} holds no checkpoint")
+        return pretrained, replace(found, weights_only=True)
     return store, found
+
+
+def _checkpoint_in(
+    path: str, step: int | None, context: ParallelContext
+) -> tuple[DirectoryStore, FoundCheckpoint | None]:
+    """The store that a path names, itself or one of its checkpoints, and the checkpoint to begin from."""
+    folder, named = split_path(Path(path))
+    store = DirectoryStore(folder, context)
+    return store, find_checkpoint(store, named if step is None else step)
 
 
 def _padded_vocabulary(config: RunConfig, tokenizer: Tokenizer, found: FoundCheckpoint | None) -> int:
@@ -216,7 +233,7 @@ def _load(
     probe: Probe,
 ) -> None:
     load, save = config.checkpoint.load, config.checkpoint.save
-    if store is None or load is None:
+    if store is None:
         if save and (held := DirectoryStore(save).iterations()):
             screen.warn(
                 f"WARNING: {save} already holds checkpoints up to iteration {held[-1]}; without --load {save} this run "
@@ -228,7 +245,8 @@ def _load(
         return
     for note in found.notes:
         screen.warn(f"WARNING: {note}")
-    screen.say(console.loading_line(load, found.iteration, distributed=True))
+    where = str(store.path)
+    screen.say(console.loading_line(where, found.iteration, distributed=store.format(found.iteration) != "torch"))
     resumed = restore(store, found, state, config, probe)
     for note in resumed.notes:
         screen.warn(f"WARNING: {note}")
@@ -237,7 +255,7 @@ def _load(
         for line in console.schedule_lines(resumed.schedule.values, overridden=resumed.schedule.overridden):
             screen.say(line)
     layout = state.context.layout
-    screen.say(console.loaded_line(load, found.iteration, tensor=layout.tp, pipeline=layout.pp))
+    screen.say(console.loaded_line(where, found.iteration, tensor=layout.tp, pipeline=layout.pp))
     held = DirectoryStore(save).iterations() if save else []
     anew = config.checkpoint.finetune or config.checkpoint.ckpt_step is not None
     if held and held[-1] > state.iteration and (load != save or anew):

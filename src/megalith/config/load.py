@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megalith.config.checkpoint_args import settings_from
 from megalith.config.command_line import read_command_line
 from megalith.config.environment import read_launch
 from megalith.config.reading import Reading
@@ -17,8 +18,17 @@ from megalith.config.run import Note, RunConfig, all_settings, group_types
 from megalith.config.values import BadValue, out_of_range, value_from_words
 from megalith.errors import ConfigError
 
+ArgsReader = Callable[[str, int | None], Mapping[str, Any] | None]
+"""Reads the saved args of the checkpoint that a folder, or an iteration of it, holds; None if it holds none."""
 
-def load(argv: Sequence[str], environ: Mapping[str, str] | None = None, *, files: bool = True) -> RunConfig:
+
+def load(
+    argv: Sequence[str],
+    environ: Mapping[str, str] | None = None,
+    *,
+    files: bool = True,
+    saved_args: ArgsReader | None = None,
+) -> RunConfig:
     """The configuration that a command line asks for.
 
     Args:
@@ -26,6 +36,7 @@ def load(argv: Sequence[str], environ: Mapping[str, str] | None = None, *, files
         environ: where the launcher's RANK, WORLD_SIZE and LOCAL_RANK are, or those of srun or mpirun; the process
             environment unless given.
         files: whether data and tokenizer files must exist.
+        saved_args: what `--use-checkpoint-args` reads with; without it that flag only counts as given.
 
     Returns:
         The configuration; its `notes` say what was accepted and has no effect, one line each.
@@ -39,7 +50,9 @@ def load(argv: Sequence[str], environ: Mapping[str, str] | None = None, *, files
     nproc = flags.values.get("nproc", recipe.values.get("nproc"))
     if nproc is not None and "rank" not in launch.values:
         launch.values["world_size"] = launch.values["local_world_size"] = nproc
-    readings = (launch, recipe, flags)
+    readings: tuple[Reading, ...] = (launch, recipe, flags)
+    if saved_args is not None:
+        readings += (_read_checkpoint({**recipe.values, **flags.values}, saved_args),)
     given = {name: value for reading in readings for name, value in reading.values.items()}
     faulty = set().union(*(reading.faulty for reading in readings)) - _overridden(flags)
     problems = [problem for reading in readings for problem in reading.problems]
@@ -48,6 +61,26 @@ def load(argv: Sequence[str], environ: Mapping[str, str] | None = None, *, files
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     return RunConfig(**_groups_of(run), notes=_notes(readings, run, given), given=frozenset(given))
+
+
+def _read_checkpoint(given: Mapping[str, Any], saved_args: ArgsReader) -> Reading:
+    """What `--use-checkpoint-args` takes from the checkpoint of `--load`; nothing without that flag."""
+    reading, folder = Reading(), given.get("load") or given.get("pretrained_checkpoint")
+    layout = bool(given.get("use_mp_args_from_checkpoint_args"))
+    if not (given.get("use_checkpoint_args") or layout):
+        return reading
+    if folder is None:
+        reading.problems.append("--use-checkpoint-args needs --load, the folder of the checkpoint")
+        return reading
+    args = saved_args(folder, given.get("ckpt_step"))
+    if args is None:
+        reading.notes.append(f"--use-checkpoint-args: {folder} holds no checkpoint yet: the flags count")
+        return reading
+    reading.values = settings_from(args, layout=layout)
+    for name, value in reading.values.items():
+        said = f" (the command line says {given[name]})" if given.get(name, value) != value else ""
+        reading.notes.append(f"Setting {name} to {value} from checkpoint{said}")
+    return reading
 
 
 def from_values(

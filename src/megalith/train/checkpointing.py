@@ -19,6 +19,7 @@ from megalith.checkpoint.content import share_of
 from megalith.checkpoint.formats.torch_dist import (
     CHECKPOINT_VERSION,
     CONTENT_METADATA,
+    OPTIMIZER_PREFIX,
     WORD_EMBEDDINGS,
     extra_state_objects,
     is_rng_object,
@@ -297,11 +298,15 @@ def find_checkpoint(store: Store, step: int | None = None) -> FoundCheckpoint | 
     return FoundCheckpoint(iteration, tuple(notes), vars(args), store.manifest(iteration), weights_only)
 
 
-def check_fits(found: FoundCheckpoint, run: RunConfig, identity: Identity) -> None:
+def check_fits(found: FoundCheckpoint, run: RunConfig, identity: Identity) -> tuple[str, ...]:
     """Compare a checkpoint with what the command line asks for.
 
+    Returns:
+        What the user must hear: the changes of the data that `--accept-data-change` accepts.
+
     Raises:
-        CheckpointError: it is of another architecture, tokenizer or (unless `--finetune`) data; names every difference.
+        CheckpointError: it is of another architecture, tokenizer or (unless `--finetune` or `--accept-data-change`)
+            data; names every difference.
     """
     own = megatron_args(run)
     without_effect = set() if run.model.add_bias_linear and not run.model.swiglu else {"bias_gelu_fusion"}
@@ -314,14 +319,20 @@ def check_fits(found: FoundCheckpoint, run: RunConfig, identity: Identity) -> No
     data: list[str] = []
     if found.manifest is not None:
         model += _changes("the tokenizer", found.manifest.get("tokenizer", {}), identity.tokenizer)
-        if not run.checkpoint.finetune:
+        if not (run.checkpoint.finetune or found.weights_only):
             data = _changes("the training data", found.manifest.get("data", {}), identity.data)
-    if model or data:
-        remedy = "give the flags, tokenizer and data of that run, or another --load"
+    if model or (data and not run.checkpoint.accept_data_change):
+        remedy = (
+            "give the flags, tokenizer and data of that run (--use-checkpoint-args takes the flags), or another --load"
+        )
         if not model:
-            remedy = "give the data of that run, another --load, or --finetune to start anew from its weights"
+            remedy = (
+                "give the data of that run, another --load, --accept-data-change to go on with this data from the "
+                "sample where that run stood, or --finetune to start anew from its weights"
+            )
         head = f"the checkpoint of iteration {found.iteration} in {run.checkpoint.load} is of another run:"
         raise CheckpointError("\n  ".join([head, *model, *data, remedy]))
+    return tuple(f"{change}; --accept-data-change: going on with it" for change in data)
 
 
 def _same(saved: Any, own: Any) -> bool:
@@ -367,8 +378,27 @@ def restore(
             state.consumed_samples = int(found.args["consumed_train_samples"])
             state.consumed_valid_samples = int(found.args["consumed_valid_samples"])
             state.flops = float(loaded.common.get("num_floating_point_operations_so_far", 0.0))
-        notes += _precision_notes(found, run)
+        notes += _precision_notes(found, run) + _strictness_notes(loaded, run, with_optimizer=with_optimizer)
         return Resumed(state.iteration, float(loaded.common["checkpoint_version"]), schedule, notes)
+
+
+def _strictness_notes(loaded: LoadedContent, run: RunConfig, *, with_optimizer: bool) -> tuple[str, ...]:
+    """What `--dist-ckpt-strictness` says about tensors that were not asked for.
+
+    Main parameters beside weights in fp32 are the same numbers, and random states of other places no tensors.
+
+    Raises:
+        CheckpointError: it says that there must be none.
+    """
+    how = run.checkpoint.dist_ckpt_strictness
+    beside = f"{OPTIMIZER_PREFIX}fp32_param." if with_optimizer else OPTIMIZER_PREFIX
+    unexpected = [key for key in loaded.unexpected if not key.startswith(beside) and not is_rng_object(key)]
+    if how == "assume_ok_unexpected" or not unexpected:
+        return ()
+    text = f"the checkpoint holds what this run does not ask for: {', '.join(unexpected)}"
+    if how != "log_unexpected":
+        raise CheckpointError(f"{text}; --dist-ckpt-strictness {how} refuses it")
+    return (text,)
 
 
 def _precision_notes(found: FoundCheckpoint, run: RunConfig) -> tuple[str, ...]:

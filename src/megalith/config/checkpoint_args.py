@@ -1,0 +1,67 @@
+"""`--use-checkpoint-args`: the settings that a run takes from the checkpoint that it loads.
+
+Those that Megatron takes, by its names; here a checkpoint's value always counts, whatever the command line says, and
+every one is said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megalith.config.foreign_args import model_of, parallel_of, tokenizer_of
+
+_MODEL = (
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "group_query_attention",
+    "num_query_groups",
+    "kv_channels",
+    "ffn_hidden_size",
+    "max_position_embeddings",
+    "position_embedding_type",
+    "rotary_base",
+    "rotary_percent",
+    "rotary_interleaved",
+    "normalization",
+    "norm_epsilon",
+    "swiglu",
+    "bias_gelu_fusion",
+    "add_bias_linear",
+    "add_qkv_bias",
+    "untie_embeddings_and_output_weights",
+    "make_vocab_size_divisible_by",
+)
+_LAYOUT = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "num_layers_per_virtual_pipeline_stage",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+)
+
+
+def settings_from(args: Mapping[str, Any], *, layout: bool) -> dict[str, Any]:
+    """The settings that a checkpoint decides, name -> value.
+
+    Args:
+        args: Megatron's arguments of the run that wrote it.
+        layout: whether it decides the tensor and pipeline sizes too.
+
+    Raises:
+        CheckpointError: its model has a part that this version has not.
+        KeyError: an argument that no model is without is missing.
+    """
+    model, tokenizer = model_of(args), tokenizer_of(args)
+    values = {name: getattr(model, name) for name in _MODEL if hasattr(model, name)}
+    if args.get("seq_length"):
+        values["seq_length"] = int(args["seq_length"])
+    if tokenizer.tokenizer_type and "tokenizer_type" in args:
+        values["tokenizer_type"] = tokenizer.tokenizer_type
+    if layout:
+        parallel = parallel_of(args)
+        values |= {name: getattr(parallel, name) for name in _LAYOUT}
+    return values
