@@ -29,7 +29,8 @@ from megalith.checkpoint.formats.torch_dist import (
     rng_object_key,
     weight_chunks,
 )
-from megalith.config import RunConfig
+from megalith.config import ModelConfig, RunConfig
+from megalith.config.foreign_args import model_of
 from megalith.config.saved_args import megatron_args
 from megalith.distributed import comm
 from megalith.distributed.context import Axis
@@ -308,13 +309,12 @@ def check_fits(found: FoundCheckpoint, run: RunConfig, identity: Identity) -> tu
         CheckpointError: it is of another architecture, tokenizer or (unless `--finetune` or `--accept-data-change`)
             data; names every difference.
     """
-    own = megatron_args(run)
-    without_effect = set() if run.model.add_bias_linear and not run.model.swiglu else {"bias_gelu_fusion"}
-    without_effect |= set() if run.model.use_rope_scaling else {"rope_scaling_factor"}
+    with _reading(found.iteration):
+        was, now = architecture(model_of(found.args)), architecture(run.model)
     model = [
-        f"{flag}: {found.args[name]} in the checkpoint, {own[name]} here"
+        f"{flag}: {was[name]} in the checkpoint, {now[name]} here"
         for name, flag in ARCHITECTURE.items()
-        if name in found.args and name not in without_effect and not _same(found.args[name], own[name])
+        if was[name] != now[name]
     ]
     data: list[str] = []
     if found.manifest is not None:
@@ -335,9 +335,23 @@ def check_fits(found: FoundCheckpoint, run: RunConfig, identity: Identity) -> tu
     return tuple(f"{change}; --accept-data-change: going on with it" for change in data)
 
 
-def _same(saved: Any, own: Any) -> bool:
-    """Equal values; a torch dtype is equal to its name."""
-    return bool(saved == own) or str(saved) == f"torch.{own}"
+def architecture(model: ModelConfig) -> dict[str, Any]:
+    """The settings of `ARCHITECTURE`, derived ones filled in, and those without effect as if they were not given."""
+    values = {name: getattr(model, name) for name in ARCHITECTURE}
+    values |= {
+        "num_query_groups": model.query_groups,
+        "group_query_attention": model.query_groups != model.num_attention_heads,
+        "kv_channels": model.head_size,
+        "ffn_hidden_size": model.ffn_size,
+        "add_qkv_bias": model.qkv_bias,
+    }
+    if not (model.add_bias_linear and not model.swiglu):
+        values["bias_gelu_fusion"] = None
+    if not model.use_rope_scaling:
+        values["rope_scaling_factor"] = None
+    if model.position_embedding_type != "rope":
+        values |= dict.fromkeys(("rotary_base", "rotary_percent", "rotary_interleaved"))
+    return values
 
 
 def _changes(what: str, saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
