@@ -13,6 +13,8 @@ from .e2e.warm import WarmProcess
 # A shell that runs the tests in the background has them ignore Ctrl-C, and so would every command that they start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # nohup
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 _REPOSITORY = Path(__file__).resolve().parents[1]
 

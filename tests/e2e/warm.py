@@ -24,7 +24,6 @@ import megalith.assemble.ranks, megalith.cli.train, megalith.cli.train_start
 import megalith.train.memory, megalith.train.metrics, megalith.train.tensorboard
 from megalith.cli.main import main
 
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup commands would rightly ignore it
 running = set()
 for line in sys.stdin:
     request = json.loads(line)
