@@ -1,7 +1,8 @@
 """A folder that appears whole or not at all: built under another name, made durable, then renamed.
 
 Names beginning with a dot belong to savers: `.saving-iter_0000010.<place>.<pid>.<born>` is being built, and
-`.replaced-iter_0000010...` was moved aside by a rename in progress. What a dead saver left is cleared by the next.
+`.replaced-iter_0000010...` was moved aside by a rename in progress, and `.removing-iter_0000010...` is being deleted.
+What a dead saver left is cleared by the next.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from megalith.errors import CheckpointError
 
 _SAVING = ".saving-"
 _REPLACED = ".replaced-"
+_REMOVING = ".removing-"
 
 
 def no_point(_: str) -> None:
@@ -80,26 +82,49 @@ class Building:
         if aside.exists():
             shutil.rmtree(aside)
 
+    def abandon(self) -> None:
+        """Remove the folder, unless it is in its place."""
+        shutil.rmtree(self.path, ignore_errors=True)
 
-@contextmanager
-def building(final: Path) -> Iterator[Building]:
-    """Make an empty folder beside `final`; it is removed on any error, and stays on none until `commit`."""
+
+def begin_building(final: Path) -> Building:
+    """Make an empty folder beside `final`; who makes it sees that it is committed or abandoned."""
     path = final.parent / f"{_SAVING}{final.name}{_suffix(Owner.this_process())}"
     if path.exists():
         shutil.rmtree(path)
     path.mkdir(parents=True)
+    return Building(path, final)
+
+
+@contextmanager
+def building(final: Path) -> Iterator[Building]:
+    """Make an empty folder beside `final`; it is removed on any error, and stays on none until `commit`."""
+    new = begin_building(final)
     try:
-        yield Building(path, final)
+        yield new
     except BaseException:
-        shutil.rmtree(path, ignore_errors=True)
+        new.abandon()
         raise
+
+
+def set_aside(folder: Path) -> Path:
+    """Give a folder that is to be deleted a name that nobody takes for a checkpoint; returns where it is now.
+
+    Deleting it where it stands would show half a checkpoint if this process died meanwhile.
+    """
+    aside = folder.parent / f"{_REMOVING}{folder.name}{_suffix(Owner.this_process())}"
+    if aside.exists():
+        shutil.rmtree(aside)
+    folder.rename(aside)
+    return aside
 
 
 def clear_leftovers(parent: Path) -> None:
     """Remove what savers that are gone left in a save folder."""
     put_back_replaced(parent)
-    for path in [*_left_by_the_dead(parent, _SAVING), *_left_by_the_dead(parent, _REPLACED)]:
-        _remove(path)
+    for prefix in (_SAVING, _REPLACED, _REMOVING):
+        for path in _left_by_the_dead(parent, prefix):
+            _remove(path)
 
 
 def _remove(path: Path) -> None:

@@ -9,13 +9,15 @@
 Between two lines the ranks agree that the line succeeded everywhere (`crew`), so that an error of one is an error
 of all, and the first rank then removes the folder. A rank that is killed breaks the next agreement, with the same
 effect; killed after its files are complete it stops nobody, since the first rank needs it no more.
+
+`run` does all of it at once. A save beside the training (`background`) calls `begin` and `commit` at the ends of steps,
+and `write`, which speaks to no other rank, in a thread between them.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
-from megalith.checkpoint.commit import Building, building, check_space, clear_leftovers, naming_full_disk
+from megalith.checkpoint.commit import Building, begin_building, check_space, clear_leftovers, naming_full_disk
 from megalith.checkpoint.content import CheckpointContent
 from megalith.checkpoint.crew import Crew
 from megalith.checkpoint.dcp import RankWriter, Written, merged_metadata
@@ -70,7 +72,8 @@ class Saving:
         self._encoded: EncodedContent
         self._writer: RankWriter
         self._metadata: Metadata
-        self._new: Building
+        self._new: Building | None = None
+        self._name = ""
         self._needed = 0
 
     def run(self) -> int:
@@ -79,14 +82,48 @@ class Saving:
         Raises:
             CheckpointError: it could not be done, on whichever rank; what was there before is untouched.
         """
+        self.begin()
+        return self.commit(self.write)
+
+    def begin(self) -> None:
+        """Plan what each rank writes, and make the folder; all ranks call it together.
+
+        Raises:
+            CheckpointError: as `run`.
+        """
         parts = self._crew.all(self._prepare)
         self._needed = sum(part.nbytes for part in parts)
-        with ExitStack() as stack:
-            name = self._crew.first(lambda: self._begin(stack, [part.plan for part in parts]))
-            written = self._crew.all(lambda: self._write(self._final.parent / name))
+        try:
+            self._name = self._crew.first(lambda: self._begin([part.plan for part in parts]))
+        except BaseException:
+            self.abandon()
+            raise
+
+    def commit(self, write: Callable[[], Written]) -> int:
+        """Have each rank write its part and put the folder in its place; all ranks call it together.
+
+        Args:
+            write: what gives this rank's part: `write`, or what that has given before.
+
+        Returns:
+            The bytes of all the files but the manifest.
+
+        Raises:
+            CheckpointError: as `run`; nothing is left of the folder.
+        """
+        try:
+            written = self._crew.all(write)
             sizes = self._crew.all(lambda: self._commit(written))
+        except BaseException:
+            self.abandon()
+            raise
         self._on_point("post_commit")
         return sizes[0]
+
+    def abandon(self) -> None:
+        """Remove what was written, if it was not committed."""
+        if self._new is not None:
+            self._new.abandon()
 
     def _prepare(self) -> _Part:
         self._encoded = EncodedContent(self._content, self._files, rank=self._crew.rank)
@@ -94,7 +131,7 @@ class Saving:
         self._on_point("pre_save")
         return _Part(self._writer.plan, self._encoded.nbytes)
 
-    def _begin(self, stack: ExitStack, plans: Sequence[SavePlan]) -> str:
+    def _begin(self, plans: Sequence[SavePlan]) -> str:
         """Make the folder; its name, since other hosts may have the save folder elsewhere."""
         self._metadata = merged_metadata(plans)
         parent = self._final.parent
@@ -102,10 +139,16 @@ class Saving:
             parent.mkdir(parents=True, exist_ok=True)
             clear_leftovers(parent)
             check_space(parent, self._needed)
-            self._new = stack.enter_context(building(self._final))
+            self._new = begin_building(self._final)
         return self._new.path.name
 
-    def _write(self, path: Path) -> Written:
+    def write(self) -> Written:
+        """Write and hash the files of this rank, durably; needs no other rank.
+
+        Raises:
+            CheckpointError: the disk refused.
+        """
+        path = self._final.parent / self._name
         with naming_full_disk(path.parent, self._needed):
             _wait_for(path)
             written = self._writer.write(path)
@@ -118,6 +161,7 @@ class Saving:
         if not self._crew.is_first:
             self._on_point("mid_commit")
             return 0
+        assert self._new is not None
         path = self._new.path
         with naming_full_disk(path.parent, self._needed):
             for part in written[1:]:
