@@ -19,6 +19,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import chain
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,7 @@ PATIENCE_SECONDS = 20.0
 
 _NAMED_RANKS = 16
 _SECONDS_TO_LEAVE = 10.0
+_SECONDS_TO_HEAR = 3.0
 
 
 @dataclass(frozen=True)
@@ -188,7 +190,7 @@ class _Meeting:
         pause = 0.002
         while store.add("here", 0) < self._launch.world_size:
             if store.check(["refused"]):
-                raise ConfigError(store.get("refused").decode())
+                self._leave_refused(store, store.get("refused").decode())
             self._late(lambda: f"{_ranks(self._missing(store))} of {self._launch.world_size}, which did not come")
             pause = min(2 * pause, 0.5)
             time.sleep(pause)
@@ -291,6 +293,7 @@ class _Meeting:
             ConfigError: there is such a rank already, or the others count another number of ranks.
         """
         launch = self._launch
+        store.add("came", 1)
         me = {"host": socket.gethostname(), "pid": os.getpid(), "address": own_address(launch.master_addr)}
         size = store.compare_set("size", "", str(launch.world_size)).decode()
         if size != str(launch.world_size):
@@ -319,8 +322,16 @@ class _Meeting:
         if text := difference(mine["facts"], first["facts"], mine["name"], first["name"]):
             self._refuse(store, text)
 
-    def _refuse(self, store: dist.Store, message: str) -> None:
+    def _refuse(self, store: dist.Store, message: str) -> NoReturn:
         store.set("refused", message)
+        self._leave_refused(store, message)
+
+    def _leave_refused(self, store: dist.Store, message: str) -> NoReturn:
+        """Rank 0 may hold the store in which the others read why: it leaves last."""
+        heard, deadline = store.add("heard", 1), time.monotonic() + _SECONDS_TO_HEAR
+        while self._launch.rank == 0 and heard < store.add("came", 0) and time.monotonic() < deadline:
+            time.sleep(0.01)
+            heard = store.add("heard", 0)
         raise ConfigError(message)
 
     def _missing(self, store: dist.Store) -> list[int]:
