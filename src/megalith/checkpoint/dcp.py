@@ -290,14 +290,21 @@ class RankWriter:
         chunks: the tensors that this rank writes.
         objects: key -> what `encode_objects` made.
         rank: names its files.
+        planner: gives the tensors to write; by default those of the chunks.
 
     Attributes:
         plan: what it writes, for `merged_metadata`.
     """
 
-    def __init__(self, chunks: Sequence[Chunk], objects: Mapping[str, bytes], rank: int) -> None:
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        objects: Mapping[str, bytes],
+        rank: int,
+        planner: ChunkSavePlanner | None = None,
+    ) -> None:
         self._rank = rank
-        self._planner = ChunkSavePlanner()
+        self._planner = planner or ChunkSavePlanner()
         self._planner.set_up_planner({**global_tensors(chunks), **objects}, is_coordinator=rank == 0)
         self.plan: SavePlan = self._planner.create_local_plan()
 

@@ -1,0 +1,226 @@
+"""Sources that present another source otherwise: the weights alone, in another dtype, with another vocabulary.
+
+Each changes one thing of what a writer or a comparison sees, and reads through to the source under it, so that a
+conversion is a stack of these over a folder. None keeps a tensor.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from megalith.checkpoint.content import CheckpointContent, Chunk
+from megalith.checkpoint.fit import Contents, StoredTensor, fitted, keys_of, short
+from megalith.checkpoint.formats.torch_dist import (
+    OPTIMIZER_PREFIX,
+    WORD_EMBEDDINGS,
+    is_rng_object,
+    optimizer_common,
+    read_optimizer_common,
+)
+from megalith.checkpoint.model_space import OUTPUT_LAYER
+from megalith.checkpoint.source import Source
+
+_HALF = (torch.float16, torch.bfloat16)
+_MAIN, _MOMENT = f"{OPTIMIZER_PREFIX}fp32_param.", f"{OPTIMIZER_PREFIX}exp_avg."
+_OF_OPTIMIZER = ("optimizer", "opt_param_scheduler")
+
+
+def args_of(common: Mapping[str, Any]) -> dict[str, Any]:
+    """Megatron's arguments out of the common state; none where there are none."""
+    args = common.get("args")
+    return dict(vars(args)) if isinstance(args, Namespace) else {}
+
+
+class Adapter:
+    """A source that presents `source` unchanged; what a subclass overrides differs."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+
+    @property
+    def format(self) -> str:
+        return self.source.format
+
+    @cached_property
+    def held(self) -> Contents:
+        """What the source under it holds."""
+        return self.source.contents()
+
+    def contents(self) -> Contents:
+        return self.held
+
+    def common(self) -> dict[str, Any]:
+        return self.source.common()
+
+    def read(self, content: CheckpointContent) -> dict[str, Any]:
+        return self.source.read(content)
+
+    def problems(self) -> list[str]:
+        return self.source.problems()
+
+
+class WeightsOnly(Adapter):
+    """Without the optimizer, the scheduler that belongs to it, and the random states."""
+
+    def contents(self) -> Contents:
+        held = self.held
+        tensors = {key: stored for key, stored in held.tensors.items() if not key.startswith(OPTIMIZER_PREFIX)}
+        return Contents(tensors, frozenset(key for key in held.objects if not is_rng_object(key)))
+
+    def common(self) -> dict[str, Any]:
+        return {key: value for key, value in self.source.common().items() if key not in _OF_OPTIMIZER}
+
+
+class InPrecision(Adapter):
+    """With the weights in a dtype, and the optimizer's state that a run in that dtype has.
+
+    A run in half precision keeps main parameters in fp32, a run in fp32 has none beside its weights: they appear here
+    and go. Weights in fp32 are the main parameters, where the source has them, rather than their rounded copies.
+
+    Args:
+        source: what is presented.
+        dtype: of all weights; that of each in the source if None.
+    """
+
+    def __init__(self, source: Source, dtype: torch.dtype | None = None) -> None:
+        super().__init__(source)
+        self._dtype = dtype
+
+    def contents(self) -> Contents:
+        held = self.held
+        weights = {
+            key: replace(stored, dtype=self._dtype or stored.dtype)
+            for key, stored in held.tensors.items()
+            if not key.startswith(OPTIMIZER_PREFIX)
+        }
+        states = {
+            key: stored
+            for key, stored in held.tensors.items()
+            if key.startswith(OPTIMIZER_PREFIX) and not key.startswith(_MAIN)
+        }
+        mains = {
+            _MAIN + key: replace(stored, dtype=torch.float32)
+            for key, stored in weights.items()
+            if stored.dtype in _HALF and _MOMENT + key in states
+        }
+        return Contents({**weights, **states, **mains}, held.objects)
+
+    def common(self) -> dict[str, Any]:
+        common = self.source.common()
+        args = args_of(common)
+        if self._dtype is not None:
+            args |= _precision_args(self._dtype, as_name=isinstance(args.get("params_dtype"), str))
+            common["args"] = Namespace(**args)
+        if common.get("optimizer"):
+            precision = short(self._dtype) if self._dtype else _precision(args)
+            scalars = read_optimizer_common(common["optimizer"])
+            scaler = scalars.scaler if precision == "float16" else None
+            common["optimizer"] = optimizer_common(scalars.param_groups, scalars.step, scaler, precision)
+        return common
+
+    def read(self, content: CheckpointContent) -> dict[str, Any]:
+        return self.source.read(fitted("the checkpoint", self.held, content, keys_of(content)))
+
+
+def _precision_args(dtype: torch.dtype, *, as_name: bool) -> dict[str, Any]:
+    return {
+        "params_dtype": short(dtype) if as_name else dtype,
+        "fp16": dtype == torch.float16,
+        "bf16": dtype == torch.bfloat16,
+    }
+
+
+def _precision(args: Mapping[str, Any]) -> str:
+    """The dtype of the run's parameters by name."""
+    if "params_dtype" in args:
+        return str(args["params_dtype"]).removeprefix("torch.")
+    return "float16" if args.get("fp16") else "bfloat16" if args.get("bf16") else "float32"
+
+
+class Repadded(Adapter):
+    """With another number of rows in the vocabulary: what is too much goes, what is missing is zero.
+
+    Args:
+        source: what is presented.
+        rows: of the embedding and the output layer, and of the state that the optimizer has of them.
+    """
+
+    def __init__(self, source: Source, rows: int) -> None:
+        super().__init__(source)
+        self._rows = rows
+
+    def contents(self) -> Contents:
+        held = self.held
+        tensors = {
+            key: replace(stored, shape=(self._rows, *stored.shape[1:])) if over_vocabulary(key) else stored
+            for key, stored in held.tensors.items()
+        }
+        return Contents(tensors, held.objects)
+
+    def common(self) -> dict[str, Any]:
+        common = self.source.common()
+        return {**common, "args": Namespace(**{**args_of(common), "padded_vocab_size": self._rows})}
+
+    def read(self, content: CheckpointContent) -> dict[str, Any]:
+        held = self.held.tensors
+        parts = [self._within(chunk, held) if over_vocabulary(chunk.key) else chunk for chunk in content.chunks]
+        return self.source.read(replace(content, chunks=[chunk for chunk in parts if chunk is not None]))
+
+    @staticmethod
+    def _within(chunk: Chunk, held: Mapping[str, StoredTensor]) -> Chunk | None:
+        """The part of a chunk that is stored; the rest of it is filled with zeros."""
+        shape = held[chunk.key].shape
+        rows = max(0, min(chunk.tensor.shape[0], shape[0] - chunk.offset[0]))
+        chunk.tensor[rows:].zero_()
+        return Chunk(chunk.key, chunk.tensor[:rows], chunk.offset, shape) if rows else None
+
+
+def over_vocabulary(key: str) -> bool:
+    """Whether the rows of a tensor are those of the vocabulary."""
+    return key.endswith((WORD_EMBEDDINGS, OUTPUT_LAYER)) and weight_of(key) in (WORD_EMBEDDINGS, OUTPUT_LAYER)
+
+
+def weight_of(key: str) -> str:
+    """The key of the weight that a tensor is, or is the optimizer's state of."""
+    return key.removeprefix(OPTIMIZER_PREFIX).partition(".")[2] if key.startswith(OPTIMIZER_PREFIX) else key
+
+
+class WithArgs(Adapter):
+    """With Megatron's arguments changed.
+
+    Args:
+        source: what is presented.
+        changed: makes new arguments of those of the source.
+    """
+
+    def __init__(self, source: Source, changed: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+        super().__init__(source)
+        self._changed = changed
+
+    def common(self) -> dict[str, Any]:
+        common = self.source.common()
+        return {**common, "args": Namespace(**self._changed(args_of(common)))}
+
+
+class Watched(Adapter):
+    """Tells what is read.
+
+    Args:
+        source: what is presented.
+        on_read: called with each chunk before it is filled.
+    """
+
+    def __init__(self, source: Source, on_read: Callable[[Chunk], None]) -> None:
+        super().__init__(source)
+        self._on_read = on_read
+
+    def read(self, content: CheckpointContent) -> dict[str, Any]:
+        for chunk in content.chunks:
+            self._on_read(chunk)
+        return self.source.read(content)

@@ -1,0 +1,290 @@
+"""Converting a checkpoint of any format and layout into another: `megalith checkpoint convert` and Megatron's tools.
+
+A conversion is a stack of adapters (`adapted`) over the source, written by the writer of a format. No process group,
+no device and no model is needed, and memory is bounded by the largest tensor.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megalith.checkpoint import manifest as manifests
+from megalith.checkpoint.adapted import Adapter, InPrecision, Repadded, Watched, WeightsOnly, WithArgs, args_of
+from megalith.checkpoint.commit import replace_durably
+from megalith.checkpoint.content import Chunk
+from megalith.checkpoint.folder import CheckpointFolder, damaged
+from megalith.checkpoint.formats.torch_dist import CHECKPOINT_VERSION, CONTENT_METADATA
+from megalith.checkpoint.locate import locate
+from megalith.checkpoint.owner import claim
+from megalith.checkpoint.safe_loading import ForeignEnum
+from megalith.checkpoint.source import Source
+from megalith.checkpoint.store import RELEASE, TRACKER_FILE, facts_of, provenance
+from megalith.checkpoint.streaming import write_torch_dist
+from megalith.errors import CheckpointError, ConfigError
+from megalith.layout import Layout
+from megalith.tokenizers.padding import padded_vocab_size
+
+FORMATS = ("torch", "torch_dist")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+_KEPT_FACTS = ("config", "tokenizer", "tokenizer_files", "data")
+_COMMON = (
+    "args",
+    "checkpoint_version",
+    "iteration",
+    "optimizer",
+    "opt_param_scheduler",
+    "num_floating_point_operations_so_far",
+)
+# Arguments that say how the run was divided, in whichever version, and what they are without virtual stages.
+_UNDIVIDED: dict[str, Any] = {
+    "virtual_pipeline_model_parallel_size": None,
+    "num_layers_per_virtual_pipeline_stage": None,
+    "num_virtual_stages_per_pipeline_rank": None,
+    "pipeline_model_parallel_layout": None,
+    "context_parallel_size": 1,
+    "data_parallel_size": 1,
+    "expert_model_parallel_size": 1,
+    "expert_tensor_parallel_size": None,
+    "transformer_pipeline_model_parallel_size": None,
+    "rank": 0,
+    "local_rank": 0,
+}
+_UNEVEN: dict[str, Any] = {
+    "decoder_first_pipeline_num_layers": None,
+    "decoder_last_pipeline_num_layers": None,
+    "account_for_embedding_in_pipeline_split": False,
+    "account_for_loss_in_pipeline_split": False,
+    "standalone_embedding_stage": False,
+}
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is to be made of a checkpoint.
+
+    Attributes:
+        format: torch or torch_dist.
+        tp, pp: the layout; by default that of the source.
+        optimizer: with the optimizer's state, where there is one.
+        dtype: of the weights: float32, bfloat16 or float16; by default that of the source.
+        true_vocab_size: tokens of the vocabulary, which is then padded for the layout as Megatron pads it.
+        release: weights without an iteration, under `release/`.
+        replace: take the place of a checkpoint that is there.
+    """
+
+    format: str = "torch_dist"
+    tp: int | None = None
+    pp: int | None = None
+    optimizer: bool = True
+    dtype: str | None = None
+    true_vocab_size: int | None = None
+    release: bool = False
+    replace: bool = False
+
+
+@dataclass
+class Converted:
+    """What a conversion made.
+
+    Attributes:
+        path: the new checkpoint folder.
+        notes: what the user must hear: what was not carried over, and why.
+    """
+
+    path: Path
+    bytes: int
+    seconds: float
+    notes: list[str] = field(default_factory=list)
+
+
+def convert(
+    source_path: Path,
+    destination: Path,
+    wanted: Wanted,
+    *,
+    iteration: int | None = None,
+    verify: bool = True,
+    on_read: Callable[[Chunk], None] | None = None,
+) -> Converted:
+    """Convert one checkpoint.
+
+    Args:
+        source_path: what `locate` understands.
+        destination: the save folder to put it into; its tracker then points to it.
+        wanted: what to make.
+        iteration: of a save folder, which checkpoint; by default that of the tracker.
+        verify: compare every file of the source with its manifest's hashes first.
+        on_read: called with each chunk before it is read.
+
+    Raises:
+        CheckpointError: the source is missing, damaged or lacks something, or the destination cannot be written.
+        LayoutError: the model does not divide as is asked.
+        ConfigError: nonsense is asked.
+    """
+    started = time.perf_counter()
+    check_wanted(wanted)
+    found = locate(source_path, iteration)
+    folder = CheckpointFolder(found)
+    problems = folder.problems() if verify else []
+    if problems:
+        raise damaged(found, problems)
+    notes: list[str] = []
+    source, layout = adapted(folder.source, wanted, str(found), notes)
+    if on_read is not None:
+        source = Watched(source, on_read)
+    number = int(source.common().get("iteration") or 0)
+    name = RELEASE if wanted.release or folder.source.format == "huggingface" else f"iter_{number:07d}"
+    final = destination / name
+    _check_place(final, found, replace=wanted.replace)
+
+    def publish() -> None:
+        text = RELEASE if name == RELEASE else str(number)
+        replace_durably(destination / TRACKER_FILE, text.encode("ascii"))
+
+    with claim(destination):
+        facts, files = _facts(folder, number, layout), further_files(folder)
+        if wanted.format == "torch_dist":
+            size = write_torch_dist(source, final, facts=facts, files=files, publish=publish)
+        else:
+            size = _write_torch(source, final, facts=facts, files=files, publish=publish)
+    return Converted(final, size, time.perf_counter() - started, notes)
+
+
+def check_wanted(wanted: Wanted) -> None:
+    """Refuse what is no format, layout, dtype or vocabulary, before any file is opened.
+
+    Raises:
+        ConfigError: names every such value.
+    """
+    wrong = []
+    if wanted.format not in FORMATS:
+        wrong.append(f"--format {wanted.format} cannot be written; use {' or '.join(FORMATS)}")
+    if wanted.dtype is not None and wanted.dtype not in DTYPES:
+        wrong.append(f"--dtype {wanted.dtype} is none of {', '.join(DTYPES)}")
+    sizes = {"--tp": wanted.tp, "--pp": wanted.pp, "--true-vocab-size": wanted.true_vocab_size}
+    wrong += [f"{flag} {size} is less than 1" for flag, size in sizes.items() if size is not None and size < 1]
+    if wrong:
+        raise ConfigError(wrong)
+
+
+def _check_place(final: Path, found: Path, *, replace: bool) -> None:
+    if final.resolve() == found.resolve():
+        raise CheckpointError(f"{final} is the checkpoint to convert; give another folder for the result")
+    if final.exists() and not replace:
+        raise CheckpointError(f"{final} is there already; give another folder, or --replace to put the result there")
+
+
+def adapted(source: Source, wanted: Wanted, where: str, notes: list[str]) -> tuple[Source, Layout]:
+    """The source as the result is to be, and the layout of that.
+
+    Args:
+        source: what is there.
+        wanted: what is asked.
+        where: names the source in errors.
+        notes: what the user must hear is added.
+
+    Raises:
+        CheckpointError: its args are missing.
+    """
+    common = source.common()
+    args = args_of(common)
+    if not args:
+        raise CheckpointError(f"{where} carries no args, so that its model cannot be known; convert it where it was made")
+    held = source.contents()
+    layout = Layout(tp=wanted.tp or _size(args, "tensor"), pp=wanted.pp or _size(args, "pipeline"))
+    result: Source = InPrecision(source, DTYPES[wanted.dtype] if wanted.dtype else None)
+    if not wanted.optimizer:
+        result = WeightsOnly(result)
+    elif not any(key.startswith("optimizer.") for key in held.tensors) or "optimizer" not in common:
+        result = WeightsOnly(result)
+        notes.append("the checkpoint has no optimizer state: the result is weights only")
+    rows = int(args.get("padded_vocab_size") or 0)
+    if wanted.true_vocab_size is not None:
+        divisor = int(args.get("make_vocab_size_divisible_by") or 128)
+        padded = padded_vocab_size(wanted.true_vocab_size, divisor, layout.tp)
+        if padded != rows:
+            notes.append(f"the vocabulary is padded to {padded} rows instead of {rows}")
+            result = Repadded(result, padded)
+    elif rows % layout.tp:
+        raise CheckpointError(
+            f"the embedding of {where} has {rows} rows, which do not divide over --tp {layout.tp}; give "
+            "--true-vocab-size, the number of tokens, so that it is padded anew"
+        )
+    result = _OwnCommon(WithArgs(result, lambda own: divided_args(own, layout, wanted.format)))
+    return result, layout
+
+
+def _size(args: Mapping[str, Any], kind: str) -> int:
+    """A size of the layout; before version 3 of checkpoints the tensor-parallel one was called otherwise."""
+    older = args.get("model_parallel_size") if kind == "tensor" else None
+    return int(args.get(f"{kind}_model_parallel_size") or older or 1)
+
+
+def divided_args(args: Mapping[str, Any], layout: Layout, kind: str) -> dict[str, Any]:
+    """Megatron's arguments for a checkpoint in another layout and format.
+
+    Uneven pipeline stages stay while their number does. What is no plain value goes, since a load would refuse it.
+    """
+    same_stages = _size(args, "pipeline") == layout.pp
+    undivided = {**_UNDIVIDED, **({} if same_stages and not args.get("pipeline_model_parallel_layout") else _UNEVEN)}
+    kept = {name: value for name, value in args.items() if not isinstance(value, ForeignEnum)}
+    changed = {name: value for name, value in undivided.items() if name in kept}
+    if "world_size" in kept:
+        changed["world_size"] = layout.world_size
+    if "expert_tensor_parallel_size" in kept:
+        changed["expert_tensor_parallel_size"] = layout.tp
+    if "transformer_pipeline_model_parallel_size" in kept:
+        changed["transformer_pipeline_model_parallel_size"] = layout.pp
+    if kept.get("sequence_parallel"):
+        changed["sequence_parallel"] = layout.tp > 1
+    return {
+        **kept,
+        **changed,
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "ckpt_format": kind,
+        "use_dist_ckpt": kind == "torch_dist",
+    }
+
+
+class _OwnCommon(Adapter):
+    """With the common state that a checkpoint of this version has, and nothing else."""
+
+    def common(self) -> dict[str, Any]:
+        common = self.source.common()
+        kept = {key: common[key] for key in _COMMON if key in common}
+        return {**kept, "checkpoint_version": CHECKPOINT_VERSION, "content_metadata": CONTENT_METADATA}
+
+
+def _facts(folder: CheckpointFolder, iteration: int, layout: Layout) -> dict[str, Any]:
+    """What the manifest says: of the source what a resume compares, and where the files come from."""
+    body = folder.manifest() or {}
+    kept = {key: body[key] for key in _KEPT_FACTS if key in body}
+    origin = {"path": str(folder.path.resolve()), "format": folder.source.format}
+    return {"iteration": iteration, **provenance(), **facts_of(layout), **kept, "converted_from": origin}
+
+
+def further_files(folder: CheckpointFolder) -> dict[str, bytes]:
+    """The tokenizer's files that lie in a checkpoint of ours."""
+    return {name: folder.read_file(name) for name in (folder.manifest() or {}).get("tokenizer_files", ())}
+
+
+def _write_torch(
+    source: Source,
+    final: Path,
+    *,
+    facts: Mapping[str, Any],
+    files: Mapping[str, bytes],
+    publish: Callable[[], None],
+) -> int:
+    from megalith.checkpoint.formats.per_rank import write_per_rank
+
+    raise NotImplementedError(write_per_rank, source, final, facts, files, publish, json, asdict, manifests)
