@@ -366,6 +366,30 @@ class CheckpointConfig:
     no_load_rng: bool = setting(False, help="start with fresh random states")
     no_save_optim: bool = setting(False, help="leave the optimizer state out of checkpoints")
     no_save_rng: bool = setting(False, help="leave the random states out of checkpoints")
+    async_save: bool = setting(
+        False, help="write checkpoints while training goes on; it waits only until its state is copied in memory"
+    )
+    keep_last: int | None = setting(
+        None, help="newest sound checkpoints to keep; older ones are deleted after a save", at_least=1, ours=True
+    )
+    save_retain_interval: int | None = setting(
+        None,
+        help="after a save delete the checkpoint before it unless its iteration is a multiple of this; with "
+        "--keep-last: never delete these multiples",
+        unit="iterations",
+        at_least=1,
+    )
+    non_persistent_save_interval: int | None = setting(
+        None, help="iterations between checkpoints of which only the last one is kept", unit="iterations", at_least=1
+    )
+    non_persistent_ckpt_type: str | None = setting(
+        None,
+        help="save checkpoints of which only the last one is kept, and resume from it where it is the newest",
+        choices=("global", "local", "in_memory"),
+    )
+    non_persistent_global_ckpt_dir: str | None = setting(
+        None, help="folder of those checkpoints; non_persistent in --save or --load by default"
+    )
     finetune: bool = setting(False, help="take the weights only and start at iteration 0")
     exit_on_missing_checkpoint: bool = setting(False, help="stop when --load holds no checkpoint")
     pretrained_checkpoint: str | None = setting(

@@ -123,6 +123,13 @@ NEED_NOTHING: tuple[Family, ...] = (
         """,
     ),
     Family(
+        "--async-save writes by a thread of each process, which needs no tuning",
+        """
+        --use-persistent-ckpt-worker --async-strategy=nvrx --async-ckpt-cpu-priority=10 --async-ckpt-io-priority=3
+        --async-ckpt-use-cpu-shm --ckpt-pg-tensors-cache-path= --ckpt-pg-tensors-cache-create
+        """,
+    ),
+    Family(
         "every file of a checkpoint is hashed when it is written and verified when it is read",
         """
         --verify-integrity
@@ -384,18 +391,12 @@ REFUSED: tuple[Family, ...] = (
     Family(
         "it comes with the work on checkpoint formats",
         """
-        --save-retain-interval= --non-persistent-save-interval= --non-persistent-ckpt-type=
-        --non-persistent-global-ckpt-dir= --non-persistent-local-ckpt-dir=
         --ckpt-convert-format= --ckpt-convert-save=
-        --async-save --use-persistent-ckpt-worker
         --override-ckpt-iteration= --save-params-interval= --save-activations-interval=
         --save-tokens-per-expert-interval= --save-wgrads-interval= --save-dgrads-interval=
-        --load-main-params-from-ckpt --non-persistent-local-ckpt-algo=fully_parallel
-        --ckpt-convert-update-legacy-dist-opt-format --async-strategy=nvrx --async-ckpt-cpu-priority=10
-        --async-ckpt-io-priority=3 --async-ckpt-use-cpu-shm --ckpt-pg-tensors-cache-path=
-        --ckpt-pg-tensors-cache-create --no-ckpt-load-validate-sharding-integrity --dist-ckpt-save-pre-mcore-014
-        --no-save-tokenizer-assets --replication --replication-jump= --replication-factor=2
-        --ckpt-drop-redundant-extra-state
+        --load-main-params-from-ckpt --ckpt-convert-update-legacy-dist-opt-format
+        --no-ckpt-load-validate-sharding-integrity --dist-ckpt-save-pre-mcore-014
+        --no-save-tokenizer-assets --ckpt-drop-redundant-extra-state
         """,
     ),
     Family(
@@ -476,6 +477,14 @@ REFUSED: tuple[Family, ...] = (
         --fault-injector-fault-types= --fault-injector-fault-probabilities= --fault-injector-fault-delay=
         --fault-injector-delay-start-iteration= --fault-injector-mtti-seconds= --fault-injector-offset-seconds=
         --fault-injector-seed=
+        """,
+    ),
+    Family(
+        "checkpoints on the disks of single nodes are not supported: only the same nodes could load them; use "
+        "--async-save, or --non-persistent-ckpt-type global",
+        """
+        --non-persistent-local-ckpt-dir= --non-persistent-local-ckpt-algo=fully_parallel --replication
+        --replication-jump= --replication-factor=2
         """,
     ),
     Family(

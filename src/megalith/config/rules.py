@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from megalith.config.checkpoint_rules import CHECKPOINT_RULES
 from megalith.config.launch_rules import LAUNCH_NOTICES, LAUNCH_RULES
 from megalith.config.layout_rules import LAYOUT_NOTICES, LAYOUT_RULES, MODEL_PARALLEL
 from megalith.config.recompute_rules import RECOMPUTE_NOTICES, RECOMPUTE_RULES
@@ -506,6 +507,7 @@ RULES: tuple[Rule, ...] = (
     split_is_three_parts,
     tokenizer_has_what_it_needs,
     saving_has_an_interval,
+    *CHECKPOINT_RULES,
     *LAYOUT_RULES,
     *LAUNCH_RULES,
     *RECOMPUTE_RULES,
@@ -515,7 +517,10 @@ FILE_RULES: tuple[Rule, ...] = (
     vocabulary_file_exists,
     merges_file_exists,
     dataset_exists,
-    *(_folder_is_no_file(name) for name in ("save", "load", "data_cache_path", "tensorboard_dir")),
+    *(
+        _folder_is_no_file(name)
+        for name in ("save", "load", "non_persistent_global_ckpt_dir", "data_cache_path", "tensorboard_dir")
+    ),
 )
 
 NOTICES: tuple[Rule, ...] = (
@@ -530,9 +535,16 @@ NOTICES: tuple[Rule, ...] = (
     *RECOMPUTE_NOTICES,
     _idle_without("num_query_groups", "group_query_attention", "--group-query-attention is not given"),
     _idle_without("rope_scaling_factor", "use_rope_scaling", "--use-rope-scaling is not given"),
-    _idle_without("save_interval", "save", "nothing is saved without --save"),
-    _idle_without("no_save_optim", "save", "nothing is saved without --save"),
-    _idle_without("no_save_rng", "save", "nothing is saved without --save"),
+    *(
+        _idle_without(name, "save", "nothing is saved without --save")
+        for name in (
+            *("save_interval", "no_save_optim", "no_save_rng", "async_save", "save_retain_interval", "keep_last"),
+            "non_persistent_save_interval",
+        )
+    ),
+    _idle_without(
+        "non_persistent_global_ckpt_dir", "non_persistent_ckpt_type", "--non-persistent-ckpt-type global is not given"
+    ),
     *(
         _idle_without(name, "load", "nothing is loaded without --load")
         for name in ("ckpt_step", "no_load_optim", "no_load_rng", "finetune", "exit_on_missing_checkpoint")

@@ -150,6 +150,27 @@ TABLE: list[tuple[str, tuple[str, ...]]] = [
     ("--tokenizer-type GPT2BPETokenizer --vocab-file {data}/real.bin", ("--merge-file is required",)),
     ("--save {data}/ckpt", ("--save {data}/ckpt requires --save-interval N",)),
     (
+        "--save {data}/ckpt --save-interval 5 --async-save --ckpt-format torch",
+        ("--async-save with --ckpt-format torch", "use --ckpt-format torch_dist"),
+    ),
+    (
+        "--save {data}/ckpt --save-interval 4 --save-retain-interval 6",
+        ("--save-retain-interval 6 is no multiple of --save-interval 4", "nearest: 4 or 8"),
+    ),
+    (
+        "--save {data}/ckpt --save-interval 5 --non-persistent-save-interval 2",
+        ("--non-persistent-save-interval 2 requires --non-persistent-ckpt-type global",),
+    ),
+    *(
+        (
+            f"--save {{data}}/c --save-interval 5 --non-persistent-save-interval 2 --non-persistent-ckpt-type {kind}",
+            (f"--non-persistent-ckpt-type {kind} is not supported (", "use --non-persistent-ckpt-type global"),
+        )
+        for kind in ("local", "in_memory")
+    ),
+    ("--replication", ("--replication: checkpoints on the disks of single nodes", "use --async-save")),
+    ("--keep-last 0", ("--keep-last 0: must be at least 1",)),
+    (
         "--tensor-model-parallel-size 2",
         ("--tensor-model-parallel-size 2 needs a multiple of 2 processes and 1 process was", "or with 1 leave it out"),
     ),
@@ -240,6 +261,10 @@ TABLE: list[tuple[str, tuple[str, ...]]] = [
     ("--merge-file {data}/none/merges.txt", ("no such file", "the folder {data}/none does not exist")),
     ("--save {data}/real.bin --save-interval 5", ("--save {data}/real.bin is a file; give a folder",)),
     ("--load {data}/real.bin", ("--load {data}/real.bin is a file; give a folder",)),
+    (
+        "--load {data} --non-persistent-ckpt-type global --non-persistent-global-ckpt-dir {data}/real.bin",
+        ("--non-persistent-global-ckpt-dir {data}/real.bin is a file; give a folder",),
+    ),
 ]
 
 
