@@ -92,7 +92,7 @@ def _numpy_types() -> dict[str, Any]:
 
 
 COMMON_TYPES: dict[str, Any] = {
-    **_named(argparse.Namespace, signal.Signals),
+    **_named(argparse.Namespace, signal.Signals, io.BytesIO),  # the last: the state of TransformerEngine's FP8
     **_MEGATRON_TYPES,
     **_numpy_types(),
 }
@@ -174,6 +174,23 @@ def load_tensors_and_plain_data(path: Path) -> Any:
     return _guarded(path, _weights_only)
 
 
+def map_tensors(path: Path) -> Any:
+    """Like `load_tensors_and_plain_data` with tensors that are read off the disk when they are used.
+
+    Files that torch wrote before 1.6 cannot be mapped and are read whole.
+
+    Raises:
+        CheckpointError: the file is missing, damaged, or names a type that is not allowed.
+    """
+
+    def load(file: IO[bytes]) -> Any:
+        is_archive = file.read(len(_ARCHIVE)) == _ARCHIVE
+        file.seek(0)
+        return _weights_only(path) if is_archive else _weights_only(file)
+
+    return _guarded(path, load)
+
+
 def load_bytes(value: IO[bytes], source: str) -> Any:
     """Read what `torch.save` wrote from an open stream; `source` names it in errors."""
     try:
@@ -201,10 +218,14 @@ def dump_bytes(value: object, name: str) -> bytes:
     return stream.getvalue()
 
 
-def _weights_only(file: IO[bytes]) -> Any:
+_ARCHIVE = b"PK\x03\x04"  # how a ZIP begins
+
+
+def _weights_only(file: IO[bytes] | Path) -> Any:
+    """The value in a file; of one that is given by its path the tensors are mapped."""
     listed: list[Any] = [(item, name) for name, item in COMMON_TYPES.items()]
     with torch.serialization.safe_globals(listed):
-        return torch.load(file, map_location="cpu", weights_only=True)
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=isinstance(file, Path))
 
 
 def _guarded(path: Path, load: Callable[[IO[bytes]], Any]) -> Any:

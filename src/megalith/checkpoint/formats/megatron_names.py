@@ -1,0 +1,116 @@
+"""Parameter names of Megatron's per-rank files, of every generation, and the modules' own.
+
+A name here has no prefix of a wrapper and a layer number that counts from the first layer of its pipeline stage or
+virtual chunk. Three generations are read:
+
+    core, local modules          decoder.layers.0.input_layernorm.weight
+    core, TransformerEngine      decoder.layers.0.self_attention.linear_qkv.layer_norm_weight
+    before core (2019 to 2023)   language_model.encoder.layers.0.input_norm.weight, in nested dicts
+
+Written are the names of core with local modules, which are our own. Source: spec/formats-checkpoint.md section 3.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+EXTRA_STATE = "_extra_state"
+OUTPUT_LAYER = "output_layer"
+LINEARS = ("self_attention.linear_proj", "self_attention.linear_qkv", "mlp.linear_fc1", "mlp.linear_fc2")
+"""The modules of a layer that have an entry for the state of FP8."""
+
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_WRAPPERS = ("module.", "model.")
+
+# Applied in this order, each everywhere in the name.
+_RENAMED = [
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r"^language_model\.(encoder|transformer)\.", "decoder."),
+        (r"^language_model\.", ""),
+        (r"^word_embeddings_for_head\.", "output_layer."),
+        (r"^decoder\.final_norm\.", "decoder.final_layernorm."),
+        (r"\.attention\.", ".self_attention."),
+        (r"\.query_key_value\.", ".linear_qkv."),
+        (r"\.self_attention\.dense\.", ".self_attention.linear_proj."),
+        (r"\.dense_h_to_4h\.", ".linear_fc1."),
+        (r"\.dense_4h_to_h\.", ".linear_fc2."),
+        (r"\.input_norm\.", ".input_layernorm."),
+        (r"\.post_attention_(layernorm|norm)\.", ".pre_mlp_layernorm."),
+        (r"\.self_attention\.linear_qkv\.layer_norm_", ".input_layernorm."),
+        (r"\.mlp\.linear_fc1\.layer_norm_", ".pre_mlp_layernorm."),
+    )
+]
+
+
+def flattened(model: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The entries of a model's dict with those of dicts in it, in order; names are joined by dots.
+
+    >>> list(flattened({"language_model": {"encoder": {"layers.0.mlp.bias": 1}}}))
+    [('language_model.encoder.layers.0.mlp.bias', 1)]
+    """
+    for name, value in model.items():
+        if isinstance(value, Mapping):
+            yield from flattened(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def is_parameter(name: str) -> bool:
+    """Whether an entry is more than the state of FP8, or a table that is computed anew."""
+    return not name.endswith((EXTRA_STATE, "inv_freq"))
+
+
+def module_name(name: str, layers: Sequence[int]) -> str | None:
+    """Our name of a parameter.
+
+    Args:
+        name: in the file.
+        layers: the model's number of each layer of the stage or virtual chunk.
+
+    Returns:
+        None if it is in a layer that the stage does not have.
+
+    >>> module_name("language_model.encoder.layers.1.attention.query_key_value.weight", range(4, 6))
+    'decoder.layers.5.self_attention.linear_qkv.weight'
+    """
+    for wrapper in _WRAPPERS:
+        name = name.removeprefix(wrapper)
+    for pattern, replacement in _RENAMED:
+        name = pattern.sub(replacement, name)
+    match = _LAYER.fullmatch(name)
+    if match is None:
+        return name
+    local = int(match[1])
+    return f"decoder.layers.{layers[local]}.{match[2]}" if local < len(layers) else None
+
+
+def entries(names: Iterable[str], layers: Sequence[int], *, last: bool) -> Iterator[tuple[str, str | None]]:
+    """The entries of the dict that Megatron writes of a stage or virtual chunk, in its order.
+
+    Args:
+        names: our names of its parameters, in module order.
+        layers: the model's number of each of its layers.
+        last: whether it has the output layer.
+
+    Yields:
+        The name in the file and our name, None for the state of FP8, which stands after each linear.
+    """
+    previous = ""
+    for name in [*names, ""]:
+        owner, _, _ = name.rpartition(".")
+        if previous and owner != previous and previous.endswith(LINEARS):
+            yield f"{_local(previous, layers)}.{EXTRA_STATE}", None
+        if name:
+            yield _local(name, layers), name
+        previous = owner
+    if last:
+        yield f"{OUTPUT_LAYER}.{EXTRA_STATE}", None
+
+
+def _local(name: str, layers: Sequence[int]) -> str:
+    """A name with the layer counted from the first of the stage."""
+    match = _LAYER.match(name)
+    return f"decoder.layers.{layers.index(int(match[1]))}.{match[2]}" if match else name

@@ -1,0 +1,168 @@
+"""The optimizer's state in Megatron's per-rank files: which tensor belongs to which parameter.
+
+    fp32          {state: {i: {step, exp_avg, exp_avg_sq}}, param_groups: [{..., params: [i, ...]}, ...]}
+    half          {optimizer: the above, fp32_from_fp16_params: [[tensor, ...] by group], grad_scaler: ...}
+    distributed   {optimizer: {param_groups: [{..., step}, ...]}, grad_scaler: ...} and, in `distrib_optim.pt`,
+                  {buckets_coalesced: True, chunk: {(dtype, dtype): {param, exp_avg, exp_avg_sq, numel_unpadded}}}
+
+Position i counts through the groups: those of a group are its members in the order of the model's dict. Groups are
+known by what they hold (`wd_mult`, `is_decoupled_lr`), as their order is not that of every version.
+Source: spec/formats-checkpoint.md sections 5 and 9.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from megalith.checkpoint.content import volume
+from megalith.checkpoint.formats.buffers import places
+from megalith.checkpoint.formats.torch_dist import OptimizerScalars, read_optimizer_common
+from megalith.errors import CheckpointError
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+MAIN = "fp32_param"
+BUFFERS = {"param": MAIN, "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+"""Name of a flat buffer -> kind of state."""
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""Parameter name -> shape on this rank, in the order of the model's dict."""
+
+_MAIN_KEYS = ("fp32_from_fp16_params", "fp32_from_fp16")
+_INNER_KEYS = ("optimizer", "optimizer_state_dict")
+_WITHOUT = "load with --no-load-optim to continue from the weights alone"
+_EMBEDDINGS = ("embedding.", "output_layer.")
+
+
+def decays(name: str, shape: Sequence[int]) -> bool:
+    """Whether Megatron lets the weight decay act on a parameter."""
+    return len(shape) > 1 and not name.endswith(".bias")
+
+
+def inner(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of an optimizer's state that torch or Apex made."""
+    for key in _INNER_KEYS:
+        if isinstance(state.get(key), Mapping):
+            found: Mapping[str, Any] = state[key]
+            return found
+    return state
+
+
+def is_distributed(state: Mapping[str, Any]) -> bool:
+    """Whether the tensors are in `distrib_optim.pt`."""
+    groups = inner(state).get("param_groups", ())
+    return bool(groups) and not any("params" in group for group in groups)
+
+
+def single(state: Any, where: str) -> Mapping[str, Any]:
+    """The state of the one optimizer.
+
+    Raises:
+        CheckpointError: there are several, or it is no such state.
+    """
+    if isinstance(state, list) and len(state) == 1:
+        state = state[0]
+    if not isinstance(state, Mapping) or "param_groups" not in inner(state):
+        raise CheckpointError(
+            f"{where} holds the state of several optimizers, as models with experts have, or in a form that this "
+            f"version does not know; {_WITHOUT}"
+        )
+    return state
+
+
+def scalars(state: Mapping[str, Any]) -> OptimizerScalars:
+    """What is no tensor of a parameter's shape: groups, steps, loss scaler."""
+    body = inner(state)
+    groups = [dict(group) for group in body["param_groups"]]
+    moments = body.get("state", {})
+    steps = [entry["step"] for entry in moments.values() if "step" in entry][:1]
+    found = {"param_groups": groups, "state": {"common_step": steps[0]} if steps else {}}
+    return read_optimizer_common({"optimizer": found, "grad_scaler": state.get("grad_scaler")})
+
+
+def state_tensors(state: Mapping[str, Any], shapes: Shapes, where: str) -> Iterator[tuple[str, str, Tensor]]:
+    """The tensors of an optimizer that is not distributed.
+
+    Yields:
+        Kind, parameter name, tensor.
+
+    Raises:
+        CheckpointError: they do not belong to parameters of these shapes.
+    """
+    body = inner(state)
+    groups = body["param_groups"]
+    members = _members(groups, shapes, where)
+    moments, main = body.get("state", {}), next((state[key] for key in _MAIN_KEYS if key in state), None)
+    for number, (group, names) in enumerate(zip(groups, members, strict=True)):
+        for position, (index, name) in enumerate(zip(group["params"], names, strict=True)):
+            found = {kind: moments[index][kind] for kind in MOMENTS if kind in moments.get(index, ())}
+            if main is not None:
+                found[MAIN] = main[number][position]
+            for kind, tensor in found.items():
+                if tuple(tensor.shape) != shapes[name]:
+                    raise CheckpointError(
+                        f"{where}: {kind} of parameter {index} has shape {list(tensor.shape)}, and the weight that it "
+                        f"belongs to, {name}, {list(shapes[name])}; {_WITHOUT}"
+                    )
+                yield kind, name, tensor
+
+
+def _members(groups: Sequence[Mapping[str, Any]], shapes: Shapes, where: str) -> list[list[str]]:
+    """The names of the parameters of each group.
+
+    Raises:
+        CheckpointError: the groups are others than those of this model.
+    """
+    apart = any(group.get("is_decoupled_lr") for group in groups)
+    kind_of = {name: (decays(name, shape), apart and name.startswith(_EMBEDDINGS)) for name, shape in shapes.items()}
+    members = []
+    for group in groups:
+        kind = (bool(group.get("wd_mult", group["weight_decay"])), bool(group.get("is_decoupled_lr")))
+        members.append([name for name in shapes if kind_of[name] == kind])
+    if [len(names) for names in members] != [len(group["params"]) for group in groups]:
+        raise CheckpointError(
+            f"{where}: its optimizer has groups of {[len(group['params']) for group in groups]} parameters, where the "
+            f"model in it would have groups of {[len(names) for names in members]}; {_WITHOUT}"
+        )
+    return members
+
+
+def buffer_tensors(buffer: Mapping[str, Any], shapes: Shapes, where: str) -> Iterator[tuple[str, str, Tensor]]:
+    """The tensors of a distributed optimizer, as views of the flat buffers of one model chunk.
+
+    Yields:
+        Kind, parameter name, tensor.
+
+    Raises:
+        CheckpointError: parameters of these shapes do not fill the buffers.
+    """
+    size = int(buffer["numel_unpadded"])
+    for label in BUFFERS:
+        if label in buffer and tuple(buffer[label].shape) != (size,):
+            raise CheckpointError(f"{where}: {label} has shape {list(buffer[label].shape)} instead of [{size}]")
+    for name, place in places(shapes, [size], where).items():
+        for label, kind in BUFFERS.items():
+            if label in buffer:
+                yield kind, name, buffer[label][place.start : place.start + volume(place.shape)].view(place.shape)
+
+
+def chunk_buffers(body: Mapping[Any, Any], chunks: int, where: str) -> list[Mapping[str, Any]]:
+    """The buffers of each model chunk in the content of a `distrib_optim.pt`.
+
+    Raises:
+        CheckpointError: they are in a layout that this version does not read.
+    """
+    if not body.get("buckets_coalesced"):
+        raise CheckpointError(
+            f"{where} keeps the buckets of the distributed optimizer apart, as Megatron did before core 0.7; this "
+            f"version reads them joined; {_WITHOUT}"
+        )
+    numbered = [body[index] for index in sorted(key for key in body if isinstance(key, int))]
+    if len(numbered) != chunks or any(len(by_dtype) != 1 for by_dtype in numbered):
+        raise CheckpointError(
+            f"{where} holds the buffers {[list(map(str, by_dtype)) for by_dtype in numbered]}: this version reads one "
+            f"dtype in each of the {chunks} model chunks; {_WITHOUT}"
+        )
+    return [next(iter(by_dtype.values())) for by_dtype in numbered]

@@ -1,0 +1,423 @@
+"""Reading folders of Megatron's format `torch`: one file for each (tensor, pipeline) place.
+
+    mp_rank_<tensor>[_<pipeline>]/model_optim_rng.pt    weights under the names of its modules, optimizer, random states
+    mp_rank_<tensor>[_<pipeline>]/distrib_optim.pt      the flat buffers of the distributed optimizer, where it was used
+
+Files are mapped, so that a tensor is read when it is asked for, and the boxes of model space are views of it. Names and
+layouts of all generations: `formats.megatron_names`, `formats.megatron_optimizer`.
+"""
+
+from __future__ import annotations
+
+import re
+import zipfile
+from argparse import Namespace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from megalith.checkpoint.boxes import fill
+from megalith.checkpoint.content import CheckpointContent, Chunk, by_key, volume
+from megalith.checkpoint.fit import Contents, StoredTensor, listing
+from megalith.checkpoint.formats import megatron_optimizer
+from megalith.checkpoint.formats.megatron_names import flattened, is_parameter, module_name
+from megalith.checkpoint.formats.torch_dist import (
+    WORD_EMBEDDINGS,
+    optimizer_chunks,
+    optimizer_common,
+    rng_object_key,
+    weight_chunks,
+)
+from megalith.checkpoint.model_space import OUTPUT_LAYER, ModelSpace, model_space_of, stages_of
+from megalith.checkpoint.safe_loading import map_tensors
+from megalith.errors import CheckpointError, LayoutError
+from megalith.layout import Stages
+
+MODEL_FILE = "model_optim_rng.pt"
+BUFFER_FILE = "distrib_optim.pt"
+
+_PLACE = re.compile(r"mp_rank_\d{2,}(_\d{3,}){0,2}")
+_SCHEDULE = {
+    "start_lr": "max_lr",
+    "warmup_iter": "lr_warmup_steps",
+    "warmup_steps": "lr_warmup_steps",
+    "end_iter": "lr_decay_steps",
+    "decay_steps": "lr_decay_steps",
+    "decay_style": "lr_decay_style",
+    "num_iters": "num_steps",
+}
+
+
+def folder_name(tensor: int, pipeline: int, num_pipeline: int) -> str:
+    """The folder of a place; the pipeline counts only where there is one."""
+    return f"mp_rank_{tensor:02d}" + (f"_{pipeline:03d}" if num_pipeline > 1 else "")
+
+
+def chunk_key(chunk: int, num_chunks: int) -> str:
+    """The key of a virtual chunk's model in a file."""
+    return f"model{chunk}" if num_chunks > 1 else "model"
+
+
+@dataclass(frozen=True)
+class _Box:
+    """A view of a mapped tensor as a box of what a rank holds (`formats.torch_dist.Box`)."""
+
+    name: str
+    tensor: Tensor
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """How the run was divided that wrote a checkpoint.
+
+    Attributes:
+        tp, pp: sizes.
+        stages: layers by [stage][virtual chunk].
+    """
+
+    tp: int
+    pp: int
+    stages: Stages
+
+    @property
+    def places(self) -> list[tuple[int, int]]:
+        """All (tensor, pipeline) places."""
+        return list(product(range(self.tp), range(self.pp)))
+
+
+class PerRankSource:
+    """A folder that holds `mp_rank_*` folders.
+
+    Args:
+        path: the folder.
+    """
+
+    format = "torch"
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    # --- what the files say of themselves -------------------------------------------------------------------------
+
+    @cached_property
+    def _found(self) -> dict[str, bool]:
+        """Names of the folders -> whether the file is there."""
+        return {
+            folder.name: (folder / MODEL_FILE).is_file()
+            for folder in sorted(self.path.iterdir())
+            if _PLACE.fullmatch(folder.name)
+        }
+
+    @cached_property
+    def _first(self) -> Mapping[str, Any]:
+        """The content of the first file that is there."""
+        name = next((name for name, there in self._found.items() if there), None)
+        if name is None:
+            raise CheckpointError(
+                f"{self.path} has the folders {', '.join(self._found)}, and none of them holds {MODEL_FILE}: the "
+                "checkpoint was copied in part, or its save did not end; copy it again or load another iteration"
+            )
+        return _read(self.path / name / MODEL_FILE)
+
+    @cached_property
+    def _args(self) -> dict[str, Any]:
+        args = self._first.get("args")
+        if not isinstance(args, Namespace):
+            raise CheckpointError(
+                f"{self.path} holds no args, so that its model cannot be known; Megatron writes them since 2020"
+            )
+        return vars(args)
+
+    @cached_property
+    def _space(self) -> ModelSpace:
+        return model_space_of(self._args, str(self.path))
+
+    @cached_property
+    def _layout(self) -> _Layout:
+        args = self._args
+        if int(args.get("expert_model_parallel_size") or 1) > 1 or args.get("num_experts"):
+            raise CheckpointError(
+                f"{self.path} is of a model with experts (--num-experts {args.get('num_experts')}), which this "
+                "version does not read yet"
+            )
+        pp = int(args.get("pipeline_model_parallel_size") or 1)
+        # Before checkpoint version 3 the size had another name.
+        tp = int(args.get("tensor_model_parallel_size") or args.get("model_parallel_size") or 1)
+        return _Layout(tp, pp, stages_of(args, self._space.num_layers, str(self.path)))
+
+    @cached_property
+    def _files(self) -> dict[tuple[int, int], Mapping[str, Any]]:
+        """The content of the file of each place.
+
+        Raises:
+            CheckpointError: folders or files are missing, or there are others than the args say.
+        """
+        layout = self._layout
+        folder_of = {place: folder_name(*place, layout.pp) for place in layout.places}
+        lines = []
+        for name in folder_of.values():
+            if not self._found.get(name):
+                lines.append(f"{name}/{MODEL_FILE} is missing" + ("" if name in self._found else " with its folder"))
+        others = [name for name in self._found if name not in folder_of.values()]
+        if others:
+            lines.append(f"not expected: {', '.join(others)}")
+        if lines:
+            raise CheckpointError(
+                listing(
+                    f"{self.path} is not whole: its args say tensor-parallel {layout.tp} x pipeline {layout.pp}, so "
+                    f"that it has {len(folder_of)} folders {next(iter(folder_of.values()))} to "
+                    f"{list(folder_of.values())[-1]}",
+                    [*lines, "copy the folder again from where it was written, or load another iteration"],
+                )
+            )
+        return {place: _read(self.path / name / MODEL_FILE) for place, name in folder_of.items()}
+
+    # --- tensors in model space -----------------------------------------------------------------------------------
+
+    @cached_property
+    def _chunks(self) -> dict[str, list[Chunk]]:
+        """Key -> views of the mapped files, each element of a global tensor once."""
+        files = self._files
+        optimized = self._has_optimizer
+        chunks = []
+        for (tp, pp), body in files.items():
+            where = str(self.path / folder_name(tp, pp, self._layout.pp) / MODEL_FILE)
+            weights = [self._weights(body, tp, pp, chunk, where) for chunk in range(len(self._layout.stages[pp]))]
+            chunks += self._weight_chunks(weights, tp)
+            if optimized:
+                chunks += self._state_chunks(body, weights, tp, pp, where)
+        return by_key(chunks)
+
+    def _weights(
+        self, body: Mapping[str, Any], tp: int, pp: int, chunk: int, where: str
+    ) -> dict[str, tuple[str, Tensor]]:
+        """Our name -> name in the file and tensor, in the order of the file.
+
+        Raises:
+            CheckpointError: there are others than the model has, or of other shapes.
+        """
+        stages, space = self._layout.stages, self._space
+        key = chunk_key(chunk, len(stages[pp]))
+        if not isinstance(body.get(key), Mapping):
+            raise CheckpointError(f"{where} has no {key!r}; it holds {', '.join(map(str, body))}")
+        named = [(name, value) for name, value in flattened(body[key]) if is_parameter(name)]
+        found = {module_name(name, stages[pp][chunk]): (name, value) for name, value in named}
+        expected = space.names_of(pp, chunk, stages)
+        lines = [f"{name} is missing" for name in expected if name not in found and not self._is_copy(name)]
+        lines += [f"{raw} is not expected" for name, (raw, _) in found.items() if name not in expected]
+        lines += [f"{raw} is no tensor" for raw, value in found.values() if not isinstance(value, Tensor)]
+        shapes = {name: self._shape(name, tp) for name in expected}
+        lines += [
+            f"{raw} has shape {list(value.shape)} instead of {list(shapes[name])}"
+            for name, (raw, value) in found.items()
+            if name in shapes and isinstance(value, Tensor) and tuple(value.shape) != shapes[name]
+        ]
+        if lines:
+            raise CheckpointError(listing(f"{where} does not hold the model that its args describe", lines))
+        return {name: entry for name, entry in found.items() if name is not None}
+
+    def _is_copy(self, name: str) -> bool:
+        """Whether this is the second copy of a tied embedding."""
+        return name == OUTPUT_LAYER and self._space.tied
+
+    def _shape(self, name: str, tp: int) -> tuple[int, ...]:
+        try:
+            return self._space.local_shape(WORD_EMBEDDINGS if self._is_copy(name) else name, self._layout.tp, tp)
+        except LayoutError as error:
+            raise CheckpointError(f"{self.path}: {name} does not divide as the saved args say: {error}") from error
+
+    def _weight_chunks(self, weights: Sequence[Mapping[str, tuple[str, Tensor]]], tp: int) -> list[Chunk]:
+        boxes = [
+            box
+            for part in weights
+            for name, (raw, tensor) in part.items()
+            if not self._is_copy(name)
+            for box in self._boxes(name, name, raw, tensor)
+        ]
+        return weight_chunks(
+            boxes, self._space.placements, self._space.num_layers, rank=tp, size=self._layout.tp, once=True
+        )
+
+    def _state_chunks(
+        self, body: Mapping[str, Any], weights: Sequence[Mapping[str, tuple[str, Tensor]]], tp: int, pp: int, where: str
+    ) -> list[Chunk]:
+        boxes = [
+            box
+            for kind, name, tensor in self._state(body, weights, tp, pp, where)
+            if not self._is_copy(name)
+            for box in self._boxes(f"{kind}.{name}", name, _raw(name, weights), tensor)
+        ]
+        return optimizer_chunks(
+            boxes, self._space.placements, self._space.num_layers, rank=tp, size=self._layout.tp, once=True
+        )
+
+    def _state(
+        self, body: Mapping[str, Any], weights: Sequence[Mapping[str, tuple[str, Tensor]]], tp: int, pp: int, where: str
+    ) -> Iterator[tuple[str, str, Tensor]]:
+        """Kind, our name and tensor of the optimizer's state in a place."""
+        state = megatron_optimizer.single(body["optimizer"], where)
+        if not megatron_optimizer.is_distributed(state):
+            shapes = {name: tuple(tensor.shape) for part in weights for name, (_, tensor) in part.items()}
+            yield from megatron_optimizer.state_tensors(state, shapes, where)
+            return
+        file = self._buffer_file(tp, pp)
+        buffers = megatron_optimizer.chunk_buffers(_read(file), len(weights), str(file))
+        for buffer, part in zip(buffers, weights, strict=True):
+            shapes = {name: tuple(tensor.shape) for name, (_, tensor) in part.items()}
+            yield from megatron_optimizer.buffer_tensors(buffer, shapes, str(file))
+
+    @cached_property
+    def _has_optimizer(self) -> bool:
+        """Whether the tensors of the optimizer are there.
+
+        Raises:
+            CheckpointError: in some places only.
+        """
+        missing = []
+        for place, body in self._files.items():
+            name = folder_name(*place, self._layout.pp)
+            if "optimizer" not in body:
+                missing.append(f"{name}/{MODEL_FILE} has no optimizer")
+                continue
+            state = megatron_optimizer.single(body["optimizer"], str(self.path))
+            if megatron_optimizer.is_distributed(state) and not self._buffer_file(*place).is_file():
+                missing.append(f"{name}/{BUFFER_FILE} is missing")
+        if missing and len(missing) < len(self._files):
+            raise CheckpointError(listing(f"{self.path} has the optimizer's state in some folders only", missing))
+        return not missing
+
+    def _buffer_file(self, tp: int, pp: int) -> Path:
+        return self.path / folder_name(tp, pp, self._layout.pp) / BUFFER_FILE
+
+    def _boxes(self, label: str, name: str, raw: str, tensor: Tensor) -> Iterator[_Box]:
+        """A tensor, with the rows of query, key and value in the order of version 2 and later.
+
+        Before it stood [3, heads, size] rows (version 0) or [heads, size, 3] (1) where later [heads, 3, size] do.
+        """
+        shape = tuple(tensor.shape)
+        version = float(self._first.get("checkpoint_version", 0))
+        if version >= 2 or ".query_key_value." not in raw:
+            yield _Box(label, tensor, (0,) * len(shape), shape)
+            return
+        size = self._space.model.head_size
+        heads = shape[0] // (3 * size)
+        for head, part in product(range(heads), range(3)):
+            if version < 1:
+                rows = tensor.view(3, heads, size, *shape[1:])[part, head]
+            else:
+                rows = tensor.view(heads, size, 3, *shape[1:])[head, :, part]
+            yield _Box(label, rows, ((head * 3 + part) * size,) + (0,) * (len(shape) - 1), shape)
+
+    # --- the port -------------------------------------------------------------------------------------------------
+
+    def contents(self) -> Contents:
+        tensors = {
+            key: StoredTensor(parts[0].global_shape, parts[0].tensor.dtype, len(parts))
+            for key, parts in self._chunks.items()
+        }
+        return Contents(tensors, frozenset(self._random_states))
+
+    @cached_property
+    def _random_states(self) -> dict[str, Any]:
+        layout = self._layout
+        return {
+            rng_object_key(tp, layout.tp, pp, layout.pp): body["rng_state"]
+            for (tp, pp), body in self._files.items()
+            if "rng_state" in body
+        }
+
+    def common(self) -> dict[str, Any]:
+        body = self._files[0, 0]
+        common: dict[str, Any] = {
+            "args": body["args"],
+            "checkpoint_version": float(body.get("checkpoint_version", 0)),
+            "iteration": int(body.get("iteration", 0)),
+            "num_floating_point_operations_so_far": float(body.get("num_floating_point_operations_so_far", 0.0)),
+        }
+        schedule = body.get("opt_param_scheduler", body.get("lr_scheduler"))
+        if schedule is not None:
+            common["opt_param_scheduler"] = {_SCHEDULE.get(key, key): value for key, value in schedule.items()}
+        if "optimizer" in body:
+            found = megatron_optimizer.scalars(megatron_optimizer.single(body["optimizer"], str(self.path)))
+            precision = "float16" if found.scaler else str(self._args.get("params_dtype", "")).removeprefix("torch.")
+            common["optimizer"] = optimizer_common(found.param_groups, found.step, found.scaler, precision or "float32")
+        return common
+
+    def read(self, content: CheckpointContent) -> dict[str, Any]:
+        for target in content.chunks:
+            filled = fill(target, self._near(target))
+            if filled != volume(target.tensor.shape):
+                raise CheckpointError(
+                    f"{self.path}: {target.key} holds {filled} of the {volume(target.tensor.shape)} elements asked for"
+                )
+        return {key: self._random_states[key] for key in content.objects}
+
+    def _near(self, target: Chunk) -> list[Chunk]:
+        """The chunks of its key that are in the same rows: of a key of all the layers those of its own."""
+        if target.tensor.ndim == 0:
+            return self._chunks.get(target.key, [])
+        rows = range(target.offset[0], target.offset[0] + target.tensor.shape[0])
+        by_row = self._by_row.get(target.key, {})
+        if len(rows) == 1 and rows[0] in by_row and all(part.tensor.shape[0] == 1 for part in by_row[rows[0]]):
+            return by_row[rows[0]]
+        return self._chunks.get(target.key, [])
+
+    @cached_property
+    def _by_row(self) -> dict[str, dict[int, list[Chunk]]]:
+        """Key -> first row -> chunks that begin there."""
+        found: dict[str, dict[int, list[Chunk]]] = {}
+        for key, parts in self._chunks.items():
+            for part in parts:
+                if part.tensor.ndim:
+                    found.setdefault(key, {}).setdefault(part.offset[0], []).append(part)
+        return found
+
+    def problems(self) -> list[str]:
+        self.contents()
+        self.common()
+        names = [folder_name(*place, self._layout.pp) for place in self._layout.places]
+        files = [self.path / name / file for name in names for file in (MODEL_FILE, BUFFER_FILE)]
+        return [problem for file in files if file.is_file() for problem in _changed_records(file)]
+
+
+def _raw(name: str, weights: Sequence[Mapping[str, tuple[str, Tensor]]]) -> str:
+    """The name that a parameter has in the file."""
+    return next(part[name][0] for part in weights if name in part)
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    body = map_tensors(path)
+    if not isinstance(body, Mapping):
+        raise CheckpointError(f"{path} is damaged: it holds a {type(body).__name__}")
+    return body
+
+
+def _changed_records(path: Path) -> list[str]:
+    """The parts of an archive that have changed since torch wrote it; nothing of a file that is no archive."""
+    if not zipfile.is_zipfile(path):
+        return []
+    try:
+        with zipfile.ZipFile(path) as archive:
+            for info in archive.infolist():
+                if info.CRC and _is_changed(archive, info):  # zero: not computed
+                    return [f"{path} has changed since it was saved: the checksum of {info.filename} differs"]
+    except (zipfile.BadZipFile, OSError, EOFError) as error:
+        return [f"{path} is damaged: {error}"]
+    return []
+
+
+def _is_changed(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bool:
+    try:
+        with archive.open(info) as record:
+            while record.read(2**20):
+                pass
+    except zipfile.BadZipFile:
+        return True
+    return False
