@@ -197,7 +197,9 @@ def adapted(source: Source, wanted: Wanted, where: str, notes: list[str]) -> tup
     common = source.common()
     args = args_of(common)
     if not args:
-        raise CheckpointError(f"{where} carries no args, so that its model cannot be known; convert it where it was made")
+        raise CheckpointError(
+            f"{where} carries no args, so that its model cannot be known; convert it where it was made"
+        )
     held = source.contents()
     layout = Layout(tp=wanted.tp or _size(args, "tensor"), pp=wanted.pp or _size(args, "pipeline"))
     result: Source = InPrecision(source, DTYPES[wanted.dtype] if wanted.dtype else None)

@@ -89,9 +89,7 @@ def write_torch_dist(
     space = model_space_of(args, where)
     tp, stages = int(args["tensor_model_parallel_size"]), stages_of(args, space.num_layers, where)
     contents = source.contents()
-    per_rank = [
-        _chunks(space, contents, stages, stage, rank, tp) for stage in range(len(stages)) for rank in range(tp)
-    ]
+    per_rank = [_chunks(space, contents, stages, stage, rank, tp) for stage in range(len(stages)) for rank in range(tp)]
     chunks = [chunk for part in per_rank for chunk in part]
     check_nothing_is_lost(contents, chunks)
     fitted("the checkpoint", contents, CheckpointContent(chunks), keys_of(CheckpointContent(chunks)))

@@ -1,0 +1,192 @@
+"""Comparing two checkpoints of any formats and layouts, tensor by tensor.
+
+Both are read in model space, where layouts do not show: one layer of one tensor at a time, so that memory is bounded
+by the largest of them. Equal means equal bits; of what is not, the differences are measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalith.checkpoint.adapted import InPrecision, WeightsOnly, args_of, over_vocabulary
+from megalith.checkpoint.content import CheckpointContent, Chunk
+from megalith.checkpoint.fit import StoredTensor, short
+from megalith.checkpoint.formats.torch_dist import OptimizerScalars, read_optimizer_common
+from megalith.checkpoint.source import Source
+
+_STACKED = "decoder.layers."
+_BLOCK = 2**22  # elements that are compared at once, so that what the arithmetic needs beside them stays small
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_COUNTERS = ("consumed_train_samples", "consumed_valid_samples")
+
+
+@dataclass(frozen=True)
+class TensorDifference:
+    """How two tensors of one name differ.
+
+    Attributes:
+        name: its key; with the layer, where it is one of the stacked ones.
+        what: in words: missing, another shape, another dtype; "" if these are alike.
+        differing: number of elements whose bits differ.
+        elements: that were compared.
+        absolute, relative: the largest differences; the second over the larger magnitude. Infinite where one is no
+            number.
+    """
+
+    name: str
+    what: str = ""
+    differing: int = 0
+    elements: int = 0
+    absolute: float = 0.0
+    relative: float = 0.0
+
+    @property
+    def is_none(self) -> bool:
+        return not self.what and self.differing == 0
+
+    def __str__(self) -> str:
+        parts = [self.what] if self.what else []
+        if self.differing:
+            parts.append(
+                f"{self.differing} of {self.elements} elements differ, by at most {self.absolute:.3g} absolutely and "
+                f"{self.relative:.3g} relatively"
+            )
+        elif self.what and self.elements:
+            parts.append(f"the {self.elements} elements that both have are equal")
+        return f"{self.name}: {'; '.join(parts)}"
+
+
+@dataclass(frozen=True)
+class StateDifference:
+    """A value beside the tensors that differs."""
+
+    name: str
+    one: Any
+    other: Any
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.one} and {self.other}"
+
+
+def compared(source: Source, *, weights: bool) -> Source:
+    """A source as it is compared: without what only mirrors the weights, or the weights alone."""
+    plain = InPrecision(source)
+    return WeightsOnly(plain) if weights else plain
+
+
+def tensor_differences(one: Source, other: Source) -> Iterator[TensorDifference]:
+    """Compare all tensors, in the order of the first source; what is equal is told too.
+
+    Args:
+        one, other: as `compared` gives them.
+
+    Raises:
+        CheckpointError: a file proves damaged.
+    """
+    first, second = one.contents(), other.contents()
+    for key, held in first.tensors.items():
+        match = second.tensors.get(key)
+        if match is None:
+            yield TensorDifference(key, "only in the first")
+        else:
+            yield from _of_key(key, one, held, other, match)
+    for key in second.tensors:
+        if key not in first.tensors:
+            yield TensorDifference(key, "only in the second")
+
+
+def _of_key(
+    key: str, one: Source, held: StoredTensor, other: Source, match: StoredTensor
+) -> Iterator[TensorDifference]:
+    shape, what = held.shape, []
+    if held.dtype != match.dtype:
+        what.append(f"{short(held.dtype)} and {short(match.dtype)}")
+    if held.shape != match.shape:
+        what.append(f"shapes {list(held.shape)} and {list(match.shape)}")
+        rows = min(held.shape[0], match.shape[0]) if held.shape else 0
+        if not over_vocabulary(key) or held.shape[1:] != match.shape[1:]:
+            yield TensorDifference(key, "; ".join(what))
+            return
+        shape = (rows, *held.shape[1:])
+    stacked = _STACKED in key
+    for layer in range(shape[0]) if stacked else [None]:
+        tensors = [_read(source, key, stored, shape, layer) for source, stored in ((one, held), (other, match))]
+        name = key if layer is None else f"{key} of layer {layer}"
+        yield difference(name, *tensors, what="; ".join(what))
+
+
+def _read(source: Source, key: str, stored: StoredTensor, shape: tuple[int, ...], layer: int | None) -> Tensor:
+    """One layer of a stacked tensor, or the part `shape` from the beginning of another."""
+    wanted, offset = shape, (0,) * len(shape)
+    if layer is not None:
+        wanted, offset = (1, *shape[1:]), (layer, *offset[1:])
+    tensor = torch.empty(wanted, dtype=stored.dtype)
+    source.read(CheckpointContent([Chunk(key, tensor, offset, stored.shape)]))
+    return tensor
+
+
+def difference(name: str, one: Tensor, other: Tensor, what: str = "") -> TensorDifference:
+    """Compare two tensors of one shape; those of different dtypes by their values."""
+    differing, absolute, relative = 0, 0.0, 0.0
+    for a, b in zip(one.reshape(-1).split(_BLOCK), other.reshape(-1).split(_BLOCK), strict=True):
+        unequal = _bits(a) != _bits(b) if a.dtype == b.dtype else a.double() != b.double()
+        if count := int(unequal.count_nonzero()):
+            left, right = a[unequal].double(), b[unequal].double()
+            gap = (left - right).abs().nan_to_num(nan=float("inf"))
+            scale = torch.maximum(left.abs(), right.abs())
+            ratio = torch.where(scale > 0, gap / scale, 0.0).nan_to_num(nan=float("inf"))
+            differing += count
+            absolute, relative = max(absolute, float(gap.max())), max(relative, float(ratio.max()))
+    return TensorDifference(name, what, differing, one.numel(), absolute, relative)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """The elements as integers, so that NaN equals itself and -0 does not equal 0."""
+    return tensor.view(_INTEGERS[tensor.element_size()])
+
+
+Architecture = Callable[[Mapping[str, Any]], Mapping[str, Any]]
+"""What Megatron's arguments say of the model, in settings that can be compared."""
+
+
+def state_differences(
+    one: Mapping[str, Any], other: Mapping[str, Any], architecture: Architecture, *, weights: bool
+) -> list[StateDifference]:
+    """Compare what stands beside the tensors: the architecture and, unless `weights`, the progress of the run.
+
+    Args:
+        one, other: the common states.
+        architecture: how the args are understood.
+        weights: the architecture alone.
+    """
+    first, second = (_state(common, architecture, weights=weights) for common in (one, other))
+    names = [*first, *(name for name in second if name not in first)]
+    pairs = [(name, first.get(name, "absent"), second.get(name, "absent")) for name in names]
+    return [StateDifference(name, a, b) for name, a, b in pairs if a != b]
+
+
+def _state(common: Mapping[str, Any], architecture: Architecture, *, weights: bool) -> dict[str, Any]:
+    args = args_of(common)
+    state = {**architecture(args), "padded_vocab_size": args.get("padded_vocab_size")}
+    if weights:
+        return state
+    state["iteration"] = common.get("iteration")
+    state |= {name: args.get(name) for name in _COUNTERS}
+    state |= {f"scheduler {name}": value for name, value in (common.get("opt_param_scheduler") or {}).items()}
+    if common.get("optimizer"):
+        state |= _optimizer_state(read_optimizer_common(common["optimizer"]))
+    return state
+
+
+def _optimizer_state(scalars: OptimizerScalars) -> dict[str, Any]:
+    state: dict[str, Any] = {"optimizer step": scalars.step}
+    state |= {f"loss scaler {name}": value for name, value in (scalars.scaler or {}).items()}
+    for group in scalars.param_groups:
+        name = "with" if group.get("wd_mult") else "without"
+        state |= {f"{key} of the group {name} weight decay": group.get(key) for key in ("lr", "weight_decay")}
+    return state
