@@ -1,13 +1,73 @@
-"""Reading Hugging Face model folders (config.json beside safetensors files) in model space."""
+"""Reading Hugging Face model folders in model space: config.json beside safetensors files, in one piece or in shards.
+
+Folders that `save_pretrained` wrote and snapshots of the hub's cache, whose files are links, are alike. Tensors are
+mapped into memory and copied once, to where they are wanted. Nothing is unpickled and nothing is downloaded: a folder
+that has its weights in pytorch_model.bin only is refused with the remedy.
+"""
 
 from __future__ import annotations
 
+import json
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from megalith.checkpoint.content import CheckpointContent
-from megalith.checkpoint.fit import Contents
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from megalith.checkpoint.boxes import fill
+from megalith.checkpoint.content import CheckpointContent, Chunk, volume
+from megalith.checkpoint.fit import Contents, StoredTensor, listing, short
+from megalith.checkpoint.formats.torch_dist import CHECKPOINT_VERSION, WORD_EMBEDDINGS, canonical_key
+from megalith.checkpoint.model_space import ModelSpace, model_space
+from megalith.config.groups import PrecisionConfig, TokenizerConfig
+from megalith.config.saved_args import weights_args
 from megalith.errors import CheckpointError
+from megalith.models.huggingface import DTYPES, HuggingFaceModel, model_of_config
+from megalith.models.huggingface_tensors import GPT2_PREFIX, Part, TheirTensor, follows_from_config, tensors_of
+from megalith.tokenizers.huggingface import TOKENIZER_FILE, tokenizer_files
+
+CONFIG_FILE = "config.json"
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+OUTPUT_LAYER = "lm_head.weight"
+
+_AGAIN = "download or copy the folder again"
+_GPT2_FILES = ("vocab.json", "merges.txt")
+_OF_SAFETENSORS = {
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+}
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A tensor as the header of its file has it."""
+
+    name: str
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class _Held:
+    """A tensor of the table with where it is stored, by way of one of its parts."""
+
+    stored: _Stored
+    tensor: TheirTensor
+    part: Part
+
+    def rows(self, tensor: Tensor) -> Tensor:
+        """The rows of the stored tensor that are the part; a view."""
+        turned = tensor.t() if self.tensor.transposed else tensor
+        return turned.narrow(0, self.part.start, self.part.length)
 
 
 class HuggingFaceSource:
@@ -22,14 +82,257 @@ class HuggingFaceSource:
     def __init__(self, path: Path) -> None:
         self.path = path
 
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """What config.json holds.
+
+        Raises:
+            CheckpointError: it is missing or damaged.
+        """
+        found = _json(self.path / CONFIG_FILE)
+        if not isinstance(found, dict):
+            raise CheckpointError(f"{self.path / CONFIG_FILE} holds no JSON object")
+        return found
+
+    @cached_property
+    def about(self) -> HuggingFaceModel:
+        """The model that config.json describes.
+
+        Raises:
+            CheckpointError: it is no model that can be read, or asks for what this version has not.
+        """
+        return model_of_config(self.config, str(self.path / CONFIG_FILE))
+
+    @cached_property
+    def _space(self) -> ModelSpace:
+        return model_space(self.about.model, self.about.vocab_size)
+
+    @cached_property
+    def _stored(self) -> dict[str, _Stored]:
+        """All tensors of the files by name, from the headers.
+
+        Raises:
+            CheckpointError: a file is missing or damaged, or the index and the files differ.
+        """
+        found: dict[str, _Stored] = {}
+        for file, names in _weight_files(self.path).items():
+            with _open(file) as opened:
+                held = set(opened.keys())
+                if lacking := sorted((names or held) - held):
+                    raise CheckpointError(f"{file} lacks {', '.join(lacking[:3])}, which {INDEX_FILE} says is in it")
+                for name in sorted(names or held):
+                    view = opened.get_slice(name)
+                    found[name] = _Stored(name, file, tuple(view.get_shape()), str(view.get_dtype()))
+        return found
+
+    @cached_property
+    def _held(self) -> dict[str, dict[int | None, list[_Held]]]:
+        """Key in model space -> layer -> what is in the files of it. Checks names, shapes and dtypes.
+
+        Raises:
+            CheckpointError: the files do not hold what config.json says; lists every difference.
+        """
+        table = tensors_of(self.about.family, self.about.model, self.about.vocab_size)
+        stored, lines = dict(self._stored), []
+        found: dict[str, dict[int | None, list[_Held]]] = {}
+        for tensor in table:
+            held = stored.pop(tensor.name, None) or stored.pop(tensor.name.removeprefix(GPT2_PREFIX), None)
+            if held is None:
+                lines.append(f"{tensor.name} is missing")
+            elif held.shape != tensor.shape:
+                lines.append(f"{held.name} has shape {list(held.shape)}; by {CONFIG_FILE} it has {list(tensor.shape)}")
+            elif held.dtype not in _OF_SAFETENSORS:
+                lines.append(f"{held.name} is {held.dtype}; this version reads {', '.join(_OF_SAFETENSORS)}")
+            else:
+                for part in tensor.parts:
+                    key, layer = canonical_key(part.parameter)
+                    found.setdefault(key, {}).setdefault(layer, []).append(_Held(held, tensor, part))
+        tied = not self.about.model.untie_embeddings_and_output_weights
+        further = [name for name in stored if not follows_from_config(name) and not (tied and name == OUTPUT_LAYER)]
+        lines += [f"{name} is no part of the model that {CONFIG_FILE} describes" for name in further]
+        if lines:
+            raise CheckpointError(listing(f"the weights in {self.path} are not those of its {CONFIG_FILE}", lines))
+        return found
+
     def contents(self) -> Contents:
-        raise CheckpointError(f"{self.path}: Hugging Face folders are not read yet")
+        tensors = {}
+        for key, by_layer in self._held.items():
+            held = [item for items in by_layer.values() for item in items]
+            dtype = _OF_SAFETENSORS[held[0].stored.dtype]
+            for item in held:
+                dtype = torch.promote_types(dtype, _OF_SAFETENSORS[item.stored.dtype])
+            shape = self._space.shapes[held[0].part.parameter]
+            stacked = None not in by_layer
+            tensors[key] = StoredTensor((len(by_layer), *shape) if stacked else shape, dtype, len(held))
+        return Contents(tensors, frozenset())
 
     def common(self) -> dict[str, Any]:
-        raise CheckpointError(f"{self.path}: Hugging Face folders are not read yet")
+        """As the port says; the args are what the files mean, on one process, with the tokenizer of the folder."""
+        about, dtype = self.about, self.dtype
+        precision = PrecisionConfig(fp16=dtype == "float16", bf16=dtype == "bfloat16")
+        args = weights_args(about.model, precision, self.tokenizer)
+        return {
+            "args": Namespace(**args, padded_vocab_size=about.vocab_size),
+            "checkpoint_version": CHECKPOINT_VERSION,
+            "iteration": 0,
+        }
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of the word embedding, which is that of the model."""
+        dtype = self.contents().tensors["embedding.word_embeddings.weight"].dtype
+        assert short(dtype) in DTYPES
+        return short(dtype)
+
+    @property
+    def tokenizer(self) -> TokenizerConfig:
+        """The tokenizer in the folder; where there is none that can be read, one that says so when it is built."""
+        vocabulary, merges = (self.path / name for name in _GPT2_FILES)
+        alone = not (self.path / TOKENIZER_FILE).is_file() and self.about.family.model_type == "gpt2"
+        if alone and vocabulary.is_file() and merges.is_file():
+            return TokenizerConfig("GPT2BPETokenizer", vocab_file=str(vocabulary), merge_file=str(merges))
+        return TokenizerConfig("HuggingFaceTokenizer", tokenizer_model=str(self.path))
+
+    def tokenizer_files(self) -> dict[str, Path]:
+        """The files of the tokenizer that are there, by name."""
+        paths = {name: self.path / name for name in _GPT2_FILES if (self.path / name).is_file()}
+        return {**paths, **tokenizer_files(self.path)}
 
     def read(self, content: CheckpointContent) -> dict[str, Any]:
-        raise CheckpointError(f"{self.path}: Hugging Face folders are not read yet")
+        assert not content.objects, "a Hugging Face folder has no objects"
+        with ExitStack() as stack:
+            files = _Files(stack)
+            for chunk in content.chunks:
+                filled, wanted = self._fill(chunk, files), volume(chunk.tensor.shape)
+                if filled != wanted:
+                    raise CheckpointError(f"{self.path}: {chunk.key} holds {filled} of the {wanted} elements asked for")
+        return {}
+
+    def _fill(self, chunk: Chunk, files: _Files) -> int:
+        """Copy into a chunk its rows of the tensors in the files; returns the number of elements."""
+        by_layer, copied = self._held[chunk.key], 0
+        stacked = None not in by_layer
+        rows = 1 if stacked else 0  # the dimension of the chunk that parts are counted along
+        first, last = chunk.offset[rows], chunk.offset[rows] + chunk.tensor.shape[rows]
+        layers = range(chunk.offset[0], chunk.offset[0] + chunk.tensor.shape[0]) if stacked else [None]
+        for layer in layers:
+            for item in by_layer[layer]:
+                if item.part.at < last and first < item.part.at + item.part.length:
+                    held = item.rows(files.tensor(item.stored))
+                    offset = (item.part.at, *(0,) * (held.ndim - 1))
+                    if layer is not None:
+                        held, offset = held.unsqueeze(0), (layer, *offset)
+                    copied += fill(chunk, [Chunk(chunk.key, held, offset, chunk.global_shape)])
+        return copied
 
     def problems(self) -> list[str]:
-        return [f"{self.path}: Hugging Face folders are not read yet"]
+        try:
+            self.contents()
+            self.common()
+            return self._two_outputs()
+        except CheckpointError as error:
+            return [str(error)]
+
+    def _two_outputs(self) -> list[str]:
+        """Older files hold the output layer although it is the embedding: then it must be equal."""
+        second = self._stored.get(OUTPUT_LAYER)
+        if second is None or self.about.model.untie_embeddings_and_output_weights:
+            return []
+        (words,) = self._held[WORD_EMBEDDINGS][None]
+        with ExitStack() as stack:
+            files = _Files(stack)
+            if second.shape == words.stored.shape and torch.equal(files.tensor(second), files.tensor(words.stored)):
+                return []
+        return [
+            f"{second.file}: {OUTPUT_LAYER} is not {words.stored.name}, and {self.path / CONFIG_FILE} says that they "
+            "are one (tie_word_embeddings)"
+        ]
+
+
+class _Files:
+    """The files of a folder, opened as they are needed.
+
+    Args:
+        stack: closes them.
+    """
+
+    def __init__(self, stack: ExitStack) -> None:
+        self._stack, self._opened = stack, dict[Path, Any]()
+
+    def tensor(self, stored: _Stored) -> Tensor:
+        """A tensor, mapped into memory.
+
+        Raises:
+            CheckpointError: the file is damaged.
+        """
+        if stored.file not in self._opened:
+            self._opened[stored.file] = self._stack.enter_context(_open(stored.file))
+        with _naming(stored.file):
+            tensor: Tensor = self._opened[stored.file].get_tensor(stored.name)
+        return tensor
+
+
+@contextmanager
+def _open(file: Path) -> Iterator[Any]:
+    with ExitStack() as stack:
+        with _naming(file):
+            opened: Any = safe_open(file, framework="pt", device="cpu")
+            stack.enter_context(opened)
+        yield opened
+
+
+@contextmanager
+def _naming(file: Path) -> Iterator[None]:
+    """Turn the errors of the safetensors library into one that names the file and the remedy."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{file} is missing; {_AGAIN}") from error
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file} is damaged or cut short: {error}; {_AGAIN}") from error
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_bytes())
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is missing; {_AGAIN}") from error
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}; {_AGAIN}") from error
+
+
+def _weight_files(path: Path) -> dict[Path, set[str]]:
+    """The files with the weights; for each the tensors that the index says are in it, none without an index.
+
+    Raises:
+        CheckpointError: there are none, or the index is damaged or names a file that is missing.
+    """
+    index = path / INDEX_FILE
+    if not index.exists():
+        if (path / WEIGHTS_FILE).exists():
+            return {path / WEIGHTS_FILE: set()}
+        raise CheckpointError(_no_weights(path))
+    body = _json(index)
+    by_tensor = body.get("weight_map") if isinstance(body, dict) else None
+    if not isinstance(by_tensor, dict) or not by_tensor or not all(isinstance(f, str) for f in by_tensor.values()):
+        raise CheckpointError(f"{index} has no weight_map of tensor: file; {_AGAIN}")
+    files: dict[Path, set[str]] = {}
+    for name, file in by_tensor.items():
+        if Path(file).name != file:
+            raise CheckpointError(f"{index}: {file!r} is no file beside it")
+        files.setdefault(path / file, set()).add(name)
+    missing = [file.name for file in files if not file.exists()]
+    if missing:
+        raise CheckpointError(f"{path} lacks {', '.join(sorted(missing))}, which {INDEX_FILE} names; {_AGAIN}")
+    return files
+
+
+def _no_weights(path: Path) -> str:
+    if any(path.glob("pytorch_model*")):
+        return (
+            f"{path} has its weights in pytorch_model.bin, a pickle, which is never opened here; convert it once with "
+            "transformers: AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW, safe_serialization=True)"
+        )
+    return f"{path} has neither {WEIGHTS_FILE} nor {INDEX_FILE}; {_AGAIN}"

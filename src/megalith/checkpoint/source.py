@@ -84,5 +84,6 @@ def open_source(path: Path) -> Source:
 
 
 def is_huggingface(path: Path) -> bool:
-    """Whether a folder is one that Hugging Face's `save_pretrained` writes: config.json beside safetensors files."""
-    return (path / "config.json").is_file() and any(path.glob("*.safetensors"))
+    """Whether a folder is as Hugging Face's `save_pretrained` writes it: config.json beside weights or their index."""
+    weights = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*")
+    return (path / "config.json").is_file() and any(any(path.glob(pattern)) for pattern in weights)

@@ -45,7 +45,6 @@ _OTHER_FLAGS = {
     "--keep-newlines": _Flag("0", "has no effect without --split-sentences"),
     "--lang": _Flag("1", "has no effect without --split-sentences"),
     "--split-sentences": _Flag("0", _COMPLETE, refused=True),
-    "--tokenizer-model": _Flag("1", _COMPLETE, refused=True),
     "--vocab-extra-ids": _Flag("1", _COMPLETE, refused=True),
     "--find-optimal-num-workers": _Flag("0", _COMPLETE, refused=True),
     "--workers-to-check": _Flag("+", _COMPLETE, refused=True),
@@ -72,10 +71,14 @@ def _parser() -> _Parser:
     add("--workers", metavar="N", help="processes, not more than the machine has cores (all); the output is the same")
     add("--log-interval", metavar="N", default="1000", help="documents between progress lines (1000)")
     add(
-        "--tokenizer-type", metavar="TYPE", default="GPT2BPETokenizer", help="GPT2BPETokenizer (default), NullTokenizer"
+        "--tokenizer-type",
+        metavar="TYPE",
+        default="GPT2BPETokenizer",
+        help="GPT2BPETokenizer (default), HuggingFaceTokenizer, NullTokenizer",
     )
     add("--vocab-file", metavar="FILE", help="vocab.json of the GPT2BPETokenizer")
     add("--merge-file", metavar="FILE", help="merges.txt of the GPT2BPETokenizer")
+    add("--tokenizer-model", metavar="DIR", help="folder of the HuggingFaceTokenizer, with its tokenizer.json")
     add("--vocab-size", metavar="N", help="number of ids of the NullTokenizer")
     add("--partitions", metavar="N", default="1", help="only 1 in this version")
     add("--input-format", default="auto", help="jsonl, txt, or auto: by the ending of the file name (default)")
@@ -135,6 +138,7 @@ def parse(argv: Sequence[str]) -> CommandLine:
             tokenizer_type=given.tokenizer_type,
             vocab_file=given.vocab_file,
             merge_file=given.merge_file,
+            tokenizer_model=given.tokenizer_model,
             vocab_size=numbers["--vocab-size"],
         ),
         json_keys=tuple(given.json_keys),

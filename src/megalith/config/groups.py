@@ -312,13 +312,12 @@ class TokenizerConfig:
     tokenizer_type: str = setting(
         "GPT2BPETokenizer",
         help="kind of tokenizer",
-        choices=("GPT2BPETokenizer", "NullTokenizer"),
+        choices=("GPT2BPETokenizer", "HuggingFaceTokenizer", "NullTokenizer"),
         later=(
             "BertWordPieceLowerCase",
             "BertWordPieceCase",
             "SentencePieceTokenizer",
             "GPTSentencePieceTokenizer",
-            "HuggingFaceTokenizer",
             "Llama2Tokenizer",
             "TikTokenizer",
             "MultimodalTokenizer",
@@ -330,6 +329,7 @@ class TokenizerConfig:
     )
     vocab_file: str | None = setting(None, help="vocab.json of the GPT-2 tokenizer")
     merge_file: str | None = setting(None, help="merges.txt of the GPT-2 tokenizer")
+    tokenizer_model: str | None = setting(None, help="folder of the HuggingFaceTokenizer, with its tokenizer.json")
     vocab_size: int | None = setting(None, help="number of ids of the NullTokenizer", unit="tokens", at_least=1)
 
     @property
@@ -337,6 +337,8 @@ class TokenizerConfig:
         """The flags that this kind of tokenizer needs and that are not given."""
         if self.tokenizer_type == "NullTokenizer":
             return () if self.vocab_size else ("--vocab-size",)
+        if self.tokenizer_type == "HuggingFaceTokenizer":
+            return () if self.tokenizer_model else ("--tokenizer-model",)
         files = {"--vocab-file": self.vocab_file, "--merge-file": self.merge_file}
         return tuple(flag for flag, file in files.items() if not file)
 

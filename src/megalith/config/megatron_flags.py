@@ -404,7 +404,7 @@ REFUSED: tuple[Family, ...] = (
         """
         --train-data-path*= --valid-data-path*= --test-data-path*= --data-args-path= --per-split-data-args-path=
         --reset-position-ids --reset-attention-mask --dataloader-inter-document-masking
-        --mid-level-dataset-surplus=0.005 --fim-data --padded-vocab-size= --tokenizer-model= --tiktoken-pattern=
+        --mid-level-dataset-surplus=0.005 --fim-data --padded-vocab-size= --tiktoken-pattern=
         --trust-remote-code --test-mode --per-dataset-sequences-path= --object-storage-cache-path=
         --allow-ambiguous-pad-tokens --fim-rate=0.5 --fim-spm-rate=0.5 --fim-split-sample= --fim-fragment-rate=
         --fim-no-prefix= --fim-prefix-token=fim_prefix --fim-middle-token=fim_middle

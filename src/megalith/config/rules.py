@@ -324,7 +324,7 @@ def split_is_three_parts(draft: Draft) -> str:
     return ""
 
 
-@rule("tokenizer_type", "vocab_file", "merge_file", "vocab_size")
+@rule("tokenizer_type", "vocab_file", "merge_file", "vocab_size", "tokenizer_model")
 def tokenizer_has_what_it_needs(draft: Draft) -> str:
     lacking = draft.run.tokenizer.lacking
     if not lacking:
@@ -332,6 +332,8 @@ def tokenizer_has_what_it_needs(draft: Draft) -> str:
     if draft.run.tokenizer.tokenizer_type == "NullTokenizer":
         return "--tokenizer-type NullTokenizer requires --vocab-size N"
     verb = "is" if len(lacking) == 1 else "are"
+    if draft.run.tokenizer.tokenizer_type == "HuggingFaceTokenizer":
+        return "--tokenizer-type HuggingFaceTokenizer requires --tokenizer-model DIR, a folder with tokenizer.json"
     mock = " (or, with --mock-data, --tokenizer-type NullTokenizer --vocab-size N)" if draft.run.data.mock_data else ""
     return f"{' and '.join(lacking)} {verb} required by {show(draft, 'tokenizer_type')}{mock}"
 
@@ -454,7 +456,8 @@ def vocabulary_comes_from_the_file(draft: Draft) -> str:
     tokenizer = draft.run.tokenizer
     if tokenizer.tokenizer_type == "NullTokenizer" or "vocab_size" not in draft.given:
         return ""
-    return f"{show(draft, 'vocab_size')} has no effect: the vocabulary is that of --vocab-file"
+    file = "--tokenizer-model" if tokenizer.tokenizer_type == "HuggingFaceTokenizer" else "--vocab-file"
+    return f"{show(draft, 'vocab_size')} has no effect: the vocabulary is that of {file}"
 
 
 @rule("lr_decay_style")

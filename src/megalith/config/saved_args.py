@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from megalith.config.groups import ModelConfig, ParallelConfig, PrecisionConfig, TokenizerConfig
 from megalith.config.run import RunConfig, all_settings
 
 # What this version never varies and Megatron's `--use-checkpoint-args` and converters ask for by name.
@@ -16,7 +17,6 @@ _CONSTANTS: dict[str, Any] = {
     "num_experts": None,
     "openai_gelu": False,
     "squared_relu": False,
-    "tokenizer_model": None,
     "use_dist_ckpt": True,
 }
 
@@ -36,23 +36,44 @@ def megatron_args(run: RunConfig) -> dict[str, Any]:
     return {**args, **_CONSTANTS, **_derived(run)}
 
 
+def weights_args(model: ModelConfig, precision: PrecisionConfig, tokenizer: TokenizerConfig) -> dict[str, Any]:
+    """Megatron's arguments for weights that no run of this program made: what they mean, and one process.
+
+    The caller adds padded_vocab_size.
+    """
+    groups = {"model": model, "precision": precision, "tokenizer": tokenizer, "parallel": ParallelConfig()}
+    args = {
+        setting.name: list(value) if isinstance(value, tuple) else value
+        for setting in all_settings().values()
+        if setting.group in groups and not setting.about.ours
+        for value in (getattr(groups[setting.group], setting.name),)
+    }
+    return {**args, **_CONSTANTS, **_derived_of_model(model), "params_dtype": precision.params_dtype}
+
+
+def _derived_of_model(model: ModelConfig) -> dict[str, Any]:
+    return {
+        "add_qkv_bias": model.qkv_bias,
+        "encoder_num_layers": model.num_layers,
+        "ffn_hidden_size": model.ffn_size,
+        "kv_channels": model.head_size,
+        "layernorm_epsilon": model.norm_epsilon,  # the name before core 0.8 and from 0.16 on
+    }
+
+
 def _derived(run: RunConfig) -> dict[str, Any]:
     model, optimizer = run.model, run.optimizer
     virtual = run.parallel.virtual_stages(model.num_layers)
     constant = optimizer.weight_decay_incr_style == "constant"
     return {
+        **_derived_of_model(model),
         "accumulate_allreduce_grads_in_fp32": run.precision.accumulate_allreduce_grads_in_fp32 or run.precision.bf16,
-        "add_qkv_bias": model.qkv_bias,
         "check_for_nan_in_loss_and_grad": run.precision.stop_on_nan,
         "cp_comm_type": [run.parallel.cp_comm_type],
         "data_parallel_size": run.data_parallel_size,
-        "encoder_num_layers": model.num_layers,
         "encoder_seq_length": run.data.seq_length,
         "end_weight_decay": optimizer.weight_decay if constant else optimizer.end_weight_decay,
-        "ffn_hidden_size": model.ffn_size,
         "global_batch_size": run.global_batch_size,
-        "kv_channels": model.head_size,
-        "layernorm_epsilon": model.norm_epsilon,  # the name before core 0.8 and from 0.16 on
         "params_dtype": run.precision.params_dtype,
         "sequence_parallel": run.parallel.sequence_parallel_here,
         "start_weight_decay": optimizer.weight_decay if constant else optimizer.start_weight_decay,

@@ -5,17 +5,18 @@ from __future__ import annotations
 from megalith.config import TokenizerConfig
 from megalith.errors import ConfigError
 from megalith.tokenizers.gpt2_bpe import GPT2BPETokenizer
+from megalith.tokenizers.huggingface import HuggingFaceTokenizer
 from megalith.tokenizers.null import NullTokenizer
 from megalith.tokenizers.protocol import Tokenizer
 
-TOKENIZER_TYPES = ("GPT2BPETokenizer", "NullTokenizer")
+TOKENIZER_TYPES = ("GPT2BPETokenizer", "HuggingFaceTokenizer", "NullTokenizer")
 
 
 def tokenizer_violations(config: TokenizerConfig) -> list[str]:
     """What keeps this configuration from naming a tokenizer, empty if nothing does. Opens no file."""
     if config.tokenizer_type in TOKENIZER_TYPES:
         return [f"{flag} is missing: {config.tokenizer_type} needs it" for flag in config.lacking]
-    known = " and ".join(TOKENIZER_TYPES)
+    known = ", ".join(TOKENIZER_TYPES)
     return [f"--tokenizer-type {config.tokenizer_type} is not in this version, which has {known}"]
 
 
@@ -30,5 +31,8 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     if config.tokenizer_type == "NullTokenizer":
         assert config.vocab_size is not None
         return NullTokenizer(config.vocab_size)
+    if config.tokenizer_type == "HuggingFaceTokenizer":
+        assert config.tokenizer_model is not None
+        return HuggingFaceTokenizer(config.tokenizer_model)
     assert config.vocab_file is not None and config.merge_file is not None
     return GPT2BPETokenizer(config.vocab_file, config.merge_file)

@@ -83,7 +83,8 @@ TABLE: list[tuple[str, tuple[str, ...]]] = [
     ("--optimizer sgd", ("--optimizer sgd: comes with", "in this version: adam")),
     ("--ckpt-format torch", ("--ckpt-format torch: comes with", "in this version: torch_dist")),
     ("--dataloader-type cyclic", ("--dataloader-type cyclic: comes with", "in this version: single")),
-    ("--tokenizer-type HuggingFaceTokenizer", ("HuggingFaceTokenizer: comes with", "GPT2BPETokenizer")),
+    ("--tokenizer-type Llama2Tokenizer", ("Llama2Tokenizer: comes with", "GPT2BPETokenizer")),
+    ("--tokenizer-type HuggingFaceTokenizer", ("HuggingFaceTokenizer requires --tokenizer-model DIR",)),
     ("--device gpu", ("--device gpu: not one of auto, cpu, cuda",)),
     # unknown, renamed, refused
     ("--num-layer 2", ("--num-layer is not a flag; did you mean --num-layers?",)),

@@ -1,0 +1,508 @@
+"""Hugging Face's config.json and our `ModelConfig`, either way: GPT-2, Llama, Mistral, Qwen2 and Qwen3 (dense).
+
+Reading is strict. Whatever a config.json asks for that the model here has not is an error that names it, and so is a
+key that is not known, unless it asks for nothing (null, false, 0, empty): a model that is silently another one costs
+more than a refusal. What concerns training, generation or bookkeeping alone is passed over (`_NO_PART_OF_THE_MODEL`).
+
+The names and shapes of the tensors are in `models.huggingface_tensors`. Neither touches a file or imports transformers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megalith.config import ModelConfig
+from megalith.errors import CheckpointError
+from megalith.nn.rope import LongContext
+
+DTYPES = ("float32", "bfloat16", "float16")
+"""What weights may be stored in."""
+
+_SILU = ("silu", "swish")
+_GELU_TANH, _GELU_ERF = ("gelu_new", "gelu_pytorch_tanh"), ("gelu",)
+_LLAMA3 = LongContext(factor=8.0)
+_WINDOW_OF_QWEN = {"sliding_window": 4096, "max_window_layers": 28}
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_NO_PART_OF_THE_MODEL = _words(
+    """
+    _name_or_path _commit_hash _from_model_config _attn_implementation_autoset architectures model_type dtype
+    torch_dtype transformers_version auto_map tokenizer_class task_specific_params finetuning_task id2label label2id
+    problem_type use_cache output_attentions output_hidden_states return_dict return_dict_in_generate output_scores
+    bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id forced_bos_token_id forced_eos_token_id
+    initializer_range attention_dropout attn_pdrop embd_pdrop resid_pdrop n_ctx pretraining_tp gradient_checkpointing
+    summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj
+    reorder_and_upcast_attn use_bfloat16 torchscript pruned_heads chunk_size_feed_forward is_encoder_decoder is_decoder
+    max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k top_p
+    typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids
+    num_return_sequences exponential_decay_length_penalty suppress_tokens begin_suppress_tokens remove_invalid_values
+    prefix unsloth_version unsloth_fixed transformers.js_config
+    """
+)
+
+
+@dataclass(frozen=True)
+class Family:
+    """Models that share a class of transformers.
+
+    Attributes:
+        model_type: its name in config.json.
+        architecture: the class, with its output layer.
+        absent: what a key that is not in config.json means (the defaults of the class).
+    """
+
+    model_type: str
+    architecture: str
+    absent: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+FAMILIES = {
+    family.model_type: family
+    for family in (
+        Family("gpt2", "GPT2LMHeadModel", {"tie_word_embeddings": True, "layer_norm_epsilon": 1e-5}),
+        Family("llama", "LlamaForCausalLM"),
+        Family("mistral", "MistralForCausalLM", {"num_key_value_heads": 8, "sliding_window": 4096}),
+        Family("qwen2", "Qwen2ForCausalLM", {"num_key_value_heads": 32, **_WINDOW_OF_QWEN}),
+        Family("qwen3", "Qwen3ForCausalLM", {"num_key_value_heads": 32, "head_dim": 128, **_WINDOW_OF_QWEN}),
+    )
+}
+"""By `model_type`."""
+
+
+@dataclass(frozen=True)
+class HuggingFaceModel:
+    """What a config.json says of a model.
+
+    Attributes:
+        family: its kind.
+        model: its architecture.
+        vocab_size: rows of its embedding.
+    """
+
+    family: Family
+    model: ModelConfig
+    vocab_size: int
+
+
+class _Reading:
+    """A config.json while it is read: its values with their checks, what was looked at, and all that is wrong."""
+
+    def __init__(self, config: Mapping[str, Any], absent: Mapping[str, Any]) -> None:
+        self._config, self._absent = config, absent
+        self._seen = set(_NO_PART_OF_THE_MODEL)
+        self.problems: list[str] = []
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """A value as it stands; the family's default or `default` where the key is absent."""
+        self._seen.add(key)
+        return self._config.get(key, self._absent.get(key, default))
+
+    def size(self, key: str, default: int | None = None) -> int:
+        """A whole number of at least 1; `default` stands for an absent key and for null."""
+        value = self.get(key)
+        value = default if value is None else value
+        if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+            return value
+        said = "is missing" if value is None else f"is {value!r}"
+        self.problems.append(f"{key} {said}; it must be a whole number of at least 1")
+        return 1
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A number above 0."""
+        value = self.get(key, default)
+        if isinstance(value, int | float) and not isinstance(value, bool) and value > 0:
+            return float(value)
+        self.problems.append(f"{key} is {value!r}; it must be a number above 0")
+        return 1.0
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        """True or false; null is false."""
+        value = self.get(key, default)
+        if value not in (True, False, None):
+            self.problems.append(f"{key} is {value!r}; it must be true or false")
+        return bool(value)
+
+    def only(self, key: str, value: Any, default: Any) -> None:
+        """Refuse a value other than the one that the model here computes with."""
+        found = self.get(key, default)
+        if found != value:
+            self.problems.append(f"{key} is {found!r}; this version has {value!r} only")
+
+    def unknown(self) -> list[str]:
+        """Keys that ask for something and were not looked at."""
+        asks = [key for key, value in self._config.items() if key not in self._seen and value not in _NOTHING]
+        return [f"{key} ({_short(self._config[key])}) is not known" for key in asks]
+
+
+_NOTHING: tuple[Any, ...] = (None, False, 0, "", [], {})
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def model_of_config(config: Any, where: str) -> HuggingFaceModel:
+    """Read a config.json.
+
+    Args:
+        config: what the file holds.
+        where: names the file in errors.
+
+    Raises:
+        CheckpointError: it describes no model of these families, or asks for what this version has not; lists it all.
+    """
+    if not isinstance(config, Mapping):
+        raise CheckpointError(f"{where} holds no JSON object")
+    family = _family_of(config, where)
+    reading = _Reading(config, family.absent)
+    model = _gpt2(reading) if family.model_type == "gpt2" else _llama(reading, family.model_type)
+    vocab_size = reading.size("vocab_size")
+    problems = reading.problems or _misfits(model)
+    problems += reading.unknown()
+    if problems:
+        head = f"{where} asks for what this version of Megalith does not have:"
+        raise CheckpointError("\n  ".join([head, *problems]))
+    return HuggingFaceModel(family, model, vocab_size)
+
+
+def _family_of(config: Mapping[str, Any], where: str) -> Family:
+    known = ", ".join(FAMILIES)
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        raise CheckpointError(f"{where}: model_type {kind!r} is not among those that are read: {known}")
+    family, named = FAMILIES[kind], config.get("architectures") or [FAMILIES[kind].architecture]
+    if family.architecture not in named:
+        raise CheckpointError(
+            f"{where}: architectures is {named!r}; of {kind} only {family.architecture} is read, a language model with "
+            "its output layer"
+        )
+    return family
+
+
+def _misfits(model: ModelConfig) -> list[str]:
+    """What does not divide; such a model cannot be built."""
+    problems = []
+    if model.kv_channels is None and model.hidden_size % model.num_attention_heads:
+        problems.append(f"hidden size {model.hidden_size} does not divide into {model.num_attention_heads} heads")
+    if model.num_attention_heads % model.query_groups:
+        problems.append(f"{model.num_attention_heads} heads do not divide over {model.query_groups} key-value heads")
+    if model.rotary_size % 2:
+        problems.append(f"heads of {model.head_size} are odd, and rotary positions turn pairs")
+    return problems
+
+
+def _gpt2(reading: _Reading) -> ModelConfig:
+    hidden = reading.size("n_embd")
+    activation = reading.get("activation_function", _GELU_TANH[0])
+    if activation not in (*_GELU_TANH, *_GELU_ERF):
+        reading.problems.append(
+            f"activation_function is {activation!r}; this version has {', '.join((*_GELU_TANH, *_GELU_ERF))} for GPT-2"
+        )
+    reading.only("scale_attn_weights", True, default=True)
+    reading.only("scale_attn_by_inverse_layer_idx", False, default=False)
+    reading.only("add_cross_attention", False, default=False)
+    return ModelConfig(
+        num_layers=reading.size("n_layer"),
+        hidden_size=hidden,
+        num_attention_heads=reading.size("n_head"),
+        max_position_embeddings=reading.size("n_positions"),
+        ffn_hidden_size=reading.size("n_inner", 4 * hidden),
+        norm_epsilon=reading.number("layer_norm_epsilon"),
+        bias_gelu_fusion=activation in _GELU_TANH,
+        untie_embeddings_and_output_weights=not reading.flag("tie_word_embeddings"),
+        hidden_dropout=_probability(reading, "resid_pdrop", 0.1),
+        attention_dropout=_probability(reading, "attn_pdrop", 0.1),
+        init_method_std=_probability(reading, "initializer_range", 0.02),
+    )
+
+
+def _llama(reading: _Reading, kind: str) -> ModelConfig:
+    heads, hidden = reading.size("num_attention_heads"), reading.size("hidden_size")
+    groups = reading.size("num_key_value_heads", heads)
+    head_size = reading.size("head_dim", max(1, hidden // heads))
+    positions, layers = reading.size("max_position_embeddings", 2048), reading.size("num_hidden_layers")
+    activation = reading.get("hidden_act", _SILU[0])
+    if activation not in _SILU:
+        reading.problems.append(f"hidden_act is {activation!r}; this version has silu with a gate for {kind}")
+    _no_window(reading, kind, positions, layers)
+    scaling = _rope(reading)
+    return ModelConfig(
+        num_layers=layers,
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        max_position_embeddings=positions,
+        group_query_attention=groups != heads,
+        num_query_groups=groups if groups != heads else 1,
+        ffn_hidden_size=reading.size("intermediate_size"),
+        kv_channels=None if head_size * heads == hidden else head_size,
+        position_embedding_type="rope",
+        normalization="RMSNorm",
+        norm_epsilon=reading.number("rms_norm_eps", 1e-6),
+        swiglu=True,
+        add_bias_linear=_all_biases(reading, kind),
+        add_qkv_bias=kind == "qwen2",
+        qk_layernorm=kind == "qwen3",
+        untie_embeddings_and_output_weights=not reading.flag("tie_word_embeddings"),
+        hidden_dropout=0.0,
+        attention_dropout=_probability(reading, "attention_dropout", 0.0),
+        init_method_std=_probability(reading, "initializer_range", 0.02),
+        **scaling,
+    )
+
+
+def _probability(reading: _Reading, key: str, default: float) -> float:
+    """A number from 0 up to 1 that concerns training only: another value is the default."""
+    value = reading.get(key, default)
+    fine = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1
+    return float(value) if fine else default
+
+
+def _all_biases(reading: _Reading, kind: str) -> bool:
+    """Whether all linear layers have biases; the model here has all, none, or those of Qwen2."""
+    attention, mlp = reading.flag("attention_bias"), reading.flag("mlp_bias")
+    if kind != "llama" and (attention or mlp):
+        reading.problems.append(f"{'attention_bias' if attention else 'mlp_bias'} is true; {kind} is read without it")
+    elif attention != mlp:
+        has, lacks = ("attention_bias", "mlp_bias") if attention else ("mlp_bias", "attention_bias")
+        reading.problems.append(f"{has} is true and {lacks} is not; this version has both or neither")
+    return attention and mlp
+
+
+def _no_window(reading: _Reading, kind: str, positions: int, layers: int) -> None:
+    """Refuse attention to a window of the sequence, unless the window holds the longest sequence."""
+    window = reading.get("sliding_window")
+    used = reading.flag("use_sliding_window") if kind in ("qwen2", "qwen3") else True
+    first = reading.get("max_window_layers", layers)
+    of_layers = reading.get("layer_types")
+    if of_layers is not None:
+        sliding = isinstance(of_layers, list) and "sliding_attention" in of_layers
+        others = [] if not isinstance(of_layers, list) else [t for t in of_layers if t not in _LAYER_TYPES]
+        if not isinstance(of_layers, list) or others or len(of_layers) != layers:
+            reading.problems.append(f"layer_types is {_short(of_layers)}; this version has full_attention only")
+    else:
+        sliding = kind == "mistral" or (kind != "llama" and not (isinstance(first, int) and first >= layers))
+    if sliding and used and isinstance(window, int) and window < positions:
+        reading.problems.append(
+            f"sliding_window is {window}, below the {positions} of max_position_embeddings; this version has attention "
+            "to the whole sequence only"
+        )
+
+
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+def _rope(reading: _Reading) -> dict[str, Any]:
+    """The settings of rotary positions, from `rope_parameters` or, before transformers 5, from two keys."""
+    found = reading.get("rope_parameters") or reading.get("rope_scaling") or {}
+    reading.get("rope_scaling")
+    if not isinstance(found, Mapping):
+        reading.problems.append(f"rope_scaling is {_short(found)}; it must be an object or null")
+        found = {}
+    base = found.get("rope_theta", reading.get("rope_theta", 10000.0))
+    if not isinstance(base, int | float) or isinstance(base, bool) or base < 1 or base != int(base):
+        reading.problems.append(f"rope_theta is {base!r}; it must be a whole number of at least 1 (--rotary-base)")
+        base = 10000
+    partial = found.get("partial_rotary_factor", reading.get("partial_rotary_factor", 1.0))
+    if partial != 1.0:
+        reading.problems.append(f"partial_rotary_factor is {partial!r}; heads are rotated whole in these families")
+    kind = found.get("rope_type", found.get("type", "default"))
+    settings: dict[str, Any] = {"rotary_base": int(base)}
+    if kind == "llama3":
+        settings |= _llama3(reading, found)
+    elif kind != "default":
+        reading.problems.append(f"the rope_type {kind!r} is not in this version, which has default and llama3")
+    return settings
+
+
+def _llama3(reading: _Reading, found: Mapping[str, Any]) -> dict[str, Any]:
+    wanted = {
+        "low_freq_factor": _LLAMA3.low,
+        "high_freq_factor": _LLAMA3.high,
+        "original_max_position_embeddings": _LLAMA3.original,
+    }
+    for key, value in wanted.items():
+        if found.get(key) != value:
+            reading.problems.append(f"{key} of llama3's rope is {found.get(key)!r}; this version has {value:g} only")
+    factor = found.get("factor")
+    if not isinstance(factor, int | float) or factor < 1:
+        reading.problems.append(f"factor of llama3's rope is {factor!r}; it must be a number of at least 1")
+        factor = 1.0
+    return {"use_rope_scaling": True, "rope_scaling_factor": float(factor)}
+
+
+# --- writing ---
+
+
+def family_for(model: ModelConfig, wanted: str | None = None) -> Family:
+    """The family whose config.json can describe a model.
+
+    Args:
+        model: the architecture.
+        wanted: its `model_type`; the first that can if None.
+
+    Raises:
+        CheckpointError: that one cannot, or none can; says why for each.
+    """
+    if wanted is not None and wanted not in FAMILIES:
+        raise CheckpointError(f"there is no family {wanted}; use one of {', '.join(FAMILIES)}")
+    reasons = {kind: _unlike(model, kind) for kind in FAMILIES if wanted in (None, kind)}
+    for kind, reason in reasons.items():
+        if not reason:
+            return FAMILIES[kind]
+    lines = [f"{kind}: {'; '.join(reason)}" for kind, reason in reasons.items()]
+    raise CheckpointError("\n  ".join(["no model of Hugging Face is like this one:", *lines]))
+
+
+def _unlike(model: ModelConfig, kind: str) -> list[str]:
+    """What keeps a family from being this model."""
+    if kind == "gpt2":
+        wanted: dict[str, Any] = {
+            "position_embedding_type": "learned_absolute",
+            "normalization": "LayerNorm",
+            "swiglu": False,
+            "add_bias_linear": True,
+            "qk_layernorm": False,
+        }
+        heads = {"one key and value head for each query head": model.query_groups == model.num_attention_heads}
+    else:
+        wanted = {
+            "position_embedding_type": "rope",
+            "rotary_percent": 1.0,
+            "rotary_interleaved": False,
+            "normalization": "RMSNorm",
+            "swiglu": True,
+            "qk_layernorm": kind == "qwen3",
+            "qkv_bias": kind == "qwen2" or (kind == "llama" and model.add_bias_linear),
+            "add_bias_linear": kind == "llama" and model.add_bias_linear,
+        }
+        heads = {}
+    if kind in ("gpt2", "qwen2"):
+        whole = model.head_size * model.num_attention_heads == model.hidden_size
+        heads["heads that make up the hidden size"] = whole
+    unlike = [
+        f"it has {name} {value}, the model {getattr(model, name)}"
+        for name, value in wanted.items()
+        if getattr(model, name) != value
+    ]
+    return unlike + [f"it has {what}" for what, holds in heads.items() if not holds]
+
+
+def config_of_model(
+    family: Family,
+    model: ModelConfig,
+    vocab_size: int,
+    dtype: str,
+    *,
+    eod: int | None = None,
+    original: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The config.json of a model.
+
+    Args:
+        family: one of those that `family_for` finds.
+        model: the architecture.
+        vocab_size: rows of the embedding.
+        dtype: of the weights, one of `DTYPES`.
+        eod: the id that ends a document.
+        original: the config.json that the model came with, kept where it still says the same of the model.
+    """
+    kept = _still_right(original, family, model)
+    if kept is not None:
+        name = "torch_dtype" if "torch_dtype" in kept and "dtype" not in kept else "dtype"
+        return {**kept, "vocab_size": vocab_size, name: dtype}
+    described = _gpt2_config(model) if family.model_type == "gpt2" else _llama_config(family, model)
+    return {
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
+        **described,
+        "bos_token_id": eod if family.model_type == "gpt2" else None,
+        "eos_token_id": eod,
+        "initializer_range": model.init_method_std,
+        "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
+        "torch_dtype": dtype,
+        "use_cache": True,
+        "vocab_size": vocab_size,
+    }
+
+
+def _still_right(original: Mapping[str, Any] | None, family: Family, model: ModelConfig) -> Mapping[str, Any] | None:
+    if original is None:
+        return None
+    try:
+        was = model_of_config(original, "")
+    except CheckpointError:
+        return None
+    same = _meaning(was.model) == _meaning(model)
+    return original if was.family == family and same else None
+
+
+def _meaning(model: ModelConfig) -> dict[str, Any]:
+    """What of a model decides its logits."""
+    factor = model.rope_scaling_factor if model.use_rope_scaling else None
+    return {**{name: getattr(model, name) for name in _DECIDES_LOGITS}, "rope_scaling_factor": factor}
+
+
+_DECIDES_LOGITS = _words(
+    """
+    num_layers hidden_size num_attention_heads query_groups head_size ffn_size max_position_embeddings
+    position_embedding_type rotary_base rotary_percent rotary_interleaved normalization norm_epsilon activation
+    add_bias_linear qkv_bias qk_layernorm untie_embeddings_and_output_weights
+    """
+)
+
+
+def _gpt2_config(model: ModelConfig) -> dict[str, Any]:
+    return {
+        "activation_function": _GELU_TANH[0] if model.activation == "gelu_tanh" else _GELU_ERF[0],
+        "attn_pdrop": model.attention_dropout,
+        "embd_pdrop": model.hidden_dropout,
+        "layer_norm_epsilon": model.norm_epsilon,
+        "n_embd": model.hidden_size,
+        "n_head": model.num_attention_heads,
+        "n_inner": model.ffn_size,
+        "n_layer": model.num_layers,
+        "n_positions": model.max_position_embeddings,
+        "resid_pdrop": model.hidden_dropout,
+    }
+
+
+def _llama_config(family: Family, model: ModelConfig) -> dict[str, Any]:
+    scaling = None
+    if model.use_rope_scaling:
+        scaling = {
+            "rope_type": "llama3",
+            "factor": model.rope_scaling_factor,
+            "low_freq_factor": _LLAMA3.low,
+            "high_freq_factor": _LLAMA3.high,
+            "original_max_position_embeddings": _LLAMA3.original,
+        }
+    only: dict[str, Callable[[], dict[str, Any]]] = {
+        "llama": lambda: {"attention_bias": model.add_bias_linear, "mlp_bias": model.add_bias_linear},
+        "mistral": lambda: {"sliding_window": None},
+        "qwen2": lambda: {"use_sliding_window": False},
+        "qwen3": lambda: {"attention_bias": False, "use_sliding_window": False},
+    }
+    heads = {} if family.model_type == "qwen2" else {"head_dim": model.head_size}
+    return {
+        "attention_dropout": model.attention_dropout,
+        **heads,
+        "hidden_act": _SILU[0],
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.ffn_size,
+        "max_position_embeddings": model.max_position_embeddings,
+        "num_attention_heads": model.num_attention_heads,
+        "num_hidden_layers": model.num_layers,
+        "num_key_value_heads": model.query_groups,
+        "rms_norm_eps": model.norm_epsilon,
+        "rope_scaling": scaling,
+        "rope_theta": float(model.rotary_base),
+        **only[family.model_type](),
+    }

@@ -1,0 +1,177 @@
+"""The tensors of Hugging Face's models and the parameters of ours: one table, read both ways.
+
+Every tensor of theirs is made of rows of our parameters, the other way round as well:
+
+    q_proj, k_proj, v_proj     linear_qkv: for each group its queries, its key, its value (`nn.attention`)
+    gate_proj, up_proj         linear_fc1: all gates, then all ups
+    c_attn (GPT-2)             all queries, all keys, all values; GPT-2's linear layers are stored transposed
+    the others                 whole
+
+Where the embedding is tied there is no `lm_head.weight`. The order is that of `state_dict` of their models, by which
+the shards of a large model are cut.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megalith.config import ModelConfig
+from megalith.models.huggingface import Family
+
+GPT2_PREFIX = "transformer."
+"""Before the names of GPT-2's tensors; files written by the bare model, as the first on the hub, are without it."""
+
+_LLAMA_LAYER, _GPT2_LAYER, _OUR_LAYER = "model.layers.", "transformer.h.", "decoder.layers."
+# Buffers that older files hold: masks and frequencies, which follow from the configuration.
+_BUFFERS = re.compile(
+    r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias|model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
+)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows of a tensor that are rows of a parameter.
+
+    Attributes:
+        parameter: its name in our model.
+        start: the first row in the tensor of Hugging Face; after transposing it, where it is transposed.
+        at: the first row in the parameter.
+        length: how many rows.
+    """
+
+    parameter: str
+    start: int
+    at: int
+    length: int
+
+
+@dataclass(frozen=True)
+class TheirTensor:
+    """A tensor of a Hugging Face model.
+
+    Attributes:
+        name: in its files.
+        shape: in its files.
+        parts: what of our parameters it is; together all of it.
+        transposed: parts are rows of its transpose.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+    transposed: bool = False
+
+
+def tensors_of(family: Family, model: ModelConfig, vocab_size: int) -> list[TheirTensor]:
+    """All tensors of a model, in the order of its `state_dict`.
+
+    Args:
+        family: whose names.
+        model: the architecture.
+        vocab_size: rows of the embedding in their files.
+    """
+    layers = _gpt2_layer if family.model_type == "gpt2" else _llama_layer
+    names = _GPT2_ENDS if family.model_type == "gpt2" else _LLAMA_ENDS
+    hidden = model.hidden_size
+    found = [_whole(names["words"], (vocab_size, hidden), "embedding.word_embeddings.weight")]
+    if model.position_embedding_type == "learned_absolute":
+        positions = (model.max_position_embeddings, hidden)
+        found.append(_whole(names["positions"], positions, "embedding.position_embeddings.weight"))
+    for layer in range(model.num_layers):
+        found += layers(model, layer)
+    found += _norm(names["norm"], (hidden,), "decoder.final_layernorm", bias=model.normalization == "LayerNorm")
+    if model.untie_embeddings_and_output_weights:
+        found.append(_whole("lm_head.weight", (vocab_size, hidden), "output_layer.weight"))
+    return found
+
+
+def follows_from_config(name: str) -> bool:
+    """Whether a tensor of older files holds nothing that was learned."""
+    return _BUFFERS.fullmatch(name) is not None
+
+
+_GPT2_ENDS = {
+    "words": f"{GPT2_PREFIX}wte.weight",
+    "positions": f"{GPT2_PREFIX}wpe.weight",
+    "norm": f"{GPT2_PREFIX}ln_f",
+}
+_LLAMA_ENDS = {"words": "model.embed_tokens.weight", "norm": "model.norm"}
+
+
+def _whole(name: str, shape: tuple[int, ...], parameter: str, *, transposed: bool = False) -> TheirTensor:
+    rows = shape[-1] if transposed else shape[0]
+    return TheirTensor(name, shape, (Part(parameter, 0, 0, rows),), transposed)
+
+
+def _norm(name: str, shape: tuple[int, ...], ours: str, *, bias: bool) -> list[TheirTensor]:
+    kinds = ("weight", "bias") if bias else ("weight",)
+    return [_whole(f"{name}.{kind}", shape, f"{ours}.{kind}") for kind in kinds]
+
+
+def _gpt2_layer(model: ModelConfig, layer: int) -> Iterator[TheirTensor]:
+    theirs, ours, hidden = f"{_GPT2_LAYER}{layer}.", f"{_OUR_LAYER}{layer}.", model.hidden_size
+
+    def linear(name: str, parameter: str, inputs: int, outputs: int) -> Iterator[TheirTensor]:
+        yield _whole(f"{theirs}{name}.weight", (inputs, outputs), f"{ours}{parameter}.weight", transposed=True)
+        yield _whole(f"{theirs}{name}.bias", (outputs,), f"{ours}{parameter}.bias")
+
+    yield from _norm(f"{theirs}ln_1", (hidden,), f"{ours}input_layernorm", bias=True)
+    qkv = f"{ours}self_attention.linear_qkv"
+    yield TheirTensor(f"{theirs}attn.c_attn.weight", (hidden, 3 * hidden), _all_heads(model, f"{qkv}.weight"), True)
+    yield TheirTensor(f"{theirs}attn.c_attn.bias", (3 * hidden,), _all_heads(model, f"{qkv}.bias"))
+    yield from linear("attn.c_proj", "self_attention.linear_proj", hidden, hidden)
+    yield from _norm(f"{theirs}ln_2", (hidden,), f"{ours}pre_mlp_layernorm", bias=True)
+    yield from linear("mlp.c_fc", "mlp.linear_fc1", hidden, model.ffn_size)
+    yield from linear("mlp.c_proj", "mlp.linear_fc2", model.ffn_size, hidden)
+
+
+def _llama_layer(model: ModelConfig, layer: int) -> Iterator[TheirTensor]:
+    theirs, ours, hidden = f"{_LLAMA_LAYER}{layer}.", f"{_OUR_LAYER}{layer}.", model.hidden_size
+    attention, size = f"{ours}self_attention.", model.head_size
+
+    def kinds(bias: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """The tensors of a linear layer, with the shape behind the rows."""
+        return iter([("weight", (hidden,)), ("bias", ())] if bias else [("weight", (hidden,))])
+
+    for letter, heads in (("q", model.num_attention_heads), ("k", model.query_groups), ("v", model.query_groups)):
+        for kind, columns in kinds(model.qkv_bias):
+            parts = _heads(model, letter, 0, f"{attention}linear_qkv.{kind}")
+            yield TheirTensor(f"{theirs}self_attn.{letter}_proj.{kind}", (heads * size, *columns), parts)
+    context = model.num_attention_heads * size
+    yield from _linear(f"{theirs}self_attn.o_proj", (hidden, context), f"{attention}linear_proj", model.add_bias_linear)
+    if model.qk_layernorm:
+        for letter in "qk":
+            yield from _norm(f"{theirs}self_attn.{letter}_norm", (size,), f"{attention}{letter}_layernorm", bias=False)
+    ffn = model.ffn_size
+    for number, gated in enumerate(("gate", "up")):
+        for kind, columns in kinds(model.add_bias_linear):
+            part = Part(f"{ours}mlp.linear_fc1.{kind}", 0, number * ffn, ffn)
+            yield TheirTensor(f"{theirs}mlp.{gated}_proj.{kind}", (ffn, *columns), (part,))
+    yield from _linear(f"{theirs}mlp.down_proj", (hidden, ffn), f"{ours}mlp.linear_fc2", model.add_bias_linear)
+    yield from _norm(f"{theirs}input_layernorm", (hidden,), f"{ours}input_layernorm", bias=False)
+    yield from _norm(f"{theirs}post_attention_layernorm", (hidden,), f"{ours}pre_mlp_layernorm", bias=False)
+
+
+def _linear(name: str, shape: tuple[int, int], ours: str, bias: bool) -> Iterator[TheirTensor]:
+    yield _whole(f"{name}.weight", shape, f"{ours}.weight")
+    if bias:
+        yield _whole(f"{name}.bias", shape[:1], f"{ours}.bias")
+
+
+def _heads(model: ModelConfig, letter: str, first: int, parameter: str) -> tuple[Part, ...]:
+    """The heads of one kind, which start at row `first` of their tensor, in the fused projection: one part a group."""
+    size, queries = model.head_size, model.num_attention_heads // model.query_groups
+    rows = queries * size if letter == "q" else size
+    inside = {"q": 0, "k": queries * size, "v": (queries + 1) * size}[letter]
+    return tuple(
+        Part(parameter, first + group * rows, group * (queries + 2) * size + inside, rows)
+        for group in range(model.query_groups)
+    )
+
+
+def _all_heads(model: ModelConfig, parameter: str) -> tuple[Part, ...]:
+    """The heads of GPT-2's fused projection: all queries, all keys, all values."""
+    parts = (_heads(model, letter, n * model.hidden_size, parameter) for n, letter in enumerate("qkv"))
+    return tuple(part for of_kind in parts for part in of_kind)
