@@ -1,8 +1,11 @@
 """Checkpoints: chunks of global tensors, and the stores that keep them."""
 
+from megalith.checkpoint.background import PendingSave, SaveReport
 from megalith.checkpoint.content import CheckpointContent, Chunk, LoadedContent
 from megalith.checkpoint.memory import MemoryStore
-from megalith.checkpoint.store import DirectoryStore, SaveReport, Store, split_path
+from megalith.checkpoint.retention import Retention
+from megalith.checkpoint.staging import Staging
+from megalith.checkpoint.store import DirectoryStore, Store, split_path
 
 __all__ = [
     "CheckpointContent",
@@ -10,7 +13,10 @@ __all__ = [
     "DirectoryStore",
     "LoadedContent",
     "MemoryStore",
+    "PendingSave",
+    "Retention",
     "SaveReport",
+    "Staging",
     "Store",
     "split_path",
 ]

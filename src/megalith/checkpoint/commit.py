@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from megalith.errors import CheckpointError
 _SAVING = ".saving-"
 _REPLACED = ".replaced-"
 _REMOVING = ".removing-"
+_log = logging.getLogger("megalith.checkpoint")
 
 
 def no_point(_: str) -> None:
@@ -117,6 +119,15 @@ def set_aside(folder: Path) -> Path:
         shutil.rmtree(aside)
     folder.rename(aside)
     return aside
+
+
+def delete(asides: Iterable[Path]) -> None:
+    """Delete what was set aside; what cannot be deleted is said in the log, and is the next saver's to clear."""
+    for aside in asides:
+        try:
+            shutil.rmtree(aside)
+        except OSError as error:
+            _log.warning("%s cannot be deleted: %s", aside, error)
 
 
 def clear_leftovers(parent: Path) -> None:

@@ -3,6 +3,7 @@
 What differs from DCP's defaults, and why:
 - a chunk's place in its global tensor is taken from `Chunk`, so stacked layers and gate/up halves need no copy;
 - objects are written as one-element lists, which is how Megatron stores its `ShardedObject`s;
+- tensors go from memory to the file as they are (`tensor_entry`), in the form that `torch.save` gives them;
 - every file is hashed while it is written (`hashing`), and errors of the writer threads are never lost;
 - `.metadata` and objects are read by the restricted readers of `safe_loading`; a tensor is read straight into its
   destination where it fits, without torch's unpickler seeing the file;
@@ -18,6 +19,8 @@ from __future__ import annotations
 
 import io
 import os
+import threading
+import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -55,7 +58,7 @@ from torch.futures import Future
 from megalith.checkpoint.content import CheckpointContent, Chunk, by_key, volume
 from megalith.checkpoint.hashing import FileRecord, HashedFile
 from megalith.checkpoint.safe_loading import dump_bytes, load_bytes, read_metadata
-from megalith.checkpoint.tensor_entry import read_tensor_entry
+from megalith.checkpoint.tensor_entry import read_tensor_entry, write_tensor_entry
 from megalith.errors import CheckpointError
 
 METADATA_FILE = ".metadata"
@@ -167,15 +170,20 @@ def _refuse_gaps(plans: Sequence[SavePlan]) -> None:
 
 
 class HashedFileSystem(FileSystem):
-    """DCP's file system over files that are hashed in passing and on the disk when they are closed."""
+    """DCP's file system over files that are hashed in passing and on the disk when they are closed.
 
-    def __init__(self) -> None:
+    Args:
+        cancelled: ends all writing when it is set.
+    """
+
+    def __init__(self, cancelled: threading.Event) -> None:
         self.records: dict[str, FileRecord] = {}
+        self._cancelled = cancelled
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
         assert mode == "wb"
-        raw = HashedFile(Path(path))
+        raw = HashedFile(Path(path), self._cancelled.is_set)
         with io.BufferedWriter(raw, _WRITE_BUFFER) as stream:
             try:
                 yield stream
@@ -196,11 +204,13 @@ class HashedFileSystem(FileSystem):
 
 
 class HashedWriter(FileSystemWriter):
-    """Writes a plan's items into two files per rank, each by a thread that serialises, hashes and writes."""
+    """Writes a plan's items into two files per rank, each by a thread that hashes and writes."""
 
-    def __init__(self, path: Path, rank: int = 0, checkpoint_name: str = "") -> None:
+    def __init__(
+        self, path: Path, rank: int = 0, checkpoint_name: str = "", cancelled: threading.Event | None = None
+    ) -> None:
         super().__init__(path, sync_files=False, thread_count=_FILES_PER_RANK, overwrite=False)
-        self.fs = HashedFileSystem()
+        self.fs = HashedFileSystem(cancelled or threading.Event())
         self.save_id = SAVE_ID_PREFIX + self.save_id
         self._rank, self._checkpoint_name = rank, checkpoint_name
 
@@ -234,24 +244,11 @@ class HashedWriter(FileSystemWriter):
 def _write_item(stream: io.BufferedWriter, item: WriteItem, data: Tensor | io.BytesIO, name: str) -> WriteResult:
     start = stream.tell()
     if isinstance(data, Tensor):
-        torch.save(exact_storage(data.detach().cpu()), stream)
+        write_tensor_entry(stream, data.detach().cpu())
     else:
         stream.write(data.getbuffer())
     length = stream.tell() - start
     return WriteResult(index=item.index, size_in_bytes=length, storage_data=_StorageInfo(name, start, length))
-
-
-def exact_storage(tensor: Tensor) -> Tensor:
-    """The same CPU tensor over a storage of just its elements, since `torch.save` writes the whole storage.
-
-    A contiguous view is aliased, anything else copied.
-    """
-    if tensor.untyped_storage().nbytes() == tensor.nbytes and tensor.is_contiguous():
-        return tensor
-    if not tensor.is_contiguous() or tensor.numel() == 0:
-        return tensor.clone(memory_format=torch.contiguous_format)
-    octets = tensor.reshape(-1).view(torch.uint8).numpy()
-    return torch.from_numpy(octets).view(tensor.dtype).view(tensor.shape)
 
 
 def _balanced(items: Sequence[WriteItem], count: int) -> list[list[WriteItem]]:
@@ -277,10 +274,17 @@ def _item_bytes(item: WriteItem) -> int:
 
 @dataclass(frozen=True)
 class Written:
-    """What one rank wrote: where each item is, and the size and digest of each file."""
+    """What one rank wrote.
+
+    Attributes:
+        results: where each item is.
+        records: the size and digest of each file.
+        seconds: how long it took.
+    """
 
     results: list[WriteResult]
     records: dict[str, FileRecord]
+    seconds: float = 0.0
 
 
 class RankWriter:
@@ -303,7 +307,7 @@ class RankWriter:
         rank: int,
         planner: ChunkSavePlanner | None = None,
     ) -> None:
-        self._rank = rank
+        self._rank, self._cancelled = rank, threading.Event()
         self._planner = planner or ChunkSavePlanner()
         self._planner.set_up_planner({**global_tensors(chunks), **objects}, is_coordinator=rank == 0)
         self.plan: SavePlan = self._planner.create_local_plan()
@@ -313,9 +317,16 @@ class RankWriter:
 
         Raises:
             OSError: the disk refused.
+            WritingCancelled: by `cancel`.
         """
-        writer = HashedWriter(path, self._rank)
-        return Written(writer.write_data(self.plan, self._planner).wait(), writer.records)
+        began = time.perf_counter()
+        writer = HashedWriter(path, self._rank, cancelled=self._cancelled)
+        results = writer.write_data(self.plan, self._planner).wait()
+        return Written(results, writer.records, time.perf_counter() - began)
+
+    def cancel(self) -> None:
+        """Have `write`, in whatever thread it is, end soon."""
+        self._cancelled.set()
 
 
 def merged_metadata(plans: Sequence[SavePlan]) -> Metadata:

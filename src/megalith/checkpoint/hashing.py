@@ -16,11 +16,13 @@ import io
 import os
 import threading
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from megalith.checkpoint.checksums import joined
 
 HASH_NAME = "crc32-1MiB/blake2b-128"
 BLOCK_SIZE = 2**20
@@ -57,9 +59,18 @@ class BlockHash:
 
     def update(self, piece: memoryview) -> None:
         """Add bytes that do not reach past the current block."""
-        assert 0 < len(piece) <= self.room
-        self._block = zlib.crc32(piece, self._block)
-        self.size += len(piece)
+        self._extend(zlib.crc32(piece, self._block), len(piece))
+
+    def update_summed(self, piece: memoryview) -> int:
+        """As `update`; returns the CRC-32 of these bytes alone."""
+        checksum = zlib.crc32(piece)
+        self._extend(joined(self._block, checksum, len(piece)), len(piece))
+        return checksum
+
+    def _extend(self, block: int, length: int) -> None:
+        assert 0 < length <= self.room
+        self._block = block
+        self.size += length
         if self.size % BLOCK_SIZE == 0:
             self._checksums.append(self._block)
             self._block = 0
@@ -70,19 +81,31 @@ class BlockHash:
         return FileRecord(self.size, _digest(self._checksums + last))
 
 
+class WritingCancelled(Exception):
+    """What a writer ends with that was told to stop."""
+
+
+def _never() -> bool:
+    return False
+
+
 class HashedFile(io.RawIOBase):
     """A new file that is hashed in passing as it is written. Wrap it in `io.BufferedWriter`.
 
     Block by block, the hash and the write follow each other while the bytes are in the processor's cache.
 
+    Args:
+        path: the file; there must be none.
+        cancelled: whether to stop in the middle, asked before each block.
+
     Attributes:
         failure: the first error of the file system. torch's writer loses it and raises one about positions instead.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, cancelled: Callable[[], bool] = _never) -> None:
         super().__init__()
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        self._hash = BlockHash()
+        self._hash, self._cancelled = BlockHash(), cancelled
         self._abandoned = False
         self.failure: OSError | None = None
 
@@ -99,15 +122,28 @@ class HashedFile(io.RawIOBase):
         view = memoryview(data).cast("B")
         if self._abandoned:
             return len(view)
+        for piece in self._pieces(view):
+            self._hash.update(piece)
+            self._put(piece)
+        return len(view)
+
+    def write_summed(self, data: Any) -> int:
+        """Write all of `data`; returns its CRC-32."""
+        checksum = 0
+        for piece in self._pieces(memoryview(data).cast("B")):
+            checksum = joined(checksum, self._hash.update_summed(piece), len(piece))
+            self._put(piece)
+        return checksum
+
+    def _put(self, piece: memoryview) -> None:
+        if self._cancelled():
+            raise WritingCancelled
         try:
-            for piece in self._pieces(view):
-                self._hash.update(piece)
-                while piece:
-                    piece = piece[os.write(self._fd, piece) :]
+            while piece:
+                piece = piece[os.write(self._fd, piece) :]
         except OSError as error:
             self.failure = self.failure or error
             raise
-        return len(view)
 
     def _pieces(self, view: memoryview) -> Iterator[memoryview]:
         while view:

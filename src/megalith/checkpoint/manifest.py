@@ -76,8 +76,13 @@ def records_of(body: Mapping[str, Any]) -> dict[str, FileRecord]:
     return {name: FileRecord(entry["size"], entry["digest"]) for name, entry in body["files"].items()}
 
 
-def compare(folder: Path, expected: Mapping[str, FileRecord]) -> list[str]:
-    """Hash the files of a folder and list what differs from the manifest; sizes first, since they cost nothing."""
+def missing(folder: Path, body: Mapping[str, Any]) -> list[str]:
+    """The files of a manifest that are not there, or not with their sizes."""
+    return _by_size(folder, records_of(body))[0]
+
+
+def _by_size(folder: Path, expected: Mapping[str, FileRecord]) -> tuple[list[str], list[Path]]:
+    """What is wrong with the files without reading them, and the others."""
     problems, sound = [], []
     for name, record in expected.items():
         path = folder / name
@@ -87,6 +92,12 @@ def compare(folder: Path, expected: Mapping[str, FileRecord]) -> list[str]:
             problems.append(f"{path} has {size} bytes instead of {record.size}")
         else:
             sound.append(path)
+    return problems, sound
+
+
+def compare(folder: Path, expected: Mapping[str, FileRecord]) -> list[str]:
+    """Hash the files of a folder and list what differs from the manifest; sizes first, since they cost nothing."""
+    problems, sound = _by_size(folder, expected)
     try:
         found = hash_files(sound)
     except (OSError, EOFError) as error:

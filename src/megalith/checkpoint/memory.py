@@ -13,12 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megalith.checkpoint.background import PendingSave, SaveReport
 from megalith.checkpoint.commit import no_point
 from megalith.checkpoint.content import CheckpointContent, Chunk, LoadedContent, by_key
 from megalith.checkpoint.fit import Contents, StoredTensor, check_complete, fitted, keys_of
 from megalith.checkpoint.folder import EncodedContent
 from megalith.checkpoint.safe_loading import load_bytes
-from megalith.checkpoint.store import NO_FILES, SaveReport, provenance
+from megalith.checkpoint.staging import Staging
+from megalith.checkpoint.store import NO_FILES, provenance
 from megalith.errors import CheckpointError
 
 
@@ -27,6 +29,24 @@ class _Saved:
     tensors: dict[str, Tensor]
     encoded: EncodedContent
     manifest: dict[str, Any]
+
+
+class _PendingInMemory:
+    """A scheduled save: what was copied, and how it takes its place."""
+
+    writing = failed = False
+
+    def __init__(self, copied: _Saved, put: Callable[[_Saved], None], started: float) -> None:
+        self._copied, self._put, self._started = copied, put, started
+        self._stall = time.perf_counter() - started
+
+    def commit(self, *, failed: bool = False) -> SaveReport:
+        self._put(self._copied)
+        seconds = time.perf_counter() - self._started
+        return SaveReport(seconds, self._copied.encoded.nbytes, None, self._stall, 0.0)
+
+    def abandon(self) -> None:
+        pass
 
 
 class MemoryStore:
@@ -46,18 +66,47 @@ class MemoryStore:
         on_point: Callable[[str], None] = no_point,
     ) -> SaveReport:
         started = time.perf_counter()
+        copied = self._copied(iteration, content, manifest, files, on_point)
+        self._put(iteration, copied, on_point)
+        seconds = time.perf_counter() - started
+        return SaveReport(seconds, copied.encoded.nbytes, None, seconds, seconds)
+
+    def schedule(
+        self,
+        iteration: int,
+        content: CheckpointContent,
+        manifest: Mapping[str, Any],
+        *,
+        staging: Staging,
+        files: Mapping[str, bytes] = NO_FILES,
+        on_point: Callable[[str], None] = no_point,
+    ) -> PendingSave:
+        started = time.perf_counter()
+        copied = self._copied(iteration, content, manifest, files, on_point)
+        return _PendingInMemory(copied, lambda saved: self._put(iteration, saved, on_point), started)
+
+    def _copied(
+        self,
+        iteration: int,
+        content: CheckpointContent,
+        manifest: Mapping[str, Any],
+        files: Mapping[str, bytes],
+        on_point: Callable[[str], None],
+    ) -> _Saved:
         encoded = EncodedContent(content, files)
         on_point("pre_save")
         check_complete(content.chunks)
         tensors = {key: _assembled(chunks) for key, chunks in by_key(content.chunks).items()}
         on_point("mid_save")
         facts = json.loads(json.dumps({"iteration": iteration, **provenance(), **manifest}))
+        return _Saved(tensors, encoded, facts)
+
+    def _put(self, iteration: int, saved: _Saved, on_point: Callable[[str], None]) -> None:
         on_point("pre_commit")
-        self._saved[iteration] = _Saved(tensors, encoded, facts)
+        self._saved[iteration] = saved
         on_point("mid_commit")
         self._latest = iteration
         on_point("post_commit")
-        return SaveReport(time.perf_counter() - started, encoded.nbytes, None)
 
     def load(self, iteration: int, content: CheckpointContent, *, verify: bool = True) -> LoadedContent:
         saved = self._existing(iteration)

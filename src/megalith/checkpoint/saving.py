@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
 from megalith.checkpoint.commit import Building, begin_building, check_space, clear_leftovers, naming_full_disk
-from megalith.checkpoint.content import CheckpointContent
+from megalith.checkpoint.content import CheckpointContent, Chunk
 from megalith.checkpoint.crew import Crew
 from megalith.checkpoint.dcp import RankWriter, Written, merged_metadata
 from megalith.checkpoint.folder import EncodedContent, finish_folder
@@ -43,6 +43,19 @@ class _Part:
     nbytes: int
 
 
+@dataclass(frozen=True)
+class Saved:
+    """What a save wrote.
+
+    Attributes:
+        nbytes: of all the files but the manifest.
+        write_seconds: how long the slowest rank wrote.
+    """
+
+    nbytes: int
+    write_seconds: float
+
+
 class Saving:
     """A save under way.
 
@@ -54,6 +67,7 @@ class Saving:
         facts: what the manifest says beside sizes and hashes.
         on_point: called with the points of the save on this rank.
         publish: points the tracker to the folder; called on the first rank when it is in its place.
+        staged: copies chunks, where they are to be written while the tensors change.
     """
 
     def __init__(
@@ -65,10 +79,11 @@ class Saving:
         facts: Mapping[str, Any],
         on_point: Callable[[str], None],
         publish: Callable[[], None],
+        staged: Callable[[Sequence[Chunk]], list[Chunk]] | None = None,
     ) -> None:
         self._crew, self._final, self._facts = crew, final, facts
         self._content, self._files = content, files
-        self._on_point, self._publish = on_point, publish
+        self._on_point, self._publish, self._staged = on_point, publish, staged
         self._encoded: EncodedContent
         self._writer: RankWriter
         self._metadata: Metadata
@@ -76,8 +91,8 @@ class Saving:
         self._name = ""
         self._needed = 0
 
-    def run(self) -> int:
-        """Save; returns the bytes of all the files but the manifest.
+    def run(self) -> Saved:
+        """Save.
 
         Raises:
             CheckpointError: it could not be done, on whichever rank; what was there before is untouched.
@@ -99,14 +114,11 @@ class Saving:
             self.abandon()
             raise
 
-    def commit(self, write: Callable[[], Written]) -> int:
+    def commit(self, write: Callable[[], Written]) -> Saved:
         """Have each rank write its part and put the folder in its place; all ranks call it together.
 
         Args:
             write: what gives this rank's part: `write`, or what that has given before.
-
-        Returns:
-            The bytes of all the files but the manifest.
 
         Raises:
             CheckpointError: as `run`; nothing is left of the folder.
@@ -118,7 +130,11 @@ class Saving:
             self.abandon()
             raise
         self._on_point("post_commit")
-        return sizes[0]
+        return Saved(sizes[0], max(part.seconds for part in written))
+
+    def cancel(self) -> None:
+        """Have `write`, in whatever thread it is, end soon."""
+        self._writer.cancel()
 
     def abandon(self) -> None:
         """Remove what was written, if it was not committed."""
@@ -126,6 +142,8 @@ class Saving:
             self._new.abandon()
 
     def _prepare(self) -> _Part:
+        if self._staged is not None:
+            self._content = replace(self._content, chunks=self._staged(self._content.chunks))
         self._encoded = EncodedContent(self._content, self._files, rank=self._crew.rank)
         self._writer = RankWriter(self._content.chunks, self._encoded.objects, self._crew.rank)
         self._on_point("pre_save")
@@ -151,6 +169,7 @@ class Saving:
         path = self._final.parent / self._name
         with naming_full_disk(path.parent, self._needed):
             _wait_for(path)
+            check_space(path.parent, self._encoded.nbytes)  # on this host too, before its first byte
             written = self._writer.write(path)
             self._on_point("mid_save")
             if not self._crew.is_first:

@@ -4,16 +4,18 @@ A save is visible only when it is complete and durable; a load fills the given t
 every file against the manifest. Neither ever changes a checkpoint that is there. A damaged checkpoint is found, named
 and passed over in favour of the newest sound one.
 
-Which checkpoints to keep, saving in the background and other formats are not decided here.
+Which checkpoints to keep (`retention`) and what a save beside the training is (`background`) are not decided here.
 """
 
 from __future__ import annotations
 
+import logging
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -21,15 +23,19 @@ from typing import Any, Protocol
 import torch
 
 import megalith
-from megalith.checkpoint.commit import no_point, put_back_replaced, replace_durably
+from megalith.checkpoint import manifest as manifests
+from megalith.checkpoint.background import BackgroundSave, PendingSave, SaveReport
+from megalith.checkpoint.commit import delete, no_point, put_back_replaced, replace_durably, set_aside
 from megalith.checkpoint.content import CheckpointContent, LoadedContent
 from megalith.checkpoint.crew import Crew
 from megalith.checkpoint.fit import Contents, keys_of
 from megalith.checkpoint.folder import CheckpointFolder, Reading, damaged
 from megalith.checkpoint.manifest import MANIFEST_FILE
 from megalith.checkpoint.owner import claim
+from megalith.checkpoint.retention import KEEP_ALL, Retention
 from megalith.checkpoint.saving import Saving
 from megalith.checkpoint.source import is_huggingface
+from megalith.checkpoint.staging import Staging
 from megalith.distributed.context import ParallelContext
 from megalith.errors import CheckpointError
 from megalith.layout import Layout
@@ -44,15 +50,7 @@ between the rename and the tracker (on other ranks than the first: about then); 
 NO_FILES: Mapping[str, bytes] = MappingProxyType({})
 
 _ITERATION = re.compile(r"iter_(\d{7,})")
-
-
-@dataclass(frozen=True)
-class SaveReport:
-    """What a save did: its wall time, the bytes of all its files, and where it is (None in memory)."""
-
-    seconds: float
-    bytes: int
-    path: Path | None
+_log = logging.getLogger("megalith.checkpoint")
 
 
 class Store(Protocol):
@@ -78,6 +76,29 @@ class Store(Protocol):
 
         Raises:
             CheckpointError: it could not be written; what was there before is untouched.
+        """
+        ...
+
+    def schedule(
+        self,
+        iteration: int,
+        content: CheckpointContent,
+        manifest: Mapping[str, Any],
+        *,
+        staging: Staging,
+        files: Mapping[str, bytes] = NO_FILES,
+        on_point: Callable[[str], None] = no_point,
+    ) -> PendingSave:
+        """Begin to write a checkpoint; returns when its tensors are copied and may change. A commit makes it one.
+
+        The points `mid_save` and, on other ranks than the first, `pre_commit` are passed by another thread.
+
+        Args:
+            iteration, content, manifest, files, on_point: as of `save`.
+            staging: memory for the copies, which no other save uses until this one is committed or abandoned.
+
+        Raises:
+            CheckpointError: it cannot be written; what was there before is untouched.
         """
         ...
 
@@ -151,11 +172,12 @@ class DirectoryStore:
     Args:
         path: the save folder; it is made by the first save.
         ctx: the ranks that share it; this process alone by default.
+        retention: which checkpoints stay when one is saved.
     """
 
-    def __init__(self, path: Path | str, ctx: ParallelContext | None = None) -> None:
+    def __init__(self, path: Path | str, ctx: ParallelContext | None = None, retention: Retention = KEEP_ALL) -> None:
         ctx = ctx or ParallelContext.solo()
-        self.path = Path(path)
+        self.path, self._retention = Path(path), retention
         self._layout, self._crew = ctx.layout, Crew(ctx.world)
         self._sound: dict[int, tuple[tuple[str, int, int], ...]] = {}
 
@@ -187,14 +209,79 @@ class DirectoryStore:
         on_point: Callable[[str], None] = no_point,
     ) -> SaveReport:
         started, final = time.perf_counter(), self.folder(iteration)
+        saved = self._saving(iteration, content, manifest, files, on_point).run()
+        seconds = time.perf_counter() - started
+        return SaveReport(seconds, saved.nbytes, final, seconds, saved.write_seconds)
+
+    def schedule(
+        self,
+        iteration: int,
+        content: CheckpointContent,
+        manifest: Mapping[str, Any],
+        *,
+        staging: Staging,
+        files: Mapping[str, bytes] = NO_FILES,
+        on_point: Callable[[str], None] = no_point,
+    ) -> PendingSave:
+        started, final = time.perf_counter(), self.folder(iteration)
+        saving = self._saving(iteration, content, manifest, files, on_point, staging)
+        saving.begin()
+        return BackgroundSave(saving, final, started)
+
+    def _saving(
+        self,
+        iteration: int,
+        content: CheckpointContent,
+        manifest: Mapping[str, Any],
+        files: Mapping[str, bytes],
+        on_point: Callable[[str], None],
+        staging: Staging | None = None,
+    ) -> Saving:
         facts = {"iteration": iteration, **provenance(), **facts_of(self._layout), **manifest}
 
         def publish() -> None:
+            before = self._latest()
             replace_durably(self.path / TRACKER_FILE, str(iteration).encode("ascii"))
+            there = self._iterations()
+            superseded = self._retention.superseded(iteration, before, there, self._is_complete)
+            self._delete(superseded, beside=staging is not None)
 
         self._sound.pop(iteration, None)
-        size = Saving(self._crew, final, content, files, facts, on_point, publish).run()
-        return SaveReport(time.perf_counter() - started, size, final)
+        staged = None if staging is None else staging.copied
+        return Saving(self._crew, self.folder(iteration), content, files, facts, on_point, publish, staged)
+
+    def _is_complete(self, iteration: int) -> bool:
+        """Whether every file of a checkpoint is there with its size; to hash them all would take too long."""
+        try:
+            folder = self._existing(iteration)
+            body = folder.manifest()
+            return not (folder.source.problems() if body is None else manifests.missing(folder.path, body))
+        except (CheckpointError, OSError):
+            return False
+
+    def delete_after(self, iteration: int) -> None:
+        """Delete the checkpoints of later iterations, which a run that went back has left behind."""
+        self._crew.first(lambda: self._delete([other for other in self._iterations() if other > iteration]))
+
+    def _delete(self, iterations: Sequence[int], *, beside: bool = False) -> None:
+        """Delete checkpoints; a link to one stays. A failure is said in the log, as it does not concern what is saved.
+
+        Args:
+            iterations: which.
+            beside: let a thread do it, since that may take a while.
+        """
+        asides = []
+        for iteration in iterations:
+            folder = self.folder(iteration)
+            if not folder.is_symlink():
+                try:
+                    asides.append(set_aside(folder))
+                except OSError as error:
+                    _log.warning("%s cannot be deleted: %s", folder, error.strerror or error)
+        if beside and asides:
+            threading.Thread(target=delete, args=(asides,), name="checkpoint-removal").start()
+        else:
+            delete(asides)
 
     def load(self, iteration: int, content: CheckpointContent, *, verify: bool = True) -> LoadedContent:
         if verify and (problems := self.verify(iteration)):

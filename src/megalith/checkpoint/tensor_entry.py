@@ -1,10 +1,13 @@
-"""Reading one tensor of a `.distcp` file straight into memory.
+"""Reading one tensor of a `.distcp` file straight into memory, and writing it straight from there.
 
 Each tensor stands in the file as a whole `torch.save` archive: a ZIP of uncompressed records, of which `data.pkl`
 describes the tensor and `data/0` holds its elements. Going through `torch.load` costs a Python copy, a fresh
 allocation and a copy into the destination; here the elements go from the file to the destination in one read.
 Whatever is not of the plain form (another byte order, a transposed view) goes through
 `torch.load(weights_only=True)`.
+
+`torch.save` holds Python's interpreter while it sums and writes a tensor, and sums it apart from the hash of the file.
+Here each byte is read once, by zlib and the system, while other threads run.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalith.checkpoint.hashing import read_exactly
+from megalith.checkpoint.hashing import HashedFile, read_exactly
 from megalith.checkpoint.safe_loading import RefusedTypeError, RestrictedUnpickler
 
 _LOCAL_HEADER = struct.Struct("<26xHH")  # ZIP local file header up to the lengths of its name and extra field
@@ -41,6 +44,9 @@ _STORAGES = {
         "Bool": torch.bool,
     }.items()
 }
+_PLAIN = {dtype: getattr(torch, name.removeprefix("torch.")) for name, dtype in _STORAGES.items()}
+_ALIGNMENT = 64
+_LARGEST = 2**32 - 2**16  # bytes of a tensor whose archive needs no ZIP64
 # What a ZIP archive, a pickle in it and the header that this makes raise when they are not what they claim to be.
 _UNREADABLE = (
     zipfile.BadZipFile,
@@ -218,3 +224,117 @@ def _through_torch(entry: _FileSlice) -> Tensor:
     if not isinstance(tensor, Tensor):
         raise ValueError(f"expected a tensor, found {type(tensor).__name__}")
     return tensor
+
+
+# --- writing ------------------------------------------------------------------------------------------------------
+
+_FLAGS = 0x0808  # sizes and sum behind the record; names in UTF-8
+_RECORD = struct.Struct("<4sHHHHHIIIHH")
+_DESCRIPTOR = struct.Struct("<4sIII")
+_ENTRY = struct.Struct("<4sHHHHHHIIIHHHHHII")
+_END = struct.Struct("<4sHHHHIIH")
+
+
+def write_tensor_entry(stream: io.BufferedWriter, tensor: Tensor) -> None:
+    """Write a CPU tensor as `torch.save` does.
+
+    Args:
+        stream: over a `HashedFile`; the entry starts where it is.
+        tensor: without gradient.
+
+    Raises:
+        OSError: the disk refused.
+    """
+    if tensor.dtype not in _PLAIN or tensor.nbytes > _LARGEST:
+        torch.save(exact_storage(tensor), stream)
+        return
+    tensor = tensor.contiguous()
+    archive = _Archive(stream)
+    archive.add("data.pkl", _pickled(tensor))
+    archive.add(".format_version", b"1")
+    archive.add(".storage_alignment", str(_ALIGNMENT).encode())
+    archive.add("byteorder", b"little")
+    archive.add("data/0", _memory(tensor) if tensor.numel() else b"")
+    archive.add("version", b"3\n")
+    archive.finish()
+
+
+class _Archive:
+    """A ZIP file of uncompressed records whose contents begin at multiples of 64 bytes."""
+
+    def __init__(self, stream: io.BufferedWriter) -> None:
+        raw = stream.raw
+        assert isinstance(raw, HashedFile)
+        self._stream, self._raw = stream, raw
+        self._size, self._entries = 0, b""
+        self._count = 0
+
+    def add(self, name: str, content: bytes | memoryview) -> None:
+        path, start = f"archive/{name}".encode("ascii"), self._size
+        head = _RECORD.size + len(path)
+        filling = -(start + head + 4) % _ALIGNMENT
+        extra = struct.pack("<2sH", b"FB", filling) + b"Z" * filling
+        self._put(_RECORD.pack(b"PK\3\4", 0, _FLAGS, 0, 0, 0, 0, 0, 0, len(path), len(extra)) + path + extra)
+        if isinstance(content, memoryview):
+            self._stream.flush()
+            checksum = self._raw.write_summed(content)
+            self._size += len(content)
+        else:
+            checksum = zlib.crc32(content)
+            self._put(content)
+        sizes = (checksum, len(content), len(content))
+        self._put(_DESCRIPTOR.pack(b"PK\7\x08", *sizes))
+        self._entries += _ENTRY.pack(b"PK\1\2", 0, 0, _FLAGS, 0, 0, 0, *sizes, len(path), 0, 0, 0, 0, 0, start) + path
+        self._count += 1
+
+    def finish(self) -> None:
+        """Write the table of the records."""
+        start = self._size
+        self._put(self._entries)
+        self._put(_END.pack(b"PK\5\6", 0, 0, self._count, self._count, len(self._entries), start, 0))
+
+    def _put(self, data: bytes) -> None:
+        self._stream.write(data)
+        self._size += len(data)
+
+
+class _Storage:
+    """What `data.pkl` says of the elements: their type, the record they are in, where they were, their number."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.id = ("storage", _PLAIN[tensor.dtype], "0", "cpu", tensor.numel())
+
+
+class _Rebuilt:
+    """Pickled as torch pickles a contiguous tensor."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        size, stride = tuple(tensor.shape), tensor.stride()
+        self._arguments = (_Storage(tensor), 0, size, stride, False, OrderedDict())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return torch._utils._rebuild_tensor_v2, self._arguments
+
+
+class _Pickler(pickle.Pickler):
+    def persistent_id(self, value: Any) -> Any:
+        return value.id if isinstance(value, _Storage) else None
+
+
+def _pickled(tensor: Tensor) -> bytes:
+    buffer = io.BytesIO()
+    _Pickler(buffer, protocol=2).dump(_Rebuilt(tensor))
+    return buffer.getvalue()
+
+
+def exact_storage(tensor: Tensor) -> Tensor:
+    """The same CPU tensor over a storage of just its elements, since `torch.save` writes the whole storage.
+
+    A contiguous view is aliased, anything else copied.
+    """
+    if tensor.untyped_storage().nbytes() == tensor.nbytes and tensor.is_contiguous():
+        return tensor
+    if not tensor.is_contiguous() or tensor.numel() == 0:
+        return tensor.clone(memory_format=torch.contiguous_format)
+    octets = tensor.reshape(-1).view(torch.uint8).numpy()
+    return torch.from_numpy(octets).view(tensor.dtype).view(tensor.shape)
