@@ -6,6 +6,7 @@ by the largest of them. Equal means equal bits; of what is not, the differences 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -137,12 +138,17 @@ def difference(name: str, one: Tensor, other: Tensor, what: str = "") -> TensorD
         unequal = _bits(a) != _bits(b) if a.dtype == b.dtype else a.double() != b.double()
         if count := int(unequal.count_nonzero()):
             left, right = a[unequal].double(), b[unequal].double()
-            gap = (left - right).abs().nan_to_num(nan=float("inf"))
+            gap = (left - right).abs()
             scale = torch.maximum(left.abs(), right.abs())
-            ratio = torch.where(scale > 0, gap / scale, 0.0).nan_to_num(nan=float("inf"))
             differing += count
-            absolute, relative = max(absolute, float(gap.max())), max(relative, float(ratio.max()))
+            absolute = max(absolute, _largest(gap))
+            relative = max(relative, _largest(gap / torch.where(scale == 0, 1.0, scale)))
     return TensorDifference(name, what, differing, one.numel(), absolute, relative)
+
+
+def _largest(values: Tensor) -> float:
+    """The largest value; infinite if one is no number."""
+    return float(torch.where(values.isnan(), math.inf, values).max())
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -18,6 +18,8 @@ _MODULES = (
     "checkpoint_convert",
     "checkpoint_huggingface",
 )
+_TOOLS_OF_MEGATRON = ("checkpoint_util.py", "convert.py")
+"""The words by which the forwarders in `tools/` ask for Megatron's command lines."""
 
 
 def run(argv: Sequence[str]) -> int:
@@ -26,6 +28,10 @@ def run(argv: Sequence[str]) -> int:
     Raises:
         CheckpointError: there is no checkpoint at the given place, or it cannot be read or written.
     """
+    if argv and argv[0] in _TOOLS_OF_MEGATRON:
+        from megalith.compat.megatron.convert import run_tool
+
+        return run_tool(argv[0], argv[1:])
     parser = argparse.ArgumentParser(
         prog="megalith checkpoint", description="Verify, inspect, compare and convert checkpoints of any format."
     )

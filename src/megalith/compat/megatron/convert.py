@@ -1,0 +1,309 @@
+"""Megatron's converters under their own flags: `tools/checkpoint_util.py` (2023) and `tools/checkpoint/convert.py`.
+
+Both are told loader and saver plugins by name; here there is one converter, which sees by itself what the source is.
+Like Megatron's, these write weights only, keep the iteration, and pad the vocabulary anew. What they print is what
+happens: there is no second process and no queue.
+Source: spec/formats-checkpoint.md section 7.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from megalith.checkpoint.adapted import args_of
+from megalith.checkpoint.content import Chunk
+from megalith.checkpoint.convert import Wanted, convert
+from megalith.checkpoint.formats.torch_dist import WORD_EMBEDDINGS
+from megalith.checkpoint.locate import locate
+from megalith.checkpoint.source import open_source
+from megalith.compat.megatron import console
+from megalith.errors import ConfigError
+
+_MEGATRON = ("core", "mcore", "megatron", "legacy")
+_HUGGINGFACE = ("llama_mistral", "llama2_hf")
+_REFUSED_LOADERS = {
+    "mixtral_hf": "mixtures of experts come with a later version",
+    "llava": "models of images are not part of this program",
+}
+_REFUSED_SAVERS = {
+    "legacy": "the names from before Megatron-Core are read and not written; use --saver core",
+    "hf_llava": "models of images are not part of this program",
+    "llava": "models of images are not part of this program",
+}
+# What the tools inherit of a checkpoint and say so.
+_INHERITED = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "seq_length",
+    "num_attention_heads",
+    "num_query_groups",
+    "group_query_attention",
+    "kv_channels",
+    "max_position_embeddings",
+    "position_embedding_type",
+    "make_vocab_size_divisible_by",
+    "padded_vocab_size",
+    "tokenizer_type",
+)
+_WITHOUT_EFFECT = {
+    "max_queue_size": "there is no queue",
+    "no_checking": "nothing that is checked is costly",
+    "megatron_path": "Megatron is not imported",
+    "model_size": "config.json says it",
+    "loader_transformer_impl": "the names in the files say it",
+}
+
+
+@dataclass(frozen=True)
+class Tool:
+    """One of Megatron's tools.
+
+    Attributes:
+        name: its file.
+        plugin: its word before the names of plugins.
+        dtype: of what it writes; None: that of the checkpoint.
+    """
+
+    name: str
+    plugin: str
+    dtype: str | None
+
+
+TOOLS = {
+    "checkpoint_util.py": Tool("tools/checkpoint_util.py", "checkpoint_", "float32"),
+    "convert.py": Tool("tools/checkpoint/convert.py", "", None),
+}
+
+
+def run_tool(name: str, argv: Sequence[str], say: Callable[[str], None] = print) -> int:
+    """Convert as one of Megatron's tools does.
+
+    Args:
+        name: a key of `TOOLS`.
+        argv: its flags.
+        say: shows a line.
+
+    Raises:
+        ConfigError: a flag asks for what is not here.
+        CheckpointError: the source is missing or damaged, or the result cannot be written.
+        LayoutError: the model does not divide so.
+    """
+    tool = TOOLS[name]
+    options = _parser(tool).parse_args(argv)
+    _refuse(options)
+    wanted = _wanted(tool, options)
+    found = locate(options.load_dir)
+    source = open_source(found)
+    _check_loader(options, source.format)
+    common = source.common()
+    args = args_of(common)
+    _check_positions(options, args)
+    say(f"Loaded {tool.plugin}loader_{options.loader} as the loader.")
+    say(f"Loaded {tool.plugin}saver_{options.saver} as the saver.")
+    for line in _inherited_lines(args):
+        say(line)
+    for line in _without_effect(options):
+        say(line)
+    iteration = int(common.get("iteration") or 0)
+    say(console.loading_line(str(options.load_dir), iteration, distributed=source.format == "torch_dist"))
+    if wanted.true_vocab_size is None:
+        say("Original vocab size not specified, leaving embedding table as-is.")
+    progress = Progress(say)
+    made = convert(options.load_dir, options.save_dir, wanted, on_read=progress)
+    progress.finish()
+    result = args_of(open_source(made.path).common())
+    samples = [int(result.get(f"consumed_{split}_samples") or 0) for split in ("train", "valid")]
+    say(f"Setting consumed_train_samples to {samples[0]} and consumed_valid_samples to {samples[1]}")
+    for note in made.notes:
+        say(note)
+    tensor, pipeline = result["tensor_model_parallel_size"], result["pipeline_model_parallel_size"]
+    say(console.saved_line(iteration, str(options.save_dir), datetime.now(), tensor=tensor, pipeline=pipeline))
+    for line in _last_words(tool, options, tensor, pipeline):
+        say(line)
+    say("Done!")
+    return 0
+
+
+def _parser(tool: Tool) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=tool.name,
+        allow_abbrev=False,
+        description="Megatron's converter of checkpoints: weights only, one file for each tensor and pipeline place. "
+        "`megalith checkpoint convert` keeps the optimizer and writes torch_dist too.",
+    )
+    add = parser.add_argument
+    add("--model-type", required=True, metavar="TYPE", help="GPT")
+    add("--loader", default="megatron", metavar="NAME", help=f"{', '.join(_MEGATRON)}; {', '.join(_HUGGINGFACE)}")
+    add("--saver", default="megatron", metavar="NAME", help="core, mcore or megatron, which are one")
+    add("--load-dir", required=True, type=Path, metavar="DIR", help="the save folder to convert")
+    add("--save-dir", required=True, type=Path, metavar="DIR", help="the save folder to write")
+    add("--max-queue-size", type=int, metavar="N", help="no effect")
+    add("--no-checking", action="store_true", help="no effect")
+    add("--megatron-path", metavar="DIR", help="no effect")
+    add("--true-vocab-size", type=int, metavar="N", help="tokens of the vocabulary")
+    add("--vocab-file", type=Path, metavar="FILE", help="vocabulary whose tokens are counted")
+    add("--target-tensor-parallel-size", type=int, metavar="N", help="by default that of the checkpoint")
+    add("--target-pipeline-parallel-size", type=int, metavar="N", help="by default that of the checkpoint")
+    add("--target-expert-parallel-size", type=int, default=1, metavar="N", help="1")
+    add("--loader-transformer-impl", metavar="NAME", help="no effect")
+    add("--saver-transformer-impl", metavar="NAME", help="local")
+    add("--position-embedding-type", metavar="NAME", help="compared with that of the checkpoint")
+    add("--checkpoint-type", metavar="NAME", help="of --loader llama_mistral: hf")
+    add("--model-size", metavar="NAME", help="no effect")
+    add("--tokenizer-model", metavar="FILE", help="of --loader llama_mistral")
+    add("--make-vocab-size-divisible-by", type=int, metavar="N", help="of --loader llama_mistral")
+    add("--bf16", action="store_true", help="of --loader llama_mistral: write bfloat16")
+    add("--fp16", action="store_true", help="of --loader llama_mistral: write float16")
+    return parser
+
+
+def _refuse(options: argparse.Namespace) -> None:
+    """Refuse what is not here, all of it at once.
+
+    Raises:
+        ConfigError: names every such flag.
+    """
+    wrong = []
+    if options.model_type != "GPT":
+        wrong.append(f"--model-type {options.model_type} is not converted by this version; it converts GPT")
+    for flag, name, known, refused in (
+        ("--loader", options.loader, (*_MEGATRON, *_HUGGINGFACE), _REFUSED_LOADERS),
+        ("--saver", options.saver, _MEGATRON, _REFUSED_SAVERS),
+    ):
+        if name in refused:
+            wrong.append(f"{flag} {name}: {refused[name]}")
+        elif name not in known:
+            wrong.append(f"{flag} {name} is not known; use {', '.join(each for each in known if each not in refused)}")
+    if options.target_expert_parallel_size != 1:
+        wrong.append(
+            f"--target-expert-parallel-size {options.target_expert_parallel_size}: there are no experts; use 1"
+        )
+    if options.loader == "llama_mistral" and options.checkpoint_type != "hf":
+        given = options.checkpoint_type or "is not given and"
+        wrong.append(f"--checkpoint-type {given} cannot be read; use hf, and --load-dir a Hugging Face folder")
+    if options.vocab_file is not None and not options.vocab_file.is_file():
+        wrong.append(f"--vocab-file {options.vocab_file} does not exist")
+    if options.make_vocab_size_divisible_by is not None:
+        wrong.append("--make-vocab-size-divisible-by is not taken here; give --true-vocab-size")
+    if wrong:
+        raise ConfigError(wrong)
+
+
+def _wanted(tool: Tool, options: argparse.Namespace) -> Wanted:
+    dtype = tool.dtype
+    if options.loader in _HUGGINGFACE:
+        dtype = "bfloat16" if options.bf16 else "float16" if options.fp16 else "float32"
+    return Wanted(
+        format="torch",
+        tp=options.target_tensor_parallel_size,
+        pp=options.target_pipeline_parallel_size,
+        optimizer=False,
+        dtype=dtype,
+        true_vocab_size=_vocabulary(options),
+        replace=True,
+    )
+
+
+def _vocabulary(options: argparse.Namespace) -> int | None:
+    """The number of tokens, where it is told.
+
+    Raises:
+        ConfigError: the file is no vocabulary.
+    """
+    if options.vocab_file is None:
+        size: int | None = options.true_vocab_size
+        return size
+    try:
+        tokens = json.loads(options.vocab_file.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--vocab-file {options.vocab_file} is no JSON vocabulary: {error}") from error
+    if options.true_vocab_size not in (None, len(tokens)):
+        raise ConfigError(
+            f"--true-vocab-size {options.true_vocab_size} and --vocab-file {options.vocab_file}, which has "
+            f"{len(tokens)} tokens, contradict each other; give one of them"
+        )
+    return len(tokens)
+
+
+def _check_loader(options: argparse.Namespace, form: str) -> None:
+    if (form == "huggingface") != (options.loader in _HUGGINGFACE):
+        use = "--loader llama_mistral --checkpoint-type hf" if form == "huggingface" else "--loader core"
+        raise ConfigError(f"--loader {options.loader}: {options.load_dir} is of format {form}; use {use}")
+
+
+def _check_positions(options: argparse.Namespace, args: dict[str, Any]) -> None:
+    asked, held = options.position_embedding_type, args.get("position_embedding_type", "learned_absolute")
+    if asked is not None and asked != held:
+        raise ConfigError(f"--position-embedding-type {asked}: the model in {options.load_dir} has {held}")
+
+
+def _inherited_lines(args: dict[str, Any]) -> list[str]:
+    return [
+        f"Setting {name} to {args[name]} from checkpoint"
+        if args.get(name) is not None
+        else f"Checkpoint did not provide arguments {name}"
+        for name in _INHERITED
+    ]
+
+
+def _without_effect(options: argparse.Namespace) -> list[str]:
+    given = vars(options)
+    return [
+        f"--{name.replace('_', '-')} is not needed: {reason}"
+        for name, reason in _WITHOUT_EFFECT.items()
+        if given.get(name) not in (None, False)
+    ]
+
+
+def _last_words(tool: Tool, options: argparse.Namespace, tensor: int, pipeline: int) -> list[str]:
+    """How these files differ from those of Megatron's tool, and what does more."""
+    lines = []
+    if tool.plugin:
+        lines.append("the names in the files are those of Megatron-Core; Megatron-LM 23.06 and older know others")
+    if options.saver_transformer_impl not in (None, "local"):
+        lines.append(f"--saver-transformer-impl {options.saver_transformer_impl}: the names are those of local")
+    command = f"megalith checkpoint convert {options.load_dir} DIR --tp {tensor} --pp {pipeline}"
+    lines.append(f"weights only, as Megatron's tool writes them; with the optimizer: {command} [--format torch]")
+    return lines
+
+
+class Progress:
+    """Says which part of the model is being read, and that it has arrived when the next one begins.
+
+    Args:
+        say: shows a line.
+    """
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._begun = set[str]()
+        self._current: str | None = None
+
+    def __call__(self, chunk: Chunk) -> None:
+        part = _part_of(chunk)
+        if part not in self._begun:
+            self.finish()
+            self._begun.add(part)
+            self._current = part
+            self._say(f"sending {part}")
+
+    def finish(self) -> None:
+        """All that was sent has arrived."""
+        if self._current is not None:
+            self._say(f"received {self._current}")
+            self._current = None
+
+
+def _part_of(chunk: Chunk) -> str:
+    if chunk.key.startswith("decoder.layers."):
+        return f"transformer layer {chunk.offset[0]}"
+    if chunk.key.startswith("decoder.final_layernorm."):
+        return "final layernorm"
+    return "embeddings" if chunk.key in (WORD_EMBEDDINGS, "embedding.position_embeddings.weight") else "output layer"
