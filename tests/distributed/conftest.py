@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-import importlib.util
+import importlib
 import multiprocessing
 import os
 import sys
@@ -121,11 +121,8 @@ def serve(pipe: Connection) -> None:
 
 
 def _module(file: str) -> Any:
-    """The test module of this file, imported once."""
-    name = f"of_the_ranks_{Path(file).stem}"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, file)
-        assert spec is not None and spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
+    """The test module of this file, under the name by which pytest knows it."""
+    root = Path(__file__).resolve().parents[2]
+    if str(root) not in sys.path:
+        sys.path.insert(0, str(root))
+    return importlib.import_module(".".join(Path(file).resolve().relative_to(root).with_suffix("").parts))
