@@ -69,7 +69,7 @@ class Building:
         A crash between the two renames leaves the old folder under its `.replaced-` name, from where
         `put_back_replaced` recovers it.
         """
-        _sync(self.path)
+        sync_folder(self.path)
         parent = self.final.parent
         aside = parent / f"{_REPLACED}{self.final.name}{_suffix(Owner.this_process())}"
         if self.final.exists():
@@ -80,7 +80,7 @@ class Building:
             if aside.exists():
                 aside.rename(self.final)
             raise
-        _sync(parent)
+        sync_folder(parent)
         if aside.exists():
             shutil.rmtree(aside)
 
@@ -169,10 +169,11 @@ def replace_durably(path: Path, data: bytes) -> None:
     temporary.unlink(missing_ok=True)
     write_durably(temporary, data)
     temporary.replace(path)
-    _sync(path.parent)
+    sync_folder(path.parent)
 
 
-def _sync(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Wait until the names in a folder are on the disk."""
     fd = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(fd)

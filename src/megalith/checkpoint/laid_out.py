@@ -146,12 +146,12 @@ def write(fd: int, start: int, place: Tensor, values: Tensor) -> None:
     assert place.shape == values.shape, f"{list(values.shape)} does not go to {list(place.shape)}"
     if not place.numel():
         return
-    octets = values.detach().to("cpu", place.dtype).contiguous().reshape(-1).view(torch.uint8).numpy()
-    data, size = memoryview(octets), place.element_size()
+    octets: Any = values.detach().to("cpu", place.dtype).contiguous().reshape(-1).view(torch.uint8).numpy()
+    data, size, first = memoryview(octets), place.element_size(), int(place.storage_offset())
     outer = _outer_dims(place)
     run = prod(place.shape[outer:]) * size
     for number, index in enumerate(product(*map(range, place.shape[:outer]))):
-        element = place.storage_offset() + sum(i * step for i, step in zip(index, place.stride(), strict=False))
+        element = first + sum(i * step for i, step in zip(index, place.stride(), strict=False))
         _write_all(fd, data[number * run : (number + 1) * run], start + element * size)
 
 

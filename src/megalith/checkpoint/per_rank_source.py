@@ -26,6 +26,7 @@ from megalith.checkpoint.content import CheckpointContent, Chunk, by_key, volume
 from megalith.checkpoint.fit import Contents, StoredTensor, listing
 from megalith.checkpoint.formats import megatron_optimizer
 from megalith.checkpoint.formats.megatron_names import flattened, is_parameter, module_name
+from megalith.checkpoint.formats.per_rank_layout import BUFFER_FILE, MODEL_FILE, chunk_key, folder_name
 from megalith.checkpoint.formats.torch_dist import (
     WORD_EMBEDDINGS,
     optimizer_chunks,
@@ -38,9 +39,6 @@ from megalith.checkpoint.safe_loading import map_tensors
 from megalith.errors import CheckpointError, LayoutError
 from megalith.layout import Stages
 
-MODEL_FILE = "model_optim_rng.pt"
-BUFFER_FILE = "distrib_optim.pt"
-
 _PLACE = re.compile(r"mp_rank_\d{2,}(_\d{3,}){0,2}")
 _SCHEDULE = {
     "start_lr": "max_lr",
@@ -51,16 +49,6 @@ _SCHEDULE = {
     "decay_style": "lr_decay_style",
     "num_iters": "num_steps",
 }
-
-
-def folder_name(tensor: int, pipeline: int, num_pipeline: int) -> str:
-    """The folder of a place; the pipeline counts only where there is one."""
-    return f"mp_rank_{tensor:02d}" + (f"_{pipeline:03d}" if num_pipeline > 1 else "")
-
-
-def chunk_key(chunk: int, num_chunks: int) -> str:
-    """The key of a virtual chunk's model in a file."""
-    return f"model{chunk}" if num_chunks > 1 else "model"
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,14 @@ class Place:
         return self.start + volume(self.shape)
 
 
+def buffer_size(shapes: Mapping[str, Sequence[int]]) -> int:
+    """Elements of a buffer of one bucket, without the padding at its end."""
+    end = 0
+    for shape in reversed(list(shapes.values())):
+        end = -(-end // _ALIGNMENT) * _ALIGNMENT + volume(shape)
+    return end
+
+
 def places(shapes: Mapping[str, Sequence[int]], bucket_sizes: Sequence[int], where: str) -> dict[str, Place]:
     """Lay parameters out.
 

@@ -93,14 +93,14 @@ def state_tensors(state: Mapping[str, Any], shapes: Shapes, where: str) -> Itera
     """
     body = inner(state)
     groups = body["param_groups"]
-    members = _members(groups, shapes, where)
+    found = _checked_members(groups, shapes, where)
     moments, main = body.get("state", {}), next((state[key] for key in _MAIN_KEYS if key in state), None)
-    for number, (group, names) in enumerate(zip(groups, members, strict=True)):
+    for number, (group, names) in enumerate(zip(groups, found, strict=True)):
         for position, (index, name) in enumerate(zip(group["params"], names, strict=True)):
-            found = {kind: moments[index][kind] for kind in MOMENTS if kind in moments.get(index, ())}
+            tensors = {kind: moments[index][kind] for kind in MOMENTS if kind in moments.get(index, ())}
             if main is not None:
-                found[MAIN] = main[number][position]
-            for kind, tensor in found.items():
+                tensors[MAIN] = main[number][position]
+            for kind, tensor in tensors.items():
                 if tuple(tensor.shape) != shapes[name]:
                     raise CheckpointError(
                         f"{where}: {kind} of parameter {index} has shape {list(tensor.shape)}, and the weight that it "
@@ -109,24 +109,29 @@ def state_tensors(state: Mapping[str, Any], shapes: Shapes, where: str) -> Itera
                 yield kind, name, tensor
 
 
-def _members(groups: Sequence[Mapping[str, Any]], shapes: Shapes, where: str) -> list[list[str]]:
-    """The names of the parameters of each group.
+def members(groups: Sequence[Mapping[str, Any]], shapes: Shapes) -> list[list[str]]:
+    """The names of the parameters of each group, in the order of the model's dict."""
+    apart = any(group.get("is_decoupled_lr") for group in groups)
+    kind_of = {name: (decays(name, shape), apart and name.startswith(_EMBEDDINGS)) for name, shape in shapes.items()}
+    kinds = [
+        (bool(group.get("wd_mult", group["weight_decay"])), bool(group.get("is_decoupled_lr"))) for group in groups
+    ]
+    return [[name for name in shapes if kind_of[name] == kind] for kind in kinds]
+
+
+def _checked_members(groups: Sequence[Mapping[str, Any]], shapes: Shapes, where: str) -> list[list[str]]:
+    """`members` that are as many as the groups say.
 
     Raises:
         CheckpointError: the groups are others than those of this model.
     """
-    apart = any(group.get("is_decoupled_lr") for group in groups)
-    kind_of = {name: (decays(name, shape), apart and name.startswith(_EMBEDDINGS)) for name, shape in shapes.items()}
-    members = []
-    for group in groups:
-        kind = (bool(group.get("wd_mult", group["weight_decay"])), bool(group.get("is_decoupled_lr")))
-        members.append([name for name in shapes if kind_of[name] == kind])
-    if [len(names) for names in members] != [len(group["params"]) for group in groups]:
+    found = members(groups, shapes)
+    if [len(names) for names in found] != [len(group["params"]) for group in groups]:
         raise CheckpointError(
             f"{where}: its optimizer has groups of {[len(group['params']) for group in groups]} parameters, where the "
-            f"model in it would have groups of {[len(names) for names in members]}; {_WITHOUT}"
+            f"model in it would have groups of {[len(names) for names in found]}; {_WITHOUT}"
         )
-    return members
+    return found
 
 
 def buffer_tensors(buffer: Mapping[str, Any], shapes: Shapes, where: str) -> Iterator[tuple[str, str, Tensor]]:

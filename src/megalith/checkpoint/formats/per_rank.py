@@ -1,0 +1,214 @@
+"""Writing folders of Megatron's format `torch`.
+
+    write_per_rank(source, folder)      one process writes a whole checkpoint, of any source
+    FilesOnDisk                         some processes together: each file is laid out by one of them, then all write
+                                        what they hold, then each file is sealed
+
+The layout (tensor-parallel size, pipeline stages, virtual stages, distributed optimizer or not) is what the args in the
+common state say, so a conversion gives a source whose args are those of its target. The caller makes the folder durable
+and gives it its place (`commit`), and adds its manifest.
+
+Memory: one tensor of the source at a time.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+
+from megalith.checkpoint.boxes import common_part
+from megalith.checkpoint.commit import sync_folder
+from megalith.checkpoint.content import CheckpointContent, Chunk, volume
+from megalith.checkpoint.fit import Contents, fitted
+from megalith.checkpoint.formats.per_rank_layout import PlaceFiles, Room, Target, target_of
+from megalith.checkpoint.formats.torch_dist import OPTIMIZER_PREFIX, WORD_EMBEDDINGS, is_rng_object
+from megalith.checkpoint.laid_out import find, lay_out, seal, tensors_in, write
+from megalith.checkpoint.safe_loading import map_tensors
+from megalith.checkpoint.source import Source
+from megalith.errors import CheckpointError
+
+_LAYERS = "decoder.layers."
+
+
+class FilesOnDisk:
+    """The files of a checkpoint in a folder, to be laid out, filled and sealed.
+
+    Args:
+        target: what is to be written.
+        folder: where.
+    """
+
+    def __init__(self, target: Target, folder: Path) -> None:
+        self._target, self._folder = target, folder
+
+    def files(self, place: tuple[int, int]) -> list[str]:
+        """The names of the files of a place, below the folder."""
+        made = PlaceFiles(self._target, *place)
+        return [f"{made.folder}/{name}" for name in made.bodies]
+
+    def lay_out(self, place: tuple[int, int]) -> None:
+        """Make the files of a place, with the room for their tensors and everything else in them.
+
+        Raises:
+            CheckpointError: a value in them is of a type that a load would refuse.
+            OSError: the disk is full or refuses.
+        """
+        made = PlaceFiles(self._target, *place)
+        (self._folder / made.folder).mkdir()
+        for name, body in made.bodies.items():
+            lay_out(self._folder / made.folder / name, body)
+            map_tensors(self._folder / made.folder / name)
+        sync_folder(self._folder / made.folder)
+
+    def fill(self, chunks: Sequence[Chunk]) -> int:
+        """Write chunks to wherever they belong, durably; returns the number of elements written.
+
+        Args:
+            chunks: parts of the tensors in model space, live.
+
+        Raises:
+            OSError: the disk refuses.
+        """
+        filler = _Filler(self._target, self._folder, _rows(chunks))
+        with filler:
+            return sum(map(filler.write, chunks))
+
+    def seal(self, place: tuple[int, int]) -> None:
+        """Complete the files of a place when all is written."""
+        for name in self.files(place):
+            seal(self._folder / name)
+
+    def numel(self) -> int:
+        """Elements that `fill` writes, over all chunks of a model."""
+        return sum(
+            volume(chunk.tensor.shape)
+            for place in self._target.places
+            for room in PlaceFiles(self._target, *place).rooms
+            for chunk in room.chunks
+        )
+
+
+class _Filler:
+    """Open files of those places that hold something of given rows.
+
+    Args:
+        target: what is written.
+        folder: where.
+        rows: (key, layer) of what is to be written.
+    """
+
+    def __init__(self, target: Target, folder: Path, rows: set[tuple[str, int]]) -> None:
+        self._stack = ExitStack()
+        self._places: dict[tuple[str, int], list[tuple[int, int, Chunk]]] = {}
+        self._files: list[int] = []
+        for place in target.places:
+            made = PlaceFiles(target, *place)
+            touched = [room for room in made.rooms if any(row in rows for row in _rows(room.chunks))]
+            for name, body in made.bodies.items():
+                numbers = {id(tensor): number for number, tensor in enumerate(tensors_in(body))}
+                inside = [room for room in touched if id(room.tensor) in numbers]
+                if inside:
+                    self._open(folder / made.folder / name, inside, numbers)
+
+    def _open(self, path: Path, rooms: Iterable[Room], numbers: Mapping[int, int]) -> None:
+        starts = find(path)
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        self._stack.callback(os.close, fd)
+        self._files.append(fd)
+        for room in rooms:
+            for chunk in room.chunks:
+                entry = (fd, starts[numbers[id(room.tensor)]], chunk)
+                self._places.setdefault(_row(chunk), []).append(entry)
+
+    def __enter__(self) -> _Filler:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        with self._stack:
+            if kind is None:
+                for fd in self._files:
+                    os.fsync(fd)
+
+    def write(self, chunk: Chunk) -> int:
+        """Write a chunk to every place that it has elements in."""
+        written = 0
+        for fd, start, place in self._places.get(_row(chunk), ()):
+            views = common_part(place, chunk)
+            if views is not None:
+                write(fd, start, *views)
+                written += views[0].numel()
+        return written
+
+
+def _row(chunk: Chunk) -> tuple[str, int]:
+    """The key of a chunk and its layer, 0 outside the layers."""
+    return (chunk.key, chunk.offset[0] if _LAYERS in chunk.key else 0)
+
+
+def _rows(chunks: Iterable[Chunk]) -> set[tuple[str, int]]:
+    return set(map(_row, chunks))
+
+
+def write_per_rank(source: Source, folder: Path) -> list[str]:
+    """Write what a source holds into an empty folder.
+
+    Args:
+        source: of any format; the layout to write is that of the args in its common state (tensor_model_parallel_size,
+            pipeline_model_parallel_size, virtual_pipeline_model_parallel_size and the like,
+            use_distributed_optimizer). Its optimizer is written if its common state and its contents have one, its
+            random states where they are those of a place of this layout.
+        folder: it exists and is empty.
+
+    Returns:
+        The names of the files, below the folder, for a manifest. They are on the disk.
+
+    Raises:
+        CheckpointError: the source lacks something, or has values that a load would refuse.
+        OSError: the disk is full or refuses.
+    """
+    contents, common = source.contents(), dict(source.common())
+    if WORD_EMBEDDINGS not in contents.tensors:
+        raise CheckpointError(f"the checkpoint to convert has no {WORD_EMBEDDINGS}")
+    if f"{OPTIMIZER_PREFIX}exp_avg.{WORD_EMBEDDINGS}" not in contents.tensors:
+        common.pop("optimizer", None)
+    keys = [key for key in contents.objects if is_rng_object(key)]
+    objects = source.read(CheckpointContent(objects=dict.fromkeys(keys)))
+    target = target_of(common, objects, contents.tensors[WORD_EMBEDDINGS].dtype, str(folder))
+    files = FilesOnDisk(target, folder)
+    for place in target.places:
+        files.lay_out(place)
+    wanted = _wanted(target)
+    with _Filler(target, folder, _rows(wanted)) as filler:
+        for chunk in wanted:
+            filler.write(_read(source, contents, chunk))
+    names = [name for place in target.places for name in files.files(place)]
+    for place in target.places:
+        files.seal(place)
+    return names
+
+
+def _wanted(target: Target) -> list[Chunk]:
+    """All that the files hold, in pieces of a tensor of one layer, on the meta device."""
+    found: dict[tuple[str, int], Chunk] = {}
+    for place in target.places:
+        for room in PlaceFiles(target, *place).rooms:
+            for chunk in room.chunks:
+                row = _row(chunk)
+                if row not in found:
+                    stacked = _LAYERS in chunk.key
+                    shape = (1, *chunk.global_shape[1:]) if stacked else chunk.global_shape
+                    offset = (row[1] if stacked else 0,) + (0,) * (len(shape) - 1)
+                    whole = torch.empty(shape, dtype=chunk.tensor.dtype, device="meta")
+                    found[row] = Chunk(chunk.key, whole, offset, chunk.global_shape)
+    return list(found.values())
+
+
+def _read(source: Source, contents: Contents, chunk: Chunk) -> Chunk:
+    """A chunk with its elements."""
+    live = Chunk(chunk.key, torch.empty_like(chunk.tensor, device="cpu"), chunk.offset, chunk.global_shape)
+    source.read(fitted("the checkpoint to convert", contents, CheckpointContent([live]), ()))
+    return live

@@ -1,0 +1,244 @@
+"""What stands in each file of Megatron's format `torch`, and where model space lies in it. Touches no file.
+
+A checkpoint has one `PlaceFiles` for each (tensor, pipeline) place. The bodies of its files are the dicts that Megatron
+0.16.1 saves, key for key in its order, with tensors on the meta device in them. `PlaceFiles.tensors` says for each of
+these the boxes of model space that it is made of: `weight_chunks` of a meta tensor are views of it, and their offsets
+and strides say where the elements of a box stand. What belongs in two places (a norm that every tensor-parallel rank
+holds, the second copy of a tied embedding) has a box in both.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalith.checkpoint.content import Chunk
+from megalith.checkpoint.formats.buffers import buffer_size, places
+from megalith.checkpoint.formats.megatron_names import entries
+from megalith.checkpoint.formats.megatron_optimizer import BUFFERS, MAIN, MOMENTS, inner, members
+from megalith.checkpoint.formats.torch_dist import (
+    CHECKPOINT_VERSION,
+    OPTIMIZER_PREFIX,
+    WORD_EMBEDDINGS,
+    Whole,
+    rng_object_key,
+    weight_chunks,
+)
+from megalith.checkpoint.model_space import OUTPUT_LAYER, ModelSpace, model_space_of, stages_of
+from megalith.layout import Stages
+
+MODEL_FILE = "model_optim_rng.pt"
+BUFFER_FILE = "distrib_optim.pt"
+
+
+def folder_name(tensor: int, pipeline: int, num_pipeline: int) -> str:
+    """The folder of a place; the pipeline counts only where there is one."""
+    return f"mp_rank_{tensor:02d}" + (f"_{pipeline:03d}" if num_pipeline > 1 else "")
+
+
+def chunk_key(chunk: int, num_chunks: int) -> str:
+    """The key of a virtual chunk's model in a file."""
+    return f"model{chunk}" if num_chunks > 1 else "model"
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is to be written.
+
+    Attributes:
+        space: the model.
+        tp, pp: sizes of the layout.
+        stages: layers by [stage][virtual chunk].
+        dtype: of the weights.
+        common: the state that all ranks share, as `common.pt` has it.
+        objects: key -> random states, of the places that have them here.
+        distributed: the optimizer's tensors go to flat buffers, as `--use-distributed-optimizer` wants them.
+    """
+
+    space: ModelSpace
+    tp: int
+    pp: int
+    stages: Stages
+    dtype: torch.dtype
+    common: Mapping[str, Any]
+    objects: Mapping[str, Any]
+    distributed: bool
+
+    @property
+    def has_optimizer(self) -> bool:
+        return "optimizer" in self.common
+
+    @property
+    def places(self) -> list[tuple[int, int]]:
+        """All (tensor, pipeline) places."""
+        return list(product(range(self.tp), range(self.pp)))
+
+
+def target_of(common: Mapping[str, Any], objects: Mapping[str, Any], dtype: torch.dtype, where: str) -> Target:
+    """What the saved args say of a checkpoint that is to be written.
+
+    Args:
+        common: the common state.
+        objects: the objects of this rank, of all places or of some.
+        dtype: of the weights.
+        where: names the checkpoint in errors.
+
+    Raises:
+        CheckpointError: the args lack something, or describe what this version has not.
+    """
+    args = vars(common["args"])
+    space = model_space_of(args, where)
+    return Target(
+        space=space,
+        tp=int(args.get("tensor_model_parallel_size") or 1),
+        pp=int(args.get("pipeline_model_parallel_size") or 1),
+        stages=stages_of(args, space.num_layers, where),
+        dtype=dtype,
+        common=common,
+        objects=objects,
+        distributed=bool(args.get("use_distributed_optimizer")),
+    )
+
+
+@dataclass(frozen=True)
+class Room:
+    """A tensor of a file and the boxes of model space in it.
+
+    Attributes:
+        tensor: on the meta device; it is in the body of the file.
+        chunks: views of it.
+    """
+
+    tensor: Tensor
+    chunks: list[Chunk]
+
+
+class PlaceFiles:
+    """The files of one place.
+
+    Args:
+        target: what is to be written.
+        tp, pp: the place.
+    """
+
+    def __init__(self, target: Target, tp: int, pp: int) -> None:
+        self._target, self.tp, self.pp = target, tp, pp
+        self.rooms: list[Room] = []
+        chunks = range(len(target.stages[pp]))
+        self._names = [target.space.names_of(pp, chunk, target.stages) for chunk in chunks]
+        self._shapes = [{name: self._shape(name) for name in names} for names in self._names]
+        self.bodies: dict[str, dict[Any, Any]] = {MODEL_FILE: self._model_body()}
+        if target.has_optimizer and target.distributed:
+            self.bodies[BUFFER_FILE] = self._buffer_body()
+
+    @property
+    def folder(self) -> str:
+        """The name of its folder."""
+        return folder_name(self.tp, self.pp, self._target.pp)
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        return self._target.space.local_shape(self._stored(name), self._target.tp, self.tp)
+
+    def _stored(self, name: str) -> str:
+        """The name in model space: a copy is that of the embedding."""
+        return WORD_EMBEDDINGS if name == OUTPUT_LAYER and self._target.space.tied else name
+
+    def _room(self, name: str, dtype: torch.dtype, prefix: str = "") -> Tensor:
+        """A new tensor like a parameter; `prefix` stands before its key."""
+        tensor = torch.empty(self._shape(name), dtype=dtype, device="meta")
+        self._add(name, tensor, tensor, prefix)
+        return tensor
+
+    def _add(self, name: str, tensor: Tensor, view: Tensor, prefix: str) -> None:
+        """Note that `view` of `tensor` holds what this place has of a parameter, or of its state."""
+        space = self._target.space
+        box = Whole(self._stored(name), view)
+        found = weight_chunks([box], space.placements, space.num_layers, rank=self.tp, size=self._target.tp)
+        chunks = [Chunk(prefix + part.key, part.tensor, part.offset, part.global_shape) for part in found]
+        self.rooms.append(Room(tensor, chunks))
+
+    # --- model_optim_rng.pt ---------------------------------------------------------------------------------------
+
+    def _model_body(self) -> dict[Any, Any]:
+        target = self._target
+        common = target.common
+        body: dict[Any, Any] = {
+            "args": Namespace(**vars(common["args"])),
+            "checkpoint_version": CHECKPOINT_VERSION,
+            "iteration": common.get("iteration", 0),
+        }
+        for chunk in range(len(self._names)):
+            body[chunk_key(chunk, len(self._names))] = OrderedDict(self._model(chunk))
+        if target.has_optimizer:
+            body["optimizer"] = self._optimizer(common["optimizer"])
+            if "opt_param_scheduler" in common:
+                body["opt_param_scheduler"] = common["opt_param_scheduler"]
+        rng = rng_object_key(self.tp, target.tp, self.pp, target.pp)
+        if rng in target.objects:
+            body["rng_state"] = target.objects[rng]
+        body["num_floating_point_operations_so_far"] = common.get("num_floating_point_operations_so_far", 0.0)
+        return body
+
+    def _model(self, chunk: int) -> Iterator[tuple[str, Tensor | None]]:
+        stages = self._target.stages
+        last = self.pp == len(stages) - 1 and chunk == len(stages[self.pp]) - 1
+        for raw, name in entries(self._names[chunk], stages[self.pp][chunk], last=last):
+            yield raw, None if name is None else self._room(name, self._target.dtype)
+
+    def _optimizer(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        body = inner(state)
+        groups, step = body["param_groups"], body["state"]["common_step"]
+        scaler = {"grad_scaler": state["grad_scaler"]} if state.get("grad_scaler") else {}
+        if self._target.distributed:
+            return {"optimizer": {"param_groups": [{**group, "step": float(step)} for group in groups]}, **scaler}
+        shapes = {name: shape for part in self._shapes for name, shape in part.items()}
+        names = members(groups, shapes)
+        states = [self._state(name, step) for part in names for name in part]
+        half = self._target.dtype != torch.float32
+        first, numbered = 0, []
+        for group, part in zip(groups, names, strict=True):
+            # Apex and TransformerEngine, which half precision is trained with, count steps by group.
+            counted = {"step": int(step)} if half else {}
+            numbered.append({**group, **counted, "params": list(range(first, first + len(part)))})
+            first += len(part)
+        plain = {"state": dict(enumerate(states)), "param_groups": numbered}
+        if not half:
+            return plain
+        main = [[self._room(name, torch.float32, f"{OPTIMIZER_PREFIX}{MAIN}.") for name in part] for part in names]
+        return {"optimizer": plain, **scaler, "fp32_from_fp16_params": main}
+
+    def _state(self, name: str, step: Tensor) -> dict[str, Tensor]:
+        count = torch.tensor(float(step), dtype=torch.float32)
+        return {"step": count, **{kind: self._room(name, torch.float32, _prefix(kind)) for kind in MOMENTS}}
+
+    # --- distrib_optim.pt -----------------------------------------------------------------------------------------
+
+    def _buffer_body(self) -> dict[Any, Any]:
+        args = vars(self._target.common["args"])
+        wide = self._target.dtype == torch.float32 or args.get("accumulate_allreduce_grads_in_fp32", True)
+        kind = (self._target.dtype, torch.float32 if wide else self._target.dtype)
+        chunks = {chunk: {kind: self._buffers(shapes)} for chunk, shapes in enumerate(self._shapes)}
+        return {"buckets_coalesced": True, **chunks}
+
+    def _buffers(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, Any]:
+        size = buffer_size(shapes)
+        where = places(shapes, [size], self.folder)
+        found: dict[str, Any] = {}
+        for label, kind in BUFFERS.items():
+            found[label] = torch.empty(size, device="meta")
+            # Where the weights are in fp32 they are the main parameters.
+            prefix = "" if kind == MAIN and self._target.dtype == torch.float32 else _prefix(kind)
+            for name, place in where.items():
+                self._add(name, found[label], found[label][place.start : place.stop].view(place.shape), prefix)
+        return {**found, "numel_unpadded": size}
+
+
+def _prefix(kind: str) -> str:
+    return f"{OPTIMIZER_PREFIX}{kind}."
