@@ -164,12 +164,13 @@ class HashedFile(io.RawIOBase):
             os.close(self._fd)
 
 
-def hash_files(paths: Iterable[Path], threads: int | None = None) -> dict[str, FileRecord]:
+def hash_files(paths: Iterable[Path], threads: int | None = None, below: Path | None = None) -> dict[str, FileRecord]:
     """Hash files on several threads.
 
     Args:
         paths: files with different names.
         threads: how many; by default one per processor, at most 8, since a disk is seldom faster than that.
+        below: a folder that they are in, at whatever depth; their names are then the paths from there.
 
     Returns:
         File name -> record.
@@ -178,7 +179,10 @@ def hash_files(paths: Iterable[Path], threads: int | None = None) -> dict[str, F
     with ThreadPoolExecutor(threads or min(8, os.cpu_count() or 1), thread_name_prefix="hash") as pool:
         sizes = {path: path.stat().st_size for path in paths}
         begun = {path: _begin(path, size, pool, buffers) for path, size in sizes.items()}
-        return {path.name: FileRecord(sizes[path], _digest(_joined(segments))) for path, segments in begun.items()}
+        return {
+            str(path.relative_to(below or path.parent)): FileRecord(sizes[path], _digest(_joined(segments)))
+            for path, segments in begun.items()
+        }
 
 
 def _begin(path: Path, size: int, pool: ThreadPoolExecutor, buffers: threading.local) -> list[Future[list[int]]]:

@@ -99,7 +99,7 @@ def compare(folder: Path, expected: Mapping[str, FileRecord]) -> list[str]:
     """Hash the files of a folder and list what differs from the manifest; sizes first, since they cost nothing."""
     problems, sound = _by_size(folder, expected)
     try:
-        found = hash_files(sound)
+        found = hash_files(sound, below=folder)
     except (OSError, EOFError) as error:
         return [*problems, f"{folder} cannot be read: {error}"]
     changed = [folder / name for name, record in found.items() if record.digest != expected[name].digest]
