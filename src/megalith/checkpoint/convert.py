@@ -6,27 +6,26 @@ no device and no model is needed, and memory is bounded by the largest tensor.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megalith.checkpoint import manifest as manifests
 from megalith.checkpoint.adapted import Adapter, InPrecision, Repadded, Watched, WeightsOnly, WithArgs, args_of
 from megalith.checkpoint.commit import replace_durably
 from megalith.checkpoint.content import Chunk
 from megalith.checkpoint.folder import CheckpointFolder, damaged
 from megalith.checkpoint.formats.torch_dist import CHECKPOINT_VERSION, CONTENT_METADATA
+from megalith.checkpoint.huggingface_source import HuggingFaceSource, files_of_tokenizer
 from megalith.checkpoint.locate import locate
 from megalith.checkpoint.owner import claim
 from megalith.checkpoint.safe_loading import ForeignEnum
 from megalith.checkpoint.source import Source
 from megalith.checkpoint.store import RELEASE, TRACKER_FILE, facts_of, provenance
-from megalith.checkpoint.streaming import write_torch_dist
+from megalith.checkpoint.streaming import write_torch, write_torch_dist
 from megalith.errors import CheckpointError, ConfigError
 from megalith.layout import Layout
 from megalith.tokenizers.padding import padded_vocab_size
@@ -34,7 +33,7 @@ from megalith.tokenizers.padding import padded_vocab_size
 FORMATS = ("torch", "torch_dist")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-_KEPT_FACTS = ("config", "tokenizer", "tokenizer_files", "data")
+_KEPT_FACTS = ("config", "tokenizer", "tokenizer_files", "data", "huggingface")
 _COMMON = (
     "args",
     "checkpoint_version",
@@ -151,10 +150,8 @@ def convert(
 
     with claim(destination):
         facts, files = _facts(folder, number, layout), further_files(folder)
-        if wanted.format == "torch_dist":
-            size = write_torch_dist(source, final, facts=facts, files=files, publish=publish)
-        else:
-            size = _write_torch(source, final, facts=facts, files=files, publish=publish)
+        write = write_torch_dist if wanted.format == "torch_dist" else write_torch
+        size = write(source, final, facts=facts, files=files, publish=publish)
     return Converted(final, size, time.perf_counter() - started, notes)
 
 
@@ -270,23 +267,14 @@ def _facts(folder: CheckpointFolder, iteration: int, layout: Layout) -> dict[str
     """What the manifest says: of the source what a resume compares, and where the files come from."""
     body = folder.manifest() or {}
     kept = {key: body[key] for key in _KEPT_FACTS if key in body}
+    if isinstance(folder.source, HuggingFaceSource):
+        kept = folder.source.facts()
     origin = {"path": str(folder.path.resolve()), "format": folder.source.format}
     return {"iteration": iteration, **provenance(), **facts_of(layout), **kept, "converted_from": origin}
 
 
 def further_files(folder: CheckpointFolder) -> dict[str, bytes]:
-    """The tokenizer's files that lie in a checkpoint of ours."""
+    """The tokenizer's files that lie in a checkpoint of ours, or in a Hugging Face folder."""
+    if isinstance(folder.source, HuggingFaceSource):
+        return {name: path.read_bytes() for name, path in files_of_tokenizer(folder.path).items()}
     return {name: folder.read_file(name) for name in (folder.manifest() or {}).get("tokenizer_files", ())}
-
-
-def _write_torch(
-    source: Source,
-    final: Path,
-    *,
-    facts: Mapping[str, Any],
-    files: Mapping[str, bytes],
-    publish: Callable[[], None],
-) -> int:
-    from megalith.checkpoint.formats.per_rank import write_per_rank
-
-    raise NotImplementedError(write_per_rank, source, final, facts, files, publish, json, asdict, manifests)

@@ -1,8 +1,9 @@
-"""Writing a folder of format torch_dist from a source, by one process and without the model in memory.
+"""Writing a checkpoint folder from a source, by one process and without the model in memory.
 
-The chunks are planned on the meta device; each is read when its turn to be written comes. In memory are thus the two
-chunks that the two writer threads of a rank hold, and what the source needs to read one. The ranks of the layout are
-written one after the other, into the files that they would write themselves.
+Of format torch_dist the chunks are planned on the meta device, and each is read when its turn to be written comes. In
+memory are thus the two chunks that the two writer threads of a rank hold, and what the source needs to read one. The
+ranks of the layout are written one after the other, into the files that they would write themselves. Of format torch
+the files are laid out first and filled tensor by tensor (`formats.per_rank`).
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
+from megalith.checkpoint import manifest as manifests
 from megalith.checkpoint.adapted import args_of
-from megalith.checkpoint.commit import building, check_space, clear_leftovers, naming_full_disk
+from megalith.checkpoint.commit import building, check_space, clear_leftovers, naming_full_disk, write_durably
 from megalith.checkpoint.content import CheckpointContent, Chunk, by_key
 from megalith.checkpoint.dcp import ChunkSavePlanner, GlobalTensor, RankWriter, merged_metadata
 from megalith.checkpoint.fit import Contents, fitted, keys_of, listing
 from megalith.checkpoint.folder import EncodedContent, finish_folder
+from megalith.checkpoint.formats.per_rank import write_per_rank
 from megalith.checkpoint.formats.torch_dist import (
     OPTIMIZER_PREFIX,
     Whole,
@@ -30,11 +33,15 @@ from megalith.checkpoint.formats.torch_dist import (
     rng_object_key,
     weight_chunks,
 )
+from megalith.checkpoint.hashing import hash_files
+from megalith.checkpoint.manifest import MANIFEST_FILE
 from megalith.checkpoint.model_space import ModelSpace, model_space_of, stages_of
 from megalith.checkpoint.source import Source
 from megalith.errors import CheckpointError
 from megalith.layout import Stages
 
+_SHARE_OF_COPIES = 8  # what is in several files: norms, the second copy of a tied embedding; and their headers
+_FIXED_OVERHEAD = 2**22
 _STATES = ("fp32_param", "exp_avg", "exp_avg_sq")
 
 
@@ -101,13 +108,60 @@ def write_torch_dist(
         for rank, (part, planner) in enumerate(zip(per_rank, planners, strict=True))
     ]
     metadata = merged_metadata([writer.plan for writer in writers])
-    with naming_full_disk(final.parent, encoded.nbytes):
+
+    def write(folder: Path) -> int:
+        written = [writer.write(folder) for writer in writers]
+        return finish_folder(folder, final.name, encoded, metadata, written, facts)
+
+    return _appearing(final, encoded.nbytes, write, publish)
+
+
+def write_torch(
+    source: Source,
+    final: Path,
+    *,
+    facts: Mapping[str, Any],
+    files: Mapping[str, bytes],
+    publish: Callable[[], None],
+) -> int:
+    """`write_torch_dist` in Megatron's format of one file for each (tensor, pipeline) place."""
+    contents = source.contents()
+    args = args_of(source.common())
+    space = model_space_of(args, str(final))
+    stages = stages_of(args, space.num_layers, str(final))
+    whole = [chunk for stage in range(len(stages)) for chunk in _chunks(space, contents, stages, stage, 0, 1)]
+    check_nothing_is_lost(contents, whole)
+
+    def write(folder: Path) -> int:
+        names = write_per_rank(source, folder)
+        for name, data in files.items():
+            write_durably(folder / name, data)
+        records = hash_files([folder / name for name in (*names, *files)], below=folder)
+        write_durably(folder / MANIFEST_FILE, manifests.render(records, facts))
+        return sum(record.size for record in records.values())
+
+    tensors = sum(stored.numel * stored.dtype.itemsize for stored in contents.tensors.values())
+    return _appearing(final, tensors + tensors // _SHARE_OF_COPIES + _FIXED_OVERHEAD, write, publish)
+
+
+def _appearing(final: Path, needed: int, write: Callable[[Path], int], publish: Callable[[], None]) -> int:
+    """Make a folder that appears whole or not at all.
+
+    Args:
+        final: its place.
+        needed: bytes that it takes.
+        write: fills the folder, under another name; returns the bytes of its files.
+        publish: called when it is in its place.
+
+    Raises:
+        CheckpointError: the disk is full or refuses.
+    """
+    with naming_full_disk(final.parent, needed):
         final.parent.mkdir(parents=True, exist_ok=True)
         clear_leftovers(final.parent)
-        check_space(final.parent, encoded.nbytes)
+        check_space(final.parent, needed)
         with building(final) as new:
-            written = [writer.write(new.path) for writer in writers]
-            size = finish_folder(new.path, final.name, encoded, metadata, written, facts)
+            size = write(new.path)
             new.commit()
             publish()
     return size
