@@ -196,7 +196,7 @@ class PerRankSource:
         if not isinstance(body.get(key), Mapping):
             raise CheckpointError(f"{where} has no {key!r}; it holds {', '.join(map(str, body))}")
         named = [(name, value) for name, value in flattened(body[key]) if is_parameter(name)]
-        found = {module_name(name, stages[pp][chunk]): (name, value) for name, value in named}
+        found = {module_name(name, stages[pp][chunk]) or name: (name, value) for name, value in named}
         expected = space.names_of(pp, chunk, stages)
         lines = [f"{name} is missing" for name in expected if name not in found and not self._is_copy(name)]
         lines += [f"{raw} is not expected" for name, (raw, _) in found.items() if name not in expected]
@@ -209,7 +209,7 @@ class PerRankSource:
         ]
         if lines:
             raise CheckpointError(listing(f"{where} does not hold the model that its args describe", lines))
-        return {name: entry for name, entry in found.items() if name is not None}
+        return found
 
     def _is_copy(self, name: str) -> bool:
         """Whether this is the second copy of a tied embedding."""
