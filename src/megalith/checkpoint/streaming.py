@@ -36,6 +36,7 @@ from megalith.checkpoint.formats.torch_dist import (
 from megalith.checkpoint.hashing import hash_files
 from megalith.checkpoint.manifest import MANIFEST_FILE
 from megalith.checkpoint.model_space import ModelSpace, model_space_of, stages_of
+from megalith.checkpoint.per_rank_source import PerRankSource
 from megalith.checkpoint.source import Source
 from megalith.errors import CheckpointError
 from megalith.layout import Stages
@@ -134,6 +135,7 @@ def write_torch(
 
     def write(folder: Path) -> int:
         names = write_per_rank(source, folder)
+        _check_held(PerRankSource(folder).contents(), contents)
         for name, data in files.items():
             write_durably(folder / name, data)
         records = hash_files([folder / name for name in (*names, *files)], below=folder)
@@ -204,6 +206,21 @@ def check_nothing_is_lost(contents: Contents, chunks: list[Chunk]) -> None:
     if lost:
         raise CheckpointError(
             listing("the checkpoint holds tensors that its args do not speak of, and that would be lost", lost)
+        )
+
+
+def _check_held(written: Contents, contents: Contents) -> None:
+    """Refuse a result that lacks tensors: an optimizer whose groups do not hold all parameters has no place for some.
+
+    Raises:
+        CheckpointError: lists them.
+    """
+    lost = [key for key in contents.tensors if key not in written.tensors]
+    if lost:
+        raise CheckpointError(
+            listing(
+                "the groups of the optimizer do not name all parameters; convert with --no-optim; no place for", lost
+            )
         )
 
 

@@ -100,7 +100,7 @@ def model_source(args: Mapping[str, Any] = ARGS, *, seed: int = 0, states: bool 
             tensors[key] = (tensors[main + key] if states else tensors[key]).to(dtype)
     common = {"args": Namespace(**args), "checkpoint_version": 3.0, "iteration": 7}
     if states:
-        group = {"wd_mult": 1.0, "lr": 1e-3, "weight_decay": 0.1}
-        common["optimizer"] = optimizer_common([group], 7, None, args["params_dtype"])
+        groups = [{"wd_mult": decayed, "lr": 1e-3, "weight_decay": decayed * 0.1} for decayed in (1.0, 0.0)]
+        common["optimizer"] = optimizer_common(groups, 7, None, args["params_dtype"])
         common["opt_param_scheduler"] = {"max_lr": 1e-3, "num_steps": 28}
     return MemorySource(tensors, common)

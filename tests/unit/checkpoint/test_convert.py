@@ -1,0 +1,314 @@
+"""Conversions of small models: any form into any other, what the args say after it, and what is refused."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megalith.checkpoint import CheckpointContent, Chunk, DirectoryStore
+from megalith.checkpoint.adapted import args_of
+from megalith.checkpoint.convert import Wanted, convert, divided_args
+from megalith.checkpoint.diff import compared, tensor_differences
+from megalith.checkpoint.folder import CheckpointFolder
+from megalith.checkpoint.locate import locate
+from megalith.checkpoint.source import Source, open_source
+from megalith.checkpoint.streaming import write_torch_dist
+from megalith.errors import CheckpointError, ConfigError, LayoutError
+from megalith.layout import Layout
+
+from .memory_source import ARGS, GPT2, MemorySource, model_source
+
+MODELS: dict[str, Mapping[str, Any]] = {
+    "llama": ARGS,
+    "gpt2": GPT2,
+    "llama-bf16": {**ARGS, "params_dtype": "bfloat16"},
+}
+
+
+def written(source: Source, save: Path) -> Path:
+    """A source as a save folder of format torch_dist."""
+    facts = {"megalith_version": "0", "created": ""}
+    write_torch_dist(source, save / "iter_0000007", facts=facts, files={}, publish=lambda: None)
+    (save / "latest_checkpointed_iteration.txt").write_text("7")
+    return save
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Name -> its save folder."""
+    folder = tmp_path_factory.mktemp("models")
+    return {name: written(model_source(args), folder / name) for name, args in MODELS.items()}
+
+
+def differences(one: Path, other: Path, *, weights: bool = False) -> list[str]:
+    sources = [compared(open_source(locate(path)), weights=weights) for path in (one, other)]
+    return [str(item) for item in tensor_differences(*sources) if not item.is_none]
+
+
+def whole(source: Source, key: str) -> torch.Tensor:
+    stored = source.contents().tensors[key]
+    tensor = torch.empty(stored.shape, dtype=stored.dtype)
+    source.read(CheckpointContent([Chunk(key, tensor, (0,) * tensor.ndim, stored.shape)]))
+    return tensor
+
+
+@dataclass(frozen=True)
+class Form:
+    """A format and a layout."""
+
+    format: str
+    tp: int
+    pp: int
+
+    def __str__(self) -> str:
+        return f"{self.format}-tp{self.tp}pp{self.pp}"
+
+    @property
+    def wanted(self) -> Wanted:
+        return Wanted(format=self.format, tp=self.tp, pp=self.pp)
+
+
+FORMS = [Form(*form) for form in product(("torch_dist", "torch"), (1, 2, 4), (1, 2, 4))]
+SAMPLE = [
+    (Form("torch_dist", 1, 1), Form("torch", 2, 2)),
+    (Form("torch_dist", 4, 1), Form("torch_dist", 1, 4)),
+    (Form("torch", 2, 1), Form("torch_dist", 2, 4)),
+    (Form("torch", 1, 2), Form("torch", 4, 2)),
+]
+
+
+def pairs() -> Iterator[Any]:
+    for name, one, other in product(MODELS, FORMS, FORMS):
+        marks = () if (one, other) in SAMPLE else (pytest.mark.full,)
+        yield pytest.param(name, one, other, marks=marks, id=f"{name}-{one}-{other}")
+
+
+@pytest.mark.parametrize(("name", "one", "other"), list(pairs()))
+def test_there_and_back_is_the_identity(
+    name: str, one: Form, other: Form, models: dict[str, Path], tmp_path: Path
+) -> None:
+    convert(models[name], tmp_path / "one", one.wanted)
+    convert(tmp_path / "one", tmp_path / "other", other.wanted)
+    convert(tmp_path / "other", tmp_path / "back", one.wanted)
+    assert differences(models[name], tmp_path / "other") == []
+    assert differences(tmp_path / "one", tmp_path / "back") == []
+    for folder in ("one", "other", "back"):
+        assert CheckpointFolder(locate(tmp_path / folder)).problems() == []
+    args = args_of(open_source(locate(tmp_path / "other")).common())
+    assert (args["tensor_model_parallel_size"], args["pipeline_model_parallel_size"]) == (other.tp, other.pp)
+
+
+def test_the_chunks_of_a_layout_are_those_that_its_ranks_hold(models: dict[str, Path], tmp_path: Path) -> None:
+    made = convert(models["gpt2"], tmp_path, Wanted(tp=2, pp=2)).path
+    tensors = open_source(made).contents().tensors
+    assert tensors["embedding.word_embeddings.weight"].chunks == 2
+    assert tensors["decoder.layers.mlp.linear_fc1.weight"].chunks == 8
+    assert tensors["decoder.layers.mlp.linear_fc2.bias"].chunks == 4
+    assert len(list(made.glob("__*_0.distcp"))) == 4
+
+
+def test_the_tracker_and_the_manifest_tell_of_the_result(models: dict[str, Path], tmp_path: Path) -> None:
+    convert(models["gpt2"], tmp_path, Wanted(tp=2))
+    store = DirectoryStore(tmp_path)
+    assert store.latest() == 7 and store.verify(7) == []
+    manifest = store.manifest(7)
+    assert manifest is not None and manifest["layout"] == {"tp": 2, "cp": 1, "dp": 1, "pp": 1}
+    assert manifest["converted_from"] == {"path": str(models["gpt2"] / "iter_0000007"), "format": "torch_dist"}
+
+
+@pytest.mark.parametrize("form", ["torch", "torch_dist"])
+def test_without_the_optimizer(form: str, models: dict[str, Path], tmp_path: Path) -> None:
+    made = convert(models["llama-bf16"], tmp_path, Wanted(format=form, optimizer=False)).path
+    source = open_source(made)
+    assert not [key for key in source.contents().tensors if key.startswith("optimizer.")]
+    assert "optimizer" not in source.common() and "opt_param_scheduler" not in source.common()
+    assert differences(models["llama-bf16"], tmp_path, weights=True) == []
+
+
+@pytest.mark.parametrize("form", ["torch", "torch_dist"])
+def test_another_dtype(form: str, models: dict[str, Path], tmp_path: Path) -> None:
+    convert(models["llama-bf16"], tmp_path / "fp32", Wanted(format=form, dtype="float32"))
+    source = open_source(locate(tmp_path / "fp32"))
+    main = whole(open_source(locate(models["llama-bf16"])), "optimizer.state.fp32_param.output_layer.weight")
+    assert torch.equal(whole(source, "output_layer.weight"), main)
+    convert(tmp_path / "fp32", tmp_path / "back", Wanted(format=form, dtype="bfloat16"))
+    assert differences(models["llama-bf16"], tmp_path / "back") == []
+
+
+@pytest.mark.parametrize("form", ["torch", "torch_dist"])
+def test_the_vocabulary_is_padded_anew_and_back(form: str, models: dict[str, Path], tmp_path: Path) -> None:
+    """43 tokens: 48 rows in multiples of 8 on one rank, 64 on four."""
+    made = convert(models["llama"], tmp_path / "four", Wanted(format=form, tp=4, true_vocab_size=43))
+    assert made.notes == ["the vocabulary is padded to 64 rows instead of 48"]
+    rows = whole(open_source(made.path), "output_layer.weight")
+    assert rows.shape == (64, 16) and not rows[48:].any()
+    convert(tmp_path / "four", tmp_path / "back", Wanted(tp=1, true_vocab_size=43))
+    assert differences(models["llama"], tmp_path / "back") == []
+
+
+def test_a_checkpoint_without_optimizer_is_converted_and_said_to_have_none(tmp_path: Path) -> None:
+    save = written(model_source(states=False), tmp_path / "a")
+    made = convert(save, tmp_path / "b", Wanted(tp=2))
+    assert made.notes == ["the checkpoint has no optimizer state: the result is weights only"]
+
+
+def test_release(models: dict[str, Path], tmp_path: Path) -> None:
+    made = convert(models["llama"], tmp_path, Wanted(format="torch", optimizer=False, release=True))
+    assert made.path == tmp_path / "release"
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "release"
+    assert locate(tmp_path) == tmp_path / "release"
+
+
+def test_memory_is_bounded_by_the_largest_tensor(tmp_path: Path) -> None:
+    source = model_source(GPT2)
+    written(source, tmp_path)
+    assert source.largest_read == max(
+        tensor.nbytes if "layers" not in key else tensor[0].nbytes for key, tensor in source.tensors.items()
+    )
+
+
+def test_the_args_of_another_layout() -> None:
+    before = {
+        **ARGS,
+        "pipeline_model_parallel_size": 2,
+        "tensor_model_parallel_size": 4,
+        "virtual_pipeline_model_parallel_size": 2,
+        "num_layers_per_virtual_pipeline_stage": 1,
+        "decoder_first_pipeline_num_layers": 1,
+        "sequence_parallel": True,
+        "data_parallel_size": 3,
+        "world_size": 24,
+        "lr": 0.5,
+    }
+    kept = divided_args(before, Layout(tp=1, pp=2), "torch")
+    assert kept["decoder_first_pipeline_num_layers"] == 1
+    after = divided_args(before, Layout(tp=1, pp=4), "torch")
+    assert after["decoder_first_pipeline_num_layers"] is None
+    for args in (kept, after):
+        assert args["virtual_pipeline_model_parallel_size"] is None
+        assert args["num_layers_per_virtual_pipeline_stage"] is None
+        assert (args["tensor_model_parallel_size"], args["sequence_parallel"]) == (1, False)
+        assert (args["ckpt_format"], args["use_dist_ckpt"], args["lr"]) == ("torch", False, 0.5)
+    assert (after["pipeline_model_parallel_size"], after["world_size"], after["data_parallel_size"]) == (4, 4, 1)
+
+
+# --- what is refused: named, with what was found, what was expected and what to do ------------------------------------
+
+
+def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="nowhere does not exist; give a save folder"):
+        convert(tmp_path / "nowhere", tmp_path / "b", Wanted())
+
+
+def test_a_folder_of_something_else(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("hello")
+    with pytest.raises(CheckpointError, match=r"holds no checkpoint: neither iter_0000000 .*; it holds notes\.txt"):
+        convert(tmp_path, tmp_path / "b", Wanted())
+
+
+def test_an_iteration_that_is_not_there(models: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="holds no iteration 8; it holds 7"):
+        convert(models["llama"], tmp_path, Wanted(), iteration=8)
+
+
+@pytest.mark.parametrize(("form", "lost"), [("torch_dist", "__1_0.distcp"), ("torch", "mp_rank_01/model_optim_rng.pt")])
+@pytest.mark.parametrize("with_manifest", [True, False])
+def test_a_folder_that_was_copied_in_part(
+    form: str, lost: str, with_manifest: bool, models: dict[str, Path], tmp_path: Path
+) -> None:
+    made = convert(models["gpt2"], tmp_path / "a", Wanted(format=form, tp=2)).path
+    (made / lost).unlink()
+    if not with_manifest:
+        (made / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match=f"{lost} is missing"):
+        convert(tmp_path / "a", tmp_path / "b", Wanted())
+    assert not list((tmp_path / "b").glob("*"))
+
+
+def test_a_missing_rank_folder_is_named(models: dict[str, Path], tmp_path: Path) -> None:
+    made = convert(models["gpt2"], tmp_path / "a", Wanted(format="torch", tp=2, pp=2)).path
+    shutil.rmtree(made / "mp_rank_01_000")
+    (made / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match="(?s)tensor-parallel 2 x pipeline 2.*mp_rank_01_000/.* is missing"):
+        convert(tmp_path / "a", tmp_path / "b", Wanted())
+
+
+def test_a_changed_byte_is_found_before_anything_is_written(models: dict[str, Path], tmp_path: Path) -> None:
+    save = tmp_path / "a"
+    shutil.copytree(models["gpt2"], save)
+    file = save / "iter_0000007" / "__0_1.distcp"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"__0_1\.distcp has changed since it was saved"):
+        convert(save, tmp_path / "b", Wanted())
+
+
+def test_a_vocabulary_that_does_not_divide(tmp_path: Path) -> None:
+    save = written(model_source({**ARGS, "padded_vocab_size": 45}), tmp_path / "a")
+    with pytest.raises(CheckpointError, match="45 rows, which do not divide over --tp 2; give --true-vocab-size"):
+        convert(save, tmp_path / "b", Wanted(tp=2))
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(3, 1), (1, 3)])
+def test_a_layout_that_does_not_divide(tp: int, pp: int, models: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises((CheckpointError, LayoutError), match="divide"):
+        convert(models["gpt2"], tmp_path / "b", Wanted(tp=tp, pp=pp))
+    assert not list(tmp_path.glob("b/*"))
+
+
+def test_nonsense_is_refused_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        convert(tmp_path, tmp_path, Wanted(format="zarr", tp=0, dtype="fp8", true_vocab_size=0))
+    assert [text.split()[0] for text in caught.value.violations] == ["--format", "--dtype", "--tp", "--true-vocab-size"]
+
+
+def test_the_source_is_never_replaced(models: dict[str, Path]) -> None:
+    with pytest.raises(CheckpointError, match="is the checkpoint to convert; give another folder"):
+        convert(models["gpt2"], models["gpt2"], Wanted(tp=2, replace=True))
+
+
+def test_what_is_there_is_replaced_only_when_that_is_said(models: dict[str, Path], tmp_path: Path) -> None:
+    convert(models["gpt2"], tmp_path, Wanted())
+    with pytest.raises(CheckpointError, match="is there already; give another folder, or --replace"):
+        convert(models["llama"], tmp_path, Wanted())
+    convert(models["llama"], tmp_path, Wanted(replace=True))
+    assert differences(models["llama"], tmp_path) == []
+
+
+def test_tensors_that_the_args_do_not_speak_of_are_not_lost(tmp_path: Path) -> None:
+    source = model_source()
+    more = MemorySource({**source.tensors, "decoder.adapter.weight": torch.ones(2)}, source.common())
+    with pytest.raises(CheckpointError, match=r"(?s)would be lost.*decoder\.adapter\.weight"):
+        written(more, tmp_path)
+
+
+def test_optimizer_state_that_no_group_has_is_not_lost(tmp_path: Path) -> None:
+    source = model_source()
+    common = source.common()
+    del common["optimizer"]["param_groups"][1]
+    save = written(MemorySource(source.tensors, common), tmp_path / "a")
+    with pytest.raises(CheckpointError, match=r"(?s)optimizer.*decoder\.final_layernorm\.weight"):
+        convert(save, tmp_path / "b", Wanted(format="torch"))
+
+
+def test_an_interrupted_conversion_leaves_nothing(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def stop(chunk: Chunk) -> None:
+        seen.append(chunk)
+        if len(seen) == 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert(models["gpt2"], tmp_path, Wanted(), on_read=stop)
+    assert not list(tmp_path.glob("*")) and not list(tmp_path.glob(".*"))
