@@ -41,6 +41,13 @@ _FORMAT = {
 _OWN_FILES = {METADATA_FILE, COMMON_FILE, FORMAT_FILE, MANIFEST_FILE}
 
 
+def check_further_files(names: Collection[str]) -> None:
+    """Check that files of these names can lie in a checkpoint folder."""
+    for name in names:
+        plain = name == Path(name).name and not name.startswith((".", "__", "mp_rank_")) and name not in _OWN_FILES
+        assert plain, f"{name!r} is not a name for a further file of a checkpoint"
+
+
 class EncodedContent:
     """What one rank writes, with everything but the tensors turned into bytes.
 
@@ -57,9 +64,7 @@ class EncodedContent:
     _FIXED_OVERHEAD = 2**20
 
     def __init__(self, content: CheckpointContent, files: Mapping[str, bytes], rank: int = 0) -> None:
-        for name in files:
-            plain = name == Path(name).name and not name.startswith((".", "__")) and name not in _OWN_FILES
-            assert plain, f"{name!r} is not a name for a further file of a checkpoint"
+        check_further_files(files)
         self.chunks = content.chunks
         self.objects = encode_objects(content.objects)
         self.common = dump_bytes(content.common, "the common state") if rank == 0 else b""

@@ -14,7 +14,7 @@ Memory: one tensor of the source at a time.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -22,16 +22,19 @@ import torch
 
 from megalith.checkpoint.boxes import common_part
 from megalith.checkpoint.commit import sync_folder
-from megalith.checkpoint.content import CheckpointContent, Chunk, volume
+from megalith.checkpoint.content import CheckpointContent, Chunk
 from megalith.checkpoint.fit import Contents, fitted
 from megalith.checkpoint.formats.per_rank_layout import PlaceFiles, Room, Target, target_of
 from megalith.checkpoint.formats.torch_dist import OPTIMIZER_PREFIX, WORD_EMBEDDINGS, is_rng_object
+from megalith.checkpoint.hashing import WritingCancelled
 from megalith.checkpoint.laid_out import find, lay_out, seal, tensors_in, write
 from megalith.checkpoint.safe_loading import map_tensors
 from megalith.checkpoint.source import Source
 from megalith.errors import CheckpointError
 
 _LAYERS = "decoder.layers."
+_ENTRY_OVERHEAD = 512  # bytes of an archive around one tensor
+_FIXED_OVERHEAD = 2**20
 
 
 class FilesOnDisk:
@@ -50,6 +53,12 @@ class FilesOnDisk:
         made = PlaceFiles(self._target, *place)
         return [f"{made.folder}/{name}" for name in made.bodies]
 
+    def nbytes(self, place: tuple[int, int]) -> int:
+        """Bytes of the files of a place, rounded up."""
+        made = PlaceFiles(self._target, *place)
+        tensors = [tensor for body in made.bodies.values() for tensor in tensors_in(body)]
+        return sum(tensor.numel() * tensor.element_size() + _ENTRY_OVERHEAD for tensor in tensors) + _FIXED_OVERHEAD
+
     def lay_out(self, place: tuple[int, int]) -> None:
         """Make the files of a place, with the room for their tensors and everything else in them.
 
@@ -64,32 +73,27 @@ class FilesOnDisk:
             map_tensors(self._folder / made.folder / name)
         sync_folder(self._folder / made.folder)
 
-    def fill(self, chunks: Sequence[Chunk]) -> int:
-        """Write chunks to wherever they belong, durably; returns the number of elements written.
+    def fill(self, chunks: Sequence[Chunk], cancelled: Callable[[], bool] = lambda: False) -> None:
+        """Write chunks to wherever they belong, durably.
 
         Args:
             chunks: parts of the tensors in model space, live.
+            cancelled: whether to stop, asked before each.
 
         Raises:
             OSError: the disk refuses.
+            WritingCancelled: it was to stop.
         """
-        filler = _Filler(self._target, self._folder, _rows(chunks))
-        with filler:
-            return sum(map(filler.write, chunks))
+        with _Filler(self._target, self._folder, _rows(chunks)) as filler:
+            for chunk in chunks:
+                if cancelled():
+                    raise WritingCancelled
+                filler.write(chunk)
 
     def seal(self, place: tuple[int, int]) -> None:
         """Complete the files of a place when all is written."""
         for name in self.files(place):
             seal(self._folder / name)
-
-    def numel(self) -> int:
-        """Elements that `fill` writes, over all chunks of a model."""
-        return sum(
-            volume(chunk.tensor.shape)
-            for place in self._target.places
-            for room in PlaceFiles(self._target, *place).rooms
-            for chunk in room.chunks
-        )
 
 
 class _Filler:
@@ -133,15 +137,12 @@ class _Filler:
                 for fd in self._files:
                     os.fsync(fd)
 
-    def write(self, chunk: Chunk) -> int:
+    def write(self, chunk: Chunk) -> None:
         """Write a chunk to every place that it has elements in."""
-        written = 0
         for fd, start, place in self._places.get(_row(chunk), ()):
             views = common_part(place, chunk)
             if views is not None:
                 write(fd, start, *views)
-                written += views[0].numel()
-        return written
 
 
 def _row(chunk: Chunk) -> tuple[str, int]:

@@ -80,6 +80,11 @@ class Target:
         """All (tensor, pipeline) places."""
         return list(product(range(self.tp), range(self.pp)))
 
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Key -> global shape of every tensor in model space that the files hold."""
+        rooms = (room for place in self.places for room in PlaceFiles(self, *place).rooms)
+        return {chunk.key: chunk.global_shape for room in rooms for chunk in room.chunks}
+
 
 def target_of(common: Mapping[str, Any], objects: Mapping[str, Any], dtype: torch.dtype, where: str) -> Target:
     """What the saved args say of a checkpoint that is to be written.
