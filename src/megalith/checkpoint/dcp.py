@@ -454,8 +454,11 @@ class RestrictedReader(FileSystemReader):
         for name, items in per_file.items():
             self._read_objects(name, [item for item in items if item.type == LoadItemType.BYTE_IO], planner)
         tensors = [[item for item in items if item.type == LoadItemType.TENSOR] for items in per_file.values()]
-        with ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="checkpoint-reader") as pool:
-            list(pool.map(lambda name, items: self._read_tensors(name, items, planner), per_file, tensors))
+        if len(per_file) == 1:  # a conversion reads tensor by tensor: no threads for each
+            self._read_tensors(next(iter(per_file)), tensors[0], planner)
+        else:
+            with ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="checkpoint-reader") as pool:
+                list(pool.map(lambda name, items: self._read_tensors(name, items, planner), per_file, tensors))
         future: Future[None] = Future()
         future.set_result(None)
         return future
