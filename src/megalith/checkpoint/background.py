@@ -1,8 +1,14 @@
 """A save beside the training: a thread of each rank writes copies of its tensors, and the ranks commit at the end of a
 later step.
 
-The thread speaks to no other rank, so that it never meets a collective of the training. What it wrote is known when
-all ranks say so (`train.agreement`); then all call `commit`. At most one save is under way.
+    every rank       its tensors are copied, the folder is made                                    between two steps
+    every rank       writes and hashes its files                                                   in a thread
+    all              tell each other what they wrote                                               between two steps
+    the first        .metadata, common.pt, ..., manifest.json; rename; tracker                     in a thread
+    all              hear that it is done                                                          between two steps
+
+The threads speak to no other rank, so that they never meet a collective of the training. That all are done with a
+stage is agreed upon by the caller (`train.agreement`), and then all call `proceed`. At most one save is under way.
 """
 
 from __future__ import annotations
@@ -12,9 +18,10 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 from megalith.checkpoint.dcp import Written
 from megalith.checkpoint.hashing import WritingCancelled
@@ -33,9 +40,9 @@ class SaveReport:
         seconds: from its begin until it was in its place.
         bytes: of all its files.
         path: where it is; None in memory.
-        stall_seconds: how long its caller could do nothing else.
+        stall_seconds: how long its caller could do nothing else; of a background save the caller knows that.
         write_seconds: how long the slowest rank wrote.
-        waited_seconds: the part of the stall in which writers of a background save were waited for.
+        waited_seconds: how long threads of a background save were waited for.
     """
 
     seconds: float
@@ -50,20 +57,23 @@ class PendingSave(Protocol):
     """A save that is being written."""
 
     @property
-    def writing(self) -> bool:
-        """Whether this rank is still writing."""
+    def busy(self) -> bool:
+        """Whether a thread of this rank is at work for it."""
         ...
 
     @property
     def failed(self) -> bool:
-        """Whether this rank could not write its part."""
+        """Whether this rank could not do its part."""
         ...
 
-    def commit(self, *, failed: bool = False) -> SaveReport:
-        """Wait until all ranks have written, and put the checkpoint in its place; all ranks call it together.
+    def proceed(self, *, failed: bool = False) -> SaveReport | None:
+        """Go on to the next stage, waiting for what is still busy; all ranks call it together.
 
         Args:
             failed: a rank is known to have failed, so that the others need not write to the end.
+
+        Returns:
+            What the save did; None before the last stage.
 
         Raises:
             CheckpointError: it could not be written, on whichever rank; what was there before is untouched.
@@ -75,69 +85,96 @@ class PendingSave(Protocol):
         ...
 
 
+T = TypeVar("T")
+
+
+class _Work(Generic[T]):
+    """What a thread does that lets the others go first."""
+
+    def __init__(self, act: Callable[[], T]) -> None:
+        self._act = act
+        self._results: list[T] = []
+        self.error: BaseException | None = None
+        self.thread = threading.Thread(target=self._run, name="checkpoint-save", daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        give_way()
+        try:
+            self._results.append(self._act())
+        except BaseException as error:  # told to all ranks at the end of a step
+            self.error = error
+
+    def result(self) -> T:
+        """What came of it, when it is done.
+
+        Raises:
+            Exception: its own error.
+        """
+        self.thread.join()
+        if isinstance(self.error, Exception):
+            raise self.error
+        if self.error is not None:
+            raise CheckpointError(f"the thread that wrote the checkpoint ended: {self.error!r}") from self.error
+        return self._results[0]
+
+
 class BackgroundSave:
-    """Writes in a thread from its construction on.
+    """A save whose tensors are copied: threads write (on each rank) and then commit (on the first).
 
     Args:
-        saving: begun, over copies that stay as they are until `commit` returns.
+        saving: begun, over copies that stay as they are until `proceed` has returned for the first time.
         final: where the folder is to appear.
         started: when the save began, by `time.perf_counter`.
     """
 
     def __init__(self, saving: Saving, final: Path, started: float) -> None:
         self._saving, self._final, self._started = saving, final, started
-        self._written: Written | None = None
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._write, name="checkpoint-save", daemon=True)
-        self._thread.start()
-        self._stall = time.perf_counter() - started
+        self._writing = _Work(saving.write)
+        self._written: list[Written] = []
+        self._committing: _Work[int] | None = None
+        self._waited = 0.0
 
     @property
-    def writing(self) -> bool:
-        return self._thread.is_alive()
+    def busy(self) -> bool:
+        return self._work.thread.is_alive()
 
     @property
     def failed(self) -> bool:
-        return self._error is not None
+        return self._work.error is not None
 
-    def commit(self, *, failed: bool = False) -> SaveReport:
-        began = time.perf_counter()
+    @property
+    def _work(self) -> _Work[Any]:
+        return self._committing or self._writing
+
+    def proceed(self, *, failed: bool = False) -> SaveReport | None:
         if failed:
             self._saving.cancel()
-        waited: list[float] = []
+        if self._committing is None:
+            self._written = self._saving.gathered(lambda: self._waited_for(self._writing, cancelled=failed))
+            self._committing = _Work(lambda: self._saving.commit(self._written))
+            return None
+        committing = self._committing
+        saved = self._saving.agreed(lambda: self._waited_for(committing), self._written)
+        seconds = time.perf_counter() - self._started
+        return SaveReport(seconds, saved.nbytes, self._final, 0.0, saved.write_seconds, self._waited)
 
-        def result() -> Written:
-            self._thread.join()
-            waited.append(time.perf_counter() - began)
-            return self._result(cancelled=failed)
-
-        saved = self._saving.commit(result)
-        now = time.perf_counter()
-        stall = self._stall + now - began
-        return SaveReport(now - self._started, saved.nbytes, self._final, stall, saved.write_seconds, waited[0])
-
-    def _result(self, *, cancelled: bool) -> Written:
-        """What this rank wrote; of a cancelled writer nothing, since the failure is another rank's to tell."""
-        if isinstance(self._error, WritingCancelled) and cancelled:
+    def _waited_for(self, work: _Work[Any], *, cancelled: bool = False) -> Any:
+        """The result of a thread; of a cancelled one nothing, since the failure is another rank's to tell."""
+        began = time.perf_counter()
+        try:
+            return work.result()
+        except WritingCancelled:
+            if not cancelled:
+                raise
             return Written([], {})
-        if self._error is not None:
-            if isinstance(self._error, Exception):
-                raise self._error
-            raise CheckpointError(f"the thread that wrote the checkpoint ended: {self._error!r}") from self._error
-        assert self._written is not None
-        return self._written
+        finally:
+            self._waited += time.perf_counter() - began
 
     def abandon(self) -> None:
         self._saving.cancel()
-        self._thread.join(_SECONDS_TO_STOP)
+        self._work.thread.join(_SECONDS_TO_STOP)
         self._saving.abandon()
-
-    def _write(self) -> None:
-        give_way()
-        try:
-            self._written = self._saving.write()
-        except BaseException as error:  # told to all ranks at the end of the next step
-            self._error = error
 
 
 def give_way() -> None:

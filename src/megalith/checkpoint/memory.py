@@ -34,16 +34,14 @@ class _Saved:
 class _PendingInMemory:
     """A scheduled save: what was copied, and how it takes its place."""
 
-    writing = failed = False
+    busy = failed = False
 
     def __init__(self, copied: _Saved, put: Callable[[_Saved], None], started: float) -> None:
         self._copied, self._put, self._started = copied, put, started
-        self._stall = time.perf_counter() - started
 
-    def commit(self, *, failed: bool = False) -> SaveReport:
+    def proceed(self, *, failed: bool = False) -> SaveReport | None:
         self._put(self._copied)
-        seconds = time.perf_counter() - self._started
-        return SaveReport(seconds, self._copied.encoded.nbytes, None, self._stall, 0.0)
+        return SaveReport(time.perf_counter() - self._started, self._copied.encoded.nbytes, None, 0.0, 0.0)
 
     def abandon(self) -> None:
         pass
@@ -152,6 +150,10 @@ class MemoryStore:
     def weights_only(self, iteration: int) -> bool:
         self._existing(iteration)
         return False
+
+    def delete_after(self, iteration: int) -> None:
+        for later in [other for other in self._saved if other > iteration]:
+            del self._saved[later]
 
     def claim(self) -> AbstractContextManager[None]:
         return nullcontext()

@@ -3,6 +3,7 @@
     every rank          encodes its content and plans its files                        pre_save
     the first           clears leftovers, checks the space, makes the folder under a temporary name
     every rank          writes and hashes its files in it                              mid_save (pre_commit)
+                        (where files are shared: lays them out; writes; completes and hashes them)
     the first           .metadata, common.pt, ..., manifest.json; rename; tracker      pre_commit, mid_commit
     every rank                                                                         post_commit
 
@@ -10,26 +11,24 @@ Between two lines the ranks agree that the line succeeded everywhere (`crew`), s
 of all, and the first rank then removes the folder. A rank that is killed breaks the next agreement, with the same
 effect; killed after its files are complete it stops nobody, since the first rank needs it no more.
 
-`run` does all of it at once. A save beside the training (`background`) calls `begin` and `commit` at the ends of steps,
-and `write`, which speaks to no other rank, in a thread between them.
+`run` does all of it at once. A save beside the training (`background`) calls `begin`, `gathered` and `agreed` between
+two steps, and `write` and `commit`, which speak to no other rank, in threads.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan
-
 from megalith.checkpoint.commit import Building, begin_building, check_space, clear_leftovers, naming_full_disk
 from megalith.checkpoint.content import CheckpointContent, Chunk
 from megalith.checkpoint.crew import Crew
-from megalith.checkpoint.dcp import RankWriter, Written, merged_metadata
-from megalith.checkpoint.folder import EncodedContent, finish_folder
+from megalith.checkpoint.dcp import Written
+from megalith.checkpoint.folder_writer import FolderWriter, MakeWriter, TorchDistWriter
 from megalith.errors import CheckpointError
 
 _SEEN_WITHIN_SECONDS = 10.0  # network file systems cache for some seconds what is not there
@@ -39,7 +38,7 @@ _SEEN_WITHIN_SECONDS = 10.0  # network file systems cache for some seconds what 
 class _Part:
     """What one rank is about to write."""
 
-    plan: SavePlan
+    plan: Any
     nbytes: int
 
 
@@ -68,6 +67,7 @@ class Saving:
         on_point: called with the points of the save on this rank.
         publish: points the tracker to the folder; called on the first rank when it is in its place.
         staged: copies chunks, where they are to be written while the tensors change.
+        writer: makes the writer of the format.
     """
 
     def __init__(
@@ -80,13 +80,13 @@ class Saving:
         on_point: Callable[[str], None],
         publish: Callable[[], None],
         staged: Callable[[Sequence[Chunk]], list[Chunk]] | None = None,
+        writer: MakeWriter = TorchDistWriter,
     ) -> None:
         self._crew, self._final, self._facts = crew, final, facts
         self._content, self._files = content, files
         self._on_point, self._publish, self._staged = on_point, publish, staged
-        self._encoded: EncodedContent
-        self._writer: RankWriter
-        self._metadata: Metadata
+        self._make_writer = writer
+        self._writer: FolderWriter
         self._new: Building | None = None
         self._name = ""
         self._needed = 0
@@ -98,7 +98,10 @@ class Saving:
             CheckpointError: it could not be done, on whichever rank; what was there before is untouched.
         """
         self.begin()
-        return self.commit(self.write)
+        written = self.gathered(self.write)
+        if self._writer.shares_files:
+            written = self.gathered(self._seal)
+        return self.agreed(lambda: self.commit(written), written)
 
     def begin(self) -> None:
         """Plan what each rank writes, and make the folder; all ranks call it together.
@@ -108,14 +111,13 @@ class Saving:
         """
         parts = self._crew.all(self._prepare)
         self._needed = sum(part.nbytes for part in parts)
-        try:
+        with self._abandoned_on_failure():
             self._name = self._crew.first(lambda: self._begin([part.plan for part in parts]))
-        except BaseException:
-            self.abandon()
-            raise
+            if self._writer.shares_files:
+                self._crew.all(self._lay_out)
 
-    def commit(self, write: Callable[[], Written]) -> Saved:
-        """Have each rank write its part and put the folder in its place; all ranks call it together.
+    def gathered(self, write: Callable[[], Written]) -> list[Written]:
+        """What all ranks have written; all call it together.
 
         Args:
             write: what gives this rank's part: `write`, or what that has given before.
@@ -123,12 +125,21 @@ class Saving:
         Raises:
             CheckpointError: as `run`; nothing is left of the folder.
         """
-        try:
-            written = self._crew.all(write)
-            sizes = self._crew.all(lambda: self._commit(written))
-        except BaseException:
-            self.abandon()
-            raise
+        with self._abandoned_on_failure():
+            return self._crew.all(write)
+
+    def agreed(self, commit: Callable[[], int], written: Sequence[Written]) -> Saved:
+        """See that the folder is in its place; all ranks call it together.
+
+        Args:
+            commit: what commits on this rank: `commit`, or what that has given before.
+            written: by all ranks.
+
+        Raises:
+            CheckpointError: as `run`; nothing is left of the folder.
+        """
+        with self._abandoned_on_failure():
+            sizes = self._crew.all(commit)
         self._on_point("post_commit")
         return Saved(sizes[0], max(part.seconds for part in written))
 
@@ -141,17 +152,24 @@ class Saving:
         if self._new is not None:
             self._new.abandon()
 
+    @contextmanager
+    def _abandoned_on_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.abandon()
+            raise
+
     def _prepare(self) -> _Part:
         if self._staged is not None:
             self._content = replace(self._content, chunks=self._staged(self._content.chunks))
-        self._encoded = EncodedContent(self._content, self._files, rank=self._crew.rank)
-        self._writer = RankWriter(self._content.chunks, self._encoded.objects, self._crew.rank)
+        self._writer = self._make_writer(self._content, self._files, self._crew.rank)
         self._on_point("pre_save")
-        return _Part(self._writer.plan, self._encoded.nbytes)
+        return _Part(self._writer.plan, self._writer.nbytes)
 
-    def _begin(self, plans: Sequence[SavePlan]) -> str:
+    def _begin(self, plans: Sequence[Any]) -> str:
         """Make the folder; its name, since other hosts may have the save folder elsewhere."""
-        self._metadata = merged_metadata(plans)
+        self._writer.merge(plans)
         parent = self._final.parent
         with naming_full_disk(parent, self._needed):
             parent.mkdir(parents=True, exist_ok=True)
@@ -160,8 +178,38 @@ class Saving:
             self._new = begin_building(self._final)
         return self._new.path.name
 
+    def _lay_out(self) -> None:
+        with self._in_folder() as path:
+            self._writer.lay_out(path)
+
     def write(self) -> Written:
-        """Write and hash the files of this rank, durably; needs no other rank.
+        """Write the files of this rank, or its part of them, durably; needs no other rank.
+
+        Raises:
+            CheckpointError: the disk refused.
+        """
+        with self._in_folder() as path:
+            written = self._writer.write(path)
+            self._on_point("mid_save")
+            if not self._writer.shares_files:
+                self._written()
+        return written
+
+    def _seal(self) -> Written:
+        """Complete the files of this rank, in which others have written."""
+        with self._in_folder() as path:
+            sealed = self._writer.seal(path)
+            self._written()
+        return sealed
+
+    def _written(self) -> None:
+        """This rank is done with its files."""
+        if not self._crew.is_first:
+            self._on_point("pre_commit")
+
+    @contextmanager
+    def _in_folder(self) -> Iterator[Path]:
+        """The folder, when it is seen here.
 
         Raises:
             CheckpointError: the disk refused.
@@ -169,14 +217,17 @@ class Saving:
         path = self._final.parent / self._name
         with naming_full_disk(path.parent, self._needed):
             _wait_for(path)
-            check_space(path.parent, self._encoded.nbytes)  # on this host too, before its first byte
-            written = self._writer.write(path)
-            self._on_point("mid_save")
-            if not self._crew.is_first:
-                self._on_point("pre_commit")
-        return written
+            yield path
 
-    def _commit(self, written: Sequence[Written]) -> int:
+    def commit(self, written: Sequence[Written]) -> int:
+        """Put the folder in its place; the first rank does that, and needs no other.
+
+        Returns:
+            The bytes of all the files but the manifest; on other ranks 0.
+
+        Raises:
+            CheckpointError: the disk refused.
+        """
         if not self._crew.is_first:
             self._on_point("mid_commit")
             return 0
@@ -186,7 +237,7 @@ class Saving:
             for part in written[1:]:
                 for name, record in part.records.items():
                     _wait_for(path / name, record.size)
-            size = finish_folder(path, self._final.name, self._encoded, self._metadata, written, self._facts)
+            size = self._writer.finish(path, self._final.name, written, self._facts)
             self._on_point("pre_commit")
             self._new.commit()
             self._on_point("mid_commit")

@@ -154,6 +154,10 @@ class Store(Protocol):
         """Whether a checkpoint is weights to begin from, rather than the state of a run to continue."""
         ...
 
+    def delete_after(self, iteration: int) -> None:
+        """Delete the checkpoints of later iterations, which a run that went back has left behind."""
+        ...
+
     def claim(self) -> AbstractContextManager[None]:
         """Hold the store for this run, so that no second run saves into it."""
         ...
@@ -260,7 +264,6 @@ class DirectoryStore:
             return False
 
     def delete_after(self, iteration: int) -> None:
-        """Delete the checkpoints of later iterations, which a run that went back has left behind."""
         self._crew.first(lambda: self._delete([other for other in self._iterations() if other > iteration]))
 
     def _delete(self, iterations: Sequence[int], *, beside: bool = False) -> None:

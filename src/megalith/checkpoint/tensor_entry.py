@@ -310,7 +310,7 @@ class _Rebuilt:
 
     def __init__(self, tensor: Tensor) -> None:
         size, stride = tuple(tensor.shape), tensor.stride()
-        self._arguments = (_Storage(tensor), 0, size, stride, False, OrderedDict())
+        self._arguments: tuple[Any, ...] = (_Storage(tensor), 0, size, stride, False, OrderedDict())
 
     def __reduce__(self) -> tuple[Any, ...]:
         return torch._utils._rebuild_tensor_v2, self._arguments

@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -138,14 +139,15 @@ def _train(config: RunConfig, argv: Sequence[str], stop: StopSignals, began: flo
         folder = run_folder(config) if first else Path()
         screens: list[Screen] = [SilentScreen()]
         Crew(context.world).first(lambda: screens.insert(0, _open_folder(config, argv, folder, stack)))
-        if config.checkpoint.save:
-            stack.enter_context(DirectoryStore(config.checkpoint.save, context).claim())
+        for place in config.checkpoint.save_folders:
+            stack.enter_context(DirectoryStore(place, context).claim())
         screen = screens[0]
         if threads:
             screen.say(threads)
         try:
             started = start(config, context, screen, stop=stop, probe=_probe(config, watch, screen), began=began)
             stack.callback(started.loaders.close)
+            stack.callback(started.run.close)
             hooks = [_hooks(config, folder, screen, started)] if first else []
             if clock is not None:
                 named = config.log.straggler_minmax_count
@@ -205,7 +207,14 @@ def _hooks(config: RunConfig, folder: Path, screen: Screen, started: Started) ->
 
     device = started.run.state.context.device
     metrics = MetricsWriter(folder / "metrics.jsonl", lambda: memory_in_use(device))
-    console = MegatronConsole(screen, config.checkpoint.save, config.layout, throughput=config.log.log_throughput)
+    save = config.checkpoint.save
+    console = MegatronConsole(
+        screen,
+        save,
+        config.layout,
+        throughput=config.log.log_throughput,
+        passing=config.checkpoint.passing_folder(save or ""),
+    )
     hooks: list[Hook] = [metrics, console]
     if config.log.tensorboard_dir:
         hooks.append(TensorBoardWriter(config.log.tensorboard_dir, config.log.tensorboard_log_interval))
@@ -215,17 +224,22 @@ def _hooks(config: RunConfig, folder: Path, screen: Screen, started: Started) ->
 
 def _probe(config: RunConfig, watch: Watch, screen: Screen) -> Probe:
     """What hears of each point of a step: the watch, and a fault where a test puts one in."""
+
+    def at(point: str, iteration: int) -> None:
+        if threading.current_thread() is threading.main_thread():  # the watch is of that one, not of a saving thread
+            watch.at(point, iteration)
+
     text = os.environ.get("MEGALITH_FAULT")
     if not text:
-        return watch.at
+        return at
     screen.warn(f"WARNING: MEGALITH_FAULT={text} is set: this run harms itself at that point, as a test of crashes")
     fault = parse_fault(text)
     attempt = os.environ.get("MEGALITH_ATTEMPT") or os.environ.get("TORCHELASTIC_RESTART_COUNT") or "0"
     if not fault.concerns(config.launch.rank, int(attempt)):
-        return watch.at
+        return at
 
     def both(point: str, iteration: int) -> None:
-        watch.at(point, iteration)
+        at(point, iteration)
         fault(point, iteration)
 
     return both
@@ -274,12 +288,19 @@ def run_folder(config: RunConfig) -> Path:
     return folder
 
 
-def _saved_and_words(config: RunConfig, argv: Sequence[str]) -> tuple[int | None, list[str]]:
-    """The iteration of the last checkpoint of this run, None if there is none, and the flags that go on from it."""
+def _last_saved(config: RunConfig) -> int | None:
+    """The iteration of the newest checkpoint of this run."""
     from megalith.checkpoint import DirectoryStore
 
-    save = config.checkpoint.save
-    saved = DirectoryStore(save).latest() if save else None
+    return max(
+        (saved for folder in config.checkpoint.save_folders if (saved := DirectoryStore(folder).latest()) is not None),
+        default=None,
+    )
+
+
+def _saved_and_words(config: RunConfig, argv: Sequence[str]) -> tuple[int | None, list[str]]:
+    """The iteration of the last checkpoint of this run, None if there is none, and the flags that go on from it."""
+    save, saved = config.checkpoint.save, _last_saved(config)
     if save is None or saved is None:
         return None, list(argv)
     return saved, _words_to_resume(config, argv, saved, save)
@@ -291,9 +312,7 @@ def _words_to_resume(config: RunConfig, argv: Sequence[str], iteration: int, sav
     What only concerned the checkpoint that this run began with goes, unless a recipe says it: then it is taken back.
     `--use-checkpoint-opt-param-scheduler` stays, as the checkpoint still has another schedule than the flags.
     """
-    from megalith.checkpoint import DirectoryStore
-
-    if DirectoryStore(save).latest() != iteration:
+    if _last_saved(config) != iteration:
         return list(argv)
     settings = config.checkpoint
     lacking = {"no_load_optim": settings.no_save_optim, "no_load_rng": settings.no_save_rng}

@@ -24,12 +24,13 @@ from megalith.assemble.model import (
     params_dtype,
 )
 from megalith.assemble.schedule import build_schedule
-from megalith.checkpoint import DirectoryStore, split_path
+from megalith.checkpoint import DirectoryStore, Retention, split_path
 from megalith.checkpoint.crew import Crew
 from megalith.checkpoint.store import TRACKER_FILE
 from megalith.compat.megatron import console
 from megalith.compat.megatron.screen import Screen
 from megalith.config import RunConfig
+from megalith.config.groups import CheckpointConfig
 from megalith.config.render import notes_lines
 from megalith.config.saved_args import megatron_args
 from megalith.data.build import Datasets
@@ -43,6 +44,7 @@ from megalith.models.gpt import GPT
 from megalith.tokenizers import Tokenizer, build_tokenizer
 from megalith.tokenizers.padding import padded_vocab_size, padding_message
 from megalith.train.agreement import StopRequest
+from megalith.train.background import BackgroundSaver
 from megalith.train.checkpointing import (
     CheckpointSaver,
     FoundCheckpoint,
@@ -116,13 +118,37 @@ def start(
     plan = _plan(config, state.model, context)
     screen.say(console.milestone_line("after dataloaders are built", datetime.now()))
     screen.note("done with setup ...")
-    saver = None
-    if config.checkpoint.save:
-        saver = CheckpointSaver(DirectoryStore(config.checkpoint.save, context), config, identity, probe)
+    saver = _saver(config, context, identity, probe)
+    background = None
+    if saver is not None and config.checkpoint.async_save:
+        background = BackgroundSaver(saver)
+        background.reserve(state)
     run = TrainingRun(
-        plan, state, loaders.train, loaders.valid, loaders.test, saver, Hook(), stop, probe, started=began
+        plan,
+        state,
+        loaders.train,
+        loaders.valid,
+        loaders.test,
+        saver,
+        Hook(),
+        stop,
+        probe,
+        started=began,
+        background=background,
     )
     return Started(run, loaders, None if found is None else state.iteration)
+
+
+def _saver(config: RunConfig, context: ParallelContext, identity: Identity, probe: Probe) -> CheckpointSaver | None:
+    settings = config.checkpoint
+    if settings.save is None:
+        return None
+    store = DirectoryStore(
+        settings.save, context, Retention(keep_last=settings.keep_last, retain_interval=settings.save_retain_interval)
+    )
+    folder = settings.passing_folder(settings.save) if settings.non_persistent_save_interval else None
+    passing = None if folder is None else DirectoryStore(folder, context, Retention(keep_last=1))
+    return CheckpointSaver(store, config, identity, probe, passing)
 
 
 def _say_configuration(config: RunConfig, screen: Screen, device: torch.device) -> None:
@@ -167,7 +193,7 @@ def _find(config: RunConfig, context: ParallelContext) -> tuple[DirectoryStore |
     settings = config.checkpoint
     store, found = None, None
     if settings.load is not None:
-        store, found = _checkpoint_in(settings.load, settings.ckpt_step, context)
+        store, found = _newest(settings, settings.load, context)
         if found is None and settings.exit_on_missing_checkpoint:
             raise CheckpointError(
                 f"--load {settings.load} holds no checkpoint, and --exit-on-missing-checkpoint is given"
@@ -178,6 +204,32 @@ def _find(config: RunConfig, context: ParallelContext) -> tuple[DirectoryStore |
             raise CheckpointError(f"--pretrained-checkpoint {settings.pretrained_checkpoint} holds no checkpoint")
         return pretrained, replace(found, weights_only=True)
     return store, found
+
+
+def _newest(
+    settings: CheckpointConfig, load: str, context: ParallelContext
+) -> tuple[DirectoryStore, FoundCheckpoint | None]:
+    """The checkpoint in --load, or the one of which only the last is kept if that is newer.
+
+    Raises:
+        CheckpointError: there are checkpoints and none of them can be used.
+    """
+    folder, step = settings.passing_folder(load), settings.ckpt_step
+    if folder is None:
+        return _checkpoint_in(load, step, context)
+    passing, persistent = DirectoryStore(folder, context), DirectoryStore(load, context)
+    if step is not None:
+        there = step in passing.iterations() and step not in persistent.iterations()
+        return _checkpoint_in(folder if there else load, step, context)
+    last, saved = passing.latest(), persistent.latest()
+    notes: tuple[str, ...] = ()
+    if last is not None and (saved is None or last > saved):
+        found, problems = passing.newest_verified()
+        if found is not None and (saved is None or found > saved):
+            return _checkpoint_in(folder, found, context)
+        notes = tuple(problems)
+    store, older = _checkpoint_in(load, None, context)
+    return store, older and replace(older, notes=notes + older.notes)
 
 
 def _checkpoint_in(
@@ -318,6 +370,7 @@ def _plan(config: RunConfig, model: GPT, context: ParallelContext) -> Plan:
         flops_per_step=flops / context.world.size,
         peak_flops=measure_peak(context.device, params_dtype(config.precision)),
         save_interval=config.checkpoint.save_interval,
+        passing_save_interval=config.checkpoint.non_persistent_save_interval,
         exit_interval=train.exit_interval,
         exit_minutes=train.exit_duration_in_mins,
         log_params_norm=config.log.log_params_norm,

@@ -410,6 +410,20 @@ class CheckpointConfig:
         False, help="go on although the training data is not that of the checkpoint; it is said and recorded", ours=True
     )
 
+    @property
+    def save_folders(self) -> tuple[str, ...]:
+        """All the folders that the run saves checkpoints to."""
+        if self.save is None:
+            return ()
+        passing = self.passing_folder(self.save) if self.non_persistent_save_interval else None
+        return (self.save,) if passing is None else (self.save, passing)
+
+    def passing_folder(self, folder: str) -> str | None:
+        """Where the checkpoints are of which only the last one is kept, beside those in a folder; None for none."""
+        if self.non_persistent_ckpt_type is None:
+            return None
+        return self.non_persistent_global_ckpt_dir or f"{folder.rstrip('/')}/non_persistent"
+
 
 @dataclass(frozen=True)
 class LogConfig:

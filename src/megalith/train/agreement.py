@@ -29,6 +29,16 @@ class NeverStop:
     requested: str | None = None
 
 
+class Writers(Protocol):
+    """What writes a checkpoint beside the training: whether it is at work, and whether it could not do it."""
+
+    @property
+    def busy(self) -> bool: ...
+
+    @property
+    def failed(self) -> bool: ...
+
+
 class Agreement:
     """The requests and sums of all ranks, as of the last `totals`.
 
@@ -36,12 +46,20 @@ class Agreement:
         stop: the requests that reach this process.
         context: all ranks.
         counts: whether the sums of this rank count; they are the same on several ranks, and one of them speaks.
+        writers: of this rank.
+
+    Attributes:
+        out_of_time: the clock of a rank says that time is up.
+        busy: a rank is still at work for a checkpoint.
+        failed: a rank could not do its part of one.
     """
 
-    def __init__(self, stop: StopRequest, context: ParallelContext, *, counts: bool = True) -> None:
-        self._stop, self._context, self._counts = stop, context, counts
+    def __init__(
+        self, stop: StopRequest, context: ParallelContext, *, counts: bool = True, writers: Writers | None = None
+    ) -> None:
+        self._stop, self._context, self._counts, self._writers = stop, context, counts, writers
         self._requested: str | None = None
-        self.out_of_time = False
+        self.out_of_time = self.busy = self.failed = False
 
     @property
     def alone(self) -> bool:
@@ -60,14 +78,18 @@ class Agreement:
             sums: of this rank, on the device of the run.
             out_of_time: whether this rank's clock says that time is up.
         """
+        busy = self._writers is not None and self._writers.busy
+        failed = self._writers is not None and self._writers.failed
         if self.alone:
-            self.out_of_time = out_of_time
+            self.out_of_time, self.busy, self.failed = out_of_time, busy, failed
             return sums
         own = sums.double() if self._counts else torch.zeros_like(sums, dtype=torch.float64)
         requests = [float(self._stop.requested == number.name) for number in STOP_SIGNALS]
-        flags = torch.tensor([*requests, float(out_of_time)], dtype=torch.float64, device=sums.device)
+        states = [float(out_of_time), float(busy), float(failed)]
+        flags = torch.tensor([*requests, *states], dtype=torch.float64, device=sums.device)
         total = comm.all_reduce(torch.cat([own, flags]), self._context.world)
-        *asked, late = (count > 0 for count in total[len(sums) :].tolist())
+        *asked, late, busy, failed = (count > 0 for count in total[len(sums) :].tolist())
         names = [number.name for number, there in zip(STOP_SIGNALS, asked, strict=True) if there]
-        self._requested, self.out_of_time = (names[0] if names else None), late
+        self._requested = names[0] if names else None
+        self.out_of_time, self.busy, self.failed = late, busy, failed
         return total[: len(sums)].to(sums.dtype)

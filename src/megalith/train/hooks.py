@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megalith.train.results import Ending, Evaluation, SavedCheckpoint, StepResult, WindowReport
+from megalith.train.results import Ending, Evaluation, SavedCheckpoint, ScheduledSave, StepResult, WindowReport
 
 
 class Hook:
@@ -29,8 +29,11 @@ class Hook:
     def after_evaluation(self, evaluation: Evaluation) -> None:
         """An evaluation is complete."""
 
-    def before_save(self, iteration: int) -> None:
-        """A checkpoint is about to be written."""
+    def before_save(self, iteration: int, *, persistent: bool = True) -> None:
+        """A checkpoint is about to be written: one to keep, or one of which only the last is kept."""
+
+    def after_scheduling(self, scheduled: ScheduledSave) -> None:
+        """A checkpoint is being written beside the training."""
 
     def after_save(self, saved: SavedCheckpoint) -> None:
         """A checkpoint is complete on disk."""
@@ -71,9 +74,13 @@ class Hooks(Hook):
         for hook in self.hooks:
             hook.after_evaluation(evaluation)
 
-    def before_save(self, iteration: int) -> None:
+    def before_save(self, iteration: int, *, persistent: bool = True) -> None:
         for hook in self.hooks:
-            hook.before_save(iteration)
+            hook.before_save(iteration, persistent=persistent)
+
+    def after_scheduling(self, scheduled: ScheduledSave) -> None:
+        for hook in self.hooks:
+            hook.after_scheduling(scheduled)
 
     def after_save(self, saved: SavedCheckpoint) -> None:
         for hook in self.hooks:

@@ -17,7 +17,7 @@ from megalith.train.agreement import Agreement, NeverStop, StopRequest
 from megalith.train.evaluation import evaluate
 from megalith.train.faults import Probe, no_probe
 from megalith.train.hooks import Hook
-from megalith.train.results import Ending, SavedCheckpoint, StepResult, Window
+from megalith.train.results import Ending, SavedCheckpoint, ScheduledSave, StepResult, Window
 from megalith.train.state import TrainState
 from megalith.train.step import train_step
 from megalith.train.work import Batch
@@ -31,6 +31,7 @@ class Plan:
         num_micro_batches: micro-batches of one step, and of one iteration of an evaluation.
         eval_iterations: global batches of one evaluation; 0 for no evaluation at all.
         save_interval: iterations between checkpoints; None for a single one at the end.
+        passing_save_interval: iterations between those of which only the last one is kept.
         exit_interval: save and stop at a multiple of this iteration.
         exit_minutes: save and stop after this time.
         flops_per_step: model FLOPs of one step on this device.
@@ -48,6 +49,7 @@ class Plan:
     flops_per_step: float
     peak_flops: float
     save_interval: int | None = None
+    passing_save_interval: int | None = None
     exit_interval: int | None = None
     exit_minutes: float | None = None
     log_params_norm: bool = False
@@ -58,8 +60,39 @@ class Plan:
 class Saver(Protocol):
     """Where checkpoints go."""
 
-    def save(self, state: TrainState) -> SavedCheckpoint:
-        """Write the state; returns when it is complete."""
+    def save(self, state: TrainState, *, persistent: bool = True) -> SavedCheckpoint:
+        """Write the state; returns when it is complete. Of those that are not persistent only the last one is kept."""
+        ...
+
+
+class BackgroundSaver(Protocol):
+    """What writes checkpoints beside the training, one at a time. All ranks schedule and proceed together."""
+
+    @property
+    def scheduled(self) -> int | None:
+        """The iteration of the save that is under way; None if there is none."""
+        ...
+
+    @property
+    def busy(self) -> bool:
+        """Whether a thread of this rank is at work for it."""
+        ...
+
+    @property
+    def failed(self) -> bool:
+        """Whether this rank could not do its part."""
+        ...
+
+    def schedule(self, state: TrainState, *, persistent: bool = True) -> ScheduledSave:
+        """Begin to write the state, which may change when this returns."""
+        ...
+
+    def proceed(self, *, failed: bool = False) -> SavedCheckpoint | None:
+        """Go on to the next stage of the save under way, waiting for what is busy; the checkpoint if it is complete."""
+        ...
+
+    def close(self) -> None:
+        """Give up a save that is under way."""
         ...
 
 
@@ -68,6 +101,7 @@ class TrainingRun:
     """All that the loop works with. `valid` and `test` are absent where the split is.
 
     Attributes:
+        background: saves beside the training, but for the last save; None for none.
         ending: why the loop ended; None while it runs.
         agreement: what all ranks decide alike.
     """
@@ -83,9 +117,15 @@ class TrainingRun:
     probe: Probe = no_probe
     started: float = field(default_factory=time.monotonic)
     ending: Ending | None = None
+    background: BackgroundSaver | None = None
 
     def __post_init__(self) -> None:
-        self.agreement = Agreement(self.stop, self.state.context, counts=self.state.speaks)
+        self.agreement = Agreement(self.stop, self.state.context, counts=self.state.speaks, writers=self.background)
+
+    def close(self) -> None:
+        """Give up what still goes on; to be called whichever way the run ended."""
+        if self.background is not None:
+            self.background.close()
 
 
 def train(run: TrainingRun) -> Iterator[StepResult]:
@@ -107,19 +147,23 @@ def train(run: TrainingRun) -> Iterator[StepResult]:
         run.hook.after_step(result)
         if state.iteration % plan.log_interval == 0:
             run.hook.after_window(window.close(plan.train_iterations, plan.flops_per_step, plan.peak_flops))
+        _go_on_saving(run)
         if plan.stop_on_nan:
-            _refuse_nan(result)
+            _refuse_nan(run, result)
         if state.iteration % plan.eval_interval == 0:
             _validate(run)
         if plan.save_interval and state.iteration % plan.save_interval == 0:
             _save(run)
             unsaved = False
+        elif plan.passing_save_interval and state.iteration % plan.passing_save_interval == 0:
+            _save(run, persistent=False)
         yield result
         run.ending = _ending_by_plan(run)
     if run.ending is None:
         run.hook.after_training(state.iteration)
     if unsaved:
-        _save(run)
+        _save(run, last=True)
+    _complete_save(run)
     if run.ending is None:
         _finish(run)
     else:
@@ -181,10 +225,11 @@ def _late(run: TrainingRun) -> bool:
     return bool(run.plan.exit_minutes) and _minutes(run) > (run.plan.exit_minutes or 0)
 
 
-def _refuse_nan(result: StepResult) -> None:
+def _refuse_nan(run: TrainingRun, result: StepResult) -> None:
     values = {"loss": result.loss, "gradient norm": 0.0 if result.grad_norm is None else result.grad_norm}
     for name, value in values.items():
         if not math.isfinite(value):
+            _complete_save(run)  # of an earlier step
             first = result.consumed_samples - result.num_samples
             raise MegalithError(
                 f"the {name} is {value} at iteration {result.iteration} (training samples {first} to "
@@ -228,11 +273,36 @@ def _evaluate(run: TrainingRun, split: str, batches: Iterator[Batch], *, final: 
     return evaluation is not None
 
 
-def _save(run: TrainingRun) -> None:
+def _save(run: TrainingRun, *, persistent: bool = True, last: bool = False) -> None:
     if run.saver is None:
         return
-    run.hook.before_save(run.state.iteration)
-    run.hook.after_save(run.saver.save(run.state))
+    _complete_save(run)
+    run.hook.before_save(run.state.iteration, persistent=persistent)
+    if run.background is not None and not last:
+        run.hook.after_scheduling(run.background.schedule(run.state, persistent=persistent))
+    elif persistent:
+        run.hook.after_save(run.saver.save(run.state))
+    else:
+        run.hook.after_save(run.saver.save(run.state, persistent=False))
+
+
+def _go_on_saving(run: TrainingRun) -> None:
+    """Let the save under way go on if all ranks are done with a stage of it; raises if one could not do its part."""
+    saver, agreed = run.background, run.agreement
+    if saver is not None and saver.scheduled is not None and (agreed.failed or not agreed.busy):
+        _proceed(run, saver)
+
+
+def _complete_save(run: TrainingRun) -> None:
+    """Complete the save under way, if there is one, and wait for it."""
+    while run.background is not None and run.background.scheduled is not None:
+        _proceed(run, run.background)
+
+
+def _proceed(run: TrainingRun, saver: BackgroundSaver) -> None:
+    saved = saver.proceed(failed=run.agreement.failed)
+    if saved is not None:
+        run.hook.after_save(saved)
 
 
 def _finish(run: TrainingRun) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from megalith.train.hooks import Hook
-from megalith.train.results import Ending, Evaluation, SavedCheckpoint, StepResult, WindowReport
+from megalith.train.results import Ending, Evaluation, SavedCheckpoint, ScheduledSave, StepResult, WindowReport
 from megalith.train.streams import warn
 
 
@@ -69,6 +69,9 @@ class MetricsWriter(Hook):
 
     def after_evaluation(self, evaluation: Evaluation) -> None:
         self.event("evaluation", **asdict(evaluation))
+
+    def after_scheduling(self, scheduled: ScheduledSave) -> None:
+        self.event("scheduled save", **asdict(scheduled))
 
     def after_save(self, saved: SavedCheckpoint) -> None:
         self.event("save", **asdict(saved))

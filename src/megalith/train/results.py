@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -93,13 +94,44 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
+class ScheduledSave:
+    """A checkpoint that is being written while training goes on.
+
+    Attributes:
+        folder: the save folder.
+        stall_seconds: how long the training stood still for it.
+    """
+
+    iteration: int
+    folder: str
+    stall_seconds: float
+
+
+@dataclass(frozen=True)
 class SavedCheckpoint:
-    """A checkpoint that is complete on disk."""
+    """A checkpoint that is complete on disk.
+
+    Attributes:
+        path: its folder.
+        seconds: from the begin of the save until it was complete.
+        num_bytes: of all its files.
+        stall_seconds: how long the training stood still for it, over all.
+        waited_seconds: the part of that in which the writers of a background save were waited for.
+        gigabytes_per_second: bytes of all ranks over the time of the slowest writer; 0 where nothing is written.
+    """
 
     iteration: int
     path: str
     seconds: float
     num_bytes: int
+    stall_seconds: float = 0.0
+    waited_seconds: float = 0.0
+    gigabytes_per_second: float = 0.0
+
+    @property
+    def folder(self) -> str:
+        """The save folder."""
+        return os.path.dirname(self.path)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Protocol
 from megalith.distributed import comm
 from megalith.distributed.context import Axis
 from megalith.train.hooks import Hook
-from megalith.train.results import Evaluation, SavedCheckpoint, StepResult, WindowReport
+from megalith.train.results import Evaluation, SavedCheckpoint, ScheduledSave, StepResult, WindowReport
 
 _WORTH_SAYING = 0.05  # of a step
 
@@ -62,6 +62,9 @@ class StragglerReport(Hook):
         self._steps += 1
 
     def after_evaluation(self, evaluation: Evaluation) -> None:
+        self._clock.take()
+
+    def after_scheduling(self, scheduled: ScheduledSave) -> None:
         self._clock.take()
 
     def after_save(self, saved: SavedCheckpoint) -> None:

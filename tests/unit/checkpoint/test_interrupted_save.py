@@ -245,10 +245,10 @@ def test_an_error_of_one_writer_thread_is_not_lost(tmp_path: Path, monkeypatch: 
     fail_in = "__0_1.distcp"
     opened = hashing.HashedFile.__init__
 
-    def failing(self: hashing.HashedFile, path: Path) -> None:
+    def failing(self: hashing.HashedFile, path: Path, *more: Any) -> None:
         if path.name == fail_in:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        opened(self, path)
+        opened(self, path, *more)
 
     monkeypatch.setattr(hashing.HashedFile, "__init__", failing)
     chunks = [Chunk(key, torch.ones(8), (0,), (8,)) for key in "abcd"]

@@ -136,12 +136,10 @@ def test_random_states(
 def test_an_archive_in_place_of_a_tensor(
     store: DirectoryStore, make_content: MakeContent, canary: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save = torch.save
+    def swap(stream: Any, tensor: torch.Tensor) -> None:
+        torch.save(bombs(canary)[name], stream)
 
-    def swap(value: object, stream: Any) -> None:
-        save(bombs(canary)[name] if isinstance(value, torch.Tensor) else value, stream)
-
-    monkeypatch.setattr(dcp.torch, "save", swap)
+    monkeypatch.setattr(dcp, "write_tensor_entry", swap)
     content = CheckpointContent(make_content(1).chunks)
     store.save(1, content, {})
     monkeypatch.undo()
@@ -229,17 +227,13 @@ def test_a_crafted_tensor_header_is_damage(
     store: DirectoryStore, make_content: MakeContent, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where no manifest guards it, nothing but the error for damage comes out of a tensor's entry."""
-    save = torch.save
 
-    def swap(value: object, stream: Any) -> None:
-        if not isinstance(value, torch.Tensor):
-            save(value, stream)
-            return
+    def swap(stream: Any, tensor: torch.Tensor) -> None:
         with zipfile.ZipFile(stream, "w") as archive:
             archive.writestr("archive/data.pkl", CRAFTED[case])
             archive.writestr("archive/data/0", bytes(16))
 
-    monkeypatch.setattr(torch, "save", swap)
+    monkeypatch.setattr(dcp, "write_tensor_entry", swap)
     store.save(1, make_content(1), {})
     (store.folder(1) / "manifest.json").unlink()
     with pytest.raises(CheckpointError, match=r"__0_\d\.distcp is damaged at "):

@@ -162,6 +162,11 @@ def saving_line(iteration: int, directory: str, form: str, moment: datetime) -> 
     return f"[{stamp(moment)}] saving checkpoint at iteration {iteration:7d} to {directory} in {form} format"
 
 
+def scheduled_line(iteration: int, directory: str) -> str:
+    """A checkpoint is being written while training goes on."""
+    return f"  scheduled an async checkpoint save at iteration {iteration:7d} to {directory}"
+
+
 def saved_line(iteration: int, directory: str, moment: datetime, *, tensor: int = 1, pipeline: int = 1) -> str:
     """After a checkpoint is complete on disk: the first of `tensor` and `pipeline` ranks says so."""
     return (

@@ -11,7 +11,7 @@ from typing import TextIO
 from megalith.compat.megatron import console
 from megalith.layout import Layout
 from megalith.train.hooks import Hook
-from megalith.train.results import Ending, Evaluation, SavedCheckpoint, WindowReport
+from megalith.train.results import Ending, Evaluation, SavedCheckpoint, ScheduledSave, WindowReport
 from megalith.train.streams import drop, warn
 
 
@@ -103,18 +103,31 @@ class SilentScreen(Screen):
         pass
 
 
+_LONG_WAIT_SECONDS = 0.1  # worth saying
+
+
 class MegatronConsole(Hook):
     """Says each moment of a run in Megatron's words, and the speed in ours.
 
     Args:
         screen: where to.
         save: the checkpoint folder; None where the run does not save.
+        passing: the folder of the checkpoints of which only the last one is kept.
         layout: of the ranks that save together.
         throughput: TFLOP/s in the iteration lines (`--log-throughput`).
     """
 
-    def __init__(self, screen: Screen, save: str | None, layout: Layout, *, throughput: bool = False) -> None:
+    def __init__(
+        self,
+        screen: Screen,
+        save: str | None,
+        layout: Layout,
+        *,
+        throughput: bool = False,
+        passing: str | None = None,
+    ) -> None:
         self._screen, self._save, self._layout, self._throughput = screen, save or "", layout, throughput
+        self._passing = passing or ""
         self._last_window: WindowReport | None = None
 
     def after_window(self, report: WindowReport) -> None:
@@ -133,13 +146,24 @@ class MegatronConsole(Hook):
     def after_evaluation(self, evaluation: Evaluation) -> None:
         self._screen.say(console.evaluation_lines(evaluation))
 
-    def before_save(self, iteration: int) -> None:
-        self._screen.say(console.saving_line(iteration, self._save, "torch_dist", datetime.now()))
+    def before_save(self, iteration: int, *, persistent: bool = True) -> None:
+        folder = self._save if persistent else self._passing
+        self._screen.say(console.saving_line(iteration, folder, "torch_dist", datetime.now()))
+
+    def after_scheduling(self, scheduled: ScheduledSave) -> None:
+        self._screen.say(console.scheduled_line(scheduled.iteration, scheduled.folder))
 
     def after_save(self, saved: SavedCheckpoint) -> None:
-        tensor, pipeline = self._layout.tp, self._layout.pp
-        self._screen.say(
-            console.saved_line(saved.iteration, self._save, datetime.now(), tensor=tensor, pipeline=pipeline)
+        if saved.waited_seconds > _LONG_WAIT_SECONDS:
+            self._screen.say(
+                f" the checkpoint of iteration {saved.iteration} was still being written: the training waited "
+                f"{saved.waited_seconds:.2f} s for it"
+            )
+        folder, tensor, pipeline = saved.folder or self._save, self._layout.tp, self._layout.pp
+        self._screen.say(console.saved_line(saved.iteration, folder, datetime.now(), tensor=tensor, pipeline=pipeline))
+        self._screen.note(
+            f" {saved.num_bytes / 1e9:.3f} GB in {saved.seconds:.2f} s, written at {saved.gigabytes_per_second:.2f} "
+            f"GB/s; the training stood still for {saved.stall_seconds:.2f} s"
         )
 
     def after_training(self, iteration: int) -> None:
