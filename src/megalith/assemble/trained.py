@@ -19,6 +19,7 @@ from megalith.config.groups import TokenizerConfig
 from megalith.errors import CheckpointError
 from megalith.models.gpt import GPT, named_placements
 from megalith.tokenizers import Tokenizer, build_tokenizer
+from megalith.tokenizers.huggingface import TOKENIZER_FILE
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,9 @@ def _find(store: DirectoryStore, iteration: int | None) -> tuple[int, list[str]]
 
 def _with_files_of(folder: Path, config: TokenizerConfig) -> TokenizerConfig:
     """The tokenizer with the files that lie in the checkpoint, where they do: then it can be used alone."""
+    if config.tokenizer_type == "HuggingFaceTokenizer":
+        there = (folder / TOKENIZER_FILE).is_file()
+        return dataclasses.replace(config, tokenizer_model=str(folder)) if there else config
     vocabulary, merges = folder / "vocab.json", folder / "merges.txt"
     if config.vocab_file is None or not (vocabulary.is_file() and merges.is_file()):
         return config

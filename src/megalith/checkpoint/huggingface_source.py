@@ -64,11 +64,6 @@ class _Held:
     tensor: TheirTensor
     part: Part
 
-    def rows(self, tensor: Tensor) -> Tensor:
-        """The rows of the stored tensor that are the part; a view."""
-        turned = tensor.t() if self.tensor.transposed else tensor
-        return turned.narrow(0, self.part.start, self.part.length)
-
 
 class HuggingFaceSource:
     """A folder that `save_pretrained` of Hugging Face wrote, or the snapshot of one in the hub's cache.
@@ -193,10 +188,9 @@ class HuggingFaceSource:
             return TokenizerConfig("GPT2BPETokenizer", vocab_file=str(vocabulary), merge_file=str(merges))
         return TokenizerConfig("HuggingFaceTokenizer", tokenizer_model=str(self.path))
 
-    def tokenizer_files(self) -> dict[str, Path]:
-        """The files of the tokenizer that are there, by name."""
-        paths = {name: self.path / name for name in _GPT2_FILES if (self.path / name).is_file()}
-        return {**paths, **tokenizer_files(self.path)}
+    def facts(self) -> dict[str, Any]:
+        """What a manifest keeps of the folder, so that an export can write the same config.json again."""
+        return {"huggingface": {"config": self.config}, "tokenizer_files": sorted(files_of_tokenizer(self.path))}
 
     def read(self, content: CheckpointContent) -> dict[str, Any]:
         assert not content.objects, "a Hugging Face folder has no objects"
@@ -218,7 +212,7 @@ class HuggingFaceSource:
         for layer in layers:
             for item in by_layer[layer]:
                 if item.part.at < last and first < item.part.at + item.part.length:
-                    held = item.rows(files.tensor(item.stored))
+                    held = item.tensor.rows(files.tensor(item.stored), item.part)
                     offset = (item.part.at, *(0,) * (held.ndim - 1))
                     if layer is not None:
                         held, offset = held.unsqueeze(0), (layer, *offset)
@@ -247,6 +241,12 @@ class HuggingFaceSource:
             f"{second.file}: {OUTPUT_LAYER} is not {words.stored.name}, and {self.path / CONFIG_FILE} says that they "
             "are one (tie_word_embeddings)"
         ]
+
+
+def files_of_tokenizer(folder: Path) -> dict[str, Path]:
+    """The files of a tokenizer that lie in a folder, by name, whether they are Hugging Face's or those of GPT-2."""
+    plain = {name: folder / name for name in _GPT2_FILES if (folder / name).is_file()}
+    return {**plain, **tokenizer_files(folder)}
 
 
 class _Files:

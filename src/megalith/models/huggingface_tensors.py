@@ -17,6 +17,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from megalith.config import ModelConfig
 from megalith.models.huggingface import Family
 
@@ -62,6 +64,10 @@ class TheirTensor:
     shape: tuple[int, ...]
     parts: tuple[Part, ...]
     transposed: bool = False
+
+    def rows(self, tensor: Tensor, part: Part) -> Tensor:
+        """Of this tensor the rows that are a part; a view that is shaped as in the parameter."""
+        return (tensor.t() if self.transposed else tensor).narrow(0, part.start, part.length)
 
 
 def tensors_of(family: Family, model: ModelConfig, vocab_size: int) -> list[TheirTensor]:

@@ -1,0 +1,118 @@
+"""Whether a conversion computes the same: the logits of our model and of transformers on a fixed prompt, in fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalith.checkpoint.huggingface_export import Weights
+from megalith.checkpoint.model_space import ModelSpace
+from megalith.errors import CheckpointError
+from megalith.models.gpt import GPT, named_placements
+from megalith.nn.placement import global_shape
+
+TOLERANCE = 1e-5
+"""The largest difference of logits that is taken for rounding, relative to the largest logit."""
+
+_PROMPT_LENGTH = 32
+_STRIDE = 7919  # a prime, so that the prompt goes all over the vocabulary
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What came out.
+
+    Attributes:
+        difference: the largest of the logits, relative to the largest logit; None without transformers.
+    """
+
+    difference: float | None
+
+    def __str__(self) -> str:
+        if self.difference is None:
+            return "logits not compared: transformers is not installed (pip install 'megalith[hf]')"
+        return f"logits equal those of transformers: largest difference {self.difference:.1e} of the largest logit"
+
+
+def compare_logits(folder: Path, weights: Weights, space: ModelSpace, rows: int) -> Comparison:
+    """Compute the logits of a fixed prompt twice, one model after the other, and compare them.
+
+    Args:
+        folder: the Hugging Face model folder.
+        weights: the same model in a checkpoint.
+        space: what that is made of.
+        rows: of the vocabulary that both have.
+
+    Raises:
+        CheckpointError: they differ by more than `TOLERANCE`, or transformers cannot load the folder.
+    """
+    if find_spec("transformers") is None:
+        return Comparison(None)
+    length = min(_PROMPT_LENGTH, space.model.max_position_embeddings)
+    tokens_BS = (torch.arange(1, length + 1) * _STRIDE % rows)[None]
+    ours = _our_logits(tokens_BS, weights, space)[..., :rows]
+    theirs = _their_logits(tokens_BS, folder)
+    if theirs.shape != ours.shape:
+        raise CheckpointError(
+            f"{folder}: transformers gives logits {list(theirs.shape)}, this version {list(ours.shape)}"
+        )
+    difference = float((ours - theirs).abs().max() / theirs.abs().max().clamp_min(torch.finfo(torch.float32).tiny))
+    if not difference <= TOLERANCE:  # not a number neither
+        raise CheckpointError(
+            f"the logits of {folder} and of the checkpoint differ by {difference:.1e} of the largest logit, more than "
+            f"the {TOLERANCE:.0e} of rounding: the two are not the same model; nothing was kept. Please report it with "
+            "the config.json"
+        )
+    return Comparison(difference)
+
+
+@torch.no_grad()
+def _our_logits(tokens_BS: Tensor, weights: Weights, space: ModelSpace) -> Tensor:
+    model = GPT(space.model, space.vocab_size)
+    for name, parameter, placement in named_placements(model):
+        shape = global_shape(parameter.shape, placement, 1)
+        parameter.copy_(weights.read(name, shape, shape, space.num_layers))
+    logits: Tensor = model.eval()(tokens_BS)
+    return logits
+
+
+@torch.no_grad()
+def _their_logits(tokens_BS: Tensor, folder: Path) -> Tensor:
+    import transformers
+
+    major = int(transformers.__version__.partition(".")[0])
+    options: dict[str, Any] = {"dtype" if major >= 5 else "torch_dtype": torch.float32}
+    try:
+        with _quiet(transformers):
+            loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False, output_loading_info=True, **options
+            )
+    except Exception as error:  # whatever it raises, the folder is of no use
+        raise CheckpointError(f"transformers {transformers.__version__} cannot load {folder}: {error}") from error
+    model, loading = loaded
+    if lacking := sorted(loading["missing_keys"]):
+        raise CheckpointError(f"transformers finds no {', '.join(lacking[:5])} in {folder}")
+    logits: Tensor = model.eval()(tokens_BS, use_cache=False).logits
+    return logits
+
+
+@contextmanager
+def _quiet(transformers: Any) -> Iterator[None]:
+    """Without its warnings and its progress bars."""
+    log = transformers.utils.logging
+    level, bars = log.get_verbosity(), log.is_progress_bar_enabled()
+    log.set_verbosity_error()
+    log.disable_progress_bar()
+    try:
+        yield
+    finally:
+        log.set_verbosity(level)
+        if bars:
+            log.enable_progress_bar()

@@ -1,0 +1,419 @@
+"""Writing a checkpoint of any format as a Hugging Face model folder: safetensors, config.json and the tokenizer.
+
+One tensor at a time is read and written, in the order of the files, so that memory is bounded by the largest tensors.
+The files are those that `save_pretrained` would write of the same weights, byte for byte. The folder appears whole or
+not at all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalith.checkpoint.adapted import InPrecision, WeightsOnly, args_of
+from megalith.checkpoint.commit import building, check_space, naming_full_disk, write_durably
+from megalith.checkpoint.content import CheckpointContent, Chunk, volume
+from megalith.checkpoint.fit import Contents, short
+from megalith.checkpoint.folder import CheckpointFolder, damaged
+from megalith.checkpoint.formats.torch_dist import WORD_EMBEDDINGS, canonical_key
+from megalith.checkpoint.huggingface_source import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, files_of_tokenizer
+from megalith.checkpoint.locate import locate
+from megalith.checkpoint.model_space import OUTPUT_LAYER, ModelSpace, model_space_of
+from megalith.checkpoint.source import Source
+from megalith.config import ModelConfig
+from megalith.errors import CheckpointError, ConfigError
+from megalith.models.huggingface import DTYPES, Family, config_of_model, family_for
+from megalith.models.huggingface_tensors import TheirTensor, tensors_of
+from megalith.tokenizers.byte_level import END_OF_TEXT
+
+MAX_SHARD_SIZE = "5GB"
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}  # in the order of the library
+_ALIGNMENT = 8
+_TOKENIZER_CONFIG = "tokenizer_config.json"
+
+
+@dataclass(frozen=True)
+class Export:
+    """What is asked of an export.
+
+    Attributes:
+        dtype: of all weights, one of `DTYPES`; that of each in the checkpoint if None.
+        max_shard_size: bytes of a file, such as 5GB; a larger tensor has a file of its own.
+        true_vocab_size: rows of the vocabulary that are kept; by default the tokens of the checkpoint's tokenizer.
+        model_type: the family; by default that of its origin, else the first that can describe the model.
+    """
+
+    dtype: str | None = None
+    max_shard_size: str = MAX_SHARD_SIZE
+    true_vocab_size: int | None = None
+    model_type: str | None = None
+
+
+@dataclass
+class Exported:
+    """What an export made.
+
+    Attributes:
+        path: the folder.
+        family: what it says it is.
+        vocab_size: rows of its vocabulary.
+        bytes: of all weights.
+        shards: files that they are in.
+        notes: what the user must hear.
+    """
+
+    path: Path
+    family: Family
+    vocab_size: int
+    bytes: int
+    shards: int
+    notes: list[str] = field(default_factory=list)
+
+
+def bytes_of_size(text: str) -> int:
+    """Bytes of a size such as 5GB, 500MB or 1000000; units are powers of ten.
+
+    Raises:
+        ConfigError: it is no size.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMGT]?B|)", text.strip().upper())
+    size = int(float(match[1]) * _UNITS[match[2]]) if match else 0
+    if size < 1:
+        raise ConfigError(f"--max-shard-size {text} is no size; write it as 5GB, 500MB or a number of bytes")
+    return size
+
+
+class Weights:
+    """The weights of a checkpoint as an export writes them: in their dtypes, and read as they are asked for.
+
+    Args:
+        source: the checkpoint.
+        dtype: of all weights; that of each in the checkpoint if None.
+    """
+
+    def __init__(self, source: Source, dtype: str | None = None) -> None:
+        self._source = WeightsOnly(InPrecision(source, getattr(torch, dtype) if dtype else None))
+
+    def contents(self) -> Contents:
+        return self._source.contents()
+
+    def read(self, name: str, shape: Sequence[int], whole: Sequence[int], num_layers: int) -> Tensor:
+        """The first rows of a parameter.
+
+        Args:
+            name: of the parameter.
+            shape: of what is wanted of it.
+            whole: its shape in the checkpoint.
+            num_layers: of the whole model.
+        """
+        key, layer = canonical_key(name)
+        tensor = torch.empty(tuple(shape), dtype=self.contents().tensors[key].dtype)
+        offset = (0,) * tensor.ndim
+        if layer is None:
+            chunk = Chunk(key, tensor, offset, tuple(whole))
+        else:
+            chunk = Chunk(key, tensor.unsqueeze(0), (layer, *offset), (num_layers, *whole))
+        self._source.read(CheckpointContent([chunk]))
+        return tensor
+
+
+def export(
+    path: Path,
+    destination: Path,
+    wanted: Export,
+    *,
+    iteration: int | None = None,
+    check: Callable[[Path, Weights, ModelSpace, int], None] | None = None,
+) -> Exported:
+    """Write a checkpoint as a Hugging Face model folder.
+
+    Args:
+        path: what `locate` understands.
+        destination: the folder to make; it may exist if it is empty.
+        wanted: what is asked.
+        iteration: of a save folder, which checkpoint; by default that of the tracker.
+        check: called before the folder gets its name, with the folder as it is built, the weights, the model and the
+            rows of the vocabulary; it raises to refuse.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged or no model of Hugging Face, or the folder cannot be written.
+        ConfigError: nonsense is asked.
+    """
+    limit = _checked(wanted)
+    if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
+        raise CheckpointError(f"{destination} is there already; give a folder that is not, or an empty one")
+    found = locate(path, iteration)
+    folder = CheckpointFolder(found)
+    if problems := folder.problems():
+        raise damaged(found, problems)
+    space = model_space_of(args_of(folder.common()), str(found))
+    manifest, notes = folder.manifest() or {}, list[str]()
+    original = _original(folder, manifest)
+    family = family_for(space.model, wanted.model_type or _origin(original, space.model))
+    rows = _rows(wanted, space, manifest, original, notes)
+    weights = Weights(folder.source, wanted.dtype)
+    table = tensors_of(family, space.model, rows)
+    contents = weights.contents()
+    _check_whole(contents, space, str(found))
+    layout = _Layout.of(table, contents, limit)
+    config = config_of_model(
+        family,
+        space.model,
+        rows,
+        short(contents.tensors[WORD_EMBEDDINGS].dtype),
+        eod=manifest.get("tokenizer", {}).get("special", {}).get("eod"),
+        original=original,
+    )
+    files = _further_files(found, config, notes)
+    destination = destination.resolve()
+    with naming_full_disk(destination.parent, layout.bytes):
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        check_space(destination.parent, layout.bytes)
+        with building(destination) as new:
+            _write_weights(new.path, layout, _Reader(weights, space, rows, table))
+            for name, data in files.items():
+                write_durably(new.path / name, data)
+            if check is not None:
+                check(new.path, weights, space, rows)
+            new.commit()
+    return Exported(destination, family, rows, layout.bytes, len(layout.shards), notes)
+
+
+def _checked(wanted: Export) -> int:
+    """The bytes of a shard.
+
+    Raises:
+        ConfigError: something that is asked is nonsense; says all of it.
+    """
+    wrong: list[str] = []
+    limit = 0
+    try:
+        limit = bytes_of_size(wanted.max_shard_size)
+    except ConfigError as error:
+        wrong += error.violations
+    if wanted.dtype is not None and wanted.dtype not in DTYPES:
+        wrong.append(f"--dtype {wanted.dtype} is none of {', '.join(DTYPES)}")
+    if wanted.true_vocab_size is not None and wanted.true_vocab_size < 1:
+        wrong.append(f"--true-vocab-size {wanted.true_vocab_size} is less than 1")
+    if wrong:
+        raise ConfigError(wrong)
+    return limit
+
+
+def _original(folder: CheckpointFolder, manifest: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The config.json that the model came with, where it came from Hugging Face."""
+    config = getattr(folder.source, "config", None)
+    found = config if config is not None else manifest.get("huggingface", {}).get("config")
+    return found if isinstance(found, Mapping) else None
+
+
+def _origin(original: Mapping[str, Any] | None, model: ModelConfig) -> str | None:
+    """The family of the origin, if it can describe the model."""
+    kind = original.get("model_type") if original is not None else None
+    try:
+        return family_for(model, kind).model_type if isinstance(kind, str) else None
+    except CheckpointError:
+        return None
+
+
+def _rows(
+    wanted: Export,
+    space: ModelSpace,
+    manifest: Mapping[str, Any],
+    original: Mapping[str, Any] | None,
+    notes: list[str],
+) -> int:
+    """Rows of the vocabulary to keep: those beyond the true one are padding for tensor-parallel ranks.
+
+    Raises:
+        CheckpointError: there are fewer.
+    """
+    known = (original or {}).get("vocab_size") or manifest.get("tokenizer", {}).get("vocab_size")
+    rows = wanted.true_vocab_size or known
+    if rows is None:
+        notes.append(
+            f"all {space.vocab_size} rows of the vocabulary are kept, padding included: the checkpoint does not say "
+            "how many tokens its tokenizer has; --true-vocab-size N leaves the others out"
+        )
+        return space.vocab_size
+    if rows > space.vocab_size:
+        whose = "--true-vocab-size" if wanted.true_vocab_size else "the checkpoint's tokenizer"
+        raise CheckpointError(f"{whose} {rows} is more than the {space.vocab_size} rows of the embedding")
+    if rows < space.vocab_size:
+        notes.append(f"the vocabulary has {rows} rows: {space.vocab_size - rows} rows of padding are left out")
+    return int(rows)
+
+
+def _check_whole(contents: Contents, space: ModelSpace, where: str) -> None:
+    """Check that the checkpoint holds the weights of its model, and no others.
+
+    Raises:
+        CheckpointError: names those that are missing, of another shape or too much.
+    """
+    wanted: dict[str, tuple[int, ...]] = {}
+    for name, shape in space.shapes.items():
+        key, layer = canonical_key(name)
+        wanted[key] = shape if layer is None else (space.num_layers, *shape)
+    lines = [f"{key} is missing" for key in wanted if key not in contents.tensors]
+    lines += [f"{key} is no part of the model" for key in contents.tensors if key not in wanted]
+    lines += [
+        f"{key} has shape {list(contents.tensors[key].shape)} instead of {list(shape)}"
+        for key, shape in wanted.items()
+        if key in contents.tensors and contents.tensors[key].shape != shape
+    ]
+    lines += [
+        f"{key} is {short(stored.dtype)}; give --dtype"
+        for key, stored in contents.tensors.items()
+        if stored.dtype not in _NAMES
+    ]
+    if lines:
+        raise CheckpointError("\n  ".join([f"{where} does not hold the weights of its model:", *lines]))
+
+
+def _further_files(found: Path, config: Mapping[str, Any], notes: list[str]) -> dict[str, bytes]:
+    """config.json and the tokenizer's files."""
+    files = {name: path.read_bytes() for name, path in files_of_tokenizer(found).items()}
+    if not files:
+        notes.append("the checkpoint has no files of a tokenizer; copy those that belong to it into the folder")
+    elif "merges.txt" in files and not {"tokenizer.json", _TOKENIZER_CONFIG} & set(files):
+        special = dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)
+        files[_TOKENIZER_CONFIG] = _json({"tokenizer_class": "GPT2Tokenizer", **special})
+    return {**files, CONFIG_FILE: _json(config)}
+
+
+def _json(body: Mapping[str, Any]) -> bytes:
+    """As transformers writes it."""
+    return (json.dumps(body, indent=2, sort_keys=True) + "\n").encode()
+
+
+# --- the layout of the files ---
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A tensor in a file."""
+
+    tensor: TheirTensor
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        return volume(self.tensor.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Which tensors are in which file, in the order of the `state_dict`."""
+
+    shards: list[list[_Entry]]
+
+    @classmethod
+    def of(cls, table: Sequence[TheirTensor], contents: Contents, limit: int) -> _Layout:
+        """Cut the tensors, in their order, into files of at most `limit` bytes, as transformers does."""
+        shards: list[list[_Entry]] = []
+        current: list[_Entry] = []
+        for tensor in table:
+            key, _ = canonical_key(tensor.parts[0].parameter)
+            entry = _Entry(tensor, contents.tensors[key].dtype)
+            if entry.bytes > limit:
+                shards.append([entry])
+                continue
+            if sum(other.bytes for other in current) + entry.bytes > limit:
+                shards.append(current)
+                current = []
+            current.append(entry)
+        return cls([*shards, current] if current else shards)
+
+    @property
+    def bytes(self) -> int:
+        return sum(entry.bytes for shard in self.shards for entry in shard)
+
+    @property
+    def names(self) -> list[str]:
+        """The file of each shard."""
+        if len(self.shards) == 1:
+            return [WEIGHTS_FILE]
+        count = len(self.shards)
+        return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+
+    def index(self) -> dict[str, Any]:
+        """What model.safetensors.index.json holds."""
+        named = zip(self.names, self.shards, strict=True)
+        elements = sum(volume(entry.tensor.shape) for shard in self.shards for entry in shard)
+        return {
+            "metadata": {"total_parameters": elements, "total_size": self.bytes},
+            "weight_map": {entry.tensor.name: name for name, shard in named for entry in shard},
+        }
+
+
+class _Reader:
+    """Tensors of Hugging Face made of the weights; a parameter that several are made of is read once."""
+
+    def __init__(self, weights: Weights, space: ModelSpace, rows: int, table: Sequence[TheirTensor]) -> None:
+        self._weights, self._space, self._rows = weights, space, rows
+        uses = Counter(name for tensor in table for name in {part.parameter for part in tensor.parts})
+        self._shared = {name for name, count in uses.items() if count > 1}
+        self._kept: tuple[str, Tensor] | None = None
+
+    def tensor(self, entry: _Entry) -> Tensor:
+        """One tensor, in its order of memory."""
+        whole = torch.empty(entry.tensor.shape, dtype=entry.dtype)
+        for part in entry.tensor.parts:
+            rows = self._parameter(part.parameter).narrow(0, part.at, part.length)
+            entry.tensor.rows(whole, part).copy_(rows)
+        return whole
+
+    def _parameter(self, name: str) -> Tensor:
+        if self._kept is not None and self._kept[0] == name:
+            return self._kept[1]
+        whole = self._space.shapes[name]
+        shape = (self._rows, *whole[1:]) if name in (WORD_EMBEDDINGS, OUTPUT_LAYER) else whole
+        tensor = self._weights.read(name, shape, whole, self._space.num_layers)
+        if name in self._shared:
+            self._kept = (name, tensor)
+        return tensor
+
+
+def _write_weights(folder: Path, layout: _Layout, reader: _Reader) -> None:
+    for name, shard in zip(layout.names, layout.shards, strict=True):
+        _write_safetensors(folder / name, shard, reader)
+    if len(layout.shards) > 1:
+        write_durably(folder / INDEX_FILE, _json(layout.index()))
+
+
+def _write_safetensors(path: Path, shard: Sequence[_Entry], reader: _Reader) -> None:
+    """Write one file: the length of the header, the header, the tensors without gaps.
+
+    Tensors are in the order of the library: by dtype, then by name. Source: github.com/huggingface/safetensors.
+    """
+    order = sorted(shard, key=lambda entry: (list(_NAMES).index(entry.dtype), entry.tensor.name))
+    header = json.dumps({"__metadata__": {"format": "pt"}, **dict(_places(order))}, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % _ALIGNMENT)
+    with path.open("xb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        for entry in order:
+            flat = reader.tensor(entry).view(-1).view(torch.uint8)
+            file.write(flat.numpy().data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _places(order: Sequence[_Entry]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """What the header says of each tensor."""
+    start = 0
+    for entry in order:
+        stop = start + entry.bytes
+        shape = list(entry.tensor.shape)
+        yield entry.tensor.name, {"dtype": _NAMES[entry.dtype], "shape": shape, "data_offsets": [start, stop]}
+        start = stop

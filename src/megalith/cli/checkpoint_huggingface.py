@@ -1,0 +1,145 @@
+"""`megalith checkpoint import HF_DIR SAVE_DIR` and `megalith checkpoint export DIR HF_DIR`.
+
+Both end with a comparison of logits with those of transformers, where it is installed, and leave nothing if they
+differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megalith.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from megalith.assemble.huggingface import Comparison
+    from megalith.checkpoint.convert import Converted
+
+
+def add_arguments(commands: Any) -> None:
+    """Declare the two sub-commands."""
+    bring = commands.add_parser(
+        "import",
+        help="make a checkpoint of a Hugging Face model folder",
+        description="Reads GPT-2, Llama, Mistral, Qwen2 or Qwen3 from safetensors and writes weights to begin from: "
+        "SAVE_DIR/release, which --load SAVE_DIR starts with. (--load takes a Hugging Face folder itself, too.)",
+    )
+    bring.add_argument("source", type=Path, metavar="HF_DIR", help="a folder with config.json and safetensors files")
+    bring.add_argument("destination", type=Path, metavar="SAVE_DIR", help="the save folder to put the result into")
+    bring.add_argument("--replace", action="store_true", help="replace the weights that are there")
+    bring.set_defaults(run=run_import)
+    take = commands.add_parser(
+        "export",
+        help="write a checkpoint as a Hugging Face model folder",
+        description="Writes the weights of a checkpoint of any format as safetensors, with config.json and the "
+        "tokenizer's files.",
+    )
+    take.add_argument("source", type=Path, metavar="DIR", help="a save folder, or one checkpoint folder")
+    take.add_argument("destination", type=Path, metavar="HF_DIR", help="the folder to make")
+    take.add_argument("--iteration", type=int, metavar="N", help="of a save folder, this checkpoint")
+    take.add_argument("--dtype", metavar="D", help="of the weights: float32, bfloat16 or float16")
+    take.add_argument(
+        "--max-shard-size", default="5GB", metavar="SIZE", help="the weights in files of at most this (default: 5GB)"
+    )
+    take.add_argument(
+        "--true-vocab-size", type=int, metavar="N", help="tokens of the vocabulary; by default the tokenizer's"
+    )
+    take.add_argument(
+        "--model-type", metavar="T", help="gpt2, llama, mistral, qwen2 or qwen3; by default the one that fits"
+    )
+    take.set_defaults(run=run_export)
+    for command in (bring, take):
+        command.add_argument(
+            "--no-compare",
+            action="store_true",
+            help="do not compare logits with transformers, which takes memory for the whole model in fp32",
+        )
+
+
+def run_import(options: argparse.Namespace) -> int:
+    """Import, compare, and say what was made.
+
+    Raises:
+        CheckpointError: HF_DIR cannot be read, SAVE_DIR cannot be written, or the logits differ.
+    """
+    from megalith.checkpoint.convert import Wanted, convert
+    from megalith.checkpoint.source import is_huggingface
+    from megalith.checkpoint.store import TRACKER_FILE
+
+    if not is_huggingface(options.source):
+        raise CheckpointError(
+            f"{options.source} is no Hugging Face model folder: it has no config.json beside safetensors files (of the "
+            "hub's cache give models--NAME/snapshots/REVISION)"
+        )
+    tracker = options.destination / TRACKER_FILE
+    before = tracker.read_bytes() if tracker.is_file() else None
+    made = convert(options.source, options.destination, Wanted(release=True, replace=options.replace))
+    try:
+        compared = None if options.no_compare else _compare(made.path, options.source)
+    except BaseException:
+        _take_back(made, tracker, before)
+        raise
+    print(f"{made.path}: {made.bytes / 2**20:.1f} MiB in {made.seconds:.1f} s")
+    _say(compared)
+    print(f"start with these weights: --load {options.destination}")
+    return 0
+
+
+def _compare(made: Path, folder: Path) -> Comparison:
+    from megalith.assemble.huggingface import compare_logits
+    from megalith.checkpoint.adapted import args_of
+    from megalith.checkpoint.huggingface_export import Weights
+    from megalith.checkpoint.source import open_source
+
+    source = open_source(made)
+    space = _space(args_of(source.common()), made)
+    return compare_logits(folder, Weights(source), space, space.vocab_size)
+
+
+def _space(args: dict[str, Any], where: Path) -> Any:
+    from megalith.checkpoint.model_space import model_space_of
+
+    return model_space_of(args, str(where))
+
+
+def _take_back(made: Converted, tracker: Path, before: bytes | None) -> None:
+    """Remove what was made, and point the tracker to where it pointed."""
+    shutil.rmtree(made.path, ignore_errors=True)
+    if before is None:
+        tracker.unlink(missing_ok=True)
+    else:
+        tracker.write_bytes(before)
+
+
+def run_export(options: argparse.Namespace) -> int:
+    """Export, compare, and say what was made.
+
+    Raises:
+        CheckpointError: DIR is damaged or no model of Hugging Face, HF_DIR cannot be written, or the logits differ.
+        ConfigError: nonsense is asked.
+    """
+    from megalith.assemble.huggingface import compare_logits
+    from megalith.checkpoint.huggingface_export import Export, export
+    from megalith.train.streams import warn
+
+    wanted = Export(options.dtype, options.max_shard_size, options.true_vocab_size, options.model_type)
+    compared: list[Comparison] = []
+    made = export(
+        options.source,
+        options.destination,
+        wanted,
+        iteration=options.iteration,
+        check=None if options.no_compare else lambda *model: compared.append(compare_logits(*model)),
+    )
+    for note in made.notes:
+        warn(f"note: {note}")
+    files = "1 file" if made.shards == 1 else f"{made.shards} files"
+    print(f"{made.path}: {made.family.architecture}, {made.bytes / 2**20:.1f} MiB in {files}")
+    _say(compared[0] if compared else None)
+    return 0
+
+
+def _say(compared: Comparison | None) -> None:
+    print("logits not compared (--no-compare)" if compared is None else str(compared))
