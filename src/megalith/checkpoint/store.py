@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -30,6 +31,7 @@ from megalith.checkpoint.content import CheckpointContent, LoadedContent
 from megalith.checkpoint.crew import Crew
 from megalith.checkpoint.fit import Contents, keys_of
 from megalith.checkpoint.folder import CheckpointFolder, Reading, damaged
+from megalith.checkpoint.folder_writer import MakeWriter, PerRankWriter, TorchDistWriter
 from megalith.checkpoint.manifest import MANIFEST_FILE
 from megalith.checkpoint.owner import claim
 from megalith.checkpoint.retention import KEEP_ALL, Retention
@@ -177,12 +179,23 @@ class DirectoryStore:
         path: the save folder; it is made by the first save.
         ctx: the ranks that share it; this process alone by default.
         retention: which checkpoints stay when one is saved.
+        save_format: torch_dist or torch.
     """
 
-    def __init__(self, path: Path | str, ctx: ParallelContext | None = None, retention: Retention = KEEP_ALL) -> None:
+    def __init__(
+        self,
+        path: Path | str,
+        ctx: ParallelContext | None = None,
+        retention: Retention = KEEP_ALL,
+        *,
+        save_format: str = "torch_dist",
+    ) -> None:
         ctx = ctx or ParallelContext.solo()
         self.path, self._retention = Path(path), retention
         self._layout, self._crew = ctx.layout, Crew(ctx.world)
+        self._writer: MakeWriter = TorchDistWriter
+        if save_format == "torch":
+            self._writer = partial(PerRankWriter, layout=self._layout)
         self._sound: dict[int, tuple[tuple[str, int, int], ...]] = {}
 
     def folder(self, iteration: int) -> Path:
@@ -252,7 +265,8 @@ class DirectoryStore:
 
         self._sound.pop(iteration, None)
         staged = None if staging is None else staging.copied
-        return Saving(self._crew, self.folder(iteration), content, files, facts, on_point, publish, staged)
+        final = self.folder(iteration)
+        return Saving(self._crew, final, content, files, facts, on_point, publish, staged, self._writer)
 
     def _is_complete(self, iteration: int) -> bool:
         """Whether every file of a checkpoint is there with its size; to hash them all would take too long."""

@@ -214,6 +214,7 @@ def _hooks(config: RunConfig, folder: Path, screen: Screen, started: Started) ->
         config.layout,
         throughput=config.log.log_throughput,
         passing=config.checkpoint.passing_folder(save or ""),
+        save_format=config.checkpoint.ckpt_format,
     )
     hooks: list[Hook] = [metrics, console]
     if config.log.tensorboard_dir:

@@ -144,10 +144,17 @@ def _saver(config: RunConfig, context: ParallelContext, identity: Identity, prob
     if settings.save is None:
         return None
     store = DirectoryStore(
-        settings.save, context, Retention(keep_last=settings.keep_last, retain_interval=settings.save_retain_interval)
+        settings.save,
+        context,
+        Retention(keep_last=settings.keep_last, retain_interval=settings.save_retain_interval),
+        save_format=settings.ckpt_format,
     )
     folder = settings.passing_folder(settings.save) if settings.non_persistent_save_interval else None
-    passing = None if folder is None else DirectoryStore(folder, context, Retention(keep_last=1))
+    passing = (
+        None
+        if folder is None
+        else DirectoryStore(folder, context, Retention(keep_last=1), save_format=settings.ckpt_format)
+    )
     return CheckpointSaver(store, config, identity, probe, passing)
 
 

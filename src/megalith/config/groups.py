@@ -359,8 +359,8 @@ class CheckpointConfig:
     ckpt_format: str = setting(
         "torch_dist",
         help="layout on disk",
-        choices=("torch_dist",),
-        later=("torch", "torch_dcp", "fsdp_dtensor", "zarr"),
+        choices=("torch_dist", "torch"),
+        later=("torch_dcp", "fsdp_dtensor", "zarr"),
         later_with=_WORK_CHECKPOINTS,
     )
     ckpt_step: int | None = setting(None, help="iteration to load instead of the latest", at_least=0)

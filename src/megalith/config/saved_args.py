@@ -76,6 +76,7 @@ def _derived(run: RunConfig) -> dict[str, Any]:
         "global_batch_size": run.global_batch_size,
         "params_dtype": run.precision.params_dtype,
         "sequence_parallel": run.parallel.sequence_parallel_here,
+        "use_dist_ckpt": run.checkpoint.ckpt_format == "torch_dist",
         "start_weight_decay": optimizer.weight_decay if constant else optimizer.start_weight_decay,
         "virtual_pipeline_model_parallel_size": virtual if virtual > 1 else None,
     }

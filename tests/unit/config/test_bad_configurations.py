@@ -81,7 +81,7 @@ TABLE: list[tuple[str, tuple[str, ...]]] = [
     ("--distributed-backend mpi", ("--distributed-backend mpi: not one of nccl, gloo",)),
     ("--position-embedding-type yarn", ("--position-embedding-type yarn: comes with", "learned_absolute, rope, none")),
     ("--optimizer sgd", ("--optimizer sgd: comes with", "in this version: adam")),
-    ("--ckpt-format torch", ("--ckpt-format torch: comes with", "in this version: torch_dist")),
+    ("--ckpt-format torch_dcp", ("--ckpt-format torch_dcp: comes with", "in this version: torch_dist, torch")),
     ("--dataloader-type cyclic", ("--dataloader-type cyclic: comes with", "in this version: single")),
     ("--tokenizer-type Llama2Tokenizer", ("Llama2Tokenizer: comes with", "GPT2BPETokenizer")),
     ("--tokenizer-type HuggingFaceTokenizer", ("HuggingFaceTokenizer requires --tokenizer-model DIR",)),

@@ -115,6 +115,7 @@ class MegatronConsole(Hook):
         passing: the folder of the checkpoints of which only the last one is kept.
         layout: of the ranks that save together.
         throughput: TFLOP/s in the iteration lines (`--log-throughput`).
+        save_format: of the checkpoints.
     """
 
     def __init__(
@@ -125,9 +126,10 @@ class MegatronConsole(Hook):
         *,
         throughput: bool = False,
         passing: str | None = None,
+        save_format: str = "torch_dist",
     ) -> None:
         self._screen, self._save, self._layout, self._throughput = screen, save or "", layout, throughput
-        self._passing = passing or ""
+        self._passing, self._save_format = passing or "", save_format
         self._last_window: WindowReport | None = None
 
     def after_window(self, report: WindowReport) -> None:
@@ -148,7 +150,7 @@ class MegatronConsole(Hook):
 
     def before_save(self, iteration: int, *, persistent: bool = True) -> None:
         folder = self._save if persistent else self._passing
-        self._screen.say(console.saving_line(iteration, folder, "torch_dist", datetime.now()))
+        self._screen.say(console.saving_line(iteration, folder, self._save_format, datetime.now()))
 
     def after_scheduling(self, scheduled: ScheduledSave) -> None:
         self._screen.say(console.scheduled_line(scheduled.iteration, scheduled.folder))
