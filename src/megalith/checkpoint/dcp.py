@@ -67,6 +67,7 @@ SAVE_ID_PREFIX = "megalith-"
 
 _FILES_PER_RANK = 2  # Megatron's default; also the number of threads that hash and write
 _WRITE_BUFFER = 2**20
+_WORTH_A_THREAD = 2**22  # bytes that are read in about the time that threads take to start
 
 
 class GlobalTensor:
@@ -454,8 +455,10 @@ class RestrictedReader(FileSystemReader):
         for name, items in per_file.items():
             self._read_objects(name, [item for item in items if item.type == LoadItemType.BYTE_IO], planner)
         tensors = [[item for item in items if item.type == LoadItemType.TENSOR] for items in per_file.values()]
-        if len(per_file) == 1:  # a conversion reads tensor by tensor: no threads for each
-            self._read_tensors(next(iter(per_file)), tensors[0], planner)
+        stored = sum(self.storage_data[item.storage_index].length for item in plan.items)
+        if len(per_file) == 1 or stored < _WORTH_A_THREAD:  # conversions read tensor by tensor
+            for name, items in zip(per_file, tensors, strict=True):
+                self._read_tensors(name, items, planner)
         else:
             with ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="checkpoint-reader") as pool:
                 list(pool.map(lambda name, items: self._read_tensors(name, items, planner), per_file, tensors))
