@@ -1,7 +1,7 @@
 """Host memory that tensors are copied into, so that they can be written while training goes on with the originals.
 
-The memory is taken once and used again by each save: as many bytes as the tensors have, in pages of 2 MiB where the
-system gives them. Where the tensors are on a GPU it is pinned, so that the copies run at the speed of the bus.
+The memory is taken once and used again by each save: as many bytes as the tensors have. Where the tensors are on a GPU
+it is pinned, so that the copies run at the speed of the bus.
 """
 
 from __future__ import annotations
@@ -73,10 +73,10 @@ def _room(chunk: Chunk) -> int:
 
 
 def _host_memory(nbytes: int) -> Tensor:
-    """Memory of the process with each page in its place."""
-    memory = mmap.mmap(-1, -(-nbytes // _PAGE) * _PAGE)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
+    """Memory of this process alone, with each page in its place; processes that it forks do not get it."""
+    memory = mmap.mmap(-1, -(-nbytes // _PAGE) * _PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_DONTFORK"):  # Linux; a process forked for data would keep every page that is written anew
+        memory.madvise(mmap.MADV_DONTFORK)
     return torch.frombuffer(memory, dtype=torch.uint8).fill_(0)
 
 
