@@ -50,6 +50,10 @@ MODELS = {
         "--untie-embeddings-and-output-weights --group-query-attention --num-query-groups 2"
     ),
     "uneven-vocabulary": Model("", vocab_size=43),
+    "qwen3": Model(
+        "--position-embedding-type rope --swiglu --normalization RMSNorm --disable-bias-linear --ffn-hidden-size 24 "
+        "--untie-embeddings-and-output-weights --group-query-attention --num-query-groups 2 --qk-layernorm"
+    ),
     "one-group": Model("--group-query-attention --num-query-groups 1 --position-embedding-type rope --add-qkv-bias"),
 }
 
@@ -142,6 +146,10 @@ FURTHER = [
     Case(Layout(tp=2, pp=2), "uneven-vocabulary"),
     Case(Layout(tp=4), "one-group"),
     Case(Layout(tp=2, cp=2), "one-group", sequence_parallel=True),
+    Case(Layout(tp=2), "qwen3"),
+    Case(Layout(tp=4), "qwen3", sequence_parallel=True),
+    Case(Layout(tp=2, dp=2), "qwen3", zero1=True),
+    Case(Layout(tp=2, cp=2), "qwen3", exchange="a2a"),
     Case(Layout(pp=2), schedule="zb-h1"),
     Case(Layout(pp=4), "llama", schedule="zb-h1"),
     Case(Layout(pp=2, tp=2), schedule="zb-h1", sequence_parallel=True),
@@ -173,6 +181,7 @@ FSDP = [
     Case(Layout(tp=2, dp=2), "llama", sequence_parallel=True, fsdp="zero2"),
     Case(Layout(tp=2, dp=2), "one-group", sequence_parallel=True, fsdp="zero3"),
     Case(Layout(tp=2, cp=2), "one-group", fsdp="zero3", recompute="uniform-1"),
+    Case(Layout(tp=2, dp=2), "qwen3", sequence_parallel=True, fsdp="zero3"),
     Case(Layout(pp=2, dp=2), fsdp="zero3"),
     Case(Layout(pp=2, dp=2), virtual_stages=2, fsdp="zero3"),
     Case(Layout(pp=2, dp=2), "llama", virtual_stages=2, fsdp="zero2"),
