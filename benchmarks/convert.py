@@ -71,7 +71,7 @@ class Drawn:
         return Contents({prefix + key: held for prefix in prefixes for key, held in self.weights.items()}, frozenset())
 
     def common(self) -> dict[str, Any]:
-        groups = [{"wd_mult": 1.0, "lr": 1e-4}]
+        groups = [{"wd_mult": decayed, "weight_decay": 0.1 * decayed, "lr": 1e-4} for decayed in (1.0, 0.0)]
         return {
             "args": Namespace(**self._args),
             "checkpoint_version": 3.0,

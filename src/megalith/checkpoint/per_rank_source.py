@@ -34,6 +34,7 @@ from megalith.checkpoint.formats.torch_dist import (
     rng_object_key,
     weight_chunks,
 )
+from megalith.checkpoint.mapped import MappedFolder
 from megalith.checkpoint.model_space import OUTPUT_LAYER, ModelSpace, model_space_of, stages_of
 from megalith.checkpoint.safe_loading import map_tensors
 from megalith.errors import CheckpointError, LayoutError
@@ -340,12 +341,19 @@ class PerRankSource:
 
     def read(self, content: CheckpointContent) -> dict[str, Any]:
         for target in content.chunks:
-            filled = fill(target, self._near(target))
+            near = self._near(target)
+            filled = fill(target, near)
+            for part in near:
+                self._mapped.release(part.tensor)
             if filled != volume(target.tensor.shape):
                 raise CheckpointError(
                     f"{self.path}: {target.key} holds {filled} of the {volume(target.tensor.shape)} elements asked for"
                 )
         return {key: self._random_states[key] for key in content.objects}
+
+    @cached_property
+    def _mapped(self) -> MappedFolder:
+        return MappedFolder(self.path)
 
     def _near(self, target: Chunk) -> list[Chunk]:
         """The chunks of its key that are in the same rows: of a key of all the layers those of its own."""
