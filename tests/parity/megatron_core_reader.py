@@ -1,0 +1,154 @@
+"""Run by `test_megatron_core` in processes of their own: the real Megatron reads a checkpoint of ours.
+
+    python megatron_core_reader.py '<json of the request>'
+
+Builds the model with `megatron.core` (no code of Megalith), asks `dist_checkpointing.load` for the sharded state of the
+model and, with the version's own optimizer, for the optimizer's, and writes what each rank then holds.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+UNSET = -7.0
+
+
+def stub_cuda() -> None:
+    """What megatron.core calls without asking whether there is a GPU; nothing of it changes arithmetic."""
+    cuda: Any = torch.cuda
+    cuda.current_device = lambda: "cpu"
+    cuda.set_device = lambda *_, **__: None
+    cuda.synchronize = lambda *_, **__: None
+    for name in ("tensor", "zeros", "ones", "empty", "full"):
+        setattr(torch, name, on_cpu(getattr(torch, name)))
+    tensor: Any = torch.Tensor
+    tensor.cuda = lambda self, *_, **__: self
+    kind_of = tensor.type
+    tensor.type = lambda self, *to, **options: (
+        kind_of(self, *to, **options) if to or options else kind_of(self).replace("torch.", "torch.cuda.")
+    )
+
+
+def on_cpu(make: Any) -> Any:
+    """A factory of tensors that takes the device "cuda" for "cpu"."""
+
+    def made(*values: Any, **options: Any) -> Any:
+        if str(options.get("device", "")).startswith("cuda"):
+            options["device"] = "cpu"
+        return make(*values, **options)
+
+    return made
+
+
+def build(request: dict[str, Any]) -> Any:
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    options = dict(request["config"])
+    if options.pop("swiglu", False):
+        options |= {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu}
+    config = TransformerConfig(
+        use_cpu_initialization=True,
+        tensor_model_parallel_size=request["tp"],
+        pipeline_model_parallel_size=request["pp"],
+        pipeline_dtype=torch.bfloat16 if request["bf16"] else torch.float32,
+        params_dtype=torch.bfloat16 if request["bf16"] else torch.float32,
+        bf16=request["bf16"],
+        gradient_accumulation_fusion=False,
+        bias_activation_fusion=False,
+        masked_softmax_fusion=False,
+        **options,
+    )
+    normalization = {"normalization": config.normalization}
+    known = inspect.signature(get_gpt_layer_local_spec).parameters
+    spec = get_gpt_layer_local_spec(**{key: value for key, value in normalization.items() if key in known})
+    model = GPTModel(
+        config,
+        spec,
+        request["vocab_size"],
+        request["positions"],
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=request["tied"],
+        position_embedding_type=request["position_embedding_type"],
+    )
+    model = model.to(torch.bfloat16) if request["bf16"] else model
+    for parameter in model.parameters():
+        parameter.data.fill_(UNSET)
+    return config, model
+
+
+def build_optimizer(request: dict[str, Any], config: Any, model: Any) -> Any:
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    wrapped = DistributedDataParallel(config, DistributedDataParallelConfig(), model)
+    settings = OptimizerConfig(
+        optimizer="adam",
+        lr=1e-3,
+        weight_decay=0.1,
+        bf16=request["bf16"],
+        params_dtype=torch.bfloat16 if request["bf16"] else torch.float32,
+    )
+    return get_megatron_optimizer(settings, [wrapped])
+
+
+def main() -> None:
+    request = json.loads(sys.argv[1])
+    rank = int(os.environ["RANK"])
+    stub_cuda()
+    dist.init_process_group("gloo", rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
+    from megatron.core import dist_checkpointing, parallel_state
+
+    parallel_state.initialize_model_parallel(request["tp"], request["pp"])
+    config, model = build(request)
+    optimizer = build_optimizer(request, config, model) if request["optimizer"] else None
+    sharded = {"model": model.sharded_state_dict()}
+    if optimizer is not None:
+        sharded["optimizer"] = optimizer.sharded_state_dict(sharded["model"], is_loading=True)
+    loaded = dist_checkpointing.load(sharded, request["folder"])
+    model.load_state_dict(loaded["model"], strict=False)
+    held: dict[str, torch.Tensor] = {name: parameter.data for name, parameter in model.named_parameters()}
+    if optimizer is not None:
+        optimizer.load_state_dict(loaded["optimizer"])
+        held |= states_of(optimizer, model)
+    common = {key: loaded[key] for key in ("iteration", "checkpoint_version") if key in loaded}
+    torch.save({"held": held, "common": common, "layers": layers_of(model)}, f"{request['out']}.{rank}")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def layers_of(model: Any) -> list[int]:
+    """Global numbers of the layers of this stage, from 0."""
+    return [layer.layer_number - 1 for layer in model.decoder.layers]
+
+
+def states_of(optimizer: Any, model: Any) -> dict[str, torch.Tensor]:
+    """`exp_avg.<name>` and so on of every parameter that the optimizer has a state of."""
+    while hasattr(optimizer, "chained_optimizers") and len(optimizer.chained_optimizers) == 1:
+        (optimizer,) = optimizer.chained_optimizers
+    main_of = {}
+    if hasattr(optimizer, "float16_groups"):
+        for group, mains in zip(optimizer.float16_groups, optimizer.fp32_from_float16_groups, strict=True):
+            main_of |= {id(parameter): main for parameter, main in zip(group, mains, strict=True)}
+    found = {}
+    for name, parameter in model.named_parameters():
+        main = main_of.get(id(parameter), parameter)
+        if main is not parameter:
+            found[f"fp32_param.{name}"] = main.data
+        for kind in ("exp_avg", "exp_avg_sq"):
+            found[f"{kind}.{name}"] = optimizer.optimizer.state[main][kind]
+    return found
+
+
+if __name__ == "__main__":
+    main()
