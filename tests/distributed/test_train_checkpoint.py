@@ -22,9 +22,10 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from megalith.assemble.model import build_chunks, build_run_optimizer, draw_weights
 from megalith.assemble.schedule import build_schedule
-from megalith.checkpoint import CheckpointContent, DirectoryStore
+from megalith.checkpoint import CheckpointContent, Chunk, DirectoryStore
 from megalith.checkpoint.formats.torch_dist import canonical_key, rng_object_key
 from megalith.checkpoint.safe_loading import read_metadata
+from megalith.checkpoint.source import open_source
 from megalith.config import RunConfig, load
 from megalith.distributed.context import ParallelContext
 from megalith.distributed.rng import RandomStreams
@@ -124,7 +125,8 @@ def save(folder: str, flags: str, world_size: int, vocab_size: int, seed: int) -
     run = config_of(flags, world_size, torch.distributed.get_rank() if world_size > 1 else 0)
     state = build_state(run, vocab_size)
     fill(state, seed)
-    CheckpointSaver(DirectoryStore(folder, state.context), run, IDENTITY).save(state)
+    store = DirectoryStore(folder, state.context, save_format=run.checkpoint.ckpt_format)
+    CheckpointSaver(store, run, IDENTITY).save(state)
     return draw(state)
 
 
@@ -150,7 +152,13 @@ def resume(folder: str, flags: str, world_size: int, vocab_size: int) -> dict[st
 
 
 def plain_tensors(folder: Path) -> dict[str, Tensor]:
-    """The global tensors of a checkpoint, by torch's own reader."""
+    """The global tensors of a checkpoint, by torch's own reader; of per-rank files by ours, which is tested apart."""
+    if (source := open_source(folder)).format == "torch":
+        held = source.contents().tensors
+        tensors = {key: torch.full(stored.shape, -9.0, dtype=stored.dtype) for key, stored in held.items()}
+        chunks = [Chunk(key, tensor, (0,) * tensor.ndim, tuple(tensor.shape)) for key, tensor in tensors.items()]
+        source.read(CheckpointContent(chunks))
+        return tensors
     metadata = read_metadata(folder / ".metadata").state_dict_metadata
     tensors = {
         key: torch.full(tuple(stored.size), -9.0, dtype=stored.properties.dtype)
@@ -165,8 +173,13 @@ def plain_tensors(folder: Path) -> dict[str, Tensor]:
 
 def check_content(folder: Path, flags: str, vocab_size: int, seed: int) -> None:
     """The checkpoint holds the whole of every tensor, and nothing else."""
+    compare_content(plain_tensors(folder), flags, vocab_size, seed)
+
+
+def compare_content(stored: dict[str, Tensor], flags: str, vocab_size: int, seed: int) -> None:
+    """These are all the tensors of a model."""
     state = build_state(config_of(flags, 1), vocab_size)
-    stored, seen = plain_tensors(folder), set()
+    seen = set()
     for key, (_, value) in expected_here(state, seed).items():
         kind, name = key.split(" ")[:2]
         stacked, layer = canonical_key(name)
@@ -239,7 +252,8 @@ def train_on(folder: str, flags: str, world_size: int, vocab_size: int, until: i
     """Start or resume, train until an iteration, save; what each step printed."""
     run = config_of(flags, world_size, torch.distributed.get_rank() if world_size > 1 else 0)
     state = build_state(run, vocab_size, draws=DirectoryStore(folder).latest() is None)
-    context, store = state.context, DirectoryStore(folder, state.context)
+    context = state.context
+    store = DirectoryStore(folder, context, save_format=run.checkpoint.ckpt_format)
     if (found := find_checkpoint(store)) is not None:
         assert restore(store, found, state, run).notes == ()
     agreement = Agreement(NeverStop(), context, counts=state.speaks)
@@ -288,6 +302,57 @@ def _held(folder: Path, name: str) -> dict[str, bytes]:
         if isinstance(metadata.state_dict_metadata[index.fqn], BytesStorageMetadata):
             objects[index.fqn] = (folder / info.relative_path).read_bytes()[info.offset : info.offset + info.length]
     return objects
+
+
+# --- per-rank files -----------------------------------------------------------------------------------------------
+
+PER_RANK = ("tp2", "dp2", "cp2", "dp2-zero1", "pp2-vpp2", "tp2-uneven-vocabulary", "dp2-fsdp-bf16")
+FEWER = ("dp2-zero1-bf16", "tp2-dp2-zero1", "pp2-dp2-zero1", "tp4-one-group", "pp2-dp2-fsdp")
+
+
+@pytest.mark.parametrize("case", [*PER_RANK, *(pytest.param(case, marks=pytest.mark.full) for case in FEWER)])
+def test_per_rank_files_hold_the_same(ranks: Any, tmp_path: Path, case: str) -> None:
+    """All ranks write into the files of each place: every replica its share, under ZeRO what it updates."""
+    world_size, layout, model, vocab_size = CASES[case]
+    flags = f"{layout} {model} --ckpt-format torch"
+    draws = ranks.run(world_size, save, str(tmp_path), flags, world_size, vocab_size, 5)
+    store = DirectoryStore(tmp_path)
+    folder = store.folder(5)
+    distributed = ZERO in layout
+    stored = plain_tensors(folder)
+    if distributed and "--bf16" not in model:  # the flat buffers have the weights once more
+        assert all(torch.equal(stored.pop(f"optimizer.state.fp32_param.{key}"), stored[key]) for key in weights(stored))
+    compare_content(stored, model, vocab_size, 5)
+    files = {path.name for path in folder.rglob("*.pt")}
+    assert files == {"model_optim_rng.pt", "distrib_optim.pt"} if distributed else {"model_optim_rng.pt"}
+    assert store.verify(5) == [] and open_source(folder).problems() == []
+    recorded = (store.manifest(5) or {})["files"]
+    assert set(recorded) == {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()} - {
+        "manifest.json"
+    }
+    for rank, result in enumerate(ranks.run(world_size, resume, str(tmp_path), flags, world_size, vocab_size)):
+        assert result["wrong"] == []
+        assert (result["counters"], result["step"], result["notes"]) == ((5, 40, 15, 40), 5, ((), ()))
+        assert result["draws"] == draws[rank]
+
+
+def weights(stored: dict[str, Tensor]) -> list[str]:
+    return [key for key in stored if not key.startswith("optimizer.")]
+
+
+def test_a_run_goes_on_from_one_format_in_the_other(ranks: Any, tmp_path: Path) -> None:
+    """Per-rank files, then torch_dist, in other layouts: the losses are those of one run in per-rank files."""
+    model = "--clip-grad 0.5 --init-method-std 0.2 --hidden-dropout 0 --attention-dropout 0"
+    whole, mixed = str(tmp_path / "whole"), str(tmp_path / "mixed")
+    straight = ranks.run(2, train_on, whole, f"{TP2} {model} --ckpt-format torch", 2, 40, 6)
+    steps = ranks.run(2, train_on, mixed, f"{TP2} {model} --ckpt-format torch", 2, 40, 2)[0]
+    steps += ranks.run(2, train_on, mixed, f"{PP2} {model}", 2, 40, 4)[0]
+    steps += ranks.run(2, train_on, mixed, f"{TP2} {model} --ckpt-format torch", 2, 40, 6)[0]
+    assert [step for step, *_ in steps] == [1, 2, 3, 4, 5, 6]
+    for (_, loss, norm, rate), (_, expected, expected_norm, expected_rate) in zip(steps, straight[0], strict=True):
+        assert loss == pytest.approx(expected, rel=1e-5) and norm == pytest.approx(expected_norm, rel=1e-4)
+        assert rate == expected_rate
+    assert [DirectoryStore(mixed).format(iteration) for iteration in (2, 4, 6)] == ["torch", "torch_dist", "torch"]
 
 
 # --- other layouts ------------------------------------------------------------------------------------------------
