@@ -65,6 +65,9 @@ _UNEVEN: dict[str, Any] = {
 }
 
 
+_DIVIDING = (*_UNDIVIDED, *_UNEVEN)
+
+
 @dataclass(frozen=True)
 class Wanted:
     """What is to be made of a checkpoint.
@@ -75,6 +78,7 @@ class Wanted:
         optimizer: with the optimizer's state, where there is one.
         dtype: of the weights: float32, bfloat16 or float16; by default that of the source.
         true_vocab_size: tokens of the vocabulary, which is then padded for the layout as Megatron pads it.
+        run_args: Megatron's arguments of a run whose layers are to be divided in its way; tp and pp are among them.
         release: weights without an iteration, under `release/`.
         replace: take the place of a checkpoint that is there.
     """
@@ -85,6 +89,7 @@ class Wanted:
     optimizer: bool = True
     dtype: str | None = None
     true_vocab_size: int | None = None
+    run_args: Mapping[str, Any] = field(default_factory=dict)
     release: bool = False
     replace: bool = False
 
@@ -217,7 +222,8 @@ def adapted(source: Source, wanted: Wanted, where: str, notes: list[str]) -> tup
             f"the embedding of {where} has {rows} rows, which do not divide over --tp {layout.tp}; give "
             "--true-vocab-size, the number of tokens, so that it is padded anew"
         )
-    result = _OwnCommon(WithArgs(result, lambda own: divided_args(own, layout, wanted.format)))
+    of_run = {name: value for name, value in wanted.run_args.items() if name in _DIVIDING}
+    result = _OwnCommon(WithArgs(result, lambda own: {**divided_args(own, layout, wanted.format), **of_run}))
     return result, layout
 
 
@@ -250,6 +256,7 @@ def divided_args(args: Mapping[str, Any], layout: Layout, kind: str) -> dict[str
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
         "ckpt_format": kind,
+        "ckpt_convert_format": None,
         "use_dist_ckpt": kind == "torch_dist",
     }
 

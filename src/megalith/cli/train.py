@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from megalith.cli.launch import command_line, starts_ranks, supervise
 from megalith.cli.threads import keep_native_code_quiet, share_cores, wait_asleep
+from megalith.cli.train_convert import convert_instead
 from megalith.config import RunConfig, load
 from megalith.config.command_line import given_settings, without_settings
 from megalith.config.environment import first_of_machine
@@ -71,6 +72,8 @@ def run(argv: Sequence[str]) -> int:
     stop = StopSignals(_FORWARDED_WITHIN_SECONDS if launched else 0.0, _acknowledge if answers else None)
     try:
         config = load(argv, saved_args=_saved_args)
+        if config.checkpoint.ckpt_convert_format is not None:
+            return convert_instead(config)
         if starts_ranks(config):
             stop.close()
             return supervise(config, argv, lambda: _saved_and_words(config, argv))

@@ -51,9 +51,22 @@ def non_persistent_saves_are_global(draft: Draft) -> str:
     )
 
 
+@rule("ckpt_convert_format", "ckpt_convert_save", "load")
+def a_conversion_has_a_source_and_a_place(draft: Draft) -> str:
+    checkpoint = draft.run.checkpoint
+    if checkpoint.ckpt_convert_format is None:
+        if checkpoint.ckpt_convert_save is None:
+            return ""
+        return f"{show(draft, 'ckpt_convert_save')} requires --ckpt-convert-format torch or torch_dist"
+    needed = {"--load": checkpoint.load, "--ckpt-convert-save": checkpoint.ckpt_convert_save}
+    lacking = [flag for flag, folder in needed.items() if folder is None]
+    return f"{show(draft, 'ckpt_convert_format')} requires {' and '.join(lacking)} DIR" if lacking else ""
+
+
 CHECKPOINT_RULES: tuple[Rule, ...] = (
     saving_beside_the_training_is_for_torch_dist,
     retained_checkpoints_are_saved_ones,
     non_persistent_saves_have_a_type,
     non_persistent_saves_are_global,
+    a_conversion_has_a_source_and_a_place,
 )

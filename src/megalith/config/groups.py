@@ -363,6 +363,14 @@ class CheckpointConfig:
         later=("torch_dcp", "fsdp_dtensor", "zarr"),
         later_with=_WORK_CHECKPOINTS,
     )
+    ckpt_convert_format: str | None = setting(
+        None,
+        help="write the checkpoint of --load in this format and the layout of the run, and exit",
+        choices=("torch", "torch_dist"),
+    )
+    ckpt_convert_save: str | None = setting(
+        None, help="with --ckpt-convert-format: folder to write it to; a folder of the format's name is made in it"
+    )
     ckpt_step: int | None = setting(None, help="iteration to load instead of the latest", at_least=0)
     no_load_optim: bool = setting(False, help="start with a fresh optimizer state")
     no_load_rng: bool = setting(False, help="start with fresh random states")

@@ -391,7 +391,6 @@ REFUSED: tuple[Family, ...] = (
     Family(
         "it comes with the work on checkpoint formats",
         """
-        --ckpt-convert-format= --ckpt-convert-save=
         --override-ckpt-iteration= --save-params-interval= --save-activations-interval=
         --save-tokens-per-expert-interval= --save-wgrads-interval= --save-dgrads-interval=
         --load-main-params-from-ckpt --ckpt-convert-update-legacy-dist-opt-format
