@@ -416,7 +416,7 @@ def test_curves_of_fifty_steps(case: Case, precision: str, ranks: Any) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("case", required_cases(), ids=str)
+@pytest.mark.parametrize("case", list(required_cases()), ids=str)
 def test_curves_of_every_required_layout(case: Case, ranks: Any) -> None:
     _check_curve(case, "fp32", ranks)
 
