@@ -116,9 +116,9 @@ def _of_key(
         shape = (rows, *held.shape[1:])
     stacked = _STACKED in key
     for layer in range(shape[0]) if stacked else [None]:
-        tensors = [_read(source, key, stored, shape, layer) for source, stored in ((one, held), (other, match))]
+        a, b = _read(one, key, held, shape, layer), _read(other, key, match, shape, layer)
         name = key if layer is None else f"{key} of layer {layer}"
-        yield difference(name, *tensors, what="; ".join(what))
+        yield difference(name, a, b, what="; ".join(what))
 
 
 def _read(source: Source, key: str, stored: StoredTensor, shape: tuple[int, ...], layer: int | None) -> Tensor:

@@ -40,7 +40,8 @@ def run(options: argparse.Namespace) -> int:
     sources = [open_source(path) for path in paths]
     for letter, path, source in zip("AB", paths, sources, strict=True):
         print(f"{letter}  {path} ({source.format})")
-    states = state_differences(*(source.common() for source in sources), _architecture, weights=options.weights)
+    first, second = (source.common() for source in sources)
+    states = state_differences(first, second, _architecture, weights=options.weights)
     one, other = (compared(source, weights=options.weights) for source in sources)
     names, elements, tensors = set[str](), 0, []
     for difference in tensor_differences(one, other):
@@ -51,7 +52,8 @@ def run(options: argparse.Namespace) -> int:
     shown = None if options.all else 20
     _list("beside the tensors", [str(state) for state in states], shown)
     _list("tensors", tensors, shown)
-    what = "weights" if options.weights else "weights and optimizer state"
+    optimizer = any(name.startswith("optimizer.") for name in names)
+    what = "weights and optimizer state" if optimizer else "weights"
     alike = f"{len(names) - len(tensors)} of {len(names)} tensors (each layer counted by itself) are bit-identical"
     if not states and not tensors:
         print(f"equal: {alike}, {elements:,} elements of {what}")

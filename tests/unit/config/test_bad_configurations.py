@@ -169,6 +169,8 @@ TABLE: list[tuple[str, tuple[str, ...]]] = [
         )
         for kind in ("local", "in_memory")
     ),
+    ("--ckpt-convert-format torch", ("--ckpt-convert-format torch requires --load and --ckpt-convert-save DIR",)),
+    ("--ckpt-convert-save {data}/c", ("requires --ckpt-convert-format torch or torch_dist",)),
     ("--replication", ("--replication: checkpoints on the disks of single nodes", "use --async-save")),
     ("--keep-last 0", ("--keep-last 0: must be at least 1",)),
     (
