@@ -182,11 +182,11 @@ class HuggingFaceSource:
     @property
     def tokenizer(self) -> TokenizerConfig:
         """The tokenizer in the folder; where there is none that can be read, one that says so when it is built."""
-        vocabulary, merges = (self.path / name for name in _GPT2_FILES)
+        vocabulary, merges = (self.path.absolute() / name for name in _GPT2_FILES)
         alone = not (self.path / TOKENIZER_FILE).is_file() and self.about.family.model_type == "gpt2"
         if alone and vocabulary.is_file() and merges.is_file():
             return TokenizerConfig("GPT2BPETokenizer", vocab_file=str(vocabulary), merge_file=str(merges))
-        return TokenizerConfig("HuggingFaceTokenizer", tokenizer_model=str(self.path))
+        return TokenizerConfig("HuggingFaceTokenizer", tokenizer_model=str(self.path.absolute()))
 
     def facts(self) -> dict[str, Any]:
         """What a manifest keeps of the folder, so that an export can write the same config.json again."""

@@ -7,6 +7,7 @@ every one is said.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from megalith.config.foreign_args import model_of, parallel_of, tokenizer_of
@@ -24,12 +25,15 @@ _MODEL = (
     "rotary_base",
     "rotary_percent",
     "rotary_interleaved",
+    "use_rope_scaling",
+    "rope_scaling_factor",
     "normalization",
     "norm_epsilon",
     "swiglu",
     "bias_gelu_fusion",
     "add_bias_linear",
     "add_qkv_bias",
+    "qk_layernorm",
     "untie_embeddings_and_output_weights",
     "make_vocab_size_divisible_by",
 )
@@ -61,6 +65,8 @@ def settings_from(args: Mapping[str, Any], *, layout: bool) -> dict[str, Any]:
         values["seq_length"] = int(args["seq_length"])
     if tokenizer.tokenizer_type and "tokenizer_type" in args:
         values["tokenizer_type"] = tokenizer.tokenizer_type
+    if tokenizer.tokenizer_type == "HuggingFaceTokenizer" and Path(tokenizer.tokenizer_model or "").is_dir():
+        values["tokenizer_model"] = tokenizer.tokenizer_model  # of a Hugging Face folder, the folder itself
     if layout:
         parallel = parallel_of(args)
         values |= {name: getattr(parallel, name) for name in _LAYOUT}
