@@ -29,7 +29,7 @@ SERVER = """
 import json, os, sys, traceback
 sys.path.insert(0, sys.argv[1])
 from conftest import build_content
-from megalith.checkpoint import DirectoryStore, commit
+from megalith.checkpoint import DirectoryStore, Retention, Staging, commit
 from megalith.errors import CheckpointError
 for line in sys.stdin:
     script, arguments = json.loads(line)
@@ -62,14 +62,36 @@ if point == "in_tracker":
 DirectoryStore(folder).save(number, build_content(number + 1), {}, on_point=die)
 """
 
+KILLED_BACKGROUND_SAVE = """
+import signal
+folder, point, number, keep_last = arguments
+def die(at):
+    if at == point:
+        os.kill(os.getpid(), signal.SIGKILL)
+if point == "in_deletion":
+    commit.shutil.rmtree = lambda path, **_: die(point)
+store, staging = DirectoryStore(folder, retention=Retention(keep_last)), Staging()
+pending = store.schedule(number, build_content(number + 1), {}, staging=staging, on_point=die)
+while pending.proceed() is None:
+    pass
+if point == "in_deletion":
+    signal.pause()
+"""
+
 LIMITED_SAVE = """
 import resource, signal
-folder, limit, answer = arguments
+folder, limit, answer, beside = arguments
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
 message = "saved"
 try:
-    DirectoryStore(folder).save(20, build_content(20), {})
+    store = DirectoryStore(folder)
+    if beside:
+        pending = store.schedule(20, build_content(20), {}, staging=Staging())
+        while pending.proceed() is None:
+            pass
+    else:
+        store.save(20, build_content(20), {})
 except CheckpointError as error:
     message = str(error)
 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
@@ -109,13 +131,19 @@ def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-@pytest.mark.parametrize("point", [*SAVE_POINTS, "in_tracker"])
+@pytest.mark.parametrize(
+    ("point", "beside"),
+    [*((point, False) for point in (*SAVE_POINTS, "in_tracker")), *((point, True) for point in SAVE_POINTS)],
+)
 def test_a_killed_save_leaves_the_previous_checkpoint(
-    tmp_path: Path, make_content: MakeContent, same_tensors: Same, killed_save: KilledSave, point: str
+    tmp_path: Path, make_content: MakeContent, same_tensors: Same, run_script: RunScript, point: str, beside: bool
 ) -> None:
     store = DirectoryStore(tmp_path)
     store.save(10, make_content(10), {})
-    killed_save(tmp_path, point, 20)
+    if beside:
+        assert run_script(KILLED_BACKGROUND_SAVE, str(tmp_path), point, 20, None) == signal.SIGKILL
+    else:
+        assert run_script(KILLED_SAVE, str(tmp_path), point, 20) == signal.SIGKILL
     iteration, notes = store.newest_verified()
     expected = 20 if point == "post_commit" else 10
     assert iteration == expected
@@ -142,6 +170,30 @@ def test_a_killed_replacement_leaves_the_old_or_the_new(
     assert same_tensors(target, make_content(11 if point == "mid_commit" else 10))
     store.save(20, make_content(20), {})
     assert names(tmp_path) == {"iter_0000010", "iter_0000020", "latest_checkpointed_iteration.txt"}
+
+
+@pytest.mark.parametrize("kills", [6, pytest.param(20, marks=pytest.mark.full)])
+def test_killed_saves_that_keep_two(
+    tmp_path: Path, make_content: MakeContent, same_tensors: Same, run_script: RunScript, kills: int
+) -> None:
+    """F26: whatever is killed, in the deletion too, there is a sound checkpoint, and no later one is lost."""
+    store, newest = DirectoryStore(tmp_path), 0
+    points = ("in_deletion", "mid_save", "post_commit", "pre_commit", "mid_commit", "pre_save")
+    for iteration in (1, 2):
+        assert run_script(KILLED_BACKGROUND_SAVE, str(tmp_path), "never", iteration, 2) == 0
+    for number in range(kills):
+        iteration, point = 10 * number + 10, points[number % len(points)]
+        assert run_script(KILLED_BACKGROUND_SAVE, str(tmp_path), point, iteration, 2) == signal.SIGKILL
+        found, _ = store.newest_verified()
+        assert found is not None and found >= newest
+        newest = found
+        target = make_content(0)
+        store.load(newest, target)
+        assert same_tensors(target, make_content(newest + 1))
+    assert run_script(KILLED_BACKGROUND_SAVE, str(tmp_path), "never", 1000, 2) == 0
+    assert store.newest_verified() == (1000, [])
+    left = names(tmp_path) - {"latest_checkpointed_iteration.txt"}
+    assert len(left) == 2 and all(name.startswith("iter_") for name in left), left
 
 
 def test_the_leftovers_of_the_living_and_of_others_stay_without_a_claim(
@@ -203,14 +255,15 @@ def test_a_disk_that_fills_up_during_the_save(
     assert store.newest_verified() == (20, [])
 
 
+@pytest.mark.parametrize("beside", [False, True], ids=["", "beside"])
 @pytest.mark.parametrize("limit", [1, 700, 5000, 12000])
 def test_a_real_limit_of_the_file_size(
-    tmp_path: Path, make_content: MakeContent, run_script: RunScript, limit: int
+    tmp_path: Path, make_content: MakeContent, run_script: RunScript, limit: int, beside: bool
 ) -> None:
-    """What the kernel refuses inside torch's C++ writer arrives with its cause."""
+    """What the kernel refuses, in a thread or in torch's C++ writer, arrives with its cause."""
     store = DirectoryStore(tmp_path / "save")
     store.save(10, make_content(10), {})
-    assert run_script(LIMITED_SAVE, str(store.path), limit, str(tmp_path / "answer")) == 0
+    assert run_script(LIMITED_SAVE, str(store.path), limit, str(tmp_path / "answer"), beside) == 0
     message = (tmp_path / "answer").read_text()
     assert "File too large" in message and "earlier checkpoints are untouched" in message
     assert names(store.path) == {"iter_0000010", "latest_checkpointed_iteration.txt"}
