@@ -63,7 +63,7 @@ DirectoryStore(folder).save(number, build_content(number + 1), {}, on_point=die)
 """
 
 KILLED_BACKGROUND_SAVE = """
-import signal
+import signal, threading
 folder, point, number, keep_last = arguments
 def die(at):
     if at == point:
@@ -74,8 +74,9 @@ store, staging = DirectoryStore(folder, retention=Retention(keep_last)), Staging
 pending = store.schedule(number, build_content(number + 1), {}, staging=staging, on_point=die)
 while pending.proceed() is None:
     pass
-if point == "in_deletion":
-    signal.pause()
+for thread in threading.enumerate():  # as the end of the interpreter does
+    if thread.name == "checkpoint-removal":
+        thread.join()
 """
 
 LIMITED_SAVE = """
