@@ -43,7 +43,8 @@ _NO_PART_OF_THE_MODEL = _words(
     max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k top_p
     typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids
     num_return_sequences exponential_decay_length_penalty suppress_tokens begin_suppress_tokens remove_invalid_values
-    prefix unsloth_version unsloth_fixed transformers.js_config
+    prefix unsloth_version unsloth_fixed transformers.js_config predict_special_tokens output_past _num_labels n_special
+    is_llama_config
     """
 )
 

@@ -1,0 +1,207 @@
+"""Exporting as a Hugging Face folder: bytes, shards, vocabulary, and what is left after a refusal."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from megalith.checkpoint import CheckpointContent, DirectoryStore
+from megalith.checkpoint.convert import Wanted, convert
+from megalith.checkpoint.formats.torch_dist import model_chunks
+from megalith.checkpoint.huggingface_export import Export, Weights, bytes_of_size, export
+from megalith.checkpoint.huggingface_source import HuggingFaceSource
+from megalith.errors import CheckpointError, ConfigError
+from megalith.models.gpt import GPT, named_placements
+from megalith.models.huggingface_tensors import tensors_of
+
+from .huggingface_folders import GPT2, LLAMA, VOCAB, write_folder, write_tokenizer
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A save folder with the weights of a Hugging Face folder, `hf`, and its tokenizer."""
+    write_folder(tmp_path / "hf")
+    write_tokenizer(tmp_path / "hf")
+    convert(tmp_path / "hf", tmp_path / "saved", Wanted(release=True))
+    return tmp_path / "saved"
+
+
+def _files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_weights_there_and_back(tmp_path: Path, kind: str, dtype: torch.dtype) -> None:
+    write_folder(tmp_path / "hf", kind, GPT2 if kind == "gpt2" else LLAMA, dtype=dtype)
+    convert(tmp_path / "hf", tmp_path / "saved", Wanted(release=True))
+    made = export(tmp_path / "saved", tmp_path / "out", Export())
+    assert made.family.model_type == kind and made.shards == 1
+    assert _files(tmp_path / "out")["model.safetensors"] == _files(tmp_path / "hf")["model.safetensors"]
+    was, now = (json.loads(_files(tmp_path / name)["config.json"]) for name in ("hf", "out"))
+    assert was == now
+
+
+def test_from_a_hugging_face_folder_itself(tmp_path: Path) -> None:
+    weights = write_folder(tmp_path / "hf", shards=3)
+    export(tmp_path / "hf", tmp_path / "out", Export())
+    found = load_file(tmp_path / "out/model.safetensors")
+    assert all(torch.equal(found[name], weights[name]) for name in weights)
+
+
+def test_mixed_dtypes_keep_their_order(tmp_path: Path) -> None:
+    weights = write_folder(tmp_path / "a", dtype=torch.bfloat16)
+    weights |= {name: tensor.float() for name, tensor in weights.items() if "norm" in name}
+    write_folder(tmp_path / "hf", weights=weights, dtype=torch.bfloat16)
+    export(tmp_path / "hf", tmp_path / "out", Export())
+    assert _files(tmp_path / "out")["model.safetensors"] == _files(tmp_path / "hf")["model.safetensors"]
+
+
+def test_the_tokenizer_and_the_config_come_along(saved: Path, tmp_path: Path) -> None:
+    made = export(saved, tmp_path / "out", Export())
+    files = _files(tmp_path / "out")
+    assert set(files) == {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    assert files["tokenizer.json"] == _files(tmp_path / "hf")["tokenizer.json"]
+    assert made.notes == [] and made.vocab_size == VOCAB
+
+
+def test_shards(saved: Path, tmp_path: Path) -> None:
+    limit = 4096
+    made = export(saved, tmp_path / "out", Export(max_shard_size=str(limit)))
+    index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
+    files = sorted((tmp_path / "out").glob("*.safetensors"))
+    count = len(files)
+    assert [path.name for path in files] == [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
+    assert made.shards == count > 3
+    held: dict[str, str] = {}
+    for path in files:
+        with safe_open(path, framework="pt") as opened:
+            assert opened.metadata() == {"format": "pt"}
+            sizes = [opened.get_tensor(name).nbytes for name in opened.keys()]  # noqa: SIM118 - no mapping
+            held |= dict.fromkeys(opened.keys(), path.name)
+        assert sum(sizes) <= limit or len(sizes) == 1
+    assert held == index["weight_map"] and index["metadata"]["total_size"] == made.bytes
+    assert HuggingFaceSource(tmp_path / "out").problems() == []
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_another_dtype(saved: Path, tmp_path: Path, dtype: str) -> None:
+    export(saved, tmp_path / "out", Export(dtype=dtype))
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert config["torch_dtype"] == dtype
+    weights, wanted = load_file(tmp_path / "out/model.safetensors"), load_file(tmp_path / "hf/model.safetensors")
+    assert all(torch.equal(weights[name], wanted[name].to(getattr(torch, dtype))) for name in wanted)
+
+
+def _trained(folder: Path, rows: int, manifest: dict[str, Any], **args: Any) -> None:
+    """A checkpoint as a training run with a padded vocabulary leaves it, its rows numbered."""
+    common = HuggingFaceSource(folder / "hf").common()
+    values = {**vars(common["args"]), "padded_vocab_size": rows, **args}
+    common["args"].__dict__.update(values)
+    model = GPT(LLAMA, rows)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter)
+    with torch.no_grad():
+        model.output_weight.copy_(torch.arange(float(rows))[:, None].expand(rows, 16))
+    chunks = model_chunks(named_placements(model), LLAMA.num_layers)
+    DirectoryStore(folder / "trained").save(7, CheckpointContent(chunks, {}, {**common, "iteration": 7}), manifest)
+
+
+def test_padding_is_left_out(tmp_path: Path) -> None:
+    write_folder(tmp_path / "hf")
+    _trained(tmp_path, 64, {"tokenizer": {"vocab_size": 41, "special": {"eod": 40}}})
+    made = export(tmp_path / "trained", tmp_path / "out", Export())
+    assert made.notes[0] == "the vocabulary has 41 rows: 23 rows of padding are left out"
+    assert "no files of a tokenizer" in made.notes[1]
+    weights = load_file(tmp_path / "out/model.safetensors")
+    assert weights["model.embed_tokens.weight"].shape == (41, 16)
+    assert torch.equal(weights["lm_head.weight"][:, 0], torch.arange(41.0))
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert (config["vocab_size"], config["eos_token_id"]) == (41, 40)
+    made = export(tmp_path / "trained", tmp_path / "more", Export(true_vocab_size=50))
+    assert made.vocab_size == 50
+    with pytest.raises(CheckpointError, match="--true-vocab-size 65 is more than the 64 rows"):
+        export(tmp_path / "trained", tmp_path / "none", Export(true_vocab_size=65))
+
+
+def test_padding_that_nobody_knows_of_is_kept_and_said(tmp_path: Path) -> None:
+    write_folder(tmp_path / "hf")
+    _trained(tmp_path, 64, {})
+    made = export(tmp_path / "trained", tmp_path / "out", Export())
+    assert made.vocab_size == 64 and "--true-vocab-size N" in made.notes[0]
+
+
+def test_a_family_of_choice(saved: Path, tmp_path: Path) -> None:
+    made = export(saved, tmp_path / "out", Export(model_type="mistral"))
+    assert made.family.architecture == "MistralForCausalLM"
+    assert HuggingFaceSource(tmp_path / "out").about.model == HuggingFaceSource(tmp_path / "hf").about.model
+    with pytest.raises(CheckpointError, match="qwen3: it has qk_layernorm True, the model False"):
+        export(saved, tmp_path / "none", Export(model_type="qwen3"))
+    assert not (tmp_path / "none").exists()
+
+
+def test_gpt2_files_of_a_tokenizer_are_named(tmp_path: Path) -> None:
+    write_folder(tmp_path / "hf", "gpt2", GPT2)
+    (tmp_path / "hf/vocab.json").write_text("{}")
+    (tmp_path / "hf/merges.txt").write_text("")
+    convert(tmp_path / "hf", tmp_path / "saved", Wanted(release=True))
+    export(tmp_path / "saved", tmp_path / "out", Export())
+    files = _files(tmp_path / "out")
+    assert {"vocab.json", "merges.txt"} <= set(files)
+    assert json.loads(files["tokenizer_config.json"])["tokenizer_class"] == "GPT2Tokenizer"
+
+
+def test_a_refusal_leaves_nothing(saved: Path, tmp_path: Path) -> None:
+    def refuse(folder: Path, *_: object) -> None:
+        assert (folder / "model.safetensors").exists()
+        raise CheckpointError("other logits")
+
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(CheckpointError, match="other logits"):
+        export(saved, tmp_path / "out", Export(), check=refuse)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_nothing_is_overwritten(saved: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    export(saved, tmp_path / "empty", Export())
+    with pytest.raises(CheckpointError, match="is there already"):
+        export(saved, tmp_path / "empty", Export())
+
+
+def test_damage_is_found_first(saved: Path, tmp_path: Path) -> None:
+    file = next(saved.glob("release/*.distcp"))
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(CheckpointError, match="is damaged"):
+        export(saved, tmp_path / "out", Export())
+    assert not (tmp_path / "out").exists()
+
+
+def test_one_tensor_at_a_time(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each parameter is read once, and whole; what is kept is that of which several tensors are made."""
+    reads: list[str] = []
+    original = Weights.read
+
+    def counting(self: Weights, name: str, *rest: Any) -> torch.Tensor:
+        reads.append(name)
+        return original(self, name, *rest)
+
+    monkeypatch.setattr(Weights, "read", counting)
+    made = export(saved, tmp_path / "out", Export())
+    names = {part.parameter for tensor in tensors_of(made.family, LLAMA, VOCAB) for part in tensor.parts}
+    assert sorted(reads) == sorted(names)
+
+
+def test_nonsense_is_refused_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        export(tmp_path, tmp_path / "out", Export("int8", "5 parsecs", 0))
+    assert len(caught.value.violations) == 3
+    assert [bytes_of_size(text) for text in ("5GB", "1.5 kb", "700")] == [5 * 10**9, 1500, 700]

@@ -1,0 +1,324 @@
+"""config.json and `ModelConfig`: real configurations of the hub, what is refused, and there and back."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from megalith.config import ModelConfig
+from megalith.errors import CheckpointError
+from megalith.models.huggingface import FAMILIES, config_of_model, family_for, model_of_config
+
+GPT2: dict[str, Any] = {  # openai-community/gpt2
+    "activation_function": "gelu_new",
+    "architectures": ["GPT2LMHeadModel"],
+    "attn_pdrop": 0.1,
+    "bos_token_id": 50256,
+    "embd_pdrop": 0.1,
+    "eos_token_id": 50256,
+    "initializer_range": 0.02,
+    "layer_norm_epsilon": 1e-05,
+    "model_type": "gpt2",
+    "n_ctx": 1024,
+    "n_embd": 768,
+    "n_head": 12,
+    "n_layer": 12,
+    "n_positions": 1024,
+    "resid_pdrop": 0.1,
+    "summary_activation": None,
+    "summary_first_dropout": 0.1,
+    "summary_proj_to_labels": True,
+    "summary_type": "cls_index",
+    "summary_use_proj": True,
+    "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
+    "vocab_size": 50257,
+}
+LLAMA_3_2: dict[str, Any] = {  # meta-llama/Llama-3.2-1B
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 16,
+    "num_key_value_heads": 8,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 32.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.45.0.dev0",
+    "use_cache": True,
+    "vocab_size": 128256,
+}
+MISTRAL: dict[str, Any] = {  # mistralai/Mistral-7B-v0.3
+    "architectures": ["MistralForCausalLM"],
+    "attention_dropout": 0.0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "model_type": "mistral",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 1000000.0,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.42.0.dev0",
+    "use_cache": True,
+    "vocab_size": 32768,
+}
+QWEN2: dict[str, Any] = {  # Qwen/Qwen2.5-0.5B
+    "architectures": ["Qwen2ForCausalLM"],
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151643,
+    "hidden_act": "silu",
+    "hidden_size": 896,
+    "initializer_range": 0.02,
+    "intermediate_size": 4864,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 24,
+    "model_type": "qwen2",
+    "num_attention_heads": 14,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 32768,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.40.1",
+    "use_cache": True,
+    "use_mrope": False,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+QWEN3: dict[str, Any] = {  # Qwen/Qwen3-0.6B
+    "architectures": ["Qwen3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 1024,
+    "initializer_range": 0.02,
+    "intermediate_size": 3072,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 28,
+    "model_type": "qwen3",
+    "num_attention_heads": 16,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.51.0",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+ALL = {"gpt2": GPT2, "llama": LLAMA_3_2, "mistral": MISTRAL, "qwen2": QWEN2, "qwen3": QWEN3}
+OF_LLAMA = {"position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True, "add_bias_linear": False}
+
+WANTED: dict[str, dict[str, Any]] = {
+    "gpt2": {
+        "num_layers": 12,
+        "hidden_size": 768,
+        "head_size": 64,
+        "ffn_size": 3072,
+        "activation": "gelu_tanh",
+        "normalization": "LayerNorm",
+        "max_position_embeddings": 1024,
+        "qkv_bias": True,
+        "untie_embeddings_and_output_weights": False,
+    },
+    "llama": {
+        **OF_LLAMA,
+        "num_layers": 16,
+        "query_groups": 8,
+        "rotary_base": 500000,
+        "use_rope_scaling": True,
+        "rope_scaling_factor": 32.0,
+        "untie_embeddings_and_output_weights": False,
+    },
+    "mistral": {**OF_LLAMA, "ffn_size": 14336, "head_size": 128, "untie_embeddings_and_output_weights": True},
+    "qwen2": {**OF_LLAMA, "qkv_bias": True, "query_groups": 2, "head_size": 64, "qk_layernorm": False},
+    "qwen3": {**OF_LLAMA, "qkv_bias": False, "qk_layernorm": True, "head_size": 128, "norm_epsilon": 1e-6},
+}
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_configurations_of_the_hub(kind: str) -> None:
+    found = model_of_config(ALL[kind], "config.json")
+    assert found.family.model_type == kind and found.vocab_size == ALL[kind]["vocab_size"]
+    assert {name: getattr(found.model, name) for name in WANTED[kind]} == WANTED[kind]
+
+
+def test_transformers_5_writes_rope_otherwise() -> None:
+    old = {key: value for key, value in LLAMA_3_2.items() if key not in ("rope_scaling", "rope_theta", "torch_dtype")}
+    new = {
+        **old,
+        "dtype": "bfloat16",
+        "rope_parameters": {**LLAMA_3_2["rope_scaling"], "rope_theta": LLAMA_3_2["rope_theta"]},
+    }
+    assert model_of_config(new, "").model == model_of_config(LLAMA_3_2, "").model
+
+
+# What is changed in a configuration -> what the message contains.
+REFUSED: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
+    ("llama", {"model_type": "mixtral"}, ("model_type 'mixtral'", "gpt2, llama, mistral, qwen2, qwen3")),
+    ("llama", {"model_type": None}, ("model_type None",)),
+    ("llama", {"architectures": ["LlamaForSequenceClassification"]}, ("ForSequenceClassification", "LlamaForCausalLM")),
+    ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, ("rope_type 'yarn'", "default and llama3")),
+    ("llama", {"rope_scaling": {"type": "linear", "factor": 4.0}}, ("rope_type 'linear'",)),
+    ("llama", {"rope_scaling": {**LLAMA_3_2["rope_scaling"], "low_freq_factor": 2.0}}, ("low_freq_factor", "2.0", "1")),
+    ("llama", {"rope_scaling": {**LLAMA_3_2["rope_scaling"], "factor": "big"}}, ("factor", "'big'")),
+    ("llama", {"rope_theta": 10000.5}, ("rope_theta is 10000.5", "whole number")),
+    ("llama", {"partial_rotary_factor": 0.5}, ("partial_rotary_factor is 0.5",)),
+    ("llama", {"hidden_act": "relu"}, ("hidden_act is 'relu'",)),
+    ("llama", {"attention_bias": True}, ("attention_bias is true and mlp_bias is not",)),
+    ("llama", {"mlp_bias": True}, ("mlp_bias is true and attention_bias is not",)),
+    ("llama", {"num_hidden_layers": 0}, ("num_hidden_layers is 0",)),
+    ("llama", {"num_hidden_layers": True}, ("num_hidden_layers is True",)),
+    ("llama", {"hidden_size": "2048"}, ("hidden_size is '2048'",)),
+    ("llama", {"vocab_size": None}, ("vocab_size is missing",)),
+    ("llama", {"num_key_value_heads": 5}, ("32 heads do not divide over 5",)),
+    ("llama", {"quantization_config": {"bits": 4}}, ("quantization_config", "is not known")),
+    ("mistral", {"sliding_window": 4096}, ("sliding_window is 4096", "32768")),
+    ("mistral", {"attention_bias": True}, ("attention_bias is true", "mistral")),
+    (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 12},
+        ("sliding_window is 4096",),
+    ),
+    ("qwen3", {"layer_types": ["linear_attention"] * 28}, ("layer_types", "full_attention only")),
+    ("qwen3", {"attention_bias": True}, ("attention_bias is true", "qwen3")),
+    ("qwen3", {"num_experts": 8}, ("num_experts (8) is not known",)),
+    ("gpt2", {"activation_function": "relu"}, ("activation_function is 'relu'", "gelu_new")),
+    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, ("scale_attn_by_inverse_layer_idx is True",)),
+    ("gpt2", {"scale_attn_weights": False}, ("scale_attn_weights is False",)),
+    ("gpt2", {"n_head": 11}, ("768 does not divide into 11 heads",)),
+]
+
+
+@pytest.mark.parametrize(("kind", "change", "expected"), REFUSED, ids=[f"{k}-{'-'.join(c)}" for k, c, _ in REFUSED])
+def test_what_is_lacking_here_is_named(kind: str, change: dict[str, Any], expected: tuple[str, ...]) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        model_of_config({**ALL[kind], **change}, "DIR/config.json")
+    for fragment in ("DIR/config.json", *expected):
+        assert fragment in str(caught.value)
+
+
+def test_everything_is_said_at_once() -> None:
+    wrong = {"hidden_act": "relu", "rope_theta": "x", "sliding_window": 8, "surprise": 1}
+    with pytest.raises(CheckpointError) as caught:
+        model_of_config({**MISTRAL, **wrong}, "")
+    assert len(str(caught.value).splitlines()) == 1 + len(wrong)
+
+
+@pytest.mark.parametrize("config", [[], "x", None, 3])
+def test_no_object(config: Any) -> None:
+    with pytest.raises(CheckpointError, match="no JSON object"):
+        model_of_config(config, "DIR/config.json")
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 4096}),  # no layer is above max_window_layers
+        ("mistral", {"sliding_window": 32768}),
+        ("qwen3", {"layer_types": ["full_attention"] * 28, "use_sliding_window": True, "sliding_window": 4}),
+        ("llama", {"quantization_config": None, "some_new_option": False, "another": []}),
+    ],
+)
+def test_what_is_not_in_use_asks_for_nothing(kind: str, change: dict[str, Any]) -> None:
+    assert model_of_config({**ALL[kind], **change}, "").model == model_of_config(ALL[kind], "").model
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_there_and_back(kind: str) -> None:
+    found = model_of_config(ALL[kind], "")
+    assert family_for(found.model, kind) == found.family
+    written = config_of_model(found.family, found.model, found.vocab_size, "bfloat16", eod=7)
+    again = model_of_config(written, "")
+    assert again.vocab_size == found.vocab_size and written["eos_token_id"] == 7
+    assert dataclasses.replace(again.model, ffn_hidden_size=found.model.ffn_size) == found.model
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_the_original_stays_as_it_was(kind: str) -> None:
+    found = model_of_config(ALL[kind], "")
+    # As a training run has it: derived settings filled in, others of training.
+    model = dataclasses.replace(found.model, kv_channels=found.model.head_size, hidden_dropout=0.5)
+    rows = found.vocab_size
+    written = config_of_model(found.family, model, rows, "bfloat16", original=ALL[kind])
+    added = {} if "torch_dtype" in ALL[kind] else {"dtype": "bfloat16"}
+    assert written == {**ALL[kind], **added}
+    deeper = dataclasses.replace(model, num_layers=3)
+    written = config_of_model(found.family, deeper, rows, "bfloat16", original=ALL[kind])
+    assert model_of_config(written, "").model.num_layers == 3 and "transformers_version" not in written
+
+
+def test_all_biases_of_llama() -> None:
+    found = model_of_config({**LLAMA_3_2, "attention_bias": True, "mlp_bias": True}, "")
+    assert found.model.add_bias_linear
+    written = config_of_model(family_for(found.model), found.model, found.vocab_size, "float32")
+    assert (written["attention_bias"], written["mlp_bias"]) == (True, True)
+
+
+def test_the_family_that_fits() -> None:
+    kinds = {kind: family_for(model_of_config(config, "").model).model_type for kind, config in ALL.items()}
+    assert kinds == {**{kind: kind for kind in ALL}, "mistral": "llama"}  # without its window it is one
+
+
+@pytest.mark.parametrize(
+    ("model", "fragments"),
+    [
+        (ModelConfig(2, 16, 4, 32, position_embedding_type="rope"), ("gpt2: it has position_embedding_type learned",)),
+        (ModelConfig(2, 16, 4, 32, swiglu=True), ("llama: it has position_embedding_type rope",)),
+        (
+            ModelConfig(2, 16, 4, 32, group_query_attention=True, num_query_groups=2),
+            ("one key and value head for each query head",),
+        ),
+    ],
+)
+def test_what_no_family_is(model: ModelConfig, fragments: tuple[str, ...]) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        family_for(model)
+    for fragment in (*fragments, "qwen3: it has"):
+        assert fragment in str(caught.value)
+
+
+def test_a_family_that_is_asked_for() -> None:
+    with pytest.raises(CheckpointError, match="there is no family bloom"):
+        family_for(model_of_config(GPT2, "").model, "bloom")
+    with pytest.raises(CheckpointError, match="llama: it has position_embedding_type rope"):
+        family_for(model_of_config(GPT2, "").model, "llama")
