@@ -155,7 +155,7 @@ def train(run: TrainingRun) -> Iterator[StepResult]:
         if plan.save_interval and state.iteration % plan.save_interval == 0:
             _save(run)
             unsaved = False
-        elif plan.passing_save_interval and state.iteration % plan.passing_save_interval == 0:
+        elif _passing_save_is_due(plan, state.iteration):
             _save(run, persistent=False)
         yield result
         run.ending = _ending_by_plan(run)
@@ -271,6 +271,12 @@ def _evaluate(run: TrainingRun, split: str, batches: Iterator[Batch], *, final: 
     if evaluation is not None:
         run.hook.after_evaluation(evaluation)
     return evaluation is not None
+
+
+def _passing_save_is_due(plan: Plan, iteration: int) -> bool:
+    """Whether to save for a restart only; after the last iteration there is a save to keep."""
+    interval = plan.passing_save_interval
+    return interval is not None and iteration % interval == 0 and iteration < plan.train_iterations
 
 
 def _save(run: TrainingRun, *, persistent: bool = True, last: bool = False) -> None:
