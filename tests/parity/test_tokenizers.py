@@ -1,6 +1,6 @@
 """The ids of the real Megatron's tokenizers, and of the `tokenizers` library on arbitrary text.
 
-Goldens that are not compared here belong to the issue that completes the data path (issue 6): huggingface,
+Goldens that are not compared here belong to the issue that completes the data path (issue 6):
 sp_t5style, gpt_sentencepiece, llama2, tiktoken_v1, tiktoken_v2.
 """
 
@@ -19,10 +19,11 @@ from megalith.config import TokenizerConfig
 from megalith.errors import DataError
 from megalith.tokenizers import build_tokenizer, padded_vocab_size
 from megalith.tokenizers.gpt2_bpe import GPT2BPETokenizer
+from megalith.tokenizers.huggingface import HuggingFaceTokenizer
 from megalith.tokenizers.null import NullTokenizer
 
-LATER = {"huggingface", "sp_t5style", "gpt_sentencepiece", "llama2", "tiktoken_v1", "tiktoken_v2"}
-COMPARED = {"gpt2bpe", "gpt2bpe_openai50257", "null", "padded_vocab"}
+LATER = {"sp_t5style", "gpt_sentencepiece", "llama2", "tiktoken_v1", "tiktoken_v2"}
+COMPARED = {"gpt2bpe", "gpt2bpe_openai50257", "huggingface", "null", "padded_vocab"}
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +63,15 @@ def test_card_holds_the_hashes_of_the_files(openai: GPT2BPETokenizer, golden: Ca
         "vocab.json": expected["vocab_sha256"],
         "merges.txt": expected["merges_sha256"],
     }
+
+
+def test_huggingface_ids(shared: Path, golden: Callable[[str], Any]) -> None:
+    expected, texts = golden("huggingface"), golden("texts")
+    tokenizer = HuggingFaceTokenizer(shared / "golden" / "indexed" / "inputs" / "tok" / "hf")
+    assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.pad) == (expected["vocab_size"], expected["eod"], None)
+    assert tokenizer.encode_batch(texts) == expected["ids"]
+    assert all(expected["detok_equals_input"])
+    assert [tokenizer.decode(ids) for ids in expected["ids"]] == texts
 
 
 def test_null_tokenizer(golden: Callable[[str], Any]) -> None:
