@@ -1,7 +1,8 @@
 """The .bin/.idx files that the real Megatron wrote, byte for byte.
 
 Goldens that are not compared here belong to the issue that completes the data path (issue 6): partitions (gpt2_part2,
-gpt2_part2_seq), sentences (split_sent, split_sent_keepnl) and the merging command (merge; its operation `add_index` is compared here).
+gpt2_part2_seq), sentences (split_sent, split_sent_keepnl) and the merging command (merge; its operation `add_index` is
+compared here).
 """
 
 from __future__ import annotations
