@@ -1,9 +1,37 @@
-"""What a user asks of a model, checked without torch."""
+"""What a user asks of a model and what comes back, checked without torch.
+
+A request may have several samples; each is a stream of `Token` events that ends with one `Finished`. Asked for, the
+`Scores` of the prompt come first. The answer to a beam search is one `Beams` in place of tokens.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from megalith.errors import MegalithError
+
+Reason = Literal["stop", "length", "cancelled", "error"]
+
+
+class RequestError(MegalithError):
+    """A request that cannot be served.
+
+    Attributes:
+        field: of `Request` or `Sampling`, that is wrong.
+    """
+
+    exit_code = 2
+
+    def __init__(self, field: str, message: str) -> None:
+        self.field, self.message = field, message
+        super().__init__(f"{field}: {message}")
+
+
+class Busy(MegalithError):
+    """The queue is full: the same request may be served later."""
 
 
 @dataclass(frozen=True)
@@ -15,19 +43,177 @@ class Sampling:
         top_k: Only the k most likely tokens are candidates; 0 for all.
         top_p: Only the most likely tokens that together have this probability are candidates (Holtzman et al. 2020,
             arXiv:1904.09751); 0 or 1 for all.
+        top_p_decay: top_p is multiplied by it after each token (Lee et al. 2022, arXiv:2206.04624); 0 for never.
+        top_p_bound: The decayed top_p does not fall below it.
+        repetition_penalty: Logits of tokens of the prompt and the answer are divided by it where they are positive and
+            multiplied where negative (Keskar et al. 2019, arXiv:1909.05858); 1 changes nothing.
+        presence_penalty: Subtracted from the logits of tokens that the answer has.
+        frequency_penalty: Subtracted from the logit of a token once for each time that the answer has it.
+        logit_bias: Added to the logits of these tokens.
+        banned: Tokens that are never chosen.
+        banned_after: (a, b): b is not chosen right after a.
     """
 
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 0.0
+    top_p_decay: float = 0.0
+    top_p_bound: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    banned: tuple[int, ...] = ()
+    banned_after: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def greedy(self) -> bool:
+        """Whether chance has no part in it."""
+        return self.temperature == 0.0 or self.top_k == 1
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether tokens are treated differently."""
+        return bool(
+            self.repetition_penalty != 1.0
+            or self.presence_penalty
+            or self.frequency_penalty
+            or self.logit_bias
+            or self.banned
+            or self.banned_after
+        )
+
+    def top_p_at(self, number: int) -> float:
+        """top_p for the token of this number of the answer, from 0."""
+        if not (self.top_p_decay and self.top_p):
+            return self.top_p
+        return float(max(self.top_p * self.top_p_decay**number, self.top_p_bound))
 
     def violations(self) -> list[str]:
         """What is wrong with these values, in the words of the flags."""
-        checks = {
-            f"--temperature {self.temperature:g} is not a number of 0 or more; 0 is greedy, 1 the model's own": (
-                math.isfinite(self.temperature) and self.temperature >= 0.0
+        return [f"--{name.replace('_', '-')} {message}" for name, message in self.problems()]
+
+    def problems(self) -> list[tuple[str, str]]:
+        """What is wrong with these values: (field, value and rule)."""
+        checks = [
+            (
+                "temperature",
+                "is not a number of 0 or more; 0 is greedy, 1 the model's own",
+                math.isfinite(self.temperature) and self.temperature >= 0.0,
             ),
-            f"--top-k {self.top_k} is negative; 0 allows every token, 40 the 40 most likely": self.top_k >= 0,
-            f"--top-p {self.top_p:g} is not between 0 and 1; 0 allows every token": 0.0 <= self.top_p <= 1.0,
-        }
-        return [message for message, holds in checks.items() if not holds]
+            ("top_k", "is negative; 0 allows every token, 40 the 40 most likely", self.top_k >= 0),
+            ("top_p", "is not between 0 and 1; 0 allows every token", 0.0 <= self.top_p <= 1.0),
+            ("top_p_decay", "is not between 0 and 1; 0 keeps top-p as it is", 0.0 <= self.top_p_decay <= 1.0),
+            ("top_p_bound", "is not between 0 and top-p", 0.0 <= self.top_p_bound <= max(self.top_p, 0.0)),
+            (
+                "repetition_penalty",
+                "is not a number above 0; 1 changes nothing",
+                math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0.0,
+            ),
+            ("presence_penalty", "is not a number", math.isfinite(self.presence_penalty)),
+            ("frequency_penalty", "is not a number", math.isfinite(self.frequency_penalty)),
+        ]
+        found = [(name, f"{getattr(self, name):g} {rule}") for name, rule, holds in checks if not holds]
+        if not all(math.isfinite(bias) for bias in self.logit_bias.values()):
+            found.append(("logit_bias", "has a value that is not a number"))
+        return found
+
+
+@dataclass(frozen=True)
+class Request:
+    """A text to continue.
+
+    Attributes:
+        prompt: Its ids, at least one.
+        max_new_tokens: The length of the answer at most; 0 with `prompt_logprobs` scores the prompt only.
+        seed: Of the choices; the same seed gives the same answer whatever else is served. Unpredictable if None.
+        n: How many samples are drawn.
+        stop_ids: Tokens that end the answer; that which ends a document if None, none if empty.
+        stop_texts: Texts that end the answer, which is cut before them.
+        logprobs: None, or how many of the most likely tokens come with each token, besides its own log-probability.
+        prompt_logprobs: Whether the tokens of the prompt are scored too.
+        beam_width: Beam search of this width instead of samples; `sampling`'s bans hold, the rest of it does not.
+        length_penalty: The score of a beam is the sum of its log-probabilities / length ** length_penalty.
+    """
+
+    prompt: tuple[int, ...]
+    max_new_tokens: int
+    sampling: Sampling = Sampling()
+    seed: int | None = None
+    n: int = 1
+    stop_ids: tuple[int, ...] | None = None
+    stop_texts: tuple[str, ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: bool = False
+    beam_width: int | None = None
+    length_penalty: float = 1.0
+
+
+Top = tuple[tuple[int, float], ...]
+"""The most likely tokens with their natural log-probabilities, most likely first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One more token of a sample.
+
+    Attributes:
+        id: A stop id comes too, as the last one.
+        text: What can be shown now: without characters that are not whole yet, without what may become a stop text,
+            never a stop id's. All texts of a sample together are its answer.
+        logprob: Natural log-probability by the model itself: before temperature, penalties and bans. None unless asked.
+        top: As many as asked for.
+        sample: Number of the sample, from 0.
+    """
+
+    id: int
+    text: str
+    logprob: float | None = None
+    top: Top = ()
+    sample: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Of the prompt, before any token; once for all samples.
+
+    Attributes:
+        logprobs: Of each token of the prompt after those before it; None for the first.
+        top: The most likely tokens in its place; () for the first. At least one of each: greedy choice is top[i][0].
+    """
+
+    logprobs: tuple[float | None, ...]
+    top: tuple[Top, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Beams:
+    """The answer to a beam search, best first.
+
+    Attributes:
+        hypotheses: The ids after the prompt, without the stop token.
+        scores: One for each.
+    """
+
+    hypotheses: tuple[tuple[int, ...], ...]
+    scores: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The last event of a sample.
+
+    Attributes:
+        reason: "stop" by a stop id or text, "length" at max_new_tokens or the end of the context, "cancelled", "error".
+        message: What went wrong.
+        stop: The id or the text that ended it.
+        sample: Number of the sample.
+    """
+
+    reason: Reason
+    message: str = ""
+    stop: int | str | None = None
+    sample: int = 0
+
+
+Event = Token | Scores | Beams | Finished
