@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 from argparse import Namespace
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megalith.assemble.model import params_dtype
 from megalith.checkpoint import CheckpointContent, DirectoryStore, split_path
-from megalith.checkpoint.formats.torch_dist import model_chunks
+from megalith.checkpoint.formats.torch_dist import WORD_EMBEDDINGS, model_chunks
 from megalith.config.foreign_args import model_of, precision_of, tokenizer_of
 from megalith.config.groups import TokenizerConfig
-from megalith.errors import CheckpointError
-from megalith.models.gpt import GPT, named_placements
+from megalith.distributed.context import ParallelContext
+from megalith.errors import CheckpointError, LayoutError
+from megalith.layout import cut
+from megalith.models.gpt import GPT, Stage, named_placements
+from megalith.nn.placement import Placement
+from megalith.parallel.tensor import TensorParallel
 from megalith.tokenizers import Tokenizer, build_tokenizer
 from megalith.tokenizers.huggingface import TOKENIZER_FILE
 
@@ -27,18 +32,29 @@ class Trained:
     """A model that was trained, ready to be read from.
 
     Attributes:
+        model: Whole, or the stage that is computed on this rank.
         iteration: Of the checkpoint.
         notes: What the user must hear: damaged checkpoints passed over.
+        args: Megatron's arguments of the run that wrote it.
+        tokenizer_card: Of the tokenizer that it was trained with; None where no manifest says it.
     """
 
     model: GPT
     tokenizer: Tokenizer
     iteration: int
     notes: tuple[str, ...]
+    args: Mapping[str, Any] = field(default_factory=dict)
+    tokenizer_card: Mapping[str, Any] | None = None
 
 
 def load_trained(
-    path: Path, device: torch.device, iteration: int | None = None, tokenizer: TokenizerConfig | None = None
+    path: Path,
+    device: torch.device,
+    iteration: int | None = None,
+    tokenizer: TokenizerConfig | None = None,
+    *,
+    context: ParallelContext | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Trained:
     """Load a model from a save folder of any format, one `iter_*` folder of it, or a Hugging Face model folder.
 
@@ -47,21 +63,58 @@ def load_trained(
         device: Where the model goes.
         iteration: Which checkpoint; the newest sound one if absent.
         tokenizer: Instead of the one that the checkpoint names.
+        context: The ranks that share the model, whatever layout the checkpoint was written in: each loads its part.
+            All of them call this together. This process alone if absent.
+        dtype: Of the weights; that of the checkpoint if absent.
 
     Raises:
         CheckpointError: There is none, it is damaged, or it says too little of its model.
+        LayoutError: The model does not divide over the ranks.
     """
+    context = context or ParallelContext.solo(device)
     folder, named = split_path(path)
-    store = DirectoryStore(folder)
+    store = DirectoryStore(folder, context)
     found, notes = _find(store, named if iteration is None else iteration)
     args = vars(store.common(found).get("args", Namespace()))
     model_config, precision = model_of(args), precision_of(args)
-    model = GPT(model_config, _vocab_size(args, store.folder(found)), dtype=params_dtype(precision), device=device)
-    content = CheckpointContent(chunks=model_chunks(named_placements(model), model_config.num_layers))
+    model = GPT(
+        model_config,
+        _vocab_size(args, store.folder(found)),
+        region=TensorParallel(context.tp) if context.tp.size > 1 else None,
+        stage=_stage(model_config.num_layers, context),
+        dtype=dtype or params_dtype(precision),
+        device=device,
+    )
+    content = CheckpointContent(
+        chunks=model_chunks(_stored(model), model_config.num_layers, rank=context.tp.index, size=context.tp.size)
+    )
     store.load(found, content, verify=False)  # found means verified
     model.requires_grad_(False)
     built = build_tokenizer(tokenizer or _with_files_of(store.folder(found), tokenizer_of(args)))
-    return Trained(model.eval(), built, found, tuple(notes))
+    card = (store.manifest(found) or {}).get("tokenizer")
+    return Trained(model.eval(), built, found, tuple(notes), args, card)
+
+
+def _stage(num_layers: int, context: ParallelContext) -> Stage:
+    """The layers of this rank: nearly equal parts, as layers need not divide evenly where nothing is trained.
+
+    Raises:
+        LayoutError: there are more stages than layers.
+    """
+    pipeline = context.pp
+    if pipeline.size > num_layers:
+        raise LayoutError(
+            f"{num_layers} layers do not make {pipeline.size} pipeline stages; use --pipeline-model-parallel-size "
+            f"{num_layers} or less"
+        )
+    part = range(*cut(num_layers, pipeline.size, pipeline.index))
+    return Stage(part, embeds=pipeline.is_first, predicts=pipeline.is_last)
+
+
+def _stored(model: GPT) -> Iterator[tuple[str, Tensor, Placement]]:
+    """Each parameter under the name that it is stored under: the second copy of a tied embedding is the first."""
+    for name, parameter, placement in named_placements(model):
+        yield WORD_EMBEDDINGS if name == model.copied_weight else name, parameter, placement
 
 
 def _vocab_size(args: Mapping[str, Any], folder: Path) -> int:

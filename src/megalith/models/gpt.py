@@ -268,6 +268,28 @@ class GPT(nn.Module):
             With labels the loss of each token [B, S] in at least fp32, without the logits [B, S, V]; where the stage
             does not predict, hidden states [S, B, D] for the next one.
         """
+        hidden_SBD = self.hidden_states(tokens_BS, hidden_SBD=hidden_SBD, position_ids_BS=position_ids_BS, cache=cache)
+        if not self.stage.predicts:
+            return hidden_SBD
+        if labels_BS is None:
+            return whole_logits(hidden_SBD, self.output_weight, self.region, self.vocab_size).transpose(0, 1)
+        loss_SB = vocabulary_loss(
+            hidden_SBD, self.output_weight, labels_BS.t(), self.sink, self._logits, self.region, self.vocab_size
+        )
+        return loss_SB.t()
+
+    def hidden_states(
+        self,
+        tokens_BS: Tensor,
+        *,
+        hidden_SBD: Tensor | None = None,
+        position_ids_BS: Tensor | None = None,
+        cache: KVCache | None = None,
+    ) -> Tensor:
+        """The hidden states [S, B, D] behind the last layer that is here, the final norm applied where it is.
+
+        Arguments as of `forward`; for whoever wants the logits of a few positions only.
+        """
         length = tokens_BS.shape[1]
         if cache is None:
             positions_S = self.mixer.positions(length * self.mixer.parts, tokens_BS.device)
@@ -277,15 +299,8 @@ class GPT(nn.Module):
             position_ids_BS = positions_S.expand_as(tokens_BS)
         if self.embedding is not None:
             hidden_SBD = self.embedding(tokens_BS, position_ids_BS)
-        hidden_SBD = self.decoder(hidden_SBD, self._rotation(positions_S), cache)
-        if not self.stage.predicts:
-            return hidden_SBD
-        if labels_BS is None:
-            return whole_logits(hidden_SBD, self.output_weight, self.region, self.vocab_size).transpose(0, 1)
-        loss_SB = vocabulary_loss(
-            hidden_SBD, self.output_weight, labels_BS.t(), self.sink, self._logits, self.region, self.vocab_size
-        )
-        return loss_SB.t()
+        states_SBD: Tensor = self.decoder(hidden_SBD, self._rotation(positions_S), cache)
+        return states_SBD
 
     def compile_blocks(self) -> None:
         """Compile each block with torch.compile; all blocks share one compilation.
