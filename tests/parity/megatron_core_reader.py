@@ -91,13 +91,16 @@ def build_optimizer(request: dict[str, Any], config: Any, model: Any) -> Any:
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-    wrapped = DistributedDataParallel(config, DistributedDataParallelConfig(), model)
+    divided = request.get("distributed", False)
+    reducing = DistributedDataParallelConfig(use_distributed_optimizer=divided, grad_reduce_in_fp32=request["bf16"])
+    wrapped = DistributedDataParallel(config, reducing, model)
     settings = OptimizerConfig(
         optimizer="adam",
         lr=1e-3,
         weight_decay=0.1,
         bf16=request["bf16"],
         params_dtype=torch.bfloat16 if request["bf16"] else torch.float32,
+        use_distributed_optimizer=divided,
     )
     return get_megatron_optimizer(settings, [wrapped])
 
@@ -112,19 +115,41 @@ def main() -> None:
     parallel_state.initialize_model_parallel(request["tp"], request["pp"])
     config, model = build(request)
     optimizer = build_optimizer(request, config, model) if request["optimizer"] else None
-    sharded = {"model": model.sharded_state_dict()}
-    if optimizer is not None:
-        sharded["optimizer"] = optimizer.sharded_state_dict(sharded["model"], is_loading=True)
-    loaded = dist_checkpointing.load(sharded, request["folder"])
-    model.load_state_dict(loaded["model"], strict=False)
+    if request.get("per_rank"):
+        loaded = load_per_rank(request, model, optimizer)
+    else:
+        sharded = {"model": model.sharded_state_dict()}
+        if optimizer is not None:
+            sharded["optimizer"] = optimizer.sharded_state_dict(sharded["model"], is_loading=True)
+        loaded = dist_checkpointing.load(sharded, request["folder"])
+        model.load_state_dict(loaded["model"], strict=False)
+        if optimizer is not None:
+            optimizer.load_state_dict(loaded["optimizer"])
     held: dict[str, torch.Tensor] = {name: parameter.data for name, parameter in model.named_parameters()}
     if optimizer is not None:
-        optimizer.load_state_dict(loaded["optimizer"])
         held |= states_of(optimizer, model)
     common = {key: loaded[key] for key in ("iteration", "checkpoint_version") if key in loaded}
     torch.save({"held": held, "common": common, "layers": layers_of(model)}, f"{request['out']}.{rank}")
     dist.barrier()
     dist.destroy_process_group()
+
+
+@torch.no_grad()
+def load_per_rank(request: dict[str, Any], model: Any, optimizer: Any) -> Any:
+    """What Megatron's own loading does with the files of this rank, strictly."""
+    from megatron.core import parallel_state
+
+    tp, pp = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank()
+    name = f"mp_rank_{tp:02d}_{pp:03d}" if request["pp"] > 1 else f"mp_rank_{tp:02d}"
+    body = torch.load(f"{request['folder']}/{name}/model_optim_rng.pt", weights_only=False)
+    model.load_state_dict(body["model"], strict=True)
+    optimizer.load_state_dict(body["optimizer"])
+    if request["distributed"]:
+        for chained in optimizer.chained_optimizers:
+            for state in chained.optimizer.state.values():
+                state.pop("step")  # Apex has none here, and 0.16.1 fails on that of torch with its own files too
+        optimizer.load_parameter_state(f"{request['folder']}/{name}/distrib_optim.pt")
+    return body
 
 
 def layers_of(model: Any) -> list[int]:
@@ -136,6 +161,17 @@ def states_of(optimizer: Any, model: Any) -> dict[str, torch.Tensor]:
     """`exp_avg.<name>` and so on of every parameter that the optimizer has a state of."""
     while hasattr(optimizer, "chained_optimizers") and len(optimizer.chained_optimizers) == 1:
         (optimizer,) = optimizer.chained_optimizers
+    if hasattr(optimizer, "gbuf_ranges"):  # the distributed one; alone it has all of each parameter
+        states = [
+            (name, parameter, optimizer._get_main_param_and_optimizer_states(parameter))
+            for name, parameter in model.named_parameters()
+        ]
+        kinds = {"fp32_param": "param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+        return {
+            f"{kind}.{name}": state[label].data.view(parameter.shape)
+            for name, parameter, state in states
+            for kind, label in kinds.items()
+        }
     main_of = {}
     if hasattr(optimizer, "float16_groups"):
         for group, mains in zip(optimizer.float16_groups, optimizer.fp32_from_float16_groups, strict=True):

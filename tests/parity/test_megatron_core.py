@@ -64,9 +64,9 @@ def core() -> Path:
     return Path(named)
 
 
-def read_by_megatron(core: Path, out: Path, reader: str, request: dict[str, Any]) -> list[dict[str, Any]]:
+def read_by_megatron(core: Path, out: Path, layout: tuple[int, int], request: dict[str, Any]) -> list[dict[str, Any]]:
     """What each rank of the real Megatron holds after it has loaded a checkpoint."""
-    tp, pp = READERS[reader]
+    tp, pp = layout
     script = Path(__file__).with_name("megatron_core_reader.py")
     environ = {**os.environ, "PYTHONPATH": str(core), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     words = [sys.executable, str(script), json.dumps({**request, "tp": tp, "pp": pp, "out": str(out)})]
@@ -134,7 +134,7 @@ def test_megatron_loads_what_is_saved_here(
         "optimizer": True,
     }
     compared = set()
-    for rank, result in enumerate(read_by_megatron(core, tmp_path / "read", reader, request)):
+    for rank, result in enumerate(read_by_megatron(core, tmp_path / "read", READERS[reader], request)):
         assert result["common"] in ({}, {"iteration": 3, "checkpoint_version": 3.0})
         for name, tensor in result["held"].items():
             wanted = expected(space, whole, name, result["layers"], (tp, rank % tp))
@@ -143,3 +143,50 @@ def test_megatron_loads_what_is_saved_here(
     assert {"embedding", "decoder", "exp_avg", "exp_avg_sq"} <= compared
     assert ("fp32_param" in compared) == request["bf16"]
     assert pp * tp == len(list(tmp_path.glob("read.*")))
+
+
+ZERO1 = ("--use-distributed-optimizer",)
+PER_RANK: dict[str, tuple[int, tuple[int, int], tuple[Any, ...], bool]] = {
+    "gpt2": (1, (1, 1), (), False),
+    "gpt2-tp2-bf16": (2, (2, 1), (*TP2, "--bf16"), False),
+    "gpt2-dp2-zero1": (2, (1, 1), ZERO1, False),
+    "gpt2-pp2-zero1-bf16": (2, (1, 2), (*PP2, *ZERO1, "--bf16"), False),
+    "llama-pp2": (2, (1, 2), (*PP2, *LLAMA), True),
+    "llama-tp2-zero1-bf16": (2, (2, 1), (*TP2, *ZERO1, "--bf16", *LLAMA), True),
+}
+"""Name -> ranks, (tensor, pipeline) sizes, flags, whether it is a Llama."""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", PER_RANK)
+def test_megatron_loads_per_rank_files(case: str, core: Path, tmp_path: Path, warm: WarmProcess) -> None:
+    """Model and optimizer of the real Megatron take the dicts in the files, strictly."""
+    number, (tp, pp), flags, llama = PER_RANK[case]
+    words = [*MODEL, *flags, "--save", tmp_path / "c", "--ckpt-format", "torch"]
+    ended = warm.run_ranks(number, words, tmp_path) if number > 1 else [warm.run(words, tmp_path)]
+    assert all(end.code == 0 for end in ended), ended[0].text
+    store = DirectoryStore(tmp_path / "c")
+    assert store.format(3) == "torch"
+    whole, args = whole_tensors(store, 3), vars(store.common(3)["args"])
+    space = model_space_of(args, "ours")
+    request = {
+        "folder": str(store.folder(3)),
+        "config": {"num_layers": 4, "hidden_size": 16, "num_attention_heads": 4, **(LLAMA_CONFIG if llama else {})},
+        "vocab_size": args["padded_vocab_size"],
+        "positions": 16,
+        "tied": not llama,
+        "position_embedding_type": "rope" if llama else "learned_absolute",
+        "bf16": "--bf16" in flags,
+        "optimizer": True,
+        "per_rank": True,
+        "distributed": "--use-distributed-optimizer" in flags,
+    }
+    compared = set()
+    for rank, result in enumerate(read_by_megatron(core, tmp_path / "read", (tp, pp), request)):
+        assert result["common"] == {"iteration": 3, "checkpoint_version": 3.0}
+        for name, tensor in result["held"].items():
+            wanted = expected(space, whole, name, result["layers"], (tp, rank % tp))
+            assert torch.equal(tensor, wanted), f"rank {rank}: {name}"
+            compared.add(name.partition(".")[0])
+    assert {"embedding", "decoder", "exp_avg", "exp_avg_sq"} <= compared
+    assert ("fp32_param" in compared) == (request["bf16"] or request["distributed"])
