@@ -23,13 +23,13 @@ SERVER = """
 import datetime, json, os, signal, sys, traceback
 import torch
 import torch.distributed as dist
-from megalith.checkpoint import CheckpointContent, Chunk, DirectoryStore
+from megalith.checkpoint import CheckpointContent, Chunk, DirectoryStore, Staging
 from megalith.distributed.context import ParallelContext
 from megalith.layout import Layout
 
 torch.set_num_threads(1)
 
-def save(rank, folder, rendezvous, number, point, killed):
+def save(rank, folder, rendezvous, number, point, killed, beside):
     store = dist.FileStore(rendezvous, 2)
     limit = datetime.timedelta(seconds=60)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=limit)
@@ -39,7 +39,14 @@ def save(rank, folder, rendezvous, number, point, killed):
     def die(at):
         if at == point and rank == killed:
             os.kill(os.getpid(), signal.SIGKILL)
-    DirectoryStore(folder, ctx).save(number, content, {}, on_point=die)
+    store = DirectoryStore(folder, ctx)
+    if beside:
+        pending = store.schedule(number, content, {}, staging=Staging(), on_point=die)
+        half.zero_()
+        while pending.proceed() is None:
+            pass
+    else:
+        store.save(number, content, {}, on_point=die)
 
 for line in sys.stdin:
     arguments = json.loads(line)
@@ -62,15 +69,15 @@ SaveByTwo = Callable[..., list[int]]
 
 @pytest.fixture(scope="module")
 def save_by_two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SaveByTwo]:
-    """Save from two ranks, of which one may be killed at a point; returns the wait statuses."""
+    """Save from two ranks, at once or beside, of which one may be killed at a point; returns the wait statuses."""
     server = subprocess.Popen([sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     rendezvous = tmp_path_factory.mktemp("rendezvous")
     count = 0
 
-    def save(folder: Path, number: int, point: str = "", killed: int = -1) -> list[int]:
+    def save(folder: Path, number: int, point: str = "", killed: int = -1, beside: bool = False) -> list[int]:
         nonlocal count
         count += 1
-        arguments = [str(folder), str(rendezvous / str(count)), number, point, killed]
+        arguments = [str(folder), str(rendezvous / str(count)), number, point, killed, beside]
         assert server.stdin is not None and server.stdout is not None
         print(json.dumps(arguments), file=server.stdin, flush=True)
         statuses: list[int] = json.loads(server.stdout.readline())
@@ -91,14 +98,15 @@ def loaded(store: DirectoryStore, iteration: int) -> Any:
     return value
 
 
+@pytest.mark.parametrize("beside", [False, True], ids=["", "beside"])
 @pytest.mark.parametrize("killed", [0, 1])
 @pytest.mark.parametrize("point", SAVE_POINTS)
 def test_a_killed_rank_leaves_the_checkpoint_before(
-    tmp_path: Path, save_by_two: SaveByTwo, point: str, killed: int
+    tmp_path: Path, save_by_two: SaveByTwo, point: str, killed: int, beside: bool
 ) -> None:
     """Killed when all is written and the first rank is committing, another rank is needed no more."""
-    assert save_by_two(tmp_path, 10) == [0, 0]
-    statuses = save_by_two(tmp_path, 20, point, killed)
+    assert save_by_two(tmp_path, 10, beside=beside) == [0, 0]
+    statuses = save_by_two(tmp_path, 20, point, killed, beside)
     assert statuses[killed] == signal.SIGKILL
     if point != "post_commit":
         assert statuses[1 - killed] == 1 << 8, "the other rank went on as if nothing had happened"
