@@ -1,0 +1,225 @@
+"""Reliability F36: folders that transformers wrote come back byte for byte and compute the same logits.
+
+Each model is small, random and of large weights, so that a swapped tensor or head cannot go unseen.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megalith.assemble.huggingface import TOLERANCE, compare_logits
+from megalith.checkpoint.adapted import args_of
+from megalith.checkpoint.convert import Wanted, convert
+from megalith.checkpoint.huggingface_export import Export, Weights, export
+from megalith.checkpoint.huggingface_source import HuggingFaceSource
+from megalith.checkpoint.model_space import ModelSpace, model_space_of
+from megalith.checkpoint.source import open_source
+from megalith.cli.main import main
+from megalith.errors import CheckpointError
+from megalith.nn.rope import LongContext
+
+transformers = pytest.importorskip("transformers", reason="the outside truth needs the hf extra (transformers)")
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 67,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 48,
+}
+GPT2_SIZES: dict[str, Any] = {"vocab_size": 67, "n_positions": 48, "n_embd": 24, "n_layer": 2, "n_head": 4}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("GPT2", GPT2_SIZES),
+    "gpt2-untied-erf": ("GPT2", {**GPT2_SIZES, "tie_word_embeddings": False, "activation_function": "gelu"}),
+    "llama": ("Llama", SIZES),
+    "llama-one-group": ("Llama", {**SIZES, "num_key_value_heads": 1, "rms_norm_eps": 1e-5}),
+    "llama-biases": ("Llama", {**SIZES, "attention_bias": True, "mlp_bias": True}),
+    "llama-3.2": (
+        "Llama",
+        {**SIZES, "rope_theta": 500000.0, "rope_scaling": LLAMA3, "tie_word_embeddings": True, "head_dim": 16},
+    ),
+    "mistral": ("Mistral", {**SIZES, "sliding_window": None, "head_dim": 8}),
+    "qwen2": ("Qwen2", {**SIZES, "num_key_value_heads": 4, "tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", {**SIZES, "head_dim": 8}),
+}
+Build = Callable[..., Path]
+
+
+@pytest.fixture
+def build(tmp_path: Path) -> Build:
+    """Save a random model with `save_pretrained`; returns the folder `hf`."""
+
+    def save(name: str, dtype: torch.dtype = torch.float32, **options: Any) -> Path:
+        kind, sizes = MODELS[name]
+        ends = {"bos_token_id": 1, "eos_token_id": 2}
+        config = getattr(transformers, f"{kind}Config")(**sizes, **ends)
+        model = getattr(transformers, f"{kind}{'LMHeadModel' if kind == 'GPT2' else 'ForCausalLM'}")(config)
+        generator = torch.Generator().manual_seed(3)
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, std=0.3, generator=generator)
+        model.to(dtype).save_pretrained(tmp_path / "hf", **options)
+        return tmp_path / "hf"
+
+    return save
+
+
+def _there_and_back(folder: Path, **options: Any) -> Path:
+    convert(folder, folder.parent / "saved", Wanted(release=True))
+    return export(folder.parent / "saved", folder.parent / "out", Export(**options)).path
+
+
+def _assert_same_files(one: Path, other: Path) -> None:
+    names = sorted(path.name for path in one.iterdir())
+    assert names == sorted(path.name for path in other.iterdir())
+    assert [name for name in names if (one / name).read_bytes() != (other / name).read_bytes()] == []
+
+
+def _space(folder: Path) -> ModelSpace:
+    return model_space_of(args_of(HuggingFaceSource(folder).common()), "")
+
+
+def _difference(folder: Path, checkpoint: Path) -> float:
+    space = _space(folder)
+    compared = compare_logits(folder, Weights(open_source(checkpoint)), space, space.vocab_size)
+    assert compared.difference is not None
+    return compared.difference
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_byte_comes_back_and_the_logits_are_theirs(build: Build, name: str) -> None:
+    folder = build(name)
+    out = _there_and_back(folder)
+    _assert_same_files(folder, out)
+    assert _difference(folder, folder.parent / "saved/release") <= TOLERANCE
+    assert _difference(out, folder) <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "llama-3.2", "mistral", "qwen2", "qwen3"])
+def test_shards_in_bf16(build: Build, name: str) -> None:
+    folder = build(name, torch.bfloat16, max_shard_size="8KB")
+    assert len(list(folder.glob("*.safetensors"))) >= 3
+    out = _there_and_back(folder, max_shard_size="8KB")
+    _assert_same_files(folder, out)
+    assert _difference(out, folder) <= TOLERANCE
+
+
+def test_fp16(build: Build) -> None:
+    folder = build("llama", torch.float16)
+    _assert_same_files(folder, _there_and_back(folder))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_config_of_ours_says_the_same(build: Build, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the original config.json the one that is written means the same to transformers."""
+    folder = build(name)
+    kind = HuggingFaceSource(folder).about.family.model_type
+    monkeypatch.setattr("megalith.checkpoint.huggingface_export._original", lambda *_: None)
+    made = export(folder, folder.parent / "out", Export(model_type=kind))
+    assert (made.path / "config.json").read_bytes() != (folder / "config.json").read_bytes()
+    assert _difference(made.path, folder) <= TOLERANCE
+    ours, theirs = (transformers.AutoConfig.from_pretrained(path) for path in (made.path, folder))
+    for key in ("vocab_size", "tie_word_embeddings", "rope_parameters", "sliding_window", "layer_types", "dtype"):
+        assert getattr(ours, key, None) == getattr(theirs, key, None), key
+
+
+@pytest.mark.parametrize("head_size", [8, 64, 128])
+def test_stretched_frequencies(head_size: int) -> None:
+    """Those of all three bands, for sequences as long as Llama 3.1 takes them."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    config = transformers.LlamaConfig(
+        hidden_size=4 * head_size,
+        num_attention_heads=4,
+        head_dim=head_size,
+        max_position_embeddings=131072,
+        rope_theta=500000.0,
+        rope_scaling=LLAMA3,
+    )
+    theirs, factor = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
+    plain = 1.0 / (500000.0 ** (torch.arange(0, head_size, 2, dtype=torch.float32) / head_size))
+    ours = LongContext(32.0).scaled(plain)
+    assert factor == 1.0
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
+    changed = ours != plain
+    assert changed.any() and not changed.all()
+
+
+def test_another_model_is_refused(build: Build) -> None:
+    """The comparison finds a single pair of exchanged heads."""
+    folder = build("llama")
+    convert(folder, folder.parent / "saved", Wanted(release=True))
+    weights, space = Weights(open_source(folder.parent / "saved/release")), _space(folder)
+    original = weights.read
+
+    def exchanged(name: str, *rest: Any) -> torch.Tensor:
+        tensor = original(name, *rest)
+        if name == "decoder.layers.1.self_attention.linear_qkv.weight":
+            return torch.cat([tensor[6:12], tensor[:6], tensor[12:]])  # as if the queries stood the other way round
+        return tensor
+
+    weights.read = exchanged  # type: ignore[method-assign]
+    with pytest.raises(CheckpointError, match="are not the same model"):
+        compare_logits(folder, weights, space, space.vocab_size)
+
+
+def test_a_folder_that_transformers_cannot_load(build: Build) -> None:
+    folder = build("llama")
+    weights, space = Weights(HuggingFaceSource(folder)), _space(folder)
+    broken = shutil.copytree(folder, folder.parent / "broken")
+    (broken / "config.json").write_text(json.dumps({"model_type": "no such model"}))
+    with pytest.raises(CheckpointError, match="cannot load"):
+        compare_logits(broken, weights, space, space.vocab_size)
+
+
+def test_the_commands(build: Build, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = build("qwen3")
+    saved, out = folder.parent / "s", folder.parent / "o"
+    assert main(["checkpoint", "import", str(folder), str(saved)]) == 0
+    text = capsys.readouterr().out
+    assert "logits equal those of transformers: largest difference" in text and f"--load {saved}" in text
+    assert main(["checkpoint", "export", str(saved), str(out), "--max-shard-size", "9KB"]) == 0
+    assert "Qwen3ForCausalLM" in capsys.readouterr().out
+    assert (out / "model.safetensors.index.json").exists()
+    assert main(["checkpoint", "export", str(saved), str(folder.parent / "p"), "--no-compare"]) == 0
+    assert "logits not compared (--no-compare)" in capsys.readouterr().out
+    assert main(["checkpoint", "import", str(folder), str(saved)]) == 4  # there already
+
+
+def test_commands_leave_nothing_where_logits_differ(
+    build: Build, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = build("llama")
+    saved, out = folder.parent / "s", folder.parent / "o"
+    assert main(["checkpoint", "import", str(folder), str(saved)]) == 0
+    before = {path: path.read_bytes() for path in sorted(saved.rglob("*")) if path.is_file()}
+    monkeypatch.setattr("megalith.assemble.huggingface.TOLERANCE", -1.0)
+    assert main(["checkpoint", "export", str(saved), str(out)]) == 4
+    assert main(["checkpoint", "import", str(folder), str(folder.parent / "t")]) == 4
+    assert not out.exists() and not list((folder.parent / "t").glob("*"))
+    assert {path: path.read_bytes() for path in sorted(saved.rglob("*")) if path.is_file()} == before
+    assert capsys.readouterr().err.count("not the same model") == 2
+
+
+def test_without_transformers_it_says_so(
+    build: Build, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = build("llama")
+    monkeypatch.setattr("megalith.assemble.huggingface.find_spec", lambda name: None)
+    assert main(["checkpoint", "import", str(folder), str(folder.parent / "s")]) == 0
+    assert "logits not compared: transformers is not installed" in capsys.readouterr().out
