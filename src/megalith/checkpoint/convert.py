@@ -18,14 +18,14 @@ from megalith.checkpoint.adapted import Adapter, InPrecision, Repadded, Watched,
 from megalith.checkpoint.commit import replace_durably
 from megalith.checkpoint.content import Chunk
 from megalith.checkpoint.folder import CheckpointFolder, damaged
-from megalith.checkpoint.formats.torch_dist import CHECKPOINT_VERSION, CONTENT_METADATA
+from megalith.checkpoint.formats.torch_dist import CHECKPOINT_VERSION, CONTENT_METADATA, is_rng_object
 from megalith.checkpoint.huggingface_source import HuggingFaceSource, files_of_tokenizer
 from megalith.checkpoint.locate import locate
 from megalith.checkpoint.owner import claim
 from megalith.checkpoint.safe_loading import ForeignEnum
 from megalith.checkpoint.source import Source
 from megalith.checkpoint.store import RELEASE, TRACKER_FILE, facts_of, provenance
-from megalith.checkpoint.streaming import write_torch, write_torch_dist
+from megalith.checkpoint.streaming import rng_keys, write_torch, write_torch_dist
 from megalith.errors import CheckpointError, ConfigError
 from megalith.layout import Layout
 from megalith.tokenizers.padding import padded_vocab_size
@@ -210,6 +210,11 @@ def adapted(source: Source, wanted: Wanted, where: str, notes: list[str]) -> tup
     elif not any(key.startswith("optimizer.") for key in held.tensors) or "optimizer" not in common:
         result = WeightsOnly(result)
         notes.append("the checkpoint has no optimizer state: the result is weights only")
+    elif any(map(is_rng_object, held.objects)) and rng_keys(layout) != set(filter(is_rng_object, held.objects)):
+        notes.append(
+            "the random states are those of another layout and are left out: dropout starts from --seed, and Megatron "
+            "loads the result with --no-load-rng"
+        )
     rows = int(args.get("padded_vocab_size") or 0)
     if wanted.true_vocab_size is not None:
         divisor = int(args.get("make_vocab_size_divisible_by") or 128)

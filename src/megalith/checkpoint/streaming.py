@@ -39,7 +39,7 @@ from megalith.checkpoint.model_space import ModelSpace, model_space_of, stages_o
 from megalith.checkpoint.per_rank_source import PerRankSource
 from megalith.checkpoint.source import Source
 from megalith.errors import CheckpointError
-from megalith.layout import Stages
+from megalith.layout import Layout, Stages
 
 _SHARE_OF_COPIES = 8  # what is in several files: norms, the second copy of a tied embedding; and their headers
 _FIXED_OVERHEAD = 2**22
@@ -101,7 +101,10 @@ def write_torch_dist(
     chunks = [chunk for part in per_rank for chunk in part]
     check_nothing_is_lost(contents, chunks)
     fitted("the checkpoint", contents, CheckpointContent(chunks), keys_of(CheckpointContent(chunks)))
-    objects = {**extra_state_objects(space.num_layers), **_random_states(source, contents, len(stages), tp)}
+    objects = {
+        **extra_state_objects(space.num_layers),
+        **_random_states(source, contents, Layout(tp=tp, pp=len(stages))),
+    }
     encoded = EncodedContent(CheckpointContent(chunks, objects, common), files)
     planners = [ReadingPlanner(source) for _ in per_rank]
     writers = [
@@ -224,9 +227,16 @@ def _check_held(written: Contents, contents: Contents) -> None:
         )
 
 
-def _random_states(source: Source, contents: Contents, pp: int, tp: int) -> dict[str, Any]:
+def rng_keys(layout: Layout) -> set[str]:
+    """The keys of the random states of all the places of a layout."""
+    return {
+        rng_object_key(rank, layout.tp, stage, layout.pp) for stage in range(layout.pp) for rank in range(layout.tp)
+    }
+
+
+def _random_states(source: Source, contents: Contents, layout: Layout) -> dict[str, Any]:
     """Those of all the places of the layout, if there are those of no others."""
-    keys = {rng_object_key(rank, tp, stage, pp) for stage in range(pp) for rank in range(tp)}
+    keys = rng_keys(layout)
     if keys != {key for key in contents.objects if is_rng_object(key)}:
         return {}
     return source.read(CheckpointContent(objects=dict.fromkeys(keys)))

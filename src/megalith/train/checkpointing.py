@@ -491,9 +491,12 @@ def _precision_notes(found: FoundCheckpoint, run: RunConfig) -> tuple[str, ...]:
 
 
 def _holds_streams(store: Store, found: FoundCheckpoint, state: TrainState) -> bool:
-    """Whether to ask for the random states of this place: unless the checkpoint has those of other places only."""
+    """Whether to ask for the random states of this place: not if there are those of other places, or were before the
+    checkpoint was converted.
+    """
     objects = store.contents(found.iteration).objects
-    return _rng_key(state) in objects or not any(map(is_rng_object, objects))
+    converted = "converted_from" in (found.manifest or {})
+    return _rng_key(state) in objects or not (converted or any(map(is_rng_object, objects)))
 
 
 def _load_streams(loaded: LoadedContent, found: FoundCheckpoint, state: TrainState, run: RunConfig) -> tuple[str, ...]:
