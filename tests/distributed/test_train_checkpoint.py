@@ -34,6 +34,7 @@ from megalith.models.gpt import named_placements
 from megalith.models.initialise import generator_for
 from megalith.nn.placement import global_shape, local_part
 from megalith.train.agreement import Agreement, NeverStop
+from megalith.train.background import BackgroundSaver
 from megalith.train.checkpointing import CheckpointSaver, Identity, find_checkpoint, restore
 from megalith.train.state import TrainState
 from megalith.train.step import train_step
@@ -290,6 +291,40 @@ def test_a_resumed_run_is_the_uninterrupted_one(ranks: Any, tmp_path: Path, case
         a, b = (_held(store.folder(STEPS), name) for store in stores)
         assert a.keys() == b.keys() and len(a) > 0
         assert [key for key in a if a[key] != b[key]] == []
+
+
+def save_beside(folder: str, flags: str, world_size: int, vocab_size: int, until: int) -> int:
+    """Train until an iteration and save it beside two more steps; the steps that it took."""
+    run = config_of(flags, world_size, torch.distributed.get_rank() if world_size > 1 else 0)
+    state = build_state(run, vocab_size, draws=True)
+    context = state.context
+    saver = BackgroundSaver(CheckpointSaver(DirectoryStore(folder, context), run, IDENTITY))
+    agreement = Agreement(NeverStop(), context, counts=state.speaks, writers=saver)
+    batches = _batches(vocab_size, context.layout, context.dp.index, 0)
+    while saver.scheduled is not None or state.iteration < until + 2:
+        train_step(state, batches, run.num_micro_batches, schedule=run.pipeline_schedule, totals=agreement.totals)
+        if state.iteration == until:
+            saver.schedule(state)
+        elif saver.scheduled is not None and not agreement.busy:
+            saver.proceed()
+    return state.iteration
+
+
+@pytest.mark.parametrize("case", ["dp2", "dp2-zero1", "dp2-fsdp", "tp2-pp2", "pp2-dp2-fsdp"])
+def test_a_save_beside_the_training_holds_the_state_of_its_step(ranks: Any, tmp_path: Path, case: str) -> None:
+    """Also where updated weights are still on their way from other ranks when it is scheduled."""
+    world_size, layout, model, vocab_size = CASES[case]
+    flags = f"{layout} {model} {TRAINING}"
+    at_once, beside = tmp_path / "at_once", tmp_path / "beside"
+    ranks.run(world_size, train_on, str(at_once), flags, world_size, vocab_size, 2)
+    taken = ranks.run(world_size, save_beside, str(beside), flags, world_size, vocab_size, 2)
+    assert len(set(taken)) == 1 and taken[0] >= 4
+    stores = DirectoryStore(at_once), DirectoryStore(beside)
+    for name in ("tensors", "objects"):
+        a, b = (_held(store.folder(2), name) for store in stores)
+        assert a.keys() == b.keys() and len(a) > 0
+        assert [key for key in a if a[key] != b[key]] == []
+    assert stores[1].newest_verified() == (2, [])
 
 
 def _held(folder: Path, name: str) -> dict[str, bytes]:
