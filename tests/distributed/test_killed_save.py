@@ -16,33 +16,48 @@ import torch
 from megalith.checkpoint import CheckpointContent, Chunk, DirectoryStore
 from megalith.checkpoint.store import SAVE_POINTS
 
-ROWS = 4
+WHOLE = {"w": (4, 3), "embedding.word_embeddings.weight": (8, 4)}
+WAYS = ("at once", "beside", "per rank")
+"""Of saving: two files of the one tensor `w`, at once or beside; a small model in a per-rank file that both fill."""
 
 # Imports torch once and forks the ranks of each save: a kill must end a whole process.
 SERVER = """
 import datetime, json, os, signal, sys, traceback
+from argparse import Namespace
 import torch
 import torch.distributed as dist
 from megalith.checkpoint import CheckpointContent, Chunk, DirectoryStore, Staging
+from megalith.checkpoint.formats.torch_dist import Whole, weight_chunks
+from megalith.checkpoint.model_space import model_space_of
 from megalith.distributed.context import ParallelContext
 from megalith.layout import Layout
 
 torch.set_num_threads(1)
 
-def save(rank, folder, rendezvous, number, point, killed, beside):
+def half_of_a_tensor(rank, number):
+    return CheckpointContent([Chunk("w", torch.full((2, 3), float(number)), (2 * rank, 0), (4, 3))])
+
+def half_of_a_model(rank, number):
+    args = dict(num_layers=1, hidden_size=4, num_attention_heads=1, seq_length=4, max_position_embeddings=4)
+    args |= dict(padded_vocab_size=8, params_dtype="float32")
+    space = model_space_of(args, "test")
+    boxes = [Whole(name, torch.full(shape, float(number))) for name, shape in space.shapes.items()]
+    return CheckpointContent(weight_chunks(boxes[rank::2], space.placements, 1), {}, {"args": Namespace(**args)})
+
+def save(rank, folder, rendezvous, number, point, killed, way):
     store = dist.FileStore(rendezvous, 2)
     limit = datetime.timedelta(seconds=60)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=limit)
     ctx = ParallelContext.create(Layout(dp=2), torch.device("cpu"))
-    half = torch.full((2, 3), float(number))
-    content = CheckpointContent([Chunk("w", half, (2 * rank, 0), (4, 3))], {}, {"iteration": number})
+    content = half_of_a_model(rank, number) if way == "per rank" else half_of_a_tensor(rank, number)
+    content.common["iteration"] = number
     def die(at):
         if at == point and rank == killed:
             os.kill(os.getpid(), signal.SIGKILL)
-    store = DirectoryStore(folder, ctx)
-    if beside:
+    store = DirectoryStore(folder, ctx, save_format="torch" if way == "per rank" else "torch_dist")
+    if way == "beside":
         pending = store.schedule(number, content, {}, staging=Staging(), on_point=die)
-        half.zero_()
+        content.chunks[0].tensor.zero_()
         while pending.proceed() is None:
             pass
     else:
@@ -69,15 +84,15 @@ SaveByTwo = Callable[..., list[int]]
 
 @pytest.fixture(scope="module")
 def save_by_two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SaveByTwo]:
-    """Save from two ranks, at once or beside, of which one may be killed at a point; returns the wait statuses."""
+    """Save from two ranks, of which one may be killed at a point; returns the wait statuses."""
     server = subprocess.Popen([sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     rendezvous = tmp_path_factory.mktemp("rendezvous")
     count = 0
 
-    def save(folder: Path, number: int, point: str = "", killed: int = -1, beside: bool = False) -> list[int]:
+    def save(folder: Path, number: int, point: str = "", killed: int = -1, way: str = "at once") -> list[int]:
         nonlocal count
         count += 1
-        arguments = [str(folder), str(rendezvous / str(count)), number, point, killed, beside]
+        arguments = [str(folder), str(rendezvous / str(count)), number, point, killed, way]
         assert server.stdin is not None and server.stdout is not None
         print(json.dumps(arguments), file=server.stdin, flush=True)
         statuses: list[int] = json.loads(server.stdout.readline())
@@ -91,22 +106,23 @@ def save_by_two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SaveByTwo]
 
 def loaded(store: DirectoryStore, iteration: int) -> Any:
     """The one value that the whole tensor of a checkpoint has."""
-    tensor = torch.zeros(ROWS, 3)
-    common = store.load(iteration, CheckpointContent([Chunk("w", tensor, (0, 0), (ROWS, 3))])).common
+    (key,) = WHOLE.keys() & store.contents(iteration).tensors.keys()
+    tensor = torch.zeros(WHOLE[key])
+    common = store.load(iteration, CheckpointContent([Chunk(key, tensor, (0, 0), WHOLE[key])])).common
     (value,) = set(tensor.flatten().tolist())
     assert common["iteration"] == value
     return value
 
 
-@pytest.mark.parametrize("beside", [False, True], ids=["", "beside"])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("killed", [0, 1])
 @pytest.mark.parametrize("point", SAVE_POINTS)
 def test_a_killed_rank_leaves_the_checkpoint_before(
-    tmp_path: Path, save_by_two: SaveByTwo, point: str, killed: int, beside: bool
+    tmp_path: Path, save_by_two: SaveByTwo, point: str, killed: int, way: str
 ) -> None:
     """Killed when all is written and the first rank is committing, another rank is needed no more."""
-    assert save_by_two(tmp_path, 10, beside=beside) == [0, 0]
-    statuses = save_by_two(tmp_path, 20, point, killed, beside)
+    assert save_by_two(tmp_path, 10, way=way) == [0, 0]
+    statuses = save_by_two(tmp_path, 20, point, killed, way)
     assert statuses[killed] == signal.SIGKILL
     if point != "post_commit":
         assert statuses[1 - killed] == 1 << 8, "the other rank went on as if nothing had happened"
