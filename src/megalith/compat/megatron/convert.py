@@ -125,8 +125,11 @@ def run_tool(name: str, argv: Sequence[str], say: Callable[[str], None] = print)
         say(note)
     tensor, pipeline = result["tensor_model_parallel_size"], result["pipeline_model_parallel_size"]
     say(console.saved_line(iteration, str(options.save_dir), datetime.now(), tensor=tensor, pipeline=pipeline))
-    for line in _last_words(tool, options, tensor, pipeline):
+    for line in _last_words(tool, options):
         say(line)
+    if "optimizer" in common:
+        command = f"megalith checkpoint convert {options.load_dir} DIR --tp {tensor} --pp {pipeline}"
+        say(f"weights only, as Megatron's tool writes them; with the optimizer: {command} [--format torch]")
     say("Done!")
     return 0
 
@@ -262,15 +265,13 @@ def _without_effect(options: argparse.Namespace) -> list[str]:
     ]
 
 
-def _last_words(tool: Tool, options: argparse.Namespace, tensor: int, pipeline: int) -> list[str]:
-    """How these files differ from those of Megatron's tool, and what does more."""
+def _last_words(tool: Tool, options: argparse.Namespace) -> list[str]:
+    """How these files differ from those of Megatron's tool."""
     lines = []
     if tool.plugin:
         lines.append("the names in the files are those of Megatron-Core; Megatron-LM 23.06 and older know others")
     if options.saver_transformer_impl not in (None, "local"):
         lines.append(f"--saver-transformer-impl {options.saver_transformer_impl}: the names are those of local")
-    command = f"megalith checkpoint convert {options.load_dir} DIR --tp {tensor} --pp {pipeline}"
-    lines.append(f"weights only, as Megatron's tool writes them; with the optimizer: {command} [--format torch]")
     return lines
 
 
