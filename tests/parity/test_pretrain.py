@@ -1,9 +1,8 @@
 """Whole runs of Megatron's pretrain_gpt.py from scratch, repeated line by line (golden `pretrain`).
 
-Not here, and why: resume and format-conversion cases load Megatron's checkpoints (the checkpoints issue); TP, PP, DP
-and MoE cases need several processes or experts (the parallel and models issues); ramp-up, decoupled rate and the cyclic
-loader are options of the training and data issues. The runs saved in the legacy `torch` format are repeated in
-`torch_dist`: the curve does not depend on it.
+Not here, and why: resume and format-conversion cases load Megatron's checkpoints (`test_torch_format` and others); TP,
+PP, DP and MoE cases need several processes or experts (the parallel and models issues); ramp-up, decoupled rate and the
+cyclic loader are options of the training and data issues.
 """
 
 from __future__ import annotations
@@ -63,8 +62,6 @@ def run_case(
 def prepare_case(name: str, golden: Goldens, folder: Path) -> list[str]:
     """Lay the data of a case into the folder that it is to run in; returns its command line, saving to `c` there."""
     words = [word.replace("CKPT", str(folder / "c")) for word in golden.case("pretrain", name)["args"]]
-    if "--ckpt-format" in words:
-        words[words.index("--ckpt-format") + 1] = "torch_dist"
     shutil.copytree(golden.path("train/data"), folder / "data")
     return [*words, "--device", "cpu"]
 

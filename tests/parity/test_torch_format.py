@@ -7,6 +7,7 @@ Files of before Megatron core are made here from a golden: other names, nesting,
 from __future__ import annotations
 
 import io
+import json
 import re
 import shutil
 import tarfile
@@ -27,9 +28,11 @@ from megalith.checkpoint.formats.per_rank import write_per_rank
 from megalith.checkpoint.per_rank_source import PerRankSource
 from megalith.checkpoint.safe_loading import ForeignEnum, load_tensors_and_plain_data
 from megalith.checkpoint.source import Source, open_source
+from megalith.cli.main import main
 from megalith.errors import CheckpointError
 
 from .goldens import Goldens
+from .test_pretrain import LAST_DIGIT, NORM, parse_iterations
 
 WRITTEN_BY_MEGATRON = ["gpt2_torch", "gpt2_tp2_torch", "gpt2_pp2_torch", "gpt2_distopt_torch", "llama_torch"]
 OF_THE_PROCESS = ("rank", "local_rank")
@@ -282,6 +285,54 @@ def test_without_an_optimizer_nothing_of_it_is_written(unpack: Callable[..., Pat
     assert PerRankSource(tmp_path / "out").contents().tensors.keys() == {
         key for key in open_source(unpack("gpt2_torch")).contents().tensors if not key.startswith("optimizer.")
     }
+
+
+# --- runs ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_of_megatron_goes_on_here_and_is_saved_as_it_would_be_there(
+    unpack: Callable[..., Path],
+    golden: Goldens,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """From its iteration 5 the losses, norms and rates are Megatron's, and so is the checkpoint of iteration 10."""
+    name, theirs = "gpt2_resume_torch", unpack("gpt2_torch")
+    words = [word.replace("@gpt2_torch", str(theirs.parent)) for word in golden.case("pretrain", name)["args"]]
+    words = [*words, "--save", str(tmp_path / "c"), "--save-interval", "10", "--device", "cpu"]
+    shutil.copytree(golden.path("train/data"), tmp_path / "data")
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", *words]) == 0
+    text = capsys.readouterr().out
+    compare_continued(json.loads(golden.path(f"pretrain/{name}/log.json").read_text()), text)
+    assert f" loading checkpoint from {theirs.parent} at iteration 5\n" in text
+    assert re.search(r"saving checkpoint at iteration      10 to \S+ in torch format\n", text)
+    ours, expected = read_all(open_source(tmp_path / "c/iter_0000010")), read_all(open_source(theirs))
+    assert ours.keys() == expected.keys()
+    for key, tensor in expected.items():
+        torch.testing.assert_close(ours[key], tensor, rtol=1e-4, atol=2e-6)
+    bodies = [
+        load_tensors_and_plain_data(folder / "mp_rank_00" / MODEL) for folder in (tmp_path / "c/iter_0000010", theirs)
+    ]
+    assert list(bodies[0]) == list(bodies[1]) and list(bodies[0]["model"]) == list(bodies[1]["model"])
+    assert bodies[0]["opt_param_scheduler"] == bodies[1]["opt_param_scheduler"]
+    groups, known = (body["optimizer"]["param_groups"] for body in bodies)
+    for key in ("params", "wd_mult", "lr_mult", "weight_decay", "betas", "eps"):
+        assert [group[key] for group in groups] == [group[key] for group in known], key
+
+
+def compare_continued(log: dict[str, Any], text: str) -> None:
+    ours = parse_iterations(text)
+    assert [line["iteration"] for line in ours] == [line["iteration"] for line in log["iterations"]]
+    for number, (own, expected) in enumerate(zip(ours, log["iterations"], strict=True)):
+        # The original does not reset its sums after the first line of a process: its second is of both steps.
+        loss = (ours[0]["lm loss"] + own["lm loss"]) / 2 if number == 1 else own["lm loss"]
+        assert loss == pytest.approx(expected["lm loss"], abs=LAST_DIGIT), expected["iteration"]
+        for key in ("grad norm", "params norm"):
+            assert own[key] == pytest.approx(expected[key], abs=NORM), (key, expected["iteration"])
+        assert own["learning rate"] == pytest.approx(expected["learning rate"], rel=1e-6)
+        assert own["consumed samples"] == expected["consumed samples"]
 
 
 # --- files of before Megatron core, and of TransformerEngine ------------------------------------------------------
