@@ -63,9 +63,8 @@ def test_every_line_and_number_is_repeated(name: str, golden: Goldens, tmp_path:
     compare_start_up(name, text)
     if (folder / "log_rank0.txt").exists():
         compare_lines(text, (folder / "log_rank0.txt").read_text())
-    if name.endswith("torch_dist") or name.endswith("fullyreshardable"):
-        theirs = unpack_checkpoint(name, golden, tmp_path)
-        compare_checkpoints(DirectoryStore(tmp_path / "c"), theirs)
+    theirs = unpack_checkpoint(name, golden, tmp_path)
+    compare_checkpoints(DirectoryStore(tmp_path / "c"), theirs)
 
 
 def compare_start_up(name: str, text: str) -> None:
