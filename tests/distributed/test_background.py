@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from megalith.checkpoint import CheckpointContent, Chunk, DirectoryStore, PendingSave, Staging
+from megalith.checkpoint import CheckpointContent, Chunk, DirectoryStore, PendingSave, Staging, commit
 from megalith.distributed.context import ParallelContext
 from megalith.errors import MegalithError
 from megalith.layout import Layout
@@ -63,6 +63,32 @@ def test_a_full_disk_of_one_rank_is_told_by_all_at_the_same_step(ranks: Any, tmp
     (first, steps), (second, other_steps) = ranks.run(2, fail_on_rank_1, str(tmp_path), point)
     assert first == second and steps == other_steps
     assert first.startswith("rank 1 on ") and "No space left on device" in first and "are free" in first
+    assert list(tmp_path.iterdir()) == []
+
+
+def no_room_on_rank_1(folder: str, beside: bool) -> str:
+    ctx = two()
+    store, content = DirectoryStore(folder, ctx), half(ctx, 20.0)
+    room, rank = commit.free_bytes, ctx.world.index
+    commit.free_bytes = lambda path: 1000 if rank == 1 else room(path)
+    try:
+        if beside:
+            pending = store.schedule(20, content, {}, staging=Staging())
+            while pending.proceed() is None:
+                pass
+        else:
+            store.save(20, content, {})
+    except MegalithError as error:
+        return str(error)
+    finally:
+        commit.free_bytes = room
+    raise AssertionError("nothing was said")
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_too_little_space_on_another_host_is_told_by_all(ranks: Any, tmp_path: Path, beside: bool) -> None:
+    first, second = ranks.run(2, no_room_on_rank_1, str(tmp_path), beside)
+    assert first == second and first.startswith("rank 1 on ") and "1000 bytes (0.00 GiB) are free" in first
     assert list(tmp_path.iterdir()) == []
 
 
