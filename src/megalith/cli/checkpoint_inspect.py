@@ -40,7 +40,7 @@ _SIZES = {
     "virtual stages": "virtual_pipeline_model_parallel_size",
     "EP": "expert_model_parallel_size",
 }
-_UNITS = "KMGT"
+_UNITS = "KMGTPE"
 
 
 def add_arguments(commands: Any) -> None:
@@ -95,7 +95,7 @@ def _tree(folder: CheckpointFolder) -> Any:
 
 
 def human(size: int) -> str:
-    """A number of bytes as `ls -h` and `tree -h` write it: three digits at most, rounded up.
+    """A number of bytes as `tree -h` writes it.
 
     >>> human(1023), human(1536), human(710 * 2**20), human(2**30)
     ('1023', '1.5K', '710M', '1.0G')
@@ -103,10 +103,9 @@ def human(size: int) -> str:
     if size < 1024:
         return str(size)
     unit = 0
-    while -(-size // 1024**unit) >= 1024 and unit < len(_UNITS):
-        unit += 1
-    tenths = -(-size * 10 // 1024**unit)
-    return f"{tenths / 10:.1f}{_UNITS[unit - 1]}" if tenths < 100 else f"{-(-size // 1024**unit)}{_UNITS[unit - 1]}"
+    while size >= 1024 * 1024:
+        size, unit = size // 1024, unit + 1
+    return f"{size / 1024:.0f}{_UNITS[unit]}" if size // 1024 >= 10 else f"{size / 1024:.1f}{_UNITS[unit]}"
 
 
 def _facts(folder: CheckpointFolder, common: Mapping[str, Any], contents: Contents) -> Any:

@@ -26,7 +26,7 @@ COMMANDS: dict[str, str] = {
     "train": "train a model; takes Megatron's flags, or --config RECIPE.toml, or both",
     "generate": "continue a prompt with a trained checkpoint",
     "evaluate": "measure a trained checkpoint",
-    "checkpoint": "list, inspect and verify checkpoints",
+    "checkpoint": "inspect, verify, compare and convert checkpoints of any format",
     "config": "show the complete configuration that flags and a recipe give, or all flags",
     "schedule": "draw a pipeline schedule with its bubble and its memory",
 }

@@ -1,7 +1,8 @@
-"""`megalith checkpoint verify` and `inspect`, as a user runs them."""
+"""`megalith checkpoint verify`, `inspect`, `diff` and `convert`, as a user runs them."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from megalith.checkpoint import CheckpointContent, DirectoryStore
 from megalith.cli.checkpoint import run
+from megalith.cli.checkpoint_inspect import human
 from megalith.errors import CheckpointError
 
 MakeContent = Callable[..., CheckpointContent]
@@ -68,3 +70,57 @@ def test_a_place_without_checkpoints(tmp_path: Path, store: DirectoryStore, argu
     place = store.path if "--iteration" in arguments else tmp_path
     with pytest.raises(CheckpointError, match="holds"):
         run([*arguments, str(place)])
+
+
+def test_a_checkpoint_is_recognised_whatever_its_folder_is_called(
+    store: DirectoryStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("release", "my copy"):
+        copy = shutil.copytree(store.folder(2), tmp_path / name)
+        assert run(["verify", str(copy)]) == 0
+        assert capsys.readouterr().out == f"sound    {copy}\n"
+        assert run(["inspect", str(copy)]) == 0
+        assert "torch_dist" in capsys.readouterr().out
+
+
+def test_verify_of_a_folder_that_cannot_be_read_at_all(
+    store: DirectoryStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path in store.folder(2).iterdir():
+        path.unlink()
+    assert run(["verify", str(store.path)]) == 4
+    out = capsys.readouterr().out
+    assert out.count("damaged") == 1 and out.count("sound") == 1
+
+
+def test_inspect_says_what_is_wrong_where_the_contents_cannot_be_read(
+    store: DirectoryStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (store.folder(2) / "__0_0.distcp").unlink()
+    assert run(["inspect", str(store.path)]) == 4
+    out = capsys.readouterr().out
+    assert "common.pt" in out and "not readable" in out and "__0_0.distcp is missing" in out
+
+
+def test_diff_and_its_exit_codes(store: DirectoryStore, capsys: pytest.CaptureFixture[str]) -> None:
+    one, two = str(store.folder(1)), str(store.folder(2))
+    assert run(["diff", one, one]) == 0
+    assert "equal: 28 of 28 tensors" in capsys.readouterr().out
+    assert run(["diff", one, two]) == 1
+    out = capsys.readouterr().out
+    assert "iteration: 1 and 2" in out and "optimizer step: 1 and 2" in out
+    assert "different: 0 of 28 tensors" in out and "and 8 more; --all shows them" in out
+    assert run(["diff", one, two, "--weights", "--all"]) == 1
+    assert "iteration" not in capsys.readouterr().out.split("beside the tensors")[-1].split("tensors:")[0]
+
+
+def test_conversion_without_an_architecture_in_the_args(store: DirectoryStore, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="the saved args lack"):
+        run(["convert", str(store.path), str(tmp_path / "out")])
+
+
+@pytest.mark.parametrize(
+    ("size", "text"), [(0, "0"), (1023, "1023"), (1536, "1.5K"), (10240, "10K"), (2**20 - 1, "1024K"), (2**30, "1.0G")]
+)
+def test_sizes_are_those_of_tree(size: int, text: str) -> None:
+    assert human(size) == text
