@@ -23,6 +23,7 @@ from megalith.checkpoint.locate import locate
 from megalith.checkpoint.safe_loading import load_tensors_and_plain_data
 from megalith.checkpoint.source import open_source
 from megalith.cli.checkpoint import run
+from megalith.errors import CheckpointError
 
 from .goldens import Goldens
 from .test_torch_dist import equal, layout, plain_tensors, read_metadata
@@ -172,3 +173,13 @@ def test_inspect_and_verify_of_megatrons_own(case: str, saved: Unpack, capsys: p
     if case == "gpt2_pp2_torch":
         assert "├── mp_rank_00_000\n│   └── [" in out and "model_optim_rng.pt" in out
         assert (facts["format"], facts["layout"]) == ("torch", "TP 1, PP 2")
+
+
+def test_a_model_with_experts_is_compared_and_not_yet_converted(
+    saved: Unpack, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save = str(saved("moe_ep2"))
+    assert run(["diff", save, save]) == 0
+    assert "equal: 51 of 51 tensors" in capsys.readouterr().out
+    with pytest.raises(CheckpointError, match="--num-experts"):
+        run(["convert", save, str(tmp_path)])

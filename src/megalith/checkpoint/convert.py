@@ -21,6 +21,7 @@ from megalith.checkpoint.folder import CheckpointFolder, damaged
 from megalith.checkpoint.formats.torch_dist import CHECKPOINT_VERSION, CONTENT_METADATA, is_rng_object
 from megalith.checkpoint.huggingface_source import HuggingFaceSource, files_of_tokenizer
 from megalith.checkpoint.locate import locate
+from megalith.checkpoint.model_space import model_space_of
 from megalith.checkpoint.owner import claim
 from megalith.checkpoint.safe_loading import ForeignEnum
 from megalith.checkpoint.source import Source
@@ -194,7 +195,7 @@ def adapted(source: Source, wanted: Wanted, where: str, notes: list[str]) -> tup
         notes: what the user must hear is added.
 
     Raises:
-        CheckpointError: its args are missing.
+        CheckpointError: its args are missing, or of a model that this version does not have.
     """
     common = source.common()
     args = args_of(common)
@@ -202,6 +203,7 @@ def adapted(source: Source, wanted: Wanted, where: str, notes: list[str]) -> tup
         raise CheckpointError(
             f"{where} carries no args, so that its model cannot be known; convert it where it was made"
         )
+    model_space_of(args, where)
     held = source.contents()
     layout = Layout(tp=wanted.tp or _size(args, "tensor"), pp=wanted.pp or _size(args, "pipeline"))
     result: Source = InPrecision(source, DTYPES[wanted.dtype] if wanted.dtype else None)

@@ -184,9 +184,17 @@ def _state(common: Mapping[str, Any], architecture: Architecture, *, weights: bo
     state["iteration"] = common.get("iteration")
     state |= {name: args.get(name) for name in _COUNTERS}
     state |= {f"scheduler {name}": value for name, value in (common.get("opt_param_scheduler") or {}).items()}
-    if common.get("optimizer"):
-        state |= _optimizer_state(read_optimizer_common(common["optimizer"]))
+    for name, part in _optimizers(common.get("optimizer") or {}).items():
+        state |= {name + key: value for key, value in _optimizer_state(read_optimizer_common(part)).items()}
     return state
+
+
+def _optimizers(state: Mapping[Any, Any]) -> dict[str, Mapping[Any, Any]]:
+    """The optimizers of a run by a prefix for each: models with experts have two, under numbers."""
+    numbered = [key for key in state if isinstance(key, int)]
+    if numbered:
+        return {f"optimizer {key}: ": state[key] for key in numbered}
+    return {"": state} if "optimizer" in state or "param_groups" in state else {}
 
 
 def _optimizer_state(scalars: OptimizerScalars) -> dict[str, Any]:
