@@ -37,6 +37,7 @@ class Trained:
         notes: What the user must hear: damaged checkpoints passed over.
         args: Megatron's arguments of the run that wrote it.
         tokenizer_card: Of the tokenizer that it was trained with; None where no manifest says it.
+        from_huggingface: Whether it is a Hugging Face folder.
     """
 
     model: GPT
@@ -45,6 +46,7 @@ class Trained:
     notes: tuple[str, ...]
     args: Mapping[str, Any] = field(default_factory=dict)
     tokenizer_card: Mapping[str, Any] | None = None
+    from_huggingface: bool = False
 
 
 def load_trained(
@@ -92,7 +94,8 @@ def load_trained(
     model.requires_grad_(False)
     built = build_tokenizer(tokenizer or _with_files_of(store.folder(found), tokenizer_of(args)))
     card = (store.manifest(found) or {}).get("tokenizer")
-    return Trained(model.eval(), built, found, tuple(notes), args, card)
+    foreign = store.format(found) == "huggingface"
+    return Trained(model.eval(), built, found, tuple(notes), args, card, from_huggingface=foreign)
 
 
 def _stage(num_layers: int, context: ParallelContext) -> Stage:

@@ -1,0 +1,331 @@
+"""`megalith evaluate`, and behind `tasks/main.py`: how good a trained model is."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from megalith.cli.threads import keep_native_code_quiet, share_cores, wait_asleep
+from megalith.config import LaunchConfig, RunConfig, from_values
+from megalith.config.environment import first_of_machine, read_launch
+from megalith.config.foreign_args import model_of
+from megalith.errors import CheckpointError, ConfigError, MegalithError
+from megalith.evaluate.request import DEFAULT_BATCH, DETOKENIZER_CHOICES, TASKS, Request
+from megalith.train.streams import warn
+
+if TYPE_CHECKING:
+    from megalith.assemble.trained import Trained
+    from megalith.distributed.context import ParallelContext
+    from megalith.evaluate.alarms import Alarm
+    from megalith.evaluate.lambada import Accuracy
+    from megalith.evaluate.perplexity import TextLoss
+
+AS_MEGATRON = "tasks/main.py"
+"""The first word of a command line under Megatron's flags."""
+
+EXIT_ALARM = 7
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; see megalith evaluate --help")
+
+
+def _parser() -> argparse.ArgumentParser:
+    tasks = "\n".join(f"  {name:12}{about}" for name, about in TASKS.items())
+    parser = _Parser(
+        prog="megalith evaluate",
+        description="Measure a trained model. Architecture and tokenizer come from the checkpoint. Under torchrun "
+        "several processes share the model (--tp, --pp) or the samples.",
+        epilog=f"tasks:\n{tasks}\n\nA result that cannot be right is called out at the end, with the likely cause. "
+        "docs/evaluation.md says more.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("checkpoint", type=Path, help="what --save named, one iter_* folder in it, or a Hugging Face folder")
+    add("--task", required=True, choices=tuple(TASKS), help="what to measure")
+    add("--data", type=Path, metavar="FILE", help="the file to measure on: jsonl with a text in each line, or txt")
+    add("--strict-lambada", action="store_true", help="lambada: ask for the last word, not only for its last token")
+    add("--overlapping-eval", type=int, metavar="N", help="tokens that each window scores (default: 32)")
+    add("--seq-length", type=int, metavar="N", help="tokens of a window (default: the model's context)")
+    add("--detokenizer", choices=DETOKENIZER_CHOICES, default="auto", help="wikitext103: auto goes by the path")
+    add("--micro-batch-size", type=int, default=DEFAULT_BATCH, metavar="N", help="of one forward pass (default: 8)")
+    add("--log-interval", type=int, default=100, metavar="N", help="batches between lines of progress (default: 100)")
+    add("--tp", "--tensor-model-parallel-size", type=int, default=1, metavar="N", help="processes that share layers")
+    add("--pp", "--pipeline-model-parallel-size", type=int, default=1, metavar="N", help="processes in a pipeline")
+    add("--iteration", type=int, metavar="N", help="which checkpoint; the newest sound one if absent")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to compute")
+    add("--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights; that of the checkpoint if absent")
+    add("--tokenizer-type", metavar="TYPE", help="another tokenizer than that of the checkpoint")
+    add("--vocab-file", metavar="FILE", help="of another GPT2BPETokenizer")
+    add("--merge-file", metavar="FILE", help="of another GPT2BPETokenizer")
+    add("--tokenizer-model", metavar="DIR", help="of another HuggingFaceTokenizer")
+    add("--json", type=Path, metavar="FILE", help="write the result there too")
+    add("--fail-on-alarm", action="store_true", help=f"end with code {EXIT_ALARM} if the result cannot be right")
+    return parser
+
+
+@dataclasses.dataclass(frozen=True)
+class _Output:
+    """What is done with a result.
+
+    Attributes:
+        json: a file to write it to.
+        fail_on_alarm: whether an alarm is a failure.
+    """
+
+    json: Path | None
+    fail_on_alarm: bool
+
+
+def run(argv: Sequence[str]) -> int:
+    """Measure, and print the result and its alarms.
+
+    Raises:
+        ConfigError: the command line asks for what cannot be.
+        CheckpointError, DataError: the checkpoint or the file is missing or damaged.
+    """
+    from megalith.compat.megatron.tasks import help_text, read_flags, tokenizer_from
+
+    if argv and argv[0] == AS_MEGATRON:
+        if {"-h", "--help"} & set(argv):
+            print(help_text())
+            return 0
+        request, file, fail, notes = read_flags(argv[1:])
+        return _evaluate(request, _Output(file, fail), notes)
+    options = _parser().parse_args(list(argv))
+    request = Request(
+        checkpoint=options.checkpoint,
+        task=options.task,
+        data=options.data,
+        iteration=options.iteration,
+        strict=options.strict_lambada or options.task == "cloze",
+        overlap=options.overlapping_eval,
+        seq_length=options.seq_length,
+        batch_size=options.micro_batch_size,
+        log_interval=options.log_interval,
+        detokenizer=options.detokenizer,
+        dtype=options.dtype,
+        tokenizer=tokenizer_from(vars(options)),
+        settings={
+            "tensor_model_parallel_size": options.tp,
+            "pipeline_model_parallel_size": options.pp,
+            "device": options.device,
+        },
+    )
+    if wrong := request.violations():
+        raise ConfigError(wrong)
+    return _evaluate(request, _Output(options.json, options.fail_on_alarm), [])
+
+
+def _evaluate(request: Request, output: _Output, notes: Sequence[str]) -> int:
+    began = time.monotonic()
+    first = first_of_machine(os.environ)
+    launch = read_launch(os.environ)
+    local = launch.get("LOCAL_WORLD_SIZE", launch.get("WORLD_SIZE", "1"))
+    ranks = LaunchConfig(
+        launcher=launch.get("MEGALITH_LAUNCHER", ""),
+        world_size=int(launch.get("WORLD_SIZE", "1")),
+        local_world_size=int(local),
+    )
+    wait_asleep()
+    keep_native_code_quiet(ranks)
+    threads = share_cores(ranks)
+
+    from megalith.assemble.ranks import join_ranks
+
+    try:
+        config = _configuration(request, _saved_args(request))
+    except MegalithError as error:
+        error.said = not first
+        raise
+    with join_ranks(config) as context:
+        say = _say if context.rank == 0 else _silent
+        for line in [*([threads] if threads else []), *notes]:
+            say(f"note: {line}")
+        result, alarms, about = _measure(request, context, say)
+        if context.rank == 0:
+            _show(request, result, alarms, say)
+            if output.json is not None:
+                facts = {**about, "seconds": round(time.monotonic() - began, 3)}
+                _write_json(output.json, request, result, alarms, facts)
+            return EXIT_ALARM if alarms and output.fail_on_alarm else 0
+    return 0
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+def _silent(text: str) -> None:
+    pass
+
+
+def _saved_args(request: Request) -> Mapping[str, Any]:
+    """Megatron's arguments in the checkpoint that is meant, or in the newest that can be read.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    from megalith.checkpoint import DirectoryStore, split_path
+
+    folder, named = split_path(request.checkpoint)
+    store = DirectoryStore(folder)
+    wanted = named if request.iteration is None else request.iteration
+    there = store.iterations()
+    if not there:
+        raise CheckpointError(
+            f"{request.checkpoint} holds no checkpoint; give the folder that --save named (from random weights every "
+            "result would be one of chance)"
+        )
+    for iteration in [wanted] if wanted is not None else reversed(there):
+        try:
+            return vars(store.common(iteration).get("args", argparse.Namespace()))
+        except CheckpointError:
+            if iteration in (wanted, there[0]):
+                raise
+    raise AssertionError("the first iteration has returned or raised")
+
+
+def _configuration(request: Request, args: Mapping[str, Any]) -> RunConfig:
+    """The ranks of the evaluation, checked against the model.
+
+    Raises:
+        ConfigError: the command line contradicts the checkpoint, or the model cannot be divided so.
+    """
+    from megalith.compat.megatron.tasks import contradictions
+
+    try:
+        model = model_of(args)
+    except KeyError as error:
+        raise CheckpointError(
+            f"{request.checkpoint}: its args have no {error}, so that its model is unknown"
+        ) from error
+    wrong = contradictions(request.stated, args)
+    if request.task in ("wikitext103", "text"):
+        wrong += request.windows(model.max_position_embeddings)[2]
+    if wrong:
+        raise ConfigError(wrong)
+    values = {
+        **dataclasses.asdict(model),
+        "seq_length": model.max_position_embeddings,
+        "micro_batch_size": 1,
+        "train_iters": 1,
+        "lr": 0.0,
+        "mock_data": True,
+        "tokenizer_type": "NullTokenizer",
+        "vocab_size": 1,
+        **request.settings,
+    }
+    return from_values(values, environ=os.environ, files=False)
+
+
+def _measure(
+    request: Request, context: ParallelContext, say: Callable[[str], None]
+) -> tuple[Accuracy | TextLoss, list[Alarm], dict[str, Any]]:
+    """The result, what cannot be right about it, and what was measured."""
+    import torch
+
+    from megalith.assemble.trained import load_trained
+    from megalith.compat.megatron.evaluation import EvaluationConsole
+    from megalith.evaluate.alarms import Evidence, alarms_of, never_trained, size_difference, tokenizer_difference
+    from megalith.evaluate.lambada import bundled_path
+    from megalith.evaluate.perplexity import Windows
+    from megalith.evaluate.score import Scorer
+    from megalith.evaluate.tasks import measure_cloze, measure_text, measure_wikitext
+
+    dtype = getattr(torch, request.dtype) if request.dtype else None
+    trained = load_trained(
+        request.checkpoint, context.device, request.iteration, request.tokenizer, context=context, dtype=dtype
+    )
+    if context.rank == 0:
+        for note in trained.notes:
+            warn(f"WARNING: {note}")
+    say(_about(request, trained, context))
+    tokenizer, scorer = trained.tokenizer, Scorer(trained.model, context, batch_size=request.batch_size)
+    listener = EvaluationConsole(say, request.log_interval)
+    path = request.data or bundled_path()
+    length, stride, _ = request.windows(scorer.context_length)
+    result: Accuracy | TextLoss
+    if request.task in ("lambada", "cloze"):
+        result = measure_cloze(path, scorer, tokenizer, listener, strict=request.strict)
+    elif request.task == "wikitext103":
+        windows = Windows(length, stride)
+        result = measure_wikitext(path, scorer, tokenizer, windows, listener, detokenizer=request.detokenizer)
+    else:
+        result = measure_text(path, scorer, tokenizer, Windows(length, stride), listener)
+    other = tokenizer_difference(trained.tokenizer_card, tokenizer.card())
+    if trained.tokenizer_card is None and not trained.from_huggingface:
+        other = size_difference(trained.args, tokenizer.vocab_size)
+    evidence = Evidence(
+        vocab_size=tokenizer.vocab_size,
+        iteration=trained.iteration,
+        other_tokenizer=other,
+        never_trained=never_trained(trained.model, context),
+    )
+    about = {
+        "checkpoint": str(request.checkpoint),
+        "iteration": trained.iteration,
+        "task": request.task,
+        "data": str(path),
+        "dtype": str(trained.model.dtype).removeprefix("torch."),
+        "layout": dataclasses.asdict(context.layout),
+        "tokenizer": tokenizer.card(),
+    }
+    return result, alarms_of(result, evidence), about
+
+
+def _about(request: Request, trained: Trained, context: ParallelContext) -> str:
+    model = trained.model
+    return (
+        f"checkpoint {request.checkpoint} at iteration {trained.iteration}: {model.config.num_layers} layers of "
+        f"{model.config.hidden_size}, context {model.config.max_position_embeddings}, vocabulary "
+        f"{trained.tokenizer.vocab_size}, {str(model.dtype).removeprefix('torch.')}, {context.layout}"
+    )
+
+
+def _show(request: Request, result: Accuracy | TextLoss, alarms: Sequence[Alarm], say: Callable[[str], None]) -> None:
+    from megalith.compat.megatron.evaluation import DONE, alarm_lines, between_dashes, result_line
+
+    for line in between_dashes(result_line(request.task.upper(), result)):
+        say(line)
+    say(DONE)
+    sys.stdout.flush()
+    for line in alarm_lines(alarms):
+        say(line)
+
+
+def _write_json(
+    path: Path, request: Request, result: Accuracy | TextLoss, alarms: Sequence[Alarm], about: Mapping[str, Any]
+) -> None:
+    from megalith.evaluate.lambada import Accuracy
+
+    names = (
+        ("share", "loss")
+        if isinstance(result, Accuracy)
+        else ("mean", "perplexity", "adjusted_perplexity", "token_ratio", "bits_per_byte")
+    )
+    numbers = {**dataclasses.asdict(result), **{name: getattr(result, name) for name in names}}
+    body = {
+        **about,
+        "strict": request.strict,
+        "result": {name: None if _is_nan(value) else value for name, value in numbers.items()},
+        "alarms": [dataclasses.asdict(alarm) for alarm in alarms],
+    }
+    try:
+        path.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--json {path} cannot be written: {error.strerror}") from error
+
+
+def _is_nan(value: Any) -> bool:
+    return isinstance(value, float) and math.isnan(value)

@@ -1,0 +1,72 @@
+"""What an evaluation prints: the lines of Megatron's tasks/main.py, and what is said beside them.
+
+Source: spec/serving.md section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from megalith.evaluate.alarms import Alarm
+from megalith.evaluate.lambada import Accuracy
+from megalith.evaluate.perplexity import TextLoss
+
+DONE = "done :-)"
+_RULE = "!" * 80
+
+
+class EvaluationConsole:
+    """Megatron's lines on the way to a result.
+
+    Args:
+        say: shows a line.
+        log_interval: batches between two lines of progress.
+    """
+
+    def __init__(self, say: Callable[[str], None], log_interval: int) -> None:
+        self._say, self._log_interval = say, log_interval
+
+    def building(self, path: Path) -> None:
+        self._say(f"> building lambada dataset from {path} ...")
+
+    def found(self, samples: int) -> None:
+        self._say(f" > found {samples} samples.")
+
+    def counted(self, original: int, tokens: int) -> None:
+        self._say(f" > number of original tokens: {original}, number of detokenized tokens: {tokens}")
+
+    def batch(self, number: int) -> None:
+        if number % self._log_interval == 0:
+            self._say(f"> working on iteration: {number}")
+
+    def note(self, text: str) -> None:
+        self._say(f"note: {text}")
+
+
+def result_line(task: str, result: Accuracy | TextLoss) -> str:
+    """The line of a result; `task` in capitals."""
+    start = f" validation results on {task} | "
+    if isinstance(result, Accuracy):
+        return start + (
+            f"number correct: {result.correct:.4E} | total examples: {result.total:.4E} | "
+            f"avg accuracy: {result.share:.4E}"
+        )
+    loss = f"avg loss: {result.mean:.4E} | ppl: {result.perplexity:.4E} | "
+    if result.num_bytes is not None:  # a task of our own
+        return start + (
+            f"{loss}bits per byte: {result.bits_per_byte:.4E} | documents: {result.num_documents} | "
+            f"tokens: {result.num_tokens} |"
+        )
+    return start + f"{loss}adjusted ppl: {result.adjusted_perplexity:.4E} | token ratio: {result.token_ratio} |"
+
+
+def between_dashes(line: str) -> list[str]:
+    """A line between two of dashes, one longer than it."""
+    dashes = "-" * (len(line) + 1)
+    return [dashes, line, dashes]
+
+
+def alarm_lines(alarms: Sequence[Alarm]) -> list[str]:
+    """The last lines of an evaluation that has alarms."""
+    return [_RULE, *(line for alarm in alarms for line in alarm.lines()), _RULE] if alarms else []

@@ -1,0 +1,216 @@
+"""`tasks/main.py` under Megatron's flags: what of them an evaluation uses, what it has no use for, what is refused.
+
+The architecture is that of the checkpoint. What the command line says of it is compared, since a script that was
+written for another model is a mistake that would otherwise end as a bad score.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from megalith.config import TokenizerConfig, all_settings
+from megalith.config.command_line import read_command_line
+from megalith.config.foreign_args import model_of
+from megalith.errors import ConfigError
+from megalith.evaluate.request import DEFAULT_BATCH, Request
+
+TASKS = {"LAMBADA": "lambada", "WIKITEXT103": "wikitext103"}
+"""Megatron's name -> ours."""
+
+_FINE_TUNING = "it fine-tunes a BERT model, and BERT comes with the work on more models"
+_RETRIEVAL = "retrieval over an index of Wikipedia (faiss, ICT, ORQA) is not part of this program"
+REFUSED = {
+    "RACE": _FINE_TUNING,
+    "MNLI": _FINE_TUNING,
+    "QQP": _FINE_TUNING,
+    "ICT-ZEROSHOT-NQ": _RETRIEVAL,
+    "RETRIEVER-EVAL": _RETRIEVAL,
+    "RET-FINETUNE-NQ": _RETRIEVAL,
+    "MSDP": "multi-stage dialogue prompting is not part of this program",
+    "MSDP-PROMPT": "multi-stage dialogue prompting is not part of this program",
+    "MSDP-EVAL-F1": "multi-stage dialogue prompting is not part of this program",
+}
+_OF_OTHER_TASKS = (
+    *("--qa-data-dev", "--qa-data-test", "--faiss-use-gpu", "--faiss-match", "--faiss-topk-retrievals"),
+    *("--train-with-neg", "--train-hard-neg", "--val-av-rank-hard-neg", "--val-av-rank-other-neg"),
+)
+_WITHOUT_EFFECT = {"train_data": "nothing is trained", "epochs": "nothing is trained", "keep_last": "no batch is left"}
+
+# Settings of a training run that an evaluation uses, by group.
+_USED_GROUPS = ("launch",)
+_USED = (
+    *("load", "pretrained_checkpoint", "ckpt_step", "micro_batch_size", "seq_length", "log_interval"),
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "distributed_backend"),
+    *("distributed_timeout_minutes", "distributed_timeout_seconds_after_init", "debug_collectives", "device"),
+    *("fp16", "bf16"),
+    *("tokenizer_type", "vocab_file", "merge_file", "tokenizer_model", "vocab_size"),
+)
+_OF_LAUNCH = (
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "distributed_backend"),
+    *("distributed_timeout_minutes", "distributed_timeout_seconds_after_init", "debug_collectives", "device"),
+)
+_OF_TOKENIZER = ("tokenizer_type", "vocab_file", "merge_file", "tokenizer_model", "vocab_size")
+_NOT_ARCHITECTURE = (  # of the group model, what does not change what is computed here
+    *("hidden_dropout", "attention_dropout", "init_method_std", "use_cpu_initialization", "add_position_embedding"),
+    *("attention_backend", "transformer_impl", "make_vocab_size_divisible_by", "attention_softmax_in_fp32"),
+)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; see tasks/main.py --help")
+
+
+def _parser() -> _Parser:
+    parser = _Parser(
+        prog="tasks/main.py",
+        allow_abbrev=False,
+        description="Megatron's zero-shot tasks. Architecture and tokenizer come from the checkpoint; other flags are "
+        "those of pretrain_gpt.py. `megalith evaluate` does the same with fewer words.",
+    )
+    add = parser.add_argument
+    add("--task", required=True, metavar="TASK", help="LAMBADA or WIKITEXT103")
+    add("--valid-data", nargs="*", default=None, metavar="FILE", help="the file to measure on")
+    add("--strict-lambada", action="store_true", help="ask for the last word, not only for its last token")
+    add("--overlapping-eval", type=int, metavar="N", help="tokens that a window scores (32)")
+    add("--eval-micro-batch-size", type=int, metavar="N", help="instead of --micro-batch-size")
+    add("--train-data", nargs="+", metavar="FILE", help="no effect: nothing is trained")
+    add("--epochs", type=int, metavar="N", help="no effect: nothing is trained")
+    add("--keep-last", action="store_true", help="no effect: no batch is left out")
+    add("--json", type=Path, metavar="FILE", help="write the result there too (not Megatron's)")
+    add("--fail-on-alarm", action="store_true", help="end with code 7 if the result cannot be right (not Megatron's)")
+    return parser
+
+
+def read_flags(argv: Sequence[str]) -> tuple[Request, Path | None, bool, list[str]]:
+    """What a command line of tasks/main.py asks for.
+
+    Returns:
+        The evaluation, the file of --json, --fail-on-alarm, and notes: flags without effect.
+
+    Raises:
+        ConfigError: everything that is wrong with it.
+    """
+    options, rest = _parser().parse_known_args(list(argv))
+    if options.task in REFUSED:
+        raise ConfigError(f"--task {options.task} is not supported: {REFUSED[options.task]}; {', '.join(TASKS)} are")
+    if options.task not in TASKS:
+        raise ConfigError(f"--task {options.task} is not known; use {' or '.join(TASKS)}")
+    reading = read_command_line(rest)
+    given = reading.values
+    problems = [_of_another_task(problem) for problem in reading.problems]
+    if reading.recipe:
+        problems.append(f"--config {reading.recipe}: tasks/main.py reads no recipe; give the flags")
+    checkpoint = given.get("load") or given.get("pretrained_checkpoint")
+    if not checkpoint:
+        problems.append("--load is required (the folder of the checkpoint); Megatron would measure random weights")
+    data = options.valid_data or []
+    if len(data) > 1:
+        problems.append(f"--valid-data {' '.join(data)}: {options.task} takes one file")
+    if given.get("context_parallel_size", 1) > 1:
+        problems.append(
+            f"--context-parallel-size {given['context_parallel_size']}: an evaluation divides samples and weights, "
+            "not sequences; use --tensor-model-parallel-size"
+        )
+    if "nproc" in given:
+        problems.append(f"--nproc {given['nproc']}: start several processes with torchrun --nproc_per_node")
+    request = Request(
+        checkpoint=Path(checkpoint or "."),
+        task=TASKS[options.task],
+        data=Path(data[0]) if data else None,
+        iteration=given.get("ckpt_step"),
+        strict=options.strict_lambada,
+        overlap=options.overlapping_eval,
+        seq_length=given.get("seq_length"),
+        batch_size=options.eval_micro_batch_size or given.get("micro_batch_size", DEFAULT_BATCH),
+        log_interval=given.get("log_interval", all_settings()["log_interval"].default),
+        dtype="float16" if given.get("fp16") else "bfloat16" if given.get("bf16") else None,
+        tokenizer=tokenizer_from(given),
+        settings={name: given[name] for name in _OF_LAUNCH if name in given},
+        stated=_stated(given),
+    )
+    problems += request.violations()
+    if problems:
+        raise ConfigError(problems)
+    return request, options.json, options.fail_on_alarm, _notes(options, reading.notes, given, reading.nothing)
+
+
+def tokenizer_from(given: Mapping[str, Any]) -> TokenizerConfig | None:
+    """The tokenizer that flags name with its files; None where they leave it to the checkpoint."""
+    named = {name: given[name] for name in _OF_TOKENIZER if given.get(name) is not None}
+    if not named.keys() - {"tokenizer_type"}:
+        return None
+    if "tokenizer_type" not in named and "tokenizer_model" in named:
+        named["tokenizer_type"] = "HuggingFaceTokenizer"
+    config = TokenizerConfig(**named)
+    return None if config.lacking else config
+
+
+def _stated(given: Mapping[str, Any]) -> dict[str, Any]:
+    settings = all_settings()
+    return {
+        name: value
+        for name, value in given.items()
+        if settings[name].group == "model" and name not in _NOT_ARCHITECTURE and value is not None
+    }
+
+
+def contradictions(stated: Mapping[str, Any], args: Mapping[str, Any]) -> list[str]:
+    """Where a command line and a checkpoint disagree on the architecture, each naming both.
+
+    Args:
+        stated: setting -> value, of the command line.
+        args: Megatron's arguments, of the checkpoint.
+    """
+    model, settings = model_of(args), all_settings()
+    resolved = {
+        "ffn_hidden_size": model.ffn_size,
+        "kv_channels": model.head_size,
+        "num_query_groups": model.query_groups,
+    }
+    found = []
+    for name, value in stated.items():
+        held = resolved.get(name, getattr(model, name))
+        if name == "num_query_groups" and not stated.get("group_query_attention"):
+            continue  # without effect, as in training
+        if name == "bias_gelu_fusion" and model.swiglu:
+            continue  # there is no GELU
+        if held != value:
+            found.append(
+                f"{settings[name].positive_flag} {value} contradicts the checkpoint, which has {held}; leave the flag "
+                "out (the checkpoint knows), or give the checkpoint that was meant"
+            )
+    return found
+
+
+def _of_another_task(problem: str) -> str:
+    flag = problem.split(" ", 1)[0]
+    return f"{flag} belongs to a task that is not supported: {_RETRIEVAL}" if flag in _OF_OTHER_TASKS else problem
+
+
+def _notes(
+    options: argparse.Namespace, said: Sequence[str], given: Mapping[str, Any], nothing: Mapping[str, Sequence[str]]
+) -> list[str]:
+    settings = all_settings()
+    idle = [
+        settings[name].positive_flag
+        for name in given
+        if name not in _USED and settings[name].group not in (*_USED_GROUPS, "model")
+    ]
+    idle += [settings[name].positive_flag for name in given if name in _NOT_ARCHITECTURE]
+    idle += [flag for flags in nothing.values() for flag in flags if flag not in idle]
+    notes = list(said)
+    if idle:
+        notes.append(f"without effect on an evaluation: {', '.join(dict.fromkeys(idle))}")
+    for name, reason in _WITHOUT_EFFECT.items():
+        if getattr(options, name):
+            notes.append(f"--{name.replace('_', '-')} has no effect: {reason}")
+    return notes
+
+
+def help_text() -> str:
+    """What --help prints."""
+    return _parser().format_help()

@@ -1,0 +1,201 @@
+"""Results that cannot be right: what gives them away, and what is likely behind them.
+
+An evaluation of random weights, or through the wrong tokenizer, ends as orderly as any other, with a number. So every
+result is held against what guessing would give, and the model and its tokenizer against what is known of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megalith.distributed import comm
+from megalith.distributed.context import ParallelContext
+from megalith.evaluate.lambada import Accuracy
+from megalith.evaluate.perplexity import TextLoss
+from megalith.models.gpt import GPT
+from megalith.tokenizers import padded_vocab_size
+
+_HARDLY_LEARNT = 0.75  # of ln V: above it a model has learnt little more than which tokens are frequent
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """Something that cannot be right.
+
+    Attributes:
+        what: is wrong.
+        cause: what is likely behind it, and what to do.
+    """
+
+    what: str
+    cause: str
+
+    def lines(self) -> list[str]:
+        """For the end of the screen."""
+        return [f"ALARM: {self.what}", f"  likely cause: {self.cause}"]
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What is known beside the result.
+
+    Attributes:
+        vocab_size: tokens of the tokenizer.
+        iteration: of the checkpoint; 0 for weights that name none.
+        other_tokenizer: how the tokenizer differs from that of the training; None if it does not, as far as is known.
+        never_trained: whether the weights are as they were drawn.
+    """
+
+    vocab_size: int
+    iteration: int
+    other_tokenizer: str | None = None
+    never_trained: bool = False
+
+    @property
+    def uniform(self) -> float:
+        """The loss of a guess of equal probabilities, in nats."""
+        return math.log(self.vocab_size)
+
+
+def alarms_of(result: Accuracy | TextLoss, evidence: Evidence) -> list[Alarm]:
+    """Everything that is wrong with a result and its model, the result first."""
+    about = _of_accuracy(result, evidence) if isinstance(result, Accuracy) else _of_text(result, evidence)
+    found = [] if about is None else [about]
+    if evidence.other_tokenizer is not None:
+        found.append(Alarm(f"the tokenizer is not the one of the training: {evidence.other_tokenizer}", _TOKENIZER))
+    if evidence.never_trained:
+        found.append(Alarm("the weights are random: norms and biases are as they are drawn, not trained", _RANDOM))
+    return found
+
+
+_TOKENIZER = (
+    "--vocab-file and --merge-file (or --tokenizer-model) name other files than the training had; leave them out, the "
+    "checkpoint has its own where Megalith wrote it"
+)
+_RANDOM = (
+    "no training step was taken before this checkpoint was written, or it was never loaded into the run that wrote it "
+    "(Megatron starts from random weights where --load holds nothing); give the folder of the trained checkpoint"
+)
+
+
+def _of_accuracy(result: Accuracy, evidence: Evidence) -> Alarm | None:
+    if result.total == 0:
+        return Alarm(
+            f"all {result.skipped} samples were skipped, nothing was measured",
+            "none has a context before its last word or token; is the text in the key text of each line, and whole?",
+        )
+    if math.isnan(result.loss):
+        return _not_a_number()
+    if result.correct > result.by_chance:
+        return None
+    what = (
+        f"{result.correct} of {result.total} correct is at or below chance, where blind guessing among "
+        f"{evidence.vocab_size} tokens would find {result.by_chance:.2g}"
+    )
+    return Alarm(what, _cause(result.loss, evidence, of_cloze=True))
+
+
+def _of_text(result: TextLoss, evidence: Evidence) -> Alarm | None:
+    if result.num_tokens == 0:
+        return Alarm(
+            f"all {result.skipped or result.num_documents} texts were skipped, nothing was measured",
+            "they are empty or of a single token; is this the right file, and its text in the key text of each line?",
+        )
+    if math.isnan(result.mean):
+        return _not_a_number()
+    if result.mean <= evidence.uniform:
+        return None
+    what = (
+        f"a perplexity of {math.exp(min(result.mean, 700.0)):.4g} is above the {evidence.vocab_size} tokens of the "
+        "vocabulary: blind guessing would be better"
+    )
+    return Alarm(what, _cause(result.mean, evidence, of_cloze=False))
+
+
+def _not_a_number() -> Alarm:
+    return Alarm(
+        "the loss is not a number",
+        "the training that wrote this checkpoint diverged, or the weights overflow in their precision; take an earlier "
+        "iteration, or leave --fp16 out",
+    )
+
+
+def _cause(loss: float, evidence: Evidence, *, of_cloze: bool) -> str:
+    """The likeliest explanation of a result that is no better than guessing.
+
+    Args:
+        loss: per target token.
+        evidence: what else is known.
+        of_cloze: whether the task is harder than to be a language model.
+    """
+    measured = f"their loss is {loss:.2f}, guessing gives {evidence.uniform:.2f}"
+    trained = f" ({evidence.iteration} iterations)" if evidence.iteration else ""
+    if evidence.never_trained:
+        return "the weights are random, see below"
+    if evidence.other_tokenizer is not None:
+        return "the tokenizer is not the one of the training, see below"
+    if loss > evidence.uniform:
+        return (
+            f"the model is surer of wrong tokens than of right ones ({measured}): the token ids mean something else to "
+            "it (another tokenizer than in training), the text is of another kind or language than its training text, "
+            "or the weights were converted wrongly; compare with the validation loss of the training"
+        )
+    if loss > _HARDLY_LEARNT * evidence.uniform:
+        return f"the model has hardly learnt yet{trained}: {measured}; train longer, and look at its validation loss"
+    assert of_cloze, "a loss below that of guessing is no alarm of a text"
+    return (
+        f"the model has learnt{trained}, but not this ({measured}): its training text is of another kind or language, "
+        "or it is too small or too short trained to use a long context; try --task cloze, which is easier"
+    )
+
+
+def never_trained(model: GPT, context: ParallelContext) -> bool:
+    """Whether all norms are one and all biases zero, on all ranks: the first update changes them.
+
+    Models without biases have too little to tell in half precision, where small updates of a one are lost: they count
+    as trained unless they are in at least fp32.
+    """
+    biases, ones = 0, True
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            biases += 1
+            ones = ones and not bool(parameter.any())
+        elif "norm" in name:
+            ones = ones and bool((parameter == 1).all())
+    ones = ones and (biases > 0 or model.dtype in (torch.float32, torch.float64))
+    return all(comm.all_gather_objects(ones, context.world))
+
+
+def tokenizer_difference(trained_with: Mapping[str, Any] | None, here: Mapping[str, Any]) -> str | None:
+    """How a tokenizer differs from that of the training, by their cards; None if it does not, or none is known."""
+    if trained_with is None:
+        return None
+    then, now = dict(trained_with), dict(here)
+    if then == now:
+        return None
+    for name, what in (("class", "kind"), ("vocab_size", "number of tokens")):
+        if then.get(name) != now.get(name):
+            return f"its {what} is {now.get(name)}, that of the training {then.get(name)}"
+    files_then, files_now = then.get("files") or {}, now.get("files") or {}
+    other = sorted(name for name in {*files_then, *files_now} if files_then.get(name) != files_now.get(name))
+    return f"{', '.join(other)} differ in content" if other else "their special tokens differ"
+
+
+def size_difference(args: Mapping[str, Any], tokenizer_size: int) -> str | None:
+    """Whether a tokenizer has another size than the vocabulary table of Megatron's args was made for.
+
+    For checkpoints without a card, written by Megatron: its table is the vocabulary padded by its rule.
+    """
+    rows, divisible = args.get("padded_vocab_size"), args.get("make_vocab_size_divisible_by")
+    if not rows or not divisible:
+        return None
+    if tokenizer_size <= rows and rows == padded_vocab_size(
+        tokenizer_size, int(divisible), int(args.get("tensor_model_parallel_size") or 1)
+    ):
+        return None
+    return f"it has {tokenizer_size} tokens, and the {rows} rows of the vocabulary table are not their padding"

@@ -1,0 +1,102 @@
+"""What a user wants measured, checked without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megalith.config import TokenizerConfig
+
+TASKS = {
+    "lambada": "the last token of each text of a jsonl file, or its last word (--strict-lambada)",
+    "cloze": "the last word of sixty bundled sentences, to try a model without a download",
+    "wikitext103": "perplexity per token and per word of a text file, as Megatron's task of that name takes it",
+    "text": "perplexity and bits per byte of any txt or jsonl file",
+}
+"""Name -> what is measured."""
+
+DEFAULT_OVERLAP = 32
+DEFAULT_BATCH = 8
+DETOKENIZER_CHOICES = ("auto", "none", "wiki", "ptb")
+
+
+@dataclass(frozen=True)
+class Request:
+    """An evaluation.
+
+    Attributes:
+        checkpoint: a save folder, a checkpoint in it, or a Hugging Face folder.
+        task: a key of `TASKS`.
+        data: the file; None for the bundled one.
+        iteration: which checkpoint; the newest sound one if None.
+        strict: of lambada: the last word rather than the last token.
+        overlap: tokens that each window after the first scores; `DEFAULT_OVERLAP`, or the whole window if that is
+            shorter, if None.
+        seq_length: of windows; the context of the model if None.
+        batch_size: of one forward pass.
+        log_interval: batches between two lines of progress.
+        detokenizer: of wikitext103, of `DETOKENIZER_CHOICES`; "auto" goes by the path.
+        dtype: of the weights, by name; that of the checkpoint if None.
+        tokenizer: instead of the one in the checkpoint.
+        settings: of the launch and the layout, as of `megalith train`, by name.
+        stated: what the command line says of the architecture, by setting; must be what the checkpoint says.
+    """
+
+    checkpoint: Path
+    task: str
+    data: Path | None = None
+    iteration: int | None = None
+    strict: bool = False
+    overlap: int | None = None
+    seq_length: int | None = None
+    batch_size: int = DEFAULT_BATCH
+    log_interval: int = 100
+    detokenizer: str = "auto"
+    dtype: str | None = None
+    tokenizer: TokenizerConfig | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    stated: Mapping[str, Any] = field(default_factory=dict)
+
+    def violations(self) -> list[str]:
+        """What is wrong with it, in the words of the flags."""
+        found = []
+        if self.task not in TASKS:
+            found.append(f"--task {self.task} is not known; it measures {', '.join(TASKS)}")
+        elif self.data is None and self.task != "cloze":
+            found.append(f"--task {self.task} needs a file to measure on (--data FILE; of tasks/main.py: --valid-data)")
+        if self.data is not None and not self.data.is_file():
+            found.append(f"{self.data} is no file to measure on{_where_from(self.task)}")
+        for flag, value in (
+            ("--overlapping-eval", self.overlap),
+            ("--seq-length", self.seq_length),
+            ("--micro-batch-size", self.batch_size),
+            ("--log-interval", self.log_interval),
+        ):
+            if value is not None and value < 1:
+                found.append(f"{flag} {value} is below 1; give 1 or more")
+        return found
+
+    def windows(self, context_length: int) -> tuple[int, int, list[str]]:
+        """Length and stride of windows over a model's context, and what is wrong with them."""
+        length = self.seq_length or context_length
+        stride = min(DEFAULT_OVERLAP, length) if self.overlap is None else self.overlap
+        wrong = []
+        if length > context_length:
+            wrong.append(
+                f"--seq-length {length} is longer than the {context_length} positions of the model "
+                f"(--max-position-embeddings); give {context_length} or less"
+            )
+        if stride > length:
+            wrong.append(
+                f"--overlapping-eval {stride} is more than the {length} tokens of a window (--seq-length), so that "
+                f"tokens would be left out; give {length} or less"
+            )
+        return length, stride, wrong
+
+
+def _where_from(task: str) -> str:
+    if task != "lambada":
+        return ""
+    return "; docs/evaluation.md says where LAMBADA's comes from, and --task cloze needs none"

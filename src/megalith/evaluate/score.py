@@ -1,0 +1,230 @@
+"""Log-probabilities of given tokens: padded batches, on one process or on ranks that share the model.
+
+The ranks of a replica run their batches through the pipeline interpreter; replicas take batches in turn. Batches are
+padded on the right, which a causal model does not see. All of the vocabulary table counts in the normalisation, its
+padding too, as it does in the loss of training (and in Megatron's evaluation).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megalith.distributed import comm
+from megalith.distributed.context import ParallelContext
+from megalith.errors import DataError
+from megalith.models.gpt import GPT
+from megalith.nn.precision import at_least_fp32, matmul
+from megalith.nn.region import Region
+from megalith.parallel import pipeline
+from megalith.schedules.pipeline import Op, make_schedule
+
+Ids = Sequence[int] | NDArray[np.int64]
+
+_BATCHES_AT_ONCE = 256  # of one pipeline program, whose results are kept on the device until it ends
+_LOGITS_AT_ONCE = 1 << 26
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Tokens of which the last ones are scored, each given all before it.
+
+    Attributes:
+        ids: context and targets.
+        num_targets: how many of the last ids are targets; at least one id is before them.
+    """
+
+    ids: Ids
+    num_targets: int
+
+
+@dataclass(frozen=True)
+class Score:
+    """What the model says of the targets of a sample.
+
+    Attributes:
+        logprobs: natural logarithms of their probabilities.
+        greedy: for each, whether it is the most likely token.
+    """
+
+    logprobs: NDArray[np.float64]
+    greedy: NDArray[np.bool_]
+
+    @property
+    def total(self) -> float:
+        """The log-probability of all targets together."""
+        return float(self.logprobs.sum())
+
+
+class Scorer:
+    """Scores samples with a model.
+
+    Args:
+        model: whole, or this rank's stage of it.
+        context: the ranks that share the model and the samples; this process alone if None. All of them call together,
+            with equal samples, and get all scores.
+        batch_size: samples of one forward pass.
+    """
+
+    def __init__(self, model: GPT, context: ParallelContext | None = None, *, batch_size: int = 8) -> None:
+        assert batch_size >= 1, batch_size
+        self.model, self.batch_size = model, batch_size
+        self.context = context or ParallelContext.solo(model.device)
+
+    @property
+    def context_length(self) -> int:
+        """Tokens that the model reads at once; one more can be scored."""
+        return self.model.config.max_position_embeddings
+
+    def __call__(self, samples: Sequence[Sample], on_batch: Callable[[int], None] = lambda number: None) -> list[Score]:
+        """Score samples; returns the scores in their order.
+
+        Args:
+            samples: each of at most `context_length` + 1 ids.
+            on_batch: told the number of each batch of this replica before it is computed.
+
+        Raises:
+            DataError: the ranks have different samples.
+        """
+        self._check(samples)
+        size = self.batch_size
+        batches = [range(start, min(start + size, len(samples))) for start in range(0, len(samples), size)]
+        own = batches[self.context.dp.index :: self.context.dp.size]
+        found: dict[int, Score] = {}
+        for first in range(0, len(own), _BATCHES_AT_ONCE):
+            part = own[first : first + _BATCHES_AT_ONCE]
+            work = _Work(self.model, [[samples[index] for index in batch] for batch in part], on_batch, first)
+            schedule = make_schedule("forward", self.context.pp.size, 1, len(part))
+            pipeline.run(schedule.program(self.context.pp.index), work, self.context.links)
+            numbers = [index for batch in part for index in batch]
+            found.update(zip(numbers, work.scores(), strict=False))
+        return self._of_all(found, len(samples))
+
+    def _check(self, samples: Sequence[Sample]) -> None:
+        for sample in samples:
+            assert 0 < sample.num_targets < len(sample.ids) <= self.context_length + 1, "the caller cuts samples"
+            largest, rows = int(np.max(sample.ids)), self.model.vocab_size
+            if largest >= rows:
+                raise DataError(
+                    f"the tokenizer gives the id {largest}, and the model has {rows} rows in its vocabulary table: it "
+                    "is not the tokenizer that the model was trained with"
+                )
+        if self.context.world.size > 1:
+            digest = hashlib.blake2b(digest_size=16)
+            for sample in samples:
+                digest.update(np.asarray(sample.ids, dtype=np.int64).tobytes() + bytes([sample.num_targets % 256]))
+            if len(set(comm.all_gather_objects(digest.hexdigest(), self.context.world))) > 1:
+                raise DataError(
+                    "the ranks read different texts: the data and the tokenizer must be the same on all hosts"
+                )
+
+    def _of_all(self, found: dict[int, Score], count: int) -> list[Score]:
+        """The scores of all replicas, on every rank."""
+        context = self.context
+        if context.world.size > 1:
+            speaks = context.tp.is_first and context.pp.is_last
+            parts = comm.all_gather_objects(found if speaks else {}, context.world)
+            found = {number: score for part in parts for number, score in part.items()}
+        return [found[number] for number in range(count)]
+
+
+class _Work:
+    """The batches of one program: a `pipeline.StageRunner`."""
+
+    def __init__(
+        self, model: GPT, batches: Sequence[Sequence[Sample]], on_batch: Callable[[int], None], first: int
+    ) -> None:
+        self._model, self._batches, self._on_batch, self._first = model, batches, on_batch, first
+        self._results: list[tuple[Tensor, Tensor]] = []
+
+    def border(self, micro_batch: int) -> tuple[tuple[int, int, int], torch.dtype]:
+        batch = self._batches[micro_batch]
+        shape = (_length(batch), len(batch), self._model.config.hidden_size)
+        return shape, self._model.dtype
+
+    def before(self, op: Op) -> None:
+        self._on_batch(self._first + op.micro_batch)
+
+    def forward(self, chunk: int, micro_batch: int, hidden: Tensor | None) -> Tensor:
+        batch, model = self._batches[micro_batch], self._model
+        tokens_BS = torch.from_numpy(_padded(batch)).to(model.device)
+        states_SBD = model.hidden_states(tokens_BS, hidden_SBD=hidden)
+        if not model.stage.predicts:
+            return states_SBD
+        places, targets = _targets(batch)
+        states_TD = states_SBD.transpose(0, 1).flatten(0, 1)[torch.from_numpy(places).to(model.device)]
+        wanted = torch.from_numpy(targets).to(model.device)
+        self._results.append(score_targets(states_TD, model.output_weight, wanted, model.region, model.vocab_size))
+        return states_TD.new_zeros(())
+
+    def end(self, micro_batch: int) -> None:
+        pass
+
+    def scores(self) -> Iterator[Score]:
+        """Of all samples, in order; none on a stage that predicts nothing."""
+        for batch, (logprobs, greedy) in zip(self._batches, self._results, strict=False):
+            ends = np.cumsum([sample.num_targets for sample in batch])[:-1]
+            parts = np.split(logprobs.double().cpu().numpy(), ends), np.split(greedy.cpu().numpy(), ends)
+            yield from map(Score, *parts)
+
+
+def _length(batch: Sequence[Sample]) -> int:
+    """Tokens that are read of each sample, padding included; the last id of a sample is only a target."""
+    return max(len(sample.ids) for sample in batch) - 1
+
+
+def _padded(batch: Sequence[Sample]) -> NDArray[np.int64]:
+    tokens_BS = np.zeros((len(batch), _length(batch)), dtype=np.int64)
+    for row, sample in enumerate(batch):
+        tokens_BS[row, : len(sample.ids) - 1] = sample.ids[:-1]
+    return tokens_BS
+
+
+def _targets(batch: Sequence[Sample]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Where in [B * S] the targets are predicted, and the targets; those of the first sample first."""
+    length, places, targets = _length(batch), [], []
+    for row, sample in enumerate(batch):
+        last, count = row * length + len(sample.ids) - 1, sample.num_targets
+        places.append(np.arange(last - count, last))
+        targets.append(np.asarray(sample.ids[-count:], dtype=np.int64))
+    return np.concatenate(places), np.concatenate(targets)
+
+
+def score_targets(
+    states_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, region: Region, vocab_size: int
+) -> tuple[Tensor, Tensor]:
+    """The log-probability of each target, and whether no token is more likely (of equals the first counts).
+
+    Shapes: states [T, D], alike on all ranks of the region; weight [V, D], the rows that are here; targets [T] ->
+        2 x [T], alike on all ranks. Logarithms are taken in at least fp32.
+    """
+    rows = max(1, _LOGITS_AT_ONCE // weight_VD.shape[0])
+    parts = [
+        _score_some(states, weight_VD, targets, region, vocab_size)
+        for states, targets in zip(states_TD.split(rows), targets_T.split(rows), strict=True)
+    ]
+    return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+
+
+def _score_some(
+    states_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, region: Region, vocab_size: int
+) -> tuple[Tensor, Tensor]:
+    part = region.shard(vocab_size, even=False)
+    logits_TV = matmul(states_TD, weight_VD.t())
+    logits_TV = logits_TV.to(at_least_fp32(logits_TV.dtype))
+    likeliest_T = logits_TV.argmax(dim=-1)
+    own_peak_T = logits_TV.gather(1, likeliest_T[:, None]).squeeze(1)
+    here_T = (targets_T >= part.start) & (targets_T < part.stop)
+    rows_T = torch.where(here_T, targets_T - part.start, 0)
+    chosen_T = logits_TV.gather(1, rows_T[:, None]).squeeze(1) * here_T
+    peak_T = region.largest(own_peak_T)
+    total_T, target_T = region.total(torch.stack(((logits_TV - peak_T[:, None]).exp().sum(dim=-1), chosen_T)))
+    first_T = torch.where(own_peak_T == peak_T, likeliest_T + part.start, vocab_size)
+    best_T = -region.largest(-first_T)
+    return target_T - peak_T - total_T.log(), best_T == targets_T
