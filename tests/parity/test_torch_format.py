@@ -129,7 +129,7 @@ def test_the_buffers_of_the_distributed_optimizer_are_cut_up(unpack: Callable[..
 
 def test_a_file_that_changed_by_one_byte_is_found_without_a_manifest(unpack: Callable[..., Path]) -> None:
     path = unpack("gpt2_torch")
-    assert open_source(path).problems() == []
+    assert CheckpointFolder(path).problems() == []
     file = path / "mp_rank_00" / MODEL
     data = bytearray(file.read_bytes())
     with zipfile.ZipFile(file) as archive:
@@ -137,7 +137,8 @@ def test_a_file_that_changed_by_one_byte_is_found_without_a_manifest(unpack: Cal
     data[start + 2000] ^= 1
     file.write_bytes(data)
     (problem,) = CheckpointFolder(path).problems()
-    assert "model_optim_rng.pt has changed since it was saved" in problem
+    assert f"{file} has changed since it was saved: the checksum of model_optim_rng/data/0 differs" in problem
+    assert [CheckpointFolder(path).problems(part, 2) for part in (0, 1)] == [[problem], []]
 
 
 # --- writing ------------------------------------------------------------------------------------------------------

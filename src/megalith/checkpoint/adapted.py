@@ -64,6 +64,9 @@ class Adapter:
     def problems(self) -> list[str]:
         return self.source.problems()
 
+    def changed(self, part: int = 0, parts: int = 1) -> list[str]:
+        return self.source.changed(part, parts)
+
 
 class WeightsOnly(Adapter):
     """Without the optimizer, the scheduler that belongs to it, and the random states."""

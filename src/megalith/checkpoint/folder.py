@@ -183,7 +183,7 @@ class CheckpointFolder:
         try:
             body = self.manifest()
             if body is None:
-                return self.source.problems() if part == 0 else []
+                return (self.source.problems() if part == 0 else []) or self.source.changed(part, parts)
             return manifests.compare(self.path, _share(manifests.records_of(body), part, parts))
         except CheckpointError as error:
             return [str(error)]

@@ -203,11 +203,42 @@ def _directory_entries(fd: int, start: int) -> dict[str, int]:
 
 def _enter(fd: int, info: zipfile.ZipInfo, entry: int) -> None:
     """Compute the checksum of a record and enter it in the directory and behind the record."""
+    data = _checksum(fd, info).to_bytes(4, "little")
+    _write_all(fd, memoryview(data), entry + _ENTRY_CRC)
+    behind = _data_start(fd, info) + info.file_size
+    if info.flag_bits & _HAS_DESCRIPTOR and os.pread(fd, 4, behind) == _DESCRIPTOR:
+        _write_all(fd, memoryview(data), behind + 4)
+
+
+def _checksum(fd: int, info: zipfile.ZipInfo) -> int:
+    """The CRC-32 of the bytes of a record as they are now."""
     start, checksum = _data_start(fd, info), 0
     for at in range(start, start + info.file_size, _BLOCK):
         checksum = zlib.crc32(os.pread(fd, min(_BLOCK, start + info.file_size - at), at), checksum)
-    data = checksum.to_bytes(4, "little")
-    _write_all(fd, memoryview(data), entry + _ENTRY_CRC)
-    behind = start + info.file_size
-    if info.flag_bits & _HAS_DESCRIPTOR and os.pread(fd, 4, behind) == _DESCRIPTOR:
-        _write_all(fd, memoryview(data), behind + 4)
+    return checksum
+
+
+def changed_records(path: Path) -> list[str]:
+    """The records of an archive whose bytes are not those of their checksums; none of a file that is no archive.
+
+    Records without a checksum, as torch writes them on request, are passed over.
+
+    Raises:
+        CheckpointError: the archive is damaged.
+    """
+    if not zipfile.is_zipfile(path):
+        return []
+    try:
+        with zipfile.ZipFile(path) as archive:
+            summed = [info for info in archive.infolist() if info.CRC and info.compress_type == zipfile.ZIP_STORED]
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except (zipfile.BadZipFile, OSError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from error
+    try:
+        with ThreadPoolExecutor(_SEALING_THREADS, thread_name_prefix="checksum") as pool:
+            checksums = pool.map(lambda info: _checksum(fd, info), summed)
+            return [info.filename for info, found in zip(summed, checksums, strict=True) if found != info.CRC]
+    except (OSError, struct.error) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    finally:
+        os.close(fd)

@@ -10,7 +10,6 @@ layouts of all generations: `formats.megatron_names`, `formats.megatron_optimize
 from __future__ import annotations
 
 import re
-import zipfile
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,6 +33,7 @@ from megalith.checkpoint.formats.torch_dist import (
     rng_object_key,
     weight_chunks,
 )
+from megalith.checkpoint.laid_out import changed_records
 from megalith.checkpoint.mapped import MappedFolder
 from megalith.checkpoint.model_space import OUTPUT_LAYER, ModelSpace, model_space_of, stages_of
 from megalith.checkpoint.safe_loading import map_tensors
@@ -378,9 +378,16 @@ class PerRankSource:
     def problems(self) -> list[str]:
         self.contents()
         self.common()
+        return []
+
+    def changed(self, part: int = 0, parts: int = 1) -> list[str]:
         names = [folder_name(*place, self._layout.pp) for place in self._layout.places]
         files = [self.path / name / file for name in names for file in (MODEL_FILE, BUFFER_FILE)]
-        return [problem for file in files if file.is_file() for problem in _changed_records(file)]
+        found = []
+        for file in [file for file in files if file.is_file()][part::parts]:
+            for record in changed_records(file):
+                found.append(f"{file} has changed since it was saved: the checksum of {record} differs")
+        return found
 
 
 def _raw(name: str, weights: Sequence[Mapping[str, tuple[str, Tensor]]]) -> str:
@@ -393,27 +400,3 @@ def _read(path: Path) -> Mapping[str, Any]:
     if not isinstance(body, Mapping):
         raise CheckpointError(f"{path} is damaged: it holds a {type(body).__name__}")
     return body
-
-
-def _changed_records(path: Path) -> list[str]:
-    """The parts of an archive that have changed since torch wrote it; nothing of a file that is no archive."""
-    if not zipfile.is_zipfile(path):
-        return []
-    try:
-        with zipfile.ZipFile(path) as archive:
-            for info in archive.infolist():
-                if info.CRC and _is_changed(archive, info):  # zero: not computed
-                    return [f"{path} has changed since it was saved: the checksum of {info.filename} differs"]
-    except (zipfile.BadZipFile, OSError, EOFError) as error:
-        return [f"{path} is damaged: {error}"]
-    return []
-
-
-def _is_changed(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bool:
-    try:
-        with archive.open(info) as record:
-            while record.read(2**20):
-                pass
-    except zipfile.BadZipFile:
-        return True
-    return False

@@ -55,7 +55,16 @@ class Source(Protocol):
         ...
 
     def problems(self) -> list[str]:
-        """What is wrong with the files, so far as it can be seen without hashes; empty if nothing is."""
+        """What is wrong with the files, so far as it can be seen without reading them through; empty if nothing is."""
+        ...
+
+    def changed(self, part: int = 0, parts: int = 1) -> list[str]:
+        """What has changed by the checksums that the format itself has, where there is no manifest.
+
+        Args:
+            part: which part of the files is read through here.
+            parts: in how many they are divided.
+        """
         ...
 
 

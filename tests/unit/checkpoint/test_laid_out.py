@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalith.checkpoint.laid_out import find, lay_out, seal, tensors_in, write
+from megalith.checkpoint.laid_out import changed_records, find, lay_out, seal, tensors_in, write
 from megalith.checkpoint.safe_loading import load_tensors_and_plain_data, map_tensors
 
 SHAPES: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
@@ -90,6 +90,20 @@ def test_a_sealed_file_is_a_sound_archive_and_an_open_one_is_not(tmp_path: Path)
     with zipfile.ZipFile(tmp_path / "file.pt") as archive:
         assert archive.testzip() is None
     assert torch.equal(map_tensors(tmp_path / "file.pt")["model"]["half"], values()["half"])
+
+
+def test_checksums_tell_what_has_changed(tmp_path: Path) -> None:
+    path = tmp_path / "file.pt"
+    filled(path)
+    assert changed_records(path) == []  # without checksums nothing can be said
+    seal(path)
+    assert changed_records(path) == []
+    data = bytearray(path.read_bytes())
+    data[find(path)[3]] ^= 1
+    path.write_bytes(data)
+    assert changed_records(path) == ["file/data/3"]
+    (tmp_path / "other.pt").write_bytes(b"of before torch 1.6")
+    assert changed_records(tmp_path / "other.pt") == []
 
 
 def test_parts_of_a_tensor_are_written_by_their_place(tmp_path: Path) -> None:
