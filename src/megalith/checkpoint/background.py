@@ -13,9 +13,6 @@ stage is agreed upon by the caller (`train.agreement`), and then all call `proce
 
 from __future__ import annotations
 
-import contextlib
-import os
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -28,7 +25,6 @@ from megalith.checkpoint.hashing import WritingCancelled
 from megalith.checkpoint.saving import Saving
 from megalith.errors import CheckpointError
 
-_NICENESS = 10  # of the writers: the threads that train go first
 _SECONDS_TO_STOP = 10.0
 
 
@@ -89,7 +85,11 @@ T = TypeVar("T")
 
 
 class _Work(Generic[T]):
-    """What a thread does that lets the others go first."""
+    """What a thread does, and what came of it.
+
+    It has the priority of the others: a lower one would hold the interpreter for as long as the system gives it no
+    processor.
+    """
 
     def __init__(self, act: Callable[[], T]) -> None:
         self._act = act
@@ -99,7 +99,6 @@ class _Work(Generic[T]):
         self.thread.start()
 
     def _run(self) -> None:
-        give_way()
         try:
             self._results.append(self._act())
         except BaseException as error:  # told to all ranks at the end of a step
@@ -175,10 +174,3 @@ class BackgroundSave:
         self._saving.cancel()
         self._work.thread.join(_SECONDS_TO_STOP)
         self._saving.abandon()
-
-
-def give_way() -> None:
-    """Let this thread, and those that it starts, run only where the others of the process leave time."""
-    if sys.platform == "linux":  # elsewhere the call would concern the whole process
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
