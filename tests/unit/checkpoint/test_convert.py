@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -86,22 +86,34 @@ SAMPLE = [
 
 def pairs() -> Iterator[Any]:
     for name, one, other in product(MODELS, FORMS, FORMS):
-        marks = () if (one, other) in SAMPLE else (pytest.mark.full,)
+        sampled = (one, other) in (SAMPLE[:1] if name == "llama-bf16" else SAMPLE)
+        marks = () if sampled else (pytest.mark.full,)
         yield pytest.param(name, one, other, marks=marks, id=f"{name}-{one}-{other}")
 
 
+@pytest.fixture(scope="module")
+def in_form(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Form], Path]:
+    """A model in a format and layout, which is made once."""
+    made: dict[tuple[str, Form], Path] = {}
+
+    def make(name: str, form: Form) -> Path:
+        if (name, form) not in made:
+            made[name, form] = tmp_path_factory.mktemp("form")
+            convert(models[name], made[name, form], form.wanted)
+        return made[name, form]
+
+    return make
+
+
 @pytest.mark.parametrize(("name", "one", "other"), list(pairs()))
-def test_there_and_back_is_the_identity(
-    name: str, one: Form, other: Form, models: dict[str, Path], tmp_path: Path
+def test_every_form_becomes_every_other(
+    name: str, one: Form, other: Form, models: dict[str, Path], in_form: Callable[[str, Form], Path], tmp_path: Path
 ) -> None:
-    convert(models[name], tmp_path / "one", one.wanted)
-    convert(tmp_path / "one", tmp_path / "other", other.wanted)
-    convert(tmp_path / "other", tmp_path / "back", one.wanted)
-    assert differences(models[name], tmp_path / "other") == []
-    assert differences(tmp_path / "one", tmp_path / "back") == []
-    for folder in ("one", "other", "back"):
-        assert CheckpointFolder(locate(tmp_path / folder)).problems() == []
-    args = args_of(open_source(locate(tmp_path / "other")).common())
+    """The law of resharding: over any two conversions the tensors are those of the model."""
+    made = convert(in_form(name, one), tmp_path, other.wanted).path
+    assert differences(models[name], made) == []
+    assert CheckpointFolder(made).problems() == []
+    args = args_of(open_source(made).common())
     assert (args["tensor_model_parallel_size"], args["pipeline_model_parallel_size"]) == (other.tp, other.pp)
 
 
