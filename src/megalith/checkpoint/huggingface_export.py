@@ -13,6 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -369,9 +370,10 @@ class _Reader:
     def tensor(self, entry: _Entry) -> Tensor:
         """One tensor, in its order of memory."""
         whole = torch.empty(entry.tensor.shape, dtype=entry.dtype)
-        for part in entry.tensor.parts:
-            rows = self._parameter(part.parameter).narrow(0, part.at, part.length)
-            entry.tensor.rows(whole, part).copy_(rows)
+        for name, parts in groupby(entry.tensor.parts, lambda part: part.parameter):
+            parameter = self._parameter(name)
+            for part in parts:
+                entry.tensor.rows(whole, part).copy_(parameter.narrow(0, part.at, part.length))
         return whole
 
     def _parameter(self, name: str) -> Tensor:

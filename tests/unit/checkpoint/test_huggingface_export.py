@@ -16,6 +16,7 @@ from megalith.checkpoint.convert import Wanted, convert
 from megalith.checkpoint.formats.torch_dist import model_chunks
 from megalith.checkpoint.huggingface_export import Export, Weights, bytes_of_size, export
 from megalith.checkpoint.huggingface_source import HuggingFaceSource
+from megalith.config import ModelConfig
 from megalith.errors import CheckpointError, ConfigError
 from megalith.models.gpt import GPT, named_placements
 from megalith.models.huggingface_tensors import tensors_of
@@ -185,7 +186,8 @@ def test_damage_is_found_first(saved: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_one_tensor_at_a_time(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("kind", "model"), [("llama", LLAMA), ("gpt2", GPT2)])
+def test_one_tensor_at_a_time(kind: str, model: ModelConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each parameter is read once, and whole; what is kept is that of which several tensors are made."""
     reads: list[str] = []
     original = Weights.read
@@ -195,8 +197,9 @@ def test_one_tensor_at_a_time(saved: Path, tmp_path: Path, monkeypatch: pytest.M
         return original(self, name, *rest)
 
     monkeypatch.setattr(Weights, "read", counting)
-    made = export(saved, tmp_path / "out", Export())
-    names = {part.parameter for tensor in tensors_of(made.family, LLAMA, VOCAB) for part in tensor.parts}
+    write_folder(tmp_path / "hf", kind, model)
+    made = export(tmp_path / "hf", tmp_path / "out", Export())
+    names = {part.parameter for tensor in tensors_of(made.family, model, VOCAB) for part in tensor.parts}
     assert sorted(reads) == sorted(names)
 
 
