@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from megalith.cli.threads import keep_native_code_quiet, share_cores, wait_asleep
-from megalith.config import LaunchConfig, RunConfig, from_values
+from megalith.config import LaunchConfig, RunConfig
 from megalith.config.environment import first_of_machine, read_launch
-from megalith.config.foreign_args import model_of
-from megalith.errors import CheckpointError, ConfigError, MegalithError
+from megalith.errors import ConfigError, MegalithError
 from megalith.evaluate.request import DEFAULT_BATCH, DETOKENIZER_CHOICES, TASKS, Request
 from megalith.train.streams import warn
 
@@ -144,7 +143,7 @@ def _evaluate(request: Request, output: _Output, notes: Sequence[str]) -> int:
     from megalith.assemble.ranks import join_ranks
 
     try:
-        config = _configuration(request, _saved_args(request))
+        config = _configuration(request)
     except MegalithError as error:
         error.said = not first
         raise
@@ -170,63 +169,24 @@ def _silent(text: str) -> None:
     pass
 
 
-def _saved_args(request: Request) -> Mapping[str, Any]:
-    """Megatron's arguments in the checkpoint that is meant, or in the newest that can be read.
-
-    Raises:
-        CheckpointError: there is none.
-    """
-    from megalith.checkpoint import DirectoryStore, split_path
-
-    folder, named = split_path(request.checkpoint)
-    store = DirectoryStore(folder)
-    wanted = named if request.iteration is None else request.iteration
-    there = store.iterations()
-    if not there:
-        raise CheckpointError(
-            f"{request.checkpoint} holds no checkpoint; give the folder that --save named (from random weights every "
-            "result would be one of chance)"
-        )
-    for iteration in [wanted] if wanted is not None else reversed(there):
-        try:
-            return vars(store.common(iteration).get("args", argparse.Namespace()))
-        except CheckpointError:
-            if iteration in (wanted, there[0]):
-                raise
-    raise AssertionError("the first iteration has returned or raised")
-
-
-def _configuration(request: Request, args: Mapping[str, Any]) -> RunConfig:
+def _configuration(request: Request) -> RunConfig:
     """The ranks of the evaluation, checked against the model.
 
     Raises:
+        CheckpointError: there is no checkpoint that can be read.
         ConfigError: the command line contradicts the checkpoint, or the model cannot be divided so.
     """
     from megalith.compat.megatron.tasks import contradictions
+    from megalith.evaluate.ranks import model_in, ranks_of, saved_args
 
-    try:
-        model = model_of(args)
-    except KeyError as error:
-        raise CheckpointError(
-            f"{request.checkpoint}: its args have no {error}, so that its model is unknown"
-        ) from error
+    args = saved_args(request.checkpoint, request.iteration)
+    model = model_in(args, request.checkpoint)
     wrong = contradictions(request.stated, args)
     if request.task in ("wikitext103", "text"):
         wrong += request.windows(model.max_position_embeddings)[2]
     if wrong:
         raise ConfigError(wrong)
-    values = {
-        **dataclasses.asdict(model),
-        "seq_length": model.max_position_embeddings,
-        "micro_batch_size": 1,
-        "train_iters": 1,
-        "lr": 0.0,
-        "mock_data": True,
-        "tokenizer_type": "NullTokenizer",
-        "vocab_size": 1,
-        **request.settings,
-    }
-    return from_values(values, environ=os.environ, files=False)
+    return ranks_of(model, request.settings, os.environ)
 
 
 def _measure(

@@ -1,0 +1,78 @@
+"""From a checkpoint and a launcher to the ranks of an evaluation, before anything is loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+from argparse import Namespace
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megalith.checkpoint import DirectoryStore, split_path
+from megalith.config import ModelConfig, RunConfig, from_values
+from megalith.config.foreign_args import model_of
+from megalith.errors import CheckpointError
+
+
+def saved_args(checkpoint: Path, iteration: int | None = None) -> Mapping[str, Any]:
+    """Megatron's arguments in the checkpoint that is meant, or in the newest that can be read.
+
+    Args:
+        checkpoint: a save folder, one checkpoint in it, or a Hugging Face folder.
+        iteration: which checkpoint of a save folder.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    folder, named = split_path(checkpoint)
+    store = DirectoryStore(folder)
+    wanted = named if iteration is None else iteration
+    there = store.iterations()
+    if not there:
+        raise CheckpointError(
+            f"{checkpoint} holds no checkpoint; give the folder that --save named, or a Hugging Face folder (from "
+            "random weights every result would be one of chance)"
+        )
+    candidates = [wanted] if wanted is not None else there[::-1]
+    for number in candidates:
+        try:
+            return vars(store.common(number).get("args", Namespace()))
+        except CheckpointError:
+            if number == candidates[-1]:
+                raise
+    raise AssertionError("the last candidate has returned or raised")
+
+
+def model_in(args: Mapping[str, Any], checkpoint: Path) -> ModelConfig:
+    """The architecture that arguments mean.
+
+    Raises:
+        CheckpointError: they do not say it, or it is not in this version.
+    """
+    try:
+        return model_of(args)
+    except KeyError as error:
+        raise CheckpointError(f"{checkpoint}: its args have no {error}, so that its model cannot be known") from error
+
+
+def ranks_of(model: ModelConfig, settings: Mapping[str, Any], environ: Mapping[str, str]) -> RunConfig:
+    """The configuration by which ranks meet (`assemble.ranks.join_ranks`).
+
+    Args:
+        model: must divide over them.
+        settings: of layout, device and launch, by name.
+        environ: where the launcher's variables are.
+
+    Raises:
+        ConfigError: the model or the processes cannot be divided so.
+    """
+    of_training = {"micro_batch_size": 1, "train_iters": 1, "lr": 0.0, "mock_data": True}
+    no_tokenizer = {"tokenizer_type": "NullTokenizer", "vocab_size": 1}
+    values = {
+        **dataclasses.asdict(model),
+        "seq_length": model.max_position_embeddings,
+        **of_training,
+        **no_tokenizer,
+        **settings,
+    }
+    return from_values(values, environ=environ, files=False)
