@@ -16,11 +16,12 @@ from megalith.distributed.context import Axis, ParallelContext
 from megalith.errors import LayoutError
 from megalith.layout import Layout, balanced_positions
 from megalith.nn.attention import AttentionShape, LocalMixer, SelfAttention, SequenceMixer, attend_fused
-from megalith.nn.cache import LayerCache
 from megalith.nn.region import Solo
 from megalith.nn.rope import rotation
 from megalith.parallel import context as context_parallel
 from megalith.parallel.context import RingMixer, UlyssesMixer, ring_blocks
+from megalith.serve.cache import BlockCache
+from megalith.serve.runner import Batch, Piece
 
 BATCH, HEADS, SIZE = 2, 8, 4
 KINDS = {"p2p": RingMixer, "a2a": UlyssesMixer}
@@ -139,9 +140,10 @@ def test_a_length_that_does_not_divide_names_its_neighbours() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_cache_is_refused(kind: str) -> None:
     layer = _new_layer(KINDS[kind](Axis("cp", (0, 1), 0)))
-    cache = LayerCache(8, 1, 2, 6, dtype=torch.float64, device=torch.device("cpu"))
+    cache = BlockCache(1, 4, 2, 2, 6, dtype=torch.float64, device=torch.device("cpu"))
+    (layer_cache,) = cache.read(Batch([Piece([0] * 4, 0, [0, 1])])).layers
     with pytest.raises(LayoutError, match="generate with --context-parallel-size 1"):
-        layer(torch.zeros(4, 1, 24, dtype=torch.float64), None, cache)
+        layer(torch.zeros(4, 1, 24, dtype=torch.float64), None, layer_cache)
 
 
 def test_heads_that_do_not_divide_are_refused_with_their_number() -> None:

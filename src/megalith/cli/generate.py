@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from megalith.errors import ConfigError
-from megalith.serve.request import Sampling
+from megalith.errors import ConfigError, MegalithError
+from megalith.serve.request import Finished, Request, RequestError, Sampling, Token
 
 if TYPE_CHECKING:
     from megalith.assemble.trained import Trained
+    from megalith.serve.engine import Engine
 
 
 class _Parser(argparse.ArgumentParser):
@@ -23,16 +24,19 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="megalith generate",
-        description="Continue a text with a trained model. Architecture and tokenizer come from the checkpoint.",
+        description="Continue a text with a trained model. Architecture and tokenizer come from the checkpoint. "
+        "Without --prompt it asks for one text after the other.",
         allow_abbrev=False,
     )
     parser.add_argument("checkpoint", type=Path, help="the folder that --save named, or one iter_* folder in it")
-    parser.add_argument("--prompt", required=True, help="the text to continue; - reads it from standard input")
+    parser.add_argument("--prompt", help="the text to continue; - reads it from standard input; asked for if absent")
     parser.add_argument("--max-new-tokens", type=int, default=100, help="tokens to add at most (default: 100)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 is greedy (default: 0.8)")
     parser.add_argument("--top-k", type=int, default=0, help="choose among the k most likely; 0: all (default)")
     parser.add_argument("--top-p", type=float, default=0.95, help="choose among the likeliest of this sum; 0: all")
+    parser.add_argument("--repetition-penalty", type=float, default=1.0, help="above 1: fewer repeated tokens")
     parser.add_argument("--greedy", action="store_true", help="always the most likely token")
+    parser.add_argument("--stop", action="append", default=[], help="a text that ends the answer; may be repeated")
     parser.add_argument("--seed", type=int, default=1234, help="seed of the choices (default: 1234)")
     parser.add_argument("--num-samples", type=int, default=1, help="how many continuations (default: 1)")
     parser.add_argument("--iteration", type=int, help="which checkpoint; the newest sound one if absent")
@@ -41,9 +45,14 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Print the prompt and its continuations."""
+    """Print each prompt and its continuations."""
     options = _parser().parse_args(list(argv))
-    sampling = Sampling(0.0 if options.greedy else options.temperature, options.top_k, options.top_p)
+    sampling = Sampling(
+        0.0 if options.greedy else options.temperature,
+        options.top_k,
+        options.top_p,
+        repetition_penalty=options.repetition_penalty,
+    )
     violations = sampling.violations()
     for flag, value in (("--max-new-tokens", options.max_new_tokens), ("--num-samples", options.num_samples)):
         if value < 1:
@@ -54,34 +63,72 @@ def run(argv: Sequence[str]) -> int:
     from megalith.assemble.model import choose_device
     from megalith.assemble.trained import load_trained
 
-    prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
     trained = load_trained(options.checkpoint, choose_device(options.device), options.iteration)
     for note in trained.notes:
         print(f"WARNING: {note}", file=sys.stderr)
-    for number in range(options.num_samples):
-        _print_sample(trained, prompt, options.max_new_tokens, sampling, options.seed + number)
+    if options.prompt is not None:
+        text = sys.stdin.read() if options.prompt == "-" else options.prompt
+        _continue(trained, _engine(trained, options), text, sampling, options)
+        return 0
+    engine = _engine(trained, options)
+    for text in _typed():
+        try:
+            _continue(trained, engine, text, sampling, options)
+        except MegalithError as error:  # of this text only
+            print(error, file=sys.stderr)
     return 0
 
 
-def _print_sample(trained: Trained, prompt: str, max_new_tokens: int, sampling: Sampling, seed: int) -> None:
-    """Print one continuation as it grows."""
-    import torch
+def _typed() -> Iterator[str]:
+    """The texts that the user types, until the end of the input or Ctrl-C."""
+    while True:
+        try:
+            text = input("Prompt: " if sys.stdin.isatty() else "")
+        except (EOFError, KeyboardInterrupt):
+            if sys.stdin.isatty():
+                print()
+            return
+        if text:
+            yield text
 
-    from megalith.serve.generation import generate, printable_pieces
 
-    tokenizer = trained.tokenizer
-    ids = tokenizer.encode(prompt)
-    tokens = generate(
-        trained.model,
-        ids,
-        max_new_tokens,
+def _engine(trained: Trained, options: argparse.Namespace) -> Engine:
+    """An engine whose cache holds all samples of the longest text."""
+    from megalith.serve.engine import Engine, Limits
+    from megalith.serve.model_runner import ModelRunner, blocks_for
+
+    samples, context = options.num_samples, trained.model.config.max_position_embeddings
+    runner = ModelRunner(trained.model, samples * blocks_for(context))
+    return Engine(runner, trained.tokenizer, Limits(running=max(64, samples), samples=max(128, samples)))
+
+
+def _continue(trained: Trained, engine: Engine, text: str, sampling: Sampling, options: argparse.Namespace) -> None:
+    """Print the continuations of a text, the first as it grows, the others behind it."""
+    ids = trained.tokenizer.encode(text)
+    request = Request(
+        tuple(ids),
+        options.max_new_tokens,
         sampling,
-        torch.Generator().manual_seed(seed),
-        vocab_size=tokenizer.vocab_size,
-        eod=tokenizer.eod,
+        seed=options.seed,
+        n=options.num_samples,
+        stop_texts=tuple(options.stop),
     )
-    sys.stdout.write(tokenizer.decode(ids))
-    for piece in printable_pieces(tokens, tokenizer.decode):
-        sys.stdout.write(piece)
-        sys.stdout.flush()
+    shown = trained.tokenizer.decode(ids)
+    answers, begun = [""] * options.num_samples, False
+    try:
+        for event in engine.run(request):
+            if isinstance(event, Finished) and event.reason == "error":
+                raise MegalithError(event.message)
+            if not isinstance(event, Token):
+                continue
+            if event.sample == 0:
+                sys.stdout.write(event.text if begun else shown + event.text)
+                sys.stdout.flush()
+                begun = True
+            answers[event.sample] += event.text
+    except RequestError as error:
+        flag = {"n": "num-samples", "stop_texts": "stop"}.get(error.field, error.field.replace("_", "-"))
+        raise ConfigError(f"--{flag} {error.message}") from error
     sys.stdout.write("\n")
+    for answer in answers[1:]:
+        sys.stdout.write(f"{shown}{answer}\n")

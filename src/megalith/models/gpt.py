@@ -232,20 +232,6 @@ class GPT(nn.Module):
         """Of `length` tokens of each sequence that are here, how many rows the hidden states between layers have."""
         return length // self.region.size if self.region.partial_gradients else length
 
-    def new_cache(self, batch: int, max_length: int) -> KVCache:
-        """An empty key-value cache for `batch` sequences of up to `max_length` tokens."""
-        first = next(iter(self.decoder.layers.values()))
-        assert isinstance(first, Block)
-        return KVCache(
-            len(self.stage.layers),
-            max_length,
-            batch,
-            first.self_attention.num_groups,
-            self.config.head_size,
-            dtype=self.dtype,
-            device=self.device,
-        )
-
     def forward(
         self,
         tokens_BS: Tensor,
@@ -260,9 +246,9 @@ class GPT(nn.Module):
         Args:
             tokens_BS: Token ids [B, S], those of each sequence that are here; with a cache only the new ones.
             hidden_SBD: What the stage before this one returned; a stage that embeds takes none.
-            position_ids_BS: Rows of the learned position table [B, S]; counted from the cache's length if absent.
+            position_ids_BS: Rows of the learned position table [B, S]; those of the cache if absent.
             labels_BS: Targets [B, S].
-            cache: Keys and values of earlier tokens, extended in place.
+            cache: Keys and values of earlier tokens, extended in place; B is 1, and S the new tokens of all sequences.
 
         Returns:
             With labels the loss of each token [B, S] in at least fp32, without the logits [B, S, V]; where the stage
@@ -294,7 +280,7 @@ class GPT(nn.Module):
         if cache is None:
             positions_S = self.mixer.positions(length * self.mixer.parts, tokens_BS.device)
         else:
-            positions_S = torch.arange(cache.length, cache.length + length, device=tokens_BS.device)
+            positions_S = cache.positions_S
         if position_ids_BS is None:
             position_ids_BS = positions_S.expand_as(tokens_BS)
         if self.embedding is not None:

@@ -114,10 +114,10 @@ class SequenceMixer(Protocol):
         """Of whole sequences along `dim` the positions that are here. [.., S, ..] -> [.., S / parts, ..]."""
         ...
 
-    def extend(self, cache: LayerCache, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append the keys and values that are here to the cache; returns all up to now.
+    def recall(self, cache: LayerCache, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attention to what the cache holds, which keeps the keys and values that are here. Shapes as in `mix`.
 
-        Raises: LayoutError if this mixer has none.
+        Raises: LayoutError if whole sequences are not here.
         """
         ...
 
@@ -145,8 +145,8 @@ class LocalMixer:
     def own(self, x: Tensor, dim: int) -> Tensor:
         return x
 
-    def extend(self, cache: LayerCache, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return cache.extend(k, v)
+    def recall(self, cache: LayerCache, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return cache.attend(q, k, v)
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, dropout: float, attend: AttentionKernel) -> Tensor:
         heads = q.shape[2]
@@ -204,7 +204,7 @@ class SelfAttention(nn.Module):
         Args:
             x_SBD: Normalised hidden states of the new positions, those of them that are here.
             turn: Rotary cosines and sines of the new positions, or None.
-            cache: Keys and values of earlier positions; the new ones are appended.
+            cache: Keys and values of earlier positions, which takes the new ones; there is no dropout with it.
         """
         q, k, v = self._heads(x_SBD)
         if self.q_layernorm is not None and self.k_layernorm is not None:
@@ -212,7 +212,7 @@ class SelfAttention(nn.Module):
         if turn is not None:
             q, k = (rotate(x, turn, interleaved=self.shape.rotary_interleaved) for x in (q, k))
         if cache is not None:
-            k, v = self.mixer.extend(cache, k, v)
+            return row(self.mixer.recall(cache, q, k, v).flatten(2), self.region, self.linear_proj)
         dropout = self.shape.dropout if self.training else 0.0
         with self.region.own_draws(dropout):
             context = self.mixer.mix(q, k, v, dropout, self.attend)

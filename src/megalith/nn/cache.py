@@ -1,54 +1,37 @@
-"""The keys and values of the tokens already seen, kept so that generation reads each token once."""
+"""The port through which keys and values of earlier tokens enter attention, so that generation reads each token once.
+
+How they are kept, and which tokens of which sequences are read together, is the affair of whoever generates
+(serve.cache). For all other layers the new tokens of all sequences are one sequence, [S, 1, D].
+"""
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Sequence
+from typing import Protocol
+
 from torch import Tensor
 
 
-class LayerCache:
-    """The keys and values of one layer, in buffers of the largest length.
+class LayerCache(Protocol):
+    """The keys and values of one layer."""
 
-    Shapes: keys and values [S_max, B, G, K] with G key-value heads of size K.
-    """
+    def attend(self, q_SBHK: Tensor, k_SBGK: Tensor, v_SBGK: Tensor) -> Tensor:
+        """Keep the new keys and values, and attend from each new token to its sequence up to itself.
 
-    def __init__(
-        self, max_length: int, batch: int, groups: int, head_size: int, *, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        shape = (max_length, batch, groups, head_size)
-        self.keys = torch.empty(shape, dtype=dtype, device=device)
-        self.values = torch.empty(shape, dtype=dtype, device=device)
-        self.length = 0
-
-    def extend(self, k_SBGK: Tensor, v_SBGK: Tensor) -> tuple[Tensor, Tensor]:
-        """Append the new keys and values; return all up to now, [length, B, G, K] each."""
-        stop = self.length + k_SBGK.shape[0]
-        self.keys[self.length : stop] = k_SBGK
-        self.values[self.length : stop] = v_SBGK
-        self.length = stop
-        return self.keys[:stop], self.values[:stop]
+        Shapes: [S, B, H, K], 2 x [S, B, G, K] with H a multiple of G -> [S, B, H, K]; S new tokens.
+        """
+        ...
 
 
-class KVCache:
-    """One `LayerCache` for each layer of a model."""
-
-    def __init__(
-        self,
-        num_layers: int,
-        max_length: int,
-        batch: int,
-        groups: int,
-        head_size: int,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self.max_length = max_length
-        self.layers = [
-            LayerCache(max_length, batch, groups, head_size, dtype=dtype, device=device) for _ in range(num_layers)
-        ]
+class KVCache(Protocol):
+    """What is read now, with all that was read before."""
 
     @property
-    def length(self) -> int:
-        """The number of tokens held."""
-        return self.layers[0].length
+    def positions_S(self) -> Tensor:
+        """The position of each new token in its sequence, [S]."""
+        ...
+
+    @property
+    def layers(self) -> Sequence[LayerCache]:
+        """One for each layer that is computed here."""
+        ...

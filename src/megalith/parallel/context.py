@@ -59,7 +59,7 @@ class _Balanced:
         chunks = balanced_positions(x.shape[dim], self.axis.size, self.axis.index)
         return torch.cat([x.narrow(dim, chunk.start, len(chunk)) for chunk in chunks], dim)
 
-    def extend(self, cache: LayerCache, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def recall(self, cache: LayerCache, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         raise LayoutError(
             f"generation keeps keys and values of whole sequences, which --context-parallel-size {self.parts} divides; "
             f"generate with --context-parallel-size 1"

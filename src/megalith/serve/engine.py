@@ -2,10 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from random import Random, SystemRandom
 
-from megalith.serve.request import Event, Request
-from megalith.serve.runner import Runner
+import torch
+from torch import Tensor
+
+from megalith.serve.beams import BeamSearch
+from megalith.serve.blocks import Blocks
+from megalith.serve.request import (
+    Beams,
+    Busy,
+    Event,
+    Finished,
+    Reason,
+    Request,
+    RequestError,
+    Sampling,
+    Scores,
+    Token,
+    Top,
+)
+from megalith.serve.runner import Batch, Piece, Runner
+from megalith.serve.sampler import Choice, Row, change, choose, scores
+from megalith.serve.scheduler import Part, Scheduler, Sequence
+from megalith.serve.text import StopTexts, TextStream
 from megalith.tokenizers import Tokenizer
 
 
@@ -61,11 +83,62 @@ class Stats:
     preemptions: int = 0
 
 
+@dataclass(eq=False)
+class _Sample:
+    """One answer that grows."""
+
+    ticket: Ticket
+    index: int
+    chance: Random
+    text: TextStream
+    stops: StopTexts
+    sequence: Sequence
+    answer: list[int] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class _Search:
+    """A beam search: its beams go on together, when the logits of all are there."""
+
+    ticket: Ticket
+    beams: BeamSearch
+    sequences: list[Sequence]
+    logits: dict[Sequence, Tensor] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class _Job:
+    """What is open of a request."""
+
+    ticket: Ticket
+    stop_ids: frozenset[int]
+    samples: list[_Sample] = field(default_factory=list)
+    search: _Search | None = None
+    prompt_logprobs: list[float | None] = field(default_factory=list)
+    prompt_top: list[Top] = field(default_factory=list)
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        return self.search.sequences if self.search else [sample.sequence for sample in self.samples]
+
+
+Events = list[tuple[Ticket, Event]]
+
+
 class Engine:
     """Serves requests with a runner. Not thread-safe: one thread calls all methods (see `serve.worker`)."""
 
     def __init__(self, runner: Runner, tokenizer: Tokenizer, limits: Limits | None = None) -> None:
         self.runner, self.tokenizer, self.limits = runner, tokenizer, limits or Limits()
+        self.vocab_size = min(tokenizer.vocab_size, runner.vocab_size)
+        self._scheduler = Scheduler(
+            Blocks(runner.num_blocks, runner.block_size),
+            step_tokens=self.limits.step_tokens,
+            max_running=self.limits.running,
+        )
+        self._jobs: dict[Ticket, _Job] = {}
+        self._events: Events = []
+        self._numbers = self._prompt_tokens = self._generated_tokens = 0
 
     @property
     def context_length(self) -> int:
@@ -75,7 +148,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether `step` has something to do."""
-        raise NotImplementedError
+        return bool(self._jobs or self._events)
 
     def submit(self, request: Request) -> Ticket:
         """Take a request.
@@ -84,13 +157,54 @@ class Engine:
             RequestError: it can never be served; names the field.
             Busy: too many wait.
         """
-        raise NotImplementedError
+        self._check(request)
+        width = request.beam_width or request.n
+        waiting = sum(sequence.width for sequence in self._scheduler.waiting)
+        if self._scheduler.waiting and waiting + width > self.limits.waiting:
+            raise Busy(f"{waiting} sequences wait already and {self.limits.waiting} may; try again later")
+        self._numbers += 1
+        ticket = Ticket(self._numbers, request)
+        stop_ids = (self.tokenizer.eod,) if request.stop_ids is None else request.stop_ids
+        job = _Job(ticket, frozenset(stop_ids))
+        prompt = list(request.prompt)
+        limit = min(len(prompt) + request.max_new_tokens, self.context_length)
+        scored = 0 if request.prompt_logprobs else len(prompt) - 1
+        first = Sequence(prompt, limit, scored, width, job)
+        if request.beam_width:
+            beams = BeamSearch(request.beam_width, request.length_penalty, job.stop_ids)
+            job.search = _Search(ticket, beams, [first])
+        else:
+            seed = SystemRandom().getrandbits(64) if request.seed is None else request.seed
+            job.samples = [self._sample(ticket, index, seed, first) for index in range(request.n)]
+        if request.prompt_logprobs:
+            job.prompt_logprobs, job.prompt_top = [None], [()]
+        self._jobs[ticket] = job
+        self._scheduler.add(first)
+        self._prompt_tokens += len(prompt)
+        return ticket
+
+    def _sample(self, ticket: Ticket, index: int, seed: int, sequence: Sequence) -> _Sample:
+        request = ticket.request
+        return _Sample(
+            ticket,
+            index,
+            Random(f"{seed}/{index}"),
+            TextStream(self.tokenizer.decode, request.prompt),
+            StopTexts(request.stop_texts),
+            sequence,
+        )
 
     def cancel(self, ticket: Ticket) -> None:
         """Stop working on it; its open samples finish with "cancelled" at the next step. Finished ones stay so."""
-        raise NotImplementedError
+        job = self._jobs.pop(ticket, None)
+        if job is None:
+            return
+        for sequence in dict.fromkeys(job.sequences):  # samples share one until the prompt is read
+            self._scheduler.remove(sequence)
+        for index in [0] if job.search else [sample.index for sample in job.samples]:
+            self._events.append((ticket, Finished("cancelled", sample=index)))
 
-    def step(self) -> list[tuple[Ticket, Event]]:
+    def step(self) -> Events:
         """Compute one batch; what came of it, in order for each sample.
 
         Without work it tells the other ranks that this one lives: call it at least once a second.
@@ -98,12 +212,208 @@ class Engine:
         Raises:
             PeerError: a rank that shares the model is gone, and nothing can be served any more.
         """
-        raise NotImplementedError
+        plan = self._scheduler.plan()
+        if plan.parts:
+            size = self.runner.block_size
+            pieces = [_piece(part, size) for part in plan.parts]
+            logits_RV = self.runner.run(Batch(pieces, plan.copies))[:, : self.vocab_size]
+            self._scheduler.done(plan)
+            self._take(plan.parts, logits_RV)
+        else:
+            self.runner.ping()
+        events, self._events = self._events, []
+        return events
+
+    def run(self, request: Request) -> Iterator[Event]:
+        """Serve one request alone, event by event."""
+        ticket = self.submit(request)
+        while ticket in self._jobs:
+            yield from (event for owner, event in self.step() if owner is ticket)
 
     def stats(self) -> Stats:
         """Counters for monitoring."""
-        raise NotImplementedError
+        scheduler = self._scheduler
+        return Stats(
+            waiting=len(scheduler.waiting),
+            running=len(scheduler.running),
+            blocks_used=scheduler.blocks.used,
+            blocks=scheduler.blocks.count,
+            prompt_tokens=self._prompt_tokens,
+            generated_tokens=self._generated_tokens,
+            reused_tokens=scheduler.reused,
+            preemptions=scheduler.preemptions,
+        )
 
     def close(self) -> None:
         """Let the other ranks go; afterwards there are no more steps."""
         self.runner.close()
+
+    # --- what a request may ask ---
+
+    def _check(self, request: Request) -> None:
+        limits, length = self.limits, len(request.prompt)
+        for name, message in request.sampling.problems():
+            raise RequestError(name, message)
+        if not request.prompt:
+            raise RequestError("prompt", "is empty: generation continues a text of at least one token")
+        if bad := [token for token in request.prompt if not 0 <= token < self.vocab_size]:
+            raise RequestError("prompt", f"has the token {bad[0]}; the vocabulary has 0 to {self.vocab_size - 1}")
+        for name, value, least, most in (
+            ("max_new_tokens", request.max_new_tokens, 0 if request.prompt_logprobs else 1, None),
+            ("n", request.n, 1, limits.samples),
+            ("beam_width", 1 if request.beam_width is None else request.beam_width, 1, limits.samples),
+            ("logprobs", request.logprobs or 0, 0, limits.logprobs),
+        ):
+            if value < least or (most is not None and value > most):
+                raise RequestError(
+                    name, f"{value} is not {f'{least} or more' if most is None else f'{least} to {most}'}"
+                )
+        longest = self.context_length if request.max_new_tokens == 0 else self.context_length - 1
+        if length > longest:
+            raise RequestError(
+                "prompt",
+                f"has {length} tokens, and the model reads {self.context_length} with the answer: shorten it by "
+                f"{length - longest} or more",
+            )
+        if len(request.stop_texts) > limits.stop_texts or not all(request.stop_texts):
+            raise RequestError("stop_texts", f"are 1 to {limits.stop_texts} texts, none of them empty")
+        if request.beam_width and (request.n > 1 or request.logprobs is not None or request.prompt_logprobs):
+            raise RequestError("beam_width", "goes with n 1 and without log-probabilities")
+        if request.beam_width and 2 * request.beam_width > self.vocab_size:
+            raise RequestError("beam_width", f"{request.beam_width} is above half of the vocabulary, {self.vocab_size}")
+
+    # --- what comes of logits ---
+
+    def _take(self, parts: list[Part], logits_RV: Tensor) -> None:
+        """Give the rows of logits to those whose tokens were read."""
+        row = 0
+        samples: list[_Sample] = []
+        rows: list[int] = []
+        searches: list[_Search] = []
+        for part in parts:
+            job: _Job = part.sequence.owner
+            first, row = row, row + part.wanted
+            if not part.wanted:
+                continue
+            if job.prompt_logprobs and len(job.prompt_logprobs) < len(job.ticket.request.prompt):
+                self._score_prompt(job, part, logits_RV[first:row])
+            if part.stop < len(part.sequence.tokens):
+                continue
+            if job.search is not None:
+                job.search.logits[part.sequence] = logits_RV[row - 1]
+                searches.append(job.search)
+                continue
+            if job.ticket.request.max_new_tokens == 0:
+                for sample in list(job.samples):
+                    self._finish(job, sample, "length")
+                continue
+            mine = [sample for sample in job.samples if sample.sequence is part.sequence]
+            for sample in mine[1:]:
+                sample.sequence = self._scheduler.fork(part.sequence, job)
+            samples += mine
+            rows += [row - 1] * len(mine)
+        if samples:
+            self._choose(samples, logits_RV if rows == list(range(logits_RV.shape[0])) else logits_RV[rows])
+        for search in dict.fromkeys(searches):
+            if len(search.logits) == len(search.sequences):
+                self._advance(search)
+
+    def _score_prompt(self, job: _Job, part: Part, logits_PV: Tensor) -> None:
+        """Rows of logits are the last ones of the part; each scores the token behind it."""
+        request = job.ticket.request
+        following = request.prompt[part.stop - part.wanted + 1 : part.stop + 1]
+        for logprob, top in scores(logits_PV[: len(following)], following, max(1, request.logprobs or 0)):
+            job.prompt_logprobs.append(logprob)
+            job.prompt_top.append(top)
+        if len(job.prompt_logprobs) == len(request.prompt):
+            self._events.append((job.ticket, Scores(tuple(job.prompt_logprobs), tuple(job.prompt_top))))
+
+    def _choose(self, samples: list[_Sample], logits_BV: Tensor) -> None:
+        chosen = choose(logits_BV, [_row(sample) for sample in samples])
+        self._generated_tokens += len(samples)
+        for sample, choice in zip(samples, chosen, strict=True):
+            self._append(self._jobs[sample.ticket], sample, choice)
+
+    def _append(self, job: _Job, sample: _Sample, choice: Choice) -> None:
+        """One more token, and the end of the sample if it is the last."""
+        if choice.problem:
+            self._finish(job, sample, "error", choice.problem)
+            return
+        token, reason, stop = choice.token, None, None
+        sample.answer.append(token)
+        sample.sequence.tokens.append(token)
+        if token in job.stop_ids:
+            shown, reason, stop = "", "stop", token
+        else:
+            shown, stop = sample.stops.push(sample.text.push(token))
+            if stop is not None:
+                reason = "stop"
+            elif len(sample.sequence.tokens) >= sample.sequence.limit:
+                reason = "length"
+        if reason is not None and not isinstance(stop, str):
+            rest, late = sample.stops.push(sample.text.rest())
+            shown += rest
+            if late is None:
+                shown += sample.stops.rest()
+            else:
+                reason, stop = "stop", late
+        self._events.append((job.ticket, Token(token, shown, choice.logprob, choice.top, sample.index)))
+        if reason is not None:
+            self._finish(job, sample, reason, stop=stop)
+
+    def _finish(
+        self, job: _Job, sample: _Sample, reason: Reason, message: str = "", stop: int | str | None = None
+    ) -> None:
+        job.samples.remove(sample)
+        if not any(other.sequence is sample.sequence for other in job.samples):
+            self._scheduler.remove(sample.sequence)
+        self._events.append((job.ticket, Finished(reason, message, stop, sample.index)))
+        if not job.samples:
+            del self._jobs[job.ticket]
+
+    def _advance(self, search: _Search) -> None:
+        """One step of a beam search: its beams end, go on and split."""
+        request, parents = search.ticket.request, search.sequences
+        prompt = len(request.prompt)
+        answers = [sequence.tokens[prompt:] for sequence in parents]
+        logits_WV = torch.stack([search.logits.pop(sequence) for sequence in parents])
+        bans = Sampling(banned=request.sampling.banned, banned_after=request.sampling.banned_after)
+        if bans.changes_logits:
+            for logits_V, answer in zip(logits_WV, answers, strict=True):
+                change(logits_V, bans, request.prompt, answer)
+        following = search.beams.step(logits_WV, answers)
+        self._generated_tokens += len(following)
+        search.sequences = []
+        for parent, _ in following:
+            sequence = parents[parent]
+            taken = sequence in search.sequences
+            search.sequences.append(self._scheduler.fork(sequence, sequence.owner) if taken else sequence)
+        for sequence in parents:
+            if sequence not in search.sequences:
+                self._scheduler.remove(sequence)
+        for sequence, (_, token) in zip(search.sequences, following, strict=True):
+            sequence.tokens.append(token)
+        if not following or len(search.sequences[0].tokens) >= search.sequences[0].limit:
+            self._end(search, prompt)
+
+    def _end(self, search: _Search, prompt: int) -> None:
+        hypotheses = search.beams.best([sequence.tokens[prompt:] for sequence in search.sequences])
+        for sequence in search.sequences:
+            self._scheduler.remove(sequence)
+        texts, found = zip(*hypotheses, strict=True)
+        stopped = not search.sequences
+        self._events.append((search.ticket, Beams(tuple(map(tuple, texts)), found)))
+        self._events.append((search.ticket, Finished("stop" if stopped else "length")))
+        del self._jobs[search.ticket]
+
+
+def _piece(part: Part, block_size: int) -> Piece:
+    sequence = part.sequence
+    blocks = sequence.table.blocks[: -(-part.stop // block_size)]
+    return Piece(sequence.tokens[part.start : part.stop], part.start, blocks, part.wanted)
+
+
+def _row(sample: _Sample) -> Row:
+    request = sample.ticket.request
+    uniform = 0.0 if request.sampling.greedy else sample.chance.random()
+    return Row(request.sampling, uniform, request.prompt, sample.answer, request.logprobs)

@@ -1,46 +1,191 @@
-"""How the next token is chosen from the logits."""
+"""How the next token of each sequence is chosen from its logits; what is chosen does not depend on the others.
+
+Shapes: B sequences, V vocabulary, N candidates.
+
+Chance enters as one uniform number u for each token, from the sequence's own stream: the first token whose cumulated
+probability exceeds u is chosen. So a seed means the same tokens in every batch and layout, and a rounding error of
+the logits changes a choice only where u falls that close to a border.
+"""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from megalith.errors import MegalithError
 from megalith.nn.precision import at_least_fp32
-from megalith.serve.request import Sampling
+from megalith.serve.request import Sampling, Top
+
+_FIRST_LOOK = 128  # candidates that are sorted for top-p before all of them are
 
 
-def _keep_top_k(logits_V: Tensor, k: int) -> Tensor:
-    lowest = torch.topk(logits_V, min(k, logits_V.shape[-1])).values[-1]
-    return logits_V.masked_fill(logits_V < lowest, -math.inf)
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What the choice of one sequence depends on besides the logits.
 
-
-def _keep_top_p(logits_V: Tensor, p: float) -> Tensor:
-    """Keep the most likely tokens up to and including the one that reaches probability p."""
-    ordered, order = torch.sort(logits_V, descending=True)
-    probabilities = ordered.softmax(-1)
-    before = probabilities.cumsum(-1) - probabilities
-    return logits_V.masked_fill(torch.zeros_like(logits_V, dtype=torch.bool).scatter(0, order, before >= p), -math.inf)
-
-
-def choose(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """Choose a token id from the logits [V] of one position; -inf stands for a token that cannot be chosen.
-
-    Raises:  MegalithError if a logit is NaN or +inf, or none is finite.
+    Attributes:
+        sampling: How to choose.
+        uniform: From [0, 1); unused where the choice is greedy.
+        prompt, answer: The tokens so far.
+        logprobs: How many of the most likely ones are wanted; None for no log-probabilities at all.
     """
-    logits_V = logits_V.to(at_least_fp32(logits_V.dtype))
-    if not math.isfinite(logits_V.max()):  # NaN wins every maximum
-        raise MegalithError(
-            f"the model's logits are not finite (their maximum is {float(logits_V.max())}): the training that wrote "
-            "this checkpoint diverged, or the weights overflow in their precision; take an earlier iteration"
+
+    sampling: Sampling
+    uniform: float
+    prompt: Sequence[int]
+    answer: Sequence[int]
+    logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A chosen token; `problem` says why there is none."""
+
+    token: int = -1
+    logprob: float | None = None
+    top: Top = ()
+    problem: str = ""
+
+
+def choose(logits_BV: Tensor, rows: Sequence[Row]) -> list[Choice]:
+    """Choose the next token of each row; -inf stands for a token that cannot be chosen.
+
+    A row with a logit that is NaN or +inf, or without any finite one, has a problem instead; the others do not.
+    """
+    logits_BV = logits_BV.to(at_least_fp32(logits_BV.dtype))
+    largest, tokens = (x.tolist() for x in logits_BV.max(-1))  # NaN wins every maximum
+    special = [
+        index
+        for index, row in enumerate(rows)
+        if (row.sampling.changes_logits or not row.sampling.greedy) and math.isfinite(largest[index])
+    ]
+    if special:
+        chosen = _choose_specially(logits_BV[special], [rows[index] for index in special])
+        for index, token in zip(special, chosen, strict=True):
+            tokens[index] = token
+    if all(row.logprobs is None for row in rows) and all(map(math.isfinite, largest)):
+        return [Choice(token) for token in tokens]
+    return [
+        _choice(logits_V, row, token, top)
+        for logits_V, row, token, top in zip(logits_BV, rows, tokens, largest, strict=True)
+    ]
+
+
+def scores(logits_BV: Tensor, tokens: Sequence[int], count: int) -> list[tuple[float, Top]]:
+    """The log-probability of a token in each row, and the `count` most likely ones with theirs."""
+    logits_BV = logits_BV.to(at_least_fp32(logits_BV.dtype))
+    total_B = logits_BV.logsumexp(-1, keepdim=True)
+    own_B = (logits_BV.gather(1, torch.tensor(tokens, device=logits_BV.device)[:, None]) - total_B).squeeze(1)
+    values, ids = torch.topk(logits_BV, min(count, logits_BV.shape[1]), dim=-1)
+    tops = zip(ids.tolist(), (values - total_B).tolist(), strict=True)
+    return [(own, tuple(zip(*top, strict=True))) for own, top in zip(own_B.tolist(), tops, strict=True)]
+
+
+def _choice(logits_V: Tensor, row: Row, token: int, largest: float) -> Choice:
+    if not math.isfinite(largest):
+        return Choice(
+            problem=f"the model's logits are not finite (their maximum is {largest}): the training that wrote this "
+            "checkpoint diverged, or the weights overflow in their precision; take an earlier iteration"
         )
-    if sampling.temperature == 0.0 or sampling.top_k == 1:
-        return int(logits_V.argmax())
-    logits_V = logits_V / sampling.temperature
+    if row.logprobs is None:
+        return Choice(token)
+    ((logprob, top),) = scores(logits_V[None], [token], row.logprobs)
+    return Choice(token, logprob, top)
+
+
+def _choose_specially(logits_BV: Tensor, rows: Sequence[Row]) -> list[int]:
+    """Choose where there is chance or a change of the logits."""
+    if any(row.sampling.changes_logits for row in rows):
+        logits_BV = logits_BV.clone()
+        for logits_V, row in zip(logits_BV, rows, strict=True):
+            change(logits_V, row.sampling, row.prompt, row.answer)
+    chosen = [-1] * len(rows)
+    kinds: dict[int, list[int]] = {}
+    for index, row in enumerate(rows):
+        kinds.setdefault(_candidates(row, logits_BV.shape[1]), []).append(index)
+    for count, members in kinds.items():
+        some_BV = logits_BV if len(members) == len(rows) else logits_BV[members]
+        for index, token in zip(members, _draw(some_BV, [rows[index] for index in members], count), strict=True):
+            chosen[index] = token
+    return chosen
+
+
+def change(logits_V: Tensor, sampling: Sampling, prompt: Sequence[int], answer: Sequence[int]) -> None:
+    """Apply penalties, bias and bans to the logits [V] of one sequence, in place."""
+    size = logits_V.shape[0]
+
+    def ids(tokens: Sequence[int]) -> Tensor:
+        return torch.tensor([token for token in tokens if token < size], dtype=torch.int64, device=logits_V.device)
+
+    if sampling.repetition_penalty != 1.0:
+        seen = ids(sorted({*prompt, *answer}))
+        values = logits_V[seen]
+        penalty = sampling.repetition_penalty
+        logits_V[seen] = torch.where(values > 0, values / penalty, values * penalty)
+    if (sampling.presence_penalty or sampling.frequency_penalty) and answer:
+        counts = Counter(token for token in answer if token < size)
+        taken = [sampling.presence_penalty + sampling.frequency_penalty * count for count in counts.values()]
+        logits_V[ids(list(counts))] -= torch.tensor(taken, dtype=logits_V.dtype, device=logits_V.device)
+    for token, bias in sampling.logit_bias.items():
+        if token < size:
+            logits_V[token] += bias
+    last = answer[-1] if answer else prompt[-1]
+    banned = [*sampling.banned, *(then for first, then in sampling.banned_after if first == last)]
+    if banned:
+        kept = logits_V.clone()
+        logits_V[ids(banned)] = -math.inf
+        if not math.isfinite(logits_V.max()):  # everything is banned: then nothing is
+            logits_V.copy_(kept)
+
+
+def _candidates(row: Row, size: int) -> int:
+    """How many of the most likely tokens have to be sorted: 0 for none, as all are candidates."""
+    sampling = row.sampling
+    if sampling.greedy:
+        return 1
     if sampling.top_k:
-        logits_V = _keep_top_k(logits_V, sampling.top_k)
-    if 0.0 < sampling.top_p < 1.0:
-        logits_V = _keep_top_p(logits_V, sampling.top_p)
-    return int(torch.multinomial(logits_V.softmax(-1), 1, generator=generator))
+        return min(sampling.top_k, size)
+    return min(_FIRST_LOOK, size) if 0.0 < sampling.top_p_at(len(row.answer)) < 1.0 else 0
+
+
+def _draw(logits_BV: Tensor, rows: Sequence[Row], count: int) -> list[int]:
+    """Choose in each row among the `count` most likely tokens (0: all)."""
+    if count == 1:
+        greedy: list[int] = logits_BV.argmax(-1).tolist()
+        return greedy
+    like = {"dtype": torch.float64, "device": logits_BV.device}
+    heat_B1 = torch.tensor([[row.sampling.temperature] for row in rows], **like)
+    u_B1 = torch.tensor([[row.uniform] for row in rows], **like)
+    scaled_BV = logits_BV / heat_B1.to(logits_BV.dtype)
+    if count == 0:
+        cumulated_BV = scaled_BV.softmax(-1).cumsum(-1, dtype=torch.float64)
+        return _first_beyond(cumulated_BV, u_B1 * cumulated_BV[:, -1:])
+    values_BN, ids_BN = torch.topk(scaled_BV, count, dim=-1)
+    by_k = [row.sampling.top_k > 0 for row in rows]
+    sums = zip(by_k, values_BN, scaled_BV, strict=True)
+    total_B1 = torch.stack([(among if k else whole).to(torch.float64).logsumexp(-1) for k, among, whole in sums])[
+        :, None
+    ]
+    cumulated_BN = (values_BN.to(torch.float64) - total_B1).exp().cumsum(-1)
+    p = [row.sampling.top_p_at(len(row.answer)) for row in rows]
+    p_B1 = torch.tensor([[p if 0.0 < p < 1.0 else 2.0] for p in p], **like)
+    # The candidates are those before whom less than p has been reached.
+    kept_B1 = (cumulated_BN < p_B1).sum(-1, keepdim=True)
+    enough = ((kept_B1 < count).squeeze(1) | torch.tensor(by_k, device=logits_BV.device)).tolist()
+    mass_B1 = cumulated_BN.gather(1, kept_B1.clamp(max=count - 1))
+    places = torch.tensor(_first_beyond(cumulated_BN, u_B1 * mass_B1), device=logits_BV.device)[:, None]
+    chosen: list[int] = ids_BN.gather(1, places).squeeze(1).tolist()
+    for index, done in enumerate(enough):
+        if not done and count < logits_BV.shape[1]:  # a flat distribution: look at all
+            (chosen[index],) = _draw(logits_BV[index : index + 1], rows[index : index + 1], logits_BV.shape[1])
+    return chosen
+
+
+def _first_beyond(cumulated_BN: Tensor, share_B1: Tensor) -> list[int]:
+    """In each row the first place whose cumulated probability is above the share, which is below the last one's."""
+    places = torch.searchsorted(cumulated_BN, share_B1, right=True).squeeze(1)
+    return [int(place) for place in places.clamp(max=cumulated_BN.shape[1] - 1).tolist()]

@@ -13,6 +13,8 @@ from megalith.models.gpt import GPT, named_placements
 from megalith.models.initialise import initialise, initialise_as_megatron_cpu
 from megalith.nn.placement import Fused, Replicated, Split
 from megalith.optim import build_optimizer
+from megalith.serve.model_runner import ModelRunner
+from megalith.serve.runner import Batch, Piece
 
 GPT2 = ModelConfig(num_layers=2, hidden_size=16, num_attention_heads=4, max_position_embeddings=24)
 LLAMA = dataclasses.replace(
@@ -26,7 +28,7 @@ LLAMA = dataclasses.replace(
     num_query_groups=2,
     ffn_hidden_size=48,
 )
-STYLES = {"gpt2": GPT2, "llama": LLAMA}
+STYLES = {"gpt2": GPT2, "llama": LLAMA, "qwen3": dataclasses.replace(LLAMA, qk_layernorm=True, use_rope_scaling=True)}
 
 
 def _model(config: ModelConfig, dtype: torch.dtype = torch.float64, dropout: float = 0.0) -> GPT:
@@ -60,7 +62,7 @@ def test_every_parameter_has_a_placement(style: str) -> None:
     table = {name: placement for name, _, placement in named_placements(model)}
     assert set(table) == {name for name, _ in model.named_parameters()} == set(model.placements())
     assert table["decoder.layers.1.self_attention.linear_proj.weight"] == Split(1)
-    assert table["decoder.layers.0.mlp.linear_fc1.weight"] == (Fused(0, 2) if style == "llama" else Split(0))
+    assert table["decoder.layers.0.mlp.linear_fc1.weight"] == (Split(0) if style == "gpt2" else Fused(0, 2))
     assert table["decoder.final_layernorm.weight"] == Replicated()
 
 
@@ -77,12 +79,19 @@ def test_loss_is_the_cross_entropy_of_the_logits(style: str) -> None:
 @pytest.mark.parametrize("steps", [(9,), (1,) * 9, (4, 1, 4)])
 def test_reading_through_the_cache_gives_the_same_logits(style: str, steps: tuple[int, ...]) -> None:
     model, tokens = _model(STYLES[style]).eval(), _tokens()
-    cache, parts, start = model.new_cache(batch=3, max_length=9), [], 0
+    runner, start = ModelRunner(model, num_blocks=9, block_size=3), 0
+    blocks = ([0, 1, 2], [8, 3, 5], [4, 6, 7])  # the second sequence is scattered
     with torch.no_grad():
+        whole = model(tokens)
         for size in steps:
-            parts.append(model(tokens[:, start : start + size], cache=cache))
-            start += size
-        torch.testing.assert_close(torch.cat(parts, dim=1), model(tokens), rtol=1e-11, atol=1e-12)
+            stop = start + size
+            pieces = [
+                Piece(row[start:stop], start, where, wanted=size)
+                for row, where in zip(tokens.tolist(), blocks, strict=True)
+            ]
+            logits = runner.run(Batch(pieces)).unflatten(0, (3, size))
+            torch.testing.assert_close(logits, whole[:, start:stop], rtol=1e-11, atol=1e-12)
+            start = stop
 
 
 @pytest.mark.parametrize("style", STYLES)

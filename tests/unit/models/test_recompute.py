@@ -13,6 +13,8 @@ from megalith.models.gpt import GPT, Block
 from megalith.models.initialise import initialise
 from megalith.nn.recompute import Recompute
 from megalith.optim import build_optimizer
+from megalith.serve.model_runner import ModelRunner
+from megalith.serve.runner import Batch, Piece
 
 GPT2 = ModelConfig(
     num_layers=5,
@@ -160,7 +162,5 @@ def test_evaluation_and_generation_compute_once_and_keep_a_cache() -> None:
     model, tokens = _model(GPT2, Recompute("uniform", 1)).eval(), _tokens()
     calls = _calls(model)
     model(tokens[:, :-1], labels_BS=tokens[:, 1:]).mean().backward()
-    cache = model.train().new_cache(batch=3, max_length=24)
-    model(tokens[:, :-1], cache=cache).sum().backward()
-    assert cache.length == 24
+    ModelRunner(model, 8, 4).run(Batch([Piece(tokens[0, :-1].tolist(), 0, range(8))]))
     assert calls == [0, 1, 2, 3, 4] * 2

@@ -1,0 +1,155 @@
+"""Keys and values of all sequences, in blocks of one buffer for each layer, and attention over them.
+
+Shapes: T new tokens of all pieces, H query heads, G key-value heads, K head size, R rows (tokens) of the buffer.
+
+Attention goes piece by piece, so that the lengths of other sequences neither cost anything nor change a digit. The
+blocks of a sequence mostly follow one another (serve.blocks sees to it): then its keys are a view of the buffer, and
+only otherwise are they gathered. Heads come before rows, so that the keys of a head are one stretch of memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from megalith.config import ModelConfig
+from megalith.nn.precision import product_dtype
+from megalith.serve.runner import Batch, Piece
+
+
+class BlockCache:
+    """The buffers.
+
+    Shapes: keys and values [G, num_blocks * block_size, K] for each layer.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        groups: int,
+        head_size: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.num_blocks, self.block_size, self.device = num_blocks, block_size, device
+        shape = (num_layers, groups, num_blocks * block_size, head_size)
+        self.keys = torch.empty(shape, dtype=dtype, device=device)
+        self.values = torch.empty(shape, dtype=dtype, device=device)
+
+    @property
+    def bytes(self) -> int:
+        """The memory of the buffers."""
+        return self.keys.nbytes + self.values.nbytes
+
+    def copy(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks (from, to), in order."""
+        size = self.block_size
+        for source, target in copies:
+            for buffer in (self.keys, self.values):
+                buffer[:, :, target * size : (target + 1) * size] = buffer[:, :, source * size : (source + 1) * size]
+
+    def read(self, batch: Batch) -> Reading:
+        """Prepare the cache for the new tokens of a batch."""
+        self.copy(batch.copies)
+        return Reading(self, batch.pieces)
+
+
+def block_bytes(config: ModelConfig, num_layers: int, groups: int, block_size: int, dtype: torch.dtype) -> int:
+    """The memory of one block of the layers and key-value heads that are here."""
+    return 2 * num_layers * groups * block_size * config.head_size * dtype.itemsize
+
+
+class Reading:
+    """The new tokens of one batch: where they go, and what each piece sees. The `KVCache` of a model's pass."""
+
+    def __init__(self, cache: BlockCache, pieces: Sequence[Piece]) -> None:
+        size, device = cache.block_size, cache.device
+        self.spans: list[_Span] = []
+        positions: list[int] = []
+        rows: list[int] = []
+        begin = 0
+        for piece in pieces:
+            stop = piece.start + len(piece.tokens)
+            positions += range(piece.start, stop)
+            rows += [piece.blocks[p // size] * size + p % size for p in range(piece.start, stop)]
+            blocks = piece.blocks[: -(-stop // size)]
+            end = begin + len(piece.tokens)
+            self.spans.append(_Span(begin, end, stop, _place(blocks, size, stop, device)))
+            begin = end
+        self.positions_S = torch.tensor(positions, device=device)
+        # One stretch of rows is written through a view, any other set of rows by index.
+        together = rows[-1] - rows[0] == len(rows) - 1 and len(self.spans) == 1
+        self.rows: slice | Tensor = slice(rows[0], rows[-1] + 1) if together else torch.tensor(rows, device=device)
+        self.masks: dict[tuple[int, int], Tensor] = {}
+        self.layers = [LayerReading(self, keys, values) for keys, values in zip(cache.keys, cache.values, strict=True)]
+
+    def mask(self, new: int, length: int) -> Tensor:
+        """[new, length], True where the last `new` positions may look; the same for all layers."""
+        if (new, length) not in self.masks:
+            ones = torch.ones(new, length, dtype=torch.bool, device=self.positions_S.device)
+            self.masks[new, length] = ones.tril(length - new)
+        return self.masks[new, length]
+
+
+class _Span:
+    """The new tokens `begin` to `end` of the batch belong to a sequence of `length` tokens, which are at `place`."""
+
+    __slots__ = ("begin", "end", "length", "place")
+
+    def __init__(self, begin: int, end: int, length: int, place: slice | Tensor) -> None:
+        self.begin, self.end, self.length, self.place = begin, end, length, place
+
+
+def _place(blocks: Sequence[int], size: int, length: int, device: torch.device) -> slice | Tensor:
+    """The rows of a sequence: a slice where its blocks follow one another."""
+    first = blocks[0]
+    if blocks[-1] - first == len(blocks) - 1 and all(block == first + i for i, block in enumerate(blocks)):
+        return slice(first * size, first * size + length)
+    starts = torch.tensor(blocks, device=device)[:, None] * size
+    return (starts + torch.arange(size, device=device)).flatten()[:length]
+
+
+class LayerReading:
+    """One layer's part of a reading."""
+
+    def __init__(self, reading: Reading, keys_GRK: Tensor, values_GRK: Tensor) -> None:
+        self.reading, self.keys, self.values = reading, keys_GRK, values_GRK
+
+    def attend(self, q_SBHK: Tensor, k_SBGK: Tensor, v_SBGK: Tensor) -> Tensor:
+        """See `nn.cache.LayerCache.attend`; B is 1."""
+        reading = self.reading
+        q_THK = q_SBHK.squeeze(1)
+        for buffer, new in ((self.keys, k_SBGK), (self.values, v_SBGK)):
+            buffer[:, reading.rows] = new.squeeze(1).transpose(0, 1)
+        if len(reading.spans) == 1:
+            return self._attend(q_THK, reading.spans[0]).unsqueeze(1)
+        return torch.cat([self._attend(q_THK[span.begin : span.end], span) for span in reading.spans]).unsqueeze(1)
+
+    def _attend(self, q_QHK: Tensor, span: _Span) -> Tensor:
+        """Causal attention of the last Q positions of a sequence. [Q, H, K] -> [Q, H, K]."""
+        place = span.place
+        if isinstance(place, slice):
+            k_GSK, v_GSK = self.keys[:, place], self.values[:, place]
+        else:
+            k_GSK, v_GSK = self.keys.index_select(1, place), self.values.index_select(1, place)
+        new, heads, size = q_QHK.shape
+        groups = k_GSK.shape[0]
+        dtype, source = product_dtype(q_QHK), q_QHK.dtype
+        q, k, v = (x if dtype == source else x.to(dtype) for x in (q_QHK, k_GSK, v_GSK))
+        if new == 1:  # the queries of a group see the same keys: they take the place of positions
+            one = scaled_dot_product_attention(q.view(1, groups, heads // groups, size), k[None], v[None])
+            return one.reshape(1, heads, size).to(source)
+        if groups != heads:
+            k, v = (x.repeat_interleave(heads // groups, dim=0) for x in (k, v))
+        whole = new == span.length
+        mask = None if whole else self.reading.mask(new, span.length)
+        context = scaled_dot_product_attention(
+            q.transpose(0, 1)[None], k[None], v[None], attn_mask=mask, is_causal=whole
+        )
+        return context[0].transpose(0, 1).to(source)

@@ -1,0 +1,228 @@
+"""Runners with a model: in one process, and over the ranks of a layout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megalith.distributed import comm, p2p
+from megalith.distributed.context import ParallelContext
+from megalith.errors import LayoutError, PeerError
+from megalith.models.gpt import GPT, Block
+from megalith.nn.loss import whole_logits
+from megalith.serve.cache import BlockCache, block_bytes
+from megalith.serve.runner import Batch, Piece
+
+BLOCK_SIZE = 16
+
+
+def local_groups(model: GPT) -> int:
+    """The key-value heads of each layer that are here."""
+    first = next(iter(model.decoder.layers.values()))
+    assert isinstance(first, Block)
+    return first.self_attention.num_groups
+
+
+def blocks_within(model: GPT, memory: int, block_size: int = BLOCK_SIZE) -> int:
+    """How many blocks fit into so many bytes."""
+    return memory // block_bytes(model.config, len(model.stage.layers), local_groups(model), block_size, model.dtype)
+
+
+def blocks_for(tokens: int, block_size: int = BLOCK_SIZE) -> int:
+    """How many blocks hold so many tokens of one sequence."""
+    return -(-tokens // block_size)
+
+
+class ModelRunner:
+    """A model, or the stage of it that is here, with its cache.
+
+    Args:
+        num_blocks: Of the cache; the same on all ranks.
+    """
+
+    def __init__(self, model: GPT, num_blocks: int, block_size: int = BLOCK_SIZE) -> None:
+        self.model = model.eval()
+        self.vocab_size, self.context_length = model.vocab_size, model.config.max_position_embeddings
+        self.num_blocks, self.block_size = num_blocks, block_size
+        self.cache = BlockCache(
+            len(model.stage.layers),
+            num_blocks,
+            block_size,
+            local_groups(model),
+            model.config.head_size,
+            dtype=model.dtype,
+            device=model.device,
+        )
+
+    def run(self, batch: Batch) -> Tensor:
+        return self.logits(self.read(batch), batch.pieces)
+
+    def read(self, batch: Batch, hidden_S1D: Tensor | None = None) -> Tensor:
+        """Hidden states of the new tokens behind what is here. -> [S, 1, D]."""
+        with torch.inference_mode():
+            tokens = [token for piece in batch.pieces for token in piece.tokens]
+            tokens_1S = torch.tensor([tokens], device=self.model.device)
+            return self.model.hidden_states(tokens_1S, hidden_SBD=hidden_S1D, cache=self.cache.read(batch))
+
+    def logits(self, hidden_S1D: Tensor, pieces: Sequence[Piece]) -> Tensor:
+        """The logits of the wanted tokens, [wanted, V]; only where the model predicts."""
+        with torch.inference_mode():
+            hidden = hidden_S1D.squeeze(1)
+            rows = wanted_rows(pieces)
+            if len(rows) < hidden.shape[0]:
+                hidden = hidden[rows]
+            return whole_logits(hidden, self.model.output_weight, self.model.region, self.model.vocab_size)
+
+    def ping(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def wanted_rows(pieces: Sequence[Piece]) -> list[int]:
+    """Of all new tokens in a row, those whose logits are wanted."""
+    rows: list[int] = []
+    end = 0
+    for piece in pieces:
+        end += len(piece.tokens)
+        rows += range(end - piece.wanted, end)
+    return rows
+
+
+# --- several ranks ---
+
+_FIRST_MESSAGE = 2048  # integers; the rest of a larger one follows
+_CLOSE, _PING, _RUN = range(3)
+
+
+def packed(batch: Batch) -> list[int]:
+    """A batch as integers."""
+    message = [len(batch.pieces), len(batch.copies)]
+    for copy in batch.copies:
+        message += copy
+    for piece in batch.pieces:
+        message += (len(piece.tokens), piece.start, len(piece.blocks), piece.wanted, *piece.tokens, *piece.blocks)
+    return message
+
+
+def unpacked(message: Sequence[int]) -> Batch:
+    """The inverse of `packed`."""
+    num_pieces, num_copies = message[:2]
+    at = 2 + 2 * num_copies
+    copies = [(message[i], message[i + 1]) for i in range(2, at, 2)]
+    pieces = []
+    for _ in range(num_pieces):
+        num_tokens, start, num_blocks, wanted = message[at : at + 4]
+        tokens = message[at + 4 : at + 4 + num_tokens]
+        at += 4 + num_tokens + num_blocks
+        pieces.append(Piece(tokens, start, message[at - num_blocks : at], wanted))
+    return Batch(pieces, copies)
+
+
+class RankRunner:
+    """A model over tensor-parallel ranks and pipeline stages. Rank 0 calls `run`, the others `follow`.
+
+    Rank 0 tells all others what to read; each stage sends its hidden states to the next one, and the last sends the
+    logits to rank 0.
+
+    Raises:
+        LayoutError: there are replicas of the model.
+    """
+
+    def __init__(self, model: GPT, context: ParallelContext, num_blocks: int, block_size: int = BLOCK_SIZE) -> None:
+        if context.world.size != context.tp.size * context.pp.size:
+            raise LayoutError(
+                f"{context.world.size} ranks are more than --tensor-model-parallel-size {context.tp.size} x "
+                f"--pipeline-model-parallel-size {context.pp.size}: start that many processes; each replica of a model "
+                "is served by a server of its own"
+            )
+        self._here = ModelRunner(model, num_blocks, block_size)
+        self._context = context
+        self.vocab_size, self.context_length = self._here.vocab_size, self._here.context_length
+        self.num_blocks, self.block_size = num_blocks, block_size
+        self._closed = False
+
+    def run(self, batch: Batch) -> Tensor:
+        self._tell(_RUN, packed(batch))
+        logits = self._guarded(batch)
+        assert logits is not None, "rank 0 is in the first stage"
+        return logits
+
+    def ping(self) -> None:
+        self._tell(_PING, [])
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._tell(_CLOSE, [])
+
+    def follow(self) -> None:
+        """Read what rank 0 says until it lets this rank go.
+
+        Raises:
+            PeerError: a rank is gone.
+        """
+        while True:
+            command, message = self._hear()
+            if command == _CLOSE:
+                return
+            if command == _RUN:
+                self._guarded(unpacked(message))
+
+    def _guarded(self, batch: Batch) -> Tensor | None:
+        try:
+            return self._run(batch)
+        except RuntimeError as error:
+            raise _gone(error) from error
+
+    def _run(self, batch: Batch) -> Tensor | None:
+        """This rank's part; the logits on rank 0."""
+        model, context = self._here.model, self._context
+        links, hidden = context.links, None
+        if not model.stage.embeds:
+            assert links is not None
+            shape = (sum(len(piece.tokens) for piece in batch.pieces), 1, model.config.hidden_size)
+            hidden = p2p.receive(links.from_previous, shape, model.dtype, context.device).wait()
+        hidden = self._here.read(batch, hidden)
+        if not model.stage.predicts:
+            assert links is not None
+            p2p.send(hidden, links.to_next).wait()
+            return self._receive_logits(batch)
+        logits = self._here.logits(hidden, batch.pieces)
+        if context.ends is not None and context.tp.is_first and logits.shape[0]:
+            comm.broadcast(logits.contiguous(), context.ends, source=1)
+        return logits
+
+    def _receive_logits(self, batch: Batch) -> Tensor | None:
+        context, wanted = self._context, sum(piece.wanted for piece in batch.pieces)
+        if context.ends is None or not context.tp.is_first:
+            return None
+        logits = torch.empty(wanted, self.vocab_size, dtype=self._here.model.dtype, device=context.device)
+        return comm.broadcast(logits, context.ends, source=1) if wanted else logits
+
+    def _tell(self, command: int, message: list[int]) -> None:
+        first = [command, len(message), *message[:_FIRST_MESSAGE]]
+        first += [0] * (2 + _FIRST_MESSAGE - len(first))
+        self._broadcast(torch.tensor(first, device=self._context.device))
+        if len(message) > _FIRST_MESSAGE:
+            self._broadcast(torch.tensor(message[_FIRST_MESSAGE:], device=self._context.device))
+
+    def _hear(self) -> tuple[int, list[int]]:
+        first = torch.empty(2 + _FIRST_MESSAGE, dtype=torch.int64, device=self._context.device)
+        command, length, *message = self._broadcast(first).tolist()
+        if length > _FIRST_MESSAGE:
+            message += self._broadcast(first.new_empty(length - _FIRST_MESSAGE)).tolist()
+        return command, message[:length]
+
+    def _broadcast(self, x: Tensor) -> Tensor:
+        try:
+            return comm.broadcast(x, self._context.world)
+        except RuntimeError as error:
+            raise _gone(error) from error
+
+
+def _gone(error: RuntimeError) -> PeerError:
+    return PeerError(f"a rank that shares the model does not answer: {error}")
