@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from megalith.assemble.huggingface import TOLERANCE, compare_logits
+from megalith.assemble.huggingface import TOLERANCE, Comparison, compare_logits
 from megalith.checkpoint.adapted import args_of
 from megalith.checkpoint.convert import Wanted, convert
 from megalith.checkpoint.huggingface_export import Export, Weights, export
@@ -24,6 +25,8 @@ from megalith.checkpoint.source import open_source
 from megalith.cli.main import main
 from megalith.errors import CheckpointError
 from megalith.nn.rope import LongContext
+
+from .goldens import Goldens
 
 transformers = pytest.importorskip("transformers", reason="the outside truth needs the hf extra (transformers)")
 
@@ -158,6 +161,18 @@ def test_stretched_frequencies(head_size: int) -> None:
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
     changed = ours != plain
     assert changed.any() and not changed.all()
+
+
+@pytest.mark.parametrize("case", ["gpt2_tp2_torch", "llama_pp2_torch_dist", "llama_bf16_torch_dist"])
+def test_checkpoints_of_megatron(golden: Goldens, tmp_path: Path, case: str) -> None:
+    """What the real Megatron trained computes the same in transformers."""
+    with tarfile.open(golden.path(f"pretrain/{case}/ckpt.tar.xz")) as archive:
+        archive.extractall(tmp_path / "ckpt", filter="data")
+    (tracker,) = (tmp_path / "ckpt").rglob("latest_checkpointed_iteration.txt")
+    found: list[Comparison] = []
+    made = export(tracker.parent, tmp_path / "out", Export(), check=lambda *model: found.append(compare_logits(*model)))
+    assert found[0].difference is not None and found[0].difference <= TOLERANCE
+    assert made.family.model_type == case.partition("_")[0]
 
 
 def test_another_model_is_refused(build: Build) -> None:
