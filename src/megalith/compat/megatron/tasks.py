@@ -130,7 +130,7 @@ def read_flags(argv: Sequence[str]) -> tuple[Request, Path | None, bool, list[st
         dtype="float16" if given.get("fp16") else "bfloat16" if given.get("bf16") else None,
         tokenizer=tokenizer_from(given),
         settings={name: given[name] for name in _OF_LAUNCH if name in given},
-        stated=_stated(given),
+        stated=stated_architecture(given),
     )
     problems += request.violations()
     if problems:
@@ -149,7 +149,8 @@ def tokenizer_from(given: Mapping[str, Any]) -> TokenizerConfig | None:
     return None if config.lacking else config
 
 
-def _stated(given: Mapping[str, Any]) -> dict[str, Any]:
+def stated_architecture(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What settings of a command line say of the architecture, for `contradictions`."""
     settings = all_settings()
     return {
         name: value

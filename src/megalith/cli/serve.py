@@ -1,0 +1,360 @@
+"""`megalith serve`, and behind `tools/run_text_generation_server.py`: a trained model behind HTTP."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib.util
+import os
+import signal
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from megalith.cli.checkpoint_ranks import ranks_of, saved_args, saved_model
+from megalith.cli.threads import keep_native_code_quiet, share_cores, wait_asleep
+from megalith.config import LaunchConfig, RunConfig, TokenizerConfig
+from megalith.config.environment import first_of_machine, read_launch
+from megalith.errors import ConfigError, MegalithError
+from megalith.serve.http.settings import Defaults, Limits, ServerSettings
+from megalith.train.streams import warn
+
+if TYPE_CHECKING:
+    from megalith.assemble.trained import Trained
+    from megalith.distributed.context import ParallelContext
+    from megalith.serve.engine import Engine
+    from megalith.serve.model_runner import ModelRunner, RankRunner
+
+_KEY_VARIABLE = "MEGALITH_API_KEY"
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; see megalith serve --help")
+
+
+def _server_parser() -> argparse.ArgumentParser:
+    """The flags about the server, which both command lines have."""
+    limits = Limits()
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    add = parser.add_argument_group("the server").add_argument
+    add("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
+    add("--port", type=int, default=5000, help="port to listen on; 0 takes a free one (default: 5000)")
+    add("--api-key-file", type=Path, metavar="FILE", help="keys that open the API, one a line")
+    add("--api-key", action="append", default=[], metavar="KEY", help="the same; other users see it in `ps`")
+    add("--allowed-host", action="append", default=[], metavar="NAME", help="another name of this server")
+    add("--allowed-origin", action="append", default=[], metavar="URL", help="a web page that may use the API")
+    add("--i-know-it-is-open", action="store_true", help="listen beyond this machine without a key")
+    add("--served-model-name", metavar="NAME", help="name in the API (default: that of the folder)")
+    add("--chat-template", type=Path, metavar="FILE", help="in Jinja; instead of that of the tokenizer")
+    add("--max-batch", type=int, metavar="N", help="sequences that are worked on at once (default: 64)")
+    add("--max-queue", type=int, default=limits.waiting, metavar="N", help="sequences that may wait (default: 256)")
+    add("--cache-mib", type=int, metavar="N", help="memory of keys and values on each rank (default: at most 2048)")
+    add("--max-body-bytes", type=int, default=limits.body_bytes, metavar="N", help="of one request (default: 4 MiB)")
+    add("--max-connections", type=int, default=limits.connections, metavar="N", help="at a time (default: 1024)")
+    add("--request-timeout", type=float, default=limits.request_seconds, metavar="S", help="seconds (default: 600)")
+    add("--drain-timeout", type=float, default=limits.drain_seconds, metavar="S", help="seconds (default: 30)")
+    add("--no-request-log", action="store_true", help="prompts of PUT /api are not printed")
+    return parser
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="megalith serve",
+        description="Serve a trained model: a page at /, OpenAI's API under /v1, Megatron's at PUT /api. Architecture "
+        "and tokenizer come from the checkpoint. Under torchrun several processes share the model (--tp, --pp).",
+        epilog="docs/serving.md says more.",
+        parents=[_server_parser()],
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("checkpoint", type=Path, help="what --save named, one iter_* folder in it, or a Hugging Face folder")
+    add("--iteration", type=int, metavar="N", help="which checkpoint; the newest sound one if absent")
+    add("--tp", "--tensor-model-parallel-size", type=int, default=1, metavar="N", help="processes that share layers")
+    add("--pp", "--pipeline-model-parallel-size", type=int, default=1, metavar="N", help="processes in a pipeline")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to compute")
+    add("--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights; that of the checkpoint if absent")
+    add("--tokenizer-type", metavar="TYPE", help="another tokenizer than that of the checkpoint")
+    add("--vocab-file", metavar="FILE", help="of another GPT2BPETokenizer")
+    add("--merge-file", metavar="FILE", help="of another GPT2BPETokenizer")
+    add("--tokenizer-model", metavar="DIR", help="of another HuggingFaceTokenizer")
+    return parser
+
+
+@dataclass(frozen=True)
+class _Launch:
+    """What is served, and how.
+
+    Attributes:
+        settings: of the launch and the layout, as of `megalith train`, by name.
+        stated: what the command line says of the architecture, by setting; must be what the checkpoint says.
+        seed: of the first request that names none; None: unpredictable.
+    """
+
+    checkpoint: Path
+    server: ServerSettings
+    iteration: int | None
+    dtype: str | None
+    tokenizer: TokenizerConfig | None
+    settings: Mapping[str, Any]
+    max_batch: int
+    cache_mib: int | None
+    chat_template: Path | None
+    defaults: Defaults = Defaults()
+    stated: Mapping[str, Any] = field(default_factory=dict)
+    seed: int | None = None
+    notes: tuple[str, ...] = ()
+
+
+def run(argv: Sequence[str]) -> int:
+    """Serve until a signal; 0 if it was asked to end, 1 if the model failed.
+
+    Raises:
+        ConfigError: the command line asks for what cannot be.
+        CheckpointError, DataError: the checkpoint or the tokenizer is missing or damaged.
+    """
+    from megalith.compat.megatron.tasks import tokenizer_from
+    from megalith.compat.megatron.text_generation import PROGRAM, help_text, read_flags
+
+    if argv and argv[0] == PROGRAM:
+        if {"-h", "--help"} & set(argv):
+            print(help_text() + _server_parser().format_help().partition("\n\n")[2], end="")
+            return 0
+        flags = read_flags(argv[1:], _server_parser())
+        return _serve(
+            _Launch(
+                checkpoint=flags.checkpoint,
+                server=_settings(flags.server, flags.checkpoint),
+                iteration=flags.iteration,
+                dtype=flags.dtype,
+                tokenizer=flags.tokenizer,
+                settings=flags.settings,
+                max_batch=flags.server.max_batch or flags.max_batch or 64,
+                cache_mib=flags.server.cache_mib,
+                chat_template=flags.server.chat_template,
+                defaults=flags.defaults,
+                stated=flags.stated,
+                seed=flags.seed,
+                notes=flags.notes,
+            )
+        )
+    options = _parser().parse_args(list(argv))
+    return _serve(
+        _Launch(
+            checkpoint=options.checkpoint,
+            server=_settings(options, options.checkpoint),
+            iteration=options.iteration,
+            dtype=options.dtype,
+            tokenizer=tokenizer_from(vars(options)),
+            settings={
+                "tensor_model_parallel_size": options.tp,
+                "pipeline_model_parallel_size": options.pp,
+                "device": options.device,
+            },
+            max_batch=options.max_batch or 64,
+            cache_mib=options.cache_mib,
+            chat_template=options.chat_template,
+        )
+    )
+
+
+def _settings(options: argparse.Namespace, checkpoint: Path) -> ServerSettings:
+    """How the server is reached.
+
+    Raises:
+        ConfigError: it cannot be, or would be open to all.
+    """
+    settings = ServerSettings(
+        host=options.host,
+        port=options.port,
+        model_name=options.served_model_name or checkpoint.resolve().name or "megalith",
+        api_keys=_keys(options),
+        allowed_hosts=tuple(options.allowed_host),
+        allowed_origins=tuple(origin.rstrip("/") for origin in options.allowed_origin),
+        open_to_all=options.i_know_it_is_open,
+        log_prompts=not options.no_request_log,
+        limits=Limits(
+            body_bytes=options.max_body_bytes,
+            connections=options.max_connections,
+            waiting=options.max_queue,
+            request_seconds=options.request_timeout,
+            drain_seconds=options.drain_timeout,
+        ),
+    )
+    wrong = settings.violations()
+    for flag, value in (("--max-batch", options.max_batch), ("--cache-mib", options.cache_mib)):
+        if value is not None and value < 1:
+            wrong.append(f"{flag} {value} is below 1")
+    if wrong:
+        raise ConfigError(wrong)
+    return settings
+
+
+def _keys(options: argparse.Namespace) -> tuple[str, ...]:
+    keys = [*options.api_key, *([os.environ[_KEY_VARIABLE]] if os.environ.get(_KEY_VARIABLE) else [])]
+    if options.api_key_file is not None:
+        try:
+            found = options.api_key_file.read_text(encoding="utf-8").split()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--api-key-file {options.api_key_file} cannot be read: {error}") from error
+        if not found:
+            raise ConfigError(f"--api-key-file {options.api_key_file} is empty; write one key a line into it")
+        keys += found
+    return tuple(dict.fromkeys(keys))
+
+
+def _serve(launch: _Launch) -> int:
+    first = first_of_machine(os.environ)
+    missing = [name for name in ("fastapi", "uvicorn") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"{' and '.join(missing)} are not installed: pip install 'megalith[serve]'")
+    place = read_launch(os.environ)
+    ranks = LaunchConfig(
+        launcher=place.get("MEGALITH_LAUNCHER", ""),
+        world_size=int(place.get("WORLD_SIZE", "1")),
+        local_world_size=int(place.get("LOCAL_WORLD_SIZE", place.get("WORLD_SIZE", "1"))),
+    )
+    wait_asleep()
+    keep_native_code_quiet(ranks)
+    threads = share_cores(ranks)
+    listener = None
+    try:
+        config = _configuration(launch)
+        if int(place.get("RANK", "0")) == 0:
+            from megalith.serve.http.server import bind
+
+            listener = bind(launch.server)
+    except MegalithError as error:
+        error.said = not first
+        raise
+    from megalith.assemble.ranks import join_ranks
+
+    with join_ranks(config) as context:
+        if context.rank == 0:
+            for note in [*([threads] if threads else []), *launch.notes]:
+                _say(f"note: {note}")
+        trained, engine, runner = _load(launch, context)
+        if engine is None:
+            for number in _STOP_SIGNALS:  # the first rank hears them too, and lets this one go
+                signal.signal(number, signal.SIG_IGN)
+            runner.follow()
+            return 0
+        assert listener is not None
+        return asyncio.run(_answer(launch, trained, engine, listener))
+
+
+def _configuration(launch: _Launch) -> RunConfig:
+    """The ranks of the server, checked against the model.
+
+    Raises:
+        CheckpointError: there is none.
+        ConfigError: the command line contradicts the checkpoint, or the model cannot be divided so.
+    """
+    from megalith.compat.megatron.tasks import contradictions
+
+    args = saved_args(launch.checkpoint, launch.iteration)
+    model = saved_model(launch.checkpoint, args)
+    if wrong := contradictions(launch.stated, args):
+        raise ConfigError(wrong)
+    return ranks_of(model, launch.settings)
+
+
+def _load(launch: _Launch, context: ParallelContext) -> tuple[Trained, Engine | None, Any]:
+    """The model, and on the first rank the engine."""
+    import torch
+
+    from megalith.assemble.trained import load_trained
+    from megalith.serve.engine import Engine
+    from megalith.serve.engine import Limits as EngineLimits
+    from megalith.serve.model_runner import ModelRunner, RankRunner
+
+    dtype = getattr(torch, launch.dtype) if launch.dtype else None
+    trained = load_trained(
+        launch.checkpoint, context.device, launch.iteration, launch.tokenizer, context=context, dtype=dtype
+    )
+    blocks = _num_blocks(launch, trained, context)
+    runner: ModelRunner | RankRunner
+    if context.world.size == 1:
+        runner = ModelRunner(trained.model, blocks)
+    else:
+        runner = RankRunner(trained.model, context, blocks)
+    if context.rank != 0:
+        return trained, None, runner
+    for note in trained.notes:
+        warn(f"WARNING: {note}")
+    limits = EngineLimits(running=launch.max_batch, waiting=launch.server.limits.waiting)
+    return trained, Engine(runner, trained.tokenizer, limits), runner
+
+
+def _num_blocks(launch: _Launch, trained: Trained, context: ParallelContext) -> int:
+    """Blocks of the cache, the same on all ranks: for all sequences at once if they fit, and at least for one."""
+    from megalith.serve.cache import block_bytes
+    from megalith.serve.model_runner import BLOCK_SIZE, blocks_for
+
+    model = trained.model.config
+    layers = -(-model.num_layers // context.pp.size)
+    groups = -(-model.query_groups // context.tp.size)
+    size = block_bytes(model, layers, groups, BLOCK_SIZE, trained.model.dtype)
+    one = blocks_for(model.max_position_embeddings)
+    if launch.cache_mib is None:
+        return max(one, min(launch.max_batch * one, (2048 << 20) // size))
+    held = (launch.cache_mib << 20) // size
+    if held < 1:
+        raise ConfigError(f"--cache-mib {launch.cache_mib} holds nothing; {-(-one * size >> 20)} hold one whole text")
+    return held
+
+
+async def _answer(launch: _Launch, trained: Trained, engine: Engine, listener: socket.socket) -> int:
+    """Serve with a loaded model; the exit code."""
+    from megalith.serve.http.app import build_app
+    from megalith.serve.http.chat_template import read_template, stop_ids_beside, template_beside
+    from megalith.serve.http.request_log import RequestLog
+    from megalith.serve.http.server import serve, url_of
+    from megalith.serve.http.service import Service
+    from megalith.serve.worker import Worker
+
+    tokenizer, given = trained.tokenizer, launch.chat_template
+    template = template_beside(tokenizer) if given is None else read_template(given, tokenizer)
+    worker = Worker(engine)
+    service = Service(
+        worker,
+        tokenizer,
+        engine.context_length,
+        launch.server,
+        RequestLog(_say, prompts=launch.server.log_prompts),
+        template=template,
+        stop_ids=stop_ids_beside(tokenizer),
+        first_seed=launch.seed,
+    )
+    app = build_app(service, launch.defaults)
+    for line in _greeting(launch, trained, url_of(listener)):
+        _say(line)
+    try:
+        fine = await serve(app, service, listener, failed=worker.failed, say=_say)
+    finally:
+        worker.close()
+    return 0 if fine else 1
+
+
+def _greeting(launch: _Launch, trained: Trained, url: str) -> list[str]:
+    model = trained.model.config
+    lines = [
+        f"{launch.server.model_name}: {model.num_layers} layers of {model.hidden_size}, context "
+        f"{model.max_position_embeddings}, iteration {trained.iteration} of {launch.checkpoint}",
+        f" * Running on {url}",
+        f"   page {url}/   OpenAI {url}/v1   Megatron PUT {url}/api",
+    ]
+    if launch.server.open_to_all and not launch.server.api_keys:
+        lines.append("WARNING: everyone who reaches this port may use it: there is no key")
+    elif not launch.server.api_keys:
+        lines.append("   for this machine only; --host and --api-key-file open it to others")
+    return lines
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()

@@ -1,0 +1,177 @@
+"""`tools/run_text_generation_server.py` under Megatron's flags: which of them a server uses, and which it needs not.
+
+Architecture and tokenizer are those of the checkpoint; what the command line says of the architecture is compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+from megalith.compat.megatron.tasks import stated_architecture, tokenizer_from
+from megalith.config import TokenizerConfig, all_settings
+from megalith.config.command_line import read_command_line
+from megalith.errors import ConfigError
+from megalith.serve.http.settings import Defaults
+
+PROGRAM = "tools/run_text_generation_server.py"
+
+_OF_LAUNCH = (
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "distributed_backend"),
+    *("distributed_timeout_minutes", "distributed_timeout_seconds_after_init", "debug_collectives", "device"),
+)
+_USED = (
+    *(*_OF_LAUNCH, "load", "pretrained_checkpoint", "ckpt_step", "fp16", "bf16", "seed", "use_checkpoint_args"),
+    *("tokenizer_type", "vocab_file", "merge_file", "tokenizer_model", "vocab_size", "no_load_optim", "no_load_rng"),
+)
+
+
+@dataclass(frozen=True)
+class ServerFlags:
+    """What a command line asks for.
+
+    Attributes:
+        server: flags about the server itself, as of `megalith serve`.
+        settings: of the launch and the layout, by name.
+        stated: what it says of the architecture, by setting.
+        seed: of the first request that names none; None: unpredictable.
+        notes: what has no effect.
+    """
+
+    checkpoint: Path
+    server: argparse.Namespace
+    defaults: Defaults
+    iteration: int | None = None
+    dtype: str | None = None
+    tokenizer: TokenizerConfig | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    stated: Mapping[str, Any] = field(default_factory=dict)
+    seed: int | None = None
+    max_batch: int | None = None
+    notes: tuple[str, ...] = ()
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; see {PROGRAM} --help")
+
+
+def _parser() -> _Parser:
+    parser = _Parser(
+        prog=PROGRAM,
+        allow_abbrev=False,
+        description="Megatron's text generation server: PUT /api on port 5000, and OpenAI's endpoints beside it. "
+        "Architecture and tokenizer come from the checkpoint of --load; other flags are those of pretrain_gpt.py. The "
+        "flags of `megalith serve` about keys, hosts and limits hold here too.",
+    )
+    add = parser.add_argument
+    add("--temperature", type=float, metavar="T", help="of requests that do not say it (1.0)")
+    add("--top_k", "--top-k", type=int, metavar="K", help="of requests that do not say it (0: all)")
+    add("--top_p", "--top-p", type=float, metavar="P", help="of requests that do not say it (0.0: all)")
+    add("--num-tokens-to-generate", type=int, metavar="N", help="of requests that do not say it (64)")
+    add("--out-seq-length", type=int, metavar="N", help="of prompt and answer together, of requests that do not say it")
+    add("--max-tokens-to-oom", type=int, metavar="N", help="prompts x length at most of one request (no limit)")
+    add("--max-batch-size", "--inference-max-requests", type=int, metavar="N", help="sequences worked on at once")
+    add("--return-log-probs", action="store_true", help="no effect: a request says it")
+    add("--prompts", nargs="+", metavar="TEXT", help="no effect: requests bring them")
+    add("--parsers", nargs="+", metavar="NAME", help="no effect")
+    return parser
+
+
+def read_flags(argv: Sequence[str], server_flags: argparse.ArgumentParser) -> ServerFlags:
+    """What a command line of the script asks for.
+
+    Args:
+        server_flags: reads the flags of `megalith serve` about the server itself.
+
+    Raises:
+        ConfigError: everything that is wrong with it.
+    """
+    options, rest = _parser().parse_known_args(list(argv))
+    server, others = server_flags.parse_known_args(rest)
+    reading = read_command_line(others)
+    given, problems = reading.values, list(reading.problems)
+    if reading.recipe:
+        problems.append(f"--config {reading.recipe}: a server reads no recipe; give the flags")
+    checkpoint = given.get("load") or given.get("pretrained_checkpoint")
+    if not checkpoint:
+        problems.append("--load is required (the folder of the checkpoint); Megatron would serve random weights")
+    if given.get("context_parallel_size", 1) > 1:
+        problems.append(
+            f"--context-parallel-size {given['context_parallel_size']}: a server divides weights, not sequences; use "
+            "--tensor-model-parallel-size"
+        )
+    if "nproc" in given:
+        problems.append(f"--nproc {given['nproc']}: start several processes with torchrun --nproc_per_node")
+    defaults = _defaults(options, problems)
+    if problems:
+        raise ConfigError(problems)
+    return ServerFlags(
+        checkpoint=Path(checkpoint or "."),
+        server=server,
+        defaults=defaults,
+        iteration=given.get("ckpt_step"),
+        dtype="float16" if given.get("fp16") else "bfloat16" if given.get("bf16") else None,
+        tokenizer=tokenizer_from(given),
+        settings={name: given[name] for name in _OF_LAUNCH if name in given},
+        stated=stated_architecture(given),
+        seed=given.get("seed"),
+        max_batch=options.max_batch_size,
+        notes=_notes(options, given, reading.notes, reading.nothing),
+    )
+
+
+def _defaults(options: argparse.Namespace, problems: list[str]) -> Defaults:
+    temperature = 1.0 if options.temperature is None else options.temperature
+    top_k, top_p = options.top_k or 0, options.top_p or 0.0
+    tokens = 64 if options.num_tokens_to_generate is None else options.num_tokens_to_generate
+    for holds, text in (
+        (0.0 < temperature <= 100.0, f"--temperature {temperature:g} is not above 0 and at most 100"),
+        (0 <= top_k <= 1000, f"--top_k {top_k} is not between 0 and 1000"),
+        (0.0 <= top_p <= 1.0, f"--top_p {top_p:g} is not between 0 and 1"),
+        (not (top_k and top_p), f"--top_k {top_k} and --top_p {top_p:g} cannot both be set"),
+        (tokens >= 1, f"--num-tokens-to-generate {tokens} is below 1"),
+        ((options.max_tokens_to_oom or 1) > 0, f"--max-tokens-to-oom {options.max_tokens_to_oom} is below 1"),
+        ((options.max_batch_size or 1) > 0, f"--max-batch-size {options.max_batch_size} is below 1"),
+        ((options.out_seq_length or 1) > 0, f"--out-seq-length {options.out_seq_length} is below 1"),
+    ):
+        if not holds:
+            problems.append(text)
+    return Defaults(
+        tokens_to_generate=tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        length=options.out_seq_length,
+        max_tokens=options.max_tokens_to_oom,
+    )
+
+
+def _notes(
+    options: argparse.Namespace,
+    given: Mapping[str, Any],
+    said: Sequence[str],
+    nothing: Mapping[str, Sequence[str]],
+) -> tuple[str, ...]:
+    settings = all_settings()
+    idle = [
+        settings[name].positive_flag
+        for name in given
+        if name not in _USED and settings[name].group not in ("launch", "model")
+    ]
+    idle += [flag for flags in nothing.values() for flag in flags if flag not in idle]
+    idle += [
+        f"--{name.replace('_', '-')}" for name in ("return_log_probs", "prompts", "parsers") if vars(options)[name]
+    ]
+    notes = list(said)
+    if idle:
+        notes.append(f"without effect on a server: {', '.join(dict.fromkeys(idle))}")
+    return tuple(notes)
+
+
+def help_text() -> str:
+    """What --help prints."""
+    return _parser().format_help()

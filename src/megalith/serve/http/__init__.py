@@ -1,0 +1,1 @@
+"""The HTTP side of the server: Megatron's `PUT /api`, OpenAI's endpoints and the page. Needs the `serve` extra."""

@@ -1,0 +1,276 @@
+"""The endpoints, behind the guard."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from importlib.resources import files
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+
+from megalith import __version__
+from megalith.errors import MegalithError
+from megalith.serve.http import megatron_api, openai_chat, openai_completions
+from megalith.serve.http.errors import ApiError
+from megalith.serve.http.guard import App, Guard
+from megalith.serve.http.schemas import ChatRequest, CompletionRequest, validated
+from megalith.serve.http.service import Service
+from megalith.serve.http.settings import Defaults
+from megalith.serve.http.stream import EventStream, disconnected, merged
+from megalith.serve.http.strict_json import BadJson, printable, read_json
+
+_PAGE_POLICY = (
+    "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; object-src 'none'; "
+    "require-trusted-types-for 'script'"
+)
+_PAGE = {
+    "/": ("page.html", "text/html"),
+    "/page.js": ("page.js", "text/javascript"),
+    "/page.css": ("page.css", "text/css"),
+}
+
+
+def build_app(service: Service, defaults: Defaults | None = None) -> App:
+    """Everything that the server answers, as one ASGI application.
+
+    Args:
+        service: the model.
+        defaults: of requests of `PUT /api`.
+    """
+    api = FastAPI(title="Megalith", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
+    api.add_exception_handler(ApiError, _refused)
+    api.add_exception_handler(HTTPException, _not_routed)
+    api.add_exception_handler(MegalithError, _failed)
+    api.add_exception_handler(Exception, _broken)
+    _add_megatron(api, service, defaults or Defaults())
+    _add_openai(api, service)
+    _add_status(api, service)
+    _add_page(api)
+    _add_description(api)
+
+    def served(method: str, path: str, status: int, client: str, seconds: float) -> None:
+        service.metrics.served(method, path, status, seconds)
+        service.log.access(method, path, status, client, seconds)
+
+    return Guard(api, service.settings, lambda: service.draining, served)
+
+
+def _add_megatron(api: FastAPI, service: Service, defaults: Defaults) -> None:
+    @api.put("/api", summary="Megatron's text generation", openapi_extra=_body(_megatron_schema()), responses=_ERRORS)
+    async def generate(request: Request) -> Response:
+        found = await _json(request)
+        asked = megatron_api.read(found, defaults)
+        if not asked.no_log:
+            service.log.megatron_request(request.client.host if request.client else "-", found)
+        return _Json(await megatron_api.answer(service, asked, defaults, disconnected(request.receive)))
+
+
+def _add_openai(api: FastAPI, service: Service) -> None:
+    async def complete(request: Request) -> Response:
+        body = validated(CompletionRequest, await _json(request))
+        _check_model(service, body.model)
+        _check_stream(body.stream, body.stream_options)
+        made = await openai_completions.plan(service, body)
+        if not body.stream:
+            return _Json(await openai_completions.whole(service, made, disconnected(request.receive)))
+        answers = await openai_completions.submit_all(service, made.requests)
+        return EventStream(service, openai_completions.pieces(service, made, merged(service, answers)), answers)
+
+    async def chat(request: Request) -> Response:
+        body = validated(ChatRequest, await _json(request))
+        _check_model(service, body.model)
+        _check_stream(body.stream, body.stream_options)
+        made = await openai_chat.plan(service, body)
+        if not body.stream:
+            return _Json(await openai_chat.whole(service, made, disconnected(request.receive)))
+        answers = [await service.submit(made.request)]
+        return EventStream(service, openai_chat.pieces(service, made, merged(service, answers)), answers)
+
+    for path, endpoint, kind in (
+        ("/completions", complete, CompletionRequest),
+        ("/chat/completions", chat, ChatRequest),
+    ):
+        extra = _body(kind.model_json_schema(ref_template="#/components/schemas/{model}"))
+        api.add_api_route(f"/v1{path}", endpoint, methods=["POST"], openapi_extra=extra, responses=_ERRORS)
+        api.add_api_route(path, endpoint, methods=["POST"], include_in_schema=False)
+
+    model = {
+        "id": service.settings.model_name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "megalith",
+        "max_model_len": service.context_length,
+        "chat_template": service.template is not None,
+    }
+
+    @api.get("/v1/models", responses=_ERRORS)
+    async def models() -> Response:
+        return _Json({"object": "list", "data": [model]})
+
+    @api.get("/v1/models/{name:path}", responses=_ERRORS)
+    async def one_model(name: str) -> Response:
+        _check_model(service, name)
+        return _Json(model)
+
+
+def _add_status(api: FastAPI, service: Service) -> None:
+    async def health() -> Response:
+        ready = service.failure is None and not service.draining
+        state = "ok" if ready else "failed" if service.failure is not None else "stopping"
+        found = {"status": state, "service": "Megalith", "ready": ready}
+        return _Json(found, status_code=200 if ready else 503)
+
+    api.add_api_route("/health", health, methods=["GET"], responses={503: {"description": "not ready"}})
+    api.add_api_route("/v1/health", health, methods=["GET"], include_in_schema=False)
+
+    @api.get("/metrics", response_class=PlainTextResponse, responses=_ERRORS)
+    async def metrics() -> Response:
+        text = service.metrics.text(service.worker.stats())
+        return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
+
+
+def _add_page(api: FastAPI) -> None:
+    folder = files("megalith.serve.http") / "page"
+    for path, (name, kind) in _PAGE.items():
+        content = (folder / name).read_bytes()
+        api.add_api_route(path, _static(content, kind), methods=["GET"], include_in_schema=False)
+
+    @api.get("/favicon.ico", include_in_schema=False)
+    async def no_icon() -> Response:
+        return Response(status_code=204)
+
+
+def _static(content: bytes, kind: str) -> Callable[[], Awaitable[Response]]:
+    async def page() -> Response:
+        headers = {"content-security-policy": _PAGE_POLICY, "x-frame-options": "DENY"}
+        return Response(content, media_type=kind, headers=headers)
+
+    return page
+
+
+def _add_description(api: FastAPI) -> None:
+    described = api.openapi()
+    schemas = described.setdefault("components", {}).setdefault("schemas", {})
+    for kind in (CompletionRequest, ChatRequest):
+        schemas |= kind.model_json_schema(ref_template="#/components/schemas/{model}").get("$defs", {})
+
+    @api.get("/openapi.json", include_in_schema=False)
+    async def description() -> Response:
+        return _Json(described)
+
+
+class _Json(JSONResponse):
+    """ASCII with sorted keys, as Megatron's were."""
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(content, sort_keys=True, separators=(",", ":")).encode("ascii")
+
+
+async def _json(request: Request) -> Any:
+    """What the body says; a large one is read in a thread.
+
+    Raises:
+        ApiError: 400, it is no JSON.
+    """
+    body = await request.body()
+    try:
+        return read_json(body) if len(body) < 65536 else await asyncio.to_thread(read_json, body)
+    except BadJson as error:
+        raise ApiError(400, str(error), error.field or "body", "invalid_json") from None
+
+
+def _check_model(service: Service, name: str | None) -> None:
+    served = service.settings.model_name
+    if name is not None and name != served:
+        said = f"model: there is no {printable(name)}; this server has {served}"
+        raise ApiError(404, said, "model", "model_not_found")
+
+
+def _check_stream(stream: bool | None, options: BaseModel | None) -> None:
+    if options is not None and not stream:
+        raise ApiError(400, "stream_options: needs stream: true", "stream_options", "invalid_value")
+
+
+def _response(error: ApiError) -> Response:
+    return Response(error.content, error.status, error.headers, "application/json")
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return _response(error)
+
+
+async def _not_routed(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    shown = f"{request.method} {printable(request.url.path)}"
+    said = f"there is no {shown} here" if error.status_code == 404 else f"{shown}: {error.detail}"
+    return _response(ApiError(error.status_code, said, None, None, error.headers))
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    return _response(ApiError(503, printable(str(error), 500)))
+
+
+async def _broken(request: Request, error: Exception) -> Response:
+    return _response(ApiError(500, "an error of the server; its console says more"))
+
+
+_ERROR_SCHEMA = {
+    "type": "object",
+    "required": ["error", "message"],
+    "properties": {
+        "message": {"type": "string"},
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        },
+    },
+}
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    "4XX": {"description": "refused", "content": {"application/json": {"schema": _ERROR_SCHEMA}}},
+    "5XX": {"description": "the server is at fault", "content": {"application/json": {"schema": _ERROR_SCHEMA}}},
+}
+
+
+def _body(schema: dict[str, Any]) -> dict[str, Any]:
+    described = {name: value for name, value in schema.items() if name != "$defs"}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": described}}}}
+
+
+def _megatron_schema() -> dict[str, Any]:
+    flag, natural = {"type": "boolean"}, {"type": "integer", "minimum": 0}
+    fraction = {"type": "number", "minimum": 0.0, "maximum": 1.0}
+    return {
+        "type": "object",
+        "required": ["prompts"],
+        "properties": {
+            "prompts": {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": 128},
+            "tokens_to_generate": {**natural, "default": 64},
+            "logprobs": flag,
+            "temperature": {"type": "number", "exclusiveMinimum": 0.0, "maximum": 100.0},
+            "top_k": {**natural, "maximum": 1000},
+            "top_p": fraction,
+            "top_p_decay": fraction,
+            "top_p_bound": fraction,
+            "add_BOS": flag,
+            "stop_on_double_eol": flag,
+            "stop_on_eol": flag,
+            "prevent_newline_after_colon": flag,
+            "random_seed": natural,
+            "no_log": flag,
+            "beam_width": {"type": "integer", "minimum": 1, "maximum": 128},
+            "stop_token": natural,
+            "length_penalty": {"type": "number"},
+        },
+    }

@@ -1,0 +1,137 @@
+"""From the messages of a dialogue to one text, by the template that came with the tokenizer.
+
+A template is a program in Jinja: it runs in the sandbox of Jinja, without files, network or attributes of Python.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+from jinja2 import TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from megalith.errors import DataError
+from megalith.tokenizers import Tokenizer
+
+_CONFIG, _TEMPLATE, _GENERATION = "tokenizer_config.json", "chat_template.jinja", "generation_config.json"
+
+
+class BadDialogue(ValueError):
+    """The template refuses these messages."""
+
+
+class ChatTemplate:
+    """A template.
+
+    Args:
+        source: in Jinja.
+        variables: such as bos_token.
+
+    Raises:
+        DataError: it is no template.
+    """
+
+    def __init__(self, source: str, variables: Mapping[str, str] | None = None) -> None:
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=_EXTENSIONS)
+        environment.filters["tojson"] = _tojson
+        environment.globals |= {"raise_exception": _refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
+        try:
+            self._template = environment.from_string(source)
+        except TemplateError as error:
+            raise DataError(f"the chat template is damaged: {error}") from error
+        self._variables = dict(variables or {})
+
+    def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
+        """The text that the model goes on from.
+
+        Raises:
+            BadDialogue: the template does not take these messages.
+        """
+        given = {"tools": None, "documents": None, "add_generation_prompt": True, **self._variables, **variables}
+        try:
+            return self._template.render({**given, "messages": messages})
+        except BadDialogue:
+            raise
+        except Exception as error:  # a program of others: whatever it meets, the messages are not for it
+            raise BadDialogue(f"{type(error).__name__}: {error}") from error
+
+
+_EXTENSIONS = ("jinja2.ext.loopcontrols",)
+
+
+def template_beside(tokenizer: Tokenizer) -> ChatTemplate | None:
+    """The template in the folder of a tokenizer, None if it has none.
+
+    Raises:
+        DataError: it is damaged.
+    """
+    folder = _folder(tokenizer)
+    if folder is None:
+        return None
+    config = _object(folder / _CONFIG)
+    source = config.get("chat_template")
+    if (folder / _TEMPLATE).is_file():
+        source = (folder / _TEMPLATE).read_text(encoding="utf-8")
+    if isinstance(source, list):  # several, by name
+        named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
+        source = named.get("default")
+    return ChatTemplate(source, _special_tokens(config)) if isinstance(source, str) else None
+
+
+def stop_ids_beside(tokenizer: Tokenizer) -> tuple[int, ...] | None:
+    """The ids that end an answer where the model's folder names several, as for models that chat; None otherwise."""
+    folder = _folder(tokenizer)
+    ends = _object(folder / _GENERATION).get("eos_token_id") if folder else None
+    if not isinstance(ends, list) or not all(isinstance(end, int) and 0 <= end < tokenizer.vocab_size for end in ends):
+        return None
+    return tuple(dict.fromkeys([tokenizer.eod, *ends]))
+
+
+def read_template(path: Path, tokenizer: Tokenizer) -> ChatTemplate:
+    """The template of a file, with the special tokens of the tokenizer.
+
+    Raises:
+        DataError: there is none.
+    """
+    try:
+        source = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"--chat-template {path} cannot be read: {error}") from error
+    folder = _folder(tokenizer)
+    return ChatTemplate(source, _special_tokens(_object(folder / _CONFIG)) if folder else None)
+
+
+def _folder(tokenizer: Tokenizer) -> Path | None:
+    return next((path.parent for path in tokenizer.files().values()), None)
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    found = {}
+    for name, token in config.items():
+        token = token.get("content") if isinstance(token, dict) else token
+        if name.endswith("_token") and isinstance(token, str):
+            found[name] = token
+    return found
+
+
+def _object(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} is damaged: {error}") from error
+    return found if isinstance(found, dict) else {}
+
+
+def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None) -> str:
+    """As transformers', which the templates are written for: without the escapes of HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+
+
+def _refuse(message: str) -> NoReturn:
+    raise BadDialogue(message)

@@ -1,0 +1,230 @@
+"""The gate in front of every endpoint: who asks, from where, how much, and for how long.
+
+One ASGI middleware without FastAPI. It refuses before a body is read where it can, reads a body within its bounds of
+size and time, and hands it on whole. Against web pages of others (CSRF, DNS rebinding): the Host must be a name of
+this server, a foreign Origin is refused, bodies must be declared as JSON, and no answer allows another origin.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import socket
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+from urllib.parse import urlsplit
+
+from megalith.serve.http.errors import ApiError
+from megalith.serve.http.settings import ServerSettings, ip_address, is_loopback
+from megalith.serve.http.strict_json import printable
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
+
+OPEN_PATHS = frozenset({"/", "/page.js", "/page.css", "/favicon.ico", "/health", "/v1/health"})
+"""What needs no key: the page is empty without one, and a health check has none."""
+
+_WITH_BODY = ("POST", "PUT", "PATCH")
+_SAME_SITE = (b"same-origin", b"none")
+_ALWAYS = (
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cache-control", b"no-store"),
+)
+
+
+class Guard:
+    """Lets through what may pass.
+
+    Args:
+        app: what is behind the gate.
+        settings: whom it lets in.
+        draining: whether the server takes no new work any more.
+        served: told (method, path, status, client, seconds) at the end of each request.
+    """
+
+    def __init__(
+        self,
+        app: App,
+        settings: ServerSettings,
+        draining: Callable[[], bool] = lambda: False,
+        served: Callable[[str, str, int, str, float], None] = lambda *_: None,
+    ) -> None:
+        self._app, self._settings, self._draining, self._served = app, settings, draining, served
+        self._keys = [_digest(key.encode()) for key in settings.api_keys]
+        names = {"localhost", *settings.allowed_hosts}
+        if not is_loopback(settings.host):
+            names |= {settings.host, socket.gethostname(), socket.getfqdn()}
+        self._names = {name.lower() for name in names}
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            if scope["type"] == "lifespan":
+                await self._app(scope, receive, send)
+            return
+        began, status = time.monotonic(), 500
+
+        async def watched_send(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message.get("headers", ()), *_ALWAYS]
+            await send(message)
+
+        try:
+            await self._guarded(scope, receive, watched_send)
+        except ApiError as error:
+            await _answer(error, watched_send)
+        finally:
+            client = (scope.get("client") or ("-",))[0]
+            self._served(scope["method"], scope["path"], status, client, time.monotonic() - began)
+
+    async def _guarded(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        headers = self._headers(scope)
+        self._check_place(scope, headers)
+        self._check_key(scope, headers)
+        if scope["method"] in _WITH_BODY:
+            if self._draining():
+                raise ApiError(503, "the server is stopping; ask another one", headers={"connection": "close"})
+            self._check_type(headers)
+            body = await self._read(headers, receive)
+            receive = _replay(body, receive)
+        await self._app(scope, receive, send)
+
+    def _headers(self, scope: MutableMapping[str, Any]) -> dict[bytes, bytes]:
+        """The headers by name.
+
+        Raises:
+            ApiError: they are too many or too long, or one that decides something is there twice.
+        """
+        raw, limits = scope["headers"], self._settings.limits
+        if len(raw) > limits.headers or sum(len(name) + len(value) for name, value in raw) > limits.header_bytes:
+            raise _closing(431, f"more than {limits.headers} headers, or {limits.header_bytes} bytes of them")
+        found: dict[bytes, bytes] = {}
+        for name, value in raw:
+            if name in found and name in (b"host", b"origin", b"authorization", b"content-length", b"content-type"):
+                raise ApiError(400, f"the header {name.decode()} is there twice", name.decode())
+            found[name] = value
+        return found
+
+    def _check_place(self, scope: MutableMapping[str, Any], headers: dict[bytes, bytes]) -> None:
+        host = headers.get(b"host", b"").decode("latin-1")
+        # A key is nothing that a page of another site has: with one, a proxy may call the server by any name.
+        if not self._settings.api_keys and not self._is_own(host):
+            raise ApiError(
+                403,
+                f"the Host {printable(host)} is no name of this server; start it with --allowed-host NAME to let it be",
+                "host",
+                "host_not_allowed",
+            )
+        origin = headers.get(b"origin")
+        if origin is not None and not self._is_same(origin.decode("latin-1"), host):
+            shown = printable(origin.decode("latin-1"))
+            raise ApiError(
+                403, f"the Origin {shown} is another site; --allowed-origin lets it in", "origin", "origin_not_allowed"
+            )
+        site = headers.get(b"sec-fetch-site")
+        if origin is None and scope["method"] != "GET" and site is not None and site not in _SAME_SITE:
+            raise ApiError(403, "a page of another site asked", "sec-fetch-site", "origin_not_allowed")
+
+    def _is_own(self, host: str) -> bool:
+        try:
+            parts = urlsplit(f"//{host}")
+            name, _ = (parts.hostname or "").rstrip("."), parts.port
+        except ValueError:
+            return False
+        if parts.path or parts.query or parts.fragment or parts.username is not None:
+            return False
+        if name in self._names:
+            return True
+        address = ip_address(name)
+        # A rebound name is never an address, so an address is safe where others may reach the server at all.
+        return address is not None and (address.is_loopback or not is_loopback(self._settings.host))
+
+    def _is_same(self, origin: str, host: str) -> bool:
+        if origin in self._settings.allowed_origins:
+            return True
+        scheme, _, place = origin.partition("://")
+        return scheme in ("http", "https") and place.lower() == host.lower() and bool(place)
+
+    def _check_key(self, scope: MutableMapping[str, Any], headers: dict[bytes, bytes]) -> None:
+        if not self._keys or scope["path"] in OPEN_PATHS:
+            return
+        scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+        given = _digest(key.strip())
+        # All keys are compared, each in constant time, so that the time tells nothing.
+        matches = [hmac.compare_digest(given, known) for known in self._keys]
+        if scheme.lower() != b"bearer" or not any(matches):
+            said = "a wrong key was given" if key else "a key is needed"
+            raise ApiError(
+                401,
+                f"{said}: send the header `Authorization: Bearer KEY`",
+                "authorization",
+                "invalid_api_key",
+                {"www-authenticate": "Bearer"},
+            )
+
+    def _check_type(self, headers: dict[bytes, bytes]) -> None:
+        kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
+        if kind != b"application/json":
+            shown = printable(kind.decode("latin-1")) or "nothing"
+            raise _closing(415, f"Content-Type is {shown}; send application/json", "content-type")
+        if headers.get(b"content-encoding", b"identity").lower() != b"identity":
+            raise _closing(415, "Content-Encoding is not supported; send the JSON as it is", "content-encoding")
+
+    async def _read(self, headers: dict[bytes, bytes], receive: Receive) -> bytes:
+        """The body, within its bounds.
+
+        Raises:
+            ApiError: it is too long or too slow.
+        """
+        limit, deadline = self._settings.limits.body_bytes, time.monotonic() + self._settings.limits.body_seconds
+        too_long = _closing(413, f"the body is longer than {limit} bytes, the limit of --max-body-bytes")
+        length = headers.get(b"content-length", b"0")
+        if not length.isdigit() or len(length) > 18 or int(length) > limit:
+            raise too_long
+        body = bytearray()
+        while True:
+            try:
+                message = await asyncio.wait_for(receive(), max(0.001, deadline - time.monotonic()))
+            except asyncio.TimeoutError:
+                raise _closing(408, f"the body took longer than {self._settings.limits.body_seconds:g} s") from None
+            if message["type"] == "http.disconnect":
+                raise _closing(400, "the client left before the end of its body")
+            body += message.get("body", b"")
+            if len(body) > limit:
+                raise too_long
+            if not message.get("more_body", False):
+                return bytes(body)
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """A `receive` that gives the body that was read, and then what the connection has to say."""
+    pending = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def replayed() -> Message:
+        return pending.pop() if pending else await receive()
+
+    return replayed
+
+
+def _closing(status: int, message: str, field: str | None = None) -> ApiError:
+    """An error after which the connection ends: what is left of the request is not read."""
+    return ApiError(status, message, field, headers={"connection": "close"})
+
+
+def _digest(key: bytes) -> bytes:
+    """Of one length for all keys, so that comparing them does not tell their lengths."""
+    return hashlib.sha256(key).digest()
+
+
+async def _answer(error: ApiError, send: Send) -> None:
+    content = error.content
+    headers = {"content-type": "application/json", "content-length": str(len(content)), **error.headers}
+    raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": error.status, "headers": raw})
+    await send({"type": "http.response.body", "body": content})

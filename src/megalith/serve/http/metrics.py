@@ -1,0 +1,80 @@
+"""Counters in Prometheus' text format, version 0.0.4."""
+
+from __future__ import annotations
+
+import bisect
+from collections import defaultdict
+from collections.abc import Iterator
+
+from megalith.serve.engine import Stats
+
+_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+_PATHS = frozenset(
+    {"/", "/api", "/health", "/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions", "/openapi.json"}
+)
+"""Only these become labels: a client that makes paths up must not fill the memory."""
+
+
+class Histogram:
+    """How many values lie at or below each bound."""
+
+    def __init__(self, bounds: tuple[float, ...] = _SECONDS) -> None:
+        self._bounds, self._counts, self._sum = bounds, [0] * (len(bounds) + 1), 0.0
+
+    def add(self, value: float) -> None:
+        """Count a value."""
+        self._counts[bisect.bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def lines(self, name: str) -> Iterator[str]:
+        """Its lines in the text format."""
+        yield f"# TYPE {name} histogram"
+        below = 0
+        for bound, count in zip((*map(str, self._bounds), "+Inf"), self._counts, strict=True):
+            below += count
+            yield f'{name}_bucket{{le="{bound}"}} {below}'
+        yield f"{name}_sum {self._sum:.6f}"
+        yield f"{name}_count {below}"
+
+
+class Metrics:
+    """What the server has done. Used from the event loop only."""
+
+    def __init__(self) -> None:
+        self.requests: defaultdict[tuple[str, str, int], int] = defaultdict(int)
+        self.finished: defaultdict[str, int] = defaultdict(int)
+        self.disconnects = 0
+        self.active = 0
+        self.seconds, self.first_token = Histogram(), Histogram()
+
+    def served(self, method: str, path: str, status: int, seconds: float) -> None:
+        """Count a request of HTTP."""
+        known = path if path in _PATHS else "other"
+        self.requests[method if len(method) < 8 else "other", known, status] += 1
+        self.seconds.add(seconds)
+
+    def text(self, stats: Stats) -> str:
+        """The page at /metrics."""
+        lines = ["# TYPE megalith_http_requests_total counter"]
+        for (method, path, status), count in sorted(self.requests.items()):
+            labels = f'method="{method}",path="{path}",status="{status}"'
+            lines.append(f"megalith_http_requests_total{{{labels}}} {count}")
+        lines.append("# TYPE megalith_samples_finished_total counter")
+        for reason, count in sorted(self.finished.items()):
+            lines.append(f'megalith_samples_finished_total{{reason="{reason}"}} {count}')
+        for name, kind, value in (
+            ("client_disconnects_total", "counter", self.disconnects),
+            ("answers_active", "gauge", self.active),
+            ("sequences_waiting", "gauge", stats.waiting),
+            ("sequences_running", "gauge", stats.running),
+            ("cache_blocks_used", "gauge", stats.blocks_used),
+            ("cache_blocks", "gauge", stats.blocks),
+            ("prompt_tokens_total", "counter", stats.prompt_tokens),
+            ("generated_tokens_total", "counter", stats.generated_tokens),
+            ("reused_tokens_total", "counter", stats.reused_tokens),
+            ("preemptions_total", "counter", stats.preemptions),
+        ):
+            lines += [f"# TYPE megalith_{name} {kind}", f"megalith_{name} {value}"]
+        lines += self.seconds.lines("megalith_http_request_seconds")
+        lines += self.first_token.lines("megalith_time_to_first_token_seconds")
+        return "\n".join(lines) + "\n"

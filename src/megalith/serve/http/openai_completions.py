@@ -1,0 +1,259 @@
+"""OpenAI's `/v1/completions`: from its request to the engine's, and from events to its answers."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megalith.serve.http.errors import ApiError
+from megalith.serve.http.schemas import CompletionRequest
+from megalith.serve.http.service import Answer, Collected, Sample, Service, request_violation
+from megalith.serve.http.shared_fields import sampling_of, stop_ids_of, token_texts
+from megalith.serve.request import Finished, Request, Scores, Token, Top
+
+_DEFAULT_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """A request, understood.
+
+    Attributes:
+        texts: of the prompts, as they are echoed.
+    """
+
+    body: CompletionRequest
+    requests: list[Request]
+    texts: list[str]
+    head: dict[str, Any]
+
+    @property
+    def n(self) -> int:
+        return self.body.n or 1
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(len(request.prompt) for request in self.requests)
+
+
+async def plan(service: Service, body: CompletionRequest) -> _Plan:
+    """Understand a request.
+
+    Raises:
+        ApiError: 400, names the field.
+    """
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise ApiError(400, f"best_of: {body.best_of} is not n, and only then supported", "best_of", "invalid_value")
+    new_tokens = _DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
+    if new_tokens == 0 and not body.echo:
+        raise ApiError(400, "max_tokens: 0 needs echo: true, which scores the prompt", "max_tokens", "invalid_value")
+    prompts = [await _prompt(service, given) for given in _prompts(body)]
+    for ids, _ in prompts:
+        room = max(1, service.context_length - len(ids)) if body.max_tokens is None else new_tokens
+        request_violation(service, ids, min(new_tokens, room), "prompt", "max_tokens")
+    sampling, stop_ids = sampling_of(body, service.tokenizer.vocab_size), stop_ids_of(body, service)
+    requests = [
+        Request(
+            prompt=ids,
+            max_new_tokens=min(new_tokens, service.context_length - len(ids)),
+            sampling=sampling,
+            seed=service.next_seed() if body.seed is None else body.seed,
+            n=body.n or 1,
+            stop_ids=stop_ids,
+            stop_texts=body.stops,
+            logprobs=body.logprobs,
+            prompt_logprobs=bool(body.echo and body.logprobs is not None) or new_tokens == 0,
+        )
+        for ids, _ in prompts
+    ]
+    head = {
+        "id": f"cmpl-{uuid.uuid4().hex}",
+        "object": "text_completion",
+        "created": int(time.time()),
+        "model": service.settings.model_name,
+    }
+    return _Plan(body, requests, [text for _, text in prompts], head)
+
+
+def _prompts(body: CompletionRequest) -> list[Any]:
+    """The prompts, each a text or ids."""
+    prompt: Any = body.prompt
+    if isinstance(prompt, str) or isinstance(prompt[0], int):
+        return [prompt]
+    return list(prompt)
+
+
+async def _prompt(service: Service, given: Any) -> tuple[tuple[int, ...], str]:
+    """Its ids and its text.
+
+    Raises:
+        ApiError: 400, it has no tokens or an id that there is not.
+    """
+    if isinstance(given, str):
+        ids = await service.encode(given, "prompt")
+        if not ids:
+            raise ApiError(400, "prompt: has no tokens", "prompt", "invalid_value")
+        return ids, given
+    outside = next((number for number in given if number >= service.tokenizer.vocab_size), None)
+    if outside is not None:
+        rule = f"prompt: id {outside} is not below the vocabulary size {service.tokenizer.vocab_size}"
+        raise ApiError(400, rule, "prompt", "invalid_value")
+    return tuple(given), service.tokenizer.decode(given)
+
+
+async def whole(service: Service, made: _Plan, gone: Awaitable[None]) -> dict[str, Any]:
+    """The answer in one piece."""
+    answers = await submit_all(service, made.requests)
+    found = await service.collect(answers, gone)
+    choices = [
+        _choice(service, made, number, position, sample, collected)
+        for number, collected in enumerate(found)
+        for position, sample in enumerate(_samples(collected, made.n))
+    ]
+    completion = sum(len(sample.ids) for collected in found for sample in collected.samples)
+    return {**made.head, "choices": choices, "usage": usage(made.prompt_tokens, completion)}
+
+
+async def submit_all(
+    service: Service, requests: Sequence[Request], field_of: Callable[[str], str] = str
+) -> list[Answer]:
+    """Hand several requests to the engine: all of them, or none.
+
+    Raises:
+        ApiError: one of them was refused.
+    """
+    answers: list[Answer] = []
+    try:
+        for request in requests:
+            answers.append(await service.submit(request, field_of))
+    except BaseException:
+        service.release(answers)
+        raise
+    return answers
+
+
+def _samples(collected: Collected, n: int) -> list[Sample]:
+    return collected.samples + [Sample(finished=Finished("length")) for _ in range(n - len(collected.samples))]
+
+
+def _choice(
+    service: Service, made: _Plan, number: int, position: int, sample: Sample, collected: Collected
+) -> dict[str, Any]:
+    text = "".join(sample.texts)
+    logprobs = None
+    if made.body.logprobs is not None:
+        table = _Table(service, made.body.logprobs)
+        if made.body.echo and collected.scores is not None:
+            table.add_prompt(made.requests[number].prompt, collected.scores)
+        table.add(sample.tokens, made.requests[number].prompt[-1])
+        logprobs = table.json
+    return {
+        "index": number * made.n + position,
+        "text": made.texts[number] + text if made.body.echo else text,
+        "logprobs": logprobs,
+        "finish_reason": sample.finished.reason,
+        "stop_reason": sample.finished.stop,
+    }
+
+
+class _Table:
+    """OpenAI's four parallel lists of log-probabilities."""
+
+    def __init__(self, service: Service, top: int, offset: int = 0) -> None:
+        self._service, self._top, self._offset = service, top, offset
+        self.json: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+
+    def add_prompt(self, ids: Sequence[int], scores: Scores) -> None:
+        texts = token_texts(self._service.tokenizer, ids)
+        for text, logprob, top in zip(texts, scores.logprobs, scores.top, strict=True):
+            self._row(text, logprob, top if logprob is not None else None)
+
+    def add(self, tokens: Sequence[Token], before: int) -> None:
+        ids = [token.id for token in tokens]
+        for text, token in zip(token_texts(self._service.tokenizer, ids, before), tokens, strict=True):
+            self._row(text, token.logprob, token.top)
+
+    def _row(self, text: str, logprob: float | None, top: Top | None) -> None:
+        json = self.json
+        json["tokens"].append(text)
+        json["token_logprobs"].append(logprob)
+        json["top_logprobs"].append(None if top is None else self._likeliest(top))
+        json["text_offset"].append(self._offset)
+        self._offset += len(text)
+
+    def _likeliest(self, top: Top) -> dict[str, float]:
+        """By text; of two tokens with one text (parts of characters) the likelier counts."""
+        found: dict[str, float] = {}
+        for number, logprob in top[: max(1, self._top)]:
+            found.setdefault(self._service.tokenizer.decode([number]), logprob)
+        return found
+
+    @property
+    def offset(self) -> int:
+        return self._offset
+
+
+def usage(prompt: int, completion: int) -> dict[str, int]:
+    """OpenAI's counts."""
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
+@dataclass
+class _Stream:
+    """What has been sent of one sample."""
+
+    offset: int
+    last: int
+    echoed: bool = False
+
+
+async def pieces(
+    service: Service, made: _Plan, events: AsyncIterator[tuple[int, Any]]
+) -> AsyncIterator[dict[str, Any]]:
+    """The answer as it grows: the objects of the stream."""
+    shows_usage = bool(made.body.stream_options and made.body.stream_options.include_usage)
+    streams: dict[int, _Stream] = {}
+    scores: dict[int, Scores] = {}
+    completion = 0
+
+    def chunk(index: int, text: str, logprobs: Any, end: Finished | None = None) -> dict[str, Any]:
+        choice = {
+            "index": index,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": end.reason if end else None,
+        }
+        if end is not None and end.stop is not None:
+            choice["stop_reason"] = end.stop
+        return {**made.head, "choices": [choice], **({"usage": None} if shows_usage else {})}
+
+    async for number, event in events:
+        if isinstance(event, Scores):
+            scores[number] = event
+            continue
+        index = number * made.n + event.sample
+        prompt = made.requests[number].prompt
+        stream = streams.setdefault(index, _Stream(0, prompt[-1]))
+        if made.body.echo and not stream.echoed:
+            stream.echoed = True
+            table = _Table(service, made.body.logprobs or 0)
+            if made.body.logprobs is not None and number in scores:
+                table.add_prompt(prompt, scores[number])
+            stream.offset = len(made.texts[number])
+            yield chunk(index, made.texts[number], table.json if made.body.logprobs is not None else None)
+        if isinstance(event, Finished):
+            yield chunk(index, "", None, service.ended(event))
+            continue
+        completion += 1
+        logprobs = None
+        if made.body.logprobs is not None:
+            table = _Table(service, made.body.logprobs, stream.offset)
+            table.add([event], stream.last)
+            stream.offset, stream.last, logprobs = table.offset, event.id, table.json
+        if event.text or logprobs is not None:
+            yield chunk(index, event.text, logprobs)
+    if shows_usage:
+        yield {**made.head, "choices": [], "usage": usage(made.prompt_tokens, completion)}

@@ -1,0 +1,160 @@
+"""The requests of OpenAI's endpoints. Strict: a field that is not known, or of another type, is refused by name."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from megalith.serve.http.errors import ApiError
+from megalith.serve.http.strict_json import printable
+
+Id = Annotated[int, Field(ge=0)]
+StopText = Annotated[str, Field(min_length=1, max_length=256)]
+Bias = Annotated[float, Field(ge=-100.0, le=100.0)]
+
+_FORMS = {
+    "prompt": "a text, a list of texts, a list of token ids, or a list of lists of token ids, none of them empty",
+    "stop": "a text of 1 to 256 characters, or a list of at most 16 of them",
+    "content": "a text, or a list of parts of the type text",
+}
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+
+class StreamOptions(_Strict):
+    """What a stream has besides the text."""
+
+    include_usage: bool = False
+
+
+class _Generation(_Strict):
+    """What both endpoints have."""
+
+    model: str | None = Field(None, max_length=512)
+    temperature: float | None = Field(None, ge=0.0, le=100.0, description="0 takes the most likely token; default 1")
+    top_p: float | None = Field(None, ge=0.0, le=1.0)
+    top_k: int | None = Field(None, ge=0, le=1_000_000, description="not OpenAI's; 0 allows every token")
+    repetition_penalty: float | None = Field(None, gt=0.0, le=10.0, description="not OpenAI's")
+    presence_penalty: float | None = Field(None, ge=-2.0, le=2.0)
+    frequency_penalty: float | None = Field(None, ge=-2.0, le=2.0)
+    logit_bias: dict[str, Bias] | None = Field(None, max_length=1024, description="token id -> bias")
+    n: int | None = Field(None, ge=1, le=128)
+    seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
+    stop: StopText | Annotated[list[StopText], Field(max_length=16)] | None = None
+    ignore_eos: bool = Field(False, description="not OpenAI's: go on after the end of a text")
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = Field(None, description="has no effect here")
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The stop texts."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+
+class CompletionRequest(_Generation):
+    """`POST /v1/completions`."""
+
+    prompt: (
+        Annotated[str, Field(min_length=1)]
+        | Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=128)]
+        | Annotated[list[Id], Field(min_length=1)]
+        | Annotated[list[Annotated[list[Id], Field(min_length=1)]], Field(min_length=1, max_length=128)]
+    )
+    max_tokens: int | None = Field(None, ge=0, le=2**31 - 1, description="default 16")
+    logprobs: int | None = Field(None, ge=0, le=20)
+    echo: bool | None = None
+    best_of: int | None = Field(None, ge=1, le=128, description="only as many as n")
+    suffix: None = Field(None, description="not supported")
+
+
+class TextPart(_Strict):
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(_Strict):
+    """One message of a dialogue."""
+
+    role: str = Field(min_length=1, max_length=64)
+    content: str | list[TextPart]
+    name: str | None = Field(None, max_length=256)
+
+    @property
+    def text(self) -> str:
+        """The content as one text."""
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
+class ResponseFormat(_Strict):
+    """Free text is the only one."""
+
+    type: Literal["text"]
+
+
+class ChatRequest(_Generation):
+    """`POST /v1/chat/completions`."""
+
+    messages: list[ChatMessage] = Field(min_length=1, max_length=1024)
+    max_tokens: int | None = Field(None, ge=1, le=2**31 - 1, description="default: what the context leaves")
+    max_completion_tokens: int | None = Field(None, ge=1, le=2**31 - 1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    response_format: ResponseFormat | None = None
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="not OpenAI's: variables of the template")
+
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def validated(kind: type[Model], found: Any) -> Model:
+    """The request that JSON stands for.
+
+    Raises:
+        ApiError: 400, names the field, what it is and what it may be.
+    """
+    if not isinstance(found, dict):
+        raise ApiError(400, "the body is no JSON object", "body")
+    try:
+        return kind.model_validate(found)
+    except ValidationError as error:
+        raise _refusal(kind, error) from None
+
+
+def _refusal(kind: type[BaseModel], error: ValidationError) -> ApiError:
+    first = error.errors(include_url=False, include_context=False)[0]
+    place = list(first["loc"])
+    names = [str(part) for part in place if not _is_branch(part)]
+    field = printable(".".join(names)) or "body"
+    if first["type"] == "extra_forbidden":
+        known = list(kind.model_fields)
+        guess = difflib.get_close_matches(str(place[-1]), known, n=1) if len(place) == 1 else []
+        hint = f"; did you mean {guess[0]}?" if guess else f"; this endpoint has {', '.join(known)}"
+        return ApiError(400, f"{field}: no such field here{hint}", field, "unknown_field")
+    form = next((_FORMS[name] for name in reversed(names) if name in _FORMS and first["type"] != "missing"), None)
+    if form is not None:
+        return ApiError(400, f"{field}: must be {form}", field, "invalid_value")
+    code = "missing_field" if first["type"] == "missing" else "invalid_value"
+    return ApiError(400, f"{field}: {_said(first['msg'])}{_given(first)}", field, code)
+
+
+def _is_branch(part: str | int) -> bool:
+    """Whether pydantic names a branch of a union here, not a field."""
+    return isinstance(part, str) and ("[" in part or part in ("str", "int", "constrained-str", "constrained-int"))
+
+
+def _said(message: str) -> str:
+    return message[:1].lower() + message[1:]
+
+
+def _given(error: Any) -> str:
+    value = error["input"]
+    if error["type"] == "missing" or isinstance(value, (dict, list)):
+        return ""
+    return f", not {printable(repr(value), 60)}"

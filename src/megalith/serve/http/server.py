@@ -1,0 +1,140 @@
+"""A server process from bound port to exit code: takes requests, drains on a signal, ends when the model is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
+
+import uvicorn
+
+from megalith.errors import ConfigError
+from megalith.serve.http.connection import bounded_connection
+from megalith.serve.http.guard import App
+from megalith.serve.http.service import Service
+from megalith.serve.http.settings import ServerSettings
+
+_SECONDS_TO_SAY_SO = 1.0
+"""How long answers that have been ended may take to reach their clients."""
+
+_FAMILIES = {True: socket.AF_INET6, False: socket.AF_INET}
+
+
+def bind(settings: ServerSettings) -> socket.socket:
+    """Take the port, before anything slow; nobody can connect until `serve` listens.
+
+    Raises:
+        ConfigError: it is in use, or not ours to take.
+    """
+    listener = socket.socket(_FAMILIES[":" in settings.host], socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((settings.host, settings.port))
+    except (OSError, OverflowError) as error:
+        listener.close()
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(
+            f"--port {settings.port} of {settings.host} cannot be taken: {reason}; another server may run there: give "
+            "another --port, or 0 for any that is free"
+        ) from error
+    listener.set_inheritable(False)
+    return listener
+
+
+def url_of(listener: socket.socket) -> str:
+    """Where a client finds the server."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's, whose signals are ours."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def serve(
+    app: App,
+    service: Service,
+    listener: socket.socket,
+    *,
+    failed: Callable[[], Awaitable[str]],
+    say: Callable[[str], None],
+) -> bool:
+    """Serve until a signal, or until the model fails.
+
+    SIGTERM and Ctrl-C: no new work, and what runs may end within `drain_seconds`; what is left then is ended with the
+    finish reason "cancelled". A second signal ends it at once.
+
+    Args:
+        failed: returns when the model can answer no more, and says why.
+        say: takes a line for the console.
+
+    Returns:
+        Whether it ended because it was asked to.
+    """
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+    limits = service.settings.limits
+    config = uvicorn.Config(
+        app,
+        http=bounded_connection(limits),
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=5,
+        h11_max_incomplete_event_size=limits.header_bytes,
+        timeout_graceful_shutdown=5,
+    )
+    server, stopping = _Server(config), asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def asked(name: str) -> None:
+        if stopping.is_set():
+            server.force_exit = server.should_exit = True
+            service.cancel_all()
+            return
+        say(f"{name}: no new requests; up to {limits.drain_seconds:g} s for those that run, once more to leave at once")
+        stopping.set()
+
+    signals = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    kept = [number for number in signals if signal.getsignal(number) is not signal.SIG_IGN]
+    for number in kept:
+        loop.add_signal_handler(number, asked, number.name)
+    serving = asyncio.ensure_future(server.serve([listener]))
+    stop, failure = asyncio.ensure_future(stopping.wait()), asyncio.ensure_future(failed())
+    try:
+        await asyncio.wait({serving, stop, failure}, return_when=asyncio.FIRST_COMPLETED)
+        if failure.done():
+            service.failure = failure.result()
+            say(f"the model cannot answer any more: {service.failure}")
+            service.cancel_all()
+            await _quiet(service, _SECONDS_TO_SAY_SO)
+        else:
+            service.draining = True
+            await _quiet(service, limits.drain_seconds, lambda: server.force_exit or failure.done())
+            service.cancel_all()
+            await _quiet(service, _SECONDS_TO_SAY_SO)
+        server.should_exit = True
+        with suppress(asyncio.CancelledError):
+            await serving
+        return service.failure is None
+    finally:
+        stop.cancel()
+        failure.cancel()
+        for number in kept:
+            loop.remove_signal_handler(number)
+
+
+async def _quiet(service: Service, seconds: float, enough: Callable[[], bool] = lambda: False) -> None:
+    """Wait until no answer is open, at most so long."""
+    deadline = asyncio.get_running_loop().time() + seconds
+    while service.metrics.active and asyncio.get_running_loop().time() < deadline and not enough():
+        await asyncio.sleep(0.02)

@@ -1,0 +1,242 @@
+"""What all endpoints share: the model behind them, prompts into ids, requests into answers.
+
+The engine is reached through the port `Worker`, so that the endpoints can be tested without it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from megalith.errors import DataError
+from megalith.serve.engine import Stats
+from megalith.serve.http.chat_template import ChatTemplate
+from megalith.serve.http.errors import ApiError
+from megalith.serve.http.metrics import Metrics
+from megalith.serve.http.request_log import RequestLog
+from megalith.serve.http.settings import ServerSettings
+from megalith.serve.request import Beams, Busy, Event, Finished, Request, RequestError, Scores, Token
+from megalith.tokenizers import Tokenizer
+
+_LONGEST_TOKEN = 128  # bytes: GPT-2's is; a text longer than the context times this cannot fit
+
+
+class Answer(Protocol):
+    """The events of one request as they come; ends after the last `Finished`."""
+
+    def __aiter__(self) -> AsyncIterator[Event]: ...
+
+    def cancel(self) -> None:
+        """Give its place to others; may be called at any time, and again."""
+        ...
+
+
+class Worker(Protocol):
+    """The engine, behind its thread."""
+
+    async def submit(self, request: Request) -> Answer:
+        """Take a request.
+
+        Raises:
+            RequestError: it can never be served.
+            Busy: too many wait.
+            MegalithError: the engine has failed.
+        """
+        ...
+
+    def stats(self) -> Stats: ...
+
+
+@dataclass
+class Sample:
+    """One answer, collected."""
+
+    ids: list[int] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    tokens: list[Token] = field(default_factory=list)
+    finished: Finished = Finished("cancelled")
+
+
+@dataclass
+class Collected:
+    """All that came for one request."""
+
+    samples: list[Sample]
+    scores: Scores | None = None
+    beams: Beams | None = None
+
+
+@dataclass
+class Service:
+    """The model behind the endpoints.
+
+    Attributes:
+        stop_ids: that end a text where the model has several; None: the tokenizer's end of a document.
+        first_seed: where requests without a seed begin to count from; None: they are unpredictable.
+        failure: says why nothing can be served any more; None while all is well.
+        draining: whether it takes no new work any more.
+    """
+
+    worker: Worker
+    tokenizer: Tokenizer
+    context_length: int
+    settings: ServerSettings
+    log: RequestLog
+    metrics: Metrics = field(default_factory=Metrics)
+    template: ChatTemplate | None = None
+    stop_ids: tuple[int, ...] | None = None
+    first_seed: int | None = None
+    failure: str | None = None
+    draining: bool = False
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def __post_init__(self) -> None:
+        self._encoders = ThreadPoolExecutor(2, "encode")
+        self._asked = itertools.count()
+        self._open: set[Answer] = set()
+
+    def next_seed(self) -> int | None:
+        """The seed of a request that names none."""
+        return None if self.first_seed is None else self.first_seed + next(self._asked)
+
+    async def encode(self, text: str, place: str) -> tuple[int, ...]:
+        """The ids of a text, made in a thread: the event loop goes on.
+
+        Raises:
+            ApiError: 400, it is no text, or is longer than the context whatever its tokens are.
+        """
+        size = len(text)
+        if size > self.context_length * _LONGEST_TOKEN:
+            raise too_long(place, f"{size} characters", self.context_length)
+        try:
+            ids = await asyncio.get_running_loop().run_in_executor(self._encoders, self.tokenizer.encode, text)
+        except DataError as error:
+            raise ApiError(400, f"{place}: {error}", place, "invalid_value") from None
+        return tuple(ids)
+
+    async def submit(self, request: Request, field_of: Callable[[str], str] = str) -> Answer:
+        """Hand a request to the engine.
+
+        Args:
+            field_of: the client's name of a field of `Request` or `Sampling`.
+
+        Raises:
+            ApiError: 400 what cannot be served, 429 the queue is full, 503 the engine has failed.
+        """
+        if self.failure is not None:
+            raise ApiError(503, f"the model cannot be reached any more: {self.failure}")
+        if self.draining:
+            raise ApiError(503, "the server is stopping; ask another one")
+        try:
+            answer = await self.worker.submit(request)
+        except RequestError as error:
+            name = field_of(error.field)
+            raise ApiError(400, f"{name}: {error.message}", name, "invalid_value") from None
+        except Busy as error:
+            after = {"retry-after": str(self.settings.limits.retry_seconds)}
+            raise ApiError(429, f"{error}; try again in a moment", None, "queue_full", after) from None
+        self._open.add(answer)
+        self.metrics.active = len(self._open)
+        return answer
+
+    def release(self, answers: Sequence[Answer]) -> None:
+        """Give the places of requests to others; those that are done have none any more."""
+        for answer in answers:
+            answer.cancel()
+            self._open.discard(answer)
+        self.metrics.active = len(self._open)
+
+    def cancel_all(self) -> None:
+        """End all answers where they are; each still says so to its client."""
+        for answer in list(self._open):
+            answer.cancel()
+
+    async def collect(self, answers: Sequence[Answer], gone: Awaitable[None]) -> list[Collected]:
+        """Wait for whole answers, unless the client leaves.
+
+        Raises:
+            ApiError: 504 it took too long, 500 the engine could not, 499 the client has left.
+        """
+        began = time.monotonic()
+        work = asyncio.ensure_future(asyncio.gather(*(self._collect(answer, began) for answer in answers)))
+        left = asyncio.ensure_future(gone)
+        try:
+            limit = self.settings.limits.request_seconds
+            done, _ = await asyncio.wait({work, left}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+            if work in done:
+                return work.result()
+            if left in done:
+                self.metrics.disconnects += 1
+                raise ApiError(499, "the client has left")
+            raise ApiError(504, f"the answer took longer than {limit:g} s, the limit of --request-timeout")
+        finally:
+            work.cancel()
+            left.cancel()
+            self.release(answers)
+
+    async def _collect(self, answer: Answer, began: float) -> Collected:
+        found = Collected([])
+        async for event in answer:
+            if isinstance(event, Scores):
+                found.scores = event
+            elif isinstance(event, Beams):
+                found.beams = event
+            else:
+                while len(found.samples) <= event.sample:
+                    found.samples.append(Sample())
+                sample = found.samples[event.sample]
+                if isinstance(event, Finished):
+                    sample.finished = self.ended(event)
+                    continue
+                if not sample.ids:
+                    self.metrics.first_token.add(time.monotonic() - began)
+                sample.ids.append(event.id)
+                sample.texts.append(event.text)
+                sample.tokens.append(event)
+        return found
+
+    def ended(self, event: Finished) -> Finished:
+        """Count the end of a sample.
+
+        Raises:
+            ApiError: 500 where it ended with an error, 503 where the engine has failed.
+        """
+        self.metrics.finished[event.reason] += 1
+        if event.reason == "error":
+            status = 503 if self.failure is not None else 500
+            raise ApiError(status, event.message or "the model could not answer")
+        return event
+
+
+def too_long(place: str, given: str, context_length: int) -> ApiError:
+    """The refusal of a prompt that does not fit."""
+    return ApiError(
+        400,
+        f"{place}: has {given}, and the model reads {context_length} tokens with the answer; shorten it",
+        place,
+        "context_length_exceeded",
+    )
+
+
+def request_violation(service: Service, prompt: Sequence[int], new_tokens: int, place: str, count: str) -> None:
+    """See that a prompt and its answer fit.
+
+    Raises:
+        ApiError: 400, names the field that is too large.
+    """
+    room = service.context_length - len(prompt)
+    if room < 0 or (room == 0 and new_tokens > 0):
+        raise too_long(place, f"{len(prompt)} tokens", service.context_length)
+    if new_tokens > room:
+        raise ApiError(
+            400,
+            f"{count}: {new_tokens} is more than the {room} tokens that the context of {service.context_length} leaves "
+            f"after a prompt of {len(prompt)}",
+            count,
+            "context_length_exceeded",
+        )

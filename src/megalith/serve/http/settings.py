@@ -1,0 +1,123 @@
+"""Where the server listens, who may use it, and the limits that protect it. Imports neither torch nor FastAPI."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass
+
+_MEBIBYTE = 1 << 20
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds on what a client may cost; times in seconds.
+
+    Attributes:
+        body_bytes: of one request.
+        header_bytes: of all headers of one request.
+        headers: number of them.
+        body_seconds: to send the body.
+        header_seconds: to send the headers, from the connection or the first byte of a later request on.
+        stalled_seconds: that a client may leave a full socket unread before it is cut off.
+        connections: open at a time; one more is closed at once.
+        waiting: sequences admitted at a time, those that run included; one more is answered 429.
+        request_seconds: that one request may take in all.
+        samples: continuations that one request may ask for.
+        retry_seconds: what Retry-After says.
+        drain_seconds: that running requests may go on after SIGTERM.
+    """
+
+    body_bytes: int = 4 * _MEBIBYTE
+    header_bytes: int = 32 * 1024
+    headers: int = 100
+    body_seconds: float = 20.0
+    header_seconds: float = 10.0
+    stalled_seconds: float = 30.0
+    connections: int = 1024
+    waiting: int = 128
+    request_seconds: float = 600.0
+    samples: int = 128
+    retry_seconds: int = 2
+    drain_seconds: float = 30.0
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """What a request of `PUT /api` gets that does not say it; the flags of the launch set them.
+
+    Attributes:
+        length: of prompt and answer together, where a request does not say how many tokens it wants; None: no such
+            rule.
+        max_tokens: prompts x length above which a request is refused (--max-tokens-to-oom); None: no limit.
+    """
+
+    tokens_to_generate: int = 64
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 0.0
+    length: int | None = None
+    max_tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """How the server is reached.
+
+    Attributes:
+        api_keys: any of them opens the API; none: everyone who reaches the port may use it.
+        allowed_hosts: names under which the server may be addressed besides its own.
+        allowed_origins: web pages of other origins that may use it, as `https://host:port`.
+        open_to_all: listen beyond this machine without a key.
+        log_prompts: whether the console shows the requests of `PUT /api`.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 5000
+    model_name: str = "megalith"
+    api_keys: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
+    open_to_all: bool = False
+    log_prompts: bool = True
+    limits: Limits = Limits()
+
+    def violations(self) -> list[str]:
+        """What is wrong with these values, in the words of the flags."""
+        found = []
+        if not 0 <= self.port <= 65535:
+            found.append(f"--port {self.port} is not between 1 and 65535")
+        if not is_loopback(self.host) and not self.api_keys and not self.open_to_all:
+            found.append(
+                f"--host {self.host} lets other machines in, and there is no key: give --api-key-file FILE (or set "
+                "MEGALITH_API_KEY), or --i-know-it-is-open if everyone who reaches the port may use it"
+            )
+        for key in self.api_keys:
+            if not key.strip() or not key.isascii() or not key.isprintable() or " " in key:
+                found.append("--api-key is empty or has characters that no header carries; use letters and digits")
+        for flag, value in (
+            ("--max-body-bytes", self.limits.body_bytes),
+            ("--max-queue", self.limits.waiting),
+            ("--request-timeout", self.limits.request_seconds),
+            ("--max-connections", self.limits.connections),
+        ):
+            if value <= 0:
+                found.append(f"{flag} {value:g} is not above 0")
+        if self.limits.drain_seconds < 0:
+            found.append(f"--drain-timeout {self.limits.drain_seconds:g} is negative")
+        return found
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a listener on that address."""
+    if host == "localhost":
+        return True
+    address = ip_address(host)
+    return address is not None and address.is_loopback
+
+
+def ip_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """The address that a host is written as; None for a name."""
+    try:
+        return ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        return None

@@ -1,0 +1,100 @@
+"""Answers as they grow: events of several requests in one order, as server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from megalith.serve.http.errors import ApiError
+from megalith.serve.http.service import Answer, Service
+from megalith.serve.request import Event, Token
+
+DONE = b"data: [DONE]\n\n"
+
+
+class EventStream(Response):
+    """A response of server-sent events. However it ends, the places of its requests are given back.
+
+    Args:
+        objects: what is sent, one JSON object in each event.
+        answers: the requests that it is made of.
+    """
+
+    def __init__(self, service: Service, objects: AsyncIterator[Mapping[str, Any]], answers: Sequence[Answer]) -> None:
+        super().__init__(media_type="text/event-stream", headers={"x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._service, self._objects, self._answers = service, objects, answers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        limit = self._service.settings.limits.request_seconds
+        timer = asyncio.get_running_loop().call_later(limit, lambda: [answer.cancel() for answer in self._answers])
+        work = asyncio.ensure_future(self._send(send))
+        left = asyncio.ensure_future(disconnected(receive))
+        try:
+            done, _ = await asyncio.wait({work, left}, return_when=asyncio.FIRST_COMPLETED)
+            if work in done:
+                work.result()
+            else:
+                self._service.metrics.disconnects += 1
+        finally:
+            timer.cancel()
+            left.cancel()
+            work.cancel()
+            self._service.release(self._answers)
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        try:
+            async for item in self._objects:
+                await send({"type": "http.response.body", "body": _event(item), "more_body": True})
+        except ApiError as error:  # the status is sent already
+            await send({"type": "http.response.body", "body": _event(error.body), "more_body": True})
+        await send({"type": "http.response.body", "body": DONE, "more_body": False})
+
+
+def _event(item: Mapping[str, Any]) -> bytes:
+    return b"data: " + json.dumps(item, ensure_ascii=True, separators=(",", ":")).encode("ascii") + b"\n\n"
+
+
+async def disconnected(receive: Receive) -> None:
+    """Wait until the client has left."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def merged(service: Service, answers: Sequence[Answer]) -> AsyncIterator[tuple[int, Event]]:
+    """The events of all answers as they come, each with the number of its answer."""
+    began, waiting = time.monotonic(), set(range(len(answers)))
+    queue: asyncio.Queue[tuple[int, Event | BaseException | None]] = asyncio.Queue()
+
+    async def pump(number: int) -> None:
+        try:
+            async for event in answers[number]:
+                queue.put_nowait((number, event))
+            queue.put_nowait((number, None))
+        except Exception as error:
+            queue.put_nowait((number, error))
+
+    tasks = [asyncio.ensure_future(pump(number)) for number in range(len(answers))]
+    open_ones = len(answers)
+    try:
+        while open_ones:
+            number, event = await queue.get()
+            if event is None:
+                open_ones -= 1
+            elif isinstance(event, BaseException):
+                raise event
+            else:
+                if isinstance(event, Token) and number in waiting:
+                    waiting.remove(number)
+                    service.metrics.first_token.add(time.monotonic() - began)
+                yield number, event
+    finally:
+        for task in tasks:
+            task.cancel()

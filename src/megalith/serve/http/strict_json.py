@@ -1,0 +1,71 @@
+"""Reading of JSON that takes nothing which another reader would understand in another way."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NoReturn
+
+MAX_DEPTH = 64
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+
+
+class BadJson(ValueError):
+    """The text is no JSON, or JSON that is ambiguous. `field` is the name concerned, if there is one."""
+
+    def __init__(self, message: str, field: str | None = None) -> None:
+        self.field = field
+        super().__init__(message)
+
+
+def read_json(body: bytes) -> Any:
+    """Read one JSON text.
+
+    Raises:
+        BadJson: it is not UTF-8, not JSON, names a field twice, is nested too deeply, or has a number that is none.
+    """
+    if _depth(body) > MAX_DEPTH:
+        raise BadJson(f"the body is nested deeper than {MAX_DEPTH} levels")
+    try:
+        text = body.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise BadJson(f"the body is not UTF-8 (byte {error.start})") from None
+    try:
+        return json.loads(text, object_pairs_hook=_object, parse_constant=_no_constant)
+    except BadJson:
+        raise
+    except (ValueError, RecursionError) as error:  # JSONDecodeError, and integers of thousands of digits
+        raise BadJson(f"the body is not JSON: {error}") from None
+
+
+def _depth(body: bytes) -> int:
+    """How deeply the brackets outside of strings are nested, counted until it is too deep."""
+    depth = deepest = 0
+    without_escapes = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+    outside = b"".join(without_escapes.split(b'"')[::2])
+    for byte in outside.translate(None, _NO_BRACKETS):
+        depth += 1 if byte in b"[{" else -1
+        deepest = max(deepest, depth)
+        if depth > MAX_DEPTH:
+            break
+    return deepest
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            shown = printable(name)
+            raise BadJson(f"the field {shown} is there twice", shown)
+        found[name] = value
+    return found
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise BadJson(f"{name} is no JSON number")
+
+
+def printable(text: str, length: int = 80) -> str:
+    """A client's text as it may stand in a message or a log line: one line, ASCII, no control characters, bounded."""
+    shown = text[:length].encode("ascii", "backslashreplace").decode()
+    shown = "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in shown)
+    return shown if len(text) <= length else f"{shown}..."

@@ -1,0 +1,193 @@
+"""The thread that steps an engine, and its answers as asyncio streams.
+
+The engine is touched by this thread only. Between two steps it takes what was asked meanwhile; events go to the event
+loop once a step. Where nothing is to be done it steps twice a second, so that other ranks hear that it lives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+
+from megalith.errors import MegalithError
+from megalith.serve.engine import Engine, Stats, Ticket
+from megalith.serve.request import Event, Finished, Request
+
+_IDLE_SECONDS = 0.5
+
+
+class WorkerFailed(MegalithError):
+    """The engine has failed: nothing can be served any more."""
+
+
+class Answer:
+    """The events of one request as they come; ends after the last `Finished`.
+
+    Attributes:
+        left: samples that the engine works on; the thread's.
+    """
+
+    def __init__(self, request: Request, cancel: Callable[[Answer], None]) -> None:
+        self.left = 1 if request.beam_width else request.n
+        self._open = set(range(self.left))
+        self._cancel, self._events = cancel, asyncio.Queue[Event]()
+
+    def __aiter__(self) -> AsyncIterator[Event]:
+        return self._stream()
+
+    async def _stream(self) -> AsyncIterator[Event]:
+        while self._open or not self._events.empty():
+            yield await self._events.get()
+
+    def put(self, event: Event) -> None:
+        """Take an event; on the event loop."""
+        if isinstance(event, Finished):
+            self._open.discard(event.sample)
+        self._events.put_nowait(event)
+
+    def fail(self, message: str) -> None:
+        """End what is open with an error; on the event loop."""
+        for sample in sorted(self._open):
+            self.put(Finished("error", message, sample=sample))
+
+    def cancel(self) -> None:
+        """Give its place to others; may be called at any time, and again."""
+        if self._open:
+            self._cancel(self)
+
+
+class Worker:
+    """Steps an engine from construction to `close`. Made, and used, on a running event loop."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self._loop = engine, asyncio.get_running_loop()
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._answers: dict[Ticket, Answer] = {}
+        self._tickets: dict[Answer, Ticket] = {}
+        self._stats, self._failure = engine.stats(), self._loop.create_future()
+        self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
+        self._thread.start()
+
+    async def submit(self, request: Request) -> Answer:
+        """Take a request.
+
+        Raises:
+            RequestError: it can never be served.
+            Busy: too many wait.
+            WorkerFailed: nothing can be served any more.
+        """
+        if self._failure.done():
+            raise WorkerFailed(self._failure.result())
+        taken: asyncio.Future[None] = self._loop.create_future()
+        answer = Answer(request, self._request_cancel)
+
+        def submit() -> None:
+            try:
+                ticket = self._engine.submit(request)
+            except MegalithError as error:
+                self._tell(_settle, taken, error)
+            else:
+                self._answers[ticket], self._tickets[answer] = answer, ticket
+                self._tell(_settle, taken, None)
+
+        self._inbox.put(submit)
+        try:
+            await asyncio.wait({taken, self._failure}, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            self._request_cancel(answer)
+            raise
+        if not taken.done():
+            raise WorkerFailed(self._failure.result())
+        taken.result()
+        return answer
+
+    def stats(self) -> Stats:
+        """The engine's counters after its last step."""
+        return self._stats
+
+    async def failed(self) -> str:
+        """Wait until the engine fails; says why."""
+        message: str = await asyncio.shield(self._failure)
+        return message
+
+    def close(self) -> None:
+        """End the thread and let the other ranks go."""
+        self._inbox.put(None)
+        self._thread.join(timeout=10.0)
+
+    def _request_cancel(self, answer: Answer) -> None:
+        def cancel() -> None:
+            ticket = self._tickets.get(answer)
+            if ticket is not None:
+                self._engine.cancel(ticket)
+
+        self._inbox.put(cancel)
+
+    # --- the thread ---
+
+    def _work(self) -> None:
+        try:
+            while self._take_inbox():
+                found = [(self._answers[ticket], event) for ticket, event in self._engine.step()]
+                self._stats = self._engine.stats()
+                if found:
+                    for answer, event in found:
+                        self._forget_finished(answer, event)
+                    self._tell(_deliver, found)
+            self._engine.close()
+        except BaseException as error:  # whatever it was, nobody would ever answer again
+            self._fail(error)
+
+    def _take_inbox(self) -> bool:
+        """Do what was asked; wait for it where there is nothing else to do. False at the end."""
+        wait = not self._engine.has_work
+        while True:
+            try:
+                asked = self._inbox.get(timeout=_IDLE_SECONDS) if wait else self._inbox.get_nowait()
+            except queue.Empty:
+                return True
+            if asked is None:
+                return False
+            asked()
+            wait = False
+
+    def _forget_finished(self, answer: Answer, event: Event) -> None:
+        if isinstance(event, Finished):
+            answer.left -= 1
+            if not answer.left:
+                del self._answers[self._tickets.pop(answer)]
+
+    def _fail(self, error: BaseException) -> None:
+        message = str(error) or type(error).__name__
+        open_ones = list(self._answers.values())
+
+        def tell() -> None:
+            if not self._failure.done():
+                self._failure.set_result(message)
+            for answer in open_ones:
+                answer.fail(message)
+
+        self._tell(tell)
+        if not isinstance(error, MegalithError):
+            raise error
+
+    def _tell(self, what: Callable[..., None], *arguments: object) -> None:
+        with suppress(RuntimeError):  # the event loop is closed: nobody listens any more
+            self._loop.call_soon_threadsafe(what, *arguments)
+
+
+def _settle(taken: asyncio.Future[None], error: Exception | None) -> None:
+    if taken.done():
+        return
+    if error is None:
+        taken.set_result(None)
+    else:
+        taken.set_exception(error)
+
+
+def _deliver(found: list[tuple[Answer, Event]]) -> None:
+    for answer, event in found:
+        answer.put(event)
