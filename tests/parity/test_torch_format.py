@@ -577,14 +577,61 @@ def test_an_optimizer_that_is_not_of_this_model(unpack: Callable[..., Path]) -> 
     groups = body["optimizer"]["param_groups"]
     groups[0]["params"], groups[1]["params"] = groups[0]["params"][:-1], [9, *groups[1]["params"]]
     torch.save(body, file)
-    assert "has groups of [9, 19] parameters, where the model in it would have groups of [10, 18]" in refused(path)
+    message = left_out(path)
+    assert "has groups of [9, 19] parameters, where the model in it would have groups of [10, 18]" in message
     groups[0]["params"], groups[1]["params"] = list(range(10)), list(range(10, 28))
     states = body["optimizer"]["state"]
     states[0], states[1] = states[1], states[0]
     torch.save(body, file)
-    message = refused(path)
+    message = left_out(path)
     assert "exp_avg of parameter 0 has shape [32, 16]" in message and "embedding.word_embeddings.weight" in message
-    assert "--no-load-optim" in message
+    body["optimizer"] = [body["optimizer"], body["optimizer"]]
+    torch.save(body, file)
+    assert "holds the state of several optimizers" in left_out(path)
+
+
+def left_out(path: Path) -> str:
+    """Why the optimizer's state cannot be read; the weights can, as is said."""
+    source = open_source(path)
+    contents = source.contents()
+    (message,) = contents.left_out
+    assert message.endswith("load with --no-load-optim to continue from the weights alone")
+    assert len(contents.tensors) == 16 and not any(key.startswith("optimizer.") for key in contents.tensors)
+    assert CheckpointFolder(path).problems() == [] and "optimizer" not in source.common()
+    asked = CheckpointContent([Chunk("optimizer.state.exp_avg.x", torch.zeros(1), (0,), (1,))])
+    with pytest.raises(CheckpointError) as caught:
+        CheckpointFolder(path).open(asked, {"optimizer.state.exp_avg.x"})
+    assert message in str(caught.value)
+    return message
+
+
+@pytest.mark.parametrize("change", ["apart", "short", "two"])
+def test_buffers_in_another_form(unpack: Callable[..., Path], change: str) -> None:
+    path = unpack("gpt2_distopt_torch")
+    file = path / "mp_rank_00/distrib_optim.pt"
+    body = load_tensors_and_plain_data(file)
+    (kind,) = body[0]
+    if change == "apart":
+        del body["buckets_coalesced"]
+    elif change == "short":
+        for label in ("param", "exp_avg", "exp_avg_sq"):
+            body[0][kind][label] = body[0][kind][label][:-1].clone()
+        body[0][kind]["numel_unpadded"] -= 1
+    else:
+        body[0][torch.bfloat16, torch.float32] = body[0][kind]
+    torch.save(body, file)
+    words = {"apart": "as Megatron did before core 0.7", "short": "does not fit", "two": "this version reads one dtype"}
+    assert words[change] in left_out(path)
+
+
+def test_files_of_two_checkpoints(unpack: Callable[..., Path]) -> None:
+    path = unpack("gpt2_tp2_torch")
+    file = path / "mp_rank_01" / MODEL
+    body = load_tensors_and_plain_data(file)
+    args = {key: value for key, value in vars(body["args"]).items() if not isinstance(value, ForeignEnum)}
+    torch.save({**body, "args": Namespace(**args), "iteration": 5}, file)
+    message = refused(path)
+    assert "files of different checkpoints" in message and "mp_rank_01 is of iteration 5" in message
 
 
 def test_a_distributed_optimizer_with_buffers_in_some_folders_only(unpack: Callable[..., Path], tmp_path: Path) -> None:

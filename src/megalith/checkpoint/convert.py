@@ -64,8 +64,6 @@ _UNEVEN: dict[str, Any] = {
     "account_for_loss_in_pipeline_split": False,
     "standalone_embedding_stage": False,
 }
-
-
 _DIVIDING = (*_UNDIVIDED, *_UNEVEN)
 
 
@@ -146,13 +144,13 @@ def convert(
     if on_read is not None:
         source = Watched(source, on_read)
     number = int(source.common().get("iteration") or 0)
-    name = RELEASE if wanted.release or folder.source.format == "huggingface" else f"iter_{number:07d}"
+    released = wanted.release or found.name == RELEASE or folder.source.format == "huggingface"
+    name = RELEASE if released else f"iter_{number:07d}"
     final = destination / name
     _check_place(final, found, replace=wanted.replace)
 
     def publish() -> None:
-        text = RELEASE if name == RELEASE else str(number)
-        replace_durably(destination / TRACKER_FILE, text.encode("ascii"))
+        replace_durably(destination / TRACKER_FILE, (RELEASE if released else str(number)).encode("ascii"))
 
     with claim(destination):
         facts, files = _facts(folder, number, layout), further_files(folder)
@@ -211,27 +209,39 @@ def adapted(source: Source, wanted: Wanted, where: str, notes: list[str]) -> tup
         result = WeightsOnly(result)
     elif not any(key.startswith("optimizer.") for key in held.tensors) or "optimizer" not in common:
         result = WeightsOnly(result)
-        notes.append("the checkpoint has no optimizer state: the result is weights only")
+        why = "; ".join(held.left_out) or "the checkpoint has no optimizer state"
+        notes.append(f"{why}: the result is weights only")
     elif any(map(is_rng_object, held.objects)) and rng_keys(layout) != set(filter(is_rng_object, held.objects)):
         notes.append(
             "the random states are those of another layout and are left out: dropout starts from --seed, and Megatron "
             "loads the result with --no-load-rng"
         )
-    rows = int(args.get("padded_vocab_size") or 0)
+    rows = int(args["padded_vocab_size"])
+    padded = _padded(args, wanted, layout, where)
+    if padded != rows:
+        notes.append(f"the vocabulary is padded to {padded} rows instead of {rows}")
+        result = Repadded(result, padded)
+    of_run = {name: value for name, value in wanted.run_args.items() if name in _DIVIDING}
+    result = _OwnCommon(WithArgs(result, lambda own: {**divided_args(own, layout, wanted.format), **of_run}))
+    return result, layout
+
+
+def _padded(args: Mapping[str, Any], wanted: Wanted, layout: Layout, where: str) -> int:
+    """The rows of the vocabulary in the result.
+
+    Raises:
+        CheckpointError: those of the source do not divide over the layout, and how many are tokens is not told.
+    """
+    rows = int(args["padded_vocab_size"])
     if wanted.true_vocab_size is not None:
         divisor = int(args.get("make_vocab_size_divisible_by") or 128)
-        padded = padded_vocab_size(wanted.true_vocab_size, divisor, layout.tp)
-        if padded != rows:
-            notes.append(f"the vocabulary is padded to {padded} rows instead of {rows}")
-            result = Repadded(result, padded)
-    elif rows % layout.tp:
+        return padded_vocab_size(wanted.true_vocab_size, divisor, layout.tp)
+    if rows % layout.tp:
         raise CheckpointError(
             f"the embedding of {where} has {rows} rows, which do not divide over --tp {layout.tp}; give "
             "--true-vocab-size, the number of tokens, so that it is padded anew"
         )
-    of_run = {name: value for name, value in wanted.run_args.items() if name in _DIVIDING}
-    result = _OwnCommon(WithArgs(result, lambda own: {**divided_args(own, layout, wanted.format), **of_run}))
-    return result, layout
+    return rows
 
 
 def _size(args: Mapping[str, Any], kind: str) -> int:

@@ -27,10 +27,15 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Contents:
-    """The table of contents of a checkpoint: its tensors by key, and the keys of its objects."""
+    """The table of contents of a checkpoint: its tensors by key, and the keys of its objects.
+
+    Attributes:
+        left_out: why tensors that are in the files cannot be read, such as those of an optimizer.
+    """
 
     tensors: dict[str, StoredTensor]
     objects: frozenset[str]
+    left_out: tuple[str, ...] = ()
 
     def not_in(self, asked: Collection[str]) -> tuple[str, ...]:
         """Keys that are stored and not asked for; the empty states of FP8 linears do not count."""
@@ -74,7 +79,7 @@ def fitted(source: str, stored: Contents, wanted: CheckpointContent, asked: Coll
     unasked = [key for key in stored.not_in(asked) if key in stored.tensors]
     if unasked:
         lines.append(f"in the checkpoint and not asked for: {', '.join(unasked)}")
-    raise CheckpointError(listing(f"{source} does not fit this model and optimizer", lines))
+    raise CheckpointError(listing(f"{source} does not fit this model and optimizer", [*stored.left_out, *lines]))
 
 
 _MAIN = f"{OPTIMIZER_PREFIX}fp32_param."

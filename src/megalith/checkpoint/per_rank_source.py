@@ -23,8 +23,16 @@ from torch import Tensor
 from megalith.checkpoint.boxes import fill
 from megalith.checkpoint.content import CheckpointContent, Chunk, by_key, volume
 from megalith.checkpoint.fit import Contents, StoredTensor, listing
-from megalith.checkpoint.formats import megatron_optimizer
 from megalith.checkpoint.formats.megatron_names import flattened, is_parameter, module_name
+from megalith.checkpoint.formats.megatron_optimizer import (
+    UnreadableState,
+    buffer_tensors,
+    chunk_buffers,
+    is_distributed,
+    scalars,
+    single,
+    state_tensors,
+)
 from megalith.checkpoint.formats.per_rank_layout import BUFFER_FILE, MODEL_FILE, chunk_key, folder_name
 from megalith.checkpoint.formats.torch_dist import (
     WORD_EMBEDDINGS,
@@ -52,6 +60,13 @@ _SCHEDULE = {
 }
 
 
+Place = tuple[int, int]
+"""Tensor-parallel rank and pipeline stage."""
+
+Named = dict[str, tuple[str, Tensor]]
+"""Our name of a parameter -> its name in the file and the tensor, in the order of the file."""
+
+
 @dataclass(frozen=True)
 class _Box:
     """A view of a mapped tensor as a box of what a rank holds (`formats.torch_dist.Box`)."""
@@ -76,7 +91,7 @@ class _Layout:
     stages: Stages
 
     @property
-    def places(self) -> list[tuple[int, int]]:
+    def places(self) -> list[Place]:
         """All (tensor, pipeline) places."""
         return list(product(range(self.tp), range(self.pp)))
 
@@ -142,11 +157,12 @@ class PerRankSource:
         return _Layout(tp, pp, stages_of(args, self._space.num_layers, str(self.path)))
 
     @cached_property
-    def _files(self) -> dict[tuple[int, int], Mapping[str, Any]]:
+    def _files(self) -> dict[Place, Mapping[str, Any]]:
         """The content of the file of each place.
 
         Raises:
-            CheckpointError: folders or files are missing, or there are others than the args say.
+            CheckpointError: folders or files are missing, there are others than the args say, or they are not of one
+                checkpoint.
         """
         layout = self._layout
         folder_of = {place: folder_name(*place, layout.pp) for place in layout.places}
@@ -166,33 +182,51 @@ class PerRankSource:
                     [*lines, "copy the folder again from where it was written, or load another iteration"],
                 )
             )
-        return {place: _read(self.path / name / MODEL_FILE) for place, name in folder_of.items()}
+        bodies = {place: _read(self.path / name / MODEL_FILE) for place, name in folder_of.items()}
+        iterations = {folder_of[place]: body.get("iteration") for place, body in bodies.items()}
+        if len(set(iterations.values())) > 1:
+            raise CheckpointError(
+                listing(
+                    f"{self.path} holds files of different checkpoints; copy the folder again",
+                    [f"{name} is of iteration {iteration}" for name, iteration in iterations.items()],
+                )
+            )
+        return bodies
 
     # --- tensors in model space -----------------------------------------------------------------------------------
 
     @cached_property
     def _chunks(self) -> dict[str, list[Chunk]]:
         """Key -> views of the mapped files, each element of a global tensor once."""
-        files = self._files
-        optimized = self._has_optimizer
-        chunks = []
-        for (tp, pp), body in files.items():
-            where = str(self.path / folder_name(tp, pp, self._layout.pp) / MODEL_FILE)
-            weights = [self._weights(body, tp, pp, chunk, where) for chunk in range(len(self._layout.stages[pp]))]
-            chunks += self._weight_chunks(weights, tp)
-            if optimized:
-                chunks += self._state_chunks(body, weights, tp, pp, where)
-        return by_key(chunks)
+        weights = [chunk for place, named in self._weights.items() for chunk in self._weight_chunks(place, named)]
+        return by_key([*weights, *self._states[0]])
 
-    def _weights(
-        self, body: Mapping[str, Any], tp: int, pp: int, chunk: int, where: str
-    ) -> dict[str, tuple[str, Tensor]]:
-        """Our name -> name in the file and tensor, in the order of the file.
+    @cached_property
+    def _states(self) -> tuple[list[Chunk], tuple[str, ...]]:
+        """The same of the optimizer's state, and why it is left out."""
+        if not self._has_optimizer:
+            return [], ()
+        try:
+            return [chunk for place, named in self._weights.items() for chunk in self._state_chunks(place, named)], ()
+        except UnreadableState as error:
+            return [], (str(error),)
+
+    @cached_property
+    def _weights(self) -> dict[Place, list[Named]]:
+        """The weights of each place by virtual chunk."""
+        stages = self._layout.stages
+        return {
+            place: [self._named(place, body, chunk) for chunk in range(len(stages[place[1]]))]
+            for place, body in self._files.items()
+        }
+
+    def _named(self, place: Place, body: Mapping[str, Any], chunk: int) -> Named:
+        """The weights of one virtual chunk.
 
         Raises:
             CheckpointError: there are others than the model has, or of other shapes.
         """
-        stages, space = self._layout.stages, self._space
+        (tp, pp), stages, space, where = place, self._layout.stages, self._space, self._file(place, MODEL_FILE)
         key = chunk_key(chunk, len(stages[pp]))
         if not isinstance(body.get(key), Mapping):
             raise CheckpointError(f"{where} has no {key!r}; it holds {', '.join(map(str, body))}")
@@ -222,45 +256,44 @@ class PerRankSource:
         except LayoutError as error:
             raise CheckpointError(f"{self.path}: {name} does not divide as the saved args say: {error}") from error
 
-    def _weight_chunks(self, weights: Sequence[Mapping[str, tuple[str, Tensor]]], tp: int) -> list[Chunk]:
+    def _weight_chunks(self, place: Place, weights: Sequence[Named]) -> list[Chunk]:
         boxes = [
             box
             for part in weights
             for name, (raw, tensor) in part.items()
             if not self._is_copy(name)
-            for box in self._boxes(name, name, raw, tensor)
+            for box in self._boxes(name, raw, tensor)
         ]
-        return weight_chunks(
-            boxes, self._space.placements, self._space.num_layers, rank=tp, size=self._layout.tp, once=True
-        )
+        layers, placements = self._space.num_layers, self._space.placements
+        return weight_chunks(boxes, placements, layers, rank=place[0], size=self._layout.tp, once=True)
 
-    def _state_chunks(
-        self, body: Mapping[str, Any], weights: Sequence[Mapping[str, tuple[str, Tensor]]], tp: int, pp: int, where: str
-    ) -> list[Chunk]:
+    def _state_chunks(self, place: Place, weights: Sequence[Named]) -> list[Chunk]:
+        raw_of = {name: raw for part in weights for name, (raw, _) in part.items()}
         boxes = [
             box
-            for kind, name, tensor in self._state(body, weights, tp, pp, where)
+            for kind, name, tensor in self._state(place, weights)
             if not self._is_copy(name)
-            for box in self._boxes(f"{kind}.{name}", name, _raw(name, weights), tensor)
+            for box in self._boxes(f"{kind}.{name}", raw_of[name], tensor)
         ]
-        return optimizer_chunks(
-            boxes, self._space.placements, self._space.num_layers, rank=tp, size=self._layout.tp, once=True
-        )
+        layers, placements = self._space.num_layers, self._space.placements
+        return optimizer_chunks(boxes, placements, layers, rank=place[0], size=self._layout.tp, once=True)
 
-    def _state(
-        self, body: Mapping[str, Any], weights: Sequence[Mapping[str, tuple[str, Tensor]]], tp: int, pp: int, where: str
-    ) -> Iterator[tuple[str, str, Tensor]]:
-        """Kind, our name and tensor of the optimizer's state in a place."""
-        state = megatron_optimizer.single(body["optimizer"], where)
-        if not megatron_optimizer.is_distributed(state):
-            shapes = {name: tuple(tensor.shape) for part in weights for name, (_, tensor) in part.items()}
-            yield from megatron_optimizer.state_tensors(state, shapes, where)
+    def _state(self, place: Place, weights: Sequence[Named]) -> Iterator[tuple[str, str, Tensor]]:
+        """Kind, our name and tensor of the optimizer's state in a place.
+
+        Raises:
+            UnreadableState: it is in a form that is not known, or not that of these weights.
+        """
+        shapes = [{name: tuple(tensor.shape) for name, (_, tensor) in part.items()} for part in weights]
+        where = str(self._file(place, MODEL_FILE))
+        state = single(self._files[place]["optimizer"], where)
+        if not is_distributed(state):
+            together = {name: shape for part in shapes for name, shape in part.items()}
+            yield from state_tensors(state, together, where)
             return
-        file = self._buffer_file(tp, pp)
-        buffers = megatron_optimizer.chunk_buffers(_read(file), len(weights), str(file))
-        for buffer, part in zip(buffers, weights, strict=True):
-            shapes = {name: tuple(tensor.shape) for name, (_, tensor) in part.items()}
-            yield from megatron_optimizer.buffer_tensors(buffer, shapes, str(file))
+        file = self._file(place, BUFFER_FILE)
+        for buffer, part in zip(chunk_buffers(_read(file), len(shapes), str(file)), shapes, strict=True):
+            yield from buffer_tensors(buffer, part, str(file))
 
     @cached_property
     def _has_optimizer(self) -> bool:
@@ -271,21 +304,19 @@ class PerRankSource:
         """
         missing = []
         for place, body in self._files.items():
-            name = folder_name(*place, self._layout.pp)
-            if "optimizer" not in body:
+            name, state = folder_name(*place, self._layout.pp), body.get("optimizer")
+            if state is None:
                 missing.append(f"{name}/{MODEL_FILE} has no optimizer")
-                continue
-            state = megatron_optimizer.single(body["optimizer"], str(self.path))
-            if megatron_optimizer.is_distributed(state) and not self._buffer_file(*place).is_file():
+            elif isinstance(state, Mapping) and is_distributed(state) and not self._file(place, BUFFER_FILE).is_file():
                 missing.append(f"{name}/{BUFFER_FILE} is missing")
         if missing and len(missing) < len(self._files):
             raise CheckpointError(listing(f"{self.path} has the optimizer's state in some folders only", missing))
         return not missing
 
-    def _buffer_file(self, tp: int, pp: int) -> Path:
-        return self.path / folder_name(tp, pp, self._layout.pp) / BUFFER_FILE
+    def _file(self, place: Place, name: str) -> Path:
+        return self.path / folder_name(*place, self._layout.pp) / name
 
-    def _boxes(self, label: str, name: str, raw: str, tensor: Tensor) -> Iterator[_Box]:
+    def _boxes(self, label: str, raw: str, tensor: Tensor) -> Iterator[_Box]:
         """A tensor, with the rows of query, key and value in the order of version 2 and later.
 
         Before it stood [3, heads, size] rows (version 0) or [heads, size, 3] (1) where later [heads, 3, size] do.
@@ -311,7 +342,7 @@ class PerRankSource:
             key: StoredTensor(parts[0].global_shape, parts[0].tensor.dtype, len(parts))
             for key, parts in self._chunks.items()
         }
-        return Contents(tensors, frozenset(self._random_states))
+        return Contents(tensors, frozenset(self._random_states), self._states[1])
 
     @cached_property
     def _random_states(self) -> dict[str, Any]:
@@ -333,8 +364,8 @@ class PerRankSource:
         schedule = body.get("opt_param_scheduler", body.get("lr_scheduler"))
         if schedule is not None:
             common["opt_param_scheduler"] = {_SCHEDULE.get(key, key): value for key, value in schedule.items()}
-        if "optimizer" in body:
-            found = megatron_optimizer.scalars(megatron_optimizer.single(body["optimizer"], str(self.path)))
+        if "optimizer" in body and not self._states[1]:
+            found = scalars(single(body["optimizer"], str(self.path)))
             precision = "float16" if found.scaler else str(self._args.get("params_dtype", "")).removeprefix("torch.")
             common["optimizer"] = optimizer_common(found.param_groups, found.step, found.scaler, precision or "float32")
         return common
@@ -381,18 +412,12 @@ class PerRankSource:
         return []
 
     def changed(self, part: int = 0, parts: int = 1) -> list[str]:
-        names = [folder_name(*place, self._layout.pp) for place in self._layout.places]
-        files = [self.path / name / file for name in names for file in (MODEL_FILE, BUFFER_FILE)]
+        files = [self._file(place, name) for place in self._layout.places for name in (MODEL_FILE, BUFFER_FILE)]
         found = []
         for file in [file for file in files if file.is_file()][part::parts]:
             for record in changed_records(file):
                 found.append(f"{file} has changed since it was saved: the checksum of {record} differs")
         return found
-
-
-def _raw(name: str, weights: Sequence[Mapping[str, tuple[str, Tensor]]]) -> str:
-    """The name that a parameter has in the file."""
-    return next(part[name][0] for part in weights if name in part)
 
 
 def _read(path: Path) -> Mapping[str, Any]:

@@ -27,6 +27,11 @@ MAIN = "fp32_param"
 BUFFERS = {"param": MAIN, "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 """Name of a flat buffer -> kind of state."""
 
+
+class UnreadableState(CheckpointError):
+    """The state is there and cannot be taken; the weights beside it can."""
+
+
 Shapes = Mapping[str, tuple[int, ...]]
 """Parameter name -> shape on this rank, in the order of the model's dict."""
 
@@ -60,12 +65,12 @@ def single(state: Any, where: str) -> Mapping[str, Any]:
     """The state of the one optimizer.
 
     Raises:
-        CheckpointError: there are several, or it is no such state.
+        UnreadableState: there are several, or it is no such state.
     """
     if isinstance(state, list) and len(state) == 1:
         state = state[0]
     if not isinstance(state, Mapping) or "param_groups" not in inner(state):
-        raise CheckpointError(
+        raise UnreadableState(
             f"{where} holds the state of several optimizers, as models with experts have, or in a form that this "
             f"version does not know; {_WITHOUT}"
         )
@@ -89,7 +94,7 @@ def state_tensors(state: Mapping[str, Any], shapes: Shapes, where: str) -> Itera
         Kind, parameter name, tensor.
 
     Raises:
-        CheckpointError: they do not belong to parameters of these shapes.
+        UnreadableState: they do not belong to parameters of these shapes.
     """
     body = inner(state)
     groups = body["param_groups"]
@@ -102,7 +107,7 @@ def state_tensors(state: Mapping[str, Any], shapes: Shapes, where: str) -> Itera
                 tensors[MAIN] = main[number][position]
             for kind, tensor in tensors.items():
                 if tuple(tensor.shape) != shapes[name]:
-                    raise CheckpointError(
+                    raise UnreadableState(
                         f"{where}: {kind} of parameter {index} has shape {list(tensor.shape)}, and the weight that it "
                         f"belongs to, {name}, {list(shapes[name])}; {_WITHOUT}"
                     )
@@ -123,11 +128,11 @@ def _checked_members(groups: Sequence[Mapping[str, Any]], shapes: Shapes, where:
     """`members` that are as many as the groups say.
 
     Raises:
-        CheckpointError: the groups are others than those of this model.
+        UnreadableState: the groups are others than those of this model.
     """
     found = members(groups, shapes)
     if [len(names) for names in found] != [len(group["params"]) for group in groups]:
-        raise CheckpointError(
+        raise UnreadableState(
             f"{where}: its optimizer has groups of {[len(group['params']) for group in groups]} parameters, where the "
             f"model in it would have groups of {[len(names) for names in found]}; {_WITHOUT}"
         )
@@ -141,13 +146,19 @@ def buffer_tensors(buffer: Mapping[str, Any], shapes: Shapes, where: str) -> Ite
         Kind, parameter name, tensor.
 
     Raises:
-        CheckpointError: parameters of these shapes do not fill the buffers.
+        UnreadableState: parameters of these shapes do not fill the buffers.
     """
     size = int(buffer["numel_unpadded"])
     for label in BUFFERS:
         if label in buffer and tuple(buffer[label].shape) != (size,):
-            raise CheckpointError(f"{where}: {label} has shape {list(buffer[label].shape)} instead of [{size}]")
-    for name, place in places(shapes, [size], where).items():
+            raise UnreadableState(
+                f"{where}: {label} has shape {list(buffer[label].shape)} instead of [{size}]; {_WITHOUT}"
+            )
+    try:
+        found = places(shapes, [size], where)
+    except CheckpointError as error:
+        raise UnreadableState(f"{error}; {_WITHOUT}") from error
+    for name, place in found.items():
         for label, kind in BUFFERS.items():
             if label in buffer:
                 yield kind, name, buffer[label][place.start : place.start + volume(place.shape)].view(place.shape)
@@ -157,16 +168,16 @@ def chunk_buffers(body: Mapping[Any, Any], chunks: int, where: str) -> list[Mapp
     """The buffers of each model chunk in the content of a `distrib_optim.pt`.
 
     Raises:
-        CheckpointError: they are in a layout that this version does not read.
+        UnreadableState: they are in a layout that this version does not read.
     """
     if not body.get("buckets_coalesced"):
-        raise CheckpointError(
+        raise UnreadableState(
             f"{where} keeps the buckets of the distributed optimizer apart, as Megatron did before core 0.7; this "
             f"version reads them joined; {_WITHOUT}"
         )
     numbered = [body[index] for index in sorted(key for key in body if isinstance(key, int))]
     if len(numbered) != chunks or any(len(by_dtype) != 1 for by_dtype in numbered):
-        raise CheckpointError(
+        raise UnreadableState(
             f"{where} holds the buffers {[list(map(str, by_dtype)) for by_dtype in numbered]}: this version reads one "
             f"dtype in each of the {chunks} model chunks; {_WITHOUT}"
         )
