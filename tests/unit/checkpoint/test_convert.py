@@ -176,6 +176,20 @@ def test_release(models: dict[str, Path], tmp_path: Path) -> None:
     assert made.path == tmp_path / "release"
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "release"
     assert locate(tmp_path) == tmp_path / "release"
+    again = convert(tmp_path, tmp_path / "again", Wanted(tp=2))
+    assert again.path == tmp_path / "again" / "release"
+
+
+@pytest.mark.parametrize("form", ["torch", "torch_dist"])
+def test_the_tokenizer_and_what_a_resume_compares_go_along(form: str, tmp_path: Path) -> None:
+    kept = {"tokenizer": {"kind": "GPT2BPE"}, "data": {"digest": "x"}, "config": {}, "tokenizer_files": ["vocab.json"]}
+    facts = {"megalith_version": "0", "created": "", **kept}
+    final = tmp_path / "a" / "iter_0000007"
+    write_torch_dist(model_source(), final, facts=facts, files={"vocab.json": b"{}"}, publish=lambda: None)
+    folder = CheckpointFolder(convert(tmp_path / "a", tmp_path / "b", Wanted(format=form, tp=2)).path)
+    manifest = folder.manifest()
+    assert manifest is not None and {name: manifest[name] for name in kept} == kept
+    assert folder.read_file("vocab.json") == b"{}" and "vocab.json" in manifest["files"]
 
 
 def test_memory_is_bounded_by_the_largest_tensor(tmp_path: Path) -> None:
