@@ -1,0 +1,145 @@
+"""Results that cannot be right are called out, with the likeliest cause; sound ones are not."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from megalith.config import ModelConfig
+from megalith.distributed.context import ParallelContext
+from megalith.evaluate.alarms import (
+    Evidence,
+    alarms_of,
+    never_trained,
+    size_difference,
+    tokenizer_difference,
+)
+from megalith.evaluate.lambada import Accuracy
+from megalith.evaluate.perplexity import TextLoss
+from megalith.models.gpt import GPT
+from megalith.models.initialise import initialise
+
+GPT2 = 50257
+
+
+def cloze(correct: int, total: int = 5153, loss: float = 4.0, skipped: int = 0) -> Accuracy:
+    return Accuracy(correct, total, loss, skipped, 0, total / GPT2)
+
+
+def text(mean: float, num_tokens: int = 1000) -> TextLoss:
+    return TextLoss(mean * num_tokens, num_tokens, num_words=500)
+
+
+def evidence(**changes: Any) -> Evidence:
+    return Evidence(**{"vocab_size": GPT2, "iteration": 5000, **changes})
+
+
+def test_none_of_5153_is_called_out() -> None:
+    (alarm,) = alarms_of(cloze(0), evidence())
+    assert alarm.what.startswith("0 of 5153 correct is at or below chance")
+    assert "training text is of another kind or language" in alarm.cause
+
+
+@pytest.mark.parametrize("correct", [1, 400, 5153])
+def test_more_than_chance_is_no_alarm(correct: int) -> None:
+    assert alarms_of(cloze(correct), evidence()) == []
+
+
+def test_a_perplexity_above_the_vocabulary_is_called_out() -> None:
+    (alarm,) = alarms_of(text(math.log(GPT2) + 0.01), evidence())
+    assert "above the 50257 tokens of the vocabulary" in alarm.what
+    assert "another tokenizer" in alarm.cause
+    assert alarms_of(text(math.log(GPT2) - 0.01), evidence()) == []
+
+
+@pytest.mark.parametrize(
+    ("loss", "more", "cause"),
+    [
+        (12.0, {}, "surer of wrong tokens"),
+        (9.5, {}, "hardly learnt yet (5000 iterations)"),
+        (4.0, {}, "not this"),
+        (4.0, {"never_trained": True}, "weights are random"),
+        (4.0, {"other_tokenizer": "vocab.json differ in content"}, "tokenizer is not the one"),
+    ],
+)
+def test_the_cause_follows_the_evidence(loss: float, more: dict[str, Any], cause: str) -> None:
+    assert cause in alarms_of(cloze(0, loss=loss), evidence(**more))[0].cause
+
+
+def test_all_skipped() -> None:
+    (alarm,) = alarms_of(cloze(0, total=0, loss=math.nan, skipped=7), evidence())
+    assert alarm.what == "all 7 samples were skipped, nothing was measured"
+    (alarm,) = alarms_of(TextLoss(0.0, 0, skipped=3), evidence())
+    assert alarm.what.startswith("all 3 texts were skipped")
+
+
+def test_not_a_number() -> None:
+    assert "diverged" in alarms_of(text(math.nan), evidence())[0].cause
+    assert "diverged" in alarms_of(cloze(0, loss=math.nan), evidence())[0].cause
+
+
+def test_a_good_result_of_a_wrong_tokenizer_or_of_random_weights_is_called_out_too() -> None:
+    found = alarms_of(cloze(2000), evidence(other_tokenizer="vocab.json differ in content", never_trained=True))
+    assert [alarm.what.split(":")[0] for alarm in found] == [
+        "the tokenizer is not the one of the training",
+        "the weights are random",
+    ]
+
+
+CARD = {"class": "GPT2BPETokenizer", "vocab_size": 512, "special": {"eod": 511}, "files": {"vocab.json": "a"}}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({}, None),
+        ({"vocab_size": 500}, "its number of tokens is 500, that of the training 512"),
+        ({"class": "HuggingFaceTokenizer"}, "its kind is HuggingFaceTokenizer"),
+        ({"files": {"vocab.json": "b"}}, "vocab.json differ in content"),
+        ({"special": {"eod": 0}}, "special tokens differ"),
+    ],
+)
+def test_cards(change: dict[str, Any], said: str | None) -> None:
+    found = tokenizer_difference(CARD, {**CARD, **change})
+    assert found is None if said is None else found is not None and said in found
+
+
+def test_without_a_card_nothing_is_known() -> None:
+    assert tokenizer_difference(None, CARD) is None
+
+
+@pytest.mark.parametrize(("tokens", "rows", "tp", "fits"), [(50257, 50304, 1, True), (50257, 50432, 2, False)])
+def test_the_table_of_another_vocabulary(tokens: int, rows: int, tp: int, fits: bool) -> None:
+    args = {"padded_vocab_size": rows, "make_vocab_size_divisible_by": 128, "tensor_model_parallel_size": 1}
+    assert (size_difference(args, tokens) is None) is fits
+    assert size_difference({**args, "tensor_model_parallel_size": 2}, tokens) is None or tp == 1
+    assert size_difference({}, tokens) is None
+
+
+@pytest.mark.parametrize("style", [{}, {"normalization": "RMSNorm", "add_bias_linear": False}])
+def test_random_weights_are_known_until_the_first_update(style: dict[str, Any]) -> None:
+    config = ModelConfig(num_layers=2, hidden_size=8, num_attention_heads=2, max_position_embeddings=8, **style)
+    model = GPT(config, 20)
+    initialise(model, 1)
+    solo = ParallelContext.solo()
+    assert never_trained(model, solo)
+    with torch.no_grad():
+        model.get_parameter("decoder.layers.1.input_layernorm.weight")[3] += 1e-6
+    assert not never_trained(model, solo)
+
+
+def test_half_precision_without_biases_tells_too_little() -> None:
+    config = ModelConfig(
+        num_layers=1,
+        hidden_size=8,
+        num_attention_heads=2,
+        max_position_embeddings=8,
+        add_bias_linear=False,
+        normalization="RMSNorm",
+    )
+    model = GPT(config, 20, dtype=torch.bfloat16)
+    initialise(model, 1)
+    assert not never_trained(model, ParallelContext.solo())

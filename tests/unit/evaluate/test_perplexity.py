@@ -1,0 +1,101 @@
+"""Windows against a naive version of Megatron's dataset, and perplexity against one pass per token."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megalith.evaluate.perplexity import TextLoss, Windows, score_texts
+from megalith.evaluate.score import Sample, Scorer
+
+from .models import CONTEXT, VOCABULARY, small_model
+
+
+def naive(num_ids: int, length: int, stride: int) -> list[tuple[int, list[int]]]:
+    """(first id, ids that are scored) of each window, as Megatron's dataset masks its padded windows."""
+    count = max(math.ceil(max(num_ids - 1 - stride, 0) / stride) + 1, 1)
+    found = []
+    for index in range(count):
+        mask = [1] * len(range(num_ids)[index * stride : index * stride + length + 1])
+        mask = (mask + [0] * (length + 1 - len(mask)))[1:]
+        if stride != length and index != 0:
+            mask[:-stride] = [0] * (length - stride)
+        found.append((index * stride, [index * stride + 1 + place for place, on in enumerate(mask) if on]))
+    return found
+
+
+@given(st.integers(2, 60), st.integers(1, 12), st.data())
+def test_windows_are_megatrons(num_ids: int, length: int, data: st.DataObject) -> None:
+    stride = data.draw(st.integers(1, length))
+    windows = Windows(length, stride)
+    ours = [
+        (sample.ids[0], list(sample.ids[-sample.num_targets :])) for sample in windows.samples(list(range(num_ids)))
+    ]
+    theirs = naive(num_ids, length, stride)
+    assert ours == [window for window in theirs if window[1]]
+    assert windows.count(num_ids) == len(theirs)
+
+
+@given(st.integers(2, 60), st.integers(1, 12), st.data())
+def test_every_id_but_the_first_is_scored_once(num_ids: int, length: int, data: st.DataObject) -> None:
+    samples = list(Windows(length, data.draw(st.integers(1, length))).samples(list(range(num_ids))))
+    assert [target for s in samples for target in s.ids[-s.num_targets :]] == list(range(1, num_ids))
+    assert all(len(sample.ids) <= length + 1 for sample in samples)
+
+
+def test_a_text_of_one_token_has_no_windows() -> None:
+    assert list(Windows(4, 2).samples([1])) == []
+
+
+@pytest.mark.parametrize(("length", "stride"), [(16, 16), (16, 5), (8, 1), (3, 2)])
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_scores_are_those_of_one_pass_per_window(length: int, stride: int, batch_size: int) -> None:
+    model = small_model()
+    ids = torch.randint(0, VOCABULARY, (45,), generator=torch.Generator().manual_seed(1))
+    (ours,) = score_texts(Scorer(model, batch_size=batch_size), [ids.tolist()], Windows(length, stride))
+    wanted = []
+    for first, targets in naive(len(ids), length, stride):
+        if targets:
+            logits = model(ids[None, first : targets[-1]])[0].log_softmax(-1)
+            wanted += [float(logits[target - 1 - first, ids[target]]) for target in targets]
+    np.testing.assert_allclose(ours, wanted, rtol=1e-12)
+
+
+def test_texts_of_several_lengths_keep_their_order() -> None:
+    scorer = Scorer(small_model(), batch_size=4)
+    texts = [[5, 6, 7], [1], [2, 3] * 20, []]
+    together = score_texts(scorer, texts, Windows(CONTEXT, 4))
+    assert [len(part) for part in together] == [2, 0, 39, 0]
+    alone = score_texts(scorer, [texts[2]], Windows(CONTEXT, 4))[0]
+    np.testing.assert_allclose(together[2], alone, rtol=1e-12)
+
+
+def test_the_two_perplexities() -> None:
+    loss = TextLoss(total=30.0, num_tokens=20, num_words=10)
+    assert (loss.mean, loss.token_ratio) == (1.5, 2.0)
+    assert loss.perplexity == pytest.approx(math.exp(1.5))
+    assert loss.adjusted_perplexity == pytest.approx(math.exp(3.0))
+    assert TextLoss(total=1e6, num_tokens=20, num_words=10).adjusted_perplexity == math.exp(20)
+
+
+def test_bits_per_byte() -> None:
+    assert TextLoss(total=8 * math.log(2), num_tokens=3, num_bytes=4).bits_per_byte == pytest.approx(2.0)
+
+
+def test_nothing_is_not_a_number() -> None:
+    assert math.isnan(TextLoss(0.0, 0).mean) and math.isnan(TextLoss(0.0, 0).perplexity)
+
+
+def test_greedy_is_the_argmax() -> None:
+    model = small_model()
+    ids = torch.randint(0, VOCABULARY, (9,), generator=torch.Generator().manual_seed(3)).tolist()
+    best = model(torch.tensor([ids]))[0].argmax(-1).tolist()
+    right = ids[:4] + [best[3]]
+    wrong = ids[:4] + [(best[3] + 1) % VOCABULARY]
+    scores = Scorer(model)([Sample(right, 1), Sample(wrong, 1)])
+    assert [bool(score.greedy[0]) for score in scores] == [True, False]
