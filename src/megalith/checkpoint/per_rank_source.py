@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -364,11 +365,15 @@ class PerRankSource:
         schedule = body.get("opt_param_scheduler", body.get("lr_scheduler"))
         if schedule is not None:
             common["opt_param_scheduler"] = {_SCHEDULE.get(key, key): value for key, value in schedule.items()}
-        if "optimizer" in body and not self._states[1]:
-            found = scalars(single(body["optimizer"], str(self.path)))
-            precision = "float16" if found.scaler else str(self._args.get("params_dtype", "")).removeprefix("torch.")
-            common["optimizer"] = optimizer_common(found.param_groups, found.step, found.scaler, precision or "float32")
+        with suppress(UnreadableState):  # whoever asks for the tensors hears why they are left out
+            if "optimizer" in body:
+                common["optimizer"] = self._optimizer_common(single(body["optimizer"], str(self.path)))
         return common
+
+    def _optimizer_common(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        found = scalars(state)
+        precision = "float16" if found.scaler else str(self._args.get("params_dtype", "float32"))
+        return optimizer_common(found.param_groups, found.step, found.scaler, precision.removeprefix("torch."))
 
     def read(self, content: CheckpointContent) -> dict[str, Any]:
         for target in content.chunks:
