@@ -100,6 +100,19 @@ def test_in_any_layout_and_out_of_an_imported_checkpoint(warm: WarmProcess, fold
         assert float(other) == pytest.approx(float(one), rel=1e-5)
 
 
+def test_a_run_that_saves_into_the_folder_goes_on_from_what_it_saved(
+    warm: WarmProcess, folder: Path, tmp_path: Path
+) -> None:
+    command = [*FLAGS, *RUN, "--lr", 1e-3, "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", folder]
+    first = warm.run([*command, "--load", folder, "--save", folder], tmp_path)
+    assert first.code == 0, first.text
+    command[command.index("--train-iters") + 1] = 4
+    second = warm.run([*command, "--load", folder, "--save", folder, "--override-opt-param-scheduler"], tmp_path)
+    assert second.code == 0, second.text
+    assert f"loading distributed checkpoint from {folder} at iteration 2" in second.text
+    assert len(_losses(second.text)) == 2
+
+
 def test_another_architecture_is_refused_with_every_flag(warm: WarmProcess, folder: Path, tmp_path: Path) -> None:
     tokenizer = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", folder]
     done = warm.run([*FLAGS[:-3], "--ffn-hidden-size", 32, *tokenizer, *RUN, *STILL, "--load", folder], tmp_path)

@@ -17,6 +17,9 @@ from megalith.checkpoint.content import CheckpointContent
 from megalith.checkpoint.fit import Contents
 from megalith.errors import CheckpointError
 
+TRACKER_FILE = "latest_checkpointed_iteration.txt"
+"""In a save folder: the iteration of its last checkpoint."""
+
 
 class Source(Protocol):
     """The tensors, objects and common state of one checkpoint folder.
@@ -93,6 +96,11 @@ def open_source(path: Path) -> Source:
 
 
 def is_huggingface(path: Path) -> bool:
-    """Whether a folder is as Hugging Face's `save_pretrained` writes it: config.json beside weights or their index."""
+    """Whether a folder is as Hugging Face's `save_pretrained` writes it: config.json beside weights or their index.
+
+    One into which a run has saved since is the save folder of that run.
+    """
     weights = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*")
-    return (path / "config.json").is_file() and any(any(path.glob(pattern)) for pattern in weights)
+    if (path / TRACKER_FILE).exists() or not (path / "config.json").is_file():
+        return False
+    return any(any(path.glob(pattern)) for pattern in weights)

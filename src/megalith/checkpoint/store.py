@@ -36,13 +36,13 @@ from megalith.checkpoint.manifest import MANIFEST_FILE
 from megalith.checkpoint.owner import claim
 from megalith.checkpoint.retention import KEEP_ALL, Retention
 from megalith.checkpoint.saving import Saving
+from megalith.checkpoint.source import TRACKER_FILE as TRACKER_FILE
 from megalith.checkpoint.source import is_huggingface
 from megalith.checkpoint.staging import Staging
 from megalith.distributed.context import ParallelContext
 from megalith.errors import CheckpointError
 from megalith.layout import Layout
 
-TRACKER_FILE = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
 """What the tracker of Megatron says of a checkpoint without an iteration, and the name of its folder."""
 SAVE_POINTS = ("pre_save", "mid_save", "pre_commit", "mid_commit", "post_commit")
