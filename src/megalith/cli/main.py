@@ -25,6 +25,7 @@ COMMANDS: dict[str, str] = {
     "preprocess": "turn text (jsonl, txt) into tokenised .bin/.idx files",
     "train": "train a model; takes Megatron's flags, or --config RECIPE.toml, or both",
     "generate": "continue a prompt with a trained checkpoint",
+    "serve": "answer over HTTP with a trained checkpoint: a page, OpenAI's API, Megatron's API",
     "evaluate": "measure a trained checkpoint",
     "checkpoint": "inspect, verify, compare and convert checkpoints of any format",
     "config": "show the complete configuration that flags and a recipe give, or all flags",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 from collections.abc import Awaitable, Callable
 from importlib.resources import files
@@ -21,7 +22,7 @@ from megalith.serve.http.guard import App, Guard
 from megalith.serve.http.schemas import ChatRequest, CompletionRequest, validated
 from megalith.serve.http.service import Service
 from megalith.serve.http.settings import Defaults
-from megalith.serve.http.stream import EventStream, disconnected, merged
+from megalith.serve.http.stream import EventStream, merged
 from megalith.serve.http.strict_json import BadJson, printable, read_json
 
 _PAGE_POLICY = (
@@ -67,7 +68,7 @@ def _add_megatron(api: FastAPI, service: Service, defaults: Defaults) -> None:
         asked = megatron_api.read(found, defaults)
         if not asked.no_log:
             service.log.megatron_request(request.client.host if request.client else "-", found)
-        return _Json(await megatron_api.answer(service, asked, defaults, disconnected(request.receive)))
+        return _Json(await megatron_api.answer(service, asked, defaults, request.receive))
 
 
 def _add_openai(api: FastAPI, service: Service) -> None:
@@ -77,7 +78,7 @@ def _add_openai(api: FastAPI, service: Service) -> None:
         _check_stream(body.stream, body.stream_options)
         made = await openai_completions.plan(service, body)
         if not body.stream:
-            return _Json(await openai_completions.whole(service, made, disconnected(request.receive)))
+            return _Json(await openai_completions.whole(service, made, request.receive))
         answers = await openai_completions.submit_all(service, made.requests)
         return EventStream(service, openai_completions.pieces(service, made, merged(service, answers)), answers)
 
@@ -87,7 +88,7 @@ def _add_openai(api: FastAPI, service: Service) -> None:
         _check_stream(body.stream, body.stream_options)
         made = await openai_chat.plan(service, body)
         if not body.stream:
-            return _Json(await openai_chat.whole(service, made, disconnected(request.receive)))
+            return _Json(await openai_chat.whole(service, made, request.receive))
         answers = [await service.submit(made.request)]
         return EventStream(service, openai_chat.pieces(service, made, merged(service, answers)), answers)
 
@@ -95,7 +96,7 @@ def _add_openai(api: FastAPI, service: Service) -> None:
         ("/completions", complete, CompletionRequest),
         ("/chat/completions", chat, ChatRequest),
     ):
-        extra = _body(kind.model_json_schema(ref_template="#/components/schemas/{model}"))
+        extra = _body(_schema(kind))
         api.add_api_route(f"/v1{path}", endpoint, methods=["POST"], openapi_extra=extra, responses=_ERRORS)
         api.add_api_route(path, endpoint, methods=["POST"], include_in_schema=False)
 
@@ -154,14 +155,23 @@ def _static(content: bytes, kind: str) -> Callable[[], Awaitable[Response]]:
 
 
 def _add_description(api: FastAPI) -> None:
+    @api.get("/openapi.json", include_in_schema=False)
+    async def description() -> Response:
+        return _Json(describe(api))
+
+
+def describe(api: FastAPI) -> dict[str, Any]:
+    """The OpenAPI description, with the parts that requests are made of."""
     described = api.openapi()
     schemas = described.setdefault("components", {}).setdefault("schemas", {})
     for kind in (CompletionRequest, ChatRequest):
-        schemas |= kind.model_json_schema(ref_template="#/components/schemas/{model}").get("$defs", {})
+        schemas |= _schema(kind).get("$defs", {})
+    return described
 
-    @api.get("/openapi.json", include_in_schema=False)
-    async def description() -> Response:
-        return _Json(described)
+
+@functools.cache
+def _schema(kind: type[BaseModel]) -> dict[str, Any]:
+    return kind.model_json_schema(ref_template="#/components/schemas/{model}")
 
 
 class _Json(JSONResponse):

@@ -6,9 +6,11 @@ is JSON with that text under `message` (where Megatron's client looks for it) an
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from starlette.types import Receive
 
 from megalith.errors import DataError
 from megalith.serve.http.errors import ApiError
@@ -170,7 +172,7 @@ class _Given:
         return value
 
 
-async def answer(service: Service, asked: ApiRequest, defaults: Defaults, gone: Awaitable[None]) -> dict[str, Any]:
+async def answer(service: Service, asked: ApiRequest, defaults: Defaults, receive: Receive) -> dict[str, Any]:
     """The JSON of the answer.
 
     Raises:
@@ -179,14 +181,14 @@ async def answer(service: Service, asked: ApiRequest, defaults: Defaults, gone: 
     requests = await _requests(service, asked, defaults)
     if asked.beam_width is not None:
         answers: list[Answer] = [await service.submit(requests[0], _field)]
-        (found,) = await service.collect(answers, gone)
+        (found,) = await service.collect(answers, receive)
         return _beams(service.tokenizer, requests[0], found.beams or Beams((), ()))
     taken = await submit_all(service, requests, _field)
     ended = taken
     if asked.stop_on_double_eol and (newline := _only_id(service.tokenizer, "\n")) is not None:
         ended = [_UntilTwo(given, newline) for given in taken]
     try:
-        collected = await service.collect(ended, gone)
+        collected = await service.collect(ended, receive)
     finally:
         service.release(taken)
     return _texts(service.tokenizer, asked, requests, collected)

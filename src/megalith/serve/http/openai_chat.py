@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from starlette.types import Receive
 
 from megalith.serve.http.chat_template import BadDialogue
 from megalith.serve.http.errors import ApiError
@@ -90,9 +92,9 @@ def _once_around(service: Service, ids: tuple[int, ...]) -> tuple[int, ...]:
     return ids[len(around) :] if doubled else ids
 
 
-async def whole(service: Service, made: _Plan, gone: Awaitable[None]) -> dict[str, Any]:
+async def whole(service: Service, made: _Plan, receive: Receive) -> dict[str, Any]:
     """The answer in one piece."""
-    (found,) = await service.collect([await service.submit(made.request)], gone)
+    (found,) = await service.collect([await service.submit(made.request)], receive)
     choices = [_choice(service, made, number, sample) for number, sample in enumerate(found.samples)]
     completion = sum(len(sample.ids) for sample in found.samples)
     counts = usage(len(made.request.prompt), completion)

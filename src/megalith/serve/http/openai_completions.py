@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from starlette.types import Receive
 
 from megalith.serve.http.errors import ApiError
 from megalith.serve.http.schemas import CompletionRequest
@@ -15,6 +17,7 @@ from megalith.serve.http.shared_fields import sampling_of, stop_ids_of, token_te
 from megalith.serve.request import Finished, Request, Scores, Token, Top
 
 _DEFAULT_TOKENS = 16
+_UNSCORED = Scores((None,), ((),))  # of a prompt of one token, which follows nothing
 
 
 @dataclass(frozen=True)
@@ -104,10 +107,10 @@ async def _prompt(service: Service, given: Any) -> tuple[tuple[int, ...], str]:
     return tuple(given), service.tokenizer.decode(given)
 
 
-async def whole(service: Service, made: _Plan, gone: Awaitable[None]) -> dict[str, Any]:
+async def whole(service: Service, made: _Plan, receive: Receive) -> dict[str, Any]:
     """The answer in one piece."""
     answers = await submit_all(service, made.requests)
-    found = await service.collect(answers, gone)
+    found = await service.collect(answers, receive)
     choices = [
         _choice(service, made, number, position, sample, collected)
         for number, collected in enumerate(found)
@@ -146,8 +149,8 @@ def _choice(
     logprobs = None
     if made.body.logprobs is not None:
         table = _Table(service, made.body.logprobs)
-        if made.body.echo and collected.scores is not None:
-            table.add_prompt(made.requests[number].prompt, collected.scores)
+        if made.body.echo:
+            table.add_prompt(made.requests[number].prompt, collected.scores or _UNSCORED)
         table.add(sample.tokens, made.requests[number].prompt[-1])
         logprobs = table.json
     return {
@@ -240,8 +243,8 @@ async def pieces(
         if made.body.echo and not stream.echoed:
             stream.echoed = True
             table = _Table(service, made.body.logprobs or 0)
-            if made.body.logprobs is not None and number in scores:
-                table.add_prompt(prompt, scores[number])
+            if made.body.logprobs is not None:
+                table.add_prompt(prompt, scores.get(number, _UNSCORED))
             stream.offset = len(made.texts[number])
             yield chunk(index, made.texts[number], table.json if made.body.logprobs is not None else None)
         if isinstance(event, Finished):

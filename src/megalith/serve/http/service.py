@@ -8,10 +8,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Protocol
+
+from starlette.types import Receive
 
 from megalith.errors import DataError
 from megalith.serve.engine import Stats
@@ -156,15 +158,15 @@ class Service:
         for answer in list(self._open):
             answer.cancel()
 
-    async def collect(self, answers: Sequence[Answer], gone: Awaitable[None]) -> list[Collected]:
-        """Wait for whole answers, unless the client leaves.
+    async def collect(self, answers: Sequence[Answer], receive: Receive) -> list[Collected]:
+        """Wait for whole answers, unless the client leaves, which `receive` tells.
 
         Raises:
             ApiError: 504 it took too long, 500 the engine could not, 499 the client has left.
         """
         began = time.monotonic()
         work = asyncio.ensure_future(asyncio.gather(*(self._collect(answer, began) for answer in answers)))
-        left = asyncio.ensure_future(gone)
+        left = asyncio.ensure_future(disconnected(receive))
         try:
             limit = self.settings.limits.request_seconds
             done, _ = await asyncio.wait({work, left}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
@@ -211,6 +213,12 @@ class Service:
             status = 503 if self.failure is not None else 500
             raise ApiError(status, event.message or "the model could not answer")
         return event
+
+
+async def disconnected(receive: Receive) -> None:
+    """Wait until the client has left."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 def too_long(place: str, given: str, context_length: int) -> ApiError:

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from megalith.serve.http.errors import ApiError
-from megalith.serve.http.service import Answer, Service
+from megalith.serve.http.service import Answer, Service, disconnected
 from megalith.serve.request import Event, Token
 
 DONE = b"data: [DONE]\n\n"
@@ -60,12 +60,6 @@ class EventStream(Response):
 
 def _event(item: Mapping[str, Any]) -> bytes:
     return b"data: " + json.dumps(item, ensure_ascii=True, separators=(",", ":")).encode("ascii") + b"\n\n"
-
-
-async def disconnected(receive: Receive) -> None:
-    """Wait until the client has left."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 async def merged(service: Service, answers: Sequence[Answer]) -> AsyncIterator[tuple[int, Event]]:

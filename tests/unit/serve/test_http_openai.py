@@ -1,0 +1,247 @@
+"""OpenAI's endpoints: their answers, whole and streamed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from megalith.serve.http.chat_template import ChatTemplate
+from megalith.serve.http.settings import ServerSettings
+
+from .http_client import ALPHABET, EOD, LetterTokenizer, served
+
+GREEDY = {"temperature": 0}
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+)
+
+
+def after_colon(tokens: Sequence[int]) -> int:
+    """The alphabet from c on, then the end: an answer of a dialogue."""
+    last = tokens[-1]
+    return ALPHABET.index("c") if ALPHABET[last] == ":" else EOD if ALPHABET[last] == "f" else last + 1
+
+
+def post(body: Any, path: str = "/v1/completions", **options: Any) -> tuple[int, Any]:
+    async def ask() -> tuple[int, Any]:
+        async with served(**options) as server:
+            response = await server.client.post(path, json=body)
+            return response.status_code, response.json()
+
+    return asyncio.run(ask())
+
+
+def stream(body: Any, path: str = "/v1/completions", **options: Any) -> list[Any]:
+    async def ask() -> list[Any]:
+        async with served(**options) as server:
+            response = await server.client.post(path, json={**body, "stream": True})
+            assert response.status_code == 200, response.text
+            assert response.headers["content-type"].startswith("text/event-stream")
+            parts = response.text.split("\n\n")
+            assert parts[-2:] == ["data: [DONE]", ""]
+            return [json.loads(part.removeprefix("data: ")) for part in parts[:-2]]
+
+    return asyncio.run(ask())
+
+
+def test_a_completion() -> None:
+    status, found = post({"model": "letters", "prompt": "ab", "max_tokens": 3, **GREEDY})
+    assert status == 200
+    assert found["object"] == "text_completion" and found["model"] == "letters"
+    choice = {"index": 0, "text": "cde", "logprobs": None, "finish_reason": "length", "stop_reason": None}
+    assert found["choices"] == [choice]
+    assert found["usage"] == {"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5}
+
+
+def test_the_end_of_a_text_is_a_stop_that_is_not_shown() -> None:
+    _, found = post({"prompt": "x", **GREEDY})
+    assert (found["choices"][0]["text"], found["choices"][0]["finish_reason"]) == ("yz", "stop")
+    assert found["usage"]["completion_tokens"] == 3
+    assert post({"prompt": "x", "ignore_eos": True, "max_tokens": 5, **GREEDY})[1]["choices"][0]["text"] == "yz<end>ab"
+
+
+def test_a_stop_text_is_not_shown_and_is_named() -> None:
+    _, found = post({"prompt": "a", "stop": ["fg", "zz"], **GREEDY})
+    choice = found["choices"][0]
+    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("bcde", "stop", "fg")
+
+
+def test_prompts_in_all_their_forms_in_order() -> None:
+    ids = [ALPHABET.index(letter) for letter in "ab"]
+    for prompt, texts in (
+        (["a", "m"], ["b", "n"]),
+        (ids, ["c"]),
+        ([ids, ids[:1]], ["c", "b"]),
+    ):
+        _, found = post({"prompt": prompt, "max_tokens": 1, **GREEDY})
+        assert [choice["text"] for choice in found["choices"]] == texts
+        assert [choice["index"] for choice in found["choices"]] == list(range(len(texts)))
+
+
+def test_samples_differ_and_a_seed_repeats_them() -> None:
+    body = {"prompt": ["a", "b"], "n": 3, "seed": 5, "max_tokens": 8}
+    first, again = post(body)[1], post(body)[1]
+    texts = [choice["text"] for choice in first["choices"]]
+    assert len(texts) == 6 and len(set(texts)) > 2
+    assert texts == [choice["text"] for choice in again["choices"]]
+    assert [choice["index"] for choice in first["choices"]] == list(range(6))
+
+
+def test_log_probabilities_with_the_prompt_as_lm_eval_reads_them() -> None:
+    body = {"prompt": "abq", "echo": True, "logprobs": 2, "max_tokens": 1, **GREEDY}
+    choice = post(body)[1]["choices"][0]
+    table = choice["logprobs"]
+    assert choice["text"] == "abqr" and table["tokens"] == ["a", "b", "q", "r"]
+    assert table["text_offset"] == [0, 1, 2, 3]
+    assert table["token_logprobs"][0] is None and table["top_logprobs"][0] is None
+    greedy = [max(top.values()) == own for own, top in list(zip(table["token_logprobs"], table["top_logprobs"]))[1:]]
+    assert greedy == [True, False, True]  # q does not follow b
+    scored = post({**body, "max_tokens": 0})[1]["choices"][0]
+    assert scored["text"] == "abq" and scored["logprobs"]["token_logprobs"] == table["token_logprobs"][:3]
+
+
+@pytest.mark.parametrize(
+    "extra", [{}, {"logprobs": 2}, {"echo": True, "logprobs": 1}, {"n": 2, "seed": 3, "echo": True}]
+)
+def test_a_stream_adds_up_to_the_whole_answer(extra: dict[str, Any]) -> None:
+    body = {"prompt": ["uv", "c"], "max_tokens": 6, "stop": "gh", **(extra if "n" in extra else {**GREEDY, **extra})}
+    whole = post(body)[1]
+    parts = stream({**body, "stream_options": {"include_usage": True}})
+    assert parts[-1]["choices"] == [] and parts[-1]["usage"] == whole["usage"]
+    assert all(part["usage"] is None for part in parts[:-1])
+    for choice in whole["choices"]:
+        mine = [part["choices"][0] for part in parts[:-1] if part["choices"][0]["index"] == choice["index"]]
+        assert "".join(part["text"] for part in mine) == choice["text"]
+        assert [part["finish_reason"] for part in mine if part["finish_reason"]] == [choice["finish_reason"]]
+        tables = [part["logprobs"] for part in mine if part["logprobs"]]
+        for name in choice["logprobs"] or {}:
+            assert [row for table in tables for row in table[name]] == choice["logprobs"][name]
+
+
+def test_a_dialogue() -> None:
+    options = {"template": ChatTemplate(TEMPLATE), "follow": after_colon, "path": "/v1/chat/completions"}
+    body = {"messages": [{"role": "user", "content": "hello"}], "logprobs": True, "top_logprobs": 2, **GREEDY}
+    status, found = post(body, **options)
+    assert status == 200, found
+    choice = found["choices"][0]
+    assert choice["message"] == {"role": "assistant", "content": "cdef", "refusal": None}
+    assert choice["finish_reason"] == "stop" and found["object"] == "chat.completion"
+    assert found["usage"]["prompt_tokens"] == len("u:hello\na:")
+    rows = choice["logprobs"]["content"]
+    assert [row["token"] for row in rows] == ["c", "d", "e", "f", "<end>"]
+    assert rows[0]["bytes"] == [ord("c")] and len(rows[0]["top_logprobs"]) == 2
+    parts = stream(body, **options)
+    assert parts[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert "".join(part["choices"][0]["delta"].get("content", "") for part in parts) == "cdef"
+    assert parts[-1]["choices"][0]["finish_reason"] == "stop"
+
+
+def test_a_dialogue_without_a_template_says_what_to_do() -> None:
+    status, found = post({"messages": [{"role": "user", "content": "a"}]}, path="/v1/chat/completions")
+    assert (status, found["error"]["code"]) == (400, "no_chat_template")
+    assert "--chat-template" in found["error"]["message"] and "/v1/completions" in found["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages.__class__.__mro__ }}", "unsafe"),
+        ("{{ ''.__class__.__base__.__subclasses__() }}", "unsafe"),
+        ("{% for i in range(10**9) %}{% endfor %}", "range"),
+    ],
+)
+def test_a_template_cannot_leave_its_sandbox(source: str, said: str) -> None:
+    body = {"messages": [{"role": "user", "content": "a"}]}
+    status, found = post(body, path="/v1/chat/completions", template=ChatTemplate(source))
+    assert status == 400 and said in found["message"].lower()
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": ["a", 1]}, "prompt"),
+        ({"prompt": [999]}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": {"a": 1}}, "prompt"),
+        ({"prompt": "\ud800"}, "prompt"),
+        ({"prompt": "a" * 64}, "prompt"),
+        ({"prompt": "a" * 60, "max_tokens": 5}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 10**9}, "max_tokens"),
+        ({"max_tokens": 10**40}, "max_tokens"),
+        ({"max_tokens": 3.5}, "max_tokens"),
+        ({"max_tokens": "3"}, "max_tokens"),
+        ({"temperature": 1e308}, "temperature"),
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"top_p": 2}, "top_p"),
+        ({"n": 10**6}, "n"),
+        ({"n": 0}, "n"),
+        ({"best_of": 4}, "best_of"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"logprobs": True}, "logprobs"),
+        ({"stop": ["a"] * 10**5}, "stop"),
+        ({"stop": [""]}, "stop"),
+        ({"stop": {"a": "b"}}, "stop"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"1": 101}}, "logit_bias.1"),
+        ({"stream": "yes"}, "stream"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream_options": {"x": 1}, "stream": True}, "stream_options.x"),
+        ({"suffix": "a"}, "suffix"),
+        ({"temperatur": 1}, "temperatur"),
+        ({"a\n\u001b[31m": 1}, None),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_what_is_wrong_is_named(body: dict[str, Any], field: str | None) -> None:
+    asked = body if not body or "prompt" in body else {"prompt": "a", **body}
+
+    async def ask() -> tuple[int, Any]:
+        async with served() as server:
+            content = json.dumps(asked).encode()
+            response = await server.client.post(
+                "/v1/completions", content=content, headers={"content-type": "application/json"}
+            )
+            return response.status_code, response.json()
+
+    status, found = asyncio.run(ask())
+    assert status == 400
+    assert set(found["error"]) == {"message", "type", "param", "code"}
+    if field is not None:
+        assert found["error"]["param"] == field
+        assert field.split(".")[0] in found["error"]["message"]
+    assert found["error"]["message"].isprintable()
+
+
+def test_a_near_name_is_guessed() -> None:
+    _, found = post({"prompt": "a", "max_token": 3})
+    assert "did you mean max_tokens?" in found["error"]["message"]
+
+
+def test_models() -> None:
+    async def ask() -> list[Any]:
+        async with served(settings=ServerSettings(model_name="letters")) as server:
+            names = ("", "/letters", "/other", "/../../etc/passwd", "/%2e%2e%2fetc", "/a%00b")
+            return [await server.client.get(f"/v1/models{name}") for name in names]
+
+    listed, one, *others = asyncio.run(ask())
+    assert listed.json()["data"][0]["id"] == one.json()["id"] == "letters"
+    assert one.json()["max_model_len"] == 64
+    assert [answer.status_code for answer in others] == [404] * 4
+    assert post({"prompt": "a", "model": "gpt-4"})[0] == 404
+
+
+def test_the_tokenizer_of_the_double_is_one() -> None:
+    tokenizer = LetterTokenizer()
+    assert tokenizer.decode(tokenizer.encode(ALPHABET)) == ALPHABET
