@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from megalith.checkpoint import manifest as manifests
 from megalith.checkpoint.commit import check_space, write_durably
-from megalith.checkpoint.content import CheckpointContent
+from megalith.checkpoint.content import CheckpointContent, volume
 from megalith.checkpoint.dcp import RankWriter, Written, merged_metadata
 from megalith.checkpoint.folder import EncodedContent, check_further_files, finish_folder
 from megalith.checkpoint.formats.per_rank import FilesOnDisk
@@ -174,8 +174,8 @@ class PerRankWriter:
         return own + sum(map(len, self._files.values()))
 
     def merge(self, plans: Sequence[Any]) -> None:
-        for key, shape in self._target.shapes().items():
-            held, wanted = sum(plan.get(key, 0) for plan in plans), torch.Size(shape).numel()
+        for key, shape in {chunk.key: chunk.global_shape for chunk in self._target.chunks()}.items():
+            held, wanted = sum(plan.get(key, 0) for plan in plans), volume(shape)
             if held != wanted:
                 raise CheckpointError(f"{key}: the chunks to save hold {held} of {wanted} elements")
 

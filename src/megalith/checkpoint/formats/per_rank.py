@@ -24,15 +24,14 @@ from megalith.checkpoint.boxes import common_part
 from megalith.checkpoint.commit import sync_folder
 from megalith.checkpoint.content import CheckpointContent, Chunk
 from megalith.checkpoint.fit import Contents, fitted
-from megalith.checkpoint.formats.per_rank_layout import PlaceFiles, Room, Target, target_of
-from megalith.checkpoint.formats.torch_dist import OPTIMIZER_PREFIX, WORD_EMBEDDINGS, is_rng_object
+from megalith.checkpoint.formats.per_rank_layout import PlaceFiles, Room, Target, row_of, target_of
+from megalith.checkpoint.formats.torch_dist import OPTIMIZER_PREFIX, WORD_EMBEDDINGS, is_rng_object, is_stacked
 from megalith.checkpoint.hashing import WritingCancelled
 from megalith.checkpoint.laid_out import find, lay_out, seal, tensors_in, write
 from megalith.checkpoint.safe_loading import map_tensors
 from megalith.checkpoint.source import Source
 from megalith.errors import CheckpointError
 
-_LAYERS = "decoder.layers."
 _ENTRY_OVERHEAD = 512  # bytes of an archive around one tensor
 _FIXED_OVERHEAD = 2**20
 
@@ -84,7 +83,7 @@ class FilesOnDisk:
             OSError: the disk refuses.
             WritingCancelled: it was to stop.
         """
-        with _Filler(self._target, self._folder, _rows(chunks)) as filler:
+        with _Filler(self._target, self._folder, chunks) as filler:
             for chunk in chunks:
                 if cancelled():
                     raise WritingCancelled
@@ -97,21 +96,22 @@ class FilesOnDisk:
 
 
 class _Filler:
-    """Open files of those places that hold something of given rows.
+    """The files of those places that chunks go to, open.
 
     Args:
         target: what is written.
         folder: where.
-        rows: (key, layer) of what is to be written.
+        chunks: what is to be written, or chunks of the same keys and layers.
     """
 
-    def __init__(self, target: Target, folder: Path, rows: set[tuple[str, int]]) -> None:
+    def __init__(self, target: Target, folder: Path, chunks: Sequence[Chunk]) -> None:
         self._stack = ExitStack()
         self._places: dict[tuple[str, int], list[tuple[int, int, Chunk]]] = {}
         self._files: list[int] = []
-        for place in target.places:
+        rows = {_row(chunk) for chunk in chunks}
+        for place in target.places_of(chunks):
             made = PlaceFiles(target, *place)
-            touched = [room for room in made.rooms if any(row in rows for row in _rows(room.chunks))]
+            touched = [room for room in made.rooms if any(_row(chunk) in rows for chunk in room.chunks)]
             for name, body in made.bodies.items():
                 numbers = {id(tensor): number for number, tensor in enumerate(tensors_in(body))}
                 inside = [room for room in touched if id(room.tensor) in numbers]
@@ -146,12 +146,8 @@ class _Filler:
 
 
 def _row(chunk: Chunk) -> tuple[str, int]:
-    """The key of a chunk and its layer, 0 outside the layers."""
-    return (chunk.key, chunk.offset[0] if _LAYERS in chunk.key else 0)
-
-
-def _rows(chunks: Iterable[Chunk]) -> set[tuple[str, int]]:
-    return set(map(_row, chunks))
+    """The key of a chunk and its layer."""
+    return chunk.key, row_of(chunk)[1]
 
 
 def write_per_rank(source: Source, folder: Path) -> list[str]:
@@ -183,7 +179,7 @@ def write_per_rank(source: Source, folder: Path) -> list[str]:
     for place in target.places:
         files.lay_out(place)
     wanted = _wanted(target)
-    with _Filler(target, folder, _rows(wanted)) as filler:
+    with _Filler(target, folder, wanted) as filler:
         for chunk in wanted:
             filler.write(_read(source, contents, chunk))
     names = [name for place in target.places for name in files.files(place)]
@@ -195,16 +191,11 @@ def write_per_rank(source: Source, folder: Path) -> list[str]:
 def _wanted(target: Target) -> list[Chunk]:
     """All that the files hold, in pieces of a tensor of one layer, on the meta device."""
     found: dict[tuple[str, int], Chunk] = {}
-    for place in target.places:
-        for room in PlaceFiles(target, *place).rooms:
-            for chunk in room.chunks:
-                row = _row(chunk)
-                if row not in found:
-                    stacked = _LAYERS in chunk.key
-                    shape = (1, *chunk.global_shape[1:]) if stacked else chunk.global_shape
-                    offset = (row[1] if stacked else 0,) + (0,) * (len(shape) - 1)
-                    whole = torch.empty(shape, dtype=chunk.tensor.dtype, device="meta")
-                    found[row] = Chunk(chunk.key, whole, offset, chunk.global_shape)
+    for chunk in target.chunks():
+        key, layer = row_of(chunk)
+        shape = (1, *chunk.global_shape[1:]) if is_stacked(key) else chunk.global_shape
+        whole = torch.empty(shape, dtype=chunk.tensor.dtype, device="meta")
+        found[_row(chunk)] = Chunk(chunk.key, whole, (layer,) + (0,) * (len(shape) - 1), chunk.global_shape)
     return list(found.values())
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -28,6 +28,8 @@ from megalith.checkpoint.formats.torch_dist import (
     OPTIMIZER_PREFIX,
     WORD_EMBEDDINGS,
     Whole,
+    canonical_key,
+    is_stacked,
     rng_object_key,
     weight_chunks,
 )
@@ -80,10 +82,40 @@ class Target:
         """All (tensor, pipeline) places."""
         return list(product(range(self.tp), range(self.pp)))
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Key -> global shape of every tensor in model space that the files hold."""
-        rooms = (room for place in self.places for room in PlaceFiles(self, *place).rooms)
-        return {chunk.key: chunk.global_shape for room in rooms for chunk in room.chunks}
+    def chunks(self) -> Iterator[Chunk]:
+        """A part at least of every row of every tensor in model space that the files hold."""
+        for stage in range(self.pp):
+            for room in PlaceFiles(self, 0, stage).rooms:
+                yield from room.chunks
+
+    def places_of(self, chunks: Iterable[Chunk]) -> list[tuple[int, int]]:
+        """Those places that may hold something of given chunks."""
+        rows = {row_of(chunk) for chunk in chunks}
+        return [(tp, pp) for pp in range(self.pp) if rows & self._rows(pp) for tp in range(self.tp)]
+
+    def _rows(self, stage: int) -> set[Row]:
+        names = {
+            name for chunk in range(len(self.stages[stage])) for name in self.space.names_of(stage, chunk, self.stages)
+        }
+        keys = (canonical_key(stored_name(self.space, name)) for name in names)
+        return {(key, layer or 0) for key, layer in keys}
+
+
+Row = tuple[str, int]
+"""The key of a weight and a layer, 0 outside the layers."""
+
+
+def row_of(chunk: Chunk) -> Row:
+    """To which weight and layer a chunk belongs, that of an optimizer's state too."""
+    key = chunk.key
+    if key.startswith(OPTIMIZER_PREFIX):
+        key = key.removeprefix(OPTIMIZER_PREFIX).partition(".")[2]
+    return key, chunk.offset[0] if is_stacked(key) else 0
+
+
+def stored_name(space: ModelSpace, name: str) -> str:
+    """The name in model space: the second copy of a tied embedding is that of the first."""
+    return WORD_EMBEDDINGS if name == OUTPUT_LAYER and space.tied else name
 
 
 def target_of(common: Mapping[str, Any], objects: Mapping[str, Any], dtype: torch.dtype, where: str) -> Target:
@@ -149,11 +181,8 @@ class PlaceFiles:
         return folder_name(self.tp, self.pp, self._target.pp)
 
     def _shape(self, name: str) -> tuple[int, ...]:
-        return self._target.space.local_shape(self._stored(name), self._target.tp, self.tp)
-
-    def _stored(self, name: str) -> str:
-        """The name in model space: a copy is that of the embedding."""
-        return WORD_EMBEDDINGS if name == OUTPUT_LAYER and self._target.space.tied else name
+        space = self._target.space
+        return space.local_shape(stored_name(space, name), self._target.tp, self.tp)
 
     def _room(self, name: str, dtype: torch.dtype, prefix: str = "") -> Tensor:
         """A new tensor like a parameter; `prefix` stands before its key."""
@@ -164,7 +193,7 @@ class PlaceFiles:
     def _add(self, name: str, tensor: Tensor, view: Tensor, prefix: str) -> None:
         """Note that `view` of `tensor` holds what this place has of a parameter, or of its state."""
         space = self._target.space
-        box = Whole(self._stored(name), view)
+        box = Whole(stored_name(space, name), view)
         found = weight_chunks([box], space.placements, space.num_layers, rank=self.tp, size=self._target.tp)
         chunks = [Chunk(prefix + part.key, part.tensor, part.offset, part.global_shape) for part in found]
         self.rooms.append(Room(tensor, chunks))

@@ -80,10 +80,14 @@ def module_name(key: str, layer: int | None) -> str:
     return f"{_LAYERS}{layer}.{rest}"
 
 
+def is_stacked(key: str) -> bool:
+    """Whether the tensor of a weight's key has the layers as its first dimension."""
+    return key.startswith(_LAYERS)
+
+
 def module_names(key: str, num_layers: int) -> list[str]:
     """The module names of all the parameters that are stored under one key."""
-    stacked = key.startswith(_LAYERS)
-    return [module_name(key, layer) for layer in range(num_layers)] if stacked else [key]
+    return [module_name(key, layer) for layer in range(num_layers)] if is_stacked(key) else [key]
 
 
 class Box(Protocol):
