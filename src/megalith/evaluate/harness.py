@@ -1,0 +1,240 @@
+"""A model class of lm-evaluation-harness: `lm_eval --model megalith --model_args checkpoint=DIR --tasks ...`.
+
+Needs the extra `eval`. Versions of lm-eval that look for plugins find it by the entry point of this package; for older
+ones `python -m megalith.evaluate.lm_eval` is their command with this class in it. Under torchrun every process runs the
+harness on all requests, and they share the work inside; the first one prints.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+from lm_eval.utils import get_rolling_token_windows
+
+from megalith.assemble.ranks import join_ranks
+from megalith.assemble.trained import load_trained
+from megalith.distributed import comm
+from megalith.errors import ConfigError, MegalithError
+from megalith.evaluate.alarms import never_trained
+from megalith.evaluate.ranks import model_in, ranks_of, saved_args
+from megalith.evaluate.request import DEFAULT_BATCH
+from megalith.evaluate.score import Sample, Scorer
+from megalith.serve.engine import Engine, Limits
+from megalith.serve.model_runner import ModelRunner, RankRunner, blocks_for
+from megalith.serve.request import Finished, Request, Sampling, Token
+from megalith.serve.runner import Runner
+
+_log = logging.getLogger("megalith.evaluate")
+
+_MAX_NEW_TOKENS = 256  # lm-eval's own default
+_SEED = 1234
+
+
+@register_model("megalith")
+class MegalithLM(TemplateLM):
+    """A checkpoint as lm-eval sees it.
+
+    Args:
+        checkpoint: a save folder, one checkpoint in it, or a Hugging Face folder.
+        iteration: which checkpoint of a save folder.
+        tp, pp: processes that share layers, that make a pipeline; the rest share the requests.
+        dtype: float32, bfloat16 or float16; that of the checkpoint if None.
+        device: cpu; anything else is CUDA where there is one.
+        batch_size: of one forward pass.
+        max_length: of context and continuation; the model's if None.
+        max_gen_toks: tokens that are generated where a task does not say.
+        max_batch_size: not used.
+
+    Raises:
+        ConfigError, CheckpointError: the checkpoint cannot be loaded so.
+    """
+
+    def __init__(
+        self,
+        checkpoint: str,
+        iteration: int | None = None,
+        tp: int = 1,
+        pp: int = 1,
+        dtype: str | None = None,
+        device: str | None = None,
+        batch_size: int | str | None = None,
+        max_length: int | None = None,
+        max_gen_toks: int = _MAX_NEW_TOKENS,
+        max_batch_size: int | None = None,
+    ) -> None:
+        super().__init__()
+        if dtype not in (None, "auto", "float32", "bfloat16", "float16"):
+            raise ConfigError(f"dtype={dtype} is not known; use float32, bfloat16 or float16")
+        path = Path(checkpoint)
+        settings = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp}
+        where = "cpu" if device == "cpu" else "auto"  # lm-eval says cuda where nobody has said anything
+        model = model_in(saved_args(path, iteration), path)
+        self._ranks = ExitStack()
+        self._context = self._ranks.enter_context(
+            join_ranks(ranks_of(model, {**settings, "device": where}, os.environ))
+        )
+        weights = None if dtype in (None, "auto") else getattr(torch, str(dtype))
+        trained = load_trained(path, self._context.device, iteration, context=self._context, dtype=weights)
+        for note in trained.notes:
+            _log.warning("%s", note)
+        self._trained = trained
+        size = int(str(batch_size)) if str(batch_size).isdigit() else DEFAULT_BATCH  # lm-eval also says "auto"
+        self._scorer = Scorer(trained.model, self._context, batch_size=size)
+        self._max_length = min(max_length or self._scorer.context_length, self._scorer.context_length)
+        self._max_gen_toks = max_gen_toks
+        self._device = self._context.device
+        if never_trained(trained.model, self._context):
+            _log.error("ALARM: the weights of %s are random: they were never trained", path)
+        if self._context.rank > 0:
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # until the process ends
+        if self._context.world.size > 1:
+            _open.append(self)
+            atexit.register(leave_ranks)
+
+    def close(self) -> None:
+        """Leave the other ranks."""
+        self._ranks.close()
+
+    @property
+    def eot_token_id(self) -> int:
+        return self._trained.tokenizer.eod
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of context and continuation that are read at once."""
+        return self._max_length
+
+    @property
+    def max_gen_toks(self) -> int:
+        """Tokens that are generated where a task does not say."""
+        return self._max_gen_toks
+
+    @property
+    def tokenizer_name(self) -> str:
+        card = self._trained.tokenizer.card()
+        return f"{card['class']}-{'-'.join(digest[:12] for digest in card['files'].values())}"
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        return self._trained.tokenizer.encode(string) if string else []
+
+    def tok_decode(self, tokens: list[int]) -> str:
+        """Text of ids."""
+        return self._trained.tokenizer.decode(tokens)
+
+    def _loglikelihood_tokens(
+        self, requests: list[tuple[tuple[str, str], list[int], list[int]]], disable_tqdm: bool = False, **kwargs: Any
+    ) -> list[tuple[float, bool]]:
+        samples = {}
+        for number, (_, context, continuation) in enumerate(requests):
+            if not continuation:
+                continue
+            if len(continuation) > self._max_length:
+                _log.warning("a continuation of %d tokens is cut to %d", len(continuation), self._max_length)
+            ids = [*(context or [self.prefix_token_id]), *continuation][-(self._max_length + 1) :]
+            samples[number] = Sample(ids, min(len(continuation), len(ids) - 1))
+        # Samples of like length need little padding; the longest come first, so that memory runs out at once or never.
+        order = sorted(samples, key=lambda number: -len(samples[number].ids))
+        scores = dict(zip(order, self._scorer([samples[number] for number in order]), strict=True))
+        answers = []
+        for number, (texts, _, _) in enumerate(requests):
+            score = scores.get(number)
+            answer = (0.0, True) if score is None else (score.total, bool(score.greedy.all()))
+            answers.append(answer)
+            self.cache_hook.add_partial("loglikelihood", texts, answer)
+        return answers
+
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+        samples, of_text = [], []
+        for number, (text,) in enumerate(request.args for request in requests):
+            windows = get_rolling_token_windows(
+                token_list=self.tok_encode(text),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self._max_length,
+                context_len=1,
+            )
+            for read, predicted in windows:
+                samples.append(Sample([*read, predicted[-1]], len(predicted)))
+                of_text.append(number)
+        totals = [0.0] * len(requests)
+        for number, score in zip(of_text, self._scorer(samples), strict=True):
+            totals[number] += score.total
+        for request, total in zip(requests, totals, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return totals
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        answers = self._on_all(requests)
+        for request, answer in zip(requests, answers, strict=True):
+            self.cache_hook.add_partial("generate_until", request.args, answer)
+        return answers
+
+    def _on_all(self, requests: list[Any]) -> list[str]:
+        """The answers to all requests, on every rank.
+
+        Replicas that are whole on one rank take requests in turn. Ranks that share a model serve all of them together.
+        """
+        context, blocks = self._context, self._scorer.batch_size * blocks_for(self._max_length)
+        if context.tp.size * context.pp.size == 1:
+            numbers = range(context.dp.index, len(requests), context.dp.size)
+            runner = ModelRunner(self._trained.model, blocks)
+            own = dict(zip(numbers, self._serve(runner, [requests[number] for number in numbers]), strict=True))
+            parts = comm.all_gather_objects(own, context.dp)
+            return [parts[number % context.dp.size][number] for number in range(len(requests))]
+        shared = RankRunner(self._trained.model, context, blocks)
+        if context.rank > 0:
+            shared.follow()
+            answers = []
+        else:
+            answers = self._serve(shared, requests)
+            shared.close()
+        shown: list[str] = comm.all_gather_objects(answers, context.world)[0]
+        return shown
+
+    def _serve(self, runner: Runner, requests: list[Any]) -> list[str]:
+        limits = Limits(running=self._scorer.batch_size, waiting=len(requests) + 1)
+        engine = Engine(runner, self._trained.tokenizer, limits)
+        tickets = [engine.submit(self._request(*request.args)) for request in requests]
+        texts = dict.fromkeys(tickets, "")
+        while engine.has_work:
+            for ticket, event in engine.step():
+                if isinstance(event, Token):
+                    texts[ticket] += event.text
+                elif isinstance(event, Finished) and event.reason == "error":
+                    raise MegalithError(event.message)
+        return [texts[ticket] for ticket in tickets]
+
+    def _request(self, prompt: str, options: dict[str, Any]) -> Request:
+        """What lm-eval means by `options`: greedy, unless they say otherwise."""
+        stops = options.get("until") or []
+        stops = [stops] if isinstance(stops, str) else list(stops)
+        count = int(options.get("max_gen_toks") or options.get("max_new_tokens") or self._max_gen_toks)
+        count = min(count, self._max_length - 1)
+        temperature = float(options.get("temperature") or 0.0)
+        if not options.get("do_sample", temperature > 0.0):
+            temperature = 0.0
+        ids = self.tok_encode(prompt) or [self.prefix_token_id]
+        return Request(
+            prompt=tuple(ids[-(self._max_length - count) :]),
+            max_new_tokens=count,
+            sampling=Sampling(temperature, int(options.get("top_k") or 0), float(options.get("top_p") or 0.0)),
+            seed=int(options.get("seed") or _SEED),
+            stop_texts=tuple(stop for stop in stops if stop),
+        )
+
+
+_open: list[MegalithLM] = []
+
+
+def leave_ranks() -> None:
+    """Let go of the other ranks, behind the last use of a model."""
+    while _open:
+        _open.pop().close()

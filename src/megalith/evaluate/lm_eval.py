@@ -1,0 +1,32 @@
+"""`python -m megalith.evaluate.lm_eval`: the command of lm-evaluation-harness with `--model megalith` in it.
+
+For versions of lm-eval that do not look for plugins; all arguments are lm-eval's own.
+"""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> int:
+    """Run lm-eval; returns its exit code."""
+    try:
+        from lm_eval.__main__ import cli_evaluate
+    except ImportError as error:
+        print(f"lm-eval is not installed ({error}): pip install 'megalith[eval]'", file=sys.stderr)
+        return 2
+    import megalith.evaluate.harness  # noqa: F401  # registers the model
+    from megalith.errors import MegalithError
+    from megalith.evaluate.harness import leave_ranks
+
+    try:
+        cli_evaluate()
+        leave_ranks()
+    except MegalithError as error:
+        print(f"megalith: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
