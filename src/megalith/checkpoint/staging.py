@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megalith.checkpoint.content import Chunk
+from megalith.errors import CheckpointError
 
 _ALIGNMENT = 64
 _PAGE = 4096
@@ -32,11 +33,21 @@ class Staging:
         return self._memory.nbytes
 
     def reserve(self, chunks: Sequence[Chunk]) -> None:
-        """Take the memory for copies of these chunks, so that the first save need not wait for it."""
+        """Take the memory for copies of these chunks, so that the first save need not wait for it.
+
+        Raises:
+            CheckpointError: the system refuses it.
+        """
         needed = sum(map(_room, chunks))
         if needed > self._memory.nbytes:
             self.release()
-            self._memory = _host_memory(needed)
+            try:
+                self._memory = _host_memory(needed)
+            except OSError as error:
+                raise CheckpointError(
+                    f"--async-save needs {needed} bytes ({needed / 2**30:.2f} GiB) of memory on this host for a copy of "
+                    f"what is saved: {error.strerror}; leave it out to save from where the tensors are"
+                ) from error
             if any(chunk.tensor.is_cuda for chunk in chunks):
                 self._pin()
 
@@ -44,7 +55,7 @@ class Staging:
         """The chunks with copies of their tensors, which hold until the next call.
 
         Raises:
-            MemoryError: there is not enough of it.
+            CheckpointError: as `reserve`.
         """
         self.reserve(chunks)
         copies, start = [], 0

@@ -240,6 +240,7 @@ class DirectoryStore:
         files: Mapping[str, bytes] = NO_FILES,
         on_point: Callable[[str], None] = no_point,
     ) -> PendingSave:
+        assert self._writer is TorchDistWriter, "only torch_dist is written beside the training"
         started, final = time.perf_counter(), self.folder(iteration)
         saving = self._saving(iteration, content, manifest, files, on_point, staging)
         saving.begin()

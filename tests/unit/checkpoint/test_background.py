@@ -114,6 +114,17 @@ def test_the_copies_take_no_more_than_the_tensors_and_are_used_again(make_conten
     assert [copy.tensor.data_ptr() for copy in again] == [copy.tensor.data_ptr() for copy in copies]
 
 
+def test_memory_that_is_refused_is_told_with_a_remedy(
+    make_content: MakeContent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    monkeypatch.setattr("megalith.checkpoint.staging.mmap.mmap", refuse)
+    with pytest.raises(CheckpointError, match=r"--async-save needs \d+ bytes .*: Cannot allocate memory; leave it out"):
+        Staging().reserve(make_content(1).chunks)
+
+
 def test_copies_of_every_kind_of_tensor() -> None:
     staging = Staging()
     tensors = [
