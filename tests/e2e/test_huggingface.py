@@ -121,6 +121,20 @@ def test_another_architecture_is_refused_with_every_flag(warm: WarmProcess, fold
     assert "--ffn-hidden-size: 24 in the checkpoint, 32 here" in done.text
 
 
+def test_a_tokenizer_with_more_ids_than_rows_is_refused(
+    warm: WarmProcess, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = ["--tokenizer-type", "NullTokenizer", "--vocab-size", VOCAB]  # one id more
+    done = warm.run([*FLAGS, *tokenizer, *RUN, *STILL, "--load", folder], tmp_path)
+    assert done.code == 4
+    assert "the tokenizer has 258 ids, and the embedding of the checkpoint 257 rows" in done.text
+    cut = {**small_weights(), "model.embed_tokens.weight": torch.zeros(200, 16)}
+    write_folder(tmp_path / "cut", "qwen3", QWEN3, weights=cut, vocab_size=200)
+    write_tokenizer(tmp_path / "cut")
+    assert main(["generate", str(tmp_path / "cut"), "--prompt", "x"]) == 4
+    assert "the tokenizer has 257 ids, and the embedding 200 rows" in capsys.readouterr().err
+
+
 def test_generate(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--prompt", "ab", "--greedy", "--max-new-tokens", "4", "--device", "cpu"]
     assert main(["generate", str(folder), *words]) == 0

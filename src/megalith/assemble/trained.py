@@ -93,6 +93,11 @@ def load_trained(
     store.load(found, content, verify=False)  # found means verified
     model.requires_grad_(False)
     built = build_tokenizer(tokenizer or _with_files_of(store.folder(found), tokenizer_of(args)))
+    if built.vocab_size > model.vocab_size:
+        raise CheckpointError(
+            f"{store.folder(found)}: the tokenizer has {built.vocab_size} ids, and the embedding {model.vocab_size} "
+            "rows; give the tokenizer that the model was trained with"
+        )
     card = (store.manifest(found) or {}).get("tokenizer")
     foreign = store.format(found) == "huggingface"
     return Trained(model.eval(), built, found, tuple(notes), args, card, from_huggingface=foreign)

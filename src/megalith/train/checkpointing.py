@@ -385,6 +385,9 @@ def check_fits(found: FoundCheckpoint, run: RunConfig, identity: Identity) -> tu
         for name, flag in ARCHITECTURE.items()
         if was[name] != now[name]
     ]
+    ids, rows = int(identity.tokenizer.get("vocab_size", 0)), found.args.get("padded_vocab_size")
+    if rows is not None and ids > rows:
+        model.append(f"the tokenizer has {ids} ids, and the embedding of the checkpoint {rows} rows")
     data: list[str] = []
     if found.manifest is not None:
         model += _changes("the tokenizer", found.manifest.get("tokenizer", {}), identity.tokenizer)
