@@ -45,7 +45,7 @@ class Staging:
                 self._memory = _host_memory(needed)
             except OSError as error:
                 raise CheckpointError(
-                    f"--async-save needs {needed} bytes ({needed / 2**30:.2f} GiB) of memory on this host for a copy of "
+                    f"--async-save needs {needed} bytes ({needed / 2**30:.2f} GiB) of this host's memory for a copy of "
                     f"what is saved: {error.strerror}; leave it out to save from where the tensors are"
                 ) from error
             if any(chunk.tensor.is_cuda for chunk in chunks):
