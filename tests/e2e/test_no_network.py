@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from ..unit.checkpoint.huggingface_folders import VOCAB, write_folder
+
 RUNNER = Path(__file__).with_name("no_network.py")
 
 pytestmark = pytest.mark.skipif(
@@ -64,3 +66,11 @@ def test_from_text_to_generated_text(tmp_path: Path) -> None:
     data = ["--data-path", f"{prefix}_text_document", "--split", "80,10,10", *tokenizer, "--device", "cpu"]
     check("train", *MODEL, *RECIPE, *data, "--save", str(tmp_path / "ckpt"), "--save-interval", "3")
     check("generate", str(tmp_path / "ckpt"), "--prompt", "1 2 3", "--max-new-tokens", "4")
+
+
+def test_hugging_face_folders(tmp_path: Path) -> None:
+    """Not even where transformers compares the logits."""
+    write_folder(tmp_path / "hf", vocab_size=VOCAB)
+    ended = run_without_network("-m", "megalith", "checkpoint", "import", str(tmp_path / "hf"), str(tmp_path / "saved"))
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "logits" in ended.stdout
