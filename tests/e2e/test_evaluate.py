@@ -1,0 +1,246 @@
+"""W10: a checkpoint is measured by Megatron's command lines and by ours; results that cannot be are called out."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megalith.cli.main import main
+from megalith.tokenizers import train_byte_level_bpe
+
+from .warm import WarmProcess
+
+ARCHITECTURE = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --max-position-embeddings 64"
+SAMPLES = 13  # batches of 8 do not divide them
+
+
+class Work:
+    """A folder with a trained checkpoint C, the files that W10 names, and the flags FILES of the tokenizer."""
+
+    def __init__(self, folder: Path, files: list[str], train: list[str]) -> None:
+        self.folder, self.files, self.train = folder, files, train
+        self.checkpoint, self.lambada = folder / "C", folder / "lambada_test.jsonl"
+        self.wiki = folder / "wiki.test.tokens"
+
+
+@pytest.fixture(scope="module")
+def work(warm: WarmProcess, repository: Path, shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Work:
+    data = shared / "data"
+    for needed in ("gpt2/gpt2-vocab.json", "tinyshakespeare/input.txt", "wikitext-2/test.txt"):
+        if not (data / needed).is_file():
+            pytest.skip(f"{data / needed} is absent")
+    folder = tmp_path_factory.mktemp("evaluate")
+    text = (data / "tinyshakespeare/input.txt").read_text()[:60_000]
+    (folder / "text.txt").write_text(text)
+    files = ["--vocab-file", str(data / "gpt2/gpt2-vocab.json"), "--merge-file", str(data / "gpt2/gpt2-merges.txt")]
+    words = ["--input", str(folder / "text.txt"), "--output-prefix", str(folder / "data"), "--append-eod"]
+    command = [sys.executable, str(repository / "tools/preprocess_data.py"), *words, "--workers", "1", *files]
+    subprocess.run([*command, "--tokenizer-type", "GPT2BPETokenizer"], check=True, capture_output=True)
+    train = shlex.split(
+        f"{ARCHITECTURE} --seq-length 64 --micro-batch-size 4 --lr 0.01 --eval-iters 0 --num-workers 0 "
+        f"--hidden-dropout 0 --attention-dropout 0 --data-path {folder / 'data_text_document'}"
+    )
+    made = Work(folder, files, [*train, *files])
+    done = warm.run([*made.train, "--train-iters", 40, "--save", made.checkpoint, "--save-interval", 40], folder)
+    assert done.code == 0, done.text
+    paragraphs = [part.strip() for part in text.split("\n\n") if len(part.split()) > 12]
+    lines = [json.dumps({"text": part.replace("\n", " ").rstrip(".?!,;:'")}) for part in paragraphs[:SAMPLES]]
+    made.lambada.write_text("\n".join(lines) + "\n")
+    made.wiki.write_text((data / "wikitext-2/test.txt").read_text()[:9_000])
+    return made
+
+
+def _tasks_main(repository: Path, *words: object, ranks: int = 1) -> subprocess.CompletedProcess[str]:
+    launcher = [sys.executable]
+    if ranks > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+    command = [*launcher, str(repository / "tasks/main.py"), *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+def _w10(work: Work, task: str) -> list[object]:
+    """The users' command line."""
+    data = work.lambada if task == "LAMBADA" else work.wiki
+    more = "--strict-lambada" if task == "LAMBADA" else "--overlapping-eval 32"
+    flags = f"--task {task} {more} {ARCHITECTURE} --seq-length 64 --micro-batch-size 8 --log-interval 1"
+    tail = ["--tokenizer-type", "GPT2BPETokenizer", "--no-load-optim", "--no-load-rng"]
+    return [*shlex.split(flags), "--valid-data", data, "--load", work.checkpoint, *work.files, *tail]
+
+
+def test_lambada_as_typed(work: Work, repository: Path) -> None:
+    done = _tasks_main(repository, *_w10(work, "LAMBADA"))
+    assert (done.returncode, done.stderr) == (0, "")
+    shown = done.stdout.splitlines()
+    lines = [line for line in shown if not line.startswith("note: ")]
+    start = lines.index(f"> building lambada dataset from {work.lambada} ...")
+    number = r"\d\.\d{4}E[+-]\d\d"
+    result = lines[start + 5]
+    assert lines[start + 1 : start + 4] == [
+        f" > found {SAMPLES} samples.",
+        "> working on iteration: 0",
+        "> working on iteration: 1",
+    ]
+    assert re.fullmatch(
+        rf" validation results on LAMBADA \| number correct: {number} \| total examples: 1\.3000E\+01 \| "
+        rf"avg accuracy: {number}",
+        result,
+    )
+    assert lines[start + 4] == lines[start + 6] == "-" * (len(result) + 1)
+    assert lines[start + 7] == "done :-)"
+    assert "note: without effect on an evaluation: --no-load-optim, --no-load-rng" in shown
+
+
+def test_wikitext_as_typed_and_on_two_ranks(work: Work, repository: Path, tmp_path: Path) -> None:
+    words = _w10(work, "WIKITEXT103")
+    results = []
+    for ranks, layout in ((1, []), (2, ["--tensor-model-parallel-size", 2])):
+        file = tmp_path / f"{ranks}.json"
+        done = _tasks_main(repository, *words, *layout, "--json", file, ranks=ranks)
+        assert done.returncode == 0, done.stderr
+        lines = done.stdout.splitlines()
+        (result,) = [line for line in lines if line.startswith(" validation results on WIKITEXT103 | avg loss: ")]
+        assert re.fullmatch(r".*ppl: \S+ \| adjusted ppl: \S+ \| token ratio: \d\.\d+ \|", result)
+        assert sum(line.startswith(" > number of original tokens: ") for line in lines) == 1
+        assert lines.count("done :-)") == 1 and lines.count("-" * (len(result) + 1)) == 2
+        results.append(json.loads(file.read_text()))
+    assert [body["layout"]["tp"] for body in results] == [1, 2]
+    alone, shared = (body["result"] for body in results)
+    assert shared["mean"] == pytest.approx(alone["mean"], rel=1e-5)
+    assert shared["num_tokens"] == alone["num_tokens"] > 2000
+
+
+def test_our_command_gives_the_same(work: Work, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pairs = []
+    for number, words in enumerate(
+        (
+            ["tasks/main.py", *map(str, _w10(work, "WIKITEXT103"))],
+            [str(work.checkpoint), "--task", "wikitext103", "--data", str(work.wiki)],
+        )
+    ):
+        assert main(["evaluate", *words, "--json", str(tmp_path / f"{number}.json")]) == 0
+        body = json.loads((tmp_path / f"{number}.json").read_text())
+        pairs.append((body["result"], body["alarms"]))
+    assert pairs[0] == pairs[1]
+    assert "GPT2BPETokenizer" not in capsys.readouterr().err
+
+
+def test_any_text_and_the_bundled_task(work: Work, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    documents = tmp_path / "documents.jsonl"
+    documents.write_text(json.dumps({"text": "to be or not to be"}) + "\n" + json.dumps({"text": ""}) + "\n")
+    for task, data in (("text", work.folder / "text.txt"), ("text", documents), ("cloze", None)):
+        words = [str(work.checkpoint), "--task", task, *(["--data", str(data)] if data else [])]
+        assert main(["evaluate", *words, "--overlapping-eval", "64"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count(" validation results on TEXT | ") == 2 and shown.count("| bits per byte: ") == 2
+    assert " validation results on CLOZE | " in shown and " > found 60 samples." in shown
+
+
+def test_flags_that_contradict_the_checkpoint(work: Work, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--num-layers", "12", "--hidden-size", "768", "--seq-length", "1024", "--swiglu"]
+    line = ["evaluate", "tasks/main.py", "--task", "WIKITEXT103", "--valid-data", str(work.wiki), *words]
+    assert main([*line, "--load", str(work.checkpoint)]) == 2
+    said = capsys.readouterr().err
+    assert "--num-layers 12 contradicts the checkpoint, which has 2" in said
+    assert "--hidden-size 768 contradicts the checkpoint, which has 32" in said
+    assert "--swiglu True contradicts the checkpoint, which has False" in said
+    assert "--seq-length 1024 is longer than the 64 positions of the model" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--task RACE --load C", "--task RACE is not supported: it fine-tunes a BERT model"),
+        ("--task RET-FINETUNE-NQ", "retrieval over an index of Wikipedia"),
+        ("--task MSDP", "multi-stage dialogue prompting"),
+        ("--task SQUAD", "--task SQUAD is not known; use LAMBADA or WIKITEXT103"),
+        ("--task LAMBADA --load C", "needs a file to measure on"),
+        ("--task LAMBADA --valid-data a b --load C", "takes one file"),
+        ("--task LAMBADA --valid-data absent.jsonl --load C", "docs/evaluation.md says where LAMBADA's comes from"),
+        ("--task LAMBADA --valid-data x", "--load is required"),
+        ("--task LAMBADA --load C --num-layer 2", "did you mean --num-layers?"),
+        ("--task LAMBADA --load C --faiss-use-gpu", "--faiss-use-gpu belongs to a task that is not supported"),
+        ("--task LAMBADA --load C --context-parallel-size 2", "--context-parallel-size 2"),
+        ("--load C", "--task"),
+    ],
+)
+def test_what_cannot_be_is_refused(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["evaluate", "tasks/main.py", *shlex.split(words)]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--task wikitext103", "needs a file to measure on"),
+        ("--task cloze --micro-batch-size 0", "--micro-batch-size 0 is below 1"),
+        ("--task nothing", "invalid choice"),
+    ],
+)
+def test_our_command_refuses_too(work: Work, words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["evaluate", str(work.checkpoint), *shlex.split(words)]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_an_overlap_longer_than_a_window(work: Work, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--task", "text", "--data", str(work.wiki), "--seq-length", "16", "--overlapping-eval", "32"]
+    assert main(["evaluate", str(work.checkpoint), *words]) == 2
+    assert "--overlapping-eval 32 is more than the 16 tokens of a window" in capsys.readouterr().err
+
+
+def test_no_checkpoint(work: Work, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["evaluate", str(tmp_path), "--task", "cloze"]) == 4
+    assert "holds no checkpoint" in capsys.readouterr().err
+
+
+def _alarm_of(capsys: pytest.CaptureFixture[str], *words: object) -> list[str]:
+    """The lines between the two of exclamation marks with which an evaluation with alarms ends."""
+    assert main(["evaluate", *map(str, words), "--fail-on-alarm"]) == 7
+    lines = capsys.readouterr().out.splitlines()
+    first, last = (number for number, line in enumerate(lines) if set(line) == {"!"})
+    assert lines[first - 1] == "done :-)" and last == len(lines) - 1
+    return lines[first + 1 : last]
+
+
+def test_none_correct_is_called_out(work: Work, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hopeless = tmp_path / "lambada_test.jsonl"
+    hopeless.write_text('{"text": "KING: My lord, the zebra ate seventeen xylophones"}\n' * 9)
+    what, cause = _alarm_of(capsys, work.checkpoint, "--task", "lambada", "--data", hopeless)
+    assert what.startswith("ALARM: 0 of 9 correct is at or below chance")
+    assert cause.startswith("  likely cause: ")
+
+
+def test_another_tokenizer_is_called_out(work: Work, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    vocab, merges = train_byte_level_bpe(["to be or not to be"], 270, tmp_path)
+    words = ["--task", "cloze", "--vocab-file", vocab, "--merge-file", merges]
+    lines = _alarm_of(capsys, work.checkpoint, *words)
+    assert "ALARM: the tokenizer is not the one of the training: its number of tokens is 2" in "\n".join(lines)
+
+
+def test_all_skipped_is_called_out(work: Work, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    empty = tmp_path / "lambada.jsonl"
+    empty.write_text('{"text": ""}\n{"text": "one"}\n')
+    (what, _) = _alarm_of(capsys, work.checkpoint, "--task", "lambada", "--strict-lambada", "--data", empty)
+    assert what == "ALARM: all 2 samples were skipped, nothing was measured"
+
+
+def test_random_weights_are_called_out(
+    work: Work, warm: WarmProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*work.train, "--train-iters", 1, "--save", tmp_path / "C", "--save-interval", 1]
+    done = warm.run([*words, "--lr", 0, "--weight-decay", 0], tmp_path)
+    assert done.code == 0, done.text
+    lines = _alarm_of(capsys, tmp_path / "C", "--task", "wikitext103", "--data", work.wiki)
+    assert "ALARM: the weights are random" in "\n".join(lines)
+
+
+def test_a_sound_result_has_no_alarm(work: Work, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [str(work.checkpoint), "--task", "text", "--data", str(work.folder / "text.txt"), "--fail-on-alarm"]
+    assert main(["evaluate", *words, "--overlapping-eval", "64"]) == 0
+    assert capsys.readouterr().out.rstrip().endswith("done :-)")
