@@ -58,7 +58,7 @@ from torch.futures import Future
 from megalith.checkpoint.content import CheckpointContent, Chunk, by_key, volume
 from megalith.checkpoint.hashing import FileRecord, HashedFile
 from megalith.checkpoint.safe_loading import dump_bytes, load_bytes, read_metadata
-from megalith.checkpoint.tensor_entry import read_tensor_entry, write_tensor_entry
+from megalith.checkpoint.tensor_entry import Heads, read_tensor_entry, write_tensor_entry
 from megalith.errors import CheckpointError
 
 METADATA_FILE = ".metadata"
@@ -443,6 +443,7 @@ class RestrictedReader(FileSystemReader):
         super().__init__(path)
         self._folder = path
         self._metadata = metadata
+        self._heads: Heads = {}
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self._metadata
@@ -483,7 +484,7 @@ class RestrictedReader(FileSystemReader):
                 whole = tuple(item.lengths) == stored
                 try:
                     tensor = read_tensor_entry(
-                        file.fileno(), info.offset, info.length, stored, target if whole else None
+                        file.fileno(), info.offset, info.length, stored, target if whole else None, self._heads
                     )
                 except (EOFError, ValueError) as error:
                     raise CheckpointError(f"{path} is damaged at {item.storage_index.fqn}: {error}") from error

@@ -45,6 +45,7 @@ _STORAGES = {
     }.items()
 }
 _PLAIN = {dtype: getattr(torch, name.removeprefix("torch.")) for name, dtype in _STORAGES.items()}
+_LONGEST_HEAD = 4096  # bytes before the elements that are worth remembering
 _ALIGNMENT = 64
 _LARGEST = 2**32 - 2**16  # bytes of a tensor whose archive needs no ZIP64
 # What a ZIP archive, a pickle in it and the header that this makes raise when they are not what they claim to be.
@@ -127,7 +128,14 @@ class _FileSlice(io.RawIOBase):
         return got
 
 
-def read_tensor_entry(fd: int, start: int, length: int, shape: tuple[int, ...], target: Tensor | None) -> Tensor:
+Heads = dict[tuple[int, tuple[int, ...]], tuple[bytes, _Header]]
+"""What stands in entries before their elements, by the entry's length and shape. Most entries begin as an earlier one
+did, and to take an archive apart costs more than to read a small tensor."""
+
+
+def read_tensor_entry(
+    fd: int, start: int, length: int, shape: tuple[int, ...], target: Tensor | None, heads: Heads | None = None
+) -> Tensor:
     """Read the tensor that stands at [start, start + length) of an open file.
 
     Args:
@@ -136,6 +144,7 @@ def read_tensor_entry(fd: int, start: int, length: int, shape: tuple[int, ...], 
         length: bytes of the entry.
         shape: the shape that the tensor must have.
         target: a tensor of that shape to read into if that can be done directly, or None.
+        heads: what earlier calls have found, and this one adds to.
 
     Returns:
         `target` itself if it was filled, else a CPU tensor of shape `shape` and the stored dtype.
@@ -144,7 +153,7 @@ def read_tensor_entry(fd: int, start: int, length: int, shape: tuple[int, ...], 
         ValueError: the entry is no such tensor. EOFError: the file ends within it.
     """
     entry = _FileSlice(fd, start, length)
-    located = _locate(entry, fd, start)
+    located = _located(entry, fd, start, (length, shape), {} if heads is None else heads)
     if located is None:
         tensor = _through_torch(entry)
     else:
@@ -167,6 +176,26 @@ def _memory(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, to be written to."""
     octets: Any = tensor.view(-1).view(torch.uint8).numpy()
     return memoryview(octets)
+
+
+def _located(
+    entry: _FileSlice, fd: int, start: int, key: tuple[int, tuple[int, ...]], heads: Heads
+) -> tuple[_Header, int] | None:
+    """As `_locate`; an entry that begins byte for byte as one that was taken apart is like that one."""
+    if key in heads:
+        expected, header = heads[key]
+        if _bytes_at(fd, start, len(expected)) == expected:
+            return header, start + len(expected)
+    located = _locate(entry, fd, start)
+    if located is not None and 0 < located[1] - start <= _LONGEST_HEAD:
+        heads[key] = _bytes_at(fd, start, located[1] - start), located[0]
+    return located
+
+
+def _bytes_at(fd: int, start: int, length: int) -> bytes:
+    head = bytearray(length)
+    read_exactly(fd, memoryview(head), start)
+    return bytes(head)
 
 
 def _locate(entry: _FileSlice, fd: int, start: int) -> tuple[_Header, int] | None:

@@ -77,6 +77,23 @@ def test_entries_are_read_back_from_the_middle_of_a_file(tmp_path: Path) -> None
             start += len(entry)
 
 
+def test_entries_that_begin_alike_are_taken_apart_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = [torch.full((4, 2), float(number)) for number in range(5)]
+    tensors.append(torch.full((4, 2), 5, dtype=torch.int32))  # of the same length and shape
+    entries = written(tmp_path / "file", tensors)
+    assert len({len(entry) for entry in entries}) > 1 or entries[0][:600] != entries[5][:600]
+    taken_apart, locate = [], tensor_entry._locate
+    monkeypatch.setattr(tensor_entry, "_locate", lambda *args: taken_apart.append(1) or locate(*args))
+    heads: tensor_entry.Heads = {}
+    start = 0
+    with (tmp_path / "file").open("rb") as file:
+        for tensor, entry in zip(tensors, entries, strict=True):
+            found = read_tensor_entry(file.fileno(), start, len(entry), (4, 2), None, heads)
+            assert found.dtype == tensor.dtype and torch.equal(found, tensor)
+            start += len(entry)
+    assert len(taken_apart) == 2
+
+
 def test_a_tensor_too_large_for_a_plain_archive_goes_through_torch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
