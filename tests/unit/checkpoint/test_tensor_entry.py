@@ -81,7 +81,6 @@ def test_entries_that_begin_alike_are_taken_apart_once(tmp_path: Path, monkeypat
     tensors = [torch.full((4, 2), float(number)) for number in range(5)]
     tensors.append(torch.full((4, 2), 5, dtype=torch.int32))  # of the same length and shape
     entries = written(tmp_path / "file", tensors)
-    assert len({len(entry) for entry in entries}) > 1 or entries[0][:600] != entries[5][:600]
     taken_apart, locate = [], tensor_entry._locate
     monkeypatch.setattr(tensor_entry, "_locate", lambda *args: taken_apart.append(1) or locate(*args))
     heads: tensor_entry.Heads = {}
