@@ -4,6 +4,7 @@
     fully reshardable   the same, with `param` for `fp32_param`
     flattened ranges    the same keys; a tensor cut into a grid of boxes, each flattened (core 0.8 to 0.12)
     bucket space        optimizer.distributed.dp_group_idx_<i>...bucket_idx_<k>.<kind>  one-dimensional buffers
+    gathered            optimizer.distributed.dp_group_idx_<i>.param_state              the same, whole, in an object
 
 The common state is `common.pt`, or the object `common_state` of later versions.
 Source: spec/formats-checkpoint.md sections 4 and 9.
@@ -28,7 +29,7 @@ from megalith.checkpoint.boxes import fill, rounds
 from megalith.checkpoint.content import CheckpointContent, Chunk, volume
 from megalith.checkpoint.dcp import SAVE_ID_PREFIX, open_metadata, read_sharded
 from megalith.checkpoint.fit import Contents, StoredTensor
-from megalith.checkpoint.formats.buffers import Place, places
+from megalith.checkpoint.formats.buffers import Place, bucket_limits, coalesced_places, places
 from megalith.checkpoint.formats.torch_dist import OPTIMIZER_PREFIX, WORD_EMBEDDINGS, weight_chunks
 from megalith.checkpoint.formats.torch_dist import Whole as WholeBox
 from megalith.checkpoint.model_space import OUTPUT_LAYER, model_space_of, stages_of
@@ -42,6 +43,9 @@ _COMMON_OBJECT = "common_state/shard_0_1"
 _BUCKET = re.compile(
     r"(?P<prefix>(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d+))"
     r"\.gbuf_idx_(?P<buffer>\d+)\.dtype_(?P<dtype>\(.*?\))\.bucket_idx_(?P<bucket>\d+)\.(?P<kind>\w+)"
+)
+_GATHERED = re.compile(
+    r"(?P<prefix>(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d+))\.param_state/shard_0_1"
 )
 _KINDS = {"param": "fp32_param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 _RENAMED = (f"{OPTIMIZER_PREFIX}param.", f"{OPTIMIZER_PREFIX}fp32_param.")
@@ -81,7 +85,9 @@ class TorchDistSource:
 
     @cached_property
     def _buckets(self) -> _Buckets | None:
-        if not any(map(_BUCKET.fullmatch, self._stored.tensors)):
+        if not any(map(_BUCKET.fullmatch, self._stored.tensors)) and not any(
+            map(_GATHERED.fullmatch, self._stored.objects)
+        ):
             return None
         return _Buckets(self)
 
@@ -193,6 +199,7 @@ class _Part:
 
     name: str
     group: int
+    buffer: int
     rank: int
     place: Place
 
@@ -211,45 +218,85 @@ class _Buckets:
         args = vars(common.get("args", Namespace()))
         self._space = model_space_of(args, where)
         self._tp = int(args.get("tensor_model_parallel_size") or 1)
-        self._keys: dict[tuple[int, int, str], str] = {}
+        self._args = args
+        self._keys: dict[tuple[int, int, int, str], str] = {}
+        self._gathered = set[int]()
+        self._last: tuple[int, list[dict[str, Any]]] | None = None
         prefixes: dict[int, str] = {}
         for key in source._stored.tensors:
             if match := _BUCKET.fullmatch(key):
-                place = (int(match["group"]), int(match["bucket"]), match["kind"])
-                if place in self._keys or int(match["buffer"]):
+                place = (int(match["group"]), int(match["buffer"]), int(match["bucket"]), match["kind"])
+                if place in self._keys:
                     raise CheckpointError(
-                        f"{where}: its distributed optimizer has several buffers in one place, which this version "
-                        "does not read; load with --no-load-optim to continue from the weights alone"
+                        f"{where}: its distributed optimizer has buffers of several dtypes, which this version does "
+                        "not read; load with --no-load-optim to continue from the weights alone"
                     )
                 self._keys[place] = key
                 prefixes[place[0]] = match["prefix"]
+        for key in source._stored.objects:
+            if match := _GATHERED.fullmatch(key):
+                prefixes[int(match["group"])] = match["prefix"]
+                self._gathered.add(int(match["group"]))
         self._prefixes = prefixes
         stages = stages_of(args, self._space.num_layers, where)
         self._parts: dict[str, list[_Part]] = {}
-        for group in prefixes:
+        for group in sorted(prefixes):
             stage, rank = divmod(group, self._tp)
-            names = [name for chunk in range(len(stages[stage])) for name in self._space.names_of(stage, chunk, stages)]
-            self._lay_out(group, rank, names)
+            sizes = self._sizes(group)
+            if len(sizes) != len(stages[stage]):
+                raise CheckpointError(
+                    f"{where}: its distributed optimizer has {len(sizes)} buffers where the saved args say "
+                    f"{len(stages[stage])} virtual stages; load with --no-load-optim to continue from the weights alone"
+                )
+            for buffer, buckets in enumerate(sizes):
+                self._lay_out(group, buffer, rank, self._space.names_of(stage, buffer, stages), buckets)
 
-    def _lay_out(self, group: int, rank: int, names: Sequence[str]) -> None:
+    def _lay_out(self, group: int, buffer: int, rank: int, names: Sequence[str], buckets: Sequence[int]) -> None:
         space, where = self._space, str(self._source.path)
         shapes = {name: space.local_shape(_stored_name(name, tied=space.tied), self._tp, rank) for name in names}
-        for name, place in places(shapes, self._sizes(group), where).items():
+        if group in self._gathered:
+            # The embedding of a first stage that is not the last, or the copy of it in the last, is shared.
+            first = WORD_EMBEDDINGS in shapes and space.tied and "decoder.final_layernorm.weight" not in shapes
+            alone = [WORD_EMBEDDINGS] if first else [OUTPUT_LAYER] if space.tied else []
+            found = coalesced_places(shapes, buckets[0], bucket_limits(self._args), alone, where)
+        else:
+            found = places(shapes, buckets, where)
+        for name, place in found.items():
             if name in space.shapes:  # not the second copy of a tied embedding
-                self._parts.setdefault(name, []).append(_Part(name, group, rank, place))
+                part = _Part(name, group, buffer, rank, place)
+                if self._chunks(part, torch.empty(place.shape, device="meta")):
+                    self._parts.setdefault(name, []).append(part)
 
-    def _sizes(self, group: int) -> list[int]:
-        """Elements of each bucket without the padding at its end."""
+    def _state_of(self, group: int) -> list[dict[str, Any]]:
+        """What replica 0 had gathered of a place: kind -> flat tensor, by buffer.
+
+        Raises:
+            CheckpointError: it is in a form that this version does not read.
+        """
+        key = f"{self._prefixes[group]}.param_state/shard_0_1"
+        if self._last is None or self._last[0] != group:
+            state: Any = self._source.objects([key])[key]
+            buffers = [state[number] for number in sorted(key for key in state if isinstance(key, int))]
+            if not state.get("buckets_coalesced") or any(len(by_dtype) != 1 for by_dtype in buffers):
+                raise CheckpointError(
+                    f"{self._source.path}: {key} has buckets in a form that this version does not read; load with "
+                    "--no-load-optim to continue from the weights alone"
+                )
+            self._last = (group, [next(iter(by_dtype.values())) for by_dtype in buffers])
+        return self._last[1]
+
+    def _sizes(self, group: int) -> list[list[int]]:
+        """Elements of each bucket of each buffer, without the padding at the bucket's end."""
+        if group in self._gathered:
+            return [[int(found["numel_unpadded"])] for found in self._state_of(group)]
         key = f"{self._prefixes[group]}.per_bucket_numel_unpadded/shard_0_1"
-        if key in self._source._stored.objects:
-            sizes = self._source.objects([key])[key]
-            (by_dtype,) = sizes if isinstance(sizes, list) else [sizes]
-            (found,) = by_dtype.values()
-            return [int(size) for size in found]
-        raise CheckpointError(
-            f"{self._source.path}: {key} is missing, without which the state of the distributed optimizer cannot be "
-            "placed; load with --no-load-optim to continue from the weights alone"
-        )
+        if key not in self._source._stored.objects:
+            raise CheckpointError(
+                f"{self._source.path}: {key} is missing, without which the state of the distributed optimizer cannot "
+                "be placed; load with --no-load-optim to continue from the weights alone"
+            )
+        sizes = self._source.objects([key])[key]
+        return [[int(size) for found in by_dtype.values() for size in found] for by_dtype in sizes]
 
     def tensors(self) -> dict[str, StoredTensor]:
         """The state's tensors in model space."""
@@ -265,20 +312,23 @@ class _Buckets:
         return found
 
     def _chunks(self, part: _Part, tensor: torch.Tensor) -> list[Chunk]:
-        """A part's local tensor in model space, under the keys of the weights."""
+        """A part's local tensor in model space, under the keys of the weights; not what a rank before it has too."""
         return weight_chunks(
             [WholeBox(part.name, tensor)],
             self._space.placements,
             self._space.num_layers,
             rank=part.rank,
             size=self._tp,
+            once=True,
         )
 
     def scalars(self) -> dict[str, Any]:
         """What `optimizer_common` makes, out of the object of the first place."""
         key = f"{self._prefixes[min(self._prefixes)]}.optimizer/shard_0_1"
         found: Any = self._source.objects([key])[key]
-        return {"optimizer": found.get("optimizer", found)} if isinstance(found, Mapping) else {}
+        if not isinstance(found, Mapping):
+            return {}
+        return dict(found) if "optimizer" in found else {"optimizer": found}
 
     def read(self, wanted: Sequence[Chunk]) -> None:
         """Fill chunks of the state; each part is read once, whole."""
@@ -286,15 +336,15 @@ class _Buckets:
         filled = dict.fromkeys(map(id, wanted), 0)
         for chunk in wanted:
             by_key.setdefault(chunk.key, []).append(chunk)
-        for parts in self._parts.values():
-            for part in parts:
-                like = self._chunks(part, torch.empty(part.place.shape, device="meta"))
-                for stored_kind, kind in _KINDS.items():
-                    targets = by_key.get(f"{OPTIMIZER_PREFIX}{kind}.{like[0].key}", ())
-                    if any(_meet(target, own) for target in targets for own in like):
-                        sources = self._chunks(part, self._load(part, stored_kind))
-                        for target in targets:
-                            filled[id(target)] += fill(target, sources)
+        every = sorted((part for parts in self._parts.values() for part in parts), key=lambda part: part.group)
+        for part in every:
+            like = self._chunks(part, torch.empty(part.place.shape, device="meta"))
+            for stored_kind, kind in _KINDS.items():
+                targets = by_key.get(f"{OPTIMIZER_PREFIX}{kind}.{like[0].key}", ())
+                if any(_meet(target, own) for target in targets for own in like):
+                    sources = self._chunks(part, self._load(part, stored_kind))
+                    for target in targets:
+                        filled[id(target)] += fill(target, sources)
         for chunk in wanted:
             if filled[id(chunk)] != volume(chunk.tensor.shape):
                 raise CheckpointError(
@@ -303,7 +353,10 @@ class _Buckets:
                 )
 
     def _load(self, part: _Part, kind: str) -> torch.Tensor:
-        key = self._keys[part.group, part.place.bucket, kind]
+        if part.group in self._gathered:
+            flat = self._state_of(part.group)[part.buffer][kind][part.place.start : part.place.stop]
+            return flat.view(part.place.shape)
+        key = self._keys[part.group, part.buffer, part.place.bucket, kind]
         flat = torch.empty(part.place.stop - part.place.start)
         content = CheckpointContent([Chunk(key, flat, (part.place.start,), self._source._stored.tensors[key].shape)])
         read_sharded(self._source.path, self._source._metadata, content)
