@@ -102,26 +102,34 @@ class Scheduler:
 
     def plan(self) -> Plan:
         """Choose what is read next; empty if there is nothing. `done` follows before anything else happens."""
-        parts: list[Part] = []
-        copies: list[tuple[int, int]] = []
+        while True:
+            parts: list[Part] = []
+            copies: list[tuple[int, int]] = []
+            budget = self._go_on(parts, copies)
+            if budget is not None:
+                self._admit(budget, parts, copies)
+            # Beams that wait for one another may hold the blocks that the last of them needs.
+            idle = [] if parts else [sequence for sequence in self.running if sequence.read == len(sequence.tokens)]
+            if not idle or (budget is not None and not any(map(_has_something_to_read, self.waiting))):
+                return Plan(parts, copies)
+            self._preempt(idle[-1])
+
+    def _go_on(self, parts: list[Part], copies: list[tuple[int, int]]) -> int | None:
+        """Plan for those who run; how many tokens are left for others, None where blocks have run out."""
         ready = [sequence for sequence in self.running if sequence.read < len(sequence.tokens)]
-        reserved = sum(1 for sequence in ready if sequence.read == len(sequence.tokens) - 1)
-        budget, stuck = self.step_tokens - reserved, False
+        budget = self.step_tokens - sum(1 for sequence in ready if sequence.read == len(sequence.tokens) - 1)
         for sequence in ready:
-            lacking = len(sequence.tokens) - sequence.read
             if not sequence.table.blocks:
                 break  # it was preempted by an older one just now, and so were all behind it
+            lacking = len(sequence.tokens) - sequence.read
             count = 1 if lacking == 1 else min(lacking, budget)
             if count <= 0:
                 continue
             if not self._make_room(sequence, sequence.read + count, copies):
-                stuck = True  # it is the youngest, and waits with what it has
-                break
+                return None  # it is the youngest, and waits with what it has
             budget -= 0 if lacking == 1 else count
             parts.append(self._part(sequence, count))
-        if not stuck:
-            self._admit(budget, parts, copies)
-        return Plan(parts, copies)
+        return budget
 
     def done(self, plan: Plan) -> None:
         """The plan has been carried out."""
@@ -169,15 +177,15 @@ class Scheduler:
     def _admit(self, budget: int, parts: list[Part], copies: list[tuple[int, int]]) -> None:
         """Let those who wait in, in order, as long as there is room for all that they have now."""
         width = sum(sequence.width for sequence in self.running)
-        while self.waiting and budget > 0:
-            sequence = self.waiting[0]
-            if self.running and width + sequence.width > self.max_running:
+        while budget > 0:
+            sequence = next(filter(_has_something_to_read, self.waiting), None)
+            if sequence is None or self.running and width + sequence.width > self.max_running:
                 return
             reused = self.blocks.match(sequence.table, sequence.tokens, min(sequence.scored, len(sequence.tokens) - 1))
             if self._lacking_blocks(sequence, len(sequence.tokens)) > self.blocks.free:
                 self.blocks.release(sequence.table)
                 return
-            del self.waiting[0]
+            self.waiting.remove(sequence)
             insort(self.running, sequence, key=_order)
             sequence.read = reused
             self.reused += reused
@@ -187,6 +195,11 @@ class Scheduler:
             assert room, "it was looked for"
             budget -= count
             parts.append(self._part(sequence, count))
+
+
+def _has_something_to_read(sequence: Sequence) -> bool:
+    """Whether logits are wanted of it; a beam that waits for others and has lost its blocks is not read for nothing."""
+    return sequence.scored < len(sequence.tokens)
 
 
 def _order(sequence: Sequence) -> tuple[int, ...]:

@@ -1,0 +1,90 @@
+"""Small models and a tokenizer for tests of the engine, and the loop that needs no engine."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+
+from megalith.config import ModelConfig
+from megalith.models.gpt import GPT
+from megalith.models.initialise import initialise
+from megalith.serve.engine import Engine, Ticket
+from megalith.serve.request import Event, Request, Token
+
+VOCABULARY = 28
+CONTEXT = 48
+GPT2 = ModelConfig(
+    num_layers=2, hidden_size=16, num_attention_heads=4, max_position_embeddings=CONTEXT, init_method_std=0.5
+)
+LLAMA = dataclasses.replace(
+    GPT2,
+    position_embedding_type="rope",
+    normalization="RMSNorm",
+    swiglu=True,
+    add_bias_linear=False,
+    untie_embeddings_and_output_weights=True,
+    group_query_attention=True,
+    num_query_groups=2,
+    ffn_hidden_size=48,
+)
+STYLES = {"gpt2": GPT2, "llama": LLAMA}
+
+
+def model_of(style: str, dtype: torch.dtype = torch.float64, seed: int = 7) -> GPT:
+    model = GPT(STYLES[style], 32, dtype=dtype)
+    initialise(model, seed)
+    return model.eval().requires_grad_(False)
+
+
+class Letters:
+    """26 letters, a space and the end."""
+
+    vocab_size = VOCABULARY
+    eod = VOCABULARY - 1
+    pad = None
+
+    def encode(self, text: str) -> list[int]:
+        return [26 if letter == " " else ord(letter) - ord("a") for letter in text]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join("abcdefghijklmnopqrstuvwxyz ."[token] for token in ids)
+
+
+def full_forward(model: GPT, prompt: Sequence[int], count: int) -> tuple[list[int], list[float]]:
+    """The greedy answer by passes over the whole text, and by how much the best logit of each step was ahead."""
+    tokens, margins = list(prompt), []
+    for _ in range(count):
+        with torch.inference_mode():
+            best = model(torch.tensor([tokens]))[0, -1, :VOCABULARY].topk(2)
+        tokens.append(int(best.indices[0]))
+        margins.append(float(best.values[0] - best.values[1]))
+    return tokens[len(prompt) :], margins
+
+
+def collect(engine: Engine, requests: Sequence[Request], gaps: Sequence[int] = ()) -> list[list[Event]]:
+    """The events of each request; before the one of index i there are gaps[i] steps."""
+    tickets: list[Ticket] = []
+    events: dict[Ticket, list[Event]] = {}
+
+    def step() -> None:
+        for ticket, event in engine.step():
+            events[ticket].append(event)
+
+    for index, request in enumerate(requests):
+        for _ in range(gaps[index] if index < len(gaps) else 0):
+            step()
+        tickets.append(engine.submit(request))
+        events[tickets[-1]] = []
+    while engine.has_work:
+        step()
+    return [events[ticket] for ticket in tickets]
+
+
+def tokens_of(events: Sequence[Event], sample: int = 0) -> list[int]:
+    return [event.id for event in events if isinstance(event, Token) and event.sample == sample]
+
+
+def text_of(events: Sequence[Event], sample: int = 0) -> str:
+    return "".join(event.text for event in events if isinstance(event, Token) and event.sample == sample)

@@ -1,0 +1,244 @@
+"""Blocks and scheduling, without torch: what is read is what was written, nothing leaks, everybody gets on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from random import Random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megalith.serve.blocks import Blocks, Table
+from megalith.serve.scheduler import Plan, Scheduler, Sequence
+
+MANY = settings(max_examples=300, deadline=None)
+
+
+@dataclass
+class World:
+    """A scheduler with a memory of tokens in place of keys and values."""
+
+    scheduler: Scheduler
+    chance: Random
+    memory: list[list[int]] = field(default_factory=list)
+    open: list[Sequence] = field(default_factory=list)
+    finished: int = 0
+
+    def __post_init__(self) -> None:
+        blocks = self.scheduler.blocks
+        self.memory = [[-1] * blocks.size for _ in range(blocks.count)]
+
+    def add(self, prompt: list[int], new: int, width: int, scored: int | None = None) -> Sequence:
+        blocks = self.scheduler.blocks
+        limit = min(len(prompt) + new, blocks.count * blocks.size)
+        sequence = Sequence(list(prompt), limit, len(prompt) - 1 if scored is None else scored, width)
+        self.scheduler.add(sequence)
+        self.open.append(sequence)
+        return sequence
+
+    def step(self) -> Plan:
+        first = min(self.open, key=lambda sequence: sequence.order) if self.open else None
+        plan = self.scheduler.plan()
+        self._obey(plan)
+        self.check()
+        if first is not None:
+            # The oldest gets on, unless sure single tokens of others leave no room for its prompt.
+            reads = any(part.sequence is first for part in plan.parts)
+            assert reads or len(plan.parts) >= self.scheduler.step_tokens, "the oldest waits"
+        self.scheduler.done(plan)
+        for part in plan.parts:
+            if part.sequence.read == len(part.sequence.tokens):
+                assert part.wanted, "logits of the last token"
+                self._answer(part.sequence)
+        return plan
+
+    def _obey(self, plan: Plan) -> None:
+        size = self.scheduler.blocks.size
+        chunks = [part.stop - part.start for part in plan.parts]
+        assert sum(count for count in chunks if count > 1) <= self.scheduler.step_tokens
+        assert len({id(part.sequence) for part in plan.parts}) == len(plan.parts)
+        for source, target in plan.copies:
+            self.memory[target] = list(self.memory[source])
+        for part in plan.parts:
+            table = part.sequence.table.blocks
+            for position in range(part.start, part.stop):
+                block = table[position // size]
+                assert self.scheduler.blocks.refs[block] == 1, "written to by one only"
+                self.memory[block][position % size] = part.sequence.tokens[position]
+        for part in plan.parts:
+            table = part.sequence.table.blocks
+            seen = [self.memory[table[p // size]][p % size] for p in range(part.stop)]
+            assert seen == part.sequence.tokens[: part.stop]
+
+    def _answer(self, sequence: Sequence) -> None:
+        twins = [self.scheduler.fork(sequence, None) for _ in range(sequence.width - 1)]
+        self.open += twins
+        for twin in [sequence, *twins]:
+            twin.tokens.append(self.chance.randrange(3))
+            if len(twin.tokens) >= twin.limit:
+                self.end(twin)
+
+    def end(self, sequence: Sequence) -> None:
+        self.scheduler.remove(sequence)
+        self.open.remove(sequence)
+        self.finished += 1
+
+    def check(self) -> None:
+        blocks = self.scheduler.blocks
+        needed = [0] * blocks.count
+        for sequence in self.open:
+            for block in sequence.table.blocks:
+                needed[block] += 1
+        assert blocks.refs == needed
+        assert blocks.free == needed.count(0)
+        assert {id(s) for s in self.open} == {id(s) for s in [*self.scheduler.running, *self.scheduler.waiting]}
+
+    def finish(self) -> int:
+        """Go on until all have ended; the number of steps."""
+        steps = 0
+        while self.open:
+            self.step()
+            steps += 1
+            assert steps < 5000, "it does not end"
+        return steps
+
+
+def _world(count: int = 8, size: int = 4, step_tokens: int = 16, running: int = 8, seed: int = 0) -> World:
+    return World(Scheduler(Blocks(count, size), step_tokens=step_tokens, max_running=running), Random(seed))
+
+
+@MANY
+@given(
+    count=st.integers(1, 12),
+    size=st.integers(1, 5),
+    step_tokens=st.integers(1, 12),
+    running=st.integers(1, 6),
+    seed=st.integers(0, 10_000),
+    arrivals=st.lists(st.tuples(st.integers(1, 20), st.integers(1, 12), st.integers(1, 3)), max_size=10),
+)
+def test_everyone_ends_and_nothing_leaks(
+    count: int, size: int, step_tokens: int, running: int, seed: int, arrivals: list[tuple[int, int, int]]
+) -> None:
+    world = _world(count, size, step_tokens, running, seed)
+    alphabet = 2  # so that beginnings coincide
+    for length, new, width in arrivals:
+        prompt = [world.chance.randrange(alphabet) for _ in range(min(length, count * size - 1) or 1)]
+        if len(prompt) >= count * size:
+            continue
+        whole = world.chance.random() < 0.2
+        world.add(prompt, new, width, scored=0 if whole else None)
+        for _ in range(world.chance.randrange(4)):
+            world.step()
+        if world.open and world.chance.random() < 0.1:
+            world.end(world.chance.choice(world.open))
+    world.finish()
+    blocks = world.scheduler.blocks
+    assert blocks.free == blocks.count and not any(blocks.refs) and not any(blocks._promised)
+    assert not world.scheduler.running and not world.scheduler.waiting
+
+
+def test_a_prompt_that_was_read_is_not_read_again() -> None:
+    world = _world()
+    world.add([0, 1] * 5, 1, 1)
+    world.finish()
+    world.add([0, 1] * 5 + [1], 1, 1)
+    (part,) = world.step().parts
+    assert (part.start, part.stop, part.wanted) == (8, 11, 1)
+    assert world.scheduler.reused == 8
+
+
+def test_the_last_token_is_always_read() -> None:
+    world = _world()
+    for _ in range(2):
+        world.add([0, 1] * 4, 1, 1)
+        parts = world.step().parts
+    assert (parts[0].start, parts[0].stop) == (4, 8)
+
+
+def test_scored_prompts_are_read_whole() -> None:
+    world = _world()
+    for _ in range(2):
+        world.add([0, 1] * 4, 1, 1, scored=0)
+        (part,) = world.step().parts
+        assert (part.start, part.stop, part.wanted) == (0, 8, 8)
+
+
+def test_answers_go_on_while_a_long_prompt_is_read_in_chunks() -> None:
+    world = _world(count=64, step_tokens=8)
+    short = world.add([1, 2, 3], 20, 1)
+    world.step()
+    world.add([5] * 40, 1, 1)
+    counts = []
+    while world.open:
+        counts.append([part.stop - part.start for part in world.step().parts])
+    assert counts[:7] == [[1, 7], [1, 7], [1, 7], [1, 7], [1, 7], [1, 5], [1]]
+    assert len(short.tokens) == 23
+
+
+def test_the_youngest_gives_way_and_comes_back() -> None:
+    world = _world(count=4, size=4)
+    old, young = world.add([1] * 6, 8, 1), world.add([2] * 6, 8, 1)
+    world.finish()
+    assert world.scheduler.preemptions >= 1
+    assert len(old.tokens) == len(young.tokens) == 14
+
+
+def test_first_come_first_served() -> None:
+    world = _world(running=2)
+    sequences = [world.add([index] * 4, 1, 1) for index in range(5)]
+    order = [[sequences.index(part.sequence) for part in world.step().parts] for _ in range(3)]
+    assert order == [[0, 1], [2, 3], [4]]
+
+
+def test_twins_share_what_they_have_read_and_part_where_they_write() -> None:
+    world = _world(count=16)
+    first = world.add([1] * 6, 4, 3)
+    world.step()
+    one, two, three = world.open
+    assert one is first and one.table.blocks == two.table.blocks == three.table.blocks
+    plan = world.step()
+    assert len(plan.copies) == 2, "the last one keeps the block"
+    assert len({one.table.blocks[1], two.table.blocks[1], three.table.blocks[1]}) == 3
+    assert one.table.blocks[0] == two.table.blocks[0] == three.table.blocks[0]
+
+
+def test_a_sequence_grows_in_one_stretch_while_there_is_room() -> None:
+    blocks = Blocks(32, 4)
+    tables = [Table() for _ in range(3)]
+    for _ in range(8):
+        for table in tables:
+            blocks.extend(table, 1, 8 - len(table.blocks))
+    for table in tables:
+        assert table.blocks == list(range(table.blocks[0], table.blocks[0] + 8))
+
+
+def test_what_is_useful_outlives_what_is_not() -> None:
+    blocks = Blocks(8, 1)
+    shared = Table()
+    blocks.extend(shared, 2, 2)
+    blocks.publish(shared, [7, 8], 2)
+    blocks.release(shared)
+    for number in range(20):
+        again, other = Table(), Table()
+        assert blocks.match(again, [7, 8, 9], 2) == 2, f"lost in round {number}"
+        blocks.release(again)
+        blocks.extend(other, 3, 3)
+        blocks.publish(other, [100 + number, 1, 2], 3)
+        blocks.release(other)
+
+
+def test_those_who_wait_for_one_another_do_not_keep_the_blocks_that_the_last_one_needs() -> None:
+    world = _world(count=5, size=4)
+    beams = [world.add([number] * 7, 8, 1) for number in range(4)]
+    for _ in range(8):
+        told: list[Sequence] = []
+        while len(told) < len(beams):
+            plan = world.scheduler.plan()
+            assert plan.parts, "all wait"
+            world._obey(plan)
+            world.check()
+            world.scheduler.done(plan)
+            told += [part.sequence for part in plan.parts if part.wanted and part.stop == len(part.sequence.tokens)]
+        assert len({id(beam) for beam in told}) == len(told)
+        for beam in beams:
+            beam.tokens.append(5)
