@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import importlib.util
 import os
 import signal
@@ -18,7 +19,7 @@ from megalith.cli.checkpoint_ranks import ranks_of, saved_args, saved_model
 from megalith.cli.threads import keep_native_code_quiet, share_cores, wait_asleep
 from megalith.config import LaunchConfig, RunConfig, TokenizerConfig
 from megalith.config.environment import first_of_machine, read_launch
-from megalith.errors import ConfigError, MegalithError
+from megalith.errors import ConfigError, MegalithError, PeerError
 from megalith.serve.http.settings import Defaults, Limits, ServerSettings
 from megalith.train.streams import warn
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from megalith.serve.model_runner import ModelRunner, RankRunner
 
 _KEY_VARIABLE = "MEGALITH_API_KEY"
+_FORWARDED_WITHIN_SECONDS = 1.0
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -111,9 +113,10 @@ class _Launch:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Serve until a signal; 0 if it was asked to end, 1 if the model failed.
+    """Serve until a signal.
 
     Raises:
+        PeerError: the model failed, or a rank that shares it.
         ConfigError: the command line asks for what cannot be.
         CheckpointError, DataError: the checkpoint or the tokenizer is missing or damaged.
     """
@@ -237,14 +240,21 @@ def _serve(launch: _Launch) -> int:
         if context.rank == 0:
             for note in [*([threads] if threads else []), *launch.notes]:
                 _say(f"note: {note}")
-        trained, engine, runner = _load(launch, context)
-        if engine is None:
-            for number in _STOP_SIGNALS:  # the first rank hears them too, and lets this one go
-                signal.signal(number, signal.SIG_IGN)
-            runner.follow()
-            return 0
-        assert listener is not None
+        code = _on_rank(launch, context, listener)
+        # What still held a process group would keep the interpreter waiting for the others at its end.
+        gc.collect()
+    return code
+
+
+def _on_rank(launch: _Launch, context: ParallelContext, listener: socket.socket | None) -> int:
+    """Serve on the first rank, compute on all; the exit code."""
+    trained, engine, runner = _load(launch, context)
+    if engine is not None and listener is not None:
         return asyncio.run(_answer(launch, trained, engine, listener))
+    for number in _STOP_SIGNALS:  # the first rank hears them too, and lets this one go
+        signal.signal(number, signal.SIG_IGN)
+    runner.follow()
+    return 0
 
 
 def _configuration(launch: _Launch) -> RunConfig:
@@ -309,7 +319,11 @@ def _num_blocks(launch: _Launch, trained: Trained, context: ParallelContext) -> 
 
 
 async def _answer(launch: _Launch, trained: Trained, engine: Engine, listener: socket.socket) -> int:
-    """Serve with a loaded model; the exit code."""
+    """Serve with a loaded model; the exit code.
+
+    Raises:
+        PeerError: the model failed.
+    """
     from megalith.serve.http.app import build_app
     from megalith.serve.http.chat_template import read_template, stop_ids_beside, template_beside
     from megalith.serve.http.request_log import RequestLog
@@ -331,13 +345,22 @@ async def _answer(launch: _Launch, trained: Trained, engine: Engine, listener: s
         first_seed=launch.seed,
     )
     app = build_app(service, launch.defaults)
-    for line in _greeting(launch, trained, url_of(listener)):
-        _say(line)
     try:
-        fine = await serve(app, service, listener, failed=worker.failed, say=_say)
+        debounce = _FORWARDED_WITHIN_SECONDS if "TORCHELASTIC_RUN_ID" in os.environ else 0.0
+        fine = await serve(
+            app,
+            service,
+            listener,
+            failed=worker.failed,
+            say=_say,
+            greeting=_greeting(launch, trained, url_of(listener)),
+            debounce_seconds=debounce,
+        )
     finally:
         worker.close()
-    return 0 if fine else 1
+    if not fine:
+        raise PeerError(f"the server ended: {service.failure}", said=True)
+    return 0
 
 
 def _greeting(launch: _Launch, trained: Trained, url: str) -> list[str]:

@@ -98,7 +98,10 @@ def test_log_probabilities_with_the_prompt_as_lm_eval_reads_them() -> None:
     assert choice["text"] == "abqr" and table["tokens"] == ["a", "b", "q", "r"]
     assert table["text_offset"] == [0, 1, 2, 3]
     assert table["token_logprobs"][0] is None and table["top_logprobs"][0] is None
-    greedy = [max(top.values()) == own for own, top in list(zip(table["token_logprobs"], table["top_logprobs"]))[1:]]
+    greedy = [
+        max(top.values()) == own
+        for own, top in list(zip(table["token_logprobs"], table["top_logprobs"], strict=True))[1:]
+    ]
     assert greedy == [True, False, True]  # q does not follow b
     scored = post({**body, "max_tokens": 0})[1]["choices"][0]
     assert scored["text"] == "abq" and scored["logprobs"]["token_logprobs"] == table["token_logprobs"][:3]

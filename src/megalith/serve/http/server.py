@@ -6,7 +6,7 @@ import asyncio
 import logging
 import signal
 import socket
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 import uvicorn
@@ -65,6 +65,8 @@ async def serve(
     *,
     failed: Callable[[], Awaitable[str]],
     say: Callable[[str], None],
+    greeting: Sequence[str] = (),
+    debounce_seconds: float = 0.0,
 ) -> bool:
     """Serve until a signal, or until the model fails.
 
@@ -74,6 +76,9 @@ async def serve(
     Args:
         failed: returns when the model can answer no more, and says why.
         say: takes a line for the console.
+        greeting: lines that are said when clients can connect.
+        debounce_seconds: signals this soon after the first are taken for the same request. A launcher forwards the
+            Ctrl-C that the terminal has already sent to its processes.
 
     Returns:
         Whether it ended because it was asked to.
@@ -91,18 +96,24 @@ async def serve(
         proxy_headers=False,
         timeout_keep_alive=5,
         h11_max_incomplete_event_size=limits.header_bytes,
-        timeout_graceful_shutdown=5,
+        timeout_graceful_shutdown=2,
     )
     server, stopping = _Server(config), asyncio.Event()
     loop = asyncio.get_running_loop()
 
+    first_at = 0.0
+
     def asked(name: str) -> None:
+        nonlocal first_at
+        if stopping.is_set() and loop.time() - first_at < debounce_seconds:
+            return
         if stopping.is_set():
             server.force_exit = server.should_exit = True
             service.cancel_all()
             return
         say(f"{name}: no new requests; up to {limits.drain_seconds:g} s for those that run, once more to leave at once")
         stopping.set()
+        first_at = loop.time()
 
     signals = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
     kept = [number for number in signals if signal.getsignal(number) is not signal.SIG_IGN]
@@ -111,6 +122,10 @@ async def serve(
     serving = asyncio.ensure_future(server.serve([listener]))
     stop, failure = asyncio.ensure_future(stopping.wait()), asyncio.ensure_future(failed())
     try:
+        while not (server.started or serving.done()):
+            await asyncio.sleep(0.005)
+        for line in greeting:
+            say(line)
         await asyncio.wait({serving, stop, failure}, return_when=asyncio.FIRST_COMPLETED)
         if failure.done():
             service.failure = failure.result()

@@ -1,0 +1,400 @@
+"""A server as its users start it, on a checkpoint alone: the first users' commands, clients, abuse, signals, ranks."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megalith.tokenizers import train_byte_level_bpe
+
+from .warm import WarmProcess, free_port
+
+pytest.importorskip("fastapi", reason="the serve extra is not installed")
+pytest.importorskip("uvicorn", reason="the serve extra is not installed")
+
+SENTENCE = "the king said to the queen that the crown of the kingdom is heavy"
+JSON = {"Content-Type": "application/json; charset=UTF-8"}
+
+
+@pytest.fixture(scope="module")
+def saved(warm: WarmProcess, repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A save folder, with the files of its tokenizer beside it."""
+    folder = tmp_path_factory.mktemp("serve")
+    text = f"{SENTENCE}\n\n" * 200
+    (folder / "text.txt").write_text(text)
+    vocab, merges = train_byte_level_bpe([text], 300, folder)
+    tokenizer = ["--vocab-file", str(vocab), "--merge-file", str(merges)]
+    words = ["--input", folder / "text.txt", "--output-prefix", folder / "data", "--tokenizer-type", "GPT2BPETokenizer"]
+    preprocess = [sys.executable, repository / "tools/preprocess_data.py", *words, "--append-eod", "--workers", "1"]
+    subprocess.run([*map(str, preprocess), *tokenizer], check=True, capture_output=True)
+    train = (
+        "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 4096 "
+        "--micro-batch-size 8 --train-iters 80 --lr 0.005 --eval-iters 0 --save-interval 80 --hidden-dropout 0 "
+        "--attention-dropout 0 --num-workers 0"
+    )
+    paths = ["--data-path", str(folder / "data_text_document"), "--save", str(folder / "saved"), *tokenizer]
+    done = warm.run([*shlex.split(train), *paths], folder)
+    assert done.code == 0, done.text
+    return folder / "saved"
+
+
+class Server:
+    """The process of the first rank, and what it has printed."""
+
+    def __init__(self, process: subprocess.Popen[str], others: Sequence[subprocess.Popen[str]] = ()) -> None:
+        self.process, self.others, self.lines = process, others, list[str]()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout
+        self.lines += iter(self.process.stdout.readline, "")
+
+    @property
+    def text(self) -> str:
+        return "".join(self.lines)
+
+    @property
+    def port(self) -> int:
+        """Waits until it listens."""
+        deadline = time.monotonic() + 90
+        while not (found := re.search(r"Running on http://127.0.0.1:(\d+)", self.text)):
+            assert self.process.poll() is None and time.monotonic() < deadline, self.text
+            time.sleep(0.02)
+        return int(found[1])
+
+    def ask(self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> tuple[int, bytes]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        content = body if isinstance(body, (bytes, type(None))) else json.dumps(body).encode()
+        connection.request(method, path, content, headers or (JSON if body is not None else {}))
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+
+    def metric(self, name: str) -> float:
+        found = re.search(rf"^megalith_{name} (\S+)$", self.ask("GET", "/metrics")[1].decode(), re.MULTILINE)
+        assert found
+        return float(found[1])
+
+    def end(self, seconds: float = 30) -> int:
+        """Wait for its end."""
+        code = self.process.wait(seconds)
+        self._reader.join(5)
+        return code
+
+
+@contextmanager
+def started(command: Sequence[object], ranks: int = 1, **env: str) -> Iterator[Server]:
+    """A server, killed at the end."""
+    place = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    common = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **env}
+    common.pop("MEGALITH_API_KEY", None)
+    processes = [
+        subprocess.Popen(
+            [sys.executable, *map(str, command)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={
+                **common,
+                **({k: str(v) for k, v in {**place, "RANK": rank, "LOCAL_RANK": rank}.items()} if ranks > 1 else {}),
+            },
+        )
+        for rank in range(ranks)
+    ]
+    try:
+        yield Server(processes[0], processes[1:])
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture(scope="module")
+def server(saved: Path, repository: Path) -> Iterator[Server]:
+    """Started as Megatron's users do, without torchrun's seconds."""
+    model = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --max-position-embeddings 4096 --seq-length 4096"
+    files = [
+        "--vocab-file",
+        next(saved.parent.glob("*vocab.json")),
+        "--merge-file",
+        next(saved.parent.glob("*merges.txt")),
+    ]
+    command = [
+        *(repository / "tools/run_text_generation_server.py", "--port", 0, "--load", saved, *model.split(), *files),
+        *(
+            "--tensor-model-parallel-size",
+            1,
+            "--pipeline-model-parallel-size",
+            1,
+            "--micro-batch-size",
+            1,
+            "--seed",
+            42,
+        ),
+        *("--tokenizer-type", "GPT2BPETokenizer", "--max-queue", 8, "--max-batch", 4, "--drain-timeout", 1),
+    ]
+    with started(command) as running:
+        yield running
+
+
+def test_the_curl_of_the_first_users(server: Server) -> None:
+    status, body = server.ask("PUT", "/api", {"prompts": ["the king said"], "tokens_to_generate": 1, "top_k": 1})
+    assert status == 200
+    assert body == b'{"logprobs":null,"segments":[["the"," king"," said"," to"]],"text":["the king said to"]}'
+    assert "request IP: 127.0.0.1" in server.text and "start time:  2" in server.text
+    assert "overriding" not in server.text
+
+
+def test_the_dialogue_of_the_first_users(server: Server, repository: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(repository / "tools/text_generation_cli.py"), f"localhost:{server.port}"],
+        input="the king\n3\nthe king\n__import__('os')\nthe king\n-1\n",
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0 and not done.stderr
+    first, second, third, _ = done.stdout.split("Enter prompt: Enter number of tokens to generate: ")[1:] + [""]
+    assert first.startswith("Megatron Response: \nthe king")
+    assert "is not a whole number" in second
+    assert third.startswith("Error 400: tokens_to_generate must be an integer")
+
+
+def test_the_official_client(server: Server) -> None:
+    openai = pytest.importorskip("openai", reason="the dev extra is not installed")
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=0)
+    (model,) = client.models.list().data
+    made = client.completions.create(model=model.id, prompt="the king said", max_tokens=6, temperature=0, logprobs=2)
+    assert made.choices[0].text == " to the queen that the crown"
+    assert len(made.choices[0].logprobs.tokens) == 6 == made.usage.completion_tokens
+    stream = client.completions.create(
+        model=model.id, prompt="the king said", max_tokens=6, temperature=0, stream=True,
+        stream_options={"include_usage": True},
+    )  # fmt: skip
+    parts = list(stream)
+    assert "".join(part.choices[0].text for part in parts if part.choices) == made.choices[0].text
+    assert parts[-1].usage == made.usage
+    with pytest.raises(openai.BadRequestError, match="max_tokens") as refused:
+        client.completions.create(model=model.id, prompt="the", max_tokens=10**9)
+    assert refused.value.param == "max_tokens"
+    with pytest.raises(openai.NotFoundError, match="there is no gpt-4"):
+        client.completions.create(model="gpt-4", prompt="the")
+    with pytest.raises(openai.BadRequestError, match="no chat template"):
+        client.chat.completions.create(model=model.id, messages=[{"role": "user", "content": "hello"}])
+
+
+def test_the_page_and_the_probes(server: Server) -> None:
+    status, page = server.ask("GET", "/")
+    assert status == 200 and b"<title>Megalith</title>" in page
+    assert json.loads(server.ask("GET", "/health")[1])["ready"] is True
+    assert server.metric("generated_tokens_total") > 0
+
+
+def _raw(port: int, content: bytes, patience: float = 5.0) -> bytes:
+    """What a server says to bytes."""
+    with socket.create_connection(("127.0.0.1", port), timeout=patience) as connection:
+        answer = b""
+        try:
+            connection.sendall(content)
+            while part := connection.recv(65536):
+                answer += part
+        except (TimeoutError, ConnectionError):
+            pass
+        return answer
+
+
+def _memory(pid: int) -> int:
+    return int(re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())[1]) >> 10  # type: ignore[index]
+
+
+def test_requests_that_are_too_large(server: Server) -> None:
+    before = _memory(server.process.pid)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    assert b" 413 " in _raw(server.port, head + b"Content-Length: 1073741824\r\n\r\n{")
+    chunk = b"100000\r\n" + b"x" * 0x100000 + b"\r\n"
+    assert b" 413 " in _raw(server.port, head + b"Transfer-Encoding: chunked\r\n\r\n" + chunk * 8)
+    assert b" 431 " in _raw(server.port, head + b"X: " + b"x" * (1 << 20) + b"\r\n\r\n")
+    assert b" 431 " in _raw(server.port, head + b"".join(b"X%d: x\r\n" % i for i in range(100_000)) + b"\r\n")
+    assert b" 400 " in _raw(server.port, b"\x16\x03\x01\x00\xff nonsense\r\n\r\n")
+    assert _memory(server.process.pid) - before < 60
+    status, body = server.ask("POST", "/v1/completions", {"prompt": "king " * 5000})
+    assert status == 400 and b"the model reads 4096 tokens" in body
+    status, body = server.ask("POST", "/v1/completions", {"prompt": "a" * 3_000_000})
+    assert status == 400 and b"the model reads 4096 tokens" in body
+    assert server.ask("GET", "/health")[0] == 200
+
+
+def test_strangers_are_refused(server: Server) -> None:
+    body = {"prompt": "the"}
+    for headers, status in (
+        ({**JSON, "Host": "evil.example"}, 403),
+        ({**JSON, "Origin": "http://evil.example"}, 403),
+        ({"Content-Type": "text/plain"}, 415),
+    ):
+        assert server.ask("POST", "/v1/completions", body, headers)[0] == status
+    for path in ("/../../etc/passwd", "/%2e%2e/%2e%2e/etc/passwd", "//etc/passwd", "/v1/models/../../x", "/%00"):
+        assert server.ask("GET", path)[0] == 404
+
+
+def test_a_crowd_is_served_in_turn_or_told_to_come_back(server: Server) -> None:
+    codes, slowest = list[int](), [0.0]
+
+    def one() -> None:
+        codes.append(server.ask("POST", "/v1/completions", {"prompt": "the king", "max_tokens": 40})[0])
+
+    threads = [threading.Thread(target=one) for _ in range(150)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        began = time.monotonic()
+        assert server.ask("GET", "/health")[0] == 200
+        slowest[0] = max(slowest[0], time.monotonic() - began)
+        time.sleep(0.05)
+    assert set(codes) == {200, 429} and codes.count(200) >= 12
+    assert slowest[0] < 2.0  # 0.2 s on a quiet machine
+
+
+def _stream(server: Server, tokens: int) -> http.client.HTTPResponse:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    body = {"prompt": "the king", "max_tokens": tokens, "stream": True, "ignore_eos": True, "temperature": 0}
+    connection.request("POST", "/v1/completions", json.dumps(body), JSON)
+    return connection.getresponse()
+
+
+def test_a_client_that_leaves_frees_its_place(server: Server) -> None:
+    left_before = server.metric("client_disconnects_total")
+    answer = _stream(server, 4000)
+    assert answer.readline().startswith(b"data: ")
+    answer.close()
+    deadline = time.monotonic() + 10
+    while server.metric("sequences_running") or server.metric("cache_blocks_used"):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert server.metric("client_disconnects_total") == left_before + 1
+
+
+def test_slow_senders_and_readers_hold_up_nobody(saved: Path) -> None:
+    command = ["-m", "megalith", "serve", saved, "--port", 0]
+    # The limits are not flags: whoever needs others changes the code. 10 s of patience with headers is too long here.
+    code = (
+        "import sys, dataclasses, megalith.serve.http.settings as s\n"
+        "s.Limits.__init__.__defaults__ = tuple({10.0: 1.0, 20.0: 1.0, 1024: 300}.get(d, d) for d in "
+        "s.Limits.__init__.__defaults__)\n"
+        "from megalith.cli.main import main\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+    with started(["-c", code, *command[2:]]) as server:
+        port = server.port
+        slow = [socket.create_connection(("127.0.0.1", port)) for _ in range(200)]
+        for number, connection in enumerate(slow):
+            body = b"Content-Type: application/json\r\nContent-Length: 100\r\n\r\n{"
+            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n" + (body if number % 2 else b"X"))
+        began = time.monotonic()
+        assert server.ask("POST", "/v1/completions", {"prompt": "the king", "max_tokens": 2})[0] == 200
+        assert time.monotonic() - began < 2.0
+        for connection in slow:
+            connection.settimeout(8)
+            try:
+                rest = connection.recv(4096)
+            except ConnectionError:
+                rest = b""
+            assert not rest or b" 408 " in rest
+            connection.close()
+
+
+def test_sigterm_lets_answers_end_and_then_ends_them(server: Server) -> None:
+    """The last test with this server."""
+    answer = _stream(server, 4000)
+    assert answer.readline().startswith(b"data: ")
+    server.process.send_signal(signal.SIGTERM)
+    began = time.monotonic()
+    time.sleep(0.2)
+    assert server.ask("POST", "/v1/completions", {"prompt": "the"})[0] == 503
+    rest = answer.read().decode()
+    assert server.end() == 0, server.text
+    assert time.monotonic() - began < 10
+    assert '"finish_reason":"cancelled"' in rest and rest.endswith("data: [DONE]\n\n")
+    assert "Traceback" not in server.text
+
+
+def test_a_key_opens_it_and_is_shown_nowhere(saved: Path) -> None:
+    command = ["-m", "megalith", "serve", saved, "--port", 0, "--api-key", "s3cret-key"]
+    with started(command) as server:
+        body = {"prompt": "the king", "max_tokens": 1}
+        for key, status in ((None, 401), ("wrong-key", 401), ("s3cret-key", 200)):
+            headers = {**JSON, **({"Authorization": f"Bearer {key}"} if key else {})}
+            assert server.ask("POST", "/v1/completions", body, headers)[0] == status
+        server.process.send_signal(signal.SIGINT)
+        assert server.end() == 0
+        assert "s3cret-key" not in server.text and "wrong-key" not in server.text
+
+
+@pytest.mark.parametrize("layout", ["--tp", "--pp"])
+def test_two_ranks_answer_as_one_and_end_together(saved: Path, layout: str) -> None:
+    with started(["-m", "megalith", "serve", saved, "--port", 0, layout, 2], ranks=2) as server:
+        body = {"prompts": ["the king said"], "tokens_to_generate": 6, "top_k": 1}
+        assert json.loads(server.ask("PUT", "/api", body)[1])["text"] == ["the king said to the queen that the crown"]
+        for process in (server.process, *server.others):  # Ctrl-C in a terminal reaches all
+            process.send_signal(signal.SIGINT)
+        assert server.end() == 0, server.text
+        assert [other.wait(20) for other in server.others] == [0]
+
+
+def test_a_rank_that_dies_ends_the_server_soon(saved: Path) -> None:
+    with started(["-m", "megalith", "serve", saved, "--port", 0, "--tp", 2], ranks=2) as server:
+        answer = _stream(server, 4000)
+        assert answer.readline().startswith(b"data: ")
+        server.others[0].kill()
+        began = time.monotonic()
+        rest = answer.read()
+        assert server.end(20) not in (0, None)
+        assert time.monotonic() - began < 10  # 5 s on a quiet machine
+        assert b'"error"' in rest and b"[DONE]" in rest
+        assert "cannot answer any more" in server.text and "Traceback" not in server.text
+
+
+@pytest.mark.parametrize(
+    ("words", "said", "code"),
+    [
+        (["--host", "0.0.0.0"], "--i-know-it-is-open", 2),
+        (["--port", "99999"], "--port 99999", 2),
+        (["--max-batch", "0"], "--max-batch 0", 2),
+        (["--tp", "3"], "--tensor-model-parallel-size", 2),
+        (["--api-key-file", "/nowhere"], "--api-key-file /nowhere", 2),
+        (["--iteration", "7"], "7", 4),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_cannot_be_served_is_said_at_once(saved: Path, words: list[str], said: str, code: int) -> None:
+    with started(["-m", "megalith", "serve", saved, *words]) as server:
+        assert server.end() == code, server.text
+        assert said in server.text and "Traceback" not in server.text
+
+
+def test_flags_that_contradict_the_checkpoint_and_a_port_in_use(saved: Path, repository: Path) -> None:
+    script = repository / "tools/run_text_generation_server.py"
+    with started([script, "--load", saved, "--num-layers", 24]) as server:
+        assert server.end() == 2
+        assert "--num-layers 24 contradicts the checkpoint, which has 2" in server.text
+    with started([script, "--load", saved.parent]) as server:
+        assert server.end() == 4 and "holds no checkpoint" in server.text
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with started(["-m", "megalith", "serve", saved, "--port", port]) as server:
+            assert server.end() == 2
+            assert f"--port {port}" in server.text and "already in use" in server.text
