@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from megalith.cli.threads import keep_native_code_quiet, share_cores, wait_asleep
 from megalith.config import LaunchConfig, RunConfig
 from megalith.config.environment import first_of_machine, read_launch
-from megalith.errors import ConfigError, MegalithError
+from megalith.errors import ConfigError, DataError, MegalithError
 from megalith.evaluate.request import DEFAULT_BATCH, DETOKENIZER_CHOICES, TASKS, Request
 from megalith.train.streams import warn
 
@@ -204,9 +204,17 @@ def _measure(
     from megalith.evaluate.tasks import measure_cloze, measure_text, measure_wikitext
 
     dtype = getattr(torch, request.dtype) if request.dtype else None
-    trained = load_trained(
-        request.checkpoint, context.device, request.iteration, request.tokenizer, context=context, dtype=dtype
-    )
+    try:
+        trained = load_trained(
+            request.checkpoint, context.device, request.iteration, request.tokenizer, context=context, dtype=dtype
+        )
+    except DataError as error:
+        if request.tokenizer is not None:
+            raise
+        raise DataError(
+            f"{error}; the checkpoint names this tokenizer and has no copy of it: give --vocab-file and --merge-file, "
+            "or --tokenizer-model"
+        ) from error
     if context.rank == 0:
         for note in trained.notes:
             warn(f"WARNING: {note}")
