@@ -47,7 +47,7 @@ def on_cpu(make: Any) -> Any:
     return made
 
 
-def build(request: dict[str, Any]) -> Any:
+def build(request: dict[str, Any], virtual_stage: int | None = None) -> Any:
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
@@ -56,6 +56,8 @@ def build(request: dict[str, Any]) -> Any:
     options = dict(request["config"])
     if options.pop("swiglu", False):
         options |= {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu}
+    if request.get("vpp", 1) > 1:
+        options["virtual_pipeline_model_parallel_size"] = request["vpp"]
     config = TransformerConfig(
         use_cpu_initialization=True,
         tensor_model_parallel_size=request["tp"],
@@ -71,15 +73,20 @@ def build(request: dict[str, Any]) -> Any:
     normalization = {"normalization": config.normalization}
     known = inspect.signature(get_gpt_layer_local_spec).parameters
     spec = get_gpt_layer_local_spec(**{key: value for key, value in normalization.items() if key in known})
+    where = {} if virtual_stage is None else {"vp_stage": virtual_stage}
+    if virtual_stage is not None and "vp_stage" not in inspect.signature(GPTModel).parameters:
+        where = {}
+    at = dict(where, ignore_virtual=False) if where else {}
     model = GPTModel(
         config,
         spec,
         request["vocab_size"],
         request["positions"],
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
+        pre_process=parallel_state.is_pipeline_first_stage(**at),
+        post_process=parallel_state.is_pipeline_last_stage(**at),
         share_embeddings_and_output_weights=request["tied"],
         position_embedding_type=request["position_embedding_type"],
+        **where,
     )
     model = model.to(torch.bfloat16) if request["bf16"] else model
     for parameter in model.parameters():
