@@ -1,7 +1,7 @@
 """Checkpoints that earlier versions wrote stay loadable, in other layouts and formats, for ever (F34).
 
-`fixtures/checkpoints/<version>.tar.xz` holds, of each format, iteration 2 of a run of four; the losses of its iterations
-3 and 4 are in `RUNS`. A new version adds its own file, with the same command lines, when what it writes differs.
+`fixtures/checkpoints/<version>.tar.xz` holds, of each format, iteration 2 of a run of four; the losses of iterations 3
+and 4 are in `RUNS`. A new version adds its own file, with the same command lines, when what it writes differs.
 """
 
 from __future__ import annotations
