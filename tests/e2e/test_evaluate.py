@@ -15,7 +15,7 @@ import pytest
 from megalith.cli.main import main
 from megalith.tokenizers import train_byte_level_bpe
 
-from .warm import WarmProcess
+from .warm import WarmProcess, free_port
 
 ARCHITECTURE = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --max-position-embeddings 64"
 SAMPLES = 13  # batches of 8 do not divide them
@@ -57,12 +57,29 @@ def work(warm: WarmProcess, repository: Path, shared: Path, tmp_path_factory: py
     return made
 
 
-def _tasks_main(repository: Path, *words: object, ranks: int = 1) -> subprocess.CompletedProcess[str]:
-    launcher = [sys.executable]
-    if ranks > 1:
-        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-    command = [*launcher, str(repository / "tasks/main.py"), *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+def _run(command: list[object], **variables: object) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **{name: str(value) for name, value in variables.items()}}
+    return subprocess.run([str(word) for word in command], capture_output=True, text=True, env=environment)
+
+
+def _tasks_main(repository: Path, *words: object) -> subprocess.CompletedProcess[str]:
+    return _run([sys.executable, repository / "tasks/main.py", *words])
+
+
+def _script_on_two_ranks(repository: Path, work: Work, *words: object) -> subprocess.CompletedProcess[str]:
+    """The script of the examples, with its paths and sizes from the environment."""
+    return _run(
+        ["bash", repository / "examples/eval_gpt2_lambada.sh", *words],
+        PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        MASTER_PORT=free_port(),
+        PROCESSES=2,
+        TENSOR=2,
+        TASK="WIKITEXT103",
+        CHECKPOINTS=work.checkpoint,
+        DATA=work.wiki,
+        VOCAB=work.files[1],
+        MERGES=work.files[3],
+    )
 
 
 def _w10(work: Work, task: str) -> list[object]:
@@ -97,23 +114,22 @@ def test_lambada_as_typed(work: Work, repository: Path) -> None:
     assert "note: without effect on an evaluation: --no-load-optim, --no-load-rng" in shown
 
 
-def test_wikitext_as_typed_and_on_two_ranks(work: Work, repository: Path, tmp_path: Path) -> None:
-    words = _w10(work, "WIKITEXT103")
-    results = []
-    for ranks, layout in ((1, []), (2, ["--tensor-model-parallel-size", 2])):
-        file = tmp_path / f"{ranks}.json"
-        done = _tasks_main(repository, *words, *layout, "--json", file, ranks=ranks)
+def test_wikitext_as_typed_and_by_the_script_on_two_ranks(work: Work, repository: Path, tmp_path: Path) -> None:
+    alone, shared = tmp_path / "alone.json", tmp_path / "shared.json"
+    for done in (
+        _tasks_main(repository, *_w10(work, "WIKITEXT103"), "--json", alone),
+        _script_on_two_ranks(repository, work, "--json", shared, "--overlapping-eval", 32),
+    ):
         assert done.returncode == 0, done.stderr
         lines = done.stdout.splitlines()
         (result,) = [line for line in lines if line.startswith(" validation results on WIKITEXT103 | avg loss: ")]
         assert re.fullmatch(r".*ppl: \S+ \| adjusted ppl: \S+ \| token ratio: \d\.\d+ \|", result)
         assert sum(line.startswith(" > number of original tokens: ") for line in lines) == 1
         assert lines.count("done :-)") == 1 and lines.count("-" * (len(result) + 1)) == 2
-        results.append(json.loads(file.read_text()))
-    assert [body["layout"]["tp"] for body in results] == [1, 2]
-    alone, shared = (body["result"] for body in results)
-    assert shared["mean"] == pytest.approx(alone["mean"], rel=1e-5)
-    assert shared["num_tokens"] == alone["num_tokens"] > 2000
+    one, two = (json.loads(file.read_text()) for file in (alone, shared))
+    assert [body["layout"]["tp"] for body in (one, two)] == [1, 2]
+    assert two["result"]["mean"] == pytest.approx(one["result"]["mean"], rel=1e-5)
+    assert two["result"]["num_tokens"] == one["result"]["num_tokens"] > 2000
 
 
 def test_our_command_gives_the_same(work: Work, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
