@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
 import pytest
 import torch
@@ -10,6 +11,9 @@ from torch import Tensor
 
 from megalith.config import ModelConfig
 from megalith.models.gpt import GPT
+from megalith.serve.engine import Engine, Limits, Ticket
+from megalith.serve.model_runner import ModelRunner
+from megalith.serve.request import Event, Request, Sampling, Scores, Token
 
 transformers = pytest.importorskip("transformers", reason="the second witness needs the hf extra (transformers)")
 
@@ -95,7 +99,8 @@ def _compare(ours: GPT, theirs: Any) -> None:
     torch.testing.assert_close(loss, theirs(tokens, labels=tokens).loss.double(), rtol=1e-6, atol=1e-6)
 
 
-def test_gpt2_logits_and_loss() -> None:
+def gpt2_pair() -> tuple[GPT, Any]:
+    """Ours and theirs."""
     theirs = _randomised(
         transformers.GPT2LMHeadModel(
             transformers.GPT2Config(vocab_size=VOCAB, n_positions=32, n_embd=HIDDEN, n_layer=LAYERS, n_head=HEADS)
@@ -104,11 +109,15 @@ def test_gpt2_logits_and_loss() -> None:
     config = ModelConfig(num_layers=LAYERS, hidden_size=HIDDEN, num_attention_heads=HEADS, max_position_embeddings=32)
     ours = GPT(config, VOCAB, dtype=torch.float64)
     _load(ours, _gpt2_weights(theirs.state_dict()))
-    _compare(ours, theirs)
+    return ours, theirs
 
 
-@pytest.mark.parametrize("groups", [1, 2, 4])
-def test_llama_logits_and_loss(groups: int) -> None:
+def test_gpt2_logits_and_loss() -> None:
+    _compare(*gpt2_pair())
+
+
+def llama_pair(groups: int) -> tuple[GPT, Any]:
+    """Ours and theirs."""
     theirs = _randomised(
         transformers.LlamaForCausalLM(
             transformers.LlamaConfig(
@@ -140,4 +149,49 @@ def test_llama_logits_and_loss(groups: int) -> None:
     )
     ours = GPT(config, VOCAB, dtype=torch.float64)
     _load(ours, _llama_weights(theirs.state_dict(), groups))
-    _compare(ours, theirs)
+    return ours, theirs
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_llama_logits_and_loss(groups: int) -> None:
+    _compare(*llama_pair(groups))
+
+
+class _Numbers:
+    """A tokenizer whose text is ids."""
+
+    vocab_size, eod, pad = VOCAB, 0, None
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return " ".join(map(str, ids))
+
+
+@pytest.mark.parametrize("groups", [None, 1, 2])
+def test_the_engine_answers_as_transformers_does(groups: int | None) -> None:
+    ours, theirs = gpt2_pair() if groups is None else llama_pair(groups)
+    engine = Engine(ModelRunner(ours, 40, 4), cast("Any", _Numbers()), Limits(step_tokens=7))
+    prompts = [(5, 9, 2, 6), (5, 9, 2, 6, 5, 3, 5, 8, 9), (11,), (5, 9, 2, 6, 1, 1)]
+    tickets = {
+        engine.submit(Request(prompt, 12, Sampling(0.0), stop_ids=(), logprobs=3, prompt_logprobs=True)): prompt
+        for prompt in prompts
+    }
+    events: dict[Ticket, list[Event]] = {ticket: [] for ticket in tickets}
+    while engine.has_work:
+        for ticket, event in engine.step():
+            events[ticket].append(event)
+    for ticket, prompt in tickets.items():
+        inputs = torch.tensor([prompt])
+        answer = theirs.generate(
+            inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=12, do_sample=False, eos_token_id=None,
+            pad_token_id=0,
+        )  # fmt: skip
+        with torch.no_grad():
+            logprobs = theirs(answer).logits[0, :-1].log_softmax(-1)
+        own = logprobs.gather(1, answer[0, 1:, None]).squeeze(1).tolist()
+        scores, *tokens = events[ticket][:-1]
+        assert isinstance(scores, Scores)
+        assert [token.id for token in tokens if isinstance(token, Token)] == answer[0, len(prompt) :].tolist()
+        ours_of = [*scores.logprobs[1:], *(token.logprob for token in tokens if isinstance(token, Token))]
+        assert ours_of == pytest.approx(own, rel=1e-5, abs=1e-5)
+        best = logprobs.topk(3).indices.tolist()
+        assert [[i for i, _ in token.top] for token in tokens if isinstance(token, Token)] == best[len(prompt) - 1 :]

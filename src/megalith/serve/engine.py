@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from random import Random, SystemRandom
 
@@ -178,6 +179,7 @@ class Engine:
             job.samples = [self._sample(ticket, index, seed, first) for index in range(request.n)]
         if request.prompt_logprobs:
             job.prompt_logprobs, job.prompt_top = [None], [()]
+            self._tell_scores(job)
         self._jobs[ticket] = job
         self._scheduler.add(first)
         self._prompt_tokens += len(prompt)
@@ -284,7 +286,7 @@ class Engine:
 
     # --- what comes of logits ---
 
-    def _take(self, parts: list[Part], logits_RV: Tensor) -> None:
+    def _take(self, parts: Seq[Part], logits_RV: Tensor) -> None:
         """Give the rows of logits to those whose tokens were read."""
         row = 0
         samples: list[_Sample] = []
@@ -325,7 +327,11 @@ class Engine:
         for logprob, top in scores(logits_PV[: len(following)], following, max(1, request.logprobs or 0)):
             job.prompt_logprobs.append(logprob)
             job.prompt_top.append(top)
-        if len(job.prompt_logprobs) == len(request.prompt):
+        self._tell_scores(job)
+
+    def _tell_scores(self, job: _Job) -> None:
+        """Once all are there; of a prompt of one token they are from the start."""
+        if len(job.prompt_logprobs) == len(job.ticket.request.prompt):
             self._events.append((job.ticket, Scores(tuple(job.prompt_logprobs), tuple(job.prompt_top))))
 
     def _choose(self, samples: list[_Sample], logits_BV: Tensor) -> None:
@@ -339,7 +345,9 @@ class Engine:
         if choice.problem:
             self._finish(job, sample, "error", choice.problem)
             return
-        token, reason, stop = choice.token, None, None
+        token = choice.token
+        reason: Reason | None = None
+        stop: int | str | None = None
         sample.answer.append(token)
         sample.sequence.tokens.append(token)
         if token in job.stop_ids:

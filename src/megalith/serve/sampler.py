@@ -13,6 +13,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -157,7 +158,7 @@ def _draw(logits_BV: Tensor, rows: Sequence[Row], count: int) -> list[int]:
     if count == 1:
         greedy: list[int] = logits_BV.argmax(-1).tolist()
         return greedy
-    like = {"dtype": torch.float64, "device": logits_BV.device}
+    like: dict[str, Any] = {"dtype": torch.float64, "device": logits_BV.device}
     heat_B1 = torch.tensor([[row.sampling.temperature] for row in rows], **like)
     u_B1 = torch.tensor([[row.uniform] for row in rows], **like)
     scaled_BV = logits_BV / heat_B1.to(logits_BV.dtype)

@@ -1,0 +1,167 @@
+"""The engine over ranks answers as it does in one process, in fp64, whatever the layout."""
+
+from __future__ import annotations
+
+import dataclasses
+import multiprocessing
+import os
+import time
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megalith.assemble.model import copy_shared_weight
+from megalith.config import ModelConfig
+from megalith.distributed.context import ParallelContext
+from megalith.errors import LayoutError, PeerError
+from megalith.layout import Layout, cut
+from megalith.models.gpt import GPT, Stage
+from megalith.models.initialise import initialise
+from megalith.parallel.tensor import TensorParallel
+from megalith.serve.engine import Engine, Limits
+from megalith.serve.model_runner import ModelRunner, RankRunner, unpacked
+from megalith.serve.request import Beams, Event, Request, Sampling, Token
+
+from .conftest import Ranks
+
+VOCABULARY, PADDED = 27, 30  # 30 divides over neither 4 ranks nor evenly into heads
+GPT2 = ModelConfig(num_layers=3, hidden_size=16, num_attention_heads=4, max_position_embeddings=40, init_method_std=0.5)
+LLAMA = dataclasses.replace(
+    GPT2,
+    position_embedding_type="rope",
+    normalization="RMSNorm",
+    swiglu=True,
+    add_bias_linear=False,
+    untie_embeddings_and_output_weights=True,
+    group_query_attention=True,
+    num_query_groups=2,
+    ffn_hidden_size=48,
+)
+STYLES = {"gpt2": GPT2, "llama": LLAMA}
+BLOCKS = {"num_blocks": 14, "block_size": 4}  # too few for all at once
+
+
+class Numbers:
+    """A tokenizer whose text is ids."""
+
+    vocab_size, eod, pad = VOCABULARY, 0, None
+
+    def decode(self, ids: Any) -> str:
+        return "".join(f"<{token}>" for token in ids)
+
+
+def _requests() -> list[Request]:
+    greedy = Sampling(0.0)
+    return [
+        Request((1, 2, 3, 4, 5, 6, 7), 12, greedy, stop_ids=()),
+        Request((1, 2, 3, 4, 5, 6, 8, 9, 10), 9, greedy, stop_ids=(), logprobs=2, prompt_logprobs=True),
+        Request((3,), 14, Sampling(1.5), seed=5, n=3),
+        Request((1, 2, 3, 4), 10, Sampling(top_p=0.8), seed=6),
+        Request((9, 9, 4), 6, beam_width=3),
+    ]
+
+
+def _answers(engine: Engine) -> list[Any]:
+    tickets = [engine.submit(request) for request in _requests()]
+    events: dict[Any, list[Event]] = {ticket: [] for ticket in tickets}
+    while engine.has_work:
+        for ticket, event in engine.step():
+            events[ticket].append(event)
+    answers: list[Any] = []
+    for ticket in tickets:
+        for event in events[ticket]:
+            if isinstance(event, Beams):
+                answers.append(event.hypotheses)
+            if isinstance(event, Token):
+                answers.append((ticket.number, event.sample, event.id, event.text))
+    return answers
+
+
+def _alone(style: str) -> list[Any]:
+    model = GPT(STYLES[style], PADDED, dtype=torch.float64)
+    initialise(model, 3)
+    return _answers(Engine(ModelRunner(model, **BLOCKS), cast("Any", Numbers()), Limits(step_tokens=9)))
+
+
+def _model(style: str, context: ParallelContext) -> GPT:
+    config, pipeline = STYLES[style], context.pp
+    stage = Stage(range(*cut(config.num_layers, pipeline.size, pipeline.index)), pipeline.is_first, pipeline.is_last)
+    region = TensorParallel(context.tp) if context.tp.size > 1 else None
+    model = GPT(config, PADDED, region=region, stage=stage, dtype=torch.float64)
+    initialise(model, 3)
+    copy_shared_weight([model], context)
+    return model
+
+
+def serve_on_rank(style: str, tp: int, pp: int) -> list[Any]:
+    context = ParallelContext.create(Layout(tp=tp, pp=pp), torch.device("cpu"))
+    runner = RankRunner(_model(style, context), context, **BLOCKS)
+    if context.rank:
+        runner.follow()
+        return []
+    engine = Engine(runner, cast("Any", Numbers()), Limits(step_tokens=9))
+    engine.step()  # nothing to do: a ping
+    answers = _answers(engine)
+    engine.close()
+    engine.close()
+    return answers
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2), (2, 2), (1, 3)])
+def test_every_layout_gives_the_same_answers(ranks: Ranks, style: str, tp: int, pp: int) -> None:
+    found, *others = ranks.run(tp * pp, serve_on_rank, style, tp, pp)
+    assert found == _alone(style)
+    assert not any(others)
+
+
+def replicas_on_rank() -> str:
+    context = ParallelContext.create(Layout(dp=2), torch.device("cpu"))
+    try:
+        RankRunner(_model("gpt2", context), context, **BLOCKS)
+    except LayoutError as error:
+        return str(error)
+    return ""
+
+
+def test_replicas_are_refused(ranks: Ranks) -> None:
+    assert all("each replica of a model" in text for text in ranks.run(2, replicas_on_rank))
+
+
+def _lose_a_rank(rank: int, folder: str, tp: int) -> None:
+    """Rank 1 dies after a few messages; rank 0 ends with 0 if it hears of it as an error."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2, timeout=timedelta(seconds=60)
+    )
+    context = ParallelContext.create(Layout(tp=tp, pp=2 // tp), torch.device("cpu"))
+    runner = RankRunner(_model("gpt2", context), context, **BLOCKS)
+    if rank:
+        for _ in range(3):
+            runner._guarded(unpacked(runner._hear()[1]))
+        os._exit(9)
+    engine = Engine(runner, cast("Any", Numbers()))
+    engine.submit(Request((1, 2, 3), 30, stop_ids=()))
+    began = time.monotonic()
+    with suppress(PeerError):
+        while True:
+            engine.step()
+    os._exit(0 if time.monotonic() - began < 20 else 1)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_rank_that_dies_is_an_error_of_the_step_and_no_hang(tmp_path: Path, tp: int) -> None:
+    spawn = multiprocessing.get_context("spawn")
+    processes = [spawn.Process(target=_lose_a_rank, args=(rank, str(tmp_path), tp)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(90)
+        if process.is_alive():
+            process.kill()
+    assert [process.exitcode for process in processes] == [0, 9]
