@@ -3,6 +3,7 @@
 # Variables:  PYTHON=python3.12     the interpreter that makes .venv
 #             CONSTRAINTS=          install the newest versions instead of the tested ones
 #             PIP_FLAGS='-i URL'    anything for pip; PIP_INDEX_URL and the other PIP_* variables work as usual
+#             TEST_WORKERS=         run the tests one by one (by default as many files at once as there are cores)
 #             WHEELHOUSE=wheelhouse install from that folder only, without network (docs/install.md)
 
 PYTHON ?= python3
@@ -10,6 +11,7 @@ CONSTRAINTS ?= constraints.txt
 PIP_FLAGS ?=
 WHEELHOUSE ?=
 ARGS ?=
+TEST_WORKERS ?= -n auto --maxprocesses 8 --dist loadfile
 BIN := .venv/bin
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check $(if $(WHEELHOUSE),--no-index --find-links $(WHEELHOUSE)) \
 	$(if $(CONSTRAINTS),-c $(CONSTRAINTS)) $(PIP_FLAGS)
@@ -27,10 +29,10 @@ install: .venv/.installed-plot ## Install megalith into .venv
 dev: .venv/.installed-dev ## Install megalith with everything that tests and checks need
 
 test: .venv/.installed-dev ## Run the tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(TEST_WORKERS) $(ARGS)
 
 test-full: .venv/.installed-dev ## Run all tests, the slow ones too
-	PARITY_TABLE=docs/parity.md OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'full or not full' $(ARGS)
+	PARITY_TABLE=docs/parity.md OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(TEST_WORKERS) -m 'full or not full' $(ARGS)
 
 test-gpu: .venv/.installed-dev ## Run the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu $(ARGS)
