@@ -22,6 +22,7 @@ import pytest
 
 from megalith.tokenizers import train_byte_level_bpe
 
+from .chromium import Chromium, find_chromium
 from .warm import WarmProcess, free_port
 
 pytest.importorskip("fastapi", reason="the serve extra is not installed")
@@ -315,6 +316,40 @@ def test_slow_senders_and_readers_hold_up_nobody(saved: Path) -> None:
                 rest = b""
             assert not rest or b" 408 " in rest
             connection.close()
+
+
+def test_the_page_in_a_browser(server: Server, tmp_path: Path) -> None:
+    program = find_chromium()
+    if program is None:
+        pytest.skip("there is no Chromium on this machine (Debian: apt-get install chromium)")
+    page = Chromium(program, tmp_path / "profile")
+    try:
+        page.call("Page.navigate", url=f"http://127.0.0.1:{server.port}/")
+        page.wait("document.readyState == 'complete' && !!document.getElementById('model').textContent.match(/reads/)")
+        markup = "the king said <b>to</b> <img src=x onerror=alert(1)>"
+        page.run(f"document.getElementById('prompt').value = {json.dumps(markup)}")
+        page.run("document.getElementById('max-tokens').value = 20; document.getElementById('go').click()")
+        page.wait("document.getElementById('speed').textContent.includes('in all')")
+        assert page.run("document.getElementById('output').innerText").startswith(markup)
+        assert page.run("document.querySelectorAll('#output img, #output b').length") == 0
+        assert "tokens/s" in page.run("document.getElementById('speed').textContent")
+        place = page.run(
+            "(() => { const r = document.querySelector('.token').getBoundingClientRect(); return [r.x, r.y]; })()"
+        )
+        page.call("Input.dispatchMouseEvent", type="mouseMoved", x=place[0] + 4, y=place[1] + 6)
+        page.wait("!document.getElementById('tip').hidden && document.getElementById('tip').textContent.includes('%')")
+        page.picture(tmp_path / "page.png")
+        page.run("document.getElementById('mode-chat').click()")
+        assert "no chat template" in page.run("document.getElementById('problem').textContent")
+        asked = [e["params"]["request"]["url"] for e in page.events if e["method"] == "Network.requestWillBeSent"]
+        assert asked and all(url.startswith(f"http://127.0.0.1:{server.port}/") for url in asked)
+        wrong = [e for e in page.events if e["method"] == "Runtime.exceptionThrown"]
+        wrong += [
+            e for e in page.events if e["method"] == "Log.entryAdded" and e["params"]["entry"]["level"] == "error"
+        ]
+        assert not wrong
+    finally:
+        page.close()
 
 
 def test_sigterm_lets_answers_end_and_then_ends_them(server: Server) -> None:

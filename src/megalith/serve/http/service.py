@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from starlette.types import Receive
 
@@ -167,9 +167,10 @@ class Service:
         began = time.monotonic()
         work = asyncio.ensure_future(asyncio.gather(*(self._collect(answer, began) for answer in answers)))
         left = asyncio.ensure_future(disconnected(receive))
+        both: set[asyncio.Future[Any]] = {work, left}
         try:
             limit = self.settings.limits.request_seconds
-            done, _ = await asyncio.wait({work, left}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(both, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
             if work in done:
                 return work.result()
             if left in done:

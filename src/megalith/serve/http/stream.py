@@ -33,7 +33,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         limit = self._service.settings.limits.request_seconds
-        timer = asyncio.get_running_loop().call_later(limit, lambda: [answer.cancel() for answer in self._answers])
+        timer = asyncio.get_running_loop().call_later(limit, self._cut_off)
         work = asyncio.ensure_future(self._send(send))
         left = asyncio.ensure_future(disconnected(receive))
         try:
@@ -47,6 +47,10 @@ class EventStream(Response):
             left.cancel()
             work.cancel()
             self._service.release(self._answers)
+
+    def _cut_off(self) -> None:
+        for answer in self._answers:
+            answer.cancel()
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
