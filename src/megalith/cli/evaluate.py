@@ -196,8 +196,16 @@ def _measure(
     import torch
 
     from megalith.assemble.trained import load_trained
+    from megalith.checkpoint import split_path
     from megalith.compat.megatron.evaluation import EvaluationConsole
-    from megalith.evaluate.alarms import Evidence, alarms_of, never_trained, size_difference, tokenizer_difference
+    from megalith.evaluate.alarms import (
+        Evidence,
+        alarms_of,
+        never_trained,
+        size_difference,
+        tokenizer_difference,
+        training_loss,
+    )
     from megalith.evaluate.lambada import bundled_path
     from megalith.evaluate.perplexity import Windows
     from megalith.evaluate.score import Scorer
@@ -239,6 +247,7 @@ def _measure(
         iteration=trained.iteration,
         other_tokenizer=other,
         never_trained=never_trained(trained.model, context),
+        training_loss=training_loss(split_path(request.checkpoint)[0], trained.iteration),
     )
     about = {
         "checkpoint": str(request.checkpoint),

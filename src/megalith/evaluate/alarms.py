@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,8 +20,10 @@ from megalith.evaluate.lambada import Accuracy
 from megalith.evaluate.perplexity import TextLoss
 from megalith.models.gpt import GPT
 from megalith.tokenizers import padded_vocab_size
+from megalith.train.metrics import read_metrics
 
 _HARDLY_LEARNT = 0.75  # of ln V: above it a model has learnt little more than which tokens are frequent
+_LAST_STEPS = 20  # whose losses are averaged
 
 
 @dataclass(frozen=True)
@@ -49,12 +52,14 @@ class Evidence:
         iteration: of the checkpoint; 0 for weights that name none.
         other_tokenizer: how the tokenizer differs from that of the training; None if it does not, as far as is known.
         never_trained: whether the weights are as they were drawn.
+        training_loss: at the end of the training, in nats; None where nothing says it.
     """
 
     vocab_size: int
     iteration: int
     other_tokenizer: str | None = None
     never_trained: bool = False
+    training_loss: float | None = None
 
     @property
     def uniform(self) -> float:
@@ -97,7 +102,7 @@ def _of_accuracy(result: Accuracy, evidence: Evidence) -> Alarm | None:
         f"{result.correct} of {result.total} correct is at or below chance, where blind guessing among "
         f"{evidence.vocab_size} tokens would find {result.by_chance:.2g}"
     )
-    return Alarm(what, _cause(result.loss, evidence, of_cloze=True))
+    return Alarm(what, _cause(result.loss, evidence))
 
 
 def _of_text(result: TextLoss, evidence: Evidence) -> Alarm | None:
@@ -114,7 +119,7 @@ def _of_text(result: TextLoss, evidence: Evidence) -> Alarm | None:
         f"a perplexity of {math.exp(min(result.mean, 700.0)):.4g} is above the {evidence.vocab_size} tokens of the "
         "vocabulary: blind guessing would be better"
     )
-    return Alarm(what, _cause(result.mean, evidence, of_cloze=False))
+    return Alarm(what, _cause(result.mean, evidence))
 
 
 def _not_a_number() -> Alarm:
@@ -125,33 +130,49 @@ def _not_a_number() -> Alarm:
     )
 
 
-def _cause(loss: float, evidence: Evidence, *, of_cloze: bool) -> str:
+def _cause(loss: float, evidence: Evidence) -> str:
     """The likeliest explanation of a result that is no better than guessing.
 
     Args:
         loss: per target token.
         evidence: what else is known.
-        of_cloze: whether the task is harder than to be a language model.
     """
-    measured = f"their loss is {loss:.2f}, guessing gives {evidence.uniform:.2f}"
-    trained = f" ({evidence.iteration} iterations)" if evidence.iteration else ""
     if evidence.never_trained:
         return "the weights are random, see below"
     if evidence.other_tokenizer is not None:
         return "the tokenizer is not the one of the training, see below"
+    measured = f"their loss is {loss:.2f}, guessing gives {evidence.uniform:.2f}"
+    hardly = _HARDLY_LEARNT * evidence.uniform < loss <= evidence.uniform
+    if evidence.training_loss is not None:
+        measured += f", the training ended at {evidence.training_loss:.2f}"
+        hardly = evidence.training_loss > _HARDLY_LEARNT * evidence.uniform
+    trained = f" ({evidence.iteration} iterations)" if evidence.iteration else ""
+    if hardly:
+        return f"the model has hardly learnt yet{trained}: {measured}; train longer, and look at its validation loss"
     if loss > evidence.uniform:
         return (
             f"the model is surer of wrong tokens than of right ones ({measured}): the token ids mean something else to "
             "it (another tokenizer than in training), the text is of another kind or language than its training text, "
             "or the weights were converted wrongly; compare with the validation loss of the training"
         )
-    if loss > _HARDLY_LEARNT * evidence.uniform:
-        return f"the model has hardly learnt yet{trained}: {measured}; train longer, and look at its validation loss"
-    assert of_cloze, "a loss below that of guessing is no alarm of a text"
     return (
         f"the model has learnt{trained}, but not this ({measured}): its training text is of another kind or language, "
-        "or it is too small or too short trained to use a long context; try --task cloze, which is easier"
+        "or it is too small or was trained too short for it"
     )
+
+
+def training_loss(save_folder: Path, iteration: int) -> float | None:
+    """The mean loss of the last steps before a checkpoint, as the run that wrote it kept it; None if it did not."""
+    try:
+        records = read_metrics(save_folder / "run" / "metrics.jsonl")
+    except (OSError, ValueError, KeyError):
+        return None
+    losses = [
+        float(record["loss"])
+        for record in records
+        if record.get("event") == "step" and record.get("loss") is not None and record["iteration"] <= iteration
+    ][-_LAST_STEPS:]
+    return sum(losses) / len(losses) if losses else None
 
 
 def never_trained(model: GPT, context: ParallelContext) -> bool:

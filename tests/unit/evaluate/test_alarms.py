@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from megalith.evaluate.alarms import (
     never_trained,
     size_difference,
     tokenizer_difference,
+    training_loss,
 )
 from megalith.evaluate.lambada import Accuracy
 from megalith.evaluate.perplexity import TextLoss
@@ -61,6 +64,13 @@ def test_a_perplexity_above_the_vocabulary_is_called_out() -> None:
         (12.0, {}, "surer of wrong tokens"),
         (9.5, {}, "hardly learnt yet (5000 iterations)"),
         (4.0, {}, "not this"),
+        (12.0, {"training_loss": 2.5}, "surer of wrong tokens than of right ones (their loss is 12.00, guessing gives"),
+        (
+            9.5,
+            {"training_loss": 2.5},
+            "but not this (their loss is 9.50, guessing gives 10.82, the training ended at 2.50",
+        ),
+        (12.0, {"training_loss": 10.5}, "hardly learnt yet (5000 iterations)"),
         (4.0, {"never_trained": True}, "weights are random"),
         (4.0, {"other_tokenizer": "vocab.json differ in content"}, "tokenizer is not the one"),
     ],
@@ -87,6 +97,18 @@ def test_a_good_result_of_a_wrong_tokenizer_or_of_random_weights_is_called_out_t
         "the tokenizer is not the one of the training",
         "the weights are random",
     ]
+
+
+def test_the_loss_of_the_training(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    events = [{"event": "start", "iteration": 0}]
+    events += [{"event": "step", "iteration": number, "loss": float(number)} for number in range(1, 51)]
+    events += [{"event": "save", "iteration": 50}, {"event": "step", "iteration": 51, "loss": None}]
+    (tmp_path / "run/metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    assert training_loss(tmp_path, 50) == sum(range(31, 51)) / 20
+    assert training_loss(tmp_path, 2) == 1.5
+    assert training_loss(tmp_path, 0) is None
+    assert training_loss(tmp_path / "absent", 50) is None
 
 
 CARD = {"class": "GPT2BPETokenizer", "vocab_size": 512, "special": {"eod": 511}, "files": {"vocab.json": "a"}}
