@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,6 +20,7 @@ from megalith.errors import CheckpointError
 
 _ALIGNMENT = 64
 _PAGE = 4096
+_PIECE = 2**24  # bytes that a thread copies at once
 
 
 class Staging:
@@ -93,11 +96,25 @@ def _host_memory(nbytes: int) -> Tensor:
 
 @torch.no_grad()
 def _copy(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Copy each second tensor to the first; returns when all copies are there."""
-    devices = set()
+    """Copy each second tensor to the first; returns when all copies are there.
+
+    Plain memory is copied in pieces by as many threads as torch has, which wait for each other once: torch's own copy
+    does so for each tensor, and on a machine that is busy each wait takes a slice of its time.
+    """
+    devices, pieces = set(), []
     for target, source in pairs:
-        target.copy_(source, non_blocking=True)
+        if source.device.type == "cpu" and source.is_contiguous():
+            pieces += zip(_octets(target).split(_PIECE), _octets(source).split(_PIECE), strict=True)
+        else:
+            target.copy_(source, non_blocking=True)
         if source.is_cuda:
             devices.add(source.device)
+    if pieces:
+        with ThreadPoolExecutor(torch.get_num_threads(), thread_name_prefix="checkpoint-copy") as pool:
+            list(pool.map(lambda piece: np.copyto(piece[0].numpy(), piece[1].numpy()), pieces))
     for device in devices:
         torch.cuda.synchronize(device)
+
+
+def _octets(tensor: Tensor) -> Tensor:
+    return tensor.detach().view(-1).view(torch.uint8)
