@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -154,3 +155,14 @@ def test_two_ranks_give_the_same(folder: Path) -> None:
     for ours, theirs in zip(shared["multiple_choice"], alone["multiple_choice"], strict=True):
         for one, other in zip(ours, theirs, strict=True):
             assert float(one[0]) == pytest.approx(float(other[0]), abs=1e-4)
+
+
+def test_the_entry_point_names_the_model_class(repository: Path) -> None:
+    """By which versions of lm-eval that look for plugins find it."""
+    from importlib.metadata import EntryPoint
+
+    from megalith.evaluate.harness import MegalithLM
+
+    text = (repository / "pyproject.toml").read_text()
+    (value,) = re.findall(r'\[project\.entry-points\."lm_eval\.models"\]\nmegalith = "(.+)"', text)
+    assert EntryPoint("megalith", value, "lm_eval.models").load() is MegalithLM
