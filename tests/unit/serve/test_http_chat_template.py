@@ -1,0 +1,79 @@
+"""Chat templates as they lie beside tokenizers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megalith.errors import DataError
+from megalith.serve.http.chat_template import BadDialogue, ChatTemplate, read_template, stop_ids_beside, template_beside
+
+from .http_client import LetterTokenizer
+
+SAID = [{"role": "user", "content": "a"}]
+
+
+class _WithFiles(LetterTokenizer):
+    def __init__(self, folder: Path, files: Mapping[str, Any]) -> None:
+        self._folder = folder
+        for name, content in files.items():
+            text = content if isinstance(content, str) else json.dumps(content)
+            (folder / name).write_text(text, encoding="utf-8")
+
+    def files(self) -> dict[str, Path]:
+        return {"tokenizer.json": self._folder / "tokenizer.json"}
+
+
+def test_the_template_of_the_configuration_with_its_special_tokens(tmp_path: Path) -> None:
+    config = {
+        "chat_template": "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}",
+        "bos_token": {"content": "<s>"},
+    }
+    template = template_beside(_WithFiles(tmp_path, {"tokenizer_config.json": {**config, "eos_token": "</s>"}}))
+    assert template is not None and template.render(SAID) == "<s>a</s>"
+
+
+def test_of_several_the_default_and_a_file_before_all(tmp_path: Path) -> None:
+    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
+    tokenizer = _WithFiles(tmp_path, {"tokenizer_config.json": {"chat_template": named}})
+    template = template_beside(tokenizer)
+    assert template is not None and template.render(SAID) == "plain"
+    (tmp_path / "chat_template.jinja").write_text("file")
+    template = template_beside(tokenizer)
+    assert template is not None and template.render(SAID) == "file"
+
+
+def test_what_templates_of_the_hub_use() -> None:
+    source = (
+        "{%- for m in messages %}{%- if m.role == 'stop' %}{% break %}{% endif %}{{ m | tojson }}{% endfor %}"
+        "{% if strftime_now('%Y')|int > 2000 and not tools and add_generation_prompt %}<{{ mood }}>{% endif %}"
+    )
+    said = [*SAID, {"role": "stop", "content": ""}]
+    assert ChatTemplate(source).render(said, mood="kind") == '{"role": "user", "content": "a"}<kind>'
+
+
+def test_none_where_there_is_none_and_an_error_where_it_is_damaged(tmp_path: Path) -> None:
+    assert template_beside(LetterTokenizer()) is None
+    assert template_beside(_WithFiles(tmp_path, {"tokenizer_config.json": {"eos_token": "x"}})) is None
+    with pytest.raises(DataError, match="damaged"):
+        template_beside(_WithFiles(tmp_path, {"chat_template.jinja": "{% for %}"}))
+    with pytest.raises(DataError, match="--chat-template"):
+        read_template(tmp_path / "nowhere.jinja", LetterTokenizer())
+
+
+@pytest.mark.parametrize("source", ["{{ x.y.z }}", "{{ messages.append(1) }}", "{{ 'a' * 10**12 }}", "{{ 1 / 0 }}"])
+def test_whatever_goes_wrong_in_a_template_is_about_the_messages(source: str) -> None:
+    with pytest.raises(BadDialogue):
+        ChatTemplate(source).render(SAID)
+
+
+def test_a_model_that_chats_may_end_its_answers_in_several_ways(tmp_path: Path) -> None:
+    tokenizer = _WithFiles(tmp_path, {"generation_config.json": {"eos_token_id": [3, LetterTokenizer.eod, 5]}})
+    assert stop_ids_beside(tokenizer) == (LetterTokenizer.eod, 3, 5)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 3}')
+    assert stop_ids_beside(tokenizer) is None
+    assert stop_ids_beside(LetterTokenizer()) is None
