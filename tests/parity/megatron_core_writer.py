@@ -88,6 +88,11 @@ def main() -> None:
         parameter.data.view(-1).copy_(values(stored, whole, 0, parameter.numel()))
     fill_optimizer(optimizer, named, place, tied=request["tied"])
     keys = [""] if virtual == 1 else [str(number) for number in range(virtual)]
+    if request["per_rank"]:
+        save_per_rank(request, dict(zip(keys, chunks, strict=True)), optimizer)
+        dist.barrier()
+        dist.destroy_process_group()
+        return
     metadata = {
         "distrib_optim_sharding_type": request["sharding"],
         "singleton_local_shards": False,
@@ -113,6 +118,22 @@ def main() -> None:
     dist_checkpointing.save(sharded, str(folder))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def save_per_rank(request: dict[str, Any], models: dict[str, Any], optimizer: Any) -> None:
+    """What Megatron's `save_checkpoint` does for `--ckpt-format torch`."""
+    from megatron.core import parallel_state
+
+    tp, pp = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank()
+    folder = Path(request["folder"]) / (f"mp_rank_{tp:02d}_{pp:03d}" if request["pp"] > 1 else f"mp_rank_{tp:02d}")
+    folder.mkdir(parents=True, exist_ok=True)
+    if request["zero1"]:
+        optimizer.save_parameter_state(str(folder / "distrib_optim.pt"))
+    if parallel_state.get_data_parallel_rank() == 0:
+        body = {"args": argparse.Namespace(**request["args"]), "checkpoint_version": 3.0, "iteration": 3}
+        body |= {f"model{key}": model.state_dict_for_save_checkpoint() for key, model in models.items()}
+        body |= {"optimizer": optimizer.state_dict(), "opt_param_scheduler": request["scheduler"]}
+        torch.save(body, folder / "model_optim_rng.pt")
 
 
 def replicated(parameter: torch.nn.Parameter) -> bool:

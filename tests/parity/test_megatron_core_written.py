@@ -47,7 +47,7 @@ LAYOUTS = {
 }
 """Name -> ranks, tensor, pipeline, virtual stages."""
 CASES: list[tuple[str, str, bool, bool, int | None, bool]] = [
-    # layout, sharding of the distributed optimizer ("" without), llama, bf16, bucket size, written by 0.12 too
+    # layout, how the optimizer is divided ("" not) or per-rank files, llama, bf16, bucket size, written by 0.12 too
     ("pp2", "", False, False, None, True),
     ("tp2-pp2", "", False, True, None, True),
     ("pp2-vpp2", "", False, False, None, False),
@@ -67,6 +67,13 @@ CASES: list[tuple[str, str, bool, bool, int | None, bool]] = [
     ("pp2", "dp_zero_gather_scatter", False, False, None, True),
     ("dp2", "fully_sharded_bucket_space", False, False, None, True),
     ("tp2-pp2", "fully_sharded_bucket_space", True, True, None, True),
+    ("pp2", "per_rank", False, False, None, True),
+    ("tp2-pp2", "per_rank", False, True, None, True),
+    ("pp2-vpp2", "per_rank", False, True, None, False),
+    ("dp2", "per_rank_zero1", True, True, 3000, False),
+    ("tp2-dp2", "per_rank_zero1", True, False, 1000, False),
+    ("pp2-dp2", "per_rank_zero1", False, False, 2000, False),
+    ("pp2-vpp2", "per_rank_zero1", False, False, None, False),
 ]
 
 
@@ -118,9 +125,12 @@ def test_what_megatron_writes_is_read(case: Any, core: Path, tmp_path: Path) -> 
         pytest.skip(f"megatron-core {version} does not write this")
     if "0.12" not in version and sharding == "fully_sharded_bucket_space":
         pytest.skip(f"megatron-core {version} calls it dp_reshardable")
+    if "0.12" not in version and sharding == "fully_sharded_model_space":
+        pytest.skip(f"megatron-core {version} writes it no more")
     flags = f"--tensor-model-parallel-size {tp} --pipeline-model-parallel-size {pp}"
     flags += f" --num-virtual-stages-per-pipeline-rank {vpp}" if vpp > 1 else ""
-    flags += " --use-distributed-optimizer" if sharding else ""
+    zero1 = sharding not in ("", "per_rank")
+    flags += " --use-distributed-optimizer" if zero1 else ""
     flags += " --bf16" if bf16 else ""
     words = [*MODEL.split(), *flags.split(), *(map(str, LLAMA) if llama else ())]
     run = load(words, {"WORLD_SIZE": str(number), "RANK": "0"}, files=False)
@@ -135,13 +145,14 @@ def test_what_megatron_writes_is_read(case: Any, core: Path, tmp_path: Path) -> 
         "tied": not llama,
         "position_embedding_type": "rope" if llama else "learned_absolute",
         "bf16": bf16,
-        **{"tp": tp, "pp": pp, "vpp": vpp, "zero1": bool(sharding), "sharding": sharding, "bucket_size": bucket_size},
+        **{"tp": tp, "pp": pp, "vpp": vpp, "zero1": zero1, "sharding": sharding, "bucket_size": bucket_size},
+        "per_rank": sharding.startswith("per_rank"),
         "args": args,
         "scheduler": {"max_lr": 1e-3, "num_steps": 12},
     }
     write_by_megatron(core, request, number)
     assert store.verify(3) == []
-    found, wanted = whole_tensors(store, 3), expected_tensors(args, main=bf16 or bool(sharding), states=True)
+    found, wanted = whole_tensors(store, 3), expected_tensors(args, main=bf16 or zero1, states=True)
     assert found.keys() == wanted.keys()
     wrong = [key for key in wanted if not torch.equal(found[key].float(), wanted[key])]
     assert wrong == []
