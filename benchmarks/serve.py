@@ -83,8 +83,8 @@ def build_theirs(model: GPT) -> Any:
             resid_pdrop=0.0,
         )  # fmt: skip
     )
-    ours = dict(model.named_parameters())
-    state = {
+    ours: dict[str, Tensor] = dict(model.named_parameters())
+    state: dict[str, Tensor] = {
         "transformer.wte.weight": ours["embedding.word_embeddings.weight"],
         "transformer.wpe.weight": ours["embedding.position_embeddings.weight"],
         "transformer.ln_f.weight": ours["decoder.final_layernorm.weight"],
@@ -101,7 +101,7 @@ def build_theirs(model: GPT) -> Any:
     for layer in range(layers):
         for name, own in names.items():
             for kind in ("weight", "bias"):
-                value: Tensor = ours[f"decoder.layers.{layer}.{own}.{kind}"]
+                value = ours[f"decoder.layers.{layer}.{own}.{kind}"]
                 if name == "attn.c_attn":  # head by head q, k, v -> all q, all k, all v
                     value = value.unflatten(0, (heads, 3, hidden // heads)).transpose(0, 1).flatten(0, 2)
                 state[f"transformer.h.{layer}.{name}.{kind}"] = value.t() if value.dim() == 2 else value

@@ -85,3 +85,13 @@ def test_a_folder_without_checkpoints(tmp_path: Path) -> None:
     done = _generate(tmp_path, "--prompt", "x")
     assert done.returncode == 4
     assert "holds no checkpoint" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_texts_that_are_typed_are_continued_one_after_the_other(saved: Path) -> None:
+    typed = "the king said\n" + "king " * 50 + "\nthe queen\n"
+    done = _generate(saved, "--greedy", "--max-new-tokens", 8, "--num-samples", 2, "--stop", " crown", stdin=typed)
+    assert done.returncode == 0
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("the king said to the queen") and lines[1] == lines[0]
+    assert lines[2].startswith("the queen") and "crown" not in done.stdout
+    assert "the model reads 32" in done.stderr and "Traceback" not in done.stderr

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -101,7 +101,7 @@ def test_a_seed_means_the_same_answer_in_every_batch(
             assert text_of(events, sample) == text_of(wanted, sample)
 
 
-def test_in_single_precision_only_close_calls_may_differ(record_property: pytest.RecordProperty) -> None:
+def test_in_single_precision_only_close_calls_may_differ(record_property: Callable[[str, object], None]) -> None:
     model = model_of("gpt2", torch.float32)
     prompts = [tuple((start * 7 + i * 3) % 26 for i in range(1 + start)) for start in range(12)]
     requests = [Request(prompt, 20, **PLAIN) for prompt in prompts]
@@ -183,7 +183,9 @@ def test_stop_ids_come_without_text() -> None:
     events = list(engine.run(request))
     assert (tokens_of(events), text_of(events)) == ([1, 1, 1, Letters.eod], "bbb")
     assert events[-1] == Finished("stop", stop=Letters.eod)
-    assert list(_engine(follow=lambda tokens: 5).run(Request((0,), 9, GREEDY, stop_ids=(5,))))[-1].stop == 5
+    assert list(_engine(follow=lambda tokens: 5).run(Request((0,), 9, GREEDY, stop_ids=(5,))))[-1] == Finished(
+        "stop", stop=5
+    )
     assert tokens_of(list(engine.run(Request((0,), 5, **PLAIN)))) == [1, 1, 1, Letters.eod, 1]
 
 
@@ -264,7 +266,8 @@ def test_the_queue_is_bounded() -> None:
 
 def _naive_beams(model: Any, prompt: list[int], count: int, width: int, penalty: float, eod: int) -> list[Any]:
     """Megatron's search over full passes, written down plainly."""
-    beams, found = [(0.0, list(prompt))], []
+    beams = [(0.0, list(prompt))]
+    found: list[tuple[float, list[int]]] = []
     for length in range(1, count + 1):
         totals = []
         for score, ids in beams:
@@ -286,7 +289,9 @@ def _naive_beams(model: Any, prompt: list[int], count: int, width: int, penalty:
     return sorted(found, reverse=True)[:width]
 
 
-@pytest.mark.parametrize(("width", "penalty", "tight"), [(1, 1.0, False), (3, 0.0, True), (3, 2.0, False), (4, 1.0, True)])
+@pytest.mark.parametrize(
+    ("width", "penalty", "tight"), [(1, 1.0, False), (3, 0.0, True), (3, 2.0, False), (4, 1.0, True)]
+)
 def test_beam_search_is_megatrons(width: int, penalty: float, tight: bool) -> None:
     model, prompt = model_of("gpt2", seed=3), [3, 1, 4, 1, 5]
     model.output_weight[Letters.eod] *= 3  # so that some hypotheses end
