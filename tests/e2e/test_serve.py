@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 from megalith.tokenizers import train_byte_level_bpe
+from megalith.tokenizers.gpt2_bpe import GPT2BPETokenizer
 
 from .chromium import Chromium, find_chromium
 from .warm import WarmProcess, free_port
@@ -197,6 +198,29 @@ def test_the_official_client(server: Server) -> None:
         client.completions.create(model="gpt-4", prompt="the")
     with pytest.raises(openai.BadRequestError, match="no chat template"):
         client.chat.completions.create(model=model.id, messages=[{"role": "user", "content": "hello"}])
+
+
+def test_lm_evals_client(server: Server, saved: Path) -> None:
+    pytest.importorskip("lm_eval", reason="needs the eval extra (lm-eval), which is not part of dev: it is 490 MB")
+    from lm_eval.models.openai_completions import LocalCompletionsAPI
+
+    tokenizer = GPT2BPETokenizer(
+        str(next(saved.parent.glob("*vocab.json"))), str(next(saved.parent.glob("*merges.txt")))
+    )
+    client = LocalCompletionsAPI(
+        base_url=f"http://127.0.0.1:{server.port}/v1/completions",
+        model="saved",
+        tokenizer_backend=None,
+        tokenized_requests=True,
+        max_length=4096,
+        max_retries=1,
+        batch_size=2,
+    )
+    client.tokenizer, client.tokenized_requests = tokenizer, True  # ids are sent, as with a tokenizer of the hub
+    context = tokenizer.encode("the king said")
+    asked = [(None, context, tokenizer.encode(text)) for text in (" to the queen", " heavy")]
+    (likely, greedy), (unlikely, other) = client._loglikelihood_tokens(asked)
+    assert greedy and not other and likely > -1.0 > unlikely
 
 
 def test_the_page_and_the_probes(server: Server) -> None:
