@@ -146,13 +146,7 @@ def fill_optimizer(optimizer: Any, named: dict[str, torch.nn.Parameter], place: 
         (optimizer,) = optimizer.chained_optimizers
     name_of = {id(parameter): name for name, parameter in named.items()}
     if hasattr(optimizer, "model_param_group_index_map"):
-        if hasattr(optimizer, "_init_optimizer_states_with_dummy_values"):
-            optimizer._init_optimizer_states_with_dummy_values()
-        else:  # core 0.12
-            for group in optimizer.optimizer.param_groups:
-                for main in group["params"]:
-                    moments = {kind: torch.zeros_like(main.data) for kind in ("exp_avg", "exp_avg_sq")}
-                    optimizer.optimizer.state[main] = moments
+        optimizer._init_optimizer_states_with_dummy_values()
         for parameter, (group, order) in optimizer.model_param_group_index_map.items():
             main = optimizer.optimizer.param_groups[group]["params"][order]
             part = optimizer._get_model_param_range_map(parameter)["param"]

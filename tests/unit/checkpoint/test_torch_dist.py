@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megalith.checkpoint import CheckpointContent, DirectoryStore
 from megalith.checkpoint.content import Chunk, share_of
 from megalith.checkpoint.formats.torch_dist import (
     Whole,
@@ -212,3 +214,23 @@ def test_a_step_in_the_groups_counts_where_there_is_no_common_one() -> None:
 def test_bucket_space_is_refused_by_name() -> None:
     with pytest.raises(CheckpointError, match="param_state_sharding_type.*--no-load-optim"):
         read_optimizer_common({"param_state_sharding_type": "dp_reshardable"})
+
+
+def test_flattened_ranges_are_read_in_model_space(tmp_path: Path) -> None:
+    """Core 0.8 to 0.12: the state of a tensor [L, rows, columns] as a grid of boxes, each flattened."""
+    layers, rows, columns, cuts = 2, 6, 4, 3
+    whole = torch.arange(layers * rows * columns, dtype=torch.float32).view(layers, rows, columns)
+    boxes = whole.view(layers, cuts, rows // cuts, columns).reshape(layers, cuts, 1, -1)
+    key, state = "decoder.layers.mlp.linear_fc1.weight", "optimizer.state.exp_avg.decoder.layers.mlp.linear_fc1.weight"
+    chunks = [
+        Chunk(key, torch.zeros_like(whole), (0, 0, 0), tuple(whole.shape)),
+        # Two replicas have a range each of every box, which they end where they like.
+        Chunk(state, boxes[..., :3], (0, 0, 0, 0), tuple(boxes.shape)),
+        Chunk(state, boxes[..., 3:], (0, 0, 0, 3), tuple(boxes.shape)),
+    ]
+    store = DirectoryStore(tmp_path)
+    store.save(1, CheckpointContent(chunks), {})
+    assert store.contents(1).tensors[state].shape == whole.shape
+    part = torch.full((1, 3, 2), -1.0)
+    store.load(1, CheckpointContent([Chunk(state, part, (1, 1, 2), tuple(whole.shape))]))
+    assert torch.equal(part, whole[1:2, 1:4, 2:4])
