@@ -101,7 +101,7 @@ def _copy(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
     Plain memory is copied in pieces by as many threads as torch has, which wait for each other once: torch's own copy
     does so for each tensor, and on a machine that is busy each wait takes a slice of its time.
     """
-    devices, pieces = set(), []
+    devices, pieces = set[torch.device](), list[tuple[Tensor, Tensor]]()
     for target, source in pairs:
         if source.device.type == "cpu" and source.is_contiguous():
             pieces += zip(_octets(target).split(_PIECE), _octets(source).split(_PIECE), strict=True)
