@@ -3,8 +3,8 @@
 The megatron-core package saves a model and its optimizer with known values (`megatron_core_writer`), and every tensor
 is found here under its name, in model space. Tied embeddings over a pipeline, virtual stages, several buckets,
 parameters that lie across data-parallel ranks; torch_dist and per-rank files. Not here, since core 0.12 cannot write
-its distributed optimizer with torch's Adam: flattened ranges, which `tests/unit/checkpoint/test_torch_dist.py` builds. See
-`test_megatron_core` for where the package comes from.
+its distributed optimizer with torch's Adam: flattened ranges, which `tests/unit/checkpoint/test_torch_dist.py` builds.
+See `test_megatron_core` for where the package comes from.
 """
 
 from __future__ import annotations
