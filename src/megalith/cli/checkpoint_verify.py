@@ -61,7 +61,8 @@ def _verify(path: Path, console: Any) -> bool:
         for problem in problems:
             console.print(f"         {escape(problem)}")
     elif manifest is None:
-        console.print(f"[yellow]readable[/] {name}: no manifest.json, so nothing to compare the contents with")
+        checked = "its files' own checksums agree" if folder.source.format == "torch" else "nothing to compare with"
+        console.print(f"[yellow]readable[/] {name}: no manifest.json; {checked}")
     else:
         console.print(f"[green]sound[/]    {name}")
     return not problems

@@ -176,8 +176,8 @@ def _configuration(request: Request) -> RunConfig:
         CheckpointError: there is no checkpoint that can be read.
         ConfigError: the command line contradicts the checkpoint, or the model cannot be divided so.
     """
+    from megalith.assemble.reading import model_in, ranks_of, saved_args
     from megalith.compat.megatron.tasks import contradictions
-    from megalith.evaluate.ranks import model_in, ranks_of, saved_args
 
     args = saved_args(request.checkpoint, request.iteration)
     model = model_in(args, request.checkpoint)

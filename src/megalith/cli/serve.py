@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from megalith.cli.checkpoint_ranks import ranks_of, saved_args, saved_model
 from megalith.cli.threads import keep_native_code_quiet, share_cores, wait_asleep
 from megalith.config import LaunchConfig, RunConfig, TokenizerConfig
 from megalith.config.environment import first_of_machine, read_launch
@@ -280,13 +279,14 @@ def _configuration(launch: _Launch) -> RunConfig:
         CheckpointError: there is none.
         ConfigError: the command line contradicts the checkpoint, or the model cannot be divided so.
     """
+    from megalith.assemble.reading import model_in, ranks_of, saved_args
     from megalith.compat.megatron.tasks import contradictions
 
     args = saved_args(launch.checkpoint, launch.iteration)
-    model = saved_model(launch.checkpoint, args)
+    model = model_in(args, launch.checkpoint)
     if wrong := contradictions(launch.stated, args):
         raise ConfigError(wrong)
-    return ranks_of(model, launch.settings)
+    return ranks_of(model, launch.settings, os.environ)
 
 
 def _load(launch: _Launch, context: ParallelContext) -> tuple[Trained, Engine | None, Any]:

@@ -21,11 +21,11 @@ from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows
 
 from megalith.assemble.ranks import join_ranks
+from megalith.assemble.reading import model_in, ranks_of, saved_args
 from megalith.assemble.trained import load_trained
 from megalith.distributed import comm
 from megalith.errors import ConfigError, MegalithError
 from megalith.evaluate.alarms import never_trained
-from megalith.evaluate.ranks import model_in, ranks_of, saved_args
 from megalith.evaluate.request import DEFAULT_BATCH
 from megalith.evaluate.score import Sample, Scorer
 from megalith.serve.engine import Engine, Limits

@@ -119,7 +119,8 @@ def members(groups: Sequence[Mapping[str, Any]], shapes: Shapes) -> list[list[st
     apart = any(group.get("is_decoupled_lr") for group in groups)
     kind_of = {name: (decays(name, shape), apart and name.startswith(_EMBEDDINGS)) for name, shape in shapes.items()}
     kinds = [
-        (bool(group.get("wd_mult", group["weight_decay"])), bool(group.get("is_decoupled_lr"))) for group in groups
+        (bool(group.get("wd_mult", group.get("weight_decay", 0.0))), bool(group.get("is_decoupled_lr")))
+        for group in groups
     ]
     return [[name for name in shapes if kind_of[name] == kind] for kind in kinds]
 

@@ -1,4 +1,4 @@
-"""From a checkpoint and a launcher to the ranks of an evaluation, before anything is loaded."""
+"""From a checkpoint and a launcher to ranks that read a trained model, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -30,8 +30,7 @@ def saved_args(checkpoint: Path, iteration: int | None = None) -> Mapping[str, A
     there = store.iterations()
     if not there:
         raise CheckpointError(
-            f"{checkpoint} holds no checkpoint; give the folder that --save named, or a Hugging Face folder (from "
-            "random weights every result would be one of chance)"
+            f"{checkpoint} holds no checkpoint; give the folder that --save named, or a Hugging Face folder"
         )
     candidates = [wanted] if wanted is not None else there[::-1]
     for number in candidates:
