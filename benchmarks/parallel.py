@@ -106,7 +106,7 @@ def measure(rank: int, world: int, store: str, flags: str, vocabulary: int, step
     import torch
     import torch.distributed as dist
 
-    from megalith.assemble.model import build_chunks, build_run_optimizer, draw_weights
+    from megalith.assemble.model import build_chunks, build_run_optimizer, defer_weight_gradients, draw_weights
     from megalith.config import load
     from megalith.distributed import comm
     from megalith.distributed.context import ParallelContext
@@ -131,7 +131,12 @@ def measure(rank: int, world: int, store: str, flags: str, vocabulary: int, step
     optimizer = build_run_optimizer(config, chunks, context)
     rates = LearningRateSchedule(1e-4, 1e-4, 1000, "constant")
     state = TrainState(
-        chunks, optimizer, streams, ParameterSchedule(rates, WeightDecaySchedule(0, 0, 1000)), context=context
+        chunks,
+        optimizer,
+        streams,
+        ParameterSchedule(rates, WeightDecaySchedule(0, 0, 1000)),
+        context=context,
+        deferred=defer_weight_gradients(config, chunks, optimizer),
     )
     batches = _batches(1, context.dp.index, context.dp.size, vocabulary)
     steps_done = []

@@ -16,6 +16,14 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # nohup
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that run beside others (`pytest -n`) by file; those of several ranks, which fill the machine, one by one."""
+    for item in items:
+        several = "distributed" in item.path.parts and "unit" not in item.path.parts
+        item.add_marker(pytest.mark.xdist_group("ranks" if several else item.path.name))
+
+
 _REPOSITORY = Path(__file__).resolve().parents[1]
 
 

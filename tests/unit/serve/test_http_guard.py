@@ -213,7 +213,8 @@ def test_more_than_may_wait_is_told_when_to_come_back() -> None:
 
     answers = asyncio.run(run())
     codes = [answer.status_code for answer in answers]
-    assert set(codes) == {200, 429} and codes.count(200) >= 6
+    # All may have come before the engine took the first: then only the waiting have a place.
+    assert set(codes) == {200, 429} and codes.count(200) >= 4
     assert all(answer.headers["retry-after"] == "2" for answer in answers if answer.status_code == 429)
 
 
