@@ -18,7 +18,7 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # nohup
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that run beside others (`pytest -n`) by file; those of several ranks, which fill the machine, one by one."""
+    """Under `pytest -n` a file's tests follow each other; so do those of several ranks, which fill the machine."""
     for item in items:
         several = "distributed" in item.path.parts and "unit" not in item.path.parts
         item.add_marker(pytest.mark.xdist_group("ranks" if several else item.path.name))
