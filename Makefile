@@ -11,7 +11,7 @@ CONSTRAINTS ?= constraints.txt
 PIP_FLAGS ?=
 WHEELHOUSE ?=
 ARGS ?=
-TEST_WORKERS ?= -n auto --maxprocesses 8 --dist loadgroup
+TEST_WORKERS ?= -n auto --maxprocesses 8 --dist loadfile
 BIN := .venv/bin
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check $(if $(WHEELHOUSE),--no-index --find-links $(WHEELHOUSE)) \
 	$(if $(CONSTRAINTS),-c $(CONSTRAINTS)) $(PIP_FLAGS)

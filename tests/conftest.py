@@ -16,14 +16,6 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # nohup
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Under `pytest -n` a file's tests follow each other; so do those of several ranks, which fill the machine."""
-    for item in items:
-        several = "distributed" in item.path.parts and "unit" not in item.path.parts
-        item.add_marker(pytest.mark.xdist_group("ranks" if several else item.path.name))
-
-
 _REPOSITORY = Path(__file__).resolve().parents[1]
 
 
