@@ -227,8 +227,9 @@ def test_commands_leave_nothing_where_logits_differ(
     assert main(["checkpoint", "export", str(saved), str(out)]) == 4
     assert main(["checkpoint", "import", str(folder), str(folder.parent / "t")]) == 4
     assert not out.exists() and not list((folder.parent / "t").glob("*"))
+    assert main(["checkpoint", "import", str(folder), str(saved), "--replace"]) == 4
     assert {path: path.read_bytes() for path in sorted(saved.rglob("*")) if path.is_file()} == before
-    assert capsys.readouterr().err.count("not the same model") == 2
+    assert capsys.readouterr().err.count("not the same model") == 3
 
 
 def test_without_transformers_it_says_so(

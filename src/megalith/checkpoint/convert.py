@@ -26,7 +26,7 @@ from megalith.checkpoint.owner import claim
 from megalith.checkpoint.safe_loading import ForeignEnum
 from megalith.checkpoint.source import Source
 from megalith.checkpoint.store import RELEASE, TRACKER_FILE, facts_of, provenance
-from megalith.checkpoint.streaming import rng_keys, write_torch, write_torch_dist
+from megalith.checkpoint.streaming import no_check, rng_keys, write_torch, write_torch_dist
 from megalith.errors import CheckpointError, ConfigError
 from megalith.layout import Layout
 from megalith.tokenizers.padding import padded_vocab_size
@@ -116,6 +116,7 @@ def convert(
     iteration: int | None = None,
     verify: bool = True,
     on_read: Callable[[Chunk], None] | None = None,
+    check: Callable[[Path], None] = no_check,
 ) -> Converted:
     """Convert one checkpoint.
 
@@ -126,6 +127,7 @@ def convert(
         iteration: of a save folder, which checkpoint; by default that of the tracker.
         verify: compare every file of the source with its manifest's hashes first.
         on_read: called with each chunk before it is read.
+        check: called with the finished folder before it gets its place; what it raises leaves everything as it was.
 
     Raises:
         CheckpointError: the source is missing, damaged or lacks something, or the destination cannot be written.
@@ -155,7 +157,7 @@ def convert(
     with claim(destination):
         facts, files = _facts(folder, number, layout), further_files(folder)
         write = write_torch_dist if wanted.format == "torch_dist" else write_torch
-        size = write(source, final, facts=facts, files=files, publish=publish)
+        size = write(source, final, facts=facts, files=files, publish=publish, check=check)
     return Converted(final, size, time.perf_counter() - started, notes)
 
 

@@ -65,6 +65,10 @@ class ReadingPlanner(ChunkSavePlanner):
         return tensor
 
 
+def no_check(_: Path) -> None:
+    """The default for `check`: the folder is taken as it was written."""
+
+
 def write_torch_dist(
     source: Source,
     final: Path,
@@ -72,6 +76,7 @@ def write_torch_dist(
     facts: Mapping[str, Any],
     files: Mapping[str, bytes],
     publish: Callable[[], None],
+    check: Callable[[Path], None] = no_check,
 ) -> int:
     """Write all that a source presents as a checkpoint folder that appears whole or not at all.
 
@@ -84,6 +89,7 @@ def write_torch_dist(
         facts: what the manifest says beside sizes and hashes.
         files: further files to lay into it, name -> bytes.
         publish: called when the folder is in its place; points the tracker to it.
+        check: called with the finished folder before it gets its place; what it raises leaves everything as it was.
 
     Returns:
         Bytes of all the files but the manifest.
@@ -115,7 +121,9 @@ def write_torch_dist(
 
     def write(folder: Path) -> int:
         written = [writer.write(folder) for writer in writers]
-        return finish_folder(folder, final.name, encoded, metadata, written, facts)
+        size = finish_folder(folder, final.name, encoded, metadata, written, facts)
+        check(folder)
+        return size
 
     return _appearing(final, encoded.nbytes, write, publish)
 
@@ -127,6 +135,7 @@ def write_torch(
     facts: Mapping[str, Any],
     files: Mapping[str, bytes],
     publish: Callable[[], None],
+    check: Callable[[Path], None] = no_check,
 ) -> int:
     """`write_torch_dist` in Megatron's format of one file for each (tensor, pipeline) place."""
     contents = source.contents()
@@ -143,6 +152,7 @@ def write_torch(
             write_durably(folder / name, data)
         records = hash_files([folder / name for name in (*names, *files)], below=folder)
         write_durably(folder / MANIFEST_FILE, manifests.render(records, facts))
+        check(folder)
         return sum(record.size for record in records.values())
 
     tensors = sum(stored.numel * stored.dtype.itemsize for stored in contents.tensors.values())

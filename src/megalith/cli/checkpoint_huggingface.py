@@ -7,7 +7,6 @@ differ.
 from __future__ import annotations
 
 import argparse
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,6 @@ from megalith.errors import CheckpointError
 
 if TYPE_CHECKING:
     from megalith.assemble.huggingface import Comparison
-    from megalith.checkpoint.convert import Converted
 
 
 def add_arguments(commands: Any) -> None:
@@ -66,23 +64,22 @@ def run_import(options: argparse.Namespace) -> int:
     """
     from megalith.checkpoint.convert import Wanted, convert
     from megalith.checkpoint.source import is_huggingface
-    from megalith.checkpoint.store import TRACKER_FILE
 
     if not is_huggingface(options.source):
         raise CheckpointError(
             f"{options.source} is no Hugging Face model folder: it has no config.json beside safetensors files (of the "
             "hub's cache give models--NAME/snapshots/REVISION)"
         )
-    tracker = options.destination / TRACKER_FILE
-    before = tracker.read_bytes() if tracker.is_file() else None
-    made = convert(options.source, options.destination, Wanted(release=True, replace=options.replace))
-    try:
-        compared = None if options.no_compare else _compare(made.path, options.source)
-    except BaseException:
-        _take_back(made, tracker, before)
-        raise
+    compared: list[Comparison] = []
+
+    def check(folder: Path) -> None:
+        if not options.no_compare:
+            compared.append(_compare(folder, options.source))
+
+    wanted = Wanted(release=True, replace=options.replace)
+    made = convert(options.source, options.destination, wanted, check=check)
     print(f"{made.path}: {made.bytes / 2**20:.1f} MiB in {made.seconds:.1f} s")
-    _say(compared)
+    _say(compared[0] if compared else None)
     print(f"start with these weights: --load {options.destination}")
     return 0
 
@@ -102,15 +99,6 @@ def _space(args: dict[str, Any], where: Path) -> Any:
     from megalith.checkpoint.model_space import model_space_of
 
     return model_space_of(args, str(where))
-
-
-def _take_back(made: Converted, tracker: Path, before: bytes | None) -> None:
-    """Remove what was made, and point the tracker to where it pointed."""
-    shutil.rmtree(made.path, ignore_errors=True)
-    if before is None:
-        tracker.unlink(missing_ok=True)
-    else:
-        tracker.write_bytes(before)
 
 
 def run_export(options: argparse.Namespace) -> int:
