@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megalith.config.idle import idle_without
 from megalith.config.rule import Draft, Rule, multiples, rule, show
 
 _NODE_LOCAL = {
@@ -63,10 +64,35 @@ def a_conversion_has_a_source_and_a_place(draft: Draft) -> str:
     return f"{show(draft, 'ckpt_convert_format')} requires {' and '.join(lacking)} DIR" if lacking else ""
 
 
+@rule("save", "save_interval")
+def saving_has_an_interval(draft: Draft) -> str:
+    checkpoint = draft.run.checkpoint
+    if checkpoint.save is None or checkpoint.save_interval is not None:
+        return ""
+    return f"{show(draft, 'save')} requires --save-interval N, the iterations between checkpoints"
+
+
 CHECKPOINT_RULES: tuple[Rule, ...] = (
+    saving_has_an_interval,
     saving_beside_the_training_is_for_torch_dist,
     retained_checkpoints_are_saved_ones,
     non_persistent_saves_have_a_type,
     non_persistent_saves_are_global,
     a_conversion_has_a_source_and_a_place,
+)
+CHECKPOINT_NOTICES: tuple[Rule, ...] = (
+    *(
+        idle_without(name, "save", "nothing is saved without --save")
+        for name in (
+            *("save_interval", "no_save_optim", "no_save_rng", "async_save", "save_retain_interval", "keep_last"),
+            "non_persistent_save_interval",
+        )
+    ),
+    idle_without(
+        "non_persistent_global_ckpt_dir", "non_persistent_ckpt_type", "--non-persistent-ckpt-type global is not given"
+    ),
+    *(
+        idle_without(name, "load", "nothing is loaded without --load")
+        for name in ("ckpt_step", "no_load_optim", "no_load_rng", "finetune", "exit_on_missing_checkpoint")
+    ),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megalith.config.idle import idle_without
 from megalith.config.rule import Draft, Rule, rule, show
 
 _DETAILS = ("recompute_method", "recompute_num_layers")
@@ -59,4 +60,10 @@ RECOMPUTE_RULES: tuple[Rule, ...] = (
     selective_recomputation_has_no_method,
     compiled_blocks_are_not_recomputed,
 )
-RECOMPUTE_NOTICES: tuple[Rule, ...] = (selective_recomputation_needs_nothing,)
+RECOMPUTE_NOTICES: tuple[Rule, ...] = (
+    selective_recomputation_needs_nothing,
+    *(
+        idle_without(name, "recompute_granularity", "--recompute-granularity is not given")
+        for name in ("recompute_method", "recompute_num_layers")
+    ),
+)

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from megalith.config import load
+from megalith.config.file_rules import FILE_RULES
 from megalith.config.rule import Draft, Rule
-from megalith.config.rules import FILE_RULES, RULES
+from megalith.config.rules import RULES
 from megalith.errors import ConfigError
 
 GOOD = {

@@ -1,0 +1,88 @@
+"""Rules that look at the file system: what is named exists, and is what it should be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megalith.config.rule import Draft, Rule, rule, show
+from megalith.config.run import all_settings
+from megalith.config.values import closest
+
+
+def _file_problem(draft: Draft, name: str, path: str) -> str:
+    if Path(path).is_file():
+        return ""
+    what = "is a folder" if Path(path).is_dir() else f"no such file{_from_here(path)}"
+    return f"{show(draft, name)}: {what}{_near(Path(path))}"
+
+
+def _from_here(path: str) -> str:
+    return "" if Path(path).is_absolute() else f" from {Path.cwd()}"
+
+
+def _near(path: Path) -> str:
+    """A file of a similar name in the same folder, as a question; the folder itself when that is missing."""
+    if not path.parent.is_dir():
+        return f"; the folder {path.parent} does not exist"
+    guess = closest(path.name, (entry.name for entry in path.parent.iterdir() if entry.is_file()), cutoff=0.6)
+    return f"; did you mean {path.parent / guess}?" if guess and guess != path.name else ""
+
+
+@rule("vocab_file")
+def vocabulary_file_exists(draft: Draft) -> str:
+    path = draft.run.tokenizer.vocab_file
+    return _file_problem(draft, "vocab_file", path) if path else ""
+
+
+@rule("merge_file")
+def merges_file_exists(draft: Draft) -> str:
+    path = draft.run.tokenizer.merge_file
+    return _file_problem(draft, "merge_file", path) if path else ""
+
+
+@rule("data_path")
+def dataset_exists(draft: Draft) -> str:
+    if len(draft.run.data.data_path) != 1:
+        return ""
+    prefix = draft.run.data.data_path[0]
+    missing = [prefix + ending for ending in (".bin", ".idx") if not Path(prefix + ending).is_file()]
+    if not missing:
+        return ""
+    found = _prefix_that_was_meant(prefix)
+    hint = f"; did you mean --data-path {found}?" if found else "; make them with `megalith preprocess`"
+    verb = "does" if len(missing) == 1 else "do"
+    return f"--data-path {prefix}: {' and '.join(missing)} {verb} not exist{_from_here(prefix)}{hint}"
+
+
+def _prefix_that_was_meant(prefix: str) -> str:
+    whole = [prefix.removesuffix(".bin"), prefix.removesuffix(".idx"), prefix + "_text_document"]
+    for candidate in whole:
+        if candidate != prefix and Path(candidate + ".bin").is_file() and Path(candidate + ".idx").is_file():
+            return candidate
+    folder = Path(prefix).parent
+    if not folder.is_dir():
+        return ""
+    stems = [entry.name.removesuffix(".idx") for entry in folder.glob("*.idx")]
+    guess = closest(Path(prefix).name, stems)
+    return str(folder / guess) if guess and guess != Path(prefix).name else ""
+
+
+def _folder_is_no_file(name: str) -> Rule:
+    def check(draft: Draft) -> str:
+        path = getattr(getattr(draft.run, all_settings()[name].group), name)
+        if path is None or not Path(path).is_file():
+            return ""
+        return f"{show(draft, name)} is a file; give a folder"
+
+    return Rule(f"{name}_is_a_folder", (name,), check)
+
+
+FILE_RULES: tuple[Rule, ...] = (
+    vocabulary_file_exists,
+    merges_file_exists,
+    dataset_exists,
+    *(
+        _folder_is_no_file(name)
+        for name in ("save", "load", "non_persistent_global_ckpt_dir", "data_cache_path", "tensorboard_dir")
+    ),
+)

@@ -1,0 +1,26 @@
+"""The settings of a run in small frozen groups; each component receives its own group, not the tree.
+
+Field names are Megatron's own names. Derived numbers are properties, computed and never written back. The groups check
+nothing when they are constructed: `rules` does, over all of them at once.
+"""
+
+from megalith.config.groups.checkpoint import CheckpointConfig
+from megalith.config.groups.data import DataConfig, TokenizerConfig
+from megalith.config.groups.log import LogConfig
+from megalith.config.groups.model import ModelConfig
+from megalith.config.groups.parallel import LaunchConfig, ParallelConfig
+from megalith.config.groups.training import OptimizerConfig, PrecisionConfig, ScheduleConfig, TrainConfig
+
+__all__ = [
+    "CheckpointConfig",
+    "DataConfig",
+    "LaunchConfig",
+    "LogConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "PrecisionConfig",
+    "ScheduleConfig",
+    "TokenizerConfig",
+    "TrainConfig",
+]

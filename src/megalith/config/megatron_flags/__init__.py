@@ -1,0 +1,27 @@
+"""Megatron's flags that have no setting here: which need nothing, and which are refused and why.
+
+Together with the settings of the groups this covers every flag of four Megatron versions (23.06, core 0.8.0, core
+0.12.0 and August 2026), so that none is silently ignored. Notation, one word per flag: `--x` takes no value, `--x=5`
+one value with Megatron's default 5, `--x=` one value without a default, `--x:3=` three values, `--x+=` one or more,
+`--x*=` any number. A refused flag given with Megatron's default asks for nothing and is accepted.
+"""
+
+from megalith.config.megatron_flags.nothing import NEED_NOTHING
+from megalith.config.megatron_flags.partly import PARTLY
+from megalith.config.megatron_flags.refused import REFUSED
+
+__all__ = ["LAUNCHER", "NEED_NOTHING", "PARTLY", "REFUSED", "RENAMED"]
+
+# Flags of older versions that Megatron itself answers with an error naming the new one.
+RENAMED: dict[str, str] = {
+    "--batch-size": "--micro-batch-size",
+    "--warmup": "--lr-warmup-fraction",
+    "--model-parallel-size": "--tensor-model-parallel-size",
+    "--checkpoint-activations": "--recompute-activations",
+}
+
+# Flags of torchrun that ended up behind the script name.
+LAUNCHER = """
+        --nproc-per-node= --nnodes= --node-rank= --master-addr= --master-port= --rdzv-backend= --rdzv-endpoint=
+        --rdzv-id= --use-env
+"""

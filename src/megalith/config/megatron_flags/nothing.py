@@ -1,0 +1,157 @@
+"""Flags that are accepted and need nothing here, by reason."""
+
+from __future__ import annotations
+
+from megalith.config.megatron_flags.family import Family
+
+NEED_NOTHING: tuple[Family, ...] = (
+    Family(
+        "whether operations are fused is decided by the kernels here, and the numbers do not change",
+        """
+        --use-transformer-engine-op-fuser --use-te-activation-func --no-masked-softmax-fusion
+        --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion --no-persist-layer-norm
+        --no-gradient-accumulation-fusion --disable-jit-fuser --no-gradient-reduce-div-fusion
+        --cross-entropy-loss-fusion --fused-residual-rmsnorm
+        """,
+    ),
+    Family(
+        "torch chooses the version of the attention kernel that the device supports",
+        """
+        --flash-attention-version= --use-flash-attn
+        """,
+    ),
+    Family(
+        "there is one family of model and tokenizer classes here",
+        """
+        --use-mcore-models --legacy-tokenizer
+        """,
+    ),
+    Family(
+        "communication is overlapped and grouped by itself, and needs no tuning; the numbers do not change",
+        """
+        --no-clone-scatter-output-in-embedding --no-async-tensor-model-parallel-allreduce --tp-comm-overlap-cfg=
+        --tp-comm-overlap --use-ring-exchange-p2p --defer-embedding-wgrad-compute --use-tp-pp-dp-mapping
+        --disable-gloo-process-groups --no-overlap-p2p-communication --overlap-grad-reduce --ddp-num-buckets=
+        --ddp-bucket-size= --ddp-average-in-collective --overlap-param-gather
+        --overlap-param-gather-with-optimizer-step --use-nccl-ub --no-scatter-gather-tensors-in-pipeline
+        --pipeline-model-parallel-comm-backend= --no-tp-comm-bulk-wgrad --no-tp-comm-bulk-dgrad
+        --no-tp-comm-overlap-ag --no-tp-comm-overlap-rs --tp-comm-overlap-rs-dgrad --no-tp-comm-split-ag
+        --no-tp-comm-split-rs --tp-comm-bootstrap-backend=nccl --delay-wgrad-compute --wgrad-deferral-limit=0
+        --overlap-p2p-communication-warmup-flush --no-align-grad-reduce --lazy-mpu-init
+        --nccl-communicator-config-path= --use-sharp --sharp-enabled-group= --high-priority-stream-groups+=
+        --ddp-pad-buckets-for-high-nccl-busbw --no-align-param-gather
+        --no-use-layer-wise-param-layout --disable-symmetric-registration --create-all-gather-group
+        --suggested-communication-unit-size= --no-delay-grad-reduce --delay-param-gather
+        --overlap-p2p-communication --no-contiguous-buffers-in-local-ddp
+        """,
+    ),
+    Family(
+        "--log-straggler reports in the log from its second interval on, and no port is opened to switch it",
+        """
+        --straggler-ctrlr-port=65535 --disable-straggler-on-startup
+        """,
+    ),
+    Family(
+        "all copies of the model start alike and make the same update from the same summed gradients",
+        """
+        --check-weight-hash-across-dp-replicas-interval= --data-parallel-random-init
+        """,
+    ),
+    Family(
+        "random streams are objects of their own here, not states of a tracker",
+        """
+        --te-rng-tracker --inference-rng-tracker
+        """,
+    ),
+    Family(
+        "fused attention stores no scores, which is what selective recomputation would save; the numbers are the same",
+        """
+        --recompute-activations
+        """,
+    ),
+    Family(
+        "memory and garbage collection need no help here",
+        """
+        --init-model-with-meta-device --empty-unused-memory-level=0 --no-manual-gc-eval
+        """,
+    ),
+    Family(
+        "signals are always answered by finishing the step and saving",
+        """
+        --exit-signal-handler-for-dataloader --exit-signal-handler-for-training
+        """,
+    ),
+    Family(
+        "every process writes its part of a checkpoint and reads what it holds, by itself",
+        """
+        --no-ckpt-fully-parallel-save --ckpt-fully-parallel-load --ckpt-assume-constant-structure
+        --dist-ckpt-optim-fully-reshardable --ckpt-fully-parallel-save
+        --ckpt-fully-parallel-load-exchange-algo=broadcast --ckpt-fully-parallel-load-per-rank-objects
+        --ckpt-fully-parallel-save-process-group=dp --ckpt-fully-parallel-load-process-group=dp
+        --distrib-optim-fully-reshardable-mem-efficient --dist-ckpt-workers=1
+        """,
+    ),
+    Family(
+        "checkpoints are in the torch_dist layout by themselves, and what is loaded shows its layout",
+        """
+        --auto-detect-ckpt-format --use-dist-ckpt
+        """,
+    ),
+    Family(
+        "--async-save writes by a thread of each process, which needs no tuning",
+        """
+        --use-persistent-ckpt-worker --async-strategy=nvrx --async-ckpt-cpu-priority=10 --async-ckpt-io-priority=3
+        --async-ckpt-use-cpu-shm --ckpt-pg-tensors-cache-path= --ckpt-pg-tensors-cache-create
+        """,
+    ),
+    Family(
+        "every file of a checkpoint is hashed when it is written and verified when it is read",
+        """
+        --verify-integrity
+        """,
+    ),
+    Family(
+        "the tokenizer is the one that the flags name",
+        """
+        --no-use-tokenizer-model-from-checkpoint-args
+        """,
+    ),
+    Family(
+        "the causal mask is part of the attention kernel and never stored",
+        """
+        --no-create-attention-mask-in-dataloader
+        """,
+    ),
+    Family(
+        "datasets are indexed by vectorised code and memory-mapped",
+        """
+        --num-dataset-builder-threads=1 --mmap-warmup --data-impl=infer --dataloader-fast-cache-load
+        --dataloader-defer-npy-index-mmap
+        """,
+    ),
+    Family(
+        "nothing is reported to anyone outside",
+        """
+        --no-one-logger --one-logger-project=megatron-lm --one-logger-run-name= --one-logger-async
+        --app-tag-run-name= --app-tag-run-version=0.0.0
+        """,
+    ),
+    Family(
+        "the console stays one screen and the complete log is in the run folder",
+        """
+        --no-barrier-with-level-1-timing --logging-level=
+        """,
+    ),
+    Family(
+        "it only changes how often TensorBoard records reach the disk",
+        """
+        --tensorboard-queue-size=1000
+        """,
+    ),
+    Family(
+        "this is how it is here",
+        """
+        --no-query-key-layer-scaling --disable-msc
+        """,
+    ),
+)

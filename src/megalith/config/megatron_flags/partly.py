@@ -1,0 +1,50 @@
+"""Flags of which some values need nothing here and the others are refused."""
+
+from __future__ import annotations
+
+from megalith.config.megatron_flags.family import Partly
+
+PARTLY: tuple[Partly, ...] = (
+    Partly(
+        "--spec*=",
+        "local",
+        "there is one implementation of the layers",
+        "layer specifications by import path come with the work on more models",
+    ),
+    Partly(
+        "--recompute-modules+=",
+        "core_attn",
+        "fused attention stores no scores",
+        "recomputation of other modules comes with the complete training options",
+    ),
+    Partly(
+        "--exit-signal=",
+        "2 10 12 15 SIGINT SIGUSR1 SIGUSR2 SIGTERM",
+        "this signal is always answered by finishing the step and saving",
+        "signals other than SIGINT, SIGTERM, SIGUSR1 and SIGUSR2 are left alone",
+    ),
+    Partly(
+        "--dist-ckpt-format=",
+        "torch_dist",
+        "it is the only layout of the files",
+        "other checkpoint layouts come with the work on checkpoint formats",
+    ),
+    Partly(
+        "--cross-entropy-fusion-impl=native",
+        "native",
+        "the loss is fused by itself",
+        "the loss of TransformerEngine is not used",
+    ),
+    Partly(
+        "--rerun-mode=",
+        "disabled",
+        "no step is run again",
+        "running a step again to find its fault comes with the complete training options",
+    ),
+    Partly(
+        "--DDP-impl=local",
+        "local",
+        "gradients are reduced in buckets of our own",
+        "torch DDP is not used",
+    ),
+)
