@@ -1,16 +1,18 @@
 """Speed of the serving engine against Hugging Face `generate` with its cache, and against the machine.
 
-    python benchmarks/serve.py --size 124M --threads 2 --rounds 5 --out benchmarks/results/serve-cpu.json
+    python benchmarks/serve.py --out benchmarks/results/serve-cpu.json --plot benchmarks/results/serve-cpu.png
 
-Same weights, same prompts, greedy, no stop tokens, one process, the same threads. Each round measures all contenders,
-one after the other; a ratio is the median over rounds of the ratio within a round.
+Same weights, same prompts, greedy, no stop tokens, the same threads; one process, but for http and load. Each round
+measures all contenders, one after the other; a ratio is the median over rounds of the ratio within a round.
 
   single       one request; against HF, and against the weight bandwidth: the time in which every weight matrix is
                multiplied once with one vector, which every token needs at least
   concurrent   16 requests of mixed lengths; against HF one by one, and HF in one static batch, padded on the left,
                which runs until the longest is done. Tokens that were not asked for do not count
-  arrivals     the 16 requests come at equal distances in two thirds of the time that `concurrent` took: time to first
-               token and between tokens, percentiles
+  http         what HTTP adds to a token: the same requests, one alone and all 16, through a server in a process of its
+               own and by the engine, against one another in turn
+  load         clients who come at random (Poisson) with 0.3, 0.6 and 0.9 of the tokens per second that `concurrent`
+               reached, over HTTP: percentiles of the time to the first token, between tokens, to the last; --plot
   cache        memory of the cache against 2 x layers x groups x head size x bytes for each token that it can hold, and
                how many of the blocks in use are really filled
 """
@@ -18,23 +20,26 @@ one after the other; a ratio is the median over rounds of the ratio within a rou
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import functools
 import json
 import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any, cast
 
+import serve_http
 import torch
 from torch import Tensor
 
 from megalith.config import ModelConfig
 from megalith.models.gpt import GPT
 from megalith.models.initialise import initialise
-from megalith.serve.engine import Engine, Limits, Ticket
+from megalith.serve.engine import Engine, Limits
 from megalith.serve.model_runner import ModelRunner
 from megalith.serve.request import Request, Sampling, Token
 
@@ -43,7 +48,8 @@ SIZES = {"1M": (2, 16, 2), "10M": (6, 128, 4), "10M-deep": (12, 144, 4), "124M":
 """Layers, hidden size, heads."""
 REQUESTS = 16
 GREEDY = Sampling(temperature=0.0)
-PERCENTILES = (50, 90, 99)
+LOADS, CLIENTS = (0.3, 0.6, 0.9), 32
+PARTS = ("single", "concurrent", "http", "load", "cache")
 
 
 class Numbers:
@@ -201,24 +207,18 @@ def forget(engine: Engine) -> None:
     engine._scheduler.blocks._digest = [None] * engine.runner.num_blocks
 
 
-def serve_all(engine: Engine, requests: Sequence[Request], distance: float = 0.0) -> list[dict[str, Any]]:
-    """When each request came and when each of its tokens did."""
+def serve_all(engine: Engine, requests: Sequence[Request]) -> list[serve_http.Served]:
+    """When each token of these requests came, which came together."""
     forget(engine)
-    began, waiting, open_ = time.perf_counter(), list(requests), dict[Ticket, dict[str, Any]]()
-    while waiting or engine.has_work:
-        now = time.perf_counter() - began
-        while waiting and (len(requests) - len(waiting)) * distance <= now:
-            due = (len(requests) - len(waiting)) * distance
-            open_[engine.submit(waiting.pop(0))] = {"came": due, "tokens": []}
-        if not engine.has_work:
-            time.sleep(0.001)
-            continue
+    began = time.perf_counter()
+    served = {engine.submit(request): serve_http.Served(0.0) for request in requests}
+    while engine.has_work:
         events = engine.step()
         now = time.perf_counter() - began
         for ticket, event in events:
             if isinstance(event, Token):
-                open_[ticket]["tokens"].append(now)
-    return list(open_.values())
+                served[ticket].tokens.append(now)
+    return list(served.values())
 
 
 def concurrent(model: GPT, theirs: Any, rounds: int) -> dict[str, Any]:
@@ -239,19 +239,58 @@ def concurrent(model: GPT, theirs: Any, rounds: int) -> dict[str, Any]:
     return result
 
 
-def percentiles(values: Sequence[float]) -> dict[str, float]:
-    ordered = sorted(values)
-    return {f"p{p}": round(ordered[min(len(ordered) - 1, len(ordered) * p // 100)], 5) for p in PERCENTILES}
+def serving_engine(size: str, threads: int) -> Engine:
+    """The engine of the server's process."""
+    torch.set_num_threads(threads)
+    return build_engine(build_model(size))
 
 
-def arrivals(model: GPT, window: float) -> dict[str, Any]:
-    served = serve_all(build_engine(model), mixed_requests(), window / REQUESTS)
-    gaps = [b - a for row in served for a, b in zip(row["tokens"], row["tokens"][1:], strict=False)]
-    return {
-        "window_seconds": window,
-        "first_token_seconds": percentiles([row["tokens"][0] - row["came"] for row in served]),
-        "between_tokens_seconds": percentiles(gaps),
-    }
+def fresh(requests: Sequence[Request], number: int) -> list[Request]:
+    """The same requests with another first token: nothing of them is in the cache of a server."""
+    return [dataclasses.replace(request, prompt=(number, *request.prompt[1:])) for request in requests]
+
+
+def http(model: GPT, port: int, rounds: int, count: int) -> dict[str, Any]:
+    """Milliseconds of a token with and without HTTP; the prompt of `single` is not counted."""
+    engine, numbers = build_engine(model), iter(range(1, 1000))
+    alone = [Request(tuple(Random(0).choices(range(1, 50000), k=64)), count, GREEDY, stop_ids=())]
+    crowd = mixed_requests()
+
+    def decode_time(served: Sequence[serve_http.Served]) -> float:
+        return served[0].tokens[-1] - served[0].tokens[0]
+
+    def whole_time(served: Sequence[serve_http.Served]) -> float:
+        return max(row.tokens[-1] for row in served)
+
+    found: dict[str, Any] = {}
+    for name, requests, time_of in (("single", alone, decode_time), ("concurrent", crowd, whole_time)):
+        tokens = sum(request.max_new_tokens for request in requests) - (1 if name == "single" else 0)
+        rows = []
+        for _ in range(rounds + 1):
+            asked, dues = fresh(requests, next(numbers)), [0.0] * len(requests)
+            direct, over = time_of(serve_all(engine, asked)), time_of(serve_http.ask_all(port, asked, dues))
+            rows.append((direct / tokens * 1000, over / tokens * 1000))
+        del rows[0]  # the first of all warms both up
+        found[name] = {
+            "engine_ms_per_token": [round(direct, 3) for direct, _ in rows],
+            "http_ms_per_token": [round(over, 3) for _, over in rows],
+            "added_ms_per_token": round(statistics.median(over - direct for direct, over in rows), 4),
+        }
+    return found
+
+
+def load(port: int, tokens_per_second: float) -> dict[str, dict[str, list[float]]]:
+    """Load -> kind of latency -> seconds."""
+    found = {}
+    for number, share in enumerate(LOADS):
+        requests = fresh((mixed_requests() * (CLIENTS // REQUESTS + 1))[:CLIENTS], 2000 + number)
+        requests = [
+            dataclasses.replace(r, prompt=(*r.prompt[:1], 1 + i, *r.prompt[2:])) for i, r in enumerate(requests)
+        ]
+        mean = statistics.mean(request.max_new_tokens for request in requests)
+        dues = serve_http.poisson(CLIENTS, share * tokens_per_second / mean, number)
+        found[f"{share:g}"] = serve_http.latencies(serve_http.ask_all(port, requests, dues))
+    return found
 
 
 def cache(model: GPT) -> dict[str, Any]:
@@ -274,14 +313,41 @@ def cache(model: GPT) -> dict[str, Any]:
     }
 
 
+def measure(size: str, parts: Sequence[str], options: argparse.Namespace) -> Iterator[tuple[str, Any]]:
+    """The parts, one by one: (name, what was found)."""
+    model = build_model(size)
+    yield "parameters", sum(weight.numel() for weight in model.parameters())
+    theirs = build_theirs(model)
+    tokens_per_second = 0.0
+    if "single" in parts:
+        yield "single", single(model, theirs, options.rounds, options.tokens)
+    if "concurrent" in parts:
+        found = concurrent(model, theirs, options.rounds)
+        tokens_per_second = found["tokens_per_second"]
+        yield "concurrent", found
+    if "cache" in parts:
+        yield "cache", cache(model)
+    if not {"http", "load"} & set(parts):
+        return
+    with serve_http.server(functools.partial(serving_engine, size, options.threads), CONTEXT) as port:
+        if "http" in parts:
+            found = http(model, port, options.rounds, options.tokens)
+            yield "http", found
+            tokens_per_second = tokens_per_second or 1000 / statistics.median(found["concurrent"]["http_ms_per_token"])
+        if "load" in parts:
+            assert tokens_per_second, "load is a share of what concurrent or http has found; measure one of them too"
+            yield "load", load(port, tokens_per_second)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, action="append", help="may be repeated; 10M and 124M by default")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=128, help="of the single answer")
-    parser.add_argument("--only", choices=("single", "concurrent"), help="a part of it")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--only", choices=PARTS, action="append", help="a part of it; may be repeated")
+    parser.add_argument("--out", type=Path, help="the figures; written after each part")
+    parser.add_argument("--plot", type=Path, help="a PNG of the latencies under load")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     import transformers
@@ -294,23 +360,21 @@ def main() -> None:
         "machine": platform.processor() or platform.machine(),
         "load_before": os.getloadavg()[0],
     }
+    pictured = {}
     for size in options.size or ["10M", "124M"]:
-        model = build_model(size)
-        theirs = build_theirs(model)
-        found: dict[str, Any] = {"parameters": sum(weight.numel() for weight in model.parameters())}
-        if options.only != "concurrent":
-            found["single"] = single(model, theirs, options.rounds, options.tokens)
-        if options.only != "single":
-            found["concurrent"] = concurrent(model, theirs, options.rounds)
-            window = statistics.median(found["concurrent"]["seconds"]["megalith"]) * 2 / 3
-            found["arrivals"] = arrivals(model, window)
-            found["cache"] = cache(model)
-        results[size] = found
-        print(size, json.dumps(found, indent=1), flush=True)
-    results["load_after"] = os.getloadavg()[0]
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(results, indent=1) + "\n")
+        found = results[size] = {}
+        for name, value in measure(size, options.only or PARTS, options):
+            if name == "load":
+                pictured[size] = value
+                value = {share: {k: serve_http.percentiles(v) for k, v in row.items()} for share, row in value.items()}
+            found[name] = value
+            print(size, name, json.dumps(value, indent=1), flush=True)
+            results["load_after"] = os.getloadavg()[0]
+            if options.out:
+                options.out.parent.mkdir(parents=True, exist_ok=True)
+                options.out.write_text(json.dumps(results, indent=1) + "\n")
+    if options.plot and pictured:
+        serve_http.draw(options.plot, pictured)
 
 
 if __name__ == "__main__":
