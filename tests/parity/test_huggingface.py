@@ -13,7 +13,8 @@ from megalith.config import ModelConfig
 from megalith.models.gpt import GPT
 from megalith.serve.engine import Engine, Limits, Ticket
 from megalith.serve.model_runner import ModelRunner
-from megalith.serve.request import Event, Request, Sampling, Scores, Token
+from megalith.serve.request import Beams, Event, Request, Sampling, Scores, Token
+from megalith.serve.sampler import Row, choose
 
 transformers = pytest.importorskip("transformers", reason="the second witness needs the hf extra (transformers)")
 
@@ -195,3 +196,84 @@ def test_the_engine_answers_as_transformers_does(groups: int | None) -> None:
         assert ours_of == pytest.approx(own, rel=1e-5, abs=1e-5)
         best = logprobs.topk(3).indices.tolist()
         assert [[i for i, _ in token.top] for token in tokens if isinstance(token, Token)] == best[len(prompt) - 1 :]
+
+
+@pytest.mark.parametrize("groups", [None, 2])
+def test_log_probabilities_of_sampled_answers(groups: int | None) -> None:
+    ours, theirs = gpt2_pair() if groups is None else llama_pair(groups)
+    engine = Engine(ModelRunner(ours, 60, 4), cast("Any", _Numbers()), Limits(step_tokens=5))
+    sampling = Sampling(temperature=1.7, top_p=0.9, repetition_penalty=1.3)
+    request = Request((5, 9, 2, 6), 12, sampling, seed=3, n=3, stop_ids=(), logprobs=2)
+    answers: list[list[Token]] = [[], [], []]
+    for event in engine.run(request):
+        if isinstance(event, Token):
+            answers[event.sample].append(event)
+    assert len({tuple(token.id for token in answer) for answer in answers}) == 3
+    for answer in answers:
+        ids = torch.tensor([[*request.prompt, *(token.id for token in answer)]])
+        with torch.no_grad():
+            logprobs = theirs(ids).logits[0, 3:-1].log_softmax(-1)
+        for token, row in zip(answer, logprobs, strict=True):  # the model's own, whatever was done to choose
+            assert token.logprob == pytest.approx(row[token.id].item(), rel=1e-5, abs=1e-5)
+            best = row.topk(2)
+            assert [number for number, _ in token.top] == best.indices.tolist()
+            assert [value for _, value in token.top] == pytest.approx(best.values.tolist(), rel=1e-5, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(temperature=0.7),
+        Sampling(temperature=1.5, top_k=5),
+        Sampling(top_p=0.8),
+        Sampling(temperature=2.0, top_k=40, top_p=0.6),
+        Sampling(temperature=1.2, top_p=0.95, repetition_penalty=1.8),
+        Sampling(repetition_penalty=0.5, top_k=3),
+    ],
+    ids=str,
+)
+def test_tokens_are_drawn_from_the_distribution_of_transformers(sampling: Sampling) -> None:
+    generator = torch.Generator().manual_seed(0)
+    prompt, draws = (3, 1, 4, 1, 5), 2000
+    for scale in (0.5, 3.0):
+        logits_V = torch.randn(VOCAB, generator=generator, dtype=torch.float64) * scale
+        warpers = transformers.LogitsProcessorList()
+        if sampling.repetition_penalty != 1.0:
+            warpers.append(transformers.RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
+        if sampling.temperature != 1.0:
+            warpers.append(transformers.TemperatureLogitsWarper(sampling.temperature))
+        if sampling.top_k:
+            warpers.append(transformers.TopKLogitsWarper(sampling.top_k))
+        if sampling.top_p:
+            warpers.append(transformers.TopPLogitsWarper(sampling.top_p))
+        wanted = warpers(torch.tensor([prompt]), logits_V[None].clone())[0].softmax(-1)
+        # One draw for each of evenly spaced chances: a token's share of them is its probability.
+        rows = [Row(sampling, (i + 0.5) / draws, prompt, ()) for i in range(draws)]
+        chosen = torch.tensor([choice.token for choice in choose(logits_V.expand(draws, -1), rows)])
+        shares = torch.bincount(chosen, minlength=VOCAB) / draws
+        assert not (shares[wanted == 0] > 0).any()
+        torch.testing.assert_close(shares, wanted, rtol=0, atol=1.01 / draws, check_dtype=False)
+
+
+@pytest.mark.parametrize(("width", "penalty"), [(1, 1.0), (2, 0.0), (3, 1.0), (4, 2.0)])
+@pytest.mark.parametrize("groups", [None, 2])
+def test_beams_are_those_of_transformers(groups: int | None, width: int, penalty: float) -> None:
+    ours, theirs = gpt2_pair() if groups is None else llama_pair(groups)
+    engine, eod = Engine(ModelRunner(ours, 80, 4), cast("Any", _Numbers())), 7
+    ended = 0
+    for prompt in ((5, 9, 2, 6), (11,), (5, 9, 2, 6, 1, 1, 3)):
+        beams, _ = engine.run(Request(prompt, 9, stop_ids=(eod,), beam_width=width, length_penalty=penalty))
+        assert isinstance(beams, Beams)
+        inputs = torch.tensor([prompt])
+        found = theirs.generate(
+            inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=9, do_sample=False, num_beams=width,
+            num_return_sequences=width, length_penalty=penalty, early_stopping=False, eos_token_id=eod, pad_token_id=0,
+            output_scores=True, return_dict_in_generate=True,
+        )  # fmt: skip
+        texts = [row[len(prompt) :].tolist() for row in found.sequences]
+        wanted = [ids[: ids.index(eod)] if eod in ids else ids for ids in texts]
+        ended += sum(eod in ids for ids in texts)
+        assert list(beams.hypotheses[0]) == wanted[0]
+        if width > 1:
+            assert list(map(list, beams.hypotheses)) == wanted
+            assert list(beams.scores) == pytest.approx(found.sequences_scores.tolist(), rel=1e-5)

@@ -11,7 +11,7 @@ from typing import Any
 from megalith.checkpoint import DirectoryStore, split_path
 from megalith.config import ModelConfig, RunConfig, from_values
 from megalith.config.foreign_args import model_of
-from megalith.errors import CheckpointError
+from megalith.errors import CheckpointError, ConfigError
 
 
 def saved_args(checkpoint: Path, iteration: int | None = None) -> Mapping[str, Any]:
@@ -57,6 +57,9 @@ def model_in(args: Mapping[str, Any], checkpoint: Path) -> ModelConfig:
 def ranks_of(model: ModelConfig, settings: Mapping[str, Any], environ: Mapping[str, str]) -> RunConfig:
     """The configuration by which ranks meet (`assemble.ranks.join_ranks`).
 
+    Stages need not have equally many layers where nothing is trained (`assemble.trained`); training's rule is met by
+    counting up to the next number of layers that divides.
+
     Args:
         model: must divide over them.
         settings: of layout, device and launch, by name.
@@ -67,11 +70,24 @@ def ranks_of(model: ModelConfig, settings: Mapping[str, Any], environ: Mapping[s
     """
     of_training = {"micro_batch_size": 1, "train_iters": 1, "lr": 0.0, "mock_data": True}
     no_tokenizer = {"tokenizer_type": "NullTokenizer", "vocab_size": 1}
+    layers, stages = model.num_layers, settings.get("pipeline_model_parallel_size", 1)
+    unit = max(1, stages)
     values = {
         **dataclasses.asdict(model),
+        "num_layers": -(-layers // unit) * unit,
         "seq_length": model.max_position_embeddings,
         **of_training,
         **no_tokenizer,
         **settings,
     }
-    return from_values(values, environ=environ, files=False)
+    rule = (
+        f"--pipeline-model-parallel-size {stages} is more than the {layers} layers of the model; give {layers} or less"
+    )
+    problems = [rule] if stages > layers else []
+    try:
+        run = from_values(values, environ=environ, files=False)
+    except ConfigError as error:
+        raise ConfigError([*problems, *error.violations]) from error
+    if problems:
+        raise ConfigError(problems)
+    return run

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from megalith.cli.threads import keep_native_code_quiet, share_cores, wait_asleep
+from megalith.compat.megatron.tokenizer_flags import add_tokenizer_flags, tokenizer_of_flags
 from megalith.config import LaunchConfig, RunConfig, TokenizerConfig
 from megalith.config.environment import first_of_machine, read_launch
 from megalith.errors import CheckpointError, ConfigError, MegalithError, PeerError
@@ -25,6 +26,7 @@ from megalith.train.streams import warn
 if TYPE_CHECKING:
     from megalith.assemble.trained import Trained
     from megalith.distributed.context import ParallelContext
+    from megalith.distributed.watch import Watch
     from megalith.serve.engine import Engine
     from megalith.serve.model_runner import ModelRunner, RankRunner
 
@@ -80,10 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--pp", "--pipeline-model-parallel-size", type=int, default=1, metavar="N", help="processes in a pipeline")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to compute")
     add("--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights; that of the checkpoint if absent")
-    add("--tokenizer-type", metavar="TYPE", help="another tokenizer than that of the checkpoint")
-    add("--vocab-file", metavar="FILE", help="of another GPT2BPETokenizer")
-    add("--merge-file", metavar="FILE", help="of another GPT2BPETokenizer")
-    add("--tokenizer-model", metavar="DIR", help="of another HuggingFaceTokenizer")
+    add_tokenizer_flags(parser, about="where the checkpoint does not have its own")
     return parser
 
 
@@ -120,7 +119,6 @@ def run(argv: Sequence[str]) -> int:
         ConfigError: the command line asks for what cannot be.
         CheckpointError, DataError: the checkpoint or the tokenizer is missing or damaged.
     """
-    from megalith.compat.megatron.tasks import tokenizer_from
     from megalith.compat.megatron.text_generation import PROGRAM, help_text, read_flags
 
     if argv and argv[0] == PROGRAM:
@@ -152,7 +150,7 @@ def run(argv: Sequence[str]) -> int:
             server=_settings(options, options.checkpoint),
             iteration=options.iteration,
             dtype=options.dtype,
-            tokenizer=tokenizer_from(vars(options)),
+            tokenizer=tokenizer_of_flags(options),
             settings={
                 "tensor_model_parallel_size": options.tp,
                 "pipeline_model_parallel_size": options.pp,
@@ -234,29 +232,49 @@ def _serve(launch: _Launch) -> int:
     except MegalithError as error:
         error.said = not first
         raise
-    from megalith.assemble.ranks import join_ranks
+    from megalith.assemble.ranks import build_watch, join_ranks
 
-    with join_ranks(config) as context:
+    watch = build_watch(config)
+    with join_ranks(config, watch) as context:
         if context.rank == 0:
             for note in [*([threads] if threads else []), *launch.notes]:
                 _say(f"note: {note}")
-        code = _on_rank(launch, context, listener)
+        code = _on_rank(launch, context, listener, watch)
         # What still held a process group would keep the interpreter waiting for the others at its end.
         gc.collect()
     return code
 
 
-def _on_rank(launch: _Launch, context: ParallelContext, listener: socket.socket | None) -> int:
+def _on_rank(launch: _Launch, context: ParallelContext, listener: socket.socket | None, watch: Watch) -> int:
     """Serve on the first rank, compute on all; the exit code."""
     trained, engine, runner = _load(launch, context)
+    memory = _memory(trained, runner, context)
+    if context.rank == 0:
+        _say(memory)
     if engine is not None and listener is not None:
         _try_out(trained, engine)
         sys.setswitchinterval(_SECONDS_BETWEEN_THREADS)
-        return asyncio.run(_answer(launch, trained, engine, listener))
+        return asyncio.run(_answer(launch, trained, engine, listener, watch if context.world.size > 1 else None))
     for number in _STOP_SIGNALS:  # the first rank hears them too, and lets this one go
         signal.signal(number, signal.SIG_IGN)
     runner.follow()
     return 0
+
+
+def _memory(trained: Trained, runner: ModelRunner | RankRunner, context: ParallelContext) -> str:
+    """What each process holds, for the line that says it; all ranks call it together."""
+    from megalith.distributed import comm
+
+    own = (sum(parameter.nbytes for parameter in trained.model.parameters()), runner.cache.bytes)
+    every = comm.all_gather_objects(own, context.world)
+    weights, cache = (_span(sizes) for sizes in zip(*every, strict=True))
+    where = "on each rank" if len(every) > 1 else "in memory"
+    return f"{where}: weights {weights} MiB, keys and values {cache} MiB (--cache-mib bounds these)"
+
+
+def _span(sizes: Sequence[int]) -> str:
+    """The least and the most of some bytes, in MiB."""
+    return " to ".join(f"{round(size / 2**20, 1):g}" for size in sorted({min(sizes), max(sizes)}))
 
 
 def _try_out(trained: Trained, engine: Engine) -> None:
@@ -334,8 +352,13 @@ def _num_blocks(launch: _Launch, trained: Trained, context: ParallelContext) -> 
     return held
 
 
-async def _answer(launch: _Launch, trained: Trained, engine: Engine, listener: socket.socket) -> int:
+async def _answer(
+    launch: _Launch, trained: Trained, engine: Engine, listener: socket.socket, watch: Watch | None
+) -> int:
     """Serve with a loaded model; the exit code.
+
+    Args:
+        watch: where other ranks share the model.
 
     Raises:
         PeerError: the model failed.
@@ -345,6 +368,7 @@ async def _answer(launch: _Launch, trained: Trained, engine: Engine, listener: s
     from megalith.serve.http.request_log import RequestLog
     from megalith.serve.http.server import serve, url_of
     from megalith.serve.http.service import Service
+    from megalith.serve.peers import look_after
     from megalith.serve.worker import Worker
 
     tokenizer, given = trained.tokenizer, launch.chat_template
@@ -361,6 +385,7 @@ async def _answer(launch: _Launch, trained: Trained, engine: Engine, listener: s
         first_seed=launch.seed,
     )
     app = build_app(service, launch.defaults)
+    peers = asyncio.ensure_future(look_after(watch, worker)) if watch is not None else None
     try:
         debounce = _FORWARDED_WITHIN_SECONDS if "TORCHELASTIC_RUN_ID" in os.environ else 0.0
         fine = await serve(
@@ -373,6 +398,8 @@ async def _answer(launch: _Launch, trained: Trained, engine: Engine, listener: s
             debounce_seconds=debounce,
         )
     finally:
+        if peers is not None:
+            peers.cancel()
         worker.close()
     if not fine:
         raise PeerError(f"the server ended: {service.failure}", said=True)

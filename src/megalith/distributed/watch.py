@@ -41,6 +41,9 @@ ALARM, CAUSE, FAILURE = "alarm", "cause", "failure"
 """Documents on the board: that all shall show their stacks, why the run ended, the error of the first rank that had
 one."""
 
+_GONE = ("dead", "left", "stopped", "silent")
+"""States of a rank that all others wait for in vain, the surest sign first."""
+
 _STACK_FRAMES = 10
 _SECONDS_FOR_STACKS = 2.5
 _SECONDS_FOR_CAUSE = 3.0
@@ -251,11 +254,29 @@ class Watch:
         board.write(CAUSE, cause)
         time.sleep(0.2)  # the others read it
         for view in views:
-            if view.state == "stopped" and view.identity.host == self._identity.host:
-                with suppress(OSError):
-                    os.kill(view.identity.pid, signal.SIGKILL)  # it could not leave by itself
+            self.dismiss(view)
         if not self._supervised:
             board.remove()
+
+    def dismiss(self, view: View) -> None:
+        """End a process of this machine that is stopped: it could not leave by itself."""
+        if view.state == "stopped" and view.identity.host == self._identity.host:
+            with suppress(OSError):
+                os.kill(view.identity.pid, signal.SIGKILL)
+
+    def absent(self) -> tuple[View, str] | None:
+        """A rank that can take part in nothing now, with what to say of it; for whoever cannot wait for the timeout.
+
+        Over several machines it takes a few beats to tell.
+        """
+        if self._board is None or self._done:
+            return None
+        try:
+            views = self._views(self._board)
+        except BoardGone:
+            return None
+        gone = sorted((view for view in views if view.state in _GONE), key=lambda view: _GONE.index(view.state))
+        return (gone[0], self._cause(views)) if gone else None
 
     def _stacks(self, board: Board, views: Sequence[View]) -> dict[int, str]:
         """The stacks of all ranks that can show one."""
@@ -310,8 +331,7 @@ class Watch:
 
     def _cause(self, views: Sequence[View]) -> str:
         """The rank that all others wait for: dead, gone or stopped ones first, then the one busy elsewhere longest."""
-        order = ("dead", "left", "stopped", "silent")
-        absent = sorted((view for view in views if view.state in order), key=lambda view: order.index(view.state))
+        absent = sorted((view for view in views if view.state in _GONE), key=lambda view: _GONE.index(view.state))
         busy = sorted(
             (view for view in views if not view.status.waits and view.state != "failed"),
             key=lambda view: view.status.since,

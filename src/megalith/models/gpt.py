@@ -7,7 +7,7 @@ Parameters carry Megatron's names, which its checkpoints and its users know. Act
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,17 +16,18 @@ from torch import Tensor, nn
 
 from megalith.config import ModelConfig
 from megalith.models.attention_kernels import attention_kernel
-from megalith.nn.attention import AttentionShape, LocalMixer, SelfAttention, SequenceMixer
+from megalith.nn.attention import AttentionRule, AttentionShape, LocalMixer, SelfAttention, SequenceMixer
 from megalith.nn.cache import KVCache, LayerCache
 from megalith.nn.dropout import HiddenDropout
 from megalith.nn.embedding import TokenEmbedding
-from megalith.nn.feed_forward import FeedForward
+from megalith.nn.feed_forward import Activation, FeedForward
 from megalith.nn.loss import LogitsBuffer, OutputLayer, vocabulary_loss, whole_logits
 from megalith.nn.norm import build_norm
 from megalith.nn.placement import Placement
-from megalith.nn.recompute import Group, Recompute, recomputed
+from megalith.nn.precision import at_least_fp32
+from megalith.nn.recompute import Group, OutputAgain, Recompute, recomputed
 from megalith.nn.region import Region, Solo
-from megalith.nn.rope import LongContext, Rotation, rotation
+from megalith.nn.rope import Interpolation, LongContext, Rotation, RotationTable, Scaling, Yarn
 from megalith.nn.sink import GradientSink, attach_sink
 
 
@@ -39,41 +40,103 @@ def attention_shape(config: ModelConfig) -> AttentionShape:
         head_size=config.head_size,
         dropout=config.attention_dropout,
         rotary_interleaved=config.rotary_interleaved,
+        head_norm=config.head_norm,
         norm_epsilon=config.norm_epsilon,
+        norm_around_one=config.apply_layernorm_1p,
+        output_gate=config.attention_output_gate,
+        softmax_type=config.softmax_type,
+    )
+
+
+def attention_rule(config: ModelConfig, layer: int) -> AttentionRule:
+    """Which keys a layer attends to and how; layers count from 0, and Megatron's scaling by layers from 1."""
+    return AttentionRule(
+        scale=config.softmax_scale,
+        window=config.windows[layer],
+        layer_scaling=layer + 1 if config.apply_query_key_layer_scaling else 1,
+    )
+
+
+def activation(config: ModelConfig) -> Activation:
+    """What lies between the projections of the feed-forward layers."""
+    return Activation(config.activation, config.gated, config.glu_linear_offset, config.activation_func_clamp_value)
+
+
+def rotary_scaling(config: ModelConfig) -> Scaling | None:
+    """How a configuration stretches positions for long sequences."""
+    scaling: Scaling | None = None
+    if config.position_embedding_type == "yarn":
+        return Yarn(
+            config.rotary_scaling_factor,
+            config.yarn_original_max_position_embeddings or config.max_position_embeddings,
+            config.rotary_base,
+            beta_fast=config.yarn_beta_fast or 32.0,
+            beta_slow=config.yarn_beta_slow or 1.0,
+            mscale=config.mscale,
+            mscale_all_dim=config.mscale_all_dim,
+            rounded=config.yarn_correction_range_round_to_int,
+        )
+    if config.use_rope_scaling:
+        scaling = LongContext(config.rope_scaling_factor)
+    if config.rotary_seq_len_interpolation_factor is not None:
+        scaling = Interpolation(config.rotary_seq_len_interpolation_factor, scaling)
+    return scaling
+
+
+def rotations(config: ModelConfig, dtype: torch.dtype) -> RotationTable:
+    """How a configuration turns the heads of each position."""
+    return RotationTable(
+        config.rotary_size,
+        config.rotary_base,
+        interleaved=config.rotary_interleaved,
+        dtype=dtype,
+        scaling=rotary_scaling(config),
     )
 
 
 class Block(nn.Module):
-    """One pre-norm transformer layer (Xiong et al. 2020, arXiv:2002.04745). [S, B, D] -> [S, B, D]."""
+    """One pre-norm transformer layer (Xiong et al. 2020, arXiv:2002.04745). [S, B, D] -> [S, B, D].
+
+    Args:
+        config: of the model.
+        layer: its number in the whole model, from 0.
+        region, mixer: how it shares its work with other ranks.
+        recompute: the parts of it that are computed again in the backward pass.
+    """
 
     def __init__(
         self,
         config: ModelConfig,
+        layer: int,
         region: Region,
         mixer: SequenceMixer,
+        recompute: Collection[str] = (),
         *,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         super().__init__()
-        norm = (config.normalization, config.hidden_size, config.norm_epsilon)
-        self.input_layernorm = build_norm(*norm, dtype=dtype, device=device)
+        self.region, self.recompute = region, frozenset(recompute)
+        self.rotated = config.rotated_layers[layer]
+        self.residual_of_norm = config.apply_residual_connection_post_layernorm
+        self.input_layernorm = _norm(config, dtype, device)
         self.self_attention = SelfAttention(
             attention_shape(config),
             region,
             attention_kernel(config),
+            rule=attention_rule(config, layer),
             mixer=mixer,
             qkv_bias=config.qkv_bias,
             bias=config.add_bias_linear,
-            norm=config.normalization if config.qk_layernorm else None,
+            recompute_core="core_attn" in self.recompute,
             dtype=dtype,
             device=device,
         )
-        self.pre_mlp_layernorm = build_norm(*norm, dtype=dtype, device=device)
+        self.pre_mlp_layernorm = _norm(config, dtype, device)
         self.mlp = FeedForward(
             config.hidden_size,
             config.ffn_size,
-            config.activation,
+            activation(config),
             region,
             bias=config.add_bias_linear,
             dtype=dtype,
@@ -82,8 +145,42 @@ class Block(nn.Module):
         self.dropout = HiddenDropout(config.hidden_dropout, region)
 
     def forward(self, x_SBD: Tensor, turn: Rotation | None, cache: LayerCache | None = None) -> Tensor:
-        x_SBD = x_SBD + self.dropout(self.self_attention(self.input_layernorm(x_SBD), turn, cache))
-        return x_SBD + self.dropout(self.mlp(self.pre_mlp_layernorm(x_SBD)))
+        turn = turn if self.rotated else None
+        x_SBD = self._branch(x_SBD, self.input_layernorm, partial(self.self_attention, turn=turn, cache=cache))
+        return self._branch(x_SBD, self.pre_mlp_layernorm, self._feed_forward)
+
+    def _branch(self, x_SBD: Tensor, norm: Callable[[Tensor], Tensor], layer: Callable[[Tensor], Tensor]) -> Tensor:
+        """x + dropout(layer(norm(x))), in the dtype of x."""
+        if "layernorm" in self.recompute and self._backward_follows():
+            normed = OutputAgain(norm, x_SBD)
+            with normed.not_kept():
+                found = layer(normed.output)
+            start = normed.output if self.residual_of_norm else x_SBD
+        else:
+            normed_SBD = norm(x_SBD)
+            found = layer(normed_SBD)
+            start = normed_SBD if self.residual_of_norm else x_SBD
+        return start.to(x_SBD.dtype) + self.dropout(found)
+
+    def _feed_forward(self, x_SBD: Tensor) -> Tensor:
+        if "mlp" in self.recompute and self._backward_follows():
+            return recomputed(self.mlp, x_SBD, region=self.region)
+        found: Tensor = self.mlp(x_SBD)
+        return found
+
+    def _backward_follows(self) -> bool:
+        return self.training and torch.is_grad_enabled()
+
+
+def _norm(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    return build_norm(
+        config.normalization,
+        config.hidden_size,
+        config.norm_epsilon,
+        around_one=config.apply_layernorm_1p,
+        dtype=dtype,
+        device=device,
+    )
 
 
 @dataclass(frozen=True)
@@ -119,20 +216,20 @@ class Decoder(nn.Module):
         self.region = region
         self._at_once = (Group(range(len(stage.layers)), again=False),)
         self._in_training = self._at_once if recompute is None else tuple(recompute.groups(len(stage.layers)))
+        parts = () if recompute is None else recompute.parts
         self.layers = nn.ModuleDict(
-            {str(number): Block(config, region, mixer, dtype=dtype, device=device) for number in stage.layers}
+            {
+                str(number): Block(config, number, region, mixer, parts, dtype=dtype, device=device)
+                for number in stage.layers
+            }
         )
-        self.final_layernorm = (
-            build_norm(config.normalization, config.hidden_size, config.norm_epsilon, dtype=dtype, device=device)
-            if stage.predicts
-            else None
-        )
+        self.final_layernorm = _norm(config, dtype, device) if stage.predicts else None
 
     def forward(self, x_SBD: Tensor, turn: Rotation | None, cache: KVCache | None = None) -> Tensor:
         backward_follows = self.training and torch.is_grad_enabled() and cache is None
         for group in self._in_training if backward_follows else self._at_once:
             through = partial(self._through, group.layers, turn=turn, cache=cache)
-            x_SBD = recomputed(through, x_SBD, self.region) if group.again else through(x_SBD)
+            x_SBD = recomputed(through, x_SBD, region=self.region) if group.again else through(x_SBD)
         return x_SBD if self.final_layernorm is None else self.final_layernorm(x_SBD)
 
     def _through(self, layers: range, x_SBD: Tensor, *, turn: Rotation | None, cache: KVCache | None) -> Tensor:
@@ -182,6 +279,7 @@ class GPT(nn.Module):
                 config.max_position_embeddings if learned else None,
                 config.hidden_dropout,
                 region,
+                hidden_dtype=self.hidden_dtype,
                 dtype=dtype,
                 device=device,
             )
@@ -197,6 +295,7 @@ class GPT(nn.Module):
         )
         self.sink: GradientSink | None = None
         self._logits = LogitsBuffer()
+        self._rotations = rotations(config, dtype) if config.rotary_size else None
 
     @property
     def output_weight(self) -> nn.Parameter:
@@ -227,6 +326,11 @@ class GPT(nn.Module):
             if module is not self and hasattr(module, "placements")
             for name, placement in module.placements().items()
         }
+
+    @property
+    def hidden_dtype(self) -> torch.dtype:
+        """Of the hidden states between layers."""
+        return at_least_fp32(self.dtype) if self.config.fp32_residual_connection else self.dtype
 
     def rows_between_layers(self, length: int) -> int:
         """Of `length` tokens of each sequence that are here, how many rows the hidden states between layers have."""
@@ -260,7 +364,14 @@ class GPT(nn.Module):
         if labels_BS is None:
             return whole_logits(hidden_SBD, self.output_weight, self.region, self.vocab_size).transpose(0, 1)
         loss_SB = vocabulary_loss(
-            hidden_SBD, self.output_weight, labels_BS.t(), self.sink, self._logits, self.region, self.vocab_size
+            hidden_SBD,
+            self.output_weight,
+            labels_BS.t(),
+            self.sink,
+            self._logits,
+            self.region,
+            self.vocab_size,
+            smoothing=self.config.label_smoothing if self.training else 0.0,
         )
         return loss_SB.t()
 
@@ -276,16 +387,17 @@ class GPT(nn.Module):
 
         Arguments as of `forward`; for whoever wants the logits of a few positions only.
         """
-        length = tokens_BS.shape[1]
         if cache is None:
-            positions_S = self.mixer.positions(length * self.mixer.parts, tokens_BS.device)
+            length = tokens_BS.shape[1] * self.mixer.parts
+            positions_S = self.mixer.positions(length, tokens_BS.device)
         else:
-            positions_S = cache.positions_S
+            length, positions_S = cache.length, cache.positions_S
         if position_ids_BS is None:
             position_ids_BS = positions_S.expand_as(tokens_BS)
         if self.embedding is not None:
             hidden_SBD = self.embedding(tokens_BS, position_ids_BS)
-        states_SBD: Tensor = self.decoder(hidden_SBD, self._rotation(positions_S), cache)
+        turn = None if self._rotations is None else self._rotations(positions_S, length)
+        states_SBD: Tensor = self.decoder(hidden_SBD, turn, cache)
         return states_SBD
 
     def compile_blocks(self) -> None:
@@ -297,18 +409,6 @@ class GPT(nn.Module):
         for block in self.decoder.layers.values():
             attach_sink(block, None)
             block.compile()
-
-    def _rotation(self, positions_S: Tensor) -> Rotation | None:
-        if self.config.rotary_size == 0:
-            return None
-        return rotation(
-            positions_S,
-            self.config.rotary_size,
-            self.config.rotary_base,
-            interleaved=self.config.rotary_interleaved,
-            dtype=self.dtype,
-            scaling=LongContext(self.config.rope_scaling_factor) if self.config.use_rope_scaling else None,
-        )
 
 
 def named_placements(model: GPT) -> Iterator[tuple[str, nn.Parameter, Placement]]:

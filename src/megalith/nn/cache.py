@@ -7,18 +7,22 @@ How they are kept, and which tokens of which sequences are read together, is the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from megalith.nn.attention import AttentionRule
 
 
 class LayerCache(Protocol):
     """The keys and values of one layer."""
 
-    def attend(self, q_SBHK: Tensor, k_SBGK: Tensor, v_SBGK: Tensor) -> Tensor:
+    def attend(self, q_SBHK: Tensor, k_SBGK: Tensor, v_SBGK: Tensor, rule: AttentionRule) -> Tensor:
         """Keep the new keys and values, and attend from each new token to its sequence up to itself.
 
-        Shapes: [S, B, H, K], 2 x [S, B, G, K] with H a multiple of G -> [S, B, H, K]; S new tokens.
+        Shapes: [S, B, H, K], 2 x [S, B, G, K] with H a multiple of G -> [S, B, H, K]; S new tokens. What a token sees
+        of its sequence is said by the `rule` of the layer.
         """
         ...
 
@@ -29,6 +33,11 @@ class KVCache(Protocol):
     @property
     def positions_S(self) -> Tensor:
         """The position of each new token in its sequence, [S]."""
+        ...
+
+    @property
+    def length(self) -> int:
+        """Of the longest sequence with its new tokens: every position is below it."""
         ...
 
     @property

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from megalith.config import ModelConfig
+from megalith.nn.attention import PLAIN, AttentionRule, attend_fused, expand_groups
 from megalith.nn.precision import product_dtype
 from megalith.serve.runner import Batch, Piece
 
@@ -83,6 +84,7 @@ class Reading:
             self.spans.append(_Span(begin, end, stop, _place(blocks, size, stop, device)))
             begin = end
         self.positions_S = torch.tensor(positions, device=device)
+        self.length = max(span.length for span in self.spans)
         # One stretch of rows is written through a view, any other set of rows by index.
         together = rows[-1] - rows[0] == len(rows) - 1 and len(self.spans) == 1
         self.rows: slice | Tensor = slice(rows[0], rows[-1] + 1) if together else torch.tensor(rows, device=device)
@@ -121,17 +123,18 @@ class LayerReading:
     def __init__(self, reading: Reading, keys_GRK: Tensor, values_GRK: Tensor) -> None:
         self.reading, self.keys, self.values = reading, keys_GRK, values_GRK
 
-    def attend(self, q_SBHK: Tensor, k_SBGK: Tensor, v_SBGK: Tensor) -> Tensor:
+    def attend(self, q_SBHK: Tensor, k_SBGK: Tensor, v_SBGK: Tensor, rule: AttentionRule = PLAIN) -> Tensor:
         """See `nn.cache.LayerCache.attend`; B is 1."""
         reading = self.reading
         q_THK = q_SBHK.squeeze(1)
         for buffer, new in ((self.keys, k_SBGK), (self.values, v_SBGK)):
             buffer[:, reading.rows] = new.squeeze(1).transpose(0, 1)
         if len(reading.spans) == 1:
-            return self._attend(q_THK, reading.spans[0]).unsqueeze(1)
-        return torch.cat([self._attend(q_THK[span.begin : span.end], span) for span in reading.spans]).unsqueeze(1)
+            return self._attend(q_THK, reading.spans[0], rule).unsqueeze(1)
+        found = [self._attend(q_THK[span.begin : span.end], span, rule) for span in reading.spans]
+        return torch.cat(found).unsqueeze(1)
 
-    def _attend(self, q_QHK: Tensor, span: _Span) -> Tensor:
+    def _attend(self, q_QHK: Tensor, span: _Span, rule: AttentionRule) -> Tensor:
         """Causal attention of the last Q positions of a sequence. [Q, H, K] -> [Q, H, K]."""
         place = span.place
         if isinstance(place, slice):
@@ -139,17 +142,21 @@ class LayerReading:
         else:
             k_GSK, v_GSK = self.keys.index_select(1, place), self.values.index_select(1, place)
         new, heads, size = q_QHK.shape
+        if rule.limits(span.length) or rule.sink_H is not None:
+            k, v = (expand_groups(x.transpose(0, 1)[:, None], heads) for x in (k_GSK, v_GSK))
+            return attend_fused(q_QHK[:, None], k, v, 0.0, rule).squeeze(1)
+        scale = rule.scale_of(size)
         groups = k_GSK.shape[0]
         dtype, source = product_dtype(q_QHK), q_QHK.dtype
         q, k, v = (x if dtype == source else x.to(dtype) for x in (q_QHK, k_GSK, v_GSK))
         if new == 1:  # the queries of a group see the same keys: they take the place of positions
-            one = scaled_dot_product_attention(q.view(1, groups, heads // groups, size), k[None], v[None])
+            one = scaled_dot_product_attention(q.view(1, groups, heads // groups, size), k[None], v[None], scale=scale)
             return one.reshape(1, heads, size).to(source)
         if groups != heads:
             k, v = (x.repeat_interleave(heads // groups, dim=0) for x in (k, v))
         whole = new == span.length
         mask = None if whole else self.reading.mask(new, span.length)
         context = scaled_dot_product_attention(
-            q.transpose(0, 1)[None], k[None], v[None], attn_mask=mask, is_causal=whole
+            q.transpose(0, 1)[None], k[None], v[None], attn_mask=mask, is_causal=whole, scale=scale
         )
         return context[0].transpose(0, 1).to(source)

@@ -143,6 +143,7 @@ class RankRunner:
         self._context = context
         self.vocab_size, self.context_length = self._here.vocab_size, self._here.context_length
         self.num_blocks, self.block_size = num_blocks, block_size
+        self.cache = self._here.cache
         self._closed = False
 
     def run(self, batch: Batch) -> Tensor:

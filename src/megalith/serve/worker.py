@@ -60,7 +60,11 @@ class Answer:
 
 
 class Worker:
-    """Steps an engine from construction to `close`. Made, and used, on a running event loop."""
+    """Steps an engine from construction to `close`. Made, and used, on a running event loop.
+
+    Attributes:
+        failure: says why nothing can be served any more; None while all is well.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._loop = engine, asyncio.get_running_loop()
@@ -68,6 +72,7 @@ class Worker:
         self._answers: dict[Ticket, Answer] = {}
         self._tickets: dict[Answer, Ticket] = {}
         self._stats, self._failure = engine.stats(), self._loop.create_future()
+        self.failure: str | None = None
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
         self._thread.start()
 
@@ -79,8 +84,8 @@ class Worker:
             Busy: too many wait.
             WorkerFailed: nothing can be served any more.
         """
-        if self._failure.done():
-            raise WorkerFailed(self._failure.result())
+        if self.failure is not None:
+            raise WorkerFailed(self.failure)
         taken: asyncio.Future[None] = self._loop.create_future()
         answer = Answer(request, self._request_cancel)
 
@@ -113,10 +118,20 @@ class Worker:
         message: str = await asyncio.shield(self._failure)
         return message
 
+    def fail(self, message: str) -> None:
+        """End all answers with an error: nothing can be served any more. On the event loop; the thread may hang."""
+        if self.failure is not None:
+            return
+        self.failure = message
+        self._failure.set_result(message)
+        for answer in list(self._answers.values()):
+            answer.fail(message)
+
     def close(self) -> None:
-        """End the thread and let the other ranks go."""
+        """End the thread and let the other ranks go; one that has failed is not waited for."""
         self._inbox.put(None)
-        self._thread.join(timeout=10.0)
+        if self.failure is None:
+            self._thread.join(timeout=10.0)
 
     def _request_cancel(self, answer: Answer) -> None:
         def cancel() -> None:
@@ -161,16 +176,7 @@ class Worker:
                 del self._answers[self._tickets.pop(answer)]
 
     def _fail(self, error: BaseException) -> None:
-        message = str(error) or type(error).__name__
-        open_ones = list(self._answers.values())
-
-        def tell() -> None:
-            if not self._failure.done():
-                self._failure.set_result(message)
-            for answer in open_ones:
-                answer.fail(message)
-
-        self._tell(tell)
+        self._tell(self.fail, str(error) or type(error).__name__)
         if not isinstance(error, MegalithError):
             raise error
 

@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from megalith.nn.rope import LongContext, rotation
+from megalith.nn import rope
+from megalith.nn.rope import LongContext, RotationTable, rotation
 
 SCALING = LongContext(factor=8.0)
 
@@ -50,3 +51,25 @@ def test_positions_turn_by_the_scaled_angle() -> None:
     assert torch.equal(plain[0][:, 0, 0, 0], scaled[0][:, 0, 0, 0])  # the fastest channel
     slow = math.acos(float(scaled[0][1, 0, 0, 1]))
     torch.testing.assert_close(slow, SCALING.scaled(torch.tensor([500000.0**-0.5]).double()).item() * 1000)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_a_table_gives_what_is_computed_for_each_position(interleaved: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"interleaved": interleaved, "dtype": torch.float32, "scaling": SCALING}
+    built: list[int] = []
+
+    def counted(positions_S: torch.Tensor, *args: object, **others: object) -> object:
+        built.append(len(positions_S))
+        return rotation(positions_S, *args, **others)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(rope, "rotation", counted)
+    table = RotationTable(6, 10000.0, **options)
+    for positions, length in (([0], 1), ([4, 0, 3], 5), ([7, 7], 8), ([2, 300], 301), (range(512), 512)):
+        positions_S = torch.tensor(positions)
+        with torch.inference_mode(length < 10):
+            found = table(positions_S, length)
+        assert all(map(torch.equal, found, rotation(positions_S, 6, 10000.0, **options)))
+    assert built == [1, 8, 512]
+    weight = torch.ones(6, requires_grad=True)
+    (table(torch.tensor([1, 2]), 3)[0] * weight).sum().backward()  # the table that was built may be trained with
+    assert weight.grad is not None

@@ -87,6 +87,11 @@ def test_two_ends_of_lines_in_a_row() -> None:
     assert found["text"] == ["a\nb\n\n"]
 
 
+def test_the_end_of_the_prompts_line_is_the_first_of_two() -> None:
+    body = {"prompts": ["a\n"], "tokens_to_generate": 3, "stop_on_double_eol": True, **GREEDY}
+    assert put(body, follow=lambda _: 0)[1]["text"] == ["a\n\n"]
+
+
 def test_no_newline_after_a_colon() -> None:
     body = {"prompts": ["a:"], "tokens_to_generate": 1, **GREEDY}
     assert put(body, follow=lambda _: 0)[1]["text"] == ["a:\n"]

@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 
+from megalith.serve.http import openai_completions
 from megalith.serve.http.chat_template import ChatTemplate
+from megalith.serve.http.schemas import CompletionRequest
+from megalith.serve.http.service import Collected, Sample
 from megalith.serve.http.settings import ServerSettings
 
 from .http_client import ALPHABET, EOD, LetterTokenizer, served
@@ -105,6 +108,22 @@ def test_log_probabilities_with_the_prompt_as_lm_eval_reads_them() -> None:
     assert greedy == [True, False, True]  # q does not follow b
     scored = post({**body, "max_tokens": 0})[1]["choices"][0]
     assert scored["text"] == "abq" and scored["logprobs"]["token_logprobs"] == table["token_logprobs"][:3]
+
+
+def test_a_prompt_of_one_token_has_no_score_and_one_that_was_never_read_none_either() -> None:
+    body = {"prompt": ["a", "bcd"], "echo": True, "logprobs": 1, "max_tokens": 1, **GREEDY}
+    first, second = post(body)[1]["choices"]
+    assert first["logprobs"]["tokens"] == ["a", "b"] and first["logprobs"]["token_logprobs"][0] is None
+    assert None not in second["logprobs"]["token_logprobs"][1:]
+
+    async def ended_before_it_was_read() -> Any:
+        async with served() as server:
+            made = await openai_completions.plan(server.service, CompletionRequest(prompt="bcd", echo=True, logprobs=1))
+            return openai_completions._choice(server.service, made, 0, 0, Sample(), Collected([]))
+
+    choice = asyncio.run(ended_before_it_was_read())
+    assert choice["finish_reason"] == "cancelled" and choice["text"] == "bcd"
+    assert choice["logprobs"]["token_logprobs"] == [None, None, None]
 
 
 @pytest.mark.parametrize(

@@ -11,13 +11,16 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jinja2 import TemplateError
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from megalith.errors import DataError
 from megalith.tokenizers import Tokenizer
 
 _CONFIG, _TEMPLATE, _GENERATION = "tokenizer_config.json", "chat_template.jinja", "generation_config.json"
+_SPECIAL = "special_tokens_map.json"
 
 
 class BadDialogue(ValueError):
@@ -60,7 +63,18 @@ class ChatTemplate:
             raise BadDialogue(f"{type(error).__name__}: {error}") from error
 
 
-_EXTENSIONS = ("jinja2.ext.loopcontrols",)
+class _Answers(Extension):
+    """`{% generation %}`, by which templates mark what an assistant says, for training; here it is just shown."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body).set_lineno(line)
+
+
+_EXTENSIONS = ("jinja2.ext.loopcontrols", _Answers)
 
 
 def template_beside(tokenizer: Tokenizer) -> ChatTemplate | None:
@@ -79,7 +93,7 @@ def template_beside(tokenizer: Tokenizer) -> ChatTemplate | None:
     if isinstance(source, list):  # several, by name
         named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
         source = named.get("default")
-    return ChatTemplate(source, _special_tokens(config)) if isinstance(source, str) else None
+    return ChatTemplate(source, _special_tokens(folder)) if isinstance(source, str) else None
 
 
 def stop_ids_beside(tokenizer: Tokenizer) -> tuple[int, ...] | None:
@@ -102,16 +116,17 @@ def read_template(path: Path, tokenizer: Tokenizer) -> ChatTemplate:
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"--chat-template {path} cannot be read: {error}") from error
     folder = _folder(tokenizer)
-    return ChatTemplate(source, _special_tokens(_object(folder / _CONFIG)) if folder else None)
+    return ChatTemplate(source, _special_tokens(folder) if folder else None)
 
 
 def _folder(tokenizer: Tokenizer) -> Path | None:
     return next((path.parent for path in tokenizer.files().values()), None)
 
 
-def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+def _special_tokens(folder: Path) -> dict[str, str]:
+    """bos_token and its like, by name; where two files differ, as the configuration says."""
     found = {}
-    for name, token in config.items():
+    for name, token in (_object(folder / _SPECIAL) | _object(folder / _CONFIG)).items():
         token = token.get("content") if isinstance(token, dict) else token
         if name.endswith("_token") and isinstance(token, str):
             found[name] = token
@@ -128,9 +143,15 @@ def _object(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None) -> str:
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
     """As transformers', which the templates are written for: without the escapes of HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _refuse(message: str) -> NoReturn:

@@ -186,7 +186,7 @@ async def answer(service: Service, asked: ApiRequest, defaults: Defaults, receiv
     taken = await submit_all(service, requests, _field)
     ended = taken
     if asked.stop_on_double_eol and (newline := _only_id(service.tokenizer, "\n")) is not None:
-        ended = [_UntilTwo(given, newline) for given in taken]
+        ended = [_UntilTwo(given, newline, request.prompt[-1]) for given, request in zip(taken, requests, strict=True)]
     try:
         collected = await service.collect(ended, receive)
     finally:
@@ -272,16 +272,20 @@ def _only_id(tokenizer: Tokenizer, text: str) -> int | None:
 
 
 class _UntilTwo:
-    """An answer that also ends where a token comes twice in a row: two ends of lines."""
+    """An answer that also ends where a token comes twice in a row: two ends of lines.
 
-    def __init__(self, inner: Answer, token: int) -> None:
-        self._inner, self._token = inner, token
+    Args:
+        before: the last token of the prompt, which may be the first of the two.
+    """
+
+    def __init__(self, inner: Answer, token: int, before: int) -> None:
+        self._inner, self._token, self._before = inner, token, before
 
     def __aiter__(self) -> Any:
         return self._events()
 
     async def _events(self) -> Any:
-        before = None
+        before = self._before
         async for event in self._inner:
             yield event
             if isinstance(event, Token):

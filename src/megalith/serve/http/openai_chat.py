@@ -18,6 +18,7 @@ from megalith.serve.http.service import Sample, Service, request_violation, too_
 from megalith.serve.http.shared_fields import sampling_of, stop_ids_of, token_texts
 from megalith.serve.http.strict_json import printable
 from megalith.serve.request import Finished, Request, Token
+from megalith.tokenizers import Tokenizer
 
 _RESERVED = frozenset({"messages", "tools", "documents"})
 
@@ -43,7 +44,7 @@ async def plan(service: Service, body: ChatRequest) -> _Plan:
         rule = "max_tokens: is the old name of max_completion_tokens; give one of them"
         raise ApiError(400, rule, "max_tokens", "invalid_value")
     ids = await service.encode(_render(service, body), "messages")
-    ids = _once_around(service, ids)
+    ids = _as_rendered(service.tokenizer, ids)
     room = service.context_length - len(ids)
     if room < 1:
         raise too_long("messages", f"{len(ids)} tokens", service.context_length)
@@ -85,11 +86,17 @@ def _render(service: Service, body: ChatRequest) -> str:
         raise ApiError(400, rule, "messages", "invalid_value") from None
 
 
-def _once_around(service: Service, ids: tuple[int, ...]) -> tuple[int, ...]:
-    """Without the beginning of text that the tokenizer puts before a text, where the template has written it too."""
-    around = tuple(service.tokenizer.encode(""))
-    doubled = bool(around) and ids[: 2 * len(around)] == around * 2
-    return ids[len(around) :] if doubled else ids
+def _as_rendered(tokenizer: Tokenizer, ids: tuple[int, ...]) -> tuple[int, ...]:
+    """Without what a tokenizer puts around every text: a template writes all special tokens that it wants."""
+    around = tuple(tokenizer.encode(""))
+    if not around:
+        return ids
+    letter = tuple(tokenizer.encode("a"))
+    for before in range(len(around), -1, -1):
+        behind = len(around) - before
+        if letter[:before] + letter[len(letter) - behind :] == around:
+            return ids[before : len(ids) - behind]
+    return ids
 
 
 async def whole(service: Service, made: _Plan, receive: Receive) -> dict[str, Any]:

@@ -17,7 +17,6 @@ from megalith.serve.http.shared_fields import sampling_of, stop_ids_of, token_te
 from megalith.serve.request import Finished, Request, Scores, Token, Top
 
 _DEFAULT_TOKENS = 16
-_UNSCORED = Scores((None,), ((),))  # of a prompt of one token, which follows nothing
 
 
 @dataclass(frozen=True)
@@ -150,7 +149,7 @@ def _choice(
     if made.body.logprobs is not None:
         table = _Table(service, made.body.logprobs)
         if made.body.echo:
-            table.add_prompt(made.requests[number].prompt, collected.scores or _UNSCORED)
+            table.add_prompt(made.requests[number].prompt, collected.scores)
         table.add(sample.tokens, made.requests[number].prompt[-1])
         logprobs = table.json
     return {
@@ -169,7 +168,9 @@ class _Table:
         self._service, self._top, self._offset = service, top, offset
         self.json: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
 
-    def add_prompt(self, ids: Sequence[int], scores: Scores) -> None:
+    def add_prompt(self, ids: Sequence[int], scores: Scores | None) -> None:
+        """The tokens of a prompt; a request that was cancelled before it was read has no scores."""
+        scores = scores or Scores((None,) * len(ids), ((),) * len(ids))
         texts = token_texts(self._service.tokenizer, ids)
         for text, logprob, top in zip(texts, scores.logprobs, scores.top, strict=True):
             self._row(text, logprob, top if logprob is not None else None)
@@ -244,7 +245,7 @@ async def pieces(
             stream.echoed = True
             table = _Table(service, made.body.logprobs or 0)
             if made.body.logprobs is not None:
-                table.add_prompt(prompt, scores.get(number, _UNSCORED))
+                table.add_prompt(prompt, scores.get(number))
             stream.offset = len(made.texts[number])
             yield chunk(index, made.texts[number], table.json if made.body.logprobs is not None else None)
         if isinstance(event, Finished):

@@ -85,6 +85,7 @@ class ChatMessage(_Strict):
     role: str = Field(min_length=1, max_length=64)
     content: str | list[TextPart]
     name: str | None = Field(None, max_length=256)
+    refusal: None = Field(None, description="as the answers of this server have it, which clients send back")
 
     @property
     def text(self) -> str:

@@ -128,8 +128,7 @@ async def serve(
             say(line)
         await asyncio.wait({serving, stop, failure}, return_when=asyncio.FIRST_COMPLETED)
         if failure.done():
-            service.failure = failure.result()
-            say(f"the model cannot answer any more: {service.failure}")
+            say(f"the model cannot answer any more: {failure.result()}")
             service.cancel_all()
             await _quiet(service, _SECONDS_TO_SAY_SO)
         else:

@@ -41,6 +41,11 @@ class Answer(Protocol):
 class Worker(Protocol):
     """The engine, behind its thread."""
 
+    @property
+    def failure(self) -> str | None:
+        """Says why nothing can be served any more; None while all is well."""
+        ...
+
     async def submit(self, request: Request) -> Answer:
         """Take a request.
 
@@ -80,7 +85,6 @@ class Service:
     Attributes:
         stop_ids: that end a text where the model has several; None: the tokenizer's end of a document.
         first_seed: where requests without a seed begin to count from; None: they are unpredictable.
-        failure: says why nothing can be served any more; None while all is well.
         draining: whether it takes no new work any more.
     """
 
@@ -93,7 +97,6 @@ class Service:
     template: ChatTemplate | None = None
     stop_ids: tuple[int, ...] | None = None
     first_seed: int | None = None
-    failure: str | None = None
     draining: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -101,6 +104,11 @@ class Service:
         self._encoders = ThreadPoolExecutor(2, "encode")
         self._asked = itertools.count()
         self._open: set[Answer] = set()
+
+    @property
+    def failure(self) -> str | None:
+        """Says why nothing can be served any more; None while all is well."""
+        return self.worker.failure
 
     def next_seed(self) -> int | None:
         """The seed of a request that names none."""
