@@ -91,7 +91,7 @@ def test_a_stream_of_its_own_is_replayed() -> None:
             return torch.dropout(y.exp(), 0.5, True) * y
 
         xs = [torch.linspace(n, n + 1, 40, device="cuda", requires_grad=True) for n in range(2)]
-        ys = [recomputed(compute, x, region) if again else compute(x) for x in xs]
+        ys = [recomputed(compute, x, region=region) if again else compute(x) for x in xs]
         grads = [torch.autograd.grad(y.sum(), x)[0] for x, y in reversed(list(zip(xs, ys, strict=True)))]
         with region.own_draws(0.5):
             grads.append(torch.rand(3, device="cuda"))

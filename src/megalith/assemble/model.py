@@ -80,10 +80,18 @@ def build_mixer(run: RunConfig, context: ParallelContext) -> SequenceMixer:
 
 
 def build_recompute(run: RunConfig) -> Recompute | None:
-    """Which layers are recomputed in the backward pass."""
+    """Which layers are recomputed in the backward pass, or which parts of them.
+
+    What fused attention would compute again it has not kept, and blocks that are compiled are not recomputed.
+    """
     train = run.train
-    if train.recompute_granularity != "full":
+    if train.recompute_granularity is None:
         return None
+    if train.recompute_granularity == "selective":
+        parts = set(train.recompute_modules or ("core_attn",))
+        if run.model.fused_attention or train.compile:
+            parts.discard("core_attn")
+        return Recompute(parts=frozenset(parts)) if parts else None
     assert train.recompute_method is not None and train.recompute_num_layers is not None, "a rule of the configuration"
     return Recompute(train.recompute_method, train.recompute_num_layers)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from megalith.config.foreign_args import model_of, parallel_of, tokenizer_of
 
-_MODEL = (
+MODEL_SETTINGS = (
     "num_layers",
     "hidden_size",
     "num_attention_heads",
@@ -25,18 +25,43 @@ _MODEL = (
     "rotary_base",
     "rotary_percent",
     "rotary_interleaved",
+    "rotary_seq_len_interpolation_factor",
+    "no_rope_freq",
+    "rotary_scaling_factor",
+    "yarn_original_max_position_embeddings",
+    "yarn_beta_fast",
+    "yarn_beta_slow",
+    "yarn_correction_range_round_to_int",
+    "mscale",
+    "mscale_all_dim",
     "use_rope_scaling",
     "rope_scaling_factor",
     "normalization",
     "norm_epsilon",
+    "apply_layernorm_1p",
+    "apply_residual_connection_post_layernorm",
     "swiglu",
+    "geglu",
+    "quick_geglu",
+    "squared_relu",
+    "openai_gelu",
+    "onnx_safe",
+    "glu_linear_offset",
+    "activation_func_clamp_value",
     "bias_gelu_fusion",
     "add_bias_linear",
     "add_qkv_bias",
     "qk_layernorm",
+    "qk_l2_norm",
+    "attention_output_gate",
+    "softmax_type",
+    "softmax_scale",
+    "window_size",
+    "window_attn_skip_freq",
     "untie_embeddings_and_output_weights",
     "make_vocab_size_divisible_by",
 )
+"""Settings that decide what the weights of a model mean, or how many there are."""
 _LAYOUT = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -60,7 +85,7 @@ def settings_from(args: Mapping[str, Any], *, layout: bool) -> dict[str, Any]:
         KeyError: an argument that no model is without is missing.
     """
     model, tokenizer = model_of(args), tokenizer_of(args)
-    values = {name: getattr(model, name) for name in _MODEL if hasattr(model, name)}
+    values = {name: getattr(model, name) for name in MODEL_SETTINGS}
     if args.get("seq_length"):
         values["seq_length"] = int(args["seq_length"])
     if tokenizer.tokenizer_type and "tokenizer_type" in args:

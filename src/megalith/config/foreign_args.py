@@ -16,7 +16,7 @@ from megalith.errors import CheckpointError
 
 Group = TypeVar("Group")
 
-_NOT_USED: tuple[Any, ...] = (None, False, 0, 0.0, 1.0, "", "none", "vanilla", [])
+_NOT_USED: tuple[Any, ...] = (None, False, 0, 0.0, 1.0, "", "none", [])
 # What changes the architecture and has no setting here: argument -> flag.
 _UNKNOWN_HERE = {
     "num_experts": "--num-experts",
@@ -24,15 +24,7 @@ _UNKNOWN_HERE = {
     "mtp_num_layers": "--mtp-num-layers",
     "hybrid_override_pattern": "--hybrid-override-pattern",
     "heterogeneous_layers_config_path": "--heterogeneous-layers-config-path",
-    "squared_relu": "--squared-relu",
-    "openai_gelu": "--openai-gelu",
-    "quick_geglu": "--quick-geglu",
-    "attention_output_gate": "--attention-output-gate",
-    "apply_residual_connection_post_layernorm": "--apply-residual-connection-post-layernorm",
-    "rotary_seq_len_interpolation_factor": "--rotary-seq-len-interpolation-factor",
-    "window_size": "--window-size",
-    "layernorm_zero_centered_gamma": "--apply-layernorm-1p",
-    "apply_layernorm_1p": "--apply-layernorm-1p",
+    "use_mup": "--use-mup",
 }
 
 
@@ -59,7 +51,23 @@ def model_of(args: Mapping[str, Any]) -> ModelConfig:
         known["add_qkv_bias"] = False  # Megatron sets it then; it says nothing of its own
     if not args.get("group_query_attention", False):
         known["num_query_groups"] = 1
+    if args.get("layernorm_zero_centered_gamma"):
+        known["apply_layernorm_1p"] = True
+    known |= {name: _text(args[name]) for name in _TEXTS if name in args}
     return _group("model", ModelConfig, known)
+
+
+_TEXTS = ("no_rope_freq", "onnx_safe", "window_attn_skip_freq", "window_size")
+
+
+def _text(value: Any) -> str | None:
+    """A value that Megatron has evaluated, as it is written on the command line here."""
+    if value is None or value is False or value == [] or value == ():
+        return None
+    if value is True:
+        return "true"
+    items = isinstance(value, tuple | list)
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(list(value) if items else value)
 
 
 # What held before an argument existed.

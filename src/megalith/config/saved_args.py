@@ -5,18 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from megalith.config.groups import ModelConfig, ParallelConfig, PrecisionConfig, TokenizerConfig
+from megalith.config.patterns import read_pattern, read_window
 from megalith.config.run import RunConfig, all_settings
 
 # What this version never varies and Megatron's `--use-checkpoint-args` and converters ask for by name.
 _CONSTANTS: dict[str, Any] = {
-    "apply_layernorm_1p": False,  # the name before core 0.16
-    "apply_query_key_layer_scaling": False,
     "expert_model_parallel_size": 1,
     "iteration": 0,
-    "layernorm_zero_centered_gamma": False,  # the name from core 0.16 on
     "num_experts": None,
-    "openai_gelu": False,
-    "squared_relu": False,
     "use_dist_ckpt": True,
 }
 
@@ -54,11 +50,24 @@ def weights_args(model: ModelConfig, precision: PrecisionConfig, tokenizer: Toke
 def _derived_of_model(model: ModelConfig) -> dict[str, Any]:
     return {
         "add_qkv_bias": model.qkv_bias,
+        "attention_softmax_in_fp32": model.softmax_in_fp32,
         "encoder_num_layers": model.num_layers,
         "ffn_hidden_size": model.ffn_size,
+        "geglu": model.geglu,
         "kv_channels": model.head_size,
         "layernorm_epsilon": model.norm_epsilon,  # the name before core 0.8 and from 0.16 on
+        "layernorm_zero_centered_gamma": model.apply_layernorm_1p,  # the name from core 0.16 on
+        "no_rope_freq": _pattern(model.no_rope_freq),
+        "onnx_safe": True if model.activation == "gelu_onnx" else None,
+        "window_attn_skip_freq": _pattern(model.window_attn_skip_freq),
+        "window_size": None if model.window_size is None else read_window(model.window_size),
     }
+
+
+def _pattern(text: str | None) -> int | list[int] | None:
+    """What Megatron's evaluation of such a text gives."""
+    pattern = None if text is None else read_pattern(text)
+    return list(pattern) if isinstance(pattern, tuple) else pattern
 
 
 def _derived(run: RunConfig) -> dict[str, Any]:

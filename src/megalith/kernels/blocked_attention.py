@@ -7,6 +7,8 @@ and k instead of keeping them:
     P = softmax(q k^T / sqrt(K))         dP = dO v^T         dS = P * (dP - sum_j dP_ij P_ij)
     O = P v         dv = P^T dO          dq = dS k / sqrt(K)         dk = dS^T q / sqrt(K)
 
+A sliding window of w keys before each query leaves of the keys [0, e) those from s - w on.
+
 With dropout P v becomes (P * M / (1 - p)) v for a random mask M, and dP is masked alike. The masks are drawn again in
 the backward pass from a seed; the seed comes from torch's default stream, so that a resumed run draws the same.
 
@@ -34,11 +36,19 @@ def _blocks(length: int) -> Iterator[tuple[int, int]]:
     return ((start, min(start + BLOCK, length)) for start in range(0, length, BLOCK))
 
 
-def _probabilities(q_NQK: Tensor, k_NSK: Tensor, start: int, mask_QQ: Tensor) -> Tensor:
-    """Probabilities of the queries [start, end) over keys below end. [N, Q, K], [N, end, K] -> [N, Q, end]."""
+def _first(start: int, window: int | None) -> int:
+    """The first key that any query from `start` on sees."""
+    return 0 if window is None else max(0, start - window)
+
+
+def _probabilities(q_NQK: Tensor, k_NSK: Tensor, mask_QQ: Tensor, window: int | None) -> Tensor:
+    """Probabilities of Q queries over S keys, the last of which is the last query's own. -> [N, Q, S]."""
     scores = torch.bmm(q_NQK, k_NSK.transpose(1, 2))
-    size = q_NQK.shape[1]
-    scores[:, :, start:] += mask_QQ[:size, :size]
+    size, keys = scores.shape[1:]
+    scores[:, :, keys - size :] += mask_QQ[:size, :size]
+    if window is not None and window < keys - 1:
+        gone = torch.ones(size, keys, dtype=torch.bool, device=scores.device).tril(keys - size - window - 1)
+        scores.masked_fill_(gone, -math.inf)
     return torch.softmax(scores, dim=-1)
 
 
@@ -46,53 +56,65 @@ class _BlockedAttention(torch.autograd.Function):
     """On [N, S, K] tensors, the queries already scaled."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, dropout: Dropout | None) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, dropout: Dropout | None, window: int | None) -> Tensor:
         ctx.save_for_backward(q, k, v)
-        ctx.dropout = dropout
+        ctx.dropout, ctx.window = dropout, window
         masks = None if dropout is None else dropout.masks(q.device)
         mask = _block_mask(q)
         out = torch.empty_like(q)
         for start, end in _blocks(q.shape[1]):
-            probabilities = _probabilities(q[:, start:end], k[:, :end], start, mask)
+            keys = slice(_first(start, window), end)
+            probabilities = _probabilities(q[:, start:end], k[:, keys], mask, window)
             if masks is not None:
                 probabilities *= masks.mask(probabilities)
-            out[:, start:end] = torch.bmm(probabilities, v[:, :end])
+            out[:, start:end] = torch.bmm(probabilities, v[:, keys])
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         q, k, v = ctx.saved_tensors
         masks = None if ctx.dropout is None else ctx.dropout.masks(q.device)
         mask, grad = _block_mask(q), grads[0]
         dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
         for start, end in _blocks(q.shape[1]):
-            q_block, grad_block = q[:, start:end], grad[:, start:end]
-            probabilities = _probabilities(q_block, k[:, :end], start, mask)
-            d_probabilities = torch.bmm(grad_block, v[:, :end].transpose(1, 2))
+            q_block, grad_block, keys = q[:, start:end], grad[:, start:end], slice(_first(start, ctx.window), end)
+            probabilities = _probabilities(q_block, k[:, keys], mask, ctx.window)
+            d_probabilities = torch.bmm(grad_block, v[:, keys].transpose(1, 2))
             dropped = probabilities
             if masks is not None:
                 kept = masks.mask(probabilities)
                 dropped = probabilities * kept
                 d_probabilities *= kept
-            dv[:, :end] += torch.bmm(dropped.transpose(1, 2), grad_block)
+            dv[:, keys] += torch.bmm(dropped.transpose(1, 2), grad_block)
             d_scores = torch._softmax_backward_data(d_probabilities, probabilities, -1, q.dtype)
-            dq[:, start:end] = torch.bmm(d_scores, k[:, :end])
-            dk[:, :end] += torch.bmm(d_scores.transpose(1, 2), q_block)
-        return dq, dk, dv, None
+            dq[:, start:end] = torch.bmm(d_scores, k[:, keys])
+            dk[:, keys] += torch.bmm(d_scores.transpose(1, 2), q_block)
+        return dq, dk, dv, None, None
 
 
 def _block_mask(q: Tensor) -> Tensor:
     return torch.full((BLOCK, BLOCK), -math.inf, dtype=q.dtype, device=q.device).triu_(1)
 
 
-def blocked_causal_attention(q_SBHK: Tensor, k_SBHK: Tensor, v_SBHK: Tensor, dropout: float = 0.0) -> Tensor:
-    """Causal softmax(q k^T / sqrt(K)) v over as many queries as keys, with dropout of the probabilities.
+def blocked_causal_attention(
+    q_SBHK: Tensor,
+    k_SBHK: Tensor,
+    v_SBHK: Tensor,
+    dropout: float = 0.0,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+) -> Tensor:
+    """Causal softmax(scale q k^T) v over as many queries as keys, with dropout of the probabilities.
 
     Shapes: 3 x [S, B, H, K] -> [S, B, H, K].
     Memory: q, k and v are kept for the backward pass; no scores and no dropout masks.
     Reference twin: `nn.attention.attend_fused`.
+
+    `scale` is 1 / sqrt(K) unless given; with a `window` each query sees itself and as many keys before it.
     """
     length, batch, heads, size = q_SBHK.shape
     flat = [x.permute(1, 2, 0, 3).reshape(batch * heads, length, size) for x in (q_SBHK, k_SBHK, v_SBHK)]
-    out: Tensor = _BlockedAttention.apply(flat[0] * size**-0.5, *flat[1:], Dropout.draw(dropout))
+    scaled = flat[0] * (size**-0.5 if scale is None else scale)
+    out: Tensor = _BlockedAttention.apply(scaled, *flat[1:], Dropout.draw(dropout), window)
     return out.view(batch, heads, length, size).permute(2, 0, 1, 3)

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -33,13 +34,24 @@ from megalith.kernels.dropout import Dropout
 
 
 def attend_part(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, dropout: Dropout | None = None, flash: bool = True
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    hidden: Tensor | None = None,
+    scale: float | None = None,
+    dropout: Dropout | None = None,
+    flash: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Attention to these keys alone.
 
     Args:
         q, k, v: queries, keys and values.
         causal: query i looks at the keys 0 to i only (as many keys as queries); else at all.
+        hidden: instead of `causal`, a mask [Q, S] that is True where a query may not look; a query may see no key
+            here, whose lse is minus infinity then.
+        scale: of the scores; 1 / sqrt(K) unless given.
         dropout: of the probabilities.
         flash: False for the reference.
 
@@ -47,9 +59,10 @@ def attend_part(
         The context [B, H, Q, K] and the lse [B, H, Q].
     """
     q, k, v = _arguments(q, k, v)
-    if flash and dropout is None and has_flash(q):
-        return _flash_forward(q, k, v, causal)
-    return _blocks_forward(q, k, v, causal, dropout)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if flash and dropout is None and hidden is None and has_flash(q):
+        return _flash_forward(q, k, v, causal, scale)
+    return _blocks_forward(q, k, v, _Seen(causal, hidden, scale), dropout)
 
 
 def attend_part_backward(
@@ -61,6 +74,8 @@ def attend_part_backward(
     lse: Tensor,
     *,
     causal: bool,
+    hidden: Tensor | None = None,
+    scale: float | None = None,
     dropout: Dropout | None = None,
     flash: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -70,7 +85,7 @@ def attend_part_backward(
         grad: of the context of all keys, [B, H, Q, K].
         q, k, v: as in `attend_part`.
         context, lse: of all keys.
-        causal, dropout, flash: as in `attend_part`.
+        causal, hidden, scale, dropout, flash: as in `attend_part`.
 
     Returns:
         dq, dk, dv in the shapes of q, k, v, in their dtype or in a wider one.
@@ -78,8 +93,11 @@ def attend_part_backward(
     groups = k.shape[1]
     q, k, v = _arguments(q, k, v)
     grad = _last_dense(grad)
-    backward = _flash_backward if flash and dropout is None and has_flash(q) else _blocks_backward
-    dq, dk, dv = backward(grad, q, k, v, context, lse, causal, dropout)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if flash and dropout is None and hidden is None and has_flash(q):
+        dq, dk, dv = _flash_backward(grad, q, k, v, context, lse, causal, scale)
+    else:
+        dq, dk, dv = _blocks_backward(grad, q, k, v, context, lse, _Seen(causal, hidden, scale), dropout)
     return dq, _sum_groups(dk, groups), _sum_groups(dv, groups)
 
 
@@ -125,24 +143,26 @@ def _sum_groups(x: Tensor, groups: int) -> Tensor:
     return x if x.shape[1] == groups else x.unflatten(1, (groups, -1)).sum(2)
 
 
-def _flash_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+def _flash_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     if q.device.type == "cpu":
-        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
     else:
-        found = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
+        found = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
     return found[0], found[1]
 
 
 def _flash_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, context: Tensor, lse: Tensor, causal: bool, _: Dropout | None
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, context: Tensor, lse: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     arguments = (grad, q, k, v, context, lse.contiguous())
     if q.device.type == "cpu":
-        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*arguments, 0.0, causal)
+        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *arguments, 0.0, causal, scale=scale
+        )
     else:
         nothing = torch.empty(2, dtype=torch.uint64, device=q.device)  # the state of a dropout that there is not
         rest = (None, None, q.shape[2], k.shape[2], 0.0, causal, nothing, nothing)
-        found = torch.ops.aten._scaled_dot_product_flash_attention_backward(*arguments, *rest)
+        found = torch.ops.aten._scaled_dot_product_flash_attention_backward(*arguments, *rest, scale=scale)
     return found[0], found[1], found[2]
 
 
@@ -150,24 +170,36 @@ def _blocks(length: int) -> Iterator[slice]:
     return (slice(start, min(start + BLOCK, length)) for start in range(0, length, BLOCK))
 
 
-def _scores(q: Tensor, k: Tensor, rows: slice, causal: bool) -> Tensor:
-    """The scores of the queries `rows` to the keys that they may see, the last of which is the last query's own."""
-    keys = k[:, :, : rows.stop] if causal else k
-    scores = torch.matmul(q[:, :, rows] * q.shape[-1] ** -0.5, keys.transpose(2, 3)).to(_wide(q.dtype))
-    if causal:
-        size = rows.stop - rows.start
-        later = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(1)
-        scores[..., rows.start :].masked_fill_(later, -math.inf)
-    return scores
+@dataclass(frozen=True)
+class _Seen:
+    """What the queries may see, and the scale of their scores."""
+
+    causal: bool
+    hidden: Tensor | None
+    scale: float
+
+    def scores(self, q: Tensor, k: Tensor, rows: slice) -> Tensor:
+        """The scores of the queries `rows` to the keys that they may see; under a causal mask none behind the last."""
+        causal = self.causal and self.hidden is None
+        keys = k[:, :, : rows.stop] if causal else k
+        scores = torch.matmul(q[:, :, rows] * self.scale, keys.transpose(2, 3)).to(_wide(q.dtype))
+        if causal:
+            size = rows.stop - rows.start
+            later = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(1)
+            scores[..., rows.start :].masked_fill_(later, -math.inf)
+        elif self.hidden is not None:
+            scores.masked_fill_(self.hidden[rows], -math.inf)
+        return scores
 
 
-def _blocks_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, dropout: Dropout | None) -> tuple[Tensor, Tensor]:
+def _blocks_forward(q: Tensor, k: Tensor, v: Tensor, seen: _Seen, dropout: Dropout | None) -> tuple[Tensor, Tensor]:
     context, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=_wide(q.dtype))
     masks = None if dropout is None else dropout.masks(q.device)
     for rows in _blocks(q.shape[2]):
-        scores = _scores(q, k, rows, causal)
+        scores = seen.scores(q, k, rows)
         lse[:, :, rows] = scores.logsumexp(-1)
-        probabilities = (scores - lse[:, :, rows, None]).exp()
+        finite = lse[:, :, rows, None].clamp(min=torch.finfo(lse.dtype).min)  # of a query that sees no key
+        probabilities = (scores - finite).exp()
         if masks is not None:
             probabilities *= masks.mask(probabilities)
         context[:, :, rows] = torch.matmul(probabilities.to(q.dtype), v[:, :, : scores.shape[-1]])
@@ -175,24 +207,24 @@ def _blocks_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, dropout: Drop
 
 
 def _blocks_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, context: Tensor, lse: Tensor, causal: bool, dropout: Dropout | None
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, context: Tensor, lse: Tensor, seen: _Seen, dropout: Dropout | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     wide = _wide(q.dtype)
     dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in (q, k, v))
     delta = (grad.to(wide) * context.to(wide)).sum(-1, keepdim=True)
     masks = None if dropout is None else dropout.masks(q.device)
     for rows in _blocks(q.shape[2]):
-        scores = _scores(q, k, rows, causal)
-        seen = slice(scores.shape[-1])
+        scores = seen.scores(q, k, rows)
+        keys = slice(scores.shape[-1])
         probabilities = (scores - lse[:, :, rows, None]).exp()
-        d_probabilities = torch.matmul(grad[:, :, rows], v[:, :, seen].transpose(2, 3)).to(wide)
+        d_probabilities = torch.matmul(grad[:, :, rows], v[:, :, keys].transpose(2, 3)).to(wide)
         dropped = probabilities
         if masks is not None:
             kept = masks.mask(probabilities)
             dropped = probabilities * kept
             d_probabilities *= kept
-        dv[:, :, seen] += torch.matmul(dropped.to(q.dtype).transpose(2, 3), grad[:, :, rows])
-        d_scores = (probabilities * (d_probabilities - delta[:, :, rows]) * q.shape[-1] ** -0.5).to(q.dtype)
-        dq[:, :, rows] = torch.matmul(d_scores, k[:, :, seen])
-        dk[:, :, seen] += torch.matmul(d_scores.transpose(2, 3), q[:, :, rows])
+        dv[:, :, keys] += torch.matmul(dropped.to(q.dtype).transpose(2, 3), grad[:, :, rows])
+        d_scores = (probabilities * (d_probabilities - delta[:, :, rows]) * seen.scale).to(q.dtype)
+        dq[:, :, rows] = torch.matmul(d_scores, k[:, :, keys])
+        dk[:, :, keys] += torch.matmul(d_scores.transpose(2, 3), q[:, :, rows])
     return dq, dk, dv

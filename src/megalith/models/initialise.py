@@ -1,7 +1,9 @@
 """Initial weights: by name, so that every layout starts alike, or exactly as Megatron draws them on a CPU.
 
 Rules (Megatron's): weights and embeddings N(0, std); the projections that end a residual branch (linear_proj,
-linear_fc2) N(0, std / sqrt(2 L)) with L layers in all (Radford et al. 2019); biases 0, norm weights 1.
+linear_fc2) N(0, std / sqrt(2 L)) with L layers in all (Radford et al. 2019); biases 0, norm weights 1, kept as 0 where
+they are kept around one. Under --init-method-xavier-uniform all matrices are uniform up to sqrt(6 / (rows + columns))
+of the whole matrix (Glorot and Bengio 2010), and embeddings too unless --embedding-init-method-std is given.
 Every weight is drawn in fp32 (fp64 stays fp64) at its full shape and then cast.
 """
 
@@ -19,27 +21,48 @@ from megalith.nn.placement import Placement, global_shape, local_part
 from megalith.nn.precision import at_least_fp32
 
 RESIDUAL_WEIGHTS = ("linear_proj.weight", "linear_fc2.weight")
+SINKS = "core_attention.softmax_offset"
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 POSITION_EMBEDDINGS = "embedding.position_embeddings.weight"
 
 
 def _std(model: GPT, name: str) -> float:
-    std = model.config.init_method_std
-    return std / math.sqrt(2.0 * model.config.num_layers) if name.endswith(RESIDUAL_WEIGHTS) else std
+    config = model.config
+    if name.endswith(RESIDUAL_WEIGHTS):
+        return config.init_method_std / math.sqrt(2.0 * config.num_layers)
+    embeds = name in (WORD_EMBEDDINGS, POSITION_EMBEDDINGS) or name == model.copied_weight
+    if embeds and config.embedding_init_method_std is not None:
+        return config.embedding_init_method_std
+    return config.init_method_std
+
+
+def _is_uniform(model: GPT, name: str, shape: Sequence[int]) -> bool:
+    config, embeds = model.config, name in (WORD_EMBEDDINGS, POSITION_EMBEDDINGS) or name == model.copied_weight
+    own = embeds and config.embedding_init_method_std is not None
+    return config.init_method_xavier_uniform and len(shape) == 2 and not own
 
 
 def _is_drawn(name: str) -> bool:
-    return name.endswith(".weight") and "layernorm" not in name
+    return (name.endswith(".weight") and "layernorm" not in name) or name.endswith(SINKS)
 
 
 def _fill_constants(model: GPT) -> None:
+    norm_weight = 0.0 if model.config.apply_layernorm_1p else 1.0
     for name, parameter in model.named_parameters():
         if not _is_drawn(name):
-            nn.init.constant_(parameter, 1.0 if name.endswith(".weight") else 0.0)
+            nn.init.constant_(parameter, norm_weight if name.endswith(".weight") else 0.0)
 
 
 def _normal(shape: Sequence[int], std: float, dtype: torch.dtype, generator: Generator) -> Tensor:
     return torch.empty(shape, dtype=at_least_fp32(dtype)).normal_(0.0, std, generator=generator)
+
+
+def _whole(model: GPT, name: str, shape: Sequence[int], dtype: torch.dtype, generator: Generator) -> Tensor:
+    """Draw a global tensor."""
+    if _is_uniform(model, name, shape):
+        most = math.sqrt(6.0 / sum(shape))
+        return torch.empty(shape, dtype=at_least_fp32(dtype)).uniform_(-most, most, generator=generator)
+    return _normal(shape, _std(model, name), dtype, generator)
 
 
 def generator_for(seed: int, name: str) -> Generator:
@@ -48,10 +71,10 @@ def generator_for(seed: int, name: str) -> Generator:
     return Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
-def _keep_part(parameter: Tensor, placement: Placement, model: GPT, std: float, generator: Generator) -> None:
+def _keep_part(parameter: Tensor, placement: Placement, model: GPT, name: str, generator: Generator) -> None:
     """Draw the global tensor of which a parameter is a part, and fill the parameter with its part."""
     size, index = model.region.size, model.region.index
-    whole = _normal(global_shape(parameter.shape, placement, size), std, parameter.dtype, generator)
+    whole = _whole(model, name, global_shape(parameter.shape, placement, size), parameter.dtype, generator)
     parameter.copy_(local_part(whole, placement, size, index))
 
 
@@ -65,7 +88,7 @@ def initialise(model: GPT, seed: int) -> None:
     for name, parameter, placement in named_placements(model):
         if _is_drawn(name):
             origin = WORD_EMBEDDINGS if name == model.copied_weight else name
-            _keep_part(parameter, placement, model, _std(model, name), generator_for(seed, origin))
+            _keep_part(parameter, placement, model, name, generator_for(seed, origin))
 
 
 def megatron_draw_order(model: GPT) -> list[str]:
@@ -79,6 +102,8 @@ def megatron_draw_order(model: GPT) -> list[str]:
         if model.embedding.position_embeddings is not None:
             names.append(POSITION_EMBEDDINGS)
     for layer in model.stage.layers:
+        if model.config.softmax_type == "learnable":
+            names.append(f"decoder.layers.{layer}.self_attention.{SINKS}")
         parts = ("self_attention.linear_proj", "self_attention.linear_qkv", "mlp.linear_fc1", "mlp.linear_fc2")
         names += [f"decoder.layers.{layer}.{part}.weight" for part in parts]
     return names if model.output_layer is None else [*names, "output_layer.weight"]
@@ -100,4 +125,4 @@ def initialise_as_megatron_cpu(model: GPT, generator: Generator) -> None:
         parameter, placement = parameters[name]
         if name == POSITION_EMBEDDINGS:
             _normal(parameter.shape, 1.0, parameter.dtype, generator)
-        _keep_part(parameter, placement, model, _std(model, name), generator)
+        _keep_part(parameter, placement, model, name, generator)

@@ -59,6 +59,8 @@ class TokenEmbedding(nn.Module):
 
     Shapes: tokens and positions [B, S] -> [S, B, D]; where the region holds a part of the sequence, that part of it.
 
+    `hidden_dtype` is that of the sum: of the weights, or wider.
+
     Each rank looks up the words whose rows it holds, zeros stand for the others, and the sum over the ranks is
     complete (Shoeybi et al. 2019, arXiv:1909.08053, section 3).
     """
@@ -71,11 +73,12 @@ class TokenEmbedding(nn.Module):
         dropout: float,
         region: Region,
         *,
+        hidden_dtype: torch.dtype | None = None,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         super().__init__()
-        self.region, self.vocab_size = region, vocab_size
+        self.region, self.vocab_size, self.hidden_dtype = region, vocab_size, hidden_dtype or dtype
         self.part = region.shard(vocab_size, even=False)
         self.word_embeddings = Embedding(self.part.size, hidden_size, Split(0, vocab_size), dtype=dtype, device=device)
         self.position_embeddings = (
@@ -99,5 +102,5 @@ class TokenEmbedding(nn.Module):
         if self.position_embeddings is not None:
             positions = self.region.own_sequence(positions_BS, dim=1)
             hidden = hidden + self.position_embeddings(positions).transpose(0, 1)
-        embedded: Tensor = self.dropout(hidden.contiguous())
+        embedded: Tensor = self.dropout(hidden.to(self.hidden_dtype).contiguous())
         return embedded

@@ -1,22 +1,17 @@
-"""The feed-forward layer: up-projection, activation, down-projection; optionally gated (arXiv:2002.05202)."""
+"""The feed-forward layer: up-projection, activation, down-projection; optionally gated."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import gelu, silu
+from torch.nn.functional import gelu, relu, silu
 
 from megalith.nn.linear import Linear, column, row
 from megalith.nn.placement import Fused, Split
 from megalith.nn.region import Region
-
-
-def swiglu(x: Tensor) -> Tensor:
-    """silu(first half) * second half. [..., 2F] -> [..., F]."""
-    gate, up = x.chunk(2, dim=-1)
-    return silu(gate) * up
 
 
 def gelu_erf(x: Tensor) -> Tensor:
@@ -29,7 +24,56 @@ def gelu_tanh(x: Tensor) -> Tensor:
     return gelu(x, approximate="tanh")
 
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"swiglu": swiglu, "gelu_erf": gelu_erf, "gelu_tanh": gelu_tanh}
+def gelu_onnx(x: Tensor) -> Tensor:
+    """The erf form spelled out with the constant 1.41421 for sqrt(2), as Megatron's `--onnx-safe` has it."""
+    return x * 0.5 * (torch.erf(x / 1.41421) + 1.0)
+
+
+def quick_gelu(x: Tensor) -> Tensor:
+    """x * sigmoid(1.702 x), the coarse approximation of the same paper."""
+    return x * torch.sigmoid(1.702 * x)
+
+
+def squared_relu(x: Tensor) -> Tensor:
+    """max(x, 0)^2 (So et al. 2021, arXiv:2109.08668)."""
+    return relu(x).square()
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": silu,
+    "gelu_erf": gelu_erf,
+    "gelu_tanh": gelu_tanh,
+    "gelu_onnx": gelu_onnx,
+    "quick_gelu": quick_gelu,
+    "squared_relu": squared_relu,
+}
+
+
+@dataclass(frozen=True)
+class Activation:
+    """What lies between the two projections.
+
+    Attributes:
+        kind: a name of `ACTIVATIONS`.
+        gated: f(first half) * (second half + offset) instead of f of all (Shazeer 2020, arXiv:2002.05202).
+        offset: added to the second half, 1 in gpt-oss.
+        clamp: largest value of the first half and largest size of the second, None for any.
+    """
+
+    kind: str
+    gated: bool = False
+    offset: float = 0.0
+    clamp: float | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[..., 2F] -> [..., F] where gated, else [..., F] -> [..., F]."""
+        function = ACTIVATIONS[self.kind]
+        if not self.gated:
+            return function(x)
+        gate, up = x.chunk(2, dim=-1)
+        if self.clamp is not None:
+            gate, up = gate.clamp(max=self.clamp), up.clamp(-self.clamp, self.clamp)
+        return function(gate) * (up + self.offset if self.offset else up)
 
 
 class FeedForward(nn.Module):
@@ -39,7 +83,7 @@ class FeedForward(nn.Module):
         self,
         hidden_size: int,
         ffn_size: int,
-        activation: str,
+        activation: Activation,
         region: Region,
         *,
         bias: bool,
@@ -47,9 +91,8 @@ class FeedForward(nn.Module):
         device: torch.device,
     ) -> None:
         super().__init__()
-        self.region, self.activation = region, ACTIVATIONS[activation]
-        local = region.shard(ffn_size).size
-        gated = activation == "swiglu"
+        self.region, self.activation = region, activation
+        local, gated = region.shard(ffn_size).size, activation.gated
         self.linear_fc1 = Linear(
             hidden_size,
             2 * local if gated else local,

@@ -10,6 +10,11 @@ For hidden states h [T, D], output weight W [V, D] and targets t [T]:
 The plain formulation holds the logits, their fp32 copy, their log-softmax and the gradient of each; here one
 [T, V] buffer serves all of them, and the fp32 work is done on a few rows at a time that fit the cache.
 
+With label smoothing a the target distribution gives a / (V - 1) to every other token. With s = a V / (V - 1)
+
+    loss_i = log sum_v exp(logits_iv) - (1 - s) logits_i,t_i - s mean_v logits_iv
+    dlogits = (softmax(logits) - (1 - s) onehot(t) - s / V) * dloss
+
 On several ranks each holds V/n rows of W and the logits of these. The logarithm of the sum and the target's logit of
 each part become those of the whole by a maximum and one sum of [T] over the ranks; dh, a sum over the vocabulary, is
 collected while dW is computed. Where hidden states are parts of the sequence they are gathered for both passes, again
@@ -51,14 +56,17 @@ def _exp(x: Tensor) -> Tensor:
     return x.mul_(math.log2(math.e)).exp2_()
 
 
-def _log_sum_exp(logits_TV: Tensor) -> Tensor:
-    """[T, V] -> [T] in at least fp32, by maximum and sum of exponentials."""
+def _log_sum_exp(logits_TV: Tensor, *, with_sum: bool = False) -> tuple[Tensor, Tensor | None]:
+    """[T, V] -> [T] in at least fp32, by maximum and sum of exponentials; and the sum of each row if asked for."""
     work = at_least_fp32(logits_TV.dtype)
     result = torch.empty(logits_TV.shape[0], dtype=work, device=logits_TV.device)
+    sums = torch.empty_like(result) if with_sum else None
     for rows, chunk in _in_chunks(logits_TV, work):
+        if sums is not None:
+            sums[rows] = chunk.sum(dim=-1)
         peak = chunk.amax(dim=-1, keepdim=True)
         result[rows] = _exp(chunk.sub_(peak)).sum(dim=-1).log_() + peak.squeeze(-1)
-    return result
+    return result, sums
 
 
 def _of_all_ranks(log_sum_T: Tensor, chosen_T: Tensor, region: Region) -> tuple[Tensor, Tensor]:
@@ -68,10 +76,17 @@ def _of_all_ranks(log_sum_T: Tensor, chosen_T: Tensor, region: Region) -> tuple[
     return total.log() + peak, chosen
 
 
-def _logits_gradient(logits_TV: Tensor, log_sum_T: Tensor, rows_T: Tensor, held_T: Tensor, grad_T: Tensor) -> None:
-    """Overwrite the logits with (softmax - onehot) * grad; `held` is 1 where the target is among them, else 0."""
+def _logits_gradient(
+    logits_TV: Tensor, log_sum_T: Tensor, rows_T: Tensor, held_T: Tensor, grad_T: Tensor, each: float
+) -> None:
+    """Overwrite the logits with (softmax - held x onehot - each) * grad.
+
+    `held` is the weight of the target where it is among them, else 0; `each` that of every token.
+    """
     for rows, chunk in _in_chunks(logits_TV, log_sum_T.dtype):
         _exp(chunk.sub_(log_sum_T[rows, None]))
+        if each:
+            chunk.sub_(each)
         chunk.scatter_add_(1, rows_T[rows, None], -held_T[rows, None])
         logits_TV[rows] = chunk.mul_(grad_T[rows, None])
 
@@ -118,17 +133,23 @@ class _VocabularyLoss(torch.autograd.Function):
         buffer: LogitsBuffer,
         region: Region,
         vocab_size: int,
+        smoothing: float,
         differentiated: bool,
     ) -> Tensor:
         logits = _logits(region.spread(hidden).wait().reshape(-1, hidden.shape[-1]), weight_VD, buffer)
         part = region.shard(vocab_size, even=False)
         rows, elsewhere = local_rows(targets.reshape(-1), part, vocab_size)
-        own_log_sum = _log_sum_exp(logits)
-        held = (~elsewhere).to(own_log_sum.dtype)
-        log_sum, chosen = _of_all_ranks(own_log_sum, logits.gather(1, rows[:, None]).squeeze(1) * held, region)
+        spread = smoothing * vocab_size / max(1, vocab_size - 1)
+        own_log_sum, own_sum = _log_sum_exp(logits, with_sum=smoothing > 0.0)
+        held = (~elsewhere).to(own_log_sum.dtype) * (1.0 - spread)
+        wanted = logits.gather(1, rows[:, None]).squeeze(1) * held
+        if own_sum is not None:
+            wanted += own_sum * (spread / vocab_size)
+        log_sum, chosen = _of_all_ranks(own_log_sum, wanted, region)
         if differentiated:
             ctx.save_for_backward(hidden, weight_VD, rows, held, log_sum)
             ctx.logits, ctx.sink, ctx.buffer, ctx.region = logits, sink, buffer, region
+            ctx.each = spread / vocab_size
         else:
             buffer.give_back(logits)
         return (log_sum - chosen).view(targets.shape)
@@ -139,7 +160,7 @@ class _VocabularyLoss(torch.autograd.Function):
         logits, ctx.logits = ctx.logits, None
         assert logits is not None, "the vocabulary loss was differentiated twice; its logits are overwritten once"
         arriving = ctx.region.spread(hidden)
-        _logits_gradient(logits, log_sum, rows, held, grads[0].reshape(-1))
+        _logits_gradient(logits, log_sum, rows, held, grads[0].reshape(-1), ctx.each)
         dtype = product_dtype(hidden)
         dh = torch.mm(logits.to(dtype), weight.to(dtype)).to(hidden.dtype)
         leaving = ctx.region.collect(dh.view(*grads[0].shape, hidden.shape[-1]))
@@ -149,7 +170,7 @@ class _VocabularyLoss(torch.autograd.Function):
         else:
             ctx.sink.matmul(weight, logits, whole, lent=True)
         ctx.buffer.give_back(logits)
-        return leaving.wait(), dw, None, None, None, None, None, None
+        return leaving.wait(), dw, None, None, None, None, None, None, None
 
 
 def vocabulary_loss(
@@ -160,6 +181,8 @@ def vocabulary_loss(
     buffer: LogitsBuffer,
     region: Region = SOLO,
     vocab_size: int | None = None,
+    *,
+    smoothing: float = 0.0,
 ) -> Tensor:
     """Cross-entropy of the next token, for each token.
 
@@ -168,11 +191,12 @@ def vocabulary_loss(
     Memory: one [T, V] tensor of `buffer` from forward to backward, in the dtype of `hidden`.
     Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3 (the loss over a parallel vocabulary).
 
-    `vocab_size` is that of the whole vocabulary: the rows of `weight` unless given.
+    `vocab_size` is that of the whole vocabulary: the rows of `weight` unless given. `smoothing` is the part of the
+    target distribution that goes to the other tokens.
     """
     differentiated = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     size = weight.shape[0] if vocab_size is None else vocab_size
-    loss: Tensor = _VocabularyLoss.apply(hidden, weight, targets, sink, buffer, region, size, differentiated)
+    loss: Tensor = _VocabularyLoss.apply(hidden, weight, targets, sink, buffer, region, size, smoothing, differentiated)
     return loss
 
 

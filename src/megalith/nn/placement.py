@@ -62,18 +62,27 @@ class GroupedHeads:
     its ranks, and each of these also holds the group's key and value head:
 
         2 groups of 4 queries on 4 ranks:   rank 0: q0 q1 k v    rank 1: q2 q3 k v    (k, v the same rows)
+
+    `gated` projections hold a gate head for each query head, behind the query heads of the group (Megatron's
+    `--attention-output-gate`): q0 q1 g0 g1 k v.
     """
 
     groups: int
     queries_per_group: int
     head_size: int
+    gated: bool = False
 
     dim = 0
 
     @property
+    def heads_per_group(self) -> int:
+        """Heads of a group of all kinds."""
+        return self.queries_per_group * (2 if self.gated else 1) + 2
+
+    @property
     def extent(self) -> int:
         """Rows of the global tensor."""
-        return self.groups * (self.queries_per_group + 2) * self.head_size
+        return self.groups * self.heads_per_group * self.head_size
 
 
 Placement = Replicated | Split | Fused | GroupedHeads
@@ -166,16 +175,25 @@ def local_pieces(placement: Placement, extent: int, size: int, index: int) -> li
 
 def _pieces_of_heads(placement: GroupedHeads, size: int, index: int) -> list[Piece]:
     here, group = range(index, index + 1), shard(placement.groups, size, index, share=True)
-    rows = (placement.queries_per_group + 2) * placement.head_size
+    rows = placement.heads_per_group * placement.head_size
     if group.replicas == 1:
         return [Piece(0, group.start * rows, group.size * rows, here)]
     first = index - index % group.replicas
     queries = shard(placement.queries_per_group, group.replicas, index - first)
     start, length = group.start * rows, queries.size * placement.head_size
-    keys = start + placement.queries_per_group * placement.head_size
+    of_kind = placement.queries_per_group * placement.head_size
+    kinds = 2 if placement.gated else 1
     return [
-        Piece(0, start + queries.start * placement.head_size, length, here),
-        Piece(length, keys, 2 * placement.head_size, range(first, first + group.replicas)),
+        *(
+            Piece(kind * length, start + kind * of_kind + queries.start * placement.head_size, length, here)
+            for kind in range(kinds)
+        ),
+        Piece(
+            kinds * length,
+            start + kinds * of_kind,
+            2 * placement.head_size,
+            range(first, first + group.replicas),
+        ),
     ]
 
 

@@ -7,6 +7,9 @@ Of the layers of a stage (with virtual stages, of each of them), as Megatron's `
 | uniform | all, in groups of N, each group as one  | the input of each group                               |
 | block   | the first N, one by one                 | the input of each of these, and all of the other layers |
 
+Selective recomputation (`--recompute-modules`) instead names parts of every layer: core_attn, the scores and weights of
+an unfused attention; mlp, the feed-forward layer; layernorm, the output of the norms (`OutputAgain`).
+
 While a group is recomputed its activations are there too. The second computation is exactly the first: it draws the
 same random numbers, from torch's streams and from the region's own, and all ranks of a region call their collectives
 again in the same order. It makes no gradients; those of the weights are written once, in the backward pass.
@@ -20,6 +23,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -36,18 +40,23 @@ class Group:
 
 @dataclass(frozen=True)
 class Recompute:
-    """Which layers are recomputed.
+    """Which layers are recomputed, or which parts of all layers.
 
     Attributes:
-        method: uniform or block.
+        method: uniform or block, or "" for parts.
         num_layers: N of the table above, at least 1; there may be fewer layers.
+        parts: of core_attn, mlp and layernorm.
     """
 
-    method: str
-    num_layers: int
+    method: str = ""
+    num_layers: int = 1
+    parts: frozenset[str] = frozenset()
 
     def groups(self, layers: int) -> Iterator[Group]:
         """The layers of a stage that has `layers`, in order; the last group of a uniform division may be smaller."""
+        if not self.method:
+            yield Group(range(layers), again=False)
+            return
         if self.method == "uniform":
             for start in range(0, layers, self.num_layers):
                 yield Group(range(start, min(start + self.num_layers, layers)), again=True)
@@ -57,8 +66,8 @@ class Recompute:
         yield Group(range(first, layers), again=False)
 
 
-def recomputed(compute: Callable[[Tensor], Tensor], x: Tensor, region: Region) -> Tensor:
-    """`compute(x)`, of which `x` alone is kept for the backward pass.
+def recomputed(compute: Callable[..., Tensor], *inputs: Tensor, region: Region) -> Tensor:
+    """`compute(*inputs)`, of which the inputs alone are kept for the backward pass.
 
     Custom autograd functions inside must take tensors for their backward passes from `ctx.saved_tensors`, which are
     others then than those that they saved: nothing may go by their identity.
@@ -68,5 +77,36 @@ def recomputed(compute: Callable[[Tensor], Tensor], x: Tensor, region: Region) -
         return nullcontext(), region.replay()
 
     # Shapes need no comparison: what is computed again is the same code on the same input.
-    y: Tensor = checkpoint(compute, x, use_reentrant=False, context_fn=contexts, determinism_check="none")
+    y: Tensor = checkpoint(compute, *inputs, use_reentrant=False, context_fn=contexts, determinism_check="none")
     return y
+
+
+class OutputAgain:
+    """The output of a norm, which is computed again from its input where the layer behind it wants it backward.
+
+    A norm keeps its input for its own backward pass, so that its output, which the linear layer behind it keeps, is
+    memory for what takes a moment to compute. Around that layer:
+
+        normed = OutputAgain(norm, x)
+        with normed.not_kept():
+            y = layer(normed.output)
+    """
+
+    def __init__(self, norm: Callable[[Tensor], Tensor], x: Tensor) -> None:
+        self._norm, self._x = norm, x
+        self.output: Tensor = norm(x)
+
+    def not_kept(self) -> AbstractContextManager[None]:
+        """Where it is about to be kept for the backward pass, the input is kept instead."""
+        norm, x, where, shape = self._norm, self._x.detach(), self.output.data_ptr(), self.output.shape
+
+        def keep(tensor: Tensor) -> Tensor | None:
+            return None if tensor.data_ptr() == where and tensor.shape == shape else tensor
+
+        def again(kept: Tensor | None) -> Tensor:
+            if kept is not None:
+                return kept
+            with torch.no_grad():
+                return norm(x)
+
+        return torch.autograd.graph.saved_tensors_hooks(keep, again)

@@ -23,7 +23,7 @@ The key-value cache of generation is not divided so: both refuse it.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -36,9 +36,15 @@ from megalith.errors import LayoutError
 from megalith.kernels.dropout import Dropout
 from megalith.kernels.partial_attention import attend_part, attend_part_backward, merge_parts
 from megalith.layout import balanced_positions
-from megalith.nn.attention import AttentionKernel, expand_groups
+from megalith.nn.attention import AttentionKernel, AttentionRule, expand_groups
 from megalith.nn.cache import LayerCache
 from megalith.nn.precision import at_least_fp32, product_dtype
+
+
+def positions_of(length: int, parts: int, index: int, device: torch.device | None = None) -> Tensor:
+    """The positions that a rank holds of a sequence, ascending. [length / parts]."""
+    chunks = balanced_positions(length, parts, index)
+    return torch.cat([torch.arange(chunk.start, chunk.stop, device=device) for chunk in chunks])
 
 
 class _Balanced:
@@ -52,14 +58,13 @@ class _Balanced:
         return self.axis.size
 
     def positions(self, length: int, device: torch.device | None = None) -> Tensor:
-        chunks = balanced_positions(length, self.axis.size, self.axis.index)
-        return torch.cat([torch.arange(chunk.start, chunk.stop, device=device) for chunk in chunks])
+        return positions_of(length, self.axis.size, self.axis.index, device)
 
     def own(self, x: Tensor, dim: int) -> Tensor:
         chunks = balanced_positions(x.shape[dim], self.axis.size, self.axis.index)
         return torch.cat([x.narrow(dim, chunk.start, len(chunk)) for chunk in chunks], dim)
 
-    def recall(self, cache: LayerCache, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def recall(self, cache: LayerCache, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
         raise LayoutError(
             f"generation keeps keys and values of whole sequences, which --context-parallel-size {self.parts} divides; "
             f"generate with --context-parallel-size 1"
@@ -100,11 +105,30 @@ def _sequence_first(x_BHSK: Tensor) -> Tensor:
     return x_BHSK.permute(2, 0, 1, 3)
 
 
+@dataclass(frozen=True)
+class Band:
+    """The scale of the scores, and how far back a query sees: what of an `AttentionRule` concerns each block."""
+
+    scale: float | None
+    window: int | None
+
+    def hidden(self, block: Block, axis: Axis, q: Tensor) -> Tensor | None:
+        """[Q, S] mask of a block, True where a query may not look; None where `block.causal` says it all."""
+        length, device = q.shape[0] * axis.size, q.device
+        if self.window is None or self.window >= length - 1:
+            return None
+        queries = positions_of(length, axis.size, axis.index, device)[block.queries, None]
+        keys = positions_of(length, axis.size, block.source, device)[None, block.keys]
+        return (keys > queries) | (queries - keys > self.window)
+
+
 class _RingAttention(torch.autograd.Function):
     """Keeps q, k, v, the context and its lse; both passes send the keys and values around."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, axis: Axis, dropout: Dropout | None) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, axis: Axis, dropout: Dropout | None, rule: Band
+    ) -> Tensor:
         blocks = ring_blocks(axis.size, axis.index, q.shape[0])
         q_BHSK, wide = _heads_first(q.to(product_dtype(q))), at_least_fp32(q.dtype)
         context = torch.zeros_like(q_BHSK, dtype=wide)
@@ -116,19 +140,25 @@ class _RingAttention(torch.autograd.Function):
                 q_BHSK[:, :, block.queries],
                 *map(_heads_first, kv[:, block.keys].to(q_BHSK.dtype)),
                 causal=block.causal,
+                hidden=rule.hidden(block, axis, q),
+                scale=rule.scale,
                 dropout=_of_block(dropout, axis, step),
             )
             merge_parts(context[:, :, block.queries], lse[:, :, block.queries], *part)
             kv = kv if arriving is None else arriving.wait()
+        if sink is not None:
+            everything = torch.logaddexp(lse, sink.to(wide)[None, :, None])
+            context *= torch.exp(lse - everything)[..., None]
+            lse = everything
         narrow = context.to(q.dtype)
-        ctx.save_for_backward(q, k, v, narrow, lse)
-        ctx.axis, ctx.dropout, ctx.blocks = axis, dropout, blocks
+        ctx.save_for_backward(q, k, v, narrow, lse, sink)
+        ctx.axis, ctx.dropout, ctx.blocks, ctx.rule = axis, dropout, blocks, rule
         return _sequence_first(narrow)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        q, k, v, context, lse = ctx.saved_tensors
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, context, lse, sink = ctx.saved_tensors
         axis, dtype = ctx.axis, product_dtype(q)
         grad, q_BHSK, context = _heads_first(grads[0].to(dtype)), _heads_first(q.to(dtype)), context.to(dtype)
         dq, dkv = torch.zeros_like(q_BHSK, dtype=lse.dtype), torch.zeros(2, *k.shape, dtype=lse.dtype, device=k.device)
@@ -140,6 +170,8 @@ class _RingAttention(torch.autograd.Function):
                 *map(_heads_first, kv[:, block.keys].to(dtype)),
                 *(x[:, :, block.queries] for x in (context, lse)),
                 causal=block.causal,
+                hidden=ctx.rule.hidden(block, axis, q),
+                scale=ctx.rule.scale,
                 dropout=_of_block(ctx.dropout, axis, step),
             )
             dq[:, :, block.queries] += dq_part
@@ -153,7 +185,16 @@ class _RingAttention(torch.autograd.Function):
         if passed is not None:
             dkv += passed.wait()
         dk, dv = dkv.to(k.dtype)
-        return _sequence_first(dq).to(q.dtype), dk, dv, None, None
+        return _sequence_first(dq).to(q.dtype), dk, dv, _sink_gradient(sink, lse, context, grad), None, None, None
+
+
+def _sink_gradient(sink_H: Tensor | None, lse_BHQ: Tensor, context: Tensor, grad: Tensor) -> Tensor | None:
+    """- sum over queries of the weight of the sink x dO . O: it takes weight from all keys and gives no value."""
+    if sink_H is None:
+        return None
+    weight = torch.exp(sink_H.to(lse_BHQ.dtype)[None, :, None] - lse_BHQ)
+    lost = weight * (grad.to(lse_BHQ.dtype) * context.to(lse_BHQ.dtype)).sum(-1)
+    return -lost.sum((0, 2)).to(sink_H.dtype)
 
 
 def _of_block(dropout: Dropout | None, axis: Axis, step: int) -> Dropout | None:
@@ -168,8 +209,11 @@ class RingMixer(_Balanced):
     """
 
     @torch.compiler.disable  # a compiled graph ends at the ring and goes on behind it
-    def mix(self, q: Tensor, k: Tensor, v: Tensor, dropout: float, attend: AttentionKernel) -> Tensor:
-        context: Tensor = _RingAttention.apply(q, k, v, self.axis, Dropout.draw(dropout))
+    def mix(
+        self, q: Tensor, k: Tensor, v: Tensor, dropout: float, attend: AttentionKernel, rule: AttentionRule
+    ) -> Tensor:
+        band = Band(rule.scale, rule.window)
+        context: Tensor = _RingAttention.apply(q, k, v, rule.sink_H, self.axis, Dropout.draw(dropout), band)
         return context
 
 
@@ -180,7 +224,9 @@ class UlyssesMixer(_Balanced):
     heads.
     """
 
-    def mix(self, q: Tensor, k: Tensor, v: Tensor, dropout: float, attend: AttentionKernel) -> Tensor:
+    def mix(
+        self, q: Tensor, k: Tensor, v: Tensor, dropout: float, attend: AttentionKernel, rule: AttentionRule
+    ) -> Tensor:
         parts, heads = self.parts, q.shape[2]
         if heads % parts:
             raise LayoutError(
@@ -192,7 +238,9 @@ class UlyssesMixer(_Balanced):
         by_rank = torch.cat([x.unflatten(2, (parts, -1)) for x in (q, k, v)], dim=3).flatten(2, 3)
         whole = self._in_order(comm.exchange(by_rank, self.axis, split_dim=2, concat_dim=0))
         q, k, v = whole.split((heads // parts, groups // parts, groups // parts), dim=2)
-        context = attend(q, expand_groups(k, q.shape[2]), expand_groups(v, q.shape[2]), dropout)
+        if rule.sink_H is not None:
+            rule = replace(rule, sink_H=rule.sink_H.view(parts, -1)[self.axis.index])
+        context = attend(q, expand_groups(k, q.shape[2]), expand_groups(v, q.shape[2]), dropout, rule)
         return comm.exchange(self._by_rank(context), self.axis, split_dim=0, concat_dim=2)
 
     def _in_order(self, x: Tensor) -> Tensor:

@@ -30,7 +30,9 @@ from megalith.checkpoint.formats.torch_dist import (
     weight_chunks,
 )
 from megalith.config import ModelConfig, RunConfig
+from megalith.config.checkpoint_args import MODEL_SETTINGS
 from megalith.config.foreign_args import model_of
+from megalith.config.run import all_settings
 from megalith.config.saved_args import megatron_args
 from megalith.distributed import comm
 from megalith.distributed.context import Axis
@@ -43,30 +45,7 @@ from megalith.train.results import SavedCheckpoint
 from megalith.train.state import TrainState
 
 # Arguments that decide the shape or the meaning of the weights, with the flag that a user knows each by.
-ARCHITECTURE = {
-    "num_layers": "--num-layers",
-    "hidden_size": "--hidden-size",
-    "num_attention_heads": "--num-attention-heads",
-    "group_query_attention": "--group-query-attention",
-    "num_query_groups": "--num-query-groups",
-    "kv_channels": "--kv-channels",
-    "ffn_hidden_size": "--ffn-hidden-size",
-    "max_position_embeddings": "--max-position-embeddings",
-    "position_embedding_type": "--position-embedding-type",
-    "rotary_base": "--rotary-base",
-    "rotary_percent": "--rotary-percent",
-    "rotary_interleaved": "--rotary-interleaved",
-    "use_rope_scaling": "--use-rope-scaling",
-    "rope_scaling_factor": "--rope-scaling-factor",
-    "normalization": "--normalization",
-    "norm_epsilon": "--norm-epsilon",
-    "swiglu": "--swiglu",
-    "bias_gelu_fusion": "--no-bias-gelu-fusion",
-    "add_bias_linear": "--disable-bias-linear",
-    "add_qkv_bias": "--add-qkv-bias",
-    "qk_layernorm": "--qk-layernorm",
-    "untie_embeddings_and_output_weights": "--untie-embeddings-and-output-weights",
-}
+ARCHITECTURE = {name: all_settings()[name].flag for name in MODEL_SETTINGS if name != "make_vocab_size_divisible_by"}
 
 
 @dataclass(frozen=True)
@@ -417,12 +396,14 @@ def architecture(model: ModelConfig) -> dict[str, Any]:
         "ffn_hidden_size": model.ffn_size,
         "add_qkv_bias": model.qkv_bias,
     }
-    if not (model.add_bias_linear and not model.swiglu):
+    if not model.activation.startswith("gelu_") or not model.add_bias_linear:
         values["bias_gelu_fusion"] = None
     if not model.use_rope_scaling:
         values["rope_scaling_factor"] = None
-    if model.position_embedding_type != "rope":
+    if model.rotary_size == 0:
         values |= dict.fromkeys(("rotary_base", "rotary_percent", "rotary_interleaved"))
+    if model.position_embedding_type != "yarn":
+        values |= dict.fromkeys(name for name in values if name.startswith(("yarn_", "mscale", "rotary_scaling")))
     return values
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 
+import torch
 from torch import Tensor
 
 from megalith.parallel import pipeline
@@ -35,7 +36,9 @@ def train_step(
 ) -> StepResult:
     """Take one step on the next `num_micro_batches` micro-batches and advance the counters of `state`.
 
-    The gradient is that of the average over micro-batches of each one's mean loss per unmasked token. The reported loss
+    The gradient is that of the average over micro-batches of each one's mean loss per unmasked token, or under
+    --calculate-per-token-loss that of the mean over all unmasked tokens of all micro-batches and replicas: then it is
+    summed, and divided when all are done. The reported loss
     weighs all tokens of the step alike. A step that the loss scaler skips consumes its samples but leaves the schedule.
 
     Args:
@@ -64,6 +67,8 @@ def train_step(
         step=step,
     )
     run_pipeline(state, work, schedule or default_schedule(len(state.chunks)), num_micro_batches)
+    if state.chunks[0].config.calculate_per_token_loss:
+        divide_by_tokens(state, work)
     probe("opt", step)
     weight_decay = state.weight_decay
     state.updating = True
@@ -89,6 +94,15 @@ def train_step(
         num_tokens=work.num_tokens * replicas,
         seconds=time.perf_counter() - started,
     )
+
+
+@torch.no_grad()
+def divide_by_tokens(state: TrainState, work: StageWork) -> None:
+    """Make of the mean over replicas of summed gradients the gradient of the mean over all their unmasked tokens."""
+    state.optimizer.gradients.finish()
+    factor = state.context.dp.size / work.unmasked_tokens().clamp(min=1.0)
+    for gradient in state.optimizer.gradients.pieces.values():
+        gradient.mul_(factor)
 
 
 def run_pipeline(state: TrainState, work: StageWork, schedule: str, num_micro_batches: int) -> None:

@@ -52,6 +52,7 @@ class StageWork:
         self._probe, self._step = probe, step
         self._held: dict[int, Batch] = {}
         self._drawn = 0
+        self._unmasked: list[Tensor] = []
         self.sums: list[Tensor] = []
         self.num_samples = 0
         self.num_tokens = 0
@@ -60,7 +61,7 @@ class StageWork:
         """Shape [S, B, D] and dtype of the hidden states that go from stage to stage."""
         batch, length = self._batch(micro_batch)["tokens"].shape
         model = self._chunks[0]
-        return (model.rows_between_layers(length), batch, model.config.hidden_size), model.dtype
+        return (model.rows_between_layers(length), batch, model.config.hidden_size), model.hidden_dtype
 
     def before(self, op: Op) -> None:
         """Draw the data of a forward pass; tell the probe where the step is."""
@@ -78,6 +79,7 @@ class StageWork:
 
         That is the mean over the unmasked tokens of the micro-batch, those of other context-parallel ranks included,
         over the number of micro-batches, times the loss scale; the gradients of these ranks are parts that add up.
+        Under --calculate-per-token-loss it is the sum over these tokens times the loss scale (see `train_step`).
         """
         batch, model = self._batch(micro_batch), self._chunks[chunk]
         result = model(
@@ -91,6 +93,8 @@ class StageWork:
         mask = batch["loss_mask"].reshape(-1)
         loss, tokens = torch.sum(result.reshape(-1) * mask), mask.sum()
         self.sums.append(torch.stack([loss.detach(), tokens]))
+        if model.config.calculate_per_token_loss:
+            return loss * self._loss_scale
         if self._context.cp.size > 1:
             tokens = comm.all_reduce(tokens, self._context.cp)
         return loss / tokens.clamp(min=1.0) / self._num_micro_batches * self._loss_scale
@@ -105,6 +109,10 @@ class StageWork:
             return torch.stack(self.sums).sum(dim=0)
         return torch.zeros(2, dtype=at_least_fp32(self._chunks[0].dtype), device=self._context.device)
 
+    def unmasked_tokens(self) -> Tensor:
+        """Of all micro-batches of all replicas that were drawn; every rank of the replicas calls this."""
+        return comm.all_reduce(torch.stack(self._unmasked).sum(), self._context.join("cp", "dp"))
+
     def _batch(self, micro_batch: int) -> Batch:
         while self._drawn <= micro_batch:
             whole = next(self._batches)
@@ -113,6 +121,7 @@ class StageWork:
             model = self._chunks[0]
             here = {name: model.mixer.own(tensor, 1) for name, tensor in whole.items()}
             self._held[self._drawn] = on_device(here, model.device)
+            self._unmasked.append(self._held[self._drawn]["loss_mask"].sum())
             self._drawn += 1
         return self._held[micro_batch]
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from megalith.kernels.blocked_attention import BLOCK
 from megalith.kernels.dropout import Dropout
 from megalith.kernels.partial_attention import attend_part, attend_part_backward, has_flash, merge_parts
-from megalith.nn.attention import causal_mask
+from megalith.nn.attention import PLAIN
 
 
 def _tensors(queries: int, keys: int, groups: int = 4, dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -23,7 +23,7 @@ def _definition(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, 
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     scores = q @ k.transpose(2, 3) * q.shape[-1] ** -0.5
     if causal:
-        scores = scores.masked_fill(causal_mask(q.shape[2], k.shape[2], q.device), float("-inf"))
+        scores = scores.masked_fill(PLAIN.hidden(q.shape[2], k.shape[2], q.device), float("-inf"))
     return scores.softmax(-1) @ v, scores.logsumexp(-1)
 
 

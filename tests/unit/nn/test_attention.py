@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megalith.kernels.blocked_attention import BLOCK, blocked_causal_attention
-from megalith.nn.attention import attend_fused, attend_unfused, causal_mask, expand_groups
+from megalith.nn.attention import PLAIN, attend_fused, attend_unfused, expand_groups
 from megalith.nn.rope import rotate, rotation
 
 
@@ -21,7 +21,7 @@ def _qkv(queries: int, keys: int, dtype: torch.dtype = torch.float64) -> list[Te
 
 def _definition(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     scores = torch.einsum("qbhk,sbhk->bhqs", q, k) / math.sqrt(q.shape[-1])
-    scores = scores.masked_fill(causal_mask(q.shape[0], k.shape[0], q.device), -math.inf)
+    scores = scores.masked_fill(PLAIN.hidden(q.shape[0], k.shape[0], q.device), -math.inf)
     return torch.einsum("bhqs,sbhk->qbhk", scores.softmax(-1), v)
 
 

@@ -62,7 +62,7 @@ def test_the_input_alone_is_kept() -> None:
     with kept() as plainly:
         wanted = torch.autograd.grad(compute(x).sum(), x)[0]
     with kept() as tensors:
-        y = recomputed(compute, x, SOLO)
+        y = recomputed(compute, x, region=SOLO)
     assert len(plainly) > 4
     assert [tensor.data_ptr() for tensor in tensors] == [x.data_ptr()]
     assert torch.equal(torch.autograd.grad(y.sum(), x)[0], wanted)
@@ -97,7 +97,7 @@ def test_the_sink_gets_each_weight_itself_once_and_in_the_backward_pass() -> Non
     for layer in layers:
         plain = torch.nn.functional.linear(plain if layer is layers[0] else plain.tanh(), layer.weight, layer.bias)
     wanted = torch.autograd.grad(plain.square().sum(), weights)
-    y = recomputed(compute, x, SOLO)
+    y = recomputed(compute, x, region=SOLO)
     assert not any(layer.sink.gifts for layer in layers if isinstance(layer.sink, _Sink))
     y.square().sum().backward()
     for layer, gradient in zip(layers, wanted, strict=True):
@@ -129,7 +129,7 @@ def test_both_streams_are_replayed_and_go_on_as_without() -> None:
         region = TensorParallel(Axis("tp", (0, 1), 0), Stream(5))
         xs = [torch.linspace(-1, 1, 40, requires_grad=True), torch.linspace(0, 2, 40, requires_grad=True)]
         compute = _drops(region)
-        ys = [recomputed(compute, x, region) if again else compute(x) for x in xs]
+        ys = [recomputed(compute, x, region=region) if again else compute(x) for x in xs]
         grads = [torch.autograd.grad(y.sum(), x)[0] for x, y in reversed(list(zip(xs, ys, strict=True)))]
         with region.own_draws(0.5):
             own = torch.rand(3)
@@ -141,7 +141,7 @@ def test_a_graph_may_be_used_twice() -> None:
     torch.manual_seed(3)
     region = TensorParallel(Axis("tp", (0, 1), 0), Stream(5))
     x = torch.linspace(-1, 1, 40, requires_grad=True)
-    y = recomputed(_drops(region), x, region).sum()
+    y = recomputed(_drops(region), x, region=region).sum()
     first = torch.autograd.grad(y, x, retain_graph=True)[0]
     assert torch.equal(torch.autograd.grad(y, x)[0], first)
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megalith.config.fields import setting
-
-_WORK_TRAINING = "the complete training options"
+from megalith.config.patterns import of_layers, read_pattern, read_window
 
 
 @dataclass(frozen=True)
@@ -32,10 +31,10 @@ class ModelConfig:
     position_embedding_type: str = setting(
         "learned_absolute",
         help="how positions enter the model",
-        choices=("learned_absolute", "rope", "none"),
+        choices=("learned_absolute", "rope", "yarn", "none"),
         shorthands={"--use-rotary-position-embeddings": "rope"},
-        later=("yarn", "mrope", "relative"),
-        later_with=_WORK_TRAINING,
+        later=("mrope", "relative"),
+        later_with="the work on more models",
     )
     add_position_embedding: bool = setting(
         True,
@@ -46,13 +45,57 @@ class ModelConfig:
     rotary_base: int = setting(10000, help="base of the rotary frequencies", at_least=1)
     rotary_percent: float = setting(1.0, help="part of each head that is rotated", above=0, at_most=1)
     rotary_interleaved: bool = setting(False, help="rotate neighbouring pairs instead of halves")
+    rotary_seq_len_interpolation_factor: int | None = setting(
+        None, help="divide positions by this before they turn heads", at_least=1
+    )
+    no_rope_freq: str | None = setting(
+        None,
+        help='layers without rotary positions: N for every N-th, or a list with a 1 for each such as "[0]*3+[1]"',
+    )
     use_rope_scaling: bool = setting(False, help="stretch slow rotary frequencies for long sequences as Llama 3.1 does")
     rope_scaling_factor: float = setting(8.0, help="how far --use-rope-scaling stretches them", at_least=1)
+    rotary_scaling_factor: float = setting(
+        1.0, help="how far YaRN stretches positions", aliases=("--yarn-rotary-scaling-factor",), at_least=1
+    )
+    yarn_original_max_position_embeddings: int | None = setting(
+        None, help="longest sequence before YaRN stretched positions", unit="tokens", at_least=1
+    )
+    yarn_beta_fast: float | None = setting(
+        None, help="turns over that length from which YaRN leaves a frequency alone; 32 unless given", above=0
+    )
+    yarn_beta_slow: float | None = setting(
+        None, help="turns over that length up to which YaRN stretches it whole; 1 unless given", above=0
+    )
+    yarn_correction_range_round_to_int: bool = setting(True, help="round the bounds of YaRN's mixture of both")
+    mscale: float = setting(
+        1.0, help="how YaRN makes rotated heads longer: 0.1 x this x ln(factor) + 1", aliases=("--yarn-mscale",)
+    )
+    mscale_all_dim: float = setting(
+        0.0, help="the same of what their length is divided by", aliases=("--yarn-mscale-all-dim",)
+    )
     normalization: str = setting("LayerNorm", help="kind of normalisation", choices=("LayerNorm", "RMSNorm"))
     norm_epsilon: float = setting(
         1e-5, help="epsilon of the normalisation", aliases=("--layernorm-epsilon",), above=0, below=1
     )
+    apply_layernorm_1p: bool = setting(False, help="keep the weights of norms minus 1")
+    apply_residual_connection_post_layernorm: bool = setting(
+        False, help="residual branches start behind the norm, as in the original BERT"
+    )
+    fp32_residual_connection: bool = setting(False, help="hidden states between layers in fp32 under --fp16 and --bf16")
     swiglu: bool = setting(False, help="gated SiLU feed-forward layers instead of GELU")
+    geglu: bool = setting(False, help="gated GELU feed-forward layers", ours=True)
+    quick_geglu: bool = setting(False, help="gated feed-forward layers with x sigmoid(1.702 x) for GELU")
+    squared_relu: bool = setting(False, help="squared ReLU feed-forward layers instead of GELU")
+    openai_gelu: bool = setting(False, help="GELU by its tanh approximation, whatever is fused")
+    onnx_safe: str | None = setting(
+        None,
+        help="GELU in its erf form with the constant of Megatron's ONNX export",
+        choices=("True", "False", "true", "false", "1", "0"),
+    )
+    glu_linear_offset: float = setting(0.0, help="added to the linear half of gated feed-forward layers")
+    activation_func_clamp_value: float | None = setting(
+        None, help="bound of both halves of gated feed-forward layers", above=0
+    )
     bias_gelu_fusion: bool = setting(
         True,
         help="GELU by its tanh approximation, as Megatron's fused kernel computes it; then it is the exact erf form",
@@ -61,13 +104,54 @@ class ModelConfig:
     add_bias_linear: bool = setting(True, help="biases in the linear layers", off=("--disable-bias-linear",))
     add_qkv_bias: bool = setting(False, help="a bias on the query, key and value projection only")
     qk_layernorm: bool = setting(False, help="a norm of each query and key head, as in Qwen3")
+    qk_l2_norm: bool = setting(False, help="a norm without weights of each query and key head, as in Llama 4")
+    attention_output_gate: bool = setting(
+        False, help="multiply the output of each head by the sigmoid of a gate, another output of its projection"
+    )
+    softmax_type: str = setting(
+        "vanilla",
+        help="attention sinks: weights that add up to less than 1, as if there were one more key of score 0 "
+        "(off-by-one), or of a learned score for each head (learnable)",
+        choices=("vanilla", "off-by-one", "learnable"),
+    )
+    softmax_scale: float | None = setting(
+        None, help="factor of attention scores; 1 / sqrt(head size) unless given", above=0
+    )
+    window_size: str | None = setting(
+        None, help="sliding window LEFT,0: attention sees its own position and LEFT before it; -1 for all", unit=""
+    )
+    window_attn_skip_freq: str | None = setting(
+        None,
+        help='layers without the window: N for every N-th; or a list with a 1 for each with it such as "[1]*3+[0]"',
+    )
     untie_embeddings_and_output_weights: bool = setting(False, help="an output layer of its own weights")
     hidden_dropout: float = setting(0.1, help="dropout of embeddings and residual branches", at_least=0, below=1)
     attention_dropout: float = setting(0.1, help="dropout of attention probabilities", at_least=0, below=1)
     attention_softmax_in_fp32: bool = setting(
         False, help="softmax of the unfused attention kernel in fp32 (the fused kernel always does so)"
     )
+    label_smoothing: float = setting(
+        0.0,
+        help="part of the target distribution that goes to the other tokens, in training",
+        at_least=0,
+        below=1,
+        ours=True,
+    )
+    calculate_per_token_loss: bool = setting(
+        False, help="the gradient weighs all tokens of a global batch alike, not all micro-batches"
+    )
+    apply_query_key_layer_scaling: bool = setting(
+        False,
+        help="divide attention scores by the number of the layer until they are in fp32, against overflow in fp16 "
+        "(the fused kernel never rounds them); implies --attention-softmax-in-fp32",
+    )
     init_method_std: float = setting(0.02, help="standard deviation of initial weights", at_least=0)
+    embedding_init_method_std: float | None = setting(
+        None, help="standard deviation of initial embeddings; --init-method-std unless given", at_least=0
+    )
+    init_method_xavier_uniform: bool = setting(
+        False, help="initial weights uniform up to sqrt(6 / (inputs + outputs)) instead of normal"
+    )
     use_cpu_initialization: bool = setting(False, help="draw the initial weights exactly as Megatron does on a CPU")
     make_vocab_size_divisible_by: int = setting(128, help="pad the vocabulary to a multiple of this", at_least=1)
     attention_backend: str = setting(
@@ -102,11 +186,52 @@ class ModelConfig:
         return int(4 * self.hidden_size * 2 / 3 / 64) * 64 if self.swiglu else 4 * self.hidden_size
 
     @property
+    def gated(self) -> bool:
+        """Whether the feed-forward layers multiply an activation with a linear half."""
+        return self.swiglu or self.geglu or self.quick_geglu
+
+    @property
     def activation(self) -> str:
-        """The activation of the feed-forward layers: swiglu, gelu_tanh or gelu_erf, by Megatron's rule."""
+        """The function of the feed-forward layers, by Megatron's rule: a name of `nn.feed_forward.ACTIVATIONS`."""
         if self.swiglu:
-            return "swiglu"
-        return "gelu_tanh" if self.bias_gelu_fusion and self.add_bias_linear else "gelu_erf"
+            return "silu"
+        if self.quick_geglu:
+            return "quick_gelu"
+        if self.squared_relu:
+            return "squared_relu"
+        if self.onnx_safe in ("True", "true", "1"):
+            return "gelu_onnx"
+        tanh = self.openai_gelu or (self.bias_gelu_fusion and self.add_bias_linear)
+        return "gelu_tanh" if tanh else "gelu_erf"
+
+    @property
+    def head_norm(self) -> str:
+        """The norm of query and key heads, "" for none."""
+        return "L2Norm" if self.qk_l2_norm else self.normalization if self.qk_layernorm else ""
+
+    @property
+    def softmax_in_fp32(self) -> bool:
+        """Whether the unfused attention kernel computes the softmax in fp32."""
+        return self.attention_softmax_in_fp32 or self.apply_query_key_layer_scaling
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """For each layer how many positions before its own attention sees, None for all."""
+        if self.window_size is None:
+            return (None,) * self.num_layers
+        left = read_window(self.window_size)[0]
+        window = None if left < 0 else left
+        if self.window_attn_skip_freq is None:
+            return (window,) * self.num_layers
+        marks = of_layers(self.window_attn_skip_freq, self.num_layers)
+        by_list = not isinstance(read_pattern(self.window_attn_skip_freq), int)
+        return tuple(window if mark == by_list else None for mark in marks)
+
+    @property
+    def rotated_layers(self) -> tuple[bool, ...]:
+        """For each layer whether its heads are turned by their positions."""
+        skipped = of_layers(self.no_rope_freq, self.num_layers)
+        return tuple(self.rotary_size > 0 and not skip for skip in skipped)
 
     @property
     def fused_attention(self) -> bool:
@@ -117,7 +242,9 @@ class ModelConfig:
 
     @property
     def rotary_size(self) -> int:
-        """Rotated part of a head, 0 without rotary positions."""
+        """Rotated part of a head, 0 without rotary positions; YaRN rotates heads whole."""
+        if self.position_embedding_type == "yarn":
+            return self.head_size
         return int(self.head_size * self.rotary_percent) if self.position_embedding_type == "rope" else 0
 
     @property

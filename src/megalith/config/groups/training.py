@@ -76,9 +76,10 @@ class TrainConfig:
     )
     recompute_granularity: str | None = setting(
         None,
-        help="what is computed again in the backward pass instead of kept for it: whole layers, or attention scores, "
-        "which needs nothing here since fused attention stores none",
+        help="what is computed again in the backward pass instead of kept for it: whole layers, or parts of all "
+        "layers (--recompute-modules)",
         choices=("full", "selective"),
+        shorthands={"--recompute-activations": "selective"},
     )
     recompute_method: str | None = setting(
         None,
@@ -88,6 +89,14 @@ class TrainConfig:
     )
     recompute_num_layers: int | None = setting(
         None, help="layers of a group (uniform) or from the first on (block)", unit="layers", at_least=1
+    )
+    recompute_modules: tuple[str, ...] = setting(
+        (),
+        help="parts of all layers that --recompute-granularity selective means: the scores of unfused attention "
+        "(core_attn, where nothing is given), the feed-forward layers (mlp), the outputs of norms (layernorm)",
+        choices=("core_attn", "layernorm", "mlp"),
+        later=("moe_act", "moe", "shared_experts", "mla_up_proj"),
+        later_with="the work on more models",
     )
     manual_gc: bool = setting(
         False, help="collect garbage at fixed steps", nothing="the loop makes no reference cycles to collect"

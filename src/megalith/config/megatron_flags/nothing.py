@@ -11,7 +11,13 @@ NEED_NOTHING: tuple[Family, ...] = (
         --use-transformer-engine-op-fuser --use-te-activation-func --no-masked-softmax-fusion
         --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion --no-persist-layer-norm
         --no-gradient-accumulation-fusion --disable-jit-fuser --no-gradient-reduce-div-fusion
-        --cross-entropy-loss-fusion --fused-residual-rmsnorm
+        --cross-entropy-loss-fusion --fused-residual-rmsnorm --use-fused-weighted-squared-relu
+        """,
+    ),
+    Family(
+        "the loss is computed from fp16 logits without a copy of them, a few rows at a time, and in fp32",
+        """
+        --fp16-lm-cross-entropy
         """,
     ),
     Family(
@@ -61,12 +67,6 @@ NEED_NOTHING: tuple[Family, ...] = (
         "random streams are objects of their own here, not states of a tracker",
         """
         --te-rng-tracker --inference-rng-tracker
-        """,
-    ),
-    Family(
-        "fused attention stores no scores, which is what selective recomputation would save; the numbers are the same",
-        """
-        --recompute-activations
         """,
     ),
     Family(

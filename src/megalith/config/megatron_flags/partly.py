@@ -12,12 +12,6 @@ PARTLY: tuple[Partly, ...] = (
         "layer specifications by import path come with the work on more models",
     ),
     Partly(
-        "--recompute-modules+=",
-        "core_attn",
-        "fused attention stores no scores",
-        "recomputation of other modules comes with the complete training options",
-    ),
-    Partly(
         "--exit-signal=",
         "2 10 12 15 SIGINT SIGUSR1 SIGUSR2 SIGTERM",
         "this signal is always answered by finishing the step and saving",

@@ -57,7 +57,7 @@ REFUSED: tuple[Family, ...] = (
         """
         --mtp-num-layers= --mtp-loss-scaling-factor=0.1 --multi-latent-attention --rope-type= --q-lora-rank=
         --kv-lora-rank=32 --qk-head-dim=128 --qk-pos-emb-head-dim=64 --v-head-dim=128
-        --rotary-scaling-factor=1.0 --mscale=1.0 --mscale-all-dim=0.0 --mtp-standalone --mtp-use-repeated-layer
+        --mtp-standalone --mtp-use-repeated-layer
         --mtp-detach-heads --mtp-hsm --mtp-hybrid-override-pattern= --cache-mla-latents --mla-down-proj-fusion
         """,
     ),
@@ -269,11 +269,15 @@ REFUSED: tuple[Family, ...] = (
         """,
     ),
     Family(
-        "further precision options come with the complete training options",
+        "logits are in the dtype of the model, and everything that is computed from them is in fp32",
         """
-        --fp32-residual-connection --use-fused-weighted-squared-relu --grad-reduce-in-bf16
-        --fp16-lm-cross-entropy --disable-bf16-reduced-precision-matmul --output-logit-dtype=
-        --apply-query-key-layer-scaling --embedding-weights-in-fp32
+        --output-logit-dtype= --disable-bf16-reduced-precision-matmul
+        """,
+    ),
+    Family(
+        "the embedding is in the dtype of the model; --fp32-residual-connection keeps what is added to it in fp32",
+        """
+        --embedding-weights-in-fp32
         """,
     ),
     Family(
@@ -337,20 +341,20 @@ REFUSED: tuple[Family, ...] = (
     Family(
         "further options of the training loop come with the complete training options",
         """
-        --iterations-to-skip+= --check-for-large-grads --init-method-xavier-uniform --gpu-sniff-test-interval=
+        --iterations-to-skip+= --check-for-large-grads --gpu-sniff-test-interval=
         --train-sync-interval= --result-rejected-tracker-filename= --check-for-spiky-loss
         """,
     ),
     Family(
-        "further options of the model come with the complete training options",
+        "positions of images are not built",
         """
-        --softmax-type=vanilla --apply-residual-connection-post-layernorm --apply-layernorm-1p
-        --glu-linear-offset=0.0 --activation-func-clamp-value= --qk-l2-norm
-        --attention-output-gate --calculate-per-token-loss --embedding-init-method-std= --mrope-section+=
-        --window-size= --window-attn-skip-freq= --yarn-original-max-position-embeddings= --yarn-beta-fast=
-        --yarn-beta-slow= --rotary-seq-len-interpolation-factor=
-        --no-rope-freq= --openai-gelu --squared-relu --quick-geglu --onnx-safe= --qk-clip --qk-clip-alpha=0.5
-        --qk-clip-threshold=100 --yarn-correction-range-round-to-int --no-yarn-correction-range-round-to-int
+        --mrope-section+=
+        """,
+    ),
+    Family(
+        "clipping of query and key weights belongs to multi-latent attention, which is not built",
+        """
+        --qk-clip --qk-clip-alpha=0.5 --qk-clip-threshold=100
         """,
     ),
 )
