@@ -55,6 +55,25 @@ MODELS = {
         "--untie-embeddings-and-output-weights --group-query-attention --num-query-groups 2 --qk-layernorm"
     ),
     "one-group": Model("--group-query-attention --num-query-groups 1 --position-embedding-type rope --add-qkv-bias"),
+    "sinks": Model(
+        "--position-embedding-type rope --group-query-attention --num-query-groups 2 --softmax-type learnable "
+        "--window-size 5,0 --window-attn-skip-freq 2 --softmax-scale 0.7 --no-rope-freq [0]*3+[1] --rotary-percent 0.5"
+    ),
+    "gates": Model(
+        "--position-embedding-type rope --group-query-attention --num-query-groups 2 --attention-output-gate "
+        "--quick-geglu --glu-linear-offset 1 --activation-func-clamp-value 0.5 --apply-layernorm-1p --qk-l2-norm "
+        "--rotary-interleaved --disable-bias-linear --ffn-hidden-size 24"
+    ),
+    "yarn": Model(
+        "--position-embedding-type yarn --yarn-original-max-position-embeddings 8 --rotary-scaling-factor 4 "
+        "--squared-relu --label-smoothing 0.1 --apply-residual-connection-post-layernorm "
+        "--apply-query-key-layer-scaling --softmax-type off-by-one --attention-backend unfused",
+        vocab_size=43,
+    ),
+    "per-token": Model(
+        "--calculate-per-token-loss --geglu --label-smoothing 0.2 --init-method-xavier-uniform --window-size 3,0 "
+        "--embedding-init-method-std 0.3 --untie-embeddings-and-output-weights"
+    ),
 }
 
 BASE = (
@@ -69,7 +88,7 @@ BASE = (
 class Case:
     """A row of the table: the model, the sizes of the layout, and what else.
 
-    `recompute` is method and layers, `fsdp` the stage of ZeRO.
+    `recompute` is method and layers, or `parts` and those, `fsdp` the stage of ZeRO.
     """
 
     layout: Layout
@@ -108,8 +127,12 @@ class Case:
             "--torch-fsdp2-no-reshard-after-forward" if self.fsdp == "zero2" else "",
         ]
         if self.recompute:
-            method, _, layers = self.recompute.partition("-")
-            flags.append(f"--recompute-granularity full --recompute-method {method} --recompute-num-layers {layers}")
+            method, _, what = self.recompute.partition("-")
+            flags.append(
+                f"--recompute-granularity selective --recompute-modules {what.replace('+', ' ')}"
+                if method == "parts"
+                else f"--recompute-granularity full --recompute-method {method} --recompute-num-layers {what}"
+            )
         argv = " ".join([BASE, MODELS[self.model].flags, *flags, more])
         words = [word for word in argv.split(" ") if word]
         return load(words, {"WORLD_SIZE": str(sizes.world_size), "RANK": "0"}, files=False)
@@ -188,6 +211,36 @@ FSDP = [
     Case(Layout(pp=2, dp=2), "uneven-vocabulary", fsdp="zero2", recompute="uniform-1"),
     Case(Layout(pp=2, cp=2), fsdp="zero3"),
 ]
+OPTIONS = [
+    Case(Layout(tp=2), "gates", sequence_parallel=True),
+    Case(Layout(cp=2), "sinks"),
+    Case(Layout(dp=2), "per-token", zero1=True),
+    Case(Layout(tp=2), "yarn", recompute="parts-core_attn+mlp+layernorm"),
+    *(
+        Case(layout, model, sequence_parallel=layout.tp == 4, virtual_stages=vpp, exchange=exchange, zero1=zero1)
+        for model in ("sinks", "gates", "yarn", "per-token")
+        for layout, vpp, exchange, zero1 in (
+            (Layout(tp=4), 1, "p2p", False),
+            (Layout(pp=2), 2, "p2p", False),
+            (Layout(pp=2, tp=2), 1, "p2p", False),
+            (Layout(cp=4), 1, "p2p", False),
+            (Layout(cp=2), 1, "a2a", False),
+            (Layout(cp=2, tp=2), 1, "p2p", True),
+            (Layout(cp=2, dp=2), 1, "a2a", True),
+            (Layout(pp=2, dp=2), 1, "p2p", False),
+        )
+    ),
+    *(Case(Layout(dp=2), model, fsdp="zero3") for model in ("sinks", "gates", "yarn", "per-token")),
+    Case(Layout(tp=2, dp=2), "gates", sequence_parallel=True, fsdp="zero2"),
+    Case(Layout(pp=2), "per-token", schedule="zb-h1"),
+    Case(Layout(pp=2), "gates", schedule="zb-h1", recompute="parts-mlp+layernorm"),
+    Case(Layout(tp=2), "gates", sequence_parallel=True, recompute="parts-mlp+layernorm"),
+    Case(Layout(tp=2, pp=2), "sinks", sequence_parallel=True, recompute="parts-layernorm"),
+    Case(Layout(cp=2), "yarn", exchange="a2a", recompute="parts-core_attn"),
+    Case(Layout(dp=2), "yarn", zero1=True, recompute="uniform-2"),
+    Case(Layout(cp=2), "sinks", recompute="block-1"),
+]
+"""Options of the model, each in every kind of layout; the first four rows have all of them and are always run."""
 EIGHT = [
     Case(Layout(tp=2, pp=2, dp=2), "one-group", sequence_parallel=True, virtual_stages=2, fsdp="zero3"),
     Case(Layout(tp=2, pp=2, dp=2), "llama", sequence_parallel=True, virtual_stages=2, zero1=True),
@@ -364,7 +417,8 @@ def _covering(cases: list[Case]) -> set[Case]:
 
 
 SAMPLE = _covering(CASES)
-ROWS = [pytest.param(case, marks=() if case in SAMPLE else pytest.mark.full) for case in CASES]
+ALWAYS = SAMPLE | set(OPTIONS[:4])
+ROWS = [pytest.param(case, marks=() if case in ALWAYS else pytest.mark.full) for case in [*CASES, *OPTIONS]]
 
 
 @pytest.mark.parametrize("case", ROWS, ids=str)
