@@ -22,20 +22,25 @@ from megalith.train.streams import drop, warn
 # Command -> what it does, in the order of a first day's work.
 COMMANDS: dict[str, str] = {
     "quickstart": "train a small GPT on text of this machine and generate from it, in minutes",
-    "preprocess": "turn text (jsonl, txt) into tokenised .bin/.idx files",
+    "preprocess": "turn text (jsonl, txt, csv, parquet, ...) into tokenised .bin/.idx files",
+    "data": "inspect, verify and merge .bin/.idx datasets",
     "train": "train a model; takes Megatron's flags, or --config RECIPE.toml, or both",
     "generate": "continue a prompt with a trained checkpoint",
     "serve": "answer over HTTP with a trained checkpoint: a page, OpenAI's API, Megatron's API",
     "evaluate": "measure a trained checkpoint",
     "checkpoint": "inspect, verify, compare and convert checkpoints of any format",
     "config": "show the complete configuration that flags and a recipe give, or all flags",
+    "from-megatron": "read a launch script of Megatron: its recipe, the command, and what there is to say",
+    "report": "one page of a run for the browser: curves, changes of the configuration, saves and restarts",
+    "doctor": "what this installation and this machine have, and what is missing for what",
     "schedule": "draw a pipeline schedule with its bubble and its memory",
 }
 
 _INTERRUPTED = 130
 _READER_LEFT = 141  # what a shell reports for a program that SIGPIPE ended
 _SECONDS_FOR_THE_FIRST_TO_SPEAK = 5.0
-_ONLY_PRINTING = ("config", "checkpoint", "generate", "schedule")  # commands whose output is all they do
+# Commands whose output is all they do.
+_ONLY_PRINTING = ("config", "checkpoint", "generate", "schedule", "from-megatron", "doctor")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -67,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def available_commands() -> dict[str, str]:
     """The commands whose modules this installation has."""
-    return {name: about for name, about in COMMANDS.items() if find_spec(f"megalith.cli.{name}")}
+    return {name: about for name, about in COMMANDS.items() if find_spec(_module(name))}
 
 
 def _run(name: str, argv: list[str]) -> int:
@@ -76,12 +81,16 @@ def _run(name: str, argv: list[str]) -> int:
         guesses = difflib.get_close_matches(name, commands, n=1)
         hint = f"did you mean `megalith {guesses[0]}`?" if guesses else f"commands: {', '.join(commands)}"
         raise ConfigError(f"megalith has no command {name}; {hint}")
-    exit_code: int = importlib.import_module(f"megalith.cli.{name}").run(argv)
+    exit_code: int = importlib.import_module(_module(name)).run(argv)
     return exit_code
 
 
+def _module(name: str) -> str:
+    return f"megalith.cli.{name.replace('-', '_')}"
+
+
 def _help() -> str:
-    commands = [f"  {name:12}{about}" for name, about in available_commands().items()]
+    commands = [f"  {name:15}{about}" for name, about in available_commands().items()]
     return "\n".join(
         [
             "megalith: pretraining of large transformer language models, from text to a trained model",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +58,21 @@ def recipe_text(run: RunConfig) -> str:
             continue
         lines = [_recipe_line(setting, _value(run, setting)) for setting in _settings(group)]
         sections.append("\n".join([f"[{group}]", *lines]))
+    return "\n\n".join(sections) + "\n"
+
+
+def given_recipe(values: Mapping[str, Any]) -> str:
+    """What is given, and nothing else, as a recipe.
+
+    Args:
+        values: setting name -> value.
+    """
+    sections = []
+    for group in group_types():
+        given = [setting for setting in _settings(group) if setting.name in values and group != "launch"]
+        if given:
+            lines = [f"{setting.name} = {_toml(values[setting.name])}" for setting in given]
+            sections.append("\n".join([f"[{group}]", *lines]))
     return "\n\n".join(sections) + "\n"
 
 

@@ -1,0 +1,112 @@
+"""`megalith from-megatron script.sh`: what a launch script of Megatron asks for, as a recipe and a command."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megalith.compat.megatron.script import Launch, Script, find_launch, read_script
+from megalith.config import load
+from megalith.config.command_line import read_command_line
+from megalith.config.render import given_recipe, notes_lines
+from megalith.errors import ConfigError
+
+_HELP = """usage: megalith from-megatron SCRIPT.sh [ARGUMENTS OF THE SCRIPT]
+
+Reads a launch script of Megatron-LM (bash) and prints the recipe of its run, the command that starts it here, and what
+there is to say about it. The script itself runs unchanged, too. Nothing of it is executed: variables, arrays, comments
+and continued lines are followed; what only a shell could know is left as it stands. Exit code 2: it asks for something
+that does not fit; the recipe is printed all the same."""
+
+_TRAINING = ("pretrain_gpt.py", "pretrain_llama.py")
+_OTHER = {
+    "pretrain_bert.py": "BERT comes with the work on more models",
+    "pretrain_t5.py": "T5 comes with the work on more models",
+}
+_RECIPE_FILE = "recipe.toml"
+
+
+def run(argv: Sequence[str]) -> int:
+    """Print the recipe on the standard output, notes on the standard error."""
+    if not argv or argv[0] in ("-h", "--help"):
+        print(_HELP)
+        return 0
+    path = Path(argv[0])
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not a text"
+        raise ConfigError(f"{path}: {reason}; give a launch script of bash") from error
+    script = read_script(text, argv[1:], os.environ)
+    launches = find_launch(script.commands)
+    training = [launch for launch in launches if launch.name in _TRAINING]
+    if not training:
+        return _without_training(path, launches)
+    for line in script.notes:
+        print(f"note: {path}: {line}", file=sys.stderr)
+    if len(training) > 1:
+        lines = ", ".join(str(launch.line) for launch in training)
+        print(f"note: {path} starts {len(training)} trainings (lines {lines}); the last one is shown", file=sys.stderr)
+    return _show(path, training[-1], script)
+
+
+def _without_training(path: Path, launches: Sequence[Launch]) -> int:
+    """A script that trains nothing: say what it does.
+
+    Raises:
+        ConfigError: nothing that is known here is started.
+    """
+    for launch in launches:
+        if launch.name in _OTHER:
+            raise ConfigError(f"{path}, line {launch.line}: {launch.program}: {_OTHER[launch.name]}")
+    if not launches:
+        raise ConfigError(f"{path}: no program of Megatron is started in it (such as pretrain_gpt.py by torchrun)")
+    for launch in launches:
+        print(f"# {path}, line {launch.line} starts {launch.name}, whose command line runs here unchanged:")
+        print(shlex.join(["python", launch.program, *launch.flags]))
+    return 0
+
+
+def _show(path: Path, launch: Launch, script: Script) -> int:
+    processes, hosts = launch.processes, launch.hosts
+    world = (processes or 1) * (hosts or 1)
+    reading = read_command_line(launch.flags)
+    print(f"# What {path} asks for (line {launch.line}). Start it by:")
+    for line in _commands(launch):
+        print(f"#   {line}")
+    print(given_recipe(reading.values), end="")
+    for name, number in (("processes of a host", processes), ("hosts", hosts)):
+        if number is None:
+            print(f"note: the number of {name} is not in the script; 1 is taken", file=sys.stderr)
+    for variable in _needless(script):
+        print(f"note: {variable} needs nothing here", file=sys.stderr)
+    # Raises with everything that does not fit; the recipe is printed by then.
+    sys.stdout.flush()
+    configuration = load(launch.flags, {"RANK": "0", "WORLD_SIZE": str(world)}, files=False)
+    for line in notes_lines(configuration):
+        print(f"note: {line}", file=sys.stderr)
+    return 0
+
+
+def _commands(launch: Launch) -> list[str]:
+    """How to start the recipe."""
+    processes, hosts = launch.options.get("processes", "1"), launch.options.get("hosts", "1")
+    if hosts == "1" and launch.launcher not in ("srun", "mpirun", "mpiexec"):
+        count = [] if processes == "1" else ["--nproc", processes]
+        return [shlex.join(["megalith", "train", *count, "--config", _RECIPE_FILE])]
+    if launch.launcher in ("srun", "mpirun", "mpiexec"):
+        return [f"{launch.launcher} ... megalith train --config {_RECIPE_FILE}"]
+    words = ["torchrun", "--nproc-per-node", processes, "--nnodes", hosts]
+    words += ["--node-rank", launch.options.get("host", "N"), "--master-addr", launch.options.get("address", "HOST")]
+    words += ["--master-port", launch.options.get("port", "29500")]
+    return [
+        "on each host, with its own --node-rank:",
+        shlex.join([*words, "-m", "megalith", "train", "--config", _RECIPE_FILE]),
+    ]
+
+
+def _needless(script: Script) -> list[str]:
+    return [name for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "NVTE_FUSED_ATTN") if name in script.exported]

@@ -1,0 +1,179 @@
+"""The words of a bash script: quoting, comments and continued lines, without expanding anything.
+
+A word is a list of parts, for its quoting decides whether what a variable holds is split again.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+_OPERATORS = (
+    "&&",
+    "||",
+    ";;",
+    "<<<",
+    "<<-",
+    "<<",
+    ">>",
+    ">&",
+    "&>",
+    "<(",
+    ">(",
+    ";",
+    "|",
+    "&",
+    "<",
+    ">",
+    "(",
+    ")",
+    "\n",
+)
+_CONTINUED_COMMENT = re.compile(r"\\[ \t]*(#[^\n]*)?\n")
+
+
+@dataclass(frozen=True)
+class Part:
+    """A piece of a word.
+
+    Attributes:
+        text: as written, without its quotes.
+        expands: whether variables in it are looked up: everywhere but in single quotes.
+        quoted: whether it stands in quotes, so that blanks in it do not divide.
+    """
+
+    text: str
+    expands: bool
+    quoted: bool
+
+
+@dataclass(frozen=True)
+class Word:
+    """One word."""
+
+    parts: tuple[Part, ...]
+    line: int
+
+
+@dataclass(frozen=True)
+class Operator:
+    """What stands between words: `;`, a bracket, the end of a line.
+
+    Attributes:
+        text: as written.
+        glued: whether it stands directly behind a word, as the bracket of `NAME=(` and the mark of `2>` do.
+    """
+
+    text: str
+    line: int
+    glued: bool
+
+
+Token = Word | Operator
+
+
+class _Reader:
+    """One pass over the text."""
+
+    def __init__(self, text: str) -> None:
+        self._text, self._at, self.line = text, 0, 1
+
+    def tokens(self) -> Iterator[Token]:
+        while self._at < len(self._text):
+            if self._skipped():
+                continue
+            operator = next((word for word in _OPERATORS if self._text.startswith(word, self._at)), "")
+            if operator:
+                before = self._text[self._at - 1 : self._at]
+                yield Operator(operator, self.line, bool(before) and before not in " \t\r\n;&|()")
+                self._take(len(operator))
+            else:
+                line = self.line
+                yield Word(tuple(self._parts()), line)
+
+    def _skipped(self) -> bool:
+        """Pass over blanks, comments, and the ends of continued lines.
+
+        A backslash that blanks or a comment follow continues nothing in bash; in a list of flags it is meant to, and
+        the scripts that users have show it, so the line is taken as continued.
+        """
+        letter = self._text[self._at]
+        if letter in " \t\r":
+            self._take(1)
+            return True
+        if letter == "#":
+            end = self._text.find("\n", self._at)
+            self._take((len(self._text) if end < 0 else end) - self._at)
+            return True
+        if letter == "\\" and (match := _CONTINUED_COMMENT.match(self._text, self._at)):
+            self._take(len(match[0]))
+            return True
+        return False
+
+    def _parts(self) -> Iterator[Part]:
+        plain = ""
+        while self._at < len(self._text):
+            letter = self._text[self._at]
+            if letter in " \t\r" or any(self._text.startswith(word, self._at) for word in _OPERATORS):
+                break
+            if letter == "\\":
+                if match := _CONTINUED_COMMENT.match(self._text, self._at):
+                    # Glued to a word: bash joins it with the next line, whose indent then ends it.
+                    self._take(len(match[0]))
+                    if match[1] is not None or match[0][1] in " \t#":
+                        break
+                    continue
+                yield from [Part(plain, True, False)] if plain else []
+                plain = ""
+                yield Part(self._text[self._at + 1 : self._at + 2], False, True)
+                self._take(2)
+            elif letter in "'\"":
+                yield from [Part(plain, True, False)] if plain else []
+                plain = ""
+                yield self._quoted(letter)
+            elif letter == "$" and self._text[self._at + 1 : self._at + 2] in ("{", "("):
+                plain += self._braced()
+            elif letter == "`":
+                end = self._text.find("`", self._at + 1)
+                plain += self._take((len(self._text) - 1 if end < 0 else end) - self._at + 1)
+            else:
+                plain += self._take(1)
+        yield from [Part(plain, True, False)] if plain else []
+
+    def _quoted(self, quote: str) -> Part:
+        self._take(1)
+        text = ""
+        while self._at < len(self._text) and self._text[self._at] != quote:
+            if quote == '"' and self._text[self._at] == "\\":
+                pair = self._take(2)
+                text += "" if pair == "\\\n" else pair[1:] if pair[1:] in ('"', "\\", "`") else pair
+            elif quote == '"' and self._text[self._at] == "$" and self._text[self._at + 1 : self._at + 2] in ("{", "("):
+                text += self._braced()
+            else:
+                text += self._take(1)
+        self._take(1)
+        return Part(text, quote == '"', True)
+
+    def _braced(self) -> str:
+        """`${...}` or `$(...)` to its closing bracket."""
+        opening = self._text[self._at + 1]
+        closing = {"{": "}", "(": ")"}[opening]
+        depth, end = 0, self._at + 1
+        while end < len(self._text):
+            depth += (self._text[end] == opening) - (self._text[end] == closing)
+            end += 1
+            if depth == 0:
+                break
+        return self._take(end - self._at)
+
+    def _take(self, length: int) -> str:
+        taken = self._text[self._at : self._at + length]
+        self.line += taken.count("\n")
+        self._at += length
+        return taken
+
+
+def tokens(text: str) -> list[Token]:
+    """The words and operators of a script, comments left out."""
+    return list(_Reader(text).tokens())

@@ -1,0 +1,163 @@
+"""Launch scripts of bash are read as bash would, without one."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from megalith.cli.main import main
+from megalith.compat.megatron.script import find_launch, read_script
+from megalith.compat.megatron.script.expand import Variables
+from megalith.compat.megatron.script.words import tokens
+
+SCRIPTS = Path(__file__).parent / "scripts"
+
+
+def words(line: str, arguments: tuple[str, ...] = (), environ: dict[str, str] | None = None) -> list[str]:
+    """The words of the only echo of a script."""
+    (command,) = [command for command in read_script(line, arguments, environ).commands if command.words[0] == "echo"]
+    return list(command.words)
+
+
+ECHOES = [
+    "echo a 'b c' \"d  e\" f\\ g",
+    "echo one \\\n   two \\\n  three",
+    'A=\'x y\'; echo $A "$A" ${A}z "pre${A}post" pre${A}post',
+    "A=(one 'two three' four); echo ${A[@]} ${A[1]} ${#A[@]}",
+    'A=(one "two three"); echo "${A[@]}" "${A[*]}"',
+    'A=(); B="--x 1"; echo start ${A[@]} $B end',
+    "A=(\n  --a 1  # a comment\n  # --b 2\n  --c '#3'\n)\nA+=(--d 4)\necho ${A[@]}",
+    'A="x"; A+=" y"; echo $A "$A"',
+    "echo ${NO:-default} ${NO-other} ${HOME:+there} ${NO:=kept} $NO",
+    "N=4; M=2; echo $((N*M)) $(($N + ${M} * 3)) $((N/3)) $((N % 3))",
+    "F=/a/b.txt.gz; echo ${F##*/} ${F%.*} ${F%%.*} ${F#/}",
+    "echo $1 $2 $# ; ",
+    "X=1; if [ $X -eq 1 ]; then Y=yes; else Y=no; fi; echo $Y",
+    'X=""; if [ -z "$X" ]; then Y=empty; fi; echo $Y',
+    'X=a; if [[ "$X" == b ]]; then Y=1; elif [ "$X" = a ]; then Y=2; else Y=3; fi; echo $Y',
+    'if [ -n "" ]; then if [ 1 -eq 1 ]; then Y=1; fi; Y=2; else Y=3; fi; echo $Y',
+    "echo a > /dev/null b 2>&1",
+    "c='echo x y'; eval $c",
+    "export A=5 B=6; echo $A$B",
+    "echo --output-prefix dir/name\\\n   --next",
+    "for x in p q; do echo $x; break; done",
+]
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash here to compare with")
+@pytest.mark.parametrize("line", ECHOES)
+def test_the_words_are_those_of_bash(line: str) -> None:
+    shown = line.replace("> /dev/null b 2>&1", "b")
+    done = subprocess.run(
+        ["bash", "-c", f"echo() {{ printf '<%s>' \"$@\"; }}; {shown}", "script", "first", "second"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    command = words(line, ("first", "second"), {"HOME": "/root"})
+    assert command[0] == "echo"
+    assert "".join(f"<{word}>" for word in command[1:]) == done.stdout
+
+
+def test_a_backslash_with_a_comment_behind_it_continues_the_line() -> None:
+    """In bash that backslash escapes the blank; what its author meant is a line that goes on."""
+    script = "python train.py --a 1 \\  # the first\n  --b 2 \\\n  # ${LAST[@]}\nnext"
+    first, second = read_script(script).commands
+    assert first.words == ("python", "train.py", "--a", "1", "--b", "2")
+    assert second.words == ("next",)
+
+
+def test_what_needs_a_shell_is_left_and_said() -> None:
+    script = read_script('D=$(cd "$(dirname "$0")" && pwd)\npython $D/pretrain_gpt.py --lr $LR\n[ -f x ] && echo\n')
+    assert script.commands[0].words[-1] == "--lr"
+    assert script.notes == [
+        "$LR: set nowhere in the script, taken as empty",
+        'left as it stands, for it needs a shell: $(cd "$(dirname "$0")" && pwd)',
+    ]
+
+
+def test_nothing_is_run(tmp_path: Path) -> None:
+    target = tmp_path / "made"
+    read_script(f"touch {target}\nX=$(touch {target})\n`touch {target}`\neval touch {target}\n")
+    assert not target.exists()
+
+
+@pytest.mark.parametrize("text", ["'", '"', "${", "$((", "A=(", "`", "if [", "\\", "$(", "a=b c=", "((", "fi", "}"])
+def test_a_broken_script_is_read_as_far_as_it_goes(text: str) -> None:
+    assert tokens(text) is not None
+    read_script(text)
+
+
+def test_a_sum_calls_nothing() -> None:
+    variables = Variables()
+    (word,) = tokens("$((__import__('os').getpid()))")
+    assert variables.expand(word) == ["$((__import__('os').getpid()))"]  # type: ignore[arg-type]
+
+
+def test_the_launch_of_the_arrays() -> None:
+    text = (SCRIPTS / "gpt_arrays.sh").read_text()
+    (launch,) = find_launch(read_script(text, ("ckpt", "tb", "v.json", "m.txt", "text_document")).commands)
+    assert (launch.name, launch.launcher, launch.processes, launch.hosts) == ("pretrain_gpt.py", "torchrun", 8, 1)
+    assert launch.flags[:4] == ("--num-layers", "12", "--hidden-size", "768")
+    assert "--sequence-parallel" in launch.flags
+    assert not {"--attention-backend", "2>&1", "tee"} & set(launch.flags)
+    assert launch.flags[-2:] == ("--tensorboard-dir", "tb")
+
+
+def test_the_launch_of_the_texts() -> None:
+    text = (SCRIPTS / "gpt3_175b.sh").read_text()
+    (launch,) = find_launch(read_script(text, ("ckpt/", "data"), {"SLURM_NODEID": "3"}).commands)
+    assert (launch.launcher, launch.processes, launch.hosts) == ("torch.distributed.launch", 8, 16)
+    assert launch.options == {
+        "processes": "8",
+        "hosts": "16",
+        "host": "3",
+        "address": "first-host",
+        "port": "6000",
+    }
+    assert launch.flags[-4:] == ("--save", "ckpt", "--save-interval", "10000")
+
+
+def test_the_command_prints_a_recipe_that_gives_the_same_configuration(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    from megalith.config import load
+
+    arguments = ["ckpt", "tb", "v.json", "m.txt", "text_document"]
+    assert main(["from-megatron", str(SCRIPTS / "gpt_arrays.sh"), *arguments]) == 0
+    out, err = capsys.readouterr()
+    assert "#   megalith train --nproc 8 --config recipe.toml" in out
+    assert "note: CUDA_DEVICE_MAX_CONNECTIONS needs nothing here" in err
+    (tmp_path / "recipe.toml").write_text(out)
+    environ = {"RANK": "0", "WORLD_SIZE": "8"}
+    (launch,) = find_launch(read_script((SCRIPTS / "gpt_arrays.sh").read_text(), arguments).commands)
+    assert load(["--config", str(tmp_path / "recipe.toml")], environ, files=False) == load(
+        launch.flags, environ, files=False
+    )
+
+
+def test_what_does_not_fit_is_said_behind_the_recipe(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(
+        "python pretrain_gpt.py --num-layers 3 --fp8-format e4m3 --hidden-size 10 --num-attention-heads 3"
+    )
+    assert main(["from-megatron", str(script)]) == 2
+    out, err = capsys.readouterr()
+    assert "num_layers = 3" in out
+    assert "--fp8-format e4m3" in err and "--lr is required" in err and "--hidden-size 10 is not divisible" in err
+
+
+def test_scripts_without_a_training(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text("echo hello")
+    assert main(["from-megatron", str(script)]) == 2
+    assert "no program of Megatron is started in it" in capsys.readouterr().err
+    script.write_text("python tools/preprocess_data.py --input a.jsonl")
+    assert main(["from-megatron", str(script)]) == 0
+    assert "python tools/preprocess_data.py --input a.jsonl" in capsys.readouterr().out
+    assert main(["from-megatron", str(tmp_path / "none.sh")]) == 2
+    script.write_text("torchrun pretrain_bert.py --lr 1")
+    assert main(["from-megatron", str(script)]) == 2
