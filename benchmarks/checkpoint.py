@@ -8,7 +8,10 @@ rounds measures, in turns and in the same folder of the same disk:
   raw write         the bytes of the checkpoint's data files, from memory, into as many files, one thread a file, fsync
   save              `CheckpointSaver.save`, as `megalith train` does it
   async             `BackgroundSaver`: how long the training stands still, and all until the checkpoint is in its place;
-                    matrix products go on beside it, and what they lose of their speed is given too
+                    matrix products go on beside it, and what they lose of their speed is given too. They stand for
+                    steps of `--step-seconds`, after each of which the optimizer would change what is saved; a step of
+                    the 350M model takes some 20 s on this machine. `at once` is how long the copies take if a step
+                    waits for them at its begin
   torch.save        the state dict into one file, fsync
   dcp.save          torch.distributed.checkpoint with its defaults (two files, fsync)
   raw read          the same files into memory, one thread a file, none of it in the system's cache
@@ -138,8 +141,8 @@ def data_files(folder: Path) -> list[Path]:
 class Bench:
     """The state, the folder, and what is measured with them."""
 
-    def __init__(self, size: str, folder: Path) -> None:
-        self.folder, self.checkpoints = folder, folder / "checkpoints"
+    def __init__(self, size: str, folder: Path, step_seconds: float) -> None:
+        self.folder, self.checkpoints, self.step_seconds = folder, folder / "checkpoints", step_seconds
         self.run = configuration(size, self.checkpoints)
         self.state = build_state(self.run)
         self.state.iteration = 1
@@ -218,19 +221,28 @@ class Bench:
         self.background.reserve(self.state)
         quiet = [products() for _ in range(5)]
         started = time.perf_counter()
-        saved, beside, stall = None, [], self.background.schedule(self.state).stall_seconds
+        saved, beside, scheduling = None, [], self.background.schedule(self.state).stall_seconds
         while saved is None:
-            while self.background.busy:
+            until = time.perf_counter() + self.step_seconds
+            while time.perf_counter() < until:
                 beside.append(products())
-            saved = self.background.proceed()
+            self.background.settle()
+            if not self.background.busy:
+                saved = self.background.proceed()
         usual = statistics.median(quiet)
         return {
             "stall": saved.stall_seconds,
-            "copying": stall,
+            "scheduling": scheduling,
             "total": time.perf_counter() - started,
             "lost beside it": sum(seconds - usual for seconds in beside),
             "slower by": statistics.mean(beside) / usual - 1 if beside else 0.0,
+            "at once": self.copies_at_once(),
         }
+
+    def copies_at_once(self) -> float:
+        """The copies with nothing beside them."""
+        chunks, staging = self.saver.chunks_of(self.state), self.background._staging
+        return seconds_of(lambda: (staging.begin(chunks), staging.settle()))
 
 
 def _drop(path: Path) -> None:
@@ -302,13 +314,14 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="350M")
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--step-seconds", type=float, default=2.0, help="of the steps beside which a save is made")
     parser.add_argument("--folder", type=Path, default=Path(), help="a temporary folder is made in it (here)")
     parser.add_argument("--no-peers", action="store_true", help="without torch.save and plain DCP")
     parser.add_argument("--out", type=Path, help="write the result as JSON")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="checkpoint-bench-") as folder:
-        bench = Bench(options.size, Path(folder))
+        bench = Bench(options.size, Path(folder), options.step_seconds)
         free = shutil.disk_usage(folder).free
         if free < 3 * bench.nbytes:
             parser.error(
@@ -320,6 +333,7 @@ def main() -> None:
             "load_before": os.getloadavg(),
             "torch": torch.__version__,
             "threads": options.threads,
+            "step_seconds": options.step_seconds,
             "size": options.size,
             **measure(bench, options.pairs, peers=not options.no_peers),
             "load_after": os.getloadavg(),

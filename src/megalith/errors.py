@@ -38,6 +38,10 @@ class CheckpointError(MegalithError):
     exit_code = 4
 
 
+class DamagedCheckpointError(CheckpointError):
+    """The files of a checkpoint are not as they were saved; another one may be sound."""
+
+
 class LayoutError(MegalithError):
     """A tensor or a group of ranks cannot be divided in the way that is asked."""
 

@@ -302,7 +302,14 @@ def save_beside(folder: str, flags: str, world_size: int, vocab_size: int, until
     agreement = Agreement(NeverStop(), context, counts=state.speaks, writers=saver)
     batches = _batches(vocab_size, context.layout, context.dp.index, 0)
     while saver.scheduled is not None or state.iteration < until + 2:
-        train_step(state, batches, run.num_micro_batches, schedule=run.pipeline_schedule, totals=agreement.totals)
+        train_step(
+            state,
+            batches,
+            run.num_micro_batches,
+            schedule=run.pipeline_schedule,
+            totals=agreement.totals,
+            before_update=saver.settle,
+        )
         if state.iteration == until:
             saver.schedule(state)
         elif saver.scheduled is not None and not agreement.busy:

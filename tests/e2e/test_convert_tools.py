@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from megalith.cli.main import main
 from megalith.train.metrics import read_metrics
@@ -110,6 +111,28 @@ def test_splitting_with_the_tool_of_today(trained: tuple[Path, list[object]], re
     assert sizes[1] < sizes[3] and sizes[2] < sizes[0], "both ends hold the embedding (C085)"
 
 
+@pytest.mark.parametrize(("tool", "norm"), [(UTIL, "input_layernorm"), (TODAY, "input_norm")])
+def test_names_from_before_megatron_core(
+    tool: str, norm: str, trained: tuple[Path, list[object]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder, _ = trained
+    save = folder / f"L-{norm}"
+    places = ["--load-dir", str(folder / "A"), "--save-dir", str(save), "--loader", "megatron", "--saver", "legacy"]
+    sizes = ["--target-tensor-parallel-size", "1", "--target-pipeline-parallel-size", "2"]
+    assert main(["checkpoint", Path(tool).name, "--model-type", "GPT", *places, *sizes]) == 0
+    assert "those from before Megatron-Core, for Mega" in capfd.readouterr().out
+    body = torch.load(save / "iter_0000005/mp_rank_00_001/model_optim_rng.pt", weights_only=False)
+    assert body["model"].keys() == {"language_model", "word_embeddings_for_head"}
+    assert f"layers.0.{norm}.weight" in body["model"]["language_model"]["encoder"]
+    assert body["args"].use_legacy_models is True
+    back = ["--format", "torch", "--tp", "1", "--pp", "2", "--no-optim"]
+    assert main(["checkpoint", "convert", str(save), str(folder / f"core-{norm}"), *back]) == 0
+    body = torch.load(folder / f"core-{norm}/iter_0000005/mp_rank_00_001/model_optim_rng.pt", weights_only=False)
+    assert body["args"].use_legacy_models is False and "output_layer.weight" in body["model"]
+    assert main(["checkpoint", "diff", str(folder / "A"), str(folder / f"core-{norm}"), "--weights"]) == 0
+    capfd.readouterr()
+
+
 @pytest.mark.parametrize("target", ["1 1", "2 1", "1 4"])
 def test_what_the_tools_write_is_trained_on_with_the_same_losses(
     target: str, trained: tuple[Path, list[object]], warm: WarmProcess, capfd: pytest.CaptureFixture[str]
@@ -173,7 +196,6 @@ def test_an_in_run_conversion(
     ("flags", "said"),
     [
         ("--model-type BERT", "--model-type BERT is not converted by this version"),
-        ("--model-type GPT --saver legacy", "--saver legacy: the names from before Megatron-Core are read and not"),
         ("--model-type GPT --loader mixtral_hf", "--loader mixtral_hf: mixtures of experts come with a later version"),
         ("--model-type GPT --loader gpt5", "--loader gpt5 is not known; use core, mcore, megatron, legacy"),
         ("--model-type GPT --loader llama_mistral --checkpoint-type meta", "--checkpoint-type meta cannot be read"),

@@ -21,10 +21,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalith.checkpoint.adapted import Adapter
+from megalith.checkpoint.adapted import Adapter, WeightsOnly
 from megalith.checkpoint.content import CheckpointContent, Chunk
 from megalith.checkpoint.folder import CheckpointFolder
+from megalith.checkpoint.formats.megatron_names import flattened
 from megalith.checkpoint.formats.per_rank import write_per_rank
+from megalith.checkpoint.formats.per_rank_layout import target_of
 from megalith.checkpoint.per_rank_source import PerRankSource
 from megalith.checkpoint.safe_loading import ForeignEnum, load_tensors_and_plain_data
 from megalith.checkpoint.source import Source, open_source
@@ -449,6 +451,39 @@ def test_files_of_before_megatron_core(unpack: Callable[..., Path], name: str, v
     ].keys()
     if version >= 2:  # before, the moments of the projection carry no step here
         assert found["optimizer"] == common["optimizer"]
+
+
+@pytest.mark.parametrize(("generation", "family"), [("2023", "2023-06"), ("0.12", "2023-12")])
+@pytest.mark.parametrize("name", ["gpt2_torch", "gpt2_tp2_torch", "gpt2_pp2_torch", "llama_torch"])
+def test_names_of_before_megatron_core_are_written(
+    unpack: Callable[..., Path], tmp_path: Path, name: str, generation: str, family: str
+) -> None:
+    """`--saver legacy`: the dicts are those of a file of that time, and hold the same."""
+    source = open_source(unpack(name))
+    (tmp_path / "out").mkdir()
+    files = write_per_rank(WeightsOnly(WithArgs(source)), tmp_path / "out", generation)
+    for file in files:
+        core = load_tensors_and_plain_data(source.path / file)
+        if name != "llama_torch":
+            expected = legacy(core, 3, family)["model"]
+        else:
+            untied = legacy({**core, "optimizer": core["optimizer"]}, 3, family)["model"]
+            expected = {"language_model": {**untied["language_model"]}}
+            expected["language_model"]["output_layer"] = untied["word_embeddings_for_head"]
+        found = dict(flattened(load_tensors_and_plain_data(tmp_path / "out" / file)["model"]))
+        wanted = dict(flattened(expected))
+        assert found.keys() == wanted.keys()
+        for key, value in wanted.items():
+            assert torch.equal(found[key], value), key
+    weights = {key: value for key, value in read_all(source).items() if not key.startswith("optimizer.")}
+    assert_same(read_all(open_source(tmp_path / "out")), weights)
+
+
+def test_what_had_no_name_before_megatron_core_is_refused(unpack: Callable[..., Path], tmp_path: Path) -> None:
+    common = open_source(unpack("llama_torch")).common()
+    vars(common["args"])["qk_layernorm"] = True
+    with pytest.raises(CheckpointError, match=r"--saver legacy has no names(.|\n)*self_attention.q_layernorm.weight"):
+        target_of(common, {}, torch.float32, "here", "0.12")
 
 
 def test_names_of_transformer_engine_and_its_states_of_fp8(unpack: Callable[..., Path]) -> None:

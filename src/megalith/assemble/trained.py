@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from megalith.checkpoint.formats.torch_dist import WORD_EMBEDDINGS, model_chunks
 from megalith.config.foreign_args import model_of, precision_of, tokenizer_of
 from megalith.config.groups import TokenizerConfig
 from megalith.distributed.context import ParallelContext
-from megalith.errors import CheckpointError, LayoutError
+from megalith.errors import CheckpointError, DamagedCheckpointError, LayoutError
 from megalith.layout import cut
 from megalith.models.gpt import GPT, Stage, named_placements
 from megalith.nn.placement import Placement
@@ -75,8 +75,28 @@ def load_trained(
     """
     context = context or ParallelContext.solo(device)
     folder, named = split_path(path)
-    store = DirectoryStore(folder, context)
-    found, notes = _find(store, named if iteration is None else iteration)
+    store, iteration = DirectoryStore(folder, context), named if iteration is None else iteration
+    try:
+        return _trained(store, *_find(store, iteration), device, tokenizer, context, dtype)
+    except DamagedCheckpointError:
+        pass  # in files that a load reads through; the search that reads them all says what is wrong
+    return _trained(store, *_find(store, iteration, thorough=True), device, tokenizer, context, dtype)
+
+
+def _trained(
+    store: DirectoryStore,
+    found: int,
+    notes: Sequence[str],
+    device: torch.device,
+    tokenizer: TokenizerConfig | None,
+    context: ParallelContext,
+    dtype: torch.dtype | None,
+) -> Trained:
+    """As `load_trained`, of the checkpoint `found`.
+
+    Raises:
+        DamagedCheckpointError: A file of its tensors is not as it was saved.
+    """
     args = vars(store.common(found).get("args", Namespace()))
     model_config, precision = model_of(args), precision_of(args)
     model = GPT(
@@ -90,7 +110,7 @@ def load_trained(
     content = CheckpointContent(
         chunks=model_chunks(_stored(model), model_config.num_layers, rank=context.tp.index, size=context.tp.size)
     )
-    store.load(found, content, verify=False)  # found means verified
+    store.load(found, content)
     model.requires_grad_(False)
     built = build_tokenizer(tokenizer or _with_files_of(store.folder(found), tokenizer_of(args)))
     if built.vocab_size > model.vocab_size:
@@ -131,12 +151,12 @@ def _vocab_size(args: Mapping[str, Any], folder: Path) -> int:
     return int(args["padded_vocab_size"])
 
 
-def _find(store: DirectoryStore, iteration: int | None) -> tuple[int, list[str]]:
+def _find(store: DirectoryStore, iteration: int | None, *, thorough: bool = False) -> tuple[int, list[str]]:
     if iteration is not None:
-        if problems := store.verify(iteration):
+        if problems := store.verify(iteration, deferred=not thorough):
             raise CheckpointError("\n  ".join([f"{store.folder(iteration)} is damaged:", *problems]))
         return iteration, []
-    newest, notes = store.newest_verified()
+    newest, notes = store.newest_verified(deferred=not thorough)
     if newest is None:
         what = "holds no sound checkpoint" if notes else "holds no checkpoint; give the folder that --save named"
         raise CheckpointError("\n  ".join([f"{store.path} {what}", *notes]))

@@ -1,8 +1,9 @@
 """A save beside the training: a thread of each rank writes copies of its tensors, and the ranks commit at the end of a
 later step.
 
-    every rank       its tensors are copied, the folder is made                                    between two steps
-    every rank       writes and hashes its files                                                   in a thread
+    every rank       begins to copy its tensors; the folder is made                                between two steps
+    every rank       copies, writes and hashes its files                                           in threads
+    every rank       waits for its copies (`settle`)                                       before the tensors change
     all              tell each other what they wrote                                               between two steps
     the first        .metadata, common.pt, ..., manifest.json; rename; tracker                     in a thread
     all              hear that it is done                                                          between two steps
@@ -62,6 +63,10 @@ class PendingSave(Protocol):
         """Whether this rank could not do its part."""
         ...
 
+    def settle(self) -> None:
+        """Wait until the tensors that are saved may change."""
+        ...
+
     def proceed(self, *, failed: bool = False) -> SaveReport | None:
         """Go on to the next stage, waiting for what is still busy; all ranks call it together.
 
@@ -119,7 +124,7 @@ class _Work(Generic[T]):
 
 
 class BackgroundSave:
-    """A save whose tensors are copied: threads write (on each rank) and then commit (on the first).
+    """A save whose tensors are being copied: threads write (on each rank) and then commit (on the first).
 
     Args:
         saving: begun, over copies that stay as they are until `proceed` has returned for the first time.
@@ -145,6 +150,9 @@ class BackgroundSave:
     @property
     def _work(self) -> _Work[Any]:
         return self._committing or self._writing
+
+    def settle(self) -> None:
+        self._saving.settle()
 
     def proceed(self, *, failed: bool = False) -> SaveReport | None:
         if failed:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from megalith.checkpoint.adapted import Adapter, InPrecision, Repadded, Watched,
 from megalith.checkpoint.commit import replace_durably
 from megalith.checkpoint.content import Chunk
 from megalith.checkpoint.folder import CheckpointFolder, damaged
+from megalith.checkpoint.formats.megatron_names import CORE
 from megalith.checkpoint.formats.torch_dist import CHECKPOINT_VERSION, CONTENT_METADATA, is_rng_object
 from megalith.checkpoint.huggingface_source import HuggingFaceSource, files_of_tokenizer
 from megalith.checkpoint.locate import locate
@@ -79,6 +81,7 @@ class Wanted:
         true_vocab_size: tokens of the vocabulary, which is then padded for the layout as Megatron pads it.
         run_args: Megatron's arguments of a run whose layers are to be divided in its way; tp and pp are among them.
         release: weights without an iteration, under `release/`.
+        names: of the weights in format torch: `CORE` or a generation of `LEGACY`.
         replace: take the place of a checkpoint that is there.
     """
 
@@ -90,6 +93,7 @@ class Wanted:
     true_vocab_size: int | None = None
     run_args: Mapping[str, Any] = field(default_factory=dict)
     release: bool = False
+    names: str = CORE
     replace: bool = False
 
 
@@ -156,7 +160,7 @@ def convert(
 
     with claim(destination):
         facts, files = _facts(folder, number, layout), further_files(folder)
-        write = write_torch_dist if wanted.format == "torch_dist" else write_torch
+        write = write_torch_dist if wanted.format == "torch_dist" else partial(write_torch, names=wanted.names)
         size = write(source, final, facts=facts, files=files, publish=publish, check=check)
     return Converted(final, size, time.perf_counter() - started, notes)
 
@@ -224,8 +228,17 @@ def adapted(source: Source, wanted: Wanted, where: str, notes: list[str]) -> tup
         notes.append(f"the vocabulary is padded to {padded} rows instead of {rows}")
         result = Repadded(result, padded)
     of_run = {name: value for name, value in wanted.run_args.items() if name in _DIVIDING}
-    result = _OwnCommon(WithArgs(result, lambda own: {**divided_args(own, layout, wanted.format), **of_run}))
+    generation = _generation(args, wanted)
+    made = {**of_run, **generation}
+    result = _OwnCommon(WithArgs(result, lambda own: {**divided_args(own, layout, wanted.format), **made}))
     return result, layout
+
+
+def _generation(args: Mapping[str, Any], wanted: Wanted) -> dict[str, Any]:
+    """What the args say of the names; those of a time before core or after it say nothing."""
+    legacy = wanted.names != CORE
+    said = {"use_legacy_models": legacy, "use_mcore_models": not legacy}
+    return {name: value for name, value in said.items() if legacy or name in args}
 
 
 def _padded(args: Mapping[str, Any], wanted: Wanted, layout: Layout, where: str) -> int:

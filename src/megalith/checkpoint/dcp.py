@@ -56,6 +56,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from megalith.checkpoint.content import CheckpointContent, Chunk, by_key, volume
+from megalith.checkpoint.hashed_reading import ReadThrough
 from megalith.checkpoint.hashing import FileRecord, HashedFile
 from megalith.checkpoint.safe_loading import dump_bytes, load_bytes, read_metadata
 from megalith.checkpoint.tensor_entry import Heads, read_tensor_entry, write_tensor_entry
@@ -439,10 +440,9 @@ def _narrow(tensor: Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> T
 class RestrictedReader(FileSystemReader):
     """Reads a checkpoint folder, each data file in a thread, tensors straight into their destination."""
 
-    def __init__(self, path: Path, metadata: Metadata) -> None:
+    def __init__(self, path: Path, metadata: Metadata, through: ReadThrough) -> None:
         super().__init__(path)
-        self._folder = path
-        self._metadata = metadata
+        self._folder, self._metadata, self._through = path, metadata, through
         self._heads: Heads = {}
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -476,7 +476,7 @@ class RestrictedReader(FileSystemReader):
 
     def _read_tensors(self, name: str, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
         path = self._folder / name
-        with path.open("rb", buffering=0) as file:
+        with path.open("rb", buffering=0) as file, self._through.reading(name, file.fileno()) as reading:
             for item in sorted(items, key=lambda item: self.storage_data[item.storage_index].offset):
                 info = self.storage_data[item.storage_index]
                 target = planner.resolve_tensor(item).detach()
@@ -484,7 +484,7 @@ class RestrictedReader(FileSystemReader):
                 whole = tuple(item.lengths) == stored
                 try:
                     tensor = read_tensor_entry(
-                        file.fileno(), info.offset, info.length, stored, target if whole else None, self._heads
+                        reading, info.offset, info.length, stored, target if whole else None, self._heads
                     )
                 except (EOFError, ValueError) as error:
                     raise CheckpointError(f"{path} is damaged at {item.storage_index.fqn}: {error}") from error
@@ -524,10 +524,18 @@ def open_metadata(path: Path) -> Metadata:
     return metadata
 
 
-def read_sharded(path: Path, metadata: Metadata, content: CheckpointContent) -> dict[str, Any]:
+def read_sharded(
+    path: Path, metadata: Metadata, content: CheckpointContent, through: ReadThrough | None = None
+) -> dict[str, Any]:
     """Fill the chunks of `content` in place and return the objects that it names.
 
     The caller has compared keys and shapes (`fit.fitted`).
+
+    Args:
+        path: the folder.
+        metadata: what it holds.
+        content: what to read.
+        through: the files to hash in passing; none by default.
 
     Raises:
         CheckpointError: a file is damaged, or an object names a type that is not allowed.
@@ -536,7 +544,7 @@ def read_sharded(path: Path, metadata: Metadata, content: CheckpointContent) -> 
     with _without_single_process_warning(), plain_exceptions(), torch.no_grad():
         dcp.load(
             state,
-            storage_reader=RestrictedReader(path, metadata),
+            storage_reader=RestrictedReader(path, metadata, through or ReadThrough(path, {})),
             planner=ChunkLoadPlanner(str(path)),
             no_dist=True,
         )

@@ -13,6 +13,7 @@ their sources (`source`).
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,12 +26,13 @@ from megalith.checkpoint.commit import write_durably
 from megalith.checkpoint.content import CheckpointContent, LoadedContent
 from megalith.checkpoint.dcp import METADATA_FILE, Written, encode_objects, write_metadata
 from megalith.checkpoint.fit import Contents, fitted, listing
+from megalith.checkpoint.hashed_reading import ReadThrough
 from megalith.checkpoint.hashing import FileRecord, hash_files
 from megalith.checkpoint.manifest import MANIFEST_FILE
 from megalith.checkpoint.safe_loading import dump_bytes
 from megalith.checkpoint.source import Source, open_source
-from megalith.checkpoint.torch_dist_source import COMMON_FILE, FORMAT_FILE
-from megalith.errors import CheckpointError
+from megalith.checkpoint.torch_dist_source import COMMON_FILE, FORMAT_FILE, TorchDistSource
+from megalith.errors import CheckpointError, DamagedCheckpointError
 
 _FORMAT = {
     "sharded_backend": "torch_dist",
@@ -38,7 +40,11 @@ _FORMAT = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
+_DATA_FILE = re.compile(r"__(\d+)_\d+\.distcp")
 _OWN_FILES = {METADATA_FILE, COMMON_FILE, FORMAT_FILE, MANIFEST_FILE}
+
+
+Signature = tuple[tuple[str, int, int], ...]
 
 
 def check_further_files(names: Collection[str]) -> None:
@@ -168,25 +174,44 @@ class CheckpointFolder:
         """File name, below the folder -> bytes."""
         return {str(path.relative_to(self.path)): path.stat().st_size for path in _files(self.path)}
 
-    def signature(self) -> tuple[tuple[str, int, int], ...]:
+    def signature(self) -> Signature:
         """Changes when any file does: name, size and time of change of each."""
         status = [(str(path.relative_to(self.path)), path.stat()) for path in _files(self.path)]
         return tuple(sorted((name, stat.st_size, stat.st_mtime_ns) for name, stat in status))
 
-    def problems(self, part: int = 0, parts: int = 1) -> list[str]:
+    def problems(self, part: int = 0, parts: int = 1, *, deferred: bool = False) -> list[str]:
         """Everything that is wrong: by the manifest's hashes, or by the structure alone where there is no manifest.
 
         Args:
             part: which part of the work is done here; what is wrong with the whole is found by each.
             parts: in how many it is cut.
+            deferred: leave the hashes of `read_through` to the load.
         """
         try:
             body = self.manifest()
             if body is None:
                 return (self.source.problems() if part == 0 else []) or self.source.changed(part, parts)
-            return manifests.compare(self.path, _share(manifests.records_of(body), part, parts))
+            records = manifests.records_of(body)
+            if not deferred:
+                return manifests.compare(self.path, _share(records, part, parts))
+            later = self.read_through()
+            now = {name: record for name, record in records.items() if name not in later}
+            return manifests.missing(self.path, body) + manifests.compare(self.path, _share(now, part, parts))
         except CheckpointError as error:
             return [str(error)]
+
+    def read_through(self, part: int = 0, parts: int = 1) -> dict[str, FileRecord]:
+        """The files with tensors whose hashes a load can compare while it reads them; none without a manifest.
+
+        Args:
+            part: whose files; those that rank `part` wrote, as it will mostly read them.
+            parts: how many ranks there are.
+        """
+        body = self.manifest()
+        if body is None or not isinstance(self.source, TorchDistSource):
+            return {}
+        found = ((_DATA_FILE.fullmatch(name), name, record) for name, record in manifests.records_of(body).items())
+        return {name: record for match, name, record in found if match and int(match[1]) % parts == part}
 
 
 @dataclass(frozen=True)
@@ -198,13 +223,27 @@ class Reading:
     common: dict[str, Any]
     unexpected: tuple[str, ...]
 
-    def load(self) -> LoadedContent:
+    def load(self, expected: Mapping[str, FileRecord]) -> LoadedContent:
         """Fill the tensors in place and read the objects.
 
+        Args:
+            expected: of `CheckpointFolder.read_through`, the files to compare with their hashes.
+
         Raises:
-            CheckpointError: a file proves damaged.
+            CheckpointError: a file proves damaged; then the tensors hold nothing that may be used.
         """
-        return LoadedContent(self.common, self.source.read(self.content), self.unexpected)
+        if not expected:
+            return LoadedContent(self.common, self.source.read(self.content), self.unexpected)
+        assert isinstance(self.source, TorchDistSource)
+        through = ReadThrough(self.source.path, expected)
+        try:
+            objects = self.source.read(self.content, through)
+            problems = through.problems()
+        except (OSError, EOFError) as error:
+            raise CheckpointError(f"{self.source.path} cannot be read: {error}") from error
+        if problems:
+            raise damaged(self.source.path, problems)
+        return LoadedContent(self.common, objects, self.unexpected)
 
 
 def _files(folder: Path) -> list[Path]:
@@ -223,6 +262,6 @@ def _share(records: Mapping[str, FileRecord], part: int, parts: int) -> dict[str
     return {name: records[name] for name in records if name in share}
 
 
-def damaged(path: Path, problems: list[str]) -> CheckpointError:
+def damaged(path: Path, problems: list[str]) -> DamagedCheckpointError:
     """The error for a checkpoint that must not be loaded."""
-    return CheckpointError(listing(f"{path} is damaged", problems))
+    return DamagedCheckpointError(listing(f"{path} is damaged", problems))

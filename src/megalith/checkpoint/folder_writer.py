@@ -1,4 +1,4 @@
-"""One rank's part in writing a folder: the `FolderWriter` port, and its two formats.
+"""One rank's part in writing a folder: the ports `FolderWriter` and `SharedFiles`, and the two formats.
 
     torch_dist    each rank writes files of its own and hashes them in passing (`dcp`)
     torch         the ranks write into files together, which are hashed when all are done (`formats.per_rank`)
@@ -30,12 +30,24 @@ from megalith.errors import CheckpointError
 from megalith.layout import Layout
 
 
+class SharedFiles(Protocol):
+    """Files that several ranks write into: all lay out before any writes, and all have written before any seals."""
+
+    def lay_out(self, path: Path) -> None:
+        """Make those files of the folder that this rank makes for others too."""
+        ...
+
+    def seal(self, path: Path) -> Written:
+        """Complete and hash the files that this rank laid out."""
+        ...
+
+
 class FolderWriter(Protocol):
     """What one rank does for a checkpoint folder, in the order of the methods."""
 
     @property
-    def shares_files(self) -> bool:
-        """Whether ranks write into one file: then all `lay_out` before any writes, and all `write` before any seals."""
+    def shared(self) -> SharedFiles | None:
+        """What is to be done before and after `write` where ranks write into files together."""
         ...
 
     @property
@@ -56,16 +68,8 @@ class FolderWriter(Protocol):
         """
         ...
 
-    def lay_out(self, path: Path) -> None:
-        """Make those files of the folder that this rank makes for others too."""
-        ...
-
     def write(self, path: Path) -> Written:
         """Write the tensors of this rank, durably."""
-        ...
-
-    def seal(self, path: Path) -> Written:
-        """Complete and hash the files that this rank laid out."""
         ...
 
     def cancel(self) -> None:
@@ -92,7 +96,7 @@ MakeWriter = Callable[[CheckpointContent, Mapping[str, bytes], int], FolderWrite
 
 
 class TorchDistWriter:
-    """Of format torch_dist.
+    """Of format torch_dist; each rank writes files of its own.
 
     Args:
         content: what this rank writes; the common state counts on the first rank only.
@@ -100,7 +104,7 @@ class TorchDistWriter:
         rank: of this process.
     """
 
-    shares_files = False
+    shared = None
 
     def __init__(self, content: CheckpointContent, files: Mapping[str, bytes], rank: int) -> None:
         self._encoded = EncodedContent(content, files, rank=rank)
@@ -118,15 +122,9 @@ class TorchDistWriter:
     def merge(self, plans: Sequence[Any]) -> None:
         self._metadata = merged_metadata(plans)
 
-    def lay_out(self, path: Path) -> None:
-        raise NotImplementedError("each rank writes files of its own")
-
     def write(self, path: Path) -> Written:
         check_space(path.parent, self.nbytes)  # on this host too, before its first byte
         return self._writer.write(path)
-
-    def seal(self, path: Path) -> Written:
-        raise NotImplementedError("each rank hashes its files in passing")
 
     def cancel(self) -> None:
         self._writer.cancel()
@@ -148,8 +146,6 @@ class PerRankWriter:
         CheckpointError: the saved args describe no model that this version has.
     """
 
-    shares_files = True
-
     def __init__(self, content: CheckpointContent, files: Mapping[str, bytes], rank: int, layout: Layout) -> None:
         check_further_files(files)
         place = layout.coordinates(rank)
@@ -159,6 +155,10 @@ class PerRankWriter:
         self._chunks, self._files = content.chunks, dict(files) if rank == 0 else {}
         self._cancelled = threading.Event()
         self._seconds = 0.0
+
+    @property
+    def shared(self) -> SharedFiles:
+        return self
 
     @property
     def plan(self) -> Any:

@@ -39,6 +39,9 @@ class _PendingInMemory:
     def __init__(self, copied: _Saved, put: Callable[[_Saved], None], started: float) -> None:
         self._copied, self._put, self._started = copied, put, started
 
+    def settle(self) -> None:
+        pass
+
     def proceed(self, *, failed: bool = False) -> SaveReport | None:
         self._put(self._copied)
         return SaveReport(time.perf_counter() - self._started, self._copied.encoded.nbytes, None, 0.0, 0.0)
@@ -140,11 +143,11 @@ class MemoryStore:
     def latest(self) -> int | None:
         return self._latest
 
-    def verify(self, iteration: int) -> list[str]:
+    def verify(self, iteration: int, *, deferred: bool = False) -> list[str]:
         self._existing(iteration)
         return []
 
-    def newest_verified(self) -> tuple[int | None, list[str]]:
+    def newest_verified(self, *, deferred: bool = False) -> tuple[int | None, list[str]]:
         return self._latest, []
 
     def weights_only(self, iteration: int) -> bool:

@@ -25,10 +25,11 @@ from pathlib import Path
 from typing import Any
 
 from megalith.checkpoint.commit import Building, begin_building, check_space, clear_leftovers, naming_full_disk
-from megalith.checkpoint.content import CheckpointContent, Chunk
+from megalith.checkpoint.content import CheckpointContent
 from megalith.checkpoint.crew import Crew
 from megalith.checkpoint.dcp import Written
-from megalith.checkpoint.folder_writer import FolderWriter, MakeWriter, TorchDistWriter
+from megalith.checkpoint.folder_writer import FolderWriter, MakeWriter, SharedFiles, TorchDistWriter
+from megalith.checkpoint.staging import Staging
 from megalith.errors import CheckpointError
 
 _SEEN_WITHIN_SECONDS = 10.0  # network file systems cache for some seconds what is not there
@@ -66,7 +67,7 @@ class Saving:
         facts: what the manifest says beside sizes and hashes.
         on_point: called with the points of the save on this rank.
         publish: points the tracker to the folder; called on the first rank when it is in its place.
-        staged: copies chunks, where they are to be written while the tensors change.
+        staging: for copies of the tensors, where these may change before they are written.
         writer: makes the writer of the format.
     """
 
@@ -79,12 +80,12 @@ class Saving:
         facts: Mapping[str, Any],
         on_point: Callable[[str], None],
         publish: Callable[[], None],
-        staged: Callable[[Sequence[Chunk]], list[Chunk]] | None = None,
+        staging: Staging | None = None,
         writer: MakeWriter = TorchDistWriter,
     ) -> None:
         self._crew, self._final, self._facts = crew, final, facts
         self._content, self._files = content, files
-        self._on_point, self._publish, self._staged = on_point, publish, staged
+        self._on_point, self._publish, self._staging = on_point, publish, staging
         self._make_writer = writer
         self._writer: FolderWriter
         self._new: Building | None = None
@@ -99,8 +100,8 @@ class Saving:
         """
         self.begin()
         written = self.gathered(self.write)
-        if self._writer.shares_files:
-            written = self.gathered(self._seal)
+        if (shared := self._writer.shared) is not None:
+            written = self.gathered(lambda: self._seal(shared))
         return self.agreed(lambda: self.commit(written), written)
 
     def begin(self) -> None:
@@ -113,8 +114,8 @@ class Saving:
         self._needed = sum(part.nbytes for part in parts)
         with self._abandoned_on_failure():
             self._name = self._crew.first(lambda: self._begin([part.plan for part in parts]))
-            if self._writer.shares_files:
-                self._crew.all(self._lay_out)
+            if (shared := self._writer.shared) is not None:
+                self._crew.all(lambda: self._lay_out(shared))
 
     def gathered(self, write: Callable[[], Written]) -> list[Written]:
         """What all ranks have written; all call it together.
@@ -143,6 +144,11 @@ class Saving:
         self._on_point("post_commit")
         return Saved(sizes[0], max(part.seconds for part in written))
 
+    def settle(self) -> None:
+        """Wait until the tensors may change."""
+        if self._staging is not None:
+            self._staging.settle()
+
     def cancel(self) -> None:
         """Have `write`, in whatever thread it is, end soon."""
         self._writer.cancel()
@@ -161,8 +167,8 @@ class Saving:
             raise
 
     def _prepare(self) -> _Part:
-        if self._staged is not None:
-            self._content = replace(self._content, chunks=self._staged(self._content.chunks))
+        if self._staging is not None:
+            self._content = replace(self._content, chunks=self._staging.begin(self._content.chunks))
         self._writer = self._make_writer(self._content, self._files, self._crew.rank)
         self._on_point("pre_save")
         return _Part(self._writer.plan, self._writer.nbytes)
@@ -178,9 +184,9 @@ class Saving:
             self._new = begin_building(self._final)
         return self._new.path.name
 
-    def _lay_out(self) -> None:
+    def _lay_out(self, shared: SharedFiles) -> None:
         with self._in_folder() as path:
-            self._writer.lay_out(path)
+            shared.lay_out(path)
 
     def write(self) -> Written:
         """Write the files of this rank, or its part of them, durably; needs no other rank.
@@ -188,17 +194,18 @@ class Saving:
         Raises:
             CheckpointError: the disk refused.
         """
+        self.settle()
         with self._in_folder() as path:
             written = self._writer.write(path)
             self._on_point("mid_save")
-            if not self._writer.shares_files:
+            if self._writer.shared is None:
                 self._written()
         return written
 
-    def _seal(self) -> Written:
+    def _seal(self, shared: SharedFiles) -> Written:
         """Complete the files of this rank, in which others have written."""
         with self._in_folder() as path:
-            sealed = self._writer.seal(path)
+            sealed = shared.seal(path)
             self._written()
         return sealed
 

@@ -1,14 +1,17 @@
 """Host memory that tensors are copied into, so that they can be written while training goes on with the originals.
 
+What is saved changes only where the optimizer takes its step. So the copies are made by threads under the forward and
+backward passes that come before it, and the training waits for what is missing then.
+
 The memory is taken once and used again by each save: as many bytes as the tensors have. Where the tensors are on a GPU
-it is pinned, so that the copies run at the speed of the bus.
+it is pinned, so that the copies run at the speed of the bus, on a stream of their own.
 """
 
 from __future__ import annotations
 
 import mmap
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 
 import numpy as np
@@ -21,6 +24,7 @@ from megalith.errors import CheckpointError
 _ALIGNMENT = 64
 _PAGE = 4096
 _PIECE = 2**24  # bytes that a thread copies at once
+_THREADS = 4  # at most; few of them take what memory can give
 
 
 class Staging:
@@ -29,6 +33,7 @@ class Staging:
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._pinned = False
+        self._copying: list[Future[None]] = []
 
     @property
     def nbytes(self) -> int:
@@ -54,23 +59,33 @@ class Staging:
             if any(chunk.tensor.is_cuda for chunk in chunks):
                 self._pin()
 
-    def copied(self, chunks: Sequence[Chunk]) -> list[Chunk]:
+    def begin(self, chunks: Sequence[Chunk]) -> list[Chunk]:
         """The chunks with copies of their tensors, which hold until the next call.
+
+        They are there when `settle` has returned; until then the tensors must not change.
 
         Raises:
             CheckpointError: as `reserve`.
         """
+        self.settle()
         self.reserve(chunks)
         copies, start = [], 0
         for chunk in chunks:
             octets = self._memory[start : start + chunk.nbytes]
             copies.append(replace(chunk, tensor=octets.view(chunk.tensor.dtype).view(chunk.tensor.shape)))
             start += _room(chunk)
-        _copy((copy.tensor, chunk.tensor) for copy, chunk in zip(copies, chunks, strict=True))
+        self._copying = _begin_copies((copy.tensor, chunk.tensor) for copy, chunk in zip(copies, chunks, strict=True))
         return copies
+
+    def settle(self) -> None:
+        """Wait until all copies are there. Any thread may call it."""
+        for part in self._copying:
+            part.result()
 
     def release(self) -> None:
         """Give the memory back; copies hold no longer."""
+        wait(self._copying)
+        self._copying = []
         if self._pinned:
             torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
         self._memory, self._pinned = torch.empty(0, dtype=torch.uint8), False
@@ -94,26 +109,48 @@ def _host_memory(nbytes: int) -> Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8).fill_(0)
 
 
-@torch.no_grad()
-def _copy(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Copy each second tensor to the first; returns when all copies are there.
+def _begin_copies(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[Future[None]]:
+    """Begin to copy each second tensor to the first.
 
-    Plain memory is copied in pieces by as many threads as torch has, which wait for each other once: torch's own copy
-    does so for each tensor, and on a machine that is busy each wait takes a slice of its time.
+    Plain memory is copied in pieces by several threads, which wait for each other once: torch's own copy does so for
+    each tensor, and on a machine that is busy each wait takes a slice of its time.
     """
-    devices, pieces = set[torch.device](), list[tuple[Tensor, Tensor]]()
+    on_devices: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
+    pieces, others = list[tuple[Tensor, Tensor]](), list[tuple[Tensor, Tensor]]()
     for target, source in pairs:
-        if source.device.type == "cpu" and source.is_contiguous():
+        if source.device.type != "cpu":
+            on_devices.setdefault(source.device, []).append((target, source))
+        elif source.is_contiguous():
             pieces += zip(_octets(target).split(_PIECE), _octets(source).split(_PIECE), strict=True)
         else:
-            target.copy_(source, non_blocking=True)
-        if source.is_cuda:
-            devices.add(source.device)
-    if pieces:
-        with ThreadPoolExecutor(torch.get_num_threads(), thread_name_prefix="checkpoint-copy") as pool:
-            list(pool.map(lambda piece: np.copyto(piece[0].numpy(), piece[1].numpy()), pieces))
-    for device in devices:
-        torch.cuda.synchronize(device)
+            others.append((target, source))
+    threads = max(1, min(_THREADS, torch.get_num_threads()))
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="checkpoint-copy")
+    copying = [pool.submit(_copy_from, device, _reached(device), part) for device, part in on_devices.items()]
+    copying += [pool.submit(np.copyto, target.numpy(), source.numpy()) for target, source in pieces]
+    copying += [pool.submit(_copy, target, source) for target, source in others]
+    pool.shutdown(wait=False)  # the threads end with their work
+    return copying
+
+
+def _reached(device: torch.device) -> torch.cuda.Event:
+    """What the training has reached on a device: its tensors hold what is saved from there on."""
+    return torch.cuda.current_stream(device).record_event()
+
+
+def _copy_from(device: torch.device, reached: torch.cuda.Event, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Copy tensors off a device beside what it computes; returns when all copies are there."""
+    stream = torch.cuda.Stream(device)
+    stream.wait_event(reached)
+    with torch.cuda.stream(stream):
+        for target, source in pairs:
+            _copy(target, source)
+    stream.synchronize()
+
+
+@torch.no_grad()
+def _copy(target: Tensor, source: Tensor) -> None:
+    target.copy_(source, non_blocking=True)
 
 
 def _octets(tensor: Tensor) -> Tensor:

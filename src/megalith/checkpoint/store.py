@@ -1,8 +1,8 @@
 """Where checkpoints live: the `Store` port, and a directory on a disk.
 
-A save is visible only when it is complete and durable; a load fills the given tensors in place after it has checked
-every file against the manifest. Neither ever changes a checkpoint that is there. A damaged checkpoint is found, named
-and passed over in favour of the newest sound one.
+A save is visible only when it is complete and durable; a load fills the given tensors in place and checks every file
+against the manifest, those with tensors while it reads them. Neither ever changes a checkpoint that is there. A damaged
+checkpoint is found, named and passed over in favour of the newest sound one.
 
 Which checkpoints to keep (`retention`) and what a save beside the training is (`background`) are not decided here.
 """
@@ -30,7 +30,7 @@ from megalith.checkpoint.commit import delete, no_point, put_back_replaced, repl
 from megalith.checkpoint.content import CheckpointContent, LoadedContent
 from megalith.checkpoint.crew import Crew
 from megalith.checkpoint.fit import Contents, keys_of
-from megalith.checkpoint.folder import CheckpointFolder, Reading, damaged
+from megalith.checkpoint.folder import CheckpointFolder, Reading, Signature, damaged
 from megalith.checkpoint.folder_writer import MakeWriter, PerRankWriter, TorchDistWriter
 from megalith.checkpoint.manifest import MANIFEST_FILE
 from megalith.checkpoint.owner import claim
@@ -91,7 +91,8 @@ class Store(Protocol):
         files: Mapping[str, bytes] = NO_FILES,
         on_point: Callable[[str], None] = no_point,
     ) -> PendingSave:
-        """Begin to write a checkpoint; returns when its tensors are copied and may change. A commit makes it one.
+        """Begin to write a checkpoint; its tensors may change when `PendingSave.settle` has returned. A commit makes it
+        one.
 
         The points `mid_save` and, on other ranks than the first, `pre_commit` are passed by another thread.
 
@@ -110,10 +111,12 @@ class Store(Protocol):
         Args:
             iteration: which checkpoint.
             content: tensors to fill and names of objects to read.
-            verify: compare every file with the manifest's hashes first, unless that was done and none has changed.
+            verify: compare every file with the manifest's hashes, unless that was done and none has changed. Files of
+                tensors are compared while they are read.
 
         Raises:
-            CheckpointError: damaged, or it does not fit; then no tensor has been touched.
+            DamagedCheckpointError: a file is not as it was saved; the tensors hold nothing that may be used.
+            CheckpointError: it does not fit; then no tensor has been touched.
         """
         ...
 
@@ -141,14 +144,21 @@ class Store(Protocol):
         """What the tracker says, or None if there is none or it is not a number."""
         ...
 
-    def verify(self, iteration: int) -> list[str]:
-        """Everything that is wrong with a checkpoint; empty if it is sound."""
+    def verify(self, iteration: int, *, deferred: bool = False) -> list[str]:
+        """Everything that is wrong with a checkpoint; empty if it is sound.
+
+        Args:
+            deferred: as of `newest_verified`.
+        """
         ...
 
-    def newest_verified(self) -> tuple[int | None, list[str]]:
+    def newest_verified(self, *, deferred: bool = False) -> tuple[int | None, list[str]]:
         """The checkpoint to continue from, and what the user must hear about the way there.
 
         It is the tracker's if sound, else the newest sound one before it, else any sound one.
+
+        Args:
+            deferred: sound so far as is seen without reading what a load reads; `load` says whether the rest is.
         """
         ...
 
@@ -196,7 +206,8 @@ class DirectoryStore:
         self._writer: MakeWriter = TorchDistWriter
         if save_format == "torch":
             self._writer = partial(PerRankWriter, layout=self._layout)
-        self._sound: dict[int, tuple[tuple[str, int, int], ...]] = {}
+        self._sound: dict[int, Signature] = {}
+        self._begun: dict[int, Signature] = {}  # sound but for what a load is still to see
 
     def folder(self, iteration: int) -> Path:
         """Where the checkpoint of an iteration is or would be."""
@@ -265,9 +276,8 @@ class DirectoryStore:
             self._delete(superseded, beside=staging is not None)
 
         self._sound.pop(iteration, None)
-        staged = None if staging is None else staging.copied
         final = self.folder(iteration)
-        return Saving(self._crew, final, content, files, facts, on_point, publish, staged, self._writer)
+        return Saving(self._crew, final, content, files, facts, on_point, publish, staging, self._writer)
 
     def _is_complete(self, iteration: int) -> bool:
         """Whether every file of a checkpoint is there with its size; to hash them all would take too long."""
@@ -302,13 +312,29 @@ class DirectoryStore:
             delete(asides)
 
     def load(self, iteration: int, content: CheckpointContent, *, verify: bool = True) -> LoadedContent:
-        if verify and (problems := self.verify(iteration)):
+        if verify and (problems := self.verify(iteration, deferred=True)):
             raise damaged(self.folder(iteration), problems)
         asked = frozenset[str]().union(*self._crew.all(lambda: keys_of(content)))
         readings: list[Reading] = []
         self._crew.all(lambda: readings.append(self._existing(iteration).open(content, asked)))
+        signature = self._crew.first(lambda: self._existing(iteration).signature())
+        if not verify or self._sound.get(iteration) == signature:
+            return self._loaded(lambda: readings[0].load({}))
+        rank, size = self._crew.rank, self._crew.size
+        try:
+            loaded = self._loaded(lambda: readings[0].load(self._existing(iteration).read_through(rank, size)))
+        except Exception as error:
+            problems = self.verify(iteration)  # every file, not only the first that was found
+            if problems:
+                raise damaged(self.folder(iteration), problems) from error
+            raise
+        self._sound[iteration] = signature
+        return loaded
+
+    def _loaded(self, load: Callable[[], LoadedContent]) -> LoadedContent:
+        """What a load gives on this rank, if it gives something on all; it may be too large to tell the others."""
         loaded: list[LoadedContent] = []
-        self._crew.all(lambda: loaded.append(readings[0].load()))
+        self._crew.all(lambda: loaded.append(load()))
         return loaded[0]
 
     def contents(self, iteration: int) -> Contents:
@@ -336,20 +362,23 @@ class DirectoryStore:
     def weights_only(self, iteration: int) -> bool:
         return self._crew.first(lambda: iteration == 0 and self._released() is not None)
 
-    def verify(self, iteration: int) -> list[str]:
+    def verify(self, iteration: int, *, deferred: bool = False) -> list[str]:
         signature = self._crew.first(lambda: self._existing(iteration).signature())
-        if self._sound.get(iteration) == signature:  # verified before, and no file has changed since
-            return []
-        found = self._crew.all(lambda: self._existing(iteration).problems(self._crew.rank, self._crew.size))
+        if signature in (self._sound.get(iteration), self._begun.get(iteration) if deferred else None):
+            return []  # verified before, and no file has changed since
+        rank, size = self._crew.rank, self._crew.size
+        found = self._crew.all(lambda: self._existing(iteration).problems(rank, size, deferred=deferred))
         problems = list(dict.fromkeys(problem for part in found for problem in part))
         if not problems:
-            self._sound[iteration] = signature
+            self._begun[iteration] = signature
+            if not (deferred and self._crew.first(lambda: self._existing(iteration).read_through())):
+                self._sound[iteration] = signature
         return problems
 
-    def newest_verified(self) -> tuple[int | None, list[str]]:
+    def newest_verified(self, *, deferred: bool = False) -> tuple[int | None, list[str]]:
         candidates, notes = self._crew.first(self._candidates)
         for iteration in candidates:
-            problems = self.verify(iteration)
+            problems = self.verify(iteration, deferred=deferred)
             if not problems:
                 if self.manifest(iteration) is None and not self._crew.first(lambda: is_huggingface(self.path)):
                     notes.append(f"{self.folder(iteration)} has no {MANIFEST_FILE}: taken without hashes")

@@ -23,6 +23,7 @@ from megalith.checkpoint.content import CheckpointContent, Chunk, by_key
 from megalith.checkpoint.dcp import ChunkSavePlanner, GlobalTensor, RankWriter, merged_metadata
 from megalith.checkpoint.fit import Contents, fitted, keys_of, listing
 from megalith.checkpoint.folder import EncodedContent, finish_folder
+from megalith.checkpoint.formats.megatron_names import CORE
 from megalith.checkpoint.formats.per_rank import write_per_rank
 from megalith.checkpoint.formats.torch_dist import (
     OPTIMIZER_PREFIX,
@@ -43,7 +44,7 @@ from megalith.layout import Layout, Stages
 
 _SHARE_OF_COPIES = 8  # what is in several files: norms, the second copy of a tied embedding; and their headers
 _FIXED_OVERHEAD = 2**22
-_STATES = ("fp32_param", "exp_avg", "exp_avg_sq")
+_STATES = ("fp32_param", "exp_avg", "exp_avg_sq", "momentum_buffer")
 
 
 class ReadingPlanner(ChunkSavePlanner):
@@ -136,8 +137,13 @@ def write_torch(
     files: Mapping[str, bytes],
     publish: Callable[[], None],
     check: Callable[[Path], None] = no_check,
+    names: str = CORE,
 ) -> int:
-    """`write_torch_dist` in Megatron's format of one file for each (tensor, pipeline) place."""
+    """`write_torch_dist` in Megatron's format of one file for each (tensor, pipeline) place.
+
+    Args:
+        names: of the weights, `CORE` or a generation of `LEGACY`.
+    """
     contents = source.contents()
     args = args_of(source.common())
     space = model_space_of(args, str(final))
@@ -146,11 +152,11 @@ def write_torch(
     check_nothing_is_lost(contents, whole)
 
     def write(folder: Path) -> int:
-        names = write_per_rank(source, folder)
+        made = write_per_rank(source, folder, names)
         _check_held(PerRankSource(folder).contents(), contents)
         for name, data in files.items():
             write_durably(folder / name, data)
-        records = hash_files([folder / name for name in (*names, *files)], below=folder)
+        records = hash_files([folder / name for name in (*made, *files)], below=folder)
         write_durably(folder / MANIFEST_FILE, manifests.render(records, facts))
         check(folder)
         return sum(record.size for record in records.values())
@@ -193,11 +199,13 @@ def _chunks(space: ModelSpace, contents: Contents, stages: Stages, stage: int, r
 
     common = {"rank": rank, "size": tp, "once": True}
     found = weight_chunks(boxes(""), space.placements, space.num_layers, **common)  # type: ignore[arg-type]
+    kinds = {key.removeprefix(OPTIMIZER_PREFIX).partition(".")[0] for key in contents.tensors}
+    by_muon = {"momentum_buffer", "exp_avg"} <= kinds  # which has the one of matrices and the other of the rest
     for state in _STATES:
         prefix = f"{OPTIMIZER_PREFIX}{state}."
         part = optimizer_chunks(boxes(f"{state}."), space.placements, space.num_layers, **common)  # type: ignore[arg-type]
         if any(key.startswith(prefix) for key in contents.tensors):
-            found += part
+            found += [chunk for chunk in part if chunk.key in contents.tensors or not by_muon]
     return [_like(chunk, contents) for chunk in found]
 
 

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megalith.checkpoint.hashed_reading import FileReading
 from megalith.checkpoint.hashing import HashedFile, read_exactly
 from megalith.checkpoint.safe_loading import RefusedTypeError, RestrictedUnpickler
 
@@ -134,12 +135,17 @@ did, and to take an archive apart costs more than to read a small tensor."""
 
 
 def read_tensor_entry(
-    fd: int, start: int, length: int, shape: tuple[int, ...], target: Tensor | None, heads: Heads | None = None
+    file: FileReading,
+    start: int,
+    length: int,
+    shape: tuple[int, ...],
+    target: Tensor | None,
+    heads: Heads | None = None,
 ) -> Tensor:
     """Read the tensor that stands at [start, start + length) of an open file.
 
     Args:
-        fd: the file.
+        file: gives the elements; what describes them is read beside it.
         start: first byte of the entry.
         length: bytes of the entry.
         shape: the shape that the tensor must have.
@@ -152,8 +158,8 @@ def read_tensor_entry(
     Raises:
         ValueError: the entry is no such tensor. EOFError: the file ends within it.
     """
-    entry = _FileSlice(fd, start, length)
-    located = _located(entry, fd, start, (length, shape), {} if heads is None else heads)
+    entry = _FileSlice(file.fd, start, length)
+    located = _located(entry, file, start, (length, shape), {} if heads is None else heads)
     if located is None:
         tensor = _through_torch(entry)
     else:
@@ -166,7 +172,7 @@ def read_tensor_entry(
         if position + tensor.nbytes > start + length:
             raise EOFError(f"{tensor.nbytes} bytes at {position} reach past the entry's end at {start + length}")
         if tensor.numel():
-            read_exactly(fd, _memory(tensor), position)
+            file.read(_memory(tensor), position)
     if tuple(tensor.shape) != shape:
         raise ValueError(f"stored shape is {list(tensor.shape)}, the metadata says {list(shape)}")
     return tensor
@@ -179,22 +185,22 @@ def _memory(tensor: Tensor) -> memoryview:
 
 
 def _located(
-    entry: _FileSlice, fd: int, start: int, key: tuple[int, tuple[int, ...]], heads: Heads
+    entry: _FileSlice, file: FileReading, start: int, key: tuple[int, tuple[int, ...]], heads: Heads
 ) -> tuple[_Header, int] | None:
     """As `_locate`; an entry that begins byte for byte as one that was taken apart is like that one."""
     if key in heads:
         expected, header = heads[key]
-        if _bytes_at(fd, start, len(expected)) == expected:
+        if _bytes_at(file, start, len(expected)) == expected:
             return header, start + len(expected)
-    located = _locate(entry, fd, start)
+    located = _locate(entry, file.fd, start)
     if located is not None and 0 < located[1] - start <= _LONGEST_HEAD:
-        heads[key] = _bytes_at(fd, start, located[1] - start), located[0]
+        heads[key] = _bytes_at(file, start, located[1] - start), located[0]
     return located
 
 
-def _bytes_at(fd: int, start: int, length: int) -> bytes:
+def _bytes_at(file: FileReading, start: int, length: int) -> bytes:
     head = bytearray(length)
-    read_exactly(fd, memoryview(head), start)
+    file.read(memoryview(head), start)
     return bytes(head)
 
 

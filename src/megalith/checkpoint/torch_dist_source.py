@@ -32,6 +32,7 @@ from megalith.checkpoint.fit import Contents, StoredTensor
 from megalith.checkpoint.formats.buffers import Place, bucket_limits, coalesced_places, places
 from megalith.checkpoint.formats.torch_dist import OPTIMIZER_PREFIX, WORD_EMBEDDINGS, weight_chunks
 from megalith.checkpoint.formats.torch_dist import Whole as WholeBox
+from megalith.checkpoint.hashed_reading import ReadThrough
 from megalith.checkpoint.model_space import OUTPUT_LAYER, model_space_of, stages_of
 from megalith.checkpoint.safe_loading import load_tensors_and_plain_data
 from megalith.errors import CheckpointError
@@ -123,7 +124,13 @@ class TorchDistSource:
         """Objects of the files by their keys."""
         return read_sharded(self.path, self._metadata, CheckpointContent(objects=dict.fromkeys(keys)))
 
-    def read(self, content: CheckpointContent) -> dict[str, Any]:
+    def read(self, content: CheckpointContent, through: ReadThrough | None = None) -> dict[str, Any]:
+        """As the port says.
+
+        Args:
+            content: what to read.
+            through: the files to hash in passing.
+        """
         plain, buckets, ranges = [], [], []
         for chunk in content.chunks:
             stored = self._key_of.get(chunk.key)
@@ -135,7 +142,7 @@ class TorchDistSource:
                 plain.append(replace(chunk, key=stored))
         objects: dict[str, Any] = dict(content.objects)
         for number, part in enumerate(rounds(plain)):
-            found = read_sharded(self.path, self._metadata, CheckpointContent(part, {} if number else objects))
+            found = read_sharded(self.path, self._metadata, CheckpointContent(part, {} if number else objects), through)
             objects |= found
         if not plain and objects:
             objects = self.objects(list(objects))

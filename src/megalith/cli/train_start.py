@@ -39,7 +39,7 @@ from megalith.distributed import comm
 from megalith.distributed.agreement import refuse_unequal
 from megalith.distributed.context import ParallelContext
 from megalith.distributed.rng import RandomStreams
-from megalith.errors import CheckpointError
+from megalith.errors import CheckpointError, DamagedCheckpointError
 from megalith.models.gpt import GPT
 from megalith.tokenizers import Tokenizer, build_tokenizer
 from megalith.tokenizers.padding import padded_vocab_size, padding_message
@@ -101,9 +101,7 @@ def start(
     identity = _identity(config, tokenizer)
     refuse_unequal(content_facts(identity.tokenizer, identity.data), context.world)
     store, found = _find(config, context)
-    if found is not None:
-        for note in check_fits(found, config, identity):
-            screen.warn(f"WARNING: {note}")
+    _check_fits(config, found, identity, screen)
     padded = _padded_vocabulary(config, tokenizer, found)
     screen.say(padding_message(tokenizer.vocab_size, padded))
     screen.say(console.seeds_line(config.train.seed))
@@ -112,7 +110,13 @@ def start(
     screen.say(console.milestone_line("after megatron is initialized", datetime.now()))
 
     state = _state(config, padded, streams, context, screen, fresh=found is None)
-    _load(config, store, found, state, screen, probe)
+    if not _loads(config, store, found, state, screen, probe):
+        store, found = _find(config, context, thorough=True)
+        _check_fits(config, found, identity, screen)
+        if _padded_vocabulary(config, tokenizer, found) != padded:
+            padded = _padded_vocabulary(config, tokenizer, found)
+            state = _state(config, padded, streams, context, screen, fresh=False)
+        _load(config, store, found, state, screen, probe)
     screen.say(console.milestone_line("after model, optimizer, and learning rate scheduler are built", datetime.now()))
     loaders = _loaders(config, tokenizer, state, screen)
     plan = _plan(config, state.model, context)
@@ -196,17 +200,32 @@ def _identity(config: RunConfig, tokenizer: Tokenizer) -> Identity:
     )
 
 
-def _find(config: RunConfig, context: ParallelContext) -> tuple[DirectoryStore | None, FoundCheckpoint | None]:
+def _check_fits(config: RunConfig, found: FoundCheckpoint | None, identity: Identity, screen: Screen) -> None:
+    if found is not None:
+        for note in check_fits(found, config, identity):
+            screen.warn(f"WARNING: {note}")
+
+
+def _find(
+    config: RunConfig, context: ParallelContext, *, thorough: bool = False
+) -> tuple[DirectoryStore | None, FoundCheckpoint | None]:
+    """The checkpoint to begin from and its store; one that is there is found unless none can be used.
+
+    Args:
+        config: of the run.
+        context: all ranks.
+        thorough: as of `find_checkpoint`.
+    """
     settings = config.checkpoint
     store, found = None, None
     if settings.load is not None:
-        store, found = _newest(settings, settings.load, context)
+        store, found = _newest(settings, settings.load, context, thorough=thorough)
         if found is None and settings.exit_on_missing_checkpoint:
             raise CheckpointError(
                 f"--load {settings.load} holds no checkpoint, and --exit-on-missing-checkpoint is given"
             )
     if found is None and settings.pretrained_checkpoint is not None:
-        pretrained, found = _checkpoint_in(settings.pretrained_checkpoint, None, context)
+        pretrained, found = _checkpoint_in(settings.pretrained_checkpoint, None, context, thorough=thorough)
         if found is None:
             raise CheckpointError(f"--pretrained-checkpoint {settings.pretrained_checkpoint} holds no checkpoint")
         return pretrained, replace(found, weights_only=True)
@@ -214,7 +233,7 @@ def _find(config: RunConfig, context: ParallelContext) -> tuple[DirectoryStore |
 
 
 def _newest(
-    settings: CheckpointConfig, load: str, context: ParallelContext
+    settings: CheckpointConfig, load: str, context: ParallelContext, *, thorough: bool
 ) -> tuple[DirectoryStore, FoundCheckpoint | None]:
     """The checkpoint in --load, or the one of which only the last is kept if that is newer.
 
@@ -223,29 +242,29 @@ def _newest(
     """
     folder, step = settings.passing_folder(load), settings.ckpt_step
     if folder is None:
-        return _checkpoint_in(load, step, context)
+        return _checkpoint_in(load, step, context, thorough=thorough)
     passing, persistent = DirectoryStore(folder, context), DirectoryStore(load, context)
     if step is not None:
         there = step in passing.iterations() and step not in persistent.iterations()
-        return _checkpoint_in(folder if there else load, step, context)
+        return _checkpoint_in(folder if there else load, step, context, thorough=thorough)
     last, saved = passing.latest(), persistent.latest()
     notes: tuple[str, ...] = ()
     if last is not None and (saved is None or last > saved):
-        found, problems = passing.newest_verified()
+        found, problems = passing.newest_verified(deferred=not thorough)
         if found is not None and (saved is None or found > saved):
-            return _checkpoint_in(folder, found, context)
+            return _checkpoint_in(folder, found, context, thorough=thorough)
         notes = tuple(problems)
-    store, older = _checkpoint_in(load, None, context)
+    store, older = _checkpoint_in(load, None, context, thorough=thorough)
     return store, older and replace(older, notes=notes + older.notes)
 
 
 def _checkpoint_in(
-    path: str, step: int | None, context: ParallelContext
+    path: str, step: int | None, context: ParallelContext, *, thorough: bool
 ) -> tuple[DirectoryStore, FoundCheckpoint | None]:
     """The store that a path names, itself or one of its checkpoints, and the checkpoint to begin from."""
     folder, named = split_path(Path(path))
     store = DirectoryStore(folder, context)
-    return store, find_checkpoint(store, named if step is None else step)
+    return store, find_checkpoint(store, named if step is None else step, thorough=thorough)
 
 
 def _padded_vocabulary(config: RunConfig, tokenizer: Tokenizer, found: FoundCheckpoint | None) -> int:
@@ -281,6 +300,25 @@ def _parameter_lines(chunks: Sequence[GPT], context: ParallelContext) -> list[st
         for number, place in zip(numbers, places, strict=True)
         if place["dp"] == place["cp"] == 0
     ]
+
+
+def _loads(
+    config: RunConfig,
+    store: DirectoryStore | None,
+    found: FoundCheckpoint | None,
+    state: TrainState,
+    screen: Screen,
+    probe: Probe,
+) -> bool:
+    """Restore the checkpoint if there is one; False if its tensors prove damaged, and the state is to be filled anew.
+
+    What is damaged is said by the thorough search that must follow.
+    """
+    try:
+        _load(config, store, found, state, screen, probe)
+    except DamagedCheckpointError:
+        return False
+    return True
 
 
 def _load(

@@ -51,7 +51,9 @@ class BackgroundSaver:
         return self._under_way is not None and self._under_way.pending.failed
 
     def schedule(self, state: TrainState, *, persistent: bool = True) -> ScheduledSave:
-        """Copy the state and begin to write the copy; no save is under way. All ranks call it together.
+        """Begin to copy the state and to write the copy; no save is under way. All ranks call it together.
+
+        The state may change after `settle`.
 
         Raises:
             CheckpointError: it cannot be written.
@@ -62,6 +64,13 @@ class BackgroundSaver:
         seconds = time.perf_counter() - began
         self._under_way = _UnderWay(state.iteration, pending, seconds)
         return ScheduledSave(state.iteration, self._saver.folder(persistent=persistent), seconds)
+
+    def settle(self) -> None:
+        """Wait until the state may change; no time is lost if that has been the case for some time."""
+        if self._under_way is not None:
+            began = time.perf_counter()
+            self._under_way.pending.settle()
+            self._under_way.stall += time.perf_counter() - began
 
     def proceed(self, *, failed: bool = False) -> SavedCheckpoint | None:
         """Go on to the next stage of the save under way, waiting for what is busy; all ranks call it together.

@@ -143,7 +143,7 @@ class CheckpointSaver:
         return saved_checkpoint(state.iteration, report, report.stall_seconds)
 
     def schedule(self, state: TrainState, staging: Staging, *, persistent: bool = True) -> PendingSave:
-        """Copy the state and begin to write the copy; arguments and errors as of `save`.
+        """Begin to copy the state and to write the copy; arguments and errors as of `save`.
 
         Args:
             state, persistent: as of `save`.
@@ -315,8 +315,14 @@ def _saved_args(state: TrainState, run: RunConfig) -> Namespace:
     )
 
 
-def find_checkpoint(store: Store, step: int | None = None) -> FoundCheckpoint | None:
+def find_checkpoint(store: Store, step: int | None = None, *, thorough: bool = False) -> FoundCheckpoint | None:
     """The checkpoint to continue from: the newest sound one, or that of iteration `step`.
+
+    Args:
+        store: where to look.
+        step: which one; by default the newest that is sound.
+        thorough: read all its files through. Otherwise `restore` does that with the files of its tensors, and what it
+            finds damaged is passed over by a thorough search.
 
     Returns:
         None if the store holds none at all.
@@ -327,10 +333,10 @@ def find_checkpoint(store: Store, step: int | None = None) -> FoundCheckpoint | 
     notes: list[str] = []
     iteration: int | None = step
     if step is not None:
-        if problems := store.verify(step):
+        if problems := store.verify(step, deferred=not thorough):
             raise CheckpointError("\n  ".join([f"--ckpt-step {step}: that checkpoint is damaged:", *problems]))
     else:
-        iteration, notes = store.newest_verified()
+        iteration, notes = store.newest_verified(deferred=not thorough)
     if iteration is None:
         if notes:
             raise CheckpointError(
@@ -418,6 +424,7 @@ def restore(
     """Fill the state from the checkpoint; its model has the checkpoint's padded vocabulary. All ranks call it together.
 
     Raises:
+        DamagedCheckpointError: a file of its tensors is not as it was saved; the state must not be used.
         CheckpointError: the checkpoint holds other tensors than the model needs, or another schedule than the flags
             ask for without a flag that says which counts.
     """
@@ -431,7 +438,7 @@ def restore(
     with _reading(found.iteration):
         schedule = _resumed_schedule(store, found, state, run) if with_optimizer else None
         probe("load", found.iteration)
-        loaded = store.load(found.iteration, content, verify=False)  # found means verified
+        loaded = store.load(found.iteration, content)
         if with_optimizer:
             scalars = read_optimizer_common(loaded.common["optimizer"])
             state.optimizer.load_scalars({"step": scalars.step, "grad_scaler": scalars.scaler})

@@ -19,7 +19,7 @@ from megalith.train.faults import Probe, no_probe
 from megalith.train.hooks import Hook
 from megalith.train.results import Ending, SavedCheckpoint, ScheduledSave, StepResult, Window
 from megalith.train.state import TrainState
-from megalith.train.step import train_step
+from megalith.train.step import nothing_before, train_step
 from megalith.train.work import Batch
 
 
@@ -84,7 +84,11 @@ class BackgroundSaver(Protocol):
         ...
 
     def schedule(self, state: TrainState, *, persistent: bool = True) -> ScheduledSave:
-        """Begin to write the state, which may change when this returns."""
+        """Begin to write the state, which may change after `settle`."""
+        ...
+
+    def settle(self) -> None:
+        """Wait until the state may change."""
         ...
 
     def proceed(self, *, failed: bool = False) -> SavedCheckpoint | None:
@@ -188,6 +192,7 @@ def _step(run: TrainingRun) -> StepResult | None:
             with_params_norm=plan.log_params_norm and logged,
             probe=run.probe,
             totals=lambda sums: run.agreement.totals(sums, out_of_time=_late(run)),
+            before_update=nothing_before if run.background is None else run.background.settle,
         )
     except Exception as error:
         whole = state.iteration == iteration and not state.updating and run.agreement.alone

@@ -24,6 +24,10 @@ def own_totals(sums: Tensor) -> Tensor:
     return sums
 
 
+def nothing_before() -> None:
+    """Nothing need be waited for before an update."""
+
+
 def train_step(
     state: TrainState,
     batches: Iterator[Batch],
@@ -31,6 +35,7 @@ def train_step(
     *,
     schedule: str | None = None,
     totals: Totals = own_totals,
+    before_update: Callable[[], None] = nothing_before,
     with_params_norm: bool = False,
     probe: Probe = no_probe,
 ) -> StepResult:
@@ -47,6 +52,7 @@ def train_step(
         num_micro_batches: of this step and this replica.
         schedule: the order of a pipeline's work (schedules.pipeline); the usual one if None.
         totals: sums over all ranks; needed where there are several.
+        before_update: called when the gradients are there and before anything that a checkpoint holds changes.
         with_params_norm: compute the norm of the parameters too.
         probe: called at the points of the step.
 
@@ -70,6 +76,7 @@ def train_step(
     if state.chunks[0].config.calculate_per_token_loss:
         divide_by_tokens(state, work)
     probe("opt", step)
+    before_update()
     weight_decay = state.weight_decay
     state.updating = True
     outcome = state.optimizer.step(state.learning_rate, weight_decay)

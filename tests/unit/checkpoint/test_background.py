@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -70,6 +71,7 @@ def test_what_is_written_is_what_was_scheduled(store: Store, make_content: MakeC
     for iteration in (10, 20):
         content = make_content(iteration)
         pending = store.schedule(iteration, content, {"k": "v"}, staging=staging, files={"vocab.json": b"{}"})
+        pending.settle()
         for chunk in content.chunks:
             chunk.tensor.fill_(-1.0)
         content.common["iteration"] = -1
@@ -80,6 +82,46 @@ def test_what_is_written_is_what_was_scheduled(store: Store, make_content: MakeC
         assert same_tensors(target, make_content(iteration))
         assert store.read_file(iteration, "vocab.json") == b"{}"
     assert store.newest_verified() == (20, [])
+
+
+def test_tensors_may_change_when_the_copies_are_there_and_not_before(
+    tmp_path: Path, make_content: MakeContent, same_tensors: Same, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copies are made under the next step: it goes on at once, and waits where it would change what is copied."""
+    store, content, goes = DirectoryStore(tmp_path), make_content(10), threading.Event()
+    copyto = np.copyto
+
+    def slowly(target: np.ndarray, source: np.ndarray) -> None:
+        assert goes.wait(30.0)
+        copyto(target, source)
+
+    monkeypatch.setattr("megalith.checkpoint.staging.np.copyto", slowly)
+    pending = store.schedule(10, content, {}, staging=Staging())
+    waiting = threading.Thread(target=pending.settle)
+    waiting.start()
+    waiting.join(0.2)
+    assert waiting.is_alive() and pending.busy
+    goes.set()
+    waiting.join(30.0)
+    for chunk in content.chunks:
+        chunk.tensor.fill_(-1.0)
+    complete(pending)
+    target = make_content(0)
+    store.load(10, target)
+    assert same_tensors(target, make_content(10))
+
+
+def test_a_copy_that_fails_is_told(tmp_path: Path, make_content: MakeContent, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("the device is lost")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("megalith.checkpoint.staging.np.copyto", fail)
+        pending = DirectoryStore(tmp_path).schedule(10, make_content(10), {}, staging=Staging())
+        for wait in (pending.settle, pending.proceed):
+            with pytest.raises(RuntimeError, match="the device is lost"):
+                wait()
+    assert names(tmp_path) == set()
 
 
 def test_the_files_are_those_of_a_save_at_once(tmp_path: Path, make_content: MakeContent) -> None:
@@ -107,9 +149,11 @@ def test_the_copies_take_no_more_than_the_tensors_and_are_used_again(make_conten
     staging.reserve(content.chunks)
     held = staging.nbytes
     assert content.nbytes <= held <= content.nbytes + 4096 + 64 * len(content.chunks)
-    copies = staging.copied(content.chunks)
+    copies = staging.begin(content.chunks)
+    staging.settle()
     assert all(torch.equal(copy.tensor, chunk.tensor) for copy, chunk in zip(copies, content.chunks, strict=True))
-    again = staging.copied(make_content(2).chunks)
+    again = staging.begin(make_content(2).chunks)
+    staging.settle()
     assert staging.nbytes == held
     assert [copy.tensor.data_ptr() for copy in again] == [copy.tensor.data_ptr() for copy in copies]
 
@@ -135,7 +179,9 @@ def test_copies_of_every_kind_of_tensor() -> None:
         torch.tensor([True, False]),
     ]
     chunks = [Chunk(str(n), t, (0,) * t.dim(), tuple(t.shape)) for n, t in enumerate(tensors)]
-    for copy, tensor in zip(staging.copied(chunks), tensors, strict=True):
+    copies = staging.begin(chunks)
+    staging.settle()
+    for copy, tensor in zip(copies, tensors, strict=True):
         assert copy.tensor.dtype == tensor.dtype and torch.equal(copy.tensor, tensor)
         assert copy.tensor.is_contiguous()
         assert tensor.numel() == 0 or copy.tensor.data_ptr() != tensor.data_ptr()

@@ -13,6 +13,7 @@ import torch
 
 from megalith.checkpoint import tensor_entry
 from megalith.checkpoint.checksums import joined
+from megalith.checkpoint.hashed_reading import FileReading
 from megalith.checkpoint.hashing import HashedFile, hash_files
 from megalith.checkpoint.tensor_entry import read_tensor_entry, write_tensor_entry
 
@@ -72,7 +73,7 @@ def test_entries_are_read_back_from_the_middle_of_a_file(tmp_path: Path) -> None
     start = 0
     with (tmp_path / "file").open("rb") as file:
         for (name, tensor), entry in zip(TENSORS.items(), entries, strict=True):
-            found = read_tensor_entry(file.fileno(), start, len(entry), tuple(tensor.shape), None)
+            found = read_tensor_entry(FileReading(file.fileno()), start, len(entry), tuple(tensor.shape), None)
             assert torch.equal(found.float(), tensor.float()), name
             start += len(entry)
 
@@ -87,7 +88,7 @@ def test_entries_that_begin_alike_are_taken_apart_once(tmp_path: Path, monkeypat
     start = 0
     with (tmp_path / "file").open("rb") as file:
         for tensor, entry in zip(tensors, entries, strict=True):
-            found = read_tensor_entry(file.fileno(), start, len(entry), (4, 2), None, heads)
+            found = read_tensor_entry(FileReading(file.fileno()), start, len(entry), (4, 2), None, heads)
             assert found.dtype == tensor.dtype and torch.equal(found, tensor)
             start += len(entry)
     assert len(taken_apart) == 2

@@ -7,7 +7,8 @@ virtual chunk. Three generations are read:
     core, TransformerEngine      decoder.layers.0.self_attention.linear_qkv.layer_norm_weight
     before core (2019 to 2023)   language_model.encoder.layers.0.input_norm.weight, in nested dicts
 
-Written are the names of core with local modules, which are our own. Source: spec/formats-checkpoint.md section 3.
+Written are the names of core with local modules, which are our own, or where a converter is told to (`--saver legacy`)
+those from before core, of either of the two generations in `LEGACY`. Source: spec/formats-checkpoint.md section 3.
 """
 
 from __future__ import annotations
@@ -43,6 +44,22 @@ _RENAMED = [
         (r"\.mlp\.linear_fc1\.layer_norm_", ".pre_mlp_layernorm."),
     )
 ]
+
+
+CORE = "core"
+LEGACY = {
+    "2023": ("input_layernorm", "post_attention_layernorm", "final_layernorm"),
+    "0.12": ("input_norm", "post_attention_norm", "final_norm"),
+}
+"""Generation of the names from before core -> what it calls the norms. The earlier is that of Megatron-LM 23.06, the
+later what `--use-legacy-models` read until Megatron-Core 0.12."""
+
+_LEGACY_PARTS = {
+    "self_attention.linear_qkv": "self_attention.query_key_value",
+    "self_attention.linear_proj": "self_attention.dense",
+    "mlp.linear_fc1": "mlp.dense_h_to_4h",
+    "mlp.linear_fc2": "mlp.dense_4h_to_h",
+}
 
 
 def flattened(model: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -114,3 +131,37 @@ def _local(name: str, layers: Sequence[int]) -> str:
     """A name with the layer counted from the first of the stage."""
     match = _LAYER.match(name)
     return f"decoder.layers.{layers.index(int(match[1]))}.{match[2]}" if match else name
+
+
+def legacy_path(name: str, layers: Sequence[int], generation: str, *, tied: bool) -> tuple[str, ...] | None:
+    """Where a parameter stands in the nested dicts from before core.
+
+    Args:
+        name: ours.
+        layers: the model's number of each layer of the stage or virtual chunk.
+        generation: a key of `LEGACY`.
+        tied: whether an output layer is the copy of the embedding in the last stage.
+
+    Returns:
+        The keys of the dicts from the outermost; None for a parameter that the models of that time had not.
+
+    >>> legacy_path("decoder.layers.5.pre_mlp_layernorm.weight", range(4, 6), "2023", tied=True)
+    ('language_model', 'encoder', 'layers.1.post_attention_layernorm.weight')
+    """
+    before_attention, before_mlp, final = LEGACY[generation]
+    parts = {**_LEGACY_PARTS, "input_layernorm": before_attention, "pre_mlp_layernorm": before_mlp}
+    owner, _, kind = name.rpartition(".")
+    if (match := _LAYER.fullmatch(owner)) is not None:
+        part = parts.get(match[2])
+        return (
+            None
+            if part is None
+            else ("language_model", "encoder", f"layers.{layers.index(int(match[1]))}.{part}.{kind}")
+        )
+    if owner == "decoder.final_layernorm":
+        return "language_model", "encoder", f"{final}.{kind}"
+    if owner == OUTPUT_LAYER:
+        return ("word_embeddings_for_head", kind) if tied else ("language_model", OUTPUT_LAYER, kind)
+    if owner in ("embedding.word_embeddings", "embedding.position_embeddings"):
+        return "language_model", "embedding", owner.partition(".")[2], kind
+    return None

@@ -24,6 +24,7 @@ from megalith.checkpoint.boxes import common_part
 from megalith.checkpoint.commit import sync_folder
 from megalith.checkpoint.content import CheckpointContent, Chunk
 from megalith.checkpoint.fit import Contents, fitted
+from megalith.checkpoint.formats.megatron_names import CORE
 from megalith.checkpoint.formats.per_rank_layout import PlaceFiles, Room, Target, row_of, target_of
 from megalith.checkpoint.formats.torch_dist import OPTIMIZER_PREFIX, WORD_EMBEDDINGS, is_rng_object, is_stacked
 from megalith.checkpoint.hashing import WritingCancelled
@@ -150,7 +151,7 @@ def _row(chunk: Chunk) -> tuple[str, int]:
     return chunk.key, row_of(chunk)[1]
 
 
-def write_per_rank(source: Source, folder: Path) -> list[str]:
+def write_per_rank(source: Source, folder: Path, names: str = CORE) -> list[str]:
     """Write what a source holds into an empty folder.
 
     Args:
@@ -159,6 +160,7 @@ def write_per_rank(source: Source, folder: Path) -> list[str]:
             use_distributed_optimizer). Its optimizer is written if its common state and its contents have one, its
             random states where they are those of a place of this layout.
         folder: it exists and is empty.
+        names: of the weights, `CORE` or a generation of `LEGACY`.
 
     Returns:
         The names of the files, below the folder, for a manifest. They are on the disk.
@@ -174,7 +176,7 @@ def write_per_rank(source: Source, folder: Path) -> list[str]:
         common.pop("optimizer", None)
     keys = [key for key in contents.objects if is_rng_object(key)]
     objects = source.read(CheckpointContent(objects=dict.fromkeys(keys)))
-    target = target_of(common, objects, contents.tensors[WORD_EMBEDDINGS].dtype, str(folder))
+    target = target_of(common, objects, contents.tensors[WORD_EMBEDDINGS].dtype, str(folder), names)
     files = FilesOnDisk(target, folder)
     for place in target.places:
         files.lay_out(place)
@@ -182,10 +184,10 @@ def write_per_rank(source: Source, folder: Path) -> list[str]:
     with _Filler(target, folder, wanted) as filler:
         for chunk in wanted:
             filler.write(_read(source, contents, chunk))
-    names = [name for place in target.places for name in files.files(place)]
+    made = [name for place in target.places for name in files.files(place)]
     for place in target.places:
         files.seal(place)
-    return names
+    return made
 
 
 def _wanted(target: Target) -> list[Chunk]:

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from megalith.checkpoint.content import Chunk
+from megalith.checkpoint.fit import listing
 from megalith.checkpoint.formats.buffers import buffer_size, places
-from megalith.checkpoint.formats.megatron_names import entries
+from megalith.checkpoint.formats.megatron_names import CORE, entries, legacy_path
 from megalith.checkpoint.formats.megatron_optimizer import BUFFERS, MAIN, MOMENTS, inner, members
 from megalith.checkpoint.formats.torch_dist import (
     CHECKPOINT_VERSION,
@@ -34,6 +35,7 @@ from megalith.checkpoint.formats.torch_dist import (
     weight_chunks,
 )
 from megalith.checkpoint.model_space import OUTPUT_LAYER, ModelSpace, model_space_of, stages_of
+from megalith.errors import CheckpointError
 from megalith.layout import Stages
 
 MODEL_FILE = "model_optim_rng.pt"
@@ -62,6 +64,7 @@ class Target:
         common: the state that all ranks share, as `common.pt` has it.
         objects: key -> random states, of the places that have them here.
         distributed: the optimizer's tensors go to flat buffers, as `--use-distributed-optimizer` wants them.
+        names: of the weights, `CORE` or a generation of `LEGACY`.
     """
 
     space: ModelSpace
@@ -72,6 +75,7 @@ class Target:
     common: Mapping[str, Any]
     objects: Mapping[str, Any]
     distributed: bool
+    names: str = CORE
 
     @property
     def has_optimizer(self) -> bool:
@@ -118,7 +122,9 @@ def stored_name(space: ModelSpace, name: str) -> str:
     return WORD_EMBEDDINGS if name == OUTPUT_LAYER and space.tied else name
 
 
-def target_of(common: Mapping[str, Any], objects: Mapping[str, Any], dtype: torch.dtype, where: str) -> Target:
+def target_of(
+    common: Mapping[str, Any], objects: Mapping[str, Any], dtype: torch.dtype, where: str, names: str = CORE
+) -> Target:
     """What the saved args say of a checkpoint that is to be written.
 
     Args:
@@ -126,12 +132,15 @@ def target_of(common: Mapping[str, Any], objects: Mapping[str, Any], dtype: torc
         objects: the objects of this rank, of all places or of some.
         dtype: of the weights.
         where: names the checkpoint in errors.
+        names: of the weights, `CORE` or a generation of `LEGACY`.
 
     Raises:
-        CheckpointError: the args lack something, or describe what this version has not.
+        CheckpointError: the args lack something, or describe what this version has not, or what the names have not.
     """
     args = vars(common["args"])
     space = model_space_of(args, where)
+    if names != CORE:
+        _check_legacy(space, names, where)
     return Target(
         space=space,
         tp=int(args.get("tensor_model_parallel_size") or 1),
@@ -141,7 +150,24 @@ def target_of(common: Mapping[str, Any], objects: Mapping[str, Any], dtype: torc
         common=common,
         objects=objects,
         distributed=bool(args.get("use_distributed_optimizer")),
+        names=names,
     )
+
+
+def _check_legacy(space: ModelSpace, generation: str, where: str) -> None:
+    """Refuse a model that was not before core.
+
+    Raises:
+        CheckpointError: names what it has that has no name then.
+    """
+    layers = range(space.num_layers)
+    unknown = [name for name in space.shapes if legacy_path(name, layers, generation, tied=space.tied) is None]
+    if unknown:
+        raise CheckpointError(
+            listing(
+                f"{where}: --saver legacy has no names for these, which models of that time had not; use core", unknown
+            )
+        )
 
 
 @dataclass(frozen=True)
@@ -209,7 +235,8 @@ class PlaceFiles:
             "iteration": common.get("iteration", 0),
         }
         for chunk in range(len(self._names)):
-            body[chunk_key(chunk, len(self._names))] = OrderedDict(self._model(chunk))
+            model = self._model(chunk) if target.names == CORE else self._legacy_model(chunk)
+            body[chunk_key(chunk, len(self._names))] = model
         if target.has_optimizer:
             body["optimizer"] = self._optimizer(common["optimizer"])
             if "opt_param_scheduler" in common:
@@ -220,11 +247,24 @@ class PlaceFiles:
         body["num_floating_point_operations_so_far"] = common.get("num_floating_point_operations_so_far", 0.0)
         return body
 
-    def _model(self, chunk: int) -> Iterator[tuple[str, Tensor | None]]:
+    def _model(self, chunk: int) -> dict[str, Tensor | None]:
         stages = self._target.stages
         last = self.pp == len(stages) - 1 and chunk == len(stages[self.pp]) - 1
-        for raw, name in entries(self._names[chunk], stages[self.pp][chunk], last=last):
-            yield raw, None if name is None else self._room(name, self._target.dtype)
+        return OrderedDict(
+            (raw, None if name is None else self._room(name, self._target.dtype))
+            for raw, name in entries(self._names[chunk], stages[self.pp][chunk], last=last)
+        )
+
+    def _legacy_model(self, chunk: int) -> dict[str, Any]:
+        target, model = self._target, dict[str, Any]()
+        for name in self._names[chunk]:
+            path = legacy_path(name, target.stages[self.pp][chunk], target.names, tied=target.space.tied)
+            assert path is not None, f"{name} was to be refused before"
+            inside = model
+            for key in path[:-1]:
+                inside = inside.setdefault(key, OrderedDict())
+            inside[path[-1]] = self._room(name, target.dtype)
+        return model
 
     def _optimizer(self, state: Mapping[str, Any]) -> dict[str, Any]:
         body = inner(state)

@@ -19,6 +19,7 @@ from typing import Any
 from megalith.checkpoint.adapted import args_of
 from megalith.checkpoint.content import Chunk
 from megalith.checkpoint.convert import Wanted, convert
+from megalith.checkpoint.formats.megatron_names import CORE
 from megalith.checkpoint.formats.torch_dist import WORD_EMBEDDINGS
 from megalith.checkpoint.locate import locate
 from megalith.checkpoint.source import open_source
@@ -32,7 +33,6 @@ _REFUSED_LOADERS = {
     "llava": "models of images are not part of this program",
 }
 _REFUSED_SAVERS = {
-    "legacy": "the names from before Megatron-Core are read and not written; use --saver core",
     "hf_llava": "models of images are not part of this program",
     "llava": "models of images are not part of this program",
 }
@@ -69,16 +69,18 @@ class Tool:
         name: its file.
         plugin: its word before the names of plugins.
         dtype: of what it writes; None: that of the checkpoint.
+        legacy: the generation of the names that `--saver legacy` writes.
     """
 
     name: str
     plugin: str
     dtype: str | None
+    legacy: str
 
 
 TOOLS = {
-    "checkpoint_util.py": Tool("tools/checkpoint_util.py", "checkpoint_", "float32"),
-    "convert.py": Tool("tools/checkpoint/convert.py", "", None),
+    "checkpoint_util.py": Tool("tools/checkpoint_util.py", "checkpoint_", "float32", "2023"),
+    "convert.py": Tool("tools/checkpoint/convert.py", "", None, "0.12"),
 }
 
 
@@ -144,7 +146,7 @@ def _parser(tool: Tool) -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--model-type", required=True, metavar="TYPE", help="GPT")
     add("--loader", default="megatron", metavar="NAME", help=f"{', '.join(_MEGATRON)}; {', '.join(_HUGGINGFACE)}")
-    add("--saver", default="megatron", metavar="NAME", help="core, mcore or megatron, which are one")
+    add("--saver", default="megatron", metavar="NAME", help="core, mcore or megatron, which are one; legacy")
     add("--load-dir", required=True, type=Path, metavar="DIR", help="the save folder to convert")
     add("--save-dir", required=True, type=Path, metavar="DIR", help="the save folder to write")
     add("--max-queue-size", type=int, metavar="N", help="no effect")
@@ -210,6 +212,7 @@ def _wanted(tool: Tool, options: argparse.Namespace) -> Wanted:
         optimizer=False,
         dtype=dtype,
         true_vocab_size=_vocabulary(options),
+        names=tool.legacy if options.saver == "legacy" else CORE,
         replace=True,
     )
 
@@ -268,8 +271,14 @@ def _without_effect(options: argparse.Namespace) -> list[str]:
 def _last_words(tool: Tool, options: argparse.Namespace) -> list[str]:
     """How these files differ from those of Megatron's tool."""
     lines = []
-    if tool.plugin:
-        lines.append("the names in the files are those of Megatron-Core; Megatron-LM 23.06 and older know others")
+    if options.saver == "legacy":
+        reader = "Megatron-LM 23.06" if tool.legacy == "2023" else "Megatron-Core 0.8 to 0.12 with --use-legacy-models"
+        lines.append(f"the names in the files are those from before Megatron-Core, for {reader}")
+    elif tool.plugin:
+        lines.append(
+            "the names in the files are those of Megatron-Core; Megatron-LM 23.06 and older know others, which --saver "
+            "legacy writes"
+        )
     if options.saver_transformer_impl not in (None, "local"):
         lines.append(f"--saver-transformer-impl {options.saver_transformer_impl}: the names are those of local")
     return lines
