@@ -28,7 +28,17 @@ LLAMA = dataclasses.replace(
     num_query_groups=2,
     ffn_hidden_size=48,
 )
-STYLES = {"gpt2": GPT2, "llama": LLAMA, "qwen3": dataclasses.replace(LLAMA, qk_layernorm=True, use_rope_scaling=True)}
+STYLES = {
+    "gpt2": GPT2,
+    "llama": LLAMA,
+    "qwen3": dataclasses.replace(LLAMA, qk_layernorm=True, use_rope_scaling=True),
+    "sinks": dataclasses.replace(
+        LLAMA, softmax_type="learnable", window_size="3,0", window_attn_skip_freq="2", softmax_scale=0.6
+    ),
+    "gates": dataclasses.replace(
+        LLAMA, attention_output_gate=True, apply_layernorm_1p=True, qk_l2_norm=True, no_rope_freq="2"
+    ),
+}
 
 
 def _model(config: ModelConfig, dtype: torch.dtype = torch.float64, dropout: float = 0.0) -> GPT:
@@ -133,7 +143,7 @@ def test_megatron_draws_continue_the_stream_that_is_given() -> None:
 def test_compiled_blocks_give_the_same_steps() -> None:
     losses = []
     for compiled in (False, True):
-        model, tokens = _model(GPT2), _tokens()
+        model, tokens = _model(GPT2, torch.float32), _tokens()  # torch 2.11 compiles no attention in fp64
         optimizer = build_optimizer(model, OptimizerConfig(), PrecisionConfig())
         if compiled:
             model.compile_blocks()
@@ -143,7 +153,7 @@ def test_compiled_blocks_give_the_same_steps() -> None:
             loss.backward()
             optimizer.step(0.01, 0.1)
             losses.append(loss.item())
-    assert losses[:3] == pytest.approx(losses[3:], rel=1e-9)
+    assert losses[:3] == pytest.approx(losses[3:], rel=1e-5)
     assert losses[2] < losses[0]
 
 

@@ -46,7 +46,8 @@ def kept() -> Iterator[list[Tensor]]:
     tensors: list[Tensor] = []
 
     def keep(tensor: Tensor) -> Tensor:
-        tensors.append(tensor)
+        if tensor.numel():  # torch 2.11 keeps an empty tensor besides
+            tensors.append(tensor)
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
