@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
-import json
 import os
 import signal
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+import traceback
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,16 +28,17 @@ from megalith.config.command_line import given_settings, without_settings
 from megalith.config.environment import first_of_machine
 from megalith.config.render import flags_text
 from megalith.config.run import all_settings
-from megalith.errors import ConfigError, MegalithError
+from megalith.errors import MegalithError
 from megalith.train.faults import Probe, parse_fault
 from megalith.train.signals import StopSignals
+from megalith.train.spoil_text import Spoil, is_spoil, parse_spoil
 from megalith.train.streams import warn
 
 if TYPE_CHECKING:
-    from megalith.cli.train_start import Started
+    import torch
+
     from megalith.compat.megatron.screen import Screen
     from megalith.distributed.watch import Watch
-    from megalith.train.hooks import Hook
     from megalith.train.results import Ending
 
 EXIT_FINISHED = 0
@@ -126,9 +126,10 @@ def _train(config: RunConfig, argv: Sequence[str], stop: StopSignals, began: flo
     from megalith.assemble.ranks import build_watch, join_ranks
     from megalith.checkpoint import DirectoryStore
     from megalith.checkpoint.crew import Crew
+    from megalith.cli.train_hooks import hooks_of, open_folder, rank_screen, run_folder
     from megalith.cli.train_start import start
     from megalith.compat.megatron import console
-    from megalith.compat.megatron.screen import SilentScreen
+    from megalith.distributed import comm
     from megalith.distributed.wait_clock import WaitClock
     from megalith.train.hooks import Hooks
     from megalith.train.loop import train
@@ -136,28 +137,35 @@ def _train(config: RunConfig, argv: Sequence[str], stop: StopSignals, began: flo
 
     with ExitStack() as stack:
         watch = build_watch(config)
-        clock = WaitClock(choose_device(config.train.device, config.launch)) if _reports(config) else None
+        device = choose_device(config.train.device, config.launch)
+        _settle_kernels(config, device)
+        clock = WaitClock(device) if _reports(config) else None
         context = stack.enter_context(join_ranks(config, watch, clock, lambda: stop.requested is not None))
         first = context.rank == 0
-        folder = run_folder(config) if first else Path()
-        screens: list[Screen] = [SilentScreen()]
-        Crew(context.world).first(lambda: screens.insert(0, _open_folder(config, argv, folder, stack)))
+        folder = Path(comm.all_gather_objects(str(run_folder(config)) if first else "", context.world)[0])
+        screens: list[Screen] = []
+        Crew(context.world).first(lambda: screens.append(open_folder(config, command_line(argv), folder)))
+        screens.extend([] if first else [rank_screen(folder, context.rank)])
+        stack.callback(screens[0].close)
         for place in config.checkpoint.save_folders:
             stack.enter_context(DirectoryStore(place, context).claim())
         screen = screens[0]
         if threads:
             screen.say(threads)
         try:
-            started = start(config, context, screen, stop=stop, probe=_probe(config, watch, screen), began=began)
+            probe, spoils = _probe(config, watch, screen), _spoils()
+            started = start(config, context, screen, stop=stop, probe=probe, began=began, spoils=spoils)
             stack.callback(started.loaders.close)
             stack.callback(started.run.close)
-            hooks = [_hooks(config, folder, screen, started)] if first else []
+            hooks = hooks_of(config, folder, screen, started)
             if clock is not None:
                 named = config.log.straggler_minmax_count
                 hooks.append(StragglerReport(context.world, clock, screen.say, named))
             started.run.hook = Hooks(hooks)
             stack.callback(started.run.hook.close)
-            if started.run.state.iteration >= started.run.plan.train_iterations:
+            if config.train.skip_train:
+                screen.say(console.skipping_training_line())
+            elif started.run.state.iteration >= started.run.plan.train_iterations:
                 screen.say(f"iteration {started.run.state.iteration} of {config.train_iters} is done: only evaluating")
             else:
                 screen.say("training ...")
@@ -168,62 +176,26 @@ def _train(config: RunConfig, argv: Sequence[str], stop: StopSignals, began: flo
         except MegalithError as error:
             screen.note(f"{type(error).__name__}: {error}")
             raise
+        except Exception:
+            screen.note(traceback.format_exc())
+            raise
         ending = started.run.ending
         assert ending is not None
         return _last_words(ending, config, argv, screen, folder)
 
 
+def _settle_kernels(config: RunConfig, device: torch.device) -> None:
+    """`--deterministic-mode` on a GPU: kernels that give the same bits each time. On a CPU all of ours do."""
+    if config.train.deterministic_mode and device.type == "cuda":
+        import torch
+
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.utils.deterministic.fill_uninitialized_memory = False  # that is for finding bugs
+        torch.use_deterministic_algorithms(True)
+
+
 def _reports(config: RunConfig) -> bool:
     return config.log.log_straggler and config.launch.world_size > 1
-
-
-def _open_folder(config: RunConfig, argv: Sequence[str], folder: Path, stack: ExitStack) -> Screen:
-    """See that the folders of the run can be written to, and open its log; the stack closes it.
-
-    Raises:
-        ConfigError: a folder cannot be written to.
-    """
-    from megalith.compat.megatron.screen import Screen
-    from megalith.train.tensorboard import require_tensorboard
-
-    if config.log.tensorboard_dir:
-        require_tensorboard()
-        with _naming("--tensorboard-dir", config.log.tensorboard_dir):
-            _try_to_write(Path(config.log.tensorboard_dir))
-    save = config.checkpoint.save
-    with _naming("--save", save) if save else _naming("the folder of a run without --save,", str(folder)):
-        _try_to_write(folder)
-        screen = Screen(folder / "log.txt")
-        stack.callback(screen.close)
-        screen.note(f"\n{command_line(argv)}")
-        (folder / "config.json").write_text(json.dumps(config.to_dict(), indent=1) + "\n", encoding="utf-8")
-    return screen
-
-
-def _hooks(config: RunConfig, folder: Path, screen: Screen, started: Started) -> Hook:
-    """Everything that records and shows the run."""
-    from megalith.compat.megatron.screen import MegatronConsole
-    from megalith.train.hooks import Hooks
-    from megalith.train.memory import memory_in_use
-    from megalith.train.metrics import MetricsWriter
-    from megalith.train.tensorboard import TensorBoardWriter
-
-    device = started.run.state.context.device
-    metrics = MetricsWriter(folder / "metrics.jsonl", lambda: memory_in_use(device))
-    save = config.checkpoint.save
-    console = MegatronConsole(
-        screen,
-        save,
-        config.layout,
-        throughput=config.log.log_throughput,
-        passing=config.checkpoint.passing_folder(save or ""),
-        save_format=config.checkpoint.ckpt_format,
-    )
-    hooks: list[Hook] = [metrics, console]
-    if config.log.tensorboard_dir:
-        hooks.append(TensorBoardWriter(config.log.tensorboard_dir, config.log.tensorboard_log_interval))
-    metrics.event("start" if started.resumed_at is None else "resume", iteration=started.resumed_at or 0)
-    return Hooks(hooks)
 
 
 def _probe(config: RunConfig, watch: Watch, screen: Screen) -> Probe:
@@ -237,9 +209,10 @@ def _probe(config: RunConfig, watch: Watch, screen: Screen) -> Probe:
     if not text:
         return at
     screen.warn(f"WARNING: MEGALITH_FAULT={text} is set: this run harms itself at that point, as a test of crashes")
+    if is_spoil(text):
+        return at
     fault = parse_fault(text)
-    attempt = os.environ.get("MEGALITH_ATTEMPT") or os.environ.get("TORCHELASTIC_RESTART_COUNT") or "0"
-    if not fault.concerns(config.launch.rank, int(attempt)):
+    if not fault.concerns(config.launch.rank, _attempt()):
         return at
 
     def both(point: str, iteration: int) -> None:
@@ -249,47 +222,15 @@ def _probe(config: RunConfig, watch: Watch, screen: Screen) -> Probe:
     return both
 
 
-@contextmanager
-def _naming(flag: str, folder: str) -> Iterator[None]:
-    """Turn a refusal of the file system, before anything is built, into a word about the flag.
-
-    Raises:
-        ConfigError: names the flag, the folder and the reason.
-    """
-    try:
-        yield
-    except OSError as error:
-        where = f" ({error.filename})" if error.filename and str(error.filename) != folder else ""
-        raise ConfigError(
-            f"{flag} {folder}: cannot be written to: {error.strerror}{where}; give a folder that can"
-        ) from error
+def _attempt() -> int:
+    """How often the run was started again."""
+    return int(os.environ.get("MEGALITH_ATTEMPT") or os.environ.get("TORCHELASTIC_RESTART_COUNT") or "0")
 
 
-def _try_to_write(folder: Path) -> None:
-    """Make the folder and a file in it.
-
-    Raises:
-        OSError: that is not possible.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=folder) as file:
-        file.write(b"x" * 4096)
-
-
-def run_folder(config: RunConfig) -> Path:
-    """Where metrics, log and configuration of the run go: beside its checkpoints, or under ./runs.
-
-    A run without --save asked for no files, so a working folder that cannot be written to does not stop it: they go to
-    a temporary folder then, which the last line of the run names.
-    """
-    if config.checkpoint.save:
-        return Path(config.checkpoint.save) / "run"
-    folder = Path("runs") / datetime.now().strftime("%Y-%m-%d_%H-%M-%S_%f")
-    try:
-        _try_to_write(folder)
-    except OSError:
-        return Path(tempfile.mkdtemp(prefix="megalith-run-"))
-    return folder
+def _spoils() -> tuple[Spoil, ...]:
+    """The wrong numbers that a test puts in; a restart meets them no more."""
+    text = os.environ.get("MEGALITH_FAULT", "")
+    return (parse_spoil(text),) if is_spoil(text) and _attempt() == 0 else ()
 
 
 def _last_saved(config: RunConfig) -> int | None:

@@ -7,7 +7,7 @@ users never read goes to the log only.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -30,6 +30,7 @@ from megalith.checkpoint.store import TRACKER_FILE
 from megalith.compat.megatron import console
 from megalith.compat.megatron.screen import Screen
 from megalith.config import RunConfig
+from megalith.config.changes import Change, changes_lines, changes_since
 from megalith.config.groups import CheckpointConfig
 from megalith.config.render import notes_lines
 from megalith.config.saved_args import megatron_args
@@ -56,8 +57,12 @@ from megalith.train.checkpointing import (
 from megalith.train.faults import Probe
 from megalith.train.hooks import Hook
 from megalith.train.loop import Plan, TrainingRun
+from megalith.train.spoil import Spoiler
+from megalith.train.spoil_text import Spoil
 from megalith.train.state import TrainState
 from megalith.train.throughput import measure_peak, step_flops
+from megalith.train.timers import Timers, over_ranks
+from megalith.train.trouble import Care, Injection
 
 
 @dataclass(frozen=True)
@@ -66,11 +71,13 @@ class Started:
 
     Attributes:
         resumed_at: the iteration it goes on from; None on a fresh start.
+        changes: what is asked for in another way than when its checkpoint was written.
     """
 
     run: TrainingRun
     loaders: Loaders
     resumed_at: int | None
+    changes: tuple[Change, ...] = ()
 
 
 def start(
@@ -81,6 +88,7 @@ def start(
     stop: StopRequest,
     probe: Probe,
     began: float,
+    spoils: Sequence[Spoil] = (),
 ) -> Started:
     """Build every part of the run that is this rank's and restore its checkpoint if there is one.
 
@@ -91,6 +99,7 @@ def start(
         stop: who may ask the run to stop.
         probe: faults to put in.
         began: `time.monotonic()` at the start of the program.
+        spoils: wrong numbers to put in.
 
     Raises:
         MegalithError: data, tokenizer or checkpoint are missing, damaged or do not fit.
@@ -102,6 +111,7 @@ def start(
     refuse_unequal(content_facts(identity.tokenizer, identity.data), context.world)
     store, found = _find(config, context)
     _check_fits(config, found, identity, screen)
+    changes = _say_changes(config, found, screen)
     padded = _padded_vocabulary(config, tokenizer, found)
     screen.say(padding_message(tokenizer.vocab_size, padded))
     screen.say(console.seeds_line(config.train.seed))
@@ -109,7 +119,10 @@ def start(
     screen.say(console.initialised_line(time.monotonic() - began))
     screen.say(console.milestone_line("after megatron is initialized", datetime.now()))
 
+    timers = Timers(config.log.timing_log_level, context.device)
+    building = time.perf_counter()
     state = _state(config, padded, streams, context, screen, fresh=found is None)
+    loading = time.perf_counter()
     if not _loads(config, store, found, state, screen, probe):
         store, found = _find(config, context, thorough=True)
         _check_fits(config, found, identity, screen)
@@ -117,11 +130,16 @@ def start(
             padded = _padded_vocabulary(config, tokenizer, found)
             state = _state(config, padded, streams, context, screen, fresh=False)
         _load(config, store, found, state, screen, probe)
+    if found is not None:
+        _say_times(config, screen, context, {"load-checkpoint": time.perf_counter() - loading})
+    timers.add("model-and-optimizer-setup", time.perf_counter() - building)
     screen.say(console.milestone_line("after model, optimizer, and learning rate scheduler are built", datetime.now()))
-    loaders = _loaders(config, tokenizer, state, screen)
+    with timers.time("train/valid/test-data-iterators-setup"):
+        loaders = _loaders(config, tokenizer, state, screen)
     plan = _plan(config, state.model, context)
     screen.say(console.milestone_line("after dataloaders are built", datetime.now()))
     screen.note("done with setup ...")
+    _say_times(config, screen, context, timers.take())
     saver = _saver(config, context, identity, probe)
     background = None
     if saver is not None and config.checkpoint.async_save:
@@ -139,8 +157,41 @@ def start(
         probe,
         started=began,
         background=background,
+        timers=timers,
+        care=_care(config, state, spoils),
     )
-    return Started(run, loaders, None if found is None else state.iteration)
+    return Started(run, loaders, None if found is None else state.iteration, changes)
+
+
+def _care(config: RunConfig, state: TrainState, spoils: Sequence[Spoil]) -> Care:
+    """What is done about bad steps."""
+    precision = config.precision
+    state.check.not_finite = precision.stop_on_nan
+    state.check.spiky_loss, state.check.large_norm = precision.check_for_spiky_loss, precision.check_for_large_grads
+    rate = 0 if precision.rerun_mode == "disabled" else precision.error_injection_rate
+    return Care(
+        state,
+        config.pipeline_schedule,
+        policy=precision.bad_step_policy,
+        twice=precision.rerun_mode == "report_stats",
+        injection=Injection(rate, precision.error_injection_type, config.train.seed),
+        spoiler=Spoiler(spoils, state.chunks, state.context.rank) if spoils or rate else None,
+    )
+
+
+def _say_changes(config: RunConfig, found: FoundCheckpoint | None, screen: Screen) -> tuple[Change, ...]:
+    """Tell what is asked for in another way than when the checkpoint was written; weights to begin from say nothing."""
+    if found is None or found.weights_only or config.checkpoint.finetune:
+        return ()
+    saved = found.args if found.manifest is None else found.manifest.get("config", {})
+    changes = changes_since(saved, config)
+    for line in changes_lines(changes, found.iteration):
+        screen.say(line)
+    return tuple(changes)
+
+
+def _say_times(config: RunConfig, screen: Screen, context: ParallelContext, own: Mapping[str, float]) -> None:
+    screen.say(console.timing_lines(over_ranks(own, context), config.log.timing_log_option))
 
 
 def _saver(config: RunConfig, context: ParallelContext, identity: Identity, probe: Probe) -> CheckpointSaver | None:
@@ -185,7 +236,16 @@ def _say_configuration(config: RunConfig, screen: Screen, device: torch.device) 
     screen.note(console.argument_dump(megatron_args(config)))
     for line in notes_lines(config):
         screen.say(line)
-    screen.say(console.micro_batches_line(config.num_micro_batches))
+    sizes = config.batch_sizes
+    if len(sizes.stages) == 1:
+        screen.say(console.micro_batches_line(config.num_micro_batches))
+    elif config.train.rampup_batch_size:
+        screen.say(console.ramp_lines(*config.train.rampup_batch_size, sizes.final))
+    else:
+        stages = ", ".join(f"{stage.size} from sample {stage.start} on" for stage in sizes.stages)
+        screen.say(f"global batch sizes: {stages}")
+    if config.train.train_samples is not None:
+        screen.note(console.train_iterations_line(config.train_iters))
 
 
 def _device_name(device: torch.device) -> str:
@@ -417,8 +477,12 @@ def _plan(config: RunConfig, model: GPT, context: ParallelContext) -> Plan:
         save_interval=config.checkpoint.save_interval,
         passing_save_interval=config.checkpoint.non_persistent_save_interval,
         exit_interval=train.exit_interval,
+        skip_training=train.skip_train,
+        first_evaluation=train.start_eval_at_iter or 0,
         exit_minutes=train.exit_duration_in_mins,
         log_params_norm=config.log.log_params_norm,
-        stop_on_nan=config.precision.stop_on_nan,
         pipeline_schedule=config.pipeline_schedule,
+        batch_sizes=config.batch_sizes if len(config.batch_sizes.stages) > 1 else None,
+        skipped=frozenset(train.iterations_to_skip),
+        log_noise=config.log.log_gradient_noise_scale,
     )

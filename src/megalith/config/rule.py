@@ -45,7 +45,7 @@ def show(draft: Draft, name: str) -> str:
     """A setting as the user writes it, such as `--hidden-size 1000`; a default is marked as such."""
     setting = all_settings()[name]
     value = getattr(getattr(draft.run, setting.group), name)
-    text = " ".join(value) if setting.many else f"{value:g}" if isinstance(value, float) else str(value)
+    text = " ".join(map(str, value)) if setting.many else f"{value:g}" if isinstance(value, float) else str(value)
     words = setting.positive_flag if value is True else f"{setting.positive_flag} {text}"
     return words if name in draft.given else f"{words} (the default)"
 

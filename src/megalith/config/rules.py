@@ -11,30 +11,39 @@ from megalith.config.checkpoint_rules import CHECKPOINT_NOTICES, CHECKPOINT_RULE
 from megalith.config.data_rules import DATA_NOTICES, DATA_RULES
 from megalith.config.launch_rules import LAUNCH_NOTICES, LAUNCH_RULES
 from megalith.config.layout_rules import LAYOUT_NOTICES, LAYOUT_RULES
+from megalith.config.log_rules import LOG_NOTICES, LOG_RULES
 from megalith.config.model_rules import MODEL_NOTICES, MODEL_RULES
+from megalith.config.optimizer_rules import OPTIMIZER_NOTICES, OPTIMIZER_RULES
 from megalith.config.recompute_rules import RECOMPUTE_NOTICES, RECOMPUTE_RULES
 from megalith.config.rule import Rule
 from megalith.config.schedule_rules import SCHEDULE_NOTICES, SCHEDULE_RULES
+from megalith.config.tokenizer_rules import TOKENIZER_NOTICES, TOKENIZER_RULES
 from megalith.config.training_rules import TRAINING_NOTICES, TRAINING_RULES
 
 RULES: tuple[Rule, ...] = (
     *MODEL_RULES,
     *TRAINING_RULES,
     *SCHEDULE_RULES,
+    *OPTIMIZER_RULES,
     *DATA_RULES,
+    *TOKENIZER_RULES,
     *CHECKPOINT_RULES,
     *LAYOUT_RULES,
     *LAUNCH_RULES,
     *RECOMPUTE_RULES,
+    *LOG_RULES,
 )
 
 NOTICES: tuple[Rule, ...] = (
     *DATA_NOTICES,
+    *TOKENIZER_NOTICES,
     *MODEL_NOTICES,
     *TRAINING_NOTICES,
     *SCHEDULE_NOTICES,
+    *OPTIMIZER_NOTICES,
     *LAYOUT_NOTICES,
     *LAUNCH_NOTICES,
     *CHECKPOINT_NOTICES,
     *RECOMPUTE_NOTICES,
+    *LOG_NOTICES,
 )

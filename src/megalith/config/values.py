@@ -38,9 +38,15 @@ def value_from_toml(setting: Setting, value: Any) -> Any:
 
 def out_of_range(setting: Setting, value: Any) -> str:
     """What is wrong with a number, empty if nothing."""
-    about = setting.about
     if setting.kind not in (int, float) or value is None:
         return ""
+    if setting.many:
+        return next((complaint for item in value if (complaint := _outside(setting, item))), "")
+    return _outside(setting, value)
+
+
+def _outside(setting: Setting, value: float) -> str:
+    about = setting.about
     low_fails = (about.at_least is not None and value < about.at_least) or (
         about.above is not None and value <= about.above
     )

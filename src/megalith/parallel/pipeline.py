@@ -11,7 +11,8 @@ beside the computation: in gloo's threads, in NCCL's streams.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
@@ -21,6 +22,16 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megalith.distributed.p2p import PipelineLinks, Transfer, receive, send
 from megalith.parallel.deferred import DeferredSink
 from megalith.schedules.pipeline import Message, Op, Program, Step
+
+Timed = Callable[[str], AbstractContextManager[None]]
+"""Measures a block by the name of what is done in it: `COMPUTATIONS`, or the wait for a message."""
+
+COMPUTATIONS = {"F": "forward-compute", "B": "backward-compute", "W": "weight-gradient-compute"}
+
+
+def untimed(name: str) -> AbstractContextManager[None]:
+    """No one wants to know."""
+    return nullcontext()
 
 
 class StageRunner(Protocol):
@@ -58,7 +69,11 @@ class StageRunner(Protocol):
 
 
 def run(
-    program: Program, runner: StageRunner, links: PipelineLinks | None = None, deferred: DeferredSink | None = None
+    program: Program,
+    runner: StageRunner,
+    links: PipelineLinks | None = None,
+    deferred: DeferredSink | None = None,
+    timed: Timed = untimed,
 ) -> None:
     """Run all micro-batches of a step, or of an evaluation, through this stage. All stages call it at the same time.
 
@@ -67,9 +82,10 @@ def run(
         runner: what it computes.
         links: to the other stages; None where there is one.
         deferred: the sink of its layers, for a program that splits the backward pass.
+        timed: measures what is computed, and how long messages are waited for.
     """
     assert deferred is not None or not program.is_split, "a program with W operations needs a DeferredSink"
-    worker = _Worker(program, runner, links, deferred)
+    worker = _Worker(program, runner, links, deferred, timed)
     with torch.set_grad_enabled(program.has_backward):
         for step in program.steps:
             worker.carry_out(step)
@@ -80,9 +96,14 @@ class _Worker:
     """A stage in the course of a program: messages under way, and the graphs that wait for their backward pass."""
 
     def __init__(
-        self, program: Program, runner: StageRunner, links: PipelineLinks | None, deferred: DeferredSink | None
+        self,
+        program: Program,
+        runner: StageRunner,
+        links: PipelineLinks | None,
+        deferred: DeferredSink | None,
+        timed: Timed,
     ) -> None:
-        self._runner, self._links = runner, links
+        self._runner, self._links, self._timed = runner, links, timed
         self._deferred = deferred if program.is_split else None
         self._has_backward = program.has_backward
         self._arriving: dict[Message, Transfer] = {}
@@ -94,7 +115,9 @@ class _Worker:
         for message in step.receives:
             self._arriving[message] = self._receive(message)
         self._runner.before(step.op)
-        made = self._compute(step.op, self._take(step.needs))
+        arrived = self._take(step.needs)
+        with self._timed(COMPUTATIONS[step.op.kind]):
+            made = self._compute(step.op, arrived)
         if step.settles is not None:
             self._leaving.pop(step.settles).wait()
         if step.makes is not None:
@@ -148,7 +171,10 @@ class _Worker:
     def _take(self, message: Message | None) -> Tensor | None:
         if message is None:
             return None
-        return self._kept.pop(message) if message.is_local else self._arriving.pop(message).wait()
+        if message.is_local:
+            return self._kept.pop(message)
+        with self._timed("backward-recv" if message.gradient else "forward-recv"):
+            return self._arriving.pop(message).wait()
 
     def _give(self, message: Message, tensor: Tensor) -> None:
         if message.is_local:

@@ -8,7 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megalith.train.results import Ending, Evaluation, SavedCheckpoint, ScheduledSave, StepResult, WindowReport
+from megalith.train.results import (
+    BadStep,
+    Ending,
+    Evaluation,
+    GradientNoise,
+    SavedCheckpoint,
+    ScheduledSave,
+    StepResult,
+    Times,
+    WindowReport,
+)
 
 
 class Hook:
@@ -19,6 +29,18 @@ class Hook:
 
     def after_window(self, report: WindowReport) -> None:
         """Every `--log-interval` steps."""
+
+    def after_noise(self, noise: GradientNoise) -> None:
+        """The gradient noise scale was measured."""
+
+    def on_bad_step(self, bad: BadStep) -> None:
+        """A step is wrong, or its loss stands out; told before it is done about."""
+
+    def after_growth(self, before: int, after: int) -> None:
+        """The steps to come have `after` samples instead of `before`."""
+
+    def after_timing(self, iteration: int, times: Times) -> None:
+        """Times of what has just been done (a step on average, an evaluation, a save), of all ranks."""
 
     def before_evaluation(self, split: str, num_samples: int, *, final: bool) -> None:
         """An evaluation starts; `final` for those after training."""
@@ -61,6 +83,22 @@ class Hooks(Hook):
     def after_window(self, report: WindowReport) -> None:
         for hook in self.hooks:
             hook.after_window(report)
+
+    def after_noise(self, noise: GradientNoise) -> None:
+        for hook in self.hooks:
+            hook.after_noise(noise)
+
+    def on_bad_step(self, bad: BadStep) -> None:
+        for hook in self.hooks:
+            hook.on_bad_step(bad)
+
+    def after_growth(self, before: int, after: int) -> None:
+        for hook in self.hooks:
+            hook.after_growth(before, after)
+
+    def after_timing(self, iteration: int, times: Times) -> None:
+        for hook in self.hooks:
+            hook.after_timing(iteration, times)
 
     def before_evaluation(self, split: str, num_samples: int, *, final: bool) -> None:
         for hook in self.hooks:

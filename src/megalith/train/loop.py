@@ -6,20 +6,27 @@ do.
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain, islice
 from typing import Protocol
 
+from torch import Tensor
+
 from megalith.errors import MegalithError
+from megalith.schedules.batch_size import BatchSizes
+from megalith.schedules.pipeline import default_schedule
 from megalith.train.agreement import Agreement, NeverStop, StopRequest
 from megalith.train.evaluation import evaluate
 from megalith.train.faults import Probe, no_probe
 from megalith.train.hooks import Hook
-from megalith.train.results import Ending, SavedCheckpoint, ScheduledSave, StepResult, Window
+from megalith.train.noise import NoiseScale
+from megalith.train.results import Ending, GradientNoise, SavedCheckpoint, ScheduledSave, StepResult, Window
 from megalith.train.state import TrainState
 from megalith.train.step import nothing_before, train_step
+from megalith.train.timers import Timers, over_ranks
+from megalith.train.trouble import BadStepError, Care
 from megalith.train.work import Batch
 
 
@@ -28,7 +35,9 @@ class Plan:
     """How long and how often.
 
     Attributes:
-        num_micro_batches: micro-batches of one step, and of one iteration of an evaluation.
+        global_batch_size, num_micro_batches: samples and micro-batches of one step, and of one iteration of an
+            evaluation.
+        batch_sizes: those of steps, where they grow; the two are the last ones then.
         eval_iterations: global batches of one evaluation; 0 for no evaluation at all.
         save_interval: iterations between checkpoints; None for a single one at the end.
         passing_save_interval: iterations between those of which only the last one is kept.
@@ -37,7 +46,10 @@ class Plan:
         flops_per_step: model FLOPs of one step on this device.
         peak_flops: FLOP/s of its best matrix product.
         pipeline_schedule: order of the work of a pipeline; the usual one if None.
-        stop_on_nan: a loss that is not finite ends the run instead of being trained on.
+        log_noise: measure the gradient noise scale every `log_interval`.
+        skip_training: only evaluate.
+        first_evaluation: no evaluation in the course of the training before this iteration.
+        skipped: numbers of done iterations after which the next one is passed over.
     """
 
     train_iterations: int
@@ -53,8 +65,24 @@ class Plan:
     exit_interval: int | None = None
     exit_minutes: float | None = None
     log_params_norm: bool = False
-    stop_on_nan: bool = True
     pipeline_schedule: str | None = None
+    batch_sizes: BatchSizes | None = None
+    skipped: frozenset[int] = frozenset()
+    log_noise: bool = False
+    skip_training: bool = False
+    first_evaluation: int = 0
+
+    def micro_batches_after(self, consumed: int) -> int:
+        """Micro-batches of the step that follows so many samples."""
+        return self.num_micro_batches if self.batch_sizes is None else self.batch_sizes.num_micro_batches(consumed)
+
+    def samples_of(self, num_micro_batches: int) -> int:
+        """Samples of a step of so many micro-batches, over all replicas."""
+        return num_micro_batches * (self.global_batch_size // self.num_micro_batches)
+
+    def flops_of(self, num_samples: int) -> float:
+        """Model FLOPs of so many samples on this device."""
+        return self.flops_per_step * (num_samples / self.global_batch_size)
 
 
 class Saver(Protocol):
@@ -106,6 +134,9 @@ class TrainingRun:
 
     Attributes:
         background: saves beside the training, but for the last save; None for none.
+        timers: where the time goes.
+        noise: the gradient noise scale so far.
+        care: what is done about bad steps; the run stops at one by default.
         ending: why the loop ended; None while it runs.
         agreement: what all ranks decide alike.
     """
@@ -122,8 +153,14 @@ class TrainingRun:
     started: float = field(default_factory=time.monotonic)
     ending: Ending | None = None
     background: BackgroundSaver | None = None
+    timers: Timers = field(default_factory=Timers)
+    noise: NoiseScale = field(default_factory=NoiseScale)
+    care: Care = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
+        self.care = self.care or Care(
+            self.state, self.plan.pipeline_schedule or default_schedule(len(self.state.chunks))
+        )
         self.agreement = Agreement(self.stop, self.state.context, counts=self.state.speaks, writers=self.background)
 
     def close(self) -> None:
@@ -138,11 +175,20 @@ def train(run: TrainingRun) -> Iterator[StepResult]:
     When it stops early, the state is saved first. Either way `run.ending` says why.
 
     Raises:
-        MegalithError: the loss is not finite and no loss scaler is there to skip the step.
+        BadStepError: a loss or gradient is wrong, and this is to end the run.
     """
     plan, state, window = run.plan, run.state, Window()
-    unsaved = False
-    while not _ended(run) and state.iteration < plan.train_iterations:
+    unsaved, size = False, plan.micro_batches_after(state.consumed_samples)
+    last = 0 if plan.skip_training else plan.train_iterations
+    while not _ended(run) and state.iteration < last:
+        if (grown := plan.micro_batches_after(state.consumed_samples)) != size:
+            run.hook.after_growth(plan.samples_of(size), plan.samples_of(grown))
+            if unsaved:
+                _save(run)
+            unsaved, size = False, grown
+        if state.iteration in plan.skipped:
+            _pass_over(run, size)
+            continue
         result = _step(run)
         if result is None:
             break
@@ -150,11 +196,13 @@ def train(run: TrainingRun) -> Iterator[StepResult]:
         window.add(result)
         run.hook.after_step(result)
         if state.iteration % plan.log_interval == 0:
-            run.hook.after_window(window.close(plan.train_iterations, plan.flops_per_step, plan.peak_flops))
+            steps = len(window.results)
+            flops = plan.flops_of(sum(result.num_samples for result in window.results)) / steps
+            run.hook.after_window(window.close(plan.train_iterations, flops, plan.peak_flops))
+            if run.timers.level:
+                _tell_times(run, steps=steps)
         _go_on_saving(run)
-        if plan.stop_on_nan:
-            _refuse_nan(run, result)
-        if state.iteration % plan.eval_interval == 0:
+        if state.iteration % plan.eval_interval == 0 and state.iteration >= plan.first_evaluation:
             _validate(run)
         if plan.save_interval and state.iteration % plan.save_interval == 0:
             _save(run)
@@ -163,7 +211,7 @@ def train(run: TrainingRun) -> Iterator[StepResult]:
             _save(run, persistent=False)
         yield result
         run.ending = _ending_by_plan(run)
-    if run.ending is None:
+    if run.ending is None and not plan.skip_training:
         run.hook.after_training(state.iteration)
     if unsaved:
         _save(run, last=True)
@@ -183,25 +231,71 @@ def _step(run: TrainingRun) -> StepResult | None:
     plan, state = run.plan, run.state
     iteration, streams = state.iteration, state.streams.state()
     logged = (iteration + 1) % plan.log_interval == 0
-    try:
-        result = train_step(
+
+    def take(batches: Iterator[Batch], sums: list[Tensor], apply: bool, number: int = 0) -> StepResult:
+        return train_step(
             state,
-            run.train,
-            plan.num_micro_batches,
+            batches,
+            number or plan.micro_batches_after(state.consumed_samples),
             schedule=plan.pipeline_schedule,
             with_params_norm=plan.log_params_norm and logged,
             probe=run.probe,
+            timers=run.timers,
             totals=lambda sums: run.agreement.totals(sums, out_of_time=_late(run)),
             before_update=nothing_before if run.background is None else run.background.settle,
+            sums=sums,
+            apply=apply,
+            spoiler=run.care.spoiler,
         )
+
+    try:
+        batches, small = run.train, None
+        if plan.log_noise and logged:
+            batches, small = _small_step(run, take)
+        result = run.care.step(batches, take, run.hook.on_bad_step)
+        if small is not None and small.grad_norm and result.grad_norm and not (small.bad or result.bad):
+            _tell_noise(run, small, result)
+    except BadStepError:
+        _complete_save(run)  # of an earlier step
+        raise
     except Exception as error:
         whole = state.iteration == iteration and not state.updating and run.agreement.alone
         if isinstance(error, MegalithError) or not whole or not _ended(run):
             raise
         state.streams.load_state(streams)
         return None
-    state.flops += plan.flops_per_step * state.context.world.size
+    state.flops += plan.flops_of(result.num_samples) * state.context.world.size
     return result
+
+
+def _small_step(run: TrainingRun, take: Callable[..., StepResult]) -> tuple[Iterator[Batch], StepResult | None]:
+    """The gradient of the first micro-batches of a step alone, as many as its stages need; and its micro-batches."""
+    state, size = run.state, run.plan.micro_batches_after(run.state.consumed_samples)
+    fewest = state.context.pp.size if len(state.chunks) > 1 else 1
+    if fewest >= size:
+        return run.train, None
+    before, ahead = state.moment(), list(islice(run.train, fewest))
+    small = take(iter(ahead), [], False, fewest)
+    state.go_back(before)
+    return chain(ahead, run.train), small
+
+
+def _tell_noise(run: TrainingRun, small: StepResult, large: StepResult) -> None:
+    assert small.grad_norm is not None and large.grad_norm is not None
+    found = small.num_samples, small.grad_norm, large.num_samples, large.grad_norm
+    scale = run.noise.add(*found)
+    run.hook.after_noise(
+        GradientNoise(large.iteration, small.num_samples, large.num_samples, small.grad_norm, large.grad_norm, scale)
+    )
+
+
+def _pass_over(run: TrainingRun, num_micro_batches: int) -> None:
+    """Draw the samples of a step and do nothing with them, as Megatron does: no line, no evaluation, no save."""
+    state = run.state
+    samples = sum(next(run.train)["tokens"].shape[0] for _ in range(num_micro_batches)) * state.context.dp.size
+    state.iteration += 1
+    state.consumed_samples += samples
+    state.skipped_samples += samples
 
 
 def _ended(run: TrainingRun) -> bool:
@@ -230,20 +324,6 @@ def _late(run: TrainingRun) -> bool:
     return bool(run.plan.exit_minutes) and _minutes(run) > (run.plan.exit_minutes or 0)
 
 
-def _refuse_nan(run: TrainingRun, result: StepResult) -> None:
-    values = {"loss": result.loss, "gradient norm": 0.0 if result.grad_norm is None else result.grad_norm}
-    for name, value in values.items():
-        if not math.isfinite(value):
-            _complete_save(run)  # of an earlier step
-            first = result.consumed_samples - result.num_samples
-            raise MegalithError(
-                f"the {name} is {value} at iteration {result.iteration} (training samples {first} to "
-                f"{result.consumed_samples - 1}, learning rate {result.learning_rate:g}); nothing of this step is "
-                "saved. Lower --lr, lengthen the warm-up or look at these samples; "
-                "--no-check-for-nan-in-loss-and-grad goes on all the same"
-            )
-
-
 def _validate(run: TrainingRun) -> None:
     """The evaluation in the middle of training. Its samples count as drawn even if a signal cuts it short."""
     if run.valid is None or not run.plan.eval_iterations:
@@ -256,6 +336,7 @@ def _evaluate(run: TrainingRun, split: str, batches: Iterator[Batch], *, final: 
     """Evaluate and tell the hooks; False if a signal or `--exit-duration-in-mins` cut it short."""
     plan = run.plan
     run.hook.before_evaluation(split, plan.eval_iterations * plan.global_batch_size, final=final)
+    began = time.perf_counter()
     try:
         evaluation = evaluate(
             run.state,
@@ -274,6 +355,7 @@ def _evaluate(run: TrainingRun, split: str, batches: Iterator[Batch], *, final: 
             raise
         return False  # broken off as a step can be, see `_step`
     if evaluation is not None:
+        _tell_times(run, evaluate=time.perf_counter() - began)
         run.hook.after_evaluation(evaluation)
     return evaluation is not None
 
@@ -289,12 +371,20 @@ def _save(run: TrainingRun, *, persistent: bool = True, last: bool = False) -> N
         return
     _complete_save(run)
     run.hook.before_save(run.state.iteration, persistent=persistent)
+    began = time.perf_counter()
     if run.background is not None and not last:
         run.hook.after_scheduling(run.background.schedule(run.state, persistent=persistent))
     elif persistent:
         run.hook.after_save(run.saver.save(run.state))
     else:
         run.hook.after_save(run.saver.save(run.state, persistent=False))
+    _tell_times(run, **{"save-checkpoint": time.perf_counter() - began})
+
+
+def _tell_times(run: TrainingRun, *, steps: int = 1, **own: float) -> None:
+    """Tell the hooks how long something took on each rank: what is given, or else the parts of the last `steps`."""
+    times = over_ranks(own or run.timers.take(), run.state.context, steps=steps)
+    run.hook.after_timing(run.state.iteration, times)
 
 
 def _go_on_saving(run: TrainingRun) -> None:

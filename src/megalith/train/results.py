@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+
+Times = Mapping[str, Sequence[float]]
+"""Name of what was done -> seconds that it took on each rank."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,9 @@ class StepResult:
         num_samples: samples of this step.
         num_tokens: tokens of this step (samples x sequence length).
         seconds: wall time of the step.
+        bad: what is wrong with the step, which then was not applied; empty for a good one.
+        decoupled_lr: the rate of the word embeddings and the output layer after the step, where it is another.
+        skipped_samples: samples passed over so far (`--iterations-to-skip`).
     """
 
     iteration: int
@@ -41,6 +48,82 @@ class StepResult:
     num_samples: int
     num_tokens: int
     seconds: float
+    bad: str = ""
+    decoupled_lr: float | None = None
+    skipped_samples: int = 0
+
+
+@dataclass(frozen=True)
+class FirstBad:
+    """Where in a step the first number that is not finite came up.
+
+    Attributes:
+        rank: of the process.
+        what: in words, such as "the output of decoder.layers.1.mlp".
+        micro_batch: None where it belongs to none.
+        replica: the data-parallel one of the rank.
+        weight: whether it is a weight.
+    """
+
+    rank: int
+    what: str
+    micro_batch: int | None
+    replica: int
+    weight: bool
+
+    def __str__(self) -> str:
+        of = "" if self.micro_batch is None else f", micro-batch {self.micro_batch}"
+        return f"first of all {self.what} is not finite, on rank {self.rank}{of}"
+
+
+@dataclass(frozen=True)
+class BadStep:
+    """A step with a wrong loss or gradient, and what became of it.
+
+    Attributes:
+        reason: what is wrong, in words.
+        action: "stop", "skip" (its update), "rerun" (it was right when it was computed again), or "alarm": it only
+            stands out, and is applied.
+        first_sample, last_sample: of the micro-batch that it came from.
+        first: where it came up; None where that is not known.
+        again: what it was when computed again, in words; empty where it was not.
+        number: bad steps of this process so far, this one included.
+    """
+
+    iteration: int
+    reason: str
+    loss: float
+    grad_norm: float | None
+    action: str
+    first_sample: int
+    last_sample: int
+    first: FirstBad | None = None
+    again: str = ""
+    number: int = 0
+
+    def __str__(self) -> str:
+        samples = f"training samples {self.first_sample} to {self.last_sample}"
+        where = f"{self.first} ({samples})" if self.first else samples
+        again = f"; computed again it is {self.again}" if self.again else ""
+        return f"{self.reason} at iteration {self.iteration}: {where}{again}"
+
+
+@dataclass(frozen=True)
+class GradientNoise:
+    """The gradient noise scale (`noise`).
+
+    Attributes:
+        small, large: samples of the two batches.
+        small_norm, large_norm: of their gradients.
+        scale: in samples, smoothed over the reports; None while it cannot be told.
+    """
+
+    iteration: int
+    small: int
+    large: int
+    small_norm: float
+    large_norm: float
+    scale: float | None
 
 
 @dataclass(frozen=True)
@@ -73,6 +156,12 @@ class WindowReport:
     params_norm: float | None
     num_skipped: int
     num_nan: int
+    skipped_samples: int = 0
+
+    @property
+    def seconds_left(self) -> float:
+        """Until the last iteration, at the pace of these steps; evaluations and saves come on top."""
+        return (self.train_iterations - self.iteration) * self.seconds_per_step
 
 
 @dataclass(frozen=True)
@@ -187,6 +276,7 @@ class Window:
             params_norm=last.params_norm,
             num_skipped=len(results) - len(applied),
             num_nan=sum(1 for result in results if not result.applied and not np.isfinite(result.loss)),
+            skipped_samples=last.skipped_samples,
         )
 
 

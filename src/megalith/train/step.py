@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,11 +13,16 @@ from megalith.parallel import pipeline
 from megalith.schedules.pipeline import default_schedule, make_schedule
 from megalith.train.faults import Probe, no_probe
 from megalith.train.results import StepResult
+from megalith.train.spoil import Spoiler
 from megalith.train.state import TrainState
+from megalith.train.timers import Timers
 from megalith.train.work import Batch, StageWork
 
 Totals = Callable[[Tensor], Tensor]
 """The sums over all ranks of what this rank has summed, [summed loss, tokens]."""
+
+
+NOTHING = -1.0  # no gradient has a norm as small
 
 
 def own_totals(sums: Tensor) -> Tensor:
@@ -38,13 +44,18 @@ def train_step(
     before_update: Callable[[], None] = nothing_before,
     with_params_norm: bool = False,
     probe: Probe = no_probe,
+    timers: Timers | None = None,
+    sums: list[Tensor] | None = None,
+    apply: bool = True,
+    spoiler: Spoiler | None = None,
 ) -> StepResult:
     """Take one step on the next `num_micro_batches` micro-batches and advance the counters of `state`.
 
     The gradient is that of the average over micro-batches of each one's mean loss per unmasked token, or under
     --calculate-per-token-loss that of the mean over all unmasked tokens of all micro-batches and replicas: then it is
     summed, and divided when all are done. The reported loss
-    weighs all tokens of the step alike. A step that the loss scaler skips consumes its samples but leaves the schedule.
+    weighs all tokens of the step alike. A step that the loss scaler skips consumes its samples but leaves the schedule,
+    and so does a bad one (`state.check`), which is not applied.
 
     Args:
         state: of the run; all its ranks take the step together.
@@ -55,11 +66,15 @@ def train_step(
         before_update: called when the gradients are there and before anything that a checkpoint holds changes.
         with_params_norm: compute the norm of the parameters too.
         probe: called at the points of the step.
+        timers: are told how long the parts of it take.
+        sums: gets [summed loss, tokens] of each micro-batch that was predicted here.
+        apply: whether to update the weights.
+        spoiler: puts in wrong numbers, for tests.
 
     Source: spec/training-behaviour.md sections 2, 5 and 11 (points 7, 9, 12).
     """
     started = time.perf_counter()
-    step = state.iteration + 1
+    step, timers = state.iteration + 1, timers or Timers()
     for chunk in state.chunks:
         chunk.train()
     state.optimizer.zero_grad(num_micro_batches)
@@ -71,15 +86,31 @@ def train_step(
         loss_scale=state.optimizer.loss_scale,
         probe=probe,
         step=step,
+        timers=timers,
+        spoiler=spoiler,
     )
-    run_pipeline(state, work, schedule or default_schedule(len(state.chunks)), num_micro_batches)
+    if spoiler is not None:
+        spoiler.begin(step)
+    with timers.time("forward-backward", level=1):
+        run_pipeline(state, work, schedule or default_schedule(len(state.chunks)), num_micro_batches, timers)
     if state.chunks[0].config.calculate_per_token_loss:
         divide_by_tokens(state, work)
+    loss, check = mean_loss(totals(work.total())), state.check
+    if sums is not None:
+        sums += work.sums
+    bad = check.of_loss(loss)
     probe("opt", step)
     before_update()
     weight_decay = state.weight_decay
     state.updating = True
-    outcome = state.optimizer.step(state.learning_rate, weight_decay)
+    with timers.time("optimizer", level=1):
+        outcome = state.optimizer.step(
+            state.learning_rate,
+            weight_decay,
+            decoupled_lr=state.decoupled_lr,
+            largest_norm=check.largest_norm if apply and not bad else NOTHING,
+        )
+    bad = bad or check.of_norm(outcome.grad_norm)
     replicas = state.context.dp.size
     state.iteration = step
     state.consumed_samples += work.num_samples * replicas
@@ -88,7 +119,7 @@ def train_step(
     state.updating = False
     return StepResult(
         iteration=step,
-        loss=mean_loss(totals(work.total())),
+        loss=loss,
         applied=outcome.applied,
         learning_rate=state.learning_rate,
         weight_decay=weight_decay,
@@ -100,6 +131,9 @@ def train_step(
         num_samples=work.num_samples * replicas,
         num_tokens=work.num_tokens * replicas,
         seconds=time.perf_counter() - started,
+        bad=bad,
+        decoupled_lr=state.decoupled_lr,
+        skipped_samples=state.skipped_samples,
     )
 
 
@@ -112,11 +146,14 @@ def divide_by_tokens(state: TrainState, work: StageWork) -> None:
         gradient.mul_(factor)
 
 
-def run_pipeline(state: TrainState, work: StageWork, schedule: str, num_micro_batches: int) -> None:
+def run_pipeline(
+    state: TrainState, work: StageWork, schedule: str, num_micro_batches: int, timers: Timers | None = None
+) -> None:
     """Run the micro-batches of a step or an evaluation through the stages, in the order of a schedule."""
     context = state.context
     order = make_schedule(schedule, context.pp.size, len(state.chunks), num_micro_batches)
-    pipeline.run(order.program(context.pp.index), work, context.links, state.deferred)
+    timed = pipeline.untimed if timers is None else partial(timers.time, level=2)
+    pipeline.run(order.program(context.pp.index), work, context.links, state.deferred, timed)
 
 
 def mean_loss(sums: Tensor) -> float:

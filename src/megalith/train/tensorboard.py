@@ -1,13 +1,12 @@
-"""TensorBoard scalars under Megatron's names, each also against consumed samples where Megatron does so."""
+"""TensorBoard event files, with each curve against consumed samples too where Megatron draws it so."""
 
 from __future__ import annotations
 
 import importlib.util
-import math
+from collections.abc import Mapping
+from typing import Any
 
 from megalith.errors import ConfigError
-from megalith.train.hooks import Hook
-from megalith.train.results import Evaluation, StepResult, WindowReport
 
 
 def require_tensorboard() -> None:
@@ -20,55 +19,37 @@ def require_tensorboard() -> None:
         raise ConfigError("--tensorboard-dir needs the package tensorboard: pip install 'megalith[track]'")
 
 
-class TensorBoardWriter(Hook):
-    """Event files in `directory`.
+class TensorBoard:
+    """Event files in `directory`: a `records.Sink`.
+
+    A purge step after a resume would hide the points before it, and with them most of the curves over samples: the
+    viewer compares it with either kind of step. So none is given.
 
     Args:
-        interval: iterations between two points of the curves of single steps.
-
-    After a resume from an earlier checkpoint the steps done again appear twice, as in Megatron. A purge step would hide
-    the first ones, and with them most of the curves over samples: the viewer compares it with either kind of step.
-
-    Source: spec/training-behaviour.md section 9.
+        queue_size: points that wait for the disk at most.
+        arguments: of the run, kept as text as Megatron does.
+        iteration: that the run begins with.
     """
 
-    def __init__(self, directory: str, interval: int = 1) -> None:
+    name = "TensorBoard"
+    errors: tuple[type[Exception], ...] = (OSError,)
+
+    def __init__(
+        self, directory: str, *, queue_size: int = 32, arguments: Mapping[str, Any] | None = None, iteration: int = 0
+    ) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(directory, max_queue=32, flush_secs=10)
-        self._interval = interval
+        self._writer = SummaryWriter(directory, max_queue=queue_size, flush_secs=10)
+        for name, value in (arguments or {}).items():
+            self._writer.add_text(name, str(value), global_step=iteration)
 
-    def after_step(self, result: StepResult) -> None:
-        if result.iteration % self._interval:
-            return
-        self._add("learning-rate", result.learning_rate, result)
-        self._add("batch-size", result.num_samples, result)
-        if result.applied:
-            self._add("lm loss", result.loss, result)
-        self._add("loss-scale", result.loss_scale, result)
-        self._add("grad-norm", result.grad_norm, result)
-        self._add("num-zeros", result.num_zeros, result)
-        self._add("params-norm", result.params_norm, result)
-
-    def after_window(self, report: WindowReport) -> None:
-        self._writer.add_scalar("iteration-time", report.seconds_per_step, report.iteration)
-        self._writer.add_scalar("throughput", report.teraflops, report.iteration)
-        self._writer.add_scalar("tokens-per-second", report.tokens_per_second, report.iteration)
-
-    def after_evaluation(self, evaluation: Evaluation) -> None:
-        if evaluation.final:
-            return
-        name = f"lm loss {evaluation.split}"
-        self._writer.add_scalar(name, evaluation.loss, evaluation.iteration)
-        self._writer.add_scalar(f"{name} vs samples", evaluation.loss, evaluation.consumed_samples)
-        ppl = math.exp(min(20.0, evaluation.loss))
-        self._writer.add_scalar(f"{name} ppl", ppl, evaluation.iteration)
+    def scalars(self, values: Mapping[str, float], iteration: int, samples: int | None) -> None:
+        """A point of each curve."""
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, iteration)
+            if samples is not None:
+                self._writer.add_scalar(f"{name} vs samples", value, samples)
 
     def close(self) -> None:
+        """Write what waits."""
         self._writer.close()
-
-    def _add(self, name: str, value: float | None, result: StepResult) -> None:
-        if value is None:
-            return
-        self._writer.add_scalar(name, value, result.iteration)
-        self._writer.add_scalar(f"{name} vs samples", value, result.consumed_samples)

@@ -13,6 +13,8 @@ from megalith.models.gpt import GPT
 from megalith.nn.precision import at_least_fp32
 from megalith.schedules.pipeline import Op
 from megalith.train.faults import Probe, no_probe
+from megalith.train.spoil import Spoiler
+from megalith.train.timers import Timers
 
 Batch = Mapping[str, Tensor]
 """One micro-batch: tokens, labels, position_ids [B, S] int64 and loss_mask [B, S] float32."""
@@ -29,8 +31,11 @@ class StageWork:
         training: whether the loss is to be differentiated.
         probe: called at the points of a step.
         step: the iteration that the probe is told.
+        timers: are told how long the data takes.
+        spoiler: puts in wrong numbers, for tests.
 
     Attributes:
+        at: the operation that is under way.
         sums: of each micro-batch that was predicted here the summed loss and the number of unmasked tokens, [2].
         num_samples, num_tokens: of all micro-batches.
     """
@@ -46,10 +51,14 @@ class StageWork:
         training: bool = True,
         probe: Probe = no_probe,
         step: int = 0,
+        timers: Timers | None = None,
+        spoiler: Spoiler | None = None,
     ) -> None:
         self._chunks, self._batches, self._context = chunks, batches, context
         self._num_micro_batches, self._loss_scale, self._training = num_micro_batches, loss_scale, training
-        self._probe, self._step = probe, step
+        self._probe, self._step, self._timers = probe, step, timers or Timers()
+        self._spoiler = spoiler
+        self.at: Op | None = None
         self._held: dict[int, Batch] = {}
         self._drawn = 0
         self._unmasked: list[Tensor] = []
@@ -67,6 +76,9 @@ class StageWork:
         """Draw the data of a forward pass; tell the probe where the step is."""
         if not self._training:
             return
+        self.at = op
+        if self._spoiler is not None:
+            self._spoiler.on(op.micro_batch)
         if op.kind == "F":
             self._probe("data", self._step)
             self._batch(op.micro_batch)
@@ -92,6 +104,8 @@ class StageWork:
             return result
         mask = batch["loss_mask"].reshape(-1)
         loss, tokens = torch.sum(result.reshape(-1) * mask), mask.sum()
+        if self._spoiler is not None and self._training:
+            loss = self._spoiler.loss(loss, micro_batch)
         self.sums.append(torch.stack([loss.detach(), tokens]))
         if model.config.calculate_per_token_loss:
             return loss * self._loss_scale
@@ -115,7 +129,8 @@ class StageWork:
 
     def _batch(self, micro_batch: int) -> Batch:
         while self._drawn <= micro_batch:
-            whole = next(self._batches)
+            with self._timers.time("batch-generator", level=2):
+                whole = next(self._batches)
             self.num_samples += whole["tokens"].shape[0]
             self.num_tokens += whole["tokens"].numel()
             model = self._chunks[0]

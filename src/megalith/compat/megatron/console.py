@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from megalith.train.results import Evaluation, WindowReport
+from megalith.train.results import Evaluation, Times, WindowReport
 
 
 def stamp(moment: datetime) -> str:
@@ -89,12 +89,35 @@ def target_sizes_lines(train: int, validation: int, test: int) -> str:
     )
 
 
+def ramp_lines(start: int, increment: int, samples: int, final: int) -> str:
+    """How the batch grows under `--rampup-batch-size`."""
+    return (
+        f"will use batch size rampup starting from global batch size {start} to global batch size {final} with "
+        f"batchsize increments {increment} over {samples} samples.\nsetting initial batch size to {start}"
+    )
+
+
+def growth_line(before: int, after: int) -> str:
+    """The batch grows before the next step."""
+    return f"ramping up batch size from {before} to {after}"
+
+
+def train_iterations_line(iterations: int) -> str:
+    """The length of a run that is given in samples."""
+    return f"setting training iterations to {iterations}"
+
+
 def milestone_line(what: str, moment: datetime) -> str:
     """`[what] datetime: ...`, with Megatron's blank at the end."""
     return f"[{what}] datetime: {stamp(moment)} "
 
 
 # Training and evaluation
+
+
+def skipping_training_line() -> str:
+    """`--skip-train`."""
+    return "skipping training (--skip-train is on) ..."
 
 
 def iteration_line(window: WindowReport, moment: datetime, *, throughput: bool = False) -> str:
@@ -108,6 +131,7 @@ def iteration_line(window: WindowReport, moment: datetime, *, throughput: bool =
     parts = [
         f" [{stamp(moment)}] iteration {window.iteration:8d}/{window.train_iterations:8d}",
         f"consumed samples: {window.consumed_samples:12d}",
+        *([f"skipped samples: {window.skipped_samples:12d}"] if window.skipped_samples else []),
         f"elapsed time per iteration (ms): {window.seconds_per_step * 1000.0:.1f}",
     ]
     if throughput:
@@ -137,6 +161,29 @@ def evaluation_lines(evaluation: Evaluation) -> str:
     )
     dashes = "-" * (len(line) + 1)
     return f"{dashes}\n{line}\n{dashes}"
+
+
+def timing_lines(times: Times, option: str = "minmax") -> str:
+    """How long things took, in milliseconds: the extremes over all ranks, the longest, or all of them.
+
+    Args:
+        times: seconds of each rank by name.
+        option: "minmax", "max" or "all" (`--timing-log-option`).
+    """
+    if option == "all":
+        return "\n".join(["times across ranks (ms):", *(_of_all_ranks(name, each) for name, each in times.items())])
+    head = "(min, max) time across ranks (ms):" if option == "minmax" else "max time across ranks (ms):"
+    return "\n".join([head, *(f"    {(name + ' '):.<48}: {_span(each, option)}" for name, each in times.items())])
+
+
+def _of_all_ranks(name: str, seconds: Sequence[float]) -> str:
+    ranks = [f"     rank {rank:2d}: {each * 1000.0:.2f}" for rank, each in enumerate(seconds)]
+    return "\n".join([f"  {name}:", *ranks])
+
+
+def _span(seconds: Sequence[float], option: str) -> str:
+    longest = f"{max(seconds) * 1000.0:.2f}"
+    return longest if option == "max" else f"({min(seconds) * 1000.0:.2f}, {longest})"
 
 
 def perplexity(loss: float) -> float:

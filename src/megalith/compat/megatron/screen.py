@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 from datetime import datetime
 from pathlib import Path
 from typing import TextIO
@@ -11,7 +12,16 @@ from typing import TextIO
 from megalith.compat.megatron import console
 from megalith.layout import Layout
 from megalith.train.hooks import Hook
-from megalith.train.results import Ending, Evaluation, SavedCheckpoint, ScheduledSave, WindowReport
+from megalith.train.results import (
+    BadStep,
+    Ending,
+    Evaluation,
+    GradientNoise,
+    SavedCheckpoint,
+    ScheduledSave,
+    Times,
+    WindowReport,
+)
 from megalith.train.streams import drop, warn
 
 
@@ -84,8 +94,26 @@ class Screen:
         self._handler.close()
 
 
+class RankLog(Screen):
+    """The log of a rank other than the first, which alone has the screen; what is logged is not shown either.
+
+    Args:
+        log_path: the log file, appended to; its folder is made.
+    """
+
+    def __init__(self, log_path: Path) -> None:
+        super().__init__(log_path)
+        self._logger.removeHandler(self._shown)
+
+    def say(self, text: str) -> None:
+        self.note(text)
+
+    def warn(self, text: str) -> None:
+        self.note(text)
+
+
 class SilentScreen(Screen):
-    """The screen of every rank but the first, which speaks for all; what is logged is not shown either."""
+    """The screen of a rank that can write no log of its own; what is logged is not shown either."""
 
     def __init__(self) -> None:
         logging.getLogger("megalith").addHandler(_NOWHERE)
@@ -104,6 +132,7 @@ class SilentScreen(Screen):
 
 
 _LONG_WAIT_SECONDS = 0.1  # worth saying
+_SPEED_EVERY_SECONDS = 60.0  # on the screen; the log has it with every line
 
 
 class MegatronConsole(Hook):
@@ -116,6 +145,7 @@ class MegatronConsole(Hook):
         layout: of the ranks that save together.
         throughput: TFLOP/s in the iteration lines (`--log-throughput`).
         save_format: of the checkpoints.
+        timing_option: of `--timing-log-option`.
     """
 
     def __init__(
@@ -127,15 +157,34 @@ class MegatronConsole(Hook):
         throughput: bool = False,
         passing: str | None = None,
         save_format: str = "torch_dist",
+        timing_option: str = "minmax",
     ) -> None:
         self._screen, self._save, self._layout, self._throughput = screen, save or "", layout, throughput
         self._passing, self._save_format = passing or "", save_format
-        self._last_window: WindowReport | None = None
+        self._timing_option = timing_option
+        self._speed_shown: float | None = None
 
     def after_window(self, report: WindowReport) -> None:
         self._screen.say(console.iteration_line(report, datetime.now(), throughput=self._throughput))
-        (self._screen.note if self._last_window else self._screen.say)(speed_line(report))
-        self._last_window = report
+        now = time.monotonic()
+        due = self._speed_shown is None or now - self._speed_shown >= _SPEED_EVERY_SECONDS
+        (self._screen.say if due else self._screen.note)(speed_line(report))
+        self._speed_shown = now if due else self._speed_shown
+
+    def after_noise(self, noise: GradientNoise) -> None:
+        scale = "not to be told yet" if noise.scale is None else f"{noise.scale:.4g} samples"
+        self._screen.say(f" gradient noise scale at iteration {noise.iteration}: {scale}")
+
+    def on_bad_step(self, bad: BadStep) -> None:
+        done = {"alarm": "", "skip": "; the step is skipped", "rerun": "; the run goes on", "stop": "; the run stops"}
+        self._screen.warn(f"WARNING: {bad}{done[bad.action]}")
+
+    def after_growth(self, before: int, after: int) -> None:
+        self._screen.say(console.growth_line(before, after))
+
+    def after_timing(self, iteration: int, times: Times) -> None:
+        if times:
+            self._screen.say(console.timing_lines(times, self._timing_option))
 
     def before_evaluation(self, split: str, num_samples: int, *, final: bool) -> None:
         if final:
@@ -182,10 +231,24 @@ class MegatronConsole(Hook):
 
 
 def speed_line(report: WindowReport) -> str:
-    """Tokens a second, TFLOP/s, and the share of the measured peak of a matrix product."""
+    """Tokens a second, TFLOP/s, the share of the measured peak of a matrix product, and the time that is left."""
     share = (
         f"{report.utilisation:.0%} of the matmul peak measured at the start"
         if report.utilisation is not None
         else "more than the matmul peak measured at the start, when the machine was busy"
     )
-    return f" speed: {report.tokens_per_second:,.0f} tokens/s, {report.teraflops:.3g} TFLOP/s, {share}"
+    left = f"; {duration(report.seconds_left)} left" if report.seconds_left else ""
+    return f" speed: {report.tokens_per_second:,.0f} tokens/s, {report.teraflops:.3g} TFLOP/s, {share}{left}"
+
+
+def duration(seconds: float) -> str:
+    """A length of time in the two largest units that it has: `3 d 4 h`, `2 min 5 s`, `7 s`."""
+    whole = round(seconds)
+    parts = [
+        ("d", whole // 86400),
+        ("h", whole // 3600 % 24),
+        ("min", whole // 60 % 60),
+        ("s", whole % 60),
+    ]
+    first = next((place for place, (_, number) in enumerate(parts) if number), len(parts) - 1)
+    return " ".join(f"{number} {unit}" for unit, number in parts[first : first + 2])

@@ -29,7 +29,7 @@ NEED_NOTHING: tuple[Family, ...] = (
     Family(
         "there is one family of model and tokenizer classes here",
         """
-        --use-mcore-models --legacy-tokenizer
+        --use-mcore-models --use-legacy-models --legacy-tokenizer
         """,
     ),
     Family(
@@ -111,6 +111,12 @@ NEED_NOTHING: tuple[Family, ...] = (
         """,
     ),
     Family(
+        "texts are encoded by the fastest library that gives the same ids",
+        """
+        --use-gigatoken
+        """,
+    ),
+    Family(
         "the tokenizer is the one that the flags name",
         """
         --no-use-tokenizer-model-from-checkpoint-args
@@ -125,8 +131,8 @@ NEED_NOTHING: tuple[Family, ...] = (
     Family(
         "datasets are indexed by vectorised code and memory-mapped",
         """
-        --num-dataset-builder-threads=1 --mmap-warmup --data-impl=infer --dataloader-fast-cache-load
-        --dataloader-defer-npy-index-mmap
+        --mmap-warmup --data-impl=infer --dataloader-fast-cache-load
+        --dataloader-defer-npy-index-mmap --per-dataset-sequences-path=
         """,
     ),
     Family(
@@ -139,13 +145,65 @@ NEED_NOTHING: tuple[Family, ...] = (
     Family(
         "the console stays one screen and the complete log is in the run folder",
         """
-        --no-barrier-with-level-1-timing --logging-level=
+        --logging-level=
         """,
     ),
     Family(
-        "it only changes how often TensorBoard records reach the disk",
+        "no rank waits for another one because of a timer",
         """
-        --tensorboard-queue-size=1000
+        --no-barrier-with-level-1-timing
+        """,
+    ),
+    Family(
+        "learning rate and batch size are always recorded",
+        """
+        --log-batch-size-to-tensorboard --no-log-learnig-rate-to-tensorboard
+        """,
+    ),
+    Family(
+        "on a GPU the profile of --profile names the parts of a step by itself",
+        """
+        --nvtx-ranges
+        """,
+    ),
+    Family(
+        "the memory of a GPU is printed and recorded wherever memory is",
+        """
+        --log-device-memory-used
+        """,
+    ),
+    Family(
+        "the complete configuration is in the run folder, as config.json",
+        """
+        --config-logger-dir=
+        """,
+    ),
+    Family(
+        "a hang is answered with the rank, the step and the stacks of all ranks, by itself",
+        """
+        --flight-recorder-dump-path= --flight-recorder-trace-buffer-size=2000
+        --no-flight-recorder-dump-on-timeout --flight-recorder-include-stack-trace
+        --no-flight-recorder-include-only-active --no-flight-recorder-extra-dump-on-exec
+        """,
+    ),
+    Family(
+        "CUDA graphs only spare the time of launching kernels, which --compile does here; the numbers are the same",
+        """
+        --enable-cuda-graph --cuda-graph-warmup-steps=3 --external-cuda-graph --cuda-graph-impl=none
+        --cuda-graph-modules+= --inference-cuda-graph-scope= --delay-offload-until-cuda-graph
+        --optimizer-cuda-graph --cuda-graph-scope+=
+        """,
+    ),
+    Family(
+        "the ranks agree after every step, and none runs ahead",
+        """
+        --train-sync-interval=
+        """,
+    ),
+    Family(
+        "it only lets other flags pass, and each of these has its own answer here",
+        """
+        --enable-experimental
         """,
     ),
     Family(

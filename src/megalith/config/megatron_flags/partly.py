@@ -13,9 +13,9 @@ PARTLY: tuple[Partly, ...] = (
     ),
     Partly(
         "--exit-signal=",
-        "2 10 12 15 SIGINT SIGUSR1 SIGUSR2 SIGTERM",
+        "1 2 10 12 15 SIGHUP SIGINT SIGUSR1 SIGUSR2 SIGTERM",
         "this signal is always answered by finishing the step and saving",
-        "signals other than SIGINT, SIGTERM, SIGUSR1 and SIGUSR2 are left alone",
+        "signals other than SIGINT, SIGTERM, SIGUSR1, SIGUSR2 and SIGHUP are left alone; use --exit-signal 15",
     ),
     Partly(
         "--dist-ckpt-format=",
@@ -28,12 +28,6 @@ PARTLY: tuple[Partly, ...] = (
         "native",
         "the loss is fused by itself",
         "the loss of TransformerEngine is not used",
-    ),
-    Partly(
-        "--rerun-mode=",
-        "disabled",
-        "no step is run again",
-        "running a step again to find its fault comes with the complete training options",
     ),
     Partly(
         "--DDP-impl=local",

@@ -42,14 +42,8 @@ REFUSED: tuple[Family, ...] = (
         --encoder-num-layers= --decoder-num-layers= --bert-no-binary-head --relative-attention-num-buckets=32
         --relative-attention-max-distance=128 --encoder-pipeline-model-parallel-size=0
         --pipeline-model-parallel-split-rank= --encoder-tensor-model-parallel-size=0 --encoder-seq-length=
-        --decoder-seq-length= --sample-rate=1.0 --mask-prob=0.15 --short-seq-prob=0.1 --vocab-extra-ids=0
+        --decoder-seq-length= --sample-rate=1.0 --mask-prob=0.15 --short-seq-prob=0.1
         --retriever-seq-length=256 --output-bert-embeddings --bert-embedder-type=megatron
-        """,
-    ),
-    Family(
-        "batch-size ramp-up comes with the complete training options",
-        """
-        --rampup-batch-size:3= --step-batch-size-schedule= --decrease-batch-size-if-needed
         """,
     ),
     Family(
@@ -78,7 +72,6 @@ REFUSED: tuple[Family, ...] = (
         --heterogeneous-layers-config-path= --heterogeneous-layers-config-encoded-json=
         --mamba-inference-conv-states-dtype=bf16 --mamba-inference-ssm-states-dtype=bf16
         --no-dsa-indexer-rotate-activation --no-dsa-indexer-scoring-relu --disable-mamba-mem-eff-path
-        --enable-experimental
         """,
     ),
     Family(
@@ -111,14 +104,6 @@ REFUSED: tuple[Family, ...] = (
         """,
     ),
     Family(
-        "CUDA graphs are not built",
-        """
-        --enable-cuda-graph --cuda-graph-warmup-steps=3 --external-cuda-graph --cuda-graph-impl=none
-        --cuda-graph-modules+= --inference-cuda-graph-scope= --delay-offload-until-cuda-graph
-        --optimizer-cuda-graph --cuda-graph-scope+=
-        """,
-    ),
-    Family(
         "Megatron's own fully sharded data parallelism is not built; use --use-torch-fsdp2, which shards as much",
         """
         --use-megatron-fsdp --data-parallel-sharding-strategy=no_shard --fsdp-double-buffer
@@ -130,25 +115,21 @@ REFUSED: tuple[Family, ...] = (
         """,
     ),
     Family(
-        "W&B records come with the complete training options",
+        "energy is not measured",
         """
-        --wandb-project= --wandb-exp-name= --wandb-save-dir= --wandb-entity=
+        --log-energy
         """,
     ),
     Family(
-        "profiling, timers and further records come with the complete training options",
+        "traces for other programs than torch's own viewer and nsys are not written",
         """
-        --profile --profile-step-start=10 --profile-step-end=12 --use-pytorch-profiler --profile-ranks+=
-        --record-memory-history --log-progress --timing-log-level=0 --timing-log-option=minmax
-        --log-timers-to-tensorboard --no-log-loss-scale-to-tensorboard --log-validation-ppl-to-tensorboard
-        --log-memory-to-tensorboard --log-memory-interval= --log-world-size-to-tensorboard --log-energy
-        --log-batch-size-to-tensorboard --pytorch-profiler-collect-shapes --pytorch-profiler-collect-callstack
-        --pytorch-profiler-collect-chakra --memory-snapshot-path=snapshot.pickle --record-shapes --nvtx-ranges
-        --log-device-memory-used --log-max-attention-logit --no-log-learnig-rate-to-tensorboard
-        --config-logger-dir= --otel-enabled --otel-service-name= --otel-span-groups=
-        --flight-recorder-dump-path= --flight-recorder-trace-buffer-size=2000
-        --no-flight-recorder-dump-on-timeout --flight-recorder-include-stack-trace
-        --no-flight-recorder-include-only-active --no-flight-recorder-extra-dump-on-exec
+        --pytorch-profiler-collect-chakra --otel-enabled --otel-service-name= --otel-span-groups=
+        """,
+    ),
+    Family(
+        "fused attention keeps no scores to look at",
+        """
+        --log-max-attention-logit
         """,
     ),
     Family(
@@ -194,9 +175,9 @@ REFUSED: tuple[Family, ...] = (
         """,
     ),
     Family(
-        "it comes with the complete training options",
+        "feed-forward layers are not computed in chunks; --recompute-granularity saves their memory",
         """
-        --mlp-chunks-for-training=1 --deterministic-mode
+        --mlp-chunks-for-training=1
         """,
     ),
     Family(
@@ -222,20 +203,60 @@ REFUSED: tuple[Family, ...] = (
         """,
     ),
     Family(
-        "other data sources, tokenizers and masks come with the complete data path",
+        "the rows of the embedding follow from the vocabulary and --make-vocab-size-divisible-by",
         """
-        --train-data-path*= --valid-data-path*= --test-data-path*= --data-args-path= --per-split-data-args-path=
-        --reset-position-ids --reset-attention-mask --dataloader-inter-document-masking
-        --mid-level-dataset-surplus=0.005 --fim-data --padded-vocab-size= --tiktoken-pattern=
-        --trust-remote-code --test-mode --per-dataset-sequences-path= --object-storage-cache-path=
-        --allow-ambiguous-pad-tokens --fim-rate=0.5 --fim-spm-rate=0.5 --fim-split-sample= --fim-fragment-rate=
-        --fim-no-prefix= --fim-prefix-token=fim_prefix --fim-middle-token=fim_middle
-        --fim-suffix-token=fim_suffix --fim-pad-token=fim_pad --fim-eod-token= --no-pad-vocab-size
-        --tokenizer-metadata= --tokenizer-special-tokens+= --tiktoken-num-special-tokens=1000
+        --padded-vocab-size= --no-pad-vocab-size
+        """,
+    ),
+    Family(
+        "code that comes with a model is never run",
+        """
+        --trust-remote-code
+        """,
+    ),
+    Family(
+        "the tokenizers are those of Megatron's classes up to core 0.16, which this later variant changes",
+        """
         --tokenizer-sentencepiece-legacy --no-tokenizer-sentencepiece-ignore-extra-whitespaces
-        --tokenizer-hf-no-use-fast --tokenizer-hf-no-include-special-tokens --null-tokenizer-eod-id=
-        --null-tokenizer-pad-id=-1 --chat-template= --use-gigatoken --s3-cache-path= --tiktoken-special-tokens+=
-        --enable-msc
+        --tokenizer-hf-no-use-fast
+        """,
+    ),
+    Family(
+        "the flags of the tokenizer say what such a file would",
+        """
+        --tokenizer-metadata=
+        """,
+    ),
+    Family(
+        "no dialogues are prepared for training; `megalith serve` takes it",
+        """
+        --chat-template=
+        """,
+    ),
+    Family(
+        "data is read from files; mount the object storage, or copy from it",
+        """
+        --object-storage-cache-path= --s3-cache-path= --enable-msc
+        """,
+    ),
+    Family(
+        "fill-in-the-middle samples are not built",
+        """
+        --fim-data --fim-rate=0.5 --fim-spm-rate=0.5 --fim-split-sample= --fim-fragment-rate= --fim-no-prefix=
+        --fim-prefix-token=fim_prefix --fim-middle-token=fim_middle --fim-suffix-token=fim_suffix
+        --fim-pad-token=fim_pad --fim-eod-token=
+        """,
+    ),
+    Family(
+        "padding that is also the end-of-document token would take the loss from the ends of documents",
+        """
+        --allow-ambiguous-pad-tokens
+        """,
+    ),
+    Family(
+        "it makes the datasets of Megatron's own tests",
+        """
+        --test-mode
         """,
     ),
     Family(
@@ -245,27 +266,22 @@ REFUSED: tuple[Family, ...] = (
         """,
     ),
     Family(
-        "further evaluation options come with the complete training options",
+        "evaluations use the batch of the training",
         """
-        --start-eval-at-iter= --eval-global-batch-size= --eval-micro-batch-size= --skip-train --full-validation
-        --multiple-validation-sets --phase-transition-iterations= --validation-set-names+=
+        --eval-global-batch-size= --eval-micro-batch-size=
         """,
     ),
     Family(
-        "optimizers beside Adam, and options of single parameter groups, come with the complete training options",
+        "phases with data of their own are not built; end a phase by --exit-interval, and begin the next with "
+        "--finetune and its --data-path",
         """
-        --sgd-momentum=0.9 --decoupled-lr= --decoupled-min-lr= --apply-wd-to-qk-layernorm --muon-momentum=0.9
-        --muon-no-split-qkv --muon-nesterov --muon-scale-mode=spectral --muon-fp32-matmul-prec=medium
-        --muon-coefficient-type=quintic --muon-num-ns-steps=5 --muon-tp-mode=duplicated --muon-use-syrk
-        --muon-extra-scale-factor=1.0 --muon-scalar-optimizer=adam --lion-beta1=0.95 --lion-beta2=0.98
-        --no-weight-decay-cond-type= --freeze-all-layers --dump-param-to-param-group-map=
+        --phase-transition-iterations=
         """,
     ),
     Family(
-        "optimizer states in other number formats come with the complete training options",
+        "layers that are not trained, and a file of the parameter groups, are not built",
         """
-        --use-precision-aware-optimizer --main-grads-dtype=fp32 --main-params-dtype=fp32 --exp-avg-dtype=fp32
-        --exp-avg-sq-dtype=fp32
+        --freeze-all-layers --dump-param-to-param-group-map=
         """,
     ),
     Family(
@@ -292,14 +308,14 @@ REFUSED: tuple[Family, ...] = (
     Family(
         "faults are injected by MEGALITH_FAULT, and runs are started again by --nproc N --max-restarts M",
         """
-        --inprocess-restart --enable-ft-package --error-injection-rate=0
+        --inprocess-restart --enable-ft-package
         --run-workload-inspector-server --inprocess-max-iterations= --inprocess-monitor-thread-interval=1.0
         --inprocess-monitor-process-interval=1.0 --inprocess-progress-watchdog-interval=1.0
         --inprocess-heartbeat-interval=30 --inprocess-soft-timeout=60 --inprocess-hard-timeout=90
         --inprocess-heartbeat-timeout=60 --inprocess-barrier-timeout=120 --inprocess-completion-timeout=120
         --inprocess-last-call-wait=1 --inprocess-termination-grace-time=1 --inprocess-granularity=node
         --inprocess-active-world-size=1 --inprocess-empty-cuda-cache --calc-ft-timeouts --ft-num-warmup-iters=5
-        --error-injection-type=transient_error --fault-injector-ranks= --fault-injector-num-ranks=
+        --fault-injector-ranks= --fault-injector-num-ranks=
         --fault-injector-fault-types= --fault-injector-fault-probabilities= --fault-injector-fault-delay=
         --fault-injector-delay-start-iteration= --fault-injector-mtti-seconds= --fault-injector-offset-seconds=
         --fault-injector-seed=
@@ -326,12 +342,6 @@ REFUSED: tuple[Family, ...] = (
         """,
     ),
     Family(
-        "the model classes from before Megatron core are not here",
-        """
-        --use-legacy-models
-        """,
-    ),
-    Family(
         "muP scaling is not built",
         """
         --use-mup --mup-width-mult=1.0 --mup-base-hidden-size= --mup-embedding-mult=1.0 --mup-output-mult=1.0
@@ -339,10 +349,15 @@ REFUSED: tuple[Family, ...] = (
         """,
     ),
     Family(
-        "further options of the training loop come with the complete training options",
+        "devices are not tested in the course of a run; `megalith doctor` tests them before",
         """
-        --iterations-to-skip+= --check-for-large-grads --gpu-sniff-test-interval=
-        --train-sync-interval= --result-rejected-tracker-filename= --check-for-spiky-loss
+        --gpu-sniff-test-interval=
+        """,
+    ),
+    Family(
+        "steps that gave other results when they were run again are in metrics.jsonl",
+        """
+        --result-rejected-tracker-filename=
         """,
     ),
     Family(

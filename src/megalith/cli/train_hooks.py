@@ -1,0 +1,177 @@
+"""The files of a training run, and who listens to it: console, logs, metrics, curves, profiles."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+
+from megalith.cli.train_start import Started
+from megalith.compat.megatron.memory import MemoryReport, theory, theory_lines
+from megalith.compat.megatron.screen import MegatronConsole, RankLog, Screen, SilentScreen
+from megalith.config import RunConfig
+from megalith.config.saved_args import megatron_args
+from megalith.errors import ConfigError
+from megalith.train.hooks import Hook
+from megalith.train.memory import memory_in_use
+from megalith.train.metrics import MetricsWriter
+from megalith.train.profiler import MemoryHistory, Profile, build_profiler
+from megalith.train.progress import ProgressLog
+from megalith.train.records import Recorded, Records, Sink
+from megalith.train.tensorboard import TensorBoard, require_tensorboard
+from megalith.train.weights_and_biases import WandB, require_wandb
+
+
+def run_folder(config: RunConfig) -> Path:
+    """Where metrics, logs and configuration of the run go: beside its checkpoints, or under ./runs.
+
+    A run without --save asked for no files, so a working folder that cannot be written to does not stop it: they go to
+    a temporary folder then, which the last line of the run names.
+    """
+    if config.checkpoint.save:
+        return Path(config.checkpoint.save) / "run"
+    folder = Path("runs") / datetime.now().strftime("%Y-%m-%d_%H-%M-%S_%f")
+    try:
+        _try_to_write(folder)
+    except OSError:
+        return Path(tempfile.mkdtemp(prefix="megalith-run-"))
+    return folder
+
+
+def open_folder(config: RunConfig, command: str, folder: Path) -> Screen:
+    """See that the folders of the run can be written to, and open its log with the command in it.
+
+    Raises:
+        ConfigError: a folder cannot be written to, or a package is missing.
+    """
+    if config.log.wandb_project:
+        require_wandb()
+    if config.log.tensorboard_dir:
+        require_tensorboard()
+        with _naming("--tensorboard-dir", config.log.tensorboard_dir):
+            _try_to_write(Path(config.log.tensorboard_dir))
+    save = config.checkpoint.save
+    with _naming("--save", save) if save else _naming("the folder of a run without --save,", str(folder)):
+        _try_to_write(folder)
+        screen = Screen(folder / "log.txt")
+        screen.note(f"\n{command}")
+        (folder / "config.json").write_text(json.dumps(config.to_dict(), indent=1) + "\n", encoding="utf-8")
+    return screen
+
+
+def rank_screen(folder: Path, rank: int) -> Screen:
+    """The log of a rank that is not the first; none where its machine cannot write there."""
+    try:
+        return RankLog(folder / f"log-rank{rank:05d}.txt")
+    except OSError:
+        return SilentScreen()
+
+
+@contextmanager
+def _naming(flag: str, folder: str) -> Iterator[None]:
+    """Turn a refusal of the file system, before anything is built, into a word about the flag.
+
+    Raises:
+        ConfigError: names the flag, the folder and the reason.
+    """
+    try:
+        yield
+    except OSError as error:
+        where = f" ({error.filename})" if error.filename and str(error.filename) != folder else ""
+        raise ConfigError(
+            f"{flag} {folder}: cannot be written to: {error.strerror}{where}; give a folder that can"
+        ) from error
+
+
+def _try_to_write(folder: Path) -> None:
+    """Make the folder and a file in it.
+
+    Raises:
+        OSError: that is not possible.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.write(b"x" * 4096)
+
+
+def hooks_of(config: RunConfig, folder: Path, screen: Screen, started: Started) -> list[Hook]:
+    """Everything on this rank that records and shows the run; files that all share are the first rank's."""
+    state, context = started.run.state, started.run.state.context
+    first = context.rank == 0
+    memory = partial(memory_in_use, context.device)
+    figures = theory_lines(theory(config, state.model.vocab_size))
+    hooks: list[Hook] = [_metrics(config, folder, started)] if first else []
+    hooks.append(_console(config, screen))
+    hooks.append(MemoryReport(context, memory, screen.say, figures, config.log.log_memory_interval))
+    if first:
+        hooks += _records(config, folder, screen, started)
+    hooks += _profiles(config, folder, screen, started)
+    return hooks
+
+
+def _metrics(config: RunConfig, folder: Path, started: Started) -> MetricsWriter:
+    device, resumed = started.run.state.context.device, started.resumed_at
+    metrics = MetricsWriter(folder / "metrics.jsonl", partial(memory_in_use, device))
+    changes = [change.to_dict() for change in started.changes]
+    metrics.event("start" if resumed is None else "resume", iteration=resumed or 0, changes=changes)
+    return metrics
+
+
+def _console(config: RunConfig, screen: Screen) -> Hook:
+    save = config.checkpoint.save
+    return MegatronConsole(
+        screen,
+        save,
+        config.layout,
+        throughput=config.log.log_throughput,
+        passing=config.checkpoint.passing_folder(save or ""),
+        save_format=config.checkpoint.ckpt_format,
+        timing_option=config.log.timing_log_option,
+    )
+
+
+def _records(config: RunConfig, folder: Path, screen: Screen, started: Started) -> list[Hook]:
+    log, state = config.log, started.run.state
+    hooks: list[Hook] = []
+    sinks: list[Sink] = []
+    if log.tensorboard_dir:
+        arguments = megatron_args(config)
+        board = TensorBoard(
+            log.tensorboard_dir, queue_size=log.tensorboard_queue_size, arguments=arguments, iteration=state.iteration
+        )
+        sinks.append(board)
+    if log.wandb_project:
+        curves = WandB(log, folder, megatron_args(config))
+        sinks.append(curves)
+        if curves.mode == "offline":
+            screen.say(
+                f"W&B records offline, in {curves.folder} (no key is known: WANDB_API_KEY or `wandb login`); send it "
+                f"later by: wandb sync {curves.folder}/wandb/offline-run-*"
+            )
+    if sinks:
+        recorded = Recorded.of(log, state.context.world.size)
+        hooks.append(Records(sinks, recorded, partial(memory_in_use, state.context.device)))
+    if log.log_progress and config.checkpoint.save:
+        world = state.context.world.size
+        path = Path(config.checkpoint.save) / "progress.txt"
+        hooks.append(ProgressLog(path, world, state.flops, started.run.plan.flops_per_step * world))
+    return hooks
+
+
+def _profiles(config: RunConfig, folder: Path, screen: Screen, started: Started) -> list[Hook]:
+    log, context = config.log, started.run.state.context
+    hooks: list[Hook] = []
+    if log.profile and context.rank in (log.profile_ranks or (0,)):
+        profiler = build_profiler(log, context.device, context.rank, folder)
+        iteration = started.run.state.iteration
+        hooks.append(Profile(profiler, log.profile_step_start, log.profile_step_end, iteration, screen.say))
+    if log.record_memory_history and context.rank == 0:
+        if context.device.type == "cuda":
+            hooks.append(MemoryHistory(folder / log.memory_snapshot_path))
+        else:
+            screen.say("--record-memory-history records the memory of a GPU, and this run has none")
+    return hooks

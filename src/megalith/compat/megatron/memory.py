@@ -1,0 +1,148 @@
+"""Megatron's memory report: its theoretical figures as its own formula gives them, and what is measured beside them.
+
+Megatron's "MB" are MiB. Its formula counts 18 bytes a parameter (16-bit weight and gradient, fp32 main weight, fp32
+gradient and two moments) whatever the precision is, and activations only under sequence parallelism with selective
+recomputation; it is printed for those who compare runs. What is measured here stands in the line below.
+
+Source: Korthikanti et al. 2022, arXiv:2205.05198, table 2; coverage row C071 (124M: 0.1236 billion, 2121.85 MB).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from megalith.config import RunConfig
+from megalith.distributed import comm
+from megalith.distributed.context import ParallelContext
+from megalith.train.hooks import Hook
+from megalith.train.results import WindowReport
+
+_MB = 1024.0 * 1024.0
+_REPLICATED_BYTES = 18.0
+_DIVIDED_BYTES, _DIVISIBLE_BYTES = 6.0, 12.0  # with the distributed optimizer
+
+
+@dataclass(frozen=True)
+class Theory:
+    """Megatron's figures.
+
+    Attributes:
+        transformer, embedding: parameters of all layers, and of the embeddings.
+        most_loaded: parameters of the most loaded (tensor, pipeline) rank.
+        weight_and_optimizer: its bytes.
+        activation: its bytes; None where Megatron has no formula.
+    """
+
+    transformer: float
+    embedding: float
+    most_loaded: float
+    weight_and_optimizer: float
+    activation: float | None
+
+
+def theory(run: RunConfig, vocab_size: int) -> Theory:
+    """The figures for a run with this padded vocabulary."""
+    model, parallel = run.model, run.parallel
+    hidden, layers = model.hidden_size, model.num_layers
+    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    attention = (1 + model.query_groups / model.num_attention_heads) * model.head_size * model.num_attention_heads
+    feed_forward = model.ffn_size * (1.5 if model.swiglu else 1.0)
+    transformer = 2.0 * layers * hidden * (attention + feed_forward + 2 + 1 / layers)
+    table = float(hidden * vocab_size)
+    untied = model.untie_embeddings_and_output_weights
+    most_loaded = (transformer / pp + table * (2 if untied and pp == 1 else 1)) / tp
+    each = _REPLICATED_BYTES
+    if parallel.use_distributed_optimizer:
+        each = _DIVIDED_BYTES + _DIVISIBLE_BYTES / run.data_parallel_size
+    return Theory(
+        transformer, table * (2 if untied else 1), most_loaded, most_loaded * each, _activation(run, vocab_size)
+    )
+
+
+def _activation(run: RunConfig, vocab_size: int) -> float | None:
+    model, parallel = run.model, run.parallel
+    if not parallel.sequence_parallel_here or run.train.recompute_granularity != "selective":
+        return None
+    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    tokens, hidden = run.data.seq_length * run.train.micro_batch_size, model.hidden_size
+    total = tokens * hidden * (18 + 4 * model.ffn_size / hidden) * model.num_layers
+    total += 8 * tokens * pp + tokens * hidden * pp
+    virtual = parallel.virtual_stages(model.num_layers)
+    if virtual > 1:
+        total *= 1 + (pp - 1) / (pp * virtual)
+    elif pp > 1:
+        total *= min(1.0, run.num_micro_batches / pp)
+    if pp == 1:
+        total += tokens * hidden * 4 * (1 + vocab_size / hidden)
+    return total / tp
+
+
+def theory_lines(figures: Theory) -> str:
+    """Megatron's lines after the first iteration line, the doubled blank of the first included."""
+    size = f"Theoretical memory footprints: weight and optimizer={figures.weight_and_optimizer / _MB:.2f} MB"
+    if figures.activation is not None:
+        total = figures.weight_and_optimizer + figures.activation
+        size += f", activation={figures.activation / _MB:.2f} MB, total={total / _MB:.2f} MB"
+    return "\n".join(
+        [
+            f"Number of parameters in transformer block in billions: {figures.transformer / 1e9: .2f}",
+            f"Number of parameters in embedding layers in billions: {figures.embedding / 1e9:.2f}",
+            f"Total number of parameters in billions: {(figures.transformer + figures.embedding) / 1e9:.2f}",
+            f"Number of parameters in most loaded shard in billions: {figures.most_loaded / 1e9:.4f}",
+            size,
+        ]
+    )
+
+
+def memory_line(rank: int, iteration: int, figures: Mapping[str, int]) -> str:
+    """What a rank holds, in Megatron's words on a GPU, and the resident size of the process elsewhere.
+
+    Args:
+        rank, iteration: whose, and after which step.
+        figures: bytes by name, of `train.memory.memory_in_use`.
+    """
+    head = f"[Rank {rank}] (after {iteration} iterations) memory (MB)"
+    names = {"allocated": "allocated_bytes", "max allocated": "max_allocated_bytes", "reserved": "reserved_bytes"}
+    names |= {"max reserved": "max_reserved_bytes"}
+    if "reserved_bytes" not in figures:
+        names = {"resident": "resident_bytes", "max resident": "max_resident_bytes"}
+    shown = [f"{said}: {figures[name] / _MB:.1f}" for said, name in names.items() if name in figures]
+    return " | ".join([head, *shown])
+
+
+class MemoryReport(Hook):
+    """Says after the first line, and then as often as asked, what the first copy of the model holds on each rank.
+
+    All ranks have this hook; what others than the first rank say goes to their own logs.
+
+    Args:
+        context: all ranks.
+        figures: bytes by name, of this rank.
+        say: takes the lines.
+        theory_text: Megatron's figures, said once.
+        interval: iterations; None for the first line only.
+    """
+
+    def __init__(
+        self,
+        context: ParallelContext,
+        figures: Callable[[], Mapping[str, int]],
+        say: Callable[[str], None],
+        theory_text: str,
+        interval: int | None = None,
+    ) -> None:
+        self._context, self._figures, self._say = context, figures, say
+        self._theory_text, self._interval = theory_text, interval
+
+    def after_window(self, report: WindowReport) -> None:
+        first, self._theory_text = self._theory_text, ""
+        if first:
+            self._say(first)
+        elif self._interval is None or report.iteration % self._interval:
+            return
+        everywhere = comm.all_gather_objects(dict(self._figures()), self._context.world)
+        for rank, figures in enumerate(everywhere):
+            place = self._context.layout.coordinates(rank)
+            if place["dp"] == place["cp"] == 0:
+                self._say(memory_line(rank, report.iteration, figures))

@@ -1,0 +1,124 @@
+"""What a run asks for in another way than the one that wrote its checkpoint, and what that means."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from megalith.config.fields import Setting
+from megalith.config.run import RunConfig, all_settings, group_types
+
+HARMLESS = "harmless"
+LENGTH = "the length of the run"
+ROUNDING = "the same numbers up to rounding (with dropout: other masks)"
+ANOTHER_WAY = "the training goes another way from here"
+ORDER = "other samples, or another order of them"
+ARCHITECTURE = "another model"
+
+_BY_GROUP = {
+    "log": HARMLESS,
+    "checkpoint": HARMLESS,
+    "parallel": ROUNDING,
+    "launch": ROUNDING,
+    "data": ORDER,
+    "tokenizer": ORDER,
+    "model": ARCHITECTURE,
+}
+# Settings that mean something else than most of their group.
+_BY_NAME = {
+    **dict.fromkeys(("train_iters", "train_samples"), LENGTH),
+    **dict.fromkeys(("seed", "split"), ORDER),
+    **dict.fromkeys(("device", "compile", "attention_backend", "transformer_impl", "micro_batch_size"), ROUNDING),
+    **dict.fromkeys(
+        (
+            *("eval_interval", "eval_iters", "exit_interval", "exit_duration_in_mins", "exit_signal_handler"),
+            *("exit_signal", "skip_train", "start_eval_at_iter", "full_validation"),
+            *("manual_gc", "manual_gc_interval", "recompute_granularity", "recompute_method", "recompute_num_layers"),
+            *("recompute_modules", "data_cache_path", "num_workers", "mmap_bin_files", "distributed_backend"),
+            *("distributed_timeout_minutes", "distributed_timeout_seconds_after_init", "debug_collectives"),
+            *("check_for_nan_in_loss_and_grad", "override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler"),
+            *("vocab_file", "merge_file", "make_vocab_size_divisible_by", "use_cpu_initialization", "init_method_std"),
+        ),
+        HARMLESS,
+    ),
+    **dict.fromkeys(("hidden_dropout", "attention_dropout"), ANOTHER_WAY),
+}
+_OF_THIS_START = ("rank", "local_rank", "local_world_size", "master_addr", "master_port", "launcher", "nproc")
+_OF_THIS_START += ("max_restarts", "load", "finetune", "ckpt_step")
+
+
+@dataclass(frozen=True)
+class Change:
+    """A setting with another value than the checkpoint was written under.
+
+    Attributes:
+        flag: as the user types it.
+        was, now: values in words; "-" for none.
+        effect: one of the texts above.
+    """
+
+    flag: str
+    was: str
+    now: str
+    effect: str
+
+    def __str__(self) -> str:
+        return f"{self.flag} {self.was} -> {self.now}"
+
+    def to_dict(self) -> dict[str, str]:
+        """For records."""
+        return asdict(self)
+
+
+def changes_since(saved: Mapping[str, Any], run: RunConfig) -> list[Change]:
+    """The settings of a run that differ from those of a checkpoint, in the order of declaration.
+
+    Args:
+        saved: the groups of the configuration that wrote it (`RunConfig.to_dict`), or Megatron's flat arguments. What
+            it does not know is passed over.
+        run: the configuration of now.
+    """
+    grouped = all(name in saved for name in ("model", "train"))
+    changes = []
+    for setting in all_settings().values():
+        there = saved.get(setting.group, {}) if grouped else _flat(saved, setting)
+        if setting.name in _OF_THIS_START or setting.name not in there:
+            continue
+        was, now = there[setting.name], getattr(getattr(run, setting.group), setting.name)
+        now = list(now) if isinstance(now, tuple) else now
+        if was != now:
+            changes.append(Change(setting.positive_flag, _words(was), _words(now), effect_of(setting)))
+    return changes
+
+
+def effect_of(setting: Setting) -> str:
+    """What it means to go on with another value of a setting."""
+    return _BY_NAME.get(setting.name, _BY_GROUP.get(setting.group, ANOTHER_WAY))
+
+
+def changes_lines(changes: list[Change], iteration: int) -> list[str]:
+    """What changed, for the screen: a line each, those that are harmless together in one."""
+    if not changes:
+        return []
+    mattering = [f"    {change}: {change.effect}" for change in changes if change.effect != HARMLESS]
+    harmless = [str(change) for change in changes if change.effect == HARMLESS]
+    last = [f"    harmless: {', '.join(harmless)}"] if harmless else []
+    return [f"changed since the checkpoint of iteration {iteration}:", *mattering, *last]
+
+
+def _flat(args: Mapping[str, Any], setting: Setting) -> Mapping[str, Any]:
+    """Megatron's arguments, of those settings that stand there as they were given."""
+    derived = ("ffn_hidden_size", "kv_channels", "global_batch_size", "start_weight_decay", "end_weight_decay")
+    return {} if setting.name in derived or setting.about.ours or setting.about.from_environment else args
+
+
+def _words(value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, list):
+        return " ".join(map(str, value)) or "-"
+    return "-" if value is None or value == "" else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+assert set(_BY_GROUP) <= set(group_types()), "effects name a group that does not exist"

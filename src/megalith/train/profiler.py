@@ -1,0 +1,139 @@
+"""Profiles of some iterations, and the history of the memory of a GPU: files for torch's viewers, or marks for nsys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from megalith.config.groups import LogConfig
+from megalith.train.hooks import Hook
+from megalith.train.results import Ending, StepResult
+
+_ROWS = 40  # of the table
+
+
+class Profiler(Protocol):
+    """What looks at the iterations."""
+
+    def begin(self) -> None: ...
+
+    def end(self) -> str:
+        """Returns what the user should hear, empty for nothing."""
+        ...
+
+
+class TorchProfiler:
+    """torch's own: a trace for chrome://tracing or perfetto, and a table of the costliest operations.
+
+    Args:
+        path: the trace, a .json; the table lies beside it as .txt.
+    """
+
+    def __init__(self, path: Path, device: torch.device, *, shapes: bool, stacks: bool) -> None:
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if device.type == "cuda":
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        self._path, self._on_gpu = path, device.type == "cuda"
+        self._profile = torch.profiler.profile(activities=activities, record_shapes=shapes, with_stack=stacks)
+
+    def begin(self) -> None:
+        """Look from here on."""
+        self._profile.start()
+
+    def end(self) -> str:
+        """Write both files."""
+        self._profile.stop()
+        self._profile.export_chrome_trace(str(self._path))
+        order = "self_cuda_time_total" if self._on_gpu else "self_cpu_time_total"
+        table = self._profile.key_averages().table(sort_by=order, row_limit=_ROWS)
+        text = self._path.with_suffix(".txt")
+        text.write_text(table, encoding="utf-8")
+        return f"profile written to {self._path} (for perfetto.dev) and, as a table, to {text}"
+
+
+class NsysMarks:
+    """Marks for `nsys profile --capture-range=cudaProfilerApi`: which iterations, and the operations in them."""
+
+    def __init__(self, *, shapes: bool) -> None:
+        self._nvtx: Any = torch.autograd.profiler.emit_nvtx(record_shapes=shapes)
+
+    def begin(self) -> None:
+        """From here on."""
+        torch.cuda.cudart().cudaProfilerStart()
+        self._nvtx.__enter__()
+
+    def end(self) -> str:
+        """To here."""
+        self._nvtx.__exit__(None, None, None)
+        torch.cuda.cudart().cudaProfilerStop()
+        return ""
+
+
+def build_profiler(log: LogConfig, device: torch.device, rank: int, folder: Path) -> Profiler:
+    """As the flags say: Megatron marks for nsys unless --use-pytorch-profiler; without a GPU it is torch's."""
+    if device.type == "cuda" and not log.use_pytorch_profiler:
+        return NsysMarks(shapes=log.pytorch_profiler_collect_shapes)
+    path = folder / f"profile-rank{rank}-iterations-{log.profile_step_start + 1}-{log.profile_step_end}.json"
+    return TorchProfiler(
+        path,
+        device,
+        shapes=log.pytorch_profiler_collect_shapes,
+        stacks=log.pytorch_profiler_collect_callstack,
+    )
+
+
+class Profile(Hook):
+    """Profiles the iterations behind `start` up to `end`; one that the run stops within ends there.
+
+    Args:
+        profiler: what looks at them.
+        start, end: iterations.
+        iteration: the one that the run begins behind.
+        say: tells the user where the files are.
+    """
+
+    def __init__(self, profiler: Profiler, start: int, end: int, iteration: int, say: Callable[[str], None]) -> None:
+        self._profiler, self._start, self._end, self._say = profiler, start, end, say
+        self._running = False
+        if iteration == start:
+            self._begin()
+        elif iteration > start:
+            say(f"no profile: the run begins at iteration {iteration}, behind --profile-step-start {start}")
+
+    def after_step(self, result: StepResult) -> None:
+        if result.iteration == self._start:
+            self._begin()
+        elif result.iteration == self._end:
+            self._finish()
+
+    def after_training(self, iteration: int) -> None:
+        self._finish()
+
+    def on_exit(self, ending: Ending) -> None:
+        self._finish()
+
+    def _begin(self) -> None:
+        self._running = True
+        self._profiler.begin()
+
+    def _finish(self) -> None:
+        if not self._running:
+            return
+        self._running = False
+        if said := self._profiler.end():
+            self._say(said)
+
+
+class MemoryHistory(Hook):
+    """What allocated the memory of this GPU, written to `path` when the run ends, in whichever way."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        torch.cuda.memory._record_memory_history(stacks="python")
+
+    def close(self) -> None:
+        torch.cuda.memory._dump_snapshot(str(self._path))
+        torch.cuda.memory._record_memory_history(enabled=None)
