@@ -232,11 +232,14 @@ def test_none_correct_is_called_out(work: Work, tmp_path: Path, capsys: pytest.C
     assert cause.startswith("  likely cause: ")
 
 
-def test_another_tokenizer_is_called_out(work: Work, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_tokenizer_stops_with_both_cards(
+    work: Work, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     vocab, merges = train_byte_level_bpe(["to be or not to be"], 270, tmp_path)
     words = ["--task", "cloze", "--vocab-file", vocab, "--merge-file", merges]
-    lines = _alarm_of(capsys, work.checkpoint, *words)
-    assert "ALARM: the tokenizer is not the one of the training: its number of tokens is 2" in "\n".join(lines)
+    assert main(["evaluate", *map(str, (work.checkpoint, *words))]) != 0
+    said = capsys.readouterr().err
+    assert "have different tokenizers" in said and re.search(r"\n *vocab_size +50257 +2\d\d\n", said)
 
 
 def test_all_skipped_is_called_out(work: Work, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

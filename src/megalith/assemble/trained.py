@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +23,13 @@ from megalith.models.gpt import GPT, Stage, named_placements
 from megalith.nn.placement import Placement
 from megalith.parallel.tensor import TensorParallel
 from megalith.tokenizers import Tokenizer, build_tokenizer
-from megalith.tokenizers.huggingface import TOKENIZER_FILE
+from megalith.tokenizers.build import with_files_in
+from megalith.tokenizers.card import require_same
+
+_OTHER_TOKENIZER = (
+    "its ids mean other tokens than those that the model has learnt; leave out the flags of the tokenizer (the one of "
+    "the training lies in the checkpoint), or give the files of the training"
+)
 
 
 @dataclass(frozen=True)
@@ -112,13 +117,15 @@ def _trained(
     )
     store.load(found, content)
     model.requires_grad_(False)
-    built = build_tokenizer(tokenizer or _with_files_of(store.folder(found), tokenizer_of(args)))
+    built = build_tokenizer(tokenizer or with_files_in(store.folder(found), tokenizer_of(args)))
+    card = (store.manifest(found) or {}).get("tokenizer")
+    if card:
+        require_same((f"the training ({store.folder(found)})", "here"), card, built.card(), _OTHER_TOKENIZER)
     if built.vocab_size > model.vocab_size:
         raise CheckpointError(
             f"{store.folder(found)}: the tokenizer has {built.vocab_size} ids, and the embedding {model.vocab_size} "
             "rows; give the tokenizer that the model was trained with"
         )
-    card = (store.manifest(found) or {}).get("tokenizer")
     foreign = store.format(found) == "huggingface"
     return Trained(model.eval(), built, found, tuple(notes), args, card, from_huggingface=foreign)
 
@@ -161,14 +168,3 @@ def _find(store: DirectoryStore, iteration: int | None, *, thorough: bool = Fals
         what = "holds no sound checkpoint" if notes else "holds no checkpoint; give the folder that --save named"
         raise CheckpointError("\n  ".join([f"{store.path} {what}", *notes]))
     return newest, notes
-
-
-def _with_files_of(folder: Path, config: TokenizerConfig) -> TokenizerConfig:
-    """The tokenizer with the files that lie in the checkpoint, where they do: then it can be used alone."""
-    if config.tokenizer_type == "HuggingFaceTokenizer":
-        there = (folder / TOKENIZER_FILE).is_file()
-        return dataclasses.replace(config, tokenizer_model=str(folder)) if there else config
-    vocabulary, merges = folder / "vocab.json", folder / "merges.txt"
-    if config.vocab_file is None or not (vocabulary.is_file() and merges.is_file()):
-        return config
-    return dataclasses.replace(config, vocab_file=str(vocabulary), merge_file=str(merges))

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from megalith.cli.threads import keep_native_code_quiet, share_cores, wait_asleep
+from megalith.compat.megatron.tokenizer_flags import add_tokenizer_flags, tokenizer_of_flags
 from megalith.config import LaunchConfig, RunConfig
 from megalith.config.environment import first_of_machine, read_launch
 from megalith.errors import ConfigError, DataError, MegalithError
@@ -64,10 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--iteration", type=int, metavar="N", help="which checkpoint; the newest sound one if absent")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to compute")
     add("--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights; that of the checkpoint if absent")
-    add("--tokenizer-type", metavar="TYPE", help="another tokenizer than that of the checkpoint")
-    add("--vocab-file", metavar="FILE", help="of another GPT2BPETokenizer")
-    add("--merge-file", metavar="FILE", help="of another GPT2BPETokenizer")
-    add("--tokenizer-model", metavar="DIR", help="of another HuggingFaceTokenizer")
+    add_tokenizer_flags(parser, about="where the checkpoint does not have its own")
     add("--json", type=Path, metavar="FILE", help="write the result there too")
     add("--fail-on-alarm", action="store_true", help=f"end with code {EXIT_ALARM} if the result cannot be right")
     return parser
@@ -93,7 +91,7 @@ def run(argv: Sequence[str]) -> int:
         ConfigError: the command line asks for what cannot be.
         CheckpointError, DataError: the checkpoint or the file is missing or damaged.
     """
-    from megalith.compat.megatron.tasks import help_text, read_flags, tokenizer_from
+    from megalith.compat.megatron.tasks import help_text, read_flags
 
     if argv and argv[0] == AS_MEGATRON:
         if {"-h", "--help"} & set(argv):
@@ -114,7 +112,7 @@ def run(argv: Sequence[str]) -> int:
         log_interval=options.log_interval,
         detokenizer=options.detokenizer,
         dtype=options.dtype,
-        tokenizer=tokenizer_from(vars(options)),
+        tokenizer=tokenizer_of_flags(options),
         settings={
             "tensor_model_parallel_size": options.tp,
             "pipeline_model_parallel_size": options.pp,
@@ -203,7 +201,6 @@ def _measure(
         alarms_of,
         never_trained,
         size_difference,
-        tokenizer_difference,
         training_loss,
     )
     from megalith.evaluate.lambada import bundled_path
@@ -239,7 +236,7 @@ def _measure(
         result = measure_wikitext(path, scorer, tokenizer, windows, listener, detokenizer=request.detokenizer)
     else:
         result = measure_text(path, scorer, tokenizer, Windows(length, stride), listener)
-    other = tokenizer_difference(trained.tokenizer_card, tokenizer.card())
+    other = None
     if trained.tokenizer_card is None and not trained.from_huggingface:
         other = size_difference(trained.args, tokenizer.vocab_size)
     evidence = Evidence(

@@ -1,4 +1,4 @@
-"""Rules of the data and of its tokenizer."""
+"""Rules of the data."""
 
 from __future__ import annotations
 
@@ -47,20 +47,6 @@ def split_is_three_parts(draft: Draft) -> str:
     return ""
 
 
-@rule("tokenizer_type", "vocab_file", "merge_file", "vocab_size", "tokenizer_model")
-def tokenizer_has_what_it_needs(draft: Draft) -> str:
-    lacking = draft.run.tokenizer.lacking
-    if not lacking:
-        return ""
-    if draft.run.tokenizer.tokenizer_type == "NullTokenizer":
-        return "--tokenizer-type NullTokenizer requires --vocab-size N"
-    verb = "is" if len(lacking) == 1 else "are"
-    if draft.run.tokenizer.tokenizer_type == "HuggingFaceTokenizer":
-        return "--tokenizer-type HuggingFaceTokenizer requires --tokenizer-model DIR, a folder with tokenizer.json"
-    mock = " (or, with --mock-data, --tokenizer-type NullTokenizer --vocab-size N)" if draft.run.data.mock_data else ""
-    return f"{' and '.join(lacking)} {verb} required by {show(draft, 'tokenizer_type')}{mock}"
-
-
 @rule("split")
 def split_without_validation(draft: Draft) -> str:
     parts = [float(part) for part in _SEPARATORS_OF_SPLIT.findall(draft.run.data.split)]
@@ -76,24 +62,13 @@ def split_by_default(draft: Draft) -> str:
     return f"no --split is given: {draft.run.data.split} (training, validation, test), as in Megatron"
 
 
-@rule("tokenizer_type", "vocab_size")
-def vocabulary_comes_from_the_file(draft: Draft) -> str:
-    tokenizer = draft.run.tokenizer
-    if tokenizer.tokenizer_type == "NullTokenizer" or "vocab_size" not in draft.given:
-        return ""
-    file = "--tokenizer-model" if tokenizer.tokenizer_type == "HuggingFaceTokenizer" else "--vocab-file"
-    return f"{show(draft, 'vocab_size')} has no effect: the vocabulary is that of {file}"
-
-
 DATA_RULES: tuple[Rule, ...] = (
     one_source_of_data,
     one_dataset,
     split_is_three_parts,
-    tokenizer_has_what_it_needs,
 )
 
 DATA_NOTICES: tuple[Rule, ...] = (
     split_by_default,
     split_without_validation,
-    vocabulary_comes_from_the_file,
 )

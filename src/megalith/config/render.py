@@ -162,8 +162,18 @@ def _terminal_lines(setting: Setting) -> list[str]:
     details = " (required)" if setting.required else details
     right = textwrap.wrap(_meaning(setting) + details, _WIDTH - _COLUMN)
     if len(left) >= _COLUMN:
-        return [left, *(" " * _COLUMN + line for line in right)]
+        return [*_broken_at_choices(left), *(" " * _COLUMN + line for line in right)]
     return [f"{left:{_COLUMN}}{right[0]}", *(" " * _COLUMN + line for line in right[1:])]
+
+
+def _broken_at_choices(left: str) -> list[str]:
+    """The flag and its choices on as many lines as they need."""
+    lines = [""]
+    for part in left.split("|"):
+        if lines[-1] and len(lines[-1]) + len(part) >= _WIDTH:
+            lines.append(" " * 8)
+        lines[-1] += part + "|"
+    return [line.removesuffix("|") if line is lines[-1] else line for line in lines]
 
 
 def _meaning(setting: Setting) -> str:

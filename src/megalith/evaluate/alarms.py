@@ -192,21 +192,6 @@ def never_trained(model: GPT, context: ParallelContext) -> bool:
     return all(comm.all_gather_objects(ones, context.world))
 
 
-def tokenizer_difference(trained_with: Mapping[str, Any] | None, here: Mapping[str, Any]) -> str | None:
-    """How a tokenizer differs from that of the training, by their cards; None if it does not, or none is known."""
-    if trained_with is None:
-        return None
-    then, now = dict(trained_with), dict(here)
-    if then == now:
-        return None
-    for name, what in (("class", "kind"), ("vocab_size", "number of tokens")):
-        if then.get(name) != now.get(name):
-            return f"its {what} is {now.get(name)}, that of the training {then.get(name)}"
-    files_then, files_now = then.get("files") or {}, now.get("files") or {}
-    other = sorted(name for name in {*files_then, *files_now} if files_then.get(name) != files_now.get(name))
-    return f"{', '.join(other)} differ in content" if other else "their special tokens differ"
-
-
 def size_difference(args: Mapping[str, Any], tokenizer_size: int) -> str | None:
     """Whether a tokenizer has another size than the vocabulary table of Megatron's args was made for.
 

@@ -2,37 +2,134 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
 from megalith.config import TokenizerConfig
 from megalith.errors import ConfigError
+from megalith.tokenizers import sentence_piece, tik_token, word_piece
 from megalith.tokenizers.gpt2_bpe import GPT2BPETokenizer
-from megalith.tokenizers.huggingface import HuggingFaceTokenizer
+from megalith.tokenizers.huggingface import HuggingFaceTokenizer, holds_tokenizer
 from megalith.tokenizers.null import NullTokenizer
 from megalith.tokenizers.protocol import Tokenizer
+from megalith.tokenizers.sentence_piece import GPTSentencePieceTokenizer, Llama2Tokenizer, SentencePieceTokenizer
+from megalith.tokenizers.tik_token import TikTokenizer
+from megalith.tokenizers.word_piece import WordPieceTokenizer
 
-TOKENIZER_TYPES = ("GPT2BPETokenizer", "HuggingFaceTokenizer", "NullTokenizer")
+_SENTENCE_PIECE_FILES = {"tokenizer_model": sentence_piece.MODEL_FILE}
+_WORD_PIECE_FILES = {"vocab_file": word_piece.VOCABULARY_FILE}
+_FILES: dict[str, dict[str, str]] = {
+    "GPT2BPETokenizer": {"vocab_file": "vocab.json", "merge_file": "merges.txt"},
+    "Llama2Tokenizer": _SENTENCE_PIECE_FILES,
+    "GPTSentencePieceTokenizer": _SENTENCE_PIECE_FILES,
+    "SentencePieceTokenizer": _SENTENCE_PIECE_FILES,
+    "TikTokenizer": {"tokenizer_model": tik_token.VOCABULARY_FILE},
+    "BertWordPieceLowerCase": _WORD_PIECE_FILES,
+    "BertWordPieceCase": _WORD_PIECE_FILES,
+}
+"""Kind of tokenizer -> setting that names a file -> the name of that file beside a checkpoint."""
 
 
 def tokenizer_violations(config: TokenizerConfig) -> list[str]:
     """What keeps this configuration from naming a tokenizer, empty if nothing does. Opens no file."""
-    if config.tokenizer_type in TOKENIZER_TYPES:
-        return [f"{flag} is missing: {config.tokenizer_type} needs it" for flag in config.lacking]
-    known = ", ".join(TOKENIZER_TYPES)
-    return [f"--tokenizer-type {config.tokenizer_type} is not in this version, which has {known}"]
+    kind = config.tokenizer_type
+    if kind not in _MAKERS:
+        return [f"--tokenizer-type {kind} is not in this version, which has {', '.join(_MAKERS)}"]
+    violations = [f"{flag} is missing: {kind} needs it" for flag in config.lacking]
+    return violations + config.contradictions
 
 
 def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     """Make the tokenizer that the configuration names.
 
-    Raises:  ConfigError if the configuration is incomplete; DataError if its files are missing or damaged.
+    Raises:  ConfigError if the configuration is incomplete; DataError if its files are missing or damaged, or a library
+        is not installed.
     """
     violations = tokenizer_violations(config)
     if violations:
         raise ConfigError(violations)
-    if config.tokenizer_type == "NullTokenizer":
-        assert config.vocab_size is not None
-        return NullTokenizer(config.vocab_size)
+    return _MAKERS[config.tokenizer_type](config)
+
+
+def with_files_in(folder: Path, config: TokenizerConfig) -> TokenizerConfig:
+    """The tokenizer with the files that lie in a folder, if all of them do: a checkpoint can then be used alone."""
     if config.tokenizer_type == "HuggingFaceTokenizer":
-        assert config.tokenizer_model is not None
-        return HuggingFaceTokenizer(config.tokenizer_model)
+        return dataclasses.replace(config, tokenizer_model=str(folder)) if holds_tokenizer(folder) else config
+    there = {setting: folder / name for setting, name in _FILES.get(config.tokenizer_type, {}).items()}
+    named = all(getattr(config, setting) for setting in there)
+    if not (named and all(path.is_file() for path in there.values())):
+        return config
+    return dataclasses.replace(config, **{setting: str(path) for setting, path in there.items()})
+
+
+def _gpt2_bpe(config: TokenizerConfig) -> Tokenizer:
     assert config.vocab_file is not None and config.merge_file is not None
     return GPT2BPETokenizer(config.vocab_file, config.merge_file)
+
+
+def _hugging_face(config: TokenizerConfig) -> Tokenizer:
+    assert config.tokenizer_model is not None
+    return HuggingFaceTokenizer(
+        config.tokenizer_model,
+        special_tokens=config.tokenizer_special_tokens,
+        around=not config.tokenizer_hf_no_include_special_tokens,
+    )
+
+
+def _llama2(config: TokenizerConfig) -> Tokenizer:
+    assert config.tokenizer_model is not None
+    return Llama2Tokenizer(config.tokenizer_model)
+
+
+def _gpt_sentence_piece(config: TokenizerConfig) -> Tokenizer:
+    assert config.tokenizer_model is not None
+    return GPTSentencePieceTokenizer(config.tokenizer_model)
+
+
+def _sentence_piece(config: TokenizerConfig) -> Tokenizer:
+    assert config.tokenizer_model is not None
+    return SentencePieceTokenizer(config.tokenizer_model, config.vocab_extra_ids)
+
+
+def _tik_token(config: TokenizerConfig) -> Tokenizer:
+    assert config.tokenizer_model is not None
+    return TikTokenizer(
+        config.tokenizer_model,
+        pattern=config.tiktoken_pattern or tik_token.DEFAULT_PATTERN,
+        vocab_size=config.vocab_size,
+        num_special_tokens=config.tiktoken_num_special_tokens,
+        special_tokens=config.tokenizer_special_tokens,
+    )
+
+
+def _word_piece(config: TokenizerConfig) -> Tokenizer:
+    assert config.vocab_file is not None
+    return WordPieceTokenizer(
+        config.vocab_file,
+        lower_case=config.tokenizer_type == "BertWordPieceLowerCase",
+        vocab_extra_ids=config.vocab_extra_ids,
+    )
+
+
+def _null(config: TokenizerConfig) -> Tokenizer:
+    assert config.vocab_size is not None
+    return NullTokenizer(
+        config.vocab_size,
+        later=config.later_null_tokenizer,
+        eod_id=config.null_tokenizer_eod_id,
+        pad_id=-1 if config.null_tokenizer_pad_id is None else config.null_tokenizer_pad_id,
+    )
+
+
+_MAKERS: dict[str, Callable[[TokenizerConfig], Tokenizer]] = {
+    "GPT2BPETokenizer": _gpt2_bpe,
+    "HuggingFaceTokenizer": _hugging_face,
+    "Llama2Tokenizer": _llama2,
+    "GPTSentencePieceTokenizer": _gpt_sentence_piece,
+    "SentencePieceTokenizer": _sentence_piece,
+    "TikTokenizer": _tik_token,
+    "BertWordPieceLowerCase": _word_piece,
+    "BertWordPieceCase": _word_piece,
+    "NullTokenizer": _null,
+}

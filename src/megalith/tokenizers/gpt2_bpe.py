@@ -8,13 +8,11 @@ proof fails (hand-edited merges) are encoded by the `tokenizers` library instead
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from megalith.errors import DataError
 from megalith.tokenizers.byte_level import (
     BYTE_OF_CHARACTER,
     END_OF_TEXT,
@@ -22,6 +20,8 @@ from megalith.tokenizers.byte_level import (
     bytes_of,
     read_byte_pair_vocabulary,
 )
+from megalith.tokenizers.card import file_hashes
+from megalith.tokenizers.text import require_ids, surrogate_error
 
 # GPT-2's pattern with possessive quantifiers, which cannot blow up; the same splits (tiktoken_ext/openai_public.py).
 _PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
@@ -55,35 +55,38 @@ class GPT2BPETokenizer:
     def eod(self) -> int:
         return self._eod
 
+    @property
+    def special(self) -> Mapping[str, int]:
+        return {"eod": self._eod}
+
+    @property
+    def extra_ids(self) -> tuple[int, ...]:
+        return ()
+
     def encode(self, text: str) -> list[int]:
         try:
             return self._encode(text)
         except UnicodeEncodeError as error:
-            character = ord(text[error.start])
-            raise DataError(
-                f"character {error.start} is a lone surrogate (U+{character:04X}), which is no text"
-            ) from error
+            raise surrogate_error(error) from error
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
-        outside = next((number for number in ids if not 0 <= number < self.vocab_size), None)
-        if outside is not None:
-            raise DataError(f"id {outside} is outside the vocabulary of {self.vocab_size}")
+        require_ids(ids, self.vocab_size)
         return b"".join([self._bytes[number] for number in ids]).decode(errors="replace")
 
     def card(self) -> dict[str, Any]:
         return {
             "class": "GPT2BPETokenizer",
             "vocab_size": self.vocab_size,
-            "special": {"eod": self.eod},
-            "files": dict(self._hashes),
+            "special": dict(self.special),
+            "files": self._hashes,
         }
 
     @cached_property
     def _hashes(self) -> dict[str, str]:
-        return {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in self.files().items()}
+        return file_hashes(self.files())
 
     def identity(self) -> dict[str, Any]:
         return {"class": "_GPT2BPETokenizer", "tokenizer_path": [self._vocab_file, self._merge_file]}

@@ -1,21 +1,32 @@
-"""The tokenizer of a Hugging Face model folder: its tokenizer.json by the `tokenizers` library, and who ends a text.
+"""The tokenizer of a Hugging Face model folder: its files, who begins and ends a text, and who knows its ids.
 
 Nothing is downloaded and no code of the folder is run. As in Megatron, special tokens that are written out in a text
-become their ids, and what the tokenizer puts around every text (Llama's beginning of text) is there.
+become their ids, and what the tokenizer puts around every text (Llama's beginning of text) is there. What turns text
+into ids is in `huggingface_engines`.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from megalith.errors import DataError
+from megalith.tokenizers.card import file_hashes
+from megalith.tokenizers.huggingface_engines import (
+    SLOW_FILES,
+    TOKENIZER_FILE,
+    Engine,
+    fast_engine,
+    sentence_piece_engine,
+    transformers_engine,
+)
+from megalith.tokenizers.sentence_piece import MODEL_FILE
+from megalith.tokenizers.text import require_ids, require_text
 
-TOKENIZER_FILE = "tokenizer.json"
 _CONFIGS = ("tokenizer_config.json", "special_tokens_map.json")
 _MODEL_CONFIGS = ("generation_config.json", "config.json")
 _FILES = (
@@ -23,11 +34,11 @@ _FILES = (
     *_CONFIGS,
     "generation_config.json",
     "added_tokens.json",
-    "tokenizer.model",
+    MODEL_FILE,
     "chat_template.jinja",
 )
-_USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>")
-_SLOW_FILES = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+_USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "[SEP]")
+_ROLES = ("bos", "eos", "pad", "unk", "cls", "sep", "mask")
 
 
 def tokenizer_files(folder: Path) -> dict[str, Path]:
@@ -35,23 +46,82 @@ def tokenizer_files(folder: Path) -> dict[str, Path]:
     return {name: folder / name for name in _FILES if (folder / name).is_file()}
 
 
+def holds_tokenizer(folder: Path) -> bool:
+    """Whether a folder holds a tokenizer that is told by its files."""
+    return (folder / TOKENIZER_FILE).is_file() or all((folder / name).is_file() for name in (MODEL_FILE, _CONFIGS[0]))
+
+
+def find_folder(named: str) -> Path:
+    """The folder that `--tokenizer-model` means: itself, that of the file it names, or a model in the hub's cache.
+
+    The cache is where `hf download` and transformers put a model: HF_HUB_CACHE, or HF_HOME/hub, or
+    ~/.cache/huggingface/hub.
+
+    Raises:
+        DataError: there is none.
+    """
+    path = Path(named)
+    if path.is_file() and path.name in (TOKENIZER_FILE, *SLOW_FILES):
+        return path.parent
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise DataError(f"--tokenizer-model {named} is no folder and no {TOKENIZER_FILE}; give the model's folder")
+    found = _cached(named)
+    if found is None:
+        raise DataError(
+            f"--tokenizer-model {named} is no folder; give one with a {TOKENIZER_FILE}, or the name of a model in "
+            f"{_hub_cache()}. Nothing is downloaded; to get the tokenizer of a model of the hub, `hf download NAME "
+            "--local-dir DIR`"
+        )
+    return found
+
+
+def _hub_cache() -> Path:
+    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+    return Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
+
+
+def _cached(name: str) -> Path | None:
+    """The snapshot of a model in the cache of the hub that its main branch points at; None if it is not there."""
+    parts = name.split("/")
+    if len(parts) > 2 or not all(parts) or any(part.startswith(".") for part in parts):
+        return None
+    model = _hub_cache() / f"models--{'--'.join(parts)}"
+    try:
+        snapshot = model / "snapshots" / (model / "refs" / "main").read_text(encoding="utf-8").strip()
+    except OSError:
+        return None
+    return snapshot if snapshot.is_dir() else None
+
+
 class HuggingFaceTokenizer:
-    """`HuggingFaceTokenizer` of Megatron, for folders that have a tokenizer.json.
+    """`HuggingFaceTokenizer` of Megatron, for local folders.
 
     Args:
-        folder: with tokenizer.json and, to say who ends a text, tokenizer_config.json or the like.
+        named: a folder with tokenizer.json and, to say who ends a text, tokenizer_config.json or the like; or that
+            file; or the name of a model in the cache of the hub. A folder without tokenizer.json needs the library
+            that its files are for.
+        special_tokens: more special tokens, which get the next ids if the tokenizer has them not.
+        around: whether what the tokenizer puts around every text is there.
 
     Raises:
         DataError: a file is missing or damaged, or nothing says which token ends a text.
     """
 
-    def __init__(self, folder: str | Path) -> None:
-        self._folder, self._named = Path(folder), str(folder)
-        self._tokenizer = _load(self._folder)
-        ids: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
+    def __init__(self, named: str | Path, *, special_tokens: Sequence[str] = (), around: bool = True) -> None:
+        self._named, self._special_tokens, self._around = str(named), tuple(special_tokens), around
+        self._folder = find_folder(str(named))
+        self._engine = self._load()
+        ids = self._engine.ids
         self._size = max(len(ids), 1 + max(ids.values(), default=-1))
         self._eod = self._end(ids)
-        pad = next((ids[token] for token in self._named_tokens("pad_token") if token in ids), None)
+        self._special = {
+            role: ids[token]
+            for role in _ROLES
+            if (token := next((name for name in self._named_tokens(f"{role}_token") if name in ids), None)) is not None
+        }
+        pad = self._special.get("pad")
         self._pad = None if pad == self._eod else pad  # one id for both would hide the ends of texts
 
     @property
@@ -66,37 +136,66 @@ class HuggingFaceTokenizer:
     def pad(self) -> int | None:
         return self._pad
 
+    @property
+    def special(self) -> Mapping[str, int]:
+        return {"eod": self._eod, **self._special}
+
+    @property
+    def extra_ids(self) -> tuple[int, ...]:
+        ids, found = self._engine.ids, []
+        while (number := ids.get(f"<extra_id_{len(found)}>")) is not None:
+            found.append(number)
+        return tuple(found)
+
     def encode(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(_sound(text)).ids
-        return ids
+        return self._engine.encode(require_text(text))
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [encoding.ids for encoding in self._tokenizer.encode_batch([_sound(text) for text in texts])]
+        return self._engine.encode_batch([require_text(text) for text in texts])
 
     def decode(self, ids: Sequence[int]) -> str:
-        outside = next((number for number in ids if not 0 <= number < self.vocab_size), None)
-        if outside is not None:
-            raise DataError(f"id {outside} is outside the vocabulary of {self.vocab_size}")
-        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False)
-        return text
+        require_ids(ids, self.vocab_size)
+        return self._engine.decode(ids)
 
     def card(self) -> dict[str, Any]:
-        return {
+        card: dict[str, Any] = {
             "class": "HuggingFaceTokenizer",
             "vocab_size": self.vocab_size,
-            "special": {"eod": self.eod},
-            "files": {TOKENIZER_FILE: self._hash},
+            "special": dict(self.special),
+            "files": self._hashes,
         }
+        settings: dict[str, Any] = {}
+        if not self._around:
+            settings["include_special_tokens"] = False
+        if self._special_tokens:
+            settings["special_tokens"] = list(self._special_tokens)
+        return {**card, "settings": settings} if settings else card
 
     @cached_property
-    def _hash(self) -> str:
-        return hashlib.sha256((self._folder / TOKENIZER_FILE).read_bytes()).hexdigest()
+    def _hashes(self) -> dict[str, str]:
+        """Of the files that decide the ids of a text."""
+        return file_hashes({name: self._folder / name for name in self._engine.files})
 
     def identity(self) -> dict[str, Any]:
         return {"class": "_HuggingFaceTokenizer", "tokenizer_path": [self._named]}
 
     def files(self) -> dict[str, Path]:
-        return tokenizer_files(self._folder)
+        return {**tokenizer_files(self._folder), **{name: self._folder / name for name in self._engine.files}}
+
+    def _load(self) -> Engine:
+        folder = self._folder
+        if (folder / TOKENIZER_FILE).is_file():
+            return fast_engine(folder / TOKENIZER_FILE, self._special_tokens, around=self._around)
+        settings = _object(folder / _CONFIGS[0])
+        slow = [name for name in SLOW_FILES if (folder / name).is_file()]
+        if not slow:
+            raise DataError(
+                f"{folder} has no {TOKENIZER_FILE}, nor another file of a tokenizer ({', '.join(SLOW_FILES)})"
+            )
+        is_llama = str(settings.get("tokenizer_class", "LlamaTokenizer")).startswith("LlamaTokenizer")
+        if MODEL_FILE in slow and is_llama and not self._special_tokens:
+            return sentence_piece_engine(folder, settings, self._named_tokens, around=self._around)
+        return transformers_engine(folder, slow, self._special_tokens, around=self._around)
 
     def _end(self, ids: Mapping[str, int]) -> int:
         """The id that ends a text: the eos_token, else the model's eos_token_id, else a token of a usual name."""
@@ -108,7 +207,7 @@ class HuggingFaceTokenizer:
             number = number[0] if isinstance(number, list) and number else number
             if isinstance(number, int) and not isinstance(number, bool) and 0 <= number < self._size:
                 return number
-        for token in _USUAL_ENDS:
+        for token in (*self._named_tokens("sep_token"), *_USUAL_ENDS):
             if token in ids:
                 return ids[token]
         raise DataError(
@@ -123,31 +222,6 @@ class HuggingFaceTokenizer:
             token = token.get("content") if isinstance(token, dict) else token
             if isinstance(token, str):
                 yield token
-
-
-def _load(folder: Path) -> Any:
-    from tokenizers import Tokenizer
-
-    path = folder / TOKENIZER_FILE
-    if not folder.is_dir():
-        raise DataError(
-            f"--tokenizer-model {folder} is no folder; give one with a {TOKENIZER_FILE}. Nothing is downloaded; to "
-            "get the tokenizer of a model of the hub, `hf download NAME --local-dir DIR`"
-        )
-    if not path.is_file():
-        slow = [name for name in _SLOW_FILES if (folder / name).is_file()]
-        but = f" ({', '.join(slow)} alone is not enough)" if slow else ""
-        raise DataError(
-            f"{folder} has no {TOKENIZER_FILE}{but}; make it once with transformers: "
-            "AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
-        )
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the library has no class of its own for its errors
-        raise DataError(f"{path} is damaged, or made by a later version of tokenizers: {error}") from error
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
 
 
 def _object(path: Path) -> dict[str, Any]:
@@ -165,17 +239,3 @@ def _object(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise DataError(f"{path} is damaged: it holds no JSON object")
     return found
-
-
-def _sound(text: str) -> str:
-    """The text, if it is one.
-
-    Raises:
-        DataError: a character is a lone surrogate.
-    """
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        character = ord(text[error.start])
-        raise DataError(f"character {error.start} is a lone surrogate (U+{character:04X}), which is no text") from error
-    return text

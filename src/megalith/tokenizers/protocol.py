@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,8 +22,16 @@ class Tokenizer(Protocol):
     def pad(self) -> int | None:
         """Id that fills up short samples, None where the tokenizer has none."""
 
+    @property
+    def special(self) -> Mapping[str, int]:
+        """Ids with a role, by its name: eod, bos, eos, pad, unk, cls, sep, mask, as far as the tokenizer has them."""
+
+    @property
+    def extra_ids(self) -> tuple[int, ...]:
+        """Ids of `<extra_id_0>`, `<extra_id_1>` and so on, which stand for the spans that T5 leaves out."""
+
     def encode(self, text: str) -> list[int]:
-        """Ids of a text. Special tokens written out in the text are plain text.
+        """Ids of a text. Whether special tokens written out in it are plain text is said by each class.
 
         Raises:  DataError if the text cannot be encoded (lone surrogates; non-numbers for NullTokenizer).
         """
@@ -38,7 +46,7 @@ class Tokenizer(Protocol):
         """
 
     def card(self) -> dict[str, Any]:
-        """Who this tokenizer is, independent of where its files lie: class, sizes, special ids, sha256 of each file."""
+        """Who this tokenizer is, wherever its files lie: class, sizes, special ids, sha256 of each file (`card`)."""
 
     def identity(self) -> dict[str, Any]:
         """What Megatron hashes into the names of index caches; holds the paths as they were typed."""

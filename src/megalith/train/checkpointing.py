@@ -40,6 +40,7 @@ from megalith.errors import CheckpointError
 from megalith.models.gpt import named_placements
 from megalith.nn.placement import Placement
 from megalith.schedules.parameters import ResumedSchedule, resume_schedule
+from megalith.tokenizers.card import card_differences, side_by_side
 from megalith.train.faults import Probe, no_probe
 from megalith.train.results import SavedCheckpoint
 from megalith.train.state import TrainState
@@ -375,7 +376,7 @@ def check_fits(found: FoundCheckpoint, run: RunConfig, identity: Identity) -> tu
         model.append(f"the tokenizer has {ids} ids, and the embedding of the checkpoint {rows} rows")
     data: list[str] = []
     if found.manifest is not None:
-        model += _changes("the tokenizer", found.manifest.get("tokenizer", {}), identity.tokenizer)
+        model += _other_tokenizer(found.manifest.get("tokenizer") or {}, identity.tokenizer)
         if not (run.checkpoint.finetune or found.weights_only):
             data = _changes("the training data", found.manifest.get("data", {}), identity.data)
     if model or (data and not run.checkpoint.accept_data_change):
@@ -411,6 +412,15 @@ def architecture(model: ModelConfig) -> dict[str, Any]:
     if model.position_embedding_type != "yarn":
         values |= dict.fromkeys(name for name in values if name.startswith(("yarn_", "mscale", "rotary_scaling")))
     return values
+
+
+def _other_tokenizer(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
+    """Both cards side by side, where they differ; nothing where the checkpoint has none."""
+    differing = card_differences(saved, own) if saved else {}
+    if not differing:
+        return []
+    rows = side_by_side(("the checkpoint", "this run"), differing)
+    return ["the tokenizer is another (what is equal is left out):", *(f"  {row}" for row in rows)]
 
 
 def _changes(what: str, saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:

@@ -84,7 +84,14 @@ TABLE: list[tuple[str, tuple[str, ...]]] = [
     ("--optimizer sgd", ("--optimizer sgd: comes with", "in this version: adam")),
     ("--ckpt-format torch_dcp", ("--ckpt-format torch_dcp: comes with", "in this version: torch_dist, torch")),
     ("--dataloader-type cyclic", ("--dataloader-type cyclic: comes with", "in this version: single")),
-    ("--tokenizer-type Llama2Tokenizer", ("Llama2Tokenizer: comes with", "GPT2BPETokenizer")),
+    ("--tokenizer-type SFTTokenizer", ("SFTTokenizer: comes with", "GPT2BPETokenizer")),
+    ("--tokenizer-type Llama2Tokenizer", ("Llama2Tokenizer requires --tokenizer-model FILE",)),
+    ("--null-tokenizer-eod-id 100", ("--null-tokenizer-eod-id 100 is not below --vocab-size 100",)),
+    ("--tokenizer-special-tokens <a>", ("--tokenizer-type NullTokenizer takes none", "TikTokenizer")),
+    (
+        "--tokenizer-type TikTokenizer --tokenizer-model t.json --tiktoken-num-special-tokens 2",
+        ("--tiktoken-num-special-tokens 2: there are 3 special tokens with a name", "from 3 to 99"),
+    ),
     ("--tokenizer-type HuggingFaceTokenizer", ("HuggingFaceTokenizer requires --tokenizer-model DIR",)),
     ("--device gpu", ("--device gpu: not one of auto, cpu, cuda",)),
     # unknown, renamed, refused

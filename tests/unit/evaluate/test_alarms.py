@@ -17,7 +17,6 @@ from megalith.evaluate.alarms import (
     alarms_of,
     never_trained,
     size_difference,
-    tokenizer_difference,
     training_loss,
 )
 from megalith.evaluate.lambada import Accuracy
@@ -109,28 +108,6 @@ def test_the_loss_of_the_training(tmp_path: Path) -> None:
     assert training_loss(tmp_path, 2) == 1.5
     assert training_loss(tmp_path, 0) is None
     assert training_loss(tmp_path / "absent", 50) is None
-
-
-CARD = {"class": "GPT2BPETokenizer", "vocab_size": 512, "special": {"eod": 511}, "files": {"vocab.json": "a"}}
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({}, None),
-        ({"vocab_size": 500}, "its number of tokens is 500, that of the training 512"),
-        ({"class": "HuggingFaceTokenizer"}, "its kind is HuggingFaceTokenizer"),
-        ({"files": {"vocab.json": "b"}}, "vocab.json differ in content"),
-        ({"special": {"eod": 0}}, "special tokens differ"),
-    ],
-)
-def test_cards(change: dict[str, Any], said: str | None) -> None:
-    found = tokenizer_difference(CARD, {**CARD, **change})
-    assert found is None if said is None else found is not None and said in found
-
-
-def test_without_a_card_nothing_is_known() -> None:
-    assert tokenizer_difference(None, CARD) is None
 
 
 @pytest.mark.parametrize(("tokens", "rows", "tp", "fits"), [(50257, 50304, 1, True), (50257, 50432, 2, False)])

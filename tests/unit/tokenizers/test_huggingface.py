@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +15,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from megalith.config import TokenizerConfig
 from megalith.errors import ConfigError, DataError
 from megalith.tokenizers import build_tokenizer
+from megalith.tokenizers.card import card_differences
 from megalith.tokenizers.huggingface import HuggingFaceTokenizer
+from megalith.tokenizers.sentence_piece import Llama2Tokenizer
 
 LETTERS = pre_tokenizers.ByteLevel.alphabet()
 
@@ -101,11 +106,15 @@ def test_card_and_files(tmp_path: Path) -> None:
     tokenizer = HuggingFaceTokenizer(tmp_path)
     assert set(tokenizer.files()) == {"tokenizer.json", "tokenizer_config.json"}
     card = tokenizer.card()
-    assert card["vocab_size"] == 257 and card["special"] == {"eod": 256} and len(card["files"]["tokenizer.json"]) == 64
+    assert (
+        card["vocab_size"] == 257
+        and card["special"] == {"eod": 256, "eos": 256}
+        and len(card["files"]["tokenizer.json"]) == 64
+    )
     other = tmp_path / "other"
     other.mkdir()
     (other / "tokenizer.json").write_bytes((tmp_path / "tokenizer.json").read_bytes())
-    assert HuggingFaceTokenizer(other).card() == card  # wherever it lies
+    assert card_differences(HuggingFaceTokenizer(other).card(), card) == {}  # wherever it lies, whatever names its end
 
 
 def test_what_is_no_text_or_no_id(tmp_path: Path) -> None:
@@ -124,10 +133,10 @@ def test_what_is_missing_or_damaged(tmp_path: Path) -> None:
         build_tokenizer(TokenizerConfig("HuggingFaceTokenizer"))
     with pytest.raises(DataError, match=r"meta-llama/Llama-2-7b-hf is no folder.*Nothing is downloaded"):
         HuggingFaceTokenizer("meta-llama/Llama-2-7b-hf")
+    with pytest.raises(DataError, match=r"has no tokenizer.json, nor another file of a tokenizer"):
+        HuggingFaceTokenizer(tmp_path)
     (tmp_path / "tokenizer.model").write_bytes(b"x")
-    with pytest.raises(
-        DataError, match=r"has no tokenizer.json \(tokenizer.model alone is not enough\).*AutoTokenizer"
-    ):
+    with pytest.raises(DataError, match=r"tokenizer.model is cut short or no SentencePiece model"):
         HuggingFaceTokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0", ')
     with pytest.raises(DataError, match=r"tokenizer.json is damaged"):
@@ -138,3 +147,122 @@ def test_what_is_missing_or_damaged(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text("{")
     with pytest.raises(DataError, match=r"tokenizer_config.json is damaged"):
         HuggingFaceTokenizer(tmp_path)
+
+
+def test_a_model_in_the_cache_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder of links that `hf download` and transformers leave, by its path and by the model's name."""
+    model = tmp_path / "hub" / "models--some--model"
+    snapshot = model / "snapshots" / "0a1b2c"
+    for folder in (snapshot, model / "blobs", model / "refs"):
+        folder.mkdir(parents=True)
+    _write(model / "blobs", "</s>")
+    (snapshot / "tokenizer.json").symlink_to("../../blobs/tokenizer.json")
+    (model / "refs" / "main").write_text("0a1b2c")
+    by_path = HuggingFaceTokenizer(snapshot)
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    assert HuggingFaceTokenizer("some/model").card() == by_path.card()
+    assert HuggingFaceTokenizer(snapshot / "tokenizer.json").card() == by_path.card()
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "elsewhere"))
+    with pytest.raises(DataError, match=r"some/model is no folder.*elsewhere.*Nothing is downloaded"):
+        HuggingFaceTokenizer("some/model")
+    with pytest.raises(DataError, match="is no folder"):
+        HuggingFaceTokenizer("../hub")
+
+
+def test_nothing_around_a_text_and_more_special_tokens(tmp_path: Path) -> None:
+    _write(tmp_path, "<s>", "</s>", begins=True)
+    config = TokenizerConfig(
+        "HuggingFaceTokenizer",
+        tokenizer_model=str(tmp_path),
+        tokenizer_hf_no_include_special_tokens=True,
+        tokenizer_special_tokens=("<extra_id_0>", "</s>"),
+    )
+    tokenizer = build_tokenizer(config)
+    plain = HuggingFaceTokenizer(tmp_path)
+    assert (plain.vocab_size, tokenizer.vocab_size, tokenizer.extra_ids) == (258, 259, (258,))
+    assert plain.encode("a") == [256, *tokenizer.encode("a")]
+    assert tokenizer.encode("<extra_id_0></s>") == [258, 257]
+    differing = card_differences(plain.card(), tokenizer.card())
+    assert set(differing) == {"vocab_size", "setting include_special_tokens", "setting special_tokens"}
+
+
+def test_special_ids_by_role(tmp_path: Path) -> None:
+    _write(tmp_path, "<a>", "<b>", "<c>")
+    _say(tmp_path, "tokenizer_config.json", bos_token="<a>", eos_token={"content": "<b>"}, mask_token="<nowhere>")
+    _say(tmp_path, "special_tokens_map.json", cls_token="<c>")
+    assert HuggingFaceTokenizer(tmp_path).special == {"eod": 257, "bos": 256, "eos": 257, "cls": 258}
+
+
+def test_a_bert_folder_ends_texts_with_its_separator(tmp_path: Path) -> None:
+    _write(tmp_path, "[CLS]", "[SEP]")
+    assert HuggingFaceTokenizer(tmp_path).eod == 257
+
+
+@pytest.fixture
+def llama(shared: Path, tmp_path: Path) -> Path:
+    """A folder as Llama's, without tokenizer.json."""
+    shutil.copy(shared / "golden" / "tokenizers" / "sp.model", tmp_path / "tokenizer.model")
+    _say(tmp_path, "tokenizer_config.json", tokenizer_class="LlamaTokenizer", bos_token="<s>", eos_token="</s>")
+    return tmp_path
+
+
+def test_a_llama_folder_without_tokenizer_json(llama: Path, shared: Path) -> None:
+    texts = json.loads((shared / "golden" / "tokenizers" / "texts.json").read_text())
+    megatron = Llama2Tokenizer(llama / "tokenizer.model")
+    tokenizer = HuggingFaceTokenizer(llama)
+    special = {"<s>", "</s>", "<unk>"}
+    plain = [text for text in texts if not any(token in text for token in special)]
+    assert len(plain) > 30 and tokenizer.encode_batch(plain) == megatron.encode_batch(plain)
+    assert (tokenizer.eod, tokenizer.vocab_size) == (megatron.eod, megatron.vocab_size)
+    assert tokenizer.encode("a</s>b") == [*megatron.encode("a"), 2, *megatron.encode("b")[1:]]
+    assert tokenizer.decode(tokenizer.encode("a</s>")) == "<s>a</s>"
+    assert HuggingFaceTokenizer(llama, around=False).encode("a") == megatron.encode("a")[1:]
+    assert set(tokenizer.card()["files"]) == {"tokenizer.model"} <= set(tokenizer.files())
+
+
+def test_what_a_llama_folder_says_of_its_beginning_and_end(llama: Path) -> None:
+    bare = HuggingFaceTokenizer(llama, around=False).encode("who")
+    _say(llama, "tokenizer_config.json", add_bos_token=False, add_eos_token=True)
+    assert HuggingFaceTokenizer(llama).encode("who") == [*bare, 2]
+    added = {"800": {"content": "<|im_end|>"}, "x": 1}
+    _say(llama, "tokenizer_config.json", added_tokens_decoder=added, eos_token="<|im_end|>")
+    tokenizer = HuggingFaceTokenizer(llama)
+    assert (tokenizer.vocab_size, tokenizer.eod) == (801, 800)
+    assert tokenizer.encode("who<|im_end|>") == [1, *bare, 800]
+
+
+def _bert_folder(folder: Path) -> Path:
+    tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "who", "are", "##s", "\u4e2d", "?"]
+    (folder / "vocab.txt").write_text("\n".join(tokens) + "\n", encoding="utf-8")
+    _say(folder, "tokenizer_config.json", tokenizer_class="BertTokenizer", do_lower_case=True)
+    return folder
+
+
+def test_a_folder_for_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What only transformers can read goes through its AutoTokenizer, without network or code of the folder."""
+    made = tmp_path / "made"
+    made.mkdir()
+    _write(made, "[CLS]", "[SEP]")
+    asked: list[Any] = []
+
+    def from_pretrained(*place: str, **options: bool) -> SimpleNamespace:
+        asked.append((place, options))
+        return SimpleNamespace(backend_tokenizer=Tokenizer.from_file(str(made / "tokenizer.json")))
+
+    library = SimpleNamespace(AutoTokenizer=SimpleNamespace(from_pretrained=from_pretrained))
+    monkeypatch.setitem(sys.modules, "transformers", library)
+    folder = _bert_folder(tmp_path)
+    tokenizer = HuggingFaceTokenizer(folder)
+    assert (tokenizer.eod, set(tokenizer.card()["files"])) == (257, {"vocab.txt"})
+    assert asked == [((str(folder),), {"local_files_only": True, "trust_remote_code": False})]
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(DataError, match=r"\(vocab.txt alone is not enough\).*AutoTokenizer.*megalith\[hf\]"):
+        HuggingFaceTokenizer(tmp_path)
+
+
+@pytest.mark.full
+def test_transformers_itself(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="the extra hf is not installed")
+    tokenizer = HuggingFaceTokenizer(_bert_folder(tmp_path))
+    assert tokenizer.encode("Who are\u4e2d?") == [2, 5, 6, 8, 9, 3]
+    assert tokenizer.eod == 3

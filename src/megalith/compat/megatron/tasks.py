@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megalith.config import TokenizerConfig, all_settings
+from megalith.compat.megatron.tokenizer_flags import TOKENIZER_SETTINGS, tokenizer_from
+from megalith.config import all_settings
 from megalith.config.command_line import read_command_line
 from megalith.config.foreign_args import model_of
 from megalith.errors import ConfigError
@@ -46,13 +47,12 @@ _USED = (
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "distributed_backend"),
     *("distributed_timeout_minutes", "distributed_timeout_seconds_after_init", "debug_collectives", "device"),
     *("fp16", "bf16"),
-    *("tokenizer_type", "vocab_file", "merge_file", "tokenizer_model", "vocab_size"),
+    *TOKENIZER_SETTINGS,
 )
 _OF_LAUNCH = (
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "distributed_backend"),
     *("distributed_timeout_minutes", "distributed_timeout_seconds_after_init", "debug_collectives", "device"),
 )
-_OF_TOKENIZER = ("tokenizer_type", "vocab_file", "merge_file", "tokenizer_model", "vocab_size")
 _NOT_ARCHITECTURE = (  # of the group model, what does not change what is computed here
     *("hidden_dropout", "attention_dropout", "init_method_std", "use_cpu_initialization", "add_position_embedding"),
     *("attention_backend", "transformer_impl", "make_vocab_size_divisible_by", "attention_softmax_in_fp32"),
@@ -136,17 +136,6 @@ def read_flags(argv: Sequence[str]) -> tuple[Request, Path | None, bool, list[st
     if problems:
         raise ConfigError(problems)
     return request, options.json, options.fail_on_alarm, _notes(options, reading.notes, given, reading.nothing)
-
-
-def tokenizer_from(given: Mapping[str, Any]) -> TokenizerConfig | None:
-    """The tokenizer that flags name with its files; None where they leave it to the checkpoint."""
-    named = {name: given[name] for name in _OF_TOKENIZER if given.get(name) is not None}
-    if not named.keys() - {"tokenizer_type"}:
-        return None
-    if "tokenizer_type" not in named and "tokenizer_model" in named:
-        named["tokenizer_type"] = "HuggingFaceTokenizer"
-    config = TokenizerConfig(**named)
-    return None if config.lacking else config
 
 
 def stated_architecture(given: Mapping[str, Any]) -> dict[str, Any]:

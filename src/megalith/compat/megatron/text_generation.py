@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megalith.compat.megatron.tasks import stated_architecture, tokenizer_from
+from megalith.compat.megatron.tasks import stated_architecture
+from megalith.compat.megatron.tokenizer_flags import TOKENIZER_SETTINGS, tokenizer_from
 from megalith.config import TokenizerConfig, all_settings
 from megalith.config.command_line import read_command_line
 from megalith.errors import ConfigError
@@ -25,7 +26,7 @@ _OF_LAUNCH = (
 )
 _USED = (
     *(*_OF_LAUNCH, "load", "pretrained_checkpoint", "ckpt_step", "fp16", "bf16", "seed", "use_checkpoint_args"),
-    *("tokenizer_type", "vocab_file", "merge_file", "tokenizer_model", "vocab_size", "no_load_optim", "no_load_rng"),
+    *(*TOKENIZER_SETTINGS, "no_load_optim", "no_load_rng"),
 )
 
 

@@ -30,6 +30,33 @@ class DataConfig:
     )
 
 
+_NEEDED = {
+    "GPT2BPETokenizer": ("vocab_file", "merge_file"),
+    "HuggingFaceTokenizer": ("tokenizer_model",),
+    "Llama2Tokenizer": ("tokenizer_model",),
+    "GPTSentencePieceTokenizer": ("tokenizer_model",),
+    "SentencePieceTokenizer": ("tokenizer_model",),
+    "TikTokenizer": ("tokenizer_model",),
+    "BertWordPieceLowerCase": ("vocab_file",),
+    "BertWordPieceCase": ("vocab_file",),
+    "NullTokenizer": ("vocab_size",),
+}
+"""Kind of tokenizer -> the settings that it cannot do without."""
+
+_TAKEN = {
+    "HuggingFaceTokenizer": ("tokenizer_special_tokens", "tokenizer_hf_no_include_special_tokens"),
+    "SentencePieceTokenizer": ("vocab_extra_ids",),
+    "TikTokenizer": ("vocab_size", "tiktoken_pattern", "tiktoken_num_special_tokens", "tokenizer_special_tokens"),
+    "BertWordPieceLowerCase": ("vocab_extra_ids",),
+    "BertWordPieceCase": ("vocab_extra_ids",),
+    "NullTokenizer": ("null_tokenizer_eod_id", "null_tokenizer_pad_id"),
+}
+"""Kind of tokenizer -> the settings that it takes besides."""
+
+_TIKTOKEN_SIZE = 1 << 17  # ids of a TikTokenizer without --vocab-size
+_TIKTOKEN_NAMES = ("<unk>", "<s>", "</s>")
+
+
 @dataclass(frozen=True)
 class TokenizerConfig:
     """The tokenizer and its files."""
@@ -37,32 +64,100 @@ class TokenizerConfig:
     tokenizer_type: str = setting(
         "GPT2BPETokenizer",
         help="kind of tokenizer",
-        choices=("GPT2BPETokenizer", "HuggingFaceTokenizer", "NullTokenizer"),
-        later=(
-            "BertWordPieceLowerCase",
-            "BertWordPieceCase",
-            "SentencePieceTokenizer",
-            "GPTSentencePieceTokenizer",
-            "Llama2Tokenizer",
-            "TikTokenizer",
-            "MultimodalTokenizer",
-            "NullMultimodalTokenizer",
-            "SFTTokenizer",
-            "ByteLevelTokenizer",
-        ),
-        later_with=_WORK_DATA,
+        choices=tuple(_NEEDED),
+        later=("MultimodalTokenizer", "NullMultimodalTokenizer", "SFTTokenizer", "ByteLevelTokenizer"),
+        later_with="work on images, instruction tuning and raw bytes, which is not built",
     )
-    vocab_file: str | None = setting(None, help="vocab.json of the GPT-2 tokenizer")
+    vocab_file: str | None = setting(None, help="vocab.json of GPT-2, or vocab.txt of BERT")
     merge_file: str | None = setting(None, help="merges.txt of the GPT-2 tokenizer")
-    tokenizer_model: str | None = setting(None, help="folder of the HuggingFaceTokenizer, with its tokenizer.json")
-    vocab_size: int | None = setting(None, help="number of ids of the NullTokenizer", unit="tokens", at_least=1)
+    tokenizer_model: str | None = setting(
+        None,
+        help="tokenizer.model of the SentencePiece kinds, the vocabulary of the TikTokenizer, or the folder of the "
+        "HuggingFaceTokenizer (or the name of a model that is in the cache of the hub)",
+    )
+    vocab_size: int | None = setting(
+        None, help="number of ids of the NullTokenizer, or of the TikTokenizer (131072)", unit="tokens", at_least=1
+    )
+    vocab_extra_ids: int = setting(
+        0, help="tokens <extra_id_0> and on, as T5 needs them, after those of the vocabulary", unit="tokens", at_least=0
+    )
+    tiktoken_pattern: str | None = setting(
+        None, help="how the TikTokenizer splits text; v2 unless given", choices=("v1", "v2")
+    )
+    tiktoken_num_special_tokens: int = setting(
+        1000, help="special ids of the TikTokenizer, before its others", unit="tokens", at_least=1
+    )
+    tokenizer_special_tokens: tuple[str, ...] = setting(
+        (),
+        help="names of special tokens: the first of the TikTokenizer, or more than the HuggingFaceTokenizer has",
+        aliases=("--tiktoken-special-tokens",),
+    )
+    tokenizer_hf_no_include_special_tokens: bool = setting(
+        False, help="the HuggingFaceTokenizer puts nothing around a text, whatever its file says"
+    )
+    null_tokenizer_eod_id: int | None = setting(
+        None,
+        help="id that ends a document of the NullTokenizer, which then has --vocab-size ids as Megatron after 0.16 has",
+        at_least=0,
+    )
+    null_tokenizer_pad_id: int | None = setting(
+        None, help="id that fills up samples of such a NullTokenizer; -1 for none", at_least=-1
+    )
 
     @property
     def lacking(self) -> tuple[str, ...]:
         """The flags that this kind of tokenizer needs and that are not given."""
-        if self.tokenizer_type == "NullTokenizer":
-            return () if self.vocab_size else ("--vocab-size",)
-        if self.tokenizer_type == "HuggingFaceTokenizer":
-            return () if self.tokenizer_model else ("--tokenizer-model",)
-        files = {"--vocab-file": self.vocab_file, "--merge-file": self.merge_file}
-        return tuple(flag for flag, file in files.items() if not file)
+        return tuple(_flag(name) for name in _NEEDED.get(self.tokenizer_type, ()) if not getattr(self, name))
+
+    @property
+    def taken(self) -> tuple[str, ...]:
+        """The settings that this kind of tokenizer looks at, itself left out."""
+        return (*_NEEDED.get(self.tokenizer_type, ()), *_TAKEN.get(self.tokenizer_type, ()))
+
+    @property
+    def contradictions(self) -> list[str]:
+        """What is given for this kind of tokenizer and cannot be; opens no file."""
+        if self.tokenizer_special_tokens and "tokenizer_special_tokens" not in self.taken:
+            names = " ".join(self.tokenizer_special_tokens)
+            return [
+                f"--tokenizer-special-tokens {names}: --tokenizer-type {self.tokenizer_type} takes none; "
+                "TikTokenizer and HuggingFaceTokenizer do"
+            ]
+        if self.tokenizer_type == "TikTokenizer":
+            return self._contradictions_of_tiktoken()
+        if self.tokenizer_type == "NullTokenizer" and self.vocab_size:
+            ids = {
+                "--null-tokenizer-eod-id": self.null_tokenizer_eod_id,
+                "--null-tokenizer-pad-id": self.null_tokenizer_pad_id,
+            }
+            return [
+                f"{flag} {number} is not below --vocab-size {self.vocab_size}"
+                for flag, number in ids.items()
+                if number is not None and number >= self.vocab_size
+            ]
+        return []
+
+    @property
+    def later_null_tokenizer(self) -> bool:
+        """Whether the flags are those of the NullTokenizer after Megatron 0.16, whose last id ends a document."""
+        return self.null_tokenizer_eod_id is not None or self.null_tokenizer_pad_id is not None
+
+    def _contradictions_of_tiktoken(self) -> list[str]:
+        names, num_special = self.tokenizer_special_tokens, self.tiktoken_num_special_tokens
+        size = self.vocab_size or _TIKTOKEN_SIZE
+        found = []
+        if lacking := [token for token in _TIKTOKEN_NAMES if names and token not in names]:
+            found.append(f"--tokenizer-special-tokens lacks {' '.join(lacking)}, which TikTokenizer needs")
+        if twice := sorted({token for token in names if names.count(token) > 1}):
+            found.append(f"--tokenizer-special-tokens names {' '.join(twice)} more than once")
+        least = len(names or _TIKTOKEN_NAMES)
+        if not least <= num_special < size:
+            found.append(
+                f"--tiktoken-num-special-tokens {num_special}: there are {least} special tokens with a name and "
+                f"--vocab-size {size} ids in all; give a number from {least} to {size - 1}"
+            )
+        return found
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

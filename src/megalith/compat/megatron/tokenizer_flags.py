@@ -1,0 +1,81 @@
+"""The flags of the tokenizer, for commands that have a parser of their own: declared once, in `TokenizerConfig`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from typing import Any
+
+from megalith.config import TokenizerConfig
+from megalith.config.fields import Setting, settings_of
+from megalith.config.values import BadValue, out_of_range, value_from_words
+from megalith.errors import ConfigError
+
+TOKENIZER_SETTINGS: tuple[str, ...] = tuple(setting.name for setting in settings_of("tokenizer", TokenizerConfig))
+"""Names of the settings of a tokenizer, Megatron's."""
+
+
+def add_tokenizer_flags(parser: argparse.ArgumentParser, *, about: str = "") -> None:
+    """Give a parser the flags of the tokenizer; `read_tokenizer_flags` understands what it finds.
+
+    Args:
+        parser: of a command.
+        about: what its help says before them.
+    """
+    add = parser.add_argument_group("tokenizer", about or None).add_argument
+    for setting in settings_of("tokenizer", TokenizerConfig):
+        words, text = setting.spellings, _help(setting)
+        if setting.kind is bool:
+            add(*words, dest=setting.name, action="store_true", default=None, help=text)
+        elif setting.many:
+            add(*words, dest=setting.name, nargs="+", metavar="TEXT", help=text)
+        else:
+            add(*words, dest=setting.name, metavar="N" if setting.kind is int else "TEXT", help=text)
+
+
+def read_tokenizer_flags(options: argparse.Namespace, problems: list[str]) -> dict[str, Any]:
+    """The settings that were given, by name; what is wrong with them is added to `problems`."""
+    values = {}
+    for setting in settings_of("tokenizer", TokenizerConfig):
+        found = getattr(options, setting.name)
+        if found is None:
+            continue
+        words = found if isinstance(found, list) else [found]
+        try:
+            value = found if setting.kind is bool else value_from_words(setting, words)
+            wrong = out_of_range(setting, value)
+        except BadValue as error:
+            value, wrong = None, str(error)
+        if wrong:
+            problems.append(f"{setting.positive_flag} {' '.join(words)}: {wrong}")
+        values[setting.name] = value
+    return values
+
+
+def tokenizer_from(given: Mapping[str, Any]) -> TokenizerConfig | None:
+    """The tokenizer that settings name with its files; None where they leave it to the checkpoint."""
+    named = {name: given[name] for name in TOKENIZER_SETTINGS if given.get(name) is not None}
+    if not named.keys() - {"tokenizer_type"}:
+        return None
+    if "tokenizer_type" not in named and "tokenizer_model" in named:
+        named["tokenizer_type"] = "HuggingFaceTokenizer"
+    config = TokenizerConfig(**named)
+    return None if config.lacking else config
+
+
+def tokenizer_of_flags(options: argparse.Namespace) -> TokenizerConfig | None:
+    """The tokenizer that the flags of a parser name; None where they leave it to the checkpoint.
+
+    Raises:
+        ConfigError: everything that is wrong with them.
+    """
+    problems: list[str] = []
+    given = read_tokenizer_flags(options, problems)
+    if problems:
+        raise ConfigError(problems)
+    return tokenizer_from(given)
+
+
+def _help(setting: Setting) -> str:
+    choices = f" ({', '.join(setting.about.choices)})" if setting.about.choices else ""
+    return (setting.about.help + choices).replace("%", "%%")

@@ -1,0 +1,165 @@
+"""The card of a tokenizer: who it is, wherever its files lie. Kept beside datasets and in checkpoints, and compared.
+
+Token ids mean nothing without the tokenizer that made them, and a wrong one trains without a complaint. A card holds
+the class, the number of ids, the special ids, the hash of each file and the settings that change ids.
+
+Beside a dataset PREFIX.bin, PREFIX.idx it is PREFIX.card, JSON. The one ending matters: Megatron's own
+tools/merge_datasets.py takes every file of a folder for half of a pair, and finds the pair of this one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megalith.errors import DataError
+
+_ABSENT = "-"
+_SHOWN_OF_HASH = 12
+
+
+def card_path(prefix: str) -> Path:
+    """Where the card of a dataset lies."""
+    return Path(prefix + ".card")
+
+
+def file_hashes(files: Mapping[str, Path]) -> dict[str, str]:
+    """The sha256 of each file, by the name that it has in the card."""
+    return {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()}
+
+
+def write_card(prefix: str, card: Mapping[str, Any]) -> None:
+    """Lay the card of its tokenizer beside a dataset, in place of what may be there.
+
+    Raises:
+        DataError: it cannot be written.
+    """
+    path = card_path(prefix)
+    partial = path.with_name(path.name + ".partial")
+    try:
+        partial.write_text(json.dumps(card, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        os.replace(partial, path)
+    except OSError as error:
+        raise DataError(f"cannot write {path}: {error.strerror}") from error
+
+
+def read_card(prefix: str) -> dict[str, Any] | None:
+    """The card beside a dataset; None where there is none, as with what Megatron or an older version made.
+
+    Raises:
+        DataError: it is damaged.
+    """
+    path = card_path(prefix)
+    try:
+        card = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} is damaged: {error}; without it nothing is compared") from error
+    if not isinstance(card, dict) or not isinstance(card.get("class"), str):
+        raise DataError(f"{path} is no tokenizer card; without it nothing is compared")
+    return card
+
+
+def card_differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+    """What differs between two cards, by name of the entry; empty where they are the same tokenizer.
+
+    A special id that only one card names is no difference: cards name more of them from version to version.
+    """
+    left, right = _flat(one), _flat(other)
+    differing = {}
+    for name in dict.fromkeys((*left, *right)):
+        values = left.get(name), right.get(name)
+        if values[0] != values[1] and not (name.startswith("special ") and None in values):
+            differing[name] = (_shown(values[0]), _shown(values[1]))
+    return differing
+
+
+def side_by_side(names: tuple[str, str], differences: Mapping[str, tuple[str, str]]) -> list[str]:
+    """Two cards as lines of three columns: the entry, and its value in each."""
+    rows = [("", *names), *((name, *values) for name, values in differences.items())]
+    widths = [max(len(row[column]) for row in rows) for column in range(2)]
+    return ["  ".join([row[0].ljust(widths[0]), row[1].ljust(widths[1]), row[2]]).rstrip() for row in rows]
+
+
+def require_same(names: tuple[str, str], one: Mapping[str, Any], other: Mapping[str, Any], remedy: str) -> None:
+    """Stop where two cards are of different tokenizers.
+
+    Args:
+        names: whose cards they are, such as the prefix of a dataset and "this run".
+        one: a card.
+        other: another.
+        remedy: what to do about it.
+
+    Raises:
+        DataError: both cards side by side, what is equal left out.
+    """
+    differing = card_differences(one, other)
+    if differing:
+        head = f"{names[0]} and {names[1]} have different tokenizers (what is equal is left out):"
+        raise DataError("\n  ".join([head, *side_by_side(names, differing), remedy]))
+
+
+def require_tokenizer_of_data(prefix: str, here: Mapping[str, Any]) -> str | None:
+    """Hold a dataset against the tokenizer of the run that is to read it.
+
+    Args:
+        prefix: of the dataset.
+        here: card of the tokenizer of this run.
+
+    Returns:
+        What the user should hear: that nothing could be compared; None where all is well.
+
+    Raises:
+        DataError: the dataset was made with another tokenizer, or its card is damaged.
+    """
+    card = read_card(prefix)
+    if card is None:
+        return f"{prefix} has no tokenizer card (made by Megatron or an older version): its tokenizer is not compared"
+    if here.get("class") == "NullTokenizer" != card["class"]:
+        return _with_null_tokenizer(prefix, card, here)
+    require_same(
+        (prefix, "this run"),
+        card,
+        here,
+        "give this run the tokenizer that made the data, or make the data anew with this one. If you know that both "
+        f"give the same ids, remove {card_path(prefix)}: then nothing is compared",
+    )
+    return None
+
+
+def _with_null_tokenizer(prefix: str, card: Mapping[str, Any], here: Mapping[str, Any]) -> str:
+    """A run that measures speed on real data may have a tokenizer that is none, if all ids have a place in it."""
+    if int(card.get("vocab_size", 0)) <= int(here.get("vocab_size", 0)):
+        return (
+            f"{prefix} was made with {card['class']}, and NullTokenizer has room for its ids: good for measuring "
+            "speed, but such a model cannot turn its ids into text"
+        )
+    raise DataError(
+        f"{prefix} has ids up to {int(card['vocab_size']) - 1} (made with {card['class']}), and the NullTokenizer of "
+        f"this run {here.get('vocab_size')} ids; give --vocab-size {card['vocab_size']}, or the tokenizer of the data"
+    )
+
+
+def _flat(card: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of a card without levels, under names as they are shown."""
+    flat: dict[str, Any] = {}
+    for name, value in card.items():
+        if isinstance(value, Mapping):
+            singular = {"files": "file", "settings": "setting"}.get(name, name)
+            flat.update({f"{singular} {key}": inner for key, inner in value.items()})
+        else:
+            flat[name] = value
+    return flat
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return _ABSENT
+    text = str(value)
+    is_hash = len(text) == hashlib.sha256().digest_size * 2 and not text.strip("0123456789abcdef")
+    return f"sha256 {text[:_SHOWN_OF_HASH]}" if is_hash else text

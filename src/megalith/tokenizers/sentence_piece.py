@@ -1,0 +1,246 @@
+"""Megatron's three tokenizers over a SentencePiece model: Llama 2's, the plain one of GPT, and that of T5.
+
+They share the model file and differ in what stands around and between the pieces:
+
+    Llama2Tokenizer             the beginning of text, then the pieces; special pieces in a text are plain text
+    GPTSentencePieceTokenizer   the pieces alone; special pieces in a text are plain text
+    SentencePieceTokenizer      more special tokens after the model's own ids (<CLS>, <SEP>, <EOD>, <MASK>, what the
+                                model lacks of <PAD>, <BOS>, <EOS>, and <extra_id_0> and on); written out in a text
+                                they are their ids, and what stands between them is encoded by itself
+
+Source:  Megatron-LM megatron/training/tokenizer/tokenizer.py; spec/formats-dataset.md section 10, point 8.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from megalith.errors import DataError
+from megalith.tokenizers.card import file_hashes
+from megalith.tokenizers.extras import import_for
+from megalith.tokenizers.text import require_ids, require_text
+
+MODEL_FILE = "tokenizer.model"
+"""The name of the model beside a checkpoint."""
+
+_LEAST_BYTES = 16  # a shorter file is no model; what a failed download leaves
+
+
+class _SentencePiece:
+    """What the three have in common.
+
+    Args:
+        model_file: a SentencePiece model, such as Llama's tokenizer.model.
+
+    Raises:
+        DataError: it is missing or damaged, or lacks a piece that the tokenizer needs.
+    """
+
+    def __init__(self, model_file: str | Path) -> None:
+        self._model_file = str(model_file)
+        self._model = load_model(type(self).__name__, Path(model_file))
+        self._model_size: int = self._model.get_piece_size()
+
+    @property
+    def vocab_size(self) -> int:
+        return self._model_size
+
+    @property
+    def eod(self) -> int:
+        return self._required("eos")
+
+    @property
+    def pad(self) -> int | None:
+        return None
+
+    @property
+    def special(self) -> Mapping[str, int]:
+        return {role: number for role in ("bos", "eos") if (number := self._role(role)) is not None}
+
+    @property
+    def extra_ids(self) -> tuple[int, ...]:
+        return ()
+
+    def encode(self, text: str) -> list[int]:
+        return self._pieces(require_text(text))
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        require_ids(ids, self.vocab_size)
+        return self._text(ids)
+
+    def card(self) -> dict[str, Any]:
+        return {
+            "class": type(self).__name__,
+            "vocab_size": self.vocab_size,
+            "special": {"eod": self.eod, **self.special},
+            "files": self._hashes,
+        }
+
+    def identity(self) -> dict[str, Any]:
+        return {"class": f"_{type(self).__name__}", "tokenizer_path": [self._model_file], "vocab_extra_ids": "0"}
+
+    def files(self) -> dict[str, Path]:
+        return {MODEL_FILE: Path(self._model_file)}
+
+    @cached_property
+    def _hashes(self) -> dict[str, str]:
+        return file_hashes(self.files())
+
+    def _pieces(self, text: str) -> list[int]:
+        ids: list[int] = self._model.encode(text)
+        return ids
+
+    def _text(self, ids: Sequence[int]) -> str:
+        text: str = self._model.decode([int(number) for number in ids])
+        return text
+
+    def _role(self, role: str) -> int | None:
+        """The id of bos, eos or pad; None where the model has no such piece."""
+        number: int = getattr(self._model, f"{role}_id")()
+        return None if number < 0 else number
+
+    def _required(self, role: str) -> int:
+        number = self._role(role)
+        if number is None:
+            what = {"bos": "begins a text (bos)", "eos": "ends a text (eos)"}[role]
+            raise DataError(f"{self._model_file} has no piece that {what}, which {type(self).__name__} needs")
+        return number
+
+
+class GPTSentencePieceTokenizer(_SentencePiece):
+    """`GPTSentencePieceTokenizer` of Megatron: the pieces of the text, nothing around them."""
+
+    def __init__(self, model_file: str | Path) -> None:
+        super().__init__(model_file)
+        self._required("eos")
+
+    @property
+    def pad(self) -> int | None:
+        return self._role("pad")
+
+
+class Llama2Tokenizer(_SentencePiece):
+    """`Llama2Tokenizer` of Megatron: every text begins with the beginning of text."""
+
+    def __init__(self, model_file: str | Path) -> None:
+        super().__init__(model_file)
+        self._required("eos")
+        self._bos = self._required("bos")
+
+    def encode(self, text: str) -> list[int]:
+        return [self._bos, *self._pieces(require_text(text))]
+
+
+class SentencePieceTokenizer(_SentencePiece):
+    """`SentencePieceTokenizer` of Megatron: T5's special tokens beside the model's pieces.
+
+    Args:
+        model_file: a SentencePiece model.
+        vocab_extra_ids: how many `<extra_id_N>` it has, which stand for the spans that T5 leaves out.
+    """
+
+    def __init__(self, model_file: str | Path, vocab_extra_ids: int = 0) -> None:
+        super().__init__(model_file)
+        self._vocab_extra_ids = vocab_extra_ids
+        tokens = {self._model.id_to_piece(number): number for number in range(self._model_size)}
+        extra = [f"<extra_id_{number}>" for number in range(vocab_extra_ids)]
+        roles = {"cls": "<CLS>", "sep": "<SEP>", "eod": "<EOD>", "mask": "<MASK>"}
+        for role, absent in (("pad", "<PAD>"), ("bos", "<BOS>"), ("eos", "<EOS>")):
+            number = self._role(role)
+            roles[role] = absent if number is None else self._model.id_to_piece(number)
+        self._ids: dict[str, int] = {}
+        for token in (*roles.values(), *extra):
+            self._ids[token] = tokens.setdefault(token, len(tokens))
+        self._size = len(tokens)
+        self._special = {role: self._ids[token] for role, token in roles.items()}
+        self._extra_ids = tuple(self._ids[token] for token in extra)
+        self._token_of = {number: token for token, number in self._ids.items()}
+        self._written_out = re.compile("|".join(map(re.escape, self._ids)))
+
+    @property
+    def vocab_size(self) -> int:
+        return self._size
+
+    @property
+    def eod(self) -> int:
+        return self._special["eod"]
+
+    @property
+    def pad(self) -> int | None:
+        return self._special["pad"]
+
+    @property
+    def special(self) -> Mapping[str, int]:
+        return self._special
+
+    @property
+    def extra_ids(self) -> tuple[int, ...]:
+        return self._extra_ids
+
+    def encode(self, text: str) -> list[int]:
+        ids, begin = [], 0
+        for found in self._written_out.finditer(require_text(text)):
+            ids += self._pieces(text[begin : found.start()])
+            ids.append(self._ids[found.group()])
+            begin = found.end()
+        return ids + self._pieces(text[begin:])
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ids; special tokens are written out with a space on both sides, as Megatron does."""
+        require_ids(ids, self._size)
+        parts, begin = [], 0
+        for place, number in enumerate(ids):
+            if number in self._token_of:
+                parts.append(f"{self._text(ids[begin:place])} {self._token_of[number]} ")
+                begin = place + 1
+        return "".join(parts) + self._text(ids[begin:])
+
+    def identity(self) -> dict[str, Any]:
+        return {**super().identity(), "vocab_extra_ids": str(self._vocab_extra_ids)}
+
+    def card(self) -> dict[str, Any]:
+        return {**super().card(), "settings": {"vocab_extra_ids": self._vocab_extra_ids}}
+
+
+def load_model(tokenizer: str, path: Path) -> Any:
+    """A SentencePiece model.
+
+    Args:
+        tokenizer: what needs it, for messages.
+        path: its file.
+
+    Raises:
+        DataError: the file is missing or no model, or the library is not installed.
+    """
+    if path.is_dir():
+        raise DataError(
+            f"--tokenizer-model {path} is a folder; {tokenizer} takes the file, such as {path / MODEL_FILE}"
+        )
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"cannot read --tokenizer-model {path} ({tokenizer}): {error.strerror}") from error
+    library = import_for(tokenizer, "sentencepiece", "data")
+    model = library.SentencePieceProcessor()
+    try:
+        if len(content) < _LEAST_BYTES:
+            raise RuntimeError("cut short")
+        model.load_from_serialized_proto(content)
+    except (RuntimeError, TypeError) as error:  # what the library raises for a file that is no model
+        beginning = content[:256].lstrip().lower()
+        is_page, is_pointer = (
+            beginning.startswith((b"<!doctype", b"<html")),
+            beginning.startswith(b"version https://git"),
+        )
+        what = (
+            "a web page" if is_page else "a pointer of git LFS" if is_pointer else "cut short or no SentencePiece model"
+        )
+        raise DataError(f"--tokenizer-model {path} is {what}; download the file itself again") from error
+    return model

@@ -1,0 +1,236 @@
+"""BERT's WordPiece: text to words by Unicode's classes, words to the longest pieces that the vocabulary has.
+
+Written here because the ids must be those of Google's reference on all text: the `tokenizers` library has the same
+algorithm with another idea of control characters (it drops unassigned and private ones too), of lower case (a final
+sigma) and of what is Chinese (it leaves out 256 characters), and gives up on words above another length.
+
+Most words come again: a dictionary of words already taken apart makes this faster than that library.
+
+Source:  Devlin et al. 2018, arXiv:1810.04805; google-research/bert tokenization.py as in Megatron-LM, which gives up on
+words above 200 characters instead of 100. Classes of characters are those of this Python's Unicode version.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from megalith.errors import DataError
+from megalith.tokenizers.card import file_hashes
+from megalith.tokenizers.text import require_ids, require_text
+
+VOCABULARY_FILE = "vocab.txt"
+"""The name of the vocabulary beside a checkpoint."""
+
+_LONGEST_WORD = 200  # characters; above it a word is unknown
+_REMEMBERED_WORDS = 1 << 18  # then all are forgotten, so that no text fills the memory
+_UNKNOWN = "[UNK]"
+_ROLES = {"cls": "[CLS]", "sep": "[SEP]", "pad": "[PAD]", "mask": "[MASK]"}
+_BEGIN, _END = "[BOS]", "[EOS]"
+_CHINESE = (
+    *(range(0x4E00, 0xA000), range(0x3400, 0x4DC0), range(0x20000, 0x2A6E0), range(0x2A700, 0x2B740)),
+    *(range(0x2B740, 0x2B820), range(0x2B820, 0x2CEB0), range(0xF900, 0xFB00), range(0x2F800, 0x2FA20)),
+)
+_ASCII_PUNCTUATION = frozenset("!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~")
+
+
+class WordPieceTokenizer:
+    """`BertWordPieceLowerCase` and `BertWordPieceCase` of Megatron.
+
+    Special tokens written out in a text are plain text. Decoding joins the words with spaces, as Megatron does: what
+    stood between them in the text is lost in the ids.
+
+    Args:
+        vocab_file: a token on each line; the number of the line is its id.
+        lower_case: whether capitals and accents are taken off.
+        vocab_extra_ids: how many `<extra_id_N>` it has, which stand for the spans that T5 leaves out.
+
+    Raises:
+        DataError: the vocabulary is missing, damaged, or none of BERT.
+    """
+
+    def __init__(self, vocab_file: str | Path, *, lower_case: bool, vocab_extra_ids: int = 0) -> None:
+        self._vocab_file, self._lower_case, self._vocab_extra_ids = str(vocab_file), lower_case, vocab_extra_ids
+        self._ids = _read_vocabulary(Path(vocab_file))
+        extra = [f"<extra_id_{number}>" for number in range(vocab_extra_ids)]
+        for token in (_BEGIN, _END, *extra):
+            self._ids.setdefault(token, len(self._ids))
+        self.tokens: tuple[str, ...] = tuple(self._ids)
+        """The token of each id; a leading ## marks what goes on a word."""
+        self._special = {role: self._ids[token] for role, token in _ROLES.items()}
+        self._special |= {"unk": self._ids[_UNKNOWN], "bos": self._ids[_BEGIN], "eos": self._ids[_END]}
+        self._extra_ids = tuple(self._ids[token] for token in extra)
+        self._longest_token = max(map(len, self.tokens))
+        self._words: dict[str, tuple[int, ...]] = {}
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def eod(self) -> int:
+        return self._special["eos"]
+
+    @property
+    def pad(self) -> int | None:
+        return self._special["pad"]
+
+    @property
+    def special(self) -> Mapping[str, int]:
+        return self._special
+
+    @property
+    def extra_ids(self) -> tuple[int, ...]:
+        return self._extra_ids
+
+    def encode(self, text: str) -> list[int]:
+        remembered, ids = self._words, list[int]()
+        for word in require_text(text).translate(_CLEAN).split():
+            pieces = remembered.get(word)
+            ids += self._take_apart(word) if pieces is None else pieces
+        return ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        require_ids(ids, self.vocab_size)
+        text = " ".join([self.tokens[number] for number in ids]).replace(" ##", "").strip()
+        for apart, joined in _JOINED_IN_ENGLISH:
+            text = text.replace(apart, joined)
+        return text
+
+    def card(self) -> dict[str, Any]:
+        settings = {"vocab_extra_ids": self._vocab_extra_ids} if self._vocab_extra_ids else {}
+        return {
+            "class": f"BertWordPiece{'LowerCase' if self._lower_case else 'Case'}",
+            "vocab_size": self.vocab_size,
+            "special": {"eod": self.eod, **self._special},
+            "files": self._hashes,
+            "settings": settings,
+        }
+
+    @cached_property
+    def _hashes(self) -> dict[str, str]:
+        return file_hashes(self.files())
+
+    def identity(self) -> dict[str, Any]:
+        return {
+            "class": "_BertWordPieceTokenizer",
+            "tokenizer_path": [self._vocab_file],
+            "lower_case": str(self._lower_case),
+            "vocab_extra_ids": str(self._vocab_extra_ids),
+        }
+
+    def files(self) -> dict[str, Path]:
+        return {VOCABULARY_FILE: Path(self._vocab_file)}
+
+    def _take_apart(self, word: str) -> tuple[int, ...]:
+        """Ids of what stands between two spaces, which are remembered."""
+        if self._lower_case:
+            plain = unicodedata.normalize("NFD", word.lower())
+            parts = plain.translate(_WITHOUT_ACCENTS).split()
+        else:
+            parts = word.translate(_PUNCTUATION_APART).split()
+        ids = tuple(number for part in parts for number in self._pieces(part))
+        if len(word) <= _LONGEST_WORD:
+            if len(self._words) >= _REMEMBERED_WORDS:
+                self._words.clear()
+            self._words[word] = ids
+        return ids
+
+    def _pieces(self, word: str) -> list[int]:
+        """The longest token that the word begins with, then the longest that goes on from there, and so on."""
+        if len(word) > _LONGEST_WORD:
+            return [self._special["unk"]]
+        ids, begin, mark = list[int](), 0, ""
+        while begin < len(word):
+            for end in range(min(len(word), begin + self._longest_token), begin, -1):
+                number = self._ids.get(mark + word[begin:end])
+                if number is not None:
+                    break
+            else:
+                return [self._special["unk"]]
+            ids.append(number)
+            begin, mark = end, "##"
+        return ids
+
+
+class _Translation(dict[int, str | None]):
+    """A table for `str.translate` that works out each character when it first comes."""
+
+    def __missing__(self, code: int) -> str | None:
+        self[code] = translated = self.translated(code)
+        return translated
+
+    def translated(self, code: int) -> str | None:
+        """What a character becomes; None takes it out."""
+        raise NotImplementedError
+
+
+class _Clean(_Translation):
+    """Control characters out, spaces of all kinds plain, and each Chinese character a word of its own."""
+
+    def translated(self, code: int) -> str | None:
+        character = chr(code)
+        if character in "\t\n\r ":
+            return " "
+        category = unicodedata.category(character)
+        if code in (0, 0xFFFD) or category in ("Cc", "Cf"):
+            return None
+        if category == "Zs":
+            return " "
+        return f" {character} " if any(code in block for block in _CHINESE) else character
+
+
+class _PunctuationApart(_Translation):
+    """Each punctuation mark a word of its own; with `accents` off, combining marks out."""
+
+    def __init__(self, *, accents: bool) -> None:
+        super().__init__()
+        self._accents = accents
+
+    def translated(self, code: int) -> str | None:
+        character = chr(code)
+        category = unicodedata.category(character)
+        if not self._accents and category == "Mn":
+            return None
+        return f" {character} " if character in _ASCII_PUNCTUATION or category.startswith("P") else character
+
+
+_CLEAN = _Clean()
+_PUNCTUATION_APART, _WITHOUT_ACCENTS = _PunctuationApart(accents=True), _PunctuationApart(accents=False)
+
+# In this order.
+_JOINED_IN_ENGLISH = (
+    *((" .", "."), (" ?", "?"), (" !", "!"), (" ,", ","), (" ' ", "'"), (" n't", "n't"), (" 'm", "'m"), (" 's", "'s")),
+    *((" 've", "'ve"), (" 're", "'re")),
+)
+
+
+def _read_vocabulary(path: Path) -> dict[str, int]:
+    again = "download it again, or take the vocab.txt of the model"
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"cannot read --vocab-file {path} (vocab.txt of BERT): {error.strerror}") from error
+    if content[:256].lstrip().lower().startswith((b"<!doctype", b"<html", b"<?xml")):
+        raise DataError(f"--vocab-file {path} is a web page, not a vocabulary; {again}")
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"--vocab-file {path} is not text: byte {error.start} is no UTF-8; {again}") from error
+    # Lines as Python reads them from a text file: \n, \r\n and \r end one, other separators of Unicode do not.
+    lines = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
+    tokens = [line.strip() for line in (lines[:-1] if not lines[-1] else lines)]
+    ids = {token: number for number, token in enumerate(tokens)}
+    if len(ids) < len(tokens):
+        twice = next(token for number, token in enumerate(tokens) if ids[token] != number)
+        raise DataError(f"--vocab-file {path}: {twice!r} stands on two lines, so that an id has no token; {again}")
+    missing = [token for token in (_UNKNOWN, *_ROLES.values()) if token not in ids]
+    if missing:
+        raise DataError(f"--vocab-file {path} is no vocabulary of BERT: it has no {', '.join(missing)}; {again}")
+    return ids

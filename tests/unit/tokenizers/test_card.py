@@ -1,0 +1,121 @@
+"""The card of a tokenizer: beside a dataset, compared, and shown side by side."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megalith.errors import DataError
+from megalith.tokenizers.card import (
+    card_differences,
+    card_path,
+    read_card,
+    require_same,
+    require_tokenizer_of_data,
+    write_card,
+)
+
+HASH = "0123456789abcdef" * 4
+CARD: dict[str, Any] = {
+    "class": "GPT2BPETokenizer",
+    "vocab_size": 512,
+    "special": {"eod": 511},
+    "files": {"vocab.json": HASH, "merges.txt": "f" * 64},
+}
+
+
+def test_there_and_back(tmp_path: Path) -> None:
+    prefix = str(tmp_path / "my.data_text_document")
+    assert read_card(prefix) is None
+    write_card(prefix, CARD)
+    assert read_card(prefix) == CARD
+    assert [path.name for path in tmp_path.iterdir()] == ["my.data_text_document.card"]
+    write_card(prefix, {**CARD, "vocab_size": 1})
+    found = read_card(prefix)
+    assert found is not None and found["vocab_size"] == 1
+
+
+def test_megatron_takes_the_card_for_a_half_of_the_pair(tmp_path: Path) -> None:
+    """Its merge_datasets.py asks of every file whether the other half is there: .idx, unless it is the .idx itself."""
+    prefix = tmp_path / "a_text_document"
+    for ending in (".bin", ".idx"):
+        Path(f"{prefix}{ending}").touch()
+    write_card(str(prefix), CARD)
+    for file in tmp_path.iterdir():
+        assert file.with_suffix(".bin" if file.suffix == ".idx" else ".idx").is_file()
+
+
+@pytest.mark.parametrize(
+    ("change", "differing"),
+    [
+        ({}, {}),
+        ({"vocab_size": 500}, {"vocab_size": ("512", "500")}),
+        ({"class": "HuggingFaceTokenizer"}, {"class": ("GPT2BPETokenizer", "HuggingFaceTokenizer")}),
+        ({"special": {"eod": 0}}, {"special eod": ("511", "0")}),
+        ({"special": {"eod": 511, "bos": 3}}, {}),  # a later version names more of them
+        ({"settings": {"vocab_extra_ids": 9}}, {"setting vocab_extra_ids": ("-", "9")}),
+        (
+            {"files": {"vocab.json": HASH.replace("0", "1"), "merges.txt": "f" * 64}},
+            {"file vocab.json": ("sha256 0123456789ab", "sha256 1123456789ab")},
+        ),
+        ({"files": {"vocab.json": HASH}}, {"file merges.txt": ("sha256 ffffffffffff", "-")}),
+    ],
+)
+def test_differences(change: dict[str, Any], differing: dict[str, tuple[str, str]]) -> None:
+    assert card_differences(CARD, {**CARD, **change}) == differing
+
+
+def test_side_by_side() -> None:
+    other = {**CARD, "class": "Llama2Tokenizer", "files": {"tokenizer.model": HASH}}
+    with pytest.raises(DataError) as caught:
+        require_same(("data/one", "this run"), CARD, other, "do something")
+    assert str(caught.value).split("\n") == [
+        "data/one and this run have different tokenizers (what is equal is left out):",
+        "                        data/one             this run",
+        "  class                 GPT2BPETokenizer     Llama2Tokenizer",
+        "  file vocab.json       sha256 0123456789ab  -",
+        "  file merges.txt       sha256 ffffffffffff  -",
+        "  file tokenizer.model  -                    sha256 0123456789ab",
+        "  do something",
+    ]
+    require_same(("a", "b"), CARD, dict(CARD), "nothing to do")
+
+
+def test_data_of_another_tokenizer_stops(tmp_path: Path) -> None:
+    prefix = str(tmp_path / "data")
+    said = require_tokenizer_of_data(prefix, CARD)
+    assert said is not None and "has no tokenizer card" in said
+    write_card(prefix, CARD)
+    assert require_tokenizer_of_data(prefix, CARD) is None
+    with pytest.raises(DataError, match=r"vocab_size +512 +99") as caught:
+        require_tokenizer_of_data(prefix, {**CARD, "vocab_size": 99})
+    assert str(card_path(prefix)) in str(caught.value)
+
+
+def test_the_null_tokenizer_reads_data_that_it_has_room_for(tmp_path: Path) -> None:
+    prefix = str(tmp_path / "data")
+    null = {"class": "NullTokenizer", "vocab_size": 513, "special": {"eod": 512}, "files": {}}
+    write_card(prefix, CARD)
+    said = require_tokenizer_of_data(prefix, null)
+    assert said is not None and "room for its ids" in said
+    with pytest.raises(DataError, match="ids up to 511 .*give --vocab-size 512"):
+        require_tokenizer_of_data(prefix, {**null, "vocab_size": 511})
+    write_card(prefix, {**null, "vocab_size": 9})
+    with pytest.raises(DataError, match=r"vocab_size +9 +513"):
+        require_tokenizer_of_data(prefix, null)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", json.dumps({"class": 3})])
+def test_a_damaged_card_stops(tmp_path: Path, content: str) -> None:
+    prefix = str(tmp_path / "data")
+    card_path(prefix).write_text(content)
+    with pytest.raises(DataError, match=r"data.card is (damaged|no tokenizer card)"):
+        read_card(prefix)
+
+
+def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"cannot write .*none/data.card"):
+        write_card(str(tmp_path / "none" / "data"), CARD)
