@@ -70,6 +70,13 @@ MODELS = {
         "--apply-query-key-layer-scaling --softmax-type off-by-one --attention-backend unfused",
         vocab_size=43,
     ),
+    "sgd": Model("--optimizer sgd --decoupled-lr 0.02 --calculate-per-token-loss"),
+    "muon": Model(
+        "--optimizer muon --muon-nesterov --position-embedding-type rope --swiglu --ffn-hidden-size 24 "
+        "--group-query-attention --num-query-groups 2 --qk-layernorm --apply-wd-to-qk-layernorm "
+        "--untie-embeddings-and-output-weights --decoupled-lr 0.002"
+    ),
+    "ramp-up": Model("--rampup-batch-size 4 4 8 --decoupled-lr 0.005", vocab_size=43),
     "per-token": Model(
         "--calculate-per-token-loss --geglu --label-smoothing 0.2 --init-method-xavier-uniform --window-size 3,0 "
         "--embedding-init-method-std 0.3 --untie-embeddings-and-output-weights"
@@ -241,6 +248,26 @@ OPTIONS = [
     Case(Layout(cp=2), "sinks", recompute="block-1"),
 ]
 """Options of the model, each in every kind of layout; the first four rows have all of them and are always run."""
+OPTIMISERS = [
+    Case(Layout(tp=2), "muon", sequence_parallel=True),
+    Case(Layout(dp=2), "sgd", zero1=True),
+    Case(Layout(pp=2), "ramp-up", virtual_stages=2),
+    Case(Layout(pp=2), "muon"),
+    Case(Layout(dp=2), "muon"),
+    Case(Layout(cp=2, tp=2), "muon", sequence_parallel=True),
+    Case(Layout(tp=2, pp=2), "muon", virtual_stages=2),
+    Case(Layout(tp=2, dp=2), "muon"),
+    Case(Layout(tp=2), "sgd"),
+    Case(Layout(dp=2), "sgd", fsdp="zero3"),
+    Case(Layout(cp=2, dp=2), "sgd", zero1=True),
+    Case(Layout(pp=2, dp=2), "sgd"),
+    Case(Layout(dp=2), "ramp-up", zero1=True),
+    Case(Layout(dp=2), "ramp-up", fsdp="zero2"),
+    Case(Layout(dp=4), "ramp-up"),
+    Case(Layout(tp=2, dp=2), "ramp-up", sequence_parallel=True, zero1=True),
+    Case(Layout(pp=2), "ramp-up", schedule="zb-h1"),
+]
+"""Optimizers, rates of their own and growing batches, over three updates; the first three rows are always run."""
 EIGHT = [
     Case(Layout(tp=2, pp=2, dp=2), "one-group", sequence_parallel=True, virtual_stages=2, fsdp="zero3"),
     Case(Layout(tp=2, pp=2, dp=2), "llama", sequence_parallel=True, virtual_stages=2, zero1=True),
@@ -295,17 +322,19 @@ def _run(case: Case, flags: str = "", steps: int = STEPS) -> dict[str, Any]:
     draw_weights(config, chunks, streams, context)
     optimizer = build_run_optimizer(config, chunks, context)
     total, rate = steps * SAMPLES, 1e-2 if steps == STEPS else 1e-3
+    decoupled = config.optimizer.decoupled_lr
     schedule = ParameterSchedule(
-        LearningRateSchedule(rate, rate, total, "constant"), WeightDecaySchedule(0.01, 0.01, total)
+        LearningRateSchedule(rate, rate, total, "constant"),
+        WeightDecaySchedule(0.01, 0.01, total),
+        None if decoupled is None else LearningRateSchedule(decoupled, decoupled, total, "constant"),
     )
     deferred = defer_weight_gradients(config, chunks, optimizer)
     state = TrainState(chunks, optimizer, streams, schedule, context=context, deferred=deferred)
     batches = _batches(model.vocab_size, case.layout, context.dp.index, steps)
     gradients, results = None, []
     for _ in range(steps):
-        result = train_step(
-            state, batches, config.num_micro_batches, schedule=config.pipeline_schedule, totals=totals_of(state)
-        )
+        size = config.batch_sizes.num_micro_batches(state.consumed_samples)
+        result = train_step(state, batches, size, schedule=config.pipeline_schedule, totals=totals_of(state))
         gradients = gradients or _pieces_of_gradients(state)
         results.append((result.loss, result.grad_norm))
     return {"steps": results, "gradients": gradients}
@@ -417,8 +446,10 @@ def _covering(cases: list[Case]) -> set[Case]:
 
 
 SAMPLE = _covering(CASES)
-ALWAYS = SAMPLE | set(OPTIONS[:4])
-ROWS = [pytest.param(case, marks=() if case in ALWAYS else pytest.mark.full) for case in [*CASES, *OPTIONS]]
+ALWAYS = SAMPLE | set(OPTIONS[:4]) | set(OPTIMISERS[:3])
+ROWS = [
+    pytest.param(case, marks=() if case in ALWAYS else pytest.mark.full) for case in [*CASES, *OPTIONS, *OPTIMISERS]
+]
 
 
 @pytest.mark.parametrize("case", ROWS, ids=str)

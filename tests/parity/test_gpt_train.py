@@ -17,19 +17,51 @@ from megalith.data.gpt_dataset import GPTDataset, GPTDatasetOptions
 from megalith.data.indexed import IndexedDataset
 from megalith.data.loader import BatchLoader
 from megalith.data.splits import parse_split
+from megalith.distributed.context import ParallelContext
+from megalith.distributed.rng import RandomStreams
 from megalith.models.gpt import GPT
 from megalith.models.initialise import initialise_as_megatron_cpu
+from megalith.nn.recompute import Recompute
 from megalith.optim import DynamicLossScale, Optimizer, build_optimizer
+from megalith.schedules.learning_rate import LearningRateSchedule
+from megalith.schedules.parameters import ParameterSchedule
+from megalith.schedules.weight_decay import WeightDecaySchedule
 from megalith.tokenizers.null import NullTokenizer
+from megalith.train.state import TrainState
+from megalith.train.step import train_step
 
 from .goldens import Goldens
 
 RANK = "tp0_pp0"
 CASES = ("gpt2", "llama", "llama_bf16", "var_qk_layernorm")
+VARIANTS = (
+    "var_squared_relu",
+    "var_rope_interleaved",
+    "var_apply_query_key_layer_scaling",
+    "var_recompute_full",
+    "var_fp32_residual",
+    "var_qkv_bias_llama",
+    "var_gelu_tanh_openai",
+    "var_rope_percent50",
+    "var_gpt2_rope_untied_gelu",
+    "var_no_pos",
+)
+
+
+SAME_NAMES = (
+    "rotary_interleaved",
+    "apply_query_key_layer_scaling",
+    "softmax_scale",
+    "init_method_std",
+    "calculate_per_token_loss",
+    "fp32_residual_connection",
+    "qk_l2_norm",
+)
 
 
 def _config(case: dict[str, Any], implementation: str) -> ModelConfig:
     model, fields = case["model"], case["model"]["config"]
+    gated = fields.get("gated_linear_unit", False)
     return ModelConfig(
         num_layers=fields["num_layers"],
         hidden_size=fields["hidden_size"],
@@ -43,7 +75,12 @@ def _config(case: dict[str, Any], implementation: str) -> ModelConfig:
         position_embedding_type=model["pos"],
         normalization=fields["normalization"],
         norm_epsilon=fields["layernorm_epsilon"],
-        swiglu=fields.get("gated_linear_unit", False),
+        swiglu=gated and fields["activation_func"] == "silu",
+        geglu=gated and fields["activation_func"] == "gelu",
+        quick_geglu=gated and fields["activation_func"] == "quick_gelu",
+        squared_relu=fields["activation_func"] == "squared_relu",
+        rotary_percent=model.get("rotary_percent", 1.0),
+        **{name: fields[name] for name in SAME_NAMES if name in fields},
         add_bias_linear=fields["add_bias_linear"],
         add_qkv_bias=fields["add_qkv_bias"],
         untie_embeddings_and_output_weights=not model["tied"],
@@ -57,7 +94,10 @@ def _config(case: dict[str, Any], implementation: str) -> ModelConfig:
 
 def _model(case: dict[str, Any], implementation: str) -> GPT:
     dtype = torch.bfloat16 if _is_bf16(case) else torch.float32
-    model = GPT(_config(case, implementation), case["model"]["vocab_size"], dtype=dtype)
+    fields = case["model"]["config"]
+    full = fields.get("recompute_granularity") == "full"
+    recompute = Recompute(fields["recompute_method"], fields["recompute_num_layers"]) if full else None
+    model = GPT(_config(case, implementation), case["model"]["vocab_size"], recompute=recompute, dtype=dtype)
     initialise_as_megatron_cpu(model, torch.Generator().manual_seed(case["train"]["seed"]))
     return model
 
@@ -69,7 +109,11 @@ def _is_bf16(case: dict[str, Any]) -> bool:
 def _optimizer(case: dict[str, Any], model: GPT) -> Optimizer:
     settings = case["train"]
     config = OptimizerConfig(
-        adam_beta1=settings["b1"], adam_beta2=settings["b2"], adam_eps=settings["eps"], clip_grad=settings["clip"]
+        optimizer=case.get("optimizer", "adam"),
+        adam_beta1=settings["b1"],
+        adam_beta2=settings["b2"],
+        adam_eps=settings["eps"],
+        clip_grad=settings["clip"],
     )
     return build_optimizer(model, config, PrecisionConfig(bf16=_is_bf16(case)), count_zeros=True)
 
@@ -99,7 +143,7 @@ def _close(actual: Tensor, wanted: Tensor, tolerance: float) -> None:
     assert (actual.double() - wanted.double()).abs().max() <= tolerance * wanted.double().abs().max()
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *VARIANTS])
 def test_initial_weights_bit_for_bit(golden: Goldens, name: str) -> None:
     wanted = load_file(golden.path(f"train/{name}/weights_init_{RANK}.safetensors"))
     weights = dict(_model(golden.case("train", name), "local").named_parameters())
@@ -109,7 +153,7 @@ def test_initial_weights_bit_for_bit(golden: Goldens, name: str) -> None:
 
 
 @pytest.mark.parametrize("implementation", ["local", "transformer_engine"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *VARIANTS])
 def test_logits_and_losses(golden: Goldens, name: str, implementation: str) -> None:
     case = golden.case("train", name)
     wanted = load_file(golden.path(f"train/{name}/forward_{RANK}.safetensors"))
@@ -124,7 +168,7 @@ def test_logits_and_losses(golden: Goldens, name: str, implementation: str) -> N
 
 
 @pytest.mark.parametrize("implementation", ["local", "transformer_engine"])
-@pytest.mark.parametrize("name", ["gpt2", "llama", "var_qk_layernorm"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "var_qk_layernorm", *VARIANTS])
 def test_every_gradient_of_the_first_step(golden: Goldens, tmp_path: Path, name: str, implementation: str) -> None:
     case = golden.case("train", name)
     model = _model(case, implementation)
@@ -154,7 +198,7 @@ def _accumulate(model: GPT, optimizer: Optimizer, loader: BatchLoader, case: dic
     return total / count
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *VARIANTS, "var_sgd"])
 def test_the_curve_of_losses_and_norms(golden: Goldens, tmp_path: Path, name: str) -> None:
     case = golden.case("train", name)
     model = _model(case, "local")
@@ -167,6 +211,21 @@ def test_the_curve_of_losses_and_norms(golden: Goldens, tmp_path: Path, name: st
         assert outcome.grad_norm is not None
         assert math.isclose(loss, entry["lm_loss"], rel_tol=1e-4), entry["step"]
         assert math.isclose(outcome.grad_norm, entry["grad_norm"], rel_tol=1e-3), entry["step"]
+
+
+def test_the_loss_per_token(golden: Goldens, tmp_path: Path) -> None:
+    """The first two steps, whose rate is 0, through the step of a run; then the numbers of the original."""
+    case = golden.case("train", "var_calc_per_token_loss")
+    model = _model(case, "local")
+    assert model.config.calculate_per_token_loss
+    optimizer, loader = _optimizer(case, model), _loader(golden, case, tmp_path)
+    streams = RandomStreams(1, ParallelContext.solo())
+    schedule = ParameterSchedule(LearningRateSchedule(0.0, 0.0, 100, "constant"), WeightDecaySchedule(0.0, 0.0, 100))
+    state = TrainState([model], optimizer, streams, schedule, context=ParallelContext.solo())
+    log = json.loads(golden.path(f"train/var_calc_per_token_loss/log_{RANK}.json").read_text())["log"]
+    result = train_step(state, iter(loader), case["train"]["gbs"] // case["train"]["mbs"])
+    assert math.isclose(result.loss, log[0]["lm_loss"], rel_tol=1e-5)
+    assert result.grad_norm is not None and math.isclose(result.grad_norm, log[0]["grad_norm"], rel_tol=1e-5)
 
 
 def test_loss_scale_traces(golden: Goldens) -> None:

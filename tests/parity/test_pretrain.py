@@ -1,8 +1,8 @@
 """Whole runs of Megatron's pretrain_gpt.py from scratch, repeated line by line (golden `pretrain`).
 
 Not here, and why: resume and format-conversion cases load Megatron's checkpoints (`test_torch_format` and others); TP,
-PP, DP and MoE cases need several processes or experts (the parallel and models issues); ramp-up, decoupled rate and the
-cyclic loader are options of the training and data issues.
+PP, DP and MoE cases need several processes or experts (the parallel and models issues); the cyclic loader is an option
+of the data issue.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ CASES = [
     "gpt2_wsd",
     "gpt2_wd_incr",
     "gpt2_weights_50",
+    "gpt2_rampup",
+    "gpt2_decoupled_lr",
     "mock_data",
 ]
 
@@ -183,6 +185,17 @@ def test_the_checkpoint_is_megatrons(
     assert contents.tensors == theirs.contents(10).tensors
     compare_tensors(ours, theirs, contents)
     compare_counters(ours, theirs)
+
+
+def test_the_growth_of_the_batch_is_told_in_megatrons_words(
+    golden: Goldens, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    printed = golden.path("pretrain/gpt2_rampup/log_rank0.txt").read_text()
+    run_case("gpt2_rampup", golden, tmp_path, monkeypatch, capsys)
+    text = next(tmp_path.glob("runs/*/log.txt")).read_text()
+    for line in ("will use batch size rampup", "setting initial", "setting training iterations", "ramping up batch"):
+        (theirs,) = re.findall(f"{line}.*", printed)
+        assert theirs in text
 
 
 def unpack_checkpoint(name: str, golden: Goldens, folder: Path) -> DirectoryStore:

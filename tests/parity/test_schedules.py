@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from megalith.errors import CheckpointError, ConfigError
+from megalith.schedules.batch_size import constant, ramped
 from megalith.schedules.learning_rate import LearningRateSchedule
 from megalith.schedules.parameters import ParameterSchedule, resume_schedule
 from megalith.schedules.weight_decay import WeightDecaySchedule
@@ -76,3 +77,20 @@ def test_resume_takes_refuses_and_overrides_as_the_original(shared: Path) -> Non
         assert resumed.num_samples == result["num_steps"]
         assert resumed.schedule.learning_rate.max_lr == result["max_lr"]
         assert resumed.schedule.learning_rate.lr(resumed.num_samples) == result["lr"][0]
+
+
+def test_batch_sizes_are_those_of_the_original(shared: Path) -> None:
+    cases = json.loads((shared / "golden/schedulers/microbatches.json").read_text())
+    compared = 0
+    for case in cases:
+        if "error" in case:  # refused by rules of the configuration (tests/unit/config)
+            continue
+        config = case["config"]
+        unit = config["micro_batch_size"] * config["data_parallel_size"]
+        ramp, final = config["rampup_batch_size"], config["global_batch_size"]
+        sizes = ramped(*ramp, final, unit) if ramp else constant(final, unit)
+        for _, consumed, micro_batches, current, running, _ in case["trace"]:
+            own = (sizes.num_micro_batches(consumed), sizes.asked(consumed), sizes.running(consumed))
+            assert own == (micro_batches, current, running), (case["name"], consumed)
+            compared += 1
+    assert compared >= 300

@@ -20,7 +20,7 @@ FLOORS = {
     "errors": -2,  # under all others
     "layout": -1,  # pure integers, which the rules of the configuration use
     "config": 0,
-    "schedules": 0,
+    "schedules": -1,  # pure functions, which the rules of the configuration use
     "tokenizers": 1,
     "distributed": 1,
     "nn": 1,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megalith.config import RunConfig
 from megalith.schedules.learning_rate import LearningRateSchedule
 from megalith.schedules.parameters import ParameterSchedule
@@ -11,15 +13,19 @@ from megalith.schedules.weight_decay import WeightDecaySchedule
 def build_schedule(run: RunConfig) -> ParameterSchedule:
     """The schedule that the flags ask for.
 
+    Lengths in iterations are those of the run's own batch sizes, so that they end at the iteration that they name where
+    the batch grows too (where Megatron has no such runs).
+
     Raises:
         ConfigError: the lengths or rates contradict each other.
     """
-    settings, batch = run.schedule, run.global_batch_size
+    settings, samples_of = run.schedule, run.batch_sizes.consumed_after
     if run.train.train_iters is not None:
-        total = run.train.train_iters * batch
-        decay = (settings.lr_decay_iters or run.train.train_iters) * batch
-        wsd = None if settings.lr_wsd_decay_iters is None else settings.lr_wsd_decay_iters * batch
-        warmup: float = settings.lr_warmup_iters * batch
+        total = samples_of(run.train.train_iters)
+        end = settings.lr_decay_iters or run.train.train_iters
+        decay, last = samples_of(end), settings.lr_wsd_decay_iters
+        wsd = None if last is None else decay - samples_of(max(0, end - last))
+        warmup: float = samples_of(settings.lr_warmup_iters)
     else:
         total = run.train.train_samples or 0
         decay = settings.lr_decay_samples or total
@@ -37,7 +43,13 @@ def build_schedule(run: RunConfig) -> ParameterSchedule:
         wsd_samples=wsd,
         wsd_style=settings.lr_wsd_decay_style,
     )
-    return ParameterSchedule(learning_rate, _weight_decay(run, total))
+    return ParameterSchedule(learning_rate, _weight_decay(run, total), _decoupled(run, learning_rate))
+
+
+def _decoupled(run: RunConfig, base: LearningRateSchedule) -> LearningRateSchedule | None:
+    """The rate of the word embeddings and the output layer, where they have one of their own."""
+    peak, lowest = run.optimizer.decoupled_lr, run.optimizer.decoupled_min_lr
+    return None if peak is None else replace(base, max_lr=peak, min_lr=base.min_lr if lowest is None else lowest)
 
 
 def _weight_decay(run: RunConfig, total: int) -> WeightDecaySchedule:

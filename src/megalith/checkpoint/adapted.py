@@ -27,7 +27,8 @@ from megalith.checkpoint.model_space import OUTPUT_LAYER
 from megalith.checkpoint.source import Source
 
 _HALF = (torch.float16, torch.bfloat16)
-_MAIN, _MOMENT = f"{OPTIMIZER_PREFIX}fp32_param.", f"{OPTIMIZER_PREFIX}exp_avg."
+_MAIN = f"{OPTIMIZER_PREFIX}fp32_param."
+_MOMENTS = tuple(f"{OPTIMIZER_PREFIX}{kind}." for kind in ("exp_avg", "momentum_buffer"))
 _OF_OPTIMIZER = ("optimizer", "opt_param_scheduler")
 
 
@@ -110,7 +111,7 @@ class InPrecision(Adapter):
         mains = {
             _MAIN + key: replace(stored, dtype=torch.float32)
             for key, stored in weights.items()
-            if stored.dtype in _HALF and _MOMENT + key in states
+            if stored.dtype in _HALF and any(moment + key in states for moment in _MOMENTS)
         }
         return Contents({**weights, **states, **mains}, held.objects)
 

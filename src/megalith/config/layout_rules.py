@@ -145,13 +145,14 @@ def virtual_stages_need_a_pipeline(draft: Draft) -> str:
 @rule("global_batch_size", "micro_batch_size", "world_size", "num_layers", *MODEL_PARALLEL, *_SPLIT)
 def interleaving_needs_rounds_of_micro_batches(draft: Draft) -> str:
     run = draft.run
-    pp, count = run.parallel.pipeline_model_parallel_size, run.num_micro_batches if run.layout.dp else 0
-    if run.parallel.virtual_stages(run.model.num_layers) == 1 or pp == 1 or count % pp == 0:
+    pp, sizes = run.parallel.pipeline_model_parallel_size, run.batch_sizes
+    wrong = [stage.size for stage in sizes.stages if stage.size // sizes.unit % pp] if run.layout.dp else []
+    if run.parallel.virtual_stages(run.model.num_layers) == 1 or pp == 1 or not wrong:
         return ""
-    unit = run.train.micro_batch_size * run.data_parallel_size * pp
+    size = show(draft, "global_batch_size") if len(sizes.stages) == 1 else f"a global batch of {wrong[0]} samples"
     return (
-        f"virtual pipeline stages work on rounds of {pp} micro-batches, and {show(draft, 'global_batch_size')} makes "
-        f"{count}; nearest: {multiples(run.global_batch_size, unit)}"
+        f"virtual pipeline stages work on rounds of {pp} micro-batches, and {size} makes {wrong[0] // sizes.unit}; "
+        f"nearest: {multiples(wrong[0], sizes.unit * pp)}"
     )
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 from megalith.config.fields import Setting, settings_of
@@ -25,6 +25,7 @@ from megalith.config.groups import (
 )
 from megalith.errors import ConfigError
 from megalith.layout import Layout, Stages, split_layers
+from megalith.schedules.batch_size import BatchSizes, constant, ramped, read_steps, stepped
 
 
 @dataclass(frozen=True)
@@ -108,22 +109,35 @@ class RunConfig:
             return self.parallel.pipeline_schedule
         return "interleaved" if self.parallel.virtual_stages(self.model.num_layers) > 1 else "1f1b"
 
+    @cached_property
+    def batch_sizes(self) -> BatchSizes:
+        """Samples of each step. What the rules of the configuration refuse is read as a constant size."""
+        train, unit = self.train, self.train.micro_batch_size * max(1, self.data_parallel_size)
+        steps = read_steps(train.step_batch_size_schedule or "")
+        if steps is not None:
+            return stepped(steps, self.data.seq_length, unit)
+        final = train.global_batch_size or unit
+        if train.ramp_reaches(final):
+            start, increment, samples = train.rampup_batch_size
+            return ramped(start, increment, samples, final, unit)
+        return constant(final, unit)
+
     @property
     def global_batch_size(self) -> int:
-        """Samples of one step, given or derived."""
-        return self.train.global_batch_size or self.train.micro_batch_size * self.data_parallel_size
+        """Samples of one step, given or derived; at the end of the run where they grow."""
+        return self.batch_sizes.final
 
     @property
     def num_micro_batches(self) -> int:
-        """Micro-batches that one process accumulates in a step."""
-        return self.global_batch_size // (self.train.micro_batch_size * self.data_parallel_size)
+        """Micro-batches that one process accumulates in a step at the end of the run, and in an evaluation's."""
+        return self.global_batch_size // self.batch_sizes.unit
 
     @property
     def train_iters(self) -> int:
         """Number of steps of the run, whether it is given in iterations or in samples."""
         if self.train.train_iters is not None:
             return self.train.train_iters
-        return (self.train.train_samples or 0) // self.global_batch_size
+        return self.batch_sizes.iterations_of(self.train.train_samples or 0)
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """The groups as JSON-able dictionaries, tuples as lists; `from_dict` is the inverse."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from megalith.config.idle import idle_without
 from megalith.config.layout_rules import MODEL_PARALLEL
 from megalith.config.rule import Draft, Rule, divisors, multiples, rule, show
+from megalith.schedules.batch_size import read_steps
 
 
 @rule("fp16", "bf16")
@@ -34,6 +35,8 @@ def micro_batches_fill_the_global_batch(draft: Draft) -> str:
     unit = train.micro_batch_size * replicas
     if train.global_batch_size is None or train.global_batch_size % unit == 0:
         return ""
+    if train.decrease_batch_size_if_needed and train.global_batch_size > unit:
+        return ""
     times = f" times data-parallel size {replicas}" if replicas > 1 else ""
     smaller = divisors(train.global_batch_size // replicas, train.micro_batch_size)
     alternative = f", or use --micro-batch-size {smaller}" if train.global_batch_size % replicas == 0 else ""
@@ -53,13 +56,96 @@ def one_length_of_the_run(draft: Draft) -> str:
     return ""
 
 
-@rule("train_samples", "global_batch_size", "micro_batch_size", "world_size", *MODEL_PARALLEL)
+@rule(
+    "train_samples",
+    "global_batch_size",
+    "micro_batch_size",
+    "rampup_batch_size",
+    "step_batch_size_schedule",
+    "world_size",
+    *MODEL_PARALLEL,
+)
 def samples_make_at_least_one_step(draft: Draft) -> str:
     train = draft.run.train
-    batch = train.global_batch_size or train.micro_batch_size * _replicas(draft)
+    batch = draft.run.batch_sizes.asked(0)
     if train.train_samples is None or train.train_samples >= batch:
         return ""
     return f"{show(draft, 'train_samples')} is less than one global batch of {batch}; use at least {batch}"
+
+
+@rule("rampup_batch_size", "global_batch_size")
+def ramp_leads_to_the_global_batch(draft: Draft) -> str:
+    train = draft.run.train
+    ramp, final = train.rampup_batch_size, train.global_batch_size
+    if not ramp or (final is not None and train.ramp_reaches(final)):
+        return ""
+    shown = show(draft, "rampup_batch_size")
+    if len(ramp) != 3:
+        return f"{shown}: {len(ramp)} numbers; give three: first batch size, increment, samples of the whole ramp"
+    if final is None:
+        return f"{shown} requires --global-batch-size, the size that it leads to"
+    start, increment, _ = ramp
+    if start >= final:
+        return f"{shown} starts at {start}, and {show(draft, 'global_batch_size')} is not above it; start lower"
+    nearest = divisors(final - start, increment)
+    return (
+        f"{shown}: from {start} to --global-batch-size {final} are {final - start} samples, no multiple of the "
+        f"increment {increment}; use an increment of {nearest}"
+    )
+
+
+@rule("step_batch_size_schedule", "global_batch_size", "rampup_batch_size")
+def one_schedule_of_the_batch_size(draft: Draft) -> str:
+    train = draft.run.train
+    if train.step_batch_size_schedule is None:
+        return ""
+    shown = show(draft, "step_batch_size_schedule")
+    if read_steps(train.step_batch_size_schedule) is None:
+        return (
+            f"{shown}: not of the form TOKENS:SIZE TOKENS:SIZE ... with ascending numbers of tokens, the first of "
+            "them 0; for instance '0:768 250B:1536'"
+        )
+    others = [name for name in ("global_batch_size", "rampup_batch_size") if getattr(train, name)]
+    if not others:
+        return ""
+    return f"{shown} and {show(draft, others[0])} exclude each other; use one of them"
+
+
+@rule(
+    "rampup_batch_size",
+    "step_batch_size_schedule",
+    "decrease_batch_size_if_needed",
+    "micro_batch_size",
+    "world_size",
+    *MODEL_PARALLEL,
+)
+def micro_batches_fill_every_batch(draft: Draft) -> str:
+    train, sizes = draft.run.train, draft.run.batch_sizes
+    name = "rampup_batch_size" if train.rampup_batch_size else "step_batch_size_schedule"
+    if len(sizes.stages) == 1 and name == "rampup_batch_size":
+        return ""
+    unit = sizes.unit
+    wrong = [
+        stage.size
+        for stage in sizes.stages
+        if stage.size < unit or (stage.size % unit and not train.decrease_batch_size_if_needed)
+    ]
+    if not wrong or not getattr(train, name):
+        return ""
+    times = f" times data-parallel size {_replicas(draft)}" if _replicas(draft) > 1 else ""
+    remedy = "" if wrong[0] < unit else ", or --decrease-batch-size-if-needed"
+    return (
+        f"{show(draft, name)}: global batches of {', '.join(map(str, wrong[:3]))}{' ...' * (len(wrong) > 3)} samples "
+        f"are not divisible by {show(draft, 'micro_batch_size')}{times}; use sizes that are multiples of {unit}{remedy}"
+    )
+
+
+@rule("grad_reduce_in_bf16", "accumulate_allreduce_grads_in_fp32")
+def one_number_format_of_gradients(draft: Draft) -> str:
+    precision = draft.run.precision
+    if not (precision.grad_reduce_in_bf16 and precision.accumulate_allreduce_grads_in_fp32):
+        return ""
+    return "--grad-reduce-in-bf16 and --accumulate-allreduce-grads-in-fp32 exclude each other; use one of them"
 
 
 @rule("loss_scale", "fp16", "bf16")
@@ -70,19 +156,49 @@ def loss_scale_without_half_precision(draft: Draft) -> str:
     return f"{show(draft, 'loss_scale')} has no effect: the loss is scaled only under --fp16 or --bf16"
 
 
+@rule("nan_policy", "rerun_mode", "check_for_nan_in_loss_and_grad", "fp16", "loss_scale")
+def policy_without_checks(draft: Draft) -> str:
+    precision = draft.run.precision
+    checks = precision.stop_on_nan or precision.check_for_spiky_loss or precision.check_for_large_grads
+    given = [name for name in ("nan_policy", "rerun_mode") if name in draft.given]
+    if checks or not given or precision.rerun_mode == "report_stats" or precision.bad_step_policy == "stop":
+        return ""
+    why = "the dynamic loss scale skips such steps" if precision.dynamic_loss_scale else "nothing is checked"
+    return f"{show(draft, given[0])} has no effect on losses that are not finite: {why}"
+
+
+@rule("iterations_to_skip", "train_iters")
+def skipped_iterations_are_in_the_run(draft: Draft) -> str:
+    train = draft.run.train
+    beyond = [number for number in train.iterations_to_skip if train.train_iters and number >= train.train_iters]
+    if not beyond:
+        return ""
+    return (
+        f"--iterations-to-skip {' '.join(map(str, beyond))} has no effect: the run has {train.train_iters} iterations, "
+        f"the last of them after {(train.train_iters or 1) - 1}"
+    )
+
+
 TRAINING_RULES: tuple[Rule, ...] = (
     one_half_precision,
     loss_scale_starts_above_its_minimum,
     micro_batches_fill_the_global_batch,
     one_length_of_the_run,
     samples_make_at_least_one_step,
+    ramp_leads_to_the_global_batch,
+    one_schedule_of_the_batch_size,
+    micro_batches_fill_every_batch,
+    one_number_format_of_gradients,
 )
 
 TRAINING_NOTICES: tuple[Rule, ...] = (
     loss_scale_without_half_precision,
+    policy_without_checks,
+    skipped_iterations_are_in_the_run,
+    idle_without("grad_reduce_in_bf16", "bf16", "it is for --bf16; under --fp16 gradients are fp16 by themselves"),
+    idle_without("error_injection_type", "error_injection_rate", "--error-injection-rate is not given"),
     *(
         idle_without(name, "fp16", "the loss scale moves only under --fp16")
         for name in ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
     ),
-    idle_without("tensorboard_log_interval", "tensorboard_dir", "--tensorboard-dir is not given"),
 )

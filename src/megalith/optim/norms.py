@@ -67,5 +67,6 @@ class CountedOnce:
 def _squared_norm(tensors: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
     if not tensors:
         return torch.zeros((), dtype=dtype, device=device)
-    total = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(tensors))))
+    norms = torch._foreach_norm(list(tensors), dtype=at_least_fp32(tensors[0].dtype))
+    total = torch.linalg.vector_norm(torch.stack(norms))
     return total * total

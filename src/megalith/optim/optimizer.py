@@ -1,4 +1,4 @@
-"""AdamW over the main parameters: unscale, check, norm, clip, update, copy back.
+"""A step over the main parameters: unscale, check, norm, clip, update, copy back.
 
 The order and the arithmetic of a step are Megatron's (spec/training-behaviour.md sections 2 and 11). With fp16 and
 bf16 the model's weights are rounded copies of fp32 main parameters, which the optimizer owns.
@@ -21,12 +21,15 @@ from torch import Tensor, nn
 from megalith.config import OptimizerConfig, PrecisionConfig
 from megalith.distributed.comm import all_reduce
 from megalith.distributed.context import ParallelContext
-from megalith.models.gpt import GPT
+from megalith.models.gpt import GPT, named_placements
+from megalith.nn.placement import Placement
 from megalith.nn.precision import at_least_fp32
 from megalith.optim.copies import copies_of
 from megalith.optim.flat import boxes
+from megalith.optim.groups import Group, make_groups
 from megalith.optim.holding import hold_flat, hold_shards
 from megalith.optim.loss_scale import LossScale, build_loss_scale
+from megalith.optim.low_precision import STATE_DTYPES
 from megalith.optim.norms import CountedOnce
 from megalith.parallel.data import Copies
 from megalith.parallel.fsdp import FullyShard
@@ -67,37 +70,35 @@ class StateBox:
 
 
 @dataclass(frozen=True)
-class _Group:
-    """Parameters that share their weight-decay multiplier, by name in module order."""
+class _Rates:
+    """What one step is told, as of `Optimizer.step`."""
 
-    wd_mult: float
-    names: tuple[str, ...]
+    lr: float
+    weight_decay: float
+    decoupled_lr: float
 
-
-def _decays(name: str, parameter: Tensor) -> bool:
-    return not (name.endswith(".bias") or parameter.dim() == 1)
-
-
-def _groups(parameters: dict[str, nn.Parameter]) -> list[_Group]:
-    """Megatron's order: what decays first, then biases and everything one-dimensional."""
-    names = {True: tuple[str, ...](), False: tuple[str, ...]()}
-    for name, parameter in parameters.items():
-        names[_decays(name, parameter)] += (name,)
-    return [_Group(float(decays), names[decays]) for decays in (True, False) if names[decays]]
+    def of(self, group: Group) -> tuple[float, float]:
+        """Learning rate and weight decay of a group."""
+        return self.decoupled_lr if group.decoupled else self.lr, self.weight_decay * group.wd_mult
 
 
 class Optimizer:
-    """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) with main parameters, loss scale and clipping.
+    """An update rule with main parameters, loss scale and clipping.
+
+    Attributes:
+        scaler: The loss scale.
+        gradients: Of all parameters.
 
     Args:
         modules: The model, or the parts of it that are here; their parameters have different names, and get
             preallocated gradients, their layers a sink that writes to them.
-        config: Betas, epsilon and clipping.
+        config: The rule with its settings, number formats and clipping.
         precision: Of the weights, the gradients and the loss scale.
         count_zeros: Count exact zeros of the gradients in each step.
         context: The ranks that train the same model.
         zero1: Divide the main parameters and the moments over the data-parallel ranks.
         copies: Which parameters other ranks hold too, beside data parallelism, by name.
+        placements: How parameters are divided over the tensor-parallel axis, by name; whole ones may be left out.
         bucket_size: Elements that are reduced at once; Megatron's rule by default.
         overlap_gather: Under ZeRO-1 let `step` return while updated weights are on their way. Forward passes wait for
             them; whoever reads or writes weights otherwise calls `settle` first. Not for compiled modules, which
@@ -116,6 +117,7 @@ class Optimizer:
         context: ParallelContext | None = None,
         zero1: bool = False,
         copies: Mapping[str, tuple[Copies, ...]] | None = None,
+        placements: Mapping[str, Placement] | None = None,
         bucket_size: int | None = None,
         overlap_gather: bool = False,
         sharded: Sequence[FullyShard] = (),
@@ -124,7 +126,7 @@ class Optimizer:
         context = context or ParallelContext.solo()
         self._config, self._count_zeros, self._world = config, count_zeros, context.world
         self._params = _named(modules)
-        self._groups = _groups(self._params)
+        self._groups = make_groups(self._params, config, context.tp, placements or {})
         copies = copies or {}
         self._sharded = bool(sharded)
         if sharded:
@@ -136,7 +138,7 @@ class Optimizer:
                 modules,
                 self._params,
                 context,
-                work=work,
+                work=torch.float16 if config.main_params_dtype == "fp16" else work,
                 grads=work if precision.grads_in_fp32 else dtype,
                 copies=copies,
                 zero1=zero1,
@@ -147,38 +149,30 @@ class Optimizer:
         self._owned, self._main, self._has_main = held.weights, held.main, held.weights is not held.main
         self._counted = CountedOnce(self.gradients, copies, held.holders)
         self._ordered = [name for group in self._groups for name in group.names if name in self._main]
-        self._step_count = 0
-        self._scale: LossScale = build_loss_scale(precision)
+        self._step_count, self._last_rates = 0, _Rates(0.0, 0.0, 0.0)
+        self.scaler: LossScale = build_loss_scale(precision)
         self._checks_overflow = precision.fp16 or (precision.bf16 and precision.loss_scale is not None)
         self._scales = precision.fp16
-        self._adam = self._build_adam()
+        self._state = self._zero_state()
 
-    def _build_adam(self) -> torch.optim.AdamW:
-        fixed = {"lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}  # keys of Megatron's groups
-        groups = [
-            {
-                "params": [self._main[name] for name in group.names if name in self._main],
-                "wd_mult": group.wd_mult,
-                **fixed,
-            }
-            for group in self._groups
-        ]
-        config = self._config
-        adam = torch.optim.AdamW(
-            groups, lr=0.0, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps, fused=True
-        )
-        for main in self._main.values():
-            adam.state[main] = {
-                "step": torch.zeros((), dtype=torch.float32, device=main.device),
-                "exp_avg": torch.zeros_like(main, requires_grad=False),
-                "exp_avg_sq": torch.zeros_like(main, requires_grad=False),
-            }
-        return adam
+    def _zero_state(self) -> dict[str, dict[str, Tensor]]:
+        """Kind of state -> parameter name -> zeros."""
+        asked = {"exp_avg": self._config.exp_avg_dtype, "exp_avg_sq": self._config.exp_avg_sq_dtype}
+        states: dict[str, dict[str, Tensor]] = {}
+        for group in self._groups:
+            for kind in group.rule.kinds:
+                part = states.setdefault(kind, {})
+                for name in filter(self._main.__contains__, group.names):
+                    main = self._main[name]
+                    rounded = asked.get(kind, "fp32") != "fp32"
+                    dtype = STATE_DTYPES[asked[kind]] if rounded else at_least_fp32(main.dtype)
+                    part[name] = torch.zeros_like(main, dtype=dtype, requires_grad=False)
+        return states
 
     @property
     def loss_scale(self) -> float:
         """The factor that the loss is to be multiplied by before the backward pass."""
-        return self._scale.value
+        return self.scaler.value
 
     @property
     def step_count(self) -> int:
@@ -195,26 +189,30 @@ class Optimizer:
         self.gradients.begin(num_micro_batches)
 
     @torch.no_grad()
-    def step(self, lr: float, weight_decay: float) -> StepOutcome:
+    def step(
+        self, lr: float, weight_decay: float, *, decoupled_lr: float | None = None, largest_norm: float = math.inf
+    ) -> StepOutcome:
         """Update the parameters with the gradients gathered since `zero_grad`; the outcome is that of all ranks.
 
         Args:
             lr: Learning rate of this step.
-            weight_decay: Decoupled weight decay of the parameters that decay.
+            weight_decay: Of the parameters that decay.
+            decoupled_lr: Of the word embeddings and the output layer, where `--decoupled-lr` gives them their own.
+            largest_norm: Gradients with a larger norm are not applied.
         """
         self.settle()
         self.gradients.finish()
         grads = self._main_grads()
         if self._checks_overflow and self._unscale(list(grads.values())):
-            self._scale.update(overflow=True)
+            self.scaler.update(overflow=True)
             return StepOutcome(applied=False, grad_norm=None, num_zeros=None)
         norm = self._counted.norm(grads)
-        self._scale.update(overflow=not math.isfinite(norm))
+        self.scaler.update(overflow=not math.isfinite(norm))
         zeros = self._counted.zeros(grads) if self._count_zeros else None
-        if not math.isfinite(norm):
+        if not math.isfinite(norm) or norm > largest_norm:
             return StepOutcome(applied=False, grad_norm=norm, num_zeros=zeros)
         self._clip(list(grads.values()), norm)
-        self._update(grads, lr, weight_decay)
+        self._update(grads, _Rates(lr, weight_decay, lr if decoupled_lr is None else decoupled_lr))
         return StepOutcome(applied=True, grad_norm=norm, num_zeros=zeros)
 
     def settle(self) -> None:
@@ -224,15 +222,16 @@ class Optimizer:
             self._memory.wait()
 
     def _main_grads(self) -> dict[str, Tensor]:
-        """The owned gradients in the dtype of the main parameters, in group order."""
+        """The owned gradients in at least fp32, or in that of `--main-grads-dtype`, in group order."""
         pieces = self.gradients.pieces
-        return {name: pieces[name].to(self._main[name].dtype) for name in self._ordered}
+        dtype = torch.bfloat16 if self._config.main_grads_dtype == "bf16" else None
+        return {name: pieces[name].to(dtype or at_least_fp32(pieces[name].dtype)) for name in self._ordered}
 
     def _unscale(self, grads: list[Tensor]) -> bool:
         """Divide the gradients by the loss scale in place; return whether one of any rank is not finite."""
         device = self.gradients.device
         found = torch.zeros(1, dtype=torch.float32, device=device)
-        inverse = torch.full((1,), self._scale.inverse, dtype=torch.float32, device=device)
+        inverse = torch.full((1,), self.scaler.inverse, dtype=torch.float32, device=device)
         if grads:
             torch._amp_foreach_non_finite_check_and_unscale_(grads, found, inverse)
         return bool(all_reduce(found, self._world, "max").item())
@@ -244,16 +243,25 @@ class Optimizer:
         if coefficient < 1.0:
             torch._foreach_mul_(grads, coefficient)
 
-    def _update(self, grads: dict[str, Tensor], lr: float, weight_decay: float) -> None:
-        for name, grad in grads.items():
-            self._main[name].grad = grad
-        for group in self._adam.param_groups:
-            group["lr"], group["weight_decay"] = lr, weight_decay * group["wd_mult"]
-        self._adam.step()
+    def _update(self, grads: dict[str, Tensor], rates: _Rates) -> None:
+        for group in self._groups:
+            names = [name for name in group.names if name in grads]
+            if not names:
+                continue
+            lr, weight_decay = rates.of(group)
+            group.rule.update(
+                names,
+                [self._main[name] for name in names],
+                [grads[name] for name in names],
+                {kind: [self._state[kind][name] for name in names] for kind in group.rule.kinds},
+                lr=lr,
+                weight_decay=weight_decay,
+                step=self._step_count,
+            )
+        self._last_rates = rates
         self._step_count += 1
-        for name, main in self._main.items():
-            main.grad = None
-            if self._has_main:
+        if self._has_main:
+            for name, main in self._main.items():
                 self._owned[name].copy_(main)
         if self._memory is not None:
             self._memory.gather()
@@ -272,14 +280,10 @@ class Optimizer:
 
     def _states(self) -> dict[str, dict[str, Tensor]]:
         """The live state of what is owned: kind -> parameter name -> tensor."""
-        states = {
-            kind: {name: self._adam.state[main][kind] for name, main in self._main.items()}
-            for kind in ("exp_avg", "exp_avg_sq")
-        }
-        return states | {"fp32_param": self._main} if self._has_main else states
+        return {**self._state, "fp32_param": self._main} if self._has_main else dict(self._state)
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """The live state: `exp_avg.<name>`, `exp_avg_sq.<name>` and, in half precision, `fp32_param.<name>`.
+        """The live state: for AdamW `exp_avg.<name>`, `exp_avg_sq.<name>` and, in half precision, `fp32_param.<name>`.
 
         Each has the shape of its parameter. Under ZeRO no rank has such tensors: see `state_boxes`.
         """
@@ -314,20 +318,30 @@ class Optimizer:
 
     def scalars(self) -> dict[str, Any]:
         """What else a checkpoint holds: `step`, `grad_scaler` (None without fp16) and the settings of the groups."""
-        groups = [{key: value for key, value in group.items() if key != "params"} for group in self._adam.param_groups]
         return {
             "step": self.step_count,
-            "grad_scaler": self._scale.state() if self._scales else None,
-            "param_groups": groups,
+            "grad_scaler": self.scaler.state() if self._scales else None,
+            "param_groups": [self._settings(group) for group in self._groups],
+        }
+
+    def _settings(self, group: Group) -> dict[str, Any]:
+        """A group under Megatron's keys."""
+        lr, weight_decay = self._last_rates.of(group)
+        return {
+            "wd_mult": group.wd_mult,
+            "lr_mult": 1.0,
+            "is_expert_parallel": False,
+            "is_decoupled_lr": group.decoupled,
+            "lr": lr,
+            "weight_decay": weight_decay,
+            **group.rule.settings(),
         }
 
     def load_scalars(self, scalars: dict[str, Any]) -> None:
         """Continue from what `scalars` returned. The settings of the groups are the configuration's, not loaded."""
         self._step_count = int(scalars["step"])
-        for main in self._main.values():
-            self._adam.state[main]["step"].fill_(float(scalars["step"]))
         if self._scales and scalars.get("grad_scaler"):
-            self._scale.load_state(scalars["grad_scaler"])
+            self.scaler.load_state(scalars["grad_scaler"])
 
 
 def _named(modules: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
@@ -357,7 +371,7 @@ def build_optimizer(
     overlap_gather: bool = False,
     sharded: Sequence[FullyShard] = (),
 ) -> Optimizer:
-    """Build the optimizer that --optimizer names (adam); arguments as `Optimizer`'s.
+    """Build the optimizer that --optimizer names; arguments as `Optimizer`'s.
 
     What other ranks hold of the parameters too is read from the placements of the model, which every module has
     that shares its layers with other ranks.
@@ -372,6 +386,7 @@ def build_optimizer(
         context=context,
         zero1=zero1,
         copies=None if context is None else copies_of(models, context),
+        placements={name: placement for model in models for name, _, placement in named_placements(model)},
         bucket_size=bucket_size,
         overlap_gather=overlap_gather,
         sharded=sharded,

@@ -29,10 +29,16 @@ REPORTED_NAMES = {
 
 @dataclass(frozen=True)
 class ParameterSchedule:
-    """What one optimizer step is told, as a function of the samples trained on."""
+    """What one optimizer step is told, as a function of the samples trained on.
+
+    Attributes:
+        decoupled: the rate of the word embeddings and the output layer; None where it is that of the rest. It keeps
+            its peak and its floor whatever a resume does, as Megatron's groups do.
+    """
 
     learning_rate: LearningRateSchedule
     weight_decay: WeightDecaySchedule
+    decoupled: LearningRateSchedule | None = None
 
     def state_dict(self, num_samples: int) -> dict[str, Any]:
         """Megatron's `opt_param_scheduler` entry. All its "steps" are samples."""
@@ -51,16 +57,15 @@ class ParameterSchedule:
 
     def with_values(self, values: Mapping[str, Any]) -> ParameterSchedule:
         """The schedule with the values of a checkpoint (keys of `state_dict`) in place of its own."""
+        shape = {
+            "warmup_samples": values["lr_warmup_steps"],
+            "decay_samples": values["lr_decay_steps"],
+            "style": values["lr_decay_style"],
+        }
         return ParameterSchedule(
-            replace(
-                self.learning_rate,
-                max_lr=values["max_lr"],
-                min_lr=values["min_lr"],
-                warmup_samples=values["lr_warmup_steps"],
-                decay_samples=values["lr_decay_steps"],
-                style=values["lr_decay_style"],
-            ),
+            replace(self.learning_rate, max_lr=values["max_lr"], min_lr=values["min_lr"], **shape),
             WeightDecaySchedule(values["start_wd"], values["end_wd"], values["wd_incr_steps"], values["wd_incr_style"]),
+            None if self.decoupled is None else replace(self.decoupled, **shape),
         )
 
 

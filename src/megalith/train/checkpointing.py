@@ -49,6 +49,10 @@ from megalith.train.state import TrainState
 ARCHITECTURE = {name: all_settings()[name].flag for name in MODEL_SETTINGS if name != "make_vocab_size_divisible_by"}
 
 
+STEP_CHECK = "megalith_step_check"
+"""Key of what `TrainState.check` remembers, in common.pt; Megatron passes over it."""
+
+
 @dataclass(frozen=True)
 class Identity:
     """What a run reads besides its configuration; a checkpoint keeps it so that a resume can compare.
@@ -214,6 +218,7 @@ def content_of(state: TrainState, run: RunConfig) -> CheckpointContent:
             "iteration": state.iteration,
             "num_floating_point_operations_so_far": state.flops,
             "content_metadata": CONTENT_METADATA,
+            STEP_CHECK: state.check.state(),
         },
     )
     if not settings.no_save_optim:
@@ -312,7 +317,7 @@ def _saved_args(state: TrainState, run: RunConfig) -> Namespace:
         padded_vocab_size=state.model.vocab_size,
         consumed_train_samples=state.consumed_samples,
         consumed_valid_samples=state.consumed_valid_samples,
-        skipped_train_samples=0,
+        skipped_train_samples=state.skipped_samples,
     )
 
 
@@ -424,8 +429,11 @@ def _other_tokenizer(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[s
 
 
 def _changes(what: str, saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
-    names = [name for name in saved if name in own and saved[name] != own[name]]
-    return [f"{what}: {name} was {saved[name]} and is {own[name]}" for name in names if name != "digest"]
+    # What has a digest is described completely, and may differ in what there is to describe.
+    complete = "digest" in saved and "digest" in own
+    names = dict.fromkeys((*saved, *own)) if complete else [name for name in saved if name in own]
+    pairs = [(name, saved.get(name, "not there"), own.get(name, "not there")) for name in names if name != "digest"]
+    return [f"{what}: {name} was {before} and is {now}" for name, before, now in pairs if before != now]
 
 
 def restore(
@@ -440,7 +448,7 @@ def restore(
     """
     settings = run.checkpoint
     anew = settings.finetune or found.weights_only
-    with_optimizer = not (anew or settings.no_load_optim)
+    with_optimizer = not (anew or settings.no_load_optim or run.train.skip_train)
     with_streams = not (anew or settings.no_load_rng)
     content = CheckpointContent(chunks_to_load(state, run, with_optimizer=with_optimizer))
     if with_streams and _holds_streams(store, found, state):
@@ -461,6 +469,8 @@ def restore(
             state.iteration = int(loaded.common["iteration"])
             state.consumed_samples = int(found.args["consumed_train_samples"])
             state.consumed_valid_samples = int(found.args["consumed_valid_samples"])
+            state.skipped_samples = int(found.args.get("skipped_train_samples") or 0)
+            state.check.load_state(loaded.common.get(STEP_CHECK, {}))
             state.flops = float(loaded.common.get("num_floating_point_operations_so_far", 0.0))
         notes += _precision_notes(found, run) + _strictness_notes(loaded, run, with_optimizer=with_optimizer)
         return Resumed(state.iteration, float(loaded.common["checkpoint_version"]), schedule, notes)

@@ -7,7 +7,7 @@ do.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Protocol
@@ -128,11 +128,28 @@ class BackgroundSaver(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class HeldOut:
+    """A validation set.
+
+    Attributes:
+        name: what its evaluations are called.
+        batches: its micro-batches, those of this replica.
+        iterations: global batches of one evaluation.
+    """
+
+    name: str
+    batches: Iterator[Batch]
+    iterations: int
+
+
 @dataclass
 class TrainingRun:
     """All that the loop works with. `valid` and `test` are absent where the split is.
 
     Attributes:
+        valid_sets: instead of `valid`, several sets or one that is gone through as a whole.
+        sources: names of the datasets of a blend that is trained on; none without a blend.
         background: saves beside the training, but for the last save; None for none.
         timers: where the time goes.
         noise: the gradient noise scale so far.
@@ -154,6 +171,8 @@ class TrainingRun:
     ending: Ending | None = None
     background: BackgroundSaver | None = None
     timers: Timers = field(default_factory=Timers)
+    valid_sets: Sequence[HeldOut] = ()
+    sources: Sequence[str] = ()
     noise: NoiseScale = field(default_factory=NoiseScale)
     care: Care = None  # type: ignore[assignment]
 
@@ -246,6 +265,7 @@ def _step(run: TrainingRun) -> StepResult | None:
             sums=sums,
             apply=apply,
             spoiler=run.care.spoiler,
+            sources=run.sources,
         )
 
     try:
@@ -326,23 +346,31 @@ def _late(run: TrainingRun) -> bool:
 
 def _validate(run: TrainingRun) -> None:
     """The evaluation in the middle of training. Its samples count as drawn even if a signal cuts it short."""
-    if run.valid is None or not run.plan.eval_iterations:
+    if not run.plan.eval_iterations or not _validation_sets(run):
         return
-    _evaluate(run, "validation", run.valid, final=False)
+    for held_out in _validation_sets(run):
+        if not _evaluate(run, held_out, final=False):
+            break
     run.state.consumed_valid_samples += run.plan.eval_iterations * run.plan.global_batch_size
 
 
-def _evaluate(run: TrainingRun, split: str, batches: Iterator[Batch], *, final: bool) -> bool:
+def _validation_sets(run: TrainingRun) -> Sequence[HeldOut]:
+    if run.valid is None:
+        return run.valid_sets
+    return (HeldOut("validation", run.valid, run.plan.eval_iterations),)
+
+
+def _evaluate(run: TrainingRun, held_out: HeldOut, *, final: bool) -> bool:
     """Evaluate and tell the hooks; False if a signal or `--exit-duration-in-mins` cut it short."""
     plan = run.plan
-    run.hook.before_evaluation(split, plan.eval_iterations * plan.global_batch_size, final=final)
+    run.hook.before_evaluation(held_out.name, held_out.iterations * plan.global_batch_size, final=final)
     began = time.perf_counter()
     try:
         evaluation = evaluate(
             run.state,
-            batches,
-            split=split,
-            iterations=plan.eval_iterations,
+            held_out.batches,
+            split=held_out.name,
+            iterations=held_out.iterations,
             num_micro_batches=plan.num_micro_batches,
             final=final,
             hook=run.hook,
@@ -409,8 +437,9 @@ def _proceed(run: TrainingRun, saver: BackgroundSaver) -> None:
 def _finish(run: TrainingRun) -> None:
     """Every iteration is done: evaluate on both held-out splits once more, saying which."""
     if run.plan.eval_iterations:
-        for split, batches in (("validation", run.valid), ("test", run.test)):
-            if batches is not None and not _evaluate(run, split, batches, final=True):
+        test = () if run.test is None else (HeldOut("test", run.test, run.plan.eval_iterations),)
+        for held_out in (*_validation_sets(run), *test):
+            if not _evaluate(run, held_out, final=True):
                 if not _ended(run):
                     run.ending = Ending("duration", run.state.iteration, str(_minutes(run)))
                 assert run.ending is not None

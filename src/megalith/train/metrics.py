@@ -19,7 +19,16 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from megalith.train.hooks import Hook
-from megalith.train.results import Ending, Evaluation, SavedCheckpoint, ScheduledSave, StepResult, WindowReport
+from megalith.train.results import (
+    BadStep,
+    Ending,
+    Evaluation,
+    GradientNoise,
+    SavedCheckpoint,
+    ScheduledSave,
+    StepResult,
+    WindowReport,
+)
 from megalith.train.streams import warn
 
 
@@ -32,7 +41,7 @@ class MetricsWriter(Hook):
     """
 
     def __init__(self, path: Path, memory: Callable[[], Mapping[str, int]] = dict) -> None:
-        self._memory = memory
+        self._memory, self._path = memory, path
         path.parent.mkdir(parents=True, exist_ok=True)
         torn = _ends_in_the_middle_of_a_line(path)
         self._file: TextIO | None = path.open("a", buffering=1, encoding="utf-8")
@@ -49,13 +58,26 @@ class MetricsWriter(Hook):
             **{name: _plain(value) for name, value in values.items()},
         }
         try:
+            self._begin_again_if_deleted(self._file)
             self._file.write(json.dumps(record) + "\n")
         except OSError as error:
             self.close()
             warn(f"WARNING: no more metrics are written to metrics.jsonl: {error}")
 
+    def _begin_again_if_deleted(self, file: TextIO) -> None:
+        """A file that someone removed would swallow all lines to come: go on in a new one."""
+        if os.fstat(file.fileno()).st_nlink:
+            return
+        file.close()
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self._path.open("a", buffering=1, encoding="utf-8")
+        warn(f"WARNING: {self._path} was deleted while it was written to; the metrics go on in a new file")
+
     def after_step(self, result: StepResult) -> None:
-        self.event("step", **asdict(result))
+        values = asdict(result)
+        if not result.source_tokens:
+            del values["source_tokens"]
+        self.event("step", **values)
 
     def after_window(self, report: WindowReport) -> None:
         self.event(
@@ -66,6 +88,15 @@ class MetricsWriter(Hook):
             utilisation=report.utilisation,
             **self._memory(),
         )
+
+    def after_noise(self, noise: GradientNoise) -> None:
+        self.event("gradient noise", **asdict(noise))
+
+    def on_bad_step(self, bad: BadStep) -> None:
+        self.event("bad step", **asdict(bad))
+
+    def after_growth(self, before: int, after: int) -> None:
+        self.event("batch size", before=before, after=after)
 
     def after_evaluation(self, evaluation: Evaluation) -> None:
         self.event("evaluation", **asdict(evaluation))

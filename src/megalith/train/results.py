@@ -33,6 +33,7 @@ class StepResult:
         bad: what is wrong with the step, which then was not applied; empty for a good one.
         decoupled_lr: the rate of the word embeddings and the output layer after the step, where it is another.
         skipped_samples: samples passed over so far (`--iterations-to-skip`).
+        source_tokens: of a blend, the dataset -> its tokens in this step; empty without a blend.
     """
 
     iteration: int
@@ -51,6 +52,7 @@ class StepResult:
     bad: str = ""
     decoupled_lr: float | None = None
     skipped_samples: int = 0
+    source_tokens: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -19,7 +19,7 @@ from megalith.train.timers import Timers
 from megalith.train.work import Batch, StageWork
 
 Totals = Callable[[Tensor], Tensor]
-"""The sums over all ranks of what this rank has summed, [summed loss, tokens]."""
+"""The sums over all ranks of what this rank has summed: summed loss, tokens, samples of each source of a blend."""
 
 
 NOTHING = -1.0  # no gradient has a norm as small
@@ -48,6 +48,7 @@ def train_step(
     sums: list[Tensor] | None = None,
     apply: bool = True,
     spoiler: Spoiler | None = None,
+    sources: Sequence[str] = (),
 ) -> StepResult:
     """Take one step on the next `num_micro_batches` micro-batches and advance the counters of `state`.
 
@@ -70,6 +71,7 @@ def train_step(
         sums: gets [summed loss, tokens] of each micro-batch that was predicted here.
         apply: whether to update the weights.
         spoiler: puts in wrong numbers, for tests.
+        sources: names of the datasets of a blend, whose samples say which one they are of.
 
     Source: spec/training-behaviour.md sections 2, 5 and 11 (points 7, 9, 12).
     """
@@ -95,7 +97,10 @@ def train_step(
         run_pipeline(state, work, schedule or default_schedule(len(state.chunks)), num_micro_batches, timers)
     if state.chunks[0].config.calculate_per_token_loss:
         divide_by_tokens(state, work)
-    loss, check = mean_loss(totals(work.total())), state.check
+    losses, samples_of = totals(torch.cat([work.total(), _samples_by_source(work, state, len(sources))])).split(
+        (2, len(sources))
+    )
+    loss, check = mean_loss(losses), state.check
     if sums is not None:
         sums += work.sums
     bad = check.of_loss(loss)
@@ -134,7 +139,21 @@ def train_step(
         bad=bad,
         decoupled_lr=state.decoupled_lr,
         skipped_samples=state.skipped_samples,
+        source_tokens={
+            name: round(number) * (work.num_tokens // work.num_samples)
+            for name, number in zip(sources, samples_of.tolist(), strict=True)
+        },
     )
+
+
+def _samples_by_source(work: StageWork, state: TrainState, num_sources: int) -> Tensor:
+    """Samples of each source in the micro-batches here, for a sum over all ranks that count; [num_sources].
+
+    Context-parallel ranks have parts of the same samples, which the first of them counts.
+    """
+    sums = work.total()
+    counts = [float(work.samples_of[number]) for number in range(num_sources)]
+    return sums.new_tensor(counts if state.context.cp.is_first else [0.0] * num_sources)
 
 
 @torch.no_grad()

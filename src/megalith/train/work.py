@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from megalith.distributed import comm
 from megalith.distributed.context import ParallelContext
 from megalith.models.gpt import GPT
+from megalith.nn.documents import Documents
 from megalith.nn.precision import at_least_fp32
 from megalith.schedules.pipeline import Op
 from megalith.train.faults import Probe, no_probe
@@ -17,7 +19,11 @@ from megalith.train.spoil import Spoiler
 from megalith.train.timers import Timers
 
 Batch = Mapping[str, Tensor]
-"""One micro-batch: tokens, labels, position_ids [B, S] int64 and loss_mask [B, S] float32."""
+"""One micro-batch: tokens, labels, position_ids [B, S] int64 and loss_mask [B, S] float32.
+
+Attention stays inside documents if it has document_ids [B, S] int32, and its samples are counted by where they come
+from if it has dataset_id [B] int64.
+"""
 
 
 class StageWork:
@@ -38,6 +44,7 @@ class StageWork:
         at: the operation that is under way.
         sums: of each micro-batch that was predicted here the summed loss and the number of unmasked tokens, [2].
         num_samples, num_tokens: of all micro-batches.
+        samples_of: number of a source -> samples of it, where the batches say so.
     """
 
     def __init__(
@@ -60,11 +67,13 @@ class StageWork:
         self._spoiler = spoiler
         self.at: Op | None = None
         self._held: dict[int, Batch] = {}
+        self._documents: dict[int, Documents | None] = {}
         self._drawn = 0
         self._unmasked: list[Tensor] = []
         self.sums: list[Tensor] = []
         self.num_samples = 0
         self.num_tokens = 0
+        self.samples_of: Counter[int] = Counter()
 
     def border(self, micro_batch: int) -> tuple[tuple[int, int, int], torch.dtype]:
         """Shape [S, B, D] and dtype of the hidden states that go from stage to stage."""
@@ -99,6 +108,7 @@ class StageWork:
             hidden_SBD=hidden,
             position_ids_BS=batch["position_ids"],
             labels_BS=batch["labels"] if model.stage.predicts else None,
+            documents=self._documents[micro_batch],
         )
         if not model.stage.predicts:
             return result
@@ -115,7 +125,7 @@ class StageWork:
 
     def end(self, micro_batch: int) -> None:
         """Nothing more is done for this micro-batch here."""
-        del self._held[micro_batch]
+        del self._held[micro_batch], self._documents[micro_batch]
 
     def total(self) -> Tensor:
         """The sum of `sums`; zeros on a stage that predicts nothing."""
@@ -133,8 +143,12 @@ class StageWork:
                 whole = next(self._batches)
             self.num_samples += whole["tokens"].shape[0]
             self.num_tokens += whole["tokens"].numel()
-            model = self._chunks[0]
-            here = {name: model.mixer.own(tensor, 1) for name, tensor in whole.items()}
+            model, own = self._chunks[0], dict(whole)
+            if (sources := own.pop("dataset_id", None)) is not None:
+                self.samples_of.update(sources.tolist())
+            ids = own.pop("document_ids", None)
+            self._documents[self._drawn] = None if ids is None else Documents.of(ids, model.device)
+            here = {name: model.mixer.own(tensor, 1) for name, tensor in own.items()}
             self._held[self._drawn] = on_device(here, model.device)
             self._unmasked.append(self._held[self._drawn]["loss_mask"].sum())
             self._drawn += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from megalith.config import OptimizerConfig, PrecisionConfig
 from megalith.optim import Optimizer, build_optimizer
+from megalith.optim.muon import COEFFICIENTS, orthogonalised
 
 FP16 = PrecisionConfig(fp16=True, initial_loss_scale=8.0, hysteresis=1)
 
@@ -49,6 +51,177 @@ def test_steps_equal_torch(clip: float) -> None:
         adam.step()
     for mine, reference in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(mine, reference, rtol=1e-6, atol=1e-9)
+
+
+def _trained(config: OptimizerConfig, steps: int = 4, **rates: float) -> nn.Sequential:
+    model = _model()
+    optimizer = build_optimizer(model, config, PrecisionConfig())
+    for _ in range(steps):
+        optimizer.zero_grad()
+        _backward(model)
+        optimizer.step(0.01, 0.1, **rates)
+    return model
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_sgd_equals_torch(momentum: float) -> None:
+    ours = _trained(OptimizerConfig(optimizer="sgd", sgd_momentum=momentum, clip_grad=0.0))
+    theirs = _model()
+    decayed = [p for p in theirs.parameters() if p.dim() > 1]
+    others = [p for p in theirs.parameters() if p.dim() == 1]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    sgd = torch.optim.SGD(groups, 0.01, momentum=momentum)
+    for _ in range(4):
+        sgd.zero_grad()
+        _backward(theirs)
+        sgd.step()
+    for mine, reference in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(mine, reference, rtol=1e-12, atol=1e-14)
+
+
+def test_lion_is_its_formula() -> None:
+    ours = _trained(OptimizerConfig(optimizer="lion", clip_grad=0.0), steps=3)
+    model = _model()
+    moments = [torch.zeros_like(p) for p in model.parameters()]
+    for _ in range(3):
+        model.zero_grad()
+        _backward(model)
+        with torch.no_grad():
+            for p, m in zip(model.parameters(), moments, strict=True):
+                assert p.grad is not None
+                update = (0.95 * m + 0.05 * p.grad).sign()
+                p.mul_(1 - 0.01 * 0.1 * (p.dim() > 1)).sub_(0.01 * update)
+                m.mul_(0.98).add_(0.02 * p.grad)
+    for mine, reference in zip(ours.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(mine, reference, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("shape", [(6, 9), (9, 6), (7, 7)])
+def test_newton_schulz_makes_singular_values_one(shape: tuple[int, int]) -> None:
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    left, _, right = torch.linalg.svd(matrix, full_matrices=False)
+    found = orthogonalised(matrix, COEFFICIENTS["polar_express"], 8)
+    torch.testing.assert_close(found, left @ right, rtol=0.0, atol=1e-2)
+    for name in ("simple", "quintic"):
+        values = torch.linalg.svdvals(orthogonalised(matrix, COEFFICIENTS[name], 5))
+        assert 0.5 < float(values.min()) and float(values.max()) < 1.3
+
+
+def test_muon_is_its_formula() -> None:
+    """Momentum, orthogonalised, times the scale of the shape; everything that is no matrix by Adam."""
+    config = OptimizerConfig(optimizer="muon", clip_grad=0.0, muon_nesterov=True)
+    ours, adam = _trained(config, steps=1), _trained(OptimizerConfig(clip_grad=0.0), steps=1)
+    before = _model()
+    _backward(before)
+    for name, parameter in before.named_parameters():
+        after = ours.get_parameter(name)
+        if parameter.dim() == 1:
+            torch.testing.assert_close(after, adam.get_parameter(name))
+            continue
+        assert parameter.grad is not None
+        direction = 0.1 * parameter.grad + 0.9 * (0.1 * parameter.grad)  # of a momentum that was zero
+        update = orthogonalised(direction, COEFFICIENTS["quintic"], 5) * max(parameter.shape) ** 0.5
+        torch.testing.assert_close(after, parameter * (1 - 0.01 * 0.1) - 0.01 * update)
+
+
+def test_each_setting_of_muon_has_an_effect() -> None:
+    def weight(**changes: Any) -> Tensor:
+        weight: Tensor = _trained(OptimizerConfig(optimizer="muon", **changes))[0].weight
+        return weight
+
+    plain = weight()
+    assert torch.equal(plain, weight()), "two runs are alike"
+    for changes in (
+        {"muon_momentum": 0.5},
+        {"muon_nesterov": True},
+        {"muon_scale_mode": "unit_rms_norm"},
+        {"muon_scale_mode": "shape_scaling"},
+        {"muon_extra_scale_factor": 0.2},
+        {"muon_coefficient_type": "simple"},
+        {"muon_num_ns_steps": 10},
+        {"muon_scalar_optimizer": "lion"},
+    ):
+        assert not torch.equal(plain, weight(**changes)), changes
+
+
+class _Named(nn.Module):
+    """Parameters under names that have groups of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.ModuleDict({"word_embeddings": nn.Linear(3, 4, bias=False)})
+        self.q_layernorm = nn.LayerNorm(3)
+        for parameter in self.parameters():
+            nn.init.constant_(parameter, 0.5)
+
+    def moved(self, config: OptimizerConfig, **rates: float) -> dict[str, float]:
+        """By how much a step without a gradient moves each parameter."""
+        optimizer = build_optimizer(self, config, PrecisionConfig())
+        optimizer.zero_grad()
+        optimizer.step(0.1, 1.0, **rates)
+        return {name: round(0.5 - float(p.flatten()[0]), 6) for name, p in self.named_parameters()}
+
+
+def test_weight_decay_of_query_and_key_norms() -> None:
+    names = ("embedding.word_embeddings.weight", "q_layernorm.weight", "q_layernorm.bias")
+    for config, wanted in (
+        (OptimizerConfig(), (0.05, 0.0, 0.0)),
+        (OptimizerConfig(apply_wd_to_qk_layernorm=True), (0.05, 0.05, 0.0)),
+        (OptimizerConfig(no_weight_decay_cond_type="apply_wd_to_qk_layernorm"), (0.05, 0.05, 0.0)),
+    ):
+        assert _Named().moved(config) == dict(zip(names, wanted, strict=True))
+
+
+def test_the_tables_have_their_own_rate() -> None:
+    moved = _Named().moved(OptimizerConfig(decoupled_lr=0.2, apply_wd_to_qk_layernorm=True), decoupled_lr=0.2)
+    assert moved["embedding.word_embeddings.weight"] == 0.1
+    assert moved["q_layernorm.weight"] == 0.05
+
+
+ROUNDED = OptimizerConfig(
+    use_precision_aware_optimizer=True,
+    main_grads_dtype="bf16",
+    main_params_dtype="fp16",
+    exp_avg_dtype="bf16",
+    exp_avg_sq_dtype="bf16",
+)
+
+
+def test_states_in_half_precision_follow_those_in_fp32() -> None:
+    models = [_model(torch.bfloat16), _model(torch.bfloat16)]
+    optimizers = [
+        build_optimizer(model, config, PrecisionConfig(bf16=True, grad_reduce_in_bf16=True))
+        for model, config in zip(models, (OptimizerConfig(), ROUNDED), strict=True)
+    ]
+    kinds = {name.partition(".")[0]: tensor.dtype for name, tensor in optimizers[1].state_tensors().items()}
+    assert kinds == {"exp_avg": torch.bfloat16, "exp_avg_sq": torch.bfloat16, "fp32_param": torch.float16}
+    assert optimizers[1].gradients.dtype == torch.bfloat16
+    mains = [optimizer.state_tensors()["fp32_param.0.weight"] for optimizer in optimizers]
+    start = mains[0].clone()
+    for _ in range(5):
+        norms = [_step(model, optimizer, lr=1e-3) for model, optimizer in zip(models, optimizers, strict=True)]
+        assert norms[0] == pytest.approx(norms[1], rel=0.1)
+    moved = [main.float() - start for main in mains]
+    assert 0.0 < float((moved[0] - moved[1]).norm()) < 0.2 * float(moved[0].norm())
+
+
+def test_the_norm_of_rounded_gradients_is_taken_in_fp32() -> None:
+    model = nn.Linear(4096, 1, bias=False)
+    optimizer = build_optimizer(model, ROUNDED, PrecisionConfig())
+    optimizer.zero_grad()
+    model(torch.full((1, 4096), 1.0 + 2**-7)).sum().backward()
+    assert optimizer.step(0.0, 0.0).grad_norm == pytest.approx(64.0 * (1.0 + 2**-7), rel=1e-6)
+
+
+def test_a_norm_above_the_limit_is_not_applied() -> None:
+    model = _model()
+    optimizer = build_optimizer(model, OptimizerConfig(), PrecisionConfig())
+    optimizer.zero_grad()
+    _backward(model)
+    before = model[0].weight.detach().clone()
+    outcome = optimizer.step(0.01, 0.1, largest_norm=1e-3)
+    assert not outcome.applied and outcome.grad_norm is not None and outcome.grad_norm > 1e-3
+    assert torch.equal(before, model[0].weight)
 
 
 def test_an_unused_parameter_has_a_zero_gradient_in_the_next_step_too() -> None:
@@ -124,13 +297,24 @@ def test_zeros_are_counted_before_clipping() -> None:
     assert optimizer.step(0.1, 0.0).num_zeros == 2.0
 
 
-@pytest.mark.parametrize("precision", [PrecisionConfig(), PrecisionConfig(bf16=True), FP16])
-def test_a_restored_optimizer_continues_bit_for_bit(precision: PrecisionConfig) -> None:
+@pytest.mark.parametrize(
+    ("precision", "config"),
+    [
+        (PrecisionConfig(), OptimizerConfig()),
+        (PrecisionConfig(bf16=True), OptimizerConfig()),
+        (FP16, OptimizerConfig()),
+        (PrecisionConfig(bf16=True), ROUNDED),
+        (PrecisionConfig(), OptimizerConfig(optimizer="sgd")),
+        (PrecisionConfig(), OptimizerConfig(optimizer="lion")),
+        (PrecisionConfig(bf16=True), OptimizerConfig(optimizer="muon", muon_nesterov=True)),
+    ],
+)
+def test_a_restored_optimizer_continues_bit_for_bit(precision: PrecisionConfig, config: OptimizerConfig) -> None:
     dtype = getattr(torch, precision.params_dtype)
 
     def fresh() -> tuple[nn.Sequential, Optimizer]:
         model = _model(dtype)
-        return model, build_optimizer(model, OptimizerConfig(), precision)
+        return model, build_optimizer(model, config, precision)
 
     straight, optimizer = fresh()
     for _ in range(3):

@@ -193,7 +193,7 @@ def test_an_update_that_breaks_is_never_saved(make_plan: Callable[..., Plan], mo
     probe = Breaks("never", asked=True, requested=None)
     run, recorder = make_run(make_plan(), probe=probe, stop=probe)
 
-    def broken(*_: float) -> None:
+    def broken(*_: float, **__: float | None) -> None:
         probe.requested = "SIGINT"
         raise RuntimeError("in the middle of the weights")
 
@@ -230,6 +230,7 @@ def test_a_loss_that_is_not_finite_stops_before_it_is_saved(make_plan: Callable[
     run, recorder = make_run(make_plan(save_interval=1))
     with torch.no_grad():
         run.state.model.output_weight[0, 0] = float("nan")
-    with pytest.raises(MegalithError, match=r"loss is nan at iteration 1 \(training samples 0 to 3"):
+    found = r"loss is nan at iteration 1: .* weight embedding\.word_embeddings\.weight .* samples 0 to 3"
+    with pytest.raises(MegalithError, match=found):
         list(train(run))
-    assert recorder.moments == ["step 1"]
+    assert recorder.moments == []

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
+
+import pytest
 
 from megalith.train.metrics import MetricsWriter, read_metrics
 from megalith.train.results import StepResult
@@ -60,3 +63,15 @@ def test_a_full_disk_does_not_stop_the_run(capsys) -> None:  # type: ignore[no-u
     writer.after_step(RESULT)
     writer.after_step(RESULT)
     assert capsys.readouterr().err.count("no more metrics") == 1
+
+
+def test_a_file_that_is_deleted_comes_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run" / "metrics.jsonl"
+    writer = MetricsWriter(path)
+    writer.after_step(RESULT)
+    for iteration, remove in ((2, path.unlink), (3, lambda: shutil.rmtree(path.parent))):
+        remove()
+        writer.after_step(replace(RESULT, iteration=iteration))
+        assert [record["iteration"] for record in read_metrics(path)] == [iteration]
+    writer.close()
+    assert capsys.readouterr().err.count("was deleted while it was written to") == 2

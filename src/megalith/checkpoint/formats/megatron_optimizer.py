@@ -38,7 +38,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 _MAIN_KEYS = ("fp32_from_fp16_params", "fp32_from_fp16")
 _INNER_KEYS = ("optimizer", "optimizer_state_dict")
 _WITHOUT = "load with --no-load-optim to continue from the weights alone"
-_EMBEDDINGS = ("embedding.", "output_layer.")
+_TABLES = ("embedding.word_embeddings.", "output_layer.")  # what --decoupled-lr is for
 
 
 def decays(name: str, shape: Sequence[int]) -> bool:
@@ -117,7 +117,7 @@ def state_tensors(state: Mapping[str, Any], shapes: Shapes, where: str) -> Itera
 def members(groups: Sequence[Mapping[str, Any]], shapes: Shapes) -> list[list[str]]:
     """The names of the parameters of each group, in the order of the model's dict."""
     apart = any(group.get("is_decoupled_lr") for group in groups)
-    kind_of = {name: (decays(name, shape), apart and name.startswith(_EMBEDDINGS)) for name, shape in shapes.items()}
+    kind_of = {name: (decays(name, shape), apart and name.startswith(_TABLES)) for name, shape in shapes.items()}
     kinds = [
         (bool(group.get("wd_mult", group.get("weight_decay", 0.0))), bool(group.get("is_decoupled_lr")))
         for group in groups

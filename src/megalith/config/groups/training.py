@@ -21,8 +21,39 @@ class PrecisionConfig:
     loss_scale_window: float = setting(1000, help="clean steps before the loss scale doubles", unit="steps", at_least=1)
     hysteresis: int = setting(2, help="overflows before the loss scale halves", at_least=1)
     accumulate_allreduce_grads_in_fp32: bool = setting(False, help="gradients in fp32 (always so with --bf16)")
+    grad_reduce_in_bf16: bool = setting(False, help="gradients of --bf16 in bf16 instead of fp32")
     check_for_nan_in_loss_and_grad: bool = setting(
-        True, help="stop when loss or gradients are not finite (not under a dynamic loss scale, which skips the step)"
+        True,
+        help="act when loss or gradients are not finite, as --nan-policy says (not under a dynamic loss scale, which "
+        "skips the step)",
+    )
+    check_for_spiky_loss: bool = setting(
+        False, help="act in the same way when the loss is 10 times the largest of the last 100 steps, not only tell"
+    )
+    check_for_large_grads: bool = setting(
+        False, help="act in the same way when the gradient norm is 10 times the largest of the last 100 steps"
+    )
+    nan_policy: str | None = setting(
+        None,
+        help="what all ranks do about a bad step, after the place is found: stop, skip its update, or rerun it from "
+        "the state before it and stop if it is bad again; stop unless --rerun-mode says otherwise",
+        choices=("stop", "skip", "rerun"),
+        ours=True,
+    )
+    rerun_mode: str = setting(
+        "disabled",
+        help="validate_results is --nan-policy rerun; report_stats runs every step twice, and counts the steps whose "
+        "loss differs",
+        choices=("disabled", "validate_results", "report_stats"),
+    )
+    error_injection_rate: int = setting(
+        0, help="spoil one in so many steps on purpose, to see --rerun-mode at work; 0 for none", at_least=0
+    )
+    error_injection_type: str = setting(
+        "transient_error",
+        help="what is injected: a loss that is wrong once, one that is wrong whenever it is computed, or a right "
+        "one that is taken for wrong",
+        choices=("correct_result", "transient_error", "persistent_error"),
     )
 
     @property
@@ -38,11 +69,18 @@ class PrecisionConfig:
     @property
     def grads_in_fp32(self) -> bool:
         """Whether gradients accumulate in fp32."""
-        return not self.fp16 or self.accumulate_allreduce_grads_in_fp32
+        if self.accumulate_allreduce_grads_in_fp32:
+            return True
+        return not (self.fp16 or (self.bf16 and self.grad_reduce_in_bf16))
+
+    @property
+    def bad_step_policy(self) -> str:
+        """What is done about a bad step: stop, skip or rerun."""
+        return self.nan_policy or ("rerun" if self.rerun_mode == "validate_results" else "stop")
 
     @property
     def stop_on_nan(self) -> bool:
-        """Whether a loss or gradient that is not finite stops the run."""
+        """Whether a loss or gradient that is not finite makes a step a bad one."""
         return self.check_for_nan_in_loss_and_grad and not self.dynamic_loss_scale
 
 
@@ -54,13 +92,39 @@ class TrainConfig:
     global_batch_size: int | None = setting(
         None, help="samples of one step; micro-batch size x data-parallel size unless given", unit="samples", at_least=1
     )
+    rampup_batch_size: tuple[int, ...] = setting(
+        (),
+        help="START INCREMENT SAMPLES: the global batch grows from START by INCREMENT to --global-batch-size over so "
+        "many samples",
+        unit="samples",
+        at_least=1,
+    )
+    step_batch_size_schedule: str | None = setting(
+        None,
+        help="global batch sizes from numbers of tokens on, such as '0:768 250B:1536', instead of --global-batch-size",
+    )
+    decrease_batch_size_if_needed: bool = setting(
+        False, help="round global batch sizes down to what the data-parallel replicas can share"
+    )
     train_iters: int | None = setting(None, help="length of the run", unit="iterations", at_least=1)
     train_samples: int | None = setting(
         None, help="length of the run, instead of --train-iters", unit="samples", at_least=1
     )
+    iterations_to_skip: tuple[int, ...] = setting(
+        (),
+        help="numbers of done iterations after which the next one is passed over: its samples are drawn and not "
+        "trained on",
+        at_least=0,
+    )
     seed: int = setting(1234, help="seed of weights, dropout and data order", at_least=1)
     eval_interval: int = setting(1000, help="iterations between evaluations", unit="iterations", at_least=1)
     eval_iters: int = setting(100, help="global batches of one evaluation", unit="iterations", at_least=0)
+    start_eval_at_iter: int | None = setting(
+        None, help="no evaluation before this iteration", unit="iterations", at_least=1
+    )
+    skip_train: bool = setting(
+        False, help="do not train: evaluate the checkpoint of --load on the validation and test data, and end"
+    )
     exit_interval: int | None = setting(
         None, help="save and stop when the iteration is a multiple of this", unit="iterations", at_least=1
     )
@@ -70,6 +134,9 @@ class TrainConfig:
     )
     device: str = setting(
         "auto", help="where to compute: auto takes CUDA where there is one", choices=("auto", "cpu", "cuda"), ours=True
+    )
+    deterministic_mode: bool = setting(
+        False, help="the same bits from run to run on a GPU too, by slower kernels there; on a CPU they always are"
     )
     compile: bool = setting(
         False, help="compile each block with torch.compile (on a CPU this needs a C++ compiler)", ours=True
@@ -109,6 +176,13 @@ class TrainConfig:
         nothing="the loop makes no reference cycles to collect",
     )
 
+    def ramp_reaches(self, final: int) -> bool:
+        """Whether --rampup-batch-size leads to a batch of this size in whole increments."""
+        if len(self.rampup_batch_size) != 3:
+            return False
+        start, increment, _ = self.rampup_batch_size
+        return start < final and (final - start) % increment == 0
+
 
 @dataclass(frozen=True)
 class OptimizerConfig:
@@ -116,10 +190,11 @@ class OptimizerConfig:
 
     optimizer: str = setting(
         "adam",
-        help="optimizer: adam is AdamW, with decoupled weight decay",
-        choices=("adam",),
-        later=("sgd", "muon", "dist_muon", "lion", "soap", "adaptive_muon"),
-        later_with=_WORK_TRAINING,
+        help="optimizer: adam is AdamW, with decoupled weight decay; sgd has momentum; muon orthogonalises the updates "
+        "of the matrices in the layers, and leaves the rest to --muon-scalar-optimizer",
+        choices=("adam", "sgd", "muon", "lion"),
+        later=("dist_muon", "soap", "adaptive_muon"),
+        later_with="further optimizers",
     )
     weight_decay: float = setting(0.01, help="weight decay of matrices and embeddings", at_least=0)
     start_weight_decay: float | None = setting(None, help="first weight decay of a growing one", at_least=0)
@@ -130,7 +205,87 @@ class OptimizerConfig:
     adam_beta1: float = setting(0.9, help="decay of the first moment", at_least=0, below=1)
     adam_beta2: float = setting(0.999, help="decay of the second moment", at_least=0, below=1)
     adam_eps: float = setting(1e-8, help="epsilon of Adam", above=0)
+    sgd_momentum: float = setting(0.9, help="momentum of --optimizer sgd", at_least=0, below=1)
+    lion_beta1: float = setting(0.95, help="weight of the momentum in Lion's update", at_least=0, below=1)
+    lion_beta2: float = setting(0.98, help="decay of Lion's momentum", at_least=0, below=1)
     clip_grad: float = setting(1.0, help="largest global gradient norm, 0 for no clipping", at_least=0)
+    decoupled_lr: float | None = setting(
+        None, help="peak learning rate of the word embeddings and the output layer; --lr unless given", at_least=0
+    )
+    decoupled_min_lr: float | None = setting(None, help="their lowest learning rate; --min-lr unless given", at_least=0)
+    apply_wd_to_qk_layernorm: bool = setting(False, help="weight decay of query and key layer norms too")
+    no_weight_decay_cond_type: str | None = setting(
+        None, help="another spelling of --apply-wd-to-qk-layernorm", choices=("apply_wd_to_qk_layernorm",)
+    )
+    muon_momentum: float = setting(0.9, help="momentum of Muon", at_least=0, below=1)
+    muon_nesterov: bool = setting(False, help="Nesterov momentum in Muon")
+    muon_split_qkv: bool = setting(
+        True,
+        help="Muon treats the query, key and value parts of their projection as matrices of their own",
+        off=("--muon-no-split-qkv",),
+    )
+    muon_scale_mode: str = setting(
+        "spectral",
+        help="length of Muon's updates: the root of the larger dimension, of rows / columns, or of that where it is "
+        "above one",
+        choices=("spectral", "unit_rms_norm", "shape_scaling"),
+    )
+    muon_extra_scale_factor: float = setting(1.0, help="factor of all updates of Muon", above=0)
+    muon_coefficient_type: str = setting(
+        "quintic",
+        help="coefficients of Muon's Newton-Schulz iterations",
+        choices=("simple", "quintic", "polar_express"),
+    )
+    muon_num_ns_steps: int = setting(5, help="Newton-Schulz iterations of Muon", at_least=1)
+    muon_tp_mode: str = setting(
+        "duplicated",
+        help="under tensor parallelism Muon orthogonalises the whole matrix on every rank, or (blockwise) each rank "
+        "its part; distributed gives what duplicated does, and is computed so",
+        choices=("blockwise", "duplicated", "distributed"),
+    )
+    muon_fp32_matmul_prec: str = setting(
+        "medium", help="precision of fp32 products in Muon on a GPU", choices=("low", "medium", "high")
+    )
+    muon_use_syrk: bool = setting(
+        False, help="a kernel for symmetric products", nothing="torch multiplies these matrices"
+    )
+    muon_scalar_optimizer: str = setting(
+        "adam", help="optimizer of what Muon does not update", choices=("adam", "lion")
+    )
+    use_precision_aware_optimizer: bool = setting(
+        False, help="store states, main parameters or main gradients in the number formats of the next four"
+    )
+    main_grads_dtype: str = setting(
+        "fp32", help="number format of the gradients that the optimizer reads", choices=("fp32", "bf16")
+    )
+    main_params_dtype: str = setting(
+        "fp32", help="number format of the main parameters of --bf16 and --fp16", choices=("fp32", "fp16")
+    )
+    exp_avg_dtype: str = setting(
+        "fp32",
+        help="number format of the first moment",
+        choices=("fp32", "bf16"),
+        later=("fp16", "fp8"),
+        later_with="formats that need a scale per tensor",
+    )
+    exp_avg_sq_dtype: str = setting(
+        "fp32",
+        help="number format of the second moment",
+        choices=("fp32", "bf16"),
+        later=("fp16", "fp8"),
+        later_with="formats that need a scale per tensor",
+    )
+
+    @property
+    def decays_qk_layernorm(self) -> bool:
+        """Whether the weight decay acts on query and key layer norms."""
+        return self.apply_wd_to_qk_layernorm or self.no_weight_decay_cond_type == "apply_wd_to_qk_layernorm"
+
+    @property
+    def stores_rounded(self) -> bool:
+        """Whether an update reads or writes other number formats than it computes in."""
+        dtypes = (self.main_grads_dtype, self.main_params_dtype, self.exp_avg_dtype, self.exp_avg_sq_dtype)
+        return any(dtype != "fp32" for dtype in dtypes)
 
 
 @dataclass(frozen=True)

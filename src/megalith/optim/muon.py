@@ -1,0 +1,169 @@
+"""Muon: momentum, orthogonalised by Newton-Schulz iterations, for the matrices inside the layers.
+
+For a matrix with momentum M = U S V^T the update is about U V^T: every direction of the gradient gets the same
+length. The iteration X <- a X + (b A + c A A) X with A = X X^T drives the singular values to one without an SVD. Its
+coefficients, the scale by the shape and the split of the fused query-key-value projection are those of the library that
+Megatron's `--optimizer muon` uses (Jordan et al. 2024; Liu et al. 2025, arXiv:2502.16982; NVIDIA-NeMo
+Emerging-Optimizers).
+
+Under tensor parallelism each rank holds some rows or columns of a matrix. Orthogonalising is equivariant under an
+exchange of rows or columns, so gathering the parts of all ranks in any order, computing and keeping one's own is exact;
+the padding that a layout may have plays no part, since no matrix inside a layer is padded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import cycle, islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalith.distributed.comm import all_gather
+from megalith.distributed.context import Axis
+from megalith.nn.placement import GroupedHeads, Placement, Replicated, dim_of
+from megalith.optim.rules import States
+
+COEFFICIENTS: Mapping[str, tuple[tuple[float, float, float], ...]] = {
+    "simple": ((3.4445, -4.7750, 2.0315),),
+    "quintic": (
+        (4.0848, -6.8946, 2.9270),
+        (3.9505, -6.3029, 2.6377),
+        (3.7418, -5.5913, 2.3037),
+        (2.8769, -3.1427, 1.2046),
+        (2.8366, -3.0525, 1.2012),
+    ),
+    "polar_express": (
+        (7.2086, -15.5131, 9.0178),
+        (3.9623, -2.5813, 0.4542),
+        (3.9466, -2.5765, 0.4544),
+        (3.8991, -2.5671, 0.4566),
+        (3.7186, -2.5308, 0.4653),
+        (3.1390, -2.3073, 0.4733),
+        (2.1715, -1.5246, 0.3885),
+        (1.8648, -1.2224, 0.3577),
+    ),
+}
+"""(a, b, c) of each iteration, by `--muon-coefficient-type`; of Jordan et al., of their speed runs, and of Amsel et al.
+2025, arXiv:2505.16932."""
+
+NORM_FLOOR = 1e-7
+
+
+def orthogonalised(matrix: Tensor, coefficients: Sequence[tuple[float, float, float]], steps: int) -> Tensor:
+    """The nearest matrix with orthonormal rows or columns, about: its singular values are near one.
+
+    Args:
+        matrix: [O, I].
+        coefficients: of the iterations, from the first again when they run out.
+        steps: iterations.
+    """
+    x = matrix.t() if matrix.shape[0] > matrix.shape[1] else matrix
+    x = x / x.norm().clamp(min=NORM_FLOOR)
+    for a, b, c in islice(cycle(coefficients), steps):
+        gram = x @ x.t()
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.t() if matrix.shape[0] > matrix.shape[1] else x
+
+
+def shape_scale(rows: int, columns: int, mode: str) -> float:
+    """The factor that makes updates of matrices of different shapes alike, by `--muon-scale-mode`."""
+    if mode == "spectral":
+        return float(max(rows, columns) ** 0.5)
+    if mode == "unit_rms_norm":
+        return float((rows / columns) ** 0.5)
+    assert mode == "shape_scaling", mode
+    return float(max(1.0, rows / columns) ** 0.5)
+
+
+def is_muons(name: str, parameter: Tensor) -> bool:
+    """Whether a parameter is a matrix inside a layer; embeddings and the output layer are tables, not maps."""
+    return parameter.dim() == 2 and not name.startswith(("embedding.", "output_layer."))
+
+
+@dataclass(frozen=True)
+class Muon:
+    """The rule for the parameters that `is_muons`.
+
+    Attributes:
+        momentum, nesterov: of the momentum that is orthogonalised.
+        scale_mode, extra_scale: length of the update.
+        coefficients, steps: of the iteration.
+        split_qkv: orthogonalise the query, key and value parts of their projection each by itself.
+        blockwise: orthogonalise what a tensor-parallel rank holds alone, instead of the whole matrix.
+        matmul_precision: of fp32 products on a GPU.
+        placements: of the parameters.
+        axis: over which they are divided.
+    """
+
+    momentum: float
+    nesterov: bool
+    scale_mode: str
+    extra_scale: float
+    coefficients: tuple[tuple[float, float, float], ...]
+    steps: int
+    split_qkv: bool
+    blockwise: bool
+    matmul_precision: str
+    axis: Axis
+    placements: Mapping[str, Placement] = field(hash=False)
+
+    kinds = ("momentum_buffer",)
+
+    def settings(self) -> dict[str, Any]:
+        return {"momentum": self.momentum, "nesterov": self.nesterov}
+
+    def update(
+        self,
+        names: Sequence[str],
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        states: States,
+        *,
+        lr: float,
+        weight_decay: float,
+        step: int,
+    ) -> None:
+        buffers = states["momentum_buffer"]
+        torch._foreach_mul_(list(params), 1.0 - lr * weight_decay)
+        torch._foreach_lerp_(list(buffers), list(grads), 1.0 - self.momentum)
+        with _matmul_precision(self.matmul_precision, params[0].device):
+            for name, parameter, grad, buffer in zip(names, params, grads, buffers, strict=True):
+                direction = grad.lerp(buffer, self.momentum) if self.nesterov else buffer
+                parameter.add_(self._update(direction, self.placements.get(name, Replicated())), alpha=-lr)
+
+    def _update(self, matrix: Tensor, placement: Placement) -> Tensor:
+        if not (self.split_qkv and isinstance(placement, GroupedHeads)):
+            return self._orthogonalised(matrix, placement)
+        rows = [heads * placement.head_size for heads in placement.heads_of_kinds]
+        grouped = matrix.view(-1, sum(rows), matrix.shape[1])
+        parts = [
+            self._orthogonalised(part.reshape(-1, matrix.shape[1]), placement).view(part.shape)
+            for part in grouped.split(rows, dim=1)
+        ]
+        return torch.cat(parts, dim=1).view(matrix.shape)
+
+    def _orthogonalised(self, matrix: Tensor, placement: Placement) -> Tensor:
+        divided = self.axis.size > 1 and not isinstance(placement, Replicated) and not self.blockwise
+        dim = dim_of(placement) if divided else 0
+        whole = all_gather(matrix.contiguous(), self.axis, dim) if divided else matrix
+        result = orthogonalised(whole, self.coefficients, self.steps)
+        result = result * (shape_scale(*whole.shape, self.scale_mode) * self.extra_scale)
+        return result.narrow(dim, self.axis.index * matrix.shape[dim], matrix.shape[dim]) if divided else result
+
+
+@contextmanager
+def _matmul_precision(precision: str, device: torch.device) -> Iterator[None]:
+    """fp32 products on a GPU in this precision; on a CPU there is one."""
+    if device.type != "cuda":
+        yield
+        return
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium" if precision == "low" else precision)  # torch knows nothing lower
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

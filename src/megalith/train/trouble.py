@@ -1,0 +1,210 @@
+"""What a run does about a bad step: finds the place, and then stops, skips the update or computes the step again.
+
+A bad step is never applied (`step_check` decides before the update), so that going back to the state before it means
+to set the counters and the random streams back; its micro-batches are kept until it is accepted. All ranks decide by
+the same numbers and do the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
+
+from megalith.distributed import comm
+from megalith.errors import MegalithError
+from megalith.train.first_bad import find_first_bad
+from megalith.train.results import BadStep, FirstBad, StepResult
+from megalith.train.spoil import Spoiler
+from megalith.train.spoil_text import Spoil
+from megalith.train.state import Moment, TrainState
+from megalith.train.step_check import is_injected
+from megalith.train.work import Batch
+
+MOST_IN_A_ROW = 20  # skipped steps after which skipping is no remedy
+
+Take = Callable[[Iterator[Batch], list[Tensor], bool], StepResult]
+"""Computes a step on micro-batches, appends the loss sums of each of them here, and applies it or not."""
+
+
+class BadStepError(MegalithError):
+    """A step whose loss or gradients are wrong ended the run."""
+
+
+@dataclass(frozen=True)
+class Injection:
+    """Megatron's `--error-injection-rate` and `--error-injection-type`, with the seed that says when."""
+
+    rate: int = 0
+    kind: str = "transient_error"
+    seed: int = 0
+
+    def strikes(self, iteration: int) -> bool:
+        """Whether the step that makes this iteration is spoiled."""
+        return is_injected(self.rate, self.seed, iteration)
+
+
+@dataclass
+class Care:
+    """Takes the steps of a run.
+
+    Attributes:
+        state: of the run.
+        schedule: the order of a step's work.
+        policy: "stop", "skip" or "rerun".
+        twice: compute every step twice and count those whose loss differs.
+        injection: of wrong numbers, on purpose.
+        spoiler: puts them in.
+        num_bad, num_different: steps so far.
+    """
+
+    state: TrainState
+    schedule: str
+    policy: str = "stop"
+    twice: bool = False
+    injection: Injection = field(default_factory=Injection)
+    spoiler: Spoiler | None = None
+    num_bad: int = 0
+    num_different: int = 0
+    _in_a_row: int = 0
+
+    def step(self, batches: Iterator[Batch], take: Take, tell: Callable[[BadStep], None]) -> StepResult:
+        """Take a step; what is bad about it is told.
+
+        Raises:
+            BadStepError: it is bad, and the policy says stop, or nothing else helps. Every rank raises it.
+        """
+        state, before = self.state, self.state.moment()
+        drawn, sums = list[Batch](), list[Tensor]()
+        step = state.iteration + 1
+        injected = self.injection.strikes(step)
+        doubted = injected and self.injection.kind == "correct_result"
+        if injected and not doubted and self.spoiler is not None:
+            times = 1 if self.injection.kind == "transient_error" else None
+            self.spoiler.add(Spoil("nan", step, "loss", rank=_first_that_predicts(state), times=times))
+        result = take(_recorded(batches, drawn), sums, not (doubted or self.twice))
+        if self.twice and not result.bad:
+            state.go_back(before)
+            result = self._compared(result, take(iter(drawn), [], True), tell)
+        if doubted:
+            result = replace(result, bad="the result is doubted (--error-injection-type correct_result)")
+        if result.bad:
+            self.num_bad, self._in_a_row = self.num_bad + 1, self._in_a_row + 1
+            result = self._dealt_with(result, drawn, sums, take, tell, before)
+        elif alarm := state.check.alarm(result.loss):
+            tell(replace(self._report(result, "alarm", self._samples(result, drawn, sums), None, ""), reason=alarm))
+        if not result.bad:
+            self._in_a_row = 0
+            if result.applied:
+                state.check.remember(result.loss, result.grad_norm)
+        return result
+
+    def _compared(self, first: StepResult, second: StepResult, tell: Callable[[BadStep], None]) -> StepResult:
+        if (first.loss, first.grad_norm) != (second.loss, second.grad_norm):
+            self.num_different += 1
+            reason = (
+                f"two computations differ for the {self.num_different}. time: loss {first.loss!r} and {second.loss!r}, "
+                f"gradient norm {first.grad_norm!r} and {second.grad_norm!r},"
+            )
+            samples = second.consumed_samples - second.num_samples, second.consumed_samples - 1
+            tell(replace(self._report(second, "alarm", samples, None, ""), reason=reason))
+        return second
+
+    def _dealt_with(
+        self,
+        result: StepResult,
+        drawn: Sequence[Batch],
+        sums: Sequence[Tensor],
+        take: Take,
+        tell: Callable[[BadStep], None],
+        before: Moment,
+    ) -> StepResult:
+        state, samples = self.state, self._samples(result, drawn, sums)
+        if self.policy == "rerun":
+            state.go_back(before)
+            again = take(iter(drawn), [], True)
+            if not again.bad:
+                unchanged = again.loss == result.loss and again.grad_norm == result.grad_norm
+                found = "the same, and right" if unchanged else "all right: a transient error of a machine"
+                tell(self._report(result, "rerun", samples, None, found))
+                return replace(again, seconds=again.seconds + result.seconds)
+        first, searched = None, not _is_finite(result)
+        if searched:
+            after = state.moment()
+            state.go_back(before)
+            first = find_first_bad(state, drawn, self.schedule, self.spoiler)
+            state.go_back(after)
+        found = "not finite again" if first else "finite: a transient error of a machine" if searched else ""
+        if self.policy == "rerun":
+            found = "bad again"
+        if first is not None and first.micro_batch is not None:
+            samples = self._of_micro_batch(result, drawn, first.micro_batch, first.replica)
+        stuck = first is not None and first.weight
+        action = "skip" if self.policy == "skip" and not stuck and self._in_a_row < MOST_IN_A_ROW else "stop"
+        report = self._report(result, action, samples, first, found)
+        tell(report)
+        if action == "skip":
+            return result
+        raise BadStepError(_last_words(report, result, self.policy, self._in_a_row))
+
+    def _report(
+        self, result: StepResult, action: str, samples: tuple[int, int], first: FirstBad | None, again: str
+    ) -> BadStep:
+        return BadStep(
+            result.iteration, result.bad, result.loss, result.grad_norm, action, *samples, first, again, self.num_bad
+        )
+
+    def _samples(self, result: StepResult, drawn: Sequence[Batch], sums: Sequence[Tensor]) -> tuple[int, int]:
+        """The first and the last sample of the micro-batch with the worst loss."""
+        context = self.state.context
+        own = [float(pair[0] / pair[1].clamp(min=1.0)) for pair in sums]
+        every = comm.all_gather_objects((context.dp.index, own), context.world)
+        losses = [
+            (math.inf if math.isnan(loss) else loss, micro_batch, replica)
+            for replica, losses in every
+            for micro_batch, loss in enumerate(losses)
+        ]
+        _, micro_batch, replica = max(losses, key=lambda worst: worst[0])
+        return self._of_micro_batch(result, drawn, micro_batch, replica)
+
+    def _of_micro_batch(
+        self, result: StepResult, drawn: Sequence[Batch], micro_batch: int, replica: int
+    ) -> tuple[int, int]:
+        size = drawn[0]["tokens"].shape[0]
+        block = micro_batch * self.state.context.dp.size + replica
+        first = result.consumed_samples - result.num_samples + block * size
+        return first, first + size - 1
+
+
+def _first_that_predicts(state: TrainState) -> int:
+    """The first rank of the last stage."""
+    layout = state.context.layout
+    return next(rank for rank in range(layout.world_size) if layout.coordinates(rank)["pp"] == layout.pp - 1)
+
+
+def _recorded(batches: Iterator[Batch], drawn: list[Batch]) -> Iterator[Batch]:
+    for batch in batches:
+        drawn.append(batch)
+        yield batch
+
+
+def _is_finite(result: StepResult) -> bool:
+    return math.isfinite(result.loss) and (result.grad_norm is None or math.isfinite(result.grad_norm))
+
+
+def _last_words(report: BadStep, result: StepResult, policy: str, in_a_row: int) -> str:
+    first = result.consumed_samples - result.num_samples
+    text = (
+        f"{report} (the step has training samples {first} to {result.consumed_samples - 1}, learning rate "
+        f"{result.learning_rate:g}); nothing of this step is saved. "
+    )
+    if report.first is not None and report.first.weight:
+        return text + "Weights that are not finite never recover: go on from the last checkpoint (--load)"
+    if policy == "skip":
+        return text + f"It is bad step {in_a_row} in a row: --nan-policy skip does not help here"
+    return text + (
+        "Lower --lr, lengthen the warm-up or look at these samples; --nan-policy skip leaves such steps out, "
+        "--no-check-for-nan-in-loss-and-grad goes on all the same"
+    )

@@ -1,0 +1,45 @@
+"""Runs with states of their own (SGD, Muon, Lion, rounded ones) resume byte for byte where ranks divide them (F01)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megalith.checkpoint import DirectoryStore
+
+from .test_train_checkpoint import FSDP, LLAMA, PP2, STEPS, TP2, TRAINING, ZERO, plain_tensors, train_on
+
+ROUNDED = (
+    "--bf16 --use-precision-aware-optimizer --main-grads-dtype bf16 --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 "
+    "--grad-reduce-in-bf16"
+)
+MOMENTS, MAIN = {"exp_avg", "exp_avg_sq"}, {"fp32_param"}
+CASES = {
+    "sgd-zero1": (2, f"{ZERO} --optimizer sgd --decoupled-lr 1e-3", {"momentum_buffer"}),
+    "muon-tp2": (2, f"{TP2} {LLAMA} --optimizer muon --bf16", {"momentum_buffer"} | MOMENTS | MAIN),
+    "rounded-zero1": (2, f"{ZERO} {ROUNDED} --main-params-dtype fp16", MOMENTS | MAIN),
+    "lion-fsdp": (2, f"{FSDP} --optimizer lion --bf16", {"exp_avg"} | MAIN),
+    "fp16-pp2": (2, f"{PP2} --fp16 --initial-loss-scale 65536 --loss-scale-window 2", MOMENTS | MAIN),
+}
+"""Name -> ranks, flags, kinds of state in a checkpoint."""
+SAMPLE = ("muon-tp2", "rounded-zero1")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if case in SAMPLE else pytest.mark.full) for case in CASES]
+)
+def test_a_resumed_run_is_the_uninterrupted_one(ranks: Any, tmp_path: Path, case: str) -> None:
+    world_size, layout, kinds = CASES[case]
+    flags = f"{layout} {TRAINING}"
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    straight = ranks.run(world_size, train_on, str(whole), flags, world_size, 40, STEPS)
+    first = ranks.run(world_size, train_on, str(cut), flags, world_size, 40, STEPS // 2)
+    then = ranks.run(world_size, train_on, str(cut), flags, world_size, 40, STEPS)
+    for rank in range(world_size):
+        assert [*first[rank], *then[rank]] == straight[rank]
+        assert len({loss for _, loss, _, _ in straight[rank]}) == STEPS
+    one, other = (plain_tensors(DirectoryStore(folder).folder(STEPS)) for folder in (whole, cut))
+    assert one.keys() == other.keys() and all(one[key].equal(other[key]) for key in one)
+    assert {key.split(".")[2] for key in one if key.startswith("optimizer.")} == kinds

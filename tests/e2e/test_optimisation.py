@@ -1,0 +1,61 @@
+"""Options of the optimisation on the command line: a run that stops and resumes is the run that does not (F01)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megalith.train.metrics import read_metrics
+
+from .checkpoints import assert_same, curve_of, state_of
+from .small_run import MODEL, write_text
+from .warm import WarmProcess
+
+OPTIONS: dict[str, tuple[list[object], int]] = {
+    "sgd, growing batches, rates of their own": (
+        ["--optimizer", "sgd", "--rampup-batch-size", 2, 2, 8, "--decoupled-lr", 1e-3, "--train-samples", 40],
+        12,
+    ),
+    "muon, skipped iterations": (
+        ["--optimizer", "muon", "--bf16", "--iterations-to-skip", 3, 7, "--train-iters", 10, "--lr-warmup-iters", 3],
+        8,
+    ),
+    "rounded states, sizes by tokens": (
+        ["--bf16", "--use-precision-aware-optimizer", "--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16"]
+        + ["--step-batch-size-schedule", "0:2 64:4", "--train-iters", 10, "--lr-decay-style", "cosine"],
+        10,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_stopped_run_goes_on_as_if_it_had_not_been_stopped(warm: WarmProcess, tmp_path: Path, name: str) -> None:
+    options, steps = OPTIONS[name]
+    model, place = list(MODEL), MODEL.index("--global-batch-size")
+    if "--step-batch-size-schedule" in options:
+        del model[place : place + 2]
+    words = [*model, "--data-path", write_text(tmp_path), "--device", "cpu", "--save-interval", 100, *options]
+    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
+    for folder, more in ((straight, []), (stopped, ["--exit-interval", 5]), (stopped, [])):
+        finished = warm.run([*words, "--save", folder, "--load", folder, *more], tmp_path)
+        assert finished.code == 0, finished.text
+    assert curve_of(straight) == curve_of(stopped)
+    assert len(curve_of(straight)) == steps
+    last = max(int(path.name[-7:]) for path in straight.glob("iter_*"))
+    assert_same(state_of(straight, last), state_of(stopped, last))
+
+
+def test_a_bad_step_stops_the_run_and_the_message_says_where(warm: WarmProcess, tmp_path: Path) -> None:
+    words = [*MODEL, "--data-path", write_text(tmp_path), "--train-iters", 4, "--device", "cpu"]
+    spoil = "nan@step=3,point=activation,module=decoder.layers.1.mlp,micro_batch=2"
+    stopped = warm.run([*words, "--save", tmp_path / "a", "--save-interval", 1], tmp_path, MEGALITH_FAULT=spoil)
+    assert stopped.code == 1, stopped.text
+    for text in ("the loss is nan at iteration 3", "the output of decoder.layers.1.mlp", "micro-batch 2", "10 to 10"):
+        assert text in stopped.text
+    skipping = [*words, "--save", tmp_path / "b", "--save-interval", 4, "--nan-policy", "skip"]
+    skipped = warm.run(skipping, tmp_path, MEGALITH_FAULT=spoil)
+    assert skipped.code == 0, skipped.text
+    assert "the step is skipped" in skipped.text and "number of nan iterations:   1" in skipped.text
+    (bad,) = (record for record in read_metrics(tmp_path / "b/run/metrics.jsonl") if record["event"] == "bad step")
+    assert (bad["action"], bad["first"]["rank"], bad["number"]) == ("skip", 0, 1)

@@ -1,0 +1,60 @@
+"""Batch sizes against walks step by step, and their text form."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from megalith.schedules.batch_size import BatchSizes, Stage, constant, ramped, read_steps, stepped
+
+
+def _by_walking(sizes: BatchSizes, iterations: int, consumed: int, *, rounded: bool) -> int:
+    for _ in range(iterations):
+        consumed += sizes.running(consumed) if rounded else sizes.asked(consumed)
+    return consumed
+
+
+def test_a_ramp_is_megatrons_formula_at_every_sample() -> None:
+    draw = random.Random(1)
+    for _ in range(200):
+        start, increment, count, samples = (draw.randint(1, most) for most in (5, 4, 7, 90))
+        final = start + increment * count
+        sizes = ramped(start, increment, samples, final)
+        for consumed in range(2 * samples):
+            size = final if consumed > samples else start + int(consumed / (samples / count)) * increment
+            assert sizes.asked(consumed) == size, (start, increment, samples, consumed)
+
+
+def test_samples_of_iterations_and_back() -> None:
+    draw = random.Random(2)
+    for _ in range(200):
+        start, increment, count, samples = (draw.randint(2, most) for most in (5, 4, 7, 90))
+        sizes = ramped(start, increment, samples, start + increment * count, unit=2)
+        iterations, consumed = draw.randint(0, 60), draw.randint(0, 150)
+        for rounded in (False, True):
+            wanted = _by_walking(sizes, iterations, consumed, rounded=rounded)
+            assert sizes.consumed_after(iterations, consumed, rounded=rounded) == wanted
+        whole = sizes.consumed_after(iterations)
+        assert sizes.iterations_of(whole) == iterations
+        assert sizes.iterations_of(whole + sizes.asked(whole) - 1) == iterations, (
+            "a step that does not fit is not begun"
+        )
+
+
+def test_a_long_run_is_counted_at_once() -> None:
+    sizes = ramped(16, 16, 5_859_375, 1536)
+    assert sizes.iterations_of(10**9) == pytest.approx(10**9 / 1536 + 11_000, rel=0.02)
+
+
+def test_sizes_by_tokens_are_read() -> None:
+    assert read_steps("0:768 250B:1536") == [(0, 768), (250 * 10**9, 1536)]
+    assert read_steps("0:4,1.5K:8") == [(0, 4), (1500, 8)]
+    for wrong in ("", "4", "0:4 0:8", "5:4", "0:4 1K:0", "0:4 x:8", "0:4 9:8 3:16", "0:4 0.5:8"):
+        assert read_steps(wrong) is None, wrong
+    assert stepped([(0, 4), (100, 8)], seq_length=16).stages == (Stage(0, 4), Stage(7, 8))
+
+
+def test_what_replicas_cannot_share_is_rounded_down() -> None:
+    sizes = constant(30, unit=8)
+    assert (sizes.asked(0), sizes.running(0), sizes.num_micro_batches(0)) == (30, 24, 3)

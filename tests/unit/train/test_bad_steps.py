@@ -1,0 +1,192 @@
+"""What makes a step a bad one, and what is done about it, in one process."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalith.errors import ConfigError
+from megalith.train.loop import Plan, TrainingRun, train
+from megalith.train.results import BadStep, StepResult
+from megalith.train.spoil import Spoiler
+from megalith.train.spoil_text import Spoil, is_spoil, parse_spoil
+from megalith.train.step import Batch, train_step
+from megalith.train.step_check import REMEMBERED, StepCheck, is_injected
+from megalith.train.trouble import BadStepError, Care, Injection
+
+from .conftest import batches, make_state
+from .test_loop import Recorder
+
+
+def _run(
+    spoils: Sequence[str] = (), steps: int = 4, check: StepCheck | None = None, **care: object
+) -> tuple[list[StepResult], list[BadStep], Care]:
+    """Steps of two micro-batches of two samples each."""
+    state = make_state()
+    state.check = check or state.check
+    spoiler = Spoiler([parse_spoil(text) for text in spoils], state.chunks, 0)
+    told: list[BadStep] = []
+    given = Care(state, "1f1b", spoiler=spoiler, **care)  # type: ignore[arg-type]
+    stream = batches()
+
+    def take(drawn: Iterator[Batch], sums: list[Tensor], apply: bool) -> StepResult:
+        return train_step(state, drawn, 2, sums=sums, apply=apply, spoiler=spoiler)
+
+    results = [given.step(stream, take, told.append) for _ in range(steps)]
+    return results, told, given
+
+
+def _same(one: list[StepResult], other: list[StepResult]) -> bool:
+    """The same numbers, but for the time that they took."""
+    return [(r.loss, r.grad_norm, r.applied) for r in one] == [(r.loss, r.grad_norm, r.applied) for r in other]
+
+
+def _filled(**settings: bool) -> StepCheck:
+    check = StepCheck(**settings)
+    for number in range(40):
+        check.remember(4.0 + 0.01 * (number % 3), 1.0)
+    return check
+
+
+def test_a_loss_is_judged_by_those_before() -> None:
+    check = _filled(spiky_loss=True, large_norm=True)
+    assert check.of_loss(40.0) == ""
+    assert check.of_loss(41.0) == "the loss is 41, 10.2 times the largest of the last 40 steps,"
+    assert check.of_norm(9.9) == "" and "the gradient norm is 10.1" in check.of_norm(10.1)
+    assert check.of_norm(None) == "" and check.largest_norm == 10.0
+    quiet = _filled()
+    assert quiet.of_loss(41.0) == "" and quiet.largest_norm == math.inf
+    assert "the loss is 41, where the mean" in quiet.alarm(41.0)
+    assert quiet.alarm(4.5) == ""
+    assert StepCheck(spiky_loss=True).of_loss(1e9) == "", "nothing to compare with yet"
+
+
+def test_what_is_not_finite_is_bad_unless_a_scaler_sees_to_it() -> None:
+    for value in (math.nan, math.inf):
+        assert StepCheck().of_loss(value) and StepCheck().of_norm(value)
+        assert not StepCheck(not_finite=False).of_loss(value)
+        assert not StepCheck(not_finite=False).of_norm(value)
+
+
+def test_the_memory_is_bounded_and_survives_a_checkpoint() -> None:
+    check = _filled()
+    for _ in range(REMEMBERED):
+        check.remember(3.0, 2.0)
+    check.remember(math.nan, math.inf)
+    assert len(check.losses) == len(check.norms) == REMEMBERED and max(check.losses) == 3.0
+    other = StepCheck()
+    other.load_state(check.state())
+    assert other.state() == check.state()
+    other.load_state({})
+    assert other.losses == other.norms and not other.losses
+
+
+def test_a_skipped_step_is_as_if_its_samples_had_not_been() -> None:
+    results, told, care = _run(["nan@step=2,point=loss,micro_batch=1"], policy="skip")
+    assert [result.applied for result in results] == [True, False, True, True]
+    assert [result.bad != "" for result in results] == [False, True, False, False]
+    (bad,) = told
+    assert (bad.iteration, bad.first_sample, bad.last_sample, bad.number) == (2, 6, 7, 1)
+    assert (care.state.iteration, care.state.consumed_samples, care.state.schedule_samples) == (4, 16, 12)
+    assert care.state.optimizer.step_count == 3
+
+
+def test_the_search_finds_module_weight_and_gradient() -> None:
+    mlp = "decoder.layers.0.mlp"
+    for spoil, wanted in (
+        (f"nan@step=1,point=activation,module={mlp}", f"the output of {mlp}"),
+        (f"inf@step=1,point=grad,module={mlp},micro_batch=1", f"the gradient of the output of {mlp}"),
+        (f"inf@step=1,point=weight,module={mlp}.linear_fc2.weight", f"the weight {mlp}.linear_fc2.weight"),
+        ("inf@step=1,point=loss,micro_batch=1", "the loss of micro-batch 1"),
+    ):
+        with pytest.raises(BadStepError, match=wanted.replace(".", r"\.")):
+            _run([spoil], steps=1)
+
+
+def test_a_rerun_after_a_transient_error_gives_what_a_clean_run_gives() -> None:
+    clean, _, _ = _run(policy="rerun")
+    results, told, care = _run(["nan@step=2,point=activation,module=decoder.layers.0.mlp,times=1"], policy="rerun")
+    assert _same(results, clean)
+    assert [bad.again for bad in told] == ["all right: a transient error of a machine"]
+    assert care.num_bad == 1
+
+
+def test_a_spike_is_an_alarm_and_with_the_flag_a_bad_step() -> None:
+    spoil = ["spike@step=4,point=loss,micro_batch=1"]
+    results, told, _ = _run(spoil, check=_filled())
+    assert all(result.applied for result in results)
+    assert [(bad.action, bad.first_sample, bad.last_sample) for bad in told] == [("alarm", 14, 15)]
+    results, told, _ = _run(spoil, check=_filled(spiky_loss=True), policy="skip")
+    assert [result.applied for result in results] == [True, True, True, False]
+    assert [(bad.action, bad.first_sample, bad.first) for bad in told] == [("skip", 14, None)]
+    with pytest.raises(BadStepError, match="times the largest of the last"):
+        _run(spoil, check=_filled(spiky_loss=True))
+
+
+def test_a_large_norm_is_a_bad_step_with_its_flag() -> None:
+    check = StepCheck(large_norm=True)
+    check.norms.extend([1e-4] * 20)
+    results, told, _ = _run(check=check, steps=1, policy="skip")
+    assert not results[0].applied and "the gradient norm is" in told[0].reason
+
+
+def test_skipping_for_ever_is_no_remedy() -> None:
+    spoils = [f"nan@step={step},point=loss" for step in range(1, 30)]
+    with pytest.raises(BadStepError, match="bad step 20 in a row"):
+        _run(spoils, steps=29, policy="skip")
+
+
+def test_injected_errors_are_told_apart() -> None:
+    clean, _, _ = _run()
+    for kind, words in (("transient_error", "a transient error"), ("correct_result", "the same, and right")):
+        results, told, care = _run(policy="rerun", injection=Injection(1, kind, 1234))
+        assert _same(results, clean)
+        assert len(told) == care.num_bad == 4 and all(words in bad.again for bad in told)
+    with pytest.raises(BadStepError, match="computed again it is bad again"):
+        _run(policy="rerun", injection=Injection(1, "persistent_error", 1234))
+
+
+def test_injection_strikes_one_in_so_many_steps_wherever_the_run_began() -> None:
+    struck = [number for number in range(1000) if is_injected(10, 7, number)]
+    assert 70 < len(struck) < 130
+    assert struck[3:] == [number for number in range(struck[3], 1000) if is_injected(10, 7, number)]
+    assert not any(is_injected(0, 7, number) for number in range(100))
+
+
+def test_every_step_twice_changes_nothing() -> None:
+    clean, _, _ = _run()
+    results, told, care = _run(twice=True)
+    assert _same(results, clean) and not told and care.num_different == 0
+    _, told, care = _run(["spike@step=2,point=loss,times=1"], twice=True)
+    assert care.num_different == 1 and "two computations differ for the 1. time" in told[0].reason
+
+
+def test_iterations_are_passed_over(make_plan: Callable[..., Plan]) -> None:
+    recorder, state = Recorder(), make_state()
+    run = TrainingRun(make_plan(skipped=frozenset({1, 4}), log_interval=1), state, batches(), hook=recorder)
+    results = list(train(run))
+    assert [result.iteration for result in results] == [1, 3, 4, 6]
+    assert [result.consumed_samples for result in results] == [4, 12, 16, 24]
+    assert state.skipped_samples == 8 and recorder.windows[-1].skipped_samples == 8
+    assert state.schedule_samples == 16
+
+
+def test_the_text_of_a_spoil() -> None:
+    text = "inf@step=7,point=grad,module=a.b,rank=1,micro_batch=2,times=1"
+    assert parse_spoil(text) == Spoil("inf", 7, "grad", "a.b", 1, 2, 1)
+    assert is_spoil(text) and not is_spoil("kill9@step=7,point=fwd")
+    for wrong in ("nan@step=7", "nan@point=loss,step=x", "nan@step=1,point=loss,module=a", "nan@step=1,point=grad"):
+        with pytest.raises(ConfigError, match="MEGALITH_FAULT=nan"):
+            parse_spoil(wrong)
+
+
+def test_a_bad_step_costs_nothing_while_there_is_none() -> None:
+    """No hook is on the model but in a search."""
+    results, _, care = _run(["nan@step=2,point=loss"], policy="skip")
+    assert len(results) == 4
+    assert not any(module._forward_hooks for module in care.state.model.modules())
+    assert isinstance(care.state.model, torch.nn.Module)

@@ -1,0 +1,46 @@
+"""The gradient noise scale of a case where it is known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from megalith.train.hooks import Hook
+from megalith.train.loop import Plan, TrainingRun, train
+from megalith.train.noise import NoiseScale
+from megalith.train.results import GradientNoise
+
+from .conftest import batches, make_state
+
+
+def test_the_scale_is_the_trace_of_the_covariance_over_the_squared_gradient() -> None:
+    draw, true = torch.Generator().manual_seed(1), torch.full((1000,), 0.1)  # |G|^2 = 10, tr(S) = 1000 * 4
+    found = NoiseScale()
+    for _ in range(300):
+        samples = true + 2.0 * torch.randn(64, 1000, generator=draw)
+        scale = found.add(4, float(samples[:4].mean(0).norm()), 64, float(samples.mean(0).norm()))
+    assert scale == pytest.approx(400.0, rel=0.2)
+
+
+def test_without_a_signal_there_is_no_scale() -> None:
+    assert NoiseScale().add(1, 10.0, 4, 1.0) is None
+
+
+def test_a_run_reports_it_and_is_not_changed_by_it(make_plan: Callable[..., Plan]) -> None:
+    class Reports(Hook):
+        def __init__(self) -> None:
+            self.found: list[GradientNoise] = []
+
+        def after_noise(self, noise: GradientNoise) -> None:
+            self.found.append(noise)
+
+    curves, reports = [], Reports()
+    for log_noise in (False, True):
+        plan = make_plan(log_noise=log_noise)
+        run = TrainingRun(plan, make_state(), batches(), hook=reports)
+        curves.append([(result.loss, result.grad_norm) for result in train(run)])
+    assert curves[0] == curves[1]
+    assert [(noise.iteration, noise.small, noise.large) for noise in reports.found] == [(2, 2, 4), (4, 2, 4), (6, 2, 4)]
+    assert all(noise.small_norm > noise.large_norm for noise in reports.found)
