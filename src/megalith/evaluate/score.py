@@ -20,7 +20,8 @@ from megalith.distributed import comm
 from megalith.distributed.context import ParallelContext
 from megalith.errors import DataError
 from megalith.models.gpt import GPT
-from megalith.nn.precision import at_least_fp32, matmul
+from megalith.nn.linear import linear
+from megalith.nn.precision import at_least_fp32
 from megalith.nn.region import Region
 from megalith.parallel import pipeline
 from megalith.schedules.pipeline import Op, make_schedule
@@ -216,7 +217,7 @@ def _score_some(
     states_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, region: Region, vocab_size: int
 ) -> tuple[Tensor, Tensor]:
     part = region.shard(vocab_size, even=False)
-    logits_TV = matmul(states_TD, weight_VD.t())
+    logits_TV = linear(states_TD, weight_VD, None, None)
     logits_TV = logits_TV.to(at_least_fp32(logits_TV.dtype))
     likeliest_T = logits_TV.argmax(dim=-1)
     own_peak_T = logits_TV.gather(1, likeliest_T[:, None]).squeeze(1)

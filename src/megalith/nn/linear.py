@@ -32,6 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megalith.nn import onednn
 from megalith.nn.placement import Placement, Replicated, Split
 from megalith.nn.precision import product_dtype
 from megalith.nn.region import Region
@@ -136,9 +137,11 @@ class _Row(torch.autograd.Function):
 def _affine(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x W^T + b: one rounding in fp32 and above, two (product, sum) in half precision."""
     dtype = product_dtype(x)
-    if bias is None or x.dtype in (torch.float16, torch.bfloat16):
+    if x.dtype in (torch.float16, torch.bfloat16):
         product = nn.functional.linear(x.to(dtype), weight.to(dtype)).to(x.dtype)
         return product if bias is None else product.add_(bias)
+    if onednn.applies(x, weight):
+        return onednn.linear(x, weight, bias)
     return nn.functional.linear(x, weight, bias)
 
 

@@ -30,8 +30,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megalith.nn.linear import linear
 from megalith.nn.placement import Placement, Split
-from megalith.nn.precision import at_least_fp32, matmul, product_dtype
+from megalith.nn.precision import at_least_fp32, product_dtype
 from megalith.nn.region import SOLO, Region, enter
 from megalith.nn.sink import GradientSink
 from megalith.nn.vocabulary import local_rows
@@ -205,7 +206,7 @@ def whole_logits(hidden: Tensor, weight: nn.Parameter, region: Region, vocab_siz
 
     Shapes: hidden [..., D], a part of the sequence where the region holds parts -> [..., V], of the whole sequence.
     """
-    logits = matmul(enter(hidden, region), weight.t())
+    logits = linear(enter(hidden, region), weight, None, None)
     part = region.shard(vocab_size, even=False)
     if part.size == vocab_size:
         return logits

@@ -58,7 +58,7 @@ def choose(logits_BV: Tensor, rows: Sequence[Row]) -> list[Choice]:
     A row with a logit that is NaN or +inf, or without any finite one, has a problem instead; the others do not.
     """
     logits_BV = logits_BV.to(at_least_fp32(logits_BV.dtype))
-    largest, tokens = (x.tolist() for x in logits_BV.max(-1))  # NaN wins every maximum
+    largest, tokens = _likeliest(logits_BV)
     special = [
         index
         for index, row in enumerate(rows)
@@ -74,6 +74,15 @@ def choose(logits_BV: Tensor, rows: Sequence[Row]) -> list[Choice]:
         _choice(logits_V, row, token, top)
         for logits_V, row, token, top in zip(logits_BV, rows, tokens, largest, strict=True)
     ]
+
+
+def _likeliest(logits_BV: Tensor) -> tuple[list[float], list[int]]:
+    """The largest logit of each row, NaN if there is one, and its token, the first of equals."""
+    if logits_BV.device.type != "cpu":
+        values, places = logits_BV.max(-1)
+        return values.tolist(), places.tolist()
+    # torch's search for a place on a CPU takes 10 times as long as numpy's.
+    return logits_BV.amax(-1).tolist(), logits_BV.numpy().argmax(-1).tolist()
 
 
 def scores(logits_BV: Tensor, tokens: Sequence[int], count: int) -> list[tuple[float, Top]]:

@@ -1,0 +1,41 @@
+"""Products with weights that are not trained, in fp32 on a CPU, by oneDNN.
+
+torch gives fp32 products on a CPU to MKL, which on processors that are not Intel's reaches less than half of what
+oneDNN does (benchmarks/results/README.md: on an AMD EPYC, two threads, 2.2 times for all layers of a 124M model from 1
+row to 512, and 7 times for one row and a vocabulary). The operator is not part of torch's documented API (its compiler
+uses it, torch 2.0 to 2.13); where it is missing, `torch.nn.functional.linear` is the same to rounding.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_LARGE_WEIGHT = 1 << 18  # elements; the operator takes 20 us to begin, in which a smaller product is done
+_MUCH_WORK = 1 << 22  # elements x rows
+
+
+def _found() -> bool:
+    return bool(torch.backends.mkldnn.is_available()) and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+_THERE = _found()
+
+
+def applies(x: Tensor, weight: Tensor) -> bool:
+    """Whether x W^T is to be computed here."""
+    return (
+        _THERE
+        and not weight.requires_grad
+        and x.dtype == weight.dtype == torch.float32
+        and weight.device.type == "cpu"
+        and (weight.numel() >= _LARGE_WEIGHT or weight.numel() * (x.numel() // x.shape[-1]) >= _MUCH_WORK)
+        and x.numel() > 0
+        and not x.requires_grad
+    )
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """y = x W^T + b. [..., I], [O, I], [O] -> [..., O]."""
+    y: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return y

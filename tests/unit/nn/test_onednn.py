@@ -1,0 +1,35 @@
+"""Products by oneDNN are those of torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.functional import linear
+
+from megalith.nn import onednn
+
+needs_it = pytest.mark.skipif(not onednn._THERE, reason="this torch has no oneDNN operator for linear layers")
+
+
+@needs_it
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(1, 1, 512), (3, 2, 512), (512,), (700, 512)])
+def test_it_gives_what_torch_gives(shape: tuple[int, ...], bias: bool) -> None:
+    generator = torch.Generator().manual_seed(1)
+    x, weight = (torch.randn(size, generator=generator) for size in (shape, (520, 512)))
+    offset = torch.randn(520, generator=generator) if bias else None
+    assert onednn.applies(x, weight)
+    exact = linear(x.double(), weight.double(), None if offset is None else offset.double())
+    torch.testing.assert_close(onednn.linear(x, weight, offset).double(), exact, rtol=1e-5, atol=1e-4)
+    strided = torch.stack((x, x), dim=-1)[..., 0]
+    torch.testing.assert_close(onednn.linear(strided, weight, offset).double(), exact, rtol=1e-5, atol=1e-4)
+
+
+def test_what_is_trained_or_small_or_of_another_precision_is_torchs() -> None:
+    x, weight = torch.zeros(4, 512), torch.zeros(520, 512)
+    assert not onednn.applies(x, weight.clone().requires_grad_())
+    assert not onednn.applies(x.clone().requires_grad_(), weight)
+    assert not onednn.applies(x.double(), weight.double())
+    assert not onednn.applies(x.half(), weight.half())
+    assert not onednn.applies(torch.zeros(4, 8), torch.zeros(8, 8))
+    assert not onednn.applies(torch.zeros(0, 512), weight)
