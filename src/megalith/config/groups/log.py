@@ -17,8 +17,8 @@ class LogConfig:
     log_num_zeros_in_grad: bool = setting(False, help="add the number of zeros in the gradient to the line")
     log_gradient_noise_scale: bool = setting(
         False,
-        help="measure every --log-interval up to which batch size larger batches pay; computes the first micro-batch of "
-        "these steps twice",
+        help="measure every --log-interval up to which batch size larger batches pay; the first micro-batch of "
+        "these steps is computed twice",
         ours=True,
     )
     log_memory_interval: int | None = setting(
