@@ -1,15 +1,13 @@
-"""Indices, cache names, samples and sampling orders of the real Megatron.
+"""Indices, blends, cache names, samples, masks and sampling orders of the real Megatron.
 
-Goldens that are not compared here belong to the issue that completes the data path (issue 6): the blends, of
-`helpers` the blending arrays, of `samplers` the cyclic ones, and from the cases of single datasets the position ids
-and attention masks that `reset_position_ids`, `reset_attention_mask` and `create_attention_mask` make (their
-indices, tokens, labels and loss masks are compared), and `pad_sample` (the item that fills up a ragged batch).
+Megatron's dense attention mask is compared with the one that a sample's `document_ids` mean.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +15,17 @@ import numpy as np
 import pytest
 
 from megalith.config import DataConfig, TokenizerConfig
-from megalith.data import gpt_index
+from megalith.data import gpt_index, masks
+from megalith.data.blend import BlendedDataset
+from megalith.data.blend_index import build_blending_index, build_exhaustive_blending_index
 from megalith.data.build import build_gpt_datasets
 from megalith.data.gpt_dataset import GPTDataset, GPTDatasetOptions
 from megalith.data.gpt_index import EpochPlan
 from megalith.data.indexed import IndexedDataset
-from megalith.data.sampler import sequential_micro_batches
+from megalith.data.loader import BatchLoader
+from megalith.data.sampler import WholePasses, cyclic_micro_batches, sequential_micro_batches
 from megalith.data.splits import SPLIT_NAMES, parse_split
-from megalith.errors import ConfigError, DataError
+from megalith.errors import DataError
 from megalith.tokenizers import Tokenizer, build_tokenizer
 from megalith.tokenizers.gpt2_bpe import GPT2BPETokenizer
 
@@ -57,7 +58,7 @@ SINGLE = (
     "too_small",
 )
 OTHER = {"mock", "empty_split_hang", "helpers", "samplers"}
-LATER = {
+BLENDS = (
     "blend2",
     "blend2_eq",
     "blend3",
@@ -65,7 +66,7 @@ LATER = {
     "blend_noweights_nosize",
     "blend_per_split",
     "blend_surplus",
-}
+)
 INDICES = ("document_index", "sample_index", "shuffle_index")
 
 
@@ -109,6 +110,8 @@ def dataset_of(case: dict[str, Any], split: int, cache_folder: Path | None) -> G
         split=config["split"],
         split_matrix=parse_split(config["split"]),
         eod_mask_loss=config["eod_mask_loss"],
+        reset_position_ids=config["reset_position_ids"],
+        reset_attention_mask=config["reset_attention_mask"],
         add_extra_token=config["add_extra_token_to_sequence"],
         drop_last_partial_validation=config["drop_last_partial_validation_sequence"],
     )
@@ -134,6 +137,13 @@ def check_indices(dataset: GPTDataset, expected: dict[str, Any], arrays: dict[st
         assert hashlib.sha256(built.tobytes()).hexdigest() == expected["sha256"][index]
 
 
+def hidden(sample: dict[str, Any]) -> Any:
+    """Megatron's mask [1, S, S] of a sample: True where a token may not look."""
+    documents = sample.get("document_ids", np.zeros(len(sample["tokens"])))
+    later = np.triu(np.ones((len(documents),) * 2, bool), 1)
+    return (later | (documents[:, None] != documents))[None]
+
+
 def check_samples(dataset: GPTDataset, case: dict[str, Any], arrays: dict[str, Any], name: str) -> None:
     if f"{name}/samples/idx" not in arrays:
         assert len(dataset) == 0
@@ -143,10 +153,15 @@ def check_samples(dataset: GPTDataset, case: dict[str, Any], arrays: dict[str, A
         sample = dataset[int(item)]
         for field in ("tokens", "labels"):
             np.testing.assert_array_equal(sample[field], arrays[f"{name}/samples/{field}"][row])
-        if not (case["config"]["reset_position_ids"]):
-            np.testing.assert_array_equal(sample["position_ids"], arrays[f"{name}/samples/position_ids"][row])
+        np.testing.assert_array_equal(sample["position_ids"], arrays[f"{name}/samples/position_ids"][row])
+        if f"{name}/samples/attention_mask_packbits" in arrays:
+            packed = arrays[f"{name}/samples/attention_mask_packbits"][row]
+            np.testing.assert_array_equal(np.packbits(hidden(sample)), packed)
         loss_mask = sample["loss_mask"].copy()
-        if not case["config"]["eod_mask_loss"]:
+        shares_its_masks = not any(
+            case["config"][name] for name in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask")
+        )
+        if shares_its_masks:
             # Megatron's items share one mask, in which the padding of the first item read stays masked.
             first_masked = loss_mask == 0 if row == 0 else first_masked
             loss_mask[first_masked] = 0
@@ -154,7 +169,7 @@ def check_samples(dataset: GPTDataset, case: dict[str, Any], arrays: dict[str, A
 
 
 def test_every_golden_is_compared_or_has_an_owner(cases: dict[str, Any]) -> None:
-    assert set(cases) == {*SINGLE, *OTHER, *LATER}
+    assert set(cases) == {*SINGLE, *OTHER, *BLENDS}
 
 
 @pytest.mark.parametrize("name", SINGLE)
@@ -218,10 +233,72 @@ def test_an_empty_split_is_an_error_where_megatron_hangs(folder: Path, cases: di
     assert f"round(0.999 * {total}) = {total} to round(1 * {total}) = {total}" in str(caught.value)
 
 
-def test_blends_are_refused_in_one_line(folder: Path, cases: dict[str, Any]) -> None:
-    data = DataConfig(seq_length=64, data_path=("30", "data/shakes", "70", "data/pylib"))
-    with pytest.raises(ConfigError, match=r"blending several datasets .* not in this version"):
-        build_gpt_datasets(data, tokenizer_of(cases["none_949"]), sizes=(1, 1, 1), seed=1)
+def words_of(blend: list[Any] | None) -> tuple[str, ...]:
+    """A blend as the words of a command line."""
+    prefixes, weights = blend or ([], None)
+    if weights is None:
+        return tuple(prefixes)
+    return tuple(word for weight, prefix in zip(weights, prefixes, strict=True) for word in (repr(weight), prefix))
+
+
+@pytest.mark.parametrize("name", BLENDS)
+def test_blend(name: str, folder: Path, cases: dict[str, Any], tmp_path: Path) -> None:
+    case = cases[name]
+    config, arrays = case["config"], dict(np.load(folder / case["file"]))
+    data = DataConfig(
+        seq_length=config["sequence_length"],
+        data_cache_path=str(tmp_path),
+        mid_level_dataset_surplus=config.get("mid_level_dataset_surplus", 0.005),
+    )
+    if "blend" in config:
+        data = replace(data, data_path=words_of(config["blend"]), split=config["split"])
+    else:
+        train, valid, test = map(words_of, config["blend_per_split"])
+        data = replace(data, train_data_path=train, valid_data_path=valid, test_data_path=test)
+    for threads in (1, 3):
+        data = replace(data, num_dataset_builder_threads=threads)
+        built = build_gpt_datasets(data, tokenizer_of(case), sizes=tuple(case["sizes"]), seed=config["random_seed"])
+        for split, dataset in zip(SPLIT_NAMES, built, strict=True):
+            expected = case["splits"][split]
+            if expected is None:
+                assert dataset is None
+                continue
+            assert dataset is not None
+            check_blend(dataset, expected, arrays, split)
+            check_samples(dataset, case, arrays, split)
+        assert sorted(path.name for path in tmp_path.iterdir()) == sorted(case["cache_files"])
+
+
+def check_blend(dataset: Any, expected: dict[str, Any], arrays: dict[str, Any], split: str) -> None:
+    if expected["type"] == "GPTDataset":
+        check_indices(dataset, expected, arrays, split)
+        return
+    assert isinstance(dataset, BlendedDataset)
+    assert dataset.description == expected["description"]
+    assert len(dataset) == expected["len"]
+    assert [float(weight).hex() for weight in dataset.weights] == expected["weights_hex"]
+    for index in ("dataset_index", "dataset_sample_index"):
+        np.testing.assert_array_equal(getattr(dataset, index), arrays[f"{split}/{index}"])
+        assert getattr(dataset, index).dtype == arrays[f"{split}/{index}"].dtype
+    for number, (child, wanted) in enumerate(zip(dataset.datasets, expected["children"], strict=True)):
+        check_indices(child, wanted, arrays, f"{split}/child{number}")
+    for row, item in enumerate(arrays[f"{split}/samples/idx"]):
+        assert dataset[int(item)]["dataset_id"] == arrays[f"{split}/samples/dataset_id"][row]
+
+
+def test_a_sample_that_fills_up_a_batch(folder: Path, cases: dict[str, Any]) -> None:
+    compared = 0
+    for case in (cases[name] for name in SINGLE):
+        arrays = np.load(folder / case["file"])
+        for number, split in enumerate(SPLIT_NAMES):
+            if f"{split}/pad_sample/loss_mask" not in arrays or not case["splits"][split]["len"]:
+                continue
+            dataset = dataset_of(case, number, None)
+            order = WholePasses(1, micro_batch_size=2, num_micro_batches=1)
+            batch = next(BatchLoader(dataset, 2, 0, order=order))
+            np.testing.assert_array_equal(batch["loss_mask"][1], arrays[f"{split}/pad_sample/loss_mask"])
+            compared += 1
+    assert compared > 5
 
 
 def test_index_functions(folder: Path, cases: dict[str, Any]) -> None:
@@ -229,6 +306,7 @@ def test_index_functions(folder: Path, cases: dict[str, Any]) -> None:
     compared = 0
     for case in cases["helpers"]["info"]:
         if "sample" not in case:
+            check_blending(helpers, case)
             continue
         key = f"sample{case['sample']}"
         sizes, documents, expected = (helpers[f"{key}/{name}"] for name in ("sizes", "document_index", "sample_index"))
@@ -249,6 +327,30 @@ def test_index_functions(folder: Path, cases: dict[str, Any]) -> None:
         np.testing.assert_array_equal(gpt_index.build_shuffle_index(plan, rng), helpers[f"shuf{number}"])
 
 
+def check_blending(helpers: Any, case: dict[str, Any]) -> None:
+    number = case["i"]
+    for kind, built in (
+        ("blend", build_blending_index(helpers[f"blend{number}/weights"], case["size"])),
+        ("exhaustive", build_exhaustive_blending_index(helpers[f"exhaustive{number}/sizes"])),
+    ):
+        for name, array in zip(("dataset_index", "dataset_sample_index"), built, strict=True):
+            expected = helpers[f"{kind}{number}/{name}"]
+            np.testing.assert_array_equal(array, expected)
+            assert array.dtype == expected.dtype
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_masks(number: int, folder: Path, cases: dict[str, Any]) -> None:
+    helpers = np.load(folder / cases["helpers"]["file"])
+    tokens = helpers[f"ltor{number}/data"]
+    documents = masks.document_ids(tokens, eod=0)
+    positions = masks.restarted_positions(documents) if number & 1 else np.arange(len(tokens))
+    np.testing.assert_array_equal(positions, helpers[f"ltor{number}/position_ids"])
+    sample = {"tokens": tokens, "document_ids": documents if number & 2 else np.zeros_like(documents)}
+    np.testing.assert_array_equal(hidden(sample), helpers[f"ltor{number}/attention_mask"])
+    np.testing.assert_array_equal(tokens != 0, helpers[f"ltor{number}/loss_mask"])
+
+
 def test_sequential_sampler(folder: Path) -> None:
     cases = [case for case in json.loads((folder / "samplers.json").read_text()) if case["kind"] == "single"]
     assert len(cases) > 3
@@ -263,3 +365,19 @@ def test_sequential_sampler(folder: Path) -> None:
                 drop_last=case["drop_last"],
             )
             assert [list(batch) for batch in batches] == expected
+
+
+def test_cyclic_sampler(folder: Path) -> None:
+    cases = [case for case in json.loads((folder / "samplers.json").read_text()) if case["kind"] == "cyclic"]
+    assert len(cases) > 3
+    for case in cases:
+        for rank, expected in enumerate(case["ranks"]):
+            batches = cyclic_micro_batches(
+                case["total"],
+                case["consumed"],
+                case["mbs"],
+                rank=rank,
+                num_ranks=case["dp"],
+                sharded=case["data_sharding"],
+            )
+            assert list(batches) == expected

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megalith.config import RunConfig
-from megalith.data.build import Datasets, build_gpt_datasets
-from megalith.data.gpt_dataset import GPTDataset
+from megalith.data.blend import BlendedDataset
+from megalith.data.build import Dataset, Datasets, build_gpt_datasets
 from megalith.data.loader import BatchLoader
-from megalith.data.splits import target_sizes
+from megalith.data.sampler import Cyclic, Order, Sequential, WholePasses
+from megalith.data.splits import Sizes, target_sizes
 from megalith.errors import DataError
 from megalith.tokenizers import Tokenizer
 
@@ -19,29 +20,42 @@ class Loaders:
 
     Attributes:
         consumed_valid: where the validation samples go on.
+        further_valid: the validation sets after the first, with `--multiple-validation-sets`.
+        passes: with `--full-validation` the global batches of one pass over each validation set, else empty.
+        sources: names of the datasets of the blend that is trained on; none without a blend.
     """
 
     train: BatchLoader
     valid: BatchLoader | None
     test: BatchLoader | None
     consumed_valid: int = 0
+    further_valid: tuple[BatchLoader, ...] = ()
+    passes: tuple[int, ...] = ()
+    sources: tuple[str, ...] = ()
 
     def close(self) -> None:
         """Stop the threads that read ahead."""
-        for loader in (self.train, self.valid, self.test):
+        for loader in (self.train, self.valid, self.test, *self.further_valid):
             if loader is not None:
                 loader.close()
 
 
-def run_sizes(run: RunConfig) -> tuple[int, int, int]:
-    """What the run draws: its training samples, all the evaluations in it with the final one, and one test."""
-    return target_sizes(
+def run_sizes(run: RunConfig) -> Sizes:
+    """What the run draws: its training samples, all the evaluations in it with the final one, and one test.
+
+    None for validation stands for the whole split.
+    """
+    grows = len(run.batch_sizes.stages) > 1
+    train, valid, test = target_sizes(
         train_iters=run.train_iters,
-        train_samples=run.train.train_samples,
+        train_samples=run.batch_sizes.consumed_after(run.train_iters)
+        if grows and run.train.train_samples is None
+        else run.train.train_samples,
         eval_interval=run.train.eval_interval,
         eval_iters=run.train.eval_iters,
         global_batch_size=run.global_batch_size,
     )
+    return train, None if run.data.full_validation else valid, test
 
 
 def build_datasets(run: RunConfig, tokenizer: Tokenizer) -> Datasets:
@@ -75,26 +89,40 @@ def build_loaders(
     assert datasets.train is not None, "a run without training data is refused when the datasets are built"
     _refuse_too_few(run, datasets.train, iteration, consumed_train)
     train = _loader(run, datasets.train, replica, consumed_train)
+    sources = datasets.train.sources if isinstance(datasets.train, BlendedDataset) else ()
     if not run.train.eval_iters:
-        return Loaders(train, None, None, consumed_valid)
-    valid, test = datasets.valid, datasets.test
-    if valid is not None:
-        to_come = run.train_iters // run.train.eval_interval - iteration // run.train.eval_interval + 1
-        fits = consumed_valid + to_come * run.train.eval_iters * run.global_batch_size <= len(valid)
-        consumed_valid = consumed_valid if fits else 0
-    return Loaders(
-        train,
-        None if valid is None else _loader(run, valid, replica, consumed_valid),
-        None if test is None else _loader(run, test, replica, 0),
-        consumed_valid,
-    )
+        return Loaders(train, None, None, consumed_valid, sources=sources)
+    test = None if datasets.test is None else _loader(run, datasets.test, replica, 0)
+    sets = () if datasets.valid is None else (datasets.valid, *datasets.further_valid)
+    if run.data.full_validation:
+        orders = [_whole_passes(run, dataset) for dataset in sets]
+        loaders = [_loader(run, dataset, replica, 0, order) for dataset, order in zip(sets, orders, strict=True)]
+        passes = tuple(order.iterations(run.data_parallel_size) for order in orders)
+        return Loaders(train, next(iter(loaders), None), test, consumed_valid, tuple(loaders[1:]), passes, sources)
+    to_come = run.train_iters // run.train.eval_interval - iteration // run.train.eval_interval + 1
+    needed = consumed_valid + to_come * run.train.eval_iters * run.global_batch_size
+    if _ends(run) and any(needed > len(dataset) for dataset in sets):
+        consumed_valid = 0
+    loaders = [_loader(run, dataset, replica, consumed_valid) for dataset in sets]
+    return Loaders(train, next(iter(loaders), None), test, consumed_valid, tuple(loaders[1:]), sources=sources)
 
 
-def _refuse_too_few(run: RunConfig, train: GPTDataset, iteration: int, consumed: int) -> None:
+def _ends(run: RunConfig) -> bool:
+    """Whether the samples come once; cyclic ones come again."""
+    return run.data.dataloader_type != "cyclic"
+
+
+def _refuse_too_few(run: RunConfig, train: Dataset, iteration: int, consumed: int) -> None:
     """A run that resumes with smaller batches has drawn more samples than its steps so far account for."""
     to_come = (run.train_iters - iteration) * run.global_batch_size
-    if consumed + to_come <= len(train):
+    block = run.train.micro_batch_size * run.data_parallel_size
+    if (len(train) >= block) if not _ends(run) else (consumed + to_come <= len(train)):
         return
+    if not _ends(run):
+        raise DataError(
+            f"the training data has {len(train)} samples, and --dataloader-type cyclic needs at least "
+            f"--micro-batch-size x data-parallel size = {block}"
+        )
     former = f" (then {consumed // iteration})" if iteration else ""
     raise DataError(
         f"the training data does not do for the {run.train_iters - iteration} iterations to come: {consumed} of its "
@@ -104,7 +132,14 @@ def _refuse_too_few(run: RunConfig, train: GPTDataset, iteration: int, consumed:
     )
 
 
-def _loader(run: RunConfig, dataset: GPTDataset, replica: int, consumed: int) -> BatchLoader:
+def _whole_passes(run: RunConfig, dataset: Dataset) -> WholePasses:
+    return WholePasses(len(dataset), run.train.micro_batch_size, run.num_micro_batches)
+
+
+def _loader(run: RunConfig, dataset: Dataset, replica: int, consumed: int, order: Order | None = None) -> BatchLoader:
+    if order is None:
+        kind = Sequential if _ends(run) else Cyclic
+        order = kind(len(dataset), run.train.micro_batch_size)
     return BatchLoader(
         dataset,
         run.train.micro_batch_size,
@@ -112,4 +147,5 @@ def _loader(run: RunConfig, dataset: GPTDataset, replica: int, consumed: int) ->
         num_workers=run.data.num_workers,
         rank=replica,
         num_ranks=run.data_parallel_size,
+        order=order,
     )

@@ -11,7 +11,18 @@ from megalith.distributed.agreement import versions
 
 _OF_EACH_RANK = ("launch",)
 # Machines may keep the same files at different places; their content is compared instead.
-_PLACES = ("data_path", "data_cache_path", "vocab_file", "merge_file", "tokenizer_model")
+_PLACES = (
+    "data_path",
+    "data_args_path",
+    "train_data_path",
+    "valid_data_path",
+    "test_data_path",
+    "per_split_data_args_path",
+    "data_cache_path",
+    "vocab_file",
+    "merge_file",
+    "tokenizer_model",
+)
 
 
 def facts_of(run: RunConfig) -> dict[str, str]:

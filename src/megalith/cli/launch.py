@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megalith.config import RunConfig
+from megalith.config.data_sources import data_sources
 from megalith.distributed.supervise import Attempt, Cause, Signals
 from megalith.train.signals import STOP_SIGNALS
 from megalith.train.streams import warn
@@ -126,7 +127,7 @@ def _command(words: Sequence[str]) -> list[str]:
 
 def _data_sizes(config: RunConfig) -> dict[Path, int]:
     """Sizes of the data files, which are mapped into memory: one that shrinks ends a process by SIGBUS."""
-    files = [Path(prefix + ending) for prefix in config.data.data_path for ending in (".bin", ".idx")]
+    files = [Path(prefix + ending) for prefix in data_sources(config.data).prefixes for ending in (".bin", ".idx")]
     return {file: file.stat().st_size for file in files if file.is_file()}
 
 

@@ -56,7 +56,7 @@ from megalith.train.checkpointing import (
 )
 from megalith.train.faults import Probe
 from megalith.train.hooks import Hook
-from megalith.train.loop import Plan, TrainingRun
+from megalith.train.loop import HeldOut, Plan, TrainingRun
 from megalith.train.spoil import Spoiler
 from megalith.train.spoil_text import Spoil
 from megalith.train.state import TrainState
@@ -145,11 +145,12 @@ def start(
     if saver is not None and config.checkpoint.async_save:
         background = BackgroundSaver(saver)
         background.reserve(state)
+    valid_sets = _validation_sets(config, loaders)
     run = TrainingRun(
         plan,
         state,
         loaders.train,
-        loaders.valid,
+        None if valid_sets else loaders.valid,
         loaders.test,
         saver,
         Hook(),
@@ -158,9 +159,24 @@ def start(
         started=began,
         background=background,
         timers=timers,
+        valid_sets=valid_sets,
+        sources=loaders.sources,
         care=_care(config, state, spoils),
     )
     return Started(run, loaders, None if found is None else state.iteration, changes)
+
+
+def _validation_sets(config: RunConfig, loaders: Loaders) -> Sequence[HeldOut]:
+    """Several validation sets, or one that is gone through as a whole; empty for a part of one."""
+    if loaders.valid is None or not (loaders.further_valid or loaders.passes):
+        return ()
+    batches = (loaders.valid, *loaders.further_valid)
+    lengths = loaders.passes or (config.train.eval_iters,) * len(batches)
+    numbers = [str(number) for number in range(len(batches))]
+    names = [f"validation-{name}" for name in config.data.validation_set_names or numbers]
+    if not loaders.further_valid:
+        names = ["validation"]
+    return [HeldOut(*held_out) for held_out in zip(names, batches, lengths, strict=True)]
 
 
 def _care(config: RunConfig, state: TrainState, spoils: Sequence[Spoil]) -> Care:
@@ -427,9 +443,9 @@ def _loaders(config: RunConfig, tokenizer: Tokenizer, state: TrainState, screen:
     screen.note("> building train, validation, and test datasets ...")
     screen.say(console.target_sizes_lines(*run_sizes(config)))
     datasets = _datasets(config, tokenizer, state.context)
-    for dataset in datasets:
+    for dataset in (*datasets, *datasets.further_valid):
         if dataset is not None:
-            screen.say(f"    {dataset.name}: {dataset.num_samples} samples in {dataset.num_epochs} epochs of its text")
+            screen.say(f"    {dataset.name}: {dataset.summary}")
     screen.say("> finished creating GPT datasets ...")
     loaders = build_loaders(
         config,
@@ -456,7 +472,7 @@ def _datasets(config: RunConfig, tokenizer: Tokenizer, context: ParallelContext)
         if not built:
             built.append(build_datasets(config, tokenizer))
 
-    if config.data.data_path or config.data.data_cache_path:
+    if config.data.names_sources or config.data.data_cache_path:
         crew.first(build)
     crew.all(build)
     return built[0]

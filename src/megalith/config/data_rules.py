@@ -4,29 +4,127 @@ from __future__ import annotations
 
 import re
 
+from megalith.config.data_sources import parse_blend
+from megalith.config.idle import idle_without
 from megalith.config.rule import Draft, Rule, rule, show
+from megalith.config.run import all_settings
+from megalith.errors import ConfigError
 
 _SEPARATORS_OF_SPLIT = re.compile(r"[.0-9]+")
 
+_PATHS = (
+    "data_path",
+    "data_args_path",
+    "train_data_path",
+    "valid_data_path",
+    "test_data_path",
+    "per_split_data_args_path",
+)
+_BY_SPLIT = ("train_data_path", "valid_data_path", "test_data_path")
 
-@rule("data_path", "mock_data")
+
+def flag_of(name: str) -> str:
+    return all_settings()[name].positive_flag
+
+
+@rule(*_PATHS, "mock_data")
 def one_source_of_data(draft: Draft) -> str:
     data = draft.run.data
-    if not data.data_path and not data.mock_data:
+    ways = [names for names in (_PATHS[:1], _PATHS[1:2], _BY_SPLIT, _PATHS[5:]) if any(getattr(data, n) for n in names)]
+    flags = [flag_of(next(name for name in names if getattr(data, name))) for names in ways]
+    flags += ["--mock-data"] if data.mock_data else []
+    if not flags:
         return "data is required: --data-path PREFIX (of PREFIX.bin and PREFIX.idx), or --mock-data to try without"
-    if data.data_path and data.mock_data:
+    if flags == ["--data-path", "--mock-data"]:
         return f"{show(draft, 'data_path')} and --mock-data exclude each other; use one of them"
-    return ""
+    return f"{' and '.join(flags)} exclude each other; use one of them" if len(flags) > 1 else ""
 
 
-@rule("data_path")
-def one_dataset(draft: Draft) -> str:
-    paths = draft.run.data.data_path
-    if len(paths) < 2:
+def _blend_is_readable(name: str) -> Rule:
+    def check(draft: Draft) -> str:
+        words = getattr(draft.run.data, name)
+        try:
+            if words:
+                parse_blend(words, flag_of(name))
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    return Rule(f"{name}_is_a_blend", (name,), check)
+
+
+@rule(*_PATHS)
+def training_has_data(draft: Draft) -> str:
+    data = draft.run.data
+    given = [flag_of(name) for name in _BY_SPLIT if getattr(data, name)]
+    if not given or data.train_data_path:
+        return ""
+    return f"{' and '.join(given)} without --train-data-path: nothing is left for training; give it too"
+
+
+@rule("split", *_BY_SPLIT, "per_split_data_args_path")
+def no_split_of_splits(draft: Draft) -> str:
+    if "split" not in draft.given:
+        return ""
+    flags = [flag_of(name) for name in (*_BY_SPLIT, "per_split_data_args_path") if getattr(draft.run.data, name)]
+    if not flags:
+        return ""
+    return f"{show(draft, 'split')} with {flags[0]}: each split has data of its own there; leave out --split"
+
+
+@rule("dataloader_type")
+def data_is_loaded_here(draft: Draft) -> str:
+    if draft.run.data.dataloader_type != "external":
         return ""
     return (
-        f"{show(draft, 'data_path')}: blends and weights come with the complete data path; not in this version, "
-        "give one prefix"
+        "--dataloader-type external means a loader that a script of yours hands to Megatron; here a script gives "
+        "train_step its own iterator of batches (examples/simple_train_loop.py): use single or cyclic"
+    )
+
+
+@rule("full_validation", *_PATHS, "multiple_validation_sets")
+def full_validation_needs_no_weights(draft: Draft) -> str:
+    data = draft.run.data
+    words = data.valid_data_path if any(data.paths_of_splits) else data.data_path
+    if not data.full_validation or (data.multiple_validation_sets and data.valid_data_path):
+        return ""
+    try:
+        blend = parse_blend(words, "") if words else None
+    except ConfigError:
+        return ""
+    if blend is None or blend.weights is None or (data.valid_data_path and len(blend.prefixes) == 1):
+        return ""
+    return (
+        "--full-validation takes every validation sample once, and weights share out a given number of them; name the "
+        "validation data without weights (--valid-data-path), or add --multiple-validation-sets"
+    )
+
+
+@rule("multiple_validation_sets", "valid_data_path", "per_split_data_args_path")
+def validation_sets_are_named(draft: Draft) -> str:
+    data = draft.run.data
+    if not data.multiple_validation_sets or data.valid_data_path or data.per_split_data_args_path:
+        return ""
+    return (
+        '--multiple-validation-sets evaluates the datasets of --valid-data-path (or of "valid" in '
+        "--per-split-data-args-path) one by one, and none are given"
+    )
+
+
+@rule("validation_set_names", "multiple_validation_sets", "valid_data_path")
+def validation_sets_have_as_many_names(draft: Draft) -> str:
+    data = draft.run.data
+    if not (data.validation_set_names and data.multiple_validation_sets and data.valid_data_path):
+        return ""
+    try:
+        count = len(parse_blend(data.valid_data_path, "").prefixes)
+    except ConfigError:
+        return ""
+    names = data.validation_set_names
+    if len(names) == len(set(names)) == count:
+        return ""
+    return (
+        f"{show(draft, 'validation_set_names')}: --valid-data-path names {count} datasets; give each a name of its own"
     )
 
 
@@ -55,20 +153,58 @@ def split_without_validation(draft: Draft) -> str:
     return f"--split {draft.run.data.split} has no part for validation: there is no evaluation while training"
 
 
-@rule("split", "data_path")
+@rule("split", "data_path", "data_args_path")
 def split_by_default(draft: Draft) -> str:
-    if "split" in draft.given or not draft.run.data.data_path:
+    data = draft.run.data
+    if "split" in draft.given or not (data.data_path or data.data_args_path):
         return ""
     return f"no --split is given: {draft.run.data.split} (training, validation, test), as in Megatron"
 
 
+@rule("compile", "reset_attention_mask", "dataloader_inter_document_masking")
+def documents_are_not_compiled(draft: Draft) -> str:
+    data = draft.run.data
+    if not draft.run.train.compile or not data.masks_documents:
+        return ""
+    flag = "--reset-attention-mask" if data.reset_attention_mask else "--dataloader-inter-document-masking"
+    return f"--compile with {flag}: each new place of the documents would be compiled anew; leave out one of them"
+
+
+@rule("reset_position_ids", "position_embedding_type")
+def reset_positions_are_learned_ones(draft: Draft) -> str:
+    kind = draft.run.model.position_embedding_type
+    if not draft.run.data.reset_position_ids or kind == "learned_absolute":
+        return ""
+    return (
+        f"--reset-position-ids has no effect: {show(draft, 'position_embedding_type')} turns queries and keys by their "
+        "distance, which stays the same inside a document"
+    )
+
+
+@rule("split", "eval_iters", "full_validation")
+def full_validation_counts_by_itself(draft: Draft) -> str:
+    if not draft.run.data.full_validation or "eval_iters" not in draft.given or not draft.run.train.eval_iters:
+        return ""
+    return f"{show(draft, 'eval_iters')} counts for the test alone: --full-validation goes over the whole split"
+
+
 DATA_RULES: tuple[Rule, ...] = (
     one_source_of_data,
-    one_dataset,
+    *(_blend_is_readable(name) for name in (_PATHS[0], *_BY_SPLIT)),
+    training_has_data,
+    no_split_of_splits,
+    data_is_loaded_here,
+    full_validation_needs_no_weights,
+    validation_sets_are_named,
+    validation_sets_have_as_many_names,
+    documents_are_not_compiled,
     split_is_three_parts,
 )
 
 DATA_NOTICES: tuple[Rule, ...] = (
     split_by_default,
     split_without_validation,
+    reset_positions_are_learned_ones,
+    full_validation_counts_by_itself,
+    idle_without("validation_set_names", "multiple_validation_sets", "there is one validation set"),
 )

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from megalith.config.data_sources import SPLIT_FLAGS, data_sources
 from megalith.config.rule import Draft, Rule, rule, show
 from megalith.config.run import all_settings
 from megalith.config.values import closest
+from megalith.errors import ConfigError
 
 
 def _file_problem(draft: Draft, name: str, path: str) -> str:
@@ -40,18 +42,39 @@ def merges_file_exists(draft: Draft) -> str:
     return _file_problem(draft, "merge_file", path) if path else ""
 
 
-@rule("data_path")
-def dataset_exists(draft: Draft) -> str:
-    if len(draft.run.data.data_path) != 1:
-        return ""
-    prefix = draft.run.data.data_path[0]
+@rule(
+    "data_path",
+    "data_args_path",
+    "train_data_path",
+    "valid_data_path",
+    "test_data_path",
+    "per_split_data_args_path",
+)
+def datasets_exist(draft: Draft) -> str:
+    try:
+        sources = data_sources(draft.run.data)
+    except ConfigError as error:
+        in_file = draft.run.data.data_args_path or draft.run.data.per_split_data_args_path
+        return str(error) if in_file else ""  # what stands on the command line has a rule of its own
+    return "; ".join(filter(None, (_missing_dataset(_naming(draft, prefix), prefix) for prefix in sources.prefixes)))
+
+
+def _naming(draft: Draft, prefix: str) -> str:
+    """The flag that names a dataset, by itself or in its file."""
+    data = draft.run.data
+    lists = {"--data-path": data.data_path, **dict(zip(SPLIT_FLAGS, data.paths_of_splits, strict=True))}
+    by_itself = next((flag for flag, words in lists.items() if prefix in words), None)
+    return by_itself or ("--data-args-path" if data.data_args_path else "--per-split-data-args-path")
+
+
+def _missing_dataset(flag: str, prefix: str) -> str:
     missing = [prefix + ending for ending in (".bin", ".idx") if not Path(prefix + ending).is_file()]
     if not missing:
         return ""
     found = _prefix_that_was_meant(prefix)
-    hint = f"; did you mean --data-path {found}?" if found else "; make them with `megalith preprocess`"
+    hint = f"; did you mean {flag} {found}?" if found else "; make them with `megalith preprocess`"
     verb = "does" if len(missing) == 1 else "do"
-    return f"--data-path {prefix}: {' and '.join(missing)} {verb} not exist{_from_here(prefix)}{hint}"
+    return f"{flag} {prefix}: {' and '.join(missing)} {verb} not exist{_from_here(prefix)}{hint}"
 
 
 def _prefix_that_was_meant(prefix: str) -> str:
@@ -80,7 +103,7 @@ def _folder_is_no_file(name: str) -> Rule:
 FILE_RULES: tuple[Rule, ...] = (
     vocabulary_file_exists,
     merges_file_exists,
-    dataset_exists,
+    datasets_exist,
     *(
         _folder_is_no_file(name)
         for name in ("save", "load", "non_persistent_global_ckpt_dir", "data_cache_path", "tensorboard_dir")

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import logging
+import math
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import TypeAlias
 
 from megalith.config import DataConfig
+from megalith.config.data_sources import Blend, data_sources
+from megalith.data.blend import BlendedDataset, normalise
 from megalith.data.gpt_dataset import Documents, GPTDataset, GPTDatasetOptions
 from megalith.data.indexed import IndexedDataset, idx_path
 from megalith.data.mock import MOCK_SPLIT, MockDocuments
@@ -16,13 +22,27 @@ from megalith.tokenizers import Tokenizer
 
 logger = logging.getLogger(__name__)
 
+_VALIDATION = 1
 
-class Datasets(NamedTuple):
-    """The datasets of a run; None for a split without a share."""
+Dataset: TypeAlias = GPTDataset | BlendedDataset
 
-    train: GPTDataset | None
-    valid: GPTDataset | None
-    test: GPTDataset | None
+
+@dataclass(frozen=True)
+class Datasets:
+    """The datasets of a run; None for a split without a share. Unpacks into training, validation and test.
+
+    Attributes:
+        valid: with `--multiple-validation-sets` the first of the sets.
+        further_valid: the other ones.
+    """
+
+    train: Dataset | None
+    valid: Dataset | None
+    test: Dataset | None
+    further_valid: tuple[Dataset, ...] = ()
+
+    def __iter__(self) -> Iterator[Dataset | None]:
+        return iter((self.train, self.valid, self.test))
 
 
 def build_gpt_datasets(data: DataConfig, tokenizer: Tokenizer, *, sizes: Sizes, seed: int) -> Datasets:
@@ -35,70 +55,185 @@ def build_gpt_datasets(data: DataConfig, tokenizer: Tokenizer, *, sizes: Sizes, 
         seed: seed of the sample order.
 
     Raises:
-        ConfigError: no data, no share for training, or several prefixes, which this version cannot blend.
+        ConfigError: no data, or no share for training.
         DataError: files are missing or damaged, or a split is too small for its size.
     """
-    documents: Documents
-    written_ns = None
+    sources = data_sources(data)
     if data.mock_data:
-        path, documents, split, class_name = None, MockDocuments(tokenizer), MOCK_SPLIT, "MockGPTDataset"
+        built = _build_mock(data, tokenizer, sizes, seed)
+    elif sources.splits is not None:
+        options = _options(data, None, seed)
+        by_split = [
+            _build_split(_Builder(data, tokenizer, options), blend, split, sizes[split])
+            for split, blend in enumerate(sources.splits)
+        ]
+        train, valid, test = by_split
+        built = Datasets(*(sets[0] if sets else None for sets in (train, valid, test)), further_valid=tuple(valid[1:]))
+    elif sources.whole is not None:
+        builder = _Builder(data, tokenizer, _options(data, data.split, seed))
+        _refuse_no_training(builder.options, sizes)
+        built = Datasets(*_build_blend(builder, sources.whole, sizes))
     else:
-        path, split, class_name = single_prefix(data), data.split, "GPTDataset"
-        documents = IndexedDataset(path, mmap_bin=data.mmap_bin_files)
-        written_ns = idx_path(path).stat().st_mtime_ns
-    options = GPTDatasetOptions(
-        sequence_length=data.seq_length,
-        seed=seed,
-        split=split,
-        split_matrix=parse_split(split),
-        eod_mask_loss=data.eod_mask_loss,
-    )
-    if options.split_matrix[0] is None and sizes[0]:
-        raise ConfigError(f"--split {split} gives training no share, but {sizes[0]} samples are asked of it")
-    logger.info("Let split_matrix = %s", options.split_matrix)
-    built = [
-        None
-        if interval is None
-        else GPTDataset(
-            documents,
-            path=path,
-            split=number,
-            requested=sizes[number],
-            options=options,
-            tokenizer=tokenizer,
-            cache_folder=_cache_folder(data, path, class_name),
-            written_ns=written_ns,
-            class_name=class_name,
-        )
-        for number, interval in enumerate(options.split_matrix)
-    ]
-    problem = next((dataset.cache_problem for dataset in built if dataset and dataset.cache_problem), None)
-    if problem:
+        raise ConfigError("--data-path is missing: give the prefix of a .bin/.idx pair, or --mock-data")
+    problems = [dataset.cache_problem for dataset in (*built, *built.further_valid) if dataset is not None]
+    if problem := next(filter(None, problems), None):
         logger.warning(
             "cannot keep the index cache in %s; each start builds it anew, unless --data-cache-path names a folder "
             "that can be written",
             problem,
         )
-    return Datasets(*built)
+    return built
 
 
-def single_prefix(data: DataConfig) -> str:
-    """The one prefix of `--data-path`.
+@dataclass(frozen=True)
+class _Builder:
+    """What all datasets of a run have in common."""
 
-    Raises:  ConfigError if there is none or more than one word.
-    """
-    if not data.data_path:
-        raise ConfigError("--data-path is missing: give the prefix of a .bin/.idx pair, or --mock-data")
-    if len(data.data_path) > 1:
-        words = " ".join(data.data_path)
-        raise ConfigError(
-            f"--data-path {words}: blending several datasets needs the complete data path, not in this version; "
-            f"give one prefix without a weight"
+    data: DataConfig
+    tokenizer: Tokenizer
+    options: GPTDatasetOptions
+
+    @property
+    def blend_cache(self) -> Path | None:
+        """Where the indices of blends are kept."""
+        return Path(self.data.data_cache_path) if self.data.data_cache_path else None
+
+    def splits_of(self, prefix: str, wanted: Sequence[int | None], only: int | None = None) -> list[GPTDataset | None]:
+        """The splits of one dataset that have a share.
+
+        Args:
+            prefix: of its files.
+            wanted: samples of each split, None for one epoch.
+            only: the one split that takes all of it.
+        """
+        documents = IndexedDataset(prefix, mmap_bin=self.data.mmap_bin_files)
+        folder = self.blend_cache or Path(prefix) / "cache" / "GPTDataset_indices"
+        written = idx_path(prefix).stat().st_mtime_ns
+        return [
+            self.dataset(documents, prefix, split, wanted[split], folder, written)
+            if self._is_built(split, only)
+            else None
+            for split in range(3)
+        ]
+
+    def known_size(self, size: int | None, split: int, only: int | None) -> int:
+        """The number of samples that the weights of a blend share out; 0 for a split that is not built.
+
+        Raises:  ConfigError if all samples are asked for.
+        """
+        if not self._is_built(split, only):
+            return 0
+        if size is None:
+            raise ConfigError(
+                "weights share out a number of samples, and --full-validation asks for all there are: give the "
+                "validation data without weights (--valid-data-path), or --multiple-validation-sets"
+            )
+        return size
+
+    def dataset(
+        self,
+        documents: Documents,
+        prefix: str | None,
+        split: int,
+        requested: int | None,
+        cache_folder: Path | None,
+        written_ns: int | None = None,
+        class_name: str = "GPTDataset",
+    ) -> GPTDataset:
+        """One split of one dataset."""
+        return GPTDataset(
+            documents,
+            path=prefix,
+            split=split,
+            requested=requested,
+            options=self.options,
+            tokenizer=self.tokenizer,
+            cache_folder=cache_folder,
+            written_ns=written_ns,
+            class_name=class_name,
         )
-    return data.data_path[0]
+
+    def blended(self, datasets: Sequence[GPTDataset], weights: Sequence[float], size: int | None) -> BlendedDataset:
+        """A blend of datasets of one split."""
+        prefixes = [dataset.prefix for dataset in datasets if dataset.prefix is not None]
+        written = max(idx_path(prefix).stat().st_mtime_ns for prefix in prefixes)
+        return BlendedDataset(datasets, weights, size, cache_folder=self.blend_cache, written_ns=written)
+
+    def _is_built(self, split: int, only: int | None) -> bool:
+        if only is not None:
+            return split == only
+        return self.options.split_matrix is not None and self.options.split_matrix[split] is not None
 
 
-def _cache_folder(data: DataConfig, path: str | None, class_name: str) -> Path | None:
-    if data.data_cache_path:
-        return Path(data.data_cache_path)
-    return None if path is None else Path(path) / "cache" / f"{class_name}_indices"
+def _options(data: DataConfig, split: str | None, seed: int) -> GPTDatasetOptions:
+    options = GPTDatasetOptions(
+        sequence_length=data.seq_length,
+        seed=seed,
+        split=split,
+        split_matrix=None if split is None else parse_split(split),
+        eod_mask_loss=data.eod_mask_loss,
+        reset_position_ids=data.reset_position_ids,
+        reset_attention_mask=data.reset_attention_mask,
+        mask_between_documents=data.dataloader_inter_document_masking,
+    )
+    if split is not None:
+        logger.info("Let split_matrix = %s", options.split_matrix)
+    return options
+
+
+def _refuse_no_training(options: GPTDatasetOptions, sizes: Sizes) -> None:
+    if options.split_matrix is not None and options.split_matrix[0] is None and sizes[0]:
+        raise ConfigError(f"--split {options.split} gives training no share, but {sizes[0]} samples are asked of it")
+
+
+def _build_mock(data: DataConfig, tokenizer: Tokenizer, sizes: Sizes, seed: int) -> Datasets:
+    builder, documents = _Builder(data, tokenizer, _options(data, MOCK_SPLIT, seed)), MockDocuments(tokenizer)
+    train, valid, test = (
+        builder.dataset(documents, None, split, sizes[split], builder.blend_cache, class_name="MockGPTDataset")
+        for split in range(3)
+    )
+    return Datasets(train, valid, test)
+
+
+def _build_split(builder: _Builder, blend: Blend | None, split: int, size: int | None) -> list[Dataset]:
+    """The datasets of one split that has a blend of its own; one, or those of `--multiple-validation-sets`."""
+    if blend is None:
+        return []
+    apart = builder.data.multiple_validation_sets and split == _VALIDATION
+    if apart or len(blend.prefixes) == 1:
+        wanted = [size if number == split else 0 for number in range(3)]
+        found = [builder.splits_of(prefix, wanted, split)[split] for prefix in blend.prefixes]
+        return [dataset for dataset in found if dataset is not None]
+    sizes = (size if split == 0 else 0, size if split == 1 else 0, size if split == 2 else 0)
+    return [dataset for dataset in _build_blend(builder, blend, sizes, split) if dataset is not None]
+
+
+def _build_blend(builder: _Builder, blend: Blend, sizes: Sizes, only: int | None = None) -> list[Dataset | None]:
+    """The splits of a blend, or the `only` one.
+
+    Source:  Megatron-LM `BlendedMegatronDatasetBuilder`.
+    """
+    if blend.is_single:
+        return list(builder.splits_of(blend.prefixes[0], sizes, only))
+    weights = None if blend.weights is None else normalise(blend.weights)
+    wanted: list[list[int | None]] = [[None] * 3 for _ in blend.prefixes]
+    targets: list[list[int]] = []
+    if weights is not None:
+        known = [builder.known_size(size, split, only) for split, size in enumerate(sizes)]
+        targets = [[math.ceil(size * weight) for size in known] for weight in weights]
+        surplus = builder.data.mid_level_dataset_surplus
+        wanted = [[math.ceil(target * (1 + surplus)) for target in row] for row in targets]
+    with ThreadPoolExecutor(builder.data.num_dataset_builder_threads, "megalith-index") as threads:
+        rows = list(threads.map(lambda row: builder.splits_of(*row, only), zip(blend.prefixes, wanted, strict=True)))
+    blends: list[Dataset | None] = []
+    for split, column in enumerate(zip(*rows, strict=True)):
+        datasets = [dataset for dataset in column if dataset is not None]
+        size = sizes[split]
+        if not datasets:
+            blends.append(None)
+        elif weights is not None:
+            blends.append(builder.blended(datasets, weights, sum(row[split] for row in targets)))
+        else:
+            lengths = [len(dataset) for dataset in datasets]
+            blends.append(builder.blended(datasets, lengths, None if size is None else min(size, sum(lengths))))
+    return blends

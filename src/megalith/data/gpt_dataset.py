@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 
 from megalith.data import gpt_index
 from megalith.data.gpt_index import EpochPlan
-from megalith.data.index_cache import Arrays, IndexCache
-from megalith.data.splits import SPLIT_NAMES, SplitMatrix, interval_range
+from megalith.data.index_cache import Arrays, load_or_build
+from megalith.data.masks import document_ids, numbers_of_parts, restarted_positions
+from megalith.data.splits import SPLIT_NAMES, Interval, SplitMatrix, interval_range
 from megalith.errors import DataError
 from megalith.tokenizers import Tokenizer
 
@@ -46,9 +47,13 @@ class GPTDatasetOptions:
     Attributes:
         sequence_length: tokens of a sample.
         seed: seed of the order of documents and samples; the same for every split.
-        split: shares of the splits as the user wrote them.
-        split_matrix: the same as intervals.
+        split: shares of the splits as the user wrote them; None where each split has datasets of its own.
+        split_matrix: the same as intervals; None where a split takes all documents.
         eod_mask_loss: no loss where the input token ends a document.
+        reset_position_ids: positions start at 0 with each document.
+        reset_attention_mask: attention stays inside a document: samples carry `document_ids`.
+        mask_between_documents: both of these, with the borders of the documents of the dataset instead of the
+            end-of-document tokens.
         add_extra_token: read one token more than `sequence_length`, which is the last label. Without it the last
             label is padding.
         drop_last_partial_validation: leave out the tokens at the end of the validation split that fill no sample,
@@ -57,25 +62,35 @@ class GPTDatasetOptions:
 
     sequence_length: int
     seed: int
-    split: str
-    split_matrix: SplitMatrix
+    split: str | None
+    split_matrix: SplitMatrix | None
     eod_mask_loss: bool = False
+    reset_position_ids: bool = False
+    reset_attention_mask: bool = False
+    mask_between_documents: bool = False
     add_extra_token: bool = True
     drop_last_partial_validation: bool = True
+
+    def interval(self, split: int) -> Interval:
+        """The share of a split, 0 train, 1 valid, 2 test, which is above zero."""
+        interval = (0.0, 1.0) if self.split_matrix is None else self.split_matrix[split]
+        assert interval is not None, "a split without a share is not built"
+        return interval
 
 
 class GPTDataset:
     """Samples of one split; item i is a dict of arrays of `sequence_length` entries.
 
-    tokens (i64), labels (i64, the tokens one later), loss_mask (f32, 0 where the label is padding) and position_ids
-    (i64).
+    tokens (i64), labels (i64, the tokens one later), loss_mask (f32, 0 where the label is padding), position_ids (i64)
+    and, if attention stays inside a document, document_ids (i32, masks.py).
 
     Attributes:
         name: train, valid or test.
+        prefix: where the documents come from, None for made-up data.
         requested: number of samples asked for, None for one epoch.
         documents_of_split: numbers of the documents that this split takes.
         plan: epochs and samples.
-        description: the text whose md5 names the cache files.
+        identity: what its cache files depend on.
         cache_problem: why the indices could not be saved, None if they were or need not be.
     """
 
@@ -109,23 +124,23 @@ class GPTDataset:
         Raises:
             DataError: the split has too few tokens for what is asked of it.
         """
-        interval = options.split_matrix[split]
-        assert interval is not None, "a split without a share is not built"
-        self.name = SPLIT_NAMES[split]
+        self.name, self.prefix = SPLIT_NAMES[split], path
         self.requested = requested
-        self.documents_of_split = interval_range(interval, len(documents.lengths))
+        self.documents_of_split = interval_range(options.interval(split), len(documents.lengths))
         self._documents, self._options, self._path = documents, options, path
         self._eod, self._vocab_size = tokenizer.eod, tokenizer.vocab_size
-        self._pad = -1 if tokenizer.pad is None else tokenizer.pad
+        # Padding that is also a mark in the text would take the loss from its every use, as Megatron before 2026 did.
+        self._pad = -1 if tokenizer.pad is None or tokenizer.pad == tokenizer.eod else tokenizer.pad
         self._extra = 1 if options.add_extra_token else 0
         self._written_ns = written_ns
         self.plan = self._plan()
-        self.description = self._describe(class_name, tokenizer)
-        self.cache_problem: str | None = None
-        cache = (
-            None if cache_folder is None else IndexCache(cache_folder, f"{class_name}-{self.name}", self.description)
+        self.identity = self._identify(class_name, tokenizer)
+        cached = load_or_build(
+            cache_folder, f"{class_name}-{self.name}", self.description, _ARRAYS, self._build, self._fit, written_ns
         )
-        arrays = self._load_or_build(cache, class_name)
+        self.cache_problem, arrays = cached.problem, cached.arrays
+        logger.info("> total number of samples: %d", self.num_samples)
+        logger.info("> total number of epochs: %d", self.num_epochs)
         self.document_index: NDArray[np.int32] = arrays["document_index"]
         self.sample_index: NDArray[Any] = arrays["sample_index"]
         self.shuffle_index: NDArray[Any] = arrays["shuffle_index"]
@@ -133,6 +148,21 @@ class GPTDataset:
     def __len__(self) -> int:
         """Number of samples: all that the epochs hold, which may be more than were requested."""
         return self.plan.num_samples
+
+    @property
+    def description(self) -> str:
+        """The text whose md5 names the cache files."""
+        return json.dumps(self.identity, indent=4)
+
+    @property
+    def built_for(self) -> str:
+        """What was asked of it, and what that needs."""
+        return f"{self.requested} samples ({self.num_epochs} epochs)"
+
+    @property
+    def summary(self) -> str:
+        """How much of it there is, in one line."""
+        return f"{self.num_samples} samples in {self.num_epochs} epochs of its text"
 
     @property
     def num_samples(self) -> int:
@@ -146,32 +176,40 @@ class GPTDataset:
         """Sample `item` in the order of training."""
         if not 0 <= item < len(self):
             raise IndexError(f"sample {item} of {len(self)}")
-        text = self._text(int(self.shuffle_index[item]))
-        length = self._options.sequence_length
+        text, parts = self._text(int(self.shuffle_index[item]))
+        options, length = self._options, self._options.sequence_length
         tokens = text[:length].copy()
         labels = text[1:].copy() if self._extra else np.append(text[1:], self._pad)
         loss_mask = np.ones(length, np.float32)
-        if self._options.eod_mask_loss:
+        if options.eod_mask_loss:
             loss_mask[tokens == self._eod] = 0.0
+        between = options.mask_between_documents
+        documents = numbers_of_parts(parts, length) if between else document_ids(tokens, self._eod)
+        restart = options.reset_position_ids or between
+        positions = np.arange(length, dtype=np.int64)
         loss_mask[labels == self._pad] = 0.0
         tokens[tokens == self._pad] = 0
         labels[labels == self._pad] = 0
-        return {
+        sample = {
             "tokens": tokens,
             "labels": labels,
             "loss_mask": loss_mask,
-            "position_ids": np.arange(length, dtype=np.int64),
+            "position_ids": restarted_positions(documents) if restart else positions,
         }
+        return {**sample, "document_ids": documents} if options.reset_attention_mask or between else sample
 
-    def _text(self, sample: int) -> NDArray[np.int64]:
+    def _text(self, sample: int) -> tuple[NDArray[np.int64], list[int]]:
         """Tokens of a sample before shuffling, filled up with padding, [sequence_length + extra] i64.
+
+        With them the number of tokens of each document, or part of one, that they are from.
 
         Raises:  DataError if the documents cannot give them, or hold tokens outside the vocabulary.
         """
         text = np.full(self._options.sequence_length + self._extra, self._pad, np.int64)
         try:
             parts = self._parts(sample)
-            tokens = np.concatenate(parts, out=text[: sum(map(len, parts))], casting="unsafe")
+            lengths = [len(part) for part in parts]
+            tokens = np.concatenate(parts, out=text[: sum(lengths)], casting="unsafe")
         except (IndexError, ValueError) as error:
             raise DataError(
                 f"sample {sample} of the {self.name} split cannot be read from {self._path} ({error}): the files "
@@ -183,7 +221,7 @@ class GPTDataset:
                 f"{self._path} holds token {outside}, outside the vocabulary of {self._vocab_size}: it was made with "
                 f"another tokenizer"
             )
-        return text
+        return text, lengths
 
     def _parts(self, sample: int) -> list[NDArray[Any]]:
         """The pieces of documents that make a sample."""
@@ -231,17 +269,21 @@ class GPTDataset:
     def _too_small(self, tokens: int) -> str:
         """The arithmetic of a split that cannot serve a single label."""
         total, split = len(self._documents.lengths), self.documents_of_split
-        interval = self._options.split_matrix[SPLIT_NAMES.index(self.name)]
-        assert interval is not None
+        where, remedy = f"it holds {total} documents", "Add documents"
+        if self._options.split_matrix is not None:
+            low, high = self._options.interval(SPLIT_NAMES.index(self.name))
+            where = (
+                f"--split {self._options.split} gives it documents round({low:.6g} * {total}) = {split.start} to "
+                f"round({high:.6g} * {total}) = {split.stop}, which is {len(split)} of {total}"
+            )
+            remedy = "Give it a larger share, add documents"
         return (
-            f"the {self.name} split of {self._path} has {tokens} tokens, but {self._asked()} are asked of it: "
-            f"--split {self._options.split} gives it documents round({interval[0]:.6g} * {total}) = {split.start} to "
-            f"round({interval[1]:.6g} * {total}) = {split.stop}, which is {len(split)} of {total}. Give it a larger "
-            f"share, add documents, or ask for no samples (--eval-iters 0)"
+            f"the {self.name} split of {self._path} has {tokens} tokens, but {self._asked()} are asked of it: {where}. "
+            f"{remedy}, or ask for no samples (--eval-iters 0)"
         )
 
-    def _describe(self, class_name: str, tokenizer: Tokenizer) -> str:
-        description = {
+    def _identify(self, class_name: str, tokenizer: Tokenizer) -> dict[str, Any]:
+        return {
             "class": class_name,
             "dataset_path": self._path,
             "num_samples": self.requested,
@@ -252,26 +294,6 @@ class GPTDataset:
             "split_matrix": self._options.split_matrix,
             "tokenizer": tokenizer.identity(),
         }
-        return json.dumps(description, indent=4)
-
-    def _load_or_build(self, cache: IndexCache | None, class_name: str) -> Arrays:
-        arrays = None if cache is None else cache.load(_ARRAYS, self._written_ns)
-        if arrays is not None and not self._fit(arrays):
-            logger.warning("the cached %s %s indices do not fit their dataset: built again", class_name, self.name)
-            arrays = None
-        if arrays is None:
-            logger.info("Build and save the %s %s indices", class_name, self.name)
-            arrays = self._build()
-            if cache is not None:
-                try:
-                    cache.save(arrays)
-                except OSError as error:
-                    self.cache_problem = f"{cache.stem.parent}: {error.strerror}"
-        else:
-            logger.info("Load the %s %s indices", class_name, self.name)
-        logger.info("> total number of samples: %d", self.num_samples)
-        logger.info("> total number of epochs: %d", self.num_epochs)
-        return arrays
 
     def _build(self) -> Arrays:
         # One generator draws the documents, then the samples.

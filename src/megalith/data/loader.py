@@ -7,15 +7,16 @@ map, during which numpy lets other threads run; unlike processes they need no sh
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from megalith.data.gpt_dataset import GPTDataset
-from megalith.data.sampler import sequential_micro_batches
+from megalith.data.sampler import Order, Sequential
 from megalith.errors import DataError
 
 _READ_AHEAD = 2  # micro-batches per worker
@@ -23,21 +24,43 @@ _READ_AHEAD = 2  # micro-batches per worker
 Batch = dict[str, Tensor]
 
 
+class Samples(Protocol):
+    """A dataset of one split.
+
+    Attributes:
+        name: train, valid or test.
+        requested: number of samples that it was built for, None for one epoch.
+        built_for: the same in words, with what it is made of.
+    """
+
+    name: str
+    requested: int | None
+
+    @property
+    def built_for(self) -> str: ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, item: int, /) -> dict[str, NDArray[Any]]: ...
+
+
 class BatchLoader:
     """Iterator over the micro-batches of one data-parallel rank.
 
-    Each is a dict of tensors of `micro_batch_size` rows: tokens, labels, position_ids (i64) and loss_mask (f32).
+    Each is a dict of tensors of `micro_batch_size` rows: what the samples hold, such as tokens, labels, position_ids
+    (i64) and loss_mask (f32).
     """
 
     def __init__(
         self,
-        dataset: GPTDataset,
+        dataset: Samples,
         micro_batch_size: int,
         consumed_samples: int,
         *,
         num_workers: int = 0,
         rank: int = 0,
         num_ranks: int = 1,
+        order: Order | None = None,
     ) -> None:
         """Start after `consumed_samples`.
 
@@ -48,13 +71,13 @@ class BatchLoader:
             num_workers: threads that read ahead; with 0 each micro-batch is read when it is asked for.
             rank: rank among the data-parallel ranks.
             num_ranks: data-parallel ranks.
+            order: in which the samples come; that of the dataset, once, by default.
         """
         self._dataset = dataset
         self._block = micro_batch_size * num_ranks
         self._consumed = consumed_samples
-        self._plan = sequential_micro_batches(
-            len(dataset), consumed_samples, micro_batch_size, rank=rank, num_ranks=num_ranks
-        )
+        order = order or Sequential(len(dataset), micro_batch_size)
+        self._plan = order.micro_batches(consumed_samples, rank, num_ranks)
         self._threads = ThreadPoolExecutor(num_workers, "megalith-data") if num_workers else None
         self._depth = num_workers * _READ_AHEAD
         self._ahead: deque[Future[Batch]] = deque()
@@ -92,14 +115,19 @@ class BatchLoader:
             self._ahead.append(threads.submit(self._collate, samples))
         return batch
 
-    def _collate(self, samples: range) -> Batch:
-        rows = [self._dataset[sample] for sample in samples]
+    def _collate(self, samples: Sequence[int | None]) -> Batch:
+        rows = [self._dataset[sample] if sample is not None else self._filling() for sample in samples]
         return {field: torch.from_numpy(np.stack([row[field] for row in rows])) for field in rows[0]}
+
+    def _filling(self) -> dict[str, NDArray[Any]]:
+        """A sample that fills up a batch: the first one, without a loss."""
+        sample = self._dataset[0]
+        return {**sample, "loss_mask": np.zeros_like(sample["loss_mask"])}
 
     def _exhausted(self) -> DataError:
         dataset = self._dataset
         return DataError(
             f"the {dataset.name} data is used up: {self._consumed} of its {len(dataset)} samples are consumed and the "
-            f"next step needs {self._block} more; it was built for {dataset.requested} samples ({dataset.num_epochs} "
-            f"epochs), so ask for more when building it (--train-iters or --train-samples) or start anew"
+            f"next step needs {self._block} more; it was built for {dataset.built_for}, so ask for more when building "
+            "it (--train-iters or --train-samples) or start anew"
         )

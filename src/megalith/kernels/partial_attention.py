@@ -49,7 +49,7 @@ def attend_part(
     Args:
         q, k, v: queries, keys and values.
         causal: query i looks at the keys 0 to i only (as many keys as queries); else at all.
-        hidden: instead of `causal`, a mask [Q, S] that is True where a query may not look; a query may see no key
+        hidden: instead of `causal`, a mask [Q, S] or [B, 1, Q, S], True where a query may not look; it may see no key
             here, whose lse is minus infinity then.
         scale: of the scores; 1 / sqrt(K) unless given.
         dropout: of the probabilities.
@@ -188,7 +188,7 @@ class _Seen:
             later = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(1)
             scores[..., rows.start :].masked_fill_(later, -math.inf)
         elif self.hidden is not None:
-            scores.masked_fill_(self.hidden[rows], -math.inf)
+            scores.masked_fill_(self.hidden[..., rows, :], -math.inf)
         return scores
 
 

@@ -9,16 +9,26 @@ from torch import Tensor
 
 from megalith.config import ModelConfig
 from megalith.kernels.blocked_attention import blocked_causal_attention
-from megalith.nn.attention import PLAIN, AttentionKernel, AttentionRule, attend_fused, attend_unfused
+from megalith.kernels.varlen_attention import attend_varlen, has_varlen
+from megalith.nn.attention import PLAIN, AttentionKernel, AttentionRule, attend_fused, attend_unfused, by_document
 from megalith.nn.precision import product_dtype
 
 
 def attend_by_device(q: Tensor, k: Tensor, v: Tensor, dropout: float, rule: AttentionRule = PLAIN) -> Tensor:
     """The fastest exact kernel: blocked products on a CPU in bf16, with dropout or with a window, else torch SDPA.
 
+    Documents are one call of the flash kernel on a GPU, and elsewhere one call each.
+
     A compiled graph cannot draw from a generator of its own, so dropout is SDPA's there.
     """
     dtype = product_dtype(q)
+    documents = rule.documents
+    if documents is not None and has_varlen(q.to(dtype)) and rule.sink_H is None and not rule.limits(documents.longest):
+        laid_out = (documents.laid_out(x.to(dtype)) for x in (q, k, v))
+        context = attend_varlen(*laid_out, documents.offsets, documents.longest, dropout=dropout, scale=rule.scale)
+        return documents.in_sequences(context).to(q.dtype)
+    if documents is not None:
+        return by_document(attend_by_device, q, k, v, dropout, rule)
     whole = q.shape[0] == k.shape[0] > 1
     blocked = dropout > 0.0 or rule.limits(k.shape[0])
     faster = not torch.compiler.is_compiling() if blocked else dtype == torch.bfloat16

@@ -18,6 +18,7 @@ from megalith.config import ModelConfig
 from megalith.models.attention_kernels import attention_kernel
 from megalith.nn.attention import AttentionRule, AttentionShape, LocalMixer, SelfAttention, SequenceMixer
 from megalith.nn.cache import KVCache, LayerCache
+from megalith.nn.documents import Documents
 from megalith.nn.dropout import HiddenDropout
 from megalith.nn.embedding import TokenEmbedding
 from megalith.nn.feed_forward import Activation, FeedForward
@@ -144,10 +145,23 @@ class Block(nn.Module):
         )
         self.dropout = HiddenDropout(config.hidden_dropout, region)
 
-    def forward(self, x_SBD: Tensor, turn: Rotation | None, cache: LayerCache | None = None) -> Tensor:
+    def forward(
+        self,
+        x_SBD: Tensor,
+        turn: Rotation | None,
+        cache: LayerCache | None = None,
+        documents: Documents | None = None,
+    ) -> Tensor:
         turn = turn if self.rotated else None
-        x_SBD = self._branch(x_SBD, self.input_layernorm, partial(self.self_attention, turn=turn, cache=cache))
+        attention = partial(self.self_attention, turn=turn, cache=cache, documents=documents)
+        x_SBD = self._branch(x_SBD, self.input_layernorm, attention)
+        if {"mlp", "layernorm"} <= self.recompute and self._backward_follows() and not self.residual_of_norm:
+            return x_SBD + self.dropout(recomputed(self._normed_feed_forward, x_SBD, region=self.region))
         return self._branch(x_SBD, self.pre_mlp_layernorm, self._feed_forward)
+
+    def _normed_feed_forward(self, x_SBD: Tensor) -> Tensor:
+        found: Tensor = self.mlp(self.pre_mlp_layernorm(x_SBD))
+        return found
 
     def _branch(self, x_SBD: Tensor, norm: Callable[[Tensor], Tensor], layer: Callable[[Tensor], Tensor]) -> Tensor:
         """x + dropout(layer(norm(x))), in the dtype of x."""
@@ -225,17 +239,31 @@ class Decoder(nn.Module):
         )
         self.final_layernorm = _norm(config, dtype, device) if stage.predicts else None
 
-    def forward(self, x_SBD: Tensor, turn: Rotation | None, cache: KVCache | None = None) -> Tensor:
+    def forward(
+        self,
+        x_SBD: Tensor,
+        turn: Rotation | None,
+        cache: KVCache | None = None,
+        documents: Documents | None = None,
+    ) -> Tensor:
         backward_follows = self.training and torch.is_grad_enabled() and cache is None
         for group in self._in_training if backward_follows else self._at_once:
-            through = partial(self._through, group.layers, turn=turn, cache=cache)
+            through = partial(self._through, group.layers, turn=turn, cache=cache, documents=documents)
             x_SBD = recomputed(through, x_SBD, region=self.region) if group.again else through(x_SBD)
         return x_SBD if self.final_layernorm is None else self.final_layernorm(x_SBD)
 
-    def _through(self, layers: range, x_SBD: Tensor, *, turn: Rotation | None, cache: KVCache | None) -> Tensor:
+    def _through(
+        self,
+        layers: range,
+        x_SBD: Tensor,
+        *,
+        turn: Rotation | None,
+        cache: KVCache | None,
+        documents: Documents | None,
+    ) -> Tensor:
         blocks = list(self.layers.values())
         for index in layers:
-            x_SBD = blocks[index](x_SBD, turn, None if cache is None else cache.layers[index])
+            x_SBD = blocks[index](x_SBD, turn, None if cache is None else cache.layers[index], documents)
         return x_SBD
 
 
@@ -344,6 +372,7 @@ class GPT(nn.Module):
         position_ids_BS: Tensor | None = None,
         labels_BS: Tensor | None = None,
         cache: KVCache | None = None,
+        documents: Documents | None = None,
     ) -> Tensor:
         """Predict each next token, or compute this stage's part of it.
 
@@ -353,12 +382,15 @@ class GPT(nn.Module):
             position_ids_BS: Rows of the learned position table [B, S]; those of the cache if absent.
             labels_BS: Targets [B, S].
             cache: Keys and values of earlier tokens, extended in place; B is 1, and S the new tokens of all sequences.
+            documents: Those of the whole sequences, if attention stays inside of them; without a cache only.
 
         Returns:
             With labels the loss of each token [B, S] in at least fp32, without the logits [B, S, V]; where the stage
             does not predict, hidden states [S, B, D] for the next one.
         """
-        hidden_SBD = self.hidden_states(tokens_BS, hidden_SBD=hidden_SBD, position_ids_BS=position_ids_BS, cache=cache)
+        hidden_SBD = self.hidden_states(
+            tokens_BS, hidden_SBD=hidden_SBD, position_ids_BS=position_ids_BS, cache=cache, documents=documents
+        )
         if not self.stage.predicts:
             return hidden_SBD
         if labels_BS is None:
@@ -382,6 +414,7 @@ class GPT(nn.Module):
         hidden_SBD: Tensor | None = None,
         position_ids_BS: Tensor | None = None,
         cache: KVCache | None = None,
+        documents: Documents | None = None,
     ) -> Tensor:
         """The hidden states [S, B, D] behind the last layer that is here, the final norm applied where it is.
 
@@ -397,7 +430,7 @@ class GPT(nn.Module):
         if self.embedding is not None:
             hidden_SBD = self.embedding(tokens_BS, position_ids_BS)
         turn = None if self._rotations is None else self._rotations(positions_S, length)
-        states_SBD: Tensor = self.decoder(hidden_SBD, turn, cache)
+        states_SBD: Tensor = self.decoder(hidden_SBD, turn, cache, documents)
         return states_SBD
 
     def compile_blocks(self) -> None:

@@ -8,7 +8,8 @@ The kernel is passed in; two with the same meaning are here: `attend_fused` (tor
 `attend_unfused`, the arithmetic of Megatron's local implementation step by step, which repeats its half-precision
 runs to the last digit.
 
-What differs between layers is an `AttentionRule`: the scale of the scores, a window, a sink.
+What differs between layers is an `AttentionRule`: the scale of the scores, a window, a sink; and between micro-batches
+the documents that attention stays inside of.
 
 `SequenceMixer` is the port through which context parallelism enters: attention is the one place of the model where the
 positions of a sequence meet. All else works on the positions that are here.
@@ -18,12 +19,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from megalith.nn.cache import LayerCache
+from megalith.nn.documents import Documents
 from megalith.nn.linear import Linear, column, row
 from megalith.nn.norm import build_norm
 from megalith.nn.placement import GroupedHeads, Placement, Split
@@ -43,6 +46,7 @@ class AttentionRule:
         scale: of the products of queries and keys; 1 / sqrt(K) if None.
         window: how many positions before its own a query sees; all of them if None.
         sink_H: score of one more key of each head, which every query sees and which has no value; none if None.
+        documents: of the sequences, and no query sees a key of another one; None where each is one document.
         layer_scaling: the products are divided by this before they are rounded to the dtype of the queries, and the
             scores multiplied by it afterwards (Megatron's query-key layer scaling); it changes the rounding only.
     """
@@ -51,6 +55,7 @@ class AttentionRule:
     window: int | None = None
     sink_H: Tensor | None = None
     layer_scaling: int = 1
+    documents: Documents | None = None
 
     def scale_of(self, size: int) -> float:
         """The scale of the scores of heads of `size` elements."""
@@ -122,6 +127,16 @@ def expand_groups(x_SBGK: Tensor, num_heads: int) -> Tensor:
     return x_SBGK if groups == num_heads else x_SBGK.repeat_interleave(num_heads // groups, dim=2)
 
 
+def by_document(
+    attend: AttentionKernel, q: Tensor, k: Tensor, v: Tensor, dropout: float, rule: AttentionRule
+) -> Tensor:
+    """A kernel on each document of `rule.documents` by itself. Shapes as of the kernel, as many queries as keys."""
+    assert rule.documents is not None, "there are no documents"
+    alone = replace(rule, documents=None)
+    separated = (rule.documents.separated(x) for x in (q, k, v))
+    return rule.documents.joined([attend(*document, dropout, alone) for document in zip(*separated, strict=True)])
+
+
 def _with_sink(
     q: Tensor, k: Tensor, v: Tensor, seen: Tensor, sink_H: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -142,6 +157,8 @@ def _with_sink(
 
 def attend_fused(q: Tensor, k: Tensor, v: Tensor, dropout: float, rule: AttentionRule = PLAIN) -> Tensor:
     """Causal softmax(scale q k^T) v by torch SDPA. [Q, B, H, K], 2 x [S, B, H, K] -> [Q, B, H, K]."""
+    if rule.documents is not None:
+        return by_document(attend_fused, q, k, v, dropout, rule)
     dtype, source, size = product_dtype(q), q.dtype, q.shape[-1]
     q_BHQK, k_BHSK, v_BHSK = (x.to(dtype).permute(1, 2, 0, 3) for x in (q, k, v))
     square, scale = q.shape[0] == k.shape[0], rule.scale_of(size)
@@ -165,6 +182,8 @@ def attend_unfused(
     Shapes: [Q, B, H, K], 2 x [S, B, H, K] -> [Q, B, H, K].
     Source: spec/training-behaviour.md section 11, point 11.
     """
+    if rule.documents is not None:
+        return by_document(partial(attend_unfused, softmax_in_fp32=softmax_in_fp32), q, k, v, dropout, rule)
     num_queries, batch, heads, size = q.shape
     q_NQK, k_NSK, v_NSK = (x.reshape(x.shape[0], batch * heads, size).transpose(0, 1) for x in (q, k, v))
     dtype, alpha = product_dtype(q), rule.scale_of(size) / rule.layer_scaling
@@ -329,37 +348,46 @@ class SelfAttention(nn.Module):
         q, gate, k, v = grouped.split((queries, gates, 1, 1), dim=3)
         return q.flatten(2, 3), k.squeeze(3), v.squeeze(3), gate.flatten(2, 3) if gates else None
 
-    def _rule(self, q: Tensor) -> AttentionRule:
+    def _rule(self, q: Tensor, documents: Documents | None = None) -> AttentionRule:
+        rule = self.rule if documents is None else replace(self.rule, documents=documents)
         if self.shape.softmax_type == "off-by-one":
-            return replace(self.rule, sink_H=q.new_zeros(self.num_heads))
+            return replace(rule, sink_H=q.new_zeros(self.num_heads))
         if self.core_attention is not None:
-            return replace(self.rule, sink_H=self.core_attention.softmax_offset)
-        return self.rule
+            return replace(rule, sink_H=self.core_attention.softmax_offset)
+        return rule
 
-    def forward(self, x_SBD: Tensor, turn: Rotation | None, cache: LayerCache | None = None) -> Tensor:
+    def forward(
+        self,
+        x_SBD: Tensor,
+        turn: Rotation | None,
+        cache: LayerCache | None = None,
+        documents: Documents | None = None,
+    ) -> Tensor:
         """Attend to this and earlier positions.
 
         Args:
             x_SBD: Normalised hidden states of the new positions, those of them that are here.
             turn: Rotary cosines and sines of the new positions, or None.
-            cache: Keys and values of earlier positions, which takes the new ones; there is no dropout with it.
+            cache: Keys and values of earlier positions, which takes the new ones; there is no dropout with it, and
+                no documents.
+            documents: Those of the whole sequences, if attention stays inside of them.
         """
         q, k, v, gate = self._heads(x_SBD)
         if self.q_layernorm is not None and self.k_layernorm is not None:
             q, k = self.q_layernorm(q), self.k_layernorm(k)
         if turn is not None:
             q, k = (rotate(x, turn, interleaved=self.shape.rotary_interleaved) for x in (q, k))
-        context = self._mix(q, k, v) if cache is None else self.mixer.recall(cache, q, k, v, self._rule(q))
+        context = self._mix(q, k, v, documents) if cache is None else self.mixer.recall(cache, q, k, v, self._rule(q))
         if gate is not None:
             context = (context * torch.sigmoid(gate.to(at_least_fp32(gate.dtype)))).to(context.dtype)
         return row(context.flatten(2), self.region, self.linear_proj)
 
-    def _mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _mix(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> Tensor:
         dropout = self.shape.dropout if self.training else 0.0
 
         def mix(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             with self.region.own_draws(dropout):
-                return self.mixer.mix(q, k, v, dropout, self.attend, self._rule(q))
+                return self.mixer.mix(q, k, v, dropout, self.attend, self._rule(q, documents))
 
         if self.recompute_core and self.training and torch.is_grad_enabled():
             return recomputed(mix, q, k, v, region=self.region)

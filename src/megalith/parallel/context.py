@@ -38,6 +38,7 @@ from megalith.kernels.partial_attention import attend_part, attend_part_backward
 from megalith.layout import balanced_positions
 from megalith.nn.attention import AttentionKernel, AttentionRule, expand_groups
 from megalith.nn.cache import LayerCache
+from megalith.nn.documents import Documents
 from megalith.nn.precision import at_least_fp32, product_dtype
 
 
@@ -111,15 +112,27 @@ class Band:
 
     scale: float | None
     window: int | None
+    documents: Documents | None = None
 
     def hidden(self, block: Block, axis: Axis, q: Tensor) -> Tensor | None:
-        """[Q, S] mask of a block, True where a query may not look; None where `block.causal` says it all."""
+        """Mask of a block, True where a query may not look; None where `block.causal` says it all.
+
+        Shapes: [Q, S], with documents [B, 1, Q, S]; a block is 1 / n^2 or 2 / n^2 of the mask of whole sequences.
+        """
         length, device = q.shape[0] * axis.size, q.device
-        if self.window is None or self.window >= length - 1:
+        limited = self.window is not None and self.window < length - 1
+        if not limited and self.documents is None:
             return None
-        queries = positions_of(length, axis.size, axis.index, device)[block.queries, None]
-        keys = positions_of(length, axis.size, block.source, device)[None, block.keys]
-        return (keys > queries) | (queries - keys > self.window)
+        queries = positions_of(length, axis.size, axis.index, device)[block.queries]
+        keys = positions_of(length, axis.size, block.source, device)[block.keys]
+        distance = queries[:, None] - keys
+        mask = distance < 0
+        if self.window is not None:
+            mask |= distance > self.window
+        if self.documents is None:
+            return mask
+        ids_BS = self.documents.ids_BS
+        return mask | (ids_BS[:, None, queries, None] != ids_BS[:, None, None, keys])
 
 
 class _RingAttention(torch.autograd.Function):
@@ -212,7 +225,7 @@ class RingMixer(_Balanced):
     def mix(
         self, q: Tensor, k: Tensor, v: Tensor, dropout: float, attend: AttentionKernel, rule: AttentionRule
     ) -> Tensor:
-        band = Band(rule.scale, rule.window)
+        band = Band(rule.scale, rule.window, rule.documents)
         context: Tensor = _RingAttention.apply(q, k, v, rule.sink_H, self.axis, Dropout.draw(dropout), band)
         return context
 

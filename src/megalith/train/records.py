@@ -103,6 +103,8 @@ class Records(Hook):
             "params-norm": result.params_norm,
         }
         self._draw(values, result.iteration, result.consumed_samples)
+        tokens = {f"tokens of {name}": float(number) for name, number in result.source_tokens.items()}
+        self._draw(tokens, result.iteration)
         if self._recorded.memory:
             figures = self._memory()
             self._draw({name: figures.get(key) for name, key in _MEMORY.items()}, result.iteration)

@@ -76,14 +76,83 @@ TABLE: list[tuple[str, tuple[str, ...]]] = [
     ("--num-workers -1", ("--num-workers -1: must be at least 0",)),
     ("--fp16 --loss-scale 0", ("--loss-scale 0.0: must be above 0",)),
     ("--init-method-std -1", ("--init-method-std -1.0: must be at least 0",)),
+    # batch sizes
+    ("--rampup-batch-size 4 4", ("--rampup-batch-size 4 4: 2 numbers; give three",)),
+    ("--rampup-batch-size 4 3 100", ("no multiple of the increment 3", "use an increment of 1 or 2 or 4")),
+    ("--rampup-batch-size 8 8 100", ("starts at 8, and --global-batch-size 8 is not above it",)),
+    ("-global-batch-size --rampup-batch-size 2 2 100", ("requires --global-batch-size",)),
+    ("--rampup-batch-size 1 1 100", ("global batches of 1, 3, 5 ...", "--micro-batch-size 2", "multiples of 2")),
+    (
+        "WORLD_SIZE=2 --rampup-batch-size 2 2 100",
+        ("global batches of 2, 6 samples", "times data-parallel size 2", "multiples of 4"),
+    ),
+    ("--step-batch-size-schedule 0:4,9:8", ("--step-batch-size-schedule 0:4,9:8 and --global-batch-size 8 exclude",)),
+    ("-global-batch-size --step-batch-size-schedule 1K:4", ("not of the form TOKENS:SIZE", "'0:768 250B:1536'")),
+    ("-global-batch-size --step-batch-size-schedule 0:4,1K:7", ("global batches of 7 samples", "multiples of 2")),
+    # optimizers
+    ("--optimizer muon --use-distributed-optimizer", ("--optimizer muon needs the whole gradient", "--optimizer adam")),
+    (
+        "WORLD_SIZE=4 --optimizer muon --tensor-model-parallel-size 4 --group-query-attention --num-query-groups 2 "
+        "--global-batch-size 8",
+        ("--num-query-groups 2", "--tensor-model-parallel-size 2 or less", "--muon-tp-mode blockwise"),
+    ),
+    ("--optimizer muon --muon-num-ns-steps 7", ("--muon-num-ns-steps 7 is no multiple of the 5", "steps 5")),
+    ("--optimizer soap", ("--optimizer soap: comes with further optimizers", "adam, sgd, muon, lion")),
+    ("--exp-avg-dtype bf16", ("--exp-avg-dtype bf16 requires --use-precision-aware-optimizer",)),
+    (
+        "--optimizer sgd --use-precision-aware-optimizer --main-grads-dtype bf16",
+        ("--main-grads-dtype bf16 works with --optimizer adam and lion, not with sgd",),
+    ),
+    ("--use-precision-aware-optimizer --main-params-dtype fp16", ("in fp32 the weights are the main parameters",)),
+    (
+        "WORLD_SIZE=2 --bf16 --use-torch-fsdp2 --use-precision-aware-optimizer --main-params-dtype fp16",
+        ("--main-params-dtype fp16 and --use-torch-fsdp2 exclude each other",),
+    ),
+    (
+        "--optimizer sgd --ckpt-format torch --save {data}/c --save-interval 5",
+        ("--ckpt-format torch is written for AdamW", "--optimizer sgd", "torch_dist"),
+    ),
+    ("--decoupled-lr 1e-4 --decoupled-min-lr 1e-3", ("--decoupled-min-lr 0.001 is above --decoupled-lr 0.0001",)),
+    ("--bf16 --grad-reduce-in-bf16 --accumulate-allreduce-grads-in-fp32", ("exclude each other",)),
     # choices
     ("--lr-decay-style cosin", ("--lr-decay-style cosin: not one of", "inverse-square-root", "did you mean cosine?")),
     ("--normalization rmsnorm", ("--normalization rmsnorm: not one of", "did you mean RMSNorm?")),
     ("--distributed-backend mpi", ("--distributed-backend mpi: not one of nccl, gloo",)),
-    ("--position-embedding-type yarn", ("--position-embedding-type yarn: comes with", "learned_absolute, rope, none")),
-    ("--optimizer sgd", ("--optimizer sgd: comes with", "in this version: adam")),
+    ("--position-embedding-type mrope", ("--position-embedding-type mrope: comes with", "learned_absolute, rope")),
+    # options of the model
+    ("--swiglu --squared-relu --ffn-hidden-size 16", ("--swiglu and --squared-relu name different activations",)),
+    ("--qk-layernorm --qk-l2-norm", ("--qk-layernorm and --qk-l2-norm", "leave one of them out")),
+    ("--window-size 5", ("--window-size 5: it must be two numbers LEFT,RIGHT such as 4096,0",)),
+    ("--window-size 5,0 --window-attn-skip-freq [1]*3", ("[1]*3 is a list for 3 layers", "give 2 entries")),
+    (
+        "--window-size 5,0 --window-attn-skip-freq os.system(1)",
+        ("--window-attn-skip-freq os.system(1): it must be a number N, or a list of 0 and 1 such as [0]*3+[1]",),
+    ),
+    (
+        "--position-embedding-type rope --kv-channels 4 --no-rope-freq [0,2]",
+        ("--no-rope-freq [0,2]: the list may hold 0 and 1 only",),
+    ),
+    (
+        "--position-embedding-type rope --kv-channels 4 --no-rope-freq 3",
+        ("--num-layers 2 is not divisible by --no-rope-freq 3", "use 1 or 2"),
+    ),
+    (
+        "--position-embedding-type yarn --kv-channels 4",
+        ("--position-embedding-type yarn needs --yarn-original-max-position-embeddings",),
+    ),
+    (
+        "--position-embedding-type yarn --kv-channels 4 --yarn-original-max-position-embeddings 8 --rotary-interleaved",
+        ("yarn rotates halves of heads, not --rotary-interleaved pairs",),
+    ),
+    (
+        "--position-embedding-type yarn --kv-channels 4 --yarn-original-max-position-embeddings 8 --yarn-beta-slow 40",
+        ("must be above --yarn-beta-slow 40",),
+    ),
+    ("--fp32-residual-connection", ("--fp32-residual-connection needs --fp16 or --bf16",)),
+    ("--recompute-granularity selective --recompute-modules moe", ("--recompute-modules moe: comes with",)),
     ("--ckpt-format torch_dcp", ("--ckpt-format torch_dcp: comes with", "in this version: torch_dist, torch")),
-    ("--dataloader-type cyclic", ("--dataloader-type cyclic: comes with", "in this version: single")),
+    ("--dataloader-type external", ("--dataloader-type external means a loader", "use single or cyclic")),
+    ("--dataloader-type random", ("--dataloader-type random: not one of single, cyclic, external",)),
     ("--tokenizer-type SFTTokenizer", ("SFTTokenizer: comes with", "GPT2BPETokenizer")),
     ("--tokenizer-type Llama2Tokenizer", ("Llama2Tokenizer requires --tokenizer-model FILE",)),
     ("--null-tokenizer-eod-id 100", ("--null-tokenizer-eod-id 100 is not below --vocab-size 100",)),
@@ -103,7 +172,6 @@ TABLE: list[tuple[str, tuple[str, ...]]] = [
     ("--checkpoint-activations", ("it is called --recompute-activations now",)),
     ("--nnodes 2", ("--nnodes 2: it belongs to torchrun",)),
     ("--num-experts 8 --moe-grouped-gemm", ("--num-experts 8, --moe-grouped-gemm: mixtures of experts", "not in this")),
-    ("--rampup-batch-size 2 2 12", ("--rampup-batch-size 2 2 12: batch-size ramp-up", "not in this version")),
     ("--fp8-format e4m3", ("--fp8-format e4m3: FP8",)),
     ("--distribute-saved-activations", ("--distribute-saved-activations: --sequence-parallel divides all",)),
     # across settings
@@ -151,7 +219,40 @@ TABLE: list[tuple[str, tuple[str, ...]]] = [
         ("--start-weight-decay 1 is above --end-weight-decay 0.5",),
     ),
     ("--data-path {data}/real", ("--data-path", "--mock-data exclude each other")),
-    ("-mock-data --data-path 0.5 a 0.5 b", ("--data-path 0.5 a 0.5 b: blends", "give one prefix")),
+    (
+        "-mock-data --data-path {data}/real --data-args-path {data}/words",
+        ("--data-path and --data-args-path exclude each other",),
+    ),
+    ("-mock-data --train-data-path {data}/real --per-split-data-args-path {data}/splits", ("exclude each other",)),
+    ("-mock-data --data-path 0.5 {data}/real b {data}/real", ("'b' stands in the place of the weight",)),
+    ("-mock-data --data-path 0.5 {data}/real 0 {data}/real", ("weight 0 of {data}/real is not above 0; leave out",)),
+    ("-mock-data --data-path 0.5 {data}/real 0.5", ("the last weight has no prefix behind it",)),
+    (
+        "-mock-data --train-data-path {data}/real --valid-data-path x {data}/real 1 {data}/real",
+        ("--valid-data-path x {data}/real 1 {data}/real: 'x' stands in the place of the weight",),
+    ),
+    (
+        "-mock-data --train-data-path {data}/real --test-data-path -1 {data}/real",
+        ("--test-data-path -1 {data}/real: weight -1",),
+    ),
+    ("-mock-data --train-data-path nan {data}/real", ("--train-data-path nan {data}/real: weight nan",)),
+    ("-mock-data --valid-data-path {data}/real", ("--valid-data-path without --train-data-path",)),
+    (
+        "-mock-data --train-data-path {data}/real --split 1,0,0",
+        ("--split 1,0,0 with --train-data-path", "leave out --split"),
+    ),
+    (
+        "-mock-data --data-path 1 {data}/real 2 {data}/real --full-validation",
+        ("--full-validation takes every validation sample once", "--valid-data-path"),
+    ),
+    ("--multiple-validation-sets", ("--valid-data-path", "none are given")),
+    (
+        "-mock-data --train-data-path {data}/real --valid-data-path {data}/real {data}/real {data}/real "
+        "--multiple-validation-sets --validation-set-names a b",
+        ("--validation-set-names a b: --valid-data-path names 3 datasets",),
+    ),
+    ("--reset-attention-mask --compile", ("--compile with --reset-attention-mask", "compiled anew")),
+    ("--mid-level-dataset-surplus -0.1", ("--mid-level-dataset-surplus -0.1: must be at least 0",)),
     ("--split 1,2,3,4", ("--split 1,2,3,4: 4 parts", "949,50,1")),
     ("--split 0,50,50", ("--split 0,50,50: nothing is left for training",)),
     ("--split 90%,10%", ("--split 90%,10%: not numbers",)),
@@ -264,6 +365,15 @@ TABLE: list[tuple[str, tuple[str, ...]]] = [
         ("--compile with --recompute-granularity full",),
     ),
     # files
+    ("-mock-data --data-args-path {data}/empty.toml", ("--data-args-path {data}/empty.toml: it names no dataset",)),
+    ("-mock-data --data-args-path {data}/none", ("--data-args-path {data}/none: cannot be read: No such file",)),
+    ("-mock-data --data-args-path {data}/reels", ("--data-args-path {data}/reel: ", "did you mean", "{data}/real?")),
+    ("-mock-data --per-split-data-args-path {data}/empty.toml", ("not JSON",)),
+    ("-mock-data --per-split-data-args-path {data}/no_train", ('has no "train"',)),
+    (
+        "-mock-data --train-data-path {data}/real --valid-data-path 1 {data}/real 2 {data}/half",
+        ("--valid-data-path {data}/half: {data}/half.idx does not exist",),
+    ),
     ("-mock-data --data-path {data}/reel", ("reel.bin and", "reel.idx do not exist", "did you mean --data-path")),
     ("-mock-data --data-path {data}/real.bin", ("did you mean --data-path {data}/real?",)),
     ("-mock-data --data-path {data}/half", ("half.idx does not exist",)),
@@ -292,6 +402,10 @@ def data(tmp_path: Path) -> Path:
         "empty.toml",
     ):
         (tmp_path / name).touch()
+    (tmp_path / "words").write_text(f"0.3 {tmp_path}/real 0.7 {tmp_path}/real\n")
+    (tmp_path / "reels").write_text(f"0.3 {tmp_path}/real 0.7 {tmp_path}/reel\n")
+    (tmp_path / "splits").write_text(f'{{"train": [1, "{tmp_path}/real"]}}')
+    (tmp_path / "no_train").write_text(f'{{"valid": "{tmp_path}/real"}}')
     return tmp_path
 
 

@@ -17,7 +17,7 @@ from megalith.errors import DataError
 class Numbers:
     """Stands for a GPTDataset: sample i consists of the number i."""
 
-    name, requested, num_epochs = "train", 20, 1
+    name, requested, built_for = "train", 20, "20 samples (1 epochs)"
 
     def __len__(self) -> int:
         return 22

@@ -81,8 +81,8 @@ def decay_style_line(style: str) -> str:
     return f"> learning rate decay style: {style}"
 
 
-def target_sizes_lines(train: int, validation: int, test: int) -> str:
-    """Samples that the run will draw from each split."""
+def target_sizes_lines(train: int | None, validation: int | None, test: int | None) -> str:
+    """Samples that the run will draw from each split, None for all there are."""
     return (
         " > datasets target sizes (minimum size):\n"
         f"    train:      {train}\n    validation: {validation}\n    test:       {test}"
@@ -154,7 +154,8 @@ def iteration_line(window: WindowReport, moment: datetime, *, throughput: bool =
 
 def evaluation_lines(evaluation: Evaluation) -> str:
     """The loss and perplexity of an evaluation between dashes."""
-    where = f" on {evaluation.split} set" if evaluation.final else ""
+    named = evaluation.final or evaluation.split != "validation"  # of several validation sets each has its name
+    where = f" on {evaluation.split} set" if named else ""
     line = (
         f" validation loss at iteration {evaluation.iteration}{where} | "
         f"lm loss value: {evaluation.loss:.6E} | lm loss PPL: {perplexity(evaluation.loss):.6E} | "

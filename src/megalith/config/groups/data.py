@@ -14,20 +14,63 @@ class DataConfig:
     """Where the tokens come from and how they are cut into samples."""
 
     seq_length: int = setting(help="tokens of one sample", unit="tokens", at_least=1)
-    data_path: tuple[str, ...] = setting((), help="prefix of a .bin/.idx pair, without the ending")
+    data_path: tuple[str, ...] = setting(
+        (), help="prefix of a .bin/.idx pair, without the ending; several, or weights and prefixes in turn, are blended"
+    )
+    data_args_path: str | None = setting(None, help="file with the words of --data-path")
+    train_data_path: tuple[str, ...] = setting((), help="as --data-path, for training alone")
+    valid_data_path: tuple[str, ...] = setting((), help="as --data-path, for validation alone")
+    test_data_path: tuple[str, ...] = setting((), help="as --data-path, for the test alone")
+    per_split_data_args_path: str | None = setting(
+        None, help='JSON file with the words of the three above: {"train": [...], "valid": [...], "test": [...]}'
+    )
+    mid_level_dataset_surplus: float = setting(
+        0.005, help="share by which each dataset of a weighted blend is built larger than its weight needs", at_least=0
+    )
     split: str = setting("969, 30, 1", help="parts for training, validation and test")
     mock_data: bool = setting(False, help="made-up data, to try a configuration")
     data_cache_path: str | None = setting(None, help="folder of the index caches; beside the data unless given")
     num_workers: int = setting(2, help="threads that read data ahead; 0 reads between the steps", at_least=0)
+    num_dataset_builder_threads: int = setting(
+        1, help="threads that open and index the datasets of a blend", at_least=1
+    )
     eod_mask_loss: bool = setting(False, help="no loss on end-of-document tokens")
+    reset_position_ids: bool = setting(False, help="positions start at 0 behind each end-of-document token")
+    reset_attention_mask: bool = setting(
+        False, help="attention stays inside a document, which an end-of-document token ends"
+    )
+    dataloader_inter_document_masking: bool = setting(
+        False,
+        help="as --reset-attention-mask and --reset-position-ids, where the documents of the dataset meet, whatever "
+        "their last tokens are",
+    )
+    full_validation: bool = setting(False, help="each evaluation goes over the whole validation split, once")
+    multiple_validation_sets: bool = setting(
+        False, help="the datasets of --valid-data-path are evaluated one by one instead of blended"
+    )
+    validation_set_names: tuple[str, ...] = setting((), help="what these sets are called; their numbers by default")
     mmap_bin_files: bool = setting(True, help="read .bin files through a memory map")
     dataloader_type: str = setting(
         "single",
-        help="order of the samples",
-        choices=("single",),
-        later=("cyclic", "external"),
-        later_with=_WORK_DATA,
+        help="order of the samples: that of the dataset, or a new one in each epoch",
+        choices=("single", "cyclic", "external"),
     )
+
+    @property
+    def paths_of_splits(self) -> tuple[tuple[str, ...], ...]:
+        """The words of the flags for training, validation and test."""
+        return self.train_data_path, self.valid_data_path, self.test_data_path
+
+    @property
+    def masks_documents(self) -> bool:
+        """Whether attention stays inside documents."""
+        return self.reset_attention_mask or self.dataloader_inter_document_masking
+
+    @property
+    def names_sources(self) -> bool:
+        """Whether data is named, by whichever flag."""
+        paths = (self.data_path, *self.paths_of_splits)
+        return any(paths) or self.data_args_path is not None or self.per_split_data_args_path is not None
 
 
 _NEEDED = {

@@ -1,0 +1,158 @@
+"""What `--data-path` and its relatives mean: which datasets a run reads for which split, with which weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megalith.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megalith.config.groups.data import DataConfig
+
+SPLIT_FLAGS = ("--train-data-path", "--valid-data-path", "--test-data-path")
+SPLIT_KEYS = ("train", "valid", "test")
+
+
+@dataclass(frozen=True)
+class Blend:
+    """Datasets that are mixed.
+
+    Attributes:
+        prefixes: paths without `.bin` / `.idx`, at least one.
+        weights: how much of each, in any unit, each above 0; None to take the datasets as they are.
+    """
+
+    prefixes: tuple[str, ...]
+    weights: tuple[float, ...] | None = None
+
+    @property
+    def is_single(self) -> bool:
+        """One dataset as it is, which needs no mixing."""
+        return len(self.prefixes) == 1 and self.weights is None
+
+
+@dataclass(frozen=True)
+class DataSources:
+    """Either one blend that `--split` cuts into splits, or one for each split that there is, or neither.
+
+    Attributes:
+        whole: the one blend.
+        splits: those of training, validation and test.
+    """
+
+    whole: Blend | None = None
+    splits: tuple[Blend | None, Blend | None, Blend | None] | None = None
+
+    @property
+    def prefixes(self) -> tuple[str, ...]:
+        """Every dataset that is named, once."""
+        blends = (self.whole,) if self.splits is None else self.splits
+        return tuple(dict.fromkeys(prefix for blend in blends if blend is not None for prefix in blend.prefixes))
+
+    @property
+    def training(self) -> Blend | None:
+        """What training reads."""
+        return self.whole if self.splits is None else self.splits[0]
+
+    @property
+    def validation(self) -> Blend | None:
+        """What validation reads."""
+        return self.whole if self.splits is None else self.splits[1]
+
+
+def parse_blend(words: Sequence[str], where: str) -> Blend:
+    """Prefixes, or weights and prefixes in turn.
+
+    Words are weights and prefixes in turn if there is an even number of them and every other one, from the first on, is
+    a number; if none of those is a number, all words are prefixes.
+
+    Args:
+        words: at least one.
+        where: the flag, for messages.
+
+    Raises:
+        ConfigError: some of those words are numbers and others are not, or a weight is not above 0.
+
+    Source:  Megatron-LM `get_blend_from_list`.
+    """
+    shown = f"{where} {' '.join(words)}"
+    if not words:
+        raise ConfigError(f"{where}: it names no dataset; give prefixes, or weights and prefixes in turn")
+    if len(words) % 2:
+        if len(words) > 1 and all(_number(word) is not None for word in words[::2]):
+            raise ConfigError(f"{shown}: the last weight has no prefix behind it")
+        return Blend(tuple(words))
+    weights = [_number(word) for word in words[::2]]
+    if all(weight is None for weight in weights):
+        return Blend(tuple(words))
+    for word, weight, prefix in zip(words[::2], weights, words[1::2], strict=True):
+        if weight is None:
+            raise ConfigError(
+                f"{shown}: '{word}' stands in the place of the weight of {prefix} and is no number; give prefixes "
+                "alone, or a weight before each of them"
+            )
+        if not 0 < weight < float("inf"):
+            raise ConfigError(f"{shown}: weight {word} of {prefix} is not above 0; leave out what is not to be read")
+    return Blend(tuple(words[1::2]), tuple(weight for weight in weights if weight is not None))
+
+
+def _number(word: str) -> float | None:
+    try:
+        return float(word)
+    except ValueError:
+        return None
+
+
+def data_sources(data: DataConfig) -> DataSources:
+    """What the run reads, from the flags and the files that they name.
+
+    Raises:
+        ConfigError: a file cannot be read, or what it holds is no blend.
+    """
+    if data.per_split_data_args_path is not None:
+        return DataSources(splits=_splits_of_file(Path(data.per_split_data_args_path)))
+    if any(data.paths_of_splits):
+        train, valid, test = (
+            parse_blend(words, flag) if words else None
+            for words, flag in zip(data.paths_of_splits, SPLIT_FLAGS, strict=True)
+        )
+        return DataSources(splits=(train, valid, test))
+    if data.data_args_path is not None:
+        where = f"--data-args-path {data.data_args_path}"
+        return DataSources(whole=parse_blend(_read(Path(data.data_args_path), where).split(), where))
+    return DataSources(whole=parse_blend(data.data_path, "--data-path") if data.data_path else None)
+
+
+def _splits_of_file(path: Path) -> tuple[Blend | None, Blend | None, Blend | None]:
+    where = f"--per-split-data-args-path {path}"
+    try:
+        content = json.loads(_read(path, where))
+    except ValueError as error:
+        raise ConfigError(f"{where}: not JSON ({error})") from error
+    if not isinstance(content, dict) or not set(content) <= set(SPLIT_KEYS):
+        raise ConfigError(f'{where}: not an object with lists "train", "valid" and "test"')
+    blends = []
+    for key in SPLIT_KEYS:
+        words = content.get(key)
+        words = words.split() if isinstance(words, str) else words
+        if words is not None and not (
+            isinstance(words, list) and all(isinstance(word, str | int | float) for word in words)
+        ):
+            raise ConfigError(f'{where}: "{key}" is no list of weights and prefixes')
+        blends.append(parse_blend([str(word) for word in words], f'{where}, "{key}"') if words else None)
+    train, valid, test = blends
+    if train is None:
+        raise ConfigError(f'{where}: it has no "train", so that nothing is left for training')
+    return train, valid, test
+
+
+def _read(path: Path, where: str) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not text in UTF-8"
+        raise ConfigError(f"{where}: cannot be read: {reason}") from error
