@@ -84,6 +84,7 @@ def _derived(run: RunConfig) -> dict[str, Any]:
         "end_weight_decay": optimizer.weight_decay if constant else optimizer.end_weight_decay,
         "global_batch_size": run.global_batch_size,
         "params_dtype": run.precision.params_dtype,
+        "rampup_batch_size": list(run.train.rampup_batch_size) or None,
         "sequence_parallel": run.parallel.sequence_parallel_here,
         "use_dist_ckpt": run.checkpoint.ckpt_format == "torch_dist",
         "start_weight_decay": optimizer.weight_decay if constant else optimizer.start_weight_decay,

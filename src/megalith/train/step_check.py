@@ -49,9 +49,9 @@ class StepCheck:
         return _limit(self.norms) if self.large_norm else math.inf
 
     def of_norm(self, norm: float | None) -> str:
-        """What is wrong with the gradient norm of a step; empty for nothing."""
+        """What is wrong with the gradient norm of a step, None for an overflow; empty for nothing."""
         if norm is None:
-            return ""
+            return "a gradient is not finite" if self.not_finite else ""
         if not math.isfinite(norm):
             return f"the gradient norm is {norm}" if self.not_finite else ""
         return f"the gradient norm is {norm:.6g}, {_times(norm, self.norms)}," if norm > self.largest_norm else ""

@@ -191,7 +191,7 @@ def _recorded(batches: Iterator[Batch], drawn: list[Batch]) -> Iterator[Batch]:
 
 
 def _is_finite(result: StepResult) -> bool:
-    return math.isfinite(result.loss) and (result.grad_norm is None or math.isfinite(result.grad_norm))
+    return math.isfinite(result.loss) and result.grad_norm is not None and math.isfinite(result.grad_norm)
 
 
 def _last_words(report: BadStep, result: StepResult, policy: str, in_a_row: int) -> str:

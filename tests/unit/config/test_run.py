@@ -143,6 +143,7 @@ def test_arguments_under_megatrons_names_are_megatrons(shared: Path) -> None:
     ours = {name: str(value) for name, value in megatron_args(run).items()}
     # Their folder of the run, enums and dtypes; and some of their switches are None instead of False.
     spelled_differently = {"save", "data_cache_path", "attention_backend", "params_dtype"}
+    spelled_differently |= {"exp_avg_dtype", "exp_avg_sq_dtype", "main_grads_dtype", "main_params_dtype"}
     switches = {name for name, value in ours.items() if value == "False" and theirs.get(name) == "None"}
     common = set(ours) & set(theirs) - spelled_differently - switches
     assert len(common) > 100

@@ -35,6 +35,8 @@ W6 = (
     f"--lr 6.0e-5 --min-lr 6.0e-6 --fp16 --data-path P {FILES} --save C --save-interval 10000"
 )
 WORKING_GOLDENS = (
+    "gpt2_rampup",
+    "gpt2_decoupled_lr",
     "gpt2_torch_dist",
     "gpt2_resume_torch_dist",
     "llama_torch_dist",
@@ -94,11 +96,17 @@ def test_w4(launcher: str, environ: dict[str, str]) -> None:
     assert [note.needs_nothing for note in run.notes] == [(), ("--recompute-activations",)]
 
 
+def test_w6_ramps_up_over_its_iterations() -> None:
+    run = load(W6.split(), {"RANK": "0", "WORLD_SIZE": "128"}, files=False)
+    assert [run.batch_sizes.asked(consumed) for consumed in (0, 70_000, 5_859_376)] == [16, 32, 1536]
+    assert run.train_iters == 500_000
+    assert run.batch_sizes.consumed_after(500_000) < 500_000 * 1536
+
+
 def test_w6_on_two_processes_is_one_message_with_everything_that_does_not_fit() -> None:
     with pytest.raises(ConfigError) as caught:
         load(W6.split(), {"RANK": "0", "WORLD_SIZE": "2"}, files=False)
-    ramp_up, processes = caught.value.violations
-    assert ramp_up.startswith("--rampup-batch-size 16 16 5859375: batch-size ramp-up comes with")
+    (processes,) = caught.value.violations
     assert processes.startswith(
         "--tensor-model-parallel-size 8 x --pipeline-model-parallel-size 16 needs a multiple of 128 processes and 2 "
         "processes were started"

@@ -57,7 +57,7 @@ def test_a_loss_is_judged_by_those_before() -> None:
     assert check.of_loss(40.0) == ""
     assert check.of_loss(41.0) == "the loss is 41, 10.2 times the largest of the last 40 steps,"
     assert check.of_norm(9.9) == "" and "the gradient norm is 10.1" in check.of_norm(10.1)
-    assert check.of_norm(None) == "" and check.largest_norm == 10.0
+    assert check.largest_norm == 10.0
     quiet = _filled()
     assert quiet.of_loss(41.0) == "" and quiet.largest_norm == math.inf
     assert "the loss is 41, where the mean" in quiet.alarm(41.0)
@@ -70,6 +70,8 @@ def test_what_is_not_finite_is_bad_unless_a_scaler_sees_to_it() -> None:
         assert StepCheck().of_loss(value) and StepCheck().of_norm(value)
         assert not StepCheck(not_finite=False).of_loss(value)
         assert not StepCheck(not_finite=False).of_norm(value)
+    assert StepCheck().of_norm(None) == "a gradient is not finite", "an overflow that no scaler answers"
+    assert StepCheck(not_finite=False).of_norm(None) == ""
 
 
 def test_the_memory_is_bounded_and_survives_a_checkpoint() -> None:
