@@ -256,7 +256,8 @@ def _say_configuration(config: RunConfig, screen: Screen, device: torch.device) 
     if len(sizes.stages) == 1:
         screen.say(console.micro_batches_line(config.num_micro_batches))
     elif config.train.rampup_batch_size:
-        screen.say(console.ramp_lines(*config.train.rampup_batch_size, sizes.final))
+        start, increment, samples = config.train.rampup_batch_size
+        screen.say(console.ramp_lines(start, increment, samples, sizes.final))
     else:
         stages = ", ".join(f"{stage.size} from sample {stage.start} on" for stage in sizes.stages)
         screen.say(f"global batch sizes: {stages}")

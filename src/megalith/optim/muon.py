@@ -151,7 +151,7 @@ class Muon:
         dim = dim_of(placement) if divided else 0
         whole = all_gather(matrix.contiguous(), self.axis, dim) if divided else matrix
         result = orthogonalised(whole, self.coefficients, self.steps)
-        result = result * (shape_scale(*whole.shape, self.scale_mode) * self.extra_scale)
+        result = result * (shape_scale(whole.shape[0], whole.shape[1], self.scale_mode) * self.extra_scale)
         return result.narrow(dim, self.axis.index * matrix.shape[dim], matrix.shape[dim]) if divided else result
 
 
