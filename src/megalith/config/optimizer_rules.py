@@ -117,6 +117,17 @@ def decoupled_rate_has_its_range(draft: Draft) -> str:
     return ""
 
 
+@rule("use_precision_aware_optimizer", *_FORMATS)
+def precision_awareness_without_formats(draft: Draft) -> str:
+    config = draft.run.optimizer
+    if not config.use_precision_aware_optimizer or config.stores_rounded:
+        return ""
+    return (
+        "--use-precision-aware-optimizer has no effect by itself: everything is stored in fp32; add "
+        "--exp-avg-dtype bf16, --exp-avg-sq-dtype bf16, --main-grads-dtype bf16 or --main-params-dtype fp16"
+    )
+
+
 def _only_with(name: str, optimizers: tuple[str, ...]) -> Rule:
     """A notice for a setting of one optimizer that is given with another."""
 
@@ -144,6 +155,7 @@ OPTIMIZER_RULES: tuple[Rule, ...] = (
 )
 
 OPTIMIZER_NOTICES: tuple[Rule, ...] = (
+    precision_awareness_without_formats,
     idle_without("decoupled_min_lr", "decoupled_lr", "--decoupled-lr is not given"),
     *(_only_with(name, ("adam",)) for name in ("adam_beta1", "adam_beta2", "adam_eps")),
     *(_only_with(name, ("lion",)) for name in ("lion_beta1", "lion_beta2")),

@@ -167,6 +167,14 @@ def policy_without_checks(draft: Draft) -> str:
     return f"{show(draft, given[0])} has no effect on losses that are not finite: {why}"
 
 
+@rule("error_injection_rate", "rerun_mode")
+def injection_needs_validation(draft: Draft) -> str:
+    precision = draft.run.precision
+    if not precision.error_injection_rate or precision.rerun_mode != "disabled":
+        return ""
+    return f"{show(draft, 'error_injection_rate')} has no effect with {show(draft, 'rerun_mode')}"
+
+
 @rule("iterations_to_skip", "train_iters")
 def skipped_iterations_are_in_the_run(draft: Draft) -> str:
     train = draft.run.train
@@ -194,6 +202,7 @@ TRAINING_RULES: tuple[Rule, ...] = (
 TRAINING_NOTICES: tuple[Rule, ...] = (
     loss_scale_without_half_precision,
     policy_without_checks,
+    injection_needs_validation,
     skipped_iterations_are_in_the_run,
     idle_without("grad_reduce_in_bf16", "bf16", "it is for --bf16; under --fp16 gradients are fp16 by themselves"),
     idle_without("error_injection_type", "error_injection_rate", "--error-injection-rate is not given"),
