@@ -23,11 +23,18 @@ class Goldens:
     complete: bool
 
     def path(self, name: str) -> Path:
-        """A file or folder, such as `train/gpt2/log_tp0_pp0.json`."""
-        path = self.root / name
+        """A file or folder, such as `train/gpt2/log_tp0_pp0.json`; a file that equals another is that one."""
+        topic, _, file = name.partition("/")
+        path = self.root / topic / self._aliases(topic).get(file, file)
         if not self.complete and not path.exists():
             self.skip(name)
         return path
+
+    def _aliases(self, topic: str) -> dict[str, str]:
+        manifest = self.root / topic / "manifest.json"
+        cases = json.loads(manifest.read_text())["cases"] if manifest.exists() else []
+        aliases: dict[str, str] = next((case["aliases"] for case in cases if case["name"] == "_aliases"), {})
+        return aliases
 
     def cases(self, topic: str) -> dict[str, dict[str, Any]]:
         """The cases of a topic that are here, by name."""

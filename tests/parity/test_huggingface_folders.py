@@ -57,7 +57,21 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Llama",
         {**SIZES, "rope_theta": 500000.0, "rope_scaling": LLAMA3, "tie_word_embeddings": True, "head_dim": 16},
     ),
+    "llama-yarn": (
+        "Llama",
+        {
+            **SIZES,
+            "head_dim": 16,
+            "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 12},
+        },
+    ),
+    "llama-linear": ("Llama", {**SIZES, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
     "mistral": ("Mistral", {**SIZES, "sliding_window": None, "head_dim": 8}),
+    "mistral-window": ("Mistral", {**SIZES, "sliding_window": 5, "head_dim": 8}),
+    "qwen2-window": (
+        "Qwen2",
+        {**SIZES, "num_key_value_heads": 4, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    ),
     "qwen2": ("Qwen2", {**SIZES, "num_key_value_heads": 4, "tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {**SIZES, "head_dim": 8}),
 }

@@ -41,7 +41,7 @@ def selective_recomputation_has_no_method(draft: Draft) -> str:
 def compiled_blocks_are_not_recomputed(draft: Draft) -> str:
     train = draft.run.train
     harmless = train.recompute_granularity is None or (
-        train.recompute_granularity == "selective" and set(train.recompute_modules) <= {"core_attn"}
+        train.recompute_granularity == "selective" and set(train.recompute_modules or ()) <= {"core_attn"}
     )
     if not train.compile or harmless:
         return ""

@@ -16,7 +16,7 @@ from typing import Any
 
 from megalith.config import ModelConfig
 from megalith.errors import CheckpointError
-from megalith.nn.rope import LongContext
+from megalith.nn.rope import LongContext, Yarn
 
 DTYPES = ("float32", "bfloat16", "float16")
 """What weights may be stored in."""
@@ -233,8 +233,8 @@ def _llama(reading: _Reading, kind: str) -> ModelConfig:
     activation = reading.get("hidden_act", _SILU[0])
     if activation not in _SILU:
         reading.problems.append(f"hidden_act is {activation!r}; this version has silu with a gate for {kind}")
-    _no_window(reading, kind, positions, layers)
-    scaling = _rope(reading)
+    windows = _windows(reading, kind, positions, layers)
+    scaling = _rope(reading, positions)
     return ModelConfig(
         num_layers=layers,
         hidden_size=hidden,
@@ -244,7 +244,6 @@ def _llama(reading: _Reading, kind: str) -> ModelConfig:
         num_query_groups=groups if groups != heads else 1,
         ffn_hidden_size=reading.size("intermediate_size"),
         kv_channels=None if head_size * heads == hidden else head_size,
-        position_embedding_type="rope",
         normalization="RMSNorm",
         norm_epsilon=reading.number("rms_norm_eps", 1e-6),
         swiglu=True,
@@ -255,6 +254,7 @@ def _llama(reading: _Reading, kind: str) -> ModelConfig:
         hidden_dropout=0.0,
         attention_dropout=_probability(reading, "attention_dropout", 0.0),
         init_method_std=_probability(reading, "initializer_range", 0.02),
+        **windows,
         **scaling,
     )
 
@@ -277,30 +277,34 @@ def _all_biases(reading: _Reading, kind: str) -> bool:
     return attention and mlp
 
 
-def _no_window(reading: _Reading, kind: str, positions: int, layers: int) -> None:
-    """Refuse attention to a window of the sequence, unless the window holds the longest sequence."""
+def _windows(reading: _Reading, kind: str, positions: int, layers: int) -> dict[str, Any]:
+    """Attention to a window of the sequence, as settings; none where the window holds the longest sequence.
+
+    A window of W tokens is the token itself and W - 1 before it.
+    """
     window = reading.get("sliding_window")
     used = reading.flag("use_sliding_window") if kind in ("qwen2", "qwen3") else True
     first = reading.get("max_window_layers", layers)
     of_layers = reading.get("layer_types")
     if of_layers is not None:
-        sliding = isinstance(of_layers, list) and "sliding_attention" in of_layers
-        others = [] if not isinstance(of_layers, list) else [t for t in of_layers if t not in _LAYER_TYPES]
-        if not isinstance(of_layers, list) or others or len(of_layers) != layers:
-            reading.problems.append(f"layer_types is {_short(of_layers)}; this version has full_attention only")
+        right = isinstance(of_layers, list) and len(of_layers) == layers and set(of_layers) <= set(_LAYER_TYPES)
+        if not right:
+            reading.problems.append(f"layer_types is {_short(of_layers)}; it must be {' or '.join(_LAYER_TYPES)} each")
+        sliding = [kind == "sliding_attention" for kind in of_layers] if right else []
+    elif kind in ("qwen2", "qwen3"):
+        sliding = [isinstance(first, int) and layer >= first for layer in range(layers)]
     else:
-        sliding = kind == "mistral" or (kind != "llama" and not (isinstance(first, int) and first >= layers))
-    if sliding and used and isinstance(window, int) and window < positions:
-        reading.problems.append(
-            f"sliding_window is {window}, below the {positions} of max_position_embeddings; this version has attention "
-            "to the whole sequence only"
-        )
+        sliding = [kind == "mistral"] * layers
+    if not (used and any(sliding) and isinstance(window, int) and 0 < window < positions):
+        return {}
+    pattern = None if all(sliding) else str([int(slides) for slides in sliding])
+    return {"window_size": f"{window - 1},0", "window_attn_skip_freq": pattern}
 
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
-def _rope(reading: _Reading) -> dict[str, Any]:
+def _rope(reading: _Reading, positions: int) -> dict[str, Any]:
     """The settings of rotary positions, from `rope_parameters` or, before transformers 5, from two keys."""
     found = reading.get("rope_parameters") or reading.get("rope_scaling") or {}
     reading.get("rope_scaling")
@@ -315,12 +319,68 @@ def _rope(reading: _Reading) -> dict[str, Any]:
     if partial != 1.0:
         reading.problems.append(f"partial_rotary_factor is {partial!r}; heads are rotated whole in these families")
     kind = found.get("rope_type", found.get("type", "default"))
-    settings: dict[str, Any] = {"rotary_base": int(base)}
+    settings: dict[str, Any] = {"rotary_base": int(base), "position_embedding_type": "rope"}
     if kind == "llama3":
         settings |= _llama3(reading, found)
+    elif kind == "linear":
+        settings |= _linear(reading, found)
+    elif kind == "yarn":
+        settings |= _yarn(reading, found, positions)
     elif kind != "default":
-        reading.problems.append(f"the rope_type {kind!r} is not in this version, which has default and llama3")
+        reading.problems.append(
+            f"the rope_type {kind!r} is not in this version, which has default, linear, llama3 and yarn"
+        )
     return settings
+
+
+def _linear(reading: _Reading, found: Mapping[str, Any]) -> dict[str, Any]:
+    factor = found.get("factor")
+    if not isinstance(factor, int | float) or factor < 1 or factor != int(factor):
+        reading.problems.append(f"factor of a linear rope is {factor!r}; it must be a whole number of at least 1")
+        return {}
+    return {"rotary_seq_len_interpolation_factor": int(factor)}
+
+
+def _yarn(reading: _Reading, found: Mapping[str, Any], positions: int) -> dict[str, Any]:
+    known = {"rope_type", "type", "rope_theta", "factor", "partial_rotary_factor", *_YARN}
+    strange = [key for key, value in found.items() if key not in known and value not in _NOTHING]
+    numbers = {key: found.get(key) for key in (*_YARN, "factor") if key != "truncate" and found.get(key) is not None}
+    wrong = [key for key, value in numbers.items() if not isinstance(value, int | float) or isinstance(value, bool)]
+    if "factor" not in numbers or strange or wrong:
+        reading.problems.append(f"the yarn rope is {_short(dict(found))}; {', '.join(strange + wrong) or 'factor'}?")
+        return {}
+    both = found.get("mscale") and found.get("mscale_all_dim")  # transformers passes one alone over
+    scaling = Yarn(
+        numbers["factor"],
+        int(numbers.get("original_max_position_embeddings", positions)),
+        1.0,
+        mscale=numbers["mscale"] if both else 1.0,
+        mscale_all_dim=numbers["mscale_all_dim"] if both else 0.0,
+    )
+    wanted = numbers.get("attention_factor", scaling.amplitude)
+    if abs(wanted - scaling.amplitude) > 1e-6:
+        reading.problems.append(f"attention_factor of the yarn rope is {wanted!r}; it follows: {scaling.amplitude:.6g}")
+    return {
+        "position_embedding_type": "yarn",
+        "rotary_scaling_factor": float(scaling.factor),
+        "yarn_original_max_position_embeddings": scaling.original,
+        "yarn_beta_fast": float(numbers.get("beta_fast", 32.0)),
+        "yarn_beta_slow": float(numbers.get("beta_slow", 1.0)),
+        "yarn_correction_range_round_to_int": found.get("truncate") is not False,
+        "mscale": float(scaling.mscale),
+        "mscale_all_dim": float(scaling.mscale_all_dim),
+    }
+
+
+_YARN = (
+    "original_max_position_embeddings",
+    "beta_fast",
+    "beta_slow",
+    "attention_factor",
+    "mscale",
+    "mscale_all_dim",
+    "truncate",
+)
 
 
 def _llama3(reading: _Reading, found: Mapping[str, Any]) -> dict[str, Any]:
@@ -364,36 +424,73 @@ def family_for(model: ModelConfig, wanted: str | None = None) -> Family:
 
 def _unlike(model: ModelConfig, kind: str) -> list[str]:
     """What keeps a family from being this model."""
+    wanted: dict[str, Any] = {
+        "apply_layernorm_1p": False,
+        "apply_residual_connection_post_layernorm": False,
+        "attention_output_gate": False,
+        "softmax_type": "vanilla",
+        "softmax_scale": None,
+        "activation_func_clamp_value": None,
+        "glu_linear_offset": 0.0,
+    }
     if kind == "gpt2":
-        wanted: dict[str, Any] = {
+        wanted |= {
             "position_embedding_type": "learned_absolute",
             "normalization": "LayerNorm",
-            "swiglu": False,
+            "gated": False,
             "add_bias_linear": True,
-            "qk_layernorm": False,
+            "head_norm": "",
         }
-        heads = {"one key and value head for each query head": model.query_groups == model.num_attention_heads}
+        fits = {
+            "one key and value head for each query head": model.query_groups == model.num_attention_heads,
+            "GELU": model.activation in ("gelu_tanh", "gelu_erf"),
+        }
     else:
-        wanted = {
-            "position_embedding_type": "rope",
-            "rotary_percent": 1.0,
+        wanted |= {
             "rotary_interleaved": False,
             "normalization": "RMSNorm",
-            "swiglu": True,
-            "qk_layernorm": kind == "qwen3",
+            "activation": "silu",
+            "gated": True,
+            "head_norm": "RMSNorm" if kind == "qwen3" else "",
             "qkv_bias": kind == "qwen2" or (kind == "llama" and model.add_bias_linear),
             "add_bias_linear": kind == "llama" and model.add_bias_linear,
         }
-        heads = {}
+        both = model.use_rope_scaling and model.rotary_seq_len_interpolation_factor is not None
+        fits = {
+            "rotary positions": model.position_embedding_type in ("rope", "yarn"),
+            "heads that are rotated whole, in every layer": model.rotary_size == model.head_size
+            and all(model.rotated_layers),
+            "one scaling of rotary positions": model.position_embedding_type == "yarn" or not both,
+        }
     if kind in ("gpt2", "qwen2"):
         whole = model.head_size * model.num_attention_heads == model.hidden_size
-        heads["heads that make up the hidden size"] = whole
+        fits["heads that make up the hidden size"] = whole
+    fits[_WINDOWS_OF[kind]] = _fits_windows(model, kind)
     unlike = [
         f"it has {name} {value}, the model {getattr(model, name)}"
         for name, value in wanted.items()
         if getattr(model, name) != value
     ]
-    return unlike + [f"it has {what}" for what, holds in heads.items() if not holds]
+    return unlike + [f"it has {what}" for what, holds in fits.items() if not holds]
+
+
+_WINDOWS_OF = {
+    "gpt2": "attention to the whole sequence",
+    "llama": "attention to the whole sequence",
+    "mistral": "the same window in all layers",
+    "qwen2": "windows in the last layers",
+    "qwen3": "windows in the last layers",
+}
+
+
+def _fits_windows(model: ModelConfig, kind: str) -> bool:
+    windows = model.windows
+    if not any(window is not None for window in windows):
+        return True
+    if kind in ("gpt2", "llama"):
+        return False
+    slides = [window is not None for window in windows]
+    return all(slides) if kind == "mistral" else slides == sorted(slides)
 
 
 def config_of_model(
@@ -448,14 +545,26 @@ def _still_right(original: Mapping[str, Any] | None, family: Family, model: Mode
 def _meaning(model: ModelConfig) -> dict[str, Any]:
     """What of a model decides its logits."""
     factor = model.rope_scaling_factor if model.use_rope_scaling else None
-    return {**{name: getattr(model, name) for name in _DECIDES_LOGITS}, "rope_scaling_factor": factor}
+    found = {**{name: getattr(model, name) for name in _DECIDES_LOGITS}, "rope_scaling_factor": factor}
+    yarn = model.position_embedding_type == "yarn"
+    return {**found, "yarn": [getattr(model, name) for name in _DECIDES_YARN] if yarn else None}
+
+
+_DECIDES_YARN = _words(
+    """
+    rotary_scaling_factor yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow
+    yarn_correction_range_round_to_int mscale mscale_all_dim
+    """
+)
 
 
 _DECIDES_LOGITS = _words(
     """
     num_layers hidden_size num_attention_heads query_groups head_size ffn_size max_position_embeddings
     position_embedding_type rotary_base rotary_percent rotary_interleaved normalization norm_epsilon activation
-    add_bias_linear qkv_bias qk_layernorm untie_embeddings_and_output_weights
+    add_bias_linear qkv_bias untie_embeddings_and_output_weights head_norm gated glu_linear_offset
+    activation_func_clamp_value apply_layernorm_1p apply_residual_connection_post_layernorm attention_output_gate
+    softmax_type softmax_scale windows rotated_layers rotary_size rotary_seq_len_interpolation_factor
     """
 )
 
@@ -475,9 +584,44 @@ def _gpt2_config(model: ModelConfig) -> dict[str, Any]:
     }
 
 
+def _yarn_config(model: ModelConfig) -> dict[str, Any]:
+    """The scaling of YaRN, what is usual left out."""
+    scaling: dict[str, Any] = {
+        "rope_type": "yarn",
+        "factor": model.rotary_scaling_factor,
+        "original_max_position_embeddings": model.yarn_original_max_position_embeddings,
+    }
+    fast, slow = model.yarn_beta_fast or 32.0, model.yarn_beta_slow or 1.0
+    scaling |= {"beta_fast": fast} if fast != 32.0 else {}
+    scaling |= {"beta_slow": slow} if slow != 1.0 else {}
+    scaling |= {} if model.yarn_correction_range_round_to_int else {"truncate": False}
+    if model.mscale_all_dim:
+        return {**scaling, "mscale": model.mscale, "mscale_all_dim": model.mscale_all_dim}
+    if model.mscale != 1.0:
+        amplitude = Yarn(model.rotary_scaling_factor, 1, 1.0, mscale=model.mscale).amplitude
+        return {**scaling, "attention_factor": amplitude}
+    return scaling
+
+
+def _tokens_of_window(model: ModelConfig) -> int | None:
+    return next((window + 1 for window in model.windows if window is not None), None)
+
+
+def _windows_of_qwen(model: ModelConfig) -> dict[str, Any]:
+    window = _tokens_of_window(model)
+    if window is None:
+        return {"use_sliding_window": False}
+    first = next(layer for layer, left in enumerate(model.windows) if left is not None)
+    return {"use_sliding_window": True, "sliding_window": window, "max_window_layers": first}
+
+
 def _llama_config(family: Family, model: ModelConfig) -> dict[str, Any]:
-    scaling = None
-    if model.use_rope_scaling:
+    scaling: dict[str, Any] | None = None
+    if model.position_embedding_type == "yarn":
+        scaling = _yarn_config(model)
+    elif model.rotary_seq_len_interpolation_factor is not None:
+        scaling = {"rope_type": "linear", "factor": float(model.rotary_seq_len_interpolation_factor)}
+    elif model.use_rope_scaling:
         scaling = {
             "rope_type": "llama3",
             "factor": model.rope_scaling_factor,
@@ -487,9 +631,9 @@ def _llama_config(family: Family, model: ModelConfig) -> dict[str, Any]:
         }
     only: dict[str, Callable[[], dict[str, Any]]] = {
         "llama": lambda: {"attention_bias": model.add_bias_linear, "mlp_bias": model.add_bias_linear},
-        "mistral": lambda: {"sliding_window": None},
-        "qwen2": lambda: {"use_sliding_window": False},
-        "qwen3": lambda: {"attention_bias": False, "use_sliding_window": False},
+        "mistral": lambda: {"sliding_window": _tokens_of_window(model)},
+        "qwen2": lambda: _windows_of_qwen(model),
+        "qwen3": lambda: {"attention_bias": False, **_windows_of_qwen(model)},
     }
     heads = {} if family.model_type == "qwen2" else {"head_dim": model.head_size}
     return {

@@ -75,9 +75,14 @@ class GroupedHeads:
     dim = 0
 
     @property
+    def heads_of_kinds(self) -> tuple[int, ...]:
+        """Heads of a group by kind, in order: queries, gates where there are any, key, value."""
+        return (self.queries_per_group,) * (2 if self.gated else 1) + (1, 1)
+
+    @property
     def heads_per_group(self) -> int:
         """Heads of a group of all kinds."""
-        return self.queries_per_group * (2 if self.gated else 1) + 2
+        return sum(self.heads_of_kinds)
 
     @property
     def extent(self) -> int:

@@ -98,15 +98,13 @@ def test_the_last_value_holds_and_is_noted() -> None:
 
 
 def test_a_flag_that_needs_nothing_is_noted_with_its_reason() -> None:
-    run = read("--no-rope-fusion", "--recompute-activations", "--no-masked-softmax-fusion")
+    run = read("--no-rope-fusion", "--no-masked-softmax-fusion")
     assert [str(note) for note in run.notes] == [
         "--no-rope-fusion, --no-masked-softmax-fusion need nothing here: whether operations are fused is decided by "
         "the kernels here, and the numbers do not change",
-        "--recompute-activations needs nothing here: fused attention stores no scores, which is what selective "
-        "recomputation would save; the numbers are the same",
     ]
     (line,) = notes_lines(run)
-    assert line.endswith("--no-rope-fusion --no-masked-softmax-fusion --recompute-activations")
+    assert line.endswith("--no-rope-fusion --no-masked-softmax-fusion")
 
 
 def test_a_refused_flag_with_megatrons_default_asks_for_nothing() -> None:
@@ -118,8 +116,7 @@ def test_a_refused_flag_with_megatrons_default_asks_for_nothing() -> None:
 
 
 def test_some_values_of_a_flag_may_need_nothing() -> None:
-    assert [str(note) for note in read("--recompute-modules", "core_attn", "--exit-signal", "SIGTERM").notes] == [
-        "--recompute-modules needs nothing here: fused attention stores no scores",
+    assert [str(note) for note in read("--exit-signal", "SIGTERM").notes] == [
         "--exit-signal needs nothing here: this signal is always answered by finishing the step and saving",
     ]
     with pytest.raises(ConfigError, match="--exit-signal SIGHUP: signals other than"):
@@ -143,12 +140,62 @@ def test_some_values_of_a_flag_may_need_nothing() -> None:
         ("--hysteresis 4", "--hysteresis 4 has no effect: the loss scale moves only under --fp16"),
         ("--split 100,0,0", "--split 100,0,0 has no part for validation: there is no evaluation while training"),
         ("--recompute-method block", "--recompute-method block has no effect: --recompute-granularity is not given"),
+        *(
+            (
+                words,
+                "selective recomputation of core_attn needs nothing here: fused attention stores no scores, which is "
+                "what it would save; the numbers are the same",
+            )
+            for words in ("--recompute-activations", "--recompute-granularity selective --recompute-modules core_attn")
+        ),
         (
-            "--recompute-granularity selective",
-            "--recompute-granularity selective needs nothing here: fused attention stores no scores, which is what it "
-            "would save; the numbers are the same",
+            "--recompute-modules mlp",
+            "--recompute-modules mlp has no effect without --recompute-granularity selective",
+        ),
+        ("--window-attn-skip-freq 2", "--window-attn-skip-freq 2 has no effect: --window-size is not given"),
+        (
+            "--window-size 8,3",
+            "--window-size 8,3: attention is causal, so that the 3 to the right count as 8,0",
+        ),
+        (
+            "--no-rope-freq 1",
+            "--no-rope-freq 1 has no effect with --position-embedding-type learned_absolute (the default)",
+        ),
+        (
+            "--glu-linear-offset 1",
+            "--glu-linear-offset 1 has no effect: the feed-forward layers are not gated",
+        ),
+        (
+            "--apply-query-key-layer-scaling",
+            "--apply-query-key-layer-scaling has no effect with fused attention, which never rounds scores; "
+            "--attention-backend unfused repeats the numbers of Megatron's own kernel",
         ),
         ("--lr-wsd-decay-iters 4", "--lr-wsd-decay-iters 4: no effect without --lr-decay-style WSD"),
+        ("--sgd-momentum 0.5", "--sgd-momentum 0.5 has no effect with --optimizer adam (the default)"),
+        ("--optimizer sgd --adam-beta1 0.8", "--adam-beta1 0.8 has no effect with --optimizer sgd"),
+        ("--muon-nesterov", "--muon-nesterov has no effect with --optimizer adam (the default)"),
+        ("--decoupled-min-lr 1e-5", "--decoupled-min-lr 1e-05 has no effect: --decoupled-lr is not given"),
+        (
+            "--use-precision-aware-optimizer",
+            "--use-precision-aware-optimizer has no effect by itself: everything is stored in fp32; add "
+            "--exp-avg-dtype bf16, --exp-avg-sq-dtype bf16, --main-grads-dtype bf16 or --main-params-dtype fp16",
+        ),
+        (
+            "--error-injection-rate 5",
+            "--error-injection-rate 5 has no effect with --rerun-mode disabled (the default)",
+        ),
+        (
+            "--fp16 --nan-policy skip",
+            "--nan-policy skip has no effect on losses that are not finite: the dynamic loss scale skips such steps",
+        ),
+        (
+            "--iterations-to-skip 3 10",
+            "--iterations-to-skip 10 has no effect: the run has 10 iterations, the last of them after 9",
+        ),
+        (
+            "--grad-reduce-in-bf16",
+            "--grad-reduce-in-bf16 has no effect: it is for --bf16; under --fp16 gradients are fp16 by themselves",
+        ),
     ],
 )
 def test_what_has_no_effect_is_noted(words: str, note: str) -> None:

@@ -93,7 +93,7 @@ def test_w2(environ: dict[str, str]) -> None:
 def test_w4(launcher: str, environ: dict[str, str]) -> None:
     run = load([*launcher.split(), *W4.split()], environ, files=False)
     assert run.schedule.lr_decay_iters == 320000
-    assert [note.needs_nothing for note in run.notes] == [(), ("--recompute-activations",)]
+    assert [note.needs_nothing for note in run.notes] == [(), ()]
 
 
 def test_w6_ramps_up_over_its_iterations() -> None:

@@ -197,8 +197,15 @@ REFUSED: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("llama", {"model_type": "mixtral"}, ("model_type 'mixtral'", "gpt2, llama, mistral, qwen2, qwen3")),
     ("llama", {"model_type": None}, ("model_type None",)),
     ("llama", {"architectures": ["LlamaForSequenceClassification"]}, ("ForSequenceClassification", "LlamaForCausalLM")),
-    ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, ("rope_type 'yarn'", "default and llama3")),
-    ("llama", {"rope_scaling": {"type": "linear", "factor": 4.0}}, ("rope_type 'linear'",)),
+    ("llama", {"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, ("rope_type 'longrope'", "llama3 and yarn")),
+    ("llama", {"rope_scaling": {"type": "linear", "factor": 2.5}}, ("factor of a linear rope is 2.5",)),
+    ("llama", {"rope_scaling": {"rope_type": "yarn"}}, ("the yarn rope is", "factor?")),
+    ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "ramp": 1}}, ("the yarn rope is", "ramp?")),
+    (
+        "llama",
+        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.0}},
+        ("attention_factor of the yarn rope is 1.0", "1.13863"),
+    ),
     ("llama", {"rope_scaling": {**LLAMA_3_2["rope_scaling"], "low_freq_factor": 2.0}}, ("low_freq_factor", "2.0", "1")),
     ("llama", {"rope_scaling": {**LLAMA_3_2["rope_scaling"], "factor": "big"}}, ("factor", "'big'")),
     ("llama", {"rope_theta": 10000.5}, ("rope_theta is 10000.5", "whole number")),
@@ -212,14 +219,8 @@ REFUSED: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("llama", {"vocab_size": None}, ("vocab_size is missing",)),
     ("llama", {"num_key_value_heads": 5}, ("32 heads do not divide over 5",)),
     ("llama", {"quantization_config": {"bits": 4}}, ("quantization_config", "is not known")),
-    ("mistral", {"sliding_window": 4096}, ("sliding_window is 4096", "32768")),
     ("mistral", {"attention_bias": True}, ("attention_bias is true", "mistral")),
-    (
-        "qwen2",
-        {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 12},
-        ("sliding_window is 4096",),
-    ),
-    ("qwen3", {"layer_types": ["linear_attention"] * 28}, ("layer_types", "full_attention only")),
+    ("qwen3", {"layer_types": ["linear_attention"] * 28}, ("layer_types", "full_attention or sliding_attention")),
     ("qwen3", {"attention_bias": True}, ("attention_bias is true", "qwen3")),
     ("qwen3", {"num_experts": 8}, ("num_experts (8) is not known",)),
     ("gpt2", {"activation_function": "relu"}, ("activation_function is 'relu'", "gelu_new")),
@@ -227,6 +228,17 @@ REFUSED: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("gpt2", {"scale_attn_weights": False}, ("scale_attn_weights is False",)),
     ("gpt2", {"n_head": 11}, ("768 does not divide into 11 heads",)),
 ]
+
+
+def test_windows_become_settings() -> None:
+    mistral = model_of_config({**ALL["mistral"], "sliding_window": 4096}, "").model
+    assert set(mistral.windows) == {4095}
+    change = {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 2}
+    qwen = model_of_config({**ALL["qwen2"], **change}, "").model
+    assert qwen.windows[:4] == (None, None, 4095, 4095)
+    types = ["sliding_attention", "full_attention"] * 14
+    mixed = {"layer_types": types, "use_sliding_window": True, "sliding_window": 9}
+    assert model_of_config({**ALL["qwen3"], **mixed}, "").model.windows[:3] == (8, None, 8)
 
 
 @pytest.mark.parametrize(("kind", "change", "expected"), REFUSED, ids=[f"{k}-{'-'.join(c)}" for k, c, _ in REFUSED])
@@ -238,7 +250,7 @@ def test_what_is_lacking_here_is_named(kind: str, change: dict[str, Any], expect
 
 
 def test_everything_is_said_at_once() -> None:
-    wrong = {"hidden_act": "relu", "rope_theta": "x", "sliding_window": 8, "surprise": 1}
+    wrong = {"hidden_act": "relu", "rope_theta": "x", "num_hidden_layers": 0, "surprise": 1}
     with pytest.raises(CheckpointError) as caught:
         model_of_config({**MISTRAL, **wrong}, "")
     assert len(str(caught.value).splitlines()) == 1 + len(wrong)
@@ -303,7 +315,7 @@ def test_the_family_that_fits() -> None:
     ("model", "fragments"),
     [
         (ModelConfig(2, 16, 4, 32, position_embedding_type="rope"), ("gpt2: it has position_embedding_type learned",)),
-        (ModelConfig(2, 16, 4, 32, swiglu=True), ("llama: it has position_embedding_type rope",)),
+        (ModelConfig(2, 16, 4, 32, swiglu=True), ("it has rotary positions",)),
         (
             ModelConfig(2, 16, 4, 32, group_query_attention=True, num_query_groups=2),
             ("one key and value head for each query head",),
@@ -320,5 +332,5 @@ def test_what_no_family_is(model: ModelConfig, fragments: tuple[str, ...]) -> No
 def test_a_family_that_is_asked_for() -> None:
     with pytest.raises(CheckpointError, match="there is no family bloom"):
         family_for(model_of_config(GPT2, "").model, "bloom")
-    with pytest.raises(CheckpointError, match="llama: it has position_embedding_type rope"):
+    with pytest.raises(CheckpointError, match="it has rotary positions"):
         family_for(model_of_config(GPT2, "").model, "llama")

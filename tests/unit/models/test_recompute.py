@@ -44,6 +44,9 @@ PRECISIONS = {
     "fp16": PrecisionConfig(fp16=True, initial_loss_scale=1024.0),
 }
 METHODS = [Recompute("uniform", 1), Recompute("uniform", 2), Recompute("block", 3)]
+METHODS += [
+    Recompute(parts=frozenset(parts)) for parts in (["core_attn"], ["mlp"], ["layernorm"], ["mlp", "layernorm"])
+]
 
 
 def _model(config: ModelConfig, recompute: Recompute | None, dtype: torch.dtype = torch.float32) -> GPT:

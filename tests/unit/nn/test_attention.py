@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
 from megalith.kernels.blocked_attention import BLOCK, blocked_causal_attention
-from megalith.nn.attention import PLAIN, attend_fused, attend_unfused, expand_groups
+from megalith.nn.attention import PLAIN, AttentionRule, attend_fused, attend_unfused, expand_groups
 from megalith.nn.rope import rotate, rotation
 
 
@@ -23,6 +25,59 @@ def _definition(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     scores = torch.einsum("qbhk,sbhk->bhqs", q, k) / math.sqrt(q.shape[-1])
     scores = scores.masked_fill(PLAIN.hidden(q.shape[0], k.shape[0], q.device), -math.inf)
     return torch.einsum("bhqs,sbhk->qbhk", scores.softmax(-1), v)
+
+
+RULES = {
+    "scale": AttentionRule(scale=0.3),
+    "window": AttentionRule(window=2),
+    "widest": AttentionRule(window=0),
+    "sink": AttentionRule(sink_H=torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64)),
+    "all": AttentionRule(scale=0.7, window=3, sink_H=torch.tensor([0.0, 1.0, -3.0], dtype=torch.float64)),
+}
+
+
+def _ruled(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, sink_H: Tensor | None) -> Tensor:
+    """Written out: each query's visible keys, and the sink in the denominator."""
+    rows = []
+    for i in range(q.shape[0]):
+        own = k.shape[0] - q.shape[0] + i
+        first = 0 if rule.window is None else max(0, own - rule.window)
+        weights = (torch.einsum("bhk,sbhk->bhs", q[i], k[first : own + 1]) * rule.scale_of(q.shape[-1])).exp()
+        total = weights.sum(-1, keepdim=True)
+        if sink_H is not None:
+            total = total + sink_H.exp()[None, :, None]
+        rows.append(torch.einsum("bhs,sbhk->bhk", weights / total, v[first : own + 1]))
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("kernel", ["fused", "unfused"])
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (6, 6), (1, 6), (3, 7)])
+def test_kernels_follow_the_rule_in_both_passes(kernel: str, name: str, queries: int, keys: int) -> None:
+    q, k, v = _qkv(queries, keys)
+    rule, leaves = RULES[name], [q, k, v]
+    sink = None if rule.sink_H is None else rule.sink_H.clone().requires_grad_()
+    leaves += [] if sink is None else [sink]
+    rule = replace(rule, sink_H=sink)
+    attend = attend_fused if kernel == "fused" else partial(attend_unfused, softmax_in_fp32=True)
+    found, wanted = attend(q, k, v, 0.0, rule), _ruled(q, k, v, rule, sink)
+    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+    upstream = torch.randn_like(q)
+    gradients = torch.autograd.grad(found, leaves, upstream)
+    for mine, reference in zip(gradients, torch.autograd.grad(wanted, leaves, upstream), strict=True):
+        torch.testing.assert_close(mine, reference, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("window", [0, 5, BLOCK - 1, BLOCK + 40])
+def test_blocked_attention_in_a_window(window: int) -> None:
+    q, k, v = _qkv(2 * BLOCK + 37, 2 * BLOCK + 37)
+    upstream, rule = torch.randn_like(q), AttentionRule(scale=0.5, window=window)
+    ours = blocked_causal_attention(q, k, v, scale=0.5, window=window)
+    wanted = attend_fused(q, k, v, 0.0, rule)
+    torch.testing.assert_close(ours, wanted, rtol=1e-10, atol=1e-12)
+    gradients = torch.autograd.grad(ours, (q, k, v), upstream)
+    for mine, reference in zip(gradients, torch.autograd.grad(wanted, (q, k, v), upstream), strict=True):
+        torch.testing.assert_close(mine, reference, rtol=1e-9, atol=1e-11)
 
 
 KERNELS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {

@@ -33,6 +33,22 @@ def test_loss_and_gradients(monkeypatch: pytest.MonkeyPatch, chunk: int, with_si
     torch.testing.assert_close(buffers.grads["weight"], wanted[1], rtol=1e-11, atol=1e-13)
 
 
+@pytest.mark.parametrize("chunk", [1 << 20, 40])
+def test_label_smoothing_is_that_of_torch(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+    """Torch gives its part to all tokens, the target among them: 0.2 of ours is 0.2 * 11 / 10 of torch's."""
+    monkeypatch.setitem(loss.CHUNK_ELEMENTS, "cpu", chunk)
+    torch.manual_seed(0)
+    hidden = torch.randn(5, 6, dtype=torch.float64, requires_grad=True)
+    weight = nn.Parameter(torch.randn(11, 6, dtype=torch.float64))
+    targets, upstream = torch.randint(0, 11, (5,)), torch.rand(5, dtype=torch.float64)
+    ours = vocabulary_loss(hidden, weight, targets, None, LogitsBuffer(), smoothing=0.2)
+    wanted = nn.functional.cross_entropy(hidden @ weight.t(), targets, reduction="none", label_smoothing=0.22)
+    torch.testing.assert_close(ours, wanted, rtol=1e-12, atol=1e-12)
+    gradients = torch.autograd.grad(ours, (hidden, weight), upstream)
+    for mine, reference in zip(gradients, torch.autograd.grad(wanted, (hidden, weight), upstream), strict=True):
+        torch.testing.assert_close(mine, reference, rtol=1e-11, atol=1e-13)
+
+
 def test_two_losses_in_flight_do_not_share_their_logits() -> None:
     torch.manual_seed(0)
     buffer = LogitsBuffer()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -13,7 +14,7 @@ from megalith.distributed.context import Axis
 from megalith.distributed.rng import Stream
 from megalith.nn.linear import Linear
 from megalith.nn.placement import Split
-from megalith.nn.recompute import Recompute, recomputed
+from megalith.nn.recompute import OutputAgain, Recompute, recomputed
 from megalith.nn.region import SOLO
 from megalith.parallel.tensor import TensorParallel
 
@@ -120,6 +121,25 @@ def _drops(region: TensorParallel) -> Callable[[Tensor], Tensor]:
         return torch.dropout(y.exp(), 0.5, True) * y
 
     return compute
+
+
+def test_the_output_of_a_norm_is_let_go_and_comes_again() -> None:
+    x = torch.randn(5, 4, requires_grad=True)
+    weight = torch.randn(4, 4, requires_grad=True)
+    grads = []
+    for again in (False, True):
+        norm = torch.nn.LayerNorm(4)
+        if again:
+            normed = OutputAgain(norm, x)
+            with normed.not_kept():
+                y = normed.output @ weight
+            output = weakref.ref(normed.output)
+            del normed
+            assert output() is None, "the graph holds it"
+        else:
+            y = norm(x) @ weight
+        grads.append(torch.autograd.grad(y.square().sum(), (x, weight)))
+    assert all(torch.equal(plain, found) for plain, found in zip(*grads, strict=True))
 
 
 def test_both_streams_are_replayed_and_go_on_as_without() -> None:

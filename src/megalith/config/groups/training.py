@@ -157,8 +157,8 @@ class TrainConfig:
     recompute_num_layers: int | None = setting(
         None, help="layers of a group (uniform) or from the first on (block)", unit="layers", at_least=1
     )
-    recompute_modules: tuple[str, ...] = setting(
-        (),
+    recompute_modules: tuple[str, ...] | None = setting(
+        None,
         help="parts of all layers that --recompute-granularity selective means: the scores of unfused attention "
         "(core_attn, where nothing is given), the feed-forward layers (mlp), the outputs of norms (layernorm)",
         choices=("core_attn", "layernorm", "mlp"),
