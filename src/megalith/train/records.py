@@ -94,6 +94,7 @@ class Records(Hook):
             return
         values = {
             "learning-rate": result.learning_rate,
+            "decoupled-learning-rate": result.decoupled_lr,
             "batch-size": float(result.num_samples),
             "lm loss": result.loss if result.applied else None,
             "loss-scale": result.loss_scale if self._recorded.loss_scale else None,
@@ -104,7 +105,8 @@ class Records(Hook):
         }
         self._draw(values, result.iteration, result.consumed_samples)
         tokens = {f"tokens of {name}": float(number) for name, number in result.source_tokens.items()}
-        self._draw(tokens, result.iteration)
+        skipped = {"skipped-train-samples": float(result.skipped_samples)} if result.skipped_samples else {}
+        self._draw(tokens | skipped, result.iteration)
         if self._recorded.memory:
             figures = self._memory()
             self._draw({name: figures.get(key) for name, key in _MEMORY.items()}, result.iteration)

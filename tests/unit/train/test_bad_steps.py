@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from megalith.errors import ConfigError
 from megalith.train.loop import Plan, TrainingRun, train
+from megalith.train.records import Records
 from megalith.train.results import BadStep, StepResult
 from megalith.train.spoil import Spoiler
 from megalith.train.spoil_text import Spoil, is_spoil, parse_spoil
@@ -175,6 +177,24 @@ def test_iterations_are_passed_over(make_plan: Callable[..., Plan]) -> None:
     assert [result.consumed_samples for result in results] == [4, 12, 16, 24]
     assert state.skipped_samples == 8 and recorder.windows[-1].skipped_samples == 8
     assert state.schedule_samples == 16
+
+
+def test_the_curves_show_what_was_passed_over_and_the_decoupled_rate() -> None:
+    class Drawn:
+        name, errors = "a list", (OSError,)
+
+        def __init__(self) -> None:
+            self.points: dict[str, float] = {}
+
+        def scalars(self, values: Mapping[str, float], iteration: int, samples: int | None) -> None:
+            self.points |= values
+
+        def close(self) -> None: ...
+
+    sink = Drawn()
+    (result,), _, _ = _run(steps=1)
+    Records([sink]).after_step(replace(result, decoupled_lr=0.5, skipped_samples=8))
+    assert sink.points["decoupled-learning-rate"] == 0.5 and sink.points["skipped-train-samples"] == 8.0
 
 
 def test_the_text_of_a_spoil() -> None:
