@@ -25,6 +25,7 @@ FLOORS = {
     "distributed": 1,
     "nn": 1,
     "kernels": 1,
+    "report": 1,  # reads what a run wrote; without torch
     "data": 2,
     "models": 2,
     "parallel": 2,

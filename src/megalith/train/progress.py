@@ -40,7 +40,8 @@ class ProgressLog(Hook):
         self._line(
             f"Saved checkpoint\tIteration: {saved.iteration}\tJob throughput: {job:.1f} TFLOP/s/GPU\t"
             f"Last throughput: {self._pace:.1f} TFLOP/s/GPU\t"
-            f"Floating-point operations: {self._flops + self._spent:.2e}\tTokens (in billions): {self._tokens / 1e9:.2f}"
+            f"Floating-point operations: {self._flops + self._spent:.2e}\t"
+            f"Tokens (in billions): {self._tokens / 1e9:.2f}"
         )
 
     def _line(self, text: str) -> None:

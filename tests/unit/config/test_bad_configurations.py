@@ -364,6 +364,15 @@ TABLE: list[tuple[str, tuple[str, ...]]] = [
         "--compile --recompute-granularity full --recompute-method block --recompute-num-layers 1",
         ("--compile with --recompute-granularity full",),
     ),
+    # what is printed, recorded and measured
+    ("--log-interval 10 --log-memory-interval 25", ("--log-memory-interval 25 is no multiple of", "nearest: 20 or 30")),
+    ("--profile --profile-step-end 10", ("--profile-step-end 10 is not above --profile-step-start 10", "at least 11")),
+    ("--profile --profile-ranks 0 3", ("--profile-ranks 0 3: ranks are 0 to 0",)),
+    ("--wandb-project p", ("--wandb-project p requires --wandb-exp-name NAME",)),
+    ("--timing-log-level 3", ("--timing-log-level 3: must be at least 0 and at most 2",)),
+    ("--timing-log-option mean", ("--timing-log-option mean: not one of max, minmax, all",)),
+    ("--exit-signal 9", ("--exit-signal 9: signals other than SIGINT", "use --exit-signal 15")),
+    ("--eval-micro-batch-size 1", ("--eval-micro-batch-size 1: evaluations use the batch of the training",)),
     # files
     ("-mock-data --data-args-path {data}/empty.toml", ("--data-args-path {data}/empty.toml: it names no dataset",)),
     ("-mock-data --data-args-path {data}/none", ("--data-args-path {data}/none: cannot be read: No such file",)),

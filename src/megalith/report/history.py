@@ -1,0 +1,199 @@
+"""metrics.jsonl of a run, with what was done again after a resume kept apart, and its curves thinned for drawing.
+
+Reads line by line, so that a million steps need no more memory than their curves. What cannot be read (a torn line, the
+last one of a run that is being written) is passed over and counted.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+# Of a step -> name of the curve.
+STEP_CURVES = {
+    "loss": "training loss",
+    "learning_rate": "learning rate",
+    "grad_norm": "gradient norm",
+    "loss_scale": "loss scale",
+    "params_norm": "norm of the parameters",
+    "seconds": "seconds of a step",
+}
+WINDOW_CURVES = {"tokens_per_second": "tokens per second", "teraflops": "TFLOP/s of a device"}
+MEMORY = ("reserved_bytes", "resident_bytes", "max_resident_bytes")
+_SHOWN_EVENTS = ("start", "resume", "save", "exit", "evaluation")
+
+
+@dataclass
+class Curve:
+    """Points of one quantity, in stretches that a rewind or a value that is no number divides.
+
+    Attributes:
+        stretches: of (iteration, value).
+        abandoned: stretches that a resume from an earlier checkpoint did again.
+    """
+
+    stretches: list[list[tuple[float, float]]] = field(default_factory=lambda: [[]])
+    abandoned: list[list[tuple[float, float]]] = field(default_factory=list)
+
+    def add(self, iteration: float, value: float | None) -> None:
+        """One more point; None for a value that is no number, which interrupts the line."""
+        if value is None or not math.isfinite(value):
+            self.interrupt()
+        else:
+            self.stretches[-1].append((iteration, value))
+
+    def interrupt(self) -> None:
+        """The line ends here."""
+        if self.stretches[-1]:
+            self.stretches.append([])
+
+    def rewind(self, iteration: float) -> None:
+        """What lies behind `iteration` is done again from here."""
+        kept: list[list[tuple[float, float]]] = []
+        for stretch in self.stretches:
+            before = [point for point in stretch if point[0] <= iteration]
+            again = [point for point in stretch if point[0] > iteration]
+            kept += [before] if before else []
+            self.abandoned += [again] if again else []
+        self.stretches = [*kept, []]
+
+    @property
+    def num_points(self) -> int:
+        """Of what holds."""
+        return sum(map(len, self.stretches))
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened.
+
+    Attributes:
+        kind: start, resume, save, exit, evaluation, skipped, not a number.
+        time: seconds since 1970.
+        record: what was written of it.
+    """
+
+    kind: str
+    iteration: int
+    time: float
+    record: Mapping[str, Any]
+
+
+@dataclass
+class History:
+    """A run.
+
+    Attributes:
+        curves: by name.
+        events: in order; those of skipped steps and of values that are no numbers stand for all in a row.
+        num_steps: steps taken, those that were done again included.
+        num_skipped, num_nan: of these.
+        last: the last step that was recorded.
+        unreadable: lines that could not be read.
+        config: of the run, by group; empty where there is none.
+    """
+
+    curves: dict[str, Curve] = field(default_factory=dict)
+    events: list[Event] = field(default_factory=list)
+    num_steps: int = 0
+    num_skipped: int = 0
+    num_nan: int = 0
+    last: Mapping[str, Any] = field(default_factory=dict)
+    unreadable: int = 0
+    config: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    _row: tuple[str, int] = ("", -2)
+
+    def take(self, record: Mapping[str, Any]) -> None:
+        """One more line of the file."""
+        kind, iteration = str(record.get("event")), int(record.get("iteration") or 0)
+        if kind == "step":
+            self._step(record, iteration)
+        elif kind == "throughput":
+            for key, name in WINDOW_CURVES.items():
+                self._add(name, iteration, record.get(key))
+            memory = next((record[key] for key in MEMORY if record.get(key) is not None), None)
+            self._add("memory of the first rank (GB)", iteration, None if memory is None else memory / 1e9)
+        elif kind in ("start", "resume"):
+            for curve in self.curves.values():
+                curve.rewind(iteration if kind == "resume" else -1)
+        elif kind == "evaluation":
+            self._add(f"{record.get('split', '')} loss", iteration, record.get("loss"))
+        if kind in _SHOWN_EVENTS:
+            self.events.append(Event(kind, iteration, float(record.get("time") or 0.0), record))
+
+    def _step(self, record: Mapping[str, Any], iteration: int) -> None:
+        self.num_steps += 1
+        self.last = record
+        applied, loss = record.get("applied", True), record.get("loss")
+        if not applied:
+            self.num_skipped += 1
+            self._in_a_row("skipped", iteration, record)
+        elif loss is None:
+            self.num_nan += 1
+            self._in_a_row("not a number", iteration, record)
+        for key, name in STEP_CURVES.items():
+            value = record.get(key)
+            if key in ("loss", "grad_norm") and not applied:
+                continue
+            if value is not None or key == "loss":
+                self._add(name, iteration, value)
+
+    def _in_a_row(self, kind: str, iteration: int, record: Mapping[str, Any]) -> None:
+        """An event for the first of several steps after each other."""
+        if self._row != (kind, iteration - 1):
+            self.events.append(Event(kind, iteration, float(record.get("time") or 0.0), record))
+        self._row = kind, iteration
+
+    def _add(self, name: str, iteration: int, value: float | None) -> None:
+        if name not in self.curves:
+            self.curves[name] = Curve()
+        self.curves[name].add(iteration, value)
+
+
+def read_history(folder: Path) -> History:
+    """The history of a run folder.
+
+    Raises:
+        OSError: there is no metrics.jsonl.
+    """
+    history = History()
+    with (folder / "metrics.jsonl").open(encoding="utf-8", errors="replace") as lines:
+        for record in _records(lines, history):
+            history.take(record)
+    try:
+        history.config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError):
+        history.config = {}
+    return history
+
+
+def _records(lines: Iterable[str], history: History) -> Iterator[Mapping[str, Any]]:
+    for line in lines:
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            history.unreadable += 1
+            continue
+        if isinstance(record, dict):
+            yield record
+        else:
+            history.unreadable += 1
+
+
+def thinned(points: list[tuple[float, float]], most: int) -> list[tuple[float, float]]:
+    """At most about `most` of the points: of each bin the lowest and the highest, so that no spike is lost."""
+    if len(points) <= most:
+        return points
+    size = math.ceil(len(points) / (most // 2))
+    chosen: list[tuple[float, float]] = []
+    for start in range(0, len(points), size):
+        part = points[start : start + size]
+        low, high = min(part, key=lambda point: point[1]), max(part, key=lambda point: point[1])
+        chosen += sorted({low, high})
+    return chosen

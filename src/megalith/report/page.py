@@ -1,0 +1,204 @@
+"""The page: what the run is, its curves, what happened, what was changed, its configuration. Nothing is loaded from
+anywhere: one file of HTML with its styles and pictures in it, without a script."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from megalith.config.run import all_settings
+from megalith.report.chart import chart
+from megalith.report.history import Curve, Event, History
+
+_STYLE = """
+
+:root{color-scheme:light dark;--ink:#1b1f24;--soft:#667;--line:#d8dde3;--page:#fff;--a:#1f6feb;--b:#d1242f;
+--c:#1a7f37}
+@media(prefers-color-scheme:dark){:root{--ink:#e6e9ee;--soft:#99a3b0;--line:#323a44;--page:#14181d;--a:#58a6ff;
+--b:#ff7b72;--c:#56d364}}
+body{font:15px/1.5 system-ui,sans-serif;color:var(--ink);background:var(--page);margin:0 auto;max-width:1000px;
+padding:16px 20px 60px}
+h1{font-size:22px;margin:8px 0}h2{font-size:17px;margin:30px 0 6px}p,li{margin:4px 0}.soft{color:var(--soft)}
+.facts{display:grid;grid-template-columns:repeat(auto-fill,minmax(190px,1fr));gap:6px 18px;margin:12px 0}
+.facts b{display:block;font-size:18px;font-weight:600}.facts span{color:var(--soft);font-size:13px}
+svg{width:100%;height:auto;display:block}svg text{font-size:11px;fill:var(--soft)}
+.grid{stroke:var(--line);stroke-width:1}.line,.again{fill:none;stroke-width:1.5;stroke-linejoin:round}
+.train{stroke:var(--a)}circle.train{fill:var(--a)}.valid{stroke:var(--b)}circle.valid{fill:var(--b)}
+.test{stroke:var(--c)}circle.test{fill:var(--c)}.faint{opacity:.3}.mean{stroke-width:2}
+.again{stroke:var(--soft);opacity:.55;stroke-dasharray:3 3}circle.again{fill:var(--soft)}
+.mark{stroke-width:1.5;opacity:.8}.mark.save{stroke:var(--c);opacity:1}.mark.resume,.mark.start{stroke:var(--a)}
+.mark.skipped,.mark.nan{stroke:var(--b)}.mark.exit{stroke:var(--ink)}
+table{border-collapse:collapse;width:100%;font-size:14px}
+td,th{text-align:left;padding:3px 10px 3px 0;vertical-align:top;border-bottom:1px solid var(--line)}
+td.n{font-variant-numeric:tabular-nums;white-space:nowrap}code{font-size:13px}details{margin:6px 0}
+summary{cursor:pointer}
+.key i{font-style:normal;display:inline-block;width:18px;height:0;border-top:3px solid;margin:0 6px 4px 14px}
+"""
+_MOST_MARKS = 60  # saves of a long run would cover the curve
+_MOST_EVENTS = 400
+_CLASSES = {"training loss": "train", "validation loss": "valid", "test loss": "test"}
+
+
+def page(history: History, name: str) -> str:
+    """The whole page.
+
+    Args:
+        history: of the run.
+        name: of its folder.
+    """
+    losses = {kind: history.curves[key] for key, kind in _CLASSES.items() if key in history.curves}
+    others = {key: curve for key, curve in history.curves.items() if key not in _CLASSES and curve.num_points}
+    marks = _marks(history.events)
+    parts = [
+        "<!doctype html>",
+        '<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">',
+        f"<title>{html.escape(name)}</title><style>{_STYLE}</style>",
+        f"<h1>{html.escape(name)}</h1>",
+        _facts(history),
+        "<h2>Loss</h2>",
+        chart(losses, marks),
+        _key(losses, history),
+        *(
+            f"<h2>{html.escape(key[:1].upper() + key[1:])}</h2>"
+            + chart({"train": curve}, marks, log=key == "loss scale")
+            for key, curve in others.items()
+        ),
+        _changes(history.events),
+        _events(history),
+        _configuration(history.config),
+    ]
+    return "\n".join(part for part in parts if part) + "\n"
+
+
+def _facts(history: History) -> str:
+    last, config = history.last, history.config
+    model, train = config.get("model", {}), config.get("train", {})
+    facts: list[tuple[str, str]] = []
+    if last:
+        total = f" of {train['train_iters']:,}" if train.get("train_iters") else ""
+        facts.append((f"{last.get('iteration', 0):,}{total}", "iterations"))
+        facts.append((_number(last.get("loss")), "training loss at the end"))
+    evaluations = [event for event in history.events if event.kind == "evaluation"]
+    if evaluations:
+        record = evaluations[-1].record
+        facts.append((_number(record.get("loss")), f"last {record.get('split', '')} loss"))
+    throughput = history.curves.get("tokens per second")
+    if throughput is not None and throughput.num_points:
+        values = [value for stretch in throughput.stretches for _, value in stretch]
+        facts.append((f"{sorted(values)[len(values) // 2]:,.0f}", "tokens a second (median)"))
+    facts.append((f"{history.num_skipped:,}", "skipped steps"))
+    facts.append((f"{sum(event.kind == 'resume' for event in history.events):,}", "restarts"))
+    facts.append((f"{sum(event.kind == 'save' for event in history.events):,}", "checkpoints"))
+    if model:
+        width, layers = model.get("hidden_size"), model.get("num_layers")
+        facts.append((f"{layers} x {width}", f"layers x width, {model.get('num_attention_heads')} heads"))
+    shown = "".join(f"<div><b>{html.escape(value)}</b><span>{html.escape(of)}</span></div>" for value, of in facts)
+    torn = f" {history.unreadable} torn lines were passed over." if history.unreadable else ""
+    nan = f" In {history.num_nan} steps the loss is no number." if history.num_nan else ""
+    return f'<div class="facts">{shown}</div><p class="soft">{_span(history.events)}{nan}{torn}</p>'
+
+
+def _span(events: Sequence[Event]) -> str:
+    times = [event.time for event in events if event.time]
+    if not times:
+        return ""
+    return f"Recorded from {_moment(min(times))} to {_moment(max(times))}."
+
+
+def _marks(events: Iterable[Event]) -> list[tuple[float, str, str]]:
+    marks: dict[str, list[tuple[float, str, str]]] = {}
+    for event in events:
+        if event.kind != "evaluation":
+            kind = "nan" if event.kind == "not a number" else event.kind
+            marks.setdefault(kind, []).append((event.iteration, kind, f"{event.kind} at iteration {event.iteration}"))
+    return [mark for kind in marks.values() for mark in _some(kind, _MOST_MARKS)]
+
+
+def _some(items: list[Any], most: int) -> list[Any]:
+    """At most so many, evenly chosen, the last one among them."""
+    step = -(-len(items) // most)
+    return items[::-1][:: step or 1][::-1]
+
+
+def _key(losses: Mapping[str, Curve], history: History) -> str:
+    names = {"train": ("training", "var(--a)"), "valid": ("validation", "var(--b)"), "test": ("test", "var(--c)")}
+    shown = [f'<i style="border-color:{names[kind][1]}"></i>{names[kind][0]}' for kind in losses]
+    if any(curve.abandoned for curve in history.curves.values()):
+        shown.append('<i style="border-color:var(--soft);border-top-style:dashed"></i>done again after a restart')
+    kinds = {event.kind for event in history.events}
+    colours = {"save": "var(--c)", "resume": "var(--a)", "skipped": "var(--b)", "not a number": "var(--b)"}
+    shown += [f'<i style="border-color:{colour}"></i>{kind}' for kind, colour in colours.items() if kind in kinds]
+    return f'<p class="key soft">{"".join(shown)}</p>'
+
+
+def _changes(events: Iterable[Event]) -> str:
+    rows = [
+        f'<tr><td class="n">{event.iteration}</td><td><code>{html.escape(str(change.get("flag")))}</code></td>'
+        f"<td>{html.escape(str(change.get('was')))}</td><td>{html.escape(str(change.get('now')))}</td>"
+        f"<td>{html.escape(str(change.get('effect')))}</td></tr>"
+        for event in events
+        for change in event.record.get("changes") or ()
+        if isinstance(change, Mapping)
+    ]
+    if not rows:
+        return ""
+    head = "<tr><th>iteration</th><th>flag</th><th>before</th><th>then</th><th>what it means</th></tr>"
+    return f"<h2>Changes of the configuration</h2><table>{head}{''.join(rows)}</table>"
+
+
+def _events(history: History) -> str:
+    shown = [event for event in history.events if event.kind != "evaluation" or event.record.get("final")]
+    chosen = _some(shown, _MOST_EVENTS)
+    rows = [
+        f'<tr><td class="n">{event.iteration:,}</td><td class="n">{_moment(event.time)}</td>'
+        f"<td>{html.escape(event.kind)}</td><td>{html.escape(_told(event))}</td></tr>"
+        for event in chosen
+    ]
+    less = f" ({len(chosen)} of {len(shown)})" if len(chosen) < len(shown) else ""
+    head = "<tr><th>iteration</th><th>time</th><th>event</th><th></th></tr>"
+    return f"<h2>Events{less}</h2><table>{head}{''.join(rows)}</table>"
+
+
+def _told(event: Event) -> str:
+    record = event.record
+    if event.kind == "save":
+        size, seconds = (record.get("num_bytes") or 0) / 1e9, record.get("seconds") or 0.0
+        stall = record.get("stall_seconds") or 0.0
+        return f"{size:.3f} GB in {seconds:.2f} s; the training stood still for {stall:.2f} s"
+    if event.kind == "exit":
+        return f"{record.get('kind', '')} {record.get('detail') or ''}".strip()
+    if event.kind == "evaluation":
+        return f"{record.get('split', '')}: loss {_number(record.get('loss'))}"
+    if event.kind in ("skipped", "not a number"):
+        scale = f", loss scale {record['loss_scale']:g} then" if record.get("loss_scale") else ""
+        return f"from here on, samples up to {record.get('consumed_samples', 0):,}{scale}"
+    return ""
+
+
+def _configuration(config: Mapping[str, Mapping[str, Any]]) -> str:
+    if not config:
+        return ""
+    defaults = {setting.name: setting.default for setting in all_settings().values()}
+    rows = {True: list[str](), False: list[str]()}
+    for group, values in config.items():
+        for name, value in values.items():
+            default = defaults.get(name)
+            differs = value != (list(default) if isinstance(default, tuple) else default)
+            rows[differs].append(
+                f"<tr><td>{html.escape(group)}</td><td>{html.escape(name)}</td><td>{html.escape(str(value))}</td></tr>"
+            )
+    return (
+        f"<h2>Configuration</h2><table>{''.join(rows[True])}</table>"
+        f"<details><summary>{len(rows[False])} settings at their defaults</summary>"
+        f"<table>{''.join(rows[False])}</table></details>"
+    )
+
+
+def _number(value: Any) -> str:
+    return f"{value:.4f}" if isinstance(value, int | float) else "no number"
+
+
+def _moment(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S") if seconds else ""
