@@ -37,6 +37,7 @@ CASES = [
     "gpt2_weights_50",
     "gpt2_rampup",
     "gpt2_decoupled_lr",
+    "gpt2_cyclic",
     "mock_data",
 ]
 
@@ -156,6 +157,13 @@ def unknown_lines(text: str, printed: str) -> list[str]:
         " speed:",
         "    train: ",
         "    valid: ",
+        "(min, max) time across ranks",  # level 0, which the original printed in the users' logs (C066)
+        "    model-and-optimizer-setup ...",
+        "    train/valid/test-data-iterators-setup ...",
+        "    evaluate ...",
+        "    save-checkpoint ...",
+        "Theoretical memory footprints: weight and optimizer",  # without the activations of 0.16.1 (C071)
+        "[Rank 0] (after",
         "metrics and the",
         "try it",
     )

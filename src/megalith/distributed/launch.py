@@ -54,6 +54,16 @@ class Meeting:
     store: dist.Store | None = None
 
 
+def available_backends() -> dict[str, str]:
+    """The collective libraries of this torch -> their versions, as far as they say one."""
+    found = {"gloo": "", "mpi": ""} if dist.is_mpi_available() else {"gloo": ""}
+    if not dist.is_gloo_available():
+        del found["gloo"]
+    if dist.is_nccl_available():
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return found
+
+
 def _to_stderr(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
