@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from megalith.config import RunConfig
+from megalith.config.data_sources import data_sources
 from megalith.data.blend import BlendedDataset
 from megalith.data.build import Dataset, Datasets, build_gpt_datasets
 from megalith.data.loader import BatchLoader
@@ -12,6 +15,7 @@ from megalith.data.sampler import Cyclic, Order, Sequential, WholePasses
 from megalith.data.splits import Sizes, target_sizes
 from megalith.errors import DataError
 from megalith.tokenizers import Tokenizer
+from megalith.tokenizers.card import require_tokenizer_of_data
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,24 @@ def run_sizes(run: RunConfig) -> Sizes:
         global_batch_size=run.global_batch_size,
     )
     return train, None if run.data.full_validation else valid, test
+
+
+def compare_tokenizers(run: RunConfig, card: Mapping[str, Any]) -> list[str]:
+    """Hold every dataset that the run names against the tokenizer of the run.
+
+    Args:
+        run: names the data.
+        card: of its tokenizer.
+
+    Returns:
+        What the user should hear, such as that datasets have no card to compare.
+
+    Raises:
+        DataError: a dataset was made with another tokenizer; both cards side by side.
+    """
+    prefixes = () if run.data.mock_data else data_sources(run.data).prefixes
+    notes = [note for prefix in prefixes if (note := require_tokenizer_of_data(prefix, card)) is not None]
+    return notes if len(notes) < 2 else [f"{notes[0]}; the same holds for {len(notes) - 1} more of the datasets"]
 
 
 def build_datasets(run: RunConfig, tokenizer: Tokenizer) -> Datasets:
@@ -114,7 +136,7 @@ def _ends(run: RunConfig) -> bool:
 
 def _refuse_too_few(run: RunConfig, train: Dataset, iteration: int, consumed: int) -> None:
     """A run that resumes with smaller batches has drawn more samples than its steps so far account for."""
-    to_come = (run.train_iters - iteration) * run.global_batch_size
+    to_come = run.batch_sizes.consumed_after(run.train_iters - iteration, consumed) - consumed
     block = run.train.micro_batch_size * run.data_parallel_size
     if (len(train) >= block) if not _ends(run) else (consumed + to_come <= len(train)):
         return

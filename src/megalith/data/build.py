@@ -67,12 +67,13 @@ def build_gpt_datasets(data: DataConfig, tokenizer: Tokenizer, *, sizes: Sizes, 
             _build_split(_Builder(data, tokenizer, options), blend, split, sizes[split])
             for split, blend in enumerate(sources.splits)
         ]
-        train, valid, test = by_split
-        built = Datasets(*(sets[0] if sets else None for sets in (train, valid, test)), further_valid=tuple(valid[1:]))
+        train, valid, test = (sets[0] if sets else None for sets in by_split)
+        built = Datasets(train, valid, test, tuple(by_split[_VALIDATION][1:]))
     elif sources.whole is not None:
         builder = _Builder(data, tokenizer, _options(data, data.split, seed))
         _refuse_no_training(builder.options, sizes)
-        built = Datasets(*_build_blend(builder, sources.whole, sizes))
+        train, valid, test = _build_blend(builder, sources.whole, sizes)
+        built = Datasets(train, valid, test)
     else:
         raise ConfigError("--data-path is missing: give the prefix of a .bin/.idx pair, or --mock-data")
     problems = [dataset.cache_problem for dataset in (*built, *built.further_valid) if dataset is not None]
@@ -224,7 +225,7 @@ def _build_blend(builder: _Builder, blend: Blend, sizes: Sizes, only: int | None
         surplus = builder.data.mid_level_dataset_surplus
         wanted = [[math.ceil(target * (1 + surplus)) for target in row] for row in targets]
     with ThreadPoolExecutor(builder.data.num_dataset_builder_threads, "megalith-index") as threads:
-        rows = list(threads.map(lambda row: builder.splits_of(*row, only), zip(blend.prefixes, wanted, strict=True)))
+        rows = list(threads.map(lambda prefix, sizes: builder.splits_of(prefix, sizes, only), blend.prefixes, wanted))
     blends: list[Dataset | None] = []
     for split, column in enumerate(zip(*rows, strict=True)):
         datasets = [dataset for dataset in column if dataset is not None]

@@ -71,6 +71,11 @@ class GPTDatasetOptions:
     add_extra_token: bool = True
     drop_last_partial_validation: bool = True
 
+    @property
+    def looks_for_documents(self) -> bool:
+        """Whether it matters where the documents in a sample begin."""
+        return self.reset_position_ids or self.reset_attention_mask or self.mask_between_documents
+
     def interval(self, split: int) -> Interval:
         """The share of a split, 0 train, 1 valid, 2 test, which is above zero."""
         interval = (0.0, 1.0) if self.split_matrix is None else self.split_matrix[split]
@@ -183,20 +188,18 @@ class GPTDataset:
         loss_mask = np.ones(length, np.float32)
         if options.eod_mask_loss:
             loss_mask[tokens == self._eod] = 0.0
-        between = options.mask_between_documents
-        documents = numbers_of_parts(parts, length) if between else document_ids(tokens, self._eod)
-        restart = options.reset_position_ids or between
-        positions = np.arange(length, dtype=np.int64)
+        sample: dict[str, NDArray[Any]] = {"position_ids": np.arange(length, dtype=np.int64)}
+        if options.looks_for_documents:
+            between = options.mask_between_documents
+            documents = numbers_of_parts(parts, length) if between else document_ids(tokens, self._eod)
+            if options.reset_position_ids or between:
+                sample["position_ids"] = restarted_positions(documents)
+            if options.reset_attention_mask or between:
+                sample["document_ids"] = documents
         loss_mask[labels == self._pad] = 0.0
         tokens[tokens == self._pad] = 0
         labels[labels == self._pad] = 0
-        sample = {
-            "tokens": tokens,
-            "labels": labels,
-            "loss_mask": loss_mask,
-            "position_ids": restarted_positions(documents) if restart else positions,
-        }
-        return {**sample, "document_ids": documents} if options.reset_attention_mask or between else sample
+        return {"tokens": tokens, "labels": labels, "loss_mask": loss_mask, **sample}
 
     def _text(self, sample: int) -> tuple[NDArray[np.int64], list[int]]:
         """Tokens of a sample before shuffling, filled up with padding, [sequence_length + extra] i64.

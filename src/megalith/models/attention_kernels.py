@@ -24,8 +24,16 @@ def attend_by_device(q: Tensor, k: Tensor, v: Tensor, dropout: float, rule: Atte
     dtype = product_dtype(q)
     documents = rule.documents
     if documents is not None and has_varlen(q.to(dtype)) and rule.sink_H is None and not rule.limits(documents.longest):
-        laid_out = (documents.laid_out(x.to(dtype)) for x in (q, k, v))
-        context = attend_varlen(*laid_out, documents.offsets, documents.longest, dropout=dropout, scale=rule.scale)
+        q_THK, k_THK, v_THK = (documents.laid_out(x.to(dtype)) for x in (q, k, v))
+        context = attend_varlen(
+            q_THK,
+            k_THK,
+            v_THK,
+            documents.offsets,
+            documents.longest,
+            dropout=dropout,
+            scale=rule.scale_of(q.shape[-1]),
+        )
         return documents.in_sequences(context).to(q.dtype)
     if documents is not None:
         return by_document(attend_by_device, q, k, v, dropout, rule)

@@ -133,8 +133,8 @@ def by_document(
     """A kernel on each document of `rule.documents` by itself. Shapes as of the kernel, as many queries as keys."""
     assert rule.documents is not None, "there are no documents"
     alone = replace(rule, documents=None)
-    separated = (rule.documents.separated(x) for x in (q, k, v))
-    return rule.documents.joined([attend(*document, dropout, alone) for document in zip(*separated, strict=True)])
+    separated = zip(*map(rule.documents.separated, (q, k, v)), strict=True)
+    return rule.documents.joined([attend(q, k, v, dropout, alone) for q, k, v in separated])
 
 
 def _with_sink(
