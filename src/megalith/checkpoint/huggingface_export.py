@@ -35,6 +35,7 @@ from megalith.errors import CheckpointError, ConfigError
 from megalith.models.huggingface import DTYPES, Family, config_of_model, family_for
 from megalith.models.huggingface_tensors import TheirTensor, tensors_of
 from megalith.tokenizers.byte_level import END_OF_TEXT
+from megalith.tokenizers.sentence_piece import MODEL_FILE, load_model
 
 MAX_SHARD_SIZE = "5GB"
 
@@ -176,7 +177,7 @@ def export(
         eod=manifest.get("tokenizer", {}).get("special", {}).get("eod"),
         original=original,
     )
-    files = _further_files(found, config, notes)
+    files = _further_files(found, config, manifest.get("tokenizer") or {}, notes)
     destination = destination.resolve()
     with naming_full_disk(destination.parent, layout.bytes):
         destination.parent.mkdir(parents=True, exist_ok=True)
@@ -282,15 +283,38 @@ def _check_whole(contents: Contents, space: ModelSpace, where: str) -> None:
         raise CheckpointError("\n  ".join([f"{where} does not hold the weights of its model:", *lines]))
 
 
-def _further_files(found: Path, config: Mapping[str, Any], notes: list[str]) -> dict[str, bytes]:
-    """config.json and the tokenizer's files."""
+def _further_files(
+    found: Path, config: Mapping[str, Any], card: Mapping[str, Any], notes: list[str]
+) -> dict[str, bytes]:
+    """config.json and the tokenizer's files.
+
+    Args:
+        found: the checkpoint.
+        config: what config.json is to say.
+        card: of the tokenizer that it was trained with; empty if that is not known.
+        notes: what the user must hear is added.
+
+    Raises:
+        DataError: the model of a SentencePiece tokenizer is damaged, or the library for it is not installed.
+    """
     files = {name: path.read_bytes() for name, path in files_of_tokenizer(found).items()}
     if not files:
         notes.append("the checkpoint has no files of a tokenizer; copy those that belong to it into the folder")
     elif "merges.txt" in files and not {"tokenizer.json", _TOKENIZER_CONFIG} & set(files):
         special = dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)
         files[_TOKENIZER_CONFIG] = _json({"tokenizer_class": "GPT2Tokenizer", **special})
+    elif MODEL_FILE in files and not {"tokenizer.json", _TOKENIZER_CONFIG} & set(files):
+        files[_TOKENIZER_CONFIG] = _json(_of_sentence_piece(found / MODEL_FILE, card))
     return {**files, CONFIG_FILE: _json(config)}
+
+
+def _of_sentence_piece(path: Path, card: Mapping[str, Any]) -> dict[str, Any]:
+    """What makes transformers read a SentencePiece model as the training did: its special tokens, and what is added."""
+    model = load_model("export", path)
+    ids = {"bos": model.bos_id(), "eos": model.eos_id(), "unk": model.unk_id(), "pad": model.pad_id()}
+    special = {f"{role}_token": model.id_to_piece(number) for role, number in ids.items() if number >= 0}
+    begins = card.get("class", "Llama2Tokenizer") == "Llama2Tokenizer"
+    return {"tokenizer_class": "LlamaTokenizer", "add_bos_token": begins, "add_eos_token": False, **special}
 
 
 def _json(body: Mapping[str, Any]) -> bytes:

@@ -30,7 +30,8 @@ from megalith.config.saved_args import weights_args
 from megalith.errors import CheckpointError
 from megalith.models.huggingface import DTYPES, HuggingFaceModel, model_of_config
 from megalith.models.huggingface_tensors import GPT2_PREFIX, Part, TheirTensor, follows_from_config, tensors_of
-from megalith.tokenizers.huggingface import TOKENIZER_FILE, tokenizer_files
+from megalith.tokenizers.huggingface import TOKENIZER_FILE, holds_tokenizer, tokenizer_files
+from megalith.tokenizers.sentence_piece import MODEL_FILE
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -186,6 +187,9 @@ class HuggingFaceSource:
         alone = not (self.path / TOKENIZER_FILE).is_file() and self.about.family.model_type == "gpt2"
         if alone and vocabulary.is_file() and merges.is_file():
             return TokenizerConfig("GPT2BPETokenizer", vocab_file=str(vocabulary), merge_file=str(merges))
+        pieces = self.path.absolute() / MODEL_FILE
+        if pieces.is_file() and not holds_tokenizer(self.path):  # as Meta distributed Llama 2
+            return TokenizerConfig("Llama2Tokenizer", tokenizer_model=str(pieces))
         return TokenizerConfig("HuggingFaceTokenizer", tokenizer_model=str(self.path.absolute()))
 
     def facts(self) -> dict[str, Any]:

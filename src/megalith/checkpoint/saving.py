@@ -116,6 +116,8 @@ class Saving:
             self._name = self._crew.first(lambda: self._begin([part.plan for part in parts]))
             if (shared := self._writer.shared) is not None:
                 self._crew.all(lambda: self._lay_out(shared))
+        if self._staging is not None:
+            self._staging.begin()
 
     def gathered(self, write: Callable[[], Written]) -> list[Written]:
         """What all ranks have written; all call it together.
@@ -168,7 +170,7 @@ class Saving:
 
     def _prepare(self) -> _Part:
         if self._staging is not None:
-            self._content = replace(self._content, chunks=self._staging.begin(self._content.chunks))
+            self._content = replace(self._content, chunks=self._staging.plan(self._content.chunks))
         self._writer = self._make_writer(self._content, self._files, self._crew.rank)
         self._on_point("pre_save")
         return _Part(self._writer.plan, self._writer.nbytes)

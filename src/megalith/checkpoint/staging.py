@@ -33,6 +33,7 @@ class Staging:
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._pinned = False
+        self._pairs: list[tuple[Tensor, Tensor]] = []
         self._copying: list[Future[None]] = []
 
     @property
@@ -59,26 +60,29 @@ class Staging:
             if any(chunk.tensor.is_cuda for chunk in chunks):
                 self._pin()
 
-    def begin(self, chunks: Sequence[Chunk]) -> list[Chunk]:
-        """The chunks with copies of their tensors, which hold until the next call.
-
-        They are there when `settle` has returned; until then the tensors must not change.
+    def plan(self, chunks: Sequence[Chunk]) -> list[Chunk]:
+        """The chunks with copies of their tensors, which `begin` begins to make; they hold until the next call.
 
         Raises:
             CheckpointError: as `reserve`.
         """
-        self.settle()
+        wait(self._copying)  # of a save that was given up
+        self._copying = []
         self.reserve(chunks)
         copies, start = [], 0
         for chunk in chunks:
             octets = self._memory[start : start + chunk.nbytes]
             copies.append(replace(chunk, tensor=octets.view(chunk.tensor.dtype).view(chunk.tensor.shape)))
             start += _room(chunk)
-        self._copying = _begin_copies((copy.tensor, chunk.tensor) for copy, chunk in zip(copies, chunks, strict=True))
+        self._pairs = [(copy.tensor, chunk.tensor) for copy, chunk in zip(copies, chunks, strict=True)]
         return copies
 
+    def begin(self) -> None:
+        """Begin to make the copies that were planned; the originals must not change before `settle`."""
+        self._copying, self._pairs = _begin_copies(self._pairs), []
+
     def settle(self) -> None:
-        """Wait until all copies are there. Any thread may call it."""
+        """Wait until all copies are there that were begun. Any thread may call it."""
         for part in self._copying:
             part.result()
 
@@ -116,19 +120,21 @@ def _begin_copies(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[Future[None]]:
     each tensor, and on a machine that is busy each wait takes a slice of its time.
     """
     on_devices: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
-    pieces, others = list[tuple[Tensor, Tensor]](), list[tuple[Tensor, Tensor]]()
+    threads = max(1, min(_THREADS, torch.get_num_threads()))
+    pieces, loads = [list[tuple[Tensor, Tensor]]() for _ in range(threads)], [0] * threads
     for target, source in pairs:
         if source.device.type != "cpu":
             on_devices.setdefault(source.device, []).append((target, source))
-        elif source.is_contiguous():
-            pieces += zip(_octets(target).split(_PIECE), _octets(source).split(_PIECE), strict=True)
-        else:
-            others.append((target, source))
-    threads = max(1, min(_THREADS, torch.get_num_threads()))
-    pool = ThreadPoolExecutor(threads, thread_name_prefix="checkpoint-copy")
+            continue
+        plain = source.is_contiguous() and source.numel() > 0
+        divided = (_octets(target).split(_PIECE), _octets(source).split(_PIECE)) if plain else ([target], [source])
+        for piece in zip(*divided, strict=True):
+            lightest = loads.index(min(loads))
+            pieces[lightest].append(piece)
+            loads[lightest] += piece[0].nbytes
+    pool = ThreadPoolExecutor(len(on_devices) + threads, thread_name_prefix="checkpoint-copy")
     copying = [pool.submit(_copy_from, device, _reached(device), part) for device, part in on_devices.items()]
-    copying += [pool.submit(np.copyto, target.numpy(), source.numpy()) for target, source in pieces]
-    copying += [pool.submit(_copy, target, source) for target, source in others]
+    copying += [pool.submit(_copy_all, part) for part in pieces if part]
     pool.shutdown(wait=False)  # the threads end with their work
     return copying
 
@@ -142,15 +148,19 @@ def _copy_from(device: torch.device, reached: torch.cuda.Event, pairs: Sequence[
     """Copy tensors off a device beside what it computes; returns when all copies are there."""
     stream = torch.cuda.Stream(device)
     stream.wait_event(reached)
-    with torch.cuda.stream(stream):
+    with torch.cuda.stream(stream), torch.no_grad():
         for target, source in pairs:
-            _copy(target, source)
+            target.copy_(source, non_blocking=True)
     stream.synchronize()
 
 
 @torch.no_grad()
-def _copy(target: Tensor, source: Tensor) -> None:
-    target.copy_(source, non_blocking=True)
+def _copy_all(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    for target, source in pairs:
+        if target.dtype == torch.uint8 and source.is_contiguous():
+            np.copyto(target.numpy(), source.numpy())  # lets other threads run meanwhile
+        else:
+            target.copy_(source)
 
 
 def _octets(tensor: Tensor) -> Tensor:

@@ -208,6 +208,9 @@ class DirectoryStore:
             self._writer = partial(PerRankWriter, layout=self._layout)
         self._sound: dict[int, Signature] = {}
         self._begun: dict[int, Signature] = {}  # sound but for what a load is still to see
+        self._opened: tuple[tuple[Path, Signature], CheckpointFolder] | None = (
+            None  # its table of contents is read once
+        )
 
     def folder(self, iteration: int) -> Path:
         """Where the checkpoint of an iteration is or would be."""
@@ -335,6 +338,7 @@ class DirectoryStore:
         """What a load gives on this rank, if it gives something on all; it may be too large to tell the others."""
         loaded: list[LoadedContent] = []
         self._crew.all(lambda: loaded.append(load()))
+        self._opened = None  # a run needs it no more
         return loaded[0]
 
     def contents(self, iteration: int) -> Contents:
@@ -430,7 +434,13 @@ class DirectoryStore:
         if not path.is_dir():
             held = ", ".join(map(str, self._iterations())) or "none"
             raise CheckpointError(f"{path} does not exist; {self.path} holds the iterations: {held}")
-        return CheckpointFolder(path)
+        folder = CheckpointFolder(path)
+        signature = folder.signature()
+        if self._opened is not None and self._opened[0] == (path, signature):
+            return self._opened[1]
+        if folder.source.format == "torch_dist":  # the files of other formats would stay mapped
+            self._opened = (path, signature), folder
+        return folder
 
 
 def split_path(path: Path) -> tuple[Path, int | None]:

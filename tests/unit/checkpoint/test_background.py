@@ -39,6 +39,13 @@ def complete(pending: PendingSave) -> SaveReport:
             return report
 
 
+def copied(staging: Staging, chunks: list[Chunk]) -> list[Chunk]:
+    copies = staging.plan(chunks)
+    staging.begin()
+    staging.settle()
+    return copies
+
+
 def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
@@ -149,11 +156,9 @@ def test_the_copies_take_no_more_than_the_tensors_and_are_used_again(make_conten
     staging.reserve(content.chunks)
     held = staging.nbytes
     assert content.nbytes <= held <= content.nbytes + 4096 + 64 * len(content.chunks)
-    copies = staging.begin(content.chunks)
-    staging.settle()
+    copies = copied(staging, content.chunks)
     assert all(torch.equal(copy.tensor, chunk.tensor) for copy, chunk in zip(copies, content.chunks, strict=True))
-    again = staging.begin(make_content(2).chunks)
-    staging.settle()
+    again = copied(staging, make_content(2).chunks)
     assert staging.nbytes == held
     assert [copy.tensor.data_ptr() for copy in again] == [copy.tensor.data_ptr() for copy in copies]
 
@@ -179,8 +184,7 @@ def test_copies_of_every_kind_of_tensor() -> None:
         torch.tensor([True, False]),
     ]
     chunks = [Chunk(str(n), t, (0,) * t.dim(), tuple(t.shape)) for n, t in enumerate(tensors)]
-    copies = staging.begin(chunks)
-    staging.settle()
+    copies = copied(staging, chunks)
     for copy, tensor in zip(copies, tensors, strict=True):
         assert copy.tensor.dtype == tensor.dtype and torch.equal(copy.tensor, tensor)
         assert copy.tensor.is_contiguous()
