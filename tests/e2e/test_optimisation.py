@@ -59,3 +59,17 @@ def test_a_bad_step_stops_the_run_and_the_message_says_where(warm: WarmProcess, 
     assert "the step is skipped" in skipped.text and "number of nan iterations:   1" in skipped.text
     (bad,) = (record for record in read_metrics(tmp_path / "b/run/metrics.jsonl") if record["event"] == "bad step")
     assert (bad["action"], bad["first"]["rank"], bad["number"]) == ("skip", 0, 1)
+
+
+def test_a_resumed_run_skips_the_same_spike(warm: WarmProcess, tmp_path: Path) -> None:
+    """F33: after a resume there are too few steps to compare with, but for those that the checkpoint remembers."""
+    words = [*MODEL, "--data-path", write_text(tmp_path), "--train-iters", 16, "--device", "cpu", "--save-interval", 99]
+    words += ["--check-for-spiky-loss", "--nan-policy", "skip"]
+    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
+    for folder, more in ((straight, []), (stopped, ["--exit-interval", 12]), (stopped, [])):
+        spike = "spike@step=14,point=loss,micro_batch=3"
+        finished = warm.run([*words, "--save", folder, "--load", folder, *more], tmp_path, MEGALITH_FAULT=spike)
+        assert finished.code == 0, finished.text
+    assert "training samples 55 to 55; the step is skipped" in finished.text
+    assert curve_of(straight) == curve_of(stopped)
+    assert_same(state_of(straight, 16), state_of(stopped, 16))

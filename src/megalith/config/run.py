@@ -191,5 +191,5 @@ def group_from_dict(name: str, saved: Mapping[str, Any]) -> Any:
     ]
     if problems:
         raise ConfigError(problems)
-    values = {key: tuple(value) if settings[key].many else value for key, value in saved.items()}
+    values = {key: tuple(value) if settings[key].many and value is not None else value for key, value in saved.items()}
     return group_types()[name](**values)

@@ -16,6 +16,9 @@ _CONSTANTS: dict[str, Any] = {
     "use_dist_ckpt": True,
 }
 
+_EMPTY_LISTS = ("iterations_to_skip",)
+"""Flags of several values whose default is an empty list rather than None."""
+
 
 def megatron_args(run: RunConfig) -> dict[str, Any]:
     """Megatron's arguments for this run, with the derived ones filled in as its argument check does.
@@ -24,12 +27,19 @@ def megatron_args(run: RunConfig) -> dict[str, Any]:
     consumed_valid_samples and skipped_train_samples. `params_dtype` is the name of the dtype, as no torch is here.
     """
     args = {
-        setting.name: list(value) if isinstance(value, tuple) else value
+        setting.name: _listed(setting.name, value)
         for setting in all_settings().values()
         if not setting.about.ours
         for value in (getattr(getattr(run, setting.group), setting.name),)
     }
     return {**args, **_CONSTANTS, **_derived(run)}
+
+
+def _listed(name: str, value: Any) -> Any:
+    """A value as argparse has it: lists, and None for most of those that are not given."""
+    if not isinstance(value, tuple):
+        return value
+    return list(value) if value or name in _EMPTY_LISTS else None
 
 
 def weights_args(model: ModelConfig, precision: PrecisionConfig, tokenizer: TokenizerConfig) -> dict[str, Any]:
@@ -84,7 +94,6 @@ def _derived(run: RunConfig) -> dict[str, Any]:
         "end_weight_decay": optimizer.weight_decay if constant else optimizer.end_weight_decay,
         "global_batch_size": run.global_batch_size,
         "params_dtype": run.precision.params_dtype,
-        "rampup_batch_size": list(run.train.rampup_batch_size) or None,
         "sequence_parallel": run.parallel.sequence_parallel_here,
         "use_dist_ckpt": run.checkpoint.ckpt_format == "torch_dist",
         "start_weight_decay": optimizer.weight_decay if constant else optimizer.start_weight_decay,

@@ -9,7 +9,7 @@ in fp16 or fp8, whose squares would vanish; a rule of the configuration refuses 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,14 +18,20 @@ from torch import Tensor
 from megalith.nn.precision import at_least_fp32
 from megalith.optim.rules import States, UpdateRule
 
-PIECE_ELEMENTS = 1 << 18  # with its three companions in fp32 4 MiB, within the cache of a core
+PIECE_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 24}
+"""Of a piece by device: with its companions in fp32 4 MiB, within the cache of a core, and 256 MiB."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Widened:
-    """An elementwise rule over tensors of several dtypes."""
+    """An elementwise rule over tensors of several dtypes.
+
+    Attributes:
+        rule: what is done in fp32.
+    """
 
     rule: UpdateRule
+    _rooms: dict[int, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -45,14 +51,13 @@ class Widened:
         weight_decay: float,
         step: int,
     ) -> None:
-        piece = PIECE_ELEMENTS if params[0].device.type == "cpu" else 1 << 62
+        piece = PIECE_ELEMENTS[params[0].device.type]
         for number, name in enumerate(names):
             held = [params[number], grads[number], *(states[kind][number] for kind in self.kinds)]
-            work = at_least_fp32(held[0].dtype)
             flat = [tensor.view(-1) for tensor in held]
             for start in range(0, flat[0].numel(), piece):
                 parts = [tensor[start : start + piece] for tensor in flat]
-                wide = [part.to(work) for part in parts]
+                wide = [self._wide(place, part) for place, part in enumerate(parts)]
                 self.rule.update(
                     [name],
                     wide[:1],
@@ -63,8 +68,18 @@ class Widened:
                     step=step,
                 )
                 for part, result in zip((parts[0], *parts[2:]), (wide[0], *wide[2:]), strict=True):
-                    if part.dtype != work:
+                    if part is not result:
                         part.copy_(result)
+
+    def _wide(self, place: int, part: Tensor) -> Tensor:
+        """The part itself where it is wide enough, else a copy in a room that is used again."""
+        dtype = at_least_fp32(part.dtype)
+        if part.dtype == dtype:
+            return part
+        room = self._rooms.get(place)
+        if room is None or room.numel() < part.numel():
+            room = self._rooms[place] = torch.empty(part.numel(), dtype=dtype, device=part.device)
+        return room[: part.numel()].copy_(part)
 
 
 STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

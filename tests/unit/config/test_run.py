@@ -144,9 +144,12 @@ def test_arguments_under_megatrons_names_are_megatrons(shared: Path) -> None:
     # Their folder of the run, enums and dtypes; and some of their switches are None instead of False.
     spelled_differently = {"save", "data_cache_path", "attention_backend", "params_dtype"}
     spelled_differently |= {"exp_avg_dtype", "exp_avg_sq_dtype", "main_grads_dtype", "main_params_dtype"}
+    of_other_versions = {"muon_tp_mode", "profile_ranks", "wandb_project", "wandb_exp_name", "wandb_save_dir"}
+    spelled_differently |= of_other_versions  # their defaults
     switches = {name for name, value in ours.items() if value == "False" and theirs.get(name) == "None"}
     common = set(ours) & set(theirs) - spelled_differently - switches
     assert len(common) > 100
     assert {name: ours[name] for name in common} == {name: theirs[name] for name in common}
-    names_of_other_versions = {"norm_epsilon", "apply_layernorm_1p"}
-    assert set(ours) - set(theirs) == names_of_other_versions | {"iteration"}  # set when training starts
+    ours_alone = set(ours) - set(theirs)
+    assert {"norm_epsilon", "apply_layernorm_1p", "iteration"} <= ours_alone
+    assert ours_alone - set(all_settings()) <= {"iteration"}, "what other versions have, but for what a run sets"

@@ -36,12 +36,12 @@ class PrecisionConfig:
     nan_policy: str | None = setting(
         None,
         help="what all ranks do about a bad step, after the place is found: stop, skip its update, or rerun it from "
-        "the state before it and stop if it is bad again; stop unless --rerun-mode says otherwise",
+        "the state before it and stop if it is bad again; rerun, or stop where --rerun-mode is not validate_results",
         choices=("stop", "skip", "rerun"),
         ours=True,
     )
     rerun_mode: str = setting(
-        "disabled",
+        "validate_results",
         help="validate_results is --nan-policy rerun; report_stats runs every step twice, and counts the steps whose "
         "loss differs",
         choices=("disabled", "validate_results", "report_stats"),
