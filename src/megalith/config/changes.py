@@ -8,6 +8,7 @@ from typing import Any
 
 from megalith.config.fields import Setting
 from megalith.config.run import RunConfig, all_settings, group_types
+from megalith.config.saved_args import megatron_args
 
 HARMLESS = "harmless"
 LENGTH = "the length of the run"
@@ -44,8 +45,15 @@ _BY_NAME = {
     ),
     **dict.fromkeys(("hidden_dropout", "attention_dropout"), ANOTHER_WAY),
 }
-_OF_THIS_START = ("rank", "local_rank", "local_world_size", "master_addr", "master_port", "launcher", "nproc")
-_OF_THIS_START += ("max_restarts", "load", "finetune", "ckpt_step")
+_OF_THIS_START = (
+    *("rank", "local_rank", "local_world_size", "master_addr", "master_port", "launcher", "nproc", "max_restarts"),
+    *("load", "finetune", "ckpt_step"),
+)
+_OF_MEGATRON = (
+    *("train_iters", "train_samples", "micro_batch_size", "global_batch_size", "seed", "split", "seq_length"),
+    *("hidden_dropout", "attention_dropout", "tensor_model_parallel_size", "pipeline_model_parallel_size"),
+    *("context_parallel_size", "eval_interval", "eval_iters", "log_interval", "save_interval", "fp16", "bf16"),
+)
 
 
 @dataclass(frozen=True)
@@ -80,13 +88,14 @@ def changes_since(saved: Mapping[str, Any], run: RunConfig) -> list[Change]:
         run: the configuration of now.
     """
     grouped = all(name in saved for name in ("model", "train"))
+    present = run.to_dict() if grouped else megatron_args(run)
     changes = []
     for setting in all_settings().values():
-        there = saved.get(setting.group, {}) if grouped else _flat(saved, setting)
-        if setting.name in _OF_THIS_START or setting.name not in there:
+        there, here = (saved.get(setting.group, {}), present[setting.group]) if grouped else (saved, present)
+        known = setting.name in there and setting.name in here
+        if not known or setting.name in _OF_THIS_START or not (grouped or _is_told_by_megatron(setting)):
             continue
-        was, now = there[setting.name], getattr(getattr(run, setting.group), setting.name)
-        now = list(now) if isinstance(now, tuple) else now
+        was, now = there[setting.name], here[setting.name]
         if was != now:
             changes.append(Change(setting.positive_flag, _words(was), _words(now), effect_of(setting)))
     return changes
@@ -107,10 +116,9 @@ def changes_lines(changes: list[Change], iteration: int) -> list[str]:
     return [f"changed since the checkpoint of iteration {iteration}:", *mattering, *last]
 
 
-def _flat(args: Mapping[str, Any], setting: Setting) -> Mapping[str, Any]:
-    """Megatron's arguments, of those settings that stand there as they were given."""
-    derived = ("ffn_hidden_size", "kv_channels", "global_batch_size", "start_weight_decay", "end_weight_decay")
-    return {} if setting.name in derived or setting.about.ours or setting.about.from_environment else args
+def _is_told_by_megatron(setting: Setting) -> bool:
+    """Whether Megatron's arguments say the same thing under this name; others are of its own making."""
+    return setting.group in ("schedule", "optimizer") or setting.name in _OF_MEGATRON
 
 
 def _words(value: Any) -> str:

@@ -24,7 +24,7 @@ STEP_CURVES = {
 }
 WINDOW_CURVES = {"tokens_per_second": "tokens per second", "teraflops": "TFLOP/s of a device"}
 MEMORY = ("reserved_bytes", "resident_bytes", "max_resident_bytes")
-_SHOWN_EVENTS = ("start", "resume", "save", "exit", "evaluation")
+_SHOWN_EVENTS = ("start", "resume", "save", "exit", "evaluation", "bad step", "batch size")
 
 
 @dataclass
@@ -72,7 +72,7 @@ class Event:
     """Something that happened.
 
     Attributes:
-        kind: start, resume, save, exit, evaluation, skipped, not a number.
+        kind: start, resume, save, exit, evaluation, bad step, batch size, skipped, not a number.
         time: seconds since 1970.
         record: what was written of it.
     """
@@ -109,7 +109,8 @@ class History:
 
     def take(self, record: Mapping[str, Any]) -> None:
         """One more line of the file."""
-        kind, iteration = str(record.get("event")), int(record.get("iteration") or 0)
+        kind = str(record.get("event"))
+        iteration = int(record.get("iteration", self.last.get("iteration")) or 0)
         if kind == "step":
             self._step(record, iteration)
         elif kind == "throughput":

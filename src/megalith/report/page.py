@@ -111,7 +111,7 @@ def _marks(events: Iterable[Event]) -> list[tuple[float, str, str]]:
     marks: dict[str, list[tuple[float, str, str]]] = {}
     for event in events:
         if event.kind != "evaluation":
-            kind = "nan" if event.kind == "not a number" else event.kind
+            kind = {"not a number": "nan", "bad step": "nan", "batch size": "exit"}.get(event.kind, event.kind)
             marks.setdefault(kind, []).append((event.iteration, kind, f"{event.kind} at iteration {event.iteration}"))
     return [mark for kind in marks.values() for mark in _some(kind, _MOST_MARKS)]
 
@@ -169,6 +169,11 @@ def _told(event: Event) -> str:
         return f"{size:.3f} GB in {seconds:.2f} s; the training stood still for {stall:.2f} s"
     if event.kind == "exit":
         return f"{record.get('kind', '')} {record.get('detail') or ''}".strip()
+    if event.kind == "bad step":
+        samples = f"samples {record.get('first_sample')} to {record.get('last_sample')}"
+        return f"{record.get('reason', '')} ({samples}): {record.get('action', '')}"
+    if event.kind == "batch size":
+        return f"from {record.get('before')} to {record.get('after')}"
     if event.kind == "evaluation":
         return f"{record.get('split', '')}: loss {_number(record.get('loss'))}"
     if event.kind in ("skipped", "not a number"):

@@ -11,8 +11,9 @@ import torch
 from megalith.errors import MegalithError
 from megalith.train.hooks import Hook
 from megalith.train.loop import Plan, TrainingRun, train
-from megalith.train.results import Ending, Evaluation, SavedCheckpoint, StepResult, WindowReport
+from megalith.train.results import Ending, Evaluation, SavedCheckpoint, StepResult, Times, WindowReport
 from megalith.train.state import TrainState
+from megalith.train.timers import Timers
 
 from .conftest import batches, make_state
 
@@ -234,3 +235,43 @@ def test_a_loss_that_is_not_finite_stops_before_it_is_saved(make_plan: Callable[
     with pytest.raises(MegalithError, match=found):
         list(train(run))
     assert recorder.moments == []
+
+
+def test_skip_train_only_evaluates(make_plan: Callable[..., Plan]) -> None:
+    run, recorder = make_run(make_plan(train_iterations=6, save_interval=2, skip_training=True))
+    assert list(train(run)) == []
+    assert recorder.moments == ["final validation", "final test"]
+    assert run.ending == Ending("finished", 0)
+
+
+def test_no_evaluation_before_the_first(make_plan: Callable[..., Plan]) -> None:
+    run, recorder = make_run(make_plan(train_iterations=6, eval_interval=2, first_evaluation=4))
+    list(train(run))
+    assert [evaluation.iteration for evaluation in recorder.evaluations] == [4, 6, 6, 6]
+
+
+def test_times_are_told_by_their_level(make_plan: Callable[..., Plan]) -> None:
+    """At level 0 those of evaluations and saves, above it those of the parts of the steps of a window, too."""
+    at_level = {}
+    for level in range(3):
+        run, _ = make_run(make_plan(train_iterations=2, log_interval=2, eval_interval=2, save_interval=2))
+        run.timers = Timers(level)
+        names: list[str] = []
+        run.hook = TimesOnly(names)
+        list(train(run))
+        at_level[level] = names
+    assert at_level[0] == ["evaluate", "save-checkpoint", "evaluate", "evaluate"]
+    assert at_level[1] == ["forward-backward", "optimizer", *at_level[0]]
+    inner = ["batch-generator", "forward-compute", "backward-compute"]
+    assert at_level[2] == ["forward-backward", *inner, "optimizer", *at_level[0]]
+
+
+class TimesOnly(Hook):
+    """Notes the names of all times."""
+
+    def __init__(self, names: list[str]) -> None:
+        self._names = names
+
+    def after_timing(self, iteration: int, times: Times) -> None:
+        assert all(len(seconds) == 1 and seconds[0] > 0 for seconds in times.values())
+        self._names.extend(times)

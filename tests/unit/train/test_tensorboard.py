@@ -11,12 +11,14 @@ pytest.importorskip("tensorboard", reason="the extra `track` is not installed")
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from megalith.train.records import Recorded, Records
 from megalith.train.results import Evaluation, StepResult
-from megalith.train.tensorboard import TensorBoardWriter
+from megalith.train.tensorboard import TensorBoard
 
 
 def test_scalars(tmp_path: Path) -> None:
-    writer = TensorBoardWriter(str(tmp_path), interval=2)
+    board = TensorBoard(str(tmp_path), arguments={"num_layers": 2})
+    writer = Records([board], Recorded(interval=2, perplexity=True))
     for iteration in range(1, 5):
         writer.after_step(
             StepResult(
@@ -30,9 +32,11 @@ def test_scalars(tmp_path: Path) -> None:
     assert set(events.Tags()["scalars"]) == {
         *("learning-rate", "learning-rate vs samples", "batch-size", "batch-size vs samples"),
         *("lm loss", "lm loss vs samples", "loss-scale", "loss-scale vs samples", "grad-norm", "grad-norm vs samples"),
-        *("lm loss validation", "lm loss validation vs samples", "lm loss validation ppl"),
+        *("lm loss validation", "lm loss validation vs samples"),
+        *("lm loss validation ppl", "lm loss validation ppl vs samples"),
     }
     # Every second step; the fourth was skipped and has no loss.
     assert [(event.step, event.value) for event in events.Scalars("lm loss vs samples")] == [(8, 4.0)]
     assert [event.step for event in events.Scalars("learning-rate")] == [2, 4]
     assert events.Scalars("lm loss validation ppl")[0].value == pytest.approx(math.exp(3.0))
+    assert "num_layers/text_summary" in events.Tags()["tensors"]

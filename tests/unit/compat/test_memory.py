@@ -1,0 +1,90 @@
+"""Megatron's memory report, with the figures that the users saw (C071)."""
+
+from __future__ import annotations
+
+import pytest
+
+from megalith.compat.megatron.console import timing_lines
+from megalith.compat.megatron.memory import memory_line, theory, theory_lines
+from megalith.compat.megatron.screen import duration
+from megalith.config import RunConfig, from_values
+
+
+def run(layers: int, hidden: int, heads: int, length: int, **more: object) -> RunConfig:
+    """A run that is sound."""
+    values: dict[str, object] = {
+        **{"num_layers": layers, "hidden_size": hidden, "num_attention_heads": heads, "seq_length": length},
+        **{"max_position_embeddings": length, "micro_batch_size": 1, "global_batch_size": 16, "train_iters": 1},
+        **{"lr": 1.0, "mock_data": True, "tokenizer_type": "NullTokenizer", "vocab_size": 50257},
+    }
+    environ = {"RANK": "0", "WORLD_SIZE": str(more.pop("world_size", 1))}
+    return from_values({**values, **more}, environ=environ)
+
+
+def test_the_users_124m() -> None:
+    assert theory_lines(theory(run(12, 768, 12, 512), 50304)).splitlines() == [
+        "Number of parameters in transformer block in billions:  0.08",
+        "Number of parameters in embedding layers in billions: 0.04",
+        "Total number of parameters in billions: 0.12",
+        "Number of parameters in most loaded shard in billions: 0.1236",
+        "Theoretical memory footprints: weight and optimizer=2121.85 MB",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("more", "weights"),
+    [
+        ({}, "0.25"),
+        ({"world_size": 2, "tensor_model_parallel_size": 2}, "0.12"),
+        ({"world_size": 2, "use_distributed_optimizer": True}, "0.17"),
+    ],
+    ids=["one process", "tensor", "distributed optimizer"],
+)
+def test_the_goldens(more: dict[str, object], weights: str) -> None:
+    """`weight and optimizer` of golden `pretrain/gpt2_torch_dist`, and by its formula in other layouts."""
+    text = theory_lines(theory(run(2, 16, 4, 32, **more), 512))
+    assert f"weight and optimizer={weights} MB" in text
+
+
+def test_activations_where_megatron_has_a_formula() -> None:
+    parts = {"world_size": 2, "tensor_model_parallel_size": 2, "sequence_parallel": True}
+    assert "activation=" not in theory_lines(theory(run(12, 768, 12, 512, **parts), 50432))
+    text = theory_lines(theory(run(12, 768, 12, 512, recompute_granularity="selective", **parts), 50432))
+    # 12 layers x 34 s b h, embedding 9 s b (h) and the loss 4 s b (h + V), over two ranks.
+    layers, embedding, loss = 12 * 34 * 512 * 768, 8 * 512 + 512 * 768, 4 * 512 * (768 + 50432)
+    assert f"activation={(layers + embedding + loss) / 2 / 2**20:.2f} MB" in text
+
+
+def test_what_a_rank_holds() -> None:
+    assert memory_line(1, 10, {"resident_bytes": 3 << 20, "max_resident_bytes": 5 << 20}) == (
+        "[Rank 1] (after 10 iterations) memory (MB) | resident: 3.0 | max resident: 5.0"
+    )
+    figures = {"allocated_bytes": 1, "max_allocated_bytes": 2, "reserved_bytes": 3 << 20, "max_reserved_bytes": 4 << 20}
+    assert memory_line(0, 1, {**figures, "max_resident_bytes": 7}) == (
+        "[Rank 0] (after 1 iterations) memory (MB) | allocated: 0.0 | max allocated: 0.0 | reserved: 3.0 | "
+        "max reserved: 4.0"
+    )
+
+
+def test_blocks_of_times() -> None:
+    times = {"evaluate": [0.5, 0.25], "save-checkpoint": [0.001, 0.002]}
+    assert timing_lines(times).splitlines() == [
+        "(min, max) time across ranks (ms):",
+        "    evaluate .......................................: (250.00, 500.00)",
+        "    save-checkpoint ................................: (1.00, 2.00)",
+    ]
+    assert timing_lines(times, "max").splitlines()[:2] == [
+        "max time across ranks (ms):",
+        "    evaluate .......................................: 500.00",
+    ]
+    assert timing_lines(times, "all").splitlines()[:4] == [
+        "times across ranks (ms):",
+        "  evaluate:",
+        "     rank  0: 500.00",
+        "     rank  1: 250.00",
+    ]
+
+
+def test_the_time_that_is_left() -> None:
+    shown = {7.4: "7 s", 65: "1 min 5 s", 3600: "1 h 0 min", 200_000: "2 d 7 h", 0.2: "0 s"}
+    assert {seconds: duration(seconds) for seconds in shown} == shown

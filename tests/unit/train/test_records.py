@@ -1,0 +1,147 @@
+"""Curves reach every drawer under Megatron's names; a drawer that fails costs the curves, not the run."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megalith.config.groups import LogConfig
+from megalith.errors import ConfigError
+from megalith.train.records import Recorded, Records
+from megalith.train.results import Evaluation, StepResult
+from megalith.train.weights_and_biases import WandB, mode, require_wandb
+
+STEP = StepResult(3, 2.5, True, 1e-3, 0.1, 8.0, 0.5, None, None, 12, 4, 64, 0.1)
+
+
+class Notes:
+    """A drawer that notes everything, until it breaks."""
+
+    name = "notes"
+    errors: tuple[type[Exception], ...] = (OSError,)
+
+    def __init__(self, breaks: bool = False) -> None:
+        self.points: list[tuple[str, float, int, int | None]] = []
+        self.breaks, self.closed = breaks, False
+
+    def scalars(self, values: Mapping[str, float], iteration: int, samples: int | None) -> None:
+        if self.breaks:
+            raise OSError("no space left on device")
+        self.points += [(name, value, iteration, samples) for name, value in values.items()]
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def names(recorded: Recorded, result: StepResult = STEP) -> set[str]:
+    """Of the curves of one step, one evaluation and one timing."""
+    notes = Notes()
+    records = Records([notes], recorded, lambda: {"resident_bytes": 5, "max_resident_bytes": 9})
+    records.after_step(result)
+    records.after_evaluation(Evaluation(3, 12, "validation", 3.0, 8, 0.1, final=False))
+    records.after_timing(3, {"optimizer": [0.1, 0.3]})
+    return {name for name, *_ in notes.points}
+
+
+def test_what_is_recorded_without_flags() -> None:
+    usual = {"learning-rate", "batch-size", "lm loss", "loss-scale", "grad-norm", "lm loss validation"}
+    assert names(Recorded()) == usual
+    assert names(Recorded(), replace(STEP, applied=False, grad_norm=None)) == usual - {"lm loss", "grad-norm"}
+
+
+@pytest.mark.parametrize(
+    ("flag", "curve", "there"),
+    [
+        ({"log_timers_to_tensorboard": True}, "optimizer-time", True),
+        ({"log_loss_scale_to_tensorboard": False}, "loss-scale", False),
+        ({"log_validation_ppl_to_tensorboard": True}, "lm loss validation ppl", True),
+        ({"log_memory_to_tensorboard": True}, "mem-resident-bytes", True),
+        ({"log_world_size_to_tensorboard": True}, "world-size", True),
+        ({"tensorboard_log_interval": 2}, "lm loss", False),
+    ],
+    ids=str,
+)
+def test_each_flag_has_its_curve(flag: dict[str, Any], curve: str, there: bool) -> None:
+    assert (curve in names(Recorded.of(LogConfig(), 4))) != there
+    assert (curve in names(Recorded.of(LogConfig(**flag), 4))) == there
+
+
+def test_the_longest_time_and_the_samples_are_recorded() -> None:
+    notes = Notes()
+    records = Records([notes], Recorded(times=True))
+    records.after_step(STEP)
+    records.after_timing(3, {"optimizer": [0.1, 0.3]})
+    assert ("lm loss", 2.5, 3, 12) in notes.points
+    assert ("optimizer-time", 0.3, 3, None) in notes.points
+
+
+def test_a_drawer_that_fails_is_left_with_one_warning(capsys: pytest.CaptureFixture[str]) -> None:
+    broken, whole = Notes(breaks=True), Notes()
+    records = Records([broken, whole])
+    records.after_step(STEP)
+    records.after_step(STEP)
+    records.close()
+    assert len(whole.points) == 10 and whole.closed and not broken.closed
+    assert capsys.readouterr().err == "WARNING: no more is recorded by notes: no space left on device\n"
+
+
+@pytest.fixture
+def wandb(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """A stand-in for the package; returns what it was asked for."""
+    asked: list[Any] = []
+    run = types.SimpleNamespace(
+        log=lambda values, step: asked.append((step, values)), finish=lambda: asked.append("finish")
+    )
+    package = types.ModuleType("wandb")
+    package.Error = type("Error", (Exception,), {})  # type: ignore[attr-defined]
+
+    def init(**words: Any) -> Any:
+        asked.append(words)
+        return run
+
+    package.init = init  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", package)
+    for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    return asked
+
+
+def test_wandb_gets_the_same_names_once(wandb: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    log = LogConfig(wandb_project="p", wandb_exp_name="n", wandb_entity="team")
+    sink = WandB(log, tmp_path / "run", {"num_layers": 2})
+    records = Records([sink])
+    records.after_step(STEP)
+    records.close()
+    begin, (step, values), end = wandb
+    assert begin == {
+        **{"project": "p", "name": "n", "entity": "team", "dir": str(tmp_path / "run")},
+        **{"config": {"num_layers": 2}, "mode": "offline"},
+    }
+    assert (step, values["lm loss"], values["samples vs steps"]) == (3, 2.5, 12)
+    assert not any("vs samples" in name for name in values)
+    assert end == "finish"
+
+
+def test_wandb_is_online_only_where_a_key_is_known(tmp_path: Path) -> None:
+    assert mode({}, tmp_path) == "offline"
+    assert mode({"WANDB_API_KEY": "k"}, tmp_path) == "online"
+    assert mode({"WANDB_API_KEY": "k", "WANDB_MODE": "disabled"}, tmp_path) == "disabled"
+    (tmp_path / ".netrc").write_text("machine api.wandb.ai login user password k\n")
+    (tmp_path / ".netrc").chmod(0o600)
+    assert mode({}, tmp_path) == "online"
+    assert mode({"WANDB_BASE_URL": "https://wandb.example"}, tmp_path) == "offline"
+    (tmp_path / ".netrc").write_text("machine")
+    assert mode({}, tmp_path) == "offline"
+
+
+def test_a_missing_package_is_said_before_anything_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="--wandb-project needs the package wandb"):
+        require_wandb()
