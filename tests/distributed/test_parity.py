@@ -14,12 +14,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from megalith.assemble.model import build_chunks, build_run_optimizer, defer_weight_gradients, draw_weights
 from megalith.config import RunConfig, load
+from megalith.data.blend import BlendedDataset
+from megalith.data.gpt_dataset import GPTDataset, GPTDatasetOptions
+from megalith.data.loader import BatchLoader
 from megalith.distributed.context import ParallelContext
 from megalith.distributed.rng import RandomStreams
 from megalith.layout import Layout
@@ -28,6 +32,7 @@ from megalith.nn.placement import dim_of, global_shape, local_pieces
 from megalith.schedules.learning_rate import LearningRateSchedule
 from megalith.schedules.parameters import ParameterSchedule
 from megalith.schedules.weight_decay import WeightDecaySchedule
+from megalith.tokenizers.null import NullTokenizer
 from megalith.train.state import TrainState
 from megalith.train.step import train_step
 from megalith.train.work import Batch
@@ -95,7 +100,8 @@ BASE = (
 class Case:
     """A row of the table: the model, the sizes of the layout, and what else.
 
-    `recompute` is method and layers, or `parts` and those, `fsdp` the stage of ZeRO.
+    `recompute` is method and layers, or `parts` and those, `fsdp` the stage of ZeRO, `data` what the samples are:
+    random tokens, such with documents that attention stays inside of, or those of a blend read by each replica.
     """
 
     layout: Layout
@@ -107,6 +113,12 @@ class Case:
     exchange: str = "p2p"
     recompute: str = ""
     fsdp: str = ""
+    data: str = ""
+
+    @property
+    def reference(self) -> str:
+        """What one process computes for the same model and data."""
+        return f"{self.model} {self.data}".strip()
 
     @property
     def options(self) -> str:
@@ -115,7 +127,7 @@ class Case:
         parts += ["zero1"] * self.zero1 + [self.schedule] * (self.schedule != "auto")
         parts += [f"fsdp-{self.fsdp}"] * bool(self.fsdp)
         parts += ["a2a"] * (self.exchange == "a2a") + [f"recompute-{self.recompute}"] * bool(self.recompute)
-        return " ".join(parts)
+        return " ".join([*parts, self.data]).strip()
 
     def __str__(self) -> str:
         parts = [self.model, *str(self.layout).split(" x "), *self.options.split(" ")]
@@ -268,6 +280,24 @@ OPTIMISERS = [
     Case(Layout(pp=2), "ramp-up", schedule="zb-h1"),
 ]
 """Optimizers, rates of their own and growing batches, over three updates; the first three rows are always run."""
+DATA = [
+    Case(Layout(tp=2), data="documents", sequence_parallel=True),
+    Case(Layout(tp=4), "sinks", data="documents"),
+    Case(Layout(pp=2), "llama", data="documents", schedule="zb-h1"),
+    Case(Layout(tp=2, pp=2), "yarn", data="documents", virtual_stages=2),
+    Case(Layout(cp=2), data="documents"),
+    Case(Layout(cp=4), "sinks", data="documents"),
+    Case(Layout(cp=2, pp=2), "llama", data="documents"),
+    Case(Layout(cp=2), "sinks", data="documents", exchange="a2a"),
+    Case(Layout(cp=2, tp=2), "yarn", data="documents", exchange="a2a", sequence_parallel=True),
+    Case(Layout(cp=2), "llama", data="documents", recompute="uniform-2"),
+    Case(Layout(dp=2), "llama", data="blend", zero1=True),
+    Case(Layout(dp=4), data="blend"),
+    Case(Layout(dp=2, pp=2), data="blend", virtual_stages=2),
+    Case(Layout(dp=2, tp=2), data="blend", fsdp="zero3", recompute="block-2"),
+    Case(Layout(dp=2, cp=2), "one-group", data="blend"),
+    Case(Layout(dp=2, cp=2), data="blend", exchange="a2a", zero1=True),
+]
 EIGHT = [
     Case(Layout(tp=2, pp=2, dp=2), "one-group", sequence_parallel=True, virtual_stages=2, fsdp="zero3"),
     Case(Layout(tp=2, pp=2, dp=2), "llama", sequence_parallel=True, virtual_stages=2, zero1=True),
@@ -287,6 +317,51 @@ def _batches(vocab_size: int, layout: Layout, replica: int, steps: int) -> Itera
         mask[:, LENGTH - number % 5 :] = 0.0
         if number % layout.dp == replica:
             yield {"tokens": ids[:, :-1], "labels": ids[:, 1:], "position_ids": positions, "loss_mask": mask}
+
+
+def _with_documents(batches: Iterator[Batch]) -> Iterator[Batch]:
+    """The same with documents: one, up to four, or as many as tokens in a sample."""
+    for number, batch in enumerate(batches):
+        rows = [[0], [0, 3, 4, 11], range(LENGTH), [0, 8], [0, 15]]
+        ids = torch.zeros(1, LENGTH, dtype=torch.int32)
+        ids[0, list(rows[number % 5])[1:]] = 1
+        yield {**batch, "document_ids": ids.cumsum(1, dtype=torch.int32)}
+
+
+class _Texts:
+    """Thirty documents of random tokens."""
+
+    def __init__(self, vocab_size: int, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        self.lengths = rng.integers(0, 40, 30, np.int32)
+        self._tokens = [rng.integers(0, vocab_size, length) for length in self.lengths]
+
+    def get(self, sequence: int, offset: int = 0, length: int | None = None) -> Any:
+        return self._tokens[sequence][offset : None if length is None else offset + length]
+
+
+SOURCES = ("one", "other")
+
+
+def _blend(vocab_size: int, layout: Layout, replica: int, steps: int) -> Iterator[Batch]:
+    """Micro-batches of a replica out of two datasets; attention stays inside documents, whose ends have no loss."""
+    options = GPTDatasetOptions(
+        LENGTH, 1, None, None, eod_mask_loss=True, reset_position_ids=True, reset_attention_mask=True
+    )
+    datasets = [
+        GPTDataset(
+            _Texts(vocab_size, seed),
+            path=name,
+            split=0,
+            requested=steps * SAMPLES,
+            options=options,
+            tokenizer=NullTokenizer(vocab_size - 1),
+            cache_folder=None,
+        )
+        for seed, name in enumerate(SOURCES)
+    ]
+    blend = BlendedDataset(datasets, (0.3, 0.7), steps * SAMPLES, cache_folder=None)
+    return BatchLoader(blend, 1, 0, num_workers=2, rank=replica, num_ranks=layout.dp)
 
 
 def _pieces_of_gradients(state: TrainState) -> dict[str, list[tuple[Any, ...]]]:
@@ -330,14 +405,25 @@ def _run(case: Case, flags: str = "", steps: int = STEPS) -> dict[str, Any]:
     )
     deferred = defer_weight_gradients(config, chunks, optimizer)
     state = TrainState(chunks, optimizer, streams, schedule, context=context, deferred=deferred)
-    batches = _batches(model.vocab_size, case.layout, context.dp.index, steps)
-    gradients, results = None, []
+    read = _blend if case.data == "blend" else _batches
+    batches = read(model.vocab_size, case.layout, context.dp.index, steps)
+    if case.data == "documents":
+        batches = _with_documents(batches)
+    gradients, results, tokens = None, [], []
     for _ in range(steps):
         size = config.batch_sizes.num_micro_batches(state.consumed_samples)
-        result = train_step(state, batches, size, schedule=config.pipeline_schedule, totals=totals_of(state))
+        result = train_step(
+            state,
+            batches,
+            size,
+            schedule=config.pipeline_schedule,
+            totals=totals_of(state),
+            sources=SOURCES if case.data == "blend" else (),
+        )
         gradients = gradients or _pieces_of_gradients(state)
         results.append((result.loss, result.grad_norm))
-    return {"steps": results, "gradients": gradients}
+        tokens.append(dict(result.source_tokens))
+    return {"steps": results, "gradients": gradients, "tokens": tokens}
 
 
 def totals_of(state: TrainState) -> Any:
@@ -365,7 +451,8 @@ def _compare(name: str, wanted: Tensor, pieces: list[tuple[Any, ...]]) -> float:
 @pytest.fixture(scope="module")
 def alone() -> dict[str, dict[str, Any]]:
     """What one process computes for each model."""
-    return {name: _run(Case(Layout(), name)) for name in MODELS}
+    cases = {Case(Layout(), case.model, data=case.data) for case in (*CASES, *EIGHT)}
+    return {case.reference: _run(case) for case in cases}
 
 
 FOUND: dict[Case, tuple[float, float, int]] = {}
@@ -378,7 +465,8 @@ fp64, dropout 0, with clipping active, an uneven number of masked tokens in ever
 For each gradient max|a - b| / max|b| over all ranks and rows; the bound is 1e-10. `zero1` is
 `--use-distributed-optimizer`, `sp` `--sequence-parallel`, `vpp2` two virtual stages, `a2a` `--cp-comm-type a2a`,
 `recompute-uniform-2` full recomputation by this method and number of layers, `fsdp-zero3` `--use-torch-fsdp2`,
-`fsdp-zero2` the same with `--torch-fsdp2-no-reshard-after-forward`.
+`fsdp-zero2` the same with `--torch-fsdp2-no-reshard-after-forward`; `documents` attention that stays inside documents,
+`blend` the same with the samples of a blend of two datasets, read by each replica for itself.
 
 | layout | model | options | loss | worst of the gradients | gradients |
 |---|---|---|---|---|---|
@@ -405,9 +493,10 @@ def _joined(pieces: list[tuple[Any, ...]]) -> Tensor:
 
 
 def _check(case: Case, ranks: Any, alone: dict[str, dict[str, Any]]) -> None:
-    reference = alone[case.model]
+    reference = alone[case.reference]
     results = ranks.run(case.layout.world_size, _run, case)
     for result in results:
+        assert result["tokens"] == reference["tokens"]
         for (loss, norm), (wanted_loss, wanted_norm) in zip(result["steps"], reference["steps"], strict=True):
             assert loss == pytest.approx(wanted_loss, rel=TOLERANCE)
             assert norm == pytest.approx(wanted_norm, rel=TOLERANCE)
@@ -423,7 +512,7 @@ def _check(case: Case, ranks: Any, alone: dict[str, dict[str, Any]]) -> None:
     FOUND[case] = (loss_error, max(errors.values()), len(errors))
 
 
-CASES = [*required_cases(), *FURTHER, *FSDP]
+CASES = [*required_cases(), *FURTHER, *FSDP, *DATA]
 
 
 def _pairs(case: Case) -> set[tuple[Any, ...]]:
