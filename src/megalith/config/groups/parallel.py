@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from megalith.config.fields import setting
 
-_WORK_TRAINING = "the complete training options"
-
 
 @dataclass(frozen=True)
 class ParallelConfig:
@@ -46,7 +44,7 @@ class ParallelConfig:
         help="context parallelism by a ring (p2p) or by exchanging heads for sequence parts (a2a)",
         choices=("p2p", "a2a"),
         later=("allgather", "a2a+p2p"),
-        later_with=_WORK_TRAINING,
+        later_with="further kinds of context parallelism",
     )
     use_distributed_optimizer: bool = setting(
         False, help="each data-parallel process keeps a part of the optimizer state (ZeRO-1)"

@@ -207,6 +207,25 @@ NEED_NOTHING: tuple[Family, ...] = (
         """,
     ),
     Family(
+        "it concerns serving (docs/serving.md), and training serves no one",
+        """
+        --flash-decode --inference-batch-times-seqlen-threshold=-1 --max-tokens-to-oom=12000
+        --use-legacy-static-engine --inference-max-requests=8 --inference-max-seq-length=2560
+        --inference-dynamic-batching --inference-dynamic-batching-buffer-size-gb=40.0
+        --inference-dynamic-batching-block-size=256 --inference-dynamic-batching-max-requests=
+        --inference-dynamic-batching-max-tokens= --inference-dynamic-batching-num-cuda-graphs=16
+        --decode-only-cuda-graphs --inference-logging-step-interval=0
+        --inference-dynamic-batching-buffer-guaranteed-fraction=0.2
+        --inference-dynamic-batching-buffer-overflow-factor=
+        """,
+    ),
+    Family(
+        "the loss is fused by itself",
+        """
+        --cross-entropy-fusion-impl=native
+        """,
+    ),
+    Family(
         "this is how it is here",
         """
         --no-query-key-layer-scaling --disable-msc

@@ -7,9 +7,10 @@ from megalith.config.megatron_flags.family import Partly
 PARTLY: tuple[Partly, ...] = (
     Partly(
         "--spec*=",
-        "local",
+        "local megatron.core.models.gpt.gpt_layer_specs get_gpt_layer_local_spec "
+        "get_gpt_layer_with_transformer_engine_spec",
         "there is one implementation of the layers",
-        "layer specifications by import path come with the work on more models",
+        "code is not imported by its path; of Megatron's layer specifications those of GPT are known",
     ),
     Partly(
         "--exit-signal=",
@@ -22,12 +23,6 @@ PARTLY: tuple[Partly, ...] = (
         "torch_dist",
         "it is the only layout of the files",
         "other checkpoint layouts come with the work on checkpoint formats",
-    ),
-    Partly(
-        "--cross-entropy-fusion-impl=native",
-        "native",
-        "the loss is fused by itself",
-        "the loss of TransformerEngine is not used",
     ),
     Partly(
         "--DDP-impl=local",

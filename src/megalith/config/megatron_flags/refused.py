@@ -47,7 +47,7 @@ REFUSED: tuple[Family, ...] = (
         """,
     ),
     Family(
-        "multi-latent attention and multi-token prediction are not built",
+        "multi-latent attention and multi-token prediction come with the work on more models",
         """
         --mtp-num-layers= --mtp-loss-scaling-factor=0.1 --multi-latent-attention --rope-type= --q-lora-rank=
         --kv-lora-rank=32 --qk-head-dim=128 --qk-pos-emb-head-dim=64 --v-head-dim=128
@@ -133,17 +133,9 @@ REFUSED: tuple[Family, ...] = (
         """,
     ),
     Family(
-        "serving options come with the serving work",
+        "the server here has no such option (docs/serving.md), and training uses none",
         """
-        --flash-decode --inference-batch-times-seqlen-threshold=-1 --max-tokens-to-oom=12000
-        --use-legacy-static-engine --inference-max-requests=8 --inference-max-seq-length=2560
-        --inference-dynamic-batching --inference-dynamic-batching-buffer-size-gb=40.0
-        --inference-dynamic-batching-block-size=256 --inference-dynamic-batching-max-requests=
-        --inference-dynamic-batching-max-tokens= --inference-dynamic-batching-num-cuda-graphs=16
-        --decode-only-cuda-graphs --enable-chunked-prefill --num-speculative-tokens=0
-        --inference-logging-step-interval=0 --inference-coordinator-port=
-        --inference-dynamic-batching-buffer-guaranteed-fraction=0.2
-        --inference-dynamic-batching-buffer-overflow-factor= --batch-invariant-mode
+        --enable-chunked-prefill --num-speculative-tokens=0 --inference-coordinator-port= --batch-invariant-mode
         --batch-invariant-backend=te_native --symmetric-ar-type= --inference-fuse-tp-communication
         --inference-disable-triton-nvls-kernels --inference-grouped-gemm-backend=vllm
         --inference-moe-disable-fused-quant-kernels --inference-moe-token-dispatcher-type=nvls
