@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from megalith.assemble.data import Loaders, build_datasets, build_loaders, run_sizes
+from megalith.assemble.data import Loaders, build_datasets, build_loaders, compare_tokenizers, run_sizes
 from megalith.assemble.facts import content_facts
 from megalith.assemble.model import (
     build_chunks,
@@ -109,6 +109,8 @@ def start(
     tokenizer = build_tokenizer(config.tokenizer)
     identity = _identity(config, tokenizer)
     refuse_unequal(content_facts(identity.tokenizer, identity.data), context.world)
+    for note in compare_tokenizers(config, identity.tokenizer):
+        screen.say(note)
     store, found = _find(config, context)
     _check_fits(config, found, identity, screen)
     changes = _say_changes(config, found, screen)
@@ -249,6 +251,8 @@ def _say_configuration(config: RunConfig, screen: Screen, device: torch.device) 
     if device.type == "cpu" and nccl_asked_for:
         screen.say("no GPU here: --distributed-backend nccl becomes gloo")
     screen.say(console.parameter_type_line(config.precision.params_dtype))
+    if config.precision.bf16 and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        screen.warn(f"WARNING: {_device_name(device)} only emulates bf16, slowly; use --fp16 there")
     screen.note(console.argument_dump(megatron_args(config)))
     for line in notes_lines(config):
         screen.say(line)

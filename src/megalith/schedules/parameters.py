@@ -115,6 +115,11 @@ def resume_schedule(
             "add --override-opt-param-scheduler to go on with the values of the command line, or "
             "--use-checkpoint-opt-param-scheduler to go on with those of the checkpoint"
         )
+        if own["lr_decay_steps"] != stored["lr_decay_steps"]:
+            differences.append(
+                "(the length of the decay, counted in samples, follows the length of the run and the batch size unless "
+                "--lr-decay-iters or --lr-decay-samples gives it)"
+            )
         raise CheckpointError("\n".join(differences))
     return _resumed(current.with_values(stored), saved["num_steps"], stored, overridden=False)
 
