@@ -4,6 +4,7 @@ tiktoken joins two neighbours whenever their bytes together are a token; a merge
 it lists. The two agree on every text if each merge is what tiktoken itself would do last to build that token.
 `ranks_decide` proves this for the files at hand, and it holds for what BPE training produces; files for which the
 proof fails (hand-edited merges) are encoded by the `tokenizers` library instead, with the same result as Megatron.
+Who encodes many texts gets them faster still (`fast_bpe`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megalith.tokenizers.byte_level import (
     BYTE_OF_CHARACTER,
     END_OF_TEXT,
@@ -21,6 +24,7 @@ from megalith.tokenizers.byte_level import (
     read_byte_pair_vocabulary,
 )
 from megalith.tokenizers.card import file_hashes
+from megalith.tokenizers.fast_bpe import ArrayEncoder, BytePairArrays
 from megalith.tokenizers.text import require_ids, surrogate_error
 
 # GPT-2's pattern with possessive quantifiers, which cannot blow up; the same splits (tiktoken_ext/openai_public.py).
@@ -41,7 +45,8 @@ class GPT2BPETokenizer:
         """
         self._vocab_file, self._merge_file = str(vocab_file), str(merge_file)
         vocabulary = read_byte_pair_vocabulary(self._vocab_file, self._merge_file)
-        self._encode = build_encoder(vocabulary)
+        ranked = _ranked_encoder(vocabulary)
+        self._encode, self._ranked = ranked or _reference_encoder(vocabulary), ranked is not None
         self._eod = vocabulary.ids[END_OF_TEXT]
         self._bytes = [b""] * len(vocabulary.ids)
         for token, number in vocabulary.ids.items():
@@ -69,6 +74,12 @@ class GPT2BPETokenizer:
         except UnicodeEncodeError as error:
             raise surrogate_error(error) from error
 
+    def array_encoder(self) -> ArrayEncoder:
+        """As `fast_bpe.array_encoder` asks for it: the encoder of a process that encodes many texts."""
+        if not self._ranked:
+            return lambda text: np.array(self.encode(text), np.uint32)
+        return BytePairArrays(lambda: read_byte_pair_vocabulary(self._vocab_file, self._merge_file), self.encode)
+
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [self.encode(text) for text in texts]
 
@@ -95,8 +106,8 @@ class GPT2BPETokenizer:
         return {"vocab.json": Path(self._vocab_file), "merges.txt": Path(self._merge_file)}
 
 
-def build_encoder(vocabulary: BytePairVocabulary) -> Encoder:
-    """The fastest encoder that is exact for this vocabulary."""
+def _ranked_encoder(vocabulary: BytePairVocabulary) -> Encoder | None:
+    """An encoder that joins by rank; None for a vocabulary for which that is not proved to be exact."""
     tokens = rank_order(vocabulary)
     rank_of_token = {token: rank for rank, token in enumerate(tokens)}
     if len(rank_of_token) == len(tokens):
@@ -106,7 +117,7 @@ def build_encoder(vocabulary: BytePairVocabulary) -> Encoder:
         rank_of = {token: rank for rank, token in enumerate(as_bytes)}
         if ranks_decide(as_bytes, rank_of, splits):
             return _tiktoken_encoder(rank_of, [vocabulary.ids[token] for token in tokens])
-    return _reference_encoder(vocabulary)
+    return None
 
 
 def rank_order(vocabulary: BytePairVocabulary) -> list[str]:

@@ -26,7 +26,7 @@ VOCABULARY_FILE = "vocab.txt"
 """The name of the vocabulary beside a checkpoint."""
 
 _LONGEST_WORD = 200  # characters; above it a word is unknown
-_REMEMBERED_WORDS = 1 << 18  # then all are forgotten, so that no text fills the memory
+_REMEMBERED_WORDS = 1 << 17  # then all are forgotten, so that no text fills the memory
 _UNKNOWN = "[UNK]"
 _ROLES = {"cls": "[CLS]", "sep": "[SEP]", "pad": "[PAD]", "mask": "[MASK]"}
 _BEGIN, _END = "[BOS]", "[EOS]"

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
-from megalith.assemble.data import build_loaders
+from megalith.assemble.data import build_loaders, compare_tokenizers
 from megalith.config import RunConfig
 from megalith.config.load import from_values
 from megalith.data.build import Datasets
 from megalith.data.gpt_dataset import GPTDataset
 from megalith.errors import DataError
+from megalith.tokenizers.card import write_card
 
 
 class Samples:
@@ -52,3 +55,19 @@ def test_smaller_batches_that_need_more_samples_than_there_are() -> None:
     with pytest.raises(DataError, match=r"20 of its 25 samples .* 10 more are needed.*was another before \(then 4\)"):
         build_loaders(run_of(2), datasets(25, 24), iteration=5, consumed_train=20)
     assert build_loaders(run_of(2), datasets(30, 24), iteration=5, consumed_train=20).train is not None
+
+
+def test_every_dataset_is_held_against_the_tokenizer(tmp_path: Path) -> None:
+    card = {"class": "GPT2BPETokenizer", "vocab_size": 9, "special": {"eod": 8}, "files": {}}
+    prefixes = [str(tmp_path / name) for name in ("a", "b", "c")]
+    run = run_of(4)
+    run = dataclasses.replace(run, data=dataclasses.replace(run.data, mock_data=False, data_path=tuple(prefixes)))
+    (said,) = compare_tokenizers(run, card)
+    assert "a has no tokenizer card" in said and said.endswith("the same holds for 2 more of the datasets")
+    for prefix in prefixes:
+        write_card(prefix, card)
+    assert compare_tokenizers(run, card) == []
+    write_card(prefixes[2], {**card, "vocab_size": 10})
+    with pytest.raises(DataError, match=r"c and this run have different tokenizers(.|\n)*vocab_size +10 +9"):
+        compare_tokenizers(run, card)
+    assert compare_tokenizers(run_of(4), card) == []  # made-up data has no tokenizer of its own
