@@ -126,7 +126,7 @@ def _train(config: RunConfig, argv: Sequence[str], stop: StopSignals, began: flo
     from megalith.assemble.ranks import build_watch, join_ranks
     from megalith.checkpoint import DirectoryStore
     from megalith.checkpoint.crew import Crew
-    from megalith.cli.train_hooks import hooks_of, open_folder, rank_screen, run_folder
+    from megalith.cli.train_hooks import dump_groups, hooks_of, open_folder, rank_screen, run_folder
     from megalith.cli.train_start import start
     from megalith.compat.megatron import console
     from megalith.distributed import comm
@@ -157,6 +157,8 @@ def _train(config: RunConfig, argv: Sequence[str], stop: StopSignals, began: flo
             started = start(config, context, screen, stop=stop, probe=probe, began=began, spoils=spoils)
             stack.callback(started.loaders.close)
             stack.callback(started.run.close)
+            if config.optimizer.dump_param_to_param_group_map:
+                dump_groups(config.optimizer.dump_param_to_param_group_map, started.run.state)
             hooks = hooks_of(config, folder, screen, started)
             if clock is not None:
                 named = config.log.straggler_minmax_count

@@ -10,11 +10,13 @@ from datetime import datetime
 from functools import partial
 from pathlib import Path
 
+from megalith.checkpoint.crew import Crew
 from megalith.cli.train_start import Started
 from megalith.compat.megatron.memory import MemoryReport, theory, theory_lines
 from megalith.compat.megatron.screen import MegatronConsole, RankLog, Screen, SilentScreen
 from megalith.config import RunConfig
 from megalith.config.saved_args import megatron_args
+from megalith.distributed import comm
 from megalith.errors import ConfigError
 from megalith.train.hooks import Hook
 from megalith.train.memory import memory_in_use
@@ -22,6 +24,7 @@ from megalith.train.metrics import MetricsWriter
 from megalith.train.profiler import MemoryHistory, Profile, build_profiler
 from megalith.train.progress import ProgressLog
 from megalith.train.records import Recorded, Records, Sink
+from megalith.train.state import TrainState
 from megalith.train.tensorboard import TensorBoard, require_tensorboard
 from megalith.train.weights_and_biases import WandB, require_wandb
 
@@ -111,6 +114,26 @@ def hooks_of(config: RunConfig, folder: Path, screen: Screen, started: Started) 
         hooks += _records(config, folder, screen, started)
     hooks += _profiles(config, folder, screen, started)
     return hooks
+
+
+def dump_groups(path: str, state: TrainState) -> None:
+    """Write to which parameter group each weight belongs (`--dump-param-to-param-group-map`); all ranks call it.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    own = {
+        name: {"group": number, "wd_mult": group.wd_mult, "is_decoupled_lr": group.decoupled}
+        for number, group in enumerate(state.optimizer.groups)
+        for name in group.names
+    }
+    everywhere = comm.all_gather_objects(own, state.context.world)
+
+    def write() -> None:
+        with _naming("--dump-param-to-param-group-map", path):
+            Path(path).write_text(json.dumps({k: v for ours in everywhere for k, v in ours.items()}, indent=1) + "\n")
+
+    Crew(state.context.world).first(write)
 
 
 def _metrics(config: RunConfig, folder: Path, started: Started) -> MetricsWriter:

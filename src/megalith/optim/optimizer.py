@@ -31,6 +31,7 @@ from megalith.optim.holding import hold_flat, hold_shards
 from megalith.optim.loss_scale import LossScale, build_loss_scale
 from megalith.optim.low_precision import STATE_DTYPES
 from megalith.optim.norms import CountedOnce
+from megalith.optim.offload import choose_hosted, on_host, zeros_on_host
 from megalith.parallel.data import Copies
 from megalith.parallel.fsdp import FullyShard
 
@@ -105,6 +106,7 @@ class Optimizer:
             a wait would divide.
         sharded: The modules, where these are cut over the data-parallel ranks (ZeRO-2 and ZeRO-3). Their weight
             gradients are autograd's then.
+        offload: Part of the parameters, by elements, whose states and updates are on the host (`optim.offload`).
     """
 
     def __init__(
@@ -121,6 +123,7 @@ class Optimizer:
         bucket_size: int | None = None,
         overlap_gather: bool = False,
         sharded: Sequence[FullyShard] = (),
+        offload: float = 0.0,
     ) -> None:
         modules = [modules] if isinstance(modules, nn.Module) else modules
         context = context or ParallelContext.solo()
@@ -149,6 +152,9 @@ class Optimizer:
         self._owned, self._main, self._has_main = held.weights, held.main, held.weights is not held.main
         self._counted = CountedOnce(self.gradients, copies, held.holders)
         self._ordered = [name for group in self._groups for name in group.names if name in self._main]
+        self._hosted = choose_hosted({name: self._main[name].numel() for name in self._ordered}, offload)
+        if self._has_main and not sharded:  # else the main parameters are the weights, or what FSDP gathers from
+            self._main.update({name: on_host(self._main[name]) for name in self._hosted})
         self._step_count, self._last_rates = 0, _Rates(0.0, 0.0, 0.0)
         self.scaler: LossScale = build_loss_scale(precision)
         self._checks_overflow = precision.fp16 or (precision.bf16 and precision.loss_scale is not None)
@@ -166,7 +172,8 @@ class Optimizer:
                     main = self._main[name]
                     rounded = asked.get(kind, "fp32") != "fp32"
                     dtype = STATE_DTYPES[asked[kind]] if rounded else at_least_fp32(main.dtype)
-                    part[name] = torch.zeros_like(main, dtype=dtype, requires_grad=False)
+                    hosted = name in self._hosted
+                    part[name] = zeros_on_host(main, dtype) if hosted else torch.zeros_like(main, dtype=dtype)
         return states
 
     @property
@@ -178,6 +185,11 @@ class Optimizer:
     def step_count(self) -> int:
         """The number of applied steps."""
         return self._step_count
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """Which parameters of this rank are treated alike."""
+        return tuple(self._groups)
 
     def zero_grad(self, num_micro_batches: int | None = None) -> None:
         """Forget the gradients of the last step.
@@ -248,16 +260,9 @@ class Optimizer:
             names = [name for name in group.names if name in grads]
             if not names:
                 continue
-            lr, weight_decay = rates.of(group)
-            group.rule.update(
-                names,
-                [self._main[name] for name in names],
-                [grads[name] for name in names],
-                {kind: [self._state[kind][name] for name in names] for kind in group.rule.kinds},
-                lr=lr,
-                weight_decay=weight_decay,
-                step=self._step_count,
-            )
+            self._update_group(group, [name for name in names if name not in self._hosted], grads, rates)
+            for name in filter(self._hosted.__contains__, names):  # one by one, so that little is there twice
+                self._update_group(group, [name], grads, rates)
         self._last_rates = rates
         self._step_count += 1
         if self._has_main:
@@ -266,10 +271,32 @@ class Optimizer:
         if self._memory is not None:
             self._memory.gather()
 
+    def _update_group(self, group: Group, names: list[str], grads: Mapping[str, Tensor], rates: _Rates) -> None:
+        """Update parameters of a group, all of them where they are or all on the host."""
+        if not names:
+            return
+        (lr, weight_decay), hosted = rates.of(group), names[0] in self._hosted
+        mains = [self._main[name] for name in names]
+        params, gradients = list(mains), [grads[name] for name in names]
+        if hosted:
+            params, gradients = [on_host(main) for main in mains], [on_host(gradient) for gradient in gradients]
+        group.rule.update(
+            names,
+            params,
+            gradients,
+            {kind: [self._state[kind][name] for name in names] for kind in group.rule.kinds},
+            lr=lr,
+            weight_decay=weight_decay,
+            step=self._step_count,
+        )
+        for main, updated in zip(mains, params, strict=True):
+            if main is not updated:
+                main.copy_(updated)
+
     @torch.no_grad()
     def params_norm(self) -> float:
         """L2 norm of all main parameters of all ranks."""
-        return self._counted.norm({name: self._main[name] for name in self._ordered})
+        return self._counted.norm({name: self._main[name].to(self.gradients.device) for name in self._ordered})
 
     def reload_main_params(self) -> None:
         """Take the main parameters from the model's weights, after these were loaded without optimizer state."""
@@ -370,6 +397,7 @@ def build_optimizer(
     bucket_size: int | None = None,
     overlap_gather: bool = False,
     sharded: Sequence[FullyShard] = (),
+    offload: float = 0.0,
 ) -> Optimizer:
     """Build the optimizer that --optimizer names; arguments as `Optimizer`'s.
 
@@ -390,4 +418,5 @@ def build_optimizer(
         bucket_size=bucket_size,
         overlap_gather=overlap_gather,
         sharded=sharded,
+        offload=offload,
     )

@@ -208,6 +208,9 @@ class OptimizerConfig:
     sgd_momentum: float = setting(0.9, help="momentum of --optimizer sgd", at_least=0, below=1)
     lion_beta1: float = setting(0.95, help="weight of the momentum in Lion's update", at_least=0, below=1)
     lion_beta2: float = setting(0.98, help="decay of Lion's momentum", at_least=0, below=1)
+    dump_param_to_param_group_map: str | None = setting(
+        None, help="write to this JSON file which weights decay and which have a rate of their own"
+    )
     clip_grad: float = setting(1.0, help="largest global gradient norm, 0 for no clipping", at_least=0)
     decoupled_lr: float | None = setting(
         None, help="peak learning rate of the word embeddings and the output layer; --lr unless given", at_least=0
@@ -275,6 +278,18 @@ class OptimizerConfig:
         later=("fp16", "fp8"),
         later_with="formats that need a scale per tensor",
     )
+
+    optimizer_cpu_offload: bool = setting(
+        False, help="moments and main parameters in the memory of the host, and updates there; nothing on a CPU"
+    )
+    optimizer_offload_fraction: float = setting(
+        1.0, help="part of the parameters that --optimizer-cpu-offload means", at_least=0, at_most=1
+    )
+
+    @property
+    def offloaded(self) -> float:
+        """Part of the parameters whose optimizer state is on the host."""
+        return self.optimizer_offload_fraction if self.optimizer_cpu_offload else 0.0
 
     @property
     def decays_qk_layernorm(self) -> bool:

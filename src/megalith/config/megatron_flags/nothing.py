@@ -6,6 +6,13 @@ from megalith.config.megatron_flags.family import Family
 
 NEED_NOTHING: tuple[Family, ...] = (
     Family(
+        "--optimizer-cpu-offload updates by torch's fused kernel on the host, one parameter after the other, from and "
+        "to pinned memory",
+        """
+        --use-torch-optimizer-for-cpu-offload --overlap-cpu-optimizer-d2h-h2d --no-pin-cpu-grads --no-pin-cpu-params
+        """,
+    ),
+    Family(
         "whether operations are fused is decided by the kernels here, and the numbers do not change",
         """
         --use-transformer-engine-op-fuser --use-te-activation-func --no-masked-softmax-fusion
@@ -18,6 +25,12 @@ NEED_NOTHING: tuple[Family, ...] = (
         "the loss is computed from fp16 logits without a copy of them, a few rows at a time, and in fp32",
         """
         --fp16-lm-cross-entropy
+        """,
+    ),
+    Family(
+        "all processes write a local checkpoint together, each its share",
+        """
+        --non-persistent-local-ckpt-algo=fully_parallel
         """,
     ),
     Family(

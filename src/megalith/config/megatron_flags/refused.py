@@ -99,8 +99,6 @@ REFUSED: tuple[Family, ...] = (
         --cpu-offloading-retain-pinned-cpu-buffers --offload-modules+= --min-offloaded-tensor-size=1048576
         --delta-offload-bytes-across-pp-ranks=0 --activation-offload-fraction=1.0
         --fine-grained-offloading-max-inflight-offloads=
-        --optimizer-cpu-offload --optimizer-offload-fraction=1.0 --use-torch-optimizer-for-cpu-offload
-        --overlap-cpu-optimizer-d2h-h2d --no-pin-cpu-grads --no-pin-cpu-params
         """,
     ),
     Family(
@@ -271,9 +269,9 @@ REFUSED: tuple[Family, ...] = (
         """,
     ),
     Family(
-        "layers that are not trained, and a file of the parameter groups, are not built",
+        "layers that are not trained are not built",
         """
-        --freeze-all-layers --dump-param-to-param-group-map=
+        --freeze-all-layers
         """,
     ),
     Family(
@@ -314,11 +312,10 @@ REFUSED: tuple[Family, ...] = (
         """,
     ),
     Family(
-        "checkpoints on the disks of single nodes are not supported: only the same nodes could load them; use "
+        "checkpoints on the disks of several nodes are not supported: only the same nodes could load them; use "
         "--async-save, or --non-persistent-ckpt-type global",
         """
-        --non-persistent-local-ckpt-dir= --non-persistent-local-ckpt-algo=fully_parallel --replication
-        --replication-jump= --replication-factor=2
+        --replication --replication-jump= --replication-factor=2
         """,
     ),
     Family(
