@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,6 +117,7 @@ def build_loaders(
     test = None if datasets.test is None else _loader(run, datasets.test, replica, 0)
     sets = () if datasets.valid is None else (datasets.valid, *datasets.further_valid)
     if run.data.full_validation:
+        _refuse_empty(sets)
         orders = [_whole_passes(run, dataset) for dataset in sets]
         loaders = [_loader(run, dataset, replica, 0, order) for dataset, order in zip(sets, orders, strict=True)]
         passes = tuple(order.iterations(run.data_parallel_size) for order in orders)
@@ -127,6 +128,16 @@ def build_loaders(
         consumed_valid = 0
     loaders = [_loader(run, dataset, replica, consumed_valid) for dataset in sets]
     return Loaders(train, next(iter(loaders), None), test, consumed_valid, tuple(loaders[1:]), sources=sources)
+
+
+def _refuse_empty(sets: Sequence[Dataset]) -> None:
+    for number, dataset in enumerate(sets):
+        if not len(dataset):
+            what = f"set {number}" if len(sets) > 1 else "split"
+            raise DataError(
+                f"--full-validation: validation {what} has not one sample of --seq-length + 1 tokens; give it more "
+                "text, or leave out --full-validation"
+            )
 
 
 def _ends(run: RunConfig) -> bool:

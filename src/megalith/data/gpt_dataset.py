@@ -196,9 +196,10 @@ class GPTDataset:
                 sample["position_ids"] = restarted_positions(documents)
             if options.reset_attention_mask or between:
                 sample["document_ids"] = documents
-        loss_mask[labels == self._pad] = 0.0
-        tokens[tokens == self._pad] = 0
-        labels[labels == self._pad] = 0
+        if self._pad >= 0 or not self._extra or sum(parts) < len(text):  # else there is no padding in it
+            loss_mask[labels == self._pad] = 0.0
+            tokens[tokens == self._pad] = 0
+            labels[labels == self._pad] = 0
         return {"tokens": tokens, "labels": labels, "loss_mask": loss_mask, **sample}
 
     def _text(self, sample: int) -> tuple[NDArray[np.int64], list[int]]:

@@ -46,6 +46,7 @@ WORKING_GOLDENS = (
     "gpt2_wsd",
     "gpt2_wd_incr",
     "gpt2_weights_50",
+    "gpt2_cyclic",
     "mock_data",
 )
 

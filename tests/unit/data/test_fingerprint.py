@@ -51,3 +51,26 @@ def test_a_shifted_text_shows_in_a_large_file(position: int, tmp_path: Path) -> 
     shifted = np.concatenate([tokens[:position], tokens[position + 1 :], [7]])
     write(tmp_path / "data", [shifted.tolist()])
     assert fingerprint(data, seed=1)["digest"] != before["digest"]
+
+
+def test_of_a_blend_every_dataset_weight_and_place_counts(tmp_path: Path) -> None:
+    (a,), (b,), (c,) = (
+        write(tmp_path / name, documents).data_path
+        for name, documents in (("a", [[1, 2]]), ("b", [[3, 4]]), ("c", [[5, 6]]))
+    )
+    blends = [(a, b), (b, a), (a, b, c), ("1", a, "2", b), ("2", a, "1", b)]
+    single = DataConfig(seq_length=8, data_path=(a,))
+    found = [fingerprint(dataclasses.replace(single, data_path=words), seed=1) for words in blends]
+    found += [
+        fingerprint(single, seed=1),
+        fingerprint(dataclasses.replace(single, dataloader_type="cyclic"), seed=1),
+        fingerprint(DataConfig(seq_length=8, train_data_path=(a, b)), seed=1),
+        fingerprint(DataConfig(seq_length=8, train_data_path=(a, b), valid_data_path=(c,)), seed=1),
+    ]
+    assert len({each["digest"] for each in found}) == len(found)
+    assert found[3]["dataset 1"].endswith(" of 1 sequences, 2 tokens, weight 1")
+    assert found[8]["valid dataset 1"].endswith(" of 1 sequences, 2 tokens")
+    words = tmp_path / "words"
+    words.write_text(" ".join(blends[3]))
+    in_a_file = DataConfig(seq_length=8, data_args_path=str(words))
+    assert fingerprint(in_a_file, seed=1) == found[3]
