@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from megalith.config import TokenizerConfig
 from megalith.errors import ConfigError
@@ -60,7 +61,8 @@ def with_files_in(folder: Path, config: TokenizerConfig) -> TokenizerConfig:
     named = all(getattr(config, setting) for setting in there)
     if not (named and all(path.is_file() for path in there.values())):
         return config
-    return dataclasses.replace(config, **{setting: str(path) for setting, path in there.items()})
+    moved: dict[str, Any] = {setting: str(path) for setting, path in there.items()}
+    return dataclasses.replace(config, **moved)
 
 
 def _gpt2_bpe(config: TokenizerConfig) -> Tokenizer:

@@ -142,7 +142,7 @@ class HuggingFaceTokenizer:
 
     @property
     def extra_ids(self) -> tuple[int, ...]:
-        ids, found = self._engine.ids, []
+        ids, found = self._engine.ids, list[int]()
         while (number := ids.get(f"<extra_id_{len(found)}>")) is not None:
             found.append(number)
         return tuple(found)

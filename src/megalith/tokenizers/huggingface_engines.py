@@ -22,15 +22,15 @@ SLOW_FILES = (MODEL_FILE, "vocab.json", "vocab.txt", "spiece.model", "merges.txt
 
 
 class Engine(Protocol):
-    """Text to ids and back.
+    """Text to ids and back."""
 
-    Attributes:
-        ids: token -> id, added tokens too.
-        files: names of the files in the folder that decide the ids.
-    """
+    @property
+    def ids(self) -> Mapping[str, int]:
+        """Token -> id, added tokens too."""
 
-    ids: Mapping[str, int]
-    files: tuple[str, ...]
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Names of the files in the folder that decide the ids."""
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text."""
@@ -107,7 +107,7 @@ class _LlamaPieces:
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], special: Iterable[str], *, around: bool) -> None:
         self._model = load_model("HuggingFaceTokenizer", folder / MODEL_FILE)
-        self.files = (MODEL_FILE,)
+        self.files: tuple[str, ...] = (MODEL_FILE,)
         self.ids: dict[str, int] = {
             self._model.id_to_piece(number): number for number in range(self._model.get_piece_size())
         }
