@@ -191,10 +191,8 @@ def _locked(path: Path) -> tuple[IO[bytes], bool]:
     while True:
         file = path.open("ab")
         try:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                logger.info("another process builds %s: waiting for it", path.name.strip("."))
+            if not _try_to_lock(file, path):
+                logger.warning("another process builds %s: waiting for it", path.with_suffix("").name[1:])
                 waited = True
                 fcntl.flock(file, fcntl.LOCK_EX)
             # Whoever held it has removed the name; the lock that counts is the one of the file that has it now.
@@ -205,6 +203,18 @@ def _locked(path: Path) -> tuple[IO[bytes], bool]:
             file.close()
             raise
         file.close()
+
+
+def _try_to_lock(file: IO[bytes], path: Path) -> bool:
+    """Whether the lock was free; the file goes again where there are no locks, which raises OSError."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        path.unlink(missing_ok=True)
+        raise
+    return True
 
 
 def _write(path: Path, write: Callable[[IO[bytes]], object]) -> None:

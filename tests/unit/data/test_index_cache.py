@@ -108,6 +108,7 @@ def test_without_locks_all_build_and_the_entry_is_whole(tmp_path: Path, monkeypa
     cache = IndexCache(tmp_path / "cache", "Kind-train", "what it is")
     loaded = cache.load(NAMES)
     assert loaded is not None and whole(loaded)
+    assert len(list((tmp_path / "cache").iterdir())) == 3, "no lock is left"
 
 
 def test_an_entry_that_is_replaced_is_none_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
