@@ -49,8 +49,9 @@ def test_the_first_users_command_line(command: list[str], files: list[str], tmp_
     assert done.returncode == 0, done.stderr
     screen = done.stdout.splitlines()
     assert screen[0] == "Opening oscar.jsonl"
-    assert screen[1].startswith("Time to startup: ")
-    assert screen[2].startswith("Wrote my-gpt2_text_document.bin and .idx: 100 documents, ")
+    assert screen[1] == "  jsonl, UTF-8"
+    assert screen[2].startswith("Time to startup: ")
+    assert screen[3].startswith("Wrote my-gpt2_text_document.bin and .idx: 100 documents, ")
     notes = done.stderr.splitlines()
     assert notes[:2] == [
         "note: --dataset-impl: obsolete; datasets are always memory-mapped",
@@ -69,21 +70,24 @@ def test_a_text_file_with_separators(repository: Path, files: list[str], tmp_pat
     arguments = ["preprocess", "--input", "stories.txt", "--output_prefix=new/folder/stories", "--append-eod"]
     done = run([*command, *arguments, *files], tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "Documents: separated by '<|endoftext|>'" in done.stdout
+    assert "txt, separated by '<|endoftext|>', UTF-8" in done.stdout
     dataset = IndexedDataset(str(tmp_path / "new/folder/stories_text_document"))
     assert dataset.num_documents == 2
 
 
 def test_everything_wrong_is_said_at_once(command: list[str], tmp_path: Path) -> None:
-    line = "--inptu a.jsonl --workers two --partitions 4 --split-sentences --vocab-file none.json --log-interval 0"
+    line = "--inptu a.jsonl --workers two --partitions 0 --split-sentences --vocab-file none.json --log-interval 0 "
+    line += "--lang klingon --bad-lines ignore --share 3/2"
     done = run([*command, *line.split()], tmp_path)
     assert done.returncode == 2
     for message in (
-        "9 things to put right",
+        "11 things to put right",
         "unknown flag --inptu; did you mean --input?",
         "--workers two is not a whole number",
-        "--partitions 4: needs the complete data path, not in this version",
-        "--split-sentences: needs the complete data path, not in this version",
+        "--partitions 0 is below 1",
+        "--split-sentences needs nltk's punkt_tab data for klingon",
+        "--bad-lines ignore: known are stop and skip",
+        "--share 3/2: give K/N with K from 1 to N",
         "--log-interval 0 is below 1",
         "--input is missing",
         "--output-prefix is missing",
@@ -124,16 +128,19 @@ def test_help_needs_nothing(command: list[str], tmp_path: Path) -> None:
 SCRIPT = """
 import sys
 from megalith.config import TokenizerConfig
-from megalith.data.preprocess import PreprocessOptions, Silence, preprocess
+from megalith.data.preprocess import PreprocessOptions, preprocess
+from megalith.data.progress import Silence
+from megalith.data.sources import Limits, SourceOptions
 
 class Watcher(Silence):
-    def advanced(self, documents, bytes_done, bytes_total, seconds):
-        print("advanced", documents, flush=True)
+    def advanced(self, standing):
+        print("advanced", standing.documents, flush=True)
 
 if __name__ == "__main__":
     source, prefix, vocab_file, merge_file, workers, chunk_bytes = sys.argv[1:]
     tokenizer = TokenizerConfig(vocab_file=vocab_file, merge_file=merge_file)
-    options = PreprocessOptions(source, prefix, tokenizer, workers=int(workers), chunk_bytes=int(chunk_bytes))
+    reading = SourceOptions(limits=Limits(chunk_bytes=int(chunk_bytes)))
+    options = PreprocessOptions((source,), prefix, tokenizer, reading, workers=int(workers))
     print("workers", preprocess(options, Watcher()).workers)
     assert "torch" not in sys.modules
 """
@@ -193,12 +200,12 @@ def test_an_interrupted_run_leaves_no_process_and_no_dataset(end: int, files: li
         process.communicate(timeout=20)
     assert process.returncode != 0
     assert gone(children, seconds=10), "workers outlived their parent"
-    left = {path.name for path in tmp_path.glob("out*")}
-    assert left <= ({"out_text_document.bin.partial"} if end != signal.SIGINT else set())
+    left = {path.suffix for path in tmp_path.glob("out*")}
+    assert left <= ({".partial"} if end != signal.SIGINT else set())
     done = run(command, tmp_path)
     assert done.returncode == 0, done.stderr
     assert IndexedDataset(str(tmp_path / "out_text_document")).num_documents == 40_000
-    assert {path.name for path in tmp_path.glob("out*")} == {"out_text_document.bin", "out_text_document.idx"}
+    assert {path.suffix for path in tmp_path.glob("out*")} == {".bin", ".idx", ".card"}
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads /proc")

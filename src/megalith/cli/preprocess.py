@@ -1,98 +1,24 @@
-"""`megalith preprocess` and tools/preprocess_data.py: Megatron's flags, one line for what does not apply here."""
+"""`megalith preprocess` and tools/preprocess_data.py: Megatron's command line for preparing data."""
 
 from __future__ import annotations
 
 import argparse
 import difflib
 import os
-import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
+from megalith.cli.preprocess_flags import OTHER_FLAGS, Parser, make_parser
+from megalith.cli.preprocess_screen import ConsoleProgress, summary
+from megalith.compat.megatron.tokenizer_flags import read_tokenizer_flags
 from megalith.config import TokenizerConfig
-from megalith.data.encoding import EncodeSettings
-from megalith.data.preprocess import PreprocessOptions, PreprocessReport, find_violations, preprocess
-from megalith.data.sources import END_OF_TEXT_SEPARATOR, TXT
+from megalith.data.encoding import SentenceSettings
+from megalith.data.preprocess import PreprocessOptions, find_violations, preprocess
+from megalith.data.shares import Share, read_share
+from megalith.data.sources import Limits, SourceOptions
 from megalith.errors import ConfigError
 
-_MEGABYTE = 1024 * 1024
-_SECONDS_BETWEEN_LINES = 1.0
-_COMPLETE = "needs the complete data path, not in this version"
-
-
-@dataclass(frozen=True)
-class _Flag:
-    """A flag of Megatron that has no effect here, and why.
-
-    Attributes:
-        values: how many words follow it: "0", "1" or "+".
-        reason: what to say when it is used.
-        refused: whether it stops the command, because ignoring it would change the result.
-    """
-
-    values: str
-    reason: str
-    refused: bool = False
-
-
-_OTHER_FLAGS = {
-    "--dataset-impl": _Flag("1", "obsolete; datasets are always memory-mapped"),
-    "--chunk-size": _Flag("1", "obsolete; the work is cut by size"),
-    "--legacy-tokenizer": _Flag("0", "the tokenizers give the same ids with and without it"),
-    "--make-vocab-size-divisible-by": _Flag("1", "concerns the model; the data is the same for any value"),
-    "--keep-sequential-samples": _Flag("0", "the order of the input is always kept"),
-    "--keep-newlines": _Flag("0", "has no effect without --split-sentences"),
-    "--lang": _Flag("1", "has no effect without --split-sentences"),
-    "--split-sentences": _Flag("0", _COMPLETE, refused=True),
-    "--vocab-extra-ids": _Flag("1", _COMPLETE, refused=True),
-    "--find-optimal-num-workers": _Flag("0", _COMPLETE, refused=True),
-    "--workers-to-check": _Flag("+", _COMPLETE, refused=True),
-    "--max-documents": _Flag("1", _COMPLETE, refused=True),
-}
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message)
-
-
-def _parser() -> _Parser:
-    parser = _Parser(
-        prog="megalith preprocess",
-        description="Turn a text file into tokens: PREFIX_text_document.bin and .idx.",
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    add("--input", metavar="FILE", help="one JSON object per line (.jsonl, .json), or plain text (.txt); UTF-8")
-    add("--output-prefix", metavar="PREFIX", help="beginning of the output paths")
-    add("--json-keys", metavar="KEY", nargs="+", default=["text"], help="keys to take, a dataset for each (text)")
-    add("--append-eod", action="store_true", help="end each document with the end-of-document token")
-    add("--workers", metavar="N", help="processes, not more than the machine has cores (all); the output is the same")
-    add("--log-interval", metavar="N", default="1000", help="documents between progress lines (1000)")
-    add(
-        "--tokenizer-type",
-        metavar="TYPE",
-        default="GPT2BPETokenizer",
-        help="GPT2BPETokenizer (default), HuggingFaceTokenizer, NullTokenizer",
-    )
-    add("--vocab-file", metavar="FILE", help="vocab.json of the GPT2BPETokenizer")
-    add("--merge-file", metavar="FILE", help="merges.txt of the GPT2BPETokenizer")
-    add("--tokenizer-model", metavar="DIR", help="folder of the HuggingFaceTokenizer, with its tokenizer.json")
-    add("--vocab-size", metavar="N", help="number of ids of the NullTokenizer")
-    add("--partitions", metavar="N", default="1", help="only 1 in this version")
-    add("--input-format", default="auto", help="jsonl, txt, or auto: by the ending of the file name (default)")
-    add(
-        "--document-separator",
-        metavar="TEXT",
-        help=r"what separates the documents of a txt, \n is a line break; by default "
-        f"{END_OF_TEXT_SEPARATOR} if the file has any, else blank lines",
-    )
-    add("--max-document-bytes", metavar="N", default=str(1 << 26), help="longest line or document taken (64 MiB)")
-    for name, flag in _OTHER_FLAGS.items():
-        nargs: dict[str, Any] = {"action": "store_true"} if flag.values == "0" else {}
-        add(name, help=argparse.SUPPRESS, **(nargs or ({"nargs": "+"} if flag.values == "+" else {})))
-    return parser
+_NUMBERS = ("--workers", "--partitions", "--log-interval", "--max-document-bytes", "--max-expansion")
 
 
 class CommandLine(NamedTuple):
@@ -109,50 +35,128 @@ class CommandLine(NamedTuple):
     notes: list[str]
 
 
-def parse(argv: Sequence[str]) -> CommandLine:
+def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> CommandLine:
     """Understand a command line.
 
-    Raises:  ConfigError with everything that is wrong with it.
+    Args:
+        argv: its words.
+        environ: the environment, where a launcher tells the share.
+
+    Raises:
+        ConfigError: with everything that is wrong with it.
     """
-    parser = _parser()
+    parser = make_parser()
     given, unknown = parser.parse_known_args([_hyphened(word) for word in argv])
     violations = [
         _unknown(word, parser) for word in unknown if word.startswith("--") or not unknown[0].startswith("--")
     ]
     notes: list[str] = []
-    for name, flag in _OTHER_FLAGS.items():
+    for name, flag in OTHER_FLAGS.items():
         value = getattr(given, _dest(name))
         if value not in (None, False):
             (violations if flag.refused else notes).append(f"{name}: {flag.reason}")
-    numbers = {
-        name: _number(name, getattr(given, _dest(name)), violations)
-        for name in ("--workers", "--vocab-size", "--partitions", "--log-interval", "--max-document-bytes")
-    }
-    if numbers["--partitions"] not in (None, 1):
-        violations.append(f"--partitions {given.partitions}: {_COMPLETE}; --workers alone uses all cores")
+    numbers = {name: _number(name, getattr(given, _dest(name)), violations) for name in _NUMBERS}
+    if given.bad_lines not in ("stop", "skip"):
+        violations.append(f"--bad-lines {given.bad_lines}: known are stop and skip")
     violations += [f"{name} is missing" for name in ("--input", "--output-prefix") if not getattr(given, _dest(name))]
+    tokenizer = TokenizerConfig(**read_tokenizer_flags(given, violations))
     options = PreprocessOptions(
-        input=given.input or "",
+        inputs=tuple(given.input or ()),
         output_prefix=given.output_prefix or "",
-        tokenizer=TokenizerConfig(
-            tokenizer_type=given.tokenizer_type,
-            vocab_file=given.vocab_file,
-            merge_file=given.merge_file,
-            tokenizer_model=given.tokenizer_model,
-            vocab_size=numbers["--vocab-size"],
-        ),
-        json_keys=tuple(given.json_keys),
+        tokenizer=tokenizer,
+        source=_source(given, numbers),
         append_eod=given.append_eod,
+        sentences=_sentences(given, notes),
         workers=numbers["--workers"] or os.cpu_count() or 1,
-        input_format=given.input_format,
-        document_separator=_unescaped(given.document_separator),
-        max_document_bytes=numbers["--max-document-bytes"] or PreprocessOptions.max_document_bytes,
+        partitions=numbers["--partitions"] or 1,
+        keep_sequential=given.keep_sequential_samples,
+        share=_share(given.share, os.environ if environ is None else environ, violations),
+        skip_bad=given.bad_lines == "skip",
+        restart=given.restart,
     )
     violations += find_violations(options)
     if violations:
         raise ConfigError(violations)
-    assert numbers["--log-interval"] is not None
-    return CommandLine(options, numbers["--log-interval"], notes)
+    notes += _notes(options, given)
+    return CommandLine(options, numbers["--log-interval"] or 1, notes)
+
+
+def run(argv: Sequence[str]) -> int:
+    """Preprocess as the command line says; returns the exit code.
+
+    Raises:  ConfigError, DataError or MegalithError, which `megalith.cli.main` prints.
+    """
+    if not argv or "-h" in argv or "--help" in argv:
+        print(make_parser().format_help(), end="")
+        return 0
+    command = parse(argv)
+    progress = ConsoleProgress(command.log_interval)
+    for note in command.notes:
+        progress.note(note)
+    report = preprocess(command.options, progress)
+    print(summary(report))
+    share = command.options.share
+    if share.count > 1:
+        print(
+            f"This was share {share.number + 1} of {share.count}. When all are there: "
+            f"megalith data merge --shares --output-prefix {command.options.output_prefix}"
+        )
+    return 0
+
+
+def _source(given: argparse.Namespace, numbers: Mapping[str, int | None]) -> SourceOptions:
+    limits = Limits(
+        max_document_bytes=numbers["--max-document-bytes"] or Limits.max_document_bytes,
+        max_expansion=numbers["--max-expansion"] or Limits.max_expansion,
+    )
+    return SourceOptions(
+        keys=tuple(given.json_keys),
+        input_format=given.input_format,
+        encoding=given.encoding,
+        document_separator=_unescaped(given.document_separator),
+        text_column=given.text_column,
+        csv_header=given.csv_header,
+        csv_delimiter=_unescaped(given.csv_delimiter),
+        dataset_split=given.dataset_split,
+        limits=limits,
+    )
+
+
+def _sentences(given: argparse.Namespace, notes: list[str]) -> SentenceSettings | None:
+    if given.split_sentences:
+        return SentenceSettings(given.lang or "english", given.keep_newlines, given.punkt_parameters)
+    for name in ("--keep-newlines", "--lang", "--punkt-parameters"):
+        if getattr(given, _dest(name)):
+            notes.append(f"{name}: has no effect without --split-sentences")
+    return None
+
+
+def _share(text: str | None, environ: Mapping[str, str], violations: list[str]) -> Share:
+    try:
+        return read_share(text, environ)
+    except ConfigError as error:
+        violations += error.violations
+        return Share()
+
+
+def _notes(options: PreprocessOptions, given: argparse.Namespace) -> list[str]:
+    notes = []
+    if options.share.count > 1:
+        notes.append(
+            f"share {options.share.number + 1} of {options.share.count} of the input ({options.share.reason}); "
+            "--share 1/1 takes all of it"
+        )
+    if options.partitions > 1:
+        kept = "" if options.keep_sequential else ", and the order of the documents becomes that of the partitions"
+        notes.append(
+            f"--partitions {options.partitions}: nothing is faster by it here{kept}; the files of the partitions "
+            f"({options.output_prefix}_0_... and on) stay, as with Megatron, and can be removed"
+        )
+    elif options.keep_sequential:
+        notes.append("--keep-sequential-samples: the order of the input is always kept without --partitions")
+    if options.tokenizer.tokenizer_type.startswith("Bert") and options.sentences is None:
+        notes.append("Are you sure you don't want to split sentences? (--split-sentences)")
+    return notes
 
 
 def _hyphened(word: str) -> str:
@@ -165,13 +169,13 @@ def _dest(flag: str) -> str:
     return flag.removeprefix("--").replace("-", "_")
 
 
-def _unescaped(separator: str | None) -> str | None:
-    if separator is None:
+def _unescaped(text: str | None) -> str | None:
+    if text is None:
         return None
-    return separator.replace(r"\r", "\r").replace(r"\n", "\n").replace(r"\t", "\t")
+    return text.replace(r"\r", "\r").replace(r"\n", "\n").replace(r"\t", "\t")
 
 
-def _unknown(word: str, parser: argparse.ArgumentParser) -> str:
+def _unknown(word: str, parser: Parser) -> str:
     flags = [option for action in parser._actions for option in action.option_strings if option.startswith("--")]
     guesses = difflib.get_close_matches(word.split("=")[0], flags, n=1)
     hint = f"; did you mean {guesses[0]}?" if guesses else ""
@@ -191,61 +195,3 @@ def _number(flag: str, text: str | None, violations: list[str]) -> int | None:
         violations.append(f"{flag} {text} is below 1")
         return None
     return number
-
-
-class ConsoleProgress:
-    """Megatron's lines: opening and start-up on the standard output, progress on the standard error."""
-
-    def __init__(self, log_interval: int) -> None:
-        self._interval = log_interval
-        self._next_line_at = _SECONDS_BETWEEN_LINES
-        self._last_documents = 0
-
-    def opening(self, path: str) -> None:
-        print(f"Opening {path}", flush=True)
-
-    def started(self, seconds: float, settings: EncodeSettings, workers: int) -> None:
-        if settings.input_format == TXT:
-            how = "the whole file is one" if settings.separator is None else f"separated by {settings.separator!r}"
-            print(f"Documents: {how}")
-        print(f"Time to startup: {seconds}", flush=True)
-
-    def advanced(self, documents: int, bytes_done: int, bytes_total: int, seconds: float) -> None:
-        if documents - self._last_documents >= self._interval and seconds >= self._next_line_at:
-            self._next_line_at = seconds + _SECONDS_BETWEEN_LINES
-            self._last_documents = documents
-            self.finished(documents, bytes_done, seconds)
-
-    def finished(self, documents: int, bytes_done: int, seconds: float) -> None:
-        speed = bytes_done / seconds / _MEGABYTE
-        print(
-            f"Processed {documents} documents ({documents / seconds} docs/s, {speed} MB/s).",
-            file=sys.stderr,
-            flush=True,
-        )
-
-
-def run(argv: Sequence[str]) -> int:
-    """Preprocess as the command line says; returns the exit code.
-
-    Raises:  ConfigError, DataError or MegalithError, which `megalith.cli.main` prints.
-    """
-    if not argv or "-h" in argv or "--help" in argv:
-        print(_parser().format_help(), end="")
-        return 0
-    command = parse(argv)
-    for note in command.notes:
-        print(f"note: {note}", file=sys.stderr)
-    report = preprocess(command.options, ConsoleProgress(command.log_interval))
-    print(_summary(report))
-    return 0
-
-
-def _summary(report: PreprocessReport) -> str:
-    speed = report.num_bytes / report.seconds / _MEGABYTE
-    lines = [
-        f"Wrote {prefix}.bin and .idx: {report.num_documents} documents, {report.num_tokens[key]} tokens"
-        for key, prefix in report.prefixes.items()
-    ]
-    lines.append(f"{report.num_bytes} bytes in {report.seconds:.1f} s ({speed:.1f} MB/s, {report.workers} processes)")
-    return "\n".join(lines)

@@ -1,62 +1,37 @@
-"""Text files to .bin/.idx pairs, on several processes, with the same bytes for any number of them.
+"""Text of any kind to .bin/.idx pairs, on several processes, with the same bytes for any number of them.
 
-This process reads chunks and writes tokens in their order; workers in between turn chunks into tokens. Imports no
-torch. Nothing has a final name before all of it is written.
+This process finds where chunks lie and writes tokens in their order; workers in between turn chunks into tokens.
+Imports no torch. Nothing has a final name before all of it is written, and a run that is killed goes on where it was.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import time
-from collections.abc import Generator, Iterable
-from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from collections.abc import Generator
+from contextlib import closing
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
-from typing import Protocol
 
-from megalith.config import TokenizerConfig
-from megalith.data import sources
-from megalith.data.encoding import EncodedChunk, EncodeSettings, encode_chunk
-from megalith.data.indexed import IndexedWriter, smallest_dtype
+from megalith.data.encoding import ChunkEncoder, EncodedChunk, EncodeSettings
+from megalith.data.indexed import smallest_dtype
+from megalith.data.journal import Journal, State
+from megalith.data.output import Output, Partitions, SkippedList
+from megalith.data.preprocess_options import PreprocessOptions, find_violations, option_violations, plan_sources
+from megalith.data.progress import Progress, Silence, Standing
+from megalith.data.shares import Located, chunks_of_share
+from megalith.data.sources import Source
 from megalith.data.workers import encode_in_processes
 from megalith.errors import ConfigError, DataError
 from megalith.tokenizers import Tokenizer, build_tokenizer
-from megalith.tokenizers.build import tokenizer_violations
+from megalith.tokenizers.card import write_card
+
+__all__ = ["PreprocessOptions", "PreprocessReport", "find_violations", "preprocess", "useful_workers"]
 
 _CHUNKS_PER_WORKER = 16  # with less to do, starting a process costs more than it brings
-
-
-@dataclass(frozen=True)
-class PreprocessOptions:
-    """What to turn into tokens, and how.
-
-    Attributes:
-        input: text file, one JSON object per line or plain text.
-        output_prefix: beginning of the output paths; `_{key}_document.bin` and `.idx` are added.
-        tokenizer: the tokenizer.
-        json_keys: keys of the JSON objects; each makes a dataset.
-        append_eod: end each document with the end-of-document id.
-        workers: processes that encode; the output is the same for any number.
-        input_format: jsonl, txt, or auto to go by the ending of the file name.
-        document_separator: what separates the documents of a txt; None finds out (`sources.find_separator`).
-        chunk_bytes: how much text a worker gets at once.
-        max_document_bytes: the longest line or document that is taken into memory.
-    """
-
-    input: str
-    output_prefix: str
-    tokenizer: TokenizerConfig
-    json_keys: tuple[str, ...] = ("text",)
-    append_eod: bool = False
-    workers: int = 1
-    input_format: str = "auto"
-    document_separator: str | None = None
-    chunk_bytes: int = 1 << 19
-    max_document_bytes: int = 1 << 26
-
-    def output_prefixes(self) -> dict[str, str]:
-        """Key to the prefix of its dataset."""
-        return {key: f"{self.output_prefix}_{key}_document" for key in self.json_keys}
+_SHARE_OF_NOTES = 20  # noting how far the run is takes at most one part in so many of the time
 
 
 @dataclass(frozen=True)
@@ -66,202 +41,286 @@ class PreprocessReport:
     Attributes:
         prefixes: key to the prefix of its dataset.
         num_documents: documents, empty ones included.
+        num_skipped: documents left out because they cannot be read.
+        skipped_list: where each of them is named, None if there are none.
         num_tokens: key to the number of tokens.
-        num_bytes: bytes of text read.
+        num_bytes: bytes of text that this run encoded.
         seconds: duration.
         workers: processes that encoded.
-        separator: what separated the documents of a txt.
     """
 
     prefixes: dict[str, str]
     num_documents: int
+    num_skipped: int
+    skipped_list: str | None
     num_tokens: dict[str, int]
     num_bytes: int
     seconds: float
     workers: int
-    separator: str | None = None
-
-
-class Progress(Protocol):
-    """What wants to know how far the work is."""
-
-    def opening(self, path: str) -> None:
-        """The input is about to be opened."""
-
-    def started(self, seconds: float, settings: EncodeSettings, workers: int) -> None:
-        """Tokenizer and workers are there, `seconds` after the call."""
-
-    def advanced(self, documents: int, bytes_done: int, bytes_total: int, seconds: float) -> None:
-        """So much has been written, `seconds` after the call."""
-
-    def finished(self, documents: int, bytes_done: int, seconds: float) -> None:
-        """All text is encoded; the files get their names next."""
-
-
-class Silence:
-    """Progress that nobody watches."""
-
-    def opening(self, path: str) -> None: ...
-
-    def started(self, seconds: float, settings: EncodeSettings, workers: int) -> None: ...
-
-    def advanced(self, documents: int, bytes_done: int, bytes_total: int, seconds: float) -> None: ...
-
-    def finished(self, documents: int, bytes_done: int, seconds: float) -> None: ...
 
 
 def preprocess(options: PreprocessOptions, progress: Progress | None = None) -> PreprocessReport:
-    """Encode a text file and write one dataset for each key.
+    """Encode texts and write one dataset for each key.
 
     Raises:
         ConfigError: options that cannot work, all of them at once.
-        DataError: a damaged tokenizer, a bad line (with its number), no document, a full disk.
+        DataError: a damaged tokenizer, a bad document (with its place), no document, a full disk.
         MegalithError: a worker process died.
     """
-    violations = find_violations(options)
-    if violations:
-        raise ConfigError(violations)
     start = time.perf_counter()
     watcher = progress or Silence()
-    watcher.opening(options.input)
-    settings, workers = _settings(options), useful_workers(options)
-    tokenizer = build_tokenizer(options.tokenizer)
-    Path(options.output_prefix).parent.mkdir(parents=True, exist_ok=True)
-    watcher.started(time.perf_counter() - start, settings, workers)
-    prefixes = options.output_prefixes()
-    with ExitStack() as stack:
-        dtype = smallest_dtype(tokenizer.vocab_size)
-        writers = [stack.enter_context(IndexedWriter(prefix, dtype)) for prefix in prefixes.values()]
-        chunks = stack.enter_context(closing(_encode(options, settings, tokenizer, workers)))
-        done = _Position(options.input, settings.input_format, Path(options.input).stat().st_size)
-        _write_all(chunks, writers, done, watcher, start)
-        for writer in writers:
-            writer.finalize()
-    return PreprocessReport(
-        prefixes=prefixes,
-        num_documents=done.documents,
-        num_tokens={key: writer.num_tokens for key, writer in zip(prefixes, writers, strict=True)},
-        num_bytes=done.bytes,
-        seconds=time.perf_counter() - start,
-        workers=workers,
-        separator=settings.separator,
-    )
+    plan = plan_sources(options)
+    violations = option_violations(options) + plan.violations
+    if violations:
+        raise ConfigError(violations)
+    for note in plan.notes:
+        watcher.note(note)
+    return _Run(options, plan.sources, watcher, start).run()
 
 
-def _write_all(
-    chunks: Iterable[EncodedChunk], writers: list[IndexedWriter], done: _Position, watcher: Progress, start: float
-) -> None:
-    """Append all chunks, one writer for each key."""
-    for chunk in chunks:
-        done.pass_over(chunk)
-        for writer, encoded in zip(writers, chunk.by_key, strict=True):
-            writer.add_documents(encoded.tokens, encoded.lengths, encoded.sequences_per_document)
-        watcher.advanced(done.documents, done.bytes, done.total_bytes, time.perf_counter() - start)
-    if not done.documents:
-        raise DataError(f"{done.path} holds no document")
-    watcher.finished(done.documents, done.bytes, time.perf_counter() - start)
-
-
-def find_violations(options: PreprocessOptions) -> list[str]:
-    """What keeps these options from working, as far as it shows without reading the text."""
-    violations = tokenizer_violations(options.tokenizer)
-    files = {"--vocab-file": options.tokenizer.vocab_file, "--merge-file": options.tokenizer.merge_file}
-    for flag, file in {"--input": options.input, **files}.items():
-        if file and not Path(file).is_file():
-            violations.append(f"{flag} {file}: {'is a folder' if Path(file).is_dir() else 'no such file'}")
-        elif file and not os.access(file, os.R_OK):
-            violations.append(f"{flag} {file}: no permission to read it")
-    violations += _format_violations(options)
-    if options.workers < 1:
-        violations.append(f"--workers {options.workers} is below 1")
-    if options.max_document_bytes < 1 or options.chunk_bytes < 1:
-        violations.append("--max-document-bytes and the chunk size are at least 1")
-    folder = Path(options.output_prefix).absolute().parent
-    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        violations.append(f"--output-prefix {options.output_prefix}: the folder {existing} cannot be written")
-    return violations
-
-
-def _format_violations(options: PreprocessOptions) -> list[str]:
-    violations = []
-    if not options.json_keys or len(set(options.json_keys)) < len(options.json_keys):
-        violations.append(f"--json-keys {' '.join(options.json_keys)}: give at least one key, each once")
-    violations += [
-        f"--json-keys {key}: a key names a file, so it has no {os.sep}" for key in options.json_keys if os.sep in key
-    ]
-    if options.document_separator == "":
-        violations.append("--document-separator is empty; leave it out to find the separator")
-    if options.input_format not in ("auto", sources.JSONL, sources.TXT):
-        violations.append(f"--input-format {options.input_format}: known are auto, jsonl and txt")
-    elif os.access(options.input, os.R_OK) and Path(options.input).is_file():
-        found = _input_format(options)
-        if Path(options.input).stat().st_size == 0:
-            violations.append(f"--input {options.input}: the file is empty")
-        elif found is None:
-            violations.append(
-                f"--input {options.input}: neither .jsonl, .json nor .txt, and no JSON at its beginning; say so with "
-                f"--input-format if it is one of them (compressed files, csv and parquet need the complete data path, "
-                f"not in this version: unpack or convert them)"
-            )
-        elif found == sources.TXT and options.json_keys != ("text",):
-            violations.append(f"--json-keys {' '.join(options.json_keys)}: the input is plain text, which has no keys")
-    return violations
-
-
-def _input_format(options: PreprocessOptions) -> str | None:
-    return sources.format_of(Path(options.input)) if options.input_format == "auto" else options.input_format
-
-
-def _settings(options: PreprocessOptions) -> EncodeSettings:
-    input_format = _input_format(options)
-    assert input_format is not None
-    separator = options.document_separator
-    if input_format == sources.TXT and separator is None:
-        separator = sources.find_separator(Path(options.input))
-    return EncodeSettings(options.tokenizer, input_format, options.json_keys, separator, options.append_eod)
-
-
-def useful_workers(options: PreprocessOptions) -> int:
+def useful_workers(options: PreprocessOptions, sources: list[Source]) -> int:
     """Processes worth starting: not more than asked for, than there are cores, and than there is work for."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    work = Path(options.input).stat().st_size // (options.chunk_bytes * _CHUNKS_PER_WORKER)
+    low, high = options.share.bounds(sum(source.disk_bytes for source in sources))
+    work = (high - low) // (options.source.limits.chunk_bytes * _CHUNKS_PER_WORKER)
     return max(1, min(options.workers, cores, work))
 
 
-@dataclass
-class _Position:
-    """How far the input has been written; turns the first bad document into an error with its place."""
+class _Run:
+    """One run, from its sources to the report."""
 
-    path: str
-    input_format: str
-    total_bytes: int
-    documents: int = 0
-    bytes: int = 0
-    units: int = 0
+    def __init__(self, options: PreprocessOptions, sources: list[Source], watcher: Progress, start: float) -> None:
+        self._options, self._sources, self._watcher, self._start = options, sources, watcher, start
+        self._workers = useful_workers(options, sources)
+        self._before = [0, *accumulate(source.disk_bytes for source in sources)]
+        self._low, self._high = options.share.bounds(self._before[-1])
 
-    def pass_over(self, chunk: EncodedChunk) -> None:
-        if chunk.problem is not None:
-            number, reason = chunk.problem
-            unit = "line" if self.input_format == sources.JSONL else "document"
-            raise DataError(f"{self.path}, {unit} {self.units + number + 1}: {reason}")
-        self.documents += chunk.num_documents
-        self.bytes += chunk.num_bytes
-        self.units += chunk.num_units
+    def run(self) -> PreprocessReport:
+        options = self._options
+        self._open_first()
+        tokenizer = build_tokenizer(options.tokenizer)
+        Path(options.stem).parent.mkdir(parents=True, exist_ok=True)
+        journal = Journal(options.stem, self._settings(tokenizer))
+        begun = self._begun(journal)
+        self._watcher.started(time.perf_counter() - self._start, self._workers)
+        skipped_path = Path(options.stem + "_skipped.txt")
+        with (
+            self._output(tokenizer, begun) as output,
+            closing(SkippedList(skipped_path, begun.skipped_bytes)) as skipped,
+        ):
+            writing = _Writing(self, output, skipped, journal, begun)
+            try:
+                if not begun.encoded:
+                    writing.write_all(self._encoded(tokenizer, (begun.source, begun.place)))
+                num_tokens = output.finish()
+            except BaseException:
+                writing.leave()
+                raise
+        prefixes = options.output_prefixes()
+        for prefix in prefixes.values():
+            write_card(prefix, tokenizer.card())
+        journal.remove()
+        state = writing.state
+        for key, count in num_tokens.items():
+            if not count and options.share.count == 1:
+                self._watcher.note(
+                    f"{prefixes[key]} has no token: {state.documents} documents, all of them empty. Nothing can be "
+                    "trained on it"
+                )
+        return PreprocessReport(
+            prefixes=prefixes,
+            num_documents=state.documents,
+            num_skipped=state.skipped,
+            skipped_list=str(skipped_path) if state.skipped else None,
+            num_tokens=num_tokens,
+            num_bytes=state.bytes - begun.bytes,
+            seconds=time.perf_counter() - self._start,
+            workers=self._workers,
+        )
+
+    def standing(self, state: State, begun: State) -> Standing:
+        """How far the run is, for the listener."""
+        return Standing(
+            documents=state.documents,
+            bytes=state.bytes,
+            disk=state.disk,
+            disk_total=self._high - self._low,
+            seconds=time.perf_counter() - self._start,
+            documents_before=begun.documents,
+            bytes_before=begun.bytes,
+            disk_before=begun.disk,
+        )
+
+    @property
+    def watcher(self) -> Progress:
+        return self._watcher
+
+    @property
+    def options(self) -> PreprocessOptions:
+        return self._options
+
+    def source(self, number: int) -> Source:
+        return self._sources[number]
+
+    def disk(self, located: Located) -> int:
+        """Bytes of this share up to the end of a chunk."""
+        return min(located.disk, self._high) - self._low
+
+    def inputs(self) -> str:
+        """The inputs, for a message."""
+        names = [str(source.path) for source in self._sources]
+        return ", ".join(names[:3]) + (f" and {len(names) - 3} more files" if len(names) > 3 else "")
+
+    def _open_first(self) -> None:
+        number = next((at for at, end in enumerate(self._before[1:]) if end > self._low), 0)
+        self._watcher.opening(str(self._sources[number].path), self._sources[number].about)
+        self.opened = number
+
+    def _begun(self, journal: Journal) -> State:
+        """Where an unfinished run stopped; the beginning where there is none that can be gone on with."""
+        if self._options.restart:
+            journal.remove()
+            return State()
+        state, note = journal.read()
+        if state is not None and not Output.is_there(state.written):
+            state, note = None, f"the partial files of the unfinished run {journal.path} are gone: starting anew"
+        if note:
+            self._watcher.note(note)
+        if state is None:
+            return State()
+        self._watcher.note(
+            f"going on with the unfinished run of {self._options.stem}: {state.documents} documents are there "
+            "(--restart begins anew)"
+        )
+        return state
+
+    def _output(self, tokenizer: Tokenizer, begun: State) -> Output:
+        options = self._options
+        size = None
+        if options.partitions > 1 and options.keep_sequential:
+            size = -(-sum(_count(source) for source in self._sources) // options.partitions)
+        numbered = [options.output_prefixes(f"_{number}") for number in range(options.partitions)]
+        return Output(
+            options.output_prefixes(),
+            Partitions(options.partitions, size),
+            smallest_dtype(tokenizer.vocab_size),
+            begun.written,
+            {key: [prefixes[key] for prefixes in numbered] for key in options.source.keys},
+        )
+
+    def _encoded(
+        self, tokenizer: Tokenizer, start: tuple[int, int]
+    ) -> Generator[tuple[Located, EncodedChunk], None, None]:
+        """The chunks of this share in order, encoded."""
+        options = self._options
+        settings = EncodeSettings(
+            options.tokenizer, options.source.keys, options.append_eod, options.sentences, options.skip_bad
+        )
+        chunks = chunks_of_share(self._sources, options.share, start)
+        if self._workers > 1:
+            yield from encode_in_processes(settings, chunks, self._workers)
+            return
+        encoder = ChunkEncoder(settings, tokenizer)
+        for located in chunks:
+            yield located, encoder.encode(located.chunk.payload)
+
+    def _settings(self, tokenizer: Tokenizer) -> dict[str, str]:
+        """All that decides the output, by the name that a user knows it by."""
+        options = self._options
+        files = [(source.path.absolute(), source.path.stat()) for source in self._sources]
+        return {
+            "input": "\n".join(f"{path} {stat.st_size} {stat.st_mtime_ns}" for path, stat in files),
+            "reading of the input": "\n".join(f"{source.about} {options.source}" for source in self._sources),
+            "tokenizer": json.dumps(tokenizer.card(), sort_keys=True),
+            "--append-eod": str(options.append_eod),
+            "splitting into sentences": str(options.sentences),
+            "--partitions": f"{options.partitions} {options.keep_sequential}",
+            "share": f"{options.share.number} of {options.share.count}",
+        }
 
 
-def _encode(
-    options: PreprocessOptions, settings: EncodeSettings, tokenizer: Tokenizer, workers: int
-) -> Generator[EncodedChunk, None, None]:
-    """The chunks of the input in order, encoded."""
-    chunks = sources.read_chunks(
-        Path(options.input),
-        settings.separator_bytes,
-        chunk_bytes=options.chunk_bytes,
-        max_document_bytes=options.max_document_bytes,
-    )
-    if workers == 1:
-        for chunk in chunks:
-            yield encode_chunk(settings, tokenizer, chunk)
-        return
-    yield from encode_in_processes(settings, chunks, workers)
+class _Writing:
+    """Chunks into an output, with the journal of it and what is said on the way."""
+
+    def __init__(self, run: _Run, output: Output, skipped: SkippedList, journal: Journal, begun: State) -> None:
+        self._run, self._output, self._skipped, self._journal, self._begun = run, output, skipped, journal, begun
+        self.state = begun
+        self._noted = begun != State()
+        self._next_note = time.perf_counter() + run.options.seconds_between_notes
+
+    def write_all(self, chunks: Generator[tuple[Located, EncodedChunk], None, None]) -> None:
+        """Append all chunks.
+
+        Raises:  DataError for a bad document, or if there is none at all.
+        """
+        with closing(chunks):
+            for located, chunk in chunks:
+                self._write(located, chunk)
+        state = self.state
+        if not state.documents and self._run.options.share.count == 1:
+            left_out = f" that can be read; {state.skipped} were left out" if state.skipped else ""
+            raise DataError(f"{self._run.inputs()} holds no document{left_out}")
+        self._run.watcher.finished(self._run.standing(state, self._begun))
+        if self._noted:
+            self._note(encoded=True)
+
+    def leave(self) -> None:
+        """An error ends the run: what is noted stays for the next one, the rest goes."""
+        if self._noted:
+            self._output.keep()
+            self._run.watcher.note(
+                f"what was encoded is kept in {self._journal.path} and the files it names; the same command goes on "
+                "from there"
+            )
+        elif not self._begun.skipped_bytes:
+            self._skipped.path.unlink(missing_ok=True)
+
+    def _write(self, located: Located, chunk: EncodedChunk) -> None:
+        run, state = self._run, self.state
+        source = run.source(located.source)
+        if located.source != run.opened:
+            run.opened = located.source
+            run.watcher.opening(str(source.path), source.about)
+        units = state.units if (located.source, located.chunk.start) == (state.source, state.place) else located.units
+        if chunk.problems and units is None:
+            units = source.units_before(located.chunk.start)
+        for count, (number, reason) in enumerate(chunk.problems, start=1):
+            place = f"{source.path}, {source.unit} {(units or 0) + number + 1}"
+            if not run.options.skip_bad:
+                raise DataError(f"{place}: {reason}")
+            self._skipped.add(place, reason)
+            run.watcher.skipped(place, reason, state.skipped + count)
+        self._output.add(chunk, state.documents)
+        self.state = State(
+            source=located.source,
+            place=located.chunk.end,
+            units=None if units is None else units + chunk.num_units,
+            documents=state.documents + chunk.num_documents,
+            bytes=state.bytes + chunk.num_bytes,
+            disk=run.disk(located),
+            skipped=state.skipped + len(chunk.problems),
+            skipped_bytes=self._skipped.num_bytes,
+        )
+        run.watcher.advanced(run.standing(self.state, self._begun))
+        if time.perf_counter() >= self._next_note:
+            self._note()
+
+    def _note(self, *, encoded: bool = False) -> None:
+        """Bring everything to the disk, and then how far it is."""
+        start = time.perf_counter()
+        self._skipped.flush()
+        written = self._output.flush()
+        self._journal.write(replace(self.state, written=written, encoded=encoded))
+        self._noted = True
+        end = time.perf_counter()
+        self._next_note = end + max(self._run.options.seconds_between_notes, _SHARE_OF_NOTES * (end - start))
+
+
+def _count(source: Source) -> int:
+    """Units of a source."""
+    total = 0
+    for chunk in source.chunks():
+        if chunk.num_units is None:
+            return source.units_before(source.disk_bytes) or 0
+        total += chunk.num_units
+    return total

@@ -18,17 +18,17 @@ from multiprocessing import connection, parent_process
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 
-from megalith.data.encoding import EncodedChunk, EncodeSettings, encode_chunk
-from megalith.data.sources import Chunk
-from megalith.errors import MegalithError
-from megalith.tokenizers import build_tokenizer
+from megalith.data.encoding import ChunkEncoder, EncodedChunk, EncodeSettings
+from megalith.data.shares import Located
+from megalith.data.sources import Payload
+from megalith.errors import DataError, MegalithError
 
 _SECONDS_TO_END = 10.0  # a worker that is told to end and does not is killed
 
 
 def encode_in_processes(
-    settings: EncodeSettings, chunks: Iterable[Chunk], workers: int
-) -> Generator[EncodedChunk, None, None]:
+    settings: EncodeSettings, chunks: Iterable[Located], workers: int
+) -> Generator[tuple[Located, EncodedChunk], None, None]:
     """The chunks encoded by `workers` processes, in the order in which they come. Closing it ends the processes.
 
     Raises:  MegalithError if a process dies; what reading `chunks` raises.
@@ -38,14 +38,14 @@ def encode_in_processes(
     for worker in pool:
         idle.put(worker)
 
-    def encode(chunk: Chunk) -> EncodedChunk:
+    def encode(located: Located) -> tuple[Located, EncodedChunk]:
         worker = idle.get()
         try:
-            return worker.encode(chunk)
+            return located, worker.encode(located.chunk.payload)
         finally:
             idle.put(worker)
 
-    ahead: deque[Future[EncodedChunk]] = deque()
+    ahead: deque[Future[tuple[Located, EncodedChunk]]] = deque()
     threads = ThreadPoolExecutor(workers, "encode")
     finished = False
     try:
@@ -73,13 +73,15 @@ class _Worker:
         self._process.start()
         other_end.close()  # or this process would hold the pipe of a dead worker open
 
-    def encode(self, chunk: Chunk) -> EncodedChunk:
-        """Tokens of a chunk. Raises MegalithError if the process dies."""
+    def encode(self, payload: Payload) -> EncodedChunk:
+        """Tokens of a chunk. Raises MegalithError if the process dies, DataError if it cannot read the file."""
         try:
-            self._connection.send(chunk)
+            self._connection.send(payload)
             answer = self._connection.recv()
         except (EOFError, OSError) as error:
             raise MegalithError("a worker process died; if it was killed for its memory, give --workers 1") from error
+        if isinstance(answer, str):
+            raise DataError(answer)
         assert isinstance(answer, EncodedChunk)
         return answer
 
@@ -92,17 +94,20 @@ class _Worker:
         self._process.join()
 
 
-def _serve(settings: EncodeSettings, parent: Connection[EncodedChunk, Chunk]) -> None:
+def _serve(settings: EncodeSettings, parent: Connection[EncodedChunk | str, Payload]) -> None:
     """What a worker process does: leave Ctrl-C to the parent, end with it, encode what comes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    tokenizer = build_tokenizer(settings.tokenizer)
+    encoder = ChunkEncoder(settings)
     while True:
         try:
-            chunk = parent.recv()
+            payload = parent.recv()
         except EOFError:
             return
-        parent.send(encode_chunk(settings, tokenizer, chunk))
+        try:
+            parent.send(encoder.encode(payload))
+        except DataError as error:
+            parent.send(str(error))
 
 
 def _end_with_parent() -> None:

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from megalith.config import TokenizerConfig
-from megalith.data.encoding import EncodeSettings
 from megalith.data.indexed import IndexedDataset
-from megalith.data.preprocess import PreprocessOptions, Silence, find_violations, preprocess, useful_workers
-from megalith.data.sources import Chunk, find_separator, format_of, read_chunks, text_documents
+from megalith.data.preprocess import PreprocessOptions, find_violations, preprocess
+from megalith.data.progress import Silence, Standing
+from megalith.data.sources import Limits, SourceOptions, find_sources, format_of
 from megalith.errors import ConfigError, DataError
 from megalith.tokenizers import build_tokenizer, train_byte_level_bpe
 
@@ -37,9 +34,23 @@ def texts_of(prefix: str, tokenizer: TokenizerConfig) -> list[str]:
     return ["".join(sequences[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
 
 
-def options_for(file: Path, content: str | bytes, tokenizer: TokenizerConfig, **more: Any) -> PreprocessOptions:
+def options_for(
+    file: Path,
+    content: str | bytes,
+    tokenizer: TokenizerConfig,
+    chunk_bytes: int = 1 << 19,
+    max_document_bytes: int = 1 << 26,
+    json_keys: tuple[str, ...] = ("text",),
+    document_separator: str | None = None,
+    **more: Any,
+) -> PreprocessOptions:
     file.write_bytes(content.encode() if isinstance(content, str) else content)
-    return PreprocessOptions(str(file), str(file.with_suffix("")), tokenizer, **more)
+    source = SourceOptions(
+        keys=json_keys,
+        document_separator=document_separator,
+        limits=Limits(chunk_bytes, max_document_bytes),
+    )
+    return PreprocessOptions((str(file),), str(file.with_suffix("")), tokenizer, source, **more)
 
 
 def lines(*documents: Any) -> str:
@@ -95,43 +106,23 @@ def test_documents_of_a_text(
         assert texts_of(preprocess(options).prefixes["text"], bpe) == documents
 
 
-@given(
-    parts=st.lists(st.text(alphabet="a\n\r|<>", max_size=5), max_size=6),
-    separator=st.sampled_from(["<|>", "\n\n"]),
-    chunk_bytes=st.integers(1, 9),
-)
-def test_chunks_never_change_the_documents(parts: list[str], separator: str, chunk_bytes: int) -> None:
-    content = separator.join(parts).encode()
-    with tempfile.NamedTemporaryFile() as file:
-        file.write(content)
-        file.flush()
-        chunks = list(read_chunks(Path(file.name), separator.encode(), chunk_bytes=chunk_bytes, max_document_bytes=99))
-    assert b"".join(chunk.data for chunk in chunks) == content
-
-    def documents(chunk: Chunk) -> list[str]:
-        return [texts[0][0] for _, texts in text_documents(chunk, separator)]
-
-    whole = documents(Chunk(content, is_first=True)) if content else []
-    assert [text for chunk in chunks for text in documents(chunk)] == whole
-
-
-def test_separators_are_found(tmp_path: Path) -> None:
-    file = tmp_path / "in.txt"
-    for content, separator in (("a\n\nb<|endoftext|>", "<|endoftext|>"), ("a\n\nb", "\n\n"), ("a\nb", None)):
-        file.write_text(content)
-        assert find_separator(file) == separator
-
-
 def test_formats_are_found(tmp_path: Path) -> None:
-    assert [format_of(Path(name)) for name in ("a.jsonl", "a.JSON", "a.ndjson", "a.txt")] == ["jsonl"] * 3 + ["txt"]
-    for content, expected in ((b'\xef\xbb\xbf\n{"text": ""}', "jsonl"), (b"text", None), (b"\x1f\x8b\x08", None)):
-        (tmp_path / "data").write_bytes(content)
-        assert format_of(tmp_path / "data") == expected
+    for name, content, expected in (
+        ("a.jsonl", b"?", "jsonl"),
+        ("a.JSON", b"?", "jsonl"),
+        ("a.json", b' [ {"text": ""}]', "json"),
+        ("a.ndjson", b"?", "jsonl"),
+        ("a.txt", b"{", "txt"),
+        ("a", b'\xef\xbb\xbf\n{"text": ""}', "jsonl"),
+        ("a", b"PAR1", "parquet"),
+        ("a", b"text", None),
+    ):
+        (tmp_path / name).write_bytes(content)
+        assert format_of(tmp_path / name) == expected
 
 
 def test_processes_that_have_nothing_to_do_are_not_started(tmp_path: Path) -> None:
-    options = options_for(tmp_path / "in.jsonl", lines({"text": "1"}), NUMBERS, workers=64)
-    assert useful_workers(options) == 1
+    assert preprocess(options_for(tmp_path / "in.jsonl", lines({"text": "1"}), NUMBERS, workers=64)).workers == 1
 
 
 @pytest.mark.parametrize(
@@ -174,7 +165,7 @@ def test_a_lone_surrogate_is_named(tmp_path: Path, bpe: TokenizerConfig) -> None
 def test_bad_bytes_in_a_text_are_named(tmp_path: Path, bpe: TokenizerConfig) -> None:
     content = b"a<|endoftext|>b<|endoftext|>\xe9<|endoftext|>"
     for chunk_bytes in (5, 1 << 19):
-        with pytest.raises(DataError, match=r"in\.txt, document 3: byte 0xe9 is no UTF-8"):
+        with pytest.raises(DataError, match=r"in\.txt, document 3: byte 0xe9 is no UTF-8 \(--encoding"):
             preprocess(options_for(tmp_path / "in.txt", content, bpe, chunk_bytes=chunk_bytes))
 
 
@@ -186,7 +177,7 @@ def test_a_document_longer_than_the_limit_is_named(tmp_path: Path) -> None:
         chunk_bytes=10,
         max_document_bytes=60,
     )
-    with pytest.raises(DataError, match="the line that begins at byte 14 is longer than 60 bytes"):
+    with pytest.raises(DataError, match="line 2: the line has 113 bytes, more than 60"):
         preprocess(options)
     options = options_for(tmp_path / "in.txt", "word " * 30, NUMBERS, chunk_bytes=10, max_document_bytes=60)
     with pytest.raises(
@@ -211,41 +202,46 @@ def test_a_failed_run_leaves_the_old_dataset(tmp_path: Path) -> None:
 
 def test_all_violations_come_at_once(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
+    (tmp_path / "empty.jsonl").touch()
+    source = SourceOptions(
+        keys=("a", "a", "b/c"), input_format="xml", document_separator="", text_column="t", csv_delimiter="::"
+    )
     options = PreprocessOptions(
-        input=str(tmp_path / "none.jsonl"),
+        inputs=(str(tmp_path / "none.jsonl"),),
         output_prefix=str(tmp_path / "file" / "out"),
         tokenizer=TokenizerConfig(vocab_file=str(tmp_path)),
-        json_keys=("a", "a", "b/c"),
+        source=source,
         workers=0,
-        input_format="csv",
-        document_separator="",
     )
     with pytest.raises(ConfigError) as caught:
         preprocess(options)
     assert [violation.split(":")[0] for violation in caught.value.violations] == [
         "--merge-file is missing",
-        f"--input {tmp_path}/none.jsonl",
         f"--vocab-file {tmp_path}",
         "--json-keys a a b/c",
         "--json-keys b/c",
+        "--text-column t",
         "--document-separator is empty; leave it out to find the separator",
-        "--input-format csv",
+        "--input-format xml",
+        "--csv-delimiter '",
         "--workers 0 is below 1",
         f"--output-prefix {tmp_path}/file/out",
     ]
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("in.csv", b"text\n1\n", "neither .jsonl, .json nor .txt"),
-        ("in.jsonl.gz", b"\x1f\x8b\x08", "unpack or convert them"),
-        ("in.jsonl", b"", "the file is empty"),
-    ],
-)
-def test_sources_of_later_versions_are_refused(name: str, content: bytes, message: str, tmp_path: Path) -> None:
-    (violation,) = find_violations(options_for(tmp_path / name, content, NUMBERS))
-    assert message in violation
+    inputs = ("none.jsonl", "empty.jsonl", "*.csv", "org/name", ".")
+    names = [f"{tmp_path}/{name}" if name != "org/name" else name for name in inputs]
+    plan = find_sources(names, SourceOptions())
+    for violation, reason in zip(
+        plan.violations,
+        (
+            "no such file",
+            "no file matches",
+            "hf download --repo-type dataset org/name",
+            "the file is empty",
+            "is empty",
+        ),
+        strict=True,
+    ):
+        assert reason in violation
 
 
 def test_keys_of_plain_text_are_refused(tmp_path: Path) -> None:
@@ -257,19 +253,20 @@ def test_progress_is_reported(tmp_path: Path) -> None:
     seen: list[tuple[Any, ...]] = []
 
     class Watcher(Silence):
-        def opening(self, path: str) -> None:
-            seen.append(("opening", path))
+        def opening(self, path: str, about: str) -> None:
+            seen.append(("opening", path, about))
 
-        def started(self, seconds: float, settings: EncodeSettings, workers: int) -> None:
+        def started(self, seconds: float, workers: int) -> None:
             seen.append(("started", workers))
 
-        def advanced(self, documents: int, bytes_done: int, bytes_total: int, seconds: float) -> None:
-            seen.append((documents, bytes_done, bytes_total))
+        def advanced(self, standing: Standing) -> None:
+            seen.append((standing.documents, standing.bytes, standing.disk, standing.disk_total))
 
-        def finished(self, documents: int, bytes_done: int, seconds: float) -> None:
-            seen.append(("finished", documents, bytes_done))
+        def finished(self, standing: Standing) -> None:
+            seen.append(("finished", standing.documents, standing.bytes))
 
     content = lines({"text": "1"}, {"text": "2"})
     options = options_for(tmp_path / "in.jsonl", content, NUMBERS, chunk_bytes=14)
     preprocess(options, Watcher())
-    assert seen == [("opening", options.input), ("started", 1), (1, 14, 28), (2, 28, 28), ("finished", 2, 28)]
+    opening = ("opening", options.inputs[0], "jsonl, UTF-8")
+    assert seen == [opening, ("started", 1), (1, 14, 14, 28), (2, 28, 28, 28), ("finished", 2, 28)]

@@ -1,0 +1,153 @@
+"""Which part of the input this process takes when several machines run the same command."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+
+from megalith.config.environment import read_launch
+from megalith.data.sources import Chunk, Source
+from megalith.errors import ConfigError
+
+_NAME = re.compile(r"_share(?P<number>\d+)of(?P<count>\d+)(?P<rest>_.+)\.idx")
+
+
+@dataclass(frozen=True)
+class Share:
+    """Part `number`, counted from 0, of `count` equal parts of the input, cut by bytes on the disk.
+
+    Attributes:
+        number: which part.
+        count: how many parts.
+        reason: what says so, for the user.
+    """
+
+    number: int = 0
+    count: int = 1
+    reason: str = ""
+
+    @property
+    def ending(self) -> str:
+        """What the output prefix gets."""
+        return f"_share{self.number:05d}of{self.count:05d}" if self.count > 1 else ""
+
+    def bounds(self, total: int) -> tuple[int, int]:
+        """The bytes of the input, its files put together, that this part takes the chunks from."""
+        return total * self.number // self.count, total * (self.number + 1) // self.count
+
+
+def read_share(text: str | None, environ: Mapping[str, str]) -> Share:
+    """The share that `--share K/N` or the launcher tells; all of the input without either.
+
+    Raises:
+        ConfigError: it is no share, or two launchers tell different ones.
+    """
+    if text is not None:
+        match = re.fullmatch(r"(\d+)/(\d+)", text)
+        if match is None or not 1 <= int(match[1]) <= int(match[2]):
+            raise ConfigError(f"--share {text}: give K/N with K from 1 to N, such as 2/8")
+        return Share(int(match[1]) - 1, int(match[2]), f"--share {text}")
+    launch = read_launch(environ)
+    rank, world = int(launch.get("RANK", 0)), int(launch.get("WORLD_SIZE", 1))
+    task, tasks = _array_task(environ)
+    if world > 1 and tasks > 1:
+        raise ConfigError(
+            f"rank {rank} of {world} (RANK, WORLD_SIZE) within task {task} of {tasks} of a SLURM array: which of the "
+            "two divides the input? Say it with --share K/N"
+        )
+    if world > 1:
+        return Share(rank, world, f"RANK={rank}, WORLD_SIZE={world}")
+    return Share(task, tasks, f"SLURM array task {task + 1} of {tasks}" if tasks > 1 else "")
+
+
+def _array_task(environ: Mapping[str, str]) -> tuple[int, int]:
+    """Number, from 0, and count of the tasks of a SLURM array, whatever its ids are."""
+    names = ("SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_TASK_COUNT", "SLURM_ARRAY_TASK_MIN", "SLURM_ARRAY_TASK_STEP")
+    task, count, least, step = (environ.get(name, "") for name in names)
+    if not (task.isdigit() and count.isdigit()) or int(count) < 2:
+        return 0, 1
+    number = (int(task) - int(least or 0)) // int(step or 1)
+    if not 0 <= number < int(count):
+        raise ConfigError(f"SLURM_ARRAY_TASK_ID={task} is not one of the {count} tasks of the array")
+    return number, int(count)
+
+
+@dataclass(frozen=True)
+class Located:
+    """A chunk, placed.
+
+    Attributes:
+        source: number of its source.
+        chunk: the chunk.
+        disk: where it ends in all sources put together, in bytes on the disk.
+        units: units of its source before it, None where the chunks do not tell.
+    """
+
+    source: int
+    chunk: Chunk
+    disk: int
+    units: int | None
+
+
+def chunks_of_share(sources: Sequence[Source], share: Share, start: tuple[int, int]) -> Iterator[Located]:
+    """The chunks of all sources that belong to a share, in order.
+
+    A chunk belongs to the share that its first byte lies in. As chunks are cut in the same way by every process, each
+    belongs to exactly one share, and the shares put together are the whole.
+
+    Args:
+        sources: all of them.
+        share: which part.
+        start: source and place in it where an earlier chunk ended.
+    """
+    before = [0, *accumulate(source.disk_bytes for source in sources)]
+    low, high = share.bounds(before[-1])
+    for number, source in enumerate(sources):
+        if number < start[0] or before[number + 1] <= low or before[number] >= high:
+            continue
+        begin = start[1] if number == start[0] else 0
+        units: int | None = None if begin else 0
+        for chunk in source.chunks(begin):
+            # What is left when all of a file has been read belongs to the share of its last byte.
+            position = before[number] + min(chunk.disk_start, source.disk_bytes - 1)
+            if position >= high:
+                break
+            if position >= low:
+                yield Located(number, chunk, before[number] + chunk.disk_end, units)
+            units = None if units is None or chunk.num_units is None else units + chunk.num_units
+
+
+def find_shares(prefix: str) -> dict[str, list[str]]:
+    """The finished shares of a prefix: for each dataset (such as `PREFIX_text_document`) their prefixes in order.
+
+    Raises:
+        ConfigError: there are none, some are missing, or there are shares of different counts.
+    """
+    folder, stem = Path(prefix).parent, Path(prefix).name
+    found: dict[str, dict[int, dict[int, str]]] = {}
+    for path in folder.glob("*.idx"):
+        match = _NAME.fullmatch(path.name[len(stem) :]) if path.name.startswith(stem) else None
+        if match:
+            counts = found.setdefault(prefix + match["rest"], {})
+            counts.setdefault(int(match["count"]), {})[int(match["number"])] = str(path)[: -len(".idx")]
+    if not found:
+        raise ConfigError(f"{prefix}: there are no shares of this output prefix ({prefix}_share...)")
+    return {dataset: _complete(dataset, counts) for dataset, counts in sorted(found.items())}
+
+
+def _complete(dataset: str, counts: dict[int, dict[int, str]]) -> list[str]:
+    if len(counts) > 1:
+        kinds = " and ".join(str(count) for count in sorted(counts))
+        raise ConfigError(f"{dataset}: there are shares of {kinds} parts; remove those of the run that does not count")
+    ((count, shares),) = counts.items()
+    missing = [number + 1 for number in range(count) if number not in shares]
+    if missing:
+        shown = ", ".join(map(str, missing[:20]))
+        raise ConfigError(
+            f"{dataset}: of {count} shares, {len(missing)} are missing ({shown}): their runs are not finished; run the "
+            "same command again for them (--share K/N), it goes on where it was"
+        )
+    return [shares[number] for number in range(count)]

@@ -1,0 +1,135 @@
+"""Lines and texts into documents: what a worker does with the content of a chunk before it encodes it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+try:
+    import orjson  # of the extra `data`
+except ImportError:
+    orjson = None
+
+Document = list[str | list[str]]
+"""For each key the text of a document, or its texts where the value is a list."""
+
+_SHOWN = 60
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+@dataclass(frozen=True)
+class BadDocument:
+    """Why a document cannot be read."""
+
+    reason: str
+
+
+def json_documents(
+    data: bytes, keys: tuple[str, ...], encoding: str, limit: int
+) -> Iterator[tuple[int, Document | BadDocument]]:
+    """Documents of JSON lines; blank lines are passed over.
+
+    Args:
+        data: lines as UTF-8.
+        keys: of the objects.
+        encoding: what the file is written in, for the messages.
+        limit: bytes of the longest line.
+    """
+    parse: Callable[[bytes], Any] | None = orjson.loads if orjson else None
+    for number, line in enumerate(data.split(b"\n")):
+        if not line or line.isspace():
+            continue
+        if len(line) > limit:
+            yield number, _too_long("line", line, limit)
+            continue
+        if parse is not None and len(keys) == 1:
+            # What orjson takes, the slower and more patient parser below takes in the same way.
+            try:
+                value = parse(line)[keys[0]]
+            except (ValueError, KeyError, TypeError, IndexError):
+                value = None
+            if type(value) is str:
+                yield number, [value]
+                continue
+        yield number, _document_of_line(line, keys, encoding)
+
+
+def _document_of_line(line: bytes, keys: tuple[str, ...], encoding: str) -> Document | BadDocument:
+    try:
+        parsed = json.loads(line.removeprefix(_BYTE_ORDER_MARK).decode())  # files with marks, put together
+    except UnicodeDecodeError as error:
+        return BadDocument(f"byte {error.start} of the line is no {encoding} (--encoding names another)")
+    except RecursionError:
+        return BadDocument("the JSON is nested too deeply")
+    except ValueError as error:
+        hint = "; it looks like a JSON array, give one object per line" if line.lstrip().startswith(b"[") else ""
+        return BadDocument(f"no JSON: {error}{hint}")
+    return document_of(parsed, keys)
+
+
+def document_of(parsed: Any, keys: tuple[str, ...]) -> Document | BadDocument:
+    """The texts of a parsed JSON value."""
+    if not isinstance(parsed, dict):
+        kind = "an array: give one object per line" if isinstance(parsed, list) else f"a {type(parsed).__name__}"
+        return BadDocument(f"expected a JSON object, found {kind}")
+    texts: Document = []
+    for key in keys:
+        if key not in parsed:
+            found = ", ".join(json.dumps(name) for name in parsed) or "none"
+            return BadDocument(f"no key {json.dumps(key)}; its keys are {found} (--json-keys names the text)")
+        text = text_of(parsed[key], key)
+        if isinstance(text, BadDocument):
+            return text
+        texts.append(text)
+    return texts
+
+
+def text_of(value: Any, key: str) -> str | list[str] | BadDocument:
+    """The text of a value, or its texts."""
+    if isinstance(value, str) or (isinstance(value, list) and all(isinstance(text, str) for text in value)):
+        return value
+    return BadDocument(f"the value of {json.dumps(key)} is not text but {json.dumps(value, default=str)[:_SHOWN]}")
+
+
+def text_documents(
+    data: bytes, separator: str | None, *, alone: bool, encoding: str, limit: int
+) -> Iterator[tuple[int, Document | BadDocument]]:
+    """Documents of a text.
+
+    Line breaks next to a separator belong to neither document, and documents without a visible character are left
+    out. A file without any separator is one document as it stands.
+
+    Args:
+        data: documents and the separators after them, as UTF-8.
+        separator: what separates them.
+        alone: whether this is the whole file.
+        encoding: what the file is written in, for the messages.
+        limit: bytes of the longest document.
+    """
+    parts = data.split(separator.encode()) if separator else [data]
+    whole = alone and len(parts) == 1
+    for number, part in enumerate(parts):
+        if len(part) > limit:
+            yield number, _too_long("document", part, limit)
+            continue
+        try:
+            text = part.decode()
+        except UnicodeDecodeError as error:
+            yield number, BadDocument(f"byte 0x{part[error.start]:02x} is no {encoding} (--encoding names another)")
+            continue
+        document = text if whole else text.strip("\r\n")
+        if document and not document.isspace():
+            yield number, [document]
+
+
+def _too_long(unit: str, content: bytes, limit: int) -> BadDocument:
+    return BadDocument(f"the {unit} has {len(content)} bytes, more than {limit} (--max-document-bytes)")
+
+
+def count_units(data: bytes, separator: bytes | None) -> int:
+    """Lines, or documents of a text, that end in this content."""
+    if separator is None:
+        return 1
+    return data.count(separator) + (not data.endswith(separator) and bool(data))

@@ -1,0 +1,163 @@
+"""From what `--input` names, files, folders and globs, to sources in their order."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megalith.data.sources.csv_table import CsvSource, Look, has_header, look_at
+from megalith.data.sources.folders import files_of
+from megalith.data.sources.formats import (
+    ARRAY,
+    ARROW,
+    CSV,
+    JSONL,
+    PARQUET,
+    TXT,
+    format_by_content,
+    format_by_name,
+    natural,
+    resolve,
+)
+from megalith.data.sources.json_array import ArraySource
+from megalith.data.sources.lines import TextSource
+from megalith.data.sources.protocol import Source, SourceOptions
+from megalith.data.sources.separators import find_separator
+from megalith.data.sources.streams import TextFile, open_text
+from megalith.data.sources.tables import ArrowSource, ParquetSource
+from megalith.errors import DataError
+
+_LOOKED_AT = 1 << 28  # bytes; documents are shorter
+
+
+@dataclass
+class Plan:
+    """The sources of a command.
+
+    Attributes:
+        sources: in order.
+        notes: what the user should hear of how they were found.
+        violations: what keeps them from being read.
+    """
+
+    sources: list[Source] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    violations: list[str] = field(default_factory=list)
+
+
+def find_sources(inputs: Sequence[str], options: SourceOptions) -> Plan:
+    """Find and open what the inputs name. Files of folders and globs come in natural order, 2 before 10."""
+    plan = Plan()
+    paths: list[Path] = []
+    for name in inputs:
+        try:
+            paths += _files(name, options, plan)
+        except DataError as error:
+            plan.violations.append(f"--input {error}")
+    found = [(path, _format(path, options, plan)) for path in paths]
+    texts: dict[Path, TextFile] = {}
+    looks: dict[Path, Look] = {}
+    for path, kind in found:
+        if kind in (None, PARQUET, ARROW) or path in texts:
+            continue
+        try:
+            texts[path] = open_text(path, options.encoding, options.limits)
+            if kind == CSV:
+                looks[path] = look_at(texts[path], options.csv_delimiter)
+        except DataError as error:
+            plan.violations.append(f"--input {error}")
+    for path, kind in found:
+        text = texts.get(path)
+        if kind is None or (text is None and kind not in (PARQUET, ARROW)) or (kind == CSV and path not in looks):
+            continue
+        try:
+            plan.sources.append(_source(path, kind, text, looks, options))
+        except DataError as error:
+            plan.violations.append(f"--input {error}")
+    return plan
+
+
+def _files(name: str, options: SourceOptions, plan: Plan) -> list[Path]:
+    """The files that one word of `--input` means."""
+    path = Path(name)
+    if path.is_dir():
+        files, about = files_of(path, options.dataset_split)
+        plan.notes.append(f"{name}: {about}")
+        return files
+    if path.exists():
+        if not path.is_file():
+            raise DataError(f"{name}: no file but a device or a pipe; write it to a file first")
+        return [path]
+    if glob.has_magic(name):
+        matched = sorted(glob.glob(name, recursive=True), key=natural)
+        files = [Path(match) for match in matched if os.path.isfile(match)]
+        if not files:
+            raise DataError(f"{name}: no file matches")
+        return files
+    hint = ""
+    if name.count("/") == 1 and not path.suffix:
+        hint = (
+            "; if it is a dataset of the Hugging Face hub, fetch it first: "
+            f"hf download --repo-type dataset {name} --local-dir DIR"
+        )
+    raise DataError(f"{name}: no such file{hint}")
+
+
+def _format(path: Path, options: SourceOptions, plan: Plan) -> str | None:
+    """What a file holds, as the user says or by name and content; None with a violation where it cannot be used."""
+    try:
+        if not os.access(path, os.R_OK):
+            raise DataError(f"{path}: no permission to read it")
+        if path.stat().st_size == 0:
+            raise DataError(f"{path}: the file is empty")
+        if options.input_format not in ("auto", JSONL):
+            return options.input_format
+        by_name = JSONL if options.input_format == JSONL else format_by_name(path)
+        if by_name in (TXT, CSV, PARQUET, ARROW):
+            return by_name
+        found = resolve(by_name, format_by_content(open_text(path, options.encoding, options.limits).beginning(1024)))
+        if found is None:
+            raise DataError(
+                f"{path}: neither the name nor the beginning of the file tells what it is; say so with --input-format "
+                "(jsonl, json for one array, txt, csv, parquet or arrow)"
+            )
+    except DataError as error:
+        plan.violations.append(f"--input {error}")
+        return None
+    return found
+
+
+def _source(path: Path, kind: str, text: TextFile | None, looks: dict[Path, Look], options: SourceOptions) -> Source:
+    if kind == PARQUET:
+        return ParquetSource(path, options)
+    if kind == ARROW:
+        return ArrowSource(path, options)
+    assert text is not None
+    if kind == CSV:
+        others = [look for other, look in looks.items() if other != path]
+        wanted = [*options.keys, *([options.text_column] if options.text_column else [])]
+        header = {"yes": True, "no": False}.get(options.csv_header)
+        if header is None:
+            header = has_header(looks[path], others, wanted)
+        return CsvSource(text, looks[path], options, header=header)
+    if kind == ARRAY:
+        return ArraySource(text, options.keys)
+    if kind == JSONL:
+        return TextSource(text, is_json=True, separator="\n")
+    if options.keys != ("text",):
+        raise DataError(f"{path} is plain text, which has no keys; leave out --json-keys {' '.join(options.keys)}")
+    separator = options.document_separator or find_separator(_beginning(text))
+    return TextSource(text, is_json=False, separator=separator)
+
+
+def _beginning(text: TextFile) -> Iterator[bytes]:
+    """So much of a text that its separator occurs in it, if it has one."""
+    seen = 0
+    for block, _ in text.blocks():
+        yield block
+        seen += len(block)
+        if seen > _LOOKED_AT:
+            return

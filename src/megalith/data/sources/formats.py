@@ -1,0 +1,73 @@
+"""What a file is: how it is compressed, by its content, and what it holds, by its name and then its content."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+JSONL, ARRAY, TXT, CSV, PARQUET, ARROW = "jsonl", "json", "txt", "csv", "parquet", "arrow"
+FORMATS = (JSONL, ARRAY, TXT, CSV, PARQUET, ARROW)
+_OF_ENDING = {
+    ".jsonl": JSONL,
+    ".json": JSONL,
+    ".ndjson": JSONL,
+    ".txt": TXT,
+    ".text": TXT,
+    ".csv": CSV,
+    ".tsv": CSV,
+    ".parquet": PARQUET,
+    ".pq": PARQUET,
+    ".arrow": ARROW,
+}
+GZIP, XZ, ZSTD, BZIP2 = "gz", "xz", "zst", "bz2"
+_MAGIC = {b"\x1f\x8b": GZIP, b"\xfd7zXZ\x00": XZ, b"\x28\xb5\x2f\xfd": ZSTD, b"BZh": BZIP2}
+_COMPRESSED_ENDINGS = (".gz", ".xz", ".zst", ".zstd", ".bz2")
+_PARQUET_MAGIC, _ARROW_MAGIC = b"PAR1", b"ARROW1"
+
+
+def compression_of(path: Path) -> str | None:
+    """How a file is compressed, whatever its name says."""
+    with path.open("rb") as file:
+        beginning = file.read(8)
+    return next((name for magic, name in _MAGIC.items() if beginning.startswith(magic)), None)
+
+
+def name_without_compression(path: Path) -> str:
+    """`a.jsonl` of `a.jsonl.gz`."""
+    return path.name[: -len(path.suffix)] if path.suffix.lower() in _COMPRESSED_ENDINGS else path.name
+
+
+def format_by_name(path: Path) -> str | None:
+    """The format by the ending of the name; None where it tells nothing."""
+    return _OF_ENDING.get(Path(name_without_compression(path)).suffix.lower())
+
+
+def format_by_content(beginning: bytes) -> str | None:
+    """The format by the first bytes, decompressed and as UTF-8; None where they tell nothing."""
+    if beginning.startswith(_PARQUET_MAGIC):
+        return PARQUET
+    if beginning.startswith(_ARROW_MAGIC):
+        return ARROW
+    text = beginning.removeprefix(b"\xef\xbb\xbf").lstrip()
+    if text.startswith(b"{"):
+        return JSONL
+    return ARRAY if re.match(rb"\[\s*[\[{\"]", text) else None
+
+
+def format_of(path: Path) -> str | None:
+    """The format of a file that is not compressed; None if neither name nor content tell."""
+    with path.open("rb") as file:
+        found = format_by_content(file.read(1024))
+    return resolve(format_by_name(path), found)
+
+
+def resolve(by_name: str | None, by_content: str | None) -> str | None:
+    """The name says what a file is, but not whether JSON is lines or an array, and not that it is no table."""
+    if by_name == JSONL and by_content == ARRAY:
+        return ARRAY
+    return by_name or by_content
+
+
+def natural(text: str) -> tuple[tuple[bool, int, str], ...]:
+    """Key of the order in which people number files: 2 before 10."""
+    return tuple((not part.isdigit(), int(part) if part.isdigit() else 0, part) for part in re.split(r"(\d+)", text))

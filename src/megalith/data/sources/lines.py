@@ -1,0 +1,276 @@
+"""Text files whose documents are lines or lie between separators: jsonl and txt.
+
+Lines of a plain file are cut by a grid: block k holds the lines that begin in its `chunk_bytes`, which a worker reads
+for itself; the text never passes through the process that leads. What is compressed, in another encoding, or separated
+by something else is read by that process, from the beginning.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megalith.data.sources.documents import BadDocument, Document, count_units, json_documents, text_documents
+from megalith.data.sources.protocol import Chunk, Limits, Part
+from megalith.data.sources.streams import TextFile
+from megalith.errors import DataError
+
+_STEP = 1 << 16
+_NEW_LINE = "\n"
+
+
+@dataclass(frozen=True)
+class _Form:
+    """How text becomes documents.
+
+    Attributes:
+        is_json: lines of JSON, else text.
+        separator: what separates documents; None makes the file one.
+        encoding: what the file is written in, for the messages.
+        limit: bytes of the longest document.
+    """
+
+    is_json: bool
+    separator: str | None
+    encoding: str
+    limit: int
+
+    def read(self, data: bytes, keys: tuple[str, ...], *, alone: bool, too_long: str | None = None) -> Part:
+        """Documents of a text; `too_long` says why one more after them cannot be read."""
+        separator = self.separator.encode() if self.separator else None
+        units = count_units(data, separator) if data else 0
+        documents = (
+            json_documents(data, keys, self.encoding, self.limit)
+            if self.is_json
+            else text_documents(data, self.separator, alone=alone, encoding=self.encoding, limit=self.limit)
+        )
+        if too_long is not None:
+            documents = _with_last(documents, units, too_long)
+        return Part(documents, units + (too_long is not None), len(data))
+
+
+def _with_last(
+    documents: Iterator[tuple[int, Document | BadDocument]], number: int, reason: str
+) -> Iterator[tuple[int, Document | BadDocument]]:
+    yield from documents
+    yield number, BadDocument(reason)
+
+
+@dataclass(frozen=True)
+class _Text:
+    """A text on its way to a worker."""
+
+    form: _Form
+    data: bytes
+    alone: bool
+    too_long: str | None = None
+
+    def read(self, keys: tuple[str, ...]) -> Part:
+        return self.form.read(self.data, keys, alone=self.alone, too_long=self.too_long)
+
+
+@dataclass(frozen=True)
+class _Block:
+    """The lines of a plain file that begin within [start, stop)."""
+
+    form: _Form
+    path: str
+    start: int
+    stop: int
+    mark: int
+
+    def read(self, keys: tuple[str, ...]) -> Part:
+        """Read the lines.
+
+        Raises:  DataError if the file cannot be read.
+        """
+        try:
+            data, too_long = self._lines()
+        except OSError as error:
+            raise DataError(f"cannot read {self.path}: {error.strerror}") from error
+        return self.form.read(data, keys, alone=False, too_long=too_long)
+
+    def _lines(self) -> tuple[bytes, str | None]:
+        """The lines, and why the last one is left out where it is."""
+        with open(self.path, "rb") as file:
+            before = 1 if self.start else 0  # a line begins at the start if a line break stands before it
+            file.seek(self.start - before)
+            data = file.read(self.stop - self.start + before)
+            first = (data.find(b"\n") + 1 or len(data)) if before else self.mark
+            data = data[first:]
+            if not data or data.endswith(b"\n"):
+                return data, None
+            begins = file.tell() - (len(data) - data.rfind(b"\n") - 1)
+            rest = bytearray()
+            while block := file.read(_STEP):
+                end = block.find(b"\n") + 1
+                rest += block[: end or len(block)]
+                if end:
+                    break
+                if file.tell() - begins > self.form.limit:
+                    return data[: data.rfind(b"\n") + 1], _too_long_line(begins, self.form.limit)
+            return data + rest, None
+
+
+def _too_long_line(begins: int, limit: int) -> str:
+    return f"the line that begins at byte {begins} is longer than {limit} bytes (--max-document-bytes)"
+
+
+class TextSource:
+    """A jsonl or a txt."""
+
+    def __init__(self, file: TextFile, *, is_json: bool, separator: str | None) -> None:
+        self.path = file.path
+        self.unit = "line" if is_json else "document"
+        self.disk_bytes = file.path.stat().st_size
+        self._file, self._limits = file, file.limits
+        self._form = _Form(is_json, separator, file.encoding.name, file.limits.max_document_bytes)
+        self.about = f"{'jsonl' if is_json else _text_form(separator)}, {file.about}"
+
+    def chunks(self, start: int = 0) -> Iterator[Chunk]:
+        if self._file.is_plain and self._form.separator == _NEW_LINE:
+            return self._grid(start)
+        return self._stream(start)
+
+    def units_before(self, start: int) -> int | None:
+        """Lines that begin before a byte of a plain file."""
+        if not start:
+            return 0
+        if not (self._file.is_plain and self._form.separator == _NEW_LINE):
+            return None
+        lines, position = 1, 0
+        with self.path.open("rb") as file:
+            while position < start - 1 and (block := file.read(min(1 << 20, start - 1 - position))):
+                lines += block.count(b"\n")
+                position += len(block)
+        return lines
+
+    def _grid(self, start: int) -> Iterator[Chunk]:
+        size, step = self.disk_bytes, self._limits.chunk_bytes
+        for begin in range(start, size, step):
+            end = min(begin + step, size)
+            payload = _Block(self._form, str(self.path), begin, end, self._file.encoding.mark)
+            yield Chunk(payload, begin, end, begin, end, None)
+
+    def _stream(self, start: int) -> Iterator[Chunk]:
+        """Chunks by reading from the beginning; positions are counted in the text."""
+        disk_start = 0
+        for cut in _cuts(self._file, self._form.separator, self._limits):
+            if cut.end > start:
+                alone = cut.start == 0 and cut.is_last
+                payload = _Text(self._form, cut.data, alone, cut.too_long)
+                yield Chunk(payload, cut.start, cut.end, disk_start, cut.disk, _units(cut, self._form))
+            disk_start = cut.disk
+
+
+def _text_form(separator: str | None) -> str:
+    return "txt, the whole file is one document" if separator is None else f"txt, separated by {separator!r}"
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """Whole documents of a stream.
+
+    Attributes:
+        data: the documents, and the separators after them.
+        start: where they begin in the text.
+        end: where what follows begins.
+        disk: bytes of the file that had been read at the end.
+        is_last: whether the text ends here.
+        too_long: why one more document after them is left out.
+    """
+
+    data: bytes
+    start: int
+    end: int
+    disk: int
+    is_last: bool
+    too_long: str | None = None
+
+
+def _units(cut: _Cut, form: _Form) -> int:
+    separator = form.separator.encode() if form.separator else None
+    return (count_units(cut.data, separator) if cut.data else 0) + (cut.too_long is not None)
+
+
+def _cuts(file: TextFile, separator: str | None, limits: Limits) -> Iterator[_Cut]:
+    """A text cut behind the last separator in each block; a document beyond the limit is passed over.
+
+    A separator that can overlap itself, such as '----', is looked for from the left, as the splitting does.
+    """
+    word = separator.encode() if separator else None
+    last_end = _last_end_from_left if word and _overlaps(word) else _last_end
+    rest, position, disk, skipping = bytearray(), 0, 0, -1
+    for block, disk in _sized(file, limits.chunk_bytes):
+        seen = max(0, len(rest) - len(word) + 1) if word else 0  # a separator may lie across the border of two blocks
+        rest += block
+        if skipping >= 0:
+            assert word is not None
+            found = rest.find(word)
+            if found < 0:
+                keep = len(word) - 1
+                position += len(rest) - keep
+                del rest[: len(rest) - keep]
+                continue
+            end = found + len(word)
+            yield _Cut(b"", skipping, position + end, disk, False, _too_long(word, skipping, limits))
+            del rest[:end]
+            position, skipping, seen = position + end, -1, 0
+        end = last_end(rest, word, seen) if word else 0
+        if end:
+            yield _Cut(bytes(rest[:end]), position, position + end, disk, False)
+            del rest[:end]
+            position += end
+        if len(rest) > limits.max_document_bytes:
+            if word is None:
+                raise DataError(f"{file.path}: {_too_long(None, position, limits)}")
+            skipping = position
+    if skipping >= 0:
+        yield _Cut(b"", skipping, position + len(rest), disk, True, _too_long(word, skipping, limits))
+    elif rest:
+        yield _Cut(bytes(rest), position, position + len(rest), disk, True)
+
+
+def _sized(file: TextFile, size: int) -> Iterator[tuple[bytes, int]]:
+    """The blocks of a file, each about as large as a chunk."""
+    gathered = bytearray()
+    disk = 0
+    for block, disk in file.blocks():
+        for at in range(0, len(block), size):
+            gathered += block[at : at + size]
+            if len(gathered) >= size:
+                yield bytes(gathered), disk
+                gathered.clear()
+    if gathered:
+        yield bytes(gathered), disk
+
+
+def _overlaps(word: bytes) -> bool:
+    """Whether two occurrences can share bytes in a way that matters: blank lines may, as line breaks are stripped."""
+    if not word.strip(b"\r\n"):
+        return False
+    return any(word.startswith(word[at:]) for at in range(1, len(word)))
+
+
+def _last_end(text: bytearray, word: bytes, seen: int) -> int:
+    found = text.rfind(word, seen)
+    return found + len(word) if found >= 0 else 0
+
+
+def _last_end_from_left(text: bytearray, word: bytes, seen: int) -> int:
+    end = 0
+    for match in re.finditer(re.escape(word), text):
+        end = match.end()
+    return end
+
+
+def _too_long(word: bytes | None, begins: int, limits: Limits) -> str:
+    if word == b"\n":
+        return _too_long_line(begins, limits.max_document_bytes)
+    kind = f"no {word.decode()!r} ends" if word else "nothing separates"
+    return (
+        f"{kind} the document that begins at byte {begins} within {limits.max_document_bytes} bytes "
+        f"(--max-document-bytes); name what separates the documents of this file with --document-separator, "
+        f"such as '\\n'"
+    )

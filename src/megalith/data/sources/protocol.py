@@ -1,0 +1,115 @@
+"""What the rest of the preprocessing knows of a source: chunks that hold whole documents, and where each ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from megalith.data.sources.documents import BadDocument, Document
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What bounds the memory and time that a source may cost.
+
+    Attributes:
+        chunk_bytes: how much text a worker gets at once; more where a document is longer.
+        max_document_bytes: the longest line or document that is taken into memory.
+        max_expansion: how many times its size on the disk a compressed file may hold.
+    """
+
+    chunk_bytes: int = 1 << 20
+    max_document_bytes: int = 1 << 26
+    max_expansion: int = 250
+
+
+@dataclass(frozen=True)
+class SourceOptions:
+    """How the inputs are to be read, as far as the user says it.
+
+    Attributes:
+        keys: keys of JSON objects, or names of columns; each makes a dataset.
+        input_format: one of `formats.FORMATS`, or auto to go by name and content.
+        encoding: name of a text encoding, or auto to find it.
+        document_separator: what separates the documents of a txt; None finds out.
+        text_column: column of a table that has the text, by name or by number from 1; None goes by `keys`.
+        csv_header: yes, no, or auto to find out.
+        csv_delimiter: character between the cells of a csv; None finds out.
+        dataset_split: split of a dataset folder that has several.
+        limits: of memory and time.
+    """
+
+    keys: tuple[str, ...] = ("text",)
+    input_format: str = "auto"
+    encoding: str = "auto"
+    document_separator: str | None = None
+    text_column: str | None = None
+    csv_header: str = "auto"
+    csv_delimiter: str | None = None
+    dataset_split: str = "train"
+    limits: Limits = Limits()
+
+
+@dataclass(frozen=True)
+class Part:
+    """A chunk, read.
+
+    Attributes:
+        documents: number of each unit that is no blank, and its document, or why it cannot be read.
+        num_units: lines of a jsonl, documents of a txt, rows of a table; what places are counted in.
+        num_bytes: size of the text.
+    """
+
+    documents: Iterator[tuple[int, Document | BadDocument]]
+    num_units: int
+    num_bytes: int
+
+
+class Payload(Protocol):
+    """The content of a chunk on its way to a worker: small or about `Limits.chunk_bytes`, and picklable."""
+
+    def read(self, keys: tuple[str, ...]) -> Part:
+        """Turn it into documents."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A part of a source that ends where a document ends.
+
+    Attributes:
+        payload: its content.
+        start: where it begins, counted as the source counts.
+        end: where the next chunk begins.
+        disk_start: bytes of the file on the disk before it; decides whose share it is.
+        disk_end: bytes of the file on the disk up to its end.
+        num_units: units in it, None where only reading it tells.
+    """
+
+    payload: Payload
+    start: int
+    end: int
+    disk_start: int
+    disk_end: int
+    num_units: int | None
+
+
+class Source(Protocol):
+    """A file with documents."""
+
+    path: Path
+    unit: str
+    """What a place in it is counted in: line, document, row or element."""
+    about: str
+    """What it was found to be, for the user."""
+    disk_bytes: int
+
+    def chunks(self, start: int = 0) -> Iterator[Chunk]:
+        """Its chunks in order, from where an earlier one ended.
+
+        Raises:  DataError if the file is damaged, or a limit is exceeded where the rest cannot be read.
+        """
+
+    def units_before(self, start: int) -> int | None:
+        """How many units lie before a place that a chunk ended at; None if reading on from there does not need it."""

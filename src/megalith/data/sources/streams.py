@@ -1,0 +1,178 @@
+"""The bytes of a text file, decompressed and as UTF-8, block by block in bounded memory."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import lzma
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import IO, Any
+
+from megalith.data.sources.encodings import Encoding, find_encoding, named_encoding, transcode
+from megalith.data.sources.extras import import_for
+from megalith.data.sources.formats import BZIP2, GZIP, XZ, ZSTD, compression_of
+from megalith.data.sources.protocol import Limits
+from megalith.data.sources.zstd_frames import require_whole
+from megalith.errors import DataError
+
+_BLOCK = 1 << 18
+_SAMPLE = 1 << 18
+_FURTHER_SAMPLES = 8  # along the file, as ASCII often fills the beginning
+_FREE = 1 << 26  # so much is decompressed before its ratio to the file is looked at
+_DAMAGE = (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile)
+
+
+@dataclass(frozen=True)
+class TextFile:
+    """A text file: how it is compressed and encoded.
+
+    Attributes:
+        path: the file.
+        compression: how it is compressed, None if it is not.
+        encoding: how it is encoded.
+        limits: of memory and time.
+    """
+
+    path: Path
+    compression: str | None
+    encoding: Encoding
+    limits: Limits
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the bytes on the disk are the text, so that reading may begin anywhere."""
+        return self.compression is None and self.encoding.is_utf_8
+
+    @cached_property
+    def about(self) -> str:
+        """What it is, for the user."""
+        return ", ".join([self.encoding.name, *([self.compression] if self.compression else [])])
+
+    def blocks(self) -> Iterator[tuple[bytes, int]]:
+        """The text as UTF-8, without byte order mark, and the bytes of the file that have been read for it.
+
+        Raises:  DataError if the file cannot be read, is damaged, or holds far more than its size lets expect.
+        """
+        try:
+            with self.path.open("rb") as file:
+                content = self._expanded(file)
+                content = self._without_mark(content)
+                if not self.encoding.is_utf_8:
+                    content = transcode(content, self.encoding)
+                for block in content:
+                    if block:
+                        yield block, file.tell()
+        except OSError as error:
+            if isinstance(error, gzip.BadGzipFile):
+                raise self._damaged(error) from error
+            raise DataError(f"cannot read {self.path}: {error.strerror or error}") from error
+        except _DAMAGE as error:
+            raise self._damaged(error) from error
+
+    def beginning(self, size: int = 1 << 16) -> bytes:
+        """The first bytes of the text as UTF-8."""
+        found = bytearray()
+        for block, _ in self.blocks():
+            found += block
+            if len(found) >= size:
+                break
+        return bytes(found[:size])
+
+    def _expanded(self, file: IO[bytes]) -> Iterator[bytes]:
+        content = _decompressor(self.path, file, self.compression)
+        produced = 0
+        while block := content.read(_BLOCK):
+            produced += len(block)
+            if self.compression and produced > max(_FREE, self.limits.max_expansion * file.tell()):
+                raise DataError(
+                    f"{self.path}: its first {file.tell()} bytes hold more than {produced} bytes of text, over "
+                    f"{self.limits.max_expansion} times as much; if it is no prank, raise --max-expansion"
+                )
+            yield block
+        if self.compression == ZSTD:
+            require_whole(self.path)
+
+    def _without_mark(self, content: Iterator[bytes]) -> Iterator[bytes]:
+        mark = self.encoding.mark
+        for block in content:
+            yield block[mark:]
+            mark = max(0, mark - len(block))
+
+    def _damaged(self, error: BaseException) -> DataError:
+        return DataError(f"{self.path}: the {self.compression} data is cut short or damaged: {error}")
+
+
+def open_text(path: Path, encoding: str, limits: Limits) -> TextFile:
+    """Find out how a file is compressed and encoded.
+
+    Args:
+        path: the file.
+        encoding: name of its encoding, or auto.
+        limits: of memory and time.
+
+    Raises:
+        DataError: it cannot be read, its encoding is unknown, or the bytes do not tell it.
+    """
+    try:
+        compression = compression_of(path)
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from error
+    raw = TextFile(path, compression, Encoding("utf-8", "UTF-8"), limits)
+    samples = _samples(raw)
+    if encoding != "auto":
+        named = named_encoding(encoding, samples[0])
+        if named is None:
+            raise DataError(f"--encoding {encoding}: there is no such encoding; utf-8, gb18030, big5, utf-16 are some")
+        return TextFile(path, compression, named, limits)
+    found = find_encoding(samples)
+    if found is None:
+        raise DataError(
+            f"{path}: the text is no UTF-8, and its bytes do not tell what else it is; name it with --encoding, such "
+            "as gb18030, big5, shift_jis, euc_kr, cp1252 or koi8-r"
+        )
+    return TextFile(path, compression, found, limits)
+
+
+def _samples(raw: TextFile) -> list[bytes]:
+    """The beginning of a file, and parts along it where reading may begin anywhere."""
+    samples = [raw.beginning(_SAMPLE)]
+    size = raw.path.stat().st_size
+    if raw.compression is None and size > 2 * _SAMPLE:
+        with raw.path.open("rb") as file:
+            for number in range(1, _FURTHER_SAMPLES + 1):
+                file.seek((size - _SAMPLE) * number // _FURTHER_SAMPLES)
+                samples.append(file.read(_SAMPLE // _FURTHER_SAMPLES))
+    return samples
+
+
+def _decompressor(path: Path, file: IO[bytes], compression: str | None) -> Any:
+    if compression == GZIP:
+        return gzip.GzipFile(fileobj=file)
+    if compression == XZ:
+        return lzma.LZMAFile(file)
+    if compression == BZIP2:
+        return bz2.BZ2File(file)
+    if compression == ZSTD:
+        zstandard = import_for(path, "zstandard")
+        # 2 GiB windows (`zstd --long=31`) are allowed to ask for their memory; the format's own bound.
+        return _ZstdReader(zstandard.ZstdDecompressor(max_window_size=1 << 31), file, zstandard.ZstdError)
+    return file
+
+
+class _ZstdReader:
+    """Frames one after the other, with errors in the words of this module."""
+
+    def __init__(self, decompressor: Any, file: IO[bytes], error: type[Exception]) -> None:
+        self._reader = decompressor.stream_reader(file, read_across_frames=True, closefd=False)
+        self._error = error
+
+    def read(self, size: int) -> bytes:
+        try:
+            block: bytes = self._reader.read(size)
+        except self._error as error:
+            raise EOFError(str(error)) from error
+        return block

@@ -1,0 +1,139 @@
+"""What a dataset holds, told in bounded memory: counts, lengths, ids outside the vocabulary, ends of documents."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megalith.data.indexed import IndexedDataset, bin_path
+from megalith.errors import DataError
+
+_AT_ONCE = 1 << 20  # entries or tokens
+
+
+@dataclass(frozen=True)
+class LengthBin:
+    """Documents of `low` to `high` tokens, both included."""
+
+    low: int
+    high: int
+    documents: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Survey:
+    """Counts of a dataset.
+
+    Attributes:
+        documents: documents, empty ones included.
+        empty: documents without a token.
+        sequences: sequences; as many as documents that are not empty, unless they are sentences.
+        tokens: tokens.
+        shortest: tokens of the shortest document that is not empty.
+        longest: tokens of the longest document.
+        histogram: documents by length, in powers of two.
+    """
+
+    documents: int
+    empty: int
+    sequences: int
+    tokens: int
+    shortest: int
+    longest: int
+    histogram: tuple[LengthBin, ...]
+
+
+def survey(dataset: IndexedDataset) -> Survey:
+    """Count documents and tokens by length."""
+    counts, sums = np.zeros(64, np.int64), np.zeros(64, np.int64)
+    shortest, longest = 0, 0
+    for lengths in _document_lengths(dataset):
+        filled = lengths[lengths > 0]
+        if not len(filled):
+            counts[0] += len(lengths)
+            continue
+        bins = np.zeros(len(lengths), np.int64)
+        bins[lengths > 0] = np.frexp(filled.astype(np.float64))[1]  # 1 -> 1, 2 to 3 -> 2, 4 to 7 -> 3
+        counts += np.bincount(bins, minlength=64)
+        sums += np.bincount(bins, weights=lengths, minlength=64).astype(np.int64)
+        shortest = min(shortest or int(filled.min()), int(filled.min()))
+        longest = max(longest, int(filled.max()))
+    histogram = tuple(
+        LengthBin(1 << number - 1, (1 << number) - 1, int(counts[number]), int(sums[number]))
+        for number in range(1, 64)
+        if counts[number]
+    )
+    return Survey(
+        documents=dataset.num_documents,
+        empty=int(counts[0]),
+        sequences=len(dataset),
+        tokens=dataset.num_tokens,
+        shortest=shortest,
+        longest=longest,
+        histogram=histogram,
+    )
+
+
+def verify_tokens(dataset: IndexedDataset, vocab_size: int, advanced: Callable[[int], None] = lambda done: None) -> int:
+    """Read every token and compare it with the vocabulary.
+
+    Args:
+        dataset: of whole numbers.
+        vocab_size: ids are below it.
+        advanced: told how many tokens have been read.
+
+    Returns:
+        The largest id.
+
+    Raises:
+        DataError: naming the first id outside the vocabulary, its sequence and its byte in the .bin.
+    """
+    largest, done = -1, 0
+    for tokens in _tokens(dataset):
+        low, high = int(tokens.min()), int(tokens.max())
+        if low < 0 or high >= vocab_size:
+            at = int(np.argmax((tokens < 0) | (tokens >= vocab_size)))
+            byte = (done + at) * dataset.dtype.itemsize
+            sequence = int(np.searchsorted(dataset.pointers, byte, side="right")) - 1
+            raise DataError(
+                f"{bin_path(dataset.prefix)}: token {int(tokens[at])} at byte {byte} (sequence {sequence}) is outside "
+                f"the vocabulary of {vocab_size}; the file is damaged or was made with another tokenizer"
+            )
+        largest, done = max(largest, high), done + len(tokens)
+        advanced(done)
+    return largest
+
+
+def documents_without_end(dataset: IndexedDataset, eod: int) -> int:
+    """Documents that are not empty and whose last token is not the end of a document."""
+    missing = 0
+    with bin_path(dataset.prefix).open("rb") as file:
+        size = dataset.dtype.itemsize
+        for start in range(0, dataset.num_documents, _AT_ONCE):
+            bounds = dataset.document_index[start : start + _AT_ONCE + 1]
+            last = bounds[1:][np.diff(bounds) > 0] - 1
+            ends = dataset.pointers[last] + dataset.lengths[last].astype(np.int64) * size
+            for end in ends.tolist():
+                file.seek(end - size)
+                missing += int(np.frombuffer(file.read(size), dataset.dtype)[0]) != eod
+    return missing
+
+
+def _document_lengths(dataset: IndexedDataset) -> Iterator[NDArray[np.int64]]:
+    """Tokens of each document, part by part."""
+    for start in range(0, dataset.num_documents, _AT_ONCE):
+        bounds = dataset.document_index[start : start + _AT_ONCE + 1]
+        first = int(bounds[0])
+        ends = np.concatenate([[0], np.cumsum(dataset.lengths[first : int(bounds[-1])], dtype=np.int64)])
+        yield np.diff(ends[bounds - first])
+
+
+def _tokens(dataset: IndexedDataset) -> Iterator[NDArray[Any]]:
+    with bin_path(dataset.prefix).open("rb") as file:
+        while content := file.read(_AT_ONCE * dataset.dtype.itemsize):
+            yield np.frombuffer(content, dataset.dtype)
