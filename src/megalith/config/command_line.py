@@ -128,8 +128,11 @@ class _Parser:
             reading.problems.append(f"{flag} needs a value ({setting.about.help})")
             reading.faulty.add(setting.name)
             return
+        bare = [_without_quotes(word) for word in words]
+        if bare != words:
+            reading.notes.append(f"{flag} {' '.join(words)}: its quotes are taken off (the shell has kept them)")
         try:
-            self._store(flag, setting, value_from_words(setting, words))
+            self._store(flag, setting, value_from_words(setting, bare))
         except BadValue as error:
             reading.problems.append(f"{flag} {' '.join(words) or chr(39) * 2}: {error}")
             reading.faulty.add(setting.name)
@@ -193,6 +196,12 @@ class _Parser:
 
 def _exists(flag: str) -> bool:
     return flag == RECIPE_FLAG or flag in _spellings() or flag in known_flags()
+
+
+def _without_quotes(word: str) -> str:
+    """A value without quotes around it, which stay where they stand inside a text or an array of bash."""
+    quoted = len(word) > 2 and word[0] == word[-1] and word[0] in "'\""
+    return word[1:-1] if quoted else word
 
 
 def _is_flag(word: str) -> bool:

@@ -39,6 +39,8 @@ ECHOES = [
     'X=""; if [ -z "$X" ]; then Y=empty; fi; echo $Y',
     'X=a; if [[ "$X" == b ]]; then Y=1; elif [ "$X" = a ]; then Y=2; else Y=3; fi; echo $Y',
     'if [ -n "" ]; then if [ 1 -eq 1 ]; then Y=1; fi; Y=2; else Y=3; fi; echo $Y',
+    "if [ 1 -eq 2 ] || [ 1 -eq 1 ] && [ -n x ]; then Y=1; else Y=2; fi; echo $Y",
+    "if [ 1 -eq 1 ] && [[ a == b ]] || [[ -z x ]]; then Y=1; else Y=2; fi; echo $Y",
     "echo a > /dev/null b 2>&1",
     "c='echo x y'; eval $c",
     "export A=5 B=6; echo $A$B",

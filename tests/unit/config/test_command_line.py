@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megalith.config import RunConfig, all_settings, load
-from megalith.config.command_line import given_settings, without_settings
+from megalith.config.command_line import given_settings, read_command_line, without_settings
 from megalith.config.known import known_flags
 from megalith.config.render import notes_lines
 from megalith.errors import ConfigError
@@ -119,8 +119,8 @@ def test_some_values_of_a_flag_may_need_nothing() -> None:
     assert [str(note) for note in read("--exit-signal", "SIGTERM").notes] == [
         "--exit-signal needs nothing here: this signal is always answered by finishing the step and saving",
     ]
-    with pytest.raises(ConfigError, match="--exit-signal SIGHUP: signals other than"):
-        read("--exit-signal", "SIGHUP")
+    with pytest.raises(ConfigError, match="--exit-signal SIGQUIT: signals other than"):
+        read("--exit-signal", "SIGQUIT")
 
 
 @pytest.mark.parametrize(
@@ -250,3 +250,9 @@ def test_a_batch_by_tokens_is_the_last_one_at_the_end() -> None:
     run = read("--step-batch-size-schedule", "0:2 256:4 1K:8")
     assert [run.batch_sizes.asked(samples) for samples in (0, 3, 4, 15, 16)] == [2, 2, 4, 4, 8]
     assert (run.global_batch_size, run.num_micro_batches) == (8, 4)
+
+
+def test_quotes_that_the_shell_has_kept_are_taken_off() -> None:
+    reading = read_command_line(["--split", "'99,1,0'", "--save", '"a b"', "--load", "'"])
+    assert (reading.values["split"], reading.values["save"], reading.values["load"]) == ("99,1,0", "a b", "'")
+    assert reading.notes[0] == "--split '99,1,0': its quotes are taken off (the shell has kept them)"

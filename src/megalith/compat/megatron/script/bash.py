@@ -90,7 +90,8 @@ class _Interpreter:
             token = rest.pop(0)
             if isinstance(token, Operator):
                 depth += (token.text == "(") - (token.text == ")")
-                if depth <= 0 and token.text in _SEPARATORS:
+                joins = token.text in ("&&", "||") and _plain_head(statement) in ("if", "elif")
+                if depth <= 0 and token.text in _SEPARATORS and not joins:
                     break
             statement.append(token)
         while statement and isinstance(statement[0], Word) and _plain(statement[0]) in _INTRODUCING:
@@ -125,11 +126,27 @@ class _Interpreter:
             return
         if first and self._skipping[-1]:
             return
-        words = [token for token in condition if isinstance(token, Word)]
-        holds = _holds([self.variables.text(word) for word in words])
+        holds = self._condition(condition)
         if holds is None:
             self.script.notes.append(f"line {line}: this `if` needs a shell; what it guards is passed over")
         self._skipping[-1], self._taken[-1] = not holds, bool(holds)
+
+    def _condition(self, condition: list[Token]) -> bool | None:
+        """Whether tests that `&&` and `||` join hold, from left to right as in bash; None where that needs a shell."""
+        result, joined, words = None, "", list[str]()
+        for token in [*condition, Operator("&&", 0, False)]:
+            if isinstance(token, Word):
+                words.append(self.variables.text(token))
+                continue
+            if token.text not in ("&&", "||"):
+                return None
+            if not joined or (joined == "&&") == bool(result):
+                holds = _holds(words)
+                if holds is None:
+                    return None
+                result = holds
+            joined, words = token.text, []
+        return result
 
     def _loop(self, head: str, statement: list[Token]) -> None:
         words = [token for token in statement[1:] if isinstance(token, Word)]
@@ -209,6 +226,12 @@ class _Interpreter:
                 if rest and isinstance(rest[0], Word):
                     rest.pop(0)
         return words
+
+
+def _plain_head(statement: Sequence[Token]) -> str:
+    """The first word of a statement behind `then` and its like."""
+    heads = [_plain(token) for token in statement]
+    return next((head for head in heads if head not in _INTRODUCING), "")
 
 
 def _plain(token: Token) -> str:
