@@ -113,6 +113,36 @@ REFUSED: tuple[Family, ...] = (
         """,
     ),
     Family(
+        "images are not trained on",
+        """
+        --num-classes=1000 --img-h=224 --img-w=224 --num-channels=3 --patch-dim=16 --classes-fraction=1.0
+        --data-per-class-fraction=1.0 --no-data-sharding --head-lr-mult=1.0 --vision-pretraining
+        --vision-pretraining-type=classify --vision-backbone-type=vit --swin-backbone-type=tiny --mask-type=random
+        --mask-factor=1.0 --iter-per-epoch=1250 --dino-local-img-size=96 --dino-local-crops-number=10
+        --dino-head-hidden-size=2048 --dino-bottleneck-size=256 --dino-freeze-last-layer=1 --dino-norm-last-layer
+        --dino-warmup-teacher-temp=0.04 --dino-teacher-temp=0.07 --dino-warmup-teacher-temp-epochs=30
+        """,
+    ),
+    Family(
+        "retrieval models (ICT, biencoders, RETRO) are not built",
+        """
+        --ict-head-size= --biencoder-projection-dim=0 --biencoder-shared-query-context-model --ict-load= --bert-load=
+        --titles-data-path= --query-in-block-prob=0.1 --use-one-sent-docs --evidence-data-path=
+        --retriever-report-topk-accuracies+= --retriever-score-scaling --block-data-path= --embedding-path=
+        --indexer-batch-size=128 --indexer-log-interval=1000 --retro-project-dir= --retro-add-retriever
+        --retro-cyclic-train-iters= --retro-encoder-layers=2 --retro-encoder-hidden-dropout=0.1
+        --retro-encoder-attention-dropout=0.1 --retro-num-neighbors=2 --retro-num-retrieved-chunks=2
+        --retro-attention-gate=1 --retro-no-verify-neighbor-count --retro-workdir= --retro-return-doc-ids
+        """,
+    ),
+    Family(
+        "reinforcement learning is not built",
+        """
+        --perform-rl-step --grpo-prompts-per-step=32 --grpo-group-size=2 --grpo-iterations=2
+        --grpo-clamp-eps-lower=0.01 --grpo-clamp-eps-upper=0.01 --grpo-kl-beta=0.001 --langrl-env-config=
+        """,
+    ),
+    Family(
         "energy is not measured",
         """
         --log-energy
