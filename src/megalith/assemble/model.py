@@ -190,6 +190,7 @@ def build_run_optimizer(run: RunConfig, chunks: Sequence[GPT], context: Parallel
         zero1=run.parallel.use_distributed_optimizer,
         overlap_gather=not run.train.compile,
         sharded=fully_shard(run, chunks, context) if run.fully_sharded else (),
+        offload=run.optimizer.offloaded if context.device.type != "cpu" else 0.0,
     )
     if run.train.compile:
         for chunk in chunks:

@@ -250,6 +250,8 @@ def _say_configuration(config: RunConfig, screen: Screen, device: torch.device) 
     nccl_asked_for = "distributed_backend" in config.given and parallel.distributed_backend == "nccl"
     if device.type == "cpu" and nccl_asked_for:
         screen.say("no GPU here: --distributed-backend nccl becomes gloo")
+    if device.type == "cpu" and config.optimizer.offloaded:
+        screen.say("no GPU here: --optimizer-cpu-offload has nothing to move")
     screen.say(console.parameter_type_line(config.precision.params_dtype))
     if config.precision.bf16 and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
         screen.warn(f"WARNING: {_device_name(device)} only emulates bf16, slowly; use --fp16 there")
@@ -484,7 +486,7 @@ def _datasets(config: RunConfig, tokenizer: Tokenizer, context: ParallelContext)
 
 
 def _plan(config: RunConfig, model: GPT, context: ParallelContext) -> Plan:
-    train, batch = config.train, config.global_batch_size
+    train, batch = config.train, config.num_micro_batches * config.batch_sizes.unit
     flops = step_flops(config.model, model.vocab_size, config.data.seq_length, batch)
     return Plan(
         train_iterations=config.train_iters,

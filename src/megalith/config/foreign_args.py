@@ -54,6 +54,8 @@ def model_of(args: Mapping[str, Any]) -> ModelConfig:
     if args.get("layernorm_zero_centered_gamma"):
         known["apply_layernorm_1p"] = True
     known |= {name: _text(args[name]) for name in _TEXTS if name in args}
+    if known["position_embedding_type"] != "yarn":  # Megatron has these with defaults of their own, for other layers
+        known = {name: value for name, value in known.items() if name not in ("mscale", "mscale_all_dim")}
     return _group("model", ModelConfig, known)
 
 

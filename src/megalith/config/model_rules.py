@@ -275,4 +275,7 @@ MODEL_NOTICES: tuple[Rule, ...] = (
     _only_with("yarn_beta_fast", ("yarn",), None),
     _only_with("yarn_beta_slow", ("yarn",), None),
     _only_with("yarn_correction_range_round_to_int", ("yarn",), True),
+    _only_with("mscale", ("yarn",), 1.0),
+    _only_with("mscale_all_dim", ("yarn",), 0.0),
+    _only_with("rotary_percent", ("rope",), 1.0),
 )

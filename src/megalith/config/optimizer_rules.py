@@ -41,6 +41,17 @@ def muon_has_each_key_head_once(draft: Draft) -> str:
     )
 
 
+@rule("optimizer", "optimizer_cpu_offload")
+def muon_stays_on_the_device(draft: Draft) -> str:
+    optimizer = draft.run.optimizer
+    if optimizer.optimizer != "muon" or not optimizer.optimizer_cpu_offload:
+        return ""
+    return (
+        "--optimizer-cpu-offload with --optimizer muon: its products of matrices belong on the device; leave it out, "
+        "or use --optimizer adam"
+    )
+
+
 @rule("optimizer", "muon_coefficient_type", "muon_num_ns_steps")
 def muon_uses_all_coefficients(draft: Draft) -> str:
     config = draft.run.optimizer
@@ -144,6 +155,7 @@ def _only_with(name: str, optimizers: tuple[str, ...]) -> Rule:
 
 
 OPTIMIZER_RULES: tuple[Rule, ...] = (
+    muon_stays_on_the_device,
     muon_sees_whole_matrices,
     muon_has_each_key_head_once,
     muon_uses_all_coefficients,
@@ -155,6 +167,7 @@ OPTIMIZER_RULES: tuple[Rule, ...] = (
 )
 
 OPTIMIZER_NOTICES: tuple[Rule, ...] = (
+    idle_without("optimizer_offload_fraction", "optimizer_cpu_offload", "--optimizer-cpu-offload is not given"),
     precision_awareness_without_formats,
     idle_without("decoupled_min_lr", "decoupled_lr", "--decoupled-lr is not given"),
     *(_only_with(name, ("adam",)) for name in ("adam_beta1", "adam_beta2", "adam_eps")),

@@ -2,7 +2,7 @@
 
 Reading is strict. Whatever a config.json asks for that the model here has not is an error that names it, and so is a
 key that is not known, unless it asks for nothing (null, false, 0, empty): a model that is silently another one costs
-more than a refusal. What concerns training, generation or bookkeeping alone is passed over (`_NO_PART_OF_THE_MODEL`).
+more than a refusal (`huggingface_reading`). Positions and windows are in `huggingface_positions`.
 
 The names and shapes of the tensors are in `models.huggingface_tensors`. Neither touches a file or imports transformers.
 """
@@ -16,37 +16,23 @@ from typing import Any
 
 from megalith.config import ModelConfig
 from megalith.errors import CheckpointError
-from megalith.nn.rope import LongContext, Yarn
+from megalith.models.huggingface_positions import (
+    WINDOWS_OF,
+    fits_windows,
+    rope_scaling,
+    rotary,
+    tokens_of_window,
+    windows_of,
+    windows_of_qwen,
+)
+from megalith.models.huggingface_reading import Reading, words
 
 DTYPES = ("float32", "bfloat16", "float16")
 """What weights may be stored in."""
 
 _SILU = ("silu", "swish")
 _GELU_TANH, _GELU_ERF = ("gelu_new", "gelu_pytorch_tanh"), ("gelu",)
-_LLAMA3 = LongContext(factor=8.0)
 _WINDOW_OF_QWEN = {"sliding_window": 4096, "max_window_layers": 28}
-
-
-def _words(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-_NO_PART_OF_THE_MODEL = _words(
-    """
-    _name_or_path _commit_hash _from_model_config _attn_implementation_autoset architectures model_type dtype
-    torch_dtype transformers_version auto_map tokenizer_class task_specific_params finetuning_task id2label label2id
-    problem_type use_cache output_attentions output_hidden_states return_dict return_dict_in_generate output_scores
-    bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id forced_bos_token_id forced_eos_token_id
-    initializer_range attention_dropout attn_pdrop embd_pdrop resid_pdrop n_ctx pretraining_tp gradient_checkpointing
-    summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj
-    reorder_and_upcast_attn use_bfloat16 torchscript pruned_heads chunk_size_feed_forward is_encoder_decoder is_decoder
-    max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k top_p
-    typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids
-    num_return_sequences exponential_decay_length_penalty suppress_tokens begin_suppress_tokens remove_invalid_values
-    prefix unsloth_version unsloth_fixed transformers.js_config predict_special_tokens output_past _num_labels n_special
-    is_llama_config
-    """
-)
 
 
 @dataclass(frozen=True)
@@ -92,64 +78,6 @@ class HuggingFaceModel:
     vocab_size: int
 
 
-class _Reading:
-    """A config.json while it is read: its values with their checks, what was looked at, and all that is wrong."""
-
-    def __init__(self, config: Mapping[str, Any], absent: Mapping[str, Any]) -> None:
-        self._config, self._absent = config, absent
-        self._seen = set(_NO_PART_OF_THE_MODEL)
-        self.problems: list[str] = []
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """A value as it stands; the family's default or `default` where the key is absent."""
-        self._seen.add(key)
-        return self._config.get(key, self._absent.get(key, default))
-
-    def size(self, key: str, default: int | None = None) -> int:
-        """A whole number of at least 1; `default` stands for an absent key and for null."""
-        value = self.get(key)
-        value = default if value is None else value
-        if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
-            return value
-        said = "is missing" if value is None else f"is {value!r}"
-        self.problems.append(f"{key} {said}; it must be a whole number of at least 1")
-        return 1
-
-    def number(self, key: str, default: float | None = None) -> float:
-        """A number above 0."""
-        value = self.get(key, default)
-        if isinstance(value, int | float) and not isinstance(value, bool) and value > 0:
-            return float(value)
-        self.problems.append(f"{key} is {value!r}; it must be a number above 0")
-        return 1.0
-
-    def flag(self, key: str, default: bool = False) -> bool:
-        """True or false; null is false."""
-        value = self.get(key, default)
-        if value not in (True, False, None):
-            self.problems.append(f"{key} is {value!r}; it must be true or false")
-        return bool(value)
-
-    def only(self, key: str, value: Any, default: Any) -> None:
-        """Refuse a value other than the one that the model here computes with."""
-        found = self.get(key, default)
-        if found != value:
-            self.problems.append(f"{key} is {found!r}; this version has {value!r} only")
-
-    def unknown(self) -> list[str]:
-        """Keys that ask for something and were not looked at."""
-        asks = [key for key, value in self._config.items() if key not in self._seen and value not in _NOTHING]
-        return [f"{key} ({_short(self._config[key])}) is not known" for key in asks]
-
-
-_NOTHING: tuple[Any, ...] = (None, False, 0, "", [], {})
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
 def model_of_config(config: Any, where: str) -> HuggingFaceModel:
     """Read a config.json.
 
@@ -163,7 +91,7 @@ def model_of_config(config: Any, where: str) -> HuggingFaceModel:
     if not isinstance(config, Mapping):
         raise CheckpointError(f"{where} holds no JSON object")
     family = _family_of(config, where)
-    reading = _Reading(config, family.absent)
+    reading = Reading(config, family.absent)
     model = _gpt2(reading) if family.model_type == "gpt2" else _llama(reading, family.model_type)
     vocab_size = reading.size("vocab_size")
     problems = reading.problems or _misfits(model)
@@ -200,7 +128,7 @@ def _misfits(model: ModelConfig) -> list[str]:
     return problems
 
 
-def _gpt2(reading: _Reading) -> ModelConfig:
+def _gpt2(reading: Reading) -> ModelConfig:
     hidden = reading.size("n_embd")
     activation = reading.get("activation_function", _GELU_TANH[0])
     if activation not in (*_GELU_TANH, *_GELU_ERF):
@@ -225,7 +153,7 @@ def _gpt2(reading: _Reading) -> ModelConfig:
     )
 
 
-def _llama(reading: _Reading, kind: str) -> ModelConfig:
+def _llama(reading: Reading, kind: str) -> ModelConfig:
     heads, hidden = reading.size("num_attention_heads"), reading.size("hidden_size")
     groups = reading.size("num_key_value_heads", heads)
     head_size = reading.size("head_dim", max(1, hidden // heads))
@@ -233,8 +161,8 @@ def _llama(reading: _Reading, kind: str) -> ModelConfig:
     activation = reading.get("hidden_act", _SILU[0])
     if activation not in _SILU:
         reading.problems.append(f"hidden_act is {activation!r}; this version has silu with a gate for {kind}")
-    windows = _windows(reading, kind, positions, layers)
-    scaling = _rope(reading, positions)
+    windows = windows_of(reading, kind, positions, layers)
+    scaling = rotary(reading, positions)
     return ModelConfig(
         num_layers=layers,
         hidden_size=hidden,
@@ -259,14 +187,14 @@ def _llama(reading: _Reading, kind: str) -> ModelConfig:
     )
 
 
-def _probability(reading: _Reading, key: str, default: float) -> float:
+def _probability(reading: Reading, key: str, default: float) -> float:
     """A number from 0 up to 1 that concerns training only: another value is the default."""
     value = reading.get(key, default)
     fine = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1
     return float(value) if fine else default
 
 
-def _all_biases(reading: _Reading, kind: str) -> bool:
+def _all_biases(reading: Reading, kind: str) -> bool:
     """Whether all linear layers have biases; the model here has all, none, or those of Qwen2."""
     attention, mlp = reading.flag("attention_bias"), reading.flag("mlp_bias")
     if kind != "llama" and (attention or mlp):
@@ -275,128 +203,6 @@ def _all_biases(reading: _Reading, kind: str) -> bool:
         has, lacks = ("attention_bias", "mlp_bias") if attention else ("mlp_bias", "attention_bias")
         reading.problems.append(f"{has} is true and {lacks} is not; this version has both or neither")
     return attention and mlp
-
-
-def _windows(reading: _Reading, kind: str, positions: int, layers: int) -> dict[str, Any]:
-    """Attention to a window of the sequence, as settings; none where the window holds the longest sequence.
-
-    A window of W tokens is the token itself and W - 1 before it.
-    """
-    window = reading.get("sliding_window")
-    used = reading.flag("use_sliding_window") if kind in ("qwen2", "qwen3") else True
-    first = reading.get("max_window_layers", layers)
-    of_layers = reading.get("layer_types")
-    if of_layers is not None:
-        right = isinstance(of_layers, list) and len(of_layers) == layers and set(of_layers) <= set(_LAYER_TYPES)
-        if not right:
-            reading.problems.append(f"layer_types is {_short(of_layers)}; it must be {' or '.join(_LAYER_TYPES)} each")
-        sliding = [kind == "sliding_attention" for kind in of_layers] if right else []
-    elif kind in ("qwen2", "qwen3"):
-        sliding = [isinstance(first, int) and layer >= first for layer in range(layers)]
-    else:
-        sliding = [kind == "mistral"] * layers
-    if not (used and any(sliding) and isinstance(window, int) and 0 < window < positions):
-        return {}
-    pattern = None if all(sliding) else str([int(slides) for slides in sliding])
-    return {"window_size": f"{window - 1},0", "window_attn_skip_freq": pattern}
-
-
-_LAYER_TYPES = ("full_attention", "sliding_attention")
-
-
-def _rope(reading: _Reading, positions: int) -> dict[str, Any]:
-    """The settings of rotary positions, from `rope_parameters` or, before transformers 5, from two keys."""
-    found = reading.get("rope_parameters") or reading.get("rope_scaling") or {}
-    reading.get("rope_scaling")
-    if not isinstance(found, Mapping):
-        reading.problems.append(f"rope_scaling is {_short(found)}; it must be an object or null")
-        found = {}
-    base = found.get("rope_theta", reading.get("rope_theta", 10000.0))
-    if not isinstance(base, int | float) or isinstance(base, bool) or base < 1 or base != int(base):
-        reading.problems.append(f"rope_theta is {base!r}; it must be a whole number of at least 1 (--rotary-base)")
-        base = 10000
-    partial = found.get("partial_rotary_factor", reading.get("partial_rotary_factor", 1.0))
-    if partial != 1.0:
-        reading.problems.append(f"partial_rotary_factor is {partial!r}; heads are rotated whole in these families")
-    kind = found.get("rope_type", found.get("type", "default"))
-    settings: dict[str, Any] = {"rotary_base": int(base), "position_embedding_type": "rope"}
-    if kind == "llama3":
-        settings |= _llama3(reading, found)
-    elif kind == "linear":
-        settings |= _linear(reading, found)
-    elif kind == "yarn":
-        settings |= _yarn(reading, found, positions)
-    elif kind != "default":
-        reading.problems.append(
-            f"the rope_type {kind!r} is not in this version, which has default, linear, llama3 and yarn"
-        )
-    return settings
-
-
-def _linear(reading: _Reading, found: Mapping[str, Any]) -> dict[str, Any]:
-    factor = found.get("factor")
-    if not isinstance(factor, int | float) or factor < 1 or factor != int(factor):
-        reading.problems.append(f"factor of a linear rope is {factor!r}; it must be a whole number of at least 1")
-        return {}
-    return {"rotary_seq_len_interpolation_factor": int(factor)}
-
-
-def _yarn(reading: _Reading, found: Mapping[str, Any], positions: int) -> dict[str, Any]:
-    known = {"rope_type", "type", "rope_theta", "factor", "partial_rotary_factor", *_YARN}
-    strange = [key for key, value in found.items() if key not in known and value not in _NOTHING]
-    numbers = {key: found.get(key) for key in (*_YARN, "factor") if key != "truncate" and found.get(key) is not None}
-    wrong = [key for key, value in numbers.items() if not isinstance(value, int | float) or isinstance(value, bool)]
-    if "factor" not in numbers or strange or wrong:
-        reading.problems.append(f"the yarn rope is {_short(dict(found))}; {', '.join(strange + wrong) or 'factor'}?")
-        return {}
-    both = found.get("mscale") and found.get("mscale_all_dim")  # transformers passes one alone over
-    scaling = Yarn(
-        numbers["factor"],
-        int(numbers.get("original_max_position_embeddings", positions)),
-        1.0,
-        mscale=numbers["mscale"] if both else 1.0,
-        mscale_all_dim=numbers["mscale_all_dim"] if both else 0.0,
-    )
-    wanted = numbers.get("attention_factor", scaling.amplitude)
-    if abs(wanted - scaling.amplitude) > 1e-6:
-        reading.problems.append(f"attention_factor of the yarn rope is {wanted!r}; it follows: {scaling.amplitude:.6g}")
-    return {
-        "position_embedding_type": "yarn",
-        "rotary_scaling_factor": float(scaling.factor),
-        "yarn_original_max_position_embeddings": scaling.original,
-        "yarn_beta_fast": float(numbers.get("beta_fast", 32.0)),
-        "yarn_beta_slow": float(numbers.get("beta_slow", 1.0)),
-        "yarn_correction_range_round_to_int": found.get("truncate") is not False,
-        "mscale": float(scaling.mscale),
-        "mscale_all_dim": float(scaling.mscale_all_dim),
-    }
-
-
-_YARN = (
-    "original_max_position_embeddings",
-    "beta_fast",
-    "beta_slow",
-    "attention_factor",
-    "mscale",
-    "mscale_all_dim",
-    "truncate",
-)
-
-
-def _llama3(reading: _Reading, found: Mapping[str, Any]) -> dict[str, Any]:
-    wanted = {
-        "low_freq_factor": _LLAMA3.low,
-        "high_freq_factor": _LLAMA3.high,
-        "original_max_position_embeddings": _LLAMA3.original,
-    }
-    for key, value in wanted.items():
-        if found.get(key) != value:
-            reading.problems.append(f"{key} of llama3's rope is {found.get(key)!r}; this version has {value:g} only")
-    factor = found.get("factor")
-    if not isinstance(factor, int | float) or factor < 1:
-        reading.problems.append(f"factor of llama3's rope is {factor!r}; it must be a number of at least 1")
-        factor = 1.0
-    return {"use_rope_scaling": True, "rope_scaling_factor": float(factor)}
 
 
 # --- writing ---
@@ -465,32 +271,13 @@ def _unlike(model: ModelConfig, kind: str) -> list[str]:
     if kind in ("gpt2", "qwen2"):
         whole = model.head_size * model.num_attention_heads == model.hidden_size
         fits["heads that make up the hidden size"] = whole
-    fits[_WINDOWS_OF[kind]] = _fits_windows(model, kind)
+    fits[WINDOWS_OF[kind]] = fits_windows(model, kind)
     unlike = [
         f"it has {name} {value}, the model {getattr(model, name)}"
         for name, value in wanted.items()
         if getattr(model, name) != value
     ]
     return unlike + [f"it has {what}" for what, holds in fits.items() if not holds]
-
-
-_WINDOWS_OF = {
-    "gpt2": "attention to the whole sequence",
-    "llama": "attention to the whole sequence",
-    "mistral": "the same window in all layers",
-    "qwen2": "windows in the last layers",
-    "qwen3": "windows in the last layers",
-}
-
-
-def _fits_windows(model: ModelConfig, kind: str) -> bool:
-    windows = model.windows
-    if not any(window is not None for window in windows):
-        return True
-    if kind in ("gpt2", "llama"):
-        return False
-    slides = [window is not None for window in windows]
-    return all(slides) if kind == "mistral" else slides == sorted(slides)
 
 
 def config_of_model(
@@ -550,7 +337,7 @@ def _meaning(model: ModelConfig) -> dict[str, Any]:
     return {**found, "yarn": [getattr(model, name) for name in _DECIDES_YARN] if yarn else None}
 
 
-_DECIDES_YARN = _words(
+_DECIDES_YARN = words(
     """
     rotary_scaling_factor yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow
     yarn_correction_range_round_to_int mscale mscale_all_dim
@@ -558,7 +345,7 @@ _DECIDES_YARN = _words(
 )
 
 
-_DECIDES_LOGITS = _words(
+_DECIDES_LOGITS = words(
     """
     num_layers hidden_size num_attention_heads query_groups head_size ffn_size max_position_embeddings
     position_embedding_type rotary_base rotary_percent rotary_interleaved normalization norm_epsilon activation
@@ -584,56 +371,12 @@ def _gpt2_config(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _yarn_config(model: ModelConfig) -> dict[str, Any]:
-    """The scaling of YaRN, what is usual left out."""
-    scaling: dict[str, Any] = {
-        "rope_type": "yarn",
-        "factor": model.rotary_scaling_factor,
-        "original_max_position_embeddings": model.yarn_original_max_position_embeddings,
-    }
-    fast, slow = model.yarn_beta_fast or 32.0, model.yarn_beta_slow or 1.0
-    scaling |= {"beta_fast": fast} if fast != 32.0 else {}
-    scaling |= {"beta_slow": slow} if slow != 1.0 else {}
-    scaling |= {} if model.yarn_correction_range_round_to_int else {"truncate": False}
-    if model.mscale_all_dim:
-        return {**scaling, "mscale": model.mscale, "mscale_all_dim": model.mscale_all_dim}
-    if model.mscale != 1.0:
-        amplitude = Yarn(model.rotary_scaling_factor, 1, 1.0, mscale=model.mscale).amplitude
-        return {**scaling, "attention_factor": amplitude}
-    return scaling
-
-
-def _tokens_of_window(model: ModelConfig) -> int | None:
-    return next((window + 1 for window in model.windows if window is not None), None)
-
-
-def _windows_of_qwen(model: ModelConfig) -> dict[str, Any]:
-    window = _tokens_of_window(model)
-    if window is None:
-        return {"use_sliding_window": False}
-    first = next(layer for layer, left in enumerate(model.windows) if left is not None)
-    return {"use_sliding_window": True, "sliding_window": window, "max_window_layers": first}
-
-
 def _llama_config(family: Family, model: ModelConfig) -> dict[str, Any]:
-    scaling: dict[str, Any] | None = None
-    if model.position_embedding_type == "yarn":
-        scaling = _yarn_config(model)
-    elif model.rotary_seq_len_interpolation_factor is not None:
-        scaling = {"rope_type": "linear", "factor": float(model.rotary_seq_len_interpolation_factor)}
-    elif model.use_rope_scaling:
-        scaling = {
-            "rope_type": "llama3",
-            "factor": model.rope_scaling_factor,
-            "low_freq_factor": _LLAMA3.low,
-            "high_freq_factor": _LLAMA3.high,
-            "original_max_position_embeddings": _LLAMA3.original,
-        }
     only: dict[str, Callable[[], dict[str, Any]]] = {
         "llama": lambda: {"attention_bias": model.add_bias_linear, "mlp_bias": model.add_bias_linear},
-        "mistral": lambda: {"sliding_window": _tokens_of_window(model)},
-        "qwen2": lambda: _windows_of_qwen(model),
-        "qwen3": lambda: {"attention_bias": False, **_windows_of_qwen(model)},
+        "mistral": lambda: {"sliding_window": tokens_of_window(model)},
+        "qwen2": lambda: windows_of_qwen(model),
+        "qwen3": lambda: {"attention_bias": False, **windows_of_qwen(model)},
     }
     heads = {} if family.model_type == "qwen2" else {"head_dim": model.head_size}
     return {
@@ -647,7 +390,7 @@ def _llama_config(family: Family, model: ModelConfig) -> dict[str, Any]:
         "num_hidden_layers": model.num_layers,
         "num_key_value_heads": model.query_groups,
         "rms_norm_eps": model.norm_epsilon,
-        "rope_scaling": scaling,
+        "rope_scaling": rope_scaling(model),
         "rope_theta": float(model.rotary_base),
         **only[family.model_type](),
     }

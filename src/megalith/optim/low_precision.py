@@ -31,7 +31,7 @@ class Widened:
     """
 
     rule: UpdateRule
-    _rooms: dict[int, Tensor] = field(default_factory=dict, repr=False, compare=False)
+    _rooms: dict[tuple[int, torch.device], Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -76,9 +76,9 @@ class Widened:
         dtype = at_least_fp32(part.dtype)
         if part.dtype == dtype:
             return part
-        room = self._rooms.get(place)
+        room = self._rooms.get((place, part.device))
         if room is None or room.numel() < part.numel():
-            room = self._rooms[place] = torch.empty(part.numel(), dtype=dtype, device=part.device)
+            room = self._rooms[place, part.device] = torch.empty(part.numel(), dtype=dtype, device=part.device)
         return room[: part.numel()].copy_(part)
 
 

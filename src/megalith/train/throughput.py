@@ -28,7 +28,7 @@ def step_flops(model: ModelConfig, vocab_size: int, seq_length: int, global_batc
     hidden, layers = model.hidden_size, model.num_layers
     heads_width = model.head_size * model.num_attention_heads / hidden
     groups = model.query_groups / model.num_attention_heads
-    gate = 1.5 if model.swiglu else 1.0
+    gate = 1.5 if model.gated else 1.0
     attention = (1 + groups + seq_length / (2 * hidden)) * heads_width
     feed_forward = model.ffn_size / hidden * gate
     logits = vocab_size / (2 * layers * hidden)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from megalith.config import ModelConfig
 from megalith.errors import CheckpointError
 from megalith.models.huggingface import FAMILIES, config_of_model, family_for, model_of_config
+from megalith.nn.rope import Yarn
 
 GPT2: dict[str, Any] = {  # openai-community/gpt2
     "activation_function": "gelu_new",
@@ -203,8 +205,8 @@ REFUSED: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "ramp": 1}}, ("the yarn rope is", "ramp?")),
     (
         "llama",
-        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.0}},
-        ("attention_factor of the yarn rope is 1.0", "1.13863"),
+        {"rope_scaling": {"rope_type": "yarn", "factor": 1.0, "attention_factor": 2.0}},
+        ("attention_factor of the yarn rope is 2.0, and its factor is 1",),
     ),
     ("llama", {"rope_scaling": {**LLAMA_3_2["rope_scaling"], "low_freq_factor": 2.0}}, ("low_freq_factor", "2.0", "1")),
     ("llama", {"rope_scaling": {**LLAMA_3_2["rope_scaling"], "factor": "big"}}, ("factor", "'big'")),
@@ -239,6 +241,16 @@ def test_windows_become_settings() -> None:
     types = ["sliding_attention", "full_attention"] * 14
     mixed = {"layer_types": types, "use_sliding_window": True, "sliding_window": 9}
     assert model_of_config({**ALL["qwen3"], **mixed}, "").model.windows[:3] == (8, None, 8)
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.3, None])
+def test_the_length_of_heads_under_yarn_comes_back(factor: float | None) -> None:
+    scaling = {"rope_type": "yarn", "factor": 4.0, "attention_factor": factor}
+    model = model_of_config({**ALL["llama"], "rope_scaling": scaling}, "").model
+    amplitude = Yarn(4.0, 1, 1.0, mscale=model.mscale, mscale_all_dim=model.mscale_all_dim).amplitude
+    assert amplitude == pytest.approx(1 + 0.1 * math.log(4) if factor is None else factor)
+    written = config_of_model(family_for(model, "llama"), model, 64, "float32")
+    assert model_of_config(written, "").model.mscale == pytest.approx(model.mscale)
 
 
 @pytest.mark.parametrize(("kind", "change", "expected"), REFUSED, ids=[f"{k}-{'-'.join(c)}" for k, c, _ in REFUSED])

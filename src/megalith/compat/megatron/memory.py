@@ -47,7 +47,7 @@ def theory(run: RunConfig, vocab_size: int) -> Theory:
     hidden, layers = model.hidden_size, model.num_layers
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     attention = (1 + model.query_groups / model.num_attention_heads) * model.head_size * model.num_attention_heads
-    feed_forward = model.ffn_size * (1.5 if model.swiglu else 1.0)
+    feed_forward = model.ffn_size * (1.5 if model.gated else 1.0)
     transformer = 2.0 * layers * hidden * (attention + feed_forward + 2 + 1 / layers)
     table = float(hidden * vocab_size)
     untied = model.untie_embeddings_and_output_weights

@@ -93,7 +93,7 @@ REFUSED: tuple[Family, ...] = (
         """,
     ),
     Family(
-        "offloading comes with the complete training options",
+        "activations are not moved to the host; --recompute-granularity keeps less of them",
         """
         --cpu-offloading-num-layers=0 --fine-grained-activation-offloading
         --cpu-offloading-retain-pinned-cpu-buffers --offload-modules+= --min-offloaded-tensor-size=1048576

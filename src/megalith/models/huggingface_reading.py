@@ -1,0 +1,89 @@
+"""A config.json of Hugging Face while it is read: strictly, with all that is wrong collected."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def words(text: str) -> frozenset[str]:
+    """The words of a text."""
+    return frozenset(text.split())
+
+
+_NO_PART_OF_THE_MODEL = words(
+    """
+    _name_or_path _commit_hash _from_model_config _attn_implementation_autoset architectures model_type dtype
+    torch_dtype transformers_version auto_map tokenizer_class task_specific_params finetuning_task id2label label2id
+    problem_type use_cache output_attentions output_hidden_states return_dict return_dict_in_generate output_scores
+    bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id forced_bos_token_id forced_eos_token_id
+    initializer_range attention_dropout attn_pdrop embd_pdrop resid_pdrop n_ctx pretraining_tp gradient_checkpointing
+    summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj
+    reorder_and_upcast_attn use_bfloat16 torchscript pruned_heads chunk_size_feed_forward is_encoder_decoder is_decoder
+    max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k top_p
+    typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids
+    num_return_sequences exponential_decay_length_penalty suppress_tokens begin_suppress_tokens remove_invalid_values
+    prefix unsloth_version unsloth_fixed transformers.js_config predict_special_tokens output_past _num_labels n_special
+    is_llama_config
+    """
+)
+
+
+class Reading:
+    """A config.json while it is read: its values with their checks, what was looked at, and all that is wrong."""
+
+    def __init__(self, config: Mapping[str, Any], absent: Mapping[str, Any]) -> None:
+        self._config, self._absent = config, absent
+        self._seen = set(_NO_PART_OF_THE_MODEL)
+        self.problems: list[str] = []
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """A value as it stands; the family's default or `default` where the key is absent."""
+        self._seen.add(key)
+        return self._config.get(key, self._absent.get(key, default))
+
+    def size(self, key: str, default: int | None = None) -> int:
+        """A whole number of at least 1; `default` stands for an absent key and for null."""
+        value = self.get(key)
+        value = default if value is None else value
+        if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+            return value
+        said = "is missing" if value is None else f"is {value!r}"
+        self.problems.append(f"{key} {said}; it must be a whole number of at least 1")
+        return 1
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A number above 0."""
+        value = self.get(key, default)
+        if isinstance(value, int | float) and not isinstance(value, bool) and value > 0:
+            return float(value)
+        self.problems.append(f"{key} is {value!r}; it must be a number above 0")
+        return 1.0
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        """True or false; null is false."""
+        value = self.get(key, default)
+        if value not in (True, False, None):
+            self.problems.append(f"{key} is {value!r}; it must be true or false")
+        return bool(value)
+
+    def only(self, key: str, value: Any, default: Any) -> None:
+        """Refuse a value other than the one that the model here computes with."""
+        found = self.get(key, default)
+        if found != value:
+            self.problems.append(f"{key} is {found!r}; this version has {value!r} only")
+
+    def unknown(self) -> list[str]:
+        """Keys that ask for something and were not looked at."""
+        asks = [key for key, value in self._config.items() if key not in self._seen and value not in NOTHING]
+        return [f"{key} ({short(self._config[key])}) is not known" for key in asks]
+
+
+NOTHING: tuple[Any, ...] = (None, False, 0, "", [], {})
+"""Values that ask for nothing."""
+
+
+def short(value: Any) -> str:
+    """A value as it is shown in a message."""
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
