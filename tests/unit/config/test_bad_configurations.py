@@ -96,6 +96,7 @@ TABLE: list[tuple[str, tuple[str, ...]]] = [
         "--global-batch-size 8",
         ("--num-query-groups 2", "--tensor-model-parallel-size 2 or less", "--muon-tp-mode blockwise"),
     ),
+    ("--optimizer muon --optimizer-cpu-offload", ("--optimizer-cpu-offload with --optimizer muon", "--optimizer adam")),
     ("--optimizer muon --muon-num-ns-steps 7", ("--muon-num-ns-steps 7 is no multiple of the 5", "steps 5")),
     ("--optimizer soap", ("--optimizer soap: comes with further optimizers", "adam, sgd, muon, lion")),
     ("--exp-avg-dtype bf16", ("--exp-avg-dtype bf16 requires --use-precision-aware-optimizer",)),
