@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -94,7 +94,7 @@ class Server:
         assert found
         return float(found[1])
 
-    def end(self, seconds: float = 30) -> int:
+    def end(self, seconds: float = 120) -> int:
         """Wait for its end."""
         code = self.process.wait(seconds)
         self._reader.join(5)
@@ -204,6 +204,7 @@ def test_the_official_client(server: Server) -> None:
 
 def test_lm_evals_client(server: Server, saved: Path) -> None:
     pytest.importorskip("lm_eval", reason="needs the eval extra (lm-eval), which is not part of dev: it is 490 MB")
+    pytest.importorskip("tenacity", reason="lm-eval's clients need `pip install lm-eval[api]`")
     from lm_eval.models.openai_completions import LocalCompletionsAPI
 
     tokenizer = GPT2BPETokenizer(
@@ -334,8 +335,8 @@ async def _crowd(port: int, clients: int) -> Crowd:
 def test_a_crowd_is_served_in_turn_or_told_to_come_back(
     server: Server, clients: int, record_property: Callable[[str, object], None]
 ) -> None:
-    before = _memory(server.process.pid)
-    crowd = asyncio.run(_crowd(server.port, clients))
+    port, before = server.port, _memory(server.process.pid)
+    crowd = asyncio.run(_crowd(port, clients))
     assert sorted(crowd.answers) == list(range(clients)), "somebody was never served"
     assert crowd.refused > 0
     assert _memory(server.process.pid) - before < 100
@@ -536,6 +537,53 @@ def test_a_rank_that_is_lost_ends_the_server_soon(saved: Path, harm: str) -> Non
         assert time.monotonic() - began < (20 if harm == "stopped" else 10)  # 8 s and 5 s on a quiet machine
         assert server.others[0].wait(10) == -signal.SIGKILL
         assert "cannot answer any more" in server.text and "Traceback" not in server.text, server.text
+
+
+@pytest.mark.parametrize(
+    ("tensor", "pipeline"),
+    [(1, 2), pytest.param(4, 1, marks=pytest.mark.full), pytest.param(2, 2, marks=pytest.mark.full)],
+)
+def test_the_scripts_of_the_examples(saved: Path, repository: Path, tensor: int, pipeline: int) -> None:
+    """W8 and W9 by torchrun; a pipeline of the layers, every rank a quarter of them, and two stages of two."""
+    examples, port = repository / "examples", free_port()
+    sizes = {"LAYERS": 2, "HIDDEN": 64, "HEADS": 4, "LENGTH": 4096, "TENSOR": tensor, "PIPELINE": pipeline}
+    files = {
+        "CHECKPOINT": saved,
+        "VOCAB": next(saved.parent.glob("*vocab.json")),
+        "MERGES": next(saved.parent.glob("*merges.txt")),
+    }
+    given = {**sizes, **files, "PORT": port, "MASTER_PORT": free_port(), "SERVER": f"http://localhost:{port}"}
+    place = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = {**os.environ, **{name: str(value) for name, value in given.items()}, "PATH": place}
+    environment.pop("OMP_NUM_THREADS", None)
+    process = subprocess.Popen(
+        ["bash", str(examples / "run_text_generation_server_345M.sh")],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True,
+    )  # fmt: skip
+    server = Server(process)
+    try:
+        assert server.port == port
+        asked = subprocess.run(
+            ["bash", str(examples / "inference/ask_server.sh"), 'the "king"', "3"],
+            capture_output=True, text=True, env=environment,
+        )  # fmt: skip
+        assert asked.returncode == 0, asked.stdout + asked.stderr
+        by_megatron, by_openai = map(json.loads, asked.stdout.splitlines())
+        assert sorted(by_megatron) == ["logprobs", "segments", "text"]
+        assert by_megatron["text"][0].startswith('the "king"') and by_openai["usage"]["completion_tokens"] == 3
+        os.killpg(process.pid, signal.SIGINT)  # Ctrl-C in a terminal
+        server.end()
+        assert "SIGINT: no new requests" in server.text and "Traceback" not in server.text.split("SIGINT", 1)[0]
+        assert "on each rank: weights" in server.text and "overriding" not in server.text
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    text = subprocess.run(
+        ["bash", str(examples / "inference/generate.sh"), "the king said", "--greedy", "--max-new-tokens", "4"],
+        capture_output=True, text=True, env=environment,
+    )  # fmt: skip
+    assert text.stdout.startswith("the king said to the queen"), text.stderr
 
 
 @pytest.mark.parametrize(

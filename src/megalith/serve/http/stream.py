@@ -16,6 +16,7 @@ from megalith.serve.http.service import Answer, Service, disconnected
 from megalith.serve.request import Event, Token
 
 DONE = b"data: [DONE]\n\n"
+_encode = json.JSONEncoder(ensure_ascii=True, separators=(",", ":")).encode  # json.dumps makes one for every call
 
 
 class EventStream(Response):
@@ -63,12 +64,24 @@ class EventStream(Response):
 
 
 def _event(item: Mapping[str, Any]) -> bytes:
-    return b"data: " + json.dumps(item, ensure_ascii=True, separators=(",", ":")).encode("ascii") + b"\n\n"
+    return b"data: " + _encode(item).encode("ascii") + b"\n\n"
 
 
 async def merged(service: Service, answers: Sequence[Answer]) -> AsyncIterator[tuple[int, Event]]:
     """The events of all answers as they come, each with the number of its answer."""
     began, waiting = time.monotonic(), set(range(len(answers)))
+    async for number, event in _in_order(answers):
+        if waiting and number in waiting and isinstance(event, Token):
+            waiting.remove(number)
+            service.metrics.first_token.add(time.monotonic() - began)
+        yield number, event
+
+
+async def _in_order(answers: Sequence[Answer]) -> AsyncIterator[tuple[int, Event]]:
+    if len(answers) == 1:  # the usual case, without a task and a queue more for every token
+        async for only in answers[0]:
+            yield 0, only
+        return
     queue: asyncio.Queue[tuple[int, Event | BaseException | None]] = asyncio.Queue()
 
     async def pump(number: int) -> None:
@@ -89,9 +102,6 @@ async def merged(service: Service, answers: Sequence[Answer]) -> AsyncIterator[t
             elif isinstance(event, BaseException):
                 raise event
             else:
-                if isinstance(event, Token) and number in waiting:
-                    waiting.remove(number)
-                    service.metrics.first_token.add(time.monotonic() - began)
                 yield number, event
     finally:
         for task in tasks:
