@@ -2,10 +2,16 @@
 
     python benchmarks/data.py encode --vocab-file gpt2-vocab.json --merge-file gpt2-merges.txt \
         --out benchmarks/results/data-encode-cpu.json
+    python benchmarks/data.py command encode --vocab-file gpt2-vocab.json --merge-file gpt2-merges.txt \
+        --out benchmarks/results/data-cpu.json
 
 `encode`: text in memory to ids, by each library that is installed and by what preprocessing calls. As many processes as
 cores encode a share each; they load, warm up on a part of it, and start together; the time is that of the last. Rounds
 alternate between the contenders, medians count. The ids of all must be the same, or the run fails.
+
+`command`: the whole of `megalith preprocess` on the same text as jsonl, from the start of the program to the finished
+files, with 1 worker and with as many as cores, on two sizes of input (the larger is the text over and over), with the
+largest resident memory of any of its processes, and the bytes of all runs compared.
 
 The text is real and does not repeat: files that are given, else the sources and documents of this Python. What its
 documents are called does not matter to any contender.
@@ -20,7 +26,10 @@ import multiprocessing
 import os
 import platform
 import statistics
+import subprocess
+import sys
 import sysconfig
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -209,7 +218,92 @@ def encode_section(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-SECTIONS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {"encode": encode_section}
+@dataclass(frozen=True)
+class CommandRun:
+    """One run of the command: MiB of its input a second, largest memory of a process in MiB, hash of what it wrote."""
+
+    mib_per_second: float
+    largest_mib: float
+    sha256: str
+
+
+def _write_jsonl(path: Path, texts: list[str], megabytes: int) -> int:
+    """Write the texts over and over until the file has its size; returns the bytes."""
+    lines = [(json.dumps({"text": text}, ensure_ascii=False) + "\n").encode() for text in texts]
+    size = 0
+    with path.open("wb") as file:
+        while size < megabytes * MEBIBYTE:
+            for line in lines:
+                size += file.write(line)
+                if size >= megabytes * MEBIBYTE:
+                    break
+    return size
+
+
+_RUN = """
+import resource, subprocess, sys
+done = subprocess.run(sys.argv[1:], capture_output=True, text=True)
+print(done.returncode, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
+sys.stderr.write(done.stderr)
+"""
+
+
+def _run_command(path: Path, folder: Path, vocabulary: Vocabulary, workers: int) -> CommandRun:
+    prefix = folder / f"{path.stem}-{workers}"
+    command = [sys.executable, "-m", "megalith", "preprocess", "--input", str(path), "--output-prefix", str(prefix)]
+    command += ["--vocab-file", vocabulary.vocab_file, "--merge-file", vocabulary.merge_file, "--append-eod"]
+    command += ["--workers", str(workers)]
+    start = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", _RUN, *command], capture_output=True, text=True)
+    seconds = time.perf_counter() - start
+    code, largest = done.stdout.split()
+    if code != "0":
+        raise SystemExit(done.stderr)
+    digest = hashlib.sha256()
+    for ending in (".bin", ".idx"):
+        written = Path(f"{prefix}_text_document{ending}")
+        with written.open("rb") as file:
+            while block := file.read(MEBIBYTE):
+                digest.update(block)
+        written.unlink()
+    return CommandRun(path.stat().st_size / MEBIBYTE / seconds, int(largest) / 1024, digest.hexdigest())
+
+
+def command_section(options: argparse.Namespace) -> dict[str, Any]:
+    """Speed and memory of the whole command.
+
+    Raises:
+        SystemExit: a run fails, or two runs write different bytes.
+    """
+    texts = texts_of([Path(path) for path in options.text] or text_of_this_python(), options.megabytes)
+    vocabulary = Vocabulary(options.vocab_file, options.merge_file)
+    record: dict[str, Any] = {"rounds": options.rounds, "cores": options.cores, "runs": []}
+    with tempfile.TemporaryDirectory() as name:
+        for megabytes in options.command_megabytes:
+            path = Path(name) / f"{megabytes}.jsonl"
+            size = _write_jsonl(path, texts, megabytes)
+            runs: dict[int, list[CommandRun]] = {}
+            for _ in range(options.rounds):
+                for workers in sorted({1, options.cores}):
+                    runs.setdefault(workers, []).append(_run_command(path, Path(name), vocabulary, workers))
+                    print(f"{megabytes} MiB, {workers} workers: {runs[workers][-1]}", flush=True)
+            if len({run.sha256 for found in runs.values() for run in found}) > 1:
+                raise SystemExit(f"the runs over {megabytes} MiB wrote different bytes")
+            for workers, found in runs.items():
+                speed = statistics.median(run.mib_per_second for run in found)
+                largest = max(run.largest_mib for run in found)
+                one = {"input_bytes": size, "workers": workers}
+                record["runs"].append(
+                    {**one, "mib_per_second": round(speed, 2), "largest_process_mib": round(largest, 1)}
+                )
+            path.unlink()
+    return record
+
+
+SECTIONS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
+    "encode": encode_section,
+    "command": command_section,
+}
 
 
 def main() -> None:
@@ -222,6 +316,7 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=32)
     parser.add_argument("--cores", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--command-megabytes", type=int, nargs="+", default=[10, 1000], help="sizes of input")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     machine = {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()}
