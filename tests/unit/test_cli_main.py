@@ -103,7 +103,7 @@ def test_help_lists_the_commands_that_are_there(
 ) -> None:
     assert cli.main([]) == 0
     text = capsys.readouterr().out
-    assert "  paint       paint a wall\n" in text and "quickstart" not in text
+    assert "  paint          paint a wall\n" in text and "quickstart" not in text
 
 
 def test_config_prints_a_recipe_and_notes(capsys: pytest.CaptureFixture[str]) -> None:

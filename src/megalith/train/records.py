@@ -138,7 +138,7 @@ class Records(Hook):
 
     def _draw(self, values: Mapping[str, float | None], iteration: int, samples: int | None = None) -> None:
         there = {name: value for name, value in values.items() if value is not None}
-        for sink in list(self._sinks):
+        for sink in list(self._sinks) if there else ():
             self._attempt(sink, lambda sink=sink: sink.scalars(there, iteration, samples))  # type: ignore[misc]
 
     def _attempt(self, sink: Sink, act: Callable[[], None]) -> None:
