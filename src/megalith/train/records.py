@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from megalith.config.groups import LogConfig
@@ -139,7 +140,7 @@ class Records(Hook):
     def _draw(self, values: Mapping[str, float | None], iteration: int, samples: int | None = None) -> None:
         there = {name: value for name, value in values.items() if value is not None}
         for sink in list(self._sinks) if there else ():
-            self._attempt(sink, lambda sink=sink: sink.scalars(there, iteration, samples))  # type: ignore[misc]
+            self._attempt(sink, partial(sink.scalars, there, iteration, samples))
 
     def _attempt(self, sink: Sink, act: Callable[[], None]) -> None:
         try:
