@@ -174,6 +174,20 @@ def test_the_newer_of_both_is_resumed_from(
     assert f" loading distributed checkpoint from {save} at iteration 8" in again.text
 
 
+def test_one_on_the_disk_of_the_machine_is_resumed_from(
+    warm: WarmProcess, tmp_path: Path, uninterrupted: Path, killed_at_5: Path
+) -> None:
+    save, local = tmp_path / "c", tmp_path / "local"
+    shutil.copytree(killed_at_5, save)
+    (save / "non_persistent").rename(local)
+    kind = ["--non-persistent-ckpt-type", "local", "--non-persistent-local-ckpt-dir", local]
+    resumed = warm.run(command(save, *KILLED_RUN, "--non-persistent-save-interval", 2, *kind), tmp_path)
+    assert resumed.code == 0, resumed.text
+    assert f" loading distributed checkpoint from {local} at iteration 4" in resumed.text
+    assert_same(state_of(uninterrupted, 8), state_of(save, 8))
+    assert DirectoryStore(local).iterations() == [4] and not (save / "non_persistent").exists()
+
+
 def test_a_damaged_newer_one_is_passed_over(
     warm: WarmProcess, tmp_path: Path, uninterrupted: Path, killed_at_5: Path
 ) -> None:

@@ -5,11 +5,6 @@ from __future__ import annotations
 from megalith.config.idle import idle_without
 from megalith.config.rule import Draft, Rule, multiples, rule, show
 
-_NODE_LOCAL = {
-    "local": "checkpoints on the disks of the nodes can be loaded only by the same nodes",
-    "in_memory": "checkpoints in memory are gone with the process",
-}
-
 
 @rule("async_save", "ckpt_format")
 def saving_beside_the_training_is_for_torch_dist(draft: Draft) -> str:
@@ -38,13 +33,21 @@ def non_persistent_saves_have_a_type(draft: Draft) -> str:
     checkpoint = draft.run.checkpoint
     if checkpoint.non_persistent_save_interval is None or checkpoint.non_persistent_ckpt_type is not None:
         return ""
-    return f"{show(draft, 'non_persistent_save_interval')} requires --non-persistent-ckpt-type global"
+    return f"{show(draft, 'non_persistent_save_interval')} requires --non-persistent-ckpt-type global or local"
 
 
-@rule("non_persistent_ckpt_type")
-def non_persistent_saves_are_global(draft: Draft) -> str:
-    reason = _NODE_LOCAL.get(draft.run.checkpoint.non_persistent_ckpt_type or "")
-    if reason is None:
+@rule("non_persistent_ckpt_type", "non_persistent_local_ckpt_dir")
+def non_persistent_saves_outlive_the_processes(draft: Draft) -> str:
+    kind, launch = draft.run.checkpoint.non_persistent_ckpt_type, draft.run.launch
+    reason = ""
+    if kind == "in_memory":
+        reason = "checkpoints in memory are gone with the process"
+    elif kind == "local" and not launch.one_host:
+        reason = f"of the {launch.world_size} processes {launch.local_world_size or 'some'} are on this machine, and "
+        reason += "what lies on the disk of one machine cannot be read by another"
+    elif kind == "local" and draft.run.checkpoint.non_persistent_local_ckpt_dir is None:
+        return f"{show(draft, 'non_persistent_ckpt_type')} requires --non-persistent-local-ckpt-dir DIR"
+    if not reason:
         return ""
     return (
         f"{show(draft, 'non_persistent_ckpt_type')} is not supported ({reason}); use --non-persistent-ckpt-type global "
@@ -72,12 +75,25 @@ def saving_has_an_interval(draft: Draft) -> str:
     return f"{show(draft, 'save')} requires --save-interval N, the iterations between checkpoints"
 
 
+def _folder_of(kind: str) -> Rule:
+    """A notice for the folder of a kind of checkpoints that are not saved."""
+    name = f"non_persistent_{kind}_ckpt_dir"
+
+    def check(draft: Draft) -> str:
+        checkpoint = draft.run.checkpoint
+        if getattr(checkpoint, name) is None or checkpoint.non_persistent_ckpt_type == kind:
+            return ""
+        return f"{show(draft, name)} has no effect: --non-persistent-ckpt-type {kind} is not given"
+
+    return Rule(f"{name}_needs_its_type", (name, "non_persistent_ckpt_type"), check)
+
+
 CHECKPOINT_RULES: tuple[Rule, ...] = (
     saving_has_an_interval,
     saving_beside_the_training_is_for_torch_dist,
     retained_checkpoints_are_saved_ones,
     non_persistent_saves_have_a_type,
-    non_persistent_saves_are_global,
+    non_persistent_saves_outlive_the_processes,
     a_conversion_has_a_source_and_a_place,
 )
 CHECKPOINT_NOTICES: tuple[Rule, ...] = (
@@ -88,9 +104,8 @@ CHECKPOINT_NOTICES: tuple[Rule, ...] = (
             "non_persistent_save_interval",
         )
     ),
-    idle_without(
-        "non_persistent_global_ckpt_dir", "non_persistent_ckpt_type", "--non-persistent-ckpt-type global is not given"
-    ),
+    _folder_of("global"),
+    _folder_of("local"),
     *(
         idle_without(name, "load", "nothing is loaded without --load")
         for name in ("ckpt_step", "no_load_optim", "no_load_rng", "finetune", "exit_on_missing_checkpoint")

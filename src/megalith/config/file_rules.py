@@ -106,6 +106,9 @@ FILE_RULES: tuple[Rule, ...] = (
     datasets_exist,
     *(
         _folder_is_no_file(name)
-        for name in ("save", "load", "non_persistent_global_ckpt_dir", "data_cache_path", "tensorboard_dir")
+        for name in (
+            *("save", "load", "non_persistent_global_ckpt_dir", "non_persistent_local_ckpt_dir"),
+            *("data_cache_path", "tensorboard_dir"),
+        )
     ),
 )

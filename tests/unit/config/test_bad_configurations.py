@@ -270,14 +270,20 @@ TABLE: list[tuple[str, tuple[str, ...]]] = [
     ),
     (
         "--save {data}/ckpt --save-interval 5 --non-persistent-save-interval 2",
-        ("--non-persistent-save-interval 2 requires --non-persistent-ckpt-type global",),
+        ("--non-persistent-save-interval 2 requires --non-persistent-ckpt-type global or local",),
     ),
-    *(
-        (
-            f"--save {{data}}/c --save-interval 5 --non-persistent-save-interval 2 --non-persistent-ckpt-type {kind}",
-            (f"--non-persistent-ckpt-type {kind} is not supported (", "use --non-persistent-ckpt-type global"),
-        )
-        for kind in ("local", "in_memory")
+    (
+        "--save {data}/c --save-interval 5 --non-persistent-save-interval 2 --non-persistent-ckpt-type in_memory",
+        ("--non-persistent-ckpt-type in_memory is not supported (", "use --non-persistent-ckpt-type global"),
+    ),
+    (
+        "--save {data}/c --save-interval 5 --non-persistent-save-interval 2 --non-persistent-ckpt-type local",
+        ("--non-persistent-ckpt-type local requires --non-persistent-local-ckpt-dir DIR",),
+    ),
+    (
+        "WORLD_SIZE=2 MASTER_ADDR=10.0.0.7 --save {data}/c --save-interval 5 --non-persistent-ckpt-type local "
+        "--non-persistent-local-ckpt-dir {data}/l",
+        ("of the 2 processes some are on this machine", "use --non-persistent-ckpt-type global"),
     ),
     ("--ckpt-convert-format torch", ("--ckpt-convert-format torch requires --load and --ckpt-convert-save DIR",)),
     ("--ckpt-convert-save {data}/c", ("requires --ckpt-convert-format torch or torch_dist",)),
@@ -395,6 +401,10 @@ TABLE: list[tuple[str, tuple[str, ...]]] = [
     (
         "--load {data} --non-persistent-ckpt-type global --non-persistent-global-ckpt-dir {data}/real.bin",
         ("--non-persistent-global-ckpt-dir {data}/real.bin is a file; give a folder",),
+    ),
+    (
+        "--load {data} --non-persistent-ckpt-type local --non-persistent-local-ckpt-dir {data}/real.bin",
+        ("--non-persistent-local-ckpt-dir {data}/real.bin is a file; give a folder",),
     ),
 ]
 

@@ -66,6 +66,9 @@ class CheckpointConfig:
     non_persistent_global_ckpt_dir: str | None = setting(
         None, help="folder of those checkpoints; non_persistent in --save or --load by default"
     )
+    non_persistent_local_ckpt_dir: str | None = setting(
+        None, help="folder of those checkpoints on a disk of this machine, for --non-persistent-ckpt-type local"
+    )
     finetune: bool = setting(False, help="take the weights only and start at iteration 0")
     exit_on_missing_checkpoint: bool = setting(False, help="stop when --load holds no checkpoint")
     pretrained_checkpoint: str | None = setting(
@@ -96,4 +99,6 @@ class CheckpointConfig:
         """Where the checkpoints are of which only the last one is kept, beside those in a folder; None for none."""
         if self.non_persistent_ckpt_type is None:
             return None
+        if self.non_persistent_ckpt_type == "local":
+            return self.non_persistent_local_ckpt_dir
         return self.non_persistent_global_ckpt_dir or f"{folder.rstrip('/')}/non_persistent"
