@@ -145,7 +145,7 @@ def _affine(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return nn.functional.linear(x, weight, bias)
 
 
-def linear(x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, sink: GradientSink | None) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, sink: GradientSink | None) -> Tensor:
     """Apply y = x W^T + b on one device.
 
     Shapes: x [..., I], weight [O, I], bias [O] or None -> [..., O].
