@@ -86,6 +86,8 @@ def settings_from(args: Mapping[str, Any], *, layout: bool) -> dict[str, Any]:
     """
     model, tokenizer = model_of(args), tokenizer_of(args)
     values = {name: getattr(model, name) for name in MODEL_SETTINGS}
+    if model.apply_query_key_layer_scaling:  # of fp16 runs of 2023, whose scores may overflow without it
+        values["apply_query_key_layer_scaling"] = True
     if args.get("seq_length"):
         values["seq_length"] = int(args["seq_length"])
     if tokenizer.tokenizer_type and "tokenizer_type" in args:

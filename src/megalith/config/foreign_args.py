@@ -12,6 +12,7 @@ from typing import Any, TypeVar, cast
 from megalith.config.fields import Setting, settings_of
 from megalith.config.groups import ModelConfig, ParallelConfig, PrecisionConfig, TokenizerConfig
 from megalith.config.run import group_types
+from megalith.config.saved_args import YARN
 from megalith.errors import CheckpointError
 
 Group = TypeVar("Group")
@@ -54,7 +55,9 @@ def model_of(args: Mapping[str, Any]) -> ModelConfig:
     if args.get("layernorm_zero_centered_gamma"):
         known["apply_layernorm_1p"] = True
     known |= {name: _text(args[name]) for name in _TEXTS if name in args}
-    if known["position_embedding_type"] != "yarn":  # Megatron has these with defaults of their own, for other layers
+    if known["position_embedding_type"] == "yarn":
+        known |= {ours: args[name] for name, ours in YARN.items() if args.get(name) is not None}
+    else:  # Megatron has these with defaults of their own, for other layers
         known = {name: value for name, value in known.items() if name not in ("mscale", "mscale_all_dim")}
     return _group("model", ModelConfig, known)
 

@@ -57,6 +57,14 @@ def weights_args(model: ModelConfig, precision: PrecisionConfig, tokenizer: Toke
     return {**args, **_CONSTANTS, **_derived_of_model(model), "params_dtype": precision.params_dtype}
 
 
+YARN = {
+    "yarn_mscale": "mscale",
+    "yarn_mscale_all_dim": "mscale_all_dim",
+    "yarn_rotary_scaling_factor": "rotary_scaling_factor",
+}
+"""Names of Megatron's configuration of YaRN -> settings here, which are named as the flags are."""
+
+
 def _derived_of_model(model: ModelConfig) -> dict[str, Any]:
     return {
         "add_qkv_bias": model.qkv_bias,
@@ -71,6 +79,11 @@ def _derived_of_model(model: ModelConfig) -> dict[str, Any]:
         "onnx_safe": True if model.activation == "gelu_onnx" else None,
         "window_attn_skip_freq": _pattern(model.window_attn_skip_freq),
         "window_size": None if model.window_size is None else read_window(model.window_size),
+        **(
+            {name: getattr(model, ours) for name, ours in YARN.items()}
+            if model.position_embedding_type == "yarn"
+            else {}
+        ),
     }
 
 
