@@ -136,11 +136,16 @@ class Watcher(Silence):
     def advanced(self, standing):
         print("advanced", standing.documents, flush=True)
 
+    def note(self, text):
+        print("note", text, flush=True)
+
 if __name__ == "__main__":
     source, prefix, vocab_file, merge_file, workers, chunk_bytes = sys.argv[1:]
     tokenizer = TokenizerConfig(vocab_file=vocab_file, merge_file=merge_file)
     reading = SourceOptions(limits=Limits(chunk_bytes=int(chunk_bytes)))
-    options = PreprocessOptions((source,), prefix, tokenizer, reading, workers=int(workers))
+    options = PreprocessOptions(
+        (source,), prefix, tokenizer, reading, workers=int(workers), seconds_between_notes=0.0
+    )
     print("workers", preprocess(options, Watcher()).workers)
     assert "torch" not in sys.modules
 """
@@ -169,7 +174,7 @@ def test_a_bad_line_is_named_from_another_process(files: list[str], tmp_path: Pa
     done = run(script(tmp_path, files, "out", 2, 300), tmp_path)
     assert done.returncode == 1
     assert "in.jsonl, line 401: no JSON" in done.stderr
-    assert not list(tmp_path.glob("out*"))
+    assert {path.suffix for path in tmp_path.glob("out*")} <= {".partial", ".unfinished"}
 
 
 def children_of(pid: int) -> list[int]:
@@ -188,24 +193,29 @@ def gone(pids: list[int], seconds: float) -> bool:
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads /proc")
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_run_leaves_no_process_and_no_dataset(end: int, files: list[str], tmp_path: Path) -> None:
+def test_an_interrupted_run_leaves_no_process_and_is_gone_on_with(end: int, files: list[str], tmp_path: Path) -> None:
     write_jsonl(tmp_path / "in.jsonl", 40_000)
     command = script(tmp_path, files, "out", 2, 20_000)
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
         assert process.stdout is not None
-        assert process.stdout.readline().startswith(b"advanced")
+        for _ in range(2):  # what is noted after the first is on the disk by the second
+            assert process.stdout.readline().startswith(b"advanced")
         children = children_of(process.pid)
         assert len(children) >= 2
         process.send_signal(end)
         process.communicate(timeout=20)
     assert process.returncode != 0
     assert gone(children, seconds=10), "workers outlived their parent"
-    left = {path.suffix for path in tmp_path.glob("out*")}
-    assert left <= ({".partial"} if end != signal.SIGINT else set())
+    assert {path.suffix for path in tmp_path.glob("out*")} == {".partial", ".unfinished"}
     done = run(command, tmp_path)
     assert done.returncode == 0, done.stderr
-    assert IndexedDataset(str(tmp_path / "out_text_document")).num_documents == 40_000
+    assert done.stdout.startswith("note going on with the unfinished run of out: ")
     assert {path.suffix for path in tmp_path.glob("out*")} == {".bin", ".idx", ".card"}
+    clean = run(script(tmp_path, files, "clean", 1, 20_000), tmp_path)
+    assert clean.returncode == 0, clean.stderr
+    for ending in (".bin", ".idx"):
+        one, two = (tmp_path / f"{name}_text_document{ending}" for name in ("out", "clean"))
+        assert one.read_bytes() == two.read_bytes()
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads /proc")
@@ -223,4 +233,4 @@ def test_a_killed_worker_is_an_error_not_a_hang(files: list[str], tmp_path: Path
     assert process.returncode == 1
     assert b"a worker process died" in errors
     assert gone(children, seconds=10)
-    assert not list(tmp_path.glob("out*"))
+    assert {path.suffix for path in tmp_path.glob("out*")} <= {".partial", ".unfinished"}

@@ -23,6 +23,7 @@ _MARKS = (
 _BAD_BYTES = "megalith.bad-bytes"
 _MARK_OF_BAD_BYTES = "\udcff"
 _ENOUGH = 0.6  # share of common characters among those that are not ASCII; ordinary Chinese text has over 0.9
+_CHARACTERS_PER_ERROR = 10  # at least; damage in few places does not hide what the rest is
 _GB_COMMON = re.compile(rb"[\xb0-\xd7\xa1-\xa3][\xa1-\xfe]")  # level 1 of GB 2312, punctuation, full width
 _BIG5_COMMON = re.compile(rb"[\xa4-\xc6\xa1-\xa3][\x40-\x7e\xa1-\xfe]")  # level 1 of Big5, punctuation
 
@@ -88,7 +89,8 @@ def find_encoding(samples: Sequence[bytes]) -> Encoding | None:
         return Encoding("utf-8", UTF_8)
     high = sum(_high_bytes(sample) for sample in samples)
     for codec, name, common in (("gb18030", "GB18030", _GB_COMMON), ("big5", "Big5", _BIG5_COMMON)):
-        if _decodes(samples[0], codec) and _common(samples, common) >= max(2, _ENOUGH * high / 2):
+        found = _common(samples, common)
+        if found >= max(2, _ENOUGH * high / 2) and _errors(samples[0], codec) * _CHARACTERS_PER_ERROR <= found:
             return Encoding(codec, name)
     # A few odd bytes in a file of ASCII are damage, and their lines are named; many are another encoding.
     return Encoding("utf-8", UTF_8) if high < 16 else None
@@ -123,6 +125,11 @@ def _decodes(sample: bytes, codec: str) -> bool:
     except UnicodeDecodeError:
         return False
     return True
+
+
+def _errors(sample: bytes, codec: str) -> int:
+    """Places in a beginning of a text that are not in this encoding; a cut character at the end does not count."""
+    return codecs.getincrementaldecoder(codec)("replace").decode(sample).count("\ufffd")
 
 
 def _utf_8_characters(sample: bytes) -> tuple[int, int]:

@@ -1,0 +1,138 @@
+"""`megalith data inspect | verify | merge`, and the sentence splitter's parameters."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megalith.cli.main import main
+from megalith.data.indexed import IndexedDataset, IndexedWriter
+from megalith.data.punkt import SentenceSplitter
+from megalith.data.punkt_parameters import find_parameters
+from megalith.data.survey import survey
+from megalith.errors import DataError
+from megalith.tokenizers.card import read_card, write_card
+
+CARD = {"class": "NullTokenizer", "vocab_size": 100, "special": {"eod": 99}, "files": {}}
+
+
+def write(prefix: Path, documents: list[list[int]], card: dict[str, object] | None = CARD) -> str:
+    with IndexedWriter(str(prefix), "uint16") as writer:
+        for tokens in documents:
+            writer.add_document(tokens, [len(tokens)] if tokens else [])
+        writer.finalize()
+    if card:
+        write_card(str(prefix), card)
+    return str(prefix)
+
+
+def test_a_survey_counts_by_length(tmp_path: Path) -> None:
+    lengths = [0, 1, 2, 3, 4, 7, 8, 100, 0, 1]
+    found = survey(IndexedDataset(write(tmp_path / "a", [[5] * length for length in lengths])))
+    assert (found.documents, found.empty, found.sequences, found.tokens) == (10, 2, 8, sum(lengths))
+    assert (found.shortest, found.longest) == (1, 100)
+    bins = [(part.low, part.high, part.documents, part.tokens) for part in found.histogram]
+    assert bins == [(1, 1, 2, 2), (2, 3, 2, 5), (4, 7, 2, 11), (8, 15, 1, 8), (64, 127, 1, 100)]
+
+
+def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prefix = write(tmp_path / "a", [[1, 2, 99], [], [3, 99]])
+    assert main(["data", "inspect", prefix]) == 0
+    shown = capsys.readouterr().out
+    assert "documents 3 (1 of them empty)" in shown and "document 0: 3 tokens\n  1 2 99" in shown
+    assert '"class": "NullTokenizer"' in shown
+    flags = ["--tokenizer-type", "NullTokenizer", "--vocab-size"]
+    assert main(["data", "inspect", prefix, "--first", "2", *flags, "99"]) == 0
+    assert "document 2: 2 tokens\n  '3 99'" in capsys.readouterr().out
+    assert main(["data", "inspect", prefix, *flags, "50"]) == 3
+    assert "different tokenizers" in capsys.readouterr().err
+    assert main(["data", "inspect", prefix, "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert (record["documents"], record["tokens"], record["lengths"]) == (3, 5, [[2, 3, 2, 5]])
+
+
+def test_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good = write(tmp_path / "good", [[1, 99], [2]])
+    assert main(["data", "verify", good]) == 0
+    assert "largest id 99 of 100; 1 of 2 documents end with 99 (end of document)" in capsys.readouterr().out
+    tokens = np.array([1, 99, 7], "<u2")
+    tokens[1] = 500
+    Path(good + ".bin").write_bytes(tokens.tobytes())
+    short = write(tmp_path / "short", [[1, 2]], card=None)
+    Path(short + ".bin").write_bytes(b"\1\0\2")
+    assert main(["data", "verify", good, short]) == 3
+    screen = capsys.readouterr().out
+    assert "good.bin: token 500 at byte 2 (sequence 0) is outside the vocabulary of 100" in screen
+    assert "short.bin has 3 bytes, but" in screen
+    assert main(["data", "verify", good, "--structure-only"]) == 0
+    assert main(["data", "verify", good, "--vocab-size", "501"]) == 0
+
+
+def test_merge(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "parts"
+    folder.mkdir()
+    second, first = write(folder / "b", [[3], []]), write(folder / "a", [[1, 2], [4]])
+    whole = str(tmp_path / "whole")
+    assert main(["data", "merge", "--input", str(folder), "--output-prefix", whole]) == 0
+    dataset = IndexedDataset(whole)
+    assert [tokens.tolist() for tokens in dataset[:]] == [[1, 2], [4], [3]]
+    assert dataset.document_index.tolist() == [0, 1, 2, 3, 3]
+    assert read_card(whole) == CARD
+    assert main(["data", "merge", second, first, "--output-prefix", whole]) == 0
+    assert IndexedDataset(whole).get(0).tolist() == [3]
+    assert main(["data", "merge", first, "--output-prefix", first]) == 2
+    assert main(["data", "merge", first, "--input", str(folder), "--output-prefix", whole]) == 2
+    capsys.readouterr()
+    write_card(second, {**CARD, "vocab_size": 50})
+    assert main(["data", "merge", first, second, "--output-prefix", str(tmp_path / "no")]) == 3
+    assert "vocab_size" in capsys.readouterr().err
+    (folder / "c.idx").touch()
+    (folder / "notes.txt").touch()
+    assert main(["data", "merge", "--input", str(folder), "--output-prefix", whole]) == 2
+    screen = capsys.readouterr().err
+    assert "c.bin is missing, its other half is there" in screen and "notes.txt is no half" in screen
+    assert not (tmp_path / "no.bin").exists()
+
+
+TABLES = {
+    "abbrev_types.txt": "dr\nz.b\n",
+    "collocations.tab": "##number##\tjanuar\n",
+    "sent_starters.txt": "der\n",
+    "ortho_context.tab": "haus\t46\njanuar\t4\n",
+}
+TEXT = "Dr. Haus kam am 3. Januar. Er sah z.B. ein Haus! Und? (Ja.) Ende..."
+SENTENCES = ["Dr. Haus kam am 3. Januar.", "Er sah z.B. ein Haus!", "Und?", "(Ja.)", "Ende..."]
+
+
+def test_punkt_parameters_of_nltk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sentences as nltk 3.8.1 splits them with these parameters; more of it in tests/parity/test_indexed.py."""
+    monkeypatch.setenv("NLTK_DATA", str(tmp_path))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    tokenizers = tmp_path / "tokenizers"
+    (tokenizers / "punkt").mkdir(parents=True)
+    with pytest.raises(
+        DataError, match=r"punkt_tab data for german \(--lang\).*a pickle, which is not loaded.*NLTK_DATA"
+    ):
+        find_parameters("german", None)
+    with zipfile.ZipFile(tokenizers / "punkt_tab.zip", "w") as archive:
+        for name, content in TABLES.items():
+            archive.writestr(f"punkt_tab/german/{name}", content)
+    packed = find_parameters("german", None)
+    folder = tokenizers / "punkt_tab" / "german"
+    folder.mkdir(parents=True)
+    for name, content in TABLES.items():
+        (folder / name).write_text(content)
+    assert find_parameters("german", None) == packed == find_parameters("any", str(folder))
+    assert SentenceSplitter(packed, keep_newlines=False).split(TEXT) == SENTENCES
+    kept = SentenceSplitter(packed, keep_newlines=True).split("Eins.\n\nZwei. Drei.")
+    assert kept == ["Eins.\n\n", "Zwei. ", "Drei."]
+    (folder / "ortho_context.tab").write_text("haus\tmany\n")
+    with pytest.raises(DataError, match="punkt tables are missing or damaged"):
+        find_parameters("german", None)
+    (tmp_path / "p.json").write_text("{}")
+    with pytest.raises(DataError, match="expected JSON with abbrev_types"):
+        find_parameters("german", str(tmp_path / "p.json"))

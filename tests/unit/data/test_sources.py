@@ -1,0 +1,318 @@
+"""Sources: any kind of file gives the documents that are in it, wherever it is cut; what is damaged is said."""
+
+from __future__ import annotations
+
+import bz2
+import csv
+import gzip
+import io
+import json
+import lzma
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megalith.data.shares import Share, chunks_of_share
+from megalith.data.sources import BadDocument, Limits, Source, SourceOptions, find_sources
+from megalith.data.sources.encodings import find_encoding
+from megalith.errors import DataError
+
+CHINESE = [
+    "\u4eca\u5929\u5929\u6c14\u5f88\u597d\uff0c\u6211\u4eec\u53bb\u516c\u56ed\u6563\u6b65\u3002",
+    "\u4ed6\u8bf4\uff1a\u201c\u4e2d\u56fd\u7684\u5386\u53f2\u5f88\u957f\u3002\u201d",
+    "",
+    "\u4e00\u4e8c\u4e09\uff0c\u56db\u4e94\u516d",
+]
+SMALL = Limits(chunk_bytes=7)
+COMPRESSIONS: dict[str, Callable[[bytes], bytes]] = {"gz": gzip.compress, "xz": lzma.compress, "bz2": bz2.compress}
+
+
+def opened(*inputs: Path | str, **options: Any) -> list[Source]:
+    plan = find_sources([str(name) for name in inputs], SourceOptions(**options))
+    assert not plan.violations, plan.violations
+    return plan.sources
+
+
+def documents(sources: list[Source], keys: tuple[str, ...] = ("text",), share: Share | None = None) -> list[Any]:
+    """The documents of all sources; a bad one as its reason in a tuple."""
+    found = []
+    for located in chunks_of_share(sources, share or Share(), (0, 0)):
+        for _, document in located.chunk.payload.read(keys).documents:
+            found.append((document.reason,) if isinstance(document, BadDocument) else document)
+    return found
+
+
+def lines(texts: list[str]) -> str:
+    return "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts)
+
+
+def one_key(texts: list[str]) -> list[list[str]]:
+    return [[text] for text in texts]
+
+
+@pytest.mark.parametrize(
+    "encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "gb18030", "gbk", "big5"]
+)
+def test_encodings_are_found(encoding: str, tmp_path: Path) -> None:
+    texts = [text for text in CHINESE if encoding != "big5" or not text.startswith(("\u4eca", "\u4ed6"))] * 3
+    texts += ["\u4eca\u5929\u5929\u6c23\u5f88\u597d"] if encoding == "big5" else []
+    (tmp_path / "a.jsonl").write_bytes(lines(texts).encode(encoding))
+    for limits in (SMALL, Limits()):
+        (source,) = opened(tmp_path / "a.jsonl", limits=limits)
+        assert documents([source]) == one_key(texts)
+    expected = {"utf-8-sig": "byte order mark", "gbk": "GB18030", "big5": "Big5"}.get(encoding, encoding[:6].upper())
+    assert expected[:6] in source.about or expected in source.about
+
+
+@settings(deadline=None, max_examples=50)
+@given(text=st.text(min_size=1))
+def test_utf_8_is_never_taken_for_another(text: str) -> None:
+    found = find_encoding([text.encode()])
+    assert found is not None
+    assert found.is_utf_8 or text.startswith(("\ufeff", "\ufffe")) or "\x00" in text
+
+
+def test_an_encoding_that_the_bytes_do_not_tell_is_asked_for(tmp_path: Path) -> None:
+    text = (
+        "\u0412\u0441\u0435 \u0441\u0447\u0430\u0441\u0442\u043b\u0438\u0432\u044b\u0435 \u0441\u0435\u043c\u044c\u0438"
+    )
+    (tmp_path / "a.txt").write_bytes(text.encode("koi8-r"))
+    (violation,) = find_sources([str(tmp_path / "a.txt")], SourceOptions()).violations
+    assert "name it with --encoding" in violation
+    assert documents(opened(tmp_path / "a.txt", encoding="koi8-r")) == [[text]]
+    (violation,) = find_sources([str(tmp_path / "a.txt")], SourceOptions(encoding="klingon")).violations
+    assert "--encoding klingon: there is no such encoding" in violation
+
+
+def test_damage_in_an_encoded_text_is_one_bad_document(tmp_path: Path) -> None:
+    content = lines(CHINESE).encode("gb18030").replace("\u4e00".encode("gb18030"), b"\xff\xff")
+    (tmp_path / "a.jsonl").write_bytes(content)
+    *good, (reason,) = documents(opened(tmp_path / "a.jsonl"))
+    assert good == one_key(CHINESE[:3])
+    assert "is no GB18030" in reason
+
+
+@pytest.mark.parametrize("compression", ["gz", "xz", "bz2", "zst"])
+def test_compressed_files(compression: str, tmp_path: Path) -> None:
+    if compression == "zst":
+        compress = pytest.importorskip("zstandard", reason="of the extra data").ZstdCompressor().compress
+    else:
+        compress = COMPRESSIONS[compression]
+    content = lines([*CHINESE, "more"] * 50).encode()
+    path = tmp_path / f"a.jsonl.{compression}"
+    path.write_bytes(compress(content[:300]) + compress(content[300:]))  # members one after the other, as `cat` makes
+    for limits in (Limits(chunk_bytes=100), Limits()):
+        (source,) = opened(path, limits=limits)
+        assert documents([source]) == one_key([*CHINESE, "more"] * 50)
+    assert source.about == f"jsonl, UTF-8, {compression}"
+    path.write_bytes(path.read_bytes()[:-5])
+    (violation,) = find_sources([str(path)], SourceOptions()).violations
+    assert f"a.jsonl.{compression}: the {compression} data is cut short or damaged" in violation
+
+
+def test_a_bomb_is_refused_in_little_memory(tmp_path: Path) -> None:
+    with gzip.open(tmp_path / "a.jsonl.gz", "wb", compresslevel=9) as file:
+        for _ in range(100):
+            file.write(bytes(1 << 20))
+    sources = opened(tmp_path / "a.jsonl.gz", input_format="jsonl")
+    with pytest.raises(DataError, match="250 times as much; if it is no prank, raise --max-expansion"):
+        documents(sources)
+    raised = opened(tmp_path / "a.jsonl.gz", input_format="jsonl", limits=Limits(max_expansion=2000))
+    ((reason,),) = documents(raised)
+    assert "longer than 67108864 bytes" in reason
+
+
+def test_one_json_array(tmp_path: Path) -> None:
+    objects = [{"text": text, "n": number} for number, text in enumerate(CHINESE)]
+    for indent in (None, 2):
+        (tmp_path / "a.json").write_text(json.dumps(objects, indent=indent, ensure_ascii=False), encoding="utf-8")
+        assert documents(opened(tmp_path / "a.json", limits=SMALL)) == one_key(CHINESE)
+    (tmp_path / "a.json").write_text(json.dumps(["one", {"text": "two"}, 3, {"no": 1}, {"text": ["a", "b"]}]))
+    found = documents(opened(tmp_path / "a.json"))
+    assert [found[0], found[1], found[4]] == [["one"], ["two"], [["a", "b"]]]
+    assert "found int" in found[2][0] and 'no key "text"' in found[3][0]
+    (tmp_path / "a.json").write_text("[]")
+    assert documents(opened(tmp_path / "a.json", input_format="json")) == []
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ('[{"text": "a"}, {"text": b}]', "element 2 of the JSON array: Expecting value"),
+        ('[{"text": "a"}', "element 2 of the JSON array: the file ends within the array"),
+        ('[{"text": "a"} {"text": "b"}]', "expected , or ]"),
+        ('[{"text": "a"}] x', "after the array comes 'x'"),
+        ("[" * 200_000, "nested too deeply"),
+    ],
+)
+def test_a_broken_array_is_said(content: str, reason: str, tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(content)
+    with pytest.raises(DataError, match="a.json") as caught:
+        documents(opened(tmp_path / "a.json"))
+    assert reason in str(caught.value)
+
+
+def csv_text(rows: list[list[str]], delimiter: str = ",") -> str:
+    file = io.StringIO()
+    csv.writer(file, delimiter=delimiter).writerows(rows)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("delimiter", [",", ";", "\t", "|"])
+def test_csv_with_a_header(delimiter: str, tmp_path: Path) -> None:
+    texts = [*CHINESE, 'a "quoted", text\nof two lines;\t|', "nan", "NULL"]
+    rows = [["id", "text", "n"], *([str(number), text, "7"] for number, text in enumerate(texts))]
+    (tmp_path / "a.csv").write_text(csv_text(rows, delimiter), encoding="utf-8", newline="")
+    for limits in (SMALL, Limits()):
+        assert documents(opened(tmp_path / "a.csv", limits=limits)) == one_key(texts)
+    both = documents(opened(tmp_path / "a.csv", keys=("id", "text")), ("id", "text"))
+    assert both == [[str(number), text] for number, text in enumerate(texts)]
+    assert documents(opened(tmp_path / "a.csv", text_column="3")) == [["7"]] * len(texts)
+
+
+def test_six_csv_files_in_natural_order_without_a_header(tmp_path: Path) -> None:
+    """C020: six files named by their first row, one column, the first row is text; empty cells are empty."""
+    names = [str(10_000 * number) for number in range(12)]
+    for name in names:
+        (tmp_path / f"{name}.csv").write_text(f"\u7b2c{name}\u7bc7\n\n\u5185\u5bb9{name}\n", encoding="utf-8")
+    (tmp_path / "README.md").write_text("about")
+    expected = [[text] for name in names for text in (f"\u7b2c{name}\u7bc7", f"\u5185\u5bb9{name}")]
+    assert documents(opened(tmp_path)) == expected
+    assert documents(opened(tmp_path / "*.csv")) == expected
+    for name in names:  # the same with a header that is not called text
+        content = csv_text([["content"], [f"\u7b2c{name}\u7bc7"], [""], [f"\u5185\u5bb9{name}"]])
+        (tmp_path / f"{name}.csv").write_text(content, encoding="gb18030", newline="")
+    with_empty = [[text] for name in names for text in (f"\u7b2c{name}\u7bc7", "", f"\u5185\u5bb9{name}")]
+    assert documents(opened(tmp_path)) == with_empty
+    assert documents(opened(tmp_path, csv_header="no"))[0] == ["content"]
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "reason"),
+    [
+        ("id,body\n1,some longer text\n", {}, "no column text; its columns are id, body. Name the one with the text"),
+        ("1,some text\n2,more text\n", {}, "no row names its 2 columns; give the number of the one with the text"),
+        ("a,b\n1,2\n", {"text_column": "5"}, "--text-column 5: "),
+    ],
+)
+def test_columns_that_are_not_clear_are_asked_for(
+    content: str, options: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    (tmp_path / "a.csv").write_text(content)
+    (violation,) = find_sources([str(tmp_path / "a.csv")], SourceOptions(**options)).violations
+    assert reason in violation
+
+
+def test_bad_rows_of_a_csv(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_bytes(b"text\ngood\nwithout quotes, so cut\n\xff\xfe\nlast one\n")
+    good, cut, damaged, last = documents(opened(tmp_path / "a.csv", csv_delimiter=","))
+    assert (good, last) == (["good"], ["last one"])
+    assert "it has 2 cells, the first row 1; are quotes missing" in cut[0]
+    assert "is no UTF-8" in damaged[0]
+    (tmp_path / "a.csv").write_text('text\n"' + "open " * 1000)
+    with pytest.raises(DataError, match="a quote that nothing closes"):
+        documents(opened(tmp_path / "a.csv", limits=Limits(max_document_bytes=1000)))
+
+
+def test_parquet_and_arrow(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow", reason="of the extra data")
+    parquet = pytest.importorskip("pyarrow.parquet", reason="of the extra data")
+    texts: list[Any] = [*CHINESE, None, "more"] * 100
+    table = pyarrow.table({"id": list(range(len(texts))), "text": texts})
+    parquet.write_table(table, tmp_path / "a.parquet", row_group_size=70)
+    with pyarrow.OSFile(str(tmp_path / "s.arrow"), "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as out:
+        out.write_table(table, max_chunksize=90)
+    with pyarrow.OSFile(str(tmp_path / "f.arrow"), "wb") as file, pyarrow.ipc.new_file(file, table.schema) as out:
+        out.write_table(table, max_chunksize=90)
+    for name in ("a.parquet", "s.arrow", "f.arrow"):
+        sources = opened(tmp_path / name, limits=Limits(chunk_bytes=500))
+        found = documents(sources)
+        assert [one for one in found if isinstance(one, list)] == [[text] for text in texts if text is not None]
+        assert ('the value of "text" is not text but null',) in found
+        parts = [documents(sources, share=Share(number, 3)) for number in range(3)]
+        assert sum(parts, []) == found and all(parts)
+        (violation,) = find_sources([str(tmp_path / name)], SourceOptions(text_column="id")).violations
+        assert "column id is no text but int64" in violation
+    (tmp_path / "a.parquet").write_bytes((tmp_path / "a.parquet").read_bytes()[:-3])
+    (violation,) = find_sources([str(tmp_path / "a.parquet")], SourceOptions()).violations
+    assert "cut short or damaged" in violation
+
+
+def test_folders_of_hugging_face(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow", reason="of the extra data")
+
+    def write(path: Path, texts: list[str]) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        table = pyarrow.table({"text": texts})
+        with pyarrow.OSFile(str(path), "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as out:
+            out.write_table(table)
+
+    saved = tmp_path / "saved"
+    for split in ("train", "test"):
+        files = [{"filename": f"data-0000{number}-of-00002.arrow"} for number in range(2)]
+        for number, entry in enumerate(files):
+            write(saved / split / entry["filename"], [f"{split} {number}"])
+        write(saved / split / "cache-123.arrow", ["of a map"])
+        (saved / split / "state.json").write_text(json.dumps({"_data_files": files}))
+    (saved / "dataset_dict.json").write_text(json.dumps({"splits": ["train", "test"]}))
+    assert documents(opened(saved)) == [["train 0"], ["train 1"]]
+    assert documents(opened(saved / "test")) == [["test 0"], ["test 1"]]
+    (violation,) = find_sources([str(saved)], SourceOptions(dataset_split="dev")).violations
+    assert "has no split dev; --dataset-split names one of train, test" in violation
+    cache = tmp_path / "cache"
+    for name in ("oscar-train-00000-of-00002", "oscar-train-00001-of-00002", "oscar-test", "cache-1_00000_of_00002"):
+        write(cache / f"{name}.arrow", [name])
+    (cache / "dataset_info.json").write_text("{}")
+    assert documents(opened(cache)) == [["oscar-train-00000-of-00002"], ["oscar-train-00001-of-00002"]]
+    assert documents(opened(cache, dataset_split="test")) == [["oscar-test"]]
+
+
+def test_a_folder_of_several_kinds_is_asked_about(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(lines(["a"]))
+    (tmp_path / "b.txt").write_text("b")
+    (violation,) = find_sources([str(tmp_path)], SourceOptions()).violations
+    assert "holds several kinds of files: 1 jsonl (a.jsonl, ...), 1 txt (b.txt, ...)" in violation
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    texts=st.lists(st.text(alphabet="ab\u4e2d-|<> ", max_size=6), min_size=1, max_size=12),
+    kind=st.sampled_from(["jsonl", "gz", "array", "txt --", "txt <|>", "txt \n\n", "csv"]),
+    chunk_bytes=st.integers(1, 40),
+    count=st.integers(1, 5),
+)
+def test_neither_cuts_nor_shares_nor_going_on_change_the_documents(
+    texts: list[str], kind: str, chunk_bytes: int, count: int, tmp_path: Path
+) -> None:
+    """The law of sources: however a file is cut, dealt out or left and entered again, its documents are the same."""
+    path = tmp_path / "a"
+    options = SourceOptions(input_format="jsonl", limits=Limits(chunk_bytes))
+    if kind == "array":
+        path.write_text(json.dumps(texts), encoding="utf-8")
+        options = replace(options, input_format="json")
+    elif kind == "csv":
+        path.write_text(csv_text([[text, "x"] for text in texts]), encoding="utf-8", newline="")
+        options = replace(options, input_format="csv", csv_header="no", text_column="1")
+    elif kind.startswith("txt"):
+        path.write_text(kind[4:].join(["x", *texts]), encoding="utf-8")
+        options = replace(options, input_format="txt", document_separator=kind[4:])
+    else:
+        content = lines(texts).encode()
+        path.write_bytes(gzip.compress(content) if kind == "gz" else content)
+    whole = find_sources([str(path)], replace(options, limits=Limits()))
+    cut = find_sources([str(path), str(path)], options)
+    assert not whole.violations and not cut.violations
+    expected = documents(whole.sources) * 2
+    assert documents(cut.sources) == expected
+    assert sum((documents(cut.sources, share=Share(number, count)) for number in range(count)), []) == expected
+    places = [(at.source, at.chunk.end) for at in chunks_of_share(cut.sources, Share(), (0, 0))]
+    for number, place in enumerate(places, start=1):
+        later = [at.chunk for at in chunks_of_share(cut.sources, Share(), place)]
+        assert len(later) == len(places) - number
+    if kind == "jsonl":
+        assert expected == one_key(texts) * 2
