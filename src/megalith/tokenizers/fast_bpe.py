@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 ArrayEncoder = Callable[[str], NDArray[Any]]
 """The ids of a text as whole numbers. Raises DataError as `Tokenizer.encode` does."""
 
-_WORTH_LOADING = 1 << 23  # characters; tiktoken encodes them in about the time that loading takes
+_WORTH_LOADING = 1 << 22  # characters; tiktoken encodes them in about the time that loading takes
 _COMPARED_EACH = 1024  # texts
 _LONGEST_COMPARED = 1 << 15  # characters; of a text that tiktoken has to encode once more
 _PROBES = (
