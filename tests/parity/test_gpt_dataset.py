@@ -249,6 +249,9 @@ def test_blend(name: str, folder: Path, cases: dict[str, Any], tmp_path: Path) -
         seq_length=config["sequence_length"],
         data_cache_path=str(tmp_path),
         mid_level_dataset_surplus=config.get("mid_level_dataset_surplus", 0.005),
+        eod_mask_loss=config["eod_mask_loss"],
+        reset_position_ids=config["reset_position_ids"],
+        reset_attention_mask=config["reset_attention_mask"],
     )
     if "blend" in config:
         data = replace(data, data_path=words_of(config["blend"]), split=config["split"])

@@ -1,0 +1,139 @@
+"""Runs over blends, with documents kept apart, in cyclic order and over whole validation splits, as a user has them."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megalith.data.indexed import IndexedWriter
+from megalith.train.metrics import read_metrics
+
+from .checkpoints import assert_same, curve_of, state_of
+from .warm import WarmProcess, free_port
+
+MODEL = [
+    *("--num-layers", 2, "--hidden-size", 16, "--num-attention-heads", 4, "--seq-length", 16),
+    *("--max-position-embeddings", 16, "--micro-batch-size", 1, "--global-batch-size", 4, "--train-iters", 8),
+    *("--lr", 1e-2, "--tokenizer-type", "NullTokenizer", "--vocab-size", 99, "--log-interval", 1),
+    *("--hidden-dropout", 0, "--attention-dropout", 0, "--device", "cpu", "--distributed-backend", "gloo"),
+]
+
+
+def write(prefix: Path, scale: int, documents: int = 40) -> Path:
+    """Documents of 1 to 30 tokens that end with 99."""
+    with IndexedWriter(str(prefix), "uint16") as writer:
+        for document in range(documents):
+            tokens = np.append(np.arange(document % 30) * (document + 3) * scale % 99, 99)
+            writer.add_document(tokens, [len(tokens)])
+        writer.finalize()
+    return prefix
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> tuple[Path, Path]:
+    return write(tmp_path / "one", 1), write(tmp_path / "other", 7, documents=60)
+
+
+def saving(save: Path) -> list[object]:
+    return ["--save", save, "--load", save, "--save-interval", 4]
+
+
+def steps_of(save: Path) -> list[dict[str, Any]]:
+    return [record for record in read_metrics(save / "run" / "metrics.jsonl") if record["event"] == "step"]
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        "--dataloader-type single --reset-attention-mask --reset-position-ids --eod-mask-loss --num-workers 2",
+        pytest.param(
+            "--dataloader-type cyclic --dataloader-inter-document-masking --num-workers 1", marks=pytest.mark.full
+        ),
+    ],
+    ids=["single", "cyclic"],
+)
+def test_two_ranks_resume_a_blend_where_it_stood(
+    warm: WarmProcess, tmp_path: Path, sources: tuple[Path, Path], order: str
+) -> None:
+    one, other = sources
+    common = [*MODEL, "--data-path", 1, one, 3, other, "--split", "8,2,0", *order.split(), "--eval-iters", 1]
+    common += ["--data-cache-path", tmp_path / "cache"]
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    for arguments in (saving(whole), [*saving(halves), "--exit-interval", 4], saving(halves)):
+        for finished in warm.run_ranks(2, [*common, *arguments], tmp_path):
+            assert finished.code == 0, finished.text
+    assert_same(state_of(whole, 8), state_of(halves, 8))
+    assert curve_of(whole) == curve_of(halves)
+    counts = [record["source_tokens"] for record in steps_of(halves)]
+    assert counts == [record["source_tokens"] for record in steps_of(whole)]
+    assert all(sum(step.values()) == 4 * 16 for step in counts)
+    total = sum((Counter(step) for step in counts), Counter())
+    assert total[str(one)] + total[str(other)] == 8 * 4 * 16
+    if "single" in order:
+        assert total[str(one)] == total[str(other)] / 3
+    assert not list((tmp_path / "cache").glob(".*")), "no lock is left"
+
+
+def test_other_data_stops_a_resume_and_can_be_accepted(
+    warm: WarmProcess, tmp_path: Path, sources: tuple[Path, Path]
+) -> None:
+    one, other = sources
+    save, blend = tmp_path / "c", ["--data-path", 1, one, 3, other, "--split", "1,0,0", "--eval-iters", 0]
+    assert warm.run([*MODEL, *blend, *saving(save), "--exit-interval", 4], tmp_path).code == 0
+    changes = {
+        ("--data-path", 1, one, 2, other): ["dataset 2 was .* weight 3 and is .* weight 2"],
+        ("--data-path", 1, other, 3, one): ["dataset 1 was .* of 40 seq.* and is .* of 60", "dataset 2 was"],
+        ("--data-path", one): ["datasets was 2 and is not there", "source was not there and is"],
+    }
+    for words, messages in changes.items():
+        refused = warm.run([*MODEL, *words, "--split", "1,0,0", "--eval-iters", 0, *saving(save)], tmp_path)
+        assert refused.code == 4, refused.text
+        assert all(re.search(f"the training data: {message}", refused.text) for message in messages), refused.text
+    write(one, 5)
+    refused = warm.run([*MODEL, *blend, *saving(save)], tmp_path)
+    assert refused.code == 4 and "the training data: dataset 1 was" in refused.text, refused.text
+    accepted = warm.run([*MODEL, *blend, *saving(save), "--accept-data-change"], tmp_path)
+    assert accepted.code == 0 and "--accept-data-change: going on with it" in accepted.text, accepted.text
+
+
+def test_ranks_with_different_data_are_refused(warm: WarmProcess, tmp_path: Path) -> None:
+    folders = [tmp_path / "first", tmp_path / "second"]
+    for folder, scale in zip(folders, (1, 7), strict=True):
+        folder.mkdir()
+        write(folder / "one", 1)
+        write(folder / "other", scale)
+    command = [*MODEL, "--data-path", "one", "other", "--split", "1,0,0", "--eval-iters", 0]
+    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    running = [
+        warm.start(command, folder, **place, RANK=str(rank), LOCAL_RANK=str(rank))
+        for rank, folder in enumerate(folders)
+    ]
+    ranks = [one.finish() for one in running]
+    assert all(one.code != 0 for one in ranks)
+    assert any("data dataset 2" in one.text for one in ranks), ranks[0].text
+
+
+def test_whole_validation_sets_one_by_one(warm: WarmProcess, tmp_path: Path, sources: tuple[Path, Path]) -> None:
+    """Every layout and batch size sees each sample of each set once: without training the losses are the same."""
+    one, other = sources
+    data = ["--train-data-path", one, "--valid-data-path", one, other, "--full-validation", "--eval-interval", 4]
+    sets = ["--multiple-validation-sets", "--validation-set-names", "short", "long", "--lr", 0]
+    losses = []
+    for number, batches in ((1, "1 4"), (2, "3 12")):
+        micro, whole = batches.split()
+        sizes = ["--micro-batch-size", micro, "--global-batch-size", whole]
+        first, *_ = warm.run_ranks(number, [*MODEL, *data, *sets, *sizes], tmp_path)
+        assert first.code == 0, first.text
+        found = re.findall(r"validation loss at iteration (\d+) on (\S+) set \| lm loss value: (\S+)", first.text)
+        expected = [(step, name) for step in "488" for name in ("validation-short", "validation-long")]
+        assert [(step, name) for step, name, _ in found] == expected
+        losses.append([float(loss) for _, _, loss in found])
+        assert losses[-1][0] != losses[-1][1]
+    for other_losses in losses:
+        assert other_losses == pytest.approx(losses[0], rel=2e-6)
+        assert other_losses[:2] * 3 == other_losses
