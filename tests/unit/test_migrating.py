@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "migrating.md").read_text(encoding="utf-8")
 
 OF_TORCHRUN = {"--nnodes", "--node_rank", "--nproc_per_node", "--master_addr"}
-OF_OTHER_COMMANDS = {"--config", "--dataset-impl", "--chunk-size"}
+OF_OTHER_COMMANDS = {"--config", "--dataset-impl", "--chunk-size", "--split-sentences"}
 OF_CONVERTERS = {
     *("--model-type", "--loader", "--saver", "--load-dir", "--save-dir", "--target-tensor-parallel-size"),
     *("--true-vocab-size", "--max-queue-size", "--megatron-path", "--no-checking", "--checkpoint-type"),
@@ -42,7 +42,7 @@ def _exists(dotted: str) -> bool:
 
 
 def test_every_flag_is_known() -> None:
-    spellings = [(*setting.spellings, *setting.off_spellings) for setting in all_settings().values()]
+    spellings = [(*s.spellings, *s.off_spellings, *s.about.shorthands) for s in all_settings().values()]
     flags = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", PAGE))
     assert len(flags) > 30
     assert (
