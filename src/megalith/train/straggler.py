@@ -14,7 +14,7 @@ from typing import Protocol
 from megalith.distributed import comm
 from megalith.distributed.context import Axis
 from megalith.train.hooks import Hook
-from megalith.train.results import Evaluation, SavedCheckpoint, ScheduledSave, StepResult, WindowReport
+from megalith.train.results import Evaluation, SavedCheckpoint, ScheduledSave, StepResult, Times, WindowReport
 
 _WORTH_SAYING = 0.05  # of a step
 
@@ -60,6 +60,9 @@ class StragglerReport(Hook):
         self._busy += max(0.0, result.seconds - self._clock.take())
         self._seconds += result.seconds
         self._steps += 1
+
+    def after_timing(self, iteration: int, times: Times) -> None:
+        self._clock.take()
 
     def after_evaluation(self, evaluation: Evaluation) -> None:
         self._clock.take()
