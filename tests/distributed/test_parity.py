@@ -251,6 +251,8 @@ OPTIONS = [
     ),
     *(Case(Layout(dp=2), model, fsdp="zero3") for model in ("sinks", "gates", "yarn", "per-token")),
     Case(Layout(tp=2, dp=2), "gates", sequence_parallel=True, fsdp="zero2"),
+    Case(Layout(dp=2), "gates", fsdp="zero3", recompute="parts-mlp+layernorm"),
+    Case(Layout(dp=2), "sinks", fsdp="zero3", recompute="parts-layernorm"),
     Case(Layout(pp=2), "per-token", schedule="zb-h1"),
     Case(Layout(pp=2), "gates", schedule="zb-h1", recompute="parts-mlp+layernorm"),
     Case(Layout(tp=2), "gates", sequence_parallel=True, recompute="parts-mlp+layernorm"),
@@ -282,16 +284,16 @@ OPTIMISERS = [
 """Optimizers, rates of their own and growing batches, over three updates; the first three rows are always run."""
 DATA = [
     Case(Layout(tp=2), data="documents", sequence_parallel=True),
+    Case(Layout(cp=2), data="documents"),
+    Case(Layout(cp=2), "sinks", data="documents", exchange="a2a"),
+    Case(Layout(dp=2), "llama", data="blend", zero1=True),
     Case(Layout(tp=4), "sinks", data="documents"),
     Case(Layout(pp=2), "llama", data="documents", schedule="zb-h1"),
     Case(Layout(tp=2, pp=2), "yarn", data="documents", virtual_stages=2),
-    Case(Layout(cp=2), data="documents"),
     Case(Layout(cp=4), "sinks", data="documents"),
     Case(Layout(cp=2, pp=2), "llama", data="documents"),
-    Case(Layout(cp=2), "sinks", data="documents", exchange="a2a"),
     Case(Layout(cp=2, tp=2), "yarn", data="documents", exchange="a2a", sequence_parallel=True),
     Case(Layout(cp=2), "llama", data="documents", recompute="uniform-2"),
-    Case(Layout(dp=2), "llama", data="blend", zero1=True),
     Case(Layout(dp=4), data="blend"),
     Case(Layout(dp=2, pp=2), data="blend", virtual_stages=2),
     Case(Layout(dp=2, tp=2), data="blend", fsdp="zero3", recompute="block-2"),
@@ -451,7 +453,7 @@ def _compare(name: str, wanted: Tensor, pieces: list[tuple[Any, ...]]) -> float:
 @pytest.fixture(scope="module")
 def alone() -> dict[str, dict[str, Any]]:
     """What one process computes for each model."""
-    cases = {Case(Layout(), case.model, data=case.data) for case in (*CASES, *EIGHT)}
+    cases = {Case(Layout(), case.model, data=case.data) for case in (*ALL, *EIGHT)}
     return {case.reference: _run(case) for case in cases}
 
 
@@ -512,7 +514,7 @@ def _check(case: Case, ranks: Any, alone: dict[str, dict[str, Any]]) -> None:
     FOUND[case] = (loss_error, max(errors.values()), len(errors))
 
 
-CASES = [*required_cases(), *FURTHER, *FSDP, *DATA]
+CASES = [*required_cases(), *FURTHER, *FSDP]
 
 
 def _pairs(case: Case) -> set[tuple[Any, ...]]:
@@ -535,10 +537,9 @@ def _covering(cases: list[Case]) -> set[Case]:
 
 
 SAMPLE = _covering(CASES)
-ALWAYS = SAMPLE | set(OPTIONS[:4]) | set(OPTIMISERS[:3])
-ROWS = [
-    pytest.param(case, marks=() if case in ALWAYS else pytest.mark.full) for case in [*CASES, *OPTIONS, *OPTIMISERS]
-]
+ALWAYS = SAMPLE | set(OPTIONS[:4]) | set(OPTIMISERS[:3]) | set(DATA[:4])
+ALL = [*CASES, *OPTIONS, *OPTIMISERS, *DATA]
+ROWS = [pytest.param(case, marks=() if case in ALWAYS else pytest.mark.full) for case in ALL]
 
 
 @pytest.mark.parametrize("case", ROWS, ids=str)
