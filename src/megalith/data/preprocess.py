@@ -94,10 +94,12 @@ class _Run:
         self._workers = useful_workers(options, sources)
         self._before = [0, *accumulate(source.disk_bytes for source in sources)]
         self._low, self._high = options.share.bounds(self._before[-1])
+        self.opened = next((at for at, end in enumerate(self._before[1:]) if end > self._low), 0)
 
     def run(self) -> PreprocessReport:
         options = self._options
-        self._open_first()
+        first = self._sources[self.opened]
+        self._watcher.opening(str(first.path), first.about)
         tokenizer = build_tokenizer(options.tokenizer)
         Path(options.stem).parent.mkdir(parents=True, exist_ok=True)
         journal = Journal(options.stem, self._settings(tokenizer))
@@ -170,11 +172,6 @@ class _Run:
         """The inputs, for a message."""
         names = [str(source.path) for source in self._sources]
         return ", ".join(names[:3]) + (f" and {len(names) - 3} more files" if len(names) > 3 else "")
-
-    def _open_first(self) -> None:
-        number = next((at for at, end in enumerate(self._before[1:]) if end > self._low), 0)
-        self._watcher.opening(str(self._sources[number].path), self._sources[number].about)
-        self.opened = number
 
     def _begun(self, journal: Journal) -> State:
         """Where an unfinished run stopped; the beginning where there is none that can be gone on with."""

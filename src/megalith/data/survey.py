@@ -111,16 +111,15 @@ def verify_tokens(dataset: IndexedDataset, vocab_size: int, advanced: Callable[[
 
 def documents_without_end(dataset: IndexedDataset, eod: int) -> int:
     """Documents that are not empty and whose last token is not the end of a document."""
-    missing = 0
-    with bin_path(dataset.prefix).open("rb") as file:
-        size = dataset.dtype.itemsize
-        for start in range(0, dataset.num_documents, _AT_ONCE):
-            bounds = dataset.document_index[start : start + _AT_ONCE + 1]
-            last = bounds[1:][np.diff(bounds) > 0] - 1
-            ends = dataset.pointers[last] + dataset.lengths[last].astype(np.int64) * size
-            for end in ends.tolist():
-                file.seek(end - size)
-                missing += int(np.frombuffer(file.read(size), dataset.dtype)[0]) != eod
+    missing, size = 0, dataset.dtype.itemsize
+    for start in range(0, dataset.num_documents, _AT_ONCE):
+        bounds = dataset.document_index[start : start + _AT_ONCE + 1]
+        last = bounds[1:][np.diff(bounds) > 0] - 1
+        if len(last):
+            ends = dataset.pointers[last] // size + dataset.lengths[last]
+            # Mapped anew for each part, so that the pages of the last one are given back.
+            tokens = np.memmap(bin_path(dataset.prefix), dataset.dtype, mode="r")
+            missing += int((tokens[ends - 1] != eod).sum())
     return missing
 
 

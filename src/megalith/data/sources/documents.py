@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
-
-try:
-    import orjson  # of the extra `data`
-except ImportError:
-    orjson = None
 
 Document = list[str | list[str]]
 """For each key the text of a document, or its texts where the value is a list."""
@@ -37,23 +34,34 @@ def json_documents(
         encoding: what the file is written in, for the messages.
         limit: bytes of the longest line.
     """
-    parse: Callable[[bytes], Any] | None = orjson.loads if orjson else None
+    parse = _fast_parser()
     for number, line in enumerate(data.split(b"\n")):
         if not line or line.isspace():
             continue
         if len(line) > limit:
             yield number, _too_long("line", line, limit)
             continue
-        if parse is not None and len(keys) == 1:
+        if parse is not None:
             # What orjson takes, the slower and more patient parser below takes in the same way.
             try:
-                value = parse(line)[keys[0]]
+                parsed = parse(line)
+                document: Document = [parsed[key] for key in keys]
             except (ValueError, KeyError, TypeError, IndexError):
-                value = None
-            if type(value) is str:
-                yield number, [value]
+                document = []
+            if document and all(type(text) is str for text in document):
+                yield number, document
                 continue
         yield number, _document_of_line(line, keys, encoding)
+
+
+@cache
+def _fast_parser() -> Callable[[bytes], Any] | None:
+    """orjson's, of the extra `data`; None where it is not installed."""
+    try:
+        loads: Callable[[bytes], Any] = importlib.import_module("orjson").loads
+    except ImportError:
+        return None
+    return loads
 
 
 def _document_of_line(line: bytes, keys: tuple[str, ...], encoding: str) -> Document | BadDocument:

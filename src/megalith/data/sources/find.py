@@ -77,7 +77,24 @@ def find_sources(inputs: Sequence[str], options: SourceOptions) -> Plan:
             plan.sources.append(_source(path, kind, text, looks, options))
         except DataError as error:
             plan.violations.append(f"--input {error}")
+    plan.notes += _without_effect(options, [kind for _, kind in found if kind])
     return plan
+
+
+def _without_effect(options: SourceOptions, kinds: Sequence[str]) -> list[str]:
+    """What the user said of sources that are not there."""
+    said = {
+        "--text-column": (options.text_column is not None, {CSV, PARQUET, ARROW}, "table"),
+        "--csv-header": (options.csv_header != "auto", {CSV}, "csv"),
+        "--csv-delimiter": (options.csv_delimiter is not None, {CSV}, "csv"),
+        "--document-separator": (options.document_separator is not None, {TXT}, "txt"),
+        "--encoding": (options.encoding != "auto", {CSV, JSONL, ARRAY, TXT}, "text"),
+    }
+    return [
+        f"{flag}: has no effect, no input is a {name}"
+        for flag, (given, wanted, name) in said.items()
+        if given and kinds and not wanted & set(kinds)
+    ]
 
 
 def _files(name: str, options: SourceOptions, plan: Plan) -> list[Path]:
