@@ -16,6 +16,8 @@ from megalith.optim.flat import without
 from megalith.optim.holding import Gradients
 from megalith.parallel.data import Copies
 
+PIECE_ELEMENTS = 1 << 18  # 1 MiB in fp32
+
 
 class CountedOnce:
     """Sums over ranks of tensors shaped like the parts of the parameters that each rank owns.
@@ -67,6 +69,18 @@ class CountedOnce:
 def _squared_norm(tensors: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
     if not tensors:
         return torch.zeros((), dtype=dtype, device=device)
-    norms = torch._foreach_norm(list(tensors), dtype=at_least_fp32(tensors[0].dtype))
+    rounded = at_least_fp32(tensors[0].dtype) != tensors[0].dtype
+    norms = [_norm_by_pieces(tensor) for tensor in tensors] if rounded else torch._foreach_norm(list(tensors))
     total = torch.linalg.vector_norm(torch.stack(norms))
     return total * total
+
+
+def _norm_by_pieces(tensor: Tensor) -> Tensor:
+    """The L2 norm of a half-precision tensor in fp32.
+
+    On a CPU torch reduces bf16 at a tenth of the speed of a widened copy that stays in the cache (measured on 2.13).
+    """
+    size = PIECE_ELEMENTS if tensor.device.type == "cpu" else tensor.numel()
+    dtype = at_least_fp32(tensor.dtype)
+    parts = [torch.linalg.vector_norm(part.to(dtype)) for part in tensor.reshape(-1).split(max(size, 1))]
+    return torch.linalg.vector_norm(torch.stack(parts))
