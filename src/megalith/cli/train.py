@@ -192,7 +192,7 @@ def _settle_kernels(config: RunConfig, device: torch.device) -> None:
         import torch
 
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.utils.deterministic.fill_uninitialized_memory = False  # that is for finding bugs
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # for finding bugs
         torch.use_deterministic_algorithms(True)
 
 

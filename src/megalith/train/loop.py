@@ -219,7 +219,7 @@ def train(run: TrainingRun) -> Iterator[StepResult]:
             flops = plan.flops_of(sum(result.num_samples for result in window.results)) / steps
             run.hook.after_window(window.close(plan.train_iterations, flops, plan.peak_flops))
             if run.timers.level:
-                _tell_times(run, steps=steps)
+                _tell_times(run, run.timers.take(), steps=steps)
         _go_on_saving(run)
         if state.iteration % plan.eval_interval == 0 and state.iteration >= plan.first_evaluation:
             _validate(run)
@@ -383,7 +383,7 @@ def _evaluate(run: TrainingRun, held_out: HeldOut, *, final: bool) -> bool:
             raise
         return False  # broken off as a step can be, see `_step`
     if evaluation is not None:
-        _tell_times(run, evaluate=time.perf_counter() - began)
+        _tell_times(run, {"evaluate": time.perf_counter() - began})
         run.hook.after_evaluation(evaluation)
     return evaluation is not None
 
@@ -406,12 +406,12 @@ def _save(run: TrainingRun, *, persistent: bool = True, last: bool = False) -> N
         run.hook.after_save(run.saver.save(run.state))
     else:
         run.hook.after_save(run.saver.save(run.state, persistent=False))
-    _tell_times(run, **{"save-checkpoint": time.perf_counter() - began})
+    _tell_times(run, {"save-checkpoint": time.perf_counter() - began})
 
 
-def _tell_times(run: TrainingRun, *, steps: int = 1, **own: float) -> None:
-    """Tell the hooks how long something took on each rank: what is given, or else the parts of the last `steps`."""
-    times = over_ranks(own or run.timers.take(), run.state.context, steps=steps)
+def _tell_times(run: TrainingRun, own: Mapping[str, float], *, steps: int = 1) -> None:
+    """Tell the hooks how long something took on each rank, for each of so many steps."""
+    times = over_ranks(own, run.state.context, steps=steps)
     run.hook.after_timing(run.state.iteration, times)
 
 
