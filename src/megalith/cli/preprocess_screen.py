@@ -55,7 +55,10 @@ def summary(report: PreprocessReport) -> str:
     if report.num_skipped:
         lines.append(f"Left out {report.num_skipped} documents that cannot be read: {report.skipped_list}")
     speed = report.num_bytes / report.seconds / _MEGABYTE
-    lines.append(f"{report.num_bytes} bytes in {report.seconds:.1f} s ({speed:.1f} MB/s, {report.workers} processes)")
+    written = f"{speed:.1f} MB/s, {report.workers} processes"
+    if report.num_new_tokens:
+        written += f", {report.num_bytes / report.num_new_tokens:.2f} bytes of text a token"
+    lines.append(f"{report.num_bytes} bytes in {report.seconds:.1f} s ({written})")
     return "\n".join(lines)
 
 

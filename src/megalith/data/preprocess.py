@@ -45,6 +45,7 @@ class PreprocessReport:
         skipped_list: where each of them is named, None if there are none.
         num_tokens: key to the number of tokens.
         num_bytes: bytes of text that this run encoded.
+        num_new_tokens: tokens that this run wrote, of all keys.
         seconds: duration.
         workers: processes that encoded.
     """
@@ -55,6 +56,7 @@ class PreprocessReport:
     skipped_list: str | None
     num_tokens: dict[str, int]
     num_bytes: int
+    num_new_tokens: int
     seconds: float
     workers: int
 
@@ -136,6 +138,7 @@ class _Run:
             skipped_list=str(skipped_path) if state.skipped else None,
             num_tokens=num_tokens,
             num_bytes=state.bytes - begun.bytes,
+            num_new_tokens=writing.num_tokens,
             seconds=time.perf_counter() - self._start,
             workers=self._workers,
         )
@@ -242,6 +245,7 @@ class _Writing:
     def __init__(self, run: _Run, output: Output, skipped: SkippedList, journal: Journal, begun: State) -> None:
         self._run, self._output, self._skipped, self._journal, self._begun = run, output, skipped, journal, begun
         self.state = begun
+        self.num_tokens = 0
         self._noted = begun != State()
         self._next_note = time.perf_counter() + run.options.seconds_between_notes
 
@@ -288,6 +292,7 @@ class _Writing:
             self._skipped.add(place, reason)
             run.watcher.skipped(place, reason, state.skipped + count)
         self._output.add(chunk, state.documents)
+        self.num_tokens += sum(len(encoded.tokens) for encoded in chunk.by_key)
         self.state = State(
             source=located.source,
             place=located.chunk.end,

@@ -103,16 +103,15 @@ class SentenceSplitter:
         ranges = list(self._ranges(text))
         moved = 0
         for (start, stop), following in zip(ranges, [*ranges[1:], None], strict=True):
-            start, closing = start + moved, None
-            if following is not None:
-                closing = _CLOSING.match(text[following[0] : following[1]])
-            if following is not None and closing:
+            begin = start + moved
+            closing = _CLOSING.match(text[following[0] : following[1]]) if following is not None else None
+            if following is not None and closing is not None:
                 moved = closing.end()
-                yield start, following[0] + len(closing.group().rstrip())
+                yield begin, following[0] + len(closing.group().rstrip())
                 continue
             moved = 0
-            if text[start:stop]:
-                yield start, stop
+            if text[begin:stop]:
+                yield begin, stop
 
     def _ranges(self, text: str) -> Iterator[tuple[int, int]]:
         begin = 0

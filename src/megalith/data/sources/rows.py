@@ -36,10 +36,11 @@ class _Rows:
 
 
 def size_of(document: Document | BadDocument) -> int:
-    """About how many bytes the texts of a document have."""
+    """How many bytes the texts of a document have as UTF-8."""
     if isinstance(document, BadDocument):
         return 0
-    return sum(len(texts) if isinstance(texts, str) else sum(map(len, texts)) for texts in document)
+    every = (text for texts in document for text in ([texts] if isinstance(texts, str) else texts))
+    return sum(len(text.encode("utf-8", "surrogatepass")) for text in every)
 
 
 def chunks_of(rows: Iterable[Row], limits: Limits, start: int) -> Iterator[Chunk]:
