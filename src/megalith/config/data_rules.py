@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from megalith.config.data_sources import parse_blend
 from megalith.config.idle import idle_without
@@ -161,6 +162,44 @@ def split_by_default(draft: Draft) -> str:
     return f"no --split is given: {draft.run.data.split} (training, validation, test), as in Megatron"
 
 
+@rule("reset_attention_mask", "reset_position_ids", "dataloader_inter_document_masking")
+def documents_end_in_one_way(draft: Draft) -> str:
+    data = draft.run.data
+    flags = [flag_of(name) for name in ("reset_attention_mask", "reset_position_ids") if getattr(data, name)]
+    if not data.dataloader_inter_document_masking or not flags:
+        return ""
+    return (
+        f"{' and '.join(flags)} with --dataloader-inter-document-masking: the one looks for end-of-document tokens, "
+        "the other for the borders of the documents of the dataset; use one of them"
+    )
+
+
+@rule("multiple_validation_sets", "valid_data_path")
+def weights_of_validation_sets_do_nothing(draft: Draft) -> str:
+    data = draft.run.data
+    if not data.multiple_validation_sets or _weights(data.valid_data_path) is None:
+        return ""
+    return f"the weights of {show(draft, 'valid_data_path')} have no effect: --multiple-validation-sets blends nothing"
+
+
+@rule("mid_level_dataset_surplus", *_PATHS)
+def surplus_is_of_weighted_blends(draft: Draft) -> str:
+    data = draft.run.data
+    in_a_file = data.data_args_path is not None or data.per_split_data_args_path is not None
+    weighted = any(_weights(words) is not None for words in (data.data_path, *data.paths_of_splits))
+    if "mid_level_dataset_surplus" not in draft.given or in_a_file or weighted:
+        return ""
+    return f"{show(draft, 'mid_level_dataset_surplus')} has no effect: there is no blend with weights"
+
+
+def _weights(words: Sequence[str]) -> tuple[float, ...] | None:
+    """Those of a blend; None without, or where the words are wrong, which a rule of its own says."""
+    try:
+        return parse_blend(words, "").weights if words else None
+    except ConfigError:
+        return None
+
+
 @rule("compile", "reset_attention_mask", "dataloader_inter_document_masking")
 def documents_are_not_compiled(draft: Draft) -> str:
     data = draft.run.data
@@ -198,6 +237,7 @@ DATA_RULES: tuple[Rule, ...] = (
     validation_sets_are_named,
     validation_sets_have_as_many_names,
     documents_are_not_compiled,
+    documents_end_in_one_way,
     split_is_three_parts,
 )
 
@@ -206,5 +246,7 @@ DATA_NOTICES: tuple[Rule, ...] = (
     split_without_validation,
     reset_positions_are_learned_ones,
     full_validation_counts_by_itself,
+    weights_of_validation_sets_do_nothing,
+    surplus_is_of_weighted_blends,
     idle_without("validation_set_names", "multiple_validation_sets", "there is one validation set"),
 )

@@ -252,6 +252,10 @@ TABLE: list[tuple[str, tuple[str, ...]]] = [
         "--multiple-validation-sets --validation-set-names a b",
         ("--validation-set-names a b: --valid-data-path names 3 datasets",),
     ),
+    (
+        "--reset-attention-mask --reset-position-ids --dataloader-inter-document-masking",
+        ("--reset-attention-mask and --reset-position-ids with --dataloader-inter-document-masking", "use one of them"),
+    ),
     ("--reset-attention-mask --compile", ("--compile with --reset-attention-mask", "compiled anew")),
     ("--mid-level-dataset-surplus -0.1", ("--mid-level-dataset-surplus -0.1: must be at least 0",)),
     ("--split 1,2,3,4", ("--split 1,2,3,4: 4 parts", "949,50,1")),

@@ -1,0 +1,42 @@
+"""Settings of the data that have no effect are said to have none, and those that have are not."""
+
+from __future__ import annotations
+
+import pytest
+
+from megalith.config import load
+
+MODEL = (
+    "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --max-position-embeddings 8 --seq-length 8 "
+    "--micro-batch-size 2 --train-iters 10 --lr 1e-3 --tokenizer-type NullTokenizer --vocab-size 100 "
+)
+MOCK, SPLITS = "--mock-data", "--train-data-path a --valid-data-path 1 b 2 c"
+
+
+@pytest.mark.parametrize(
+    ("words", "note"),
+    [
+        (f"{MOCK} --reset-position-ids --position-embedding-type rope", "--reset-position-ids has no effect"),
+        (f"{SPLITS} --multiple-validation-sets", "the weights of --valid-data-path 1 b 2 c have no effect"),
+        (f"{SPLITS} --validation-set-names x y", "--validation-set-names x y has no effect"),
+        ("--data-path a b --split 1,1,1 --mid-level-dataset-surplus 0.1", "--mid-level-dataset-surplus 0.1 has no"),
+        (f"{MOCK} --full-validation --eval-iters 3", "--eval-iters 3 counts for the test alone"),
+    ],
+)
+def test_what_has_no_effect_is_noted(words: str, note: str) -> None:
+    notes = [str(each) for each in load((MODEL + words).split(), {}, files=False).notes]
+    assert any(note in each for each in notes), notes
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        f"{MOCK} --reset-position-ids --reset-attention-mask --eod-mask-loss --dataloader-type cyclic",
+        f"{SPLITS} --mid-level-dataset-surplus 0.1 --num-dataset-builder-threads 4",
+        "--train-data-path a --valid-data-path b c --multiple-validation-sets --validation-set-names x y",
+        "--data-args-path w --split 1,1,1 --mid-level-dataset-surplus 0.1",
+        f"{MOCK} --full-validation",
+    ],
+)
+def test_what_has_an_effect_needs_no_notice(words: str) -> None:
+    assert load((MODEL + words).split(), {}, files=False).notes == ()
