@@ -135,17 +135,14 @@ class ChunkEncoder:
         """Append a document to its columns; to none of them, with the reason, if one cannot hold it."""
         try:
             for column, texts in zip(columns, document, strict=True):
-                column.add(self._sequences(texts))
+                if self._splitter is not None and isinstance(texts, str):
+                    texts = self._splitter.split(texts)
+                column.add(texts)
         except DataError as error:
             for column in columns:
                 column.roll_back(len(columns[-1].sequences))
             return str(error)
         return None
-
-    def _sequences(self, texts: str | list[str]) -> list[str]:
-        if isinstance(texts, list):
-            return texts
-        return self._splitter.split(texts) if self._splitter else [texts]
 
 
 class _DoesNotFit(Exception):
@@ -171,21 +168,27 @@ class _Column:
         self.sequences: list[int] = []
         """Of each document."""
 
-    def add(self, texts: list[str]) -> None:
+    def add(self, texts: str | list[str]) -> None:
         """Append a document; a text without tokens makes no sequence, and an empty document gets no end.
 
         Raises:  DataError if a text cannot be encoded, or to ids that do not fit the stored type.
         """
-        arrays = [ids for text in texts if len(ids := self._encode(text))]
+        if isinstance(texts, str):
+            ids = self._encode(texts)
+            arrays = [ids] if len(ids) else []
+        else:
+            arrays = [ids for text in texts if len(ids := self._encode(text))]
         if self._each_checked:
             for ids in arrays:
                 self._check(ids)
+        self.sequences.append(len(arrays))
+        if not arrays:
+            return
         self._arrays += arrays
         self._lengths += map(len, arrays)
-        if arrays and self._eod is not None:
+        if self._eod is not None:
             self._arrays.append(self._eod)
             self._lengths[-1] += 1
-        self.sequences.append(len(arrays))
 
     def roll_back(self, num_documents: int) -> None:
         """Forget what comes after so many documents."""

@@ -24,18 +24,18 @@ class BadDocument:
 
 
 def json_documents(
-    data: bytes, keys: tuple[str, ...], encoding: str, limit: int
+    lines: list[bytes], keys: tuple[str, ...], encoding: str, limit: int
 ) -> Iterator[tuple[int, Document | BadDocument]]:
     """Documents of JSON lines; blank lines are passed over.
 
     Args:
-        data: lines as UTF-8.
+        lines: as UTF-8.
         keys: of the objects.
         encoding: what the file is written in, for the messages.
         limit: bytes of the longest line.
     """
     parse = _fast_parser()
-    for number, line in enumerate(data.split(b"\n")):
+    for number, line in enumerate(lines):
         if not line or line.isspace():
             continue
         if len(line) > limit:

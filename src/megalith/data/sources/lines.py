@@ -38,13 +38,14 @@ class _Form:
 
     def read(self, data: bytes, keys: tuple[str, ...], *, alone: bool, too_long: str | None = None) -> Part:
         """Documents of a text; `too_long` says why one more after them cannot be read."""
-        separator = self.separator.encode() if self.separator else None
-        units = count_units(data, separator) if data else 0
-        documents = (
-            json_documents(data, keys, self.encoding, self.limit)
-            if self.is_json
-            else text_documents(data, self.separator, alone=alone, encoding=self.encoding, limit=self.limit)
-        )
+        documents: Iterator[tuple[int, Document | BadDocument]]
+        if self.is_json:
+            lines = data.split(b"\n")
+            units = len(lines) - (not lines[-1])
+            documents = json_documents(lines, keys, self.encoding, self.limit)
+        else:
+            units = count_units(data, self.separator.encode() if self.separator else None) if data else 0
+            documents = text_documents(data, self.separator, alone=alone, encoding=self.encoding, limit=self.limit)
         if too_long is not None:
             documents = _with_last(documents, units, too_long)
         return Part(documents, units + (too_long is not None), len(data))
