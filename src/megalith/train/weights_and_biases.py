@@ -59,6 +59,9 @@ class WandB:
     Attributes:
         mode: "online", "offline" or what WANDB_MODE says.
         folder: where its files are.
+
+    Raises:
+        ConfigError: W&B does not begin, such as online without a network.
     """
 
     name = "W&B"
@@ -69,14 +72,19 @@ class WandB:
         self.mode, self.folder = mode(os.environ, Path.home()), log.wandb_save_dir or str(folder)
         self.errors: tuple[type[Exception], ...] = (OSError, wandb.Error)
         os.makedirs(self.folder, exist_ok=True)
-        self._run = wandb.init(
-            dir=self.folder,
-            name=log.wandb_exp_name,
-            project=log.wandb_project,
-            entity=log.wandb_entity,
-            config=dict(arguments),
-            mode=self.mode,
-        )
+        try:
+            self._run = wandb.init(
+                dir=self.folder,
+                name=log.wandb_exp_name,
+                project=log.wandb_project,
+                entity=log.wandb_entity,
+                config=dict(arguments),
+                mode=self.mode,
+            )
+        except wandb.Error as error:
+            raise ConfigError(
+                f"--wandb-project {log.wandb_project}: W&B does not begin: {error}; WANDB_MODE=offline records in files"
+            ) from error
 
     def scalars(self, values: Mapping[str, float], iteration: int, samples: int | None) -> None:
         """A point of each curve."""

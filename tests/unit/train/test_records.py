@@ -129,6 +129,21 @@ def test_wandb_gets_the_same_names_once(wandb: list[Any], tmp_path: Path, monkey
     assert end == "finish"
 
 
+def test_a_service_that_does_not_begin_is_an_error(
+    wandb: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = sys.modules["wandb"]
+
+    def init(**words: Any) -> Any:
+        raise package.Error("no route to host")
+
+    monkeypatch.setattr(package, "init", init)
+    with pytest.raises(
+        ConfigError, match="--wandb-project p: W&B does not begin: no route to host; WANDB_MODE=offline"
+    ):
+        WandB(LogConfig(wandb_project="p", wandb_exp_name="n"), tmp_path, {})
+
+
 def test_wandb_is_online_only_where_a_key_is_known(tmp_path: Path) -> None:
     assert mode({}, tmp_path) == "offline"
     assert mode({"WANDB_API_KEY": "k"}, tmp_path) == "online"
