@@ -274,7 +274,8 @@ def _memory(trained: Trained, runner: ModelRunner | RankRunner, context: Paralle
 
 def _span(sizes: Sequence[int]) -> str:
     """The least and the most of some bytes, in MiB."""
-    return " to ".join(f"{round(size / 2**20, 1):g}" for size in sorted({min(sizes), max(sizes)}))
+    least, most = (f"{round(size / 2**20, 1):g}" for size in (min(sizes), max(sizes)))
+    return least if least == most else f"{least} to {most}"
 
 
 def _try_out(trained: Trained, engine: Engine) -> None:
