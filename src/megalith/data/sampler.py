@@ -65,7 +65,11 @@ class Cyclic:
                 f"multiple of --micro-batch-size {self.micro_batch_size} x data-parallel size {num_ranks} = {block}: "
                 "the order of an epoch depends on both, so resume with those that the run had"
             )
-        while per_epoch:
+        return self._epochs(consumed, rank, num_ranks) if per_epoch else iter(())
+
+    def _epochs(self, consumed: int, rank: int, num_ranks: int) -> Iterator[Sequence[int | None]]:
+        per_epoch = self.total - self.total % (self.micro_batch_size * num_ranks)
+        while True:
             yield from cyclic_micro_batches(self.total, consumed, self.micro_batch_size, rank=rank, num_ranks=num_ranks)
             consumed += per_epoch - consumed % per_epoch
 
