@@ -143,10 +143,10 @@ def run_one(name: str, steps: int) -> dict[str, Any]:
 GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}
 
 
-def _in_child(name: str, options: argparse.Namespace, environment: dict[str, str]) -> dict[str, Any]:
-    command = [sys.executable, __file__, "--one", name, "--threads", str(options.threads), "--steps"]
+def _in_child(name: str, threads: int, steps: int, environment: dict[str, str]) -> dict[str, Any]:
+    command = [sys.executable, __file__, "--one", name, "--threads", str(threads), "--steps"]
     environment = {**os.environ, **environment}
-    done = subprocess.run([*command, str(options.steps)], check=True, capture_output=True, text=True, env=environment)
+    done = subprocess.run([*command, str(steps)], check=True, capture_output=True, text=True, env=environment)
     found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     return found
 
@@ -157,9 +157,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     for _ in range(options.rounds):
         for name in names:
-            found[name].append(_in_child(name, options, {}))
+            found[name].append(_in_child(name, options.threads, options.steps, {}))
     seconds = {name: [statistics.median(one["seconds"]) for one in runs] for name, runs in found.items()}
-    peaks = {name: _in_child(name, options, GIVES_BACK)["peak_mib"] for name in names}
+    peaks = {name: _in_child(name, options.threads, 1, GIVES_BACK)["peak_mib"] for name in names}
     theory = {name: (c.off, c.theory) for name, c in CONTENDERS.items()}
     theory["plain loss"] = ("", 0.0)
     theory["fused loss"] = ("plain loss", 12 * LOSS_TOKENS * LOSS_VOCABULARY / MIB)

@@ -16,83 +16,20 @@ from torch import Tensor, nn
 
 from megalith.config import ModelConfig
 from megalith.models.attention_kernels import attention_kernel
-from megalith.nn.attention import AttentionRule, AttentionShape, LocalMixer, SelfAttention, SequenceMixer
+from megalith.models.layer_options import activation, attention_rule, attention_shape, layer_norm, rotations
+from megalith.nn.attention import LocalMixer, SelfAttention, SequenceMixer
 from megalith.nn.cache import KVCache, LayerCache
 from megalith.nn.documents import Documents
 from megalith.nn.dropout import HiddenDropout
 from megalith.nn.embedding import TokenEmbedding
-from megalith.nn.feed_forward import Activation, FeedForward
+from megalith.nn.feed_forward import FeedForward
 from megalith.nn.loss import LogitsBuffer, OutputLayer, vocabulary_loss, whole_logits
-from megalith.nn.norm import build_norm
 from megalith.nn.placement import Placement
 from megalith.nn.precision import at_least_fp32
 from megalith.nn.recompute import Group, OutputAgain, Recompute, recomputed
 from megalith.nn.region import Region, Solo
-from megalith.nn.rope import Interpolation, LongContext, Rotation, RotationTable, Scaling, Yarn
+from megalith.nn.rope import Rotation
 from megalith.nn.sink import GradientSink, attach_sink
-
-
-def attention_shape(config: ModelConfig) -> AttentionShape:
-    """The attention sizes that a configuration means."""
-    return AttentionShape(
-        hidden_size=config.hidden_size,
-        num_heads=config.num_attention_heads,
-        num_groups=config.query_groups,
-        head_size=config.head_size,
-        dropout=config.attention_dropout,
-        rotary_interleaved=config.rotary_interleaved,
-        head_norm=config.head_norm,
-        norm_epsilon=config.norm_epsilon,
-        norm_around_one=config.apply_layernorm_1p,
-        output_gate=config.attention_output_gate,
-        softmax_type=config.softmax_type,
-    )
-
-
-def attention_rule(config: ModelConfig, layer: int) -> AttentionRule:
-    """Which keys a layer attends to and how; layers count from 0, and Megatron's scaling by layers from 1."""
-    return AttentionRule(
-        scale=config.softmax_scale,
-        window=config.windows[layer],
-        layer_scaling=layer + 1 if config.apply_query_key_layer_scaling else 1,
-    )
-
-
-def activation(config: ModelConfig) -> Activation:
-    """What lies between the projections of the feed-forward layers."""
-    return Activation(config.activation, config.gated, config.glu_linear_offset, config.activation_func_clamp_value)
-
-
-def rotary_scaling(config: ModelConfig) -> Scaling | None:
-    """How a configuration stretches positions for long sequences."""
-    scaling: Scaling | None = None
-    if config.position_embedding_type == "yarn":
-        return Yarn(
-            config.rotary_scaling_factor,
-            config.yarn_original_max_position_embeddings or config.max_position_embeddings,
-            config.rotary_base,
-            beta_fast=config.yarn_beta_fast or 32.0,
-            beta_slow=config.yarn_beta_slow or 1.0,
-            mscale=config.mscale,
-            mscale_all_dim=config.mscale_all_dim,
-            rounded=config.yarn_correction_range_round_to_int,
-        )
-    if config.use_rope_scaling:
-        scaling = LongContext(config.rope_scaling_factor)
-    if config.rotary_seq_len_interpolation_factor is not None:
-        scaling = Interpolation(config.rotary_seq_len_interpolation_factor, scaling)
-    return scaling
-
-
-def rotations(config: ModelConfig, dtype: torch.dtype) -> RotationTable:
-    """How a configuration turns the heads of each position."""
-    return RotationTable(
-        config.rotary_size,
-        config.rotary_base,
-        interleaved=config.rotary_interleaved,
-        dtype=dtype,
-        scaling=rotary_scaling(config),
-    )
 
 
 class Block(nn.Module):
@@ -120,7 +57,7 @@ class Block(nn.Module):
         self.region, self.recompute = region, frozenset(recompute)
         self.rotated = config.rotated_layers[layer]
         self.residual_of_norm = config.apply_residual_connection_post_layernorm
-        self.input_layernorm = _norm(config, dtype, device)
+        self.input_layernorm = layer_norm(config, dtype, device)
         self.self_attention = SelfAttention(
             attention_shape(config),
             region,
@@ -133,7 +70,7 @@ class Block(nn.Module):
             dtype=dtype,
             device=device,
         )
-        self.pre_mlp_layernorm = _norm(config, dtype, device)
+        self.pre_mlp_layernorm = layer_norm(config, dtype, device)
         self.mlp = FeedForward(
             config.hidden_size,
             config.ffn_size,
@@ -186,17 +123,6 @@ class Block(nn.Module):
         return self.training and torch.is_grad_enabled()
 
 
-def _norm(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    return build_norm(
-        config.normalization,
-        config.hidden_size,
-        config.norm_epsilon,
-        around_one=config.apply_layernorm_1p,
-        dtype=dtype,
-        device=device,
-    )
-
-
 @dataclass(frozen=True)
 class Stage:
     """The part of a model that is computed in one place.
@@ -237,7 +163,7 @@ class Decoder(nn.Module):
                 for number in stage.layers
             }
         )
-        self.final_layernorm = _norm(config, dtype, device) if stage.predicts else None
+        self.final_layernorm = layer_norm(config, dtype, device) if stage.predicts else None
 
     def forward(
         self,

@@ -84,7 +84,9 @@ def _linear(reading: Reading, found: Mapping[str, Any]) -> dict[str, Any]:
 def _yarn(reading: Reading, found: Mapping[str, Any], positions: int) -> dict[str, Any]:
     known = {"rope_type", "type", "rope_theta", "factor", "partial_rotary_factor", *_YARN}
     strange = [key for key, value in found.items() if key not in known and value not in NOTHING]
-    numbers = {key: found.get(key) for key in (*_YARN, "factor") if key != "truncate" and found.get(key) is not None}
+    numbers: dict[str, Any] = {
+        key: found.get(key) for key in (*_YARN, "factor") if key != "truncate" and found.get(key) is not None
+    }
     wrong = [key for key, value in numbers.items() if not isinstance(value, int | float) or isinstance(value, bool)]
     if "factor" not in numbers or strange or wrong:
         reading.problems.append(f"the yarn rope is {short(dict(found))}; {', '.join(strange + wrong) or 'factor'}?")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,7 +11,7 @@ from torch import Tensor
 from megalith.kernels.blocked_attention import BLOCK
 from megalith.kernels.dropout import Dropout
 from megalith.kernels.partial_attention import attend_part, attend_part_backward, has_flash, merge_parts
-from megalith.nn.attention import PLAIN
+from megalith.nn.attention import PLAIN, AttentionRule
 
 
 def _tensors(queries: int, keys: int, groups: int = 4, dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -45,6 +47,31 @@ def test_a_part_follows_the_definition_in_both_passes(
     found = attend_part_backward(grad, q, k, v, context, lse, causal=causal, flash=flash)
     for mine, reference in zip(found, torch.autograd.grad(wanted, leaves, grad), strict=True):
         torch.testing.assert_close(mine, reference, rtol=1e-10, atol=1e-11)
+
+
+def test_parts_in_a_window_merge_where_a_query_sees_no_key_of_one() -> None:
+    q, k, v, grad = _tensors(12, 12, 2)
+    hidden, cuts = AttentionRule(window=3).hidden(12, 12, q.device), [slice(0, 6), slice(6, 12)]
+    context, lse = torch.zeros_like(q), torch.full(q.shape[:3], torch.finfo(q.dtype).min, dtype=q.dtype)
+    options: list[dict[str, Any]] = [{"causal": False, "hidden": hidden[:, cut], "scale": 0.4} for cut in cuts]
+    for cut, option in zip(cuts, options, strict=True):
+        part, of_part = attend_part(q, k[:, :, cut], v[:, :, cut], **option)
+        unseen = slice(9, 12) if cut.start == 0 else slice(0, 6)
+        assert bool(of_part[:, :, unseen].isneginf().all()) and not bool(part[:, :, unseen].any())
+        merge_parts(context, lse, part, of_part)
+    leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+    wide = [x.repeat_interleave(2, dim=1) for x in leaves[1:]]
+    scores = (leaves[0] @ wide[0].transpose(2, 3) * 0.4).masked_fill(hidden, float("-inf"))
+    wanted = scores.softmax(-1) @ wide[1]
+    torch.testing.assert_close(context, wanted, rtol=1e-11, atol=1e-12)
+    parts = [
+        attend_part_backward(grad, q, k[:, :, cut], v[:, :, cut], context, lse, **option)
+        for cut, option in zip(cuts, options, strict=True)
+    ]
+    dq, dk, dv = torch.autograd.grad(wanted, leaves, grad)
+    torch.testing.assert_close(parts[0][0] + parts[1][0], dq, rtol=1e-10, atol=1e-11)
+    torch.testing.assert_close(torch.cat([part[1] for part in parts], dim=2), dk, rtol=1e-10, atol=1e-11)
+    torch.testing.assert_close(torch.cat([part[2] for part in parts], dim=2), dv, rtol=1e-10, atol=1e-11)
 
 
 @pytest.mark.parametrize("flash", [True, False])

@@ -1,0 +1,87 @@
+"""What the settings of an architecture mean for the parts of a layer: sizes, rules, functions and norms."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from megalith.config import ModelConfig
+from megalith.nn.attention import AttentionRule, AttentionShape
+from megalith.nn.feed_forward import Activation
+from megalith.nn.norm import build_norm
+from megalith.nn.rope import Interpolation, LongContext, RotationTable, Scaling, Yarn
+
+
+def attention_shape(config: ModelConfig) -> AttentionShape:
+    """The attention sizes that a configuration means."""
+    return AttentionShape(
+        hidden_size=config.hidden_size,
+        num_heads=config.num_attention_heads,
+        num_groups=config.query_groups,
+        head_size=config.head_size,
+        dropout=config.attention_dropout,
+        rotary_interleaved=config.rotary_interleaved,
+        head_norm=config.head_norm,
+        norm_epsilon=config.norm_epsilon,
+        norm_around_one=config.apply_layernorm_1p,
+        output_gate=config.attention_output_gate,
+        softmax_type=config.softmax_type,
+    )
+
+
+def attention_rule(config: ModelConfig, layer: int) -> AttentionRule:
+    """Which keys a layer attends to and how; layers count from 0, and Megatron's scaling by layers from 1."""
+    return AttentionRule(
+        scale=config.softmax_scale,
+        window=config.windows[layer],
+        layer_scaling=layer + 1 if config.apply_query_key_layer_scaling else 1,
+    )
+
+
+def activation(config: ModelConfig) -> Activation:
+    """What lies between the projections of the feed-forward layers."""
+    return Activation(config.activation, config.gated, config.glu_linear_offset, config.activation_func_clamp_value)
+
+
+def rotary_scaling(config: ModelConfig) -> Scaling | None:
+    """How a configuration stretches positions for long sequences."""
+    scaling: Scaling | None = None
+    if config.position_embedding_type == "yarn":
+        return Yarn(
+            config.rotary_scaling_factor,
+            config.yarn_original_max_position_embeddings or config.max_position_embeddings,
+            config.rotary_base,
+            beta_fast=config.yarn_beta_fast or 32.0,
+            beta_slow=config.yarn_beta_slow or 1.0,
+            mscale=config.mscale,
+            mscale_all_dim=config.mscale_all_dim,
+            rounded=config.yarn_correction_range_round_to_int,
+        )
+    if config.use_rope_scaling:
+        scaling = LongContext(config.rope_scaling_factor)
+    if config.rotary_seq_len_interpolation_factor is not None:
+        scaling = Interpolation(config.rotary_seq_len_interpolation_factor, scaling)
+    return scaling
+
+
+def rotations(config: ModelConfig, dtype: torch.dtype) -> RotationTable:
+    """How a configuration turns the heads of each position."""
+    return RotationTable(
+        config.rotary_size,
+        config.rotary_base,
+        interleaved=config.rotary_interleaved,
+        dtype=dtype,
+        scaling=rotary_scaling(config),
+    )
+
+
+def layer_norm(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """The norm of hidden states that a configuration means."""
+    return build_norm(
+        config.normalization,
+        config.hidden_size,
+        config.norm_epsilon,
+        around_one=config.apply_layernorm_1p,
+        dtype=dtype,
+        device=device,
+    )
