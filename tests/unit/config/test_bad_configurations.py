@@ -284,14 +284,9 @@ TABLE: list[tuple[str, tuple[str, ...]]] = [
         "--save {data}/c --save-interval 5 --non-persistent-save-interval 2 --non-persistent-ckpt-type local",
         ("--non-persistent-ckpt-type local requires --non-persistent-local-ckpt-dir DIR",),
     ),
-    (
-        "WORLD_SIZE=2 MASTER_ADDR=10.0.0.7 --save {data}/c --save-interval 5 --non-persistent-ckpt-type local "
-        "--non-persistent-local-ckpt-dir {data}/l",
-        ("of the 2 processes some are on this machine", "use --non-persistent-ckpt-type global"),
-    ),
     ("--ckpt-convert-format torch", ("--ckpt-convert-format torch requires --load and --ckpt-convert-save DIR",)),
     ("--ckpt-convert-save {data}/c", ("requires --ckpt-convert-format torch or torch_dist",)),
-    ("--replication", ("--replication: checkpoints on the disks of single nodes", "use --async-save")),
+    ("--replication", ("--replication: checkpoints on the disks of several nodes", "use --async-save")),
     ("--keep-last 0", ("--keep-last 0: must be at least 1",)),
     (
         "--tensor-model-parallel-size 2",
@@ -461,6 +456,15 @@ def test_one_mistake_gives_one_message_with_value_and_remedy(
     (message,) = caught.value.violations
     for fragment in expected:
         assert fragment.format(data=data) in message
+
+
+def test_local_checkpoints_are_for_one_machine(data: Path) -> None:
+    words = command_line("--save {data}/c --save-interval 5 --non-persistent-ckpt-type local", data)
+    words += ["--non-persistent-local-ckpt-dir", str(data / "l")]
+    two_hosts = {**environment("WORLD_SIZE=2"), "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "10.0.0.7"}
+    with pytest.raises(ConfigError, match=r"local is not supported \(of the 2 processes 1 are on this machine.*global"):
+        load(words, two_hosts)
+    assert load(words, {**two_hosts, "LOCAL_WORLD_SIZE": "2"}).checkpoint.passing_folder("c") == str(data / "l")
 
 
 def test_the_table_breaks_every_rule(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
