@@ -159,7 +159,7 @@ class _Named(nn.Module):
         optimizer = build_optimizer(self, config, PrecisionConfig())
         optimizer.zero_grad()
         optimizer.step(0.1, 1.0, **rates)
-        return {name: round(0.5 - float(p.flatten()[0]), 6) for name, p in self.named_parameters()}
+        return {name: round(0.5 - float(p.detach().flatten()[0]), 6) for name, p in self.named_parameters()}
 
 
 def test_weight_decay_of_query_and_key_norms() -> None:
