@@ -19,6 +19,7 @@ from typing import Any
 from megalith.errors import DataError
 
 _ABSENT = "-"
+_ORDER = ("class", "vocab_size", "special", "setting", "file")
 _SHOWN_OF_HASH = 12
 
 
@@ -72,7 +73,7 @@ def card_differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[s
     """
     left, right = _flat(one), _flat(other)
     differing = {}
-    for name in dict.fromkeys((*left, *right)):
+    for name in sorted(dict.fromkeys((*left, *right)), key=_place):
         values = left.get(name), right.get(name)
         if values[0] != values[1] and not (name.startswith("special ") and None in values):
             differing[name] = (_shown(values[0]), _shown(values[1]))
@@ -155,6 +156,12 @@ def _flat(card: Mapping[str, Any]) -> dict[str, Any]:
         else:
             flat[name] = value
     return flat
+
+
+def _place(name: str) -> int:
+    """What says most comes first."""
+    kind = name.partition(" ")[0]
+    return _ORDER.index(kind) if kind in _ORDER else len(_ORDER)
 
 
 def _shown(value: Any) -> str:
