@@ -32,7 +32,7 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -263,7 +263,8 @@ def products() -> float:
 # --- the measurement ----------------------------------------------------------------------------------------------
 
 
-def measure(bench: Bench, pairs: int, *, peers: bool) -> dict[str, Any]:
+def measure(bench: Bench, pairs: int, *, peers: bool) -> Iterator[dict[str, Any]]:
+    """What was found so far, after each round."""
     rounds: list[dict[str, float]] = []
     asynchronous: list[dict[str, float]] = []
     bench.save()  # warm up, and the sizes of the files
@@ -286,18 +287,24 @@ def measure(bench: Bench, pairs: int, *, peers: bool) -> dict[str, Any]:
         rounds.append(found)
         print(json.dumps({name: round(seconds, 3) for name, seconds in found.items()}), flush=True)
         print(json.dumps({name: round(seconds, 3) for name, seconds in asynchronous[-1].items()}), flush=True)
+        yield summary(rounds, asynchronous, bench.nbytes, peers=peers)
+
+
+def summary(
+    rounds: list[dict[str, float]], asynchronous: list[dict[str, float]], nbytes: int, *, peers: bool
+) -> dict[str, Any]:
+    """Medians over the rounds of the ratios within them."""
 
     def ratio(over: str, under: str) -> float:
         return round(statistics.median(found[over] / found[under] for found in rounds), 3)
 
     pairs_of_saves = zip(asynchronous, rounds, strict=True)
     result: dict[str, Any] = {
-        "gigabytes": round(bench.nbytes / 1e9, 3),
+        "gigabytes": round(nbytes / 1e9, 3),
         "seconds": {name: [round(found[name], 4) for found in rounds] for name in rounds[0]},
         "async_seconds": {name: [round(found[name], 4) for found in asynchronous] for name in asynchronous[0]},
         "gigabytes_per_second": {
-            name: round(bench.nbytes / 1e9 / statistics.median(found[name] for found in rounds), 2)
-            for name in rounds[0]
+            name: round(nbytes / 1e9 / statistics.median(found[name] for found in rounds), 2) for name in rounds[0]
         },
         "save_share_of_raw": ratio("raw write", "save"),
         "load_share_of_raw": ratio("raw read", "load"),
@@ -328,7 +335,7 @@ def main() -> None:
             parser.error(
                 f"{folder} has {free / 1e9:.1f} GB free; --size {options.size} needs {3 * bench.nbytes / 1e9:.1f}"
             )
-        result: dict[str, Any] = {
+        about: dict[str, Any] = {
             "what": __doc__,
             "machine": {"processor": platform.processor() or platform.machine(), "cpus": os.cpu_count()},
             "load_before": os.getloadavg(),
@@ -336,12 +343,12 @@ def main() -> None:
             "threads": options.threads,
             "step_seconds": options.step_seconds,
             "size": options.size,
-            **measure(bench, options.pairs, peers=not options.no_peers),
-            "load_after": os.getloadavg(),
         }
+        for found in measure(bench, options.pairs, peers=not options.no_peers):
+            result = {**about, **found, "load_after": os.getloadavg()}
+            if options.out:
+                options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(json.dumps({name: value for name, value in result.items() if name != "what"}, indent=1))
-    if options.out:
-        options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megalith.assemble.trained import load_trained
+from megalith.checkpoint import DirectoryStore
 from megalith.checkpoint.convert import Wanted, convert
 from megalith.checkpoint.huggingface_export import Export, export
 from megalith.cli.main import main
@@ -68,3 +69,15 @@ def test_a_damaged_model_is_told(folder: Path, tmp_path: Path, capfd: pytest.Cap
     assert main(["checkpoint", "export", str(tmp_path / "save"), str(tmp_path / "out"), "--no-compare"]) != 0
     assert "tokenizer.model" in capfd.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_weights_under_an_iteration(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """For programs that know no release: a checkpoint as any other, without an optimizer."""
+    save = tmp_path / "save"
+    assert main(["checkpoint", "import", str(folder), str(save), "--no-compare", "--iteration", "7"]) == 0
+    assert f"--load {save} --finetune" in capfd.readouterr().out
+    assert (save / "latest_checkpointed_iteration.txt").read_text() == "7" and (save / "iter_0000007").is_dir()
+    store = DirectoryStore(save)
+    assert store.verify(7) == [] and store.common(7)["iteration"] == 7 and not store.weights_only(7)
+    assert load_trained(save, torch.device("cpu")).iteration == 7
+    assert main(["checkpoint", "import", str(folder), str(save), "--no-compare", "--iteration", "-1"]) == 2

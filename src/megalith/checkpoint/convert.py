@@ -7,6 +7,7 @@ no device and no model is needed, and memory is bounded by the largest tensor.
 from __future__ import annotations
 
 import time
+from argparse import Namespace
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -81,6 +82,7 @@ class Wanted:
         true_vocab_size: tokens of the vocabulary, which is then padded for the layout as Megatron pads it.
         run_args: Megatron's arguments of a run whose layers are to be divided in its way; tp and pp are among them.
         release: weights without an iteration, under `release/`.
+        iteration: of the result; by default that of the source.
         names: of the weights in format torch: `CORE` or a generation of `LEGACY`.
         replace: take the place of a checkpoint that is there.
     """
@@ -93,6 +95,7 @@ class Wanted:
     true_vocab_size: int | None = None
     run_args: Mapping[str, Any] = field(default_factory=dict)
     release: bool = False
+    iteration: int | None = None
     names: str = CORE
     replace: bool = False
 
@@ -149,8 +152,11 @@ def convert(
     source, layout = adapted(folder.source, wanted, str(found), notes)
     if on_read is not None:
         source = Watched(source, on_read)
+    if wanted.iteration is not None:
+        source = _Numbered(source, wanted.iteration)
     number = int(source.common().get("iteration") or 0)
-    released = wanted.release or found.name == RELEASE or folder.source.format == "huggingface"
+    weights = wanted.release or found.name == RELEASE or folder.source.format == "huggingface"
+    released = weights and wanted.iteration is None
     name = RELEASE if released else f"iter_{number:07d}"
     final = destination / name
     _check_place(final, found, replace=wanted.replace)
@@ -176,6 +182,8 @@ def check_wanted(wanted: Wanted) -> None:
         wrong.append(f"--format {wanted.format} cannot be written; use {' or '.join(FORMATS)}")
     if wanted.dtype is not None and wanted.dtype not in DTYPES:
         wrong.append(f"--dtype {wanted.dtype} is none of {', '.join(DTYPES)}")
+    if wanted.iteration is not None and wanted.iteration < 0:
+        wrong.append(f"--iteration {wanted.iteration} is less than 0")
     sizes = {"--tp": wanted.tp, "--pp": wanted.pp, "--true-vocab-size": wanted.true_vocab_size}
     wrong += [f"{flag} {size} is less than 1" for flag, size in sizes.items() if size is not None and size < 1]
     if wrong:
@@ -300,6 +308,19 @@ class _OwnCommon(Adapter):
         common = self.source.common()
         kept = {key: common[key] for key in _COMMON if key in common}
         return {**kept, "checkpoint_version": CHECKPOINT_VERSION, "content_metadata": CONTENT_METADATA}
+
+
+class _Numbered(Adapter):
+    """Under an iteration of choice."""
+
+    def __init__(self, source: Source, iteration: int) -> None:
+        super().__init__(source)
+        self._iteration = iteration
+
+    def common(self) -> dict[str, Any]:
+        common = self.source.common()
+        counted = {"consumed_train_samples": 0, "consumed_valid_samples": 0, **args_of(common)}
+        return {**common, "iteration": self._iteration, "args": Namespace(**counted)}
 
 
 def _facts(folder: CheckpointFolder, iteration: int, layout: Layout) -> dict[str, Any]:

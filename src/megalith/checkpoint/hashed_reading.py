@@ -1,20 +1,25 @@
 """Reading files into tensors and hashing them in the same pass.
 
 To hash a checkpoint and then to read it costs a second trip through memory for every byte, and on a fast disk that trip
-is most of the time. Here each block goes from the file to its destination and through the hash while it is in the
-processor's cache, and what lies between the destinations through a small buffer. The system's own read-ahead fetches
-what comes next meanwhile; to ask it for more (`posix_fadvise`) made it slower, since it then takes small pages.
+is most of the time. Here some MiB go from the file to their destination, and then through the hash in a second thread
+while they are in the processor's cache and the next ones are read. What lies between the destinations goes through a
+buffer. To ask the system for more read-ahead than it does itself (`posix_fadvise`) made it slower.
 
 What is filled may be used only when `ReadThrough.problems` is empty.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
 from megalith.checkpoint.hashing import BLOCK_SIZE, BlockHash, FileRecord, hash_files, read_exactly
+
+_PIECE = 4 * BLOCK_SIZE  # bytes that are read, or hashed, in one go
+_BEHIND = 4  # such pieces at most are read and not hashed
 
 
 class FileReading:
@@ -37,9 +42,10 @@ class FileReading:
 
 
 class HashedReading(FileReading):
-    """An open file that is hashed whole as it is read from its begin to its end.
+    """An open file that is hashed whole as it is read from its begin to its end; a second thread hashes.
 
-    What is asked for behind the place that was reached is read again, and hashed once.
+    What is asked for behind the place that was reached is read again, and hashed once. What was read must stay as it is
+    until `record`.
 
     Args:
         fd: the file.
@@ -48,18 +54,19 @@ class HashedReading(FileReading):
 
     def __init__(self, fd: int, size: int) -> None:
         super().__init__(fd)
-        self._size, self._hash = size, BlockHash()
-        self._between = memoryview(bytearray(min(BLOCK_SIZE, size)))
+        self._size, self._hash, self._reached = size, BlockHash(), 0
+        self._pieces: list[memoryview] = []  # read, and not yet given to the other thread
+        self._given: deque[Future[None]] = deque()
+        self._hasher = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-hash")
 
     def read(self, view: memoryview, start: int) -> None:
-        if start < self._hash.size:
+        if start < self._reached:
             super().read(view, start)
             return
         self._pass_over(start)
         while view:
-            piece = view[: self._hash.room]
-            self._take(piece)
-            view = view[len(piece) :]
+            self._take(view[:_PIECE])
+            view = view[_PIECE:]
 
     def record(self) -> FileRecord:
         """Size and digest of the whole file.
@@ -68,15 +75,38 @@ class HashedReading(FileReading):
             EOFError: it has become shorter.
         """
         self._pass_over(self._size)
+        self._give()
+        for part in self._given:
+            part.result()
         return self._hash.record()
 
+    def close(self) -> None:
+        """End the thread that hashes."""
+        self._hasher.shutdown(cancel_futures=True)
+
     def _pass_over(self, stop: int) -> None:
-        while (left := stop - self._hash.size) > 0:
-            self._take(self._between[: min(left, self._hash.room)])
+        while (left := stop - self._reached) > 0:
+            self._take(memoryview(bytearray(min(left, BLOCK_SIZE))))
 
     def _take(self, piece: memoryview) -> None:
-        read_exactly(self.fd, piece, self._hash.size)
-        self._hash.update(piece)
+        read_exactly(self.fd, piece, self._reached)
+        self._reached += len(piece)
+        self._pieces.append(piece)
+        if sum(map(len, self._pieces)) >= _PIECE:
+            self._give()
+
+    def _give(self) -> None:
+        self._given.append(self._hasher.submit(self._update, self._pieces))
+        self._pieces = []
+        if len(self._given) > _BEHIND:
+            self._given.popleft().result()
+
+    def _update(self, pieces: Sequence[memoryview]) -> None:
+        for piece in pieces:
+            while piece:
+                part = piece[: self._hash.room]
+                self._hash.update(part)
+                piece = piece[len(part) :]
 
 
 class ReadThrough:
@@ -98,8 +128,11 @@ class ReadThrough:
             yield FileReading(fd)
             return
         hashed = HashedReading(fd, self._expected[name].size)
-        yield hashed
-        self._found[name] = hashed.record()
+        try:
+            yield hashed
+            self._found[name] = hashed.record()
+        finally:
+            hashed.close()
 
     def problems(self) -> list[str]:
         """What differs from the records. Files that nothing was read from are hashed now.

@@ -34,6 +34,7 @@ from megalith.checkpoint.folder import CheckpointFolder, Reading, Signature, dam
 from megalith.checkpoint.folder_writer import MakeWriter, PerRankWriter, TorchDistWriter
 from megalith.checkpoint.manifest import MANIFEST_FILE
 from megalith.checkpoint.owner import claim
+from megalith.checkpoint.prefetch import Prefetch
 from megalith.checkpoint.retention import KEEP_ALL, Retention
 from megalith.checkpoint.saving import Saving
 from megalith.checkpoint.source import TRACKER_FILE as TRACKER_FILE
@@ -208,6 +209,7 @@ class DirectoryStore:
             self._writer = partial(PerRankWriter, layout=self._layout)
         self._sound: dict[int, Signature] = {}
         self._begun: dict[int, Signature] = {}  # sound but for what a load is still to see
+        self._fetching: Prefetch | None = None
         self._opened: tuple[tuple[Path, Signature], CheckpointFolder] | None = (
             None  # its table of contents is read once
         )
@@ -324,6 +326,7 @@ class DirectoryStore:
         if not verify or self._sound.get(iteration) == signature:
             return self._loaded(lambda: readings[0].load({}))
         rank, size = self._crew.rank, self._crew.size
+        self._stop_fetching()
         try:
             loaded = self._loaded(lambda: readings[0].load(self._existing(iteration).read_through(rank, size)))
         except Exception as error:
@@ -377,7 +380,22 @@ class DirectoryStore:
             self._begun[iteration] = signature
             if not (deferred and self._crew.first(lambda: self._existing(iteration).read_through())):
                 self._sound[iteration] = signature
+            else:
+                self._fetch(iteration)
         return problems
+
+    def _fetch(self, iteration: int) -> None:
+        """Let the disk begin with what the load is going to read."""
+        self._stop_fetching()
+        folder = self._existing(iteration)
+        self._fetching = Prefetch(
+            [folder.path / name for name in folder.read_through(self._crew.rank, self._crew.size)]
+        )
+
+    def _stop_fetching(self) -> None:
+        if self._fetching is not None:
+            self._fetching.stop()
+            self._fetching = None
 
     def newest_verified(self, *, deferred: bool = False) -> tuple[int | None, list[str]]:
         candidates, notes = self._crew.first(self._candidates)

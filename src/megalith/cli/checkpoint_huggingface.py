@@ -26,6 +26,12 @@ def add_arguments(commands: Any) -> None:
     )
     bring.add_argument("source", type=Path, metavar="HF_DIR", help="a folder with config.json and safetensors files")
     bring.add_argument("destination", type=Path, metavar="SAVE_DIR", help="the save folder to put the result into")
+    bring.add_argument(
+        "--iteration",
+        type=int,
+        metavar="N",
+        help="put them into iter_N instead of release, for programs that know no release; start with --finetune",
+    )
     bring.add_argument("--replace", action="store_true", help="replace the weights that are there")
     bring.set_defaults(run=run_import)
     take = commands.add_parser(
@@ -76,11 +82,12 @@ def run_import(options: argparse.Namespace) -> int:
         if not options.no_compare:
             compared.append(_compare(folder, options.source))
 
-    wanted = Wanted(release=True, replace=options.replace)
+    wanted = Wanted(release=True, iteration=options.iteration, replace=options.replace)
     made = convert(options.source, options.destination, wanted, check=check)
     print(f"{made.path}: {made.bytes / 2**20:.1f} MiB in {made.seconds:.1f} s")
     _say(compared[0] if compared else None)
-    print(f"start with these weights: --load {options.destination}")
+    finetune = "" if options.iteration is None else " --finetune"
+    print(f"start with these weights: --load {options.destination}{finetune}")
     return 0
 
 

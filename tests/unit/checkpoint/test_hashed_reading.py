@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -21,8 +22,12 @@ Same = Callable[[CheckpointContent, CheckpointContent], bool]
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (hashing, hashed_reading):
-        monkeypatch.setattr(module, "BLOCK_SIZE", 64)
+    for module, name, size in (
+        (hashing, "BLOCK_SIZE", 64),
+        (hashed_reading, "BLOCK_SIZE", 64),
+        (hashed_reading, "_PIECE", 100),
+    ):
+        monkeypatch.setattr(module, name, size)
 
 
 def record_of(path: Path) -> FileRecord:
@@ -45,6 +50,7 @@ def test_any_parts_of_a_file_and_its_hash(tmp_path: Path, size: int) -> None:
                 reading.read(memoryview(view), start)
                 assert view == data[start : start + len(view)]
             assert reading.record() == record_of(path)
+            reading.close()
 
 
 def test_every_byte_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,7 +70,9 @@ def test_every_byte_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_a_file_that_became_shorter_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(bytes(50))
     with (tmp_path / "file").open("rb") as file, pytest.raises(EOFError, match="ends at byte 50"):
-        HashedReading(file.fileno(), 60).record()
+        reading = HashedReading(file.fileno(), 60)
+        with closing(reading):
+            reading.record()
 
 
 def test_files_that_nothing_is_read_from_are_hashed_too(tmp_path: Path) -> None:
