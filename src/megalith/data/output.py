@@ -148,23 +148,18 @@ class SkippedList:
     """
 
     def __init__(self, path: Path, kept: int) -> None:
-        self.path = path
+        self.path, self.num_bytes = path, kept
         self._file: IO[bytes] | None = None
         if kept:
-            self._open()
-            assert self._file is not None
-            self._file.truncate(kept)
+            self._opened().truncate(kept)
         else:
             path.unlink(missing_ok=True)
-        self.num_bytes = kept
 
     def add(self, place: str, reason: str) -> None:
         """Note a document. Raises DataError if the disk is full."""
         line = " ".join(f"{place}: {reason}".split("\n")).encode("utf-8", "backslashreplace") + b"\n"
         try:
-            self._open()
-            assert self._file is not None
-            self._file.write(line)
+            self._opened().write(line)
         except OSError as error:
             raise DataError(f"cannot write {self.path}: {error.strerror}") from error
         self.num_bytes += len(line)
@@ -178,9 +173,10 @@ class SkippedList:
         if self._file is not None:
             self._file.close()
 
-    def _open(self) -> None:
+    def _opened(self) -> IO[bytes]:
         if self._file is None:
             self._file = self.path.open("ab")
+        return self._file
 
 
 def _partial(path: Path) -> Path:
