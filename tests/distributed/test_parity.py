@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +42,39 @@ LENGTH, SAMPLES, STEPS, TOLERANCE = 16, 8, 3, 1e-10
 
 @dataclass(frozen=True)
 class Model:
-    """A variant of the model: flags, and the rows of its vocabulary."""
+    """A variant of the model: flags, the rows of its vocabulary, and fields of its configuration without a flag."""
 
     flags: str
     vocab_size: int = 40
+    fields: Mapping[str, Any] = field(default_factory=dict)
 
 
+_MIXTURE = {
+    "num_experts": 4,
+    "moe_ffn_hidden_size": 12,
+    "moe_z_loss_coeff": 1e-3,
+    "moe_shared_expert_intermediate_size": 8,
+}
 MODELS = {
     "gpt2": Model(""),
+    "mixture": Model(
+        "--position-embedding-type rope --swiglu --normalization RMSNorm --disable-bias-linear --ffn-hidden-size 24",
+        fields=_MIXTURE | {"moe_aux_loss_coeff": (0.05,), "moe_layer_freq": "[1,0,1,1]"},
+    ),
+    "mixture-sigmoid": Model(
+        "--position-embedding-type rope --swiglu --normalization RMSNorm --disable-bias-linear --ffn-hidden-size 24",
+        fields=_MIXTURE
+        | {
+            "moe_router_load_balancing_type": ("seq_aux_loss",),
+            "moe_aux_loss_coeff": (0.05,),
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+            "moe_router_bias_update_rate": 0.1,
+            "moe_router_num_groups": 2,
+            "moe_router_group_topk": 1,
+            "moe_shared_expert_gate": True,
+        },
+    ),
     "llama": Model(
         "--position-embedding-type rope --swiglu --normalization RMSNorm --disable-bias-linear --ffn-hidden-size 24 "
         "--untie-embeddings-and-output-weights --group-query-attention --num-query-groups 2"
@@ -154,7 +179,8 @@ class Case:
             )
         argv = " ".join([BASE, MODELS[self.model].flags, *flags, more])
         words = [word for word in argv.split(" ") if word]
-        return load(words, {"WORLD_SIZE": str(sizes.world_size), "RANK": "0"}, files=False)
+        run = load(words, {"WORLD_SIZE": str(sizes.world_size), "RANK": "0"}, files=False)
+        return dataclasses.replace(run, model=dataclasses.replace(run.model, **MODELS[self.model].fields))
 
 
 def required_cases() -> Iterator[Case]:
@@ -175,6 +201,16 @@ def _options(layout: Layout) -> Iterator[Case]:
                 yield Case(layout, sequence_parallel=sp, virtual_stages=vpp, zero1=zero1)
 
 
+EXPERTS = [
+    Case(Layout(tp=2), "mixture"),
+    Case(Layout(tp=2, cp=2), "mixture", sequence_parallel=True),
+    Case(Layout(tp=2, pp=2), "mixture-sigmoid", sequence_parallel=True, virtual_stages=2),
+    Case(Layout(dp=2, pp=2), "mixture", zero1=True),
+    Case(Layout(cp=2, dp=2), "mixture-sigmoid", exchange="a2a"),
+    Case(Layout(pp=2), "mixture", schedule="zb-h1"),
+    Case(Layout(tp=2), "mixture", sequence_parallel=True, recompute="uniform-2"),
+    Case(Layout(dp=2), "mixture-sigmoid", fsdp="zero3"),
+]
 FURTHER = [
     Case(Layout(tp=2), "llama"),
     Case(Layout(tp=4), "llama", sequence_parallel=True),
@@ -537,8 +573,8 @@ def _covering(cases: list[Case]) -> set[Case]:
 
 
 SAMPLE = _covering(CASES)
-ALWAYS = SAMPLE | set(OPTIONS[:4]) | set(OPTIMISERS[:3]) | set(DATA[:4])
-ALL = [*CASES, *OPTIONS, *OPTIMISERS, *DATA]
+ALWAYS = SAMPLE | set(OPTIONS[:4]) | set(OPTIMISERS[:3]) | set(DATA[:4]) | set(EXPERTS[:4])
+ALL = [*CASES, *OPTIONS, *OPTIMISERS, *DATA, *EXPERTS]
 ROWS = [pytest.param(case, marks=() if case in ALWAYS else pytest.mark.full) for case in ALL]
 
 

@@ -178,7 +178,9 @@ def test_a_checkpoint_of_another_model_is_refused_with_every_difference(
     assert refused.code == 4
     assert "--num-layers: 2 in the checkpoint, 3 here" in refused.text
     assert "--hidden-size: 16 in the checkpoint, 32 here" in refused.text
-    assert "the tokenizer is another" in refused.text and "the training data: seq_length was 16 and is 8" in refused.text
+    assert (
+        "the tokenizer is another" in refused.text and "the training data: seq_length was 16 and is 8" in refused.text
+    )
     assert "Traceback" not in refused.text
 
 

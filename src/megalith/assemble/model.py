@@ -25,6 +25,7 @@ from megalith.optim.optimizer import Optimizer, build_optimizer
 from megalith.parallel.context import RingMixer, UlyssesMixer
 from megalith.parallel.deferred import DeferredSink
 from megalith.parallel.fsdp import FullyShard
+from megalith.parallel.peers import TokenPeers
 from megalith.parallel.tensor import SequenceParallel, TensorParallel
 
 _COMPILERS = ("g++", "clang++", "c++")
@@ -134,6 +135,7 @@ def build_chunks(
             vocab_size,
             region=region,
             mixer=mixer,
+            peers=TokenPeers(context, sequence_parallel=region.partial_gradients),
             stage=stage,
             recompute=build_recompute(run),
             dtype=dtype or params_dtype(run.precision),

@@ -143,10 +143,11 @@ class RunConfig:
         """The groups as JSON-able dictionaries, tuples as lists; `from_dict` is the inverse."""
         return {
             name: {
-                key: list(value) if isinstance(value, tuple) else value
-                for key, value in dataclasses.asdict(getattr(self, name)).items()
+                setting.name: list(value) if isinstance(value, tuple) else value
+                for setting in settings_of(name, kind)
+                for value in (getattr(getattr(self, name), setting.name),)
             }
-            for name in group_types()
+            for name, kind in group_types().items()
         }
 
     @classmethod

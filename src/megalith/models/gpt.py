@@ -16,14 +16,15 @@ from torch import Tensor, nn
 
 from megalith.config import ModelConfig
 from megalith.models.attention_kernels import attention_kernel
-from megalith.models.layer_options import activation, attention_rule, attention_shape, layer_norm, rotations
+from megalith.models.feed_forwards import build_feed_forward
+from megalith.models.layer_options import attention_rule, attention_shape, layer_norm, rotations
 from megalith.nn.attention import LocalMixer, SelfAttention, SequenceMixer
 from megalith.nn.cache import KVCache, LayerCache
 from megalith.nn.documents import Documents
 from megalith.nn.dropout import HiddenDropout
 from megalith.nn.embedding import TokenEmbedding
-from megalith.nn.feed_forward import FeedForward
 from megalith.nn.loss import LogitsBuffer, OutputLayer, vocabulary_loss, whole_logits
+from megalith.nn.moe.balance import Alone, Auxiliary, Peers
 from megalith.nn.placement import Placement
 from megalith.nn.precision import at_least_fp32
 from megalith.nn.recompute import Group, OutputAgain, Recompute, recomputed
@@ -38,7 +39,8 @@ class Block(nn.Module):
     Args:
         config: of the model.
         layer: its number in the whole model, from 0.
-        region, mixer: how it shares its work with other ranks.
+        region, mixer, peers: how it shares its work with other ranks.
+        auxiliary: where the losses of experts join the backward pass.
         recompute: the parts of it that are computed again in the backward pass.
     """
 
@@ -48,6 +50,8 @@ class Block(nn.Module):
         layer: int,
         region: Region,
         mixer: SequenceMixer,
+        peers: Peers,
+        auxiliary: Auxiliary,
         recompute: Collection[str] = (),
         *,
         dtype: torch.dtype,
@@ -71,15 +75,7 @@ class Block(nn.Module):
             device=device,
         )
         self.pre_mlp_layernorm = layer_norm(config, dtype, device)
-        self.mlp = FeedForward(
-            config.hidden_size,
-            config.ffn_size,
-            activation(config),
-            region,
-            bias=config.add_bias_linear,
-            dtype=dtype,
-            device=device,
-        )
+        self.mlp = build_feed_forward(config, layer, region, peers, auxiliary, dtype=dtype, device=device)
         self.dropout = HiddenDropout(config.hidden_dropout, region)
 
     def forward(
@@ -147,6 +143,8 @@ class Decoder(nn.Module):
         stage: Stage,
         region: Region,
         mixer: SequenceMixer,
+        peers: Peers,
+        auxiliary: Auxiliary,
         recompute: Recompute | None,
         *,
         dtype: torch.dtype,
@@ -159,7 +157,7 @@ class Decoder(nn.Module):
         parts = () if recompute is None else recompute.parts
         self.layers = nn.ModuleDict(
             {
-                str(number): Block(config, number, region, mixer, parts, dtype=dtype, device=device)
+                str(number): Block(config, number, region, mixer, peers, auxiliary, parts, dtype=dtype, device=device)
                 for number in stage.layers
             }
         )
@@ -201,6 +199,7 @@ class GPT(nn.Module):
         vocab_size: V, padded as the embedding table stores it.
         region: How the layers share their work with other ranks; alone by default.
         mixer: How sequences are shared with other ranks; alone by default.
+        peers: The ranks with other tokens, over which the load of experts is balanced; none by default.
         stage: The part that is computed here; all of it by default.
         recompute: Which layers keep no activations between the passes of a training step; none by default.
 
@@ -214,6 +213,7 @@ class GPT(nn.Module):
         *,
         region: Region | None = None,
         mixer: SequenceMixer | None = None,
+        peers: Peers | None = None,
         stage: Stage | None = None,
         recompute: Recompute | None = None,
         dtype: torch.dtype = torch.float32,
@@ -240,7 +240,18 @@ class GPT(nn.Module):
             if self.stage.embeds
             else None
         )
-        self.decoder = Decoder(config, self.stage, region, self.mixer, recompute, dtype=dtype, device=device)
+        self.auxiliary = Auxiliary(per_token=config.calculate_per_token_loss)
+        self.decoder = Decoder(
+            config,
+            self.stage,
+            region,
+            self.mixer,
+            peers or Alone(),
+            self.auxiliary,
+            recompute,
+            dtype=dtype,
+            device=device,
+        )
         own_output = config.untie_embeddings_and_output_weights or not self.stage.embeds
         self.output_layer = (
             OutputLayer(vocab_size, config.hidden_size, region, dtype=dtype, device=device)

@@ -43,7 +43,7 @@ def _is_uniform(model: GPT, name: str, shape: Sequence[int]) -> bool:
 
 
 def _is_drawn(name: str) -> bool:
-    return (name.endswith(".weight") and "layernorm" not in name) or name.endswith(SINKS)
+    return (name.endswith((".weight", ".gate_weight")) and "layernorm" not in name) or name.endswith(SINKS)
 
 
 def _fill_constants(model: GPT) -> None:
@@ -97,6 +97,7 @@ def megatron_draw_order(model: GPT) -> list[str]:
     Source: spec/training-behaviour.md section 4, checked bit for bit against real initial weights.
     """
     names = []
+    feed_forwards = [name for name, _ in model.named_parameters() if ".mlp." in name]
     if model.embedding is not None:
         names.append(WORD_EMBEDDINGS)
         if model.embedding.position_embeddings is not None:
@@ -104,8 +105,10 @@ def megatron_draw_order(model: GPT) -> list[str]:
     for layer in model.stage.layers:
         if model.config.softmax_type == "learnable":
             names.append(f"decoder.layers.{layer}.self_attention.{SINKS}")
-        parts = ("self_attention.linear_proj", "self_attention.linear_qkv", "mlp.linear_fc1", "mlp.linear_fc2")
+        parts = ("self_attention.linear_proj", "self_attention.linear_qkv")
         names += [f"decoder.layers.{layer}.{part}.weight" for part in parts]
+        drawn = [name for name in feed_forwards if name.startswith(f"decoder.layers.{layer}.") and _is_drawn(name)]
+        names += sorted(drawn, key=lambda name: name.endswith("gate_weight"))
     return names if model.output_layer is None else [*names, "output_layer.weight"]
 
 

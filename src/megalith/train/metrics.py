@@ -75,8 +75,9 @@ class MetricsWriter(Hook):
 
     def after_step(self, result: StepResult) -> None:
         values = asdict(result)
-        if not result.source_tokens:
-            del values["source_tokens"]
+        for name in ("source_tokens", "auxiliary_losses"):
+            if not values[name]:
+                del values[name]
         self.event("step", **values)
 
     def after_window(self, report: WindowReport) -> None:

@@ -106,6 +106,7 @@ class Records(Hook):
         }
         self._draw(values, result.iteration, result.consumed_samples)
         tokens = {f"tokens of {name}": float(number) for name, number in result.source_tokens.items()}
+        self._draw(dict(result.auxiliary_losses), result.iteration)
         skipped = {"skipped-train-samples": float(result.skipped_samples)} if result.skipped_samples else {}
         self._draw(tokens | skipped, result.iteration)
         if self._recorded.memory:

@@ -33,6 +33,7 @@ class StepResult:
         bad: what is wrong with the step, which then was not applied; empty for a good one.
         decoupled_lr: the rate of the word embeddings and the output layer after the step, where it is another.
         skipped_samples: samples passed over so far (`--iterations-to-skip`).
+        auxiliary_losses: of mixtures of experts, name -> mean over layers and micro-batches.
         source_tokens: of a blend, the dataset -> its tokens in this step; empty without a blend.
     """
 
@@ -53,6 +54,7 @@ class StepResult:
     decoupled_lr: float | None = None
     skipped_samples: int = 0
     source_tokens: Mapping[str, int] = field(default_factory=dict)
+    auxiliary_losses: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -159,6 +161,7 @@ class WindowReport:
     num_skipped: int
     num_nan: int
     skipped_samples: int = 0
+    auxiliary_losses: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def seconds_left(self) -> float:
@@ -279,6 +282,10 @@ class Window:
             num_skipped=len(results) - len(applied),
             num_nan=sum(1 for result in results if not result.applied and not np.isfinite(result.loss)),
             skipped_samples=last.skipped_samples,
+            auxiliary_losses={
+                name: sum(result.auxiliary_losses[name] for result in results) / len(results)
+                for name in last.auxiliary_losses
+            },
         )
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megalith.parallel import pipeline
 from megalith.schedules.pipeline import default_schedule, make_schedule
+from megalith.train.experts import auxiliary_losses, begin_step, loss_names, move_biases
 from megalith.train.faults import Probe, no_probe
 from megalith.train.results import StepResult
 from megalith.train.spoil import Spoiler
@@ -77,9 +78,12 @@ def train_step(
     """
     started = time.perf_counter()
     step, timers = state.iteration + 1, timers or Timers()
+    model = state.chunks[0].config
+    per_token = model.calculate_per_token_loss
     for chunk in state.chunks:
         chunk.train()
     state.optimizer.zero_grad(num_micro_batches)
+    begin_step(state.chunks, state.optimizer.loss_scale / (1 if per_token else num_micro_batches))
     work = StageWork(
         state.chunks,
         batches,
@@ -95,11 +99,12 @@ def train_step(
         spoiler.begin(step)
     with timers.time("forward-backward", level=1):
         run_pipeline(state, work, schedule or default_schedule(len(state.chunks)), num_micro_batches, timers)
-    if state.chunks[0].config.calculate_per_token_loss:
+    if per_token:
         divide_by_tokens(state, work)
-    losses, samples_of = totals(torch.cat([work.total(), _samples_by_source(work, state, len(sources))])).split(
-        (2, len(sources))
-    )
+    names = loss_names(model)
+    auxiliary = auxiliary_losses(state.chunks, names, num_micro_batches, state.context)
+    mine = [work.total(), _samples_by_source(work, state, len(sources)), auxiliary.to(work.total())]
+    losses, samples_of, auxiliary = totals(torch.cat(mine)).split((2, len(sources), len(names)))
     loss, check = mean_loss(losses), state.check
     if sums is not None:
         sums += work.sums
@@ -121,6 +126,7 @@ def train_step(
     state.consumed_samples += work.num_samples * replicas
     if outcome.applied:
         state.schedule_samples += work.num_samples * replicas
+        move_biases(state.chunks, state.context, model.moe_router_bias_update_rate)
     state.updating = False
     return StepResult(
         iteration=step,
@@ -143,6 +149,7 @@ def train_step(
             name: round(number) * (work.num_tokens // work.num_samples)
             for name, number in zip(sources, samples_of.tolist(), strict=True)
         },
+        auxiliary_losses=dict(zip(names, auxiliary.tolist(), strict=True)),
     )
 
 

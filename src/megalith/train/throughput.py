@@ -30,9 +30,16 @@ def step_flops(model: ModelConfig, vocab_size: int, seq_length: int, global_batc
     groups = model.query_groups / model.num_attention_heads
     gate = 1.5 if model.gated else 1.0
     attention = (1 + groups + seq_length / (2 * hidden)) * heads_width
-    feed_forward = model.ffn_size / hidden * gate
+    feed_forward = sum(_width(model, experts) for experts in model.experts) / layers / hidden * gate
     logits = vocab_size / (2 * layers * hidden)
     return 12 * global_batch_size * seq_length * layers * hidden**2 * (attention + feed_forward + logits)
+
+
+def _width(model: ModelConfig, experts: int) -> int:
+    """Of the feed-forward layer that a token goes through, all its experts together."""
+    if not experts:
+        return model.ffn_size
+    return model.moe_router_topk * model.expert_size + (model.moe_shared_expert_intermediate_size or 0)
 
 
 def measure_peak(device: torch.device, dtype: torch.dtype, budget_seconds: float = 0.25) -> float:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megalith.config import ModelConfig, RunConfig, all_settings, from_values, group_types, load, megatron_args
-from megalith.config.fields import Setting
+from megalith.config.fields import Setting, settings_of
 from megalith.errors import ConfigError
 
 VALUES: dict[str, Any] = {
@@ -86,7 +86,7 @@ def value_of(setting: Setting) -> st.SearchStrategy[Any]:
 def test_to_and_from_dictionaries_and_json(values: dict[str, Any]) -> None:
     run = RunConfig(
         **{
-            group: kind(**{field.name: values[field.name] for field in dataclasses.fields(kind)})
+            group: kind(**{setting.name: values[setting.name] for setting in settings_of(group, kind)})
             for group, kind in group_types().items()
         }
     )
@@ -129,8 +129,8 @@ def test_groups_are_frozen() -> None:
 
 
 def test_names_are_unique_over_the_groups() -> None:
-    fields = [field.name for kind in group_types().values() for field in dataclasses.fields(kind)]
-    assert len(fields) == len(set(fields)) == len(all_settings())
+    names = [setting.name for group, kind in group_types().items() for setting in settings_of(group, kind)]
+    assert len(names) == len(set(names)) == len(all_settings())
 
 
 def test_arguments_under_megatrons_names_are_megatrons(shared: Path) -> None:

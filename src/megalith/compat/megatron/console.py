@@ -140,6 +140,7 @@ def iteration_line(window: WindowReport, moment: datetime, *, throughput: bool =
     parts.append(f"global batch size: {window.global_batch_size:5d}")
     if window.loss is not None:
         parts.append(f"lm loss: {window.loss:.6E}")
+        parts += [f"{name}: {value:.6E}" for name, value in window.auxiliary_losses.items()]
     parts.append(f"loss scale: {window.loss_scale:.1f}")
     if window.grad_norm is not None:
         parts.append(f"grad norm: {window.grad_norm:.3f}")

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megalith.config.fields import setting
+from megalith.config.groups.experts import ExpertSettings
 from megalith.config.patterns import of_layers, read_pattern, read_window
 
 
 @dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(ExpertSettings):
     """The architecture: enough to build a GPT as a library object."""
 
     num_layers: int = setting(help="number of transformer layers", unit="layers", at_least=1)
@@ -184,6 +185,16 @@ class ModelConfig:
         if self.ffn_hidden_size is not None:
             return self.ffn_hidden_size
         return int(4 * self.hidden_size * 2 / 3 / 64) * 64 if self.swiglu else 4 * self.hidden_size
+
+    @property
+    def expert_size(self) -> int:
+        """Width of one expert."""
+        return self.ffn_size if self.moe_ffn_hidden_size is None else self.moe_ffn_hidden_size
+
+    @property
+    def experts(self) -> tuple[int, ...]:
+        """Experts of each layer, 0 where it is dense."""
+        return self.experts_of(self.num_layers)
 
     @property
     def gated(self) -> bool:

@@ -1,0 +1,147 @@
+"""Losses beside the main one that keep the load of the experts balanced, and how they join the backward pass.
+
+An auxiliary loss is no output of the model: it would have to travel from each layer through the pipeline to the place
+of the main loss. `Auxiliary.attach` ties it to a tensor on the way instead: the forward pass leaves that tensor as it
+is, and the backward pass through it starts the gradient of the auxiliary loss too. The value is recorded there, once
+for each micro-batch, however often the forward pass is computed.
+
+Shapes: T tokens here, E experts, K experts for each token. Where ranks share the tokens of a micro-batch, the loss of
+each is a part, and the parts add up to that of one process.
+
+| kind           | balanced over                                    | source                           |
+|----------------|--------------------------------------------------|----------------------------------|
+| aux_loss       | the tokens of a micro-batch                      | Switch, arXiv:2101.03961, eq. 4  |
+| seq_aux_loss   | each sequence for itself                         | DeepSeek-V2, arXiv:2405.04434    |
+| global_aux_loss| all tokens of the step so far, of all replicas   | arXiv:2501.11873                 |
+| z-loss         | (keeps logits small)                             | ST-MoE, arXiv:2202.08906, eq. 5  |
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from megalith.nn.moe.routing import RoutingRule, at_least
+
+
+class Peers(Protocol):
+    """The ranks that see other tokens.
+
+    Attributes:
+        sharing: how many ranks hold parts of the sequences of a micro-batch.
+        all: how many see tokens of their own, replicas included.
+    """
+
+    @property
+    def sharing(self) -> int: ...
+
+    @property
+    def all(self) -> int: ...
+
+    def sum_of_micro_batch(self, x: Tensor) -> Tensor:
+        """The sum of `x` over the ranks that share the micro-batch; no gradient passes."""
+        ...
+
+    def sum_of_step(self, x: Tensor) -> Tensor:
+        """The sum of `x` over all ranks with tokens of their own; no gradient passes."""
+        ...
+
+
+class Alone:
+    """All tokens are here."""
+
+    sharing = 1
+    all = 1
+
+    def sum_of_micro_batch(self, x: Tensor) -> Tensor:
+        return x
+
+    def sum_of_step(self, x: Tensor) -> Tensor:
+        return x
+
+
+@dataclass
+class Auxiliary:
+    """The auxiliary losses of a model: how their gradients are scaled, and what they were.
+
+    Attributes:
+        scale: what the main loss of a micro-batch is multiplied by before the backward pass.
+        per_token: the main loss is a sum over tokens and not their mean; then these are too.
+        recorded: name -> layer -> sum over the micro-batches whose backward pass is done; parts of it where ranks
+            share a micro-batch.
+    """
+
+    scale: float = 1.0
+    per_token: bool = False
+    recorded: dict[str, dict[int, Tensor]] = field(default_factory=dict)
+
+    def attach(self, x: Tensor, loss: Tensor, coefficient: float, name: str, layer: int, tokens: int) -> Tensor:
+        """`x`, through which the gradient of `coefficient * loss` joins the backward pass.
+
+        Args:
+            x: on the way to the main loss.
+            loss: scalar.
+            coefficient: of the loss; it is recorded without.
+            name, layer: under which it is recorded.
+            tokens: of the micro-batch.
+        """
+        factor = self.scale * coefficient * (tokens if self.per_token else 1)
+        attached: Tensor = _Attach.apply(x, loss, factor, self, name, layer)
+        return attached
+
+    def record(self, name: str, layer: int, value: Tensor) -> None:
+        """Add the loss of a micro-batch."""
+        layers = self.recorded.setdefault(name, {})
+        layers[layer] = layers[layer] + value if layer in layers else value
+
+
+class _Attach(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, loss: Tensor, factor: float, auxiliary: Auxiliary, name: str, layer: int
+    ) -> Tensor:
+        ctx.loss, ctx.factor, ctx.auxiliary, ctx.place = loss.detach(), factor, auxiliary, (name, layer)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
+        ctx.auxiliary.record(*ctx.place, ctx.loss)
+        return grads[0], torch.full_like(ctx.loss, ctx.factor), None, None, None, None
+
+
+def balancing_scores(logits_TE: Tensor, rule: RoutingRule) -> tuple[Tensor, Tensor]:
+    """What the losses look at: scores over all experts that sum to one, and how often each is among the K best.
+
+    The bias for the choice, groups and capacities do not matter here.
+
+    Returns:
+        scores [T, E] in at least fp32, and the map of the K best [T, E], bool.
+    """
+    if rule.score == "sigmoid":
+        scores_TE = torch.sigmoid(logits_TE)
+        scores_TE = scores_TE / (scores_TE.sum(-1, keepdim=True) + 1e-20)
+    else:
+        scores_TE = torch.softmax(at_least(logits_TE), dim=-1)
+    best_TK = scores_TE.detach().topk(rule.top_k, dim=-1).indices
+    return scores_TE, torch.zeros_like(scores_TE, dtype=torch.bool).scatter_(1, best_TK, True)
+
+
+def switch_loss(scores_TE: Tensor, load_E: Tensor, rule: RoutingRule, *, scored: int, counted: int) -> Tensor:
+    """E sum_e f_e p_e of the scores that are here: 1 when all experts have equal shares.
+
+    Args:
+        scores_TE: of the tokens that are here; p_e is their sum over `scored`.
+        load_E: how often each expert is chosen; f_e is that over K `counted`.
+        rule: E and K. With sequences side by side, [S, B E], the result is the sum of the losses of the sequences.
+        scored: tokens of the micro-batch, on all ranks that share it.
+        counted: tokens whose choices are counted.
+    """
+    return (scores_TE.sum(0) * load_E).sum() * (rule.experts / (rule.top_k * scored * counted))
+
+
+def z_loss(logits_TE: Tensor) -> Tensor:
+    """The mean over tokens of the squared log-sum-exp of the logits."""
+    return torch.logsumexp(at_least(logits_TE), dim=-1).square().mean()

@@ -1,0 +1,144 @@
+"""The router: a linear layer whose logits choose the experts of each token, with what keeps their load balanced."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from megalith.nn.moe.balance import Auxiliary, Peers, balancing_scores, switch_loss, z_loss
+from megalith.nn.moe.routing import Choice, RoutingRule, choose
+from megalith.nn.placement import Placement, Replicated
+from megalith.nn.region import Region
+
+NAMES = {
+    "aux_loss": "load_balancing_loss",
+    "seq_aux_loss": "seq_load_balancing_loss",
+    "global_aux_loss": "global_load_balancing_loss",
+}
+"""Kind of balancing loss -> the name that Megatron records it under."""
+
+
+@dataclass(frozen=True)
+class RouterSettings:
+    """A router beyond its rule.
+
+    Attributes:
+        rule: how tokens choose.
+        balancing: kind of auxiliary loss -> its coefficient.
+        z_coefficient: of the z-loss; none if None.
+        biased: the choice of sigmoid scores is corrected by a bias of each expert that is moved by its load, not
+            learned (arXiv:2408.15664).
+        jitter: inputs are multiplied in training by uniform numbers from 1 - jitter to 1 + jitter; none if None.
+        dtype: in which logits and scores are computed; that of the hidden states if None.
+    """
+
+    rule: RoutingRule
+    balancing: Mapping[str, float] = field(default_factory=dict)
+    z_coefficient: float | None = None
+    biased: bool = False
+    jitter: float | None = None
+    dtype: torch.dtype | None = None
+
+
+class Router(nn.Module):
+    """[S, B, D] -> the experts of each of the S B tokens.
+
+    Args:
+        settings: of all layers.
+        layer: number of this one in the model, for the record.
+        hidden_size: D.
+        region: the ranks that share the layer; each routes the hidden states that it holds.
+        peers: the ranks that hold other tokens.
+        auxiliary: where balancing losses join the backward pass.
+
+    Attributes:
+        expert_bias: [E] fp32 buffer, where the choice is biased.
+        load_E: choices of each expert here in the micro-batches of this step, fp32.
+        step_load_E, micro_batches: the same of all ranks, for the balance over the step, and how many they are.
+    """
+
+    def __init__(
+        self,
+        settings: RouterSettings,
+        layer: int,
+        hidden_size: int,
+        region: Region,
+        peers: Peers,
+        auxiliary: Auxiliary,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.settings, self.layer, self.region, self.peers, self.auxiliary = settings, layer, region, peers, auxiliary
+        experts = settings.rule.experts
+        self.weight = nn.Parameter(torch.empty(experts, hidden_size, dtype=dtype, device=device))
+        none_yet = torch.zeros(experts, dtype=torch.float32, device=device)
+        self.expert_bias: Tensor | None
+        self.register_buffer("expert_bias", none_yet if settings.biased else None)
+        self.load_E: Tensor
+        self.register_buffer("load_E", none_yet.clone(), persistent=False)
+        self.step_load_E: Tensor
+        self.register_buffer("step_load_E", none_yet.clone(), persistent=False)
+        self.micro_batches = 0
+
+    def placements(self) -> dict[str, Placement]:
+        """The weight is whole on every rank."""
+        return {"weight": Replicated()}
+
+    def begin_step(self) -> None:
+        """Forget the load of the step before."""
+        self.load_E.zero_()
+        self.step_load_E.zero_()
+        self.micro_batches = 0
+
+    def forward(self, x_SBD: Tensor) -> Choice:
+        """The choice of the tokens, flattened to T = S B."""
+        settings = self.settings
+        learning = self.training and torch.is_grad_enabled()
+        x_TD = x_SBD.reshape(-1, x_SBD.shape[-1])
+        if settings.jitter is not None and self.training:
+            with self.region.hidden_draws(settings.jitter):
+                x_TD = x_TD * torch.empty_like(x_TD).uniform_(1.0 - settings.jitter, 1.0 + settings.jitter)
+        dtype = settings.dtype or x_TD.dtype
+        logits_TE = torch.nn.functional.linear(x_TD.to(dtype), self.weight.to(dtype))
+        if learning and settings.z_coefficient is not None:
+            part = z_loss(logits_TE) / self.peers.sharing
+            logits_TE = self._attach(logits_TE, part, settings.z_coefficient, "z_loss", len(x_TD))
+        choice = choose(logits_TE, settings.rule, bias_E=self.expert_bias, training=self.training)
+        if not learning:
+            return choice
+        self.load_E += torch.bincount(choice.experts_TK.flatten(), minlength=settings.rule.experts)
+        if not settings.balancing:
+            return choice
+        weights_TK = self._balanced(choice.weights_TK, logits_TE, x_SBD.shape[0])
+        return Choice(choice.experts_TK, weights_TK)
+
+    def _balanced(self, weights_TK: Tensor, logits_TE: Tensor, length: int) -> Tensor:
+        """The weights, with the balancing losses of these tokens attached."""
+        rule, peers = self.settings.rule, self.peers
+        scores_TE, best_TE = balancing_scores(logits_TE, rule)
+        here = len(scores_TE)
+        shared = here * peers.sharing
+        for kind, coefficient in self.settings.balancing.items():
+            if kind == "seq_aux_loss":
+                load = peers.sum_of_micro_batch(best_TE.reshape(length, -1).sum(0))
+                whole = length * peers.sharing
+                loss = switch_loss(scores_TE.reshape(length, -1), load, rule, scored=whole, counted=whole)
+                loss = loss / (here // length)
+            elif kind == "global_aux_loss":
+                self.step_load_E += peers.sum_of_step(best_TE.sum(0))
+                self.micro_batches += 1
+                load = self.step_load_E / self.micro_batches
+                loss = switch_loss(scores_TE, load, rule, scored=shared, counted=here * peers.all)
+            else:
+                load = peers.sum_of_micro_batch(best_TE.sum(0))
+                loss = switch_loss(scores_TE, load, rule, scored=shared, counted=shared)
+            weights_TK = self._attach(weights_TK, loss, coefficient, NAMES[kind], here)
+        return weights_TK
+
+    def _attach(self, x: Tensor, loss: Tensor, coefficient: float, name: str, tokens: int) -> Tensor:
+        return self.auxiliary.attach(x, loss, coefficient, name, self.layer, tokens * self.peers.sharing)

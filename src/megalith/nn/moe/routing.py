@@ -1,0 +1,160 @@
+"""Which experts each token goes to, and with what weights.
+
+Shapes: T tokens, E experts, K experts for each token, G groups of experts.
+
+Scores are a softmax over all experts, a softmax over the chosen ones (Mixtral, arXiv:2401.04088), or sigmoids
+(DeepSeek-V3, arXiv:2412.19437); `sinkhorn` routes by an optimal-transport normalisation of the logits
+(arXiv:2103.16716) and weighs by the plain scores.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megalith.nn.precision import at_least_fp32
+
+_EPSILON = 1e-20
+_MOST_ROUNDS = 1000
+
+
+@dataclass(frozen=True)
+class RoutingRule:
+    """How tokens choose their experts.
+
+    Attributes:
+        experts: E.
+        top_k: K.
+        score: softmax or sigmoid.
+        pre_softmax: the softmax is taken over all experts, before the choice.
+        groups, top_groups: the experts stand in G groups, of which a token chooses from the `top_groups` best, those
+            with the greatest sum of their `top_k // top_groups` best scores.
+        scaling: the weights are multiplied by this.
+        sinkhorn: the choice in training follows `sinkhorn_plan` of the logits.
+        capacity_factor: an expert takes at most `ceil(T K / E x factor)` tokens; no limit if None.
+        drop_by_position: beyond its capacity an expert takes the first tokens, not those with the greatest weights.
+    """
+
+    experts: int
+    top_k: int = 2
+    score: str = "softmax"
+    pre_softmax: bool = False
+    groups: int | None = None
+    top_groups: int | None = None
+    scaling: float | None = None
+    sinkhorn: bool = False
+    capacity_factor: float | None = None
+    drop_by_position: bool = False
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The experts of each token, in no particular order.
+
+    Attributes:
+        experts_TK: their numbers, int64.
+        weights_TK: what their outputs are multiplied by, in the dtype of the logits.
+    """
+
+    experts_TK: Tensor
+    weights_TK: Tensor
+
+
+def choose(logits_TE: Tensor, rule: RoutingRule, *, bias_E: Tensor | None = None, training: bool = True) -> Choice:
+    """The experts of each token by their logits.
+
+    Args:
+        logits_TE: in the dtype that routing computes in.
+        rule: how.
+        bias_E: added to sigmoid scores for the choice, but not for the weights (arXiv:2408.15664).
+        training: whether `sinkhorn` decides.
+    """
+    if rule.sinkhorn:
+        return _choose_by_sinkhorn(logits_TE, rule, training=training)
+    if rule.score == "sigmoid":
+        scores_TE = torch.sigmoid(at_least(logits_TE)).to(logits_TE.dtype)
+        experts_TK = best_experts(scores_TE if bias_E is None else scores_TE + bias_E, rule)
+        weights_TK = scores_TE.gather(1, experts_TK)
+        if rule.top_k > 1:
+            weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + _EPSILON)
+    elif rule.pre_softmax:
+        scores_TE = _softmax(logits_TE)
+        experts_TK = best_experts(scores_TE, rule)
+        weights_TK = scores_TE.gather(1, experts_TK)
+    else:
+        experts_TK = best_experts(logits_TE, rule)
+        weights_TK = _softmax(logits_TE.gather(1, experts_TK))
+    return Choice(experts_TK, weights_TK if rule.scaling is None else weights_TK * rule.scaling)
+
+
+def at_least(x: Tensor) -> Tensor:
+    """`x` in at least fp32."""
+    return x.to(at_least_fp32(x.dtype))
+
+
+def _softmax(x: Tensor) -> Tensor:
+    return torch.softmax(x, dim=-1, dtype=at_least_fp32(x.dtype)).to(x.dtype)
+
+
+def best_experts(scores_TE: Tensor, rule: RoutingRule) -> Tensor:
+    """The K experts with the greatest scores [T, K], of the best groups only where there are groups."""
+    scores_TE = scores_TE.detach()
+    if rule.top_groups is not None:
+        assert rule.groups is not None, "a rule of the configuration"
+        scores_TGN = scores_TE.view(len(scores_TE), rule.groups, -1)
+        of_group_TG = scores_TGN.topk(rule.top_k // rule.top_groups, dim=-1).values.sum(-1)
+        chosen_TG = torch.zeros_like(of_group_TG, dtype=torch.bool)
+        chosen_TG.scatter_(1, of_group_TG.topk(rule.top_groups, dim=-1).indices, True)
+        scores_TE = scores_TGN.masked_fill(~chosen_TG.unsqueeze(-1), -math.inf).view_as(scores_TE)
+    return scores_TE.topk(rule.top_k, dim=-1).indices
+
+
+def _choose_by_sinkhorn(logits_TE: Tensor, rule: RoutingRule, *, training: bool) -> Choice:
+    scores_TE = torch.sigmoid(logits_TE) if rule.top_k == 1 else _softmax(logits_TE)
+    deciding_TE = sinkhorn_plan(at_least(logits_TE.detach())) if training else scores_TE.detach()
+    experts_TK = deciding_TE.topk(rule.top_k, dim=-1).indices
+    return Choice(experts_TK, scores_TE.gather(1, experts_TK))
+
+
+def sinkhorn_plan(logits_TE: Tensor, tolerance: float = 1e-4) -> Tensor:
+    """The matrix exp(logits), rows and columns scaled in turn until all rows and all columns sum alike (Sinkhorn 1964).
+
+    It ends when the scales of the columns move by no more than `tolerance` on average, and where they do not settle
+    (logits that are not finite or far apart) after a thousand rounds.
+    """
+    cost_TE = logits_TE.exp()
+    tokens, experts = cost_TE.shape
+    columns = cost_TE.new_ones(experts)
+    rows = cost_TE.new_ones(tokens)
+    for _ in range(_MOST_ROUNDS):
+        rows = 1.0 / (tokens * ((cost_TE * columns).sum(1) + 1e-8))
+        before, columns = columns, 1.0 / (experts * ((cost_TE * rows.unsqueeze(1)).sum(0) + 1e-8))
+        if not float((before - columns).abs().mean()) > tolerance:
+            break
+    return columns * cost_TE * rows.unsqueeze(1)
+
+
+def capacity(tokens: int, rule: RoutingRule) -> int:
+    """How many of `tokens` one expert takes."""
+    assert rule.capacity_factor is not None
+    return math.ceil(tokens * rule.top_k / rule.experts * rule.capacity_factor)
+
+
+def within_capacity(choice: Choice, rule: RoutingRule) -> Tensor:
+    """Which choices [T, K] an expert has room for: the greatest weights, or the first tokens; ties go to the first."""
+    experts_TK, weights_TK = choice.experts_TK, choice.weights_TK.detach()
+    tokens, chosen = experts_TK.shape
+    room = capacity(tokens, rule)
+    flat = experts_TK.flatten()
+    order = torch.arange(flat.numel(), device=flat.device)
+    if not rule.drop_by_position:
+        order = weights_TK.flatten().sort(descending=True, stable=True).indices
+    order = order[flat[order].sort(stable=True).indices]  # by expert, in the order of preference
+    counts = torch.bincount(flat, minlength=rule.experts)
+    rank = torch.arange(flat.numel(), device=flat.device) - (counts.cumsum(0) - counts)[flat[order]]
+    kept = torch.empty_like(flat, dtype=torch.bool)
+    kept[order] = rank < room
+    return kept.view(tokens, chosen)

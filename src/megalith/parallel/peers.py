@@ -1,0 +1,48 @@
+"""The ranks that see other tokens, over which the load of experts is balanced: the port `nn.moe.balance.Peers`.
+
+| ranks                        | hidden states that a router sees       |
+|------------------------------|----------------------------------------|
+| tensor parallel              | the same                               |
+| sequence parallel, context parallel | parts of the same sequences     |
+| data parallel                | other sequences                        |
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from megalith.distributed import comm
+from megalith.distributed.context import Axis, ParallelContext
+
+
+class TokenPeers:
+    """Sums over the axes whose ranks hold other tokens.
+
+    Args:
+        context: the ranks.
+        sequence_parallel: whether tensor-parallel ranks hold parts of the sequences.
+    """
+
+    def __init__(self, context: ParallelContext, *, sequence_parallel: bool) -> None:
+        self._sharing: list[Axis] = [context.cp, *([context.tp] if sequence_parallel else [])]
+        self._replicas = context.dp
+
+    @property
+    def sharing(self) -> int:
+        size = 1
+        for axis in self._sharing:
+            size *= axis.size
+        return size
+
+    @property
+    def all(self) -> int:
+        return self.sharing * self._replicas.size
+
+    def sum_of_micro_batch(self, x: Tensor) -> Tensor:
+        x = x.detach().clone()
+        for axis in self._sharing:
+            x = comm.all_reduce(x, axis)
+        return x
+
+    def sum_of_step(self, x: Tensor) -> Tensor:
+        return comm.all_reduce(self.sum_of_micro_batch(x), self._replicas)

@@ -1,0 +1,73 @@
+"""What a step does for mixtures of experts beside the gradients: their losses are collected, their biases moved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from megalith.config import ModelConfig
+from megalith.distributed import comm
+from megalith.distributed.context import ParallelContext
+from megalith.models.gpt import GPT
+from megalith.nn.moe.balance import Auxiliary
+from megalith.nn.moe.router import NAMES, Router
+
+
+def routers(chunks: Iterable[GPT]) -> list[Router]:
+    """The routers of this rank."""
+    return [module for chunk in chunks for module in chunk.modules() if isinstance(module, Router)]
+
+
+def begin_step(chunks: Sequence[GPT], scale: float) -> None:
+    """Forget the step before; auxiliary losses are scaled by `scale`, as the main loss of a micro-batch is."""
+    for chunk in chunks:
+        chunk.auxiliary.scale = scale
+        chunk.auxiliary.recorded.clear()
+    for router in routers(chunks):
+        router.begin_step()
+
+
+def loss_names(model: ModelConfig) -> list[str]:
+    """The auxiliary losses of a model, as Megatron names them."""
+    if not model.mixture:
+        return []
+    return [NAMES[kind] for kind in model.balancing] + (["z_loss"] if model.moe_z_loss_coeff is not None else [])
+
+
+def auxiliary_losses(
+    chunks: Sequence[GPT], names: Sequence[str], num_micro_batches: int, context: ParallelContext
+) -> Tensor:
+    """What this rank adds to the mean of each loss over layers, micro-batches and replicas, [names], fp64.
+
+    The sum over context-parallel ranks, replicas and stages is that mean.
+    """
+    if not names:
+        return torch.zeros(0, dtype=torch.float64, device=context.device)
+    mixtures = sum(1 for experts in chunks[0].config.experts if experts)
+    sums = torch.zeros(len(names), dtype=torch.float64)
+    for chunk in chunks:
+        sums += torch.tensor([_sum(chunk.auxiliary, name) for name in names], dtype=torch.float64)
+    sums = (sums / (mixtures * num_micro_batches * context.dp.size)).to(context.device)
+    return comm.all_reduce(sums, context.tp) if chunks[0].region.partial_gradients else sums
+
+
+def _sum(auxiliary: Auxiliary, name: str) -> float:
+    return sum(float(value) for value in auxiliary.recorded.get(name, {}).values())
+
+
+@torch.no_grad()
+def move_biases(chunks: Sequence[GPT], context: ParallelContext, rate: float) -> None:
+    """Raise the bias of each expert that had less than its share of this step's choices, and lower that of the others.
+
+    Ranks with the same tokens count them again, which does not change who is above the mean.
+
+    Source: arXiv:2408.15664, algorithm 1, with the sign as Megatron has it.
+    """
+    for router in routers(chunks):
+        if router.expert_bias is not None:
+            load = router.load_E.clone()
+            for axis in (context.tp, context.cp, context.dp):
+                load = comm.all_reduce(load, axis)
+            router.expert_bias += rate * torch.sign(load.mean() - load)

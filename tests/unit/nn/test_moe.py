@@ -1,0 +1,168 @@
+"""Mixtures of experts: choices by hand, capacity, the way of tokens there and back, balancing losses, whole layers."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalith.nn.feed_forward import Activation
+from megalith.nn.moe.balance import Alone, Auxiliary, balancing_scores, switch_loss
+from megalith.nn.moe.layer import MoE, MoESettings
+from megalith.nn.moe.permutation import from_experts, order_by_expert, to_experts
+from megalith.nn.moe.router import Router, RouterSettings
+from megalith.nn.moe.routing import Choice, RoutingRule, best_experts, choose, sinkhorn_plan, within_capacity
+from megalith.nn.region import SOLO
+
+KIND: dict[str, Any] = {"dtype": torch.float64, "device": torch.device("cpu")}
+RULE = RoutingRule(experts=4)
+
+
+def _logits(tokens: int = 6, experts: int = 4) -> Tensor:
+    return torch.randn(tokens, experts, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+
+
+def test_softmax_after_the_choice_sums_to_one_and_before_it_does_not() -> None:
+    logits = _logits()
+    after, before = choose(logits, RULE), choose(logits, dataclasses.replace(RULE, pre_softmax=True))
+    assert torch.equal(after.experts_TK, before.experts_TK)
+    assert torch.allclose(after.weights_TK.sum(-1), torch.ones(6, dtype=torch.float64))
+    assert torch.allclose(before.weights_TK, logits.softmax(-1).gather(1, before.experts_TK))
+
+
+def test_a_bias_changes_the_choice_and_not_the_weights() -> None:
+    rule, logits = dataclasses.replace(RULE, score="sigmoid", top_k=1, scaling=2.5), _logits()
+    bias = torch.tensor([0.0, 0.0, 5.0, 0.0])
+    choice = choose(logits, rule, bias_E=bias)
+    assert choice.experts_TK.flatten().tolist() == [2] * 6
+    assert torch.allclose(choice.weights_TK, 2.5 * logits[:, 2:3].sigmoid())
+
+
+def test_groups_are_ranked_by_the_sum_of_their_best() -> None:
+    rule = RoutingRule(experts=6, top_k=2, groups=3, top_groups=1)
+    scores = torch.tensor([[0.9, 0.0, 0.5, 0.5, 0.6, 0.1]])
+    assert sorted(best_experts(scores, rule)[0].tolist()) == [2, 3]  # not expert 0, the best of all
+
+
+def test_a_plan_gives_all_experts_equal_shares() -> None:
+    plan = sinkhorn_plan(5 * _logits(tokens=40), tolerance=1e-8)
+    assert torch.allclose(plan.sum(0), torch.full((4,), 0.25, dtype=torch.float64), atol=1e-5)
+    assert torch.allclose(plan.sum(1), torch.full((40,), 1 / 40, dtype=torch.float64), atol=1e-5)
+
+
+def test_sinkhorn_decides_in_training_only() -> None:
+    rule = RoutingRule(experts=4, top_k=1, sinkhorn=True)
+    logits = _logits(tokens=32)
+    logits[:, 1] += 3.0
+    counted = [
+        torch.bincount(choose(logits, rule, training=t).experts_TK.flatten(), minlength=4) for t in (True, False)
+    ]
+    assert counted[0].max() < counted[1].max() == counted[1][1]
+
+
+@pytest.mark.parametrize("by_position", [False, True])
+def test_an_expert_keeps_the_tokens_it_has_room_for(by_position: bool) -> None:
+    rule = RoutingRule(experts=2, top_k=1, capacity_factor=1.0, drop_by_position=by_position)
+    weights = torch.tensor([[0.2], [0.9], [0.5], [0.5]])
+    kept = within_capacity(Choice(torch.tensor([[0], [0], [0], [1]]), weights), rule)
+    assert kept.flatten().tolist() == ([True, True, False, True] if by_position else [False, True, True, True])
+
+
+def test_tokens_come_back_from_where_they_went() -> None:
+    experts = torch.tensor([[2, 0], [1, 2], [3, 1], [3, 3]])  # 3 stands for a dropped choice
+    order = order_by_expert(experts, 3)
+    assert order.counts_E == [1, 2, 2]
+    assert order.token_N.tolist() == [0, 1, 2, 0, 1]
+    x = torch.arange(4.0, dtype=torch.float64)[:, None].requires_grad_()
+    rows = to_experts(x, order)
+    assert rows.flatten().tolist() == [0.0, 1.0, 2.0, 0.0, 1.0]
+    assert from_experts(rows, order).flatten().tolist() == [0.0, 2.0, 2.0, 0.0]
+    weights = torch.rand(4, 2, dtype=torch.float64, requires_grad=True)
+
+    def whole(x: Tensor, weights: Tensor) -> Tensor:
+        return from_experts(to_experts(x, order).sin() * order.rows_of(weights)[:, None], order)
+
+    assert torch.autograd.gradcheck(whole, (x, weights))
+
+
+def test_equal_shares_have_the_loss_one() -> None:
+    scores, best = balancing_scores(torch.eye(4).repeat(3, 1), dataclasses.replace(RULE, top_k=1))
+    assert switch_loss(scores, best.sum(0), dataclasses.replace(RULE, top_k=1), scored=12, counted=12) == pytest.approx(
+        1
+    )
+    crowd, best = balancing_scores(torch.tensor([[9.0, 0, 0, 0]]).repeat(12, 1), dataclasses.replace(RULE, top_k=1))
+    assert switch_loss(crowd, best.sum(0), dataclasses.replace(RULE, top_k=1), scored=12, counted=12) > 3.9
+
+
+def test_an_attached_loss_gives_its_gradient_and_is_recorded_once() -> None:
+    auxiliary = Auxiliary(scale=0.5)
+    x, w = (torch.tensor(v, requires_grad=True) for v in (2.0, 3.0))
+    y = auxiliary.attach(x * 1.0, w * w, 0.1, "load", 4, 7)
+    assert float(y.detach()) == 2.0
+    assert auxiliary.recorded == {}
+    y.backward()
+    assert (float(x.grad or 0), float(w.grad or 0)) == pytest.approx((1.0, 0.5 * 0.1 * 6.0))
+    assert {name: {layer: float(v) for layer, v in layers.items()} for name, layers in auxiliary.recorded.items()} == {
+        "load": {4: 9.0}
+    }
+
+
+def _layer(settings: MoESettings, auxiliary: Auxiliary | None = None) -> MoE:
+    torch.manual_seed(1)
+    layer = MoE(
+        settings, 0, 8, Activation("silu", gated=True), SOLO, Alone(), auxiliary or Auxiliary(), bias=False, **KIND
+    )
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    return layer
+
+
+@pytest.mark.parametrize("shared", [None, 4])
+def test_a_layer_is_the_weighted_sum_of_its_experts(shared: int | None) -> None:
+    layer = _layer(MoESettings(RouterSettings(RULE), 6, shared_size=shared, shared_gate=True))
+    x = torch.randn(5, 2, 8, dtype=torch.float64)
+    choice = layer.router(x)
+    found, flat = layer(x).reshape(-1, 8), x.reshape(-1, 8)
+    for token in range(10):
+        wanted = sum(
+            weight * layer.experts.local_experts[expert](flat[token : token + 1])
+            for expert, weight in zip(choice.experts_TK[token].tolist(), choice.weights_TK[token], strict=True)
+        )
+        if layer.shared_experts is not None:
+            wanted = wanted + layer.shared_experts(flat[token : token + 1])
+        assert torch.allclose(found[token], wanted[0])
+
+
+def test_a_token_without_room_passes_by() -> None:
+    rule = dataclasses.replace(RULE, top_k=1, pre_softmax=True, capacity_factor=0.1)
+    layer = _layer(MoESettings(RouterSettings(rule), 6))
+    x = torch.randn(9, 1, 8, dtype=torch.float64)
+    passed = (layer(x).reshape(9, 8) == 0).all(1)
+    assert passed.sum() == 9 - torch.bincount(layer.router(x).experts_TK.flatten(), minlength=4).clamp(max=1).sum()
+
+
+def test_losses_are_recorded_in_training_only() -> None:
+    auxiliary = Auxiliary()
+    settings = RouterSettings(RULE, balancing={"aux_loss": 0.1}, z_coefficient=0.1, biased=True)
+    layer = _layer(MoESettings(settings, 6), auxiliary)
+    x = torch.randn(5, 2, 8, dtype=torch.float64)
+    layer.eval()(x).sum().backward()
+    assert auxiliary.recorded == {}
+    assert float(layer.router.load_E.sum()) == 0.0
+    layer.train()(x).sum().backward()
+    assert set(auxiliary.recorded) == {"load_balancing_loss", "z_loss"}
+    assert float(layer.router.load_E.sum()) == 20.0
+    layer.router.begin_step()
+    assert float(layer.router.load_E.sum()) == 0.0
+
+
+def test_jitter_changes_the_choice_in_training_only() -> None:
+    router = Router(RouterSettings(RULE, jitter=0.5), 0, 8, SOLO, Alone(), Auxiliary(), **KIND)
+    torch.nn.init.normal_(router.weight)
+    x = torch.randn(4, 1, 8, dtype=torch.float64)
+    assert not torch.equal(router(x).weights_TK, router(x).weights_TK)
+    router.eval()
+    assert torch.equal(router(x).weights_TK, router(x).weights_TK)
