@@ -115,7 +115,7 @@ def test_a_library_that_does_not_do_is_left_alone(
     with caplog.at_level(logging.WARNING):
         assert [encode(text).tolist() for text in ("ab", "cd")] == tokenizer.encode_batch(["ab", "cd"])
     (record,) = caplog.records
-    assert "tiktoken encodes, more slowly" in record.message
+    assert "tiktoken encodes, more slowly" in record.getMessage()
 
 
 def test_wrong_ids_later_on_stop(
