@@ -134,7 +134,7 @@ class CsvSource:
         try:
             "".join(cells).encode()
         except UnicodeEncodeError:
-            return BadDocument(f"a byte of it is no {self._file.encoding.name} (--encoding names another)")
+            return BadDocument(f"a byte of it is no {self._file.encoding.plain_name} (--encoding names another)")
         return texts
 
 

@@ -52,6 +52,11 @@ class Encoding:
     mark: int = 0
 
     @property
+    def plain_name(self) -> str:
+        """The name without what is said of the byte order mark."""
+        return self.name.split(" with")[0]
+
+    @property
     def is_utf_8(self) -> bool:
         return self.codec == "utf-8"
 

@@ -96,7 +96,7 @@ class ArraySource:
             for block, disk in self._file.blocks():
                 yield decoder.decode(block), disk
         except UnicodeDecodeError as error:
-            raise DataError(f"{self.path}: a text of the array is no {self._file.encoding.name}") from error
+            raise DataError(f"{self.path}: a text of the array is no {self._file.encoding.plain_name}") from error
 
     def _require_end(self, text: str, blocks: Iterator[tuple[str, int]], number: int) -> None:
         while not text.strip() and (block := next(blocks, None)):

@@ -126,7 +126,7 @@ class TextSource:
         self.unit = "line" if is_json else "document"
         self.disk_bytes = file.path.stat().st_size
         self._file, self._limits = file, file.limits
-        self._form = _Form(is_json, separator, file.encoding.name, file.limits.max_document_bytes)
+        self._form = _Form(is_json, separator, file.encoding.plain_name, file.limits.max_document_bytes)
         self.about = f"{'jsonl' if is_json else _text_form(separator)}, {file.about}"
 
     def chunks(self, start: int = 0) -> Iterator[Chunk]:
