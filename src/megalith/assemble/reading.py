@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megalith.checkpoint import DirectoryStore, split_path
-from megalith.config import ModelConfig, RunConfig, from_values
+from megalith.config import ModelConfig, RunConfig, all_settings, from_values
 from megalith.config.foreign_args import model_of
 from megalith.errors import CheckpointError, ConfigError
 
@@ -72,8 +72,9 @@ def ranks_of(model: ModelConfig, settings: Mapping[str, Any], environ: Mapping[s
     no_tokenizer = {"tokenizer_type": "NullTokenizer", "vocab_size": 1}
     layers, stages = model.num_layers, settings.get("pipeline_model_parallel_size", 1)
     unit = max(1, stages)
+    known = all_settings()  # a library object may have an architecture that no flag says
     values = {
-        **dataclasses.asdict(model),
+        **{name: value for name, value in dataclasses.asdict(model).items() if name in known},
         "num_layers": -(-layers // unit) * unit,
         "seq_length": model.max_position_embeddings,
         **of_training,
