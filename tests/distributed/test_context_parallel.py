@@ -15,7 +15,7 @@ from megalith.distributed import comm
 from megalith.distributed.context import Axis, ParallelContext
 from megalith.errors import LayoutError
 from megalith.layout import Layout, balanced_positions
-from megalith.nn.attention import AttentionShape, LocalMixer, SelfAttention, SequenceMixer, attend_fused
+from megalith.nn.attention import PLAIN, AttentionShape, LocalMixer, SelfAttention, SequenceMixer, attend_fused
 from megalith.nn.region import Solo
 from megalith.nn.rope import rotation
 from megalith.parallel import context as context_parallel
@@ -52,7 +52,7 @@ def _both_passes(kind: str, length: int, groups: int, dtype: torch.dtype) -> lis
     mixer = KINDS[kind](axis)
     *inputs, grad = (mixer.own(x, 0).clone() for x in _whole(length, groups, dtype))
     q, k, v = (x.requires_grad_() for x in inputs)
-    context = mixer.mix(q, k, v, 0.0, attend_fused)
+    context = mixer.mix(q, k, v, 0.0, attend_fused, PLAIN)
     gradients = torch.autograd.grad(context, (q, k, v), grad)
     return [_gathered(x, axis, length) for x in (context, *gradients)]
 
@@ -60,7 +60,7 @@ def _both_passes(kind: str, length: int, groups: int, dtype: torch.dtype) -> lis
 def _wanted(length: int, groups: int) -> list[Tensor]:
     *inputs, grad = _whole(length, groups, torch.float64)
     q, k, v = (x.requires_grad_() for x in inputs)
-    context = LocalMixer().mix(q, k, v, 0.0, attend_fused)
+    context = LocalMixer().mix(q, k, v, 0.0, attend_fused, PLAIN)
     return [context.detach(), *torch.autograd.grad(context, (q, k, v), grad)]
 
 
@@ -93,8 +93,8 @@ def _uneven_groups() -> float:
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(8, 1, heads, SIZE, dtype=torch.float64, generator=generator) for heads in (6, 3, 3))
     mixer = UlyssesMixer(axis)
-    mixed = mixer.mix(*(mixer.own(x, 0) for x in (q, k, v)), 0.0, attend_fused)
-    return float((_gathered(mixed, axis, 8) - LocalMixer().mix(q, k, v, 0.0, attend_fused)).abs().max())
+    mixed = mixer.mix(*(mixer.own(x, 0) for x in (q, k, v)), 0.0, attend_fused, PLAIN)
+    return float((_gathered(mixed, axis, 8) - LocalMixer().mix(q, k, v, 0.0, attend_fused, PLAIN)).abs().max())
 
 
 def test_groups_that_do_not_divide_are_repeated(ranks: Any) -> None:
@@ -149,15 +149,15 @@ def test_a_cache_is_refused(kind: str) -> None:
 def test_heads_that_do_not_divide_are_refused_with_their_number() -> None:
     q = torch.zeros(4, 1, 3, 4)
     with pytest.raises(LayoutError, match="the 3 of a tensor-parallel rank .* --context-parallel-size 2"):
-        UlyssesMixer(Axis("cp", (0, 1), 0)).mix(q, q, q, 0.0, attend_fused)
+        UlyssesMixer(Axis("cp", (0, 1), 0)).mix(q, q, q, 0.0, attend_fused, PLAIN)
 
 
 def test_one_rank_holds_whole_sequences() -> None:
     q, k, v, _ = _whole(7, 2, torch.float64)
-    wanted = LocalMixer().mix(q, k, v, 0.0, attend_fused)
+    wanted = LocalMixer().mix(q, k, v, 0.0, attend_fused, PLAIN)
     for mixer in (RingMixer(Axis("cp")), UlyssesMixer(Axis("cp"))):
         assert mixer.positions(7).tolist() == list(range(7))
-        torch.testing.assert_close(mixer.mix(q, k, v, 0.0, attend_fused), wanted)
+        torch.testing.assert_close(mixer.mix(q, k, v, 0.0, attend_fused, PLAIN), wanted)
 
 
 def test_a_batch_is_divided_with_its_positions() -> None:
@@ -201,7 +201,7 @@ def _volume(kind: str, length: int, groups: int) -> tuple[float, float, int]:
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        context = mixer.mix(q, k, v, 0.0, attend_fused)
+        context = mixer.mix(q, k, v, 0.0, attend_fused, PLAIN)
     forward, volume.elements = sum(volume.elements), []
     context.backward(grad.detach())
     return forward, sum(volume.elements), sum(kept.values())
@@ -244,7 +244,7 @@ def _order() -> tuple[list[str], list[str]]:
             patch.setattr(
                 context_parallel, name, lambda *a, _do=original, **k: (events.append("compute"), _do(*a, **k))[1]
             )
-        context = mixer.mix(*(x.requires_grad_() for x in inputs), 0.0, attend_fused)
+        context = mixer.mix(*(x.requires_grad_() for x in inputs), 0.0, attend_fused, PLAIN)
         forward = events[:]
         context.backward(grad)
     return forward, events[len(forward) :]
@@ -269,11 +269,11 @@ def _dropped(kind: str, seeds: range) -> tuple[Tensor, Tensor, bool]:
 
     def draw(seed: int) -> Tensor:
         torch.manual_seed(seed)
-        return mixer.mix(q, k, v, 0.3, attend_fused)
+        return mixer.mix(q, k, v, 0.3, attend_fused, PLAIN)
 
     mean = torch.stack([draw(seed) for seed in seeds]).mean(0)
     repeats = torch.equal(draw(1), draw(1)) and not torch.equal(draw(1), draw(2))
-    return _gathered(mean, axis, length), _gathered(mixer.mix(q, k, v, 0.0, attend_fused), axis, length), repeats
+    return _gathered(mean, axis, length), _gathered(mixer.mix(q, k, v, 0.0, attend_fused, PLAIN), axis, length), repeats
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -292,7 +292,7 @@ def _dropped_slopes(kind: str) -> list[tuple[float, float]]:
 
     def total(inputs: list[Tensor]) -> Tensor:
         torch.manual_seed(3)
-        return (mixer.mix(inputs[0], inputs[1], inputs[2], 0.3, attend_fused) * grad).sum()
+        return (mixer.mix(inputs[0], inputs[1], inputs[2], 0.3, attend_fused, PLAIN) * grad).sum()
 
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     gradients = torch.autograd.grad(total(leaves), leaves)
@@ -323,7 +323,7 @@ def _masks(length: int) -> Tensor:
     zeros = torch.zeros(length // axis.size, 1, 1, length, dtype=torch.float64)
     values = mixer.own(torch.eye(length, dtype=torch.float64), 0)[:, None, None]
     torch.manual_seed(0)  # the same stream on all ranks
-    return _gathered(mixer.mix(zeros, zeros, values, 0.25, attend_fused), axis, length)[:, 0, 0]
+    return _gathered(mixer.mix(zeros, zeros, values, 0.25, attend_fused, PLAIN), axis, length)[:, 0, 0]
 
 
 def test_the_ring_masks_each_block_independently(ranks: Any) -> None:

@@ -8,7 +8,7 @@ from functools import partial
 from megalith.config import fields
 from megalith.config.patterns import read_pattern
 
-# A program can use them; the flags come when checkpoints hold experts (docs/decisions/0014).
+# A program can use them; the flags come when checkpoints hold experts (docs/decisions/0015).
 setting = partial(fields.setting, library=True)
 _WORK_MODELS = "the work on more models"
 _KERNELS = "which kernels move and multiply tokens is decided here, and the numbers do not change"
