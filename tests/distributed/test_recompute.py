@@ -81,6 +81,7 @@ def _run(flags: str, world_size: int) -> tuple[list[Tensor], int]:
         result = train_step(state, batches, config.num_micro_batches, schedule=config.pipeline_schedule, totals=totals)
         assert result.applied and result.grad_norm is not None
         seen += [torch.tensor([result.loss, result.grad_norm]), optimizer.gradients.flat.clone()]
+    optimizer.settle()
     seen += [parameter.detach() for chunk in chunks for parameter in chunk.parameters()]
     seen.append(torch.rand(3))
     with streams.own.used():

@@ -27,9 +27,10 @@ from megalith.models.initialise import initialise
 from megalith.nn.attention import AttentionShape, LocalMixer, SelfAttention
 from megalith.nn.dropout import HiddenDropout
 from megalith.nn.embedding import TokenEmbedding
-from megalith.nn.feed_forward import FeedForward
+from megalith.nn.feed_forward import Activation, FeedForward
 from megalith.nn.linear import Linear, column, row
 from megalith.nn.loss import LogitsBuffer, OutputLayer, vocabulary_loss, whole_logits
+from megalith.nn.moe.balance import Alone, Auxiliary
 from megalith.nn.placement import Fused, GroupedHeads, Placement, Split, dim_of, local_part, local_pieces
 from megalith.nn.region import SOLO, Region
 from megalith.nn.rope import rotation
@@ -111,7 +112,8 @@ class Attention(SelfAttention):
 
 class WholeBlock(Block):
     def __init__(self, region: Region, bias: bool, config: ModelConfig) -> None:
-        super().__init__(dataclasses.replace(config, add_bias_linear=bias), region, LocalMixer(), **KIND)
+        config = dataclasses.replace(config, add_bias_linear=bias)
+        super().__init__(config, 0, region, LocalMixer(), Alone(), Auxiliary(), **KIND)
 
     def forward(self, x: Tensor, *_: Any) -> Tensor:  # type: ignore[override]
         return super().forward(x, None)
@@ -173,8 +175,8 @@ CASES = {
     "attention, 4 groups": Case(lambda region, bias: Attention(region, bias, 4)),
     "attention, 2 groups": Case(lambda region, bias: Attention(region, bias, 2)),
     "attention, 1 group": Case(lambda region, bias: Attention(region, bias, 1)),
-    "gelu": Case(lambda region, bias: FeedForward(D, 24, "gelu_tanh", region, bias=bias, **KIND)),
-    "swiglu": Case(lambda region, bias: FeedForward(D, 24, "swiglu", region, bias=bias, **KIND)),
+    "gelu": Case(lambda region, bias: FeedForward(D, 24, Activation("gelu_tanh"), region, bias=bias, **KIND)),
+    "swiglu": Case(lambda region, bias: FeedForward(D, 24, Activation("silu", gated=True), region, bias=bias, **KIND)),
     "gpt2 block": Case(lambda region, bias: WholeBlock(region, bias, GPT2)),
     "llama block": Case(lambda region, bias: WholeBlock(region, bias, LLAMA)),
     "gpt2": Case(lambda region, bias: Model(region, bias, GPT2), inputs=None, outputs=("whole",)),

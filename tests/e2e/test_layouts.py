@@ -260,7 +260,7 @@ def test_the_second_signal_to_a_rank_ends_all_at_once(
 @pytest.mark.parametrize(
     ("more", "code", "message"),
     [
-        ("--lr 1e30", 1, "the loss is nan at iteration "),
+        ("--lr 1e30", 1, "megalith train: the loss is nan at iteration "),
         pytest.param(
             *("--save /proc/x --save-interval 1", 2, "--save /proc/x: cannot be written to: No such file or directory"),
             marks=pytest.mark.full,  # other ranks wait for the first one to speak of a configuration

@@ -65,7 +65,8 @@ def command_line(case: dict[str, Any], prefix: Path, workers: int) -> Preprocess
     if "--split-sentences" in argv:
         argv += ["--punkt-parameters", "inputs/punkt_params.json"]
     options = parse(argv, {}).options
-    return replace(options, source=replace(options.source, limits=Limits(1 if workers > 1 else 1 << 19)))
+    size = sum(Path(file).stat().st_size for file in options.inputs)
+    return replace(options, source=replace(options.source, limits=Limits(size // 200 + 1 if workers > 1 else 1 << 19)))
 
 
 def compare(written: Path, outputs: dict[str, Any]) -> None:

@@ -164,6 +164,7 @@ def unknown_lines(text: str, printed: str) -> list[str]:
         "    save-checkpoint ...",
         "Theoretical memory footprints: weight and optimizer",  # without the activations of 0.16.1 (C071)
         "[Rank 0] (after",
+        "[Rank 1] (after",
         "data/shakes_text_document has no tokenizer card",
         "metrics and the",
         "try it",
@@ -172,6 +173,7 @@ def unknown_lines(text: str, printed: str) -> list[str]:
     measured = (
         "(min, max) time",
         "[Rank 0] (after",
+        "[Rank 1] (after",
         "Number of parameters in",
         "Total number of",
         "Theoretical memory",

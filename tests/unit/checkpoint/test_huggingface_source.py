@@ -34,7 +34,7 @@ def _load(folder: Path) -> dict[str, Tensor]:
     model = GPT(model_of(args), args["padded_vocab_size"])
     chunks = model_chunks(named_placements(model), model.config.num_layers)
     assert (
-        CheckpointFolder(folder).open(CheckpointContent(chunks), [chunk.key for chunk in chunks]).load().objects == {}
+        CheckpointFolder(folder).open(CheckpointContent(chunks), [chunk.key for chunk in chunks]).load({}).objects == {}
     )
     return dict(model.named_parameters())
 

@@ -63,9 +63,10 @@ def test_a_refused_resume_names_every_difference_and_both_remedies() -> None:
     with pytest.raises(CheckpointError) as raised:
         resume_schedule(make_schedule(2e-3, 90), make_schedule().state_dict(37))
     lines = str(raised.value).splitlines()
-    assert len(lines) == 3
+    assert len(lines) == 4
     assert "learning rate" in lines[0] and "total number of iterations" in lines[1]
     assert "--override-opt-param-scheduler" in lines[2] and "--use-checkpoint-opt-param-scheduler" in lines[2]
+    assert "--lr-decay-iters" in lines[3]
 
 
 def test_a_resume_reports_the_nine_values_in_order() -> None:
