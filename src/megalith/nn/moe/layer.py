@@ -75,11 +75,20 @@ class Experts(nn.Module):
     """The experts that are here, [N, D] -> [N, D], rows in their order; each a feed-forward layer.
 
     Parameters are named `local_experts.K`, K counted from 0 on each rank, as in Megatron.
+
+    Args:
+        here: the numbers of these experts among all of the layer.
+        total: how many the layer has on all ranks.
+
+    Attributes:
+        first: the number of expert `local_experts.0` among all.
+        total: how many experts the layer has on all ranks.
     """
 
     def __init__(
         self,
-        count: int,
+        here: range,
+        total: int,
         hidden_size: int,
         ffn_size: int,
         activation: Activation,
@@ -90,9 +99,9 @@ class Experts(nn.Module):
         device: torch.device,
     ) -> None:
         super().__init__()
+        self.first, self.total = here.start, total
         self.local_experts = nn.ModuleList(
-            FeedForward(hidden_size, ffn_size, activation, region, bias=bias, dtype=dtype, device=device)
-            for _ in range(count)
+            FeedForward(hidden_size, ffn_size, activation, region, bias=bias, dtype=dtype, device=device) for _ in here
         )
 
     def forward(self, x_ND: Tensor, counts: list[int], weights_N: Tensor) -> Tensor:
@@ -132,8 +141,10 @@ class MoE(nn.Module):
         self.settings, self.region = settings, region
         self.router = Router(settings.router, layer, hidden_size, region, peers, auxiliary, dtype=dtype, device=device)
         inside = region if region.size == 1 else Inside(region)
+        total = settings.router.rule.experts
         self.experts = Experts(
-            settings.router.rule.experts,
+            range(total),
+            total,
             hidden_size,
             settings.ffn_size,
             activation,
