@@ -1,13 +1,17 @@
-"""A connection of uvicorn that does not wait for ever: for headers, for a reader, for a place.
+"""A connection of uvicorn that does not wait for ever: for headers, for a reader, for a place; and ends so that its
+last answer arrives.
 
 uvicorn has a limit of time between requests only. This adds: the first byte to the last header, a socket that the
-client does not read, and the number of connections.
+client does not read, and the number of connections. Where an answer leaves a body unread, the connection ends in
+stages (RFC 9112, 9.6): a socket closed with unread bytes resets the connection, and what the client had not read of
+the answer is lost.
 """
 
 from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import h11
@@ -15,6 +19,68 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from megalith.serve.http.errors import ApiError
 from megalith.serve.http.settings import Limits
+
+
+class _Parting(asyncio.Transport):
+    """A transport whose `close` first lets the client finish, where it may still be sending.
+
+    It then ends its own direction, so that the client sees the end of the answer, and throws away what comes: at most
+    `parting_bytes`, for at most `parting_seconds`.
+
+    Args:
+        transport: the socket's.
+        still_sends: whether there may be bytes that nobody will read.
+    """
+
+    def __init__(self, transport: asyncio.Transport, limits: Limits, still_sends: Callable[[], bool]) -> None:
+        super().__init__()
+        self._transport, self._limits, self._still_sends = transport, limits, still_sends
+        self._room = limits.parting_bytes
+        self._due: asyncio.TimerHandle | None = None
+
+    @property
+    def parts(self) -> bool:
+        """Whether the answer is given, and the client is sending still."""
+        return self._due is not None
+
+    def close(self) -> None:
+        """End the connection; the second call does it at once."""
+        if self.parts or self._transport.is_closing() or not self._still_sends():
+            self._transport.close()
+            return
+        self._due = asyncio.get_running_loop().call_later(self._limits.parting_seconds, self._transport.abort)
+        self._transport.write_eof()
+        self._transport.resume_reading()
+
+    def discard(self, size: int) -> None:
+        """Count bytes that came after the answer."""
+        self._room -= size
+        if self._room < 0:
+            self._transport.abort()
+
+    def lost(self) -> None:
+        """Take notice that the connection is gone."""
+        if self._due is not None:
+            self._due.cancel()
+
+    def write(self, data: Any) -> None:
+        self._transport.write(data)
+
+    def is_closing(self) -> bool:
+        return self.parts or self._transport.is_closing()
+
+    def abort(self) -> None:
+        self._transport.abort()
+
+    def pause_reading(self) -> None:
+        if not self.parts:
+            self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        self._transport.resume_reading()
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return self._transport.get_extra_info(name, default)
 
 
 def bounded_connection(limits: Limits) -> type[H11Protocol]:
@@ -25,13 +91,17 @@ def bounded_connection(limits: Limits) -> type[H11Protocol]:
         _stalled: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
+            self.transport: _Parting
+            super().connection_made(_Parting(transport, limits, self._still_sends))
             if len(self.connections) > limits.connections:
                 transport.abort()
             else:
                 self._expect_headers()
 
         def data_received(self, data: bytes) -> None:
+            if self.transport.parts:
+                self.transport.discard(len(data))
+                return
             before = self.cycle
             super().data_received(data)
             if self.cycle is not before:
@@ -42,6 +112,7 @@ def bounded_connection(limits: Limits) -> type[H11Protocol]:
         def connection_lost(self, exc: Exception | None) -> None:
             self._forget_headers()
             self._flows()
+            self.transport.lost()
             super().connection_lost(exc)
 
         def pause_writing(self) -> None:
@@ -65,6 +136,13 @@ def bounded_connection(limits: Limits) -> type[H11Protocol]:
             for event in (response, h11.Data(data=content), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
             self.transport.close()
+
+            if self.cycle is not None and not self.cycle.response_complete:
+                self.cycle.disconnected = True  # its body will never be whole
+                self.cycle.message_event.set()
+
+        def _still_sends(self) -> bool:
+            return self.conn.their_state in (h11.SEND_BODY, h11.ERROR) or self.flow.read_paused
 
         def _expect_headers(self) -> None:
             self._headers_due = self.loop.call_later(limits.header_seconds, self.transport.abort)

@@ -29,6 +29,9 @@ OPEN_PATHS = frozenset({"/", "/page.js", "/page.css", "/favicon.ico", "/health",
 """What needs no key: the page is empty without one, and a health check has none."""
 
 _WITH_BODY = ("POST", "PUT", "PATCH")
+_CLOSE = (b"connection", b"close")
+"""Of an answer that leaves a body unread; `connection` sees to it that the client gets it nevertheless."""
+
 _SAME_SITE = (b"same-origin", b"none")
 _ALWAYS = (
     (b"x-content-type-options", b"nosniff"),
@@ -66,32 +69,40 @@ class Guard:
             if scope["type"] == "lifespan":
                 await self._app(scope, receive, send)
             return
-        began, status = time.monotonic(), 500
+        began, status, unread = time.monotonic(), 500, _has_body(scope)
 
         async def watched_send(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message.get("headers", ()), *_ALWAYS]
+                closing = (_CLOSE,) if unread else ()
+                message["headers"] = [*message.get("headers", ()), *_ALWAYS, *closing]
             await send(message)
 
+        def body_read() -> None:
+            nonlocal unread
+            unread = False
+
         try:
-            await self._guarded(scope, receive, watched_send)
+            await self._guarded(scope, receive, watched_send, body_read)
         except ApiError as error:
             await _answer(error, watched_send)
         finally:
             client = (scope.get("client") or ("-",))[0]
             self._served(scope["method"], scope["path"], status, client, time.monotonic() - began)
 
-    async def _guarded(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+    async def _guarded(
+        self, scope: MutableMapping[str, Any], receive: Receive, send: Send, body_read: Callable[[], None]
+    ) -> None:
         headers = self._headers(scope)
         self._check_place(scope, headers)
         self._check_key(scope, headers)
         if scope["method"] in _WITH_BODY:
             if self._draining():
-                raise ApiError(503, "the server is stopping; ask another one", headers={"connection": "close"})
+                raise ApiError(503, "the server is stopping; ask another one")
             self._check_type(headers)
             body = await self._read(headers, receive)
+            body_read()
             receive = _replay(body, receive)
         await self._app(scope, receive, send)
 
@@ -103,7 +114,7 @@ class Guard:
         """
         raw, limits = scope["headers"], self._settings.limits
         if len(raw) > limits.headers or sum(len(name) + len(value) for name, value in raw) > limits.header_bytes:
-            raise _closing(431, f"more than {limits.headers} headers, or {limits.header_bytes} bytes of them")
+            raise ApiError(431, f"more than {limits.headers} headers, or {limits.header_bytes} bytes of them")
         found: dict[bytes, bytes] = {}
         for name, value in raw:
             if name in found and name in (b"host", b"origin", b"authorization", b"content-length", b"content-type"):
@@ -172,9 +183,9 @@ class Guard:
         kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
         if kind != b"application/json":
             shown = printable(kind.decode("latin-1")) or "nothing"
-            raise _closing(415, f"Content-Type is {shown}; send application/json", "content-type")
+            raise ApiError(415, f"Content-Type is {shown}; send application/json", "content-type")
         if headers.get(b"content-encoding", b"identity").lower() != b"identity":
-            raise _closing(415, "Content-Encoding is not supported; send the JSON as it is", "content-encoding")
+            raise ApiError(415, "Content-Encoding is not supported; send the JSON as it is", "content-encoding")
 
     async def _read(self, headers: dict[bytes, bytes], receive: Receive) -> bytes:
         """The body, within its bounds.
@@ -183,7 +194,7 @@ class Guard:
             ApiError: it is too long or too slow.
         """
         limit, deadline = self._settings.limits.body_bytes, time.monotonic() + self._settings.limits.body_seconds
-        too_long = _closing(413, f"the body is longer than {limit} bytes, the limit of --max-body-bytes")
+        too_long = ApiError(413, f"the body is longer than {limit} bytes, the limit of --max-body-bytes")
         length = headers.get(b"content-length", b"0")
         if not length.isdigit() or len(length) > 18 or int(length) > limit:
             raise too_long
@@ -192,9 +203,9 @@ class Guard:
             try:
                 message = await asyncio.wait_for(receive(), max(0.001, deadline - time.monotonic()))
             except asyncio.TimeoutError:
-                raise _closing(408, f"the body took longer than {self._settings.limits.body_seconds:g} s") from None
+                raise ApiError(408, f"the body took longer than {self._settings.limits.body_seconds:g} s") from None
             if message["type"] == "http.disconnect":
-                raise _closing(400, "the client left before the end of its body")
+                raise ApiError(400, "the client left before the end of its body")
             body += message.get("body", b"")
             if len(body) > limit:
                 raise too_long
@@ -212,9 +223,12 @@ def _replay(body: bytes, receive: Receive) -> Receive:
     return replayed
 
 
-def _closing(status: int, message: str, field: str | None = None) -> ApiError:
-    """An error after which the connection ends: what is left of the request is not read."""
-    return ApiError(status, message, field, headers={"connection": "close"})
+def _has_body(scope: MutableMapping[str, Any]) -> bool:
+    """Whether the request says that a body follows."""
+    return any(
+        name == b"transfer-encoding" or (name == b"content-length" and value.strip(b"0"))
+        for name, value in scope["headers"]
+    )
 
 
 def _digest(key: bytes) -> bytes:

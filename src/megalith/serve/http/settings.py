@@ -19,6 +19,8 @@ class Limits:
         body_seconds: to send the body.
         header_seconds: to send the headers, from the connection or the first byte of a later request on.
         stalled_seconds: that a client may leave a full socket unread before it is cut off.
+        parting_seconds: that a client may go on to send after an answer that leaves its body unread.
+        parting_bytes: that it may send meanwhile.
         connections: open at a time; one more is closed at once.
         waiting: sequences admitted at a time, those that run included; one more is answered 429.
         request_seconds: that one request may take in all.
@@ -33,6 +35,8 @@ class Limits:
     body_seconds: float = 20.0
     header_seconds: float = 10.0
     stalled_seconds: float = 30.0
+    parting_seconds: float = 30.0
+    parting_bytes: int = 64 * _MEBIBYTE
     connections: int = 1024
     waiting: int = 128
     request_seconds: float = 600.0

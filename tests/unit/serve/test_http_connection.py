@@ -1,0 +1,145 @@
+"""Connections that end before their client is done: the answer arrives, and the rest is bounded."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+pytest.importorskip("uvicorn", reason="the serve extra is not installed")
+import uvicorn
+from uvicorn.server import ServerState
+
+from megalith.serve.http.connection import bounded_connection
+from megalith.serve.http.guard import Guard
+from megalith.serve.http.settings import Limits, ServerSettings
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+JSON = b"Content-Type: application/json\r\n"
+SIZED = b"Content-Length: 3145728\r\n\r\n"
+CHUNKED = b"Transfer-Encoding: chunked\r\n\r\n100000\r\n"
+KEY = b"Authorization: Bearer k\r\n"
+LIMITS = Limits(body_bytes=1000, body_seconds=0.2, header_bytes=8192)
+
+
+async def _nothing(scope: Any, receive: Any, send: Any) -> None:
+    await send({"type": "http.response.start", "status": 405, "headers": [(b"content-length", b"0")]})
+    await send({"type": "http.response.body", "body": b""})
+
+
+@asynccontextmanager
+async def listening(limits: Limits, draining: bool = False) -> AsyncIterator[int]:
+    """The port of the guard behind real sockets."""
+    guard = Guard(_nothing, ServerSettings(api_keys=("k",), limits=limits), lambda: draining)
+    config = uvicorn.Config(
+        guard, log_config=None, access_log=False, lifespan="off", h11_max_incomplete_event_size=limits.header_bytes
+    )
+    state, kind = ServerState(), bounded_connection(limits)
+    server = await asyncio.get_running_loop().create_server(lambda: kind(config, state, {}), "127.0.0.1", 0)
+    try:
+        yield server.sockets[0].getsockname()[1]
+    finally:
+        server.close()
+        for connection in list(state.connections):
+            connection.transport.abort()
+
+
+def _send_after_the_answer(port: int, head: bytes, rest: int) -> bytes:
+    """Go on to send once the answer lies here unread, and only then read it, to its end."""
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+        connection.sendall(head)
+        assert connection.recv(1, socket.MSG_PEEK)
+        for _ in range(rest >> 16):
+            connection.sendall(b"x" * 65536)
+        answer = b""
+        while part := connection.recv(65536):
+            answer += part
+        return answer
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (HEAD + SIZED, 401),
+        (HEAD + KEY + b"Origin: http://evil.example\r\n" + SIZED, 403),
+        (HEAD + KEY + b"Content-Type: text/plain\r\n" + SIZED, 415),
+        (HEAD + KEY + JSON + JSON + SIZED, 400),
+        (HEAD + KEY + JSON + SIZED, 413),
+        (HEAD + KEY + JSON + CHUNKED + b"x" * 2000, 413),
+        (HEAD + KEY + JSON + b"Transfer-Encoding: chunked\r\n\r\n10\r\nx", 408),
+        (HEAD + KEY + JSON + b"Transfer-Encoding: chunked\r\n\r\nno length\r\n", 400),
+        (HEAD + b"".join(b"X%d: x\r\n" % number for number in range(150)) + SIZED, 431),
+        (HEAD + b"X: " + b"x" * 9000, 431),
+        (b"\x16\x03\x01\x00\xff nonsense\r\n\r\n", 400),
+        (HEAD.replace(b"POST", b"DELETE") + KEY + SIZED, 405),
+    ],
+    ids=[
+        *("no key", "origin", "type", "header twice", "too long", "too long in chunks", "too slow", "no chunk"),
+        *("many headers", "long header", "no HTTP", "a body that nobody reads"),
+    ],
+)
+def test_an_answer_that_leaves_a_body_unread_arrives(head: bytes, status: int) -> None:
+    async def run() -> bytes:
+        async with listening(LIMITS) as port:
+            return await asyncio.to_thread(_send_after_the_answer, port, head, 1 << 21)
+
+    answer = asyncio.run(run())
+    assert answer.startswith(b"HTTP/1.1 %d " % status), answer
+    assert b"connection: close\r\n" in answer
+    assert answer.endswith(b"}") or status == 405
+
+
+def test_a_server_that_stops_says_so_to_those_who_send() -> None:
+    async def run() -> bytes:
+        async with listening(LIMITS, draining=True) as port:
+            return await asyncio.to_thread(_send_after_the_answer, port, HEAD + KEY + JSON + SIZED, 1 << 21)
+
+    assert b" 503 " in asyncio.run(run())
+
+
+def test_a_body_that_is_read_leaves_the_connection_open() -> None:
+    def twice(port: int) -> int:
+        with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+            for _ in range(2):
+                connection.sendall(HEAD + KEY + JSON + b"Content-Length: 2\r\n\r\n{}")
+                answer = connection.recv(65536)
+                assert b" 405 " in answer and b"connection: close" not in answer
+        return 2
+
+    async def run() -> int:
+        async with listening(LIMITS) as port:
+            return await asyncio.to_thread(twice, port)
+
+    assert asyncio.run(run()) == 2
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [Limits(parting_bytes=1 << 20), Limits(parting_seconds=0.2)],
+    ids=["bytes", "seconds"],
+)
+def test_nobody_is_listened_to_for_ever(limits: Limits) -> None:
+    """Sends until the server ends it; with these limits of the one the other would take far longer."""
+
+    def flood(port: int) -> int:
+        with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+            connection.sendall(HEAD + JSON + b"Content-Length: 99999999999\r\n\r\n")
+            assert connection.recv(1, socket.MSG_PEEK)
+            sent = 0
+            try:
+                while sent < 1 << 40:
+                    connection.sendall(b"x" * (65536 if limits.parting_seconds > 1 else 1))
+                    sent += 1
+            except ConnectionError:
+                return sent
+        raise AssertionError("it was read to its end")
+
+    async def run() -> int:
+        async with listening(limits) as port:
+            return await asyncio.to_thread(flood, port)
+
+    assert asyncio.run(run()) > 0
