@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from megalith.distributed.context import Axis, ParallelContext
-from megalith.models.gpt import GPT, named_placements
+from megalith.models.language_model import LanguageModel, named_placements
 from megalith.nn.placement import Placement, Replicated, dim_of, global_shape, local_pieces
 from megalith.parallel.data import Copies
 
 
-def copies_of(chunks: Iterable[GPT], ctx: ParallelContext) -> dict[str, tuple[Copies, ...]]:
+def copies_of(chunks: Iterable[LanguageModel], ctx: ParallelContext) -> dict[str, tuple[Copies, ...]]:
     """What other ranks hold too of the parameters of these parts of a model, by name.
 
     - Over the tensor-parallel axis: replicated parameters, with partial gradients where the layers see a part of the

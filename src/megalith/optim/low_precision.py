@@ -9,14 +9,14 @@ in fp16 or fp8, whose squares would vanish; a rule of the configuration refuses 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megalith.nn.precision import at_least_fp32
-from megalith.optim.rules import States, UpdateRule
+from megalith.optim.rules import UpdateRule, Work
 
 PIECE_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 24}
 """Of a piece by device: with its companions in fp32 4 MiB, within the cache of a core, and 256 MiB."""
@@ -40,36 +40,31 @@ class Widened:
     def settings(self) -> dict[str, Any]:
         return self.rule.settings()
 
-    def update(
-        self,
-        names: Sequence[str],
-        params: Sequence[Tensor],
-        grads: Sequence[Tensor],
-        states: States,
-        *,
-        lr: float,
-        weight_decay: float,
-        step: int,
-    ) -> None:
-        piece = PIECE_ELEMENTS[params[0].device.type]
-        for number, name in enumerate(names):
-            held = [params[number], grads[number], *(states[kind][number] for kind in self.kinds)]
+    def update(self, work: Work) -> None:
+        self.update_scaled(work, 1.0, None)
+
+    def update_scaled(self, work: Work, scale: float, weights: Sequence[Tensor] | None) -> None:
+        """Update with `scale` x the gradients, and round the new parameters to `weights` where there are such.
+
+        Both are done while a piece is in the cache: in passes of their own they would take half as long again.
+        """
+        piece = PIECE_ELEMENTS[work.params[0].device.type]
+        for number, name in enumerate(work.names):
+            held = [work.params[number], work.grads[number], *(work.states[kind][number] for kind in self.kinds)]
             flat = [tensor.view(-1) for tensor in held]
+            weight = None if weights is None else weights[number].view(-1)
             for start in range(0, flat[0].numel(), piece):
                 parts = [tensor[start : start + piece] for tensor in flat]
                 wide = [self._wide(place, part) for place, part in enumerate(parts)]
-                self.rule.update(
-                    [name],
-                    wide[:1],
-                    wide[1:2],
-                    {kind: [wide[2 + place]] for place, kind in enumerate(self.kinds)},
-                    lr=lr,
-                    weight_decay=weight_decay,
-                    step=step,
-                )
+                if scale != 1.0:
+                    wide[1].mul_(scale)
+                states = {kind: [wide[2 + place]] for place, kind in enumerate(self.kinds)}
+                self.rule.update(replace(work, names=[name], params=wide[:1], grads=wide[1:2], states=states))
                 for part, result in zip((parts[0], *parts[2:]), (wide[0], *wide[2:]), strict=True):
                     if part is not result:
                         part.copy_(result)
+                if weight is not None:
+                    weight[start : start + piece].copy_(parts[0])
 
     def _wide(self, place: int, part: Tensor) -> Tensor:
         """The part itself where it is wide enough, else a copy in a room that is used again."""

@@ -25,7 +25,7 @@ from torch import Tensor
 from megalith.distributed.comm import all_gather
 from megalith.distributed.context import Axis
 from megalith.nn.placement import GroupedHeads, Placement, Replicated, dim_of
-from megalith.optim.rules import States
+from megalith.optim.rules import Work
 
 COEFFICIENTS: Mapping[str, tuple[tuple[float, float, float], ...]] = {
     "simple": ((3.4445, -4.7750, 2.0315),),
@@ -116,24 +116,14 @@ class Muon:
     def settings(self) -> dict[str, Any]:
         return {"momentum": self.momentum, "nesterov": self.nesterov}
 
-    def update(
-        self,
-        names: Sequence[str],
-        params: Sequence[Tensor],
-        grads: Sequence[Tensor],
-        states: States,
-        *,
-        lr: float,
-        weight_decay: float,
-        step: int,
-    ) -> None:
-        buffers = states["momentum_buffer"]
-        torch._foreach_mul_(list(params), 1.0 - lr * weight_decay)
-        torch._foreach_lerp_(list(buffers), list(grads), 1.0 - self.momentum)
-        with _matmul_precision(self.matmul_precision, params[0].device):
-            for name, parameter, grad, buffer in zip(names, params, grads, buffers, strict=True):
+    def update(self, work: Work) -> None:
+        buffers = work.states["momentum_buffer"]
+        torch._foreach_mul_(list(work.params), 1.0 - work.lr * work.weight_decay)
+        torch._foreach_lerp_(list(buffers), list(work.grads), 1.0 - self.momentum)
+        with _matmul_precision(self.matmul_precision, work.params[0].device):
+            for name, parameter, grad, buffer in zip(work.names, work.params, work.grads, buffers, strict=True):
                 direction = grad.lerp(buffer, self.momentum) if self.nesterov else buffer
-                parameter.add_(self._update(direction, self.placements.get(name, Replicated())), alpha=-lr)
+                parameter.add_(self._update(direction, self.placements.get(name, Replicated())), alpha=-work.lr)
 
     def _update(self, matrix: Tensor, placement: Placement) -> Tensor:
         if not (self.split_qkv and isinstance(placement, GroupedHeads)):

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from megalith.config import OptimizerConfig, PrecisionConfig
 from megalith.distributed.comm import all_reduce
 from megalith.distributed.context import ParallelContext
-from megalith.models.gpt import GPT, named_placements
+from megalith.models.language_model import LanguageModel, named_placements
 from megalith.nn.placement import Placement
 from megalith.nn.precision import at_least_fp32
 from megalith.optim.copies import copies_of
@@ -29,9 +29,10 @@ from megalith.optim.flat import boxes
 from megalith.optim.groups import Group, make_groups
 from megalith.optim.holding import hold_flat, hold_shards
 from megalith.optim.loss_scale import LossScale, build_loss_scale
-from megalith.optim.low_precision import STATE_DTYPES
+from megalith.optim.low_precision import STATE_DTYPES, Widened
 from megalith.optim.norms import CountedOnce
 from megalith.optim.offload import choose_hosted, on_host, zeros_on_host
+from megalith.optim.rules import Work
 from megalith.parallel.data import Copies
 from megalith.parallel.fsdp import FullyShard
 
@@ -223,8 +224,8 @@ class Optimizer:
         zeros = self._counted.zeros(grads) if self._count_zeros else None
         if not math.isfinite(norm) or norm > largest_norm:
             return StepOutcome(applied=False, grad_norm=norm, num_zeros=zeros)
-        self._clip(list(grads.values()), norm)
-        self._update(grads, _Rates(lr, weight_decay, lr if decoupled_lr is None else decoupled_lr))
+        rates = _Rates(lr, weight_decay, lr if decoupled_lr is None else decoupled_lr)
+        self._update(grads, rates, self._clip_coefficient(norm))
         return StepOutcome(applied=True, grad_norm=norm, num_zeros=zeros)
 
     def settle(self) -> None:
@@ -248,31 +249,28 @@ class Optimizer:
             torch._amp_foreach_non_finite_check_and_unscale_(grads, found, inverse)
         return bool(all_reduce(found, self._world, "max").item())
 
-    def _clip(self, grads: list[Tensor], norm: float) -> None:
-        if self._config.clip_grad <= 0.0 or not grads:
-            return
-        coefficient = self._config.clip_grad / (norm + CLIP_EPSILON)
-        if coefficient < 1.0:
-            torch._foreach_mul_(grads, coefficient)
+    def _clip_coefficient(self, norm: float) -> float:
+        """What the gradients are to be multiplied by."""
+        clips = self._config.clip_grad > 0.0
+        return min(1.0, self._config.clip_grad / (norm + CLIP_EPSILON)) if clips else 1.0
 
-    def _update(self, grads: dict[str, Tensor], rates: _Rates) -> None:
+    def _update(self, grads: dict[str, Tensor], rates: _Rates, scale: float) -> None:
         for group in self._groups:
             names = [name for name in group.names if name in grads]
             if not names:
                 continue
-            self._update_group(group, [name for name in names if name not in self._hosted], grads, rates)
+            self._update_group(group, [name for name in names if name not in self._hosted], grads, rates, scale)
             for name in filter(self._hosted.__contains__, names):  # one by one, so that little is there twice
-                self._update_group(group, [name], grads, rates)
+                self._update_group(group, [name], grads, rates, scale)
         self._last_rates = rates
         self._step_count += 1
-        if self._has_main:
-            for name, main in self._main.items():
-                self._owned[name].copy_(main)
         if self._memory is not None:
             self._memory.gather()
 
-    def _update_group(self, group: Group, names: list[str], grads: Mapping[str, Tensor], rates: _Rates) -> None:
-        """Update parameters of a group, all of them where they are or all on the host."""
+    def _update_group(
+        self, group: Group, names: list[str], grads: Mapping[str, Tensor], rates: _Rates, scale: float
+    ) -> None:
+        """Update parameters of a group, all of them where they are or all on the host, and the weights they are for."""
         if not names:
             return
         (lr, weight_decay), hosted = rates.of(group), names[0] in self._hosted
@@ -280,18 +278,21 @@ class Optimizer:
         params, gradients = list(mains), [grads[name] for name in names]
         if hosted:
             params, gradients = [on_host(main) for main in mains], [on_host(gradient) for gradient in gradients]
-        group.rule.update(
-            names,
-            params,
-            gradients,
-            {kind: [self._state[kind][name] for name in names] for kind in group.rule.kinds},
-            lr=lr,
-            weight_decay=weight_decay,
-            step=self._step_count,
-        )
+        states = {kind: [self._state[kind][name] for name in names] for kind in group.rule.kinds}
+        work = Work(names, params, gradients, states, lr=lr, weight_decay=weight_decay, step=self._step_count)
+        weights = [self._owned[name] for name in names] if self._has_main else None
+        if isinstance(group.rule, Widened):
+            group.rule.update_scaled(work, scale, None if hosted else weights)
+        else:
+            if scale != 1.0:
+                torch._foreach_mul_(gradients, scale)
+            group.rule.update(work)
         for main, updated in zip(mains, params, strict=True):
             if main is not updated:
                 main.copy_(updated)
+        if weights is not None and (hosted or not isinstance(group.rule, Widened)):
+            for weight, main in zip(weights, mains, strict=True):
+                weight.copy_(main)
 
     @torch.no_grad()
     def params_norm(self) -> float:
@@ -405,7 +406,7 @@ def build_optimizer(
     that shares its layers with other ranks.
     """
     parts = [modules] if isinstance(modules, nn.Module) else modules
-    models = [part for part in parts if isinstance(part, GPT)]
+    models = [part for part in parts if isinstance(part, LanguageModel)]
     return Optimizer(
         parts,
         config,

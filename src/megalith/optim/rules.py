@@ -20,6 +20,27 @@ States = Mapping[str, Sequence[Tensor]]
 """Kind of state -> the tensor of each parameter."""
 
 
+@dataclass(frozen=True)
+class Work:
+    """What one step of an update rule is about.
+
+    Attributes:
+        names: of the parameters.
+        params, grads: of one dtype each; the parameters are changed in place.
+        states: of each parameter, as of the rule's `kinds`; changed in place.
+        lr, weight_decay: of these parameters in this step.
+        step: applied steps before this one.
+    """
+
+    names: Sequence[str]
+    params: Sequence[Tensor]
+    grads: Sequence[Tensor]
+    states: States
+    lr: float
+    weight_decay: float
+    step: int
+
+
 class UpdateRule(Protocol):
     """A way to change parameters.
 
@@ -34,26 +55,8 @@ class UpdateRule(Protocol):
         """What the groups in a checkpoint say of the rule, beside the rate and the decay."""
         ...
 
-    def update(
-        self,
-        names: Sequence[str],
-        params: Sequence[Tensor],
-        grads: Sequence[Tensor],
-        states: States,
-        *,
-        lr: float,
-        weight_decay: float,
-        step: int,
-    ) -> None:
-        """Change `params` and `states` in place.
-
-        Args:
-            names: of the parameters.
-            params, grads: of one dtype.
-            states: as of `kinds`.
-            lr, weight_decay: of these parameters in this step.
-            step: applied steps before this one.
-        """
+    def update(self, work: Work) -> None:
+        """Change the parameters and their states in place."""
         ...
 
 
@@ -81,21 +84,12 @@ class AdamW:
     def settings(self) -> dict[str, Any]:
         return {"betas": (self.beta1, self.beta2), "eps": self.eps, **_ADAM_FIXED}
 
-    def update(
-        self,
-        names: Sequence[str],
-        params: Sequence[Tensor],
-        grads: Sequence[Tensor],
-        states: States,
-        *,
-        lr: float,
-        weight_decay: float,
-        step: int,
-    ) -> None:
-        counts = torch.full((len(params),), float(step), dtype=torch.float32, device=params[0].device)
+    def update(self, work: Work) -> None:
+        params, states = list(work.params), work.states
+        counts = torch.full((len(params),), float(work.step), dtype=torch.float32, device=params[0].device)
         adamw(
-            list(params),
-            list(grads),
+            params,
+            list(work.grads),
             list(states["exp_avg"]),
             list(states["exp_avg_sq"]),
             [],
@@ -104,8 +98,8 @@ class AdamW:
             amsgrad=False,
             beta1=self.beta1,
             beta2=self.beta2,
-            lr=lr,
-            weight_decay=weight_decay,
+            lr=work.lr,
+            weight_decay=work.weight_decay,
             eps=self.eps,
             maximize=False,
         )
@@ -135,27 +129,19 @@ class SGD:
             "fused": True,
         }
 
-    def update(
-        self,
-        names: Sequence[str],
-        params: Sequence[Tensor],
-        grads: Sequence[Tensor],
-        states: States,
-        *,
-        lr: float,
-        weight_decay: float,
-        step: int,
-    ) -> None:
+    def update(self, work: Work) -> None:
         # A buffer of zeros and no dampening make the first step what it is without a buffer: the gradient itself.
-        buffers: list[Tensor | None] = list(states["momentum_buffer"]) if self.momentum else [None] * len(params)
+        buffers: list[Tensor | None] = [None] * len(work.params)
+        if self.momentum:
+            buffers = list(work.states["momentum_buffer"])
         sgd(
-            list(params),
-            list(grads),
+            list(work.params),
+            list(work.grads),
             buffers,
             fused=True,
-            weight_decay=weight_decay,
+            weight_decay=work.weight_decay,
             momentum=self.momentum,
-            lr=lr,
+            lr=work.lr,
             dampening=0.0,
             nesterov=False,
             maximize=False,
@@ -174,20 +160,10 @@ class Lion:
     def settings(self) -> dict[str, Any]:
         return {"betas": (self.beta1, self.beta2)}
 
-    def update(
-        self,
-        names: Sequence[str],
-        params: Sequence[Tensor],
-        grads: Sequence[Tensor],
-        states: States,
-        *,
-        lr: float,
-        weight_decay: float,
-        step: int,
-    ) -> None:
-        moments = list(states["exp_avg"])
-        updates = torch._foreach_lerp(moments, list(grads), 1.0 - self.beta1)
+    def update(self, work: Work) -> None:
+        moments, params, grads = list(work.states["exp_avg"]), list(work.params), list(work.grads)
+        updates = torch._foreach_lerp(moments, grads, 1.0 - self.beta1)
         torch._foreach_sign_(updates)
-        torch._foreach_mul_(list(params), 1.0 - lr * weight_decay)
-        torch._foreach_add_(list(params), updates, alpha=-lr)
-        torch._foreach_lerp_(moments, list(grads), 1.0 - self.beta2)
+        torch._foreach_mul_(params, 1.0 - work.lr * work.weight_decay)
+        torch._foreach_add_(params, updates, alpha=-work.lr)
+        torch._foreach_lerp_(moments, grads, 1.0 - self.beta2)
