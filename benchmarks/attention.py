@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megalith.kernels.blocked_attention import blocked_causal_attention
-from megalith.nn.attention import attend_fused
+from megalith.nn.attend import attend_fused
 
 KERNELS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "sdpa": lambda q, k, v: attend_fused(q, k, v, 0.0),

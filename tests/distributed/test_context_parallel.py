@@ -15,7 +15,8 @@ from megalith.distributed import comm
 from megalith.distributed.context import Axis, ParallelContext
 from megalith.errors import LayoutError
 from megalith.layout import Layout, balanced_positions
-from megalith.nn.attention import PLAIN, AttentionShape, LocalMixer, SelfAttention, SequenceMixer, attend_fused
+from megalith.nn.attend import PLAIN, attend_fused
+from megalith.nn.attention import AttentionShape, LocalMixer, SelfAttention, SequenceMixer
 from megalith.nn.region import Solo
 from megalith.nn.rope import rotation
 from megalith.parallel import context as context_parallel

@@ -7,7 +7,7 @@ import torch
 
 from megalith.kernels.varlen_attention import has_varlen
 from megalith.models.attention_kernels import attend_by_device
-from megalith.nn.attention import AttentionRule, attend_fused
+from megalith.nn.attend import AttentionRule, attend_fused
 from megalith.nn.documents import Documents
 
 pytestmark = [

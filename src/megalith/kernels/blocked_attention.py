@@ -109,7 +109,7 @@ def blocked_causal_attention(
 
     Shapes: 3 x [S, B, H, K] -> [S, B, H, K].
     Memory: q, k and v are kept for the backward pass; no scores and no dropout masks.
-    Reference twin: `nn.attention.attend_fused`.
+    Reference twin: `nn.attend.attend_fused`.
 
     `scale` is 1 / sqrt(K) unless given; with a `window` each query sees itself and as many keys before it.
     """

@@ -1,7 +1,7 @@
 """Causal attention inside documents of many lengths at once, by torch's flash kernel on GPUs.
 
 Shapes: T tokens of all documents end to end, H heads, K head size; `offsets` [documents + 1] int32 say where they lie.
-Reference twin: `nn.attention.by_document`.
+Reference twin: `nn.attend.by_document`.
 """
 
 from __future__ import annotations

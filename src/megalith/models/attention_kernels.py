@@ -10,12 +10,14 @@ from torch import Tensor
 from megalith.config import ModelConfig
 from megalith.kernels.blocked_attention import blocked_causal_attention
 from megalith.kernels.varlen_attention import attend_varlen, has_varlen
-from megalith.nn.attention import PLAIN, AttentionKernel, AttentionRule, attend_fused, attend_unfused, by_document
+from megalith.nn.attend import PLAIN, AttentionKernel, AttentionRule, attend_fused, attend_unfused, by_document
 from megalith.nn.precision import product_dtype
 
 
 def attend_by_device(q: Tensor, k: Tensor, v: Tensor, dropout: float, rule: AttentionRule = PLAIN) -> Tensor:
     """The fastest exact kernel: blocked products on a CPU in bf16, with dropout or with a window, else torch SDPA.
+
+    The blocks are causal; what sees later keys or has a mask is SDPA's.
 
     Documents are one call of the flash kernel on a GPU, and elsewhere one call each.
 
@@ -37,7 +39,7 @@ def attend_by_device(q: Tensor, k: Tensor, v: Tensor, dropout: float, rule: Atte
         return documents.in_sequences(context).to(q.dtype)
     if documents is not None:
         return by_document(attend_by_device, q, k, v, dropout, rule)
-    whole = q.shape[0] == k.shape[0] > 1
+    whole = q.shape[0] == k.shape[0] > 1 and rule.plain
     blocked = dropout > 0.0 or rule.limits(k.shape[0])
     faster = not torch.compiler.is_compiling() if blocked else dtype == torch.bfloat16
     if q.device.type == "cpu" and whole and faster and rule.sink_H is None:

@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 from megalith.config import ModelConfig
-from megalith.nn.attention import AttentionRule, AttentionShape
+from megalith.nn.attend import AttentionRule
+from megalith.nn.attention import AttentionShape
 from megalith.nn.feed_forward import Activation
 from megalith.nn.norm import build_norm
 from megalith.nn.rope import Interpolation, LongContext, RotationTable, Scaling, Yarn

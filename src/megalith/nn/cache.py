@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from megalith.nn.attention import AttentionRule
+    from megalith.nn.attend import AttentionRule
 
 
 class LayerCache(Protocol):

@@ -36,7 +36,7 @@ from megalith.errors import LayoutError
 from megalith.kernels.dropout import Dropout
 from megalith.kernels.partial_attention import attend_part, attend_part_backward, merge_parts
 from megalith.layout import balanced_positions
-from megalith.nn.attention import AttentionKernel, AttentionRule, expand_groups
+from megalith.nn.attend import AttentionKernel, AttentionRule, expand_groups
 from megalith.nn.cache import LayerCache
 from megalith.nn.documents import Documents
 from megalith.nn.precision import at_least_fp32, product_dtype
@@ -225,6 +225,7 @@ class RingMixer(_Balanced):
     def mix(
         self, q: Tensor, k: Tensor, v: Tensor, dropout: float, attend: AttentionKernel, rule: AttentionRule
     ) -> Tensor:
+        assert rule.plain, "a rule of the configuration"
         band = Band(rule.scale, rule.window, rule.documents)
         context: Tensor = _RingAttention.apply(q, k, v, rule.sink_H, self.axis, Dropout.draw(dropout), band)
         return context
@@ -240,6 +241,7 @@ class UlyssesMixer(_Balanced):
     def mix(
         self, q: Tensor, k: Tensor, v: Tensor, dropout: float, attend: AttentionKernel, rule: AttentionRule
     ) -> Tensor:
+        assert rule.plain, "a rule of the configuration"
         parts, heads = self.parts, q.shape[2]
         if heads % parts:
             raise LayoutError(

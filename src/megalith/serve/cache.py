@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from megalith.config import ModelConfig
-from megalith.nn.attention import PLAIN, AttentionRule, attend_fused, expand_groups
+from megalith.nn.attend import PLAIN, AttentionRule, attend_fused, expand_groups
 from megalith.nn.precision import product_dtype
 from megalith.serve.runner import Batch, Piece
 

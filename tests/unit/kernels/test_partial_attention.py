@@ -11,7 +11,7 @@ from torch import Tensor
 from megalith.kernels.blocked_attention import BLOCK
 from megalith.kernels.dropout import Dropout
 from megalith.kernels.partial_attention import attend_part, attend_part_backward, has_flash, merge_parts
-from megalith.nn.attention import PLAIN, AttentionRule
+from megalith.nn.attend import PLAIN, AttentionRule
 
 
 def _tensors(queries: int, keys: int, groups: int = 4, dtype: torch.dtype = torch.float64) -> list[Tensor]:

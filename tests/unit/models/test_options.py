@@ -15,7 +15,7 @@ from megalith.config.foreign_args import model_of
 from megalith.config.saved_args import megatron_args
 from megalith.models.gpt import GPT
 from megalith.models.initialise import initialise
-from megalith.nn.attention import AttentionRule, attend_unfused
+from megalith.nn.attend import AttentionRule, attend_unfused
 from megalith.nn.norm import build_norm
 
 BASE = (

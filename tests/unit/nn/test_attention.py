@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from megalith.kernels.blocked_attention import BLOCK, blocked_causal_attention
-from megalith.nn.attention import PLAIN, AttentionRule, attend_fused, attend_unfused, expand_groups
+from megalith.models.attention_kernels import attend_by_device
+from megalith.nn.attend import PLAIN, AttentionRule, Mask, attend_fused, attend_unfused, expand_groups
 from megalith.nn.rope import rotate, rotation
 
 
@@ -48,6 +49,36 @@ def _ruled(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, sink_H: Tensor 
             total = total + sink_H.exp()[None, :, None]
         rows.append(torch.einsum("bhs,sbhk->bhk", weights / total, v[first : own + 1]))
     return torch.stack(rows)
+
+
+@pytest.mark.parametrize("kernel", ["fused", "unfused", "by device"])
+@pytest.mark.parametrize(("queries", "keys"), [(6, 6), (3, 7)])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("biased", [True, False])
+def test_kernels_follow_a_mask_in_both_passes(kernel: str, queries: int, keys: int, causal: bool, biased: bool) -> None:
+    q, k, v = _qkv(queries, keys)
+    hidden_BQS = torch.zeros(2, 1, keys, dtype=torch.bool)
+    hidden_BQS[1, :, -2:] = True
+    bias_HQS = torch.randn(3, queries, keys, dtype=torch.float64, requires_grad=True) if biased else None
+    rule = AttentionRule(scale=0.3, causal=causal, mask=Mask(hidden_BQS, bias_HQS))
+    scores = torch.einsum("qbhk,sbhk->bhqs", q, k) * 0.3
+    if bias_HQS is not None:
+        scores = scores + bias_HQS
+    if causal:
+        later = torch.arange(keys) > torch.arange(queries)[:, None] + keys - queries
+        scores = scores.masked_fill(later, -math.inf)
+    weights = scores.masked_fill(hidden_BQS[:, None], -math.inf).softmax(-1)
+    expected = torch.einsum("bhqs,sbhk->qbhk", weights, v)
+    unfused = partial(attend_unfused, softmax_in_fp32=True)
+    attend = {"fused": attend_fused, "unfused": unfused, "by device": attend_by_device}[kernel]
+    found = attend(q, k, v, 0.0, rule)
+    assert torch.allclose(found, expected, atol=1e-12)
+    leaves = [q, k, v, *([] if bias_HQS is None else [bias_HQS])]
+    along = torch.randn_like(expected)
+    for ours, theirs in zip(
+        torch.autograd.grad(found, leaves, along), torch.autograd.grad(expected, leaves, along), strict=True
+    ):
+        assert torch.allclose(ours, theirs, atol=1e-12)
 
 
 @pytest.mark.parametrize("kernel", ["fused", "unfused"])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megalith.models.attention_kernels import attend_by_device
-from megalith.nn.attention import AttentionRule, attend_fused, attend_unfused
+from megalith.nn.attend import AttentionRule, attend_fused, attend_unfused
 from megalith.nn.documents import Documents
 
 IDS = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2, 2], [0, 1, 2, 3, 3, 3, 3, 3, 3]], dtype=torch.int32)

@@ -1,0 +1,206 @@
+"""What attention is: which keys a query sees and how their scores become weights, and two kernels that compute it.
+
+Shapes: Q queries, S keys, B batch, H query heads, G key-value heads (H is a multiple of G), K head size.
+
+The kernels mean the same: `attend_fused` (torch SDPA, which stores no scores) and `attend_unfused`, the arithmetic of
+Megatron's local implementation step by step, which repeats its half-precision runs to the last digit.
+
+What differs between layers is an `AttentionRule`: the scale of the scores, a window, a sink, whether it is causal; and
+between micro-batches the documents that attention stays inside of, or a `Mask`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from megalith.nn.documents import Documents
+from megalith.nn.precision import at_least_fp32, matmul, product_dtype
+
+MASKED_SCORE = -10000.0  # Megatron's fill value; exp of it is 0 in every dtype
+
+
+@dataclass(frozen=True, eq=False)
+class Mask:
+    """What a micro-batch or its positions change of the scores, each None where it changes nothing.
+
+    Attributes:
+        hidden_BQS: True where a query may not look, besides what the rule hides, [B, 1 or Q, S]; every query must see
+            some key, or what it gets is undefined.
+        bias_HQS: added to the scaled scores of the heads that are here, [H, Q, S].
+    """
+
+    hidden_BQS: Tensor | None = None
+    bias_HQS: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class AttentionRule:
+    """Which keys a query sees, and how its scores become weights.
+
+    Attributes:
+        scale: of the products of queries and keys; 1 / sqrt(K) if None.
+        window: how many positions before its own a query sees; all of them if None.
+        sink_H: score of one more key of each head, which every query sees and which has no value; none if None.
+        documents: of the sequences, and no query sees a key of another one; None where each is one document.
+        layer_scaling: the products are divided by this before they are rounded to the dtype of the queries, and the
+            scores multiplied by it afterwards (Megatron's query-key layer scaling); it changes the rounding only.
+        causal: no query sees a later key; else all see all keys, of which there may be another number.
+        mask: of the micro-batch; not with documents.
+    """
+
+    scale: float | None = None
+    window: int | None = None
+    sink_H: Tensor | None = None
+    layer_scaling: int = 1
+    documents: Documents | None = None
+    causal: bool = True
+    mask: Mask | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether what a query sees follows from its position alone, as in a decoder."""
+        return self.causal and self.mask is None
+
+    def scale_of(self, size: int) -> float:
+        """The scale of the scores of heads of `size` elements."""
+        return float(size**-0.5) if self.scale is None else self.scale
+
+    def limits(self, num_keys: int) -> bool:
+        """Whether a query may see fewer than all earlier keys."""
+        return self.window is not None and self.window < num_keys - 1
+
+    def hidden(self, num_queries: int, num_keys: int, device: torch.device) -> Tensor:
+        """Where a query may not look: [Q, S], or [B, 1, 1 or Q, S] where a mask hides something.
+
+        The last query's own key is the last one. With a window of 2:        # hidden      . seen
+
+            . # # # #
+            . . # # #
+            . . . # #
+            # . . . #
+            # # . . .
+        """
+        ones = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
+        offset = num_keys - num_queries
+        hidden = ones.triu(offset + 1) if self.causal else ~ones
+        if self.window is not None and self.limits(num_keys):
+            hidden = hidden | ones.tril(offset - self.window - 1)
+        if self.mask is None or self.mask.hidden_BQS is None:
+            return hidden
+        return hidden | self.mask.hidden_BQS[:, None]
+
+    def bias(self) -> Tensor | None:
+        """What is added to the scaled scores, [H, Q, S]."""
+        return None if self.mask is None else self.mask.bias_HQS
+
+
+PLAIN = AttentionRule()
+"""Every earlier key, and nothing else."""
+
+AttentionKernel = Callable[[Tensor, Tensor, Tensor, float, AttentionRule], Tensor]
+"""(q [Q, B, H, K], k [S, B, H, K], v [S, B, H, K], dropout, rule) -> context [Q, B, H, K].
+
+The last query's own key is the last one.
+"""
+
+
+def expand_groups(x_SBGK: Tensor, num_heads: int) -> Tensor:
+    """Repeat each key-value head for the query heads of its group. [S, B, G, K] -> [S, B, H, K]."""
+    groups = x_SBGK.shape[2]
+    return x_SBGK if groups == num_heads else x_SBGK.repeat_interleave(num_heads // groups, dim=2)
+
+
+def by_document(
+    attend: AttentionKernel, q: Tensor, k: Tensor, v: Tensor, dropout: float, rule: AttentionRule
+) -> Tensor:
+    """A kernel on each document of `rule.documents` by itself. Shapes as of the kernel, as many queries as keys."""
+    assert rule.documents is not None, "there are no documents"
+    assert rule.mask is None, "a mask says itself what documents hide"
+    alone = replace(rule, documents=None)
+    separated = zip(*map(rule.documents.separated, (q, k, v)), strict=True)
+    return rule.documents.joined([attend(q, k, v, dropout, alone) for q, k, v in separated])
+
+
+def _with_sink(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, sink_H: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The same attention with a sink as one more key: a channel in which queries are 1 and that key is sink / scale.
+
+    Shapes: [B, H, Q, K], 2 x [B, H, S, K], [.., Q, S] -> [B, H, Q, K + 8], 2 x [B, H, S + 1, K + 8], [.., Q, S + 1];
+    the kernels of GPUs want head sizes that are multiples of 8. `seen` is True, or 0 added, where a query looks.
+    """
+    batch, heads, num_queries, _ = q.shape
+    one = q.new_ones(batch, heads, num_queries, 1)
+    q = torch.cat((q, one, one.new_zeros(batch, heads, num_queries, 7)), dim=-1)
+    key = (sink_H.to(q.dtype) / scale).view(1, heads, 1, 1).expand(batch, heads, 1, 1)
+    key = nn.functional.pad(key, (k.shape[-1], 7))
+    k = torch.cat((nn.functional.pad(k, (0, 8)), key), dim=2)
+    v = nn.functional.pad(v, (0, 8, 0, 1))
+    return q, k, v, nn.functional.pad(seen, (0, 1), value=True if seen.dtype == torch.bool else 0.0)
+
+
+def _sdpa_mask(rule: AttentionRule, num_queries: int, num_keys: int, q: Tensor) -> Tensor | None:
+    """What torch SDPA is to be told of the rule, apart from `is_causal`: True where a query looks, or what is added."""
+    square, special = num_queries == num_keys, rule.limits(num_keys) or rule.sink_H is not None
+    if rule.plain:
+        needed = special or (not square and num_queries > 1)
+        return ~rule.hidden(num_queries, num_keys, q.device) if needed else None
+    if not special and not rule.causal and rule.mask is None:
+        return None
+    hidden, bias = rule.hidden(num_queries, num_keys, q.device), rule.bias()
+    return ~hidden if bias is None else bias.to(q.dtype).masked_fill(hidden, -torch.inf)
+
+
+def attend_fused(q: Tensor, k: Tensor, v: Tensor, dropout: float, rule: AttentionRule = PLAIN) -> Tensor:
+    """softmax(scale q k^T) v by torch SDPA. [Q, B, H, K], 2 x [S, B, H, K] -> [Q, B, H, K]."""
+    if rule.documents is not None:
+        return by_document(attend_fused, q, k, v, dropout, rule)
+    dtype, source, size = product_dtype(q), q.dtype, q.shape[-1]
+    q_BHQK, k_BHSK, v_BHSK = (x.to(dtype).permute(1, 2, 0, 3) for x in (q, k, v))
+    scale, mask = rule.scale_of(size), _sdpa_mask(rule, q.shape[0], k.shape[0], q_BHQK)
+    causal = rule.causal and q.shape[0] == k.shape[0]
+    if mask is not None and rule.sink_H is not None:
+        q_BHQK, k_BHSK, v_BHSK, mask = _with_sink(q_BHQK, k_BHSK, v_BHSK, mask, rule.sink_H, scale)
+    context = nn.functional.scaled_dot_product_attention(
+        q_BHQK, k_BHSK, v_BHSK, attn_mask=mask, dropout_p=dropout, is_causal=causal and mask is None, scale=scale
+    )
+    return context[..., :size].permute(2, 0, 1, 3).to(source)
+
+
+def attend_unfused(
+    q: Tensor, k: Tensor, v: Tensor, dropout: float, rule: AttentionRule = PLAIN, *, softmax_in_fp32: bool
+) -> Tensor:
+    """The same, with every intermediate rounded as Megatron's local implementation rounds it.
+
+    Shapes: [Q, B, H, K], 2 x [S, B, H, K] -> [Q, B, H, K].
+    Source: spec/training-behaviour.md section 11, point 11.
+    """
+    if rule.documents is not None:
+        return by_document(partial(attend_unfused, softmax_in_fp32=softmax_in_fp32), q, k, v, dropout, rule)
+    num_queries, batch, heads, size = q.shape
+    q_NQK, k_NSK, v_NSK = (x.reshape(x.shape[0], batch * heads, size).transpose(0, 1) for x in (q, k, v))
+    dtype, alpha = product_dtype(q), rule.scale_of(size) / rule.layer_scaling
+    empty = torch.zeros(1, dtype=dtype, device=q.device)
+    scores = torch.baddbmm(empty, q_NQK.to(dtype), k_NSK.to(dtype).transpose(1, 2), beta=0.0, alpha=alpha)
+    scores = scores.to(q.dtype)
+    if softmax_in_fp32:
+        scores = scores.to(at_least_fp32(q.dtype))
+    if rule.layer_scaling != 1:
+        scores = scores * rule.layer_scaling
+    by_head = scores.view(batch, heads, num_queries, k.shape[0])
+    if (bias := rule.bias()) is not None:
+        by_head = by_head + bias.to(scores.dtype)
+    hidden = rule.hidden(num_queries, k.shape[0], q.device)
+    scores = by_head.masked_fill(hidden, MASKED_SCORE).view_as(scores)
+    if rule.sink_H is not None:
+        sink_NQ1 = rule.sink_H.repeat(batch)[:, None, None].expand(-1, num_queries, 1)
+        scores = torch.cat((scores, sink_NQ1.to(scores.dtype)), dim=-1)
+    weights = torch.softmax(scores, dim=-1)[..., : k.shape[0]]
+    probabilities = nn.functional.dropout(weights.to(q.dtype), dropout)
+    context_NQK = matmul(probabilities, v_NSK)
+    return context_NQK.transpose(0, 1).reshape(num_queries, batch, heads, size)
