@@ -6,6 +6,7 @@ import gc
 import importlib
 import multiprocessing
 import os
+import pickle
 import sys
 import tempfile
 import traceback
@@ -20,6 +21,14 @@ import pytest
 SECONDS = 120.0
 RUNS = 15
 """Of a process before a new one takes its place: gloo's threads of a group that something still refers to stay busy."""
+PRELOADED = [
+    "pytest",
+    "torch.distributed.tensor",
+    "torch.distributed.checkpoint",
+    "megalith.assemble.model",
+    "megalith.train.loop",
+]
+"""What processes need, imported once for all of them: each is a fork of a server that has no threads and no groups."""
 
 
 class Ranks:
@@ -47,7 +56,8 @@ class Ranks:
             return self._collect(world_size, seconds)
 
     def _start(self) -> tuple[Any, Connection]:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
         ours, theirs = context.Pipe()
         process = context.Process(target=serve, args=(theirs,), daemon=True)
         process.start()
@@ -66,7 +76,7 @@ class Ranks:
                 assert isinstance(pipe, Connection)
                 rank = waiting.pop(pipe)
                 try:
-                    succeeded, results[rank] = pipe.recv()
+                    succeeded, results[rank] = pickle.loads(pipe.recv_bytes())
                 except EOFError:
                     succeeded, results[rank] = False, "the process died"
                 if not succeeded:
@@ -112,12 +122,17 @@ def serve(pipe: Connection) -> None:
             )
             result = getattr(_module(file), name)(*args)
             dist.barrier()  # one that leaves at once may not yet be known to another
-            pipe.send((True, result))
+            pipe.send_bytes(_packed(True, result))
             dist.destroy_process_group()
             gc.collect()  # the threads of a process group end with its last reference, which may be in a cycle
         except BaseException:
-            pipe.send((False, traceback.format_exc()))
+            pipe.send_bytes(_packed(False, traceback.format_exc()))
             return
+
+
+def _packed(succeeded: bool, result: Any) -> bytes:
+    """Bytes by pickle itself: what multiprocessing has for tensors is a file and a dialogue for each of them."""
+    return pickle.dumps((succeeded, result))
 
 
 def _module(file: str) -> Any:
