@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -168,7 +169,7 @@ def _records(config: RunConfig, folder: Path, screen: Screen, started: Started) 
         )
         sinks.append(board)
     if log.wandb_project:
-        curves = WandB(log, folder, megatron_args(config))
+        curves = WandB(log, folder, megatron_args(config), os.environ)
         sinks.append(curves)
         if curves.mode == "offline":
             screen.say(
@@ -181,7 +182,8 @@ def _records(config: RunConfig, folder: Path, screen: Screen, started: Started) 
     if log.log_progress and config.checkpoint.save:
         world = state.context.world.size
         path = Path(config.checkpoint.save) / "progress.txt"
-        hooks.append(ProgressLog(path, world, state.flops, started.run.plan.flops_per_step * world))
+        spent, job = started.run.plan.flops_per_step * world, os.environ.get("SLURM_JOB_ID", "")
+        hooks.append(ProgressLog(path, world, state.flops, spent, job))
     return hooks
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from datetime import datetime
 from pathlib import Path
 
@@ -19,10 +18,11 @@ class ProgressLog(Hook):
         world_size: processes of the run.
         flops: model FLOPs spent before this start.
         flops_per_step: of all processes together.
+        job: what the cluster calls this run.
     """
 
-    def __init__(self, path: Path, world_size: int, flops: float, flops_per_step: float) -> None:
-        self._path, self._world_size = path, world_size
+    def __init__(self, path: Path, world_size: int, flops: float, flops_per_step: float, job: str = "") -> None:
+        self._path, self._world_size, self._job = path, world_size, job
         self._flops, self._flops_per_step = flops, flops_per_step
         self._spent, self._seconds, self._tokens, self._pace = 0.0, 0.0, 0, 0.0
         self._line("Starting job")
@@ -48,6 +48,6 @@ class ProgressLog(Hook):
         now = datetime.now().strftime("%Y-%m-%d %H:%M:%S")
         try:
             with self._path.open("a", encoding="utf-8") as file:
-                file.write(f"{now}\tJob ID: {os.environ.get('SLURM_JOB_ID', '')}\t# GPUs: {self._world_size}\t{text}\n")
+                file.write(f"{now}\tJob ID: {self._job}\t# GPUs: {self._world_size}\t{text}\n")
         except OSError as error:
             warn(f"WARNING: {self._path} is not written: {error}")

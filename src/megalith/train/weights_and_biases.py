@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import netrc
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -55,6 +54,7 @@ class WandB:
         log: names of project, run, entity, and the folder.
         folder: for W&B's files unless the flags name one.
         arguments: of the run.
+        environ: the environment, which `mode` reads; W&B itself reads its own.
 
     Attributes:
         mode: "online", "offline" or what WANDB_MODE says.
@@ -66,12 +66,12 @@ class WandB:
 
     name = "W&B"
 
-    def __init__(self, log: LogConfig, folder: Path, arguments: Mapping[str, Any]) -> None:
+    def __init__(self, log: LogConfig, folder: Path, arguments: Mapping[str, Any], environ: Mapping[str, str]) -> None:
         import wandb
 
-        self.mode, self.folder = mode(os.environ, Path.home()), log.wandb_save_dir or str(folder)
+        self.mode, self.folder = mode(environ, Path.home()), log.wandb_save_dir or str(folder)
         self.errors: tuple[type[Exception], ...] = (OSError, wandb.Error)
-        os.makedirs(self.folder, exist_ok=True)
+        Path(self.folder).mkdir(parents=True, exist_ok=True)
         try:
             self._run = wandb.init(
                 dir=self.folder,

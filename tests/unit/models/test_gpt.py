@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from megalith.config import ModelConfig, OptimizerConfig, PrecisionConfig
-from megalith.models.gpt import GPT, named_placements
+from megalith.models.gpt import GPT
 from megalith.models.initialise import initialise, initialise_as_megatron_cpu
+from megalith.models.language_model import named_placements
 from megalith.nn.placement import Fused, Replicated, Split
 from megalith.optim import build_optimizer
 from megalith.serve.model_runner import ModelRunner
@@ -141,9 +142,11 @@ def test_megatron_draws_continue_the_stream_that_is_given() -> None:
     shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU, and g++ is absent"
 )
 def test_compiled_blocks_give_the_same_steps() -> None:
+    version = tuple(map(int, torch.__version__.split(".")[:2]))
+    exact = version >= (2, 13)  # older versions compile no attention in fp64 on a CPU
     losses = []
     for compiled in (False, True):
-        model, tokens = _model(GPT2, torch.float32), _tokens()  # torch 2.11 compiles no attention in fp64
+        model, tokens = _model(GPT2, torch.float64 if exact else torch.float32), _tokens()
         optimizer = build_optimizer(model, OptimizerConfig(), PrecisionConfig())
         if compiled:
             model.compile_blocks()
@@ -153,7 +156,7 @@ def test_compiled_blocks_give_the_same_steps() -> None:
             loss.backward()
             optimizer.step(0.01, 0.1)
             losses.append(loss.item())
-    assert losses[:3] == pytest.approx(losses[3:], rel=1e-5)
+    assert losses[:3] == pytest.approx(losses[3:], rel=1e-9 if exact else 1e-5)
     assert losses[2] < losses[0]
 
 

@@ -69,12 +69,9 @@ def test_torch_writes_a_trace_and_a_table(tmp_path: Path) -> None:
     assert "aten::mm" in path.with_suffix(".txt").read_text()
 
 
-def test_progress_has_a_line_for_each_start_and_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("SLURM_JOB_ID", "77")
+def test_progress_has_a_line_for_each_start_and_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "progress.txt"
-    progress = ProgressLog(path, 2, 1e12, 4e12)
+    progress = ProgressLog(path, 2, 1e12, 4e12, job="77")
     progress.after_step(step(1))
     progress.after_save(SavedCheckpoint(1, "x", 0.0, 0))
     began, saved = path.read_text().splitlines()

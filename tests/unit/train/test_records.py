@@ -107,15 +107,13 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     package.init = init  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "wandb", package)
-    for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_BASE_URL"):
-        monkeypatch.delenv(name, raising=False)
     return asked
 
 
 def test_wandb_gets_the_same_names_once(wandb: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     log = LogConfig(wandb_project="p", wandb_exp_name="n", wandb_entity="team")
-    sink = WandB(log, tmp_path / "run", {"num_layers": 2})
+    sink = WandB(log, tmp_path / "run", {"num_layers": 2}, {})
     records = Records([sink])
     records.after_step(STEP)
     records.close()
@@ -141,7 +139,7 @@ def test_a_service_that_does_not_begin_is_an_error(
     with pytest.raises(
         ConfigError, match="--wandb-project p: W&B does not begin: no route to host; WANDB_MODE=offline"
     ):
-        WandB(LogConfig(wandb_project="p", wandb_exp_name="n"), tmp_path, {})
+        WandB(LogConfig(wandb_project="p", wandb_exp_name="n"), tmp_path, {}, {"WANDB_MODE": "online"})
 
 
 def test_wandb_is_online_only_where_a_key_is_known(tmp_path: Path) -> None:
