@@ -21,8 +21,9 @@ from megalith.evaluate.alarms import never_trained
 from megalith.evaluate.perplexity import Windows, score_texts
 from megalith.evaluate.score import Sample, Scorer
 from megalith.layout import Layout
-from megalith.models.gpt import GPT, named_placements
+from megalith.models.gpt import GPT
 from megalith.models.initialise import initialise
+from megalith.models.language_model import named_placements
 
 from .conftest import Ranks
 

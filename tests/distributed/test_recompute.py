@@ -19,7 +19,7 @@ from megalith.assemble.schedule import build_schedule
 from megalith.config import load
 from megalith.distributed.context import ParallelContext
 from megalith.distributed.rng import RandomStreams
-from megalith.models.gpt import Block
+from megalith.models.transformer import Block
 from megalith.train.agreement import Agreement, NeverStop
 from megalith.train.state import TrainState
 from megalith.train.step import train_step

@@ -20,8 +20,9 @@ from megalith.config import ModelConfig
 from megalith.distributed.context import ParallelContext
 from megalith.errors import LayoutError, PeerError
 from megalith.layout import Layout, cut
-from megalith.models.gpt import GPT, Stage
+from megalith.models.gpt import GPT
 from megalith.models.initialise import initialise
+from megalith.models.language_model import Stage
 from megalith.parallel.tensor import TensorParallel
 from megalith.serve.engine import Engine, Limits
 from megalith.serve.model_runner import ModelRunner, RankRunner, unpacked

@@ -22,8 +22,9 @@ from megalith.distributed import comm
 from megalith.distributed.context import Axis, ParallelContext
 from megalith.distributed.rng import Stream
 from megalith.layout import Layout
-from megalith.models.gpt import GPT, Block
+from megalith.models.gpt import GPT
 from megalith.models.initialise import initialise
+from megalith.models.transformer import Block
 from megalith.nn.attention import AttentionShape, LocalMixer, SelfAttention
 from megalith.nn.dropout import HiddenDropout
 from megalith.nn.embedding import TokenEmbedding

@@ -30,8 +30,8 @@ from megalith.config import RunConfig, load
 from megalith.distributed.context import ParallelContext
 from megalith.distributed.rng import RandomStreams
 from megalith.layout import Layout
-from megalith.models.gpt import named_placements
 from megalith.models.initialise import generator_for
+from megalith.models.language_model import named_placements
 from megalith.nn.placement import global_shape, local_part
 from megalith.train.agreement import Agreement, NeverStop
 from megalith.train.background import BackgroundSaver

@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megalith.assemble.family import family_of
 from megalith.config import RunConfig
 from megalith.config.data_sources import data_sources
 from megalith.data.blend import BlendedDataset
-from megalith.data.build import Dataset, Datasets, build_gpt_datasets
+from megalith.data.build import Dataset, Datasets
 from megalith.data.loader import BatchLoader
 from megalith.data.sampler import Cyclic, Order, Sequential, WholePasses
 from megalith.data.splits import Sizes, target_sizes
@@ -82,7 +83,7 @@ def compare_tokenizers(run: RunConfig, card: Mapping[str, Any]) -> list[str]:
 
 def build_datasets(run: RunConfig, tokenizer: Tokenizer) -> Datasets:
     """The datasets of all three splits, sized for the run."""
-    return build_gpt_datasets(run.data, tokenizer, sizes=run_sizes(run), seed=run.train.seed)
+    return family_of(run.model).build_datasets(run, tokenizer, run_sizes(run))
 
 
 def build_loaders(

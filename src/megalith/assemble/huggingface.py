@@ -15,7 +15,8 @@ from torch import Tensor
 from megalith.checkpoint.huggingface_export import Weights
 from megalith.checkpoint.model_space import ModelSpace
 from megalith.errors import CheckpointError
-from megalith.models.gpt import GPT, named_placements
+from megalith.models.gpt import GPT
+from megalith.models.language_model import named_placements
 from megalith.nn.placement import global_shape
 
 TOLERANCE = 1e-5

@@ -13,8 +13,9 @@ from megalith.distributed import comm
 from megalith.distributed.context import ParallelContext
 from megalith.distributed.rng import RandomStreams, Stream
 from megalith.errors import ConfigError
-from megalith.models.gpt import GPT, Stage
+from megalith.models.families import model_class
 from megalith.models.initialise import initialise, initialise_as_megatron_cpu
+from megalith.models.language_model import LanguageModel, Stage
 from megalith.nn.attention import LocalMixer, SequenceMixer
 from megalith.nn.precision import at_least_fp32
 from megalith.nn.recompute import Recompute
@@ -104,7 +105,7 @@ def build_chunks(
     stream: Stream | None = None,
     *,
     dtype: torch.dtype | None = None,
-) -> list[GPT]:
+) -> list[LanguageModel]:
     """The parts of the model that this rank computes, in the order of their layers, with unset weights.
 
     Args:
@@ -130,12 +131,16 @@ def build_chunks(
             embeds=context.pp.is_first and number == 0,
             predicts=context.pp.is_last and number == len(layers) - 1,
         )
-        chunk = GPT(
+        chunk = model_class(run.model)(
             run.model,
             vocab_size,
             region=region,
             mixer=mixer,
-            peers=TokenPeers(context, sequence_parallel=region.partial_gradients),
+            peers=TokenPeers(
+                context,
+                sequence_parallel=region.partial_gradients,
+                exchange=run.model.moe_token_dispatcher_type,
+            ),
             stage=stage,
             recompute=build_recompute(run),
             dtype=dtype or params_dtype(run.precision),
@@ -145,7 +150,9 @@ def build_chunks(
     return chunks
 
 
-def draw_weights(run: RunConfig, chunks: Sequence[GPT], streams: RandomStreams, context: ParallelContext) -> None:
+def draw_weights(
+    run: RunConfig, chunks: Sequence[LanguageModel], streams: RandomStreams, context: ParallelContext
+) -> None:
     """Give the parts their initial weights; `--use-cpu-initialization` draws them from the process's own stream."""
     for chunk in chunks:
         if run.model.use_cpu_initialization:
@@ -155,7 +162,7 @@ def draw_weights(run: RunConfig, chunks: Sequence[GPT], streams: RandomStreams, 
     copy_shared_weight(chunks, context)
 
 
-def copy_shared_weight(chunks: Sequence[GPT], context: ParallelContext) -> None:
+def copy_shared_weight(chunks: Sequence[LanguageModel], context: ParallelContext) -> None:
     """Overwrite the tied embedding of the last stage with that of the first."""
     for chunk in chunks:
         if chunk.shared_weight is not None:
@@ -163,12 +170,12 @@ def copy_shared_weight(chunks: Sequence[GPT], context: ParallelContext) -> None:
             comm.broadcast(chunk.get_parameter(chunk.shared_weight).data, context.ends)
 
 
-def fully_shard(run: RunConfig, chunks: Sequence[GPT], context: ParallelContext) -> list[FullyShard]:
+def fully_shard(run: RunConfig, chunks: Sequence[LanguageModel], context: ParallelContext) -> list[FullyShard]:
     """Cut the weights of the parts over the replicas, layer by layer, and what is outside the layers."""
     return [
         FullyShard(
             chunk,
-            chunk.decoder.layers.values(),
+            chunk.blocks(),
             context,
             reshard_after_forward=run.parallel.torch_fsdp2_reshard_after_forward,
             reduce_dtype=at_least_fp32(chunk.dtype) if run.precision.grads_in_fp32 else None,
@@ -177,7 +184,7 @@ def fully_shard(run: RunConfig, chunks: Sequence[GPT], context: ParallelContext)
     ]
 
 
-def build_run_optimizer(run: RunConfig, chunks: Sequence[GPT], context: ParallelContext) -> Optimizer:
+def build_run_optimizer(run: RunConfig, chunks: Sequence[LanguageModel], context: ParallelContext) -> Optimizer:
     """The optimizer over the weights of all parts; made after these have their values or before a checkpoint does.
 
     With `--compile` the blocks are compiled here, since the optimizer first attaches its gradient sink to them; with
@@ -200,7 +207,9 @@ def build_run_optimizer(run: RunConfig, chunks: Sequence[GPT], context: Parallel
     return optimizer
 
 
-def defer_weight_gradients(run: RunConfig, chunks: Sequence[GPT], optimizer: Optimizer) -> DeferredSink | None:
+def defer_weight_gradients(
+    run: RunConfig, chunks: Sequence[LanguageModel], optimizer: Optimizer
+) -> DeferredSink | None:
     """Let the layers put their weight gradients off where the schedule of the run has a time of its own for them."""
     if run.pipeline_schedule != "zb-h1":
         return None

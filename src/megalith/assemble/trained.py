@@ -19,7 +19,8 @@ from megalith.config.groups import TokenizerConfig
 from megalith.distributed.context import ParallelContext
 from megalith.errors import CheckpointError, DamagedCheckpointError, LayoutError
 from megalith.layout import cut
-from megalith.models.gpt import GPT, Stage, named_placements
+from megalith.models.gpt import GPT
+from megalith.models.language_model import Stage, named_placements
 from megalith.nn.placement import Placement
 from megalith.parallel.tensor import TensorParallel
 from megalith.tokenizers import Tokenizer, build_tokenizer

@@ -14,7 +14,8 @@ from megalith.config import ModelConfig
 from megalith.config.foreign_args import model_of, parallel_of
 from megalith.errors import CheckpointError, LayoutError
 from megalith.layout import Stages, split_layers
-from megalith.models.gpt import GPT, named_placements
+from megalith.models.families import model_class
+from megalith.models.language_model import named_placements
 from megalith.nn.placement import Placement, dim_of, local_pieces
 
 OUTPUT_LAYER = "output_layer.weight"
@@ -79,7 +80,7 @@ class ModelSpace:
 
 def model_space(model: ModelConfig, vocab_size: int) -> ModelSpace:
     """The model space of an architecture."""
-    table = list(named_placements(GPT(model, vocab_size, device="meta")))
+    table = list(named_placements(model_class(model)(model, vocab_size, device="meta")))
     return ModelSpace(
         model,
         vocab_size,

@@ -16,6 +16,7 @@ import torch
 
 from megalith.assemble.data import Loaders, build_datasets, build_loaders, compare_tokenizers, run_sizes
 from megalith.assemble.facts import content_facts
+from megalith.assemble.family import family_of
 from megalith.assemble.model import (
     build_chunks,
     build_run_optimizer,
@@ -41,7 +42,7 @@ from megalith.distributed.agreement import refuse_unequal
 from megalith.distributed.context import ParallelContext
 from megalith.distributed.rng import RandomStreams
 from megalith.errors import CheckpointError, DamagedCheckpointError
-from megalith.models.gpt import GPT
+from megalith.models.language_model import LanguageModel
 from megalith.tokenizers import Tokenizer, build_tokenizer
 from megalith.tokenizers.padding import padded_vocab_size, padding_message
 from megalith.train.agreement import StopRequest
@@ -361,7 +362,7 @@ def _padded_vocabulary(config: RunConfig, tokenizer: Tokenizer, found: FoundChec
 def _state(
     config: RunConfig, padded: int, streams: RandomStreams, context: ParallelContext, screen: Screen, *, fresh: bool
 ) -> TrainState:
-    screen.say("building GPT model ...")
+    screen.say(f"building {family_of(config.model).title} model ...")
     chunks = build_chunks(config, padded, context, streams.own)
     if fresh:
         draw_weights(config, chunks, streams, context)
@@ -373,7 +374,7 @@ def _state(
     return TrainState(chunks, optimizer, streams, build_schedule(config), context=context, deferred=deferred)
 
 
-def _parameter_lines(chunks: Sequence[GPT], context: ParallelContext) -> list[str]:
+def _parameter_lines(chunks: Sequence[LanguageModel], context: ParallelContext) -> list[str]:
     """The number of parameters of each (tensor, pipeline) rank, as the first of its copies counts them."""
     own = sum(parameter.numel() for chunk in chunks for parameter in chunk.parameters())
     numbers = comm.all_gather_objects(own, context.world)
@@ -453,7 +454,7 @@ def _loaders(config: RunConfig, tokenizer: Tokenizer, state: TrainState, screen:
     for dataset in (*datasets, *datasets.further_valid):
         if dataset is not None:
             screen.say(f"    {dataset.name}: {dataset.summary}")
-    screen.say("> finished creating GPT datasets ...")
+    screen.say(f"> finished creating {family_of(config.model).title} datasets ...")
     loaders = build_loaders(
         config,
         datasets,
@@ -485,7 +486,7 @@ def _datasets(config: RunConfig, tokenizer: Tokenizer, context: ParallelContext)
     return built[0]
 
 
-def _plan(config: RunConfig, model: GPT, context: ParallelContext) -> Plan:
+def _plan(config: RunConfig, model: LanguageModel, context: ParallelContext) -> Plan:
     train, batch = config.train, config.num_micro_batches * config.batch_sizes.unit
     flops = step_flops(config.model, model.vocab_size, config.data.seq_length, batch)
     return Plan(

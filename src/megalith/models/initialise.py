@@ -16,17 +16,18 @@ from collections.abc import Sequence
 import torch
 from torch import Generator, Tensor, nn
 
-from megalith.models.gpt import GPT, named_placements
+from megalith.models.language_model import WORD_EMBEDDINGS, LanguageModel, named_placements
+from megalith.nn.moe.experts import name_among_all
 from megalith.nn.placement import Placement, global_shape, local_part
 from megalith.nn.precision import at_least_fp32
 
 RESIDUAL_WEIGHTS = ("linear_proj.weight", "linear_fc2.weight")
 SINKS = "core_attention.softmax_offset"
-WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
+OUTPUT_LAYER = "output_layer.weight"
 POSITION_EMBEDDINGS = "embedding.position_embeddings.weight"
 
 
-def _std(model: GPT, name: str) -> float:
+def _std(model: LanguageModel, name: str) -> float:
     config = model.config
     if name.endswith(RESIDUAL_WEIGHTS):
         return config.init_method_std / math.sqrt(2.0 * config.num_layers)
@@ -36,17 +37,18 @@ def _std(model: GPT, name: str) -> float:
     return config.init_method_std
 
 
-def _is_uniform(model: GPT, name: str, shape: Sequence[int]) -> bool:
+def _is_uniform(model: LanguageModel, name: str, shape: Sequence[int]) -> bool:
     config, embeds = model.config, name in (WORD_EMBEDDINGS, POSITION_EMBEDDINGS) or name == model.copied_weight
     own = embeds and config.embedding_init_method_std is not None
     return config.init_method_xavier_uniform and len(shape) == 2 and not own
 
 
 def _is_drawn(name: str) -> bool:
-    return (name.endswith((".weight", ".gate_weight")) and "layernorm" not in name) or name.endswith(SINKS)
+    is_norm = "layernorm" in name or "layer_norm" in name
+    return (name.endswith((".weight", ".gate_weight")) and not is_norm) or name.endswith(SINKS)
 
 
-def _fill_constants(model: GPT) -> None:
+def _fill_constants(model: LanguageModel) -> None:
     norm_weight = 0.0 if model.config.apply_layernorm_1p else 1.0
     for name, parameter in model.named_parameters():
         if not _is_drawn(name):
@@ -57,7 +59,7 @@ def _normal(shape: Sequence[int], std: float, dtype: torch.dtype, generator: Gen
     return torch.empty(shape, dtype=at_least_fp32(dtype)).normal_(0.0, std, generator=generator)
 
 
-def _whole(model: GPT, name: str, shape: Sequence[int], dtype: torch.dtype, generator: Generator) -> Tensor:
+def _whole(model: LanguageModel, name: str, shape: Sequence[int], dtype: torch.dtype, generator: Generator) -> Tensor:
     """Draw a global tensor."""
     if _is_uniform(model, name, shape):
         most = math.sqrt(6.0 / sum(shape))
@@ -71,7 +73,7 @@ def generator_for(seed: int, name: str) -> Generator:
     return Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
-def _keep_part(parameter: Tensor, placement: Placement, model: GPT, name: str, generator: Generator) -> None:
+def _keep_part(parameter: Tensor, placement: Placement, model: LanguageModel, name: str, generator: Generator) -> None:
     """Draw the global tensor of which a parameter is a part, and fill the parameter with its part."""
     size, index = model.region.size, model.region.index
     whole = _whole(model, name, global_shape(parameter.shape, placement, size), parameter.dtype, generator)
@@ -79,7 +81,7 @@ def _keep_part(parameter: Tensor, placement: Placement, model: GPT, name: str, g
 
 
 @torch.no_grad()
-def initialise(model: GPT, seed: int) -> None:
+def initialise(model: LanguageModel, seed: int) -> None:
     """Draw each weight from (seed, its global name): the same weights in every layout of ranks.
 
     The copy of a tied embedding on the last pipeline stage is drawn under the name of the embedding.
@@ -87,21 +89,18 @@ def initialise(model: GPT, seed: int) -> None:
     _fill_constants(model)
     for name, parameter, placement in named_placements(model):
         if _is_drawn(name):
-            origin = WORD_EMBEDDINGS if name == model.copied_weight else name
+            origin = WORD_EMBEDDINGS if name == model.copied_weight else name_among_all(name, model)
             _keep_part(parameter, placement, model, name, generator_for(seed, origin))
 
 
-def megatron_draw_order(model: GPT) -> list[str]:
+def megatron_draw_order(model: LanguageModel) -> list[str]:
     """The names of the drawn weights of this stage in Megatron's order of construction.
 
     Source: spec/training-behaviour.md section 4, checked bit for bit against real initial weights.
     """
-    names = []
-    feed_forwards = [name for name, _ in model.named_parameters() if ".mlp." in name]
-    if model.embedding is not None:
-        names.append(WORD_EMBEDDINGS)
-        if model.embedding.position_embeddings is not None:
-            names.append(POSITION_EMBEDDINGS)
+    here = [name for name, _ in model.named_parameters()]
+    feed_forwards = [name for name in here if ".mlp." in name]
+    names = [name for name in (WORD_EMBEDDINGS, POSITION_EMBEDDINGS) if name in here]
     for layer in model.stage.layers:
         if model.config.softmax_type == "learnable":
             names.append(f"decoder.layers.{layer}.self_attention.{SINKS}")
@@ -109,11 +108,11 @@ def megatron_draw_order(model: GPT) -> list[str]:
         names += [f"decoder.layers.{layer}.{part}.weight" for part in parts]
         drawn = [name for name in feed_forwards if name.startswith(f"decoder.layers.{layer}.") and _is_drawn(name)]
         names += sorted(drawn, key=lambda name: name.endswith("gate_weight"))
-    return names if model.output_layer is None else [*names, "output_layer.weight"]
+    return [*names, OUTPUT_LAYER] if OUTPUT_LAYER in here else names
 
 
 @torch.no_grad()
-def initialise_as_megatron_cpu(model: GPT, generator: Generator) -> None:
+def initialise_as_megatron_cpu(model: LanguageModel, generator: Generator) -> None:
     """Draw the weights from `generator` as Megatron does under --use-cpu-initialization.
 
     Each tensor-parallel rank draws the whole weights and keeps its part. A pipeline stage draws its own layers only,

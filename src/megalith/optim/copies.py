@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from megalith.distributed.context import Axis, ParallelContext
 from megalith.models.language_model import LanguageModel, named_placements
+from megalith.nn.moe.experts import experts_within
 from megalith.nn.placement import Placement, Replicated, dim_of, global_shape, local_pieces
 from megalith.parallel.data import Copies
 
@@ -26,6 +27,16 @@ def copies_of(chunks: Iterable[LanguageModel], ctx: ParallelContext) -> dict[str
             copied = chunk.shared_weight == chunk.copied_weight
             table[chunk.shared_weight] += (Copies(ctx.ends, first=not copied, partial=True),)
     return {name: copies for name, copies in table.items() if copies}
+
+
+def experts_of(chunks: Iterable[LanguageModel]) -> frozenset[str]:
+    """The names of the parameters of experts, of which expert-parallel ranks have different ones."""
+    return frozenset(
+        prefix + name
+        for chunk in chunks
+        for prefix, experts in experts_within(chunk)
+        for name, _ in experts.named_parameters()
+    )
 
 
 def _over_tensor_parallel(placement: Placement, shape: Sequence[int], axis: Axis, partial: bool) -> tuple[Copies, ...]:

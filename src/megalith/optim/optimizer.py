@@ -10,7 +10,7 @@ elements. What a step decides by (overflow, norm) is agreed over the ranks, so t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -24,7 +24,7 @@ from megalith.distributed.context import ParallelContext
 from megalith.models.language_model import LanguageModel, named_placements
 from megalith.nn.placement import Placement
 from megalith.nn.precision import at_least_fp32
-from megalith.optim.copies import copies_of
+from megalith.optim.copies import copies_of, experts_of
 from megalith.optim.flat import boxes
 from megalith.optim.groups import Group, make_groups
 from megalith.optim.holding import hold_flat, hold_shards
@@ -100,6 +100,7 @@ class Optimizer:
         context: The ranks that train the same model.
         zero1: Divide the main parameters and the moments over the data-parallel ranks.
         copies: Which parameters other ranks hold too, beside data parallelism, by name.
+        experts: Names of the parameters that are divided over expert-parallel ranks.
         placements: How parameters are divided over the tensor-parallel axis, by name; whole ones may be left out.
         bucket_size: Elements that are reduced at once; Megatron's rule by default.
         overlap_gather: Under ZeRO-1 let `step` return while updated weights are on their way. Forward passes wait for
@@ -120,6 +121,7 @@ class Optimizer:
         context: ParallelContext | None = None,
         zero1: bool = False,
         copies: Mapping[str, tuple[Copies, ...]] | None = None,
+        experts: Collection[str] = (),
         placements: Mapping[str, Placement] | None = None,
         bucket_size: int | None = None,
         overlap_gather: bool = False,
@@ -145,13 +147,14 @@ class Optimizer:
                 work=torch.float16 if config.main_params_dtype == "fp16" else work,
                 grads=work if precision.grads_in_fp32 else dtype,
                 copies=copies,
+                experts=experts,
                 zero1=zero1,
                 bucket_size=bucket_size,
                 overlap_gather=overlap_gather,
             )
         self.gradients, self._memory = held.gradients, held.memory
         self._owned, self._main, self._has_main = held.weights, held.main, held.weights is not held.main
-        self._counted = CountedOnce(self.gradients, copies, held.holders)
+        self._counted = CountedOnce(self.gradients, copies, held.holders, held.elsewhere)
         self._ordered = [name for group in self._groups for name in group.names if name in self._main]
         self._hosted = choose_hosted({name: self._main[name].numel() for name in self._ordered}, offload)
         if self._has_main and not sharded:  # else the main parameters are the weights, or what FSDP gathers from
@@ -415,6 +418,7 @@ def build_optimizer(
         context=context,
         zero1=zero1,
         copies=None if context is None else copies_of(models, context),
+        experts=() if context is None or context.ep.size == 1 else experts_of(models),
         placements={name: placement for model in models for name, _, placement in named_placements(model)},
         bucket_size=bucket_size,
         overlap_gather=overlap_gather,

@@ -10,7 +10,8 @@ from torch import Tensor
 from megalith.distributed import comm, p2p
 from megalith.distributed.context import ParallelContext
 from megalith.errors import LayoutError, PeerError
-from megalith.models.gpt import GPT, Block
+from megalith.models.gpt import GPT
+from megalith.models.transformer import Block
 from megalith.nn.loss import whole_logits
 from megalith.serve.cache import BlockCache, block_bytes
 from megalith.serve.runner import Batch, Piece

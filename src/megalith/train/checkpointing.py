@@ -37,7 +37,7 @@ from megalith.config.saved_args import megatron_args
 from megalith.distributed import comm
 from megalith.distributed.context import Axis
 from megalith.errors import CheckpointError
-from megalith.models.gpt import named_placements
+from megalith.models.language_model import named_placements
 from megalith.nn.placement import Placement
 from megalith.schedules.parameters import ResumedSchedule, resume_schedule
 from megalith.tokenizers.card import card_differences, side_by_side

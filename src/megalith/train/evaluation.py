@@ -11,7 +11,7 @@ from megalith.train.faults import Probe, no_probe
 from megalith.train.hooks import Hook
 from megalith.train.results import Evaluation
 from megalith.train.state import TrainState
-from megalith.train.step import Totals, mean_loss, own_totals, run_pipeline
+from megalith.train.step import Totals, mean_losses, own_totals, run_pipeline
 from megalith.train.work import Batch, StageWork
 
 
@@ -44,7 +44,8 @@ def evaluate(
     """
     started = time.perf_counter()
     num_samples = 0
-    total = torch.zeros(2, device=state.context.device)
+    _, *further = state.model.loss_names
+    total = torch.zeros(2 * len(further) + 2, device=state.context.device)
     for chunk in state.chunks:
         chunk.eval()
     try:
@@ -60,11 +61,13 @@ def evaluate(
     finally:
         for chunk in state.chunks:
             chunk.train()
+    loss, *others = mean_losses(total)
     return Evaluation(
         iteration=state.iteration,
         consumed_samples=state.consumed_samples,
         split=split,
-        loss=mean_loss(total),
+        loss=loss,
+        further_losses=dict(zip(further, others, strict=True)),
         num_samples=num_samples,
         seconds=time.perf_counter() - started,
         final=final,

@@ -10,17 +10,17 @@ from torch import Tensor
 from megalith.config import ModelConfig
 from megalith.distributed import comm
 from megalith.distributed.context import ParallelContext
-from megalith.models.gpt import GPT
+from megalith.models.language_model import LanguageModel
 from megalith.nn.moe.balance import Auxiliary
 from megalith.nn.moe.router import NAMES, Router
 
 
-def routers(chunks: Iterable[GPT]) -> list[Router]:
+def routers(chunks: Iterable[LanguageModel]) -> list[Router]:
     """The routers of this rank."""
     return [module for chunk in chunks for module in chunk.modules() if isinstance(module, Router)]
 
 
-def begin_step(chunks: Sequence[GPT], scale: float) -> None:
+def begin_step(chunks: Sequence[LanguageModel], scale: float) -> None:
     """Forget the step before; auxiliary losses are scaled by `scale`, as the main loss of a micro-batch is."""
     for chunk in chunks:
         chunk.auxiliary.scale = scale
@@ -37,7 +37,7 @@ def loss_names(model: ModelConfig) -> list[str]:
 
 
 def auxiliary_losses(
-    chunks: Sequence[GPT], names: Sequence[str], num_micro_batches: int, context: ParallelContext
+    chunks: Sequence[LanguageModel], names: Sequence[str], num_micro_batches: int, context: ParallelContext
 ) -> Tensor:
     """What this rank adds to the mean of each loss over layers, micro-batches and replicas, [names], fp64.
 
@@ -58,7 +58,7 @@ def _sum(auxiliary: Auxiliary, name: str) -> float:
 
 
 @torch.no_grad()
-def move_biases(chunks: Sequence[GPT], context: ParallelContext, rate: float) -> None:
+def move_biases(chunks: Sequence[LanguageModel], context: ParallelContext, rate: float) -> None:
     """Raise the bias of each expert that had less than its share of this step's choices, and lower that of the others.
 
     Ranks with the same tokens count them again, which does not change who is above the mean.

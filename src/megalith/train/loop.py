@@ -312,7 +312,8 @@ def _tell_noise(run: TrainingRun, small: StepResult, large: StepResult) -> None:
 def _pass_over(run: TrainingRun, num_micro_batches: int) -> None:
     """Draw the samples of a step and do nothing with them, as Megatron does: no line, no evaluation, no save."""
     state = run.state
-    samples = sum(next(run.train)["tokens"].shape[0] for _ in range(num_micro_batches)) * state.context.dp.size
+    field = state.model.tokens_field
+    samples = sum(next(run.train)[field].shape[0] for _ in range(num_micro_batches)) * state.context.dp.size
     state.iteration += 1
     state.consumed_samples += samples
     state.skipped_samples += samples

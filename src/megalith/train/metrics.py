@@ -75,10 +75,7 @@ class MetricsWriter(Hook):
 
     def after_step(self, result: StepResult) -> None:
         values = asdict(result)
-        for name in ("source_tokens", "auxiliary_losses"):
-            if not values[name]:
-                del values[name]
-        self.event("step", **values)
+        self.event("step", **_without_empty(values, "source_tokens", "auxiliary_losses", "further_losses"))
 
     def after_window(self, report: WindowReport) -> None:
         self.event(
@@ -100,7 +97,7 @@ class MetricsWriter(Hook):
         self.event("batch size", before=before, after=after)
 
     def after_evaluation(self, evaluation: Evaluation) -> None:
-        self.event("evaluation", **asdict(evaluation))
+        self.event("evaluation", **_without_empty(asdict(evaluation), "further_losses"))
 
     def after_scheduling(self, scheduled: ScheduledSave) -> None:
         self.event("scheduled save", **asdict(scheduled))
@@ -141,6 +138,11 @@ def _ends_in_the_middle_of_a_line(path: Path) -> bool:
     with path.open("rb") as file:
         file.seek(-1, os.SEEK_END)
         return file.read() != b"\n"
+
+
+def _without_empty(values: dict[str, Any], *names: str) -> dict[str, Any]:
+    """Values without those of these names that say nothing."""
+    return {name: value for name, value in values.items() if value or name not in names}
 
 
 def _plain(value: Any) -> Any:

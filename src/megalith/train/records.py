@@ -98,6 +98,7 @@ class Records(Hook):
             "decoupled-learning-rate": result.decoupled_lr,
             "batch-size": float(result.num_samples),
             "lm loss": result.loss if result.applied else None,
+            **(result.further_losses if result.applied else {}),
             "loss-scale": result.loss_scale if self._recorded.loss_scale else None,
             "world-size": self._recorded.world_size,
             "grad-norm": result.grad_norm,
@@ -128,11 +129,12 @@ class Records(Hook):
     def after_evaluation(self, evaluation: Evaluation) -> None:
         if evaluation.final:
             return
-        name = f"lm loss {evaluation.split}"
-        self._draw({name: evaluation.loss}, evaluation.iteration, evaluation.consumed_samples)
-        if self._recorded.perplexity:
-            value = math.exp(min(20.0, evaluation.loss))
-            self._draw({f"{name} ppl": value}, evaluation.iteration, evaluation.consumed_samples)
+        for kind, loss in {"lm loss": evaluation.loss, **evaluation.further_losses}.items():
+            name = f"{kind} {evaluation.split}"
+            self._draw({name: loss}, evaluation.iteration, evaluation.consumed_samples)
+            if self._recorded.perplexity:
+                value = math.exp(min(20.0, loss))
+                self._draw({f"{name} ppl": value}, evaluation.iteration, evaluation.consumed_samples)
 
     def close(self) -> None:
         for sink in list(self._sinks):

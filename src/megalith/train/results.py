@@ -33,6 +33,7 @@ class StepResult:
         bad: what is wrong with the step, which then was not applied; empty for a good one.
         decoupled_lr: the rate of the word embeddings and the output layer after the step, where it is another.
         skipped_samples: samples passed over so far (`--iterations-to-skip`).
+        further_losses: of models that learn more than one thing (BERT's "sop loss"), name -> as `loss`.
         auxiliary_losses: of mixtures of experts, name -> mean over layers and micro-batches.
         source_tokens: of a blend, the dataset -> its tokens in this step; empty without a blend.
     """
@@ -55,6 +56,7 @@ class StepResult:
     skipped_samples: int = 0
     source_tokens: Mapping[str, int] = field(default_factory=dict)
     auxiliary_losses: Mapping[str, float] = field(default_factory=dict)
+    further_losses: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -162,6 +164,7 @@ class WindowReport:
     num_nan: int
     skipped_samples: int = 0
     auxiliary_losses: Mapping[str, float] = field(default_factory=dict)
+    further_losses: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def seconds_left(self) -> float:
@@ -176,6 +179,7 @@ class Evaluation:
     Attributes:
         split: "validation" or "test".
         final: one of the evaluations after training, which say which split they are on.
+        further_losses: as of `StepResult`.
     """
 
     iteration: int
@@ -185,6 +189,7 @@ class Evaluation:
     num_samples: int
     seconds: float
     final: bool
+    further_losses: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -282,6 +287,11 @@ class Window:
             num_skipped=len(results) - len(applied),
             num_nan=sum(1 for result in results if not result.applied and not np.isfinite(result.loss)),
             skipped_samples=last.skipped_samples,
+            further_losses={
+                name: mean
+                for name in last.further_losses
+                if (mean := _mean_in_single_precision([result.further_losses[name] for result in applied])) is not None
+            },
             auxiliary_losses={
                 name: sum(result.auxiliary_losses[name] for result in results) / len(results)
                 for name in last.auxiliary_losses

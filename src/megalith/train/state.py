@@ -8,7 +8,7 @@ from typing import Any
 
 from megalith.distributed.context import ParallelContext
 from megalith.distributed.rng import RandomStreams
-from megalith.models.gpt import GPT
+from megalith.models.language_model import LanguageModel
 from megalith.optim.optimizer import Optimizer
 from megalith.parallel.deferred import DeferredSink
 from megalith.schedules.parameters import ParameterSchedule
@@ -44,7 +44,7 @@ class TrainState:
         skipped_samples: samples drawn and passed over (`--iterations-to-skip`).
     """
 
-    chunks: Sequence[GPT]
+    chunks: Sequence[LanguageModel]
     optimizer: Optimizer
     streams: RandomStreams
     schedule: ParameterSchedule
@@ -60,7 +60,7 @@ class TrainState:
     skipped_samples: int = 0
 
     @property
-    def model(self) -> GPT:
+    def model(self) -> LanguageModel:
         """The first of the chunks; with one process the whole model."""
         return self.chunks[0]
 

@@ -20,7 +20,7 @@ from megalith.train.timers import Timers
 from megalith.train.work import Batch, StageWork
 
 Totals = Callable[[Tensor], Tensor]
-"""The sums over all ranks of what this rank has summed: summed loss, tokens, samples of each source of a blend."""
+"""The sums over all ranks of what this rank has summed: losses and their terms, samples of each source of a blend."""
 
 
 NOTHING = -1.0  # no gradient has a norm as small
@@ -69,7 +69,7 @@ def train_step(
         with_params_norm: compute the norm of the parameters too.
         probe: called at the points of the step.
         timers: are told how long the parts of it take.
-        sums: gets [summed loss, tokens] of each micro-batch that was predicted here.
+        sums: gets [sum, terms] of each loss, of each micro-batch that was predicted here.
         apply: whether to update the weights.
         spoiler: puts in wrong numbers, for tests.
         sources: names of the datasets of a blend, whose samples say which one they are of.
@@ -104,11 +104,13 @@ def train_step(
     names = loss_names(model)
     auxiliary = auxiliary_losses(state.chunks, names, num_micro_batches, state.context)
     mine = [work.total(), _samples_by_source(work, state, len(sources)), auxiliary.to(work.total())]
-    losses, samples_of, auxiliary = totals(torch.cat(mine)).split((2, len(sources), len(names)))
-    loss, check = mean_loss(losses), state.check
+    _, *further = state.model.loss_names
+    parts = totals(torch.cat(mine)).split((2 * len(further) + 2, len(sources), len(names)))
+    (losses, samples_of, auxiliary), check = parts, state.check
+    loss, *others = mean_losses(losses)
     if sums is not None:
         sums += work.sums
-    bad = check.of_loss(loss)
+    bad = check.of_loss(sum(others, loss))
     probe("opt", step)
     before_update()
     weight_decay = state.weight_decay
@@ -149,6 +151,7 @@ def train_step(
             name: round(number) * (work.num_tokens // work.num_samples)
             for name, number in zip(sources, samples_of.tolist(), strict=True)
         },
+        further_losses=dict(zip(further, others, strict=True)),
         auxiliary_losses=dict(zip(names, auxiliary.tolist(), strict=True)),
     )
 
@@ -182,6 +185,8 @@ def run_pipeline(
     pipeline.run(order.program(context.pp.index), work, context.links, state.deferred, timed)
 
 
-def mean_loss(sums: Tensor) -> float:
-    """Loss per token from [summed loss, tokens], divided in the precision of the sums; waits for the device."""
-    return (sums[0] / sums[1].clamp(min=1.0)).item()
+def mean_losses(sums: Tensor) -> list[float]:
+    """Each loss from [sum, number of terms] of each, divided in the precision of the sums; waits for the device."""
+    summed, counts = sums.view(-1, 2).unbind(dim=1)
+    means: list[float] = (summed / counts.clamp(min=1.0)).tolist()
+    return means

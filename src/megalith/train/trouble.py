@@ -172,7 +172,7 @@ class Care:
     def _of_micro_batch(
         self, result: StepResult, drawn: Sequence[Batch], micro_batch: int, replica: int
     ) -> tuple[int, int]:
-        size = drawn[0]["tokens"].shape[0]
+        size = drawn[0][self.state.model.tokens_field].shape[0]
         block = micro_batch * self.state.context.dp.size + replica
         first = result.consumed_samples - result.num_samples + block * size
         return first, first + size - 1

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from megalith.distributed import comm
 from megalith.distributed.context import ParallelContext
-from megalith.models.gpt import GPT
-from megalith.nn.documents import Documents
+from megalith.models.language_model import Inputs, LanguageModel
 from megalith.nn.precision import at_least_fp32
 from megalith.schedules.pipeline import Op
 from megalith.train.faults import Probe, no_probe
@@ -19,10 +19,10 @@ from megalith.train.spoil import Spoiler
 from megalith.train.timers import Timers
 
 Batch = Mapping[str, Tensor]
-"""One micro-batch: tokens, labels, position_ids [B, S] int64 and loss_mask [B, S] float32.
+"""One micro-batch: the fields of its samples, [B, ...] each; which ones is the business of the family of the model.
 
-Attention stays inside documents if it has document_ids [B, S] int32, and its samples are counted by where they come
-from if it has dataset_id [B] int64.
+A loss_mask [B, S] is among them. GPT's are tokens, labels, position_ids [B, S] int64; attention stays inside documents
+if it has document_ids [B, S] int32. Samples are counted by where they come from if it has dataset_id [B] int64.
 """
 
 
@@ -42,14 +42,14 @@ class StageWork:
 
     Attributes:
         at: the operation that is under way.
-        sums: of each micro-batch that was predicted here the summed loss and the number of unmasked tokens, [2].
+        sums: of each micro-batch that was predicted here the sum and the number of terms of each loss, [2 x losses].
         num_samples, num_tokens: of all micro-batches.
         samples_of: number of a source -> samples of it, where the batches say so.
     """
 
     def __init__(
         self,
-        chunks: Sequence[GPT],
+        chunks: Sequence[LanguageModel],
         batches: Iterator[Batch],
         context: ParallelContext,
         *,
@@ -66,8 +66,7 @@ class StageWork:
         self._probe, self._step, self._timers = probe, step, timers or Timers()
         self._spoiler = spoiler
         self.at: Op | None = None
-        self._held: dict[int, Batch] = {}
-        self._documents: dict[int, Documents | None] = {}
+        self._held: dict[int, Inputs] = {}
         self._drawn = 0
         self._unmasked: list[Tensor] = []
         self.sums: list[Tensor] = []
@@ -77,9 +76,7 @@ class StageWork:
 
     def border(self, micro_batch: int) -> tuple[tuple[int, int, int], torch.dtype]:
         """Shape [S, B, D] and dtype of the hidden states that go from stage to stage."""
-        batch, length = self._batch(micro_batch)["tokens"].shape
-        model = self._chunks[0]
-        return (model.rows_between_layers(length), batch, model.config.hidden_size), model.hidden_dtype
+        return self._chunks[0].border(self._batch(micro_batch))
 
     def before(self, op: Op) -> None:
         """Draw the data of a forward pass; tell the probe where the step is."""
@@ -98,59 +95,58 @@ class StageWork:
     def forward(self, chunk: int, micro_batch: int, hidden: Tensor | None) -> Tensor:
         """Hidden states for the next chunk, or the loss to differentiate.
 
-        That is the mean over the unmasked tokens of the micro-batch, those of other context-parallel ranks included,
-        over the number of micro-batches, times the loss scale; the gradients of these ranks are parts that add up.
-        Under --calculate-per-token-loss it is the sum over these tokens times the loss scale (see `train_step`).
+        That is the sum of the losses, each a mean over its terms in the micro-batch (GPT's: over the unmasked tokens),
+        those of other context-parallel ranks included, over the number of micro-batches, times the loss scale; the
+        gradients of these ranks are parts that add up. Under --calculate-per-token-loss it is the sum over these terms
+        times the loss scale (see `train_step`).
         """
-        batch, model = self._batch(micro_batch), self._chunks[chunk]
-        result = model(
-            batch["tokens"],
-            hidden_SBD=hidden,
-            position_ids_BS=batch["position_ids"],
-            labels_BS=batch["labels"] if model.stage.predicts else None,
-            documents=self._documents[micro_batch],
-        )
+        inputs, model = self._batch(micro_batch), self._chunks[chunk]
         if not model.stage.predicts:
-            return result
-        mask = batch["loss_mask"].reshape(-1)
-        loss, tokens = torch.sum(result.reshape(-1) * mask), mask.sum()
+            return model.part(inputs, hidden)
+        losses = model.losses(inputs, hidden)
+        summed, counts = torch.stack([loss.summed for loss in losses]), torch.stack([loss.count for loss in losses])
         if self._spoiler is not None and self._training:
-            loss = self._spoiler.loss(loss, micro_batch)
-        self.sums.append(torch.stack([loss.detach(), tokens]))
+            summed = self._spoiler.loss(summed, micro_batch)
+        self._remember(model, summed.detach(), counts)
         if model.config.calculate_per_token_loss:
-            return loss * self._loss_scale
+            return summed.sum() * self._loss_scale
         if self._context.cp.size > 1:
-            tokens = comm.all_reduce(tokens, self._context.cp)
-        return loss / tokens.clamp(min=1.0) / self._num_micro_batches * self._loss_scale
+            counts = comm.all_reduce(counts, self._context.cp)
+        return (summed / counts.clamp(min=1.0)).sum() / self._num_micro_batches * self._loss_scale
+
+    def _remember(self, model: LanguageModel, summed: Tensor, counts: Tensor) -> None:
+        if model.reports_means:
+            summed, counts = summed / counts.clamp(min=1.0), torch.ones_like(counts)
+        self.sums.append(torch.stack((summed, counts), dim=1).flatten())
 
     def end(self, micro_batch: int) -> None:
         """Nothing more is done for this micro-batch here."""
-        del self._held[micro_batch], self._documents[micro_batch]
+        del self._held[micro_batch]
 
     def total(self) -> Tensor:
         """The sum of `sums`; zeros on a stage that predicts nothing."""
         if self.sums:
             return torch.stack(self.sums).sum(dim=0)
-        return torch.zeros(2, dtype=at_least_fp32(self._chunks[0].dtype), device=self._context.device)
+        losses = len(self._chunks[0].loss_names)
+        return torch.zeros(2 * losses, dtype=at_least_fp32(self._chunks[0].dtype), device=self._context.device)
 
     def unmasked_tokens(self) -> Tensor:
         """Of all micro-batches of all replicas that were drawn; every rank of the replicas calls this."""
         return comm.all_reduce(torch.stack(self._unmasked).sum(), self._context.join("cp", "dp"))
 
-    def _batch(self, micro_batch: int) -> Batch:
+    def _batch(self, micro_batch: int) -> Inputs:
         while self._drawn <= micro_batch:
             with self._timers.time("batch-generator", level=2):
                 whole = next(self._batches)
-            self.num_samples += whole["tokens"].shape[0]
-            self.num_tokens += whole["tokens"].numel()
             model, own = self._chunks[0], dict(whole)
+            self.num_samples += whole[model.tokens_field].shape[0]
+            self.num_tokens += whole[model.tokens_field].numel()
             if (sources := own.pop("dataset_id", None)) is not None:
                 self.samples_of.update(sources.tolist())
-            ids = own.pop("document_ids", None)
-            self._documents[self._drawn] = None if ids is None else Documents.of(ids, model.device)
-            here = {name: model.mixer.own(tensor, 1) for name, tensor in own.items()}
-            self._held[self._drawn] = on_device(here, model.device)
-            self._unmasked.append(self._held[self._drawn]["loss_mask"].sum())
+            inputs = model.prepare(own)
+            inputs = replace(inputs, tensors=on_device(inputs.tensors, model.device))
+            self._held[self._drawn] = inputs
+            self._unmasked.append(inputs.tensors["loss_mask"].sum())
             self._drawn += 1
         return self._held[micro_batch]
 

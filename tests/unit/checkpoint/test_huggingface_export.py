@@ -18,8 +18,9 @@ from megalith.checkpoint.huggingface_export import Export, Weights, bytes_of_siz
 from megalith.checkpoint.huggingface_source import HuggingFaceSource
 from megalith.config import ModelConfig
 from megalith.errors import CheckpointError, ConfigError
-from megalith.models.gpt import GPT, named_placements
+from megalith.models.gpt import GPT
 from megalith.models.huggingface_tensors import tensors_of
+from megalith.models.language_model import named_placements
 
 from .huggingface_folders import GPT2, LLAMA, VOCAB, write_folder, write_tokenizer
 

@@ -20,7 +20,8 @@ from megalith.checkpoint.source import open_source
 from megalith.config import ModelConfig
 from megalith.config.foreign_args import model_of
 from megalith.errors import CheckpointError
-from megalith.models.gpt import GPT, named_placements
+from megalith.models.gpt import GPT
+from megalith.models.language_model import named_placements
 from megalith.nn.placement import local_part
 
 from .huggingface_folders import GPT2, LLAMA, VOCAB, random_weights, write_folder

@@ -9,8 +9,9 @@ import torch
 
 from megalith.config import ModelConfig
 from megalith.distributed.context import Axis
-from megalith.models.gpt import GPT, Stage, named_placements
+from megalith.models.gpt import GPT
 from megalith.models.initialise import initialise, initialise_as_megatron_cpu
+from megalith.models.language_model import Stage, named_placements
 from megalith.nn.placement import local_part
 from megalith.nn.region import Region
 from megalith.parallel.tensor import TensorParallel

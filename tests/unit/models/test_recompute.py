@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from megalith.config import ModelConfig, OptimizerConfig, PrecisionConfig
-from megalith.models.gpt import GPT, Block
+from megalith.models.gpt import GPT
 from megalith.models.initialise import initialise
+from megalith.models.transformer import Block
 from megalith.nn.recompute import Recompute
 from megalith.optim import build_optimizer
 from megalith.serve.model_runner import ModelRunner

@@ -16,7 +16,7 @@ from megalith.cli.quickstart.sizing import Machine, ModelSize, choose_precision
 from megalith.config import load
 from megalith.distributed.context import ParallelContext
 from megalith.distributed.rng import RandomStreams
-from megalith.models.gpt import GPT
+from megalith.models.language_model import LanguageModel
 from megalith.optim.optimizer import Optimizer
 from megalith.train.throughput import measure_peak
 
@@ -67,7 +67,7 @@ def measure_step(size: ModelSize, train_arguments: Sequence[str]) -> float:
     return statistics.median(seconds)
 
 
-def time_step(model: GPT, optimizer: Optimizer, tokens: Tensor) -> float:
+def time_step(model: LanguageModel, optimizer: Optimizer, tokens: Tensor) -> float:
     """Take one step on the tokens [B, S + 1]; the loss is read at the end, which waits for the device."""
     started = time.perf_counter()
     optimizer.zero_grad()

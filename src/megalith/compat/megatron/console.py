@@ -140,7 +140,8 @@ def iteration_line(window: WindowReport, moment: datetime, *, throughput: bool =
     parts.append(f"global batch size: {window.global_batch_size:5d}")
     if window.loss is not None:
         parts.append(f"lm loss: {window.loss:.6E}")
-        parts += [f"{name}: {value:.6E}" for name, value in window.auxiliary_losses.items()]
+        others = {**window.further_losses, **window.auxiliary_losses}
+        parts += [f"{name}: {value:.6E}" for name, value in others.items()]
     parts.append(f"loss scale: {window.loss_scale:.1f}")
     if window.grad_norm is not None:
         parts.append(f"grad norm: {window.grad_norm:.3f}")
@@ -154,13 +155,14 @@ def iteration_line(window: WindowReport, moment: datetime, *, throughput: bool =
 
 
 def evaluation_lines(evaluation: Evaluation) -> str:
-    """The loss and perplexity of an evaluation between dashes."""
+    """The losses and perplexities of an evaluation between dashes."""
     named = evaluation.final or evaluation.split != "validation"  # of several validation sets each has its name
     where = f" on {evaluation.split} set" if named else ""
-    line = (
-        f" validation loss at iteration {evaluation.iteration}{where} | "
-        f"lm loss value: {evaluation.loss:.6E} | lm loss PPL: {perplexity(evaluation.loss):.6E} | "
+    losses = {"lm loss": evaluation.loss, **evaluation.further_losses}
+    values = "".join(
+        f"{name} value: {loss:.6E} | {name} PPL: {perplexity(loss):.6E} | " for name, loss in losses.items()
     )
+    line = f" validation loss at iteration {evaluation.iteration}{where} | {values}"
     dashes = "-" * (len(line) + 1)
     return f"{dashes}\n{line}\n{dashes}"
 

@@ -11,13 +11,19 @@ from megalith.config.patterns import of_layers, read_pattern, read_window
 
 @dataclass(frozen=True)
 class ModelConfig(ExpertSettings):
-    """The architecture: enough to build a GPT as a library object."""
+    """The architecture: enough to build a model as a library object."""
 
     num_layers: int = setting(help="number of transformer layers", unit="layers", at_least=1)
     hidden_size: int = setting(help="width of the model", at_least=1)
     num_attention_heads: int = setting(help="number of query heads", unit="heads", at_least=1)
     max_position_embeddings: int = setting(
         help="longest sequence, and rows of the learned position table", unit="tokens", at_least=1
+    )
+    model_family: str = setting(
+        "gpt",
+        help="kind of model; pretrain_bert.py and pretrain_t5.py give theirs",
+        choices=("gpt",),
+        ours=True,
     )
     group_query_attention: bool = setting(False, help="share each key and value head between several query heads")
     num_query_groups: int = setting(

@@ -1,0 +1,48 @@
+"""The families of models as a run meets them: what each is built of besides the class of its model.
+
+A family is one file of assembly (`models/`), its samples (`data/`), one name map and its rows in the parity matrix.
+Who builds a run asks the family and names none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from megalith.config import ModelConfig, RunConfig
+from megalith.data.build import Datasets, build_gpt_datasets
+from megalith.data.splits import Sizes
+from megalith.models.families import MODELS
+from megalith.tokenizers import Tokenizer
+
+DatasetsBuilder = Callable[[RunConfig, Tokenizer, Sizes], Datasets]
+"""(run, tokenizer, samples that it draws of each split) -> the datasets of its splits."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family of models.
+
+    Attributes:
+        name: as `--model-family` has it.
+        title: on the screen.
+        build_datasets: makes its datasets.
+    """
+
+    name: str
+    title: str
+    build_datasets: DatasetsBuilder
+
+
+def _gpt_datasets(run: RunConfig, tokenizer: Tokenizer, sizes: Sizes) -> Datasets:
+    return build_gpt_datasets(run.data, tokenizer, sizes=sizes, seed=run.train.seed)
+
+
+_DATASETS: Mapping[str, DatasetsBuilder] = {"gpt": _gpt_datasets}
+
+FAMILIES: Mapping[str, Family] = {name: Family(name, model.title, _DATASETS[name]) for name, model in MODELS.items()}
+
+
+def family_of(config: ModelConfig) -> Family:
+    """The family of a model."""
+    return FAMILIES[config.model_family]

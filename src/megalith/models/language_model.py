@@ -1,0 +1,179 @@
+"""What the families of models have in common, and what training asks of any of them.
+
+A family (GPT, BERT, T5) is one class that assembles blocks of `nn/`. Whoever trains, saves or shards a model asks what
+is here and names no family: `prepare` a micro-batch, `part` of the way through the pipeline, `losses` at its end.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from megalith.config import ModelConfig
+from megalith.nn.attention import LocalMixer, SequenceMixer
+from megalith.nn.documents import Documents
+from megalith.nn.moe.balance import Auxiliary
+from megalith.nn.placement import Placement
+from megalith.nn.precision import at_least_fp32
+from megalith.nn.region import Region, Solo
+from megalith.nn.sink import GradientSink, attach_sink
+
+WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The part of a model that is computed in one place.
+
+    Attributes:
+        layers: global numbers of its layers.
+        embeds: it begins with the embedding.
+        predicts: it ends with the final norm and the losses.
+    """
+
+    layers: range
+    embeds: bool = True
+    predicts: bool = True
+
+
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """A micro-batch as the parts of a model here take it.
+
+    Attributes:
+        tensors: by the names of the samples' fields; of those with a sequence the positions that are here.
+        documents: those of the whole sequences, if attention stays inside of them.
+    """
+
+    tensors: Mapping[str, Tensor]
+    documents: Documents | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Loss:
+    """One of the losses of a micro-batch: a sum of terms, and how many there are of them. Scalars."""
+
+    summed: Tensor
+    count: Tensor
+
+
+class LanguageModel(nn.Module, ABC):
+    """A model, or one stage of it; parameters carry the same global names in either.
+
+    Attributes:
+        title: what the family is called on the screen.
+        tokens_field: the field of a sample whose entries are the tokens that speeds are counted in.
+        reports_means: the reported losses are means of those of micro-batches; otherwise all terms weigh alike.
+        loss_names: what the losses are called, the main one first.
+        sink: where its weight gradients go, if not to autograd.
+    """
+
+    title: ClassVar[str]
+    tokens_field: ClassVar[str] = "tokens"
+    reports_means: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        vocab_size: int,
+        *,
+        region: Region | None,
+        mixer: SequenceMixer | None,
+        stage: Stage | None,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        super().__init__()
+        self.config, self.vocab_size = config, vocab_size
+        self.region: Region = region or Solo()
+        self.mixer: SequenceMixer = mixer or LocalMixer()
+        self.stage = stage or Stage(range(config.num_layers))
+        self.dtype, self.device = dtype, torch.device(device)
+        self.auxiliary = Auxiliary(per_token=config.calculate_per_token_loss)
+        self.sink: GradientSink | None = None
+
+    @property
+    def loss_names(self) -> tuple[str, ...]:
+        return ("lm loss",)
+
+    @abstractmethod
+    def blocks(self) -> Iterator[nn.Module]:
+        """The layers that are here, in the order in which they are computed."""
+
+    @abstractmethod
+    def part(self, inputs: Inputs, hidden: Tensor | None) -> Tensor:
+        """What a stage that does not predict hands on, `border` says in which shape.
+
+        Args:
+            inputs: the micro-batch.
+            hidden: what the stage before gave; None where this one embeds.
+        """
+
+    @abstractmethod
+    def losses(self, inputs: Inputs, hidden: Tensor | None) -> tuple[Loss, ...]:
+        """The losses of a micro-batch in the order of `loss_names`, those of the positions that are here."""
+
+    def prepare(self, batch: Mapping[str, Tensor]) -> Inputs:
+        """From a micro-batch on the host to what is taken of it here."""
+        own = dict(batch)
+        ids = own.pop("document_ids", None)
+        documents = None if ids is None else Documents.of(ids, self.device)
+        here = {name: self.mixer.own(tensor, 1) if tensor.ndim > 1 else tensor for name, tensor in own.items()}
+        return Inputs(here, documents)
+
+    def border(self, inputs: Inputs) -> tuple[tuple[int, int, int], torch.dtype]:
+        """Shape [S, B, D] and dtype of the hidden states that go from stage to stage."""
+        batch, length = inputs.tensors[self.tokens_field].shape
+        return (self.rows_between_layers(length), batch, self.config.hidden_size), self.hidden_dtype
+
+    @property
+    def shared_weight(self) -> str | None:
+        """The tied embedding of a stage that has the one of both its uses; another stage holds a copy of it."""
+        if self.config.untie_embeddings_and_output_weights or self.stage.embeds == self.stage.predicts:
+            return None
+        return WORD_EMBEDDINGS if self.stage.embeds else "output_layer.weight"
+
+    @property
+    def copied_weight(self) -> str | None:
+        """The `shared_weight` where it is the second copy, which norms, counts and checkpoints leave out."""
+        return None if self.stage.embeds else self.shared_weight
+
+    def placements(self) -> dict[str, Placement]:
+        """The placement table of the whole model: parameter name -> placement."""
+        return {
+            f"{prefix}.{name}": placement
+            for prefix, module in self.named_modules()
+            if module is not self and hasattr(module, "placements")
+            for name, placement in module.placements().items()
+        }
+
+    @property
+    def hidden_dtype(self) -> torch.dtype:
+        """Of the hidden states between layers."""
+        return at_least_fp32(self.dtype) if self.config.fp32_residual_connection else self.dtype
+
+    def rows_between_layers(self, length: int) -> int:
+        """Of `length` tokens of each sequence that are here, how many rows the hidden states between layers have."""
+        return length // self.region.size if self.region.partial_gradients else length
+
+    def compile_blocks(self) -> None:
+        """Compile each block with torch.compile; all blocks share one compilation.
+
+        Their weight gradients come from autograd then: a compiled graph cannot write to a sink. Call it after the
+        optimizer has attached its sink; the embedding and the loss keep theirs.
+        """
+        for block in self.blocks():
+            attach_sink(block, None)
+            block.compile()
+
+
+def named_placements(model: LanguageModel) -> Iterator[tuple[str, nn.Parameter, Placement]]:
+    """Each parameter with its name and placement, in module order."""
+    table = model.placements()
+    for name, parameter in model.named_parameters():
+        yield name, parameter, table[name]

@@ -1,0 +1,170 @@
+"""The stack of layers that every family of models is built around.
+
+Reading order: `Transformer.forward` -> `Block.forward` -> `nn.attention.SelfAttention`, `nn.feed_forward.FeedForward`.
+Parameters carry Megatron's names, which its checkpoints and its users know. Activations are sequence first [S, B, D].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from megalith.config import ModelConfig
+from megalith.models.attention_kernels import attention_kernel
+from megalith.models.feed_forwards import build_feed_forward
+from megalith.models.language_model import Stage
+from megalith.models.layer_options import attention_rule, attention_shape, layer_norm
+from megalith.nn.attention import SelfAttention, SequenceMixer
+from megalith.nn.cache import KVCache, LayerCache
+from megalith.nn.documents import Documents
+from megalith.nn.dropout import HiddenDropout
+from megalith.nn.moe.balance import Auxiliary, Peers
+from megalith.nn.recompute import Group, OutputAgain, Recompute, recomputed
+from megalith.nn.region import Region
+from megalith.nn.rope import Rotation
+
+
+class Block(nn.Module):
+    """One pre-norm transformer layer (Xiong et al. 2020, arXiv:2002.04745). [S, B, D] -> [S, B, D].
+
+    Args:
+        config: of the model.
+        layer: its number in the whole model, from 0.
+        region, mixer, peers: how it shares its work with other ranks.
+        auxiliary: where the losses of experts join the backward pass.
+        recompute: the parts of it that are computed again in the backward pass.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int,
+        region: Region,
+        mixer: SequenceMixer,
+        peers: Peers,
+        auxiliary: Auxiliary,
+        recompute: Collection[str] = (),
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.region, self.recompute = region, frozenset(recompute)
+        self.rotated = config.rotated_layers[layer]
+        self.residual_of_norm = config.apply_residual_connection_post_layernorm
+        self.input_layernorm = layer_norm(config, dtype, device)
+        self.self_attention = SelfAttention(
+            attention_shape(config),
+            region,
+            attention_kernel(config),
+            rule=attention_rule(config, layer),
+            mixer=mixer,
+            qkv_bias=config.qkv_bias,
+            bias=config.add_bias_linear,
+            recompute_core="core_attn" in self.recompute,
+            dtype=dtype,
+            device=device,
+        )
+        self.pre_mlp_layernorm = layer_norm(config, dtype, device)
+        self.mlp = build_feed_forward(config, layer, region, peers, auxiliary, dtype=dtype, device=device)
+        self.dropout = HiddenDropout(config.hidden_dropout, region)
+
+    def forward(
+        self,
+        x_SBD: Tensor,
+        turn: Rotation | None,
+        cache: LayerCache | None = None,
+        documents: Documents | None = None,
+    ) -> Tensor:
+        turn = turn if self.rotated else None
+        attention = partial(self.self_attention, turn=turn, cache=cache, documents=documents)
+        x_SBD = self._branch(x_SBD, self.input_layernorm, attention)
+        if {"mlp", "layernorm"} <= self.recompute and self._backward_follows() and not self.residual_of_norm:
+            return x_SBD + self.dropout(recomputed(self._normed_feed_forward, x_SBD, region=self.region))
+        return self._branch(x_SBD, self.pre_mlp_layernorm, self._feed_forward)
+
+    def _normed_feed_forward(self, x_SBD: Tensor) -> Tensor:
+        found: Tensor = self.mlp(self.pre_mlp_layernorm(x_SBD))
+        return found
+
+    def _branch(self, x_SBD: Tensor, norm: Callable[[Tensor], Tensor], layer: Callable[[Tensor], Tensor]) -> Tensor:
+        """x + dropout(layer(norm(x))), in the dtype of x."""
+        if "layernorm" in self.recompute and self._backward_follows():
+            normed = OutputAgain(norm, x_SBD)
+            with normed.not_kept():
+                found = layer(normed.output)
+            start = normed.output if self.residual_of_norm else x_SBD
+        else:
+            normed_SBD = norm(x_SBD)
+            found = layer(normed_SBD)
+            start = normed_SBD if self.residual_of_norm else x_SBD
+        return start.to(x_SBD.dtype) + self.dropout(found)
+
+    def _feed_forward(self, x_SBD: Tensor) -> Tensor:
+        if "mlp" in self.recompute and self._backward_follows():
+            return recomputed(self.mlp, x_SBD, region=self.region)
+        found: Tensor = self.mlp(x_SBD)
+        return found
+
+    def _backward_follows(self) -> bool:
+        return self.training and torch.is_grad_enabled()
+
+
+class Transformer(nn.Module):
+    """The layers of a stage, under their global numbers, and the final norm where the stage predicts."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        stage: Stage,
+        region: Region,
+        mixer: SequenceMixer,
+        peers: Peers,
+        auxiliary: Auxiliary,
+        recompute: Recompute | None,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.region = region
+        self._at_once = (Group(range(len(stage.layers)), again=False),)
+        self._in_training = self._at_once if recompute is None else tuple(recompute.groups(len(stage.layers)))
+        parts = () if recompute is None else recompute.parts
+        self.layers = nn.ModuleDict(
+            {
+                str(number): Block(config, number, region, mixer, peers, auxiliary, parts, dtype=dtype, device=device)
+                for number in stage.layers
+            }
+        )
+        self.final_layernorm = layer_norm(config, dtype, device) if stage.predicts else None
+
+    def forward(
+        self,
+        x_SBD: Tensor,
+        turn: Rotation | None,
+        cache: KVCache | None = None,
+        documents: Documents | None = None,
+    ) -> Tensor:
+        backward_follows = self.training and torch.is_grad_enabled() and cache is None
+        for group in self._in_training if backward_follows else self._at_once:
+            through = partial(self._through, group.layers, turn=turn, cache=cache, documents=documents)
+            x_SBD = recomputed(through, x_SBD, region=self.region) if group.again else through(x_SBD)
+        return x_SBD if self.final_layernorm is None else self.final_layernorm(x_SBD)
+
+    def _through(
+        self,
+        layers: range,
+        x_SBD: Tensor,
+        *,
+        turn: Rotation | None,
+        cache: KVCache | None,
+        documents: Documents | None,
+    ) -> Tensor:
+        blocks = list(self.layers.values())
+        for index in layers:
+            x_SBD = blocks[index](x_SBD, turn, None if cache is None else cache.layers[index], documents)
+        return x_SBD
