@@ -15,6 +15,9 @@ With label smoothing a the target distribution gives a / (V - 1) to every other 
     loss_i = log sum_v exp(logits_iv) - (1 - s) logits_i,t_i - s mean_v logits_iv
     dlogits = (softmax(logits) - (1 - s) onehot(t) - s / V) * dloss
 
+With a bias b [V] of the vocabulary logits = h W^T + b and db = sum_T dlogits. A target below 0 is none: its loss is the
+logarithm of the sum alone (as Megatron's, where a mask takes it out).
+
 On several ranks each holds V/n rows of W and the logits of these. The logarithm of the sum and the target's logit of
 each part become those of the whole by a maximum and one sum of [T] over the ranks; dh, a sum over the vocabulary, is
 collected while dW is computed. Where hidden states are parts of the sequence they are gathered for both passes, again
@@ -115,12 +118,14 @@ class LogitsBuffer:
         self._memory = logits.view(-1)
 
 
-def _logits(hidden_TD: Tensor, weight_VD: Tensor, buffer: LogitsBuffer) -> Tensor:
+def _logits(hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, buffer: LogitsBuffer) -> Tensor:
     dtype = product_dtype(hidden_TD)
     logits = buffer.take(hidden_TD.shape[0], weight_VD.shape[0], hidden_TD.dtype, hidden_TD.device)
     if dtype == hidden_TD.dtype:
-        return torch.mm(hidden_TD, weight_VD.t(), out=logits)
-    return logits.copy_(torch.mm(hidden_TD.to(dtype), weight_VD.to(dtype).t()))
+        torch.mm(hidden_TD, weight_VD.t(), out=logits)
+    else:
+        logits.copy_(torch.mm(hidden_TD.to(dtype), weight_VD.to(dtype).t()))
+    return logits if bias_V is None else logits.add_(bias_V)
 
 
 class _VocabularyLoss(torch.autograd.Function):
@@ -129,6 +134,7 @@ class _VocabularyLoss(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,
         weight_VD: nn.Parameter,
+        bias_V: nn.Parameter | None,
         targets: Tensor,
         sink: GradientSink | None,
         buffer: LogitsBuffer,
@@ -137,16 +143,18 @@ class _VocabularyLoss(torch.autograd.Function):
         smoothing: float,
         differentiated: bool,
     ) -> Tensor:
-        logits = _logits(region.spread(hidden).wait().reshape(-1, hidden.shape[-1]), weight_VD, buffer)
+        logits = _logits(region.spread(hidden).wait().reshape(-1, hidden.shape[-1]), weight_VD, bias_V, buffer)
         part = region.shard(vocab_size, even=False)
-        rows, elsewhere = local_rows(targets.reshape(-1), part, vocab_size)
+        wanted_T = targets.reshape(-1)
+        rows, elsewhere = local_rows(wanted_T.clamp(min=0), part, vocab_size)
+        elsewhere |= wanted_T < 0
         spread = smoothing * vocab_size / max(1, vocab_size - 1)
         own_log_sum, own_sum = _log_sum_exp(logits, with_sum=smoothing > 0.0)
         held = (~elsewhere).to(own_log_sum.dtype) * (1.0 - spread)
-        wanted = logits.gather(1, rows[:, None]).squeeze(1) * held
+        own_chosen = logits.gather(1, rows[:, None]).squeeze(1) * held
         if own_sum is not None:
-            wanted += own_sum * (spread / vocab_size)
-        log_sum, chosen = _of_all_ranks(own_log_sum, wanted, region)
+            own_chosen += own_sum * (spread / vocab_size)
+        log_sum, chosen = _of_all_ranks(own_log_sum, own_chosen, region)
         if differentiated:
             ctx.save_for_backward(hidden, weight_VD, rows, held, log_sum)
             ctx.logits, ctx.sink, ctx.buffer, ctx.region = logits, sink, buffer, region
@@ -165,13 +173,14 @@ class _VocabularyLoss(torch.autograd.Function):
         dtype = product_dtype(hidden)
         dh = torch.mm(logits.to(dtype), weight.to(dtype)).to(hidden.dtype)
         leaving = ctx.region.collect(dh.view(*grads[0].shape, hidden.shape[-1]))
+        db = logits.to(at_least_fp32(weight.dtype)).sum(0).to(weight.dtype) if ctx.needs_input_grad[2] else None
         whole, dw = arriving.wait().reshape(-1, hidden.shape[-1]), None
         if ctx.sink is None:
             dw = torch.mm(logits.to(dtype).t(), whole.to(dtype)).to(weight.dtype)
         else:
             ctx.sink.matmul(weight, logits, whole, lent=True)
         ctx.buffer.give_back(logits)
-        return leaving.wait(), dw, None, None, None, None, None, None, None
+        return leaving.wait(), dw, db, None, None, None, None, None, None, None
 
 
 def vocabulary_loss(
@@ -183,12 +192,14 @@ def vocabulary_loss(
     region: Region = SOLO,
     vocab_size: int | None = None,
     *,
+    bias: nn.Parameter | None = None,
     smoothing: float = 0.0,
 ) -> Tensor:
     """Cross-entropy of the next token, for each token.
 
     Shapes: hidden [..., D], a part of the sequence where the region holds parts; weight [V, D], the rows that are
-        here; targets [...] (ids below the vocabulary's size), of the whole sequence -> loss [...], in at least fp32.
+        here; targets [...] (ids below the vocabulary's size), of the whole sequence; bias [V], the part that is here
+        -> loss [...], in at least fp32.
     Memory: one [T, V] tensor of `buffer` from forward to backward, in the dtype of `hidden`.
     Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3 (the loss over a parallel vocabulary).
 
@@ -197,20 +208,36 @@ def vocabulary_loss(
     """
     differentiated = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     size = weight.shape[0] if vocab_size is None else vocab_size
-    loss: Tensor = _VocabularyLoss.apply(hidden, weight, targets, sink, buffer, region, size, smoothing, differentiated)
+    loss: Tensor = _VocabularyLoss.apply(
+        hidden, weight, bias, targets, sink, buffer, region, size, smoothing, differentiated
+    )
     return loss
 
 
-def whole_logits(hidden: Tensor, weight: nn.Parameter, region: Region, vocab_size: int) -> Tensor:
+def whole_logits(
+    hidden: Tensor, weight: nn.Parameter, region: Region, vocab_size: int, bias: nn.Parameter | None = None
+) -> Tensor:
     """The logits of the whole vocabulary on every rank, for generation and for whoever wants them; autograd's.
 
     Shapes: hidden [..., D], a part of the sequence where the region holds parts -> [..., V], of the whole sequence.
     """
-    logits = linear(enter(hidden, region), weight, None, None)
+    logits = linear(enter(hidden, region), weight, bias, None)
     part = region.shard(vocab_size, even=False)
     if part.size == vocab_size:
         return logits
     return region.total(nn.functional.pad(logits, (part.start, vocab_size - part.stop)))
+
+
+class OutputBias(nn.Module):
+    """The bias of the vocabulary of a model whose output weight is the word embedding; [V], its own part."""
+
+    def __init__(self, vocab_size: int, region: Region, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.vocab_size, rows = vocab_size, region.shard(vocab_size, even=False).size
+        self.bias = nn.Parameter(torch.empty(rows, dtype=dtype, device=device))
+
+    def placements(self) -> dict[str, Placement]:
+        return {"bias": Split(0, self.vocab_size)}
 
 
 class OutputLayer(nn.Module):

@@ -77,3 +77,19 @@ def test_extreme_logits_stay_finite() -> None:
     weight = nn.Parameter(torch.tensor([[1.0, 0.0], [-1.0, 0.0]]))
     values = vocabulary_loss(hidden.expand(2, 2), weight, torch.tensor([0, 1]), None, LogitsBuffer())
     assert values.tolist() == [0.0, 6e4]
+
+
+def test_a_bias_and_positions_without_a_target() -> None:
+    torch.manual_seed(3)
+    hidden = torch.randn(5, 8, dtype=torch.float64, requires_grad=True)
+    weight, bias = (nn.Parameter(torch.randn(*shape, dtype=torch.float64)) for shape in ((11, 8), (11,)))
+    targets = torch.tensor([3, -1, 0, 10, -1])
+    logits = hidden @ weight.t() + bias
+    chosen = torch.where(targets >= 0, logits.gather(1, targets.clamp(min=0)[:, None])[:, 0], 0.0)
+    expected = logits.logsumexp(-1) - chosen
+    found = vocabulary_loss(hidden, weight, targets, None, LogitsBuffer(), bias=bias)
+    assert torch.allclose(found, expected, atol=1e-12)
+    along, leaves = torch.randn(5, dtype=torch.float64), [hidden, weight, bias]
+    theirs = torch.autograd.grad(expected, leaves, along)
+    for one, other in zip(torch.autograd.grad(found, leaves, along), theirs, strict=True):
+        assert torch.allclose(one, other, atol=1e-12)
