@@ -4,6 +4,9 @@ Rank order is Megatron's, fastest first: tensor, context, data, pipeline (spec/f
 tp * cp * dp * pp,
 
     rank = tp_index + tp * (cp_index + cp * (dp_index + dp * pp_index))
+
+Expert parallelism adds no ranks: the cp * dp ranks that hold the same dense weights, numbered in rank order, are folded
+into ep ranks that share the experts, fastest, times cp * dp / ep that hold the same ones (the axes `FOLDED`).
 """
 
 from __future__ import annotations
@@ -16,16 +19,19 @@ from megalith.errors import LayoutError
 
 AXES = ("tp", "cp", "dp", "pp")
 """The axes, fastest first."""
+FOLDED = ("ep", "edp")
+"""The axes of the experts: ranks with other experts, and ranks with the same ones. Together they are cp and dp."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How many ranks each kind of parallelism has."""
+    """How many ranks each kind of parallelism has; `ep` divides those of cp and dp together."""
 
     tp: int = 1
     cp: int = 1
     dp: int = 1
     pp: int = 1
+    ep: int = 1
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -51,15 +57,31 @@ class Layout:
         return result
 
     def groups(self, *axes: str) -> list[tuple[int, ...]]:
-        """The sets of ranks that differ on these axes only, each in rank order; together all ranks once."""
+        """The sets of ranks that differ on these axes only, each in rank order; together all ranks once.
+
+        Args:
+            axes: of `AXES`, or one of `FOLDED` alone.
+        """
+        if axes == ("ep",):
+            return [
+                ranks[start : start + self.ep] for ranks in self._holders() for start in range(0, len(ranks), self.ep)
+            ]
+        if axes == ("edp",):
+            return [ranks[index :: self.ep] for ranks in self._holders() for index in range(self.ep)]
         along = [range(size) if axis in axes else (0,) for axis, size in zip(AXES, self.sizes, strict=True)]
         others = [(0,) if axis in axes else range(size) for axis, size in zip(AXES, self.sizes, strict=True)]
         offsets = sorted(self.rank(dict(zip(AXES, place, strict=True))) for place in product(*along))
         bases = sorted(self.rank(dict(zip(AXES, place, strict=True))) for place in product(*others))
         return [tuple(base + offset for offset in offsets) for base in bases]
 
+    def _holders(self) -> list[tuple[int, ...]]:
+        """The sets of ranks that hold the same dense weights."""
+        assert self.cp * self.dp % self.ep == 0, "a rule of the configuration"
+        return self.groups("cp", "dp")
+
     def __str__(self) -> str:
-        parts = [f"{axis}{size}" for axis, size in zip(AXES, self.sizes, strict=True) if size > 1]
+        sizes = zip((*AXES, "ep"), (*self.sizes, self.ep), strict=True)
+        parts = [f"{axis}{size}" for axis, size in sizes if size > 1]
         return " x ".join(parts) or "one process"
 
 

@@ -28,6 +28,7 @@ from megalith.distributed.context import ParallelContext
 from megalith.distributed.rng import RandomStreams
 from megalith.layout import Layout
 from megalith.models.gpt import GPT
+from megalith.nn.moe.experts import name_among_all
 from megalith.nn.placement import dim_of, global_shape, local_pieces
 from megalith.schedules.learning_rate import LearningRateSchedule
 from megalith.schedules.parameters import ParameterSchedule
@@ -75,6 +76,10 @@ MODELS = {
             "moe_shared_expert_gate": True,
         },
     ),
+    "mixture-biases": Model(
+        "--position-embedding-type rope --ffn-hidden-size 24",
+        fields=_MIXTURE | {"moe_aux_loss_coeff": (0.05,), "moe_router_pre_softmax": True, "num_experts": 8},
+    ),
     "llama": Model(
         "--position-embedding-type rope --swiglu --normalization RMSNorm --disable-bias-linear --ffn-hidden-size 24 "
         "--untie-embeddings-and-output-weights --group-query-attention --num-query-groups 2"
@@ -106,6 +111,7 @@ MODELS = {
         "--group-query-attention --num-query-groups 2 --qk-layernorm --apply-wd-to-qk-layernorm "
         "--untie-embeddings-and-output-weights --decoupled-lr 0.002"
     ),
+    "adaptive-muon": Model("--optimizer adaptive_muon --position-embedding-type rope --swiglu --ffn-hidden-size 24"),
     "ramp-up": Model("--rampup-batch-size 4 4 8 --decoupled-lr 0.005", vocab_size=43),
     "per-token": Model(
         "--calculate-per-token-loss --geglu --label-smoothing 0.2 --init-method-xavier-uniform --window-size 3,0 "
@@ -139,6 +145,7 @@ class Case:
     recompute: str = ""
     fsdp: str = ""
     data: str = ""
+    dispatcher: str = "allgather"
 
     @property
     def reference(self) -> str:
@@ -151,6 +158,7 @@ class Case:
         parts = ["sp"] * self.sequence_parallel + [f"vpp{self.virtual_stages}"] * (self.virtual_stages > 1)
         parts += ["zero1"] * self.zero1 + [self.schedule] * (self.schedule != "auto")
         parts += [f"fsdp-{self.fsdp}"] * bool(self.fsdp)
+        parts += [self.dispatcher] * (self.layout.ep > 1)
         parts += ["a2a"] * (self.exchange == "a2a") + [f"recompute-{self.recompute}"] * bool(self.recompute)
         return " ".join([*parts, self.data]).strip()
 
@@ -180,7 +188,12 @@ class Case:
         argv = " ".join([BASE, MODELS[self.model].flags, *flags, more])
         words = [word for word in argv.split(" ") if word]
         run = load(words, {"WORLD_SIZE": str(sizes.world_size), "RANK": "0"}, files=False)
-        return dataclasses.replace(run, model=dataclasses.replace(run.model, **MODELS[self.model].fields))
+        fields = {**MODELS[self.model].fields, "moe_token_dispatcher_type": self.dispatcher}
+        return dataclasses.replace(
+            run,
+            model=dataclasses.replace(run.model, **fields),
+            parallel=dataclasses.replace(run.parallel, expert_model_parallel_size=sizes.ep),
+        )
 
 
 def required_cases() -> Iterator[Case]:
@@ -210,6 +223,20 @@ EXPERTS = [
     Case(Layout(pp=2), "mixture", schedule="zb-h1"),
     Case(Layout(tp=2), "mixture", sequence_parallel=True, recompute="uniform-2"),
     Case(Layout(dp=2), "mixture-sigmoid", fsdp="zero3"),
+    Case(Layout(dp=2, ep=2), "mixture"),
+    Case(Layout(dp=2, ep=2), "mixture", dispatcher="alltoall", zero1=True),
+    Case(Layout(dp=4, ep=2), "mixture-sigmoid", dispatcher="alltoall", zero1=True),
+    Case(Layout(dp=4, ep=4), "mixture-biases", dispatcher="alltoall"),
+    Case(Layout(tp=2, dp=2, ep=2), "mixture", sequence_parallel=True, dispatcher="alltoall", zero1=True),
+    Case(Layout(tp=2, dp=2, ep=2), "mixture-biases"),
+    Case(Layout(pp=2, dp=2, ep=2), "mixture-sigmoid", virtual_stages=2, dispatcher="alltoall", zero1=True),
+    Case(Layout(pp=2, dp=2, ep=2), "mixture", schedule="zb-h1", dispatcher="alltoall"),
+    Case(Layout(cp=2, dp=2, ep=2), "mixture", dispatcher="alltoall", zero1=True),
+    Case(Layout(cp=2, dp=2, ep=4), "mixture-sigmoid", exchange="a2a"),
+    Case(Layout(cp=2, ep=2), "mixture-sigmoid", dispatcher="alltoall"),
+    Case(Layout(tp=2, cp=2, ep=2), "mixture-sigmoid", sequence_parallel=True, dispatcher="alltoall"),
+    Case(Layout(dp=2, ep=2), "mixture", dispatcher="alltoall", recompute="uniform-2"),
+    Case(Layout(tp=2), "mixture-biases", sequence_parallel=True),
 ]
 FURTHER = [
     Case(Layout(tp=2), "llama"),
@@ -307,6 +334,9 @@ OPTIMISERS = [
     Case(Layout(cp=2, tp=2), "muon", sequence_parallel=True),
     Case(Layout(tp=2, pp=2), "muon", virtual_stages=2),
     Case(Layout(tp=2, dp=2), "muon"),
+    Case(Layout(tp=2), "adaptive-muon"),
+    Case(Layout(tp=2, pp=2), "adaptive-muon", sequence_parallel=True),
+    Case(Layout(dp=2), "adaptive-muon"),
     Case(Layout(tp=2), "sgd"),
     Case(Layout(dp=2), "sgd", fsdp="zero3"),
     Case(Layout(cp=2, dp=2), "sgd", zero1=True),
@@ -415,9 +445,10 @@ def _pieces_of_gradients(state: TrainState) -> dict[str, list[tuple[Any, ...]]]:
             if start < stop:
                 grad.view(-1)[start:stop] = buffers.pieces[name].reshape(-1)
             dim, shape = dim_of(placement), global_shape(grad.shape, placement, tp.size)
+            everywhere = name_among_all(name, chunk)
             for piece in local_pieces(placement, shape[dim], tp.size, tp.index):
                 rows = grad.narrow(dim, piece.local, piece.length).clone()
-                pieces.setdefault(name, []).append((dim, shape, piece.whole, rows))
+                pieces.setdefault(everywhere, []).append((dim, shape, piece.whole, rows))
     return pieces
 
 

@@ -86,7 +86,8 @@ class RunConfig:
         parallel = self.parallel
         tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
         cp = parallel.context_parallel_size
-        return Layout(tp=tp, cp=cp, dp=self.launch.world_size // (tp * cp * pp), pp=pp)
+        dp = self.launch.world_size // (tp * cp * pp)
+        return Layout(tp=tp, cp=cp, dp=dp, pp=pp, ep=parallel.expert_model_parallel_size)
 
     @property
     def stages(self) -> Stages:

@@ -11,7 +11,8 @@ slice of the work) unchanged on an axis of one rank, take any strides, and give 
 | `scatter_out` (red.-scat.) | all-gather                 | sequence parallel, behind a row           |
 | `split_in` (own slice)     | all-gather                 | entering a sequence-parallel region       |
 | `join_out` (all-gather)    | own slice                  | leaving it where all ranks go on alike    |
-| `exchange` (all-to-all)    | all-to-all back            | Ulysses, experts                          |
+| `exchange` (all-to-all)    | all-to-all back            | Ulysses                                   |
+| `exchange_rows` (the same, of uneven parts) | the same, back | experts                              |
 """
 
 from __future__ import annotations
@@ -129,6 +130,25 @@ def all_to_all(x: Tensor, axis: Axis, split_dim: int, concat_dim: int) -> Tensor
     received = torch.empty_like(sent)
     _start(axis, "all_to_all", sent, lambda: dist.all_to_all_single(received, sent, group=axis.group))
     return torch.cat(received.unbind(0), dim=concat_dim)
+
+
+def all_to_all_rows(x: Tensor, axis: Axis, going: list[int], coming: list[int]) -> Tensor:
+    """Send the first `going[0]` rows of `x` to rank 0, the next `going[1]` to rank 1, and so on; any may be none.
+
+    Returns:
+        The `coming[r]` rows of each rank r, in the order of the ranks.
+    """
+    if axis.size == 1:
+        return x
+    sent, received = x.contiguous(), x.new_empty(sum(coming), *x.shape[1:])
+    _start(
+        axis,
+        "all_to_all_rows",
+        None,
+        lambda: dist.all_to_all_single(received, sent, coming, going, group=axis.group),
+        f"rows of {list(x.shape[1:])} {x.dtype}",
+    )
+    return received
 
 
 class _Works:
@@ -255,4 +275,14 @@ def exchange(x: Tensor, axis: Axis, split_dim: int, concat_dim: int) -> Tensor:
         axis,
         lambda x: all_to_all(x, axis, split_dim, concat_dim),
         lambda g: all_to_all(g, axis, concat_dim, split_dim),
+    )
+
+
+def exchange_rows(x: Tensor, axis: Axis, going: list[int], coming: list[int]) -> Tensor:
+    """`all_to_all_rows`; the gradient goes back the same way."""
+    return _apply(
+        x,
+        axis,
+        lambda x: all_to_all_rows(x, axis, going, coming),
+        lambda g: all_to_all_rows(g, axis, coming, going),
     )

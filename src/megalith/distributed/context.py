@@ -12,10 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalith.distributed.p2p import PipelineLinks, create_links
-from megalith.layout import AXES, Layout
+from megalith.layout import AXES, FOLDED, Layout
 
 JOINED = (("cp", "dp"), ("tp", "pp"), AXES)
 """The sets of axes over which something is summed at once: gradients, norms of a replica, everything."""
+_NAMES = (*((axis,) for axis in (*AXES, *FOLDED)), *JOINED)
 
 
 class Observer(Protocol):
@@ -43,7 +44,7 @@ class Axis:
     """The ranks that differ from this one in one kind of parallelism (or in several, joined).
 
     Attributes:
-        name: "tp", "cp", "dp", "pp", or several joined by "+".
+        name: "tp", "cp", "dp", "pp", several of these joined by "+", "ep" or "edp".
         ranks: global ranks, in order; this one is among them.
         index: the place of this rank among them.
         group: how to reach them; None where there is one rank only, or in plans without processes.
@@ -107,6 +108,16 @@ class ParallelContext:
         return self.join("pp")
 
     @property
+    def ep(self) -> Axis:
+        """The ranks that share the experts."""
+        return self.join("ep")
+
+    @property
+    def edp(self) -> Axis:
+        """The ranks that hold the same experts."""
+        return self.join("edp")
+
+    @property
     def world(self) -> Axis:
         return self.join(*AXES)
 
@@ -117,8 +128,7 @@ class ParallelContext:
     @classmethod
     def solo(cls, device: torch.device | str = "cpu") -> ParallelContext:
         """One process alone: every axis has one rank and no collective does anything."""
-        names = [(axis,) for axis in AXES] + list(JOINED)
-        axes = {frozenset(name): Axis("+".join(name)) for name in names}
+        axes = {frozenset(names): Axis("+".join(names)) for names in _NAMES}
         return cls(Layout(), 0, torch.device(device), axes)
 
     @classmethod
@@ -148,7 +158,7 @@ class ParallelContext:
             return groups[ranks]
 
         axes = {}
-        for names in [(axis,) for axis in AXES] + list(JOINED):
+        for names in _NAMES:
             for ranks in layout.groups(*names):
                 group = group_of(ranks)
                 if rank in ranks:

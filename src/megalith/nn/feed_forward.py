@@ -103,10 +103,6 @@ class FeedForward(nn.Module):
         )
         self.linear_fc2 = Linear(local, hidden_size, Split(1), bias=bias, dtype=dtype, device=device)
 
-    def forward(self, x_SBD: Tensor, weights_SB: Tensor | None = None) -> Tensor:
-        """With weights, what stands between the projections is multiplied by the weight of each token."""
+    def forward(self, x_SBD: Tensor) -> Tensor:
         (inner,) = column(x_SBD, self.region, self.linear_fc1)
-        inner = self.activation(inner)
-        if weights_SB is not None:
-            inner = (inner * weights_SB.unsqueeze(-1)).to(inner.dtype)
-        return row(inner, self.region, self.linear_fc2)
+        return row(self.activation(inner), self.region, self.linear_fc2)

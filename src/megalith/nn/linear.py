@@ -189,6 +189,9 @@ class Linear(nn.Module):
         out_size: O, the local output size.
         placement: of the weight: `Split(0)` or `Fused(0, n)` where outputs are sharded, `Split(1)` where inputs are.
         bias: Whether there is a bias. It follows the outputs: sharded where they are.
+
+    Attributes:
+        bias_placement: of the bias.
     """
 
     def __init__(
@@ -198,13 +201,14 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(out_size, in_size, dtype=dtype, device=device))
         self.bias = nn.Parameter(torch.empty(out_size, dtype=dtype, device=device)) if bias else None
         self.placement = placement
+        self.bias_placement: Placement = Replicated() if placement == Split(1) else placement
         self.sink: GradientSink | None = None
 
     def placements(self) -> dict[str, Placement]:
         """The placement of each parameter of this layer by its local name."""
         table: dict[str, Placement] = {"weight": self.placement}
         if self.bias is not None:
-            table["bias"] = Replicated() if self.placement == Split(1) else self.placement
+            table["bias"] = self.bias_placement
         return table
 
     def forward(self, x: Tensor) -> Tensor:

@@ -10,7 +10,8 @@ the backward pass. A bucket is reduced once in a step, in the background, from t
 - How many writes a parameter gets from one micro-batch (two where the output layer shares the embedding) is learned
   from the steps before; a step that says how many micro-batches it has thereby says which write is the last. Order
   does not matter, so that pipelines may mix the micro-batches of their chunks and put off weight gradients.
-- Buckets start in order, so that all ranks start the same collectives in the same order.
+- Buckets start in order, so that all ranks start the same collectives in the same order; those of experts, whose
+  replicas are other ranks, in an order of their own.
 - What cannot be known ahead (the first step; a parameter that is not always used) starts at `finish`.
 - A write behind the last one would be lost without a word, and is an error.
 """
@@ -18,7 +19,7 @@ the backward pass. A bucket is reduced once in a step, in the background, from t
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 
 import torch
@@ -28,8 +29,10 @@ from torch.nn import Parameter
 from megalith.distributed.comm import Pending
 from megalith.distributed.context import ParallelContext
 from megalith.nn.precision import product_dtype
-from megalith.optim.flat import Bucket, FlatLayout, lay_out
+from megalith.optim.flat import Bucket, FlatLayout, Kind, lay_out
 from megalith.parallel.data import CopiedPart, Copies, DataParallel, Replicated, kind_of, sum_copies
+
+EXPERTS = "experts"  # first word of the kind of a bucket of experts
 
 SCRATCH_ELEMENTS = 1 << 22  # of a product that is rounded before it is added: 8 MiB of bf16, within the cache of a CPU
 ALIGNMENT = 64  # elements at whose multiples the owned part of a bucket starts: whole cache lines, wide loads
@@ -48,6 +51,8 @@ class GradientBuffers:
         dtype: Of the memory: fp32 where gradients accumulate in fp32, else that of the parameters.
         data: How replicas share the work; one replica by default.
         copies: Which parameters other ranks hold too, by name.
+        experts: Names of the parameters that are divided over expert-parallel ranks.
+        data_of_experts: How their replicas share the work; as `data` by default.
         bucket_size: Elements at which a bucket is full; Megatron's rule by default.
 
     Attributes:
@@ -64,9 +69,12 @@ class GradientBuffers:
         *,
         data: DataParallel | None = None,
         copies: Mapping[str, tuple[Copies, ...]] | None = None,
+        experts: Collection[str] = (),
+        data_of_experts: DataParallel | None = None,
         bucket_size: int | None = None,
     ) -> None:
         self._data = data or Replicated(ParallelContext.solo())
+        self._data_of_experts, self._experts = data_of_experts or self._data, frozenset(experts)
         self._copies = copies or {}
         self.layout = self._lay_out(named, bucket_size)
         device = named[0][1].device
@@ -84,7 +92,7 @@ class GradientBuffers:
     def _lay_out(self, named: Sequence[tuple[str, Parameter]], bucket_size: int | None) -> FlatLayout:
         shapes = {name: tuple(parameter.shape) for name, parameter in named}
         replicas = self._data.axis.size
-        kinds = {name: kind_of(copies) for name, copies in self._copies.items()}
+        kinds = {name: self._kind(name) for name in shapes}
         if replicas == 1 and not any(kinds.values()):
             return lay_out(shapes, {}, bucket_size=sum(p.numel() for _, p in named), divisor=1)
         return lay_out(
@@ -94,11 +102,18 @@ class GradientBuffers:
             divisor=replicas * ALIGNMENT,
         )
 
+    def _kind(self, name: str) -> Kind:
+        return (EXPERTS,) * (name in self._experts) + kind_of(self._copies.get(name, ()))
+
+    def data_of(self, bucket: Bucket) -> DataParallel:
+        """How the replicas of what stands in a bucket share the work."""
+        return self._data_of_experts if EXPERTS in bucket.kind else self._data
+
     def owned(self, name: str) -> tuple[int, int]:
         """The elements [start, stop) of a parameter, flattened, that this rank updates; empty where start is stop."""
         first, last = self.layout.place(name)
         bucket = self.layout.bucket_of(name)
-        start, stop = self._data.owned(bucket.start, bucket.stop)
+        start, stop = self.data_of(bucket).owned(bucket.start, bucket.stop)
         start, stop = max(start, first), min(stop, last)
         return (start - first, stop - first) if start < stop else (0, 0)
 
@@ -161,12 +176,12 @@ class GradientBuffers:
 
     def _start(self, bucket: int) -> None:
         part = self.layout.buckets[bucket]
-        self._pending.append(self._data.reduce(self.flat[part.start : part.stop]))
+        self._pending.append(self.data_of(part).reduce(self.flat[part.start : part.stop]))
 
     def _sum_copies(self) -> None:
         for bucket in self.layout.buckets:
-            if bucket.kind:
-                start, stop = self._data.owned(bucket.start, bucket.stop)
+            if set(bucket.kind) - {EXPERTS}:
+                start, stop = self.data_of(bucket).owned(bucket.start, bucket.stop)
                 sum_copies(self.flat[start:stop], self._copied_rows(bucket, start, stop))
 
     def _copied_rows(self, bucket: Bucket, start: int, stop: int) -> list[CopiedPart]:
@@ -246,7 +261,7 @@ class GradientBuffers:
 
 
 class _Arrivals:
-    """Counts the writes to each parameter and starts each bucket when it is complete, in order.
+    """Counts the writes to each parameter and starts each bucket when it is complete, in the order of its chain.
 
     Args:
         layout: The buckets.
@@ -258,25 +273,27 @@ class _Arrivals:
         self._names = {parameter: name for name, parameter in parameters.items()}
         self._bucket_of = {parameters[name]: n for n, bucket in enumerate(layout.buckets) for name in bucket.names}
         self._sizes = [len(bucket.names) for bucket in layout.buckets]
+        of_experts = [EXPERTS in bucket.kind for bucket in layout.buckets]
+        self._chains = [[n for n, expert in enumerate(of_experts) if expert is kind] for kind in (False, True)]
         self._start = start
         self._per_micro_batch: dict[Parameter, int] = {}  # 0: not the same in all steps, or not known
         self._counts: dict[Parameter, int] = {}
         self._num_micro_batches: int | None = None
         self._missing: list[int] = []
-        self._next = 0
+        self._left: tuple[list[int], ...] = ()  # of each chain the buckets that have not started, the next one last
 
     def begin(self, num_micro_batches: int | None) -> None:
         """Start a step."""
         self._num_micro_batches = num_micro_batches
         self._counts = dict.fromkeys(self._names, 0)
         self._missing = list(self._sizes)
-        self._next = 0
+        self._left = tuple(chain[::-1] for chain in self._chains)
 
     def count(self, parameter: Parameter) -> None:
         """Note a write, which has been done."""
         bucket = self._bucket_of[parameter]
         self._counts[parameter] += 1
-        assert bucket >= self._next, (
+        assert any(bucket in left for left in self._left), (
             f"{self._names[parameter]} got a gradient after its last one: write {self._counts[parameter]} of a step of "
             f"{self._num_micro_batches} micro-batches with {self._per_micro_batch.get(parameter)} writes each; the sum "
             "over the data-parallel ranks had started without it"
@@ -285,13 +302,15 @@ class _Arrivals:
             return
         if self._counts[parameter] == self._per_micro_batch[parameter] * self._num_micro_batches:
             self._missing[bucket] -= 1
-            while self._next < len(self._missing) and self._missing[self._next] == 0:
-                self._start_next()
+            for left in self._left:
+                while left and self._missing[left[-1]] == 0:
+                    self._start(left.pop())
 
     def finish(self) -> None:
         """End a step: start what is left, and learn."""
-        while self._next < len(self._sizes):
-            self._start_next()
+        for left in self._left:
+            while left:
+                self._start(left.pop())
         if self._num_micro_batches is None:
             return
         for parameter, count in self._counts.items():
@@ -299,10 +318,6 @@ class _Arrivals:
             known = self._per_micro_batch.setdefault(parameter, each)
             if rest or known != each:
                 self._per_micro_batch[parameter] = 0
-
-    def _start_next(self) -> None:
-        self._next += 1
-        self._start(self._next - 1)
 
 
 def _without_owning(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:

@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -83,7 +83,9 @@ class Holding:
         weights: what is updated here of the parameters, in the dtype that the model computes with.
         main: the same in at least fp32; the same tensors where the model computes so.
         memory: None where no other rank updates weights that are needed here.
-        holders: the ranks among which every parameter has one owner (or one for each of its `Copies`).
+        holders: the ranks among which every parameter has one owner (or one for each of its `Copies`), but for
+            those that are counted `elsewhere`.
+        elsewhere: names of the parameters that have owners on several replicas, of which this one is not the first.
     """
 
     gradients: Gradients
@@ -91,6 +93,7 @@ class Holding:
     main: dict[str, Tensor]
     memory: Memory | None
     holders: Axis
+    elsewhere: frozenset[str] = frozenset()
 
 
 def hold_flat(
@@ -101,6 +104,7 @@ def hold_flat(
     work: torch.dtype,
     grads: torch.dtype,
     copies: Mapping[str, tuple[Copies, ...]],
+    experts: Collection[str] = (),
     zero1: bool,
     bucket_size: int | None,
     overlap_gather: bool,
@@ -114,20 +118,36 @@ def hold_flat(
         work: dtype of the main parameters.
         grads: dtype of the gradients.
         copies: which parameters other ranks hold too, beside data parallelism.
+        experts: names of the parameters that are divided over expert-parallel ranks.
         zero1, bucket_size, overlap_gather: as the optimizer's.
     """
-    data = Zero1(ctx) if zero1 else Replicated(ctx)
-    gradients = GradientBuffers(list(parameters.items()), grads, data=data, copies=copies, bucket_size=bucket_size)
+    kind = Zero1 if zero1 else Replicated
+    data, of_experts = kind(ctx), kind(ctx, experts=True)
+    gradients = GradientBuffers(
+        list(parameters.items()),
+        grads,
+        data=data,
+        copies=copies,
+        experts=experts,
+        data_of_experts=of_experts,
+        bucket_size=bucket_size,
+    )
     for module in modules:
         attach_sink(module, gradients)
     memory = None
     if data.divides:
-        memory = ParameterMemory(modules, parameters, gradients.layout, data, overlap=overlap_gather)
+        memory = ParameterMemory(modules, parameters, gradients.layout, gradients.data_of, overlap=overlap_gather)
     weights = {name: gradients.piece(name, parameter.detach()) for name, parameter in parameters.items()}
     weights = {name: piece for name, piece in weights.items() if piece.numel() > 0}
     has_main = work != next(iter(parameters.values())).dtype
     main = {name: piece.to(work) for name, piece in weights.items()} if has_main else weights
-    return Holding(gradients, weights, main, memory, data.holders)
+    if zero1:
+        return Holding(gradients, weights, main, memory, ctx.world)
+    if not experts:
+        return Holding(gradients, weights, main, memory, ctx.join("tp", "pp"))
+    # The replicas of an expert are not those of a dense parameter: one sum over all ranks, of first replicas only.
+    elsewhere = [name for name in parameters if not (of_experts if name in experts else data).axis.is_first]
+    return Holding(gradients, weights, main, memory, ctx.world, frozenset(elsewhere))
 
 
 def hold_shards(

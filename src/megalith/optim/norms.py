@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from math import prod
 
 import torch
@@ -28,18 +28,27 @@ class CountedOnce:
         gradients: know what is owned.
         copies: which parameters other ranks hold too, by name.
         holders: the ranks that the sums are over.
+        elsewhere: names of the parameters that are another replica's to count.
     """
 
-    def __init__(self, gradients: Gradients, copies: Mapping[str, tuple[Copies, ...]], holders: Axis) -> None:
+    def __init__(
+        self,
+        gradients: Gradients,
+        copies: Mapping[str, tuple[Copies, ...]],
+        holders: Axis,
+        elsewhere: Collection[str] = (),
+    ) -> None:
         self._holders, self._device = holders, gradients.device
         self._dtype = at_least_fp32(gradients.dtype)
         self._parts: dict[str, list[tuple[int, int]]] = {}  # of the parameters that are not counted whole
         for name, shape in gradients.shapes.items():
             width = prod(shape[1:])
-            elsewhere = [entry.rows or (0, shape[0]) for entry in copies.get(name, ()) if not entry.first]
-            if elsewhere:
+            others = [entry.rows or (0, shape[0]) for entry in copies.get(name, ()) if not entry.first]
+            if name in elsewhere:
+                self._parts[name] = []
+            elif others:
                 start, stop = gradients.owned(name)
-                rest = without((start, stop), [(first * width, last * width) for first, last in elsewhere])
+                rest = without((start, stop), [(first * width, last * width) for first, last in others])
                 self._parts[name] = [(first - start, last - start) for first, last in rest]
 
     def norm(self, tensors: Mapping[str, Tensor]) -> float:

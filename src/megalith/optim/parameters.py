@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import Parameter
 
 from megalith.distributed.comm import Pending
-from megalith.optim.flat import FlatLayout
+from megalith.optim.flat import Bucket, FlatLayout
 from megalith.parallel.data import DataParallel
 
 
@@ -27,7 +27,7 @@ class ParameterMemory:
         modules: That hold the parameters.
         parameters: By name, of one dtype.
         layout: Their places.
-        data: Who owns what of each bucket.
+        data_of: Who owns what of a bucket.
         overlap: Whether `gather` returns at once and the modules wait.
     """
 
@@ -36,13 +36,13 @@ class ParameterMemory:
         modules: Iterable[nn.Module],
         parameters: Mapping[str, Parameter],
         layout: FlatLayout,
-        data: DataParallel,
+        data_of: Callable[[Bucket], DataParallel],
         *,
         overlap: bool,
     ) -> None:
         some = next(iter(parameters.values()))
         self._flat = torch.zeros(layout.size, dtype=some.dtype, device=some.device)
-        self._layout, self._data = layout, data
+        self._layout, self._data_of = layout, data_of
         self._pending: dict[int, Pending] = {}
         for name, parameter in parameters.items():
             view = layout.view(self._flat, name)
@@ -56,7 +56,7 @@ class ParameterMemory:
         """Bring the updated parameters from their owners, what the forward pass needs first before the rest."""
         for number in self._order:
             bucket = self._layout.buckets[number]
-            self._pending[number] = self._data.gather(self._flat[bucket.start : bucket.stop])
+            self._pending[number] = self._data_of(bucket).gather(self._flat[bucket.start : bucket.stop])
         if self._calls is None:
             self.wait()
             return

@@ -1,7 +1,9 @@
 """Data parallelism: what of a flat memory a rank owns, and the collectives that keep the replicas equal.
 
 The gradient of a step is the mean over the data-parallel axis of the sum over the context-parallel axis. Both ways
-to it work on buckets: contiguous parts of flat memory whose length divides by the number of replicas.
+to it work on buckets: contiguous parts of flat memory whose length divides by the number of replicas. Experts that
+are divided over these ranks have fewer replicas, the expert data-parallel axis: each has seen the tokens of all ranks
+that share the experts with it, so that the sum over its replicas, divided by the number of all, is the same mean.
 
 |                              | `Replicated`             | `Zero1` (arXiv:1910.02054)                           |
 |------------------------------|--------------------------|------------------------------------------------------|
@@ -31,12 +33,10 @@ class DataParallel(Protocol):
 
     Attributes:
         axis: the replicas.
-        holders: the ranks among which every parameter has one owner (or one for each of its `Copies`).
         divides: a rank owns a part of a bucket only.
     """
 
     axis: Axis
-    holders: Axis
     divides: bool
 
     def owned(self, start: int, stop: int) -> tuple[int, int]:
@@ -53,8 +53,10 @@ class DataParallel(Protocol):
 
 
 class _Replicas:
-    def __init__(self, ctx: ParallelContext) -> None:
-        self.axis = ctx.join("cp", "dp")
+    """Of the dense parameters, or of the experts."""
+
+    def __init__(self, ctx: ParallelContext, *, experts: bool = False) -> None:
+        self.axis = ctx.edp if experts else ctx.join("cp", "dp")
         self._weight = 1.0 / ctx.dp.size
 
     def _weighted(self, grads: Tensor) -> Tensor:
@@ -65,9 +67,9 @@ class _Replicas:
 class Replicated(_Replicas):
     """Every rank updates everything."""
 
-    def __init__(self, ctx: ParallelContext) -> None:
-        super().__init__(ctx)
-        self.holders, self.divides = ctx.join("tp", "pp"), False
+    def __init__(self, ctx: ParallelContext, *, experts: bool = False) -> None:
+        super().__init__(ctx, experts=experts)
+        self.divides = False
 
     def owned(self, start: int, stop: int) -> tuple[int, int]:
         return start, stop
@@ -82,9 +84,9 @@ class Replicated(_Replicas):
 class Zero1(_Replicas):
     """Each rank updates an equal part of every bucket (Rajbhandari et al. 2020, arXiv:1910.02054, stage 1)."""
 
-    def __init__(self, ctx: ParallelContext) -> None:
-        super().__init__(ctx)
-        self.holders, self.divides = ctx.world, self.axis.size > 1
+    def __init__(self, ctx: ParallelContext, *, experts: bool = False) -> None:
+        super().__init__(ctx, experts=experts)
+        self.divides = self.axis.size > 1
 
     def owned(self, start: int, stop: int) -> tuple[int, int]:
         size, rest = divmod(stop - start, self.axis.size)

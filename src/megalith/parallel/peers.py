@@ -1,4 +1,6 @@
-"""The ranks that see other tokens, over which the load of experts is balanced: the port `nn.moe.balance.Peers`.
+"""The ranks that see other tokens, over which the load of experts is balanced, and that may hold other experts.
+
+They are the port `nn.moe.balance.Peers`.
 
 | ranks                        | hidden states that a router sees       |
 |------------------------------|----------------------------------------|
@@ -13,6 +15,7 @@ from torch import Tensor
 
 from megalith.distributed import comm
 from megalith.distributed.context import Axis, ParallelContext
+from megalith.parallel.experts import dispatcher
 
 
 class TokenPeers:
@@ -21,11 +24,13 @@ class TokenPeers:
     Args:
         context: the ranks.
         sequence_parallel: whether tensor-parallel ranks hold parts of the sequences.
+        exchange: how tokens reach experts on other ranks, a key of `parallel.experts.DISPATCHERS`.
     """
 
-    def __init__(self, context: ParallelContext, *, sequence_parallel: bool) -> None:
+    def __init__(self, context: ParallelContext, *, sequence_parallel: bool, exchange: str = "allgather") -> None:
         self._sharing: list[Axis] = [context.cp, *([context.tp] if sequence_parallel else [])]
         self._replicas = context.dp
+        self.dispatcher = dispatcher(exchange, context.ep)
 
     @property
     def sharing(self) -> int:

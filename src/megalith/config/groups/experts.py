@@ -85,6 +85,13 @@ class ExpertSettings:
         help="fill experts up to their capacity",
         nothing="rows of padding have the weight 0, and the numbers do not change",
     )
+    moe_token_dispatcher_type: str = setting(
+        "allgather",
+        help="how tokens reach experts of other processes: all tokens to all, or each to its experts",
+        choices=("allgather", "alltoall"),
+        later=("flex",),
+        later_with="kernels of its own for machines with NVLink (DeepEP, HybridEP)",
+    )
     moe_grouped_gemm: bool = setting(False, help="one kernel for all experts", nothing=_KERNELS)
     moe_permute_fusion: bool = setting(False, help="one kernel to sort tokens", nothing=_KERNELS)
     moe_router_fusion: bool = setting(False, help="one kernel for the router", nothing=_KERNELS)

@@ -14,6 +14,12 @@ class ParallelConfig:
     tensor_model_parallel_size: int = setting(1, help="processes that share each layer", at_least=1)
     pipeline_model_parallel_size: int = setting(1, help="processes that share the layers in turn", at_least=1)
     context_parallel_size: int = setting(1, help="processes that share each sequence", at_least=1)
+    expert_model_parallel_size: int = setting(
+        1,
+        help="data- and context-parallel processes that share the experts of each layer",
+        at_least=1,
+        library=True,
+    )
     sequence_parallel: bool = setting(False, help="split norms and dropout over the tensor-parallel processes too")
     num_layers_per_virtual_pipeline_stage: int | None = setting(
         None, help="layers of a virtual pipeline stage; each process then has several", unit="layers", at_least=1

@@ -24,6 +24,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from megalith.nn.moe.dispatch import HERE, Dispatcher
 from megalith.nn.moe.routing import RoutingRule, at_least
 
 
@@ -33,6 +34,7 @@ class Peers(Protocol):
     Attributes:
         sharing: how many ranks hold parts of the sequences of a micro-batch.
         all: how many see tokens of their own, replicas included.
+        dispatcher: how tokens reach the experts that these ranks hold.
     """
 
     @property
@@ -40,6 +42,9 @@ class Peers(Protocol):
 
     @property
     def all(self) -> int: ...
+
+    @property
+    def dispatcher(self) -> Dispatcher: ...
 
     def sum_of_micro_batch(self, x: Tensor) -> Tensor:
         """The sum of `x` over the ranks that share the micro-batch; no gradient passes."""
@@ -51,10 +56,11 @@ class Peers(Protocol):
 
 
 class Alone:
-    """All tokens are here."""
+    """All tokens and all experts are here."""
 
     sharing = 1
     all = 1
+    dispatcher: Dispatcher = HERE
 
     def sum_of_micro_batch(self, x: Tensor) -> Tensor:
         return x

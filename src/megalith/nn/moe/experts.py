@@ -1,0 +1,79 @@
+"""The experts of a mixture that are here: as many feed-forward layers, computed together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from megalith.nn.feed_forward import Activation, FeedForward
+from megalith.nn.moe.grouped import add_biases, grouped
+from megalith.nn.placement import Replicated
+from megalith.nn.region import Region
+
+
+class Experts(nn.Module):
+    """The experts that are here, [N, D] -> [N, D], rows in their order; each has the weights of a feed-forward layer.
+
+    Parameters are named `local_experts.K`, K counted from 0 on each rank, as in Megatron. The movements of the region
+    are done around them (`nn.moe.layer`): what they return are parts, to be summed over its ranks.
+
+    Args:
+        here: the numbers of these experts among all of the layer.
+        total: how many the layer has on all ranks.
+        region: the ranks that share each expert.
+
+    Attributes:
+        first: the number of expert `local_experts.0` among all.
+        total: how many experts the layer has on all ranks.
+    """
+
+    def __init__(
+        self,
+        here: range,
+        total: int,
+        hidden_size: int,
+        ffn_size: int,
+        activation: Activation,
+        region: Region,
+        *,
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.first, self.total = here.start, total
+        self.region, self.activation = region, activation
+        layers = [
+            FeedForward(hidden_size, ffn_size, activation, region, bias=bias, dtype=dtype, device=device) for _ in here
+        ]
+        for layer in layers:
+            layer.linear_fc2.bias_placement = Replicated(partial=True)  # the first rank of the region adds it
+        self.local_experts = nn.ModuleList(layers)
+        self._ups = [layer.linear_fc1 for layer in layers]
+        self._downs = [layer.linear_fc2 for layer in layers]
+
+    def forward(self, x_ND: Tensor, counts: list[int], weights_N: Tensor) -> Tensor:
+        """Expert k computes its `counts[k]` rows, and its result is multiplied by the weight of each row: the state
+        between the projections is, as in Megatron, and the bias of the second."""
+        inner = self.activation(add_biases(grouped(x_ND, counts, self._ups), counts, self._ups))
+        inner = (inner * weights_N.unsqueeze(-1)).to(inner.dtype)
+        y_ND = grouped(inner, counts, self._downs)
+        return add_biases(y_ND, counts, self._downs, weights_N) if self.region.index == 0 else y_ND
+
+
+def experts_within(model: nn.Module) -> Iterator[tuple[str, Experts]]:
+    """The experts of each layer of a model, with the prefix of the names of their parameters."""
+    for name, module in model.named_modules():
+        if isinstance(module, Experts):
+            yield f"{name}.", module
+
+
+def name_among_all(name: str, model: nn.Module) -> str:
+    """The name of a parameter with the number of its expert among all of the layer, where it is of one."""
+    for prefix, experts in experts_within(model):
+        if name.startswith(prefix):
+            kind, number, rest = name.removeprefix(prefix).split(".", 2)
+            return f"{prefix}{kind}.{experts.first + int(number)}.{rest}"
+    return name
