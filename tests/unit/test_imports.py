@@ -22,12 +22,12 @@ try:
     {action}
 except SystemExit as stop:
     code = stop.code or 0
-print("LOADED " + json.dumps([code, sorted({{name.split(".")[0] for name in sys.modules}})]))
+print("LOADED " + json.dumps([code, sorted({{".".join(name.split(".")[:n]) for name in sys.modules for n in (1, 2)}})]))
 """
 
 
 def loaded_by(action: str, *argv: str) -> tuple[int, set[str], str]:
-    """Run a statement in a fresh interpreter; return its exit code, the top-level modules loaded, and the screen."""
+    """Run a statement in a fresh interpreter; return its exit code, the modules loaded (a.b of a.b.c), and the screen."""
     process = subprocess.run(
         [sys.executable, "-c", REPORT_LOADED.format(action=action), *argv],
         capture_output=True,
@@ -90,3 +90,10 @@ def test_preprocessing_is_light(tmp_path: Path) -> None:
     assert code == 0, screen
     assert (tmp_path / "out_text_document.bin").stat().st_size > 0
     assert not modules & GIANTS
+
+
+def test_training_loads_the_compiler_only_where_it_is_asked_for() -> None:
+    """It is a second of each start."""
+    _, modules, _ = loaded_by("import megalith.cli.train_start")
+    assert "torch.nn" in modules
+    assert "torch._dynamo" not in modules

@@ -221,7 +221,6 @@ class RingMixer(_Balanced):
     of the ranks are equal or not.
     """
 
-    @torch.compiler.disable  # a compiled graph ends at the ring and goes on behind it
     def mix(
         self, q: Tensor, k: Tensor, v: Tensor, dropout: float, attend: AttentionKernel, rule: AttentionRule
     ) -> Tensor:
