@@ -30,12 +30,13 @@ def attention_shape(config: ModelConfig) -> AttentionShape:
     )
 
 
-def attention_rule(config: ModelConfig, layer: int) -> AttentionRule:
+def attention_rule(config: ModelConfig, layer: int, *, causal: bool = True) -> AttentionRule:
     """Which keys a layer attends to and how; layers count from 0, and Megatron's scaling by layers from 1."""
     return AttentionRule(
         scale=config.softmax_scale,
         window=config.windows[layer],
         layer_scaling=layer + 1 if config.apply_query_key_layer_scaling else 1,
+        causal=causal,
     )
 
 

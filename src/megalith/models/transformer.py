@@ -6,8 +6,9 @@ Parameters carry Megatron's names, which its checkpoints and its users know. Act
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +18,10 @@ from megalith.models.attention_kernels import attention_kernel
 from megalith.models.feed_forwards import build_feed_forward
 from megalith.models.language_model import Stage
 from megalith.models.layer_options import attention_rule, attention_shape, layer_norm
+from megalith.nn.attend import Mask
 from megalith.nn.attention import SelfAttention, SequenceMixer
 from megalith.nn.cache import KVCache, LayerCache
+from megalith.nn.cross_attention import CrossAttention, Encoded
 from megalith.nn.documents import Documents
 from megalith.nn.dropout import HiddenDropout
 from megalith.nn.moe.balance import Auxiliary, Peers
@@ -36,6 +39,8 @@ class Block(nn.Module):
         region, mixer, peers: how it shares its work with other ranks.
         auxiliary: where the losses of experts join the backward pass.
         recompute: the parts of it that are computed again in the backward pass.
+        causal: no position sees a later one.
+        cross: it also attends to the output of an encoder, between its other two branches.
     """
 
     def __init__(
@@ -48,6 +53,8 @@ class Block(nn.Module):
         auxiliary: Auxiliary,
         recompute: Collection[str] = (),
         *,
+        causal: bool = True,
+        cross: bool = False,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
@@ -60,7 +67,7 @@ class Block(nn.Module):
             attention_shape(config),
             region,
             attention_kernel(config),
-            rule=attention_rule(config, layer),
+            rule=attention_rule(config, layer, causal=causal),
             mixer=mixer,
             qkv_bias=config.qkv_bias,
             bias=config.add_bias_linear,
@@ -68,9 +75,26 @@ class Block(nn.Module):
             dtype=dtype,
             device=device,
         )
+        if cross:
+            self.pre_cross_attn_layernorm = layer_norm(config, dtype, device)
+        self.cross_attention = self._cross_attention(config, layer, dtype, device) if cross else None
         self.pre_mlp_layernorm = layer_norm(config, dtype, device)
         self.mlp = build_feed_forward(config, layer, region, peers, auxiliary, dtype=dtype, device=device)
         self.dropout = HiddenDropout(config.hidden_dropout, region)
+
+    def _cross_attention(
+        self, config: ModelConfig, layer: int, dtype: torch.dtype, device: torch.device
+    ) -> CrossAttention:
+        return CrossAttention(
+            attention_shape(config),
+            self.region,
+            attention_kernel(config),
+            attention_rule(config, layer, causal=False),
+            bias=config.add_bias_linear,
+            recompute_core="core_attn" in self.recompute,
+            dtype=dtype,
+            device=device,
+        )
 
     def forward(
         self,
@@ -78,10 +102,16 @@ class Block(nn.Module):
         turn: Rotation | None,
         cache: LayerCache | None = None,
         documents: Documents | None = None,
+        mask: Mask | None = None,
+        encoded: Encoded | None = None,
     ) -> Tensor:
         turn = turn if self.rotated else None
-        attention = partial(self.self_attention, turn=turn, cache=cache, documents=documents)
+        attention = partial(self.self_attention, turn=turn, cache=cache, documents=documents, mask=mask)
         x_SBD = self._branch(x_SBD, self.input_layernorm, attention)
+        if self.cross_attention is not None:
+            assert encoded is not None, "there is nothing to attend to"
+            across = partial(self.cross_attention, encoded=encoded)
+            x_SBD = self._branch(x_SBD, self.pre_cross_attn_layernorm, across)
         if {"mlp", "layernorm"} <= self.recompute and self._backward_follows() and not self.residual_of_norm:
             return x_SBD + self.dropout(recomputed(self._normed_feed_forward, x_SBD, region=self.region))
         return self._branch(x_SBD, self.pre_mlp_layernorm, self._feed_forward)
@@ -114,7 +144,10 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """The layers of a stage, under their global numbers, and the final norm where the stage predicts."""
+    """The layers of a stage, under their global numbers, and the final norm where the stage predicts.
+
+    Arguments as of `Block`; `recompute` says which layers keep no activations.
+    """
 
     def __init__(
         self,
@@ -126,6 +159,8 @@ class Transformer(nn.Module):
         auxiliary: Auxiliary,
         recompute: Recompute | None,
         *,
+        causal: bool = True,
+        cross: bool = False,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
@@ -134,13 +169,12 @@ class Transformer(nn.Module):
         self._at_once = (Group(range(len(stage.layers)), again=False),)
         self._in_training = self._at_once if recompute is None else tuple(recompute.groups(len(stage.layers)))
         parts = () if recompute is None else recompute.parts
+        block = partial(Block, causal=causal, cross=cross, dtype=dtype, device=device)
         self.layers = nn.ModuleDict(
-            {
-                str(number): Block(config, number, region, mixer, peers, auxiliary, parts, dtype=dtype, device=device)
-                for number in stage.layers
-            }
+            {str(number): block(config, number, region, mixer, peers, auxiliary, parts) for number in stage.layers}
         )
-        self.final_layernorm = layer_norm(config, dtype, device) if stage.predicts else None
+        ends = stage.predicts and config.final_layernorm
+        self.final_layernorm = layer_norm(config, dtype, device) if ends else None
 
     def forward(
         self,
@@ -148,23 +182,28 @@ class Transformer(nn.Module):
         turn: Rotation | None,
         cache: KVCache | None = None,
         documents: Documents | None = None,
+        mask: Mask | None = None,
+        encoded: Encoded | None = None,
     ) -> Tensor:
+        """Through the layers that are here. [S, B, D] -> [S, B, D].
+
+        Args:
+            x_SBD: Hidden states of the positions that are here.
+            turn: Their rotary cosines and sines, or None.
+            cache: Keys and values of earlier positions, for generation.
+            documents: Those of the whole sequences, if attention stays inside of them.
+            mask: Of the attention to themselves, or None.
+            encoded: What an encoder gave, for layers that attend to it.
+        """
+        told = {"turn": turn, "documents": documents, "mask": mask, "encoded": encoded}
         backward_follows = self.training and torch.is_grad_enabled() and cache is None
         for group in self._in_training if backward_follows else self._at_once:
-            through = partial(self._through, group.layers, turn=turn, cache=cache, documents=documents)
+            through = partial(self._through, group.layers, cache=cache, told=told)
             x_SBD = recomputed(through, x_SBD, region=self.region) if group.again else through(x_SBD)
         return x_SBD if self.final_layernorm is None else self.final_layernorm(x_SBD)
 
-    def _through(
-        self,
-        layers: range,
-        x_SBD: Tensor,
-        *,
-        turn: Rotation | None,
-        cache: KVCache | None,
-        documents: Documents | None,
-    ) -> Tensor:
+    def _through(self, layers: range, x_SBD: Tensor, *, cache: KVCache | None, told: Mapping[str, Any]) -> Tensor:
         blocks = list(self.layers.values())
         for index in layers:
-            x_SBD = blocks[index](x_SBD, turn, None if cache is None else cache.layers[index], documents)
+            x_SBD = blocks[index](x_SBD, cache=None if cache is None else cache.layers[index], **told)
         return x_SBD

@@ -227,7 +227,7 @@ class SelfAttention(nn.Module):
             cache: Keys and values of earlier positions, which takes the new ones; there is no dropout with it, and
                 no documents.
             documents: Those of the whole sequences, if attention stays inside of them.
-            mask: Of the micro-batch, without a cache only.
+            mask: Of the micro-batch; with a cache that of the new positions.
         """
         q, k, v, gate = self._heads(x_SBD)
         if self.q_layernorm is not None and self.k_layernorm is not None:
@@ -235,7 +235,9 @@ class SelfAttention(nn.Module):
         if turn is not None:
             q, k = (rotate(x, turn, interleaved=self.shape.rotary_interleaved) for x in (q, k))
         context = (
-            self._mix(q, k, v, documents, mask) if cache is None else self.mixer.recall(cache, q, k, v, self._rule(q))
+            self._mix(q, k, v, documents, mask)
+            if cache is None
+            else self.mixer.recall(cache, q, k, v, self._rule(q, mask=mask))
         )
         if gate is not None:
             context = (context * torch.sigmoid(gate.to(at_least_fp32(gate.dtype)))).to(context.dtype)

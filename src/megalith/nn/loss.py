@@ -15,8 +15,8 @@ With label smoothing a the target distribution gives a / (V - 1) to every other 
     loss_i = log sum_v exp(logits_iv) - (1 - s) logits_i,t_i - s mean_v logits_iv
     dlogits = (softmax(logits) - (1 - s) onehot(t) - s / V) * dloss
 
-With a bias b [V] of the vocabulary logits = h W^T + b and db = sum_T dlogits. A target below 0 is none: its loss is the
-logarithm of the sum alone (as Megatron's, where a mask takes it out).
+With a bias b [V] of the vocabulary logits = h W^T + b and db = sum_T dlogits. Where there is no target the loss is the
+logarithm of the sum alone (Megatron's label -1, whose loss a mask takes out).
 
 On several ranks each holds V/n rows of W and the logits of these. The logarithm of the sum and the target's logit of
 each part become those of the whole by a maximum and one sum of [T] over the ranks; dh, a sum over the vocabulary, is
@@ -141,13 +141,15 @@ class _VocabularyLoss(torch.autograd.Function):
         region: Region,
         vocab_size: int,
         smoothing: float,
+        absent: int | None,
         differentiated: bool,
     ) -> Tensor:
         logits = _logits(region.spread(hidden).wait().reshape(-1, hidden.shape[-1]), weight_VD, bias_V, buffer)
         part = region.shard(vocab_size, even=False)
         wanted_T = targets.reshape(-1)
-        rows, elsewhere = local_rows(wanted_T.clamp(min=0), part, vocab_size)
-        elsewhere |= wanted_T < 0
+        without_T = torch.zeros_like(wanted_T, dtype=torch.bool) if absent is None else wanted_T == absent
+        rows, elsewhere = local_rows(wanted_T.masked_fill(without_T, 0), part, vocab_size)
+        elsewhere |= without_T
         spread = smoothing * vocab_size / max(1, vocab_size - 1)
         own_log_sum, own_sum = _log_sum_exp(logits, with_sum=smoothing > 0.0)
         held = (~elsewhere).to(own_log_sum.dtype) * (1.0 - spread)
@@ -180,7 +182,7 @@ class _VocabularyLoss(torch.autograd.Function):
         else:
             ctx.sink.matmul(weight, logits, whole, lent=True)
         ctx.buffer.give_back(logits)
-        return leaving.wait(), dw, db, None, None, None, None, None, None, None
+        return leaving.wait(), dw, db, None, None, None, None, None, None, None, None
 
 
 def vocabulary_loss(
@@ -194,6 +196,7 @@ def vocabulary_loss(
     *,
     bias: nn.Parameter | None = None,
     smoothing: float = 0.0,
+    absent: int | None = None,
 ) -> Tensor:
     """Cross-entropy of the next token, for each token.
 
@@ -204,12 +207,12 @@ def vocabulary_loss(
     Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3 (the loss over a parallel vocabulary).
 
     `vocab_size` is that of the whole vocabulary: the rows of `weight` unless given. `smoothing` is the part of the
-    target distribution that goes to the other tokens.
+    target distribution that goes to the other tokens, and `absent` the target that stands for none.
     """
     differentiated = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     size = weight.shape[0] if vocab_size is None else vocab_size
     loss: Tensor = _VocabularyLoss.apply(
-        hidden, weight, bias, targets, sink, buffer, region, size, smoothing, differentiated
+        hidden, weight, bias, targets, sink, buffer, region, size, smoothing, absent, differentiated
     )
     return loss
 

@@ -87,7 +87,7 @@ def test_a_bias_and_positions_without_a_target() -> None:
     logits = hidden @ weight.t() + bias
     chosen = torch.where(targets >= 0, logits.gather(1, targets.clamp(min=0)[:, None])[:, 0], 0.0)
     expected = logits.logsumexp(-1) - chosen
-    found = vocabulary_loss(hidden, weight, targets, None, LogitsBuffer(), bias=bias)
+    found = vocabulary_loss(hidden, weight, targets, None, LogitsBuffer(), bias=bias, absent=-1)
     assert torch.allclose(found, expected, atol=1e-12)
     along, leaves = torch.randn(5, dtype=torch.float64), [hidden, weight, bias]
     theirs = torch.autograd.grad(expected, leaves, along)

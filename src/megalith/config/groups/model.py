@@ -88,6 +88,12 @@ class ModelConfig(ExpertSettings):
     apply_residual_connection_post_layernorm: bool = setting(
         False, help="residual branches start behind the norm, as in the original BERT"
     )
+    final_layernorm: bool = setting(
+        True,
+        help="a norm behind the last layer; Megatron's BERT and T5 have none where TransformerEngine is not installed",
+        off=("--no-final-layernorm",),
+        ours=True,
+    )
     fp32_residual_connection: bool = setting(False, help="hidden states between layers in fp32 under --fp16 and --bf16")
     swiglu: bool = setting(False, help="gated SiLU feed-forward layers instead of GELU")
     geglu: bool = setting(False, help="gated GELU feed-forward layers", ours=True)
