@@ -19,6 +19,11 @@ MOMENTS, MAIN = {"exp_avg", "exp_avg_sq"}, {"fp32_param"}
 CASES = {
     "sgd-zero1": (2, f"{ZERO} --optimizer sgd --decoupled-lr 1e-3", {"momentum_buffer"}),
     "muon-tp2": (2, f"{TP2} {LLAMA} --optimizer muon --bf16", {"momentum_buffer"} | MOMENTS | MAIN),
+    "adaptive-muon-tp2": (
+        2,
+        f"{TP2} {LLAMA} --optimizer adaptive_muon --bf16",
+        {"momentum_buffer", "moment2_buffer"} | MOMENTS | MAIN,
+    ),
     "rounded-zero1": (2, f"{ZERO} {ROUNDED} --main-params-dtype fp16", MOMENTS | MAIN),
     "lion-fsdp": (2, f"{FSDP} --optimizer lion --bf16", {"exp_avg"} | MAIN),
     "fp16-pp2": (2, f"{PP2} --fp16 --initial-loss-scale 65536 --loss-scale-window 2", MOMENTS | MAIN),

@@ -44,7 +44,7 @@ from megalith.layout import Layout, Stages
 
 _SHARE_OF_COPIES = 8  # what is in several files: norms, the second copy of a tied embedding; and their headers
 _FIXED_OVERHEAD = 2**22
-_STATES = ("fp32_param", "exp_avg", "exp_avg_sq", "momentum_buffer")
+_STATES = ("fp32_param", "exp_avg", "exp_avg_sq", "momentum_buffer", "moment2_buffer")
 
 
 class ReadingPlanner(ChunkSavePlanner):

@@ -16,14 +16,14 @@ _FORMATS = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_s
 @rule("optimizer", "use_distributed_optimizer", "use_torch_fsdp2")
 def muon_sees_whole_matrices(draft: Draft) -> str:
     parallel = draft.run.parallel
-    if draft.run.optimizer.optimizer != "muon":
+    if not draft.run.optimizer.orthogonalises:
         return ""
     cutting = [name for name in ("use_distributed_optimizer", "use_torch_fsdp2") if getattr(parallel, name)]
     if not cutting:
         return ""
     return (
-        f"--optimizer muon needs the whole gradient of a matrix, and {show(draft, cutting[0])} cuts it over the "
-        "replicas; leave that out (each replica then updates all weights), or use --optimizer adam"
+        f"{show(draft, 'optimizer')} needs the whole gradient of a matrix, and {show(draft, cutting[0])} cuts it over "
+        "the replicas; leave that out (each replica then updates all weights), or use --optimizer adam"
     )
 
 
@@ -32,10 +32,11 @@ def muon_has_each_key_head_once(draft: Draft) -> str:
     run = draft.run
     tensor = run.parallel.tensor_model_parallel_size
     groups = run.model.num_query_groups if run.model.group_query_attention else run.model.num_attention_heads
-    if run.optimizer.optimizer != "muon" or tensor <= groups or run.optimizer.muon_tp_mode == "blockwise":
+    if not run.optimizer.orthogonalises or tensor <= groups or run.optimizer.muon_tp_mode == "blockwise":
         return ""
+    shown = [show(draft, name) for name in ("optimizer", "num_query_groups", "tensor_model_parallel_size")]
     return (
-        f"--optimizer muon with {show(draft, 'num_query_groups')} and {show(draft, 'tensor_model_parallel_size')}: "
+        f"{shown[0]} with {shown[1]} and {shown[2]}: "
         f"ranks that share a key head would count it twice; use --tensor-model-parallel-size {groups} or less, or "
         "--muon-tp-mode blockwise"
     )
@@ -44,11 +45,11 @@ def muon_has_each_key_head_once(draft: Draft) -> str:
 @rule("optimizer", "optimizer_cpu_offload")
 def muon_stays_on_the_device(draft: Draft) -> str:
     optimizer = draft.run.optimizer
-    if optimizer.optimizer != "muon" or not optimizer.optimizer_cpu_offload:
+    if not optimizer.orthogonalises or not optimizer.optimizer_cpu_offload:
         return ""
     return (
-        "--optimizer-cpu-offload with --optimizer muon: its products of matrices belong on the device; leave it out, "
-        "or use --optimizer adam"
+        f"--optimizer-cpu-offload with {show(draft, 'optimizer')}: its products of matrices belong on the device; "
+        "leave it out, or use --optimizer adam"
     )
 
 
@@ -56,7 +57,7 @@ def muon_stays_on_the_device(draft: Draft) -> str:
 def muon_uses_all_coefficients(draft: Draft) -> str:
     config = draft.run.optimizer
     count = COEFFICIENT_SETS[config.muon_coefficient_type]
-    if config.optimizer != "muon" or config.muon_num_ns_steps % count == 0:
+    if not config.orthogonalises or config.muon_num_ns_steps % count == 0:
         return ""
     return (
         f"{show(draft, 'muon_num_ns_steps')} is no multiple of the {count} coefficients of "
@@ -128,6 +129,16 @@ def decoupled_rate_has_its_range(draft: Draft) -> str:
     return ""
 
 
+@rule("optimizer")
+def every_replica_updates_all(draft: Draft) -> str:
+    if draft.run.optimizer.optimizer != "dist_muon":
+        return ""
+    return (
+        "--optimizer dist_muon divides no work here: each data-parallel replica keeps and updates all states, as with "
+        "--optimizer muon, which gives the same weights"
+    )
+
+
 @rule("use_precision_aware_optimizer", *_FORMATS)
 def precision_awareness_without_formats(draft: Draft) -> str:
     config = draft.run.optimizer
@@ -144,7 +155,7 @@ def _only_with(name: str, optimizers: tuple[str, ...]) -> Rule:
 
     def check(draft: Draft) -> str:
         config = draft.run.optimizer
-        used = (config.optimizer, config.muon_scalar_optimizer if config.optimizer == "muon" else "")
+        used = (config.optimizer, config.muon_scalar_optimizer if config.orthogonalises else "")
         setting = all_settings()[name]
         default = getattr(config, name) == setting.default
         if name not in draft.given or default or any(optimizer in used for optimizer in optimizers):
@@ -168,13 +179,14 @@ OPTIMIZER_RULES: tuple[Rule, ...] = (
 
 OPTIMIZER_NOTICES: tuple[Rule, ...] = (
     idle_without("optimizer_offload_fraction", "optimizer_cpu_offload", "--optimizer-cpu-offload is not given"),
+    every_replica_updates_all,
     precision_awareness_without_formats,
     idle_without("decoupled_min_lr", "decoupled_lr", "--decoupled-lr is not given"),
     *(_only_with(name, ("adam",)) for name in ("adam_beta1", "adam_beta2", "adam_eps")),
     *(_only_with(name, ("lion",)) for name in ("lion_beta1", "lion_beta2")),
     _only_with("sgd_momentum", ("sgd",)),
     *(
-        _only_with(name, ("muon",))
+        _only_with(name, ("muon", "dist_muon", "adaptive_muon"))
         for name in (
             "muon_momentum",
             "muon_nesterov",

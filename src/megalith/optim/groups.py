@@ -11,7 +11,7 @@ from megalith.config import OptimizerConfig
 from megalith.distributed.context import Axis
 from megalith.nn.placement import Placement
 from megalith.optim.low_precision import Widened
-from megalith.optim.muon import COEFFICIENTS, Muon, is_muons
+from megalith.optim.muon import COEFFICIENTS, AdaptiveMuon, Muon, is_muons
 from megalith.optim.rules import SGD, AdamW, Lion, UpdateRule
 
 _QK_NORMS = ("q_layernorm.weight", "k_layernorm.weight")
@@ -69,7 +69,7 @@ def make_groups(
 
 
 def _elementwise(config: OptimizerConfig) -> UpdateRule:
-    name = config.muon_scalar_optimizer if config.optimizer == "muon" else config.optimizer
+    name = config.muon_scalar_optimizer if config.orthogonalises else config.optimizer
     rule: UpdateRule
     if name == "sgd":
         rule = SGD(config.sgd_momentum)
@@ -81,9 +81,10 @@ def _elementwise(config: OptimizerConfig) -> UpdateRule:
 
 
 def _of_matrices(config: OptimizerConfig, axis: Axis, placements: Mapping[str, Placement]) -> UpdateRule | None:
-    if config.optimizer != "muon":
+    if not config.orthogonalises:
         return None
-    return Muon(
+    kind = AdaptiveMuon if config.optimizer == "adaptive_muon" else Muon
+    return kind(
         momentum=config.muon_momentum,
         nesterov=config.muon_nesterov,
         scale_mode=config.muon_scale_mode,

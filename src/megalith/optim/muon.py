@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import cycle, islice
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -111,7 +111,7 @@ class Muon:
     axis: Axis
     placements: Mapping[str, Placement] = field(hash=False)
 
-    kinds = ("momentum_buffer",)
+    kinds: ClassVar[tuple[str, ...]] = ("momentum_buffer",)
 
     def settings(self) -> dict[str, Any]:
         return {"momentum": self.momentum, "nesterov": self.nesterov}
@@ -121,28 +121,78 @@ class Muon:
         torch._foreach_mul_(list(work.params), 1.0 - work.lr * work.weight_decay)
         torch._foreach_lerp_(list(buffers), list(work.grads), 1.0 - self.momentum)
         with _matmul_precision(self.matmul_precision, work.params[0].device):
-            for name, parameter, grad, buffer in zip(work.names, work.params, work.grads, buffers, strict=True):
+            for number, name in enumerate(work.names):
+                grad, buffer = work.grads[number], buffers[number]
                 direction = grad.lerp(buffer, self.momentum) if self.nesterov else buffer
-                parameter.add_(self._update(direction, self.placements.get(name, Replicated())), alpha=-work.lr)
+                second = work.states["moment2_buffer"][number] if "moment2_buffer" in self.kinds else None
+                update = self._update(direction, self.placements.get(name, Replicated()), second)
+                work.params[number].add_(update, alpha=-work.lr)
 
-    def _update(self, matrix: Tensor, placement: Placement) -> Tensor:
+    def _update(self, matrix: Tensor, placement: Placement, second: Tensor | None) -> Tensor:
+        """What is to be subtracted from a parameter, but for the rate.
+
+        Args:
+            matrix: the direction of its momentum.
+            placement: how the parameter is divided.
+            second: its second moment, for rules that have one.
+        """
+        return self._by_parts(matrix, placement, scaled=True)
+
+    def _by_parts(self, matrix: Tensor, placement: Placement, *, scaled: bool) -> Tensor:
         if not (self.split_qkv and isinstance(placement, GroupedHeads)):
-            return self._orthogonalised(matrix, placement)
+            return self._orthogonalised(matrix, placement, scaled)
         rows = [heads * placement.head_size for heads in placement.heads_of_kinds]
         grouped = matrix.view(-1, sum(rows), matrix.shape[1])
         parts = [
-            self._orthogonalised(part.reshape(-1, matrix.shape[1]), placement).view(part.shape)
+            self._orthogonalised(part.reshape(-1, matrix.shape[1]), placement, scaled).view(part.shape)
             for part in grouped.split(rows, dim=1)
         ]
         return torch.cat(parts, dim=1).view(matrix.shape)
 
-    def _orthogonalised(self, matrix: Tensor, placement: Placement) -> Tensor:
-        divided = self.axis.size > 1 and not isinstance(placement, Replicated) and not self.blockwise
+    def _orthogonalised(self, matrix: Tensor, placement: Placement, scaled: bool) -> Tensor:
+        divided = self._divided(placement)
         dim = dim_of(placement) if divided else 0
         whole = all_gather(matrix.contiguous(), self.axis, dim) if divided else matrix
         result = orthogonalised(whole, self.coefficients, self.steps)
-        result = result * (shape_scale(whole.shape[0], whole.shape[1], self.scale_mode) * self.extra_scale)
+        if scaled:
+            result = result * self._scale(*whole.shape)
         return result.narrow(dim, self.axis.index * matrix.shape[dim], matrix.shape[dim]) if divided else result
+
+    def _divided(self, placement: Placement) -> bool:
+        return self.axis.size > 1 and not isinstance(placement, Replicated) and not self.blockwise
+
+    def _scale(self, rows: int, columns: int) -> float:
+        return shape_scale(rows, columns, self.scale_mode) * self.extra_scale
+
+
+@dataclass(frozen=True)
+class AdaptiveMuon(Muon):
+    """Muon with a second moment: AdaMuon (Si et al. 2025, arXiv:2507.11005) as Emerging-Optimizers has it.
+
+    Each element of the orthogonalised momentum is divided by the root of the running mean of its square, which has no
+    correction of its bias; the scale of the shape, that of the whole matrix, comes after that.
+
+    Attributes:
+        beta2: of the running mean.
+        eps: added to its root.
+    """
+
+    beta2: float = 0.95
+    eps: float = 1e-8
+
+    kinds: ClassVar[tuple[str, ...]] = ("momentum_buffer", "moment2_buffer")
+
+    def settings(self) -> dict[str, Any]:
+        return {**super().settings(), "beta2": self.beta2, "eps": self.eps}
+
+    def _update(self, matrix: Tensor, placement: Placement, second: Tensor | None) -> Tensor:
+        assert second is not None, "as of `kinds`"
+        shape = list(matrix.shape)
+        if self._divided(placement):
+            shape[dim_of(placement)] *= self.axis.size
+        raw = self._by_parts(matrix, placement, scaled=False)
+        second.lerp_(raw.square(), 1.0 - self.beta2)
+        return raw / (second.sqrt() + self.eps) * self._scale(*shape)
 
 
 @contextmanager

@@ -96,9 +96,13 @@ TABLE: list[tuple[str, tuple[str, ...]]] = [
         "--global-batch-size 8",
         ("--num-query-groups 2", "--tensor-model-parallel-size 2 or less", "--muon-tp-mode blockwise"),
     ),
+    ("--optimizer adaptive_muon --use-torch-fsdp2", ("--optimizer adaptive_muon needs the whole gradient",)),
     ("--optimizer muon --optimizer-cpu-offload", ("--optimizer-cpu-offload with --optimizer muon", "--optimizer adam")),
     ("--optimizer muon --muon-num-ns-steps 7", ("--muon-num-ns-steps 7 is no multiple of the 5", "steps 5")),
-    ("--optimizer soap", ("--optimizer soap: comes with further optimizers", "adam, sgd, muon, lion")),
+    (
+        "--optimizer soap",
+        ("--optimizer soap: comes with further optimizers", "adam, sgd, muon, dist_muon, adaptive_muon, lion"),
+    ),
     ("--exp-avg-dtype bf16", ("--exp-avg-dtype bf16 requires --use-precision-aware-optimizer",)),
     (
         "--optimizer sgd --use-precision-aware-optimizer --main-grads-dtype bf16",

@@ -174,6 +174,11 @@ def test_some_values_of_a_flag_may_need_nothing() -> None:
         ("--sgd-momentum 0.5", "--sgd-momentum 0.5 has no effect with --optimizer adam (the default)"),
         ("--optimizer sgd --adam-beta1 0.8", "--adam-beta1 0.8 has no effect with --optimizer sgd"),
         ("--muon-nesterov", "--muon-nesterov has no effect with --optimizer adam (the default)"),
+        (
+            "--optimizer dist_muon",
+            "--optimizer dist_muon divides no work here: each data-parallel replica keeps and updates all states, as "
+            "with --optimizer muon, which gives the same weights",
+        ),
         ("--decoupled-min-lr 1e-5", "--decoupled-min-lr 1e-05 has no effect: --decoupled-lr is not given"),
         (
             "--use-precision-aware-optimizer",

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from megalith.config import OptimizerConfig, PrecisionConfig
+from megalith.distributed.context import ParallelContext
 from megalith.optim import Optimizer, build_optimizer
-from megalith.optim.muon import COEFFICIENTS, orthogonalised
+from megalith.optim.muon import COEFFICIENTS, AdaptiveMuon, orthogonalised
+from megalith.optim.rules import Work
 
 FP16 = PrecisionConfig(fp16=True, initial_loss_scale=8.0, hysteresis=1)
 
@@ -122,6 +124,41 @@ def test_muon_is_its_formula() -> None:
         direction = 0.1 * parameter.grad + 0.9 * (0.1 * parameter.grad)  # of a momentum that was zero
         update = orthogonalised(direction, COEFFICIENTS["quintic"], 5) * max(parameter.shape) ** 0.5
         torch.testing.assert_close(after, parameter * (1 - 0.01 * 0.1) - 0.01 * update)
+
+
+def test_adaptive_muon_is_its_formula() -> None:
+    """Two steps of AdaMuon: the orthogonalised momentum over the root of the running mean of its square."""
+    rule = AdaptiveMuon(
+        momentum=0.9,
+        nesterov=False,
+        scale_mode="spectral",
+        extra_scale=0.5,
+        coefficients=COEFFICIENTS["quintic"],
+        steps=5,
+        split_qkv=True,
+        blockwise=False,
+        matmul_precision="medium",
+        axis=ParallelContext.solo().tp,
+        placements={},
+    )
+    grads = torch.randn(2, 6, 9, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    found, wanted = torch.ones(6, 9, dtype=torch.float64), torch.ones(6, 9, dtype=torch.float64)
+    states = {kind: [torch.zeros_like(found)] for kind in rule.kinds}
+    momentum, second = torch.zeros_like(found), torch.zeros_like(found)
+    for step, grad in enumerate(grads):
+        rule.update(Work(["w"], [found], [grad], states, lr=0.01, weight_decay=0.1, step=step))
+        momentum = 0.9 * momentum + 0.1 * grad
+        raw = orthogonalised(momentum, COEFFICIENTS["quintic"], 5)
+        second = 0.95 * second + 0.05 * raw.square()
+        wanted = wanted * (1 - 0.01 * 0.1) - 0.01 * 0.5 * 9**0.5 * raw / (second.sqrt() + 1e-8)
+    torch.testing.assert_close(found, wanted)
+
+
+def test_kinds_of_muon() -> None:
+    """By the name of the optimizer: dist_muon gives what muon does, adaptive_muon does not."""
+    weights = [_trained(OptimizerConfig(optimizer=name))[0].weight for name in ("muon", "dist_muon", "adaptive_muon")]
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
 
 
 def test_each_setting_of_muon_has_an_effect() -> None:

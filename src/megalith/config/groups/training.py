@@ -191,9 +191,10 @@ class OptimizerConfig:
     optimizer: str = setting(
         "adam",
         help="optimizer: adam is AdamW, with decoupled weight decay; sgd has momentum; muon orthogonalises the updates "
-        "of the matrices in the layers, and leaves the rest to --muon-scalar-optimizer",
-        choices=("adam", "sgd", "muon", "lion"),
-        later=("dist_muon", "soap", "adaptive_muon"),
+        "of the matrices in the layers, and leaves the rest to --muon-scalar-optimizer; dist_muon gives what muon "
+        "does; adaptive_muon divides these updates by the root of their mean square (AdaMuon)",
+        choices=("adam", "sgd", "muon", "dist_muon", "adaptive_muon", "lion"),
+        later=("soap",),
         later_with="further optimizers",
     )
     weight_decay: float = setting(0.01, help="weight decay of matrices and embeddings", at_least=0)
@@ -290,6 +291,11 @@ class OptimizerConfig:
     def offloaded(self) -> float:
         """Part of the parameters whose optimizer state is on the host."""
         return self.optimizer_offload_fraction if self.optimizer_cpu_offload else 0.0
+
+    @property
+    def orthogonalises(self) -> bool:
+        """Whether matrices in the layers are updated by Muon or a kind of it."""
+        return self.optimizer in ("muon", "dist_muon", "adaptive_muon")
 
     @property
     def decays_qk_layernorm(self) -> bool:
