@@ -352,7 +352,8 @@ _DECIDES_LOGITS = words(
     position_embedding_type rotary_base rotary_percent rotary_interleaved normalization norm_epsilon activation
     add_bias_linear qkv_bias untie_embeddings_and_output_weights head_norm gated glu_linear_offset
     activation_func_clamp_value apply_layernorm_1p final_layernorm apply_residual_connection_post_layernorm
-    attention_output_gate softmax_type softmax_scale windows rotated_layers rotary_size rotary_seq_len_interpolation_factor
+    attention_output_gate softmax_type softmax_scale windows rotated_layers rotary_size
+    rotary_seq_len_interpolation_factor
     """
 )
 
