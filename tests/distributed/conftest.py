@@ -37,6 +37,9 @@ class Ranks:
     def __init__(self) -> None:
         self._workers: list[tuple[Any, Connection]] = []
         self._runs = 0
+        # As long as there are processes: a FileStore whose folder vanishes while it is destroyed waits for it, until
+        # its timeout, and the next run with it.
+        self._folder = tempfile.TemporaryDirectory()
 
     def run(self, world_size: int, function: Callable[..., Any], *args: Any, seconds: float = SECONDS) -> list[Any]:
         """`function(*args)` on each rank of a new gloo world; returns the results by rank (picklable values only).
@@ -49,11 +52,11 @@ class Ranks:
             self.close()
         while len(self._workers) < world_size:
             self._workers.append(self._start())
-        with tempfile.TemporaryDirectory() as folder:
-            for rank, (_, pipe) in enumerate(self._workers[:world_size]):
-                task = (function.__code__.co_filename, function.__qualname__, args)
-                pipe.send((rank, world_size, f"{folder}/store", seconds, task))
-            return self._collect(world_size, seconds)
+        store = f"{self._folder.name}/{self._runs}"
+        for rank, (_, pipe) in enumerate(self._workers[:world_size]):
+            task = (function.__code__.co_filename, function.__qualname__, args)
+            pipe.send((rank, world_size, store, seconds, task))
+        return self._collect(world_size, seconds)
 
     def _start(self) -> tuple[Any, Connection]:
         context = multiprocessing.get_context("forkserver")

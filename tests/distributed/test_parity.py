@@ -604,7 +604,7 @@ def _covering(cases: list[Case]) -> set[Case]:
 
 
 SAMPLE = _covering(CASES)
-ALWAYS = SAMPLE | set(OPTIONS[:4]) | set(OPTIMISERS[:3]) | set(DATA[:4])
+ALWAYS = SAMPLE | set(OPTIONS[:4]) | set(OPTIMISERS[:3]) | set(DATA[:4]) | set(EXPERTS[:4])
 ALL = [*CASES, *OPTIONS, *OPTIMISERS, *DATA, *EXPERTS]
 ROWS = [pytest.param(case, marks=() if case in ALWAYS else pytest.mark.full) for case in ALL]
 
