@@ -15,7 +15,9 @@ from megalith.data.punkt_parameters import find_parameters
 from megalith.data.sources import BadDocument, Payload
 from megalith.errors import DataError
 from megalith.tokenizers import Tokenizer, build_tokenizer
-from megalith.tokenizers.fast_bpe import ArrayEncoder, array_encoder
+from megalith.tokenizers.fast_bpe import SURE_IDS, ArrayEncoder, array_encoder
+
+_BYTES_PER_TOKEN = 2  # of text; what has more tokens than that moves to a larger place
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ class EncodeSettings:
         append_eod: end each document that has tokens with the end-of-document id.
         sentences: how texts are split, None to leave them whole.
         skip_bad: pass over documents that cannot be read; otherwise nothing after the first is encoded.
+        expected_bytes: of text for each process, as far as it shows; decides what is worth being loaded at once.
     """
 
     tokenizer: TokenizerConfig
@@ -54,34 +57,58 @@ class EncodeSettings:
     append_eod: bool
     sentences: SentenceSettings | None = None
     skip_bad: bool = False
+    expected_bytes: int = 0
 
 
 @dataclass(frozen=True)
-class Encoded:
-    """Tokens of the documents of a chunk under one key, ready for `IndexedWriter.add_documents`."""
+class Structure:
+    """How the tokens of a chunk under one key are divided.
 
-    tokens: NDArray[Any]
+    Attributes:
+        lengths: tokens of each sequence, i32 [S].
+        sequences_per_document: i64 [D].
+    """
+
     lengths: NDArray[np.int32]
     sequences_per_document: NDArray[np.int64]
 
+    def tokens_of(self, documents: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Which tokens belong to some of the documents."""
+        return np.repeat(self._sequences_of(documents), self.lengths)
+
+    def of(self, documents: NDArray[np.bool_]) -> Structure:
+        """Some of the documents."""
+        return Structure(self.lengths[self._sequences_of(documents)], self.sequences_per_document[documents])
+
+    def _sequences_of(self, documents: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        return np.repeat(documents, self.sequences_per_document)
+
 
 @dataclass(frozen=True)
-class EncodedChunk:
-    """Tokens of a chunk.
+class ChunkReport:
+    """What came out of a chunk, without its tokens.
 
     Attributes:
-        by_key: one entry for each key.
+        by_key: how the tokens of each key are divided.
         num_documents: documents, empty ones included.
         num_units: lines of a jsonl, rows of a table; what positions in the file are counted in.
         num_bytes: bytes of the text.
         problems: the bad documents, as number among the units and reason.
     """
 
-    by_key: tuple[Encoded, ...]
+    by_key: tuple[Structure, ...]
     num_documents: int
     num_units: int
     num_bytes: int
     problems: tuple[tuple[int, str], ...]
+
+
+@dataclass(frozen=True)
+class EncodedChunk:
+    """A chunk as tokens: those of each key in the stored type, one document after the other."""
+
+    tokens: tuple[NDArray[Any], ...]
+    report: ChunkReport
 
 
 class ChunkEncoder:
@@ -98,23 +125,17 @@ class ChunkEncoder:
     def __init__(self, settings: EncodeSettings, tokenizer: Tokenizer | None = None) -> None:
         self._settings = settings
         tokenizer = tokenizer or build_tokenizer(settings.tokenizer)
-        self._encode = array_encoder(tokenizer)
+        self._encode = array_encoder(tokenizer, settings.expected_bytes)
         self._dtype = smallest_dtype(tokenizer.vocab_size)
-        self._eod = np.array([tokenizer.eod], np.uint32) if settings.append_eod else None
+        self._eod = tokenizer.eod if settings.append_eod else None
         self._splitter = settings.sentences.splitter() if settings.sentences else None
 
     def encode(self, payload: Payload) -> EncodedChunk:
         """Tokens of a chunk. Raises DataError if its file cannot be read any more."""
-        try:
-            return self._encoded(payload, each_checked=False)
-        except _DoesNotFit:
-            return self._encoded(payload, each_checked=True)  # now it shows which document it is
-
-    def _encoded(self, payload: Payload, *, each_checked: bool) -> EncodedChunk:
-        columns = [_Column(self._encode, self._eod, self._dtype, each_checked) for _ in self._settings.keys]
+        part = payload.read(self._settings.keys)
+        columns = [_Column(self._encode, self._eod, self._dtype, part.num_bytes) for _ in self._settings.keys]
         problems: list[tuple[int, str]] = []
         num_documents = 0
-        part = payload.read(self._settings.keys)
         for number, document in part.documents:
             reason = document.reason if isinstance(document, BadDocument) else self._add(columns, document)
             if reason is None:
@@ -123,96 +144,102 @@ class ChunkEncoder:
             problems.append((number, reason))
             if not self._settings.skip_bad:
                 break
-        return EncodedChunk(
-            by_key=tuple(column.encoded() for column in columns),
+        report = ChunkReport(
+            by_key=tuple(column.structure() for column in columns),
             num_documents=num_documents,
             num_units=part.num_units,
             num_bytes=part.num_bytes,
             problems=tuple(problems),
         )
+        return EncodedChunk(tuple(column.tokens() for column in columns), report)
 
     def _add(self, columns: list[_Column], document: list[str | list[str]]) -> str | None:
         """Append a document to its columns; to none of them, with the reason, if one cannot hold it."""
+        added: list[_Column] = []
         try:
             for column, texts in zip(columns, document, strict=True):
                 if self._splitter is not None and isinstance(texts, str):
                     texts = self._splitter.split(texts)
                 column.add(texts)
+                added.append(column)
         except DataError as error:
-            for column in columns:
-                column.roll_back(len(columns[-1].sequences))
+            for column in added:
+                column.drop_last()
             return str(error)
         return None
-
-
-class _DoesNotFit(Exception):
-    """An id is outside the stored type."""
 
 
 class _Column:
     """Tokens of one key, growing document by document.
 
+    They are put into the stored type text by text, while the ids of the text are still in the cache.
+
     Args:
         encode: a text to its ids.
         eod: what ends a document, None for nothing.
         dtype: type that the ids are stored in.
-        each_checked: whether every text is held against that type; otherwise all of them at once in the end.
+        num_bytes: of the text that is to come; decides no more than how much memory is taken first.
     """
 
-    def __init__(
-        self, encode: ArrayEncoder, eod: NDArray[Any] | None, dtype: np.dtype[Any], each_checked: bool
-    ) -> None:
-        self._encode, self._eod, self._dtype, self._each_checked = encode, eod, dtype, each_checked
-        self._arrays: list[NDArray[Any]] = []
+    def __init__(self, encode: ArrayEncoder, eod: int | None, dtype: np.dtype[Any], num_bytes: int) -> None:
+        self._encode, self._eod = encode, eod
+        self._limits = np.iinfo(dtype)
+        self._tokens = np.empty(num_bytes // _BYTES_PER_TOKEN + 1, dtype)
+        self._used = 0
         self._lengths: list[int] = []
-        self.sequences: list[int] = []
-        """Of each document."""
+        self._sequences: list[int] = []
 
     def add(self, texts: str | list[str]) -> None:
         """Append a document; a text without tokens makes no sequence, and an empty document gets no end.
 
-        Raises:  DataError if a text cannot be encoded, or to ids that do not fit the stored type.
+        Raises:  DataError if a text cannot be encoded, or to ids that do not fit the stored type; nothing is appended.
         """
-        if isinstance(texts, str):
-            ids = self._encode(texts)
-            arrays = [ids] if len(ids) else []
-        else:
-            arrays = [ids for text in texts if len(ids := self._encode(text))]
-        if self._each_checked:
-            for ids in arrays:
-                self._check(ids)
-        self.sequences.append(len(arrays))
-        if not arrays:
-            return
-        self._arrays += arrays
-        self._lengths += map(len, arrays)
-        if self._eod is not None:
-            self._arrays.append(self._eod)
-            self._lengths[-1] += 1
-
-    def roll_back(self, num_documents: int) -> None:
-        """Forget what comes after so many documents."""
-        for count in self.sequences[num_documents:]:
+        used, count = self._used, 0
+        try:
+            for text in (texts,) if isinstance(texts, str) else texts:
+                ids = self._encode(text)
+                if not len(ids):
+                    continue
+                if ids.dtype != SURE_IDS:
+                    self._check(ids)
+                end = self._room(len(ids) + 1)
+                self._tokens[self._used : end] = ids
+                self._used = end
+                self._lengths.append(len(ids))
+                count += 1
+        except DataError:
+            self._used = used
             del self._lengths[len(self._lengths) - count :]
-            del self._arrays[len(self._arrays) - count - (count > 0 and self._eod is not None) :]
-        del self.sequences[num_documents:]
+            raise
+        if count and self._eod is not None:
+            self._tokens[self._used] = self._eod
+            self._used += 1
+            self._lengths[-1] += 1
+        self._sequences.append(count)
 
-    def encoded(self) -> Encoded:
-        """All of it. Raises _DoesNotFit if an id is outside the stored type."""
-        tokens = np.concatenate(self._arrays) if self._arrays else np.zeros(0, self._dtype)
-        if len(tokens) and not self._fits(tokens):
-            raise _DoesNotFit
-        return Encoded(
-            tokens=tokens.astype(self._dtype),
-            lengths=np.array(self._lengths, np.int32),
-            sequences_per_document=np.array(self.sequences, np.int64),
-        )
+    def drop_last(self) -> None:
+        """Forget the last document."""
+        first = len(self._lengths) - self._sequences.pop()
+        self._used -= sum(self._lengths[first:])
+        del self._lengths[first:]
 
-    def _fits(self, ids: NDArray[Any]) -> bool:
-        limits = np.iinfo(self._dtype)
-        return bool(ids.min() >= limits.min and ids.max() <= limits.max)
+    def tokens(self) -> NDArray[Any]:
+        return self._tokens[: self._used]
+
+    def structure(self) -> Structure:
+        return Structure(np.array(self._lengths, np.int32), np.array(self._sequences, np.int64))
+
+    def _room(self, count: int) -> int:
+        """Where all but one of `count` more tokens end; makes room for them."""
+        if self._used + count > len(self._tokens):
+            more = np.empty(2 * (self._used + count), self._tokens.dtype)
+            more[: self._used] = self._tokens[: self._used]
+            self._tokens = more
+        return self._used + count - 1
 
     def _check(self, ids: NDArray[Any]) -> None:
-        if not self._fits(ids):
-            outside = int(ids.min()) if ids.min() < 0 else int(ids.max())
-            raise DataError(f"token {outside} does not fit {self._dtype.name}, the type of this vocabulary")
+        low, high = int(ids.min()), int(ids.max())
+        if low < self._limits.min or high > self._limits.max:
+            raise DataError(
+                f"token {low if low < 0 else high} does not fit {self._limits.dtype.name}, the type of this vocabulary"
+            )

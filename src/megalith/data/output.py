@@ -5,36 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from megalith.data.encoding import Encoded, EncodedChunk
+from megalith.data.encoding import ChunkReport
 from megalith.data.indexed import IndexedWriter, Written, bin_path, idx_path, spool_path
+from megalith.data.token_files import Partitions, Placement, TokenFile, TokenFiles
 from megalith.errors import DataError
-
-
-@dataclass(frozen=True)
-class Partitions:
-    """How Megatron's `--partitions` deal documents out before they are merged in the order of the partitions.
-
-    Attributes:
-        count: partitions.
-        size: documents of each with `--keep-sequential-samples`; None deals them out in turn.
-    """
-
-    count: int = 1
-    size: int | None = None
-
-    def of(self, first: int, count: int) -> NDArray[np.int64]:
-        """The partitions of documents `first`, `first` + 1, ..."""
-        numbers = np.arange(first, first + count)
-        if self.size is None:
-            return numbers % self.count
-        return np.minimum(numbers // self.size, self.count - 1)
 
 
 class Output:
@@ -86,23 +65,34 @@ class Output:
     def __exit__(self, *exception: object) -> None:
         self._stack.close()
 
-    def add(self, chunk: EncodedChunk, first_document: int) -> None:
-        """Append a chunk whose first document has this number."""
-        for writers, encoded in zip(self._writers.values(), chunk.by_key, strict=True):
-            if len(writers) == 1:
-                assert writers[0] is not None
-                writers[0].add_documents(encoded.tokens, encoded.lengths, encoded.sequences_per_document)
-                continue
-            parts = self._partitions.of(first_document, chunk.num_documents)
-            for number, writer in enumerate(writers):
+    def place(self, report: ChunkReport, first_document: int) -> Placement:
+        """Append a chunk whose first document has this number; where its tokens are to be written."""
+        offsets = []
+        for writers, structure in zip(self._writers.values(), report.by_key, strict=True):
+            shares = [structure]
+            if len(writers) > 1:
+                parts = self._partitions.of(first_document, report.num_documents)
+                shares = [structure.of(parts == number) for number in range(len(writers))]
+            row = []
+            for writer, share in zip(writers, shares, strict=True):
                 assert writer is not None
-                chosen = _documents_of(encoded, parts == number)
-                writer.add_documents(chosen.tokens, chosen.lengths, chosen.sequences_per_document)
+                row.append(writer.reserve(share.lengths, share.sequences_per_document))
+            offsets.append(tuple(row))
+        return Placement(first_document, tuple(offsets))
 
-    def flush(self) -> dict[str, Written]:
-        """Bring all to the disk; what the writers hold, by prefix."""
+    def token_files(self) -> TokenFiles:
+        """Where `place` has the tokens written."""
+        rows = [[writer for writer in writers if writer is not None] for writers in self._writers.values()]
+        files = [[TokenFile(str(bin_path(writer.prefix)), writer.bin_descriptor) for writer in row] for row in rows]
+        return TokenFiles(files, self._partitions)
+
+    def flush(self) -> None:
+        """Bring all to the disk."""
         for writer in self._all():
             writer.flush()
+
+    def written(self) -> dict[str, Written]:
+        """What the writers hold, by prefix."""
         return {**self._done, **{writer.prefix: writer.written() for writer in self._all()}}
 
     def keep(self) -> None:
@@ -181,10 +171,3 @@ class SkippedList:
 
 def _partial(path: Path) -> Path:
     return path.with_name(path.name + ".partial")
-
-
-def _documents_of(encoded: Encoded, chosen: NDArray[np.bool_]) -> Encoded:
-    """Some documents of a chunk."""
-    sequences = np.repeat(chosen, encoded.sequences_per_document)
-    tokens = np.repeat(sequences, encoded.lengths)
-    return Encoded(encoded.tokens[tokens], encoded.lengths[sequences], encoded.sequences_per_document[chosen])

@@ -1,6 +1,7 @@
 """Text of any kind to .bin/.idx pairs, on several processes, with the same bytes for any number of them.
 
-This process finds where chunks lie and writes tokens in their order; workers in between turn chunks into tokens.
+This process finds where chunks lie, and where their tokens belong as soon as it is known how many come before; workers
+turn chunks into tokens and write them.
 Imports no torch. Nothing has a final name before all of it is written, and a run that is killed goes on where it was.
 """
 
@@ -9,21 +10,25 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Generator
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 
-from megalith.data.encoding import ChunkEncoder, EncodedChunk, EncodeSettings
+import numpy as np
+
+from megalith.data.encoding import ChunkEncoder, EncodeSettings
 from megalith.data.indexed import smallest_dtype
 from megalith.data.journal import Journal, State
-from megalith.data.output import Output, Partitions, SkippedList
+from megalith.data.output import Output, SkippedList
 from megalith.data.preprocess_options import PreprocessOptions, find_violations, option_violations, plan_sources
 from megalith.data.progress import Progress, Silence, Standing
 from megalith.data.shares import Located, chunks_of_share
 from megalith.data.sources import Source
-from megalith.data.workers import encode_in_processes
+from megalith.data.token_files import Partitions
+from megalith.data.workers import Encoders, Processes, ThisProcess, Turn
 from megalith.errors import ConfigError, DataError
 from megalith.tokenizers import Tokenizer, build_tokenizer
 from megalith.tokenizers.card import write_card
@@ -99,11 +104,24 @@ class _Run:
         self.opened = next((at for at, end in enumerate(self._before[1:]) if end > self._low), 0)
 
     def run(self) -> PreprocessReport:
-        options = self._options
         first = self._sources[self.opened]
         self._watcher.opening(str(first.path), first.about)
-        tokenizer = build_tokenizer(options.tokenizer)
-        Path(options.stem).parent.mkdir(parents=True, exist_ok=True)
+        Path(self._options.stem).parent.mkdir(parents=True, exist_ok=True)
+        # Workers load the tokenizer while this process does.
+        encoders = Processes(self._encode_settings(), self._workers) if self._workers > 1 else None
+        finished = False
+        try:
+            tokenizer = build_tokenizer(self._options.tokenizer)
+            used = encoders or ThisProcess(ChunkEncoder(self._encode_settings(), tokenizer))
+            report = self._written(tokenizer, used)
+            finished = True
+        finally:
+            if encoders is not None:
+                encoders.close(finished=finished)
+        return report
+
+    def _written(self, tokenizer: Tokenizer, encoders: Encoders) -> PreprocessReport:
+        options = self._options
         journal = Journal(options.stem, self._settings(tokenizer))
         begun = self._begun(journal)
         self._watcher.started(time.perf_counter() - self._start, self._workers)
@@ -111,11 +129,12 @@ class _Run:
         with (
             self._output(tokenizer, begun) as output,
             closing(SkippedList(skipped_path, begun.skipped_bytes)) as skipped,
+            closing(_Writing(self, output, skipped, journal, begun)) as writing,
         ):
-            writing = _Writing(self, output, skipped, journal, begun)
             try:
                 if not begun.encoded:
-                    writing.write_all(self._encoded(tokenizer, (begun.source, begun.place)))
+                    chunks = chunks_of_share(self._sources, options.share, (begun.source, begun.place))
+                    writing.write_all(encoders.turns(chunks, output.token_files()), encoders)
                 num_tokens = output.finish()
             except BaseException:
                 writing.leave()
@@ -208,21 +227,16 @@ class _Run:
             {key: [prefixes[key] for prefixes in numbered] for key in options.source.keys},
         )
 
-    def _encoded(
-        self, tokenizer: Tokenizer, start: tuple[int, int]
-    ) -> Generator[tuple[Located, EncodedChunk], None, None]:
-        """The chunks of this share in order, encoded."""
+    def _encode_settings(self) -> EncodeSettings:
         options = self._options
-        settings = EncodeSettings(
-            options.tokenizer, options.source.keys, options.append_eod, options.sentences, options.skip_bad
+        return EncodeSettings(
+            options.tokenizer,
+            options.source.keys,
+            options.append_eod,
+            options.sentences,
+            options.skip_bad,
+            (self._high - self._low) // self._workers,
         )
-        chunks = chunks_of_share(self._sources, options.share, start)
-        if self._workers > 1:
-            yield from encode_in_processes(settings, chunks, self._workers)
-            return
-        encoder = ChunkEncoder(settings, tokenizer)
-        for located in chunks:
-            yield located, encoder.encode(located.chunk.payload)
 
     def _settings(self, tokenizer: Tokenizer) -> dict[str, str]:
         """All that decides the output, by the name that a user knows it by."""
@@ -248,25 +262,33 @@ class _Writing:
         self.num_tokens = 0
         self._noted = begun != State()
         self._next_note = time.perf_counter() + run.options.seconds_between_notes
+        self._thread = ThreadPoolExecutor(1, "journal")  # the disk takes what is noted while more is encoded
+        self._noting: Future[float] | None = None
 
-    def write_all(self, chunks: Generator[tuple[Located, EncodedChunk], None, None]) -> None:
+    def write_all(self, turns: Iterator[Turn], encoders: Encoders) -> None:
         """Append all chunks.
 
         Raises:  DataError for a bad document, or if there is none at all.
         """
-        with closing(chunks):
-            for located, chunk in chunks:
-                self._write(located, chunk)
+        for turn in turns:
+            self._write(turn)
+            if self._is_due():
+                encoders.settle()
+                self._note()
+        encoders.settle()
         state = self.state
         if not state.documents and self._run.options.share.count == 1:
             left_out = f" that can be read; {state.skipped} were left out" if state.skipped else ""
             raise DataError(f"{self._run.inputs()} holds no document{left_out}")
         self._run.watcher.finished(self._run.standing(state, self._begun))
+        self._wait_for_note()
         if self._noted:
             self._note(encoded=True)
+            self._wait_for_note()
 
     def leave(self) -> None:
         """An error ends the run: what is noted stays for the next one, the rest goes."""
+        self._thread.shutdown()
         if self._noted:
             self._output.keep()
             self._run.watcher.note(
@@ -276,8 +298,11 @@ class _Writing:
         elif not self._begun.skipped_bytes:
             self._skipped.path.unlink(missing_ok=True)
 
-    def _write(self, located: Located, chunk: EncodedChunk) -> None:
-        run, state = self._run, self.state
+    def close(self) -> None:
+        self._thread.shutdown()
+
+    def _write(self, turn: Turn) -> None:
+        run, state, located, chunk = self._run, self.state, turn.located, turn.report
         source = run.source(located.source)
         if located.source != run.opened:
             run.opened = located.source
@@ -291,8 +316,8 @@ class _Writing:
                 raise DataError(f"{place}: {reason}")
             self._skipped.add(place, reason)
             run.watcher.skipped(place, reason, state.skipped + count)
-        self._output.add(chunk, state.documents)
-        self.num_tokens += sum(len(encoded.tokens) for encoded in chunk.by_key)
+        turn.write(self._output.place(chunk, state.documents))
+        self.num_tokens += sum(int(structure.lengths.sum(dtype=np.int64)) for structure in chunk.by_key)
         self.state = State(
             source=located.source,
             place=located.chunk.end,
@@ -304,18 +329,37 @@ class _Writing:
             skipped_bytes=self._skipped.num_bytes,
         )
         run.watcher.advanced(run.standing(self.state, self._begun))
-        if time.perf_counter() >= self._next_note:
-            self._note()
+
+    def _is_due(self) -> bool:
+        """Whether to note how far the run is. Waits for the last note, so that two are never more than that apart."""
+        if time.perf_counter() < self._next_note:
+            return False
+        self._next_note = self._wait_for_note()
+        return time.perf_counter() >= self._next_note
 
     def _note(self, *, encoded: bool = False) -> None:
-        """Bring everything to the disk, and then how far it is."""
+        """Have everything brought to the disk, and then how far it is; all that is placed must be written.
+
+        What is written meanwhile does no harm, as the journal says how much counts.
+        """
+        state = replace(self.state, written=self._output.written(), encoded=encoded)
+        self._noting = self._thread.submit(self._bring_to_disk, state)
+        self._next_note = time.perf_counter() + self._run.options.seconds_between_notes
+
+    def _bring_to_disk(self, state: State) -> float:
+        """Returns when the next note may be made at the earliest."""
         start = time.perf_counter()
         self._skipped.flush()
-        written = self._output.flush()
-        self._journal.write(replace(self.state, written=written, encoded=encoded))
+        self._output.flush()
+        self._journal.write(state)
         self._noted = True
         end = time.perf_counter()
-        self._next_note = end + max(self._run.options.seconds_between_notes, _SHARE_OF_NOTES * (end - start))
+        return end + _SHARE_OF_NOTES * (end - start)
+
+    def _wait_for_note(self) -> float:
+        """Until the last note is on the disk; returns what `_bring_to_disk` did, or 0. Raises what it raises."""
+        noting, self._noting = self._noting, None
+        return 0.0 if noting is None else noting.result()
 
 
 def _count(source: Source) -> int:

@@ -23,7 +23,10 @@ from megalith.tokenizers.text import require_text
 logger = logging.getLogger(__name__)
 
 ArrayEncoder = Callable[[str], NDArray[Any]]
-"""The ids of a text as whole numbers. Raises DataError as `Tokenizer.encode` does."""
+"""The ids of a text as whole numbers, of the type `SURE_IDS` if all of them are in the vocabulary whatever the text is.
+Raises DataError as `Tokenizer.encode` does."""
+
+SURE_IDS = np.dtype(np.uint32)
 
 _WORTH_LOADING = 1 << 22  # characters; tiktoken encodes them in about the time that loading takes
 _COMPARED_EACH = 1024  # texts
@@ -36,11 +39,11 @@ _PROBES = (
 )
 
 
-def array_encoder(tokenizer: Tokenizer) -> ArrayEncoder:
-    """The fastest encoder of a tokenizer for many texts; each process makes its own."""
+def array_encoder(tokenizer: Tokenizer, expected_bytes: int = 0) -> ArrayEncoder:
+    """The fastest encoder of a tokenizer for so much text; each process makes its own."""
     make = getattr(tokenizer, "array_encoder", None)
     if make is not None:
-        made: ArrayEncoder = make()
+        made: ArrayEncoder = make(expected_bytes)
         return made
     return lambda text: ids_as_array(tokenizer.encode(text))
 
@@ -63,7 +66,8 @@ class BytePairArrays:
     Args:
         vocabulary: reads the vocabulary, which is not kept for the processes that never load it.
         encode: its ids as a list, by tiktoken.
-        worth_loading: characters that are encoded before gigatoken is loaded.
+        expected_bytes: of text, as far as it shows; if that is much, gigatoken is loaded at once.
+        worth_loading: characters that are encoded before gigatoken is loaded otherwise.
     """
 
     def __init__(
@@ -71,11 +75,14 @@ class BytePairArrays:
         vocabulary: Callable[[], BytePairVocabulary],
         encode: Callable[[str], list[int]],
         *,
+        expected_bytes: int = 0,
         worth_loading: int = _WORTH_LOADING,
     ) -> None:
         self._vocabulary, self._encode, self._left = vocabulary, encode, worth_loading
         self._fast: ArrayEncoder | None = None
         self._until_compared = _COMPARED_EACH
+        if expected_bytes > 2 * worth_loading:
+            self.change_over()
 
     def __call__(self, text: str) -> NDArray[Any]:
         if self._fast is None:

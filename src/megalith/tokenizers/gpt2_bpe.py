@@ -74,11 +74,15 @@ class GPT2BPETokenizer:
         except UnicodeEncodeError as error:
             raise surrogate_error(error) from error
 
-    def array_encoder(self) -> ArrayEncoder:
-        """As `fast_bpe.array_encoder` asks for it: the encoder of a process that encodes many texts."""
+    def array_encoder(self, expected_bytes: int = 0) -> ArrayEncoder:
+        """As `fast_bpe.array_encoder` asks for it: the encoder of a process that encodes so much text."""
         if not self._ranked:
             return lambda text: np.array(self.encode(text), np.uint32)
-        return BytePairArrays(lambda: read_byte_pair_vocabulary(self._vocab_file, self._merge_file), self.encode)
+        return BytePairArrays(
+            lambda: read_byte_pair_vocabulary(self._vocab_file, self._merge_file),
+            self.encode,
+            expected_bytes=expected_bytes,
+        )
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [self.encode(text) for text in texts]

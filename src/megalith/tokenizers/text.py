@@ -14,7 +14,8 @@ def require_text(text: str) -> str:
         DataError: a character is a lone surrogate.
     """
     try:
-        text.encode()
+        if not text.isascii():  # which a string knows without looking
+            text.encode()
     except UnicodeEncodeError as error:
         raise surrogate_error(error) from error
     return text

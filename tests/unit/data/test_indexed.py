@@ -62,6 +62,19 @@ def test_many_documents_at_once_equal_one_by_one(tmp_path: Path) -> None:
         assert (tmp_path / f"bulk{ending}").read_bytes() == Path(one_by_one + ending).read_bytes()
 
 
+def test_places_are_reserved_between_what_is_written(tmp_path: Path) -> None:
+    lengths, per_document = np.array([2, 1, 1], np.int32), np.array([2, 0, 1], np.int64)
+    with IndexedWriter(str(tmp_path / "data"), "uint16") as writer:
+        writer.add_document([7], [1])
+        assert writer.reserve(lengths, per_document) == 2
+        writer.add_document([8], [1])
+        os.pwrite(writer.bin_descriptor, np.array([1, 2, 3, 4], np.uint16).tobytes(), 2)
+        writer.finalize()
+    dataset = IndexedDataset(str(tmp_path / "data"))
+    assert [tokens.tolist() for tokens in dataset[:]] == [[7], [1, 2], [3], [4], [8]]
+    assert dataset.document_index.tolist() == [0, 1, 3, 3, 4, 5]
+
+
 def test_a_dataset_crosses_process_borders(tmp_path: Path) -> None:
     dataset = pickle.loads(pickle.dumps(IndexedDataset(write(tmp_path), mmap_bin=False)))
     assert dataset.get(2).tolist() == [9, 10]
@@ -203,7 +216,8 @@ def test_a_partial_file_of_a_killed_writer_is_replaced(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data.bin", "data.idx"]
 
 
-def test_two_writers_do_not_share_a_prefix(tmp_path: Path) -> None:
+def test_two_writers_do_not_share_a_prefix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megalith.data.indexed.writer._SECONDS_FOR_ORPHANS", 0.0)
     with IndexedWriter(str(tmp_path / "data"), "uint16") as writer:
         with pytest.raises(DataError, match="being written by another process"):
             IndexedWriter(str(tmp_path / "data"), "uint16")

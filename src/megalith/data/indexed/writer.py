@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,7 @@ from megalith.data.indexed.reader import IndexedDataset
 from megalith.errors import DataError
 
 _COPIED_AT_ONCE = 1 << 22  # bytes
+_SECONDS_FOR_ORPHANS = 10.0  # processes that write for another, which was killed, take so long to end at most
 
 
 @dataclass(frozen=True)
@@ -86,13 +88,18 @@ class IndexedWriter:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens written so far."""
+        """Tokens written, or reserved, so far."""
         return self._num_tokens
 
     @property
     def num_documents(self) -> int:
-        """Documents written so far."""
+        """Documents written, or reserved, so far."""
         return self._num_documents
+
+    @property
+    def bin_descriptor(self) -> int:
+        """Of the file that the tokens go to. A process that gets it holds the lock of this writer as well."""
+        return self._bin.fileno()
 
     def written(self) -> Written:
         """What another process could go on from, once `flush` has brought it to the disk."""
@@ -124,6 +131,16 @@ class IndexedWriter:
         first = self._num_sequences
         self._append(self._stored(tokens), lengths, None)
         self._end_documents(first + np.cumsum(sequences_per_document, dtype=np.int64))
+
+    def reserve(self, lengths: NDArray[np.int32], sequences_per_document: NDArray[np.int64]) -> int:
+        """Append documents whose tokens somebody else writes; the byte of the .bin that the first begins at."""
+        first, start = self._num_sequences, self._num_tokens * self.dtype.itemsize
+        num_tokens = int(lengths.sum(dtype=np.int64))
+        self._bin.seek(num_tokens * self.dtype.itemsize, os.SEEK_CUR)
+        self._num_tokens += num_tokens
+        self._note(lengths, None)
+        self._end_documents(first + np.cumsum(sequences_per_document, dtype=np.int64))
+        return start
 
     def add_index(self, prefix: str) -> None:
         """Append all documents of another pair.
@@ -280,13 +297,17 @@ def _open_partial(path: Path, kept: int) -> IO[bytes]:
 
 
 def _open_locked(partial: Path, kept: int) -> IO[bytes]:
-    """A locked file, cut to what is kept of it; the lock goes with the process, however it ends."""
+    """A locked file, cut to what is kept of it, at whose end writing goes on.
+
+    The lock goes with the processes that hold the file, however they end.
+    """
     try:
-        file = partial.open("ab")
+        partial.touch()
+        file = partial.open("r+b")
     except OSError as error:
         raise DataError(f"cannot write {partial}: {error.strerror}") from error
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _lock(file)
         # Between the opening and the lock the former owner may have given the file its final name.
         if not os.path.samestat(os.fstat(file.fileno()), partial.stat()):
             raise BlockingIOError
@@ -298,7 +319,20 @@ def _open_locked(partial: Path, kept: int) -> IO[bytes]:
         file.close()
         raise DataError(f"{partial} has {found} bytes, {kept} were written: it cannot be gone on with; remove it")
     file.truncate(kept)
+    file.seek(kept)
     return file
+
+
+def _lock(file: IO[bytes]) -> None:
+    """Lock a file, or raise BlockingIOError. Workers of a run that was killed may still be about to end."""
+    deadline = time.monotonic() + _SECONDS_FOR_ORPHANS
+    while True:
+        try:
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.02)
 
 
 def _remove(file: IO[bytes]) -> None:

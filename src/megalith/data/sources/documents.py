@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -24,7 +24,7 @@ class BadDocument:
 
 
 def json_documents(
-    lines: list[bytes], keys: tuple[str, ...], encoding: str, limit: int
+    lines: Sequence[bytes | memoryview], keys: tuple[str, ...], encoding: str, limit: int
 ) -> Iterator[tuple[int, Document | BadDocument]]:
     """Documents of JSON lines; blank lines are passed over.
 
@@ -36,10 +36,11 @@ def json_documents(
     """
     parse = _fast_parser()
     for number, line in enumerate(lines):
-        if not line or line.isspace():
+        if not line:
             continue
         if len(line) > limit:
-            yield number, _too_long("line", line, limit)
+            if not bytes(line).isspace():
+                yield number, _too_long("line", line, limit)
             continue
         if parse is not None:
             # What orjson takes, the slower and more patient parser below takes in the same way.
@@ -51,14 +52,16 @@ def json_documents(
             if document and all(type(text) is str for text in document):
                 yield number, document
                 continue
-        yield number, _document_of_line(line, keys, encoding)
+        content = bytes(line)
+        if not content.isspace():
+            yield number, _document_of_line(content, keys, encoding)
 
 
 @cache
-def _fast_parser() -> Callable[[bytes], Any] | None:
+def _fast_parser() -> Callable[[bytes | memoryview], Any] | None:
     """orjson's, of the extra `data`; None where it is not installed."""
     try:
-        loads: Callable[[bytes], Any] = importlib.import_module("orjson").loads
+        loads: Callable[[bytes | memoryview], Any] = importlib.import_module("orjson").loads
     except ImportError:
         return None
     return loads
@@ -132,7 +135,7 @@ def text_documents(
             yield number, [document]
 
 
-def _too_long(unit: str, content: bytes, limit: int) -> BadDocument:
+def _too_long(unit: str, content: bytes | memoryview, limit: int) -> BadDocument:
     return BadDocument(f"the {unit} has {len(content)} bytes, more than {limit} (--max-document-bytes)")
 
 
