@@ -3,14 +3,14 @@
 The ranks of the axis are data- and context-parallel ones (`layout`), with tokens of their own. Each holds an equal
 range of the experts, E / n of n ranks. Two ways for the tokens, T of each rank with K choices, rows of D numbers:
 
-| dispatcher  | forward, there                        | forward, back         | rows received, both ways     |
-|-------------|---------------------------------------|-----------------------|------------------------------|
-| `AllGather` | all tokens to all ranks               | sums reduce-scattered | 2 (n - 1) T                  |
-| `AllToAll`  | each choice to the rank of its expert | the same way          | 2 K T (n - 1) / n on average |
+| dispatcher  | forward, there                        | forward, back         | rows received, both ways |
+|-------------|---------------------------------------|-----------------------|--------------------------|
+| `AllGather` | all tokens to all ranks               | sums reduce-scattered | 2 (n - 1) T              |
+| `AllToAll`  | to the ranks that have experts of it  | sums of each rank     | 2 T min(K, n - 1) at most |
 
-Backward the same rows move the other way. No token can do with less than one row for each other rank that has an
-expert of it; `AllToAll` sends one for each choice, so that it moves more than that only where two experts of a token
-are on one rank. With few ranks and many choices, K > n, `AllGather` moves less.
+Backward the same rows move the other way. `AllToAll` sends a token once to each other rank that has experts of it,
+however many these are, and gets one sum back: no dispatcher can do with fewer rows. With many choices and few ranks
+both send nearly all to all, and `AllGather` needs no numbers on the host first.
 
 Under tensor parallelism the layer's region is entered before and left behind: the ranks of the axis hold equal shards
 of their experts then, and rows travel between ranks of the same shard.
@@ -30,7 +30,7 @@ from megalith.distributed.context import Axis
 from megalith.errors import LayoutError
 from megalith.layout import cut
 from megalith.nn.moe.dispatch import HERE, Delivery, Dispatcher
-from megalith.nn.moe.permutation import from_experts, order_by_expert, to_experts
+from megalith.nn.moe.permutation import Order, from_experts, order_by_expert, to_experts
 
 
 class _Divided:
@@ -51,11 +51,10 @@ class AllGather(_Divided):
     """Every rank sees all tokens and computes what its experts give to them."""
 
     def deliver(self, x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor, experts: int) -> Delivery:
-        axis, here = self._axis, self.here(experts)
+        axis = self._axis
         arriving = comm.start_all_gather(experts_TK, axis)
         x_TD, weights_TK = comm.gather_in(x_TD, axis), comm.gather_in(weights_TK, axis)
-        own_TK = arriving.wait() - here.start
-        order = order_by_expert(own_TK.where((own_TK >= 0) & (own_TK < len(here)), len(here)), len(here))
+        order = _order_here(arriving.wait(), self.here(experts))
         return Delivery(
             to_experts(x_TD, order),
             order.rows_of(weights_TK),
@@ -65,25 +64,32 @@ class AllGather(_Divided):
 
 
 class AllToAll(_Divided):
-    """Every choice travels to the rank of its expert."""
+    """Every token travels to the ranks that have experts of it, once to each."""
 
     def deliver(self, x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor, experts: int) -> Delivery:
         axis, here = self._axis, self.here(experts)
-        order = order_by_expert(experts_TK, experts)
-        counts_RL = torch.tensor(order.counts_E, device=x_TD.device).view(axis.size, len(here))
-        coming_RL = comm.all_to_all(counts_RL, axis, split_dim=0, concat_dim=0)
-        experts_N = torch.arange(len(here), device=x_TD.device).repeat(axis.size).repeat_interleave(coming_RL.flatten())
-        going, coming = counts_RL.sum(1).tolist(), coming_RL.sum(1).tolist()
-        weights_N = comm.exchange_rows(order.rows_of(weights_TK), axis, going, coming)
-        rows_ND = comm.exchange_rows(to_experts(x_TD, order), axis, going, coming)
-        # They come rank by rank, those of each rank in the order of the experts.
-        arrived = order_by_expert(experts_N.unsqueeze(1), len(here))
+        ranks_TK = experts_TK // len(here)  # a choice that is dropped has the number behind the last rank's
+        again_TK = (ranks_TK.unsqueeze(2) == ranks_TK.unsqueeze(1)).tril(-1).any(2)
+        leaving = order_by_expert(ranks_TK.masked_fill(again_TK, axis.size), axis.size)
+        going = leaving.counts_E
+        counts_R = torch.tensor(going, device=x_TD.device)
+        coming: list[int] = comm.all_to_all(counts_R, axis, split_dim=0, concat_dim=0).tolist()
+        numbers_RK = comm.all_to_all_rows(experts_TK.index_select(0, leaving.token_N), axis, going, coming)
+        weights_RK = comm.exchange_rows(to_experts(weights_TK, leaving), axis, going, coming)
+        rows_RD = comm.exchange_rows(to_experts(x_TD, leaving), axis, going, coming)
+        order = _order_here(numbers_RK, here)
         return Delivery(
-            to_experts(rows_ND, arrived),
-            arrived.rows_of(weights_N),
-            arrived.counts_E,
-            lambda y_ND: from_experts(comm.exchange_rows(from_experts(y_ND, arrived), axis, coming, going), order),
+            to_experts(rows_RD, order),
+            order.rows_of(weights_RK),
+            order.counts_E,
+            lambda y_ND: from_experts(comm.exchange_rows(from_experts(y_ND, order), axis, coming, going), leaving),
         )
+
+
+def _order_here(experts_TK: Tensor, here: range) -> Order:
+    """The choices of experts that are here, in their order; the others are left out."""
+    own_TK = experts_TK - here.start
+    return order_by_expert(own_TK.where((own_TK >= 0) & (own_TK < len(here)), len(here)), len(here))
 
 
 DISPATCHERS = {"allgather": AllGather, "alltoall": AllToAll}
