@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalith.data.blend_index import MOST_DATASETS, build_blending_index, build_exhaustive_blending_index
-from megalith.data.gpt_dataset import GPTDataset
 from megalith.data.index_cache import Arrays, load_or_build
+from megalith.data.samples import SplitDataset
 from megalith.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class BlendedDataset:
 
     def __init__(
         self,
-        datasets: Sequence[GPTDataset],
+        datasets: Sequence[SplitDataset],
         weights: Sequence[float],
         size: int | None,
         *,

@@ -16,6 +16,7 @@ from megalith.data.blend import BlendedDataset, normalise
 from megalith.data.gpt_dataset import Documents, GPTDataset, GPTDatasetOptions
 from megalith.data.indexed import IndexedDataset, idx_path
 from megalith.data.mock import MOCK_SPLIT, MockDocuments
+from megalith.data.samples import SampleRule, Shares, SplitDataset
 from megalith.data.splits import Sizes, parse_split
 from megalith.errors import ConfigError
 from megalith.tokenizers import Tokenizer
@@ -24,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 _VALIDATION = 1
 
-Dataset: TypeAlias = GPTDataset | BlendedDataset
+Dataset: TypeAlias = SplitDataset | BlendedDataset
 
 
 @dataclass(frozen=True)
@@ -46,36 +47,63 @@ class Datasets:
 
 
 def build_gpt_datasets(data: DataConfig, tokenizer: Tokenizer, *, sizes: Sizes, seed: int) -> Datasets:
-    """Build every split that has a share, whether samples are asked of it or not.
+    """`build_datasets` of GPT.
 
     Args:
         data: paths, split and sample length.
         tokenizer: the tokenizer that made the data.
         sizes: samples that the run draws from each split, None for one epoch.
         seed: seed of the sample order.
+    """
+    if not data.mock_data:
+        return build_datasets(data, _GPTSamples(data, tokenizer, seed), sizes=sizes)
+    mock, documents = _GPTSamples(data, tokenizer, seed, "MockGPTDataset"), MockDocuments(tokenizer)
+    builder = _Builder(data, mock, _shares(MOCK_SPLIT))
+    train, valid, test = (
+        mock.dataset(
+            documents,
+            path=None,
+            split=split,
+            requested=sizes[split],
+            shares=builder.shares,
+            cache_folder=builder.blend_cache,
+            written_ns=None,
+        )
+        for split in range(3)
+    )
+    return _warned(Datasets(train, valid, test))
+
+
+def build_datasets(data: DataConfig, rule: SampleRule, *, sizes: Sizes) -> Datasets:
+    """Build every split that has a share, whether samples are asked of it or not.
+
+    Args:
+        data: paths, split and sample length.
+        rule: how samples are made of sequences.
+        sizes: samples that the run draws from each split, None for one epoch.
 
     Raises:
         ConfigError: no data, or no share for training.
         DataError: files are missing or damaged, or a split is too small for its size.
     """
     sources = data_sources(data)
-    if data.mock_data:
-        built = _build_mock(data, tokenizer, sizes, seed)
-    elif sources.splits is not None:
-        options = _options(data, None, seed)
+    if sources.splits is not None:
         by_split = [
-            _build_split(_Builder(data, tokenizer, options), blend, split, sizes[split])
+            _build_split(_Builder(data, rule, _shares(None)), blend, split, sizes[split])
             for split, blend in enumerate(sources.splits)
         ]
         train, valid, test = (sets[0] if sets else None for sets in by_split)
-        built = Datasets(train, valid, test, tuple(by_split[_VALIDATION][1:]))
-    elif sources.whole is not None:
-        builder = _Builder(data, tokenizer, _options(data, data.split, seed))
-        _refuse_no_training(builder.options, sizes)
+        return _warned(Datasets(train, valid, test, tuple(by_split[_VALIDATION][1:])))
+    if sources.whole is not None:
+        builder = _Builder(data, rule, _shares(data.split))
+        _refuse_no_training(builder.shares, sizes)
         train, valid, test = _build_blend(builder, sources.whole, sizes)
-        built = Datasets(train, valid, test)
-    else:
-        raise ConfigError("--data-path is missing: give the prefix of a .bin/.idx pair, or --mock-data")
+        return _warned(Datasets(train, valid, test))
+    raise ConfigError("--data-path is missing: give the prefix of a .bin/.idx pair, or --mock-data")
+
+
+def _warned(built: Datasets) -> Datasets:
+    """The datasets; what they could not keep is said."""
     problems = [dataset.cache_problem for dataset in (*built, *built.further_valid) if dataset is not None]
     if problem := next(filter(None, problems), None):
         logger.warning(
@@ -86,20 +114,75 @@ def build_gpt_datasets(data: DataConfig, tokenizer: Tokenizer, *, sizes: Sizes, 
     return built
 
 
+def _shares(split: str | None) -> Shares:
+    shares = Shares(split, None if split is None else parse_split(split))
+    if split is not None:
+        logger.info("Let split_matrix = %s", shares.matrix)
+    return shares
+
+
+@dataclass(frozen=True)
+class _GPTSamples:
+    """A `SampleRule`: running text, cut into samples of one length."""
+
+    data: DataConfig
+    tokenizer: Tokenizer
+    seed: int
+    class_name: str = "GPTDataset"
+
+    def dataset(
+        self,
+        documents: Documents,
+        *,
+        path: str | None,
+        split: int,
+        requested: int | None,
+        shares: Shares,
+        cache_folder: Path | None,
+        written_ns: int | None,
+    ) -> GPTDataset:
+        return GPTDataset(
+            documents,
+            path=path,
+            split=split,
+            requested=requested,
+            options=self._options(shares),
+            tokenizer=self.tokenizer,
+            cache_folder=cache_folder,
+            written_ns=written_ns,
+            class_name=self.class_name,
+        )
+
+    def _options(self, shares: Shares) -> GPTDatasetOptions:
+        data = self.data
+        return GPTDatasetOptions(
+            sequence_length=data.seq_length,
+            seed=self.seed,
+            split=shares.text,
+            split_matrix=shares.matrix,
+            eod_mask_loss=data.eod_mask_loss,
+            reset_position_ids=data.reset_position_ids,
+            reset_attention_mask=data.reset_attention_mask,
+            mask_between_documents=data.dataloader_inter_document_masking,
+        )
+
+
 @dataclass(frozen=True)
 class _Builder:
     """What all datasets of a run have in common."""
 
     data: DataConfig
-    tokenizer: Tokenizer
-    options: GPTDatasetOptions
+    rule: SampleRule
+    shares: Shares
 
     @property
     def blend_cache(self) -> Path | None:
         """Where the indices of blends are kept."""
         return Path(self.data.data_cache_path) if self.data.data_cache_path else None
 
-    def splits_of(self, prefix: str, wanted: Sequence[int | None], only: int | None = None) -> list[GPTDataset | None]:
+    def splits_of(
+        self, prefix: str, wanted: Sequence[int | None], only: int | None = None
+    ) -> list[SplitDataset | None]:
         """The splits of one dataset that have a share.
 
         Args:
@@ -108,10 +191,18 @@ class _Builder:
             only: the one split that takes all of it.
         """
         documents = IndexedDataset(prefix, mmap_bin=self.data.mmap_bin_files)
-        folder = self.blend_cache or Path(prefix) / "cache" / "GPTDataset_indices"
+        folder = self.blend_cache or Path(prefix) / "cache" / f"{self.rule.class_name}_indices"
         written = idx_path(prefix).stat().st_mtime_ns
         return [
-            self.dataset(documents, prefix, split, wanted[split], folder, written)
+            self.rule.dataset(
+                documents,
+                path=prefix,
+                split=split,
+                requested=wanted[split],
+                shares=self.shares,
+                cache_folder=folder,
+                written_ns=written,
+            )
             if self._is_built(split, only)
             else None
             for split in range(3)
@@ -131,30 +222,7 @@ class _Builder:
             )
         return size
 
-    def dataset(
-        self,
-        documents: Documents,
-        prefix: str | None,
-        split: int,
-        requested: int | None,
-        cache_folder: Path | None,
-        written_ns: int | None = None,
-        class_name: str = "GPTDataset",
-    ) -> GPTDataset:
-        """One split of one dataset."""
-        return GPTDataset(
-            documents,
-            path=prefix,
-            split=split,
-            requested=requested,
-            options=self.options,
-            tokenizer=self.tokenizer,
-            cache_folder=cache_folder,
-            written_ns=written_ns,
-            class_name=class_name,
-        )
-
-    def blended(self, datasets: Sequence[GPTDataset], weights: Sequence[float], size: int | None) -> BlendedDataset:
+    def blended(self, datasets: Sequence[SplitDataset], weights: Sequence[float], size: int | None) -> BlendedDataset:
         """A blend of datasets of one split."""
         prefixes = [dataset.prefix for dataset in datasets if dataset.prefix is not None]
         written = max(idx_path(prefix).stat().st_mtime_ns for prefix in prefixes)
@@ -163,37 +231,12 @@ class _Builder:
     def _is_built(self, split: int, only: int | None) -> bool:
         if only is not None:
             return split == only
-        return self.options.split_matrix is not None and self.options.split_matrix[split] is not None
+        return self.shares.matrix is not None and self.shares.matrix[split] is not None
 
 
-def _options(data: DataConfig, split: str | None, seed: int) -> GPTDatasetOptions:
-    options = GPTDatasetOptions(
-        sequence_length=data.seq_length,
-        seed=seed,
-        split=split,
-        split_matrix=None if split is None else parse_split(split),
-        eod_mask_loss=data.eod_mask_loss,
-        reset_position_ids=data.reset_position_ids,
-        reset_attention_mask=data.reset_attention_mask,
-        mask_between_documents=data.dataloader_inter_document_masking,
-    )
-    if split is not None:
-        logger.info("Let split_matrix = %s", options.split_matrix)
-    return options
-
-
-def _refuse_no_training(options: GPTDatasetOptions, sizes: Sizes) -> None:
-    if options.split_matrix is not None and options.split_matrix[0] is None and sizes[0]:
-        raise ConfigError(f"--split {options.split} gives training no share, but {sizes[0]} samples are asked of it")
-
-
-def _build_mock(data: DataConfig, tokenizer: Tokenizer, sizes: Sizes, seed: int) -> Datasets:
-    builder, documents = _Builder(data, tokenizer, _options(data, MOCK_SPLIT, seed)), MockDocuments(tokenizer)
-    train, valid, test = (
-        builder.dataset(documents, None, split, sizes[split], builder.blend_cache, class_name="MockGPTDataset")
-        for split in range(3)
-    )
-    return Datasets(train, valid, test)
+def _refuse_no_training(shares: Shares, sizes: Sizes) -> None:
+    if shares.matrix is not None and shares.matrix[0] is None and sizes[0]:
+        raise ConfigError(f"--split {shares.text} gives training no share, but {sizes[0]} samples are asked of it")
 
 
 def _build_split(builder: _Builder, blend: Blend | None, split: int, size: int | None) -> list[Dataset]:

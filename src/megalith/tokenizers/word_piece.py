@@ -20,6 +20,7 @@ from typing import Any
 
 from megalith.errors import DataError
 from megalith.tokenizers.card import file_hashes
+from megalith.tokenizers.protocol import Tokenizer
 from megalith.tokenizers.text import require_ids, require_text
 
 VOCABULARY_FILE = "vocab.txt"
@@ -234,3 +235,10 @@ def _read_vocabulary(path: Path) -> dict[str, int]:
     if missing:
         raise DataError(f"--vocab-file {path} is no vocabulary of BERT: it has no {', '.join(missing)}; {again}")
     return ids
+
+
+def continues_a_word(tokenizer: Tokenizer) -> tuple[bool, ...]:
+    """Of each id, whether it goes on the word before it: marked with ##; never where pieces are not marked so."""
+    if not isinstance(tokenizer, WordPieceTokenizer):
+        return (False,) * tokenizer.vocab_size
+    return tuple(token.startswith("##") for token in tokenizer.tokens)

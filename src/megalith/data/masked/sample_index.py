@@ -1,0 +1,111 @@
+"""Which sentences make which sample: runs of sentences of one document, closed when they are long enough.
+
+Each row of the index is (first sentence, one behind the last, longest length in tokens). Some samples, by chance, are
+closed at a shorter length, so that the model sees short sequences too.
+
+Source:  Megatron-LM helpers `build_mapping`; spec/formats-dataset.md section 5. Its generators are `std::mt19937`,
+which numpy's legacy generator seeds alike, and `std::mt19937_64`.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left
+from collections.abc import Iterator
+from typing import cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megalith.data.masked.mersenne_twister import shuffled
+
+LONGEST_SENTENCE = 512  # tokens; a document with a longer sentence among several is left out
+_DRAWN_AT_ONCE = 1 << 16
+
+
+def build_sample_index(
+    document_index: NDArray[np.int64],
+    lengths: NDArray[np.int32],
+    *,
+    requested: int | None,
+    longest: int,
+    short_probability: float,
+    seed: int,
+    fewest_sentences: int,
+) -> NDArray[np.uint32 | np.uint64]:
+    """Build the shuffled index of a split.
+
+    Args:
+        document_index: number of the first sentence of each document, and of the one behind the last; [D + 1].
+        lengths: tokens of each sentence of the dataset.
+        requested: whole epochs until there are so many samples; None for one epoch.
+        longest: tokens of a sample without its special ones.
+        short_probability: of a sample of another length, uniform from 2 on; 0 for none.
+        seed: of the lengths; the order has the next one.
+        fewest_sentences: of a document to be taken and of a sample.
+
+    Returns:
+        [samples, 3]; empty if no document serves.
+    """
+    documents = _usable(document_index, lengths, fewest_sentences)
+    targets = _targets(longest, short_probability, seed)
+    rows = array("Q")
+    while documents and (requested is None or len(rows) < 3 * requested):
+        for first, ends in documents:
+            for row in _samples(first, ends, targets, fewest_sentences):
+                rows.extend(row)
+        if requested is None:
+            break
+    wide = len(lengths) > np.iinfo(np.uint32).max
+    index = np.array(rows, np.uint64).astype(np.uint64 if wide else np.uint32).reshape(-1, 3)
+    return cast("NDArray[np.uint32 | np.uint64]", index[shuffled(len(index), seed + 1)])
+
+
+def _usable(document_index: NDArray[np.int64], lengths: NDArray[np.int32], fewest: int) -> list[tuple[int, list[int]]]:
+    """The documents that serve: first sentence, and the tokens up to the end of each sentence."""
+    found = []
+    for first, stop in zip(document_index[:-1].tolist(), document_index[1:].tolist(), strict=True):
+        sentences = lengths[first:stop]
+        if len(sentences) < fewest or not len(sentences):
+            continue
+        if len(sentences) > 1 and int(sentences.max()) > LONGEST_SENTENCE:
+            continue
+        found.append((first, np.cumsum(sentences, dtype=np.int64).tolist()))
+    return found
+
+
+def _targets(longest: int, short_probability: float, seed: int) -> Iterator[int]:
+    """The length at which each sample is closed; one more is drawn, for nothing, behind the last of a document."""
+    ratio = _rounded(1.0 / short_probability) if short_probability > 0.0 else 0
+    generator = np.random.RandomState(seed & 0xFFFFFFFF)
+    while True:
+        if not ratio:
+            yield from [longest] * _DRAWN_AT_ONCE
+            continue
+        draws = generator.randint(0, 1 << 32, _DRAWN_AT_ONCE, dtype=np.uint32)  # all bits: the words of the generator
+        short = 2 + draws % np.uint32(longest - 1)
+        yield from np.where(draws % np.uint32(ratio) == 0, short, np.uint32(longest)).tolist()
+
+
+def _rounded(value: float) -> int:
+    """To the nearest whole number, halves away from zero as in C."""
+    return int(np.floor(value + 0.5))
+
+
+def _samples(first: int, ends: list[int], targets: Iterator[int], fewest: int) -> Iterator[tuple[int, int, int]]:
+    """The samples of a document.
+
+    Args:
+        first: number of its first sentence.
+        ends: tokens up to the end of each of its sentences.
+        targets: where lengths are drawn.
+        fewest: sentences of a sample.
+    """
+    count, begin, before, target = len(ends), 0, 0, next(targets)
+    while begin < count:
+        # The first sentence that fills the sample and leaves more than one behind it; else all that are left.
+        last = max(bisect_left(ends, before + target, begin), begin + fewest - 1)
+        if count - last - 1 <= 1:
+            last = count - 1
+        yield first + begin, first + last + 1, target
+        begin, before, target = last + 1, ends[last], next(targets)

@@ -1,0 +1,185 @@
+"""T5's samples: a run of sentences with spans taken out, and the spans to be told.
+
+    text        a b c d e f g h, of which c d and g are taken out
+    text_enc    a b <extra_id_0> e f <extra_id_1> h [PAD]
+    text_dec    [BOS] <extra_id_0> c d <extra_id_1> g [PAD] [PAD]
+    labels      <extra_id_0> c d <extra_id_1> g [EOS] -1 -1
+    loss_mask   1 1 1 1 1 1 0 0            as dec_mask; enc_mask is 1 on the tokens of text_enc
+
+Source:  Megatron-LM `T5MaskedWordPieceDataset`; Raffel et al. 2020, arXiv:1910.10683, section 3.1.4.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.random import RandomState
+from numpy.typing import NDArray
+
+from megalith.data.indexed import IndexedDataset
+from megalith.data.masked.dataset import MaskedDataset, MaskedOptions
+from megalith.data.masked.ngrams import mask
+from megalith.data.samples import Shares
+from megalith.errors import ConfigError, DataError
+from megalith.tokenizers import Tokenizer
+from megalith.tokenizers.word_piece import continues_a_word
+
+_ROOM = 2  # tokens of the encoder's sequence that Megatron keeps free
+NO_LABEL = -1
+
+
+def decoder_start(tokenizer: Tokenizer) -> int:
+    """The token that the decoder begins with: [BOS], or the padding of tokenizers without one, as those of T5.
+
+    Raises:  ConfigError if it has neither.
+    """
+    special = tokenizer.special
+    start = special.get("bos", special.get("pad", tokenizer.pad))
+    if start is None:
+        raise ConfigError("the tokenizer has neither a token that begins a text nor padding, which T5's decoder needs")
+    return start
+
+
+class T5Dataset(MaskedDataset):
+    """Samples of T5, see above; all entries are int64, [sequence_length], [decoder_length] or single.
+
+    Args:
+        decoder_length: tokens that the decoder reads, padding included.
+        others: as of `MaskedDataset`.
+
+    Raises:
+        ConfigError: the tokenizer has no sentinels, no padding or no end.
+    """
+
+    def __init__(
+        self,
+        documents: IndexedDataset,
+        *,
+        path: str | None,
+        split: int,
+        requested: int | None,
+        shares: Shares,
+        cache_folder: Path | None,
+        written_ns: int | None,
+        options: MaskedOptions,
+        tokenizer: Tokenizer,
+        class_name: str,
+        decoder_length: int,
+    ) -> None:
+        self._decoder_length, self._sentinels = decoder_length, tokenizer.extra_ids
+        if not self._sentinels:
+            raise ConfigError("the tokenizer has no tokens <extra_id_N>; give --vocab-extra-ids 100")
+        if tokenizer.pad is None:
+            raise ConfigError("the tokenizer has no padding, which T5's samples need")
+        special = tokenizer.special
+        self._begin, self._end, self._pad = decoder_start(tokenizer), special.get("eos", tokenizer.eod), tokenizer.pad
+        self._borders = [special[role] for role in ("cls", "sep") if role in special]
+        self._continues = continues_a_word(tokenizer)
+        super().__init__(
+            documents,
+            path=path,
+            split=split,
+            requested=requested,
+            shares=shares,
+            cache_folder=cache_folder,
+            written_ns=written_ns,
+            options=options,
+            tokenizer=tokenizer,
+            class_name=class_name,
+            longest=options.sequence_length - _ROOM,
+            fewest_sentences=1,
+            further={"sequence_length_decoder": decoder_length},
+        )
+
+    def _sample(self, sentences: list[NDArray[Any]], target: int, random: RandomState) -> dict[str, NDArray[Any]]:
+        tokens = list(chain.from_iterable(sentence.tolist() for sentence in sentences))
+        truncated, tokens = len(tokens) > target, tokens[:target]
+        spans = mask(
+            tokens,
+            target,
+            random,
+            self._options.masking,
+            borders=self._borders,
+            continues=self._continues,
+            replacement=_nothing,
+        ).spans
+        self._require_room(len(spans), sum(len(told) for _, told in spans))
+        seen, told_of, begin = list[int](), list[int](), 0
+        for sentinel, (positions, told) in zip(self._sentinels, spans, strict=False):
+            seen += [*tokens[begin : positions[0]], sentinel]
+            told_of += [sentinel, *told]
+            begin = positions[-1] + 1
+        seen += tokens[begin:]
+        length = len(told_of) + 1
+        return {
+            "text_enc": _filled(seen, self._options.sequence_length, self._pad),
+            "text_dec": _filled([self._begin, *told_of], self._decoder_length, self._pad),
+            "labels": _filled([*told_of, self._end], self._decoder_length, NO_LABEL),
+            "loss_mask": _filled([1] * length, self._decoder_length, 0),
+            "truncated": np.array(truncated, np.int64),
+            "enc_mask": _filled([1] * len(seen), self._options.sequence_length, 0),
+            "dec_mask": _filled([1] * length, self._decoder_length, 0),
+        }
+
+    def _require_room(self, spans: int, tokens: int) -> None:
+        """Raises:  DataError if there are too few sentinels, or the decoder's sequence is too short."""
+        if spans > len(self._sentinels):
+            raise DataError(
+                f"a sample of {self.prefix} has {spans} spans to guess and the tokenizer {len(self._sentinels)} tokens "
+                "<extra_id_N>; give a larger --vocab-extra-ids, or a smaller --mask-prob"
+            )
+        if spans + tokens + 1 > self._decoder_length:
+            raise DataError(
+                f"a sample of {self.prefix} gives the decoder {spans + tokens + 1} tokens, more than "
+                f"--decoder-seq-length {self._decoder_length}; give a larger one, or a smaller --mask-prob"
+            )
+
+
+def _nothing(random: RandomState) -> None:
+    """What is taken out needs no replacement, and no draw."""
+    return
+
+
+def _filled(values: list[int], length: int, rest: int) -> NDArray[np.int64]:
+    filled = np.full(length, rest, np.int64)
+    filled[: len(values)] = values
+    return filled
+
+
+@dataclass(frozen=True)
+class T5Samples:
+    """A `samples.SampleRule`."""
+
+    options: MaskedOptions
+    tokenizer: Tokenizer
+    decoder_length: int
+    class_name: str = "T5MaskedWordPieceDataset"
+
+    def dataset(
+        self,
+        documents: IndexedDataset,
+        *,
+        path: str | None,
+        split: int,
+        requested: int | None,
+        shares: Shares,
+        cache_folder: Path | None,
+        written_ns: int | None,
+    ) -> T5Dataset:
+        return T5Dataset(
+            documents,
+            path=path,
+            split=split,
+            requested=requested,
+            shares=shares,
+            cache_folder=cache_folder,
+            written_ns=written_ns,
+            options=self.options,
+            tokenizer=self.tokenizer,
+            class_name=self.class_name,
+            decoder_length=self.decoder_length,
+        )
