@@ -1,7 +1,9 @@
 """The thread that steps an engine, and its answers as asyncio streams.
 
 The engine is touched by this thread only. Between two steps it takes what was asked meanwhile; events go to the event
-loop once a step. Where nothing is to be done it steps twice a second, so that other ranks hear that it lives.
+loop once a step, and the next step waits until they are sent: the loop and the engine would otherwise fight for the
+interpreter and the cores at every packet, which costs both far more than the wait. Where nothing is to be done it
+steps twice a second, so that other ranks hear that it lives.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ from megalith.serve.engine import Engine, Stats, Ticket
 from megalith.serve.request import Event, Finished, Request
 
 _IDLE_SECONDS = 0.5
+_SECONDS_TO_SEND = 0.01
+"""How long a step waits for the event loop at most: a loop that is busy with other things does not hold up answers."""
 
 
 class WorkerFailed(MegalithError):
@@ -71,6 +75,7 @@ class Worker:
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._answers: dict[Ticket, Answer] = {}
         self._tickets: dict[Answer, Ticket] = {}
+        self._sent = threading.Event()
         self._stats, self._failure = engine.stats(), self._loop.create_future()
         self.failure: str | None = None
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
@@ -113,6 +118,11 @@ class Worker:
         """The engine's counters after its last step."""
         return self._stats
 
+    @property
+    def full(self) -> bool:
+        """Whether one more request would be `Busy`, as far as the last step tells: without asking the engine."""
+        return self._stats.waiting >= self._engine.limits.waiting
+
     async def failed(self) -> str:
         """Wait until the engine fails; says why."""
         message: str = await asyncio.shield(self._failure)
@@ -151,7 +161,9 @@ class Worker:
                 if found:
                     for answer, event in found:
                         self._forget_finished(answer, event)
-                    self._tell(_deliver, found)
+                    self._sent.clear()
+                    self._tell(self._deliver, found)
+                    self._sent.wait(_SECONDS_TO_SEND)
             self._engine.close()
         except BaseException as error:  # whatever it was, nobody would ever answer again
             self._fail(error)
@@ -184,6 +196,13 @@ class Worker:
         with suppress(RuntimeError):  # the event loop is closed: nobody listens any more
             self._loop.call_soon_threadsafe(what, *arguments)
 
+    # --- the event loop ---
+
+    def _deliver(self, found: list[tuple[Answer, Event]]) -> None:
+        for answer, event in found:
+            answer.put(event)
+        self._loop.call_soon(self._sent.set)  # behind those that wait for these events
+
 
 def _settle(taken: asyncio.Future[None], error: Exception | None) -> None:
     if taken.done():
@@ -192,8 +211,3 @@ def _settle(taken: asyncio.Future[None], error: Exception | None) -> None:
         taken.set_result(None)
     else:
         taken.set_exception(error)
-
-
-def _deliver(found: list[tuple[Answer, Event]]) -> None:
-    for answer, event in found:
-        answer.put(event)

@@ -177,11 +177,15 @@ def test_headers_are_bounded() -> None:
         (b'{"max_tokens": ' + b"9" * 5000 + b"}", "not JSON"),
         (b'{"prompt": "\xff"}', "UTF-8"),
         (b'"\\' + b'\\"' * 100_000, "not JSON"),
-        (b'"' * 300_001, "not JSON"),
-        (b"[]" * 100_000, "not JSON"),
+        (b'"' * 200_001, "not JSON"),
+        (b'"' * 300_001, "texts"),
+        (b"[]" * 10_000, "not JSON"),
+        (b"[" + b"[]," * 100_000 + b"[]]", "lists"),
+        (b"{" + b'"a":1,' * 100_000 + b"}", "fields"),
+        (b"[" + b"1," * 2_000_000 + b"1]", "values"),
         (b"null", "no JSON object"),
     ],
-    ids=range(13),
+    ids=range(17),
 )
 def test_what_is_no_json_is_refused_at_once(body: bytes, said: str) -> None:
     async def run() -> tuple[float, httpx.Response]:

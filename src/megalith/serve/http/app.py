@@ -58,7 +58,7 @@ def build_app(service: Service, defaults: Defaults | None = None) -> App:
         service.metrics.served(method, path, status, seconds)
         service.log.access(method, path, status, client, seconds)
 
-    return Guard(api, service.settings, lambda: service.draining, served)
+    return Guard(api, service.settings, lambda: service.draining, service.check_room, served)
 
 
 def _add_megatron(api: FastAPI, service: Service, defaults: Defaults) -> None:

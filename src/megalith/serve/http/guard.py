@@ -47,6 +47,7 @@ class Guard:
         app: what is behind the gate.
         settings: whom it lets in.
         draining: whether the server takes no new work any more.
+        check_room: raises where there is no place for more work; asked before a body is understood.
         served: told (method, path, status, client, seconds) at the end of each request.
     """
 
@@ -55,9 +56,11 @@ class Guard:
         app: App,
         settings: ServerSettings,
         draining: Callable[[], bool] = lambda: False,
+        check_room: Callable[[], None] = lambda: None,
         served: Callable[[str, str, int, str, float], None] = lambda *_: None,
     ) -> None:
-        self._app, self._settings, self._draining, self._served = app, settings, draining, served
+        self._app, self._settings = app, settings
+        self._draining, self._check_room, self._served = draining, check_room, served
         self._keys = [_digest(key.encode()) for key in settings.api_keys]
         names = {"localhost", *settings.allowed_hosts}
         if not is_loopback(settings.host):
@@ -103,6 +106,7 @@ class Guard:
             self._check_type(headers)
             body = await self._read(headers, receive)
             body_read()
+            self._check_room()
             receive = _replay(body, receive)
         await self._app(scope, receive, send)
 

@@ -1,17 +1,25 @@
-"""The requests of OpenAI's endpoints. Strict: a field that is not known, or of another type, is refused by name."""
+"""The requests of OpenAI's endpoints. Strict: a field that is not known, or of another type, is refused by name.
+
+A refusal is cheap whatever the body: lists end at their first fault (`fail_fast`), because pydantic collects a fault of
+each item in each form that a list may have, which are seconds for a body of some MiB.
+"""
 
 from __future__ import annotations
 
 import difflib
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic_core import PydanticCustomError
 
 from megalith.serve.http.errors import ApiError
 from megalith.serve.http.strict_json import printable
 
 Id = Annotated[int, Field(ge=0)]
+Ids = Annotated[list[Id], Field(min_length=1, fail_fast=True)]
+Text = Annotated[str, Field(min_length=1)]
 StopText = Annotated[str, Field(min_length=1, max_length=256)]
+_BIASES = 1024
 Bias = Annotated[float, Field(ge=-100.0, le=100.0)]
 
 _FORMS = {
@@ -41,14 +49,22 @@ class _Generation(_Strict):
     repetition_penalty: float | None = Field(None, gt=0.0, le=10.0, description="not OpenAI's")
     presence_penalty: float | None = Field(None, ge=-2.0, le=2.0)
     frequency_penalty: float | None = Field(None, ge=-2.0, le=2.0)
-    logit_bias: dict[str, Bias] | None = Field(None, max_length=1024, description="token id -> bias")
+    logit_bias: dict[str, Bias] | None = Field(None, max_length=_BIASES, description="token id -> bias")
     n: int | None = Field(None, ge=1, le=128)
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
-    stop: StopText | Annotated[list[StopText], Field(max_length=16)] | None = None
+    stop: StopText | Annotated[list[StopText], Field(max_length=16, fail_fast=True)] | None = None
     ignore_eos: bool = Field(False, description="not OpenAI's: go on after the end of a text")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = Field(None, description="has no effect here")
+
+    @field_validator("logit_bias", mode="before")
+    @classmethod
+    def _bounded(cls, given: Any) -> Any:
+        """Before each entry is looked at."""
+        if isinstance(given, dict) and len(given) > _BIASES:
+            raise PydanticCustomError("too_long", f"has more than {_BIASES} entries")
+        return given
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -60,10 +76,10 @@ class CompletionRequest(_Generation):
     """`POST /v1/completions`."""
 
     prompt: (
-        Annotated[str, Field(min_length=1)]
-        | Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=128)]
-        | Annotated[list[Id], Field(min_length=1)]
-        | Annotated[list[Annotated[list[Id], Field(min_length=1)]], Field(min_length=1, max_length=128)]
+        Text
+        | Annotated[list[Text], Field(min_length=1, max_length=128, fail_fast=True)]
+        | Ids
+        | Annotated[list[Ids], Field(min_length=1, max_length=128, fail_fast=True)]
     )
     max_tokens: int | None = Field(None, ge=0, le=2**31 - 1, description="default 16")
     logprobs: int | None = Field(None, ge=0, le=20)
@@ -83,7 +99,7 @@ class ChatMessage(_Strict):
     """One message of a dialogue."""
 
     role: str = Field(min_length=1, max_length=64)
-    content: str | list[TextPart]
+    content: str | Annotated[list[TextPart], Field(max_length=1024, fail_fast=True)]
     name: str | None = Field(None, max_length=256)
     refusal: None = Field(None, description="as the answers of this server have it, which clients send back")
 
@@ -102,7 +118,7 @@ class ResponseFormat(_Strict):
 class ChatRequest(_Generation):
     """`POST /v1/chat/completions`."""
 
-    messages: list[ChatMessage] = Field(min_length=1, max_length=1024)
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=1024, fail_fast=True)]
     max_tokens: int | None = Field(None, ge=1, le=2**31 - 1, description="default: what the context leaves")
     max_completion_tokens: int | None = Field(None, ge=1, le=2**31 - 1)
     logprobs: bool | None = None
@@ -122,10 +138,20 @@ def validated(kind: type[Model], found: Any) -> Model:
     """
     if not isinstance(found, dict):
         raise ApiError(400, "the body is no JSON object", "body")
+    unknown = next((name for name in found if name not in kind.model_fields), None)
+    if unknown is not None:
+        raise _unknown(kind, unknown)
     try:
         return kind.model_validate(found)
     except ValidationError as error:
         raise _refusal(kind, error) from None
+
+
+def _unknown(kind: type[BaseModel], name: str) -> ApiError:
+    known, shown = list(kind.model_fields), printable(name)
+    guess = difflib.get_close_matches(name[:64], known, n=1)
+    hint = f"; did you mean {guess[0]}?" if guess else f"; this endpoint has {', '.join(known)}"
+    return ApiError(400, f"{shown}: no such field here{hint}", shown, "unknown_field")
 
 
 def _refusal(kind: type[BaseModel], error: ValidationError) -> ApiError:
@@ -134,10 +160,7 @@ def _refusal(kind: type[BaseModel], error: ValidationError) -> ApiError:
     names = [str(part) for part in place if not _is_branch(part)]
     field = printable(".".join(names)) or "body"
     if first["type"] == "extra_forbidden":
-        known = list(kind.model_fields)
-        guess = difflib.get_close_matches(str(place[-1]), known, n=1) if len(place) == 1 else []
-        hint = f"; did you mean {guess[0]}?" if guess else f"; this endpoint has {', '.join(known)}"
-        return ApiError(400, f"{field}: no such field here{hint}", field, "unknown_field")
+        return ApiError(400, f"{field}: no such field here", field, "unknown_field")
     form = next((_FORMS[name] for name in reversed(names) if name in _FORMS and first["type"] != "missing"), None)
     if form is not None:
         return ApiError(400, f"{field}: must be {form}", field, "invalid_value")

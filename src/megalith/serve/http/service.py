@@ -58,6 +58,11 @@ class Worker(Protocol):
 
     def stats(self) -> Stats: ...
 
+    @property
+    def full(self) -> bool:
+        """Whether one more request would be `Busy`; cheap, and true of a moment ago."""
+        ...
+
 
 @dataclass
 class Sample:
@@ -148,11 +153,23 @@ class Service:
             name = field_of(error.field)
             raise ApiError(400, f"{name}: {error.message}", name, "invalid_value") from None
         except Busy as error:
-            after = {"retry-after": str(self.settings.limits.retry_seconds)}
-            raise ApiError(429, f"{error}; try again in a moment", None, "queue_full", after) from None
+            raise self._busy(str(error)) from None
         self._open.add(answer)
         self.metrics.active = len(self._open)
         return answer
+
+    def check_room(self) -> None:
+        """See that one more may wait, before anything is spent on a request: many are refused by a crowded server.
+
+        Raises:
+            ApiError: 429 the queue is full.
+        """
+        if self.worker.full:
+            raise self._busy(f"{self.worker.stats().waiting} sequences wait already, and no more may")
+
+    def _busy(self, said: str) -> ApiError:
+        after = {"retry-after": str(self.settings.limits.retry_seconds)}
+        return ApiError(429, f"{said}; try again in a moment", None, "queue_full", after)
 
     def release(self, answers: Sequence[Answer]) -> None:
         """Give the places of requests to others; those that are done have none any more."""
