@@ -10,7 +10,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from megalith.config import ModelConfig, RunConfig
-from megalith.data.build import Datasets, build_gpt_datasets
+from megalith.data.build import Datasets, build_datasets, build_gpt_datasets
+from megalith.data.masked.dataset import MaskedOptions
+from megalith.data.masked.ngrams import Masking
+from megalith.data.masked.t5 import T5Samples
 from megalith.data.splits import Sizes
 from megalith.models.families import MODELS
 from megalith.tokenizers import Tokenizer
@@ -38,7 +41,16 @@ def _gpt_datasets(run: RunConfig, tokenizer: Tokenizer, sizes: Sizes) -> Dataset
     return build_gpt_datasets(run.data, tokenizer, sizes=sizes, seed=run.train.seed)
 
 
-_DATASETS: Mapping[str, DatasetsBuilder] = {"gpt": _gpt_datasets}
+def _t5_datasets(run: RunConfig, tokenizer: Tokenizer, sizes: Sizes) -> Datasets:
+    assert run.data.decoder_seq_length is not None, "a rule of the configuration"
+    masking = Masking(run.data.mask_prob, _LONGEST_SPAN, geometric=True)
+    options = MaskedOptions(run.data.seq_length, run.train.seed, masking, run.data.short_seq_prob)
+    return build_datasets(run.data, T5Samples(options, tokenizer, run.data.decoder_seq_length), sizes=sizes)
+
+
+_LONGEST_SPAN = 10  # words that T5 guesses together at most, as Megatron's pretrain_t5.py has it
+
+_DATASETS: Mapping[str, DatasetsBuilder] = {"gpt": _gpt_datasets, "t5": _t5_datasets}
 
 FAMILIES: Mapping[str, Family] = {name: Family(name, model.title, _DATASETS[name]) for name, model in MODELS.items()}
 

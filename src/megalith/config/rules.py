@@ -7,8 +7,10 @@ violations but say what has no effect.
 
 from __future__ import annotations
 
+from megalith.config.bert_rules import BERT_NOTICES, BERT_RULES
 from megalith.config.checkpoint_rules import CHECKPOINT_NOTICES, CHECKPOINT_RULES
 from megalith.config.data_rules import DATA_NOTICES, DATA_RULES
+from megalith.config.latent_rules import LATENT_NOTICES, LATENT_RULES
 from megalith.config.launch_rules import LAUNCH_NOTICES, LAUNCH_RULES
 from megalith.config.layout_rules import LAYOUT_NOTICES, LAYOUT_RULES
 from megalith.config.log_rules import LOG_NOTICES, LOG_RULES
@@ -17,11 +19,13 @@ from megalith.config.optimizer_rules import OPTIMIZER_NOTICES, OPTIMIZER_RULES
 from megalith.config.recompute_rules import RECOMPUTE_NOTICES, RECOMPUTE_RULES
 from megalith.config.rule import Rule
 from megalith.config.schedule_rules import SCHEDULE_NOTICES, SCHEDULE_RULES
+from megalith.config.t5_rules import T5_NOTICES, T5_RULES
 from megalith.config.tokenizer_rules import TOKENIZER_NOTICES, TOKENIZER_RULES
 from megalith.config.training_rules import TRAINING_NOTICES, TRAINING_RULES
 
 RULES: tuple[Rule, ...] = (
     *MODEL_RULES,
+    *LATENT_RULES,
     *TRAINING_RULES,
     *SCHEDULE_RULES,
     *OPTIMIZER_RULES,
@@ -32,12 +36,15 @@ RULES: tuple[Rule, ...] = (
     *LAUNCH_RULES,
     *RECOMPUTE_RULES,
     *LOG_RULES,
+    *BERT_RULES,
+    *T5_RULES,
 )
 
 NOTICES: tuple[Rule, ...] = (
     *DATA_NOTICES,
     *TOKENIZER_NOTICES,
     *MODEL_NOTICES,
+    *LATENT_NOTICES,
     *TRAINING_NOTICES,
     *SCHEDULE_NOTICES,
     *OPTIMIZER_NOTICES,
@@ -46,4 +53,6 @@ NOTICES: tuple[Rule, ...] = (
     *CHECKPOINT_NOTICES,
     *RECOMPUTE_NOTICES,
     *LOG_NOTICES,
+    *BERT_NOTICES,
+    *T5_NOTICES,
 )

@@ -10,6 +10,7 @@ import torch
 from megalith.config import ModelConfig
 from megalith.models.gpt import GPT
 from megalith.models.language_model import LanguageModel, Stage
+from megalith.models.t5 import T5
 from megalith.nn.attention import SequenceMixer
 from megalith.nn.moe.balance import Peers
 from megalith.nn.recompute import Recompute
@@ -36,7 +37,7 @@ class ModelClass(Protocol):
     ) -> LanguageModel: ...
 
 
-MODELS: Mapping[str, ModelClass] = {"gpt": GPT}
+MODELS: Mapping[str, ModelClass] = {"gpt": GPT, "t5": T5}
 """Name of a family, as `--model-family` has it -> its class."""
 
 

@@ -16,7 +16,7 @@ With label smoothing a the target distribution gives a / (V - 1) to every other 
     dlogits = (softmax(logits) - (1 - s) onehot(t) - s / V) * dloss
 
 With a bias b [V] of the vocabulary logits = h W^T + b and db = sum_T dlogits. Where there is no target the loss is the
-logarithm of the sum alone (Megatron's label -1, whose loss a mask takes out).
+logarithm of the sum alone, which a mask takes out of the mean.
 
 On several ranks each holds V/n rows of W and the logits of these. The logarithm of the sum and the target's logit of
 each part become those of the whole by a maximum and one sum of [T] over the ranks; dh, a sum over the vocabulary, is

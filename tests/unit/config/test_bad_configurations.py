@@ -29,6 +29,11 @@ GOOD = {
     "--vocab-size": "100",
 }
 
+_LATENT = "--multi-latent-attention --position-embedding-type rope"
+_WORD_PIECE = "-tokenizer-type -vocab-size --tokenizer-type BertWordPieceLowerCase --vocab-file {data}/vocab.json"
+_T5_ALONE = f"-mock-data --data-path {{data}}/real --model-family t5 {_WORD_PIECE} --vocab-extra-ids 100"
+_T5 = f"{_T5_ALONE} --decoder-seq-length 32"
+
 # What is added to (or, with a leading minus, taken from) GOOD -> what the one message contains.
 TABLE: list[tuple[str, tuple[str, ...]]] = [
     # required
@@ -409,6 +414,63 @@ TABLE: list[tuple[str, tuple[str, ...]]] = [
         "--load {data} --non-persistent-ckpt-type local --non-persistent-local-ckpt-dir {data}/real.bin",
         ("--non-persistent-local-ckpt-dir {data}/real.bin is a file; give a folder",),
     ),
+    # T5
+    (_T5_ALONE, ("--decoder-seq-length is required for T5",)),
+    (f"{_T5} --decoder-seq-length 65", ("--decoder-seq-length 65", "--max-position-embeddings 65")),
+    (
+        f"WORLD_SIZE=2 {_T5} --tensor-model-parallel-size 2 --sequence-parallel --decoder-seq-length 31",
+        ("--decoder-seq-length 31 is not divisible by --tensor-model-parallel-size 2", "30 or 32"),
+    ),
+    (f"{_T5} --vocab-extra-ids 0", ("--vocab-extra-ids is required for T5",)),
+    (
+        "-mock-data --data-path {data}/real --model-family t5 --decoder-seq-length 32",
+        ("NullTokenizer has no tokens <extra_id_N>", "--vocab-extra-ids 100"),
+    ),
+    ("--position-embedding-type relative", ("relative is that of T5",)),
+    (
+        f"{_T5} --position-embedding-type relative --relative-attention-num-buckets 31",
+        ("--relative-attention-num-buckets 31 is odd",),
+    ),
+    (
+        f"{_T5} --position-embedding-type relative --relative-attention-max-distance 16",
+        ("--relative-attention-max-distance 16", "above 16"),
+    ),
+    (f"WORLD_SIZE=2 {_T5} --pipeline-model-parallel-size 2", ("T5 has no pipeline parallelism",)),
+    (f"WORLD_SIZE=2 {_T5} --context-parallel-size 2", ("context parallelism is for causal attention",)),
+    (f"{_T5} --group-query-attention --num-query-groups 2", ("--group-query-attention", "own keys and values")),
+    (f"{_T5} --qk-layernorm", ("--qk-layernorm: T5 has no norms of heads",)),
+    (f"{_T5} --qk-l2-norm", ("--qk-l2-norm: T5 has no norms of heads",)),
+    (f"{_T5} --window-size 8,0", ("T5 has no window",)),
+    (f"{_T5} --softmax-type off-by-one", ("T5 has no attention sinks",)),
+    (f"{_T5} --attention-output-gate", ("T5 has no gates of heads",)),
+    # multi-latent attention
+    (f"{_T5} --multi-latent-attention", ("--multi-latent-attention is for GPT",)),
+    (f"{_LATENT} --qk-pos-emb-head-dim 7", ("--qk-pos-emb-head-dim 7", "positions turn pairs", "6 or 8")),
+    ("--rope-type yarn", ("--rope-type yarn is of --multi-latent-attention", "--position-embedding-type yarn")),
+    (f"{_LATENT} --group-query-attention", ("with --group-query-attention", "one latent vector")),
+    (f"{_LATENT} --attention-output-gate", ("with --attention-output-gate", "no gates")),
+    (f"{_LATENT} --add-qkv-bias", ("with --add-qkv-bias", "no biases")),
+    (f"{_LATENT} --qk-l2-norm", ("with --qk-l2-norm", "--qk-layernorm")),
+    (f"{_LATENT} --softmax-type off-by-one", ("with --softmax-type off-by-one", "no sinks")),
+    (f"{_LATENT} --no-rope-freq 2", ("with --no-rope-freq 2", "every layer")),
+    (f"{_LATENT} --rotary-interleaved", ("with --rotary-interleaved", "neighbouring")),
+    (f"{_LATENT} --use-rope-scaling", ("with --use-rope-scaling", "--rotary-scaling-factor")),
+    (
+        f"{_LATENT} --rotary-seq-len-interpolation-factor 2",
+        ("with --rotary-seq-len-interpolation-factor 2", "--rope-type yarn"),
+    ),
+    (f"{_LATENT} --kv-channels 8", ("with --kv-channels 8", "--qk-head-dim")),
+    (f"{_T5} --position-embedding-type rope --kv-channels 8 --no-rope-freq 2", ("two stacks are alike",)),
+    (
+        f"{_T5} --position-embedding-type yarn --yarn-original-max-position-embeddings 32 --kv-channels 8",
+        ("T5 has learned_absolute, relative, rope or none",),
+    ),
+    (f"{_T5} --use-cpu-initialization", ("--use-cpu-initialization: Megatron's order of draws",)),
+    (
+        f"--model-family t5 {_WORD_PIECE} --vocab-extra-ids 100 --decoder-seq-length 32",
+        ("T5 learns from text in sentences", "--split-sentences"),
+    ),
+    (f"{_T5} --reset-attention-mask", ("--reset-attention-mask: a sample of T5 is from one document",)),
 ]
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalith.config import ModelConfig, RunConfig, all_settings, from_values, group_types, load, megatron_args
@@ -82,6 +82,7 @@ def value_of(setting: Setting) -> st.SearchStrategy[Any]:
     return st.lists(one).map(tuple) if setting.many else (st.none() | one) if setting.optional else one
 
 
+@settings(deadline=None)
 @given(st.fixed_dictionaries({name: value_of(setting) for name, setting in all_settings().items()}))
 def test_to_and_from_dictionaries_and_json(values: dict[str, Any]) -> None:
     run = RunConfig(

@@ -13,7 +13,19 @@ _WORK_DATA = "the complete data path"
 class DataConfig:
     """Where the tokens come from and how they are cut into samples."""
 
-    seq_length: int = setting(help="tokens of one sample", unit="tokens", at_least=1)
+    seq_length: int = setting(
+        help="tokens of one sample; of T5 those that its encoder reads",
+        aliases=("--encoder-seq-length",),
+        unit="tokens",
+        at_least=1,
+    )
+    decoder_seq_length: int | None = setting(
+        None, help="tokens of one sample that the decoder of T5 reads", unit="tokens", at_least=1
+    )
+    mask_prob: float = setting(0.15, help="share of the tokens that BERT and T5 are to guess", above=0, below=1)
+    short_seq_prob: float = setting(
+        0.1, help="share of the samples of BERT and T5 that are cut short", at_least=0, at_most=1
+    )
     data_path: tuple[str, ...] = setting(
         (), help="prefix of a .bin/.idx pair, without the ending; several, or weights and prefixes in turn, are blended"
     )

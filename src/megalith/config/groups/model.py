@@ -13,7 +13,12 @@ from megalith.config.patterns import of_layers, read_pattern, read_window
 class ModelConfig(ExpertSettings):
     """The architecture: enough to build a model as a library object."""
 
-    num_layers: int = setting(help="number of transformer layers", unit="layers", at_least=1)
+    num_layers: int = setting(
+        help="number of transformer layers; those of the encoder of T5",
+        aliases=("--encoder-num-layers",),
+        unit="layers",
+        at_least=1,
+    )
     hidden_size: int = setting(help="width of the model", at_least=1)
     num_attention_heads: int = setting(help="number of query heads", unit="heads", at_least=1)
     max_position_embeddings: int = setting(
@@ -22,7 +27,7 @@ class ModelConfig(ExpertSettings):
     model_family: str = setting(
         "gpt",
         help="kind of model; pretrain_bert.py and pretrain_t5.py give theirs",
-        choices=("gpt",),
+        choices=("gpt", "t5"),
         ours=True,
     )
     group_query_attention: bool = setting(False, help="share each key and value head between several query heads")
@@ -38,10 +43,19 @@ class ModelConfig(ExpertSettings):
     position_embedding_type: str = setting(
         "learned_absolute",
         help="how positions enter the model",
-        choices=("learned_absolute", "rope", "yarn", "none"),
+        choices=("learned_absolute", "rope", "yarn", "relative", "none"),
         shorthands={"--use-rotary-position-embeddings": "rope"},
-        later=("mrope", "relative"),
+        later=("mrope",),
         later_with="the work on more models",
+    )
+    decoder_num_layers: int | None = setting(
+        None, help="layers of the decoder of T5; as many as of its encoder unless given", unit="layers", at_least=1
+    )
+    relative_attention_num_buckets: int = setting(
+        32, help="kinds of distances that --position-embedding-type relative tells apart", at_least=4
+    )
+    relative_attention_max_distance: int = setting(
+        128, help="distance from which on they are all alike to it", unit="tokens", at_least=2
     )
     add_position_embedding: bool = setting(
         True,
@@ -185,6 +199,11 @@ class ModelConfig(ExpertSettings):
     def head_size(self) -> int:
         """Size of one attention head."""
         return self.kv_channels if self.kv_channels is not None else self.hidden_size // self.num_attention_heads
+
+    @property
+    def num_decoder_layers(self) -> int:
+        """Layers of the decoder of T5."""
+        return self.num_layers if self.decoder_num_layers is None else self.decoder_num_layers
 
     @property
     def query_groups(self) -> int:

@@ -39,11 +39,15 @@ REFUSED: tuple[Family, ...] = (
     Family(
         "BERT and T5 come with the work on more models",
         """
-        --encoder-num-layers= --decoder-num-layers= --bert-no-binary-head --relative-attention-num-buckets=32
-        --relative-attention-max-distance=128 --encoder-pipeline-model-parallel-size=0
-        --pipeline-model-parallel-split-rank= --encoder-tensor-model-parallel-size=0 --encoder-seq-length=
-        --decoder-seq-length= --sample-rate=1.0 --mask-prob=0.15 --short-seq-prob=0.1
-        --retriever-seq-length=256 --output-bert-embeddings --bert-embedder-type=megatron
+        --bert-no-binary-head --sample-rate=1.0 --retriever-seq-length=256 --output-bert-embeddings
+        --bert-embedder-type=megatron
+        """,
+    ),
+    Family(
+        "encoder and decoder of T5 are on the same ranks, as in Megatron's own pretrain_t5.py",
+        """
+        --encoder-pipeline-model-parallel-size=0 --pipeline-model-parallel-split-rank=
+        --encoder-tensor-model-parallel-size=0
         """,
     ),
     Family(

@@ -1,0 +1,264 @@
+"""T5 as Megatron builds it: an encoder and a decoder of pre-norm layers that share one embedding.
+
+Reading order: `T5.forward` -> `T5.encode` and `T5.decode` -> `transformer.Block.forward`. Parameters carry Megatron's
+names. Activations are sequence first: encoder [E, B, D], decoder [S, B, D]; tokens and losses are [B, E] and [B, S].
+
+What the encoder sees of itself, and the decoder of the encoder, is what is no padding. Under --transformer-impl local
+padding sees nothing either, as in Megatron's local layers, which changes what no loss counts.
+
+Source: Raffel et al. 2020, arXiv:1910.10683.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from megalith.config import ModelConfig
+from megalith.models.language_model import Inputs, LanguageModel, Loss, Stage
+from megalith.models.layer_options import rotations
+from megalith.models.transformer import Transformer
+from megalith.nn.attend import Mask
+from megalith.nn.attention import SequenceMixer
+from megalith.nn.cache import KVCache
+from megalith.nn.cross_attention import Encoded
+from megalith.nn.embedding import TokenEmbedding
+from megalith.nn.loss import LogitsBuffer, OutputBias, OutputLayer, vocabulary_loss, whole_logits
+from megalith.nn.moe.balance import Alone, Peers
+from megalith.nn.recompute import Recompute
+from megalith.nn.region import Region
+from megalith.nn.relative_positions import RelativePositions
+
+NO_LABEL = -1
+"""The label of padding."""
+
+
+class T5Head(nn.Module):
+    """The output layer under Megatron's name: a bias to the word embedding, or a weight of its own without one."""
+
+    def __init__(
+        self, vocab_size: int, config: ModelConfig, region: Region, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.output_layer: OutputLayer | OutputBias
+        if config.untie_embeddings_and_output_weights:
+            self.output_layer = OutputLayer(vocab_size, config.hidden_size, region, dtype=dtype, device=device)
+        else:
+            self.output_layer = OutputBias(vocab_size, region, dtype=dtype, device=device)
+
+
+class T5(LanguageModel):
+    """An encoder-decoder model.
+
+    Args:
+        config: The architecture; `num_layers` is that of the encoder.
+        vocab_size: V, padded as the embedding table stores it.
+        region: How the layers share their work with other ranks; alone by default.
+        mixer, peers, stage: As of `GPT`; only those of one device, or of tensor-parallel ranks alone.
+        recompute: Which layers of either stack keep no activations between the passes of a training step.
+
+    The weights are unset: `models.initialise` draws them, or a checkpoint fills them.
+    """
+
+    title = "T5"
+    tokens_field = "text_enc"
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        vocab_size: int,
+        *,
+        region: Region | None = None,
+        mixer: SequenceMixer | None = None,
+        peers: Peers | None = None,
+        stage: Stage | None = None,
+        recompute: Recompute | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__(config, vocab_size, region=region, mixer=mixer, stage=stage, dtype=dtype, device=device)
+        assert self.stage.embeds and self.stage.predicts and self.mixer.parts == 1, "a rule of the configuration"
+        self.embedding = TokenEmbedding(
+            vocab_size,
+            config.hidden_size,
+            config.max_position_embeddings if config.position_embedding_type == "learned_absolute" else None,
+            config.hidden_dropout,
+            self.region,
+            hidden_dtype=self.hidden_dtype,
+            dtype=dtype,
+            device=self.device,
+        )
+        relative = config.position_embedding_type == "relative"
+        self.encoder_relative_pos_emb = self._relative_positions(both_ways=True) if relative else None
+        self.decoder_relative_pos_emb = self._relative_positions(both_ways=False) if relative else None
+        peers = peers or Alone()
+        self.encoder = self._stack(config.num_layers, peers, recompute, causal=False)
+        self.decoder = self._stack(config.num_decoder_layers, peers, recompute, causal=True)
+        self.lm_head = T5Head(vocab_size, config, self.region, dtype=dtype, device=self.device)
+        self._logits = LogitsBuffer()
+        self._rotations = rotations(config, dtype) if config.rotary_size else None
+
+    def _stack(self, layers: int, peers: Peers, recompute: Recompute | None, *, causal: bool) -> Transformer:
+        """Layers that see earlier positions and the encoder, or all positions."""
+        return Transformer(
+            replace(self.config, num_layers=layers),
+            Stage(range(layers)),
+            self.region,
+            self.mixer,
+            peers,
+            self.auxiliary,
+            recompute,
+            causal=causal,
+            cross=causal,
+            dtype=self.dtype,
+            device=self.device,
+        )
+
+    def _relative_positions(self, *, both_ways: bool) -> RelativePositions:
+        return RelativePositions(
+            self.config.relative_attention_num_buckets,
+            self.config.relative_attention_max_distance,
+            self.config.num_attention_heads,
+            self.region,
+            both_ways=both_ways,
+            dtype=self.dtype,
+            device=self.device,
+        )
+
+    @property
+    def output_weight(self) -> nn.Parameter:
+        """The weight [V, D] that maps hidden states to logits: the word embedding where they are tied."""
+        own = self.lm_head.output_layer
+        return own.weight if isinstance(own, OutputLayer) else self.embedding.word_embeddings.weight
+
+    @property
+    def output_bias(self) -> nn.Parameter | None:
+        """The bias [V] of the logits, none where the output weight is its own."""
+        own = self.lm_head.output_layer
+        return own.bias if isinstance(own, OutputBias) else None
+
+    def blocks(self) -> Iterator[nn.Module]:
+        yield from self.encoder.layers.values()
+        yield from self.decoder.layers.values()
+
+    def part(self, inputs: Inputs, hidden: Tensor | None) -> Tensor:
+        raise AssertionError("T5 is whole on each rank: a rule of the configuration")
+
+    def losses(self, inputs: Inputs, hidden: Tensor | None) -> tuple[Loss, ...]:
+        found = inputs.tensors
+        losses_BS: Tensor = self(
+            found["text_enc"],
+            found["text_dec"],
+            padding_BE=found["enc_mask"] == 0,
+            padding_BS=found["dec_mask"] == 0,
+            labels_BS=found["labels"],
+        )
+        mask = found["loss_mask"].reshape(-1).to(losses_BS.dtype)
+        return (Loss(torch.sum(losses_BS.reshape(-1) * mask), mask.sum()),)
+
+    def forward(
+        self,
+        encoder_tokens_BE: Tensor,
+        decoder_tokens_BS: Tensor,
+        *,
+        padding_BE: Tensor | None = None,
+        padding_BS: Tensor | None = None,
+        labels_BS: Tensor | None = None,
+    ) -> Tensor:
+        """Predict each next token of the decoder.
+
+        Args:
+            encoder_tokens_BE: Token ids [B, E].
+            decoder_tokens_BS: Token ids [B, S].
+            padding_BE, padding_BS: True where they are padding; none is if absent. Every sequence has a token.
+            labels_BS: Targets [B, S], `NO_LABEL` where there is none.
+
+        Returns:
+            With labels the loss of each token [B, S] in at least fp32, else the logits [B, S, V].
+        """
+        hidden_SBD = self.decode(
+            decoder_tokens_BS, self.encode(encoder_tokens_BE, padding_BE, padding_BS), padding_BS=padding_BS
+        )
+        if labels_BS is None:
+            return self.logits(hidden_SBD).transpose(0, 1)
+        loss_SB = vocabulary_loss(
+            hidden_SBD,
+            self.output_weight,
+            labels_BS.t(),
+            self.sink,
+            self._logits,
+            self.region,
+            self.vocab_size,
+            bias=self.output_bias,
+            smoothing=self.config.label_smoothing if self.training else 0.0,
+            absent=NO_LABEL,
+        )
+        return loss_SB.t()
+
+    def logits(self, hidden_SBD: Tensor) -> Tensor:
+        """Of the whole vocabulary. [S, B, D] -> [S, B, V]."""
+        return whole_logits(hidden_SBD, self.output_weight, self.region, self.vocab_size, self.output_bias)
+
+    def encode(self, tokens_BE: Tensor, padding_BE: Tensor | None = None, padding_BS: Tensor | None = None) -> Encoded:
+        """What the decoder attends to; `padding_BS` is the decoder's."""
+        length = tokens_BE.shape[1]
+        positions_E = torch.arange(length, device=tokens_BE.device)
+        states_EBD: Tensor = self.encoder(
+            self.embedding(tokens_BE, positions_E.expand_as(tokens_BE)),
+            None if self._rotations is None else self._rotations(positions_E, length),
+            mask=_mask(
+                self._hidden(padding_BE, padding_BE),
+                None if self.encoder_relative_pos_emb is None else self.encoder_relative_pos_emb(range(length), length),
+            ),
+        )
+        return Encoded(states_EBD, _mask(self._hidden(padding_BS, padding_BE)))
+
+    def decode(
+        self,
+        tokens_BS: Tensor,
+        encoded: Encoded,
+        *,
+        padding_BS: Tensor | None = None,
+        cache: KVCache | None = None,
+    ) -> Tensor:
+        """The hidden states [S, B, D] of the decoder behind its last layer.
+
+        Args:
+            tokens_BS: Token ids [B, S]; with a cache only the new ones.
+            encoded: What `encode` gave.
+            padding_BS: True where tokens are padding; without a cache only.
+            cache: Keys and values of earlier tokens, extended in place; all sequences are equally long.
+        """
+        if cache is None:
+            length, positions_S = tokens_BS.shape[1], torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
+        else:
+            length, positions_S = cache.length, cache.positions_S
+        queries = range(length - tokens_BS.shape[1], length)
+        # Padding stands at the end, where causal attention does not look.
+        hidden = None if self.config.fused_attention else self._hidden(padding_BS, padding_BS)
+        states_SBD: Tensor = self.decoder(
+            self.embedding(tokens_BS, positions_S.expand_as(tokens_BS)),
+            None if self._rotations is None else self._rotations(positions_S, length),
+            cache,
+            mask=_mask(
+                hidden,
+                None if self.decoder_relative_pos_emb is None else self.decoder_relative_pos_emb(queries, length),
+            ),
+            encoded=encoded,
+        )
+        return states_SBD
+
+    def _hidden(self, queries_BQ: Tensor | None, keys_BS: Tensor | None) -> Tensor | None:
+        """Where queries may not look, [B, 1 or Q, S], from what is padding."""
+        if keys_BS is None:
+            return None
+        if self.config.fused_attention or queries_BQ is None:
+            return keys_BS[:, None, :]
+        return keys_BS[:, None, :] | queries_BQ[:, :, None]
+
+
+def _mask(hidden_BQS: Tensor | None, bias_HQS: Tensor | None = None) -> Mask | None:
+    return None if hidden_BQS is None and bias_HQS is None else Mask(hidden_BQS, bias_HQS)
