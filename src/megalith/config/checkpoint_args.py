@@ -13,12 +13,21 @@ from typing import Any
 from megalith.config.foreign_args import model_of, parallel_of, tokenizer_of
 
 MODEL_SETTINGS = (
+    "model_family",
+    "bert_binary_head",
     "num_layers",
     "hidden_size",
     "num_attention_heads",
     "group_query_attention",
     "num_query_groups",
     "kv_channels",
+    "multi_latent_attention",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_head_dim",
+    "qk_pos_emb_head_dim",
+    "v_head_dim",
+    "rope_type",
     "ffn_hidden_size",
     "max_position_embeddings",
     "position_embedding_type",

@@ -21,7 +21,6 @@ _NOT_USED: tuple[Any, ...] = (None, False, 0, 0.0, 1.0, "", "none", [])
 # What changes the architecture and has no setting here: argument -> flag.
 _UNKNOWN_HERE = {
     "num_experts": "--num-experts",
-    "multi_latent_attention": "--multi-latent-attention",
     "mtp_num_layers": "--mtp-num-layers",
     "hybrid_override_pattern": "--hybrid-override-pattern",
     "heterogeneous_layers_config_path": "--heterogeneous-layers-config-path",
@@ -54,12 +53,22 @@ def model_of(args: Mapping[str, Any]) -> ModelConfig:
         known["num_query_groups"] = 1
     if args.get("layernorm_zero_centered_gamma"):
         known["apply_layernorm_1p"] = True
+    known.setdefault("model_family", _family(args))
     known |= {name: _text(args[name]) for name in _TEXTS if name in args}
-    if known["position_embedding_type"] == "yarn":
+    if args.get("multi_latent_attention"):
+        known["kv_channels"] = None  # Megatron fills it in and does not use it
+    elif known["position_embedding_type"] == "yarn":
         known |= {ours: args[name] for name, ours in YARN.items() if args.get(name) is not None}
     else:  # Megatron has these with defaults of their own, for other layers
         known = {name: value for name, value in known.items() if name not in ("mscale", "mscale_all_dim")}
     return _group("model", ModelConfig, known)
+
+
+def _family(args: Mapping[str, Any]) -> str:
+    """Of a model of Megatron, whose arguments do not say it: pretrain_bert.py and pretrain_t5.py have this tokenizer."""
+    if not str(args.get("tokenizer_type") or "").startswith("BertWordPiece"):
+        return "gpt"
+    return "t5" if args.get("vocab_extra_ids") else "bert"
 
 
 _TEXTS = ("no_rope_freq", "onnx_safe", "window_attn_skip_freq", "window_size")

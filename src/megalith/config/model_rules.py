@@ -9,10 +9,14 @@ from megalith.config.rule import Draft, Rule, divisors, multiples, rule, show
 ROTARY = ("rope", "yarn")
 
 
-@rule("hidden_size", "num_attention_heads", "kv_channels")
+@rule("hidden_size", "num_attention_heads", "kv_channels", "multi_latent_attention")
 def hidden_size_divides_into_heads(draft: Draft) -> str:
     model = draft.run.model
-    if model.kv_channels is not None or model.hidden_size % model.num_attention_heads == 0:
+    if (
+        model.kv_channels is not None
+        or model.multi_latent_attention
+        or model.hidden_size % model.num_attention_heads == 0
+    ):
         return ""
     quotient, rest = divmod(model.hidden_size, model.num_attention_heads)
     return (
@@ -57,11 +61,18 @@ def gated_layers_have_a_width(draft: Draft) -> str:
     )
 
 
-@rule("position_embedding_type", "rotary_percent", "kv_channels", "hidden_size", "num_attention_heads")
+@rule(
+    "position_embedding_type",
+    "rotary_percent",
+    "kv_channels",
+    "hidden_size",
+    "num_attention_heads",
+    "multi_latent_attention",
+)
 def rotary_positions_turn_pairs(draft: Draft) -> str:
     model = draft.run.model
     whole_heads = model.kv_channels is not None or model.hidden_size % model.num_attention_heads == 0
-    if model.position_embedding_type not in ROTARY or not whole_heads:
+    if model.multi_latent_attention or model.position_embedding_type not in ROTARY or not whole_heads:
         return ""
     size, head = model.rotary_size, model.head_size
     if size >= 2 and size % 2 == 0:
@@ -222,10 +233,10 @@ def fused_attention_needs_no_layer_scaling(draft: Draft) -> str:
 def _only_with(name: str, types: tuple[str, ...], default: object) -> Rule:
     """A notice for a setting that only some kinds of positions read."""
 
-    @rule(name, "position_embedding_type")
+    @rule(name, "position_embedding_type", "multi_latent_attention", "rope_type")
     def check(draft: Draft) -> str:
         model = draft.run.model
-        idle = model.position_embedding_type not in types and getattr(model, name) != default
+        idle = model.rotary_kind not in types and getattr(model, name) != default
         return f"{show(draft, name)} has no effect with {show(draft, 'position_embedding_type')}" if idle else ""
 
     return Rule(f"{name}_needs_{types[0]}", check.needs, check.check)

@@ -69,10 +69,13 @@ def _derived_of_model(model: ModelConfig) -> dict[str, Any]:
     return {
         "add_qkv_bias": model.qkv_bias,
         "attention_softmax_in_fp32": model.softmax_in_fp32,
+        "model_family": model.model_family,  # ours
         "encoder_num_layers": model.num_layers,
         "ffn_hidden_size": model.ffn_size,
         "geglu": model.geglu,
-        "kv_channels": model.head_size,
+        "kv_channels": model.hidden_size // model.num_attention_heads
+        if model.multi_latent_attention
+        else model.head_size,
         "layernorm_epsilon": model.norm_epsilon,  # the name before core 0.8 and from 0.16 on
         "layernorm_zero_centered_gamma": model.apply_layernorm_1p,  # the name from core 0.16 on
         "no_rope_freq": _pattern(model.no_rope_freq),

@@ -25,6 +25,11 @@ RESIDUAL_WEIGHTS = ("linear_proj.weight", "linear_fc2.weight")
 SINKS = "core_attention.softmax_offset"
 OUTPUT_LAYER = "output_layer.weight"
 POSITION_EMBEDDINGS = "embedding.position_embeddings.weight"
+_PROJECTIONS = (
+    *("linear_proj", "linear_qkv", "linear_q_proj", "linear_q_down_proj", "linear_q_up_proj"),
+    *("linear_kv_down_proj", "linear_kv_up_proj"),
+)
+"""Of attention, in Megatron's order of construction."""
 
 
 def _std(model: LanguageModel, name: str) -> float:
@@ -104,8 +109,8 @@ def megatron_draw_order(model: LanguageModel) -> list[str]:
     for layer in model.stage.layers:
         if model.config.softmax_type == "learnable":
             names.append(f"decoder.layers.{layer}.self_attention.{SINKS}")
-        parts = ("self_attention.linear_proj", "self_attention.linear_qkv")
-        names += [f"decoder.layers.{layer}.{part}.weight" for part in parts]
+        projections = (f"decoder.layers.{layer}.self_attention.{part}.weight" for part in _PROJECTIONS)
+        names += [name for name in projections if name in here]
         drawn = [name for name in feed_forwards if name.startswith(f"decoder.layers.{layer}.") and _is_drawn(name)]
         names += sorted(drawn, key=lambda name: name.endswith("gate_weight"))
     return [*names, OUTPUT_LAYER] if OUTPUT_LAYER in here else names

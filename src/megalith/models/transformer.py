@@ -17,13 +17,14 @@ from megalith.config import ModelConfig
 from megalith.models.attention_kernels import attention_kernel
 from megalith.models.feed_forwards import build_feed_forward
 from megalith.models.language_model import Stage
-from megalith.models.layer_options import attention_rule, attention_shape, layer_norm
-from megalith.nn.attend import Mask
+from megalith.models.layer_options import attention_rule, attention_shape, latent_shape, layer_norm
+from megalith.nn.attend import AttentionRule, Mask
 from megalith.nn.attention import SelfAttention, SequenceMixer
 from megalith.nn.cache import KVCache, LayerCache
 from megalith.nn.cross_attention import CrossAttention, Encoded
 from megalith.nn.documents import Documents
 from megalith.nn.dropout import HiddenDropout
+from megalith.nn.latent_attention import LatentAttention
 from megalith.nn.moe.balance import Auxiliary, Peers
 from megalith.nn.recompute import Group, OutputAgain, Recompute, recomputed
 from megalith.nn.region import Region
@@ -63,17 +64,8 @@ class Block(nn.Module):
         self.rotated = config.rotated_layers[layer]
         self.residual_of_norm = config.apply_residual_connection_post_layernorm
         self.input_layernorm = layer_norm(config, dtype, device)
-        self.self_attention = SelfAttention(
-            attention_shape(config),
-            region,
-            attention_kernel(config),
-            rule=attention_rule(config, layer, causal=causal),
-            mixer=mixer,
-            qkv_bias=config.qkv_bias,
-            bias=config.add_bias_linear,
-            recompute_core="core_attn" in self.recompute,
-            dtype=dtype,
-            device=device,
+        self.self_attention = self._self_attention(
+            config, attention_rule(config, layer, causal=causal), mixer, dtype, device
         )
         if cross:
             self.pre_cross_attn_layernorm = layer_norm(config, dtype, device)
@@ -81,6 +73,25 @@ class Block(nn.Module):
         self.pre_mlp_layernorm = layer_norm(config, dtype, device)
         self.mlp = build_feed_forward(config, layer, region, peers, auxiliary, dtype=dtype, device=device)
         self.dropout = HiddenDropout(config.hidden_dropout, region)
+
+    def _self_attention(
+        self, config: ModelConfig, rule: AttentionRule, mixer: SequenceMixer, dtype: torch.dtype, device: torch.device
+    ) -> SelfAttention | LatentAttention:
+        build = partial(
+            partial(LatentAttention, latent_shape(config))
+            if config.multi_latent_attention
+            else partial(SelfAttention, attention_shape(config), qkv_bias=config.qkv_bias),
+            self.region,
+            attention_kernel(config),
+        )
+        return build(
+            rule=rule,
+            mixer=mixer,
+            bias=config.add_bias_linear,
+            recompute_core="core_attn" in self.recompute,
+            dtype=dtype,
+            device=device,
+        )
 
     def _cross_attention(
         self, config: ModelConfig, layer: int, dtype: torch.dtype, device: torch.device

@@ -235,7 +235,7 @@ class SelfAttention(nn.Module):
         if turn is not None:
             q, k = (rotate(x, turn, interleaved=self.shape.rotary_interleaved) for x in (q, k))
         context = (
-            self._mix(q, k, v, documents, mask)
+            mix_heads(self, q, k, v, self._rule(q, documents, mask))
             if cache is None
             else self.mixer.recall(cache, q, k, v, self._rule(q, mask=mask))
         )
@@ -243,13 +243,41 @@ class SelfAttention(nn.Module):
             context = (context * torch.sigmoid(gate.to(at_least_fp32(gate.dtype)))).to(context.dtype)
         return row(context.flatten(2), self.region, self.linear_proj)
 
-    def _mix(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None, mask: Mask | None) -> Tensor:
-        dropout = self.shape.dropout if self.training else 0.0
 
-        def mix(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            with self.region.own_draws(dropout):
-                return self.mixer.mix(q, k, v, dropout, self.attend, self._rule(q, documents, mask))
+class Mixing(Protocol):
+    """What `mix_heads` reads of an attention layer."""
 
-        if self.recompute_core and self.training and torch.is_grad_enabled():
-            return recomputed(mix, q, k, v, region=self.region)
-        return mix(q, k, v)
+    training: bool
+    recompute_core: bool
+
+    @property
+    def shape(self) -> WithDropout: ...
+
+    @property
+    def region(self) -> Region: ...
+
+    @property
+    def mixer(self) -> SequenceMixer: ...
+
+    @property
+    def attend(self) -> AttentionKernel: ...
+
+
+class WithDropout(Protocol):
+    """Sizes and options with the dropout of attention weights."""
+
+    @property
+    def dropout(self) -> float: ...
+
+
+def mix_heads(layer: Mixing, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
+    """The context of the queries of a layer without a cache; its core is computed again where the layer says so."""
+    dropout = layer.shape.dropout if layer.training else 0.0
+
+    def mix(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with layer.region.own_draws(dropout):
+            return layer.mixer.mix(q, k, v, dropout, layer.attend, rule)
+
+    if layer.recompute_core and layer.training and torch.is_grad_enabled():
+        return recomputed(mix, q, k, v, region=layer.region)
+    return mix(q, k, v)

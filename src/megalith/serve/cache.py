@@ -63,7 +63,7 @@ class BlockCache:
 
 def block_bytes(config: ModelConfig, num_layers: int, groups: int, block_size: int, dtype: torch.dtype) -> int:
     """The memory of one block of the layers and key-value heads that are here."""
-    return 2 * num_layers * groups * block_size * config.head_size * dtype.itemsize
+    return 2 * num_layers * groups * block_size * config.kernel_head_size * dtype.itemsize
 
 
 class Reading:

@@ -52,7 +52,7 @@ class ModelRunner:
             num_blocks,
             block_size,
             local_groups(model),
-            model.config.head_size,
+            model.config.kernel_head_size,
             dtype=model.dtype,
             device=model.device,
         )

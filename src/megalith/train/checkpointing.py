@@ -408,13 +408,19 @@ def architecture(model: ModelConfig) -> dict[str, Any]:
         "ffn_hidden_size": model.ffn_size,
         "add_qkv_bias": model.qkv_bias,
     }
+    if model.multi_latent_attention:
+        values |= {"kv_channels": None, "rope_type": model.rotary_kind}
+    else:
+        values |= dict.fromkeys(
+            ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "rope_type")
+        )
     if not model.activation.startswith("gelu_") or not model.add_bias_linear:
         values["bias_gelu_fusion"] = None
     if not model.use_rope_scaling:
         values["rope_scaling_factor"] = None
     if model.rotary_size == 0:
         values |= dict.fromkeys(("rotary_base", "rotary_percent", "rotary_interleaved"))
-    if model.position_embedding_type != "yarn":
+    if model.rotary_kind != "yarn":
         values |= dict.fromkeys(name for name in values if name.startswith(("yarn_", "mscale", "rotary_scaling")))
     return values
 

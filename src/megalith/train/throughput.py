@@ -26,13 +26,24 @@ def step_flops(model: ModelConfig, vocab_size: int, seq_length: int, global_batc
     Source: spec/training-behaviour.md section 5; `num_floating_point_operations_so_far` of the goldens.
     """
     hidden, layers = model.hidden_size, model.num_layers
-    heads_width = model.head_size * model.num_attention_heads / hidden
-    groups = model.query_groups / model.num_attention_heads
     gate = 1.5 if model.gated else 1.0
-    attention = (1 + groups + seq_length / (2 * hidden)) * heads_width
+    attention = _attention(model, seq_length) / hidden**2
     feed_forward = sum(_width(model, experts) for experts in model.experts) / layers / hidden * gate
     logits = vocab_size / (2 * layers * hidden)
     return 12 * global_batch_size * seq_length * layers * hidden**2 * (attention + feed_forward + logits)
+
+
+def _attention(model: ModelConfig, seq_length: int) -> float:
+    """Of the attention of a token, half the multiplications and additions of a forward pass."""
+    hidden, heads = model.hidden_size, model.num_attention_heads
+    if not model.multi_latent_attention:
+        groups = model.query_groups / heads
+        return (1 + groups + seq_length / (2 * hidden)) * model.head_size * heads * hidden
+    size, rank = model.latent_query_size, model.q_lora_rank
+    queries = hidden * heads * size if rank is None else rank * (hidden + heads * size)
+    others = model.kv_lora_rank * (hidden + heads * (model.qk_head_dim + model.v_head_dim))
+    others += hidden * (model.qk_pos_emb_head_dim + heads * model.v_head_dim)
+    return (queries + others + seq_length / 2 * heads * (size + model.v_head_dim)) / 2
 
 
 def _width(model: ModelConfig, experts: int) -> int:

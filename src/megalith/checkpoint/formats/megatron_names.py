@@ -41,6 +41,7 @@ _RENAMED = [
         (r"\.input_norm\.", ".input_layernorm."),
         (r"\.post_attention_(layernorm|norm)\.", ".pre_mlp_layernorm."),
         (r"\.self_attention\.linear_qkv\.layer_norm_", ".input_layernorm."),
+        (r"\.linear_(q|kv)_up_proj\.layer_norm_", r".\1_layernorm."),
         (r"\.mlp\.linear_fc1\.layer_norm_", ".pre_mlp_layernorm."),
     )
 ]

@@ -46,7 +46,7 @@ def theory(run: RunConfig, vocab_size: int) -> Theory:
     model, parallel = run.model, run.parallel
     hidden, layers = model.hidden_size, model.num_layers
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    attention = (1 + model.query_groups / model.num_attention_heads) * model.head_size * model.num_attention_heads
+    attention = _attention(model)
     feed_forward = model.ffn_size * (1.5 if model.gated else 1.0)
     transformer = 2.0 * layers * hidden * (attention + feed_forward + 2 + 1 / layers)
     table = float(hidden * vocab_size)
@@ -58,6 +58,18 @@ def theory(run: RunConfig, vocab_size: int) -> Theory:
     return Theory(
         transformer, table * (2 if untied else 1), most_loaded, most_loaded * each, _activation(run, vocab_size)
     )
+
+
+def _attention(model: ModelConfig) -> float:
+    """Parameters of the projections of attention, in units of 2 x hidden."""
+    heads = model.num_attention_heads
+    if not model.multi_latent_attention:
+        return (1 + model.query_groups / heads) * model.head_size * heads
+    hidden, size, rank = model.hidden_size, model.latent_query_size, model.q_lora_rank
+    queries = hidden * heads * size if rank is None else rank * (hidden + heads * size + 1)
+    others = model.kv_lora_rank * (hidden + heads * (model.qk_head_dim + model.v_head_dim) + 1)
+    others += hidden * (model.qk_pos_emb_head_dim + heads * model.v_head_dim)
+    return (queries + others) / (2 * hidden)
 
 
 def _activation(run: RunConfig, vocab_size: int) -> float | None:

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 
 from megalith.config.fields import setting
 from megalith.config.groups.experts import ExpertSettings
+from megalith.config.groups.latent import LatentSettings
 from megalith.config.patterns import of_layers, read_pattern, read_window
 
 
 @dataclass(frozen=True)
-class ModelConfig(ExpertSettings):
+class ModelConfig(LatentSettings, ExpertSettings):
     """The architecture: enough to build a model as a library object."""
 
     num_layers: int = setting(
@@ -27,8 +28,13 @@ class ModelConfig(ExpertSettings):
     model_family: str = setting(
         "gpt",
         help="kind of model; pretrain_bert.py and pretrain_t5.py give theirs",
-        choices=("gpt", "t5"),
+        choices=("gpt", "bert", "t5"),
         ours=True,
+    )
+    bert_binary_head: bool = setting(
+        True,
+        help="BERT learns which of two runs of sentences is the first one",
+        off=("--bert-no-binary-head",),
     )
     group_query_attention: bool = setting(False, help="share each key and value head between several query heads")
     num_query_groups: int = setting(
@@ -283,11 +289,24 @@ class ModelConfig(ExpertSettings):
         return self.attention_backend in ("flash", "fused")
 
     @property
+    def rotary_kind(self) -> str:
+        """How positions turn heads: rope or yarn, "" where they do not."""
+        if self.multi_latent_attention:
+            return self.rope_type or "yarn"
+        return self.position_embedding_type if self.position_embedding_type in ("rope", "yarn") else ""
+
+    @property
     def rotary_size(self) -> int:
-        """Rotated part of a head, 0 without rotary positions; YaRN rotates heads whole."""
-        if self.position_embedding_type == "yarn":
-            return self.head_size
-        return int(self.head_size * self.rotary_percent) if self.position_embedding_type == "rope" else 0
+        """Rotated part of a head, 0 without rotary positions; YaRN rotates whole what may be rotated."""
+        whole = self.qk_pos_emb_head_dim if self.multi_latent_attention else self.head_size
+        if self.rotary_kind == "rope":
+            return int(whole * self.rotary_percent)
+        return whole if self.rotary_kind else 0
+
+    @property
+    def kernel_head_size(self) -> int:
+        """Size of the heads that attention kernels and caches see."""
+        return max(self.latent_query_size, self.v_head_dim) if self.multi_latent_attention else self.head_size
 
     @property
     def qkv_bias(self) -> bool:

@@ -39,7 +39,7 @@ REFUSED: tuple[Family, ...] = (
     Family(
         "BERT and T5 come with the work on more models",
         """
-        --bert-no-binary-head --sample-rate=1.0 --retriever-seq-length=256 --output-bert-embeddings
+        --sample-rate=1.0 --retriever-seq-length=256 --output-bert-embeddings
         --bert-embedder-type=megatron
         """,
     ),
@@ -51,12 +51,16 @@ REFUSED: tuple[Family, ...] = (
         """,
     ),
     Family(
-        "multi-latent attention and multi-token prediction come with the work on more models",
+        "multi-token prediction comes with the work on more models",
         """
-        --mtp-num-layers= --mtp-loss-scaling-factor=0.1 --multi-latent-attention --rope-type= --q-lora-rank=
-        --kv-lora-rank=32 --qk-head-dim=128 --qk-pos-emb-head-dim=64 --v-head-dim=128
-        --mtp-standalone --mtp-use-repeated-layer
-        --mtp-detach-heads --mtp-hsm --mtp-hybrid-override-pattern= --cache-mla-latents --mla-down-proj-fusion
+        --mtp-num-layers= --mtp-loss-scaling-factor=0.1 --mtp-standalone --mtp-use-repeated-layer
+        --mtp-detach-heads --mtp-hsm --mtp-hybrid-override-pattern=
+        """,
+    ),
+    Family(
+        "caches hold the heads of multi-latent attention, not its latent vectors",
+        """
+        --cache-mla-latents
         """,
     ),
     Family(
@@ -227,15 +231,9 @@ REFUSED: tuple[Family, ...] = (
         """,
     ),
     Family(
-        "the rows of the embedding follow from the vocabulary and --make-vocab-size-divisible-by",
+        "--make-vocab-size-divisible-by 1 pads as little as the layout allows, and --padded-vocab-size says how much",
         """
-        --padded-vocab-size= --no-pad-vocab-size
-        """,
-    ),
-    Family(
-        "code that comes with a model is never run",
-        """
-        --trust-remote-code
+        --no-pad-vocab-size
         """,
     ),
     Family(
@@ -287,12 +285,6 @@ REFUSED: tuple[Family, ...] = (
         "instruction tuning is not built",
         """
         --sft --sft-tokenizer-prompt-format=nemotron-h-aligned
-        """,
-    ),
-    Family(
-        "evaluations use the batch of the training",
-        """
-        --eval-global-batch-size= --eval-micro-batch-size=
         """,
     ),
     Family(

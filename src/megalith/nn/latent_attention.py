@@ -1,0 +1,172 @@
+"""Multi-latent attention (DeepSeek-V2, arXiv:2405.04434): heads out of small latent vectors of each position.
+
+Shapes: S sequence, B batch, D hidden, H heads, R ranks of the latent vectors, N and P channels of a query or key head
+that positions leave and turn, V channels of a value head, K = max(N + P, V).
+
+    queries:         x [D] -> latent [Rq] -> norm -> heads [H, N + P]        (or from x at once)
+    keys, values:    x [D] -> latent [R]  -> norm -> heads [H, N] and [H, V]
+                           -> [P], turned, the same for all heads
+
+Latent vectors are whole on every rank of the region, the heads are divided. Where the region holds parts of the
+sequence, the latent vectors of a part are made there and gathered, which is less than to gather hidden states.
+
+Kernels and caches see heads of equal size K, the shorter ones filled up with zeros, so that every way that a rank
+shares its work (`SequenceMixer`) serves this attention too. Neighbouring channels are turned as pairs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from megalith.nn.attend import PLAIN, AttentionKernel, AttentionRule, Mask, attend_fused
+from megalith.nn.attention import LocalMixer, SequenceMixer, mix_heads
+from megalith.nn.cache import LayerCache
+from megalith.nn.documents import Documents
+from megalith.nn.linear import Linear, column, row
+from megalith.nn.norm import build_norm
+from megalith.nn.placement import Replicated, Split
+from megalith.nn.region import Region, enter
+from megalith.nn.rope import Rotation, rotate
+
+
+@dataclass(frozen=True)
+class LatentShape:
+    """Global sizes and options of an attention layer, the same on all ranks.
+
+    Attributes:
+        hidden_size, num_heads: D and H.
+        query_rank, rank: Rq (None: queries come from hidden states at once) and R.
+        still_size, turned_size, value_size: N, P and V.
+        dropout: of the weights.
+        latent_norm: kind of norm of the latent vectors (nn.norm), "" for none.
+        norm_epsilon, norm_around_one: of these norms.
+    """
+
+    hidden_size: int
+    num_heads: int
+    query_rank: int | None
+    rank: int
+    still_size: int
+    turned_size: int
+    value_size: int
+    dropout: float = 0.0
+    latent_norm: str = ""
+    norm_epsilon: float = 1e-5
+    norm_around_one: bool = False
+
+    @property
+    def query_size(self) -> int:
+        """N + P."""
+        return self.still_size + self.turned_size
+
+
+class LatentAttention(nn.Module):
+    """Projections to heads by latent vectors, attention, projection back. [S, B, D] -> [S, B, D].
+
+    Arguments as of `attention.SelfAttention`; parameters carry Megatron's names.
+    """
+
+    def __init__(
+        self,
+        shape: LatentShape,
+        region: Region,
+        attend: AttentionKernel = attend_fused,
+        *,
+        rule: AttentionRule = PLAIN,
+        mixer: SequenceMixer | None = None,
+        bias: bool,
+        recompute_core: bool = False,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.shape, self.region, self.attend = shape, region, attend
+        self.rule = replace(rule, scale=rule.scale_of(shape.query_size))
+        self.mixer: SequenceMixer = mixer or LocalMixer()
+        self.recompute_core = recompute_core
+        self.num_heads = self.num_groups = region.shard(shape.num_heads).size
+
+        def to_heads(inputs: int, size: int) -> Linear:
+            return Linear(inputs, self.num_heads * size, Split(0), bias=False, dtype=dtype, device=device)
+
+        def to_latent(size: int) -> Linear:
+            return Linear(shape.hidden_size, size, Replicated(), bias=False, dtype=dtype, device=device)
+
+        self.linear_proj = Linear(
+            self.num_heads * shape.value_size, shape.hidden_size, Split(1), bias=bias, dtype=dtype, device=device
+        )
+        if shape.query_rank is None:
+            self.linear_q_proj = to_heads(shape.hidden_size, shape.query_size)
+        else:
+            self.linear_q_down_proj = to_latent(shape.query_rank)
+            self.linear_q_up_proj = to_heads(shape.query_rank, shape.query_size)
+            self.q_layernorm = self._norm(shape.query_rank, dtype, device)
+        self.linear_kv_down_proj = to_latent(shape.rank + shape.turned_size)
+        self.linear_kv_up_proj = to_heads(shape.rank, shape.still_size + shape.value_size)
+        self.kv_layernorm = self._norm(shape.rank, dtype, device)
+
+    def _norm(self, size: int, dtype: torch.dtype, device: torch.device) -> nn.Module:
+        shape = self.shape
+        if not shape.latent_norm:
+            return nn.Identity()
+        return build_norm(
+            shape.latent_norm,
+            size,
+            shape.norm_epsilon,
+            around_one=shape.norm_around_one,
+            dtype=dtype,
+            device=device,
+        )
+
+    def _queries(self, x_SBD: Tensor) -> Tensor:
+        """[S, B, D] -> [S, B, H, N + P], not yet turned."""
+        if self.shape.query_rank is None:
+            (q,) = column(x_SBD, self.region, self.linear_q_proj)
+        else:
+            (q,) = column(self.q_layernorm(self.linear_q_down_proj(x_SBD)), self.region, self.linear_q_up_proj)
+        return q.view(*q.shape[:2], self.num_heads, self.shape.query_size)
+
+    def _keys_and_values(self, x_SBD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[S, B, D] -> what is not turned of the keys [S, B, H, N], what is to be [S, B, 1, P], values [S, B, H, V]."""
+        shape = self.shape
+        latent, turned = self.linear_kv_down_proj(x_SBD).split((shape.rank, shape.turned_size), dim=-1)
+        (heads,) = column(self.kv_layernorm(latent.contiguous()), self.region, self.linear_kv_up_proj)
+        heads = heads.view(*heads.shape[:2], self.num_heads, shape.still_size + shape.value_size)
+        still, v = heads.split((shape.still_size, shape.value_size), dim=-1)
+        return still, enter(turned, self.region).unsqueeze(2), v
+
+    def _heads(self, x_SBD: Tensor, turn: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, turned and filled up: [S, B, D] -> 3 x [S, B, H, K]."""
+        shape = self.shape
+        q, (still, turned, v) = self._queries(x_SBD), self._keys_and_values(x_SBD)
+        if turn is not None:
+            q_still, q_turned = q.split((shape.still_size, shape.turned_size), dim=-1)
+            q = torch.cat((q_still, rotate(q_turned, turn, interleaved=True)), dim=-1)
+            turned = rotate(turned, turn, interleaved=True)
+        k = torch.cat((still, turned.expand(-1, -1, self.num_heads, -1)), dim=-1)
+        size = max(shape.query_size, shape.value_size)
+        return _filled(q, size), _filled(k, size), _filled(v, size)
+
+    def forward(
+        self,
+        x_SBD: Tensor,
+        turn: Rotation | None,
+        cache: LayerCache | None = None,
+        documents: Documents | None = None,
+        mask: Mask | None = None,
+    ) -> Tensor:
+        """Attend to this and earlier positions; arguments as of `SelfAttention.forward`."""
+        q, k, v = self._heads(x_SBD, turn)
+        if cache is None:
+            context = mix_heads(self, q, k, v, replace(self.rule, documents=documents, mask=mask))
+        else:
+            context = self.mixer.recall(cache, q, k, v, replace(self.rule, mask=mask))
+        return row(context[..., : self.shape.value_size].flatten(2), self.region, self.linear_proj)
+
+
+def _filled(x: Tensor, size: int) -> Tensor:
+    missing = size - x.shape[-1]
+    return nn.functional.pad(x, (0, missing)) if missing else x
