@@ -109,6 +109,12 @@ MODELS = {
         "--apply-query-key-layer-scaling --softmax-type off-by-one --attention-backend unfused",
         vocab_size=43,
     ),
+    "latent": Model(
+        "--multi-latent-attention --q-lora-rank 6 --kv-lora-rank 8 --qk-head-dim 4 --qk-pos-emb-head-dim 4 "
+        "--v-head-dim 6 --qk-layernorm --rotary-scaling-factor 8 --mscale-all-dim 0.7 --position-embedding-type rope "
+        "--yarn-original-max-position-embeddings 8 --normalization RMSNorm --swiglu --ffn-hidden-size 24 "
+        "--disable-bias-linear --untie-embeddings-and-output-weights"
+    ),
     "sgd": Model("--optimizer sgd --decoupled-lr 0.02 --calculate-per-token-loss"),
     "muon": Model(
         "--optimizer muon --muon-nesterov --position-embedding-type rope --swiglu --ffn-hidden-size 24 "
@@ -335,6 +341,19 @@ OPTIONS = [
     Case(Layout(cp=2), "sinks", recompute="block-1"),
 ]
 """Options of the model, each in every kind of layout; the first four rows have all of them and are always run."""
+LATENT = [
+    Case(Layout(tp=2), "latent", sequence_parallel=True),
+    Case(Layout(tp=2), "latent", recompute="parts-core_attn+mlp"),
+    Case(Layout(tp=4), "latent"),
+    Case(Layout(tp=2, pp=2), "latent", sequence_parallel=True, virtual_stages=2),
+    Case(Layout(cp=2), "latent"),
+    Case(Layout(cp=2, tp=2), "latent", exchange="a2a", sequence_parallel=True),
+    Case(Layout(pp=2), "latent", schedule="zb-h1"),
+    Case(Layout(dp=2, tp=2), "latent", sequence_parallel=True, zero1=True),
+    Case(Layout(dp=2, tp=2), "latent", sequence_parallel=True, fsdp="zero3"),
+    Case(Layout(cp=2, tp=2), "latent", data="documents"),
+]
+"""Multi-latent attention; the first row is always run."""
 OPTIMISERS = [
     Case(Layout(tp=2), "muon", sequence_parallel=True),
     Case(Layout(dp=2), "sgd", zero1=True),
@@ -621,8 +640,16 @@ def _covering(cases: list[Case]) -> set[Case]:
 
 
 SAMPLE = _covering(CASES)
-ALWAYS = SAMPLE | set(OPTIONS[:4]) | set(OPTIMISERS[:3]) | set(DATA[:4]) | set(EXPERTS[:4]) | set(EXPERT_PARALLEL[:3])
-ALL = [*CASES, *OPTIONS, *OPTIMISERS, *DATA, *EXPERTS, *EXPERT_PARALLEL]
+ALWAYS = (
+    SAMPLE
+    | set(OPTIONS[:4])
+    | set(OPTIMISERS[:3])
+    | set(DATA[:4])
+    | set(EXPERTS[:4])
+    | set(LATENT[:1])
+    | set(EXPERT_PARALLEL[:3])
+)
+ALL = [*CASES, *OPTIONS, *OPTIMISERS, *DATA, *EXPERTS, *EXPERT_PARALLEL, *LATENT]
 ROWS = [pytest.param(case, marks=() if case in ALWAYS else pytest.mark.full) for case in ALL]
 
 
