@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from megalith.config import RunConfig
+from megalith.config import ModelConfig, RunConfig
 from megalith.distributed import comm
 from megalith.distributed.context import ParallelContext
 from megalith.train.hooks import Hook
