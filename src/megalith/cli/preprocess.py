@@ -40,11 +40,12 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Comm
 
     Args:
         argv: its words.
-        environ: the environment, where a launcher tells the share.
+        environ: the environment, where a launcher tells the share, and NLTK_DATA where nltk's data are.
 
     Raises:
         ConfigError: with everything that is wrong with it.
     """
+    environ = os.environ if environ is None else environ
     parser = make_parser()
     given, unknown = parser.parse_known_args([_hyphened(word) for word in argv])
     violations = [
@@ -66,11 +67,11 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Comm
         tokenizer=tokenizer,
         source=_source(given, numbers),
         append_eod=given.append_eod,
-        sentences=_sentences(given, notes),
+        sentences=_sentences(given, environ, notes),
         workers=numbers["--workers"] or os.cpu_count() or 1,
         partitions=numbers["--partitions"] or 1,
         keep_sequential=given.keep_sequential_samples,
-        share=_share(given.share, os.environ if environ is None else environ, violations),
+        share=_share(given.share, environ, violations),
         skip_bad=given.bad_lines == "skip",
         restart=given.restart,
     )
@@ -122,9 +123,10 @@ def _source(given: argparse.Namespace, numbers: Mapping[str, int | None]) -> Sou
     )
 
 
-def _sentences(given: argparse.Namespace, notes: list[str]) -> SentenceSettings | None:
+def _sentences(given: argparse.Namespace, environ: Mapping[str, str], notes: list[str]) -> SentenceSettings | None:
     if given.split_sentences:
-        return SentenceSettings(given.lang or "english", given.keep_newlines, given.punkt_parameters)
+        folders = tuple(filter(None, environ.get("NLTK_DATA", "").split(os.pathsep)))
+        return SentenceSettings(given.lang or "english", given.keep_newlines, given.punkt_parameters, folders)
     for name in ("--keep-newlines", "--lang", "--punkt-parameters"):
         if getattr(given, _dest(name)):
             notes.append(f"{name}: has no effect without --split-sentences")

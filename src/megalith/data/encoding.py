@@ -28,15 +28,18 @@ class SentenceSettings:
         language: as nltk names it.
         keep_newlines: let line breaks behind a sentence be part of it.
         parameters_file: what the algorithm knows of the language; None looks where nltk looks.
+        nltk_folders: where nltk looks first.
     """
 
     language: str = "english"
     keep_newlines: bool = False
     parameters_file: str | None = None
+    nltk_folders: tuple[str, ...] = ()
 
     def splitter(self) -> SentenceSplitter:
         """Make the splitter. Raises DataError where there are no parameters of this language."""
-        return SentenceSplitter(find_parameters(self.language, self.parameters_file), keep_newlines=self.keep_newlines)
+        parameters = find_parameters(self.language, self.parameters_file, self.nltk_folders)
+        return SentenceSplitter(parameters, keep_newlines=self.keep_newlines)
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Samples of fixed length for a GPT, cut from a stream of shuffled documents as Megatron's GPTDataset does.
 
 A dataset is a pure function of its documents, its options and the number of samples asked for; the index arrays
-that it needs are kept in an `IndexCache`. Every item builds its own masks (Megatron edits a mask that all items
-share, so that padding in the first item read masks the same positions in all others; that is a bug, not repeated).
+that it needs are kept in an `IndexCache`. No item edits a mask that others share (Megatron does, so that padding in the
+first item read masks the same positions in all others; that is a bug, not repeated).
 """
 
 from __future__ import annotations
@@ -86,6 +86,8 @@ class GPTDatasetOptions:
 class GPTDataset:
     """Samples of one split; item i is a dict of arrays of `sequence_length` entries.
 
+    Arrays may be shared between samples and are then read-only; a batch is made of copies.
+
     tokens (i64), labels (i64, the tokens one later), loss_mask (f32, 0 where the label is padding), position_ids (i64)
     and, if attention stays inside a document, document_ids (i32, masks.py).
 
@@ -137,6 +139,12 @@ class GPTDataset:
         # Padding that is also a mark in the text would take the loss from its every use, as Megatron before 2026 did.
         self._pad = -1 if tokenizer.pad is None or tokenizer.pad == tokenizer.eod else tokenizer.pad
         self._extra = 1 if options.add_extra_token else 0
+        self._needed = options.sequence_length + self._extra
+        self._is_plain = (
+            self._pad < 0 and options.add_extra_token and not options.eod_mask_loss and not options.looks_for_documents
+        )
+        self._ones = _shared(np.ones(options.sequence_length, np.float32))
+        self._positions = _shared(np.arange(options.sequence_length, dtype=np.int64))
         self._written_ns = written_ns
         self.plan = self._plan()
         self.identity = self._identify(class_name, tokenizer)
@@ -179,68 +187,83 @@ class GPTDataset:
 
     def __getitem__(self, item: int) -> dict[str, NDArray[Any]]:
         """Sample `item` in the order of training."""
-        if not 0 <= item < len(self):
+        if not 0 <= item < self.plan.num_samples:
             raise IndexError(f"sample {item} of {len(self)}")
-        text, parts = self._text(int(self.shuffle_index[item]))
+        text, parts, num_missing = self._text(int(self.shuffle_index[item]))
         options, length = self._options, self._options.sequence_length
-        tokens = text[:length].copy()
-        labels = text[1:].copy() if self._extra else np.append(text[1:], self._pad)
-        loss_mask = np.ones(length, np.float32)
+        # Most samples are views of what was read and of the arrays that all share, none of which can be written to.
+        tokens = text[:length]
+        labels = text[1:] if self._extra else np.append(text[1:], self._pad)
+        sample = {"tokens": tokens, "labels": labels, "loss_mask": self._ones, "position_ids": self._positions}
+        if self._is_plain and not num_missing:
+            return sample
+        loss_mask = self._ones.copy()
         if options.eod_mask_loss:
             loss_mask[tokens == self._eod] = 0.0
-        sample: dict[str, NDArray[Any]] = {"position_ids": np.arange(length, dtype=np.int64)}
         if options.looks_for_documents:
             between = options.mask_between_documents
-            documents = numbers_of_parts(parts, length) if between else document_ids(tokens, self._eod)
+            lengths = [len(part) for part in parts]
+            documents = numbers_of_parts(lengths, length) if between else document_ids(tokens, self._eod)
             if options.reset_position_ids or between:
                 sample["position_ids"] = restarted_positions(documents)
             if options.reset_attention_mask or between:
                 sample["document_ids"] = documents
-        if self._pad >= 0 or not self._extra or sum(parts) < len(text):  # else there is no padding in it
+        if self._pad >= 0 or not self._extra or num_missing:  # else there is no padding in it
+            tokens, labels = tokens.copy(), labels.copy()
             loss_mask[labels == self._pad] = 0.0
             tokens[tokens == self._pad] = 0
             labels[labels == self._pad] = 0
-        return {"tokens": tokens, "labels": labels, "loss_mask": loss_mask, **sample}
+        return {**sample, "tokens": tokens, "labels": labels, "loss_mask": loss_mask}
 
-    def _text(self, sample: int) -> tuple[NDArray[np.int64], list[int]]:
-        """Tokens of a sample before shuffling, filled up with padding, [sequence_length + extra] i64.
+    def _text(self, sample: int) -> tuple[NDArray[np.int64], list[NDArray[Any]], int]:
+        """Tokens of a sample before shuffling, filled up with padding, [sequence_length + extra] i64, read-only.
 
-        With them the number of tokens of each document, or part of one, that they are from.
+        With them the parts of documents that they are from, and how many are padding.
 
         Raises:  DataError if the documents cannot give them, or hold tokens outside the vocabulary.
         """
-        text = np.full(self._options.sequence_length + self._extra, self._pad, np.int64)
         try:
             parts = self._parts(sample)
-            lengths = [len(part) for part in parts]
-            tokens = np.concatenate(parts, out=text[: sum(lengths)], casting="unsafe")
+            if len(parts) == 1:
+                text = parts[0].astype(np.int64)
+            else:
+                text = np.concatenate(parts, dtype=np.int64, casting="unsafe")
+            num_missing = self._needed - len(text)
+            if num_missing < 0:
+                raise ValueError(f"its documents give {len(text)} tokens instead of {self._needed}")
         except (IndexError, ValueError) as error:
             raise DataError(
                 f"sample {sample} of the {self.name} split cannot be read from {self._path} ({error}): the files "
                 f"changed under the run, or are damaged; start again, and if it stays so prepare them anew"
             ) from error
-        if tokens.min() < 0 or tokens.max() >= self._vocab_size:
-            outside = tokens.min() if tokens.min() < 0 else tokens.max()
+        if len(text) and np.maximum.reduce(text.view(np.uint64)) >= self._vocab_size:  # those below 0 are huge in it
+            outside = int(text.min()) if text.min() < 0 else int(text.max())
             raise DataError(
                 f"{self._path} holds token {outside}, outside the vocabulary of {self._vocab_size}: it was made with "
                 f"another tokenizer"
             )
-        return text, lengths
+        if num_missing:
+            text = np.concatenate([text, np.full(num_missing, self._pad)])
+        text.setflags(write=False)
+        return text, parts, num_missing
 
     def _parts(self, sample: int) -> list[NDArray[Any]]:
         """The pieces of documents that make a sample."""
         (first, begin), (last, end) = self.sample_index[sample : sample + 2].tolist()
-        parts = []
-        for position in range(first, last + 1):
-            offset = begin if position == first else 0
-            length = end + self._extra - offset if position == last else None
-            parts.append(self._documents.get(int(self.document_index[position]), offset, length))
-        return parts
+        get, end = self._documents.get, end + self._extra
+        if first == last:
+            return [get(int(self.document_index[first]), begin, end - begin)]
+        documents = self.document_index[first : last + 1].tolist()
+        return [
+            get(documents[0], begin),
+            *(get(document) for document in documents[1:-1]),
+            get(documents[-1], 0, end),
+        ]
 
     def _plan(self) -> EpochPlan:
         split = self.documents_of_split
         tokens = int(self._documents.lengths[split.start : split.stop].sum(dtype=np.int64))
-        needed = self._options.sequence_length + self._extra
+        needed = self._needed
         if self.requested and tokens <= self._extra:
             raise DataError(self._too_small(tokens))
         if 0 < tokens < needed:
@@ -332,6 +355,11 @@ class GPTDataset:
                 extra=self._extra,
             )
         )
+
+
+def _shared(array: NDArray[Any]) -> NDArray[Any]:
+    array.setflags(write=False)
+    return array
 
 
 def _within(values: NDArray[Any], start: int, stop: int) -> bool:

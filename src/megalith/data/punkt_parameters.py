@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import sys
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from megalith.data.punkt import PunktParameters
@@ -20,12 +19,13 @@ from megalith.errors import DataError
 _TABLES = ("abbrev_types.txt", "collocations.tab", "sent_starters.txt", "ortho_context.tab")
 
 
-def find_parameters(language: str, file: str | None) -> PunktParameters:
+def find_parameters(language: str, file: str | None, folders: Sequence[str] = ()) -> PunktParameters:
     """The parameters of a language.
 
     Args:
         language: as nltk names it, such as english.
         file: a JSON file, or a folder with nltk's tables, that the user names; None looks where nltk looks.
+        folders: where nltk looks first, those of the environment's NLTK_DATA.
 
     Raises:
         DataError: there are none, or they are damaged.
@@ -33,7 +33,7 @@ def find_parameters(language: str, file: str | None) -> PunktParameters:
     if file is not None:
         path = Path(file)
         return _from_tables(path) if path.is_dir() else _from_json(path)
-    for folder in _places():
+    for folder in _places(folders):
         tables = folder / "tokenizers" / "punkt_tab" / language
         if tables.is_dir():
             return _from_tables(tables)
@@ -42,19 +42,19 @@ def find_parameters(language: str, file: str | None) -> PunktParameters:
             found = _from_archive(archive, language)
             if found is not None:
                 return found
-    raise DataError(_missing(language))
+    raise DataError(_missing(language, folders))
 
 
-def _places() -> Iterator[Path]:
+def _places(folders: Sequence[str]) -> Iterator[Path]:
     """Where nltk looks for its data."""
-    yield from (Path(part) for part in os.environ.get("NLTK_DATA", "").split(os.pathsep) if part)
+    yield from map(Path, folders)
     yield Path.home() / "nltk_data"
     for base in (Path(sys.prefix), Path("/usr"), Path("/usr/local")):
         yield from (base / part / "nltk_data" for part in ("", "share", "lib"))
 
 
-def _missing(language: str) -> str:
-    pickles = [folder / "tokenizers" / "punkt" for folder in _places()]
+def _missing(language: str, folders: Sequence[str]) -> str:
+    pickles = [folder / "tokenizers" / "punkt" for folder in _places(folders)]
     old = next((str(folder) for folder in pickles if folder.is_dir()), None)
     found = f" ({old} is nltk's older format, a pickle, which is not loaded)" if old else ""
     return (

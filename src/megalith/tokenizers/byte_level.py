@@ -119,8 +119,8 @@ def _check_vocab(file: str, ids: dict[str, int]) -> None:
 
 def _check_fit(vocab_file: str, merge_file: str, ids: dict[str, int], merges: list[tuple[str, str]]) -> None:
     for number, (left, right) in enumerate(merges, start=1):
-        absent = next((token for token in (left, right, left + right) if token not in ids), None)
-        if absent is not None:
+        if left not in ids or right not in ids or left + right not in ids:
+            absent = next(token for token in (left, right, left + right) if token not in ids)
             raise DataError(
                 f"{merge_file} and {vocab_file} do not belong together: merge {number} ({left} {right}) needs "
                 f"the token {absent!r}, which is not among the {len(ids)} of the vocabulary; {_AGAIN}"

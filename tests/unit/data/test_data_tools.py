@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from megalith.cli.main import main
+from megalith.cli.preprocess import parse
+from megalith.data.encoding import SentenceSettings
 from megalith.data.indexed import IndexedDataset, IndexedWriter
 from megalith.data.punkt import SentenceSplitter
 from megalith.data.punkt_parameters import find_parameters
@@ -110,29 +112,33 @@ SENTENCES = ["Dr. Haus kam am 3. Januar.", "Er sah z.B. ein Haus!", "Und?", "(Ja
 
 def test_punkt_parameters_of_nltk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sentences as nltk 3.8.1 splits them with these parameters; more of it in tests/parity/test_indexed.py."""
-    monkeypatch.setenv("NLTK_DATA", str(tmp_path))
     monkeypatch.setenv("HOME", str(tmp_path))
+    folders = [str(tmp_path / "none"), str(tmp_path)]
     tokenizers = tmp_path / "tokenizers"
     (tokenizers / "punkt").mkdir(parents=True)
     with pytest.raises(
         DataError, match=r"punkt_tab data for german \(--lang\).*a pickle, which is not loaded.*NLTK_DATA"
     ):
-        find_parameters("german", None)
+        find_parameters("german", None, folders)
     with zipfile.ZipFile(tokenizers / "punkt_tab.zip", "w") as archive:
         for name, content in TABLES.items():
             archive.writestr(f"punkt_tab/german/{name}", content)
-    packed = find_parameters("german", None)
+    packed = find_parameters("german", None, folders)
     folder = tokenizers / "punkt_tab" / "german"
     folder.mkdir(parents=True)
     for name, content in TABLES.items():
         (folder / name).write_text(content)
-    assert find_parameters("german", None) == packed == find_parameters("any", str(folder))
+    assert find_parameters("german", None, folders) == packed == find_parameters("any", str(folder))
     assert SentenceSplitter(packed, keep_newlines=False).split(TEXT) == SENTENCES
+    (tmp_path / "in.jsonl").write_text('{"text": "1"}\n')
+    line = f"--input {tmp_path}/in.jsonl --output-prefix {tmp_path}/out --tokenizer-type NullTokenizer --vocab-size 9"
+    understood = parse([*line.split(), "--split-sentences", "--lang", "german"], {"NLTK_DATA": ":".join(folders)})
+    assert understood.options.sentences == SentenceSettings("german", nltk_folders=tuple(folders))
     kept = SentenceSplitter(packed, keep_newlines=True).split("Eins.\n\nZwei. Drei.")
     assert kept == ["Eins.\n\n", "Zwei. ", "Drei."]
     (folder / "ortho_context.tab").write_text("haus\tmany\n")
     with pytest.raises(DataError, match="punkt tables are missing or damaged"):
-        find_parameters("german", None)
+        find_parameters("german", None, folders)
     (tmp_path / "p.json").write_text("{}")
     with pytest.raises(DataError, match="expected JSON with abbrev_types"):
         find_parameters("german", str(tmp_path / "p.json"))

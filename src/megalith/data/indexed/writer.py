@@ -73,6 +73,7 @@ class IndexedWriter:
         self._code = CODE_OF_DTYPE[self.dtype]
         self._multimodal = multimodal
         self._discarded = True
+        self._is_behind = False  # what is reserved lies between the position in the .bin and its end
         kept = resume or Written()
         self._bin = _open_partial(bin_path(prefix), kept.tokens)
         try:
@@ -135,9 +136,8 @@ class IndexedWriter:
     def reserve(self, lengths: NDArray[np.int32], sequences_per_document: NDArray[np.int64]) -> int:
         """Append documents whose tokens somebody else writes; the byte of the .bin that the first begins at."""
         first, start = self._num_sequences, self._num_tokens * self.dtype.itemsize
-        num_tokens = int(lengths.sum(dtype=np.int64))
-        self._bin.seek(num_tokens * self.dtype.itemsize, os.SEEK_CUR)
-        self._num_tokens += num_tokens
+        self._num_tokens += int(lengths.sum(dtype=np.int64))
+        self._is_behind = True
         self._note(lengths, None)
         self._end_documents(first + np.cumsum(sequences_per_document, dtype=np.int64))
         return start
@@ -154,7 +154,7 @@ class IndexedWriter:
         try:
             with bin_path(prefix).open("rb") as file:
                 while block := file.read(_COPIED_AT_ONCE):
-                    self._write(self._bin, block)
+                    self._write_tokens(block)
         except OSError as error:
             raise DataError(f"cannot read {bin_path(prefix)}: {error.strerror}") from error
         self._num_tokens += other.num_tokens
@@ -243,9 +243,15 @@ class IndexedWriter:
 
     def _append(self, tokens: NDArray[Any], lengths: NDArray[np.int32], modes: Any) -> None:
         assert int(lengths.sum(dtype=np.int64)) == len(tokens), "lengths must add up to the tokens"
-        self._write(self._bin, np.ascontiguousarray(tokens).data)
+        self._write_tokens(np.ascontiguousarray(tokens).data)
         self._num_tokens += len(tokens)
         self._note(lengths, modes)
+
+    def _write_tokens(self, content: bytes | memoryview) -> None:
+        if self._is_behind:
+            self._bin.seek(self._num_tokens * self.dtype.itemsize)
+            self._is_behind = False
+        self._write(self._bin, content)
 
     def _note(self, lengths: NDArray[np.int32], modes: Any) -> None:
         self._write(self._lengths, lengths.astype("<i4", copy=False).tobytes())
