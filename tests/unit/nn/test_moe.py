@@ -10,11 +10,14 @@ import torch
 from torch import Tensor
 
 from megalith.nn.feed_forward import Activation
+from megalith.nn.linear import Linear
+from megalith.nn.moe import grouped as grouped_module
 from megalith.nn.moe.balance import Alone, Auxiliary, balancing_scores, switch_loss
 from megalith.nn.moe.layer import MoE, MoESettings
 from megalith.nn.moe.permutation import from_experts, order_by_expert, to_experts
 from megalith.nn.moe.router import Router, RouterSettings
 from megalith.nn.moe.routing import Choice, RoutingRule, best_experts, choose, sinkhorn_plan, within_capacity
+from megalith.nn.placement import Split
 from megalith.nn.region import SOLO
 
 KIND: dict[str, Any] = {"dtype": torch.float64, "device": torch.device("cpu")}
@@ -166,3 +169,53 @@ def test_jitter_changes_the_choice_in_training_only() -> None:
     assert not torch.equal(router(x).weights_TK, router(x).weights_TK)
     router.eval()
     assert torch.equal(router(x).weights_TK, router(x).weights_TK)
+
+
+@pytest.mark.parametrize("one_kernel", [False, True])
+def test_products_of_experts_are_those_of_each(monkeypatch: pytest.MonkeyPatch, one_kernel: bool) -> None:
+    """The kernel is for bf16 on a GPU; what it is given is the same elsewhere."""
+    dtype = torch.bfloat16 if one_kernel else torch.float64
+    monkeypatch.setattr(grouped_module, "_one_kernel", lambda *_: one_kernel)
+    layers = [Linear(16, 24, Split(0), bias=False, dtype=dtype, device=torch.device("cpu")) for _ in range(4)]
+    for layer in layers:
+        torch.nn.init.normal_(layer.weight)
+    counts = [3, 0, 5, 0]  # of two experts nothing is asked
+    x = torch.randn(8, 16, dtype=dtype, requires_grad=True)
+    y = grouped_module.grouped(x, counts, layers)
+    y.sum().backward()
+    found = [y.detach(), x.grad, *(layer.weight.grad for layer in layers)]
+    x.grad = None
+    for layer in layers:
+        layer.weight.grad = None
+    parts = [layer(part) for layer, part in zip(layers, x.split(counts), strict=True)]
+    torch.cat(parts).sum().backward()
+    wanted = [torch.cat(parts).detach(), x.grad, *(layer.weight.grad for layer in layers)]
+    for mine, theirs in zip(found, wanted, strict=True):
+        assert mine is not None
+        assert theirs is not None
+        assert torch.allclose(mine, theirs, rtol=2e-2 if one_kernel else 1e-12)
+
+
+def test_the_bias_of_an_expert_is_weighed_with_its_result() -> None:
+    torch.manual_seed(2)
+    layer = MoE(
+        MoESettings(RouterSettings(RULE), 6),
+        0,
+        8,
+        Activation("gelu_erf"),
+        SOLO,
+        Alone(),
+        Auxiliary(),
+        bias=True,
+        **KIND,
+    )
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    x = torch.randn(5, 1, 8, dtype=torch.float64)
+    choice, found = layer.router(x), layer(x).reshape(5, 8)
+    for token in range(5):
+        wanted = sum(
+            weight * layer.experts.local_experts[expert](x[token])
+            for expert, weight in zip(choice.experts_TK[token].tolist(), choice.weights_TK[token], strict=True)
+        )
+        assert torch.allclose(found[token], wanted[0])
