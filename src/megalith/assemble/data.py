@@ -59,6 +59,7 @@ def run_sizes(run: RunConfig) -> Sizes:
         eval_interval=run.train.eval_interval,
         eval_iters=run.train.eval_iters,
         global_batch_size=run.global_batch_size,
+        eval_batch_size=run.eval_batch_size,
     )
     return train, None if run.data.full_validation else valid, test
 
@@ -111,23 +112,26 @@ def build_loaders(
     """
     assert datasets.train is not None, "a run without training data is refused when the datasets are built"
     _refuse_too_few(run, datasets.train, iteration, consumed_train)
-    train = _loader(run, datasets.train, replica, consumed_train)
+    train = _loader(run, datasets.train, replica, consumed_train, run.train.micro_batch_size)
     sources = datasets.train.sources if isinstance(datasets.train, BlendedDataset) else ()
     if not run.train.eval_iters:
         return Loaders(train, None, None, consumed_valid, sources=sources)
-    test = None if datasets.test is None else _loader(run, datasets.test, replica, 0)
+    test = None if datasets.test is None else _loader(run, datasets.test, replica, 0, run.eval_micro_batch_size)
     sets = () if datasets.valid is None else (datasets.valid, *datasets.further_valid)
     if run.data.full_validation:
         _refuse_empty(sets)
         orders = [_whole_passes(run, dataset) for dataset in sets]
-        loaders = [_loader(run, dataset, replica, 0, order) for dataset, order in zip(sets, orders, strict=True)]
+        loaders = [
+            _loader(run, dataset, replica, 0, run.eval_micro_batch_size, order)
+            for dataset, order in zip(sets, orders, strict=True)
+        ]
         passes = tuple(order.iterations(run.data_parallel_size) for order in orders)
         return Loaders(train, next(iter(loaders), None), test, consumed_valid, tuple(loaders[1:]), passes, sources)
     to_come = run.train_iters // run.train.eval_interval - iteration // run.train.eval_interval + 1
-    needed = consumed_valid + to_come * run.train.eval_iters * run.global_batch_size
+    needed = consumed_valid + to_come * run.train.eval_iters * run.eval_batch_size
     if _ends(run) and any(needed > len(dataset) for dataset in sets):
         consumed_valid = 0
-    loaders = [_loader(run, dataset, replica, consumed_valid) for dataset in sets]
+    loaders = [_loader(run, dataset, replica, consumed_valid, run.eval_micro_batch_size) for dataset in sets]
     return Loaders(train, next(iter(loaders), None), test, consumed_valid, tuple(loaders[1:]), sources=sources)
 
 
@@ -167,16 +171,18 @@ def _refuse_too_few(run: RunConfig, train: Dataset, iteration: int, consumed: in
 
 
 def _whole_passes(run: RunConfig, dataset: Dataset) -> WholePasses:
-    return WholePasses(len(dataset), run.train.micro_batch_size, run.num_micro_batches)
+    return WholePasses(len(dataset), run.eval_micro_batch_size, run.eval_micro_batches)
 
 
-def _loader(run: RunConfig, dataset: Dataset, replica: int, consumed: int, order: Order | None = None) -> BatchLoader:
+def _loader(
+    run: RunConfig, dataset: Dataset, replica: int, consumed: int, micro_batch_size: int, order: Order | None = None
+) -> BatchLoader:
     if order is None:
         kind = Sequential if _ends(run) else Cyclic
-        order = kind(len(dataset), run.train.micro_batch_size)
+        order = kind(len(dataset), micro_batch_size)
     return BatchLoader(
         dataset,
-        run.train.micro_batch_size,
+        micro_batch_size,
         consumed,
         num_workers=run.data.num_workers,
         rank=replica,

@@ -41,7 +41,7 @@ from megalith.distributed import comm
 from megalith.distributed.agreement import refuse_unequal
 from megalith.distributed.context import ParallelContext
 from megalith.distributed.rng import RandomStreams
-from megalith.errors import CheckpointError, DamagedCheckpointError
+from megalith.errors import CheckpointError, ConfigError, DamagedCheckpointError
 from megalith.models.language_model import LanguageModel
 from megalith.tokenizers import Tokenizer, build_tokenizer
 from megalith.tokenizers.padding import padded_vocab_size, padding_message
@@ -352,8 +352,26 @@ def _checkpoint_in(
 
 
 def _padded_vocabulary(config: RunConfig, tokenizer: Tokenizer, found: FoundCheckpoint | None) -> int:
+    """Rows of the embedding: those of the checkpoint, else what the flags say.
+
+    Raises:
+        ConfigError: --padded-vocab-size is another number than the checkpoint's, or less than there are tokens.
+    """
+    given = config.tokenizer.padded_vocab_size
     if found is not None:
+        if given not in (None, found.padded_vocab_size):
+            raise ConfigError(
+                f"--padded-vocab-size {given}: the checkpoint has {found.padded_vocab_size} rows, which are kept; "
+                f"leave it out, or use --padded-vocab-size {found.padded_vocab_size}"
+            )
         return found.padded_vocab_size
+    if given is not None:
+        if given < tokenizer.vocab_size:
+            raise ConfigError(
+                f"--padded-vocab-size {given} is less than the {tokenizer.vocab_size} tokens of the tokenizer; use at "
+                f"least {tokenizer.vocab_size}"
+            )
+        return given
     return padded_vocab_size(
         tokenizer.vocab_size, config.model.make_vocab_size_divisible_by, config.parallel.tensor_model_parallel_size
     )
@@ -496,6 +514,8 @@ def _plan(config: RunConfig, model: LanguageModel, context: ParallelContext) -> 
         log_interval=config.log.log_interval,
         eval_interval=train.eval_interval,
         eval_iterations=train.eval_iters,
+        eval_batch_size=config.eval_batch_size,
+        eval_micro_batches=config.eval_micro_batches,
         flops_per_step=flops / context.world.size,
         peak_flops=measure_peak(context.device, params_dtype(config.precision)),
         save_interval=config.checkpoint.save_interval,

@@ -130,8 +130,23 @@ class RunConfig:
 
     @property
     def num_micro_batches(self) -> int:
-        """Micro-batches that one process accumulates in a step at the end of the run, and in an evaluation's."""
+        """Micro-batches that one process accumulates in a step at the end of the run."""
         return self.global_batch_size // self.batch_sizes.unit
+
+    @property
+    def eval_micro_batch_size(self) -> int:
+        """Samples of one forward pass in an evaluation."""
+        return self.train.eval_micro_batch_size or self.train.micro_batch_size
+
+    @property
+    def eval_micro_batches(self) -> int:
+        """Micro-batches of one process in an iteration of an evaluation."""
+        return self.eval_batch_size // (self.eval_micro_batch_size * max(1, self.data_parallel_size))
+
+    @property
+    def eval_batch_size(self) -> int:
+        """Samples of one iteration of an evaluation."""
+        return self.train.eval_global_batch_size or self.global_batch_size
 
     @property
     def train_iters(self) -> int:

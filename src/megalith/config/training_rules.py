@@ -140,6 +140,38 @@ def micro_batches_fill_every_batch(draft: Draft) -> str:
     )
 
 
+@rule(
+    "eval_global_batch_size",
+    "eval_micro_batch_size",
+    "global_batch_size",
+    "micro_batch_size",
+    "world_size",
+    "num_layers",
+    *MODEL_PARALLEL,
+    "num_layers_per_virtual_pipeline_stage",
+    "num_virtual_stages_per_pipeline_rank",
+)
+def micro_batches_fill_an_evaluation(draft: Draft) -> str:
+    run = draft.run
+    given = [name for name in ("eval_global_batch_size", "eval_micro_batch_size") if getattr(run.train, name)]
+    if not given:
+        return ""
+    interleaved = run.parallel.virtual_stages(run.model.num_layers) > 1
+    rounds = run.parallel.pipeline_model_parallel_size if interleaved else 1
+    unit = run.eval_micro_batch_size * _replicas(draft) * rounds
+    name = "eval_global_batch_size" if run.train.eval_global_batch_size else "global_batch_size"
+    size = run.train.eval_global_batch_size or run.global_batch_size
+    if size % unit == 0:
+        return ""
+    micro = show(draft, "eval_micro_batch_size" if run.train.eval_micro_batch_size else "micro_batch_size")
+    times = f" times data-parallel size {_replicas(draft)}" if _replicas(draft) > 1 else ""
+    of_rounds = f" times the {rounds} micro-batches of a round of the pipeline" if rounds > 1 else ""
+    return (
+        f"{show(draft, name)} of an evaluation is not divisible by {micro}{times}{of_rounds}; use "
+        f"--eval-global-batch-size {multiples(size, unit)}"
+    )
+
+
 @rule("grad_reduce_in_bf16", "accumulate_allreduce_grads_in_fp32")
 def one_number_format_of_gradients(draft: Draft) -> str:
     precision = draft.run.precision
@@ -196,6 +228,7 @@ TRAINING_RULES: tuple[Rule, ...] = (
     ramp_leads_to_the_global_batch,
     one_schedule_of_the_batch_size,
     micro_batches_fill_every_batch,
+    micro_batches_fill_an_evaluation,
     one_number_format_of_gradients,
 )
 

@@ -44,7 +44,13 @@ def interval_range(interval: Interval, count: int) -> range:
 
 
 def target_sizes(
-    *, train_iters: int, train_samples: int | None = None, eval_interval: int, eval_iters: int, global_batch_size: int
+    *,
+    train_iters: int,
+    train_samples: int | None = None,
+    eval_interval: int,
+    eval_iters: int,
+    global_batch_size: int,
+    eval_batch_size: int | None = None,
 ) -> tuple[int, int, int]:
     """Samples that a run draws for training, validation and test.
 
@@ -54,9 +60,10 @@ def target_sizes(
         eval_interval: iterations between evaluations; one more follows the last iteration.
         eval_iters: batches of one evaluation.
         global_batch_size: samples of a batch.
+        eval_batch_size: samples of a batch of an evaluation; as many unless given.
 
     Source:  Megatron-LM `get_train_valid_test_num_samples`.
     """
     train = train_iters * global_batch_size if train_samples is None else train_samples
-    per_evaluation = eval_iters * global_batch_size
+    per_evaluation = eval_iters * (eval_batch_size or global_batch_size)
     return train, (train_iters // eval_interval + 1) * per_evaluation, per_evaluation

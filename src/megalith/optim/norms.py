@@ -79,17 +79,25 @@ def _squared_norm(tensors: Sequence[Tensor], dtype: torch.dtype, device: torch.d
     if not tensors:
         return torch.zeros((), dtype=dtype, device=device)
     rounded = at_least_fp32(tensors[0].dtype) != tensors[0].dtype
-    norms = [_norm_by_pieces(tensor) for tensor in tensors] if rounded else torch._foreach_norm(list(tensors))
+    norms = _norms_by_pieces(tensors) if rounded else torch._foreach_norm(list(tensors))
     total = torch.linalg.vector_norm(torch.stack(norms))
     return total * total
 
 
-def _norm_by_pieces(tensor: Tensor) -> Tensor:
-    """The L2 norm of a half-precision tensor in fp32.
+def _norms_by_pieces(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The L2 norms of half-precision tensors in fp32.
 
-    On a CPU torch reduces bf16 at a tenth of the speed of a widened copy that stays in the cache (measured on 2.13).
+    On a CPU torch reduces bf16 at a tenth of the speed of a widened copy that stays in the cache, and that copy is made
+    in one room for all, since fresh memory for each takes several times as long (measured on 2.13).
     """
-    size = PIECE_ELEMENTS if tensor.device.type == "cpu" else tensor.numel()
-    dtype = at_least_fp32(tensor.dtype)
-    parts = [torch.linalg.vector_norm(part.to(dtype)) for part in tensor.reshape(-1).split(max(size, 1))]
-    return torch.linalg.vector_norm(torch.stack(parts))
+    longest, device = max(tensor.numel() for tensor in tensors), tensors[0].device
+    size = max(1, min(PIECE_ELEMENTS, longest) if device.type == "cpu" else longest)
+    room = torch.empty(size, dtype=at_least_fp32(tensors[0].dtype), device=device)
+
+    def norm(tensor: Tensor) -> Tensor:
+        parts = tensor.reshape(-1).split(size)
+        return torch.linalg.vector_norm(
+            torch.stack([torch.linalg.vector_norm(room[: part.numel()].copy_(part)) for part in parts])
+        )
+
+    return [norm(tensor) for tensor in tensors]

@@ -35,10 +35,10 @@ class Plan:
     """How long and how often.
 
     Attributes:
-        global_batch_size, num_micro_batches: samples and micro-batches of one step, and of one iteration of an
-            evaluation.
+        global_batch_size, num_micro_batches: samples and micro-batches of one step.
         batch_sizes: those of steps, where they grow; the two are the last ones then.
         eval_iterations: global batches of one evaluation; 0 for no evaluation at all.
+        eval_batch_size, eval_micro_batches: samples and micro-batches of one of these; as of a step if None.
         save_interval: iterations between checkpoints; None for a single one at the end.
         passing_save_interval: iterations between those of which only the last one is kept.
         exit_interval: save and stop at a multiple of this iteration.
@@ -71,6 +71,13 @@ class Plan:
     log_noise: bool = False
     skip_training: bool = False
     first_evaluation: int = 0
+    eval_batch_size: int | None = None
+    eval_micro_batches: int | None = None
+
+    @property
+    def samples_of_evaluation(self) -> int:
+        """Samples of one iteration of an evaluation."""
+        return self.eval_batch_size or self.global_batch_size
 
     def micro_batches_after(self, consumed: int) -> int:
         """Micro-batches of the step that follows so many samples."""
@@ -352,7 +359,7 @@ def _validate(run: TrainingRun) -> None:
     for held_out in _validation_sets(run):
         if not _evaluate(run, held_out, final=False):
             break
-    run.state.consumed_valid_samples += run.plan.eval_iterations * run.plan.global_batch_size
+    run.state.consumed_valid_samples += run.plan.eval_iterations * run.plan.samples_of_evaluation
 
 
 def _validation_sets(run: TrainingRun) -> Sequence[HeldOut]:
@@ -364,7 +371,7 @@ def _validation_sets(run: TrainingRun) -> Sequence[HeldOut]:
 def _evaluate(run: TrainingRun, held_out: HeldOut, *, final: bool) -> bool:
     """Evaluate and tell the hooks; False if a signal or `--exit-duration-in-mins` cut it short."""
     plan = run.plan
-    run.hook.before_evaluation(held_out.name, held_out.iterations * plan.global_batch_size, final=final)
+    run.hook.before_evaluation(held_out.name, held_out.iterations * plan.samples_of_evaluation, final=final)
     began = time.perf_counter()
     try:
         evaluation = evaluate(
@@ -372,7 +379,7 @@ def _evaluate(run: TrainingRun, held_out: HeldOut, *, final: bool) -> bool:
             held_out.batches,
             split=held_out.name,
             iterations=held_out.iterations,
-            num_micro_batches=plan.num_micro_batches,
+            num_micro_batches=plan.eval_micro_batches or plan.num_micro_batches,
             final=final,
             hook=run.hook,
             totals=lambda sums: run.agreement.totals(sums, out_of_time=_late(run)),

@@ -33,6 +33,9 @@ _LATENT = "--multi-latent-attention --position-embedding-type rope"
 _WORD_PIECE = "-tokenizer-type -vocab-size --tokenizer-type BertWordPieceLowerCase --vocab-file {data}/vocab.json"
 _T5_ALONE = f"-mock-data --data-path {{data}}/real --model-family t5 {_WORD_PIECE} --vocab-extra-ids 100"
 _T5 = f"{_T5_ALONE} --decoder-seq-length 32"
+_BERT = (
+    "-mock-data --data-path {data}/real -tokenizer-type -vocab-size --model-family bert --vocab-file {data}/vocab.json"
+)
 
 # What is added to (or, with a leading minus, taken from) GOOD -> what the one message contains.
 TABLE: list[tuple[str, tuple[str, ...]]] = [
@@ -101,6 +104,11 @@ TABLE: list[tuple[str, tuple[str, ...]]] = [
         "--global-batch-size 8",
         ("--num-query-groups 2", "--tensor-model-parallel-size 2 or less", "--muon-tp-mode blockwise"),
     ),
+    (
+        "WORLD_SIZE=2 --micro-batch-size 1 --global-batch-size 4 --eval-micro-batch-size 3",
+        ("--eval-micro-batch-size 3 times data-parallel size 2", "use --eval-global-batch-size 6"),
+    ),
+    ("--eval-global-batch-size 7 --eval-micro-batch-size 2", ("--eval-global-batch-size 7", "size 6 or 8")),
     ("--optimizer adaptive_muon --use-torch-fsdp2", ("--optimizer adaptive_muon needs the whole gradient",)),
     ("--optimizer muon --optimizer-cpu-offload", ("--optimizer-cpu-offload with --optimizer muon", "--optimizer adam")),
     ("--optimizer muon --muon-num-ns-steps 7", ("--muon-num-ns-steps 7 is no multiple of the 5", "steps 5")),
@@ -387,7 +395,6 @@ TABLE: list[tuple[str, tuple[str, ...]]] = [
     ("--timing-log-level 3", ("--timing-log-level 3: must be at least 0 and at most 2",)),
     ("--timing-log-option mean", ("--timing-log-option mean: not one of max, minmax, all",)),
     ("--exit-signal 9", ("--exit-signal 9: signals other than SIGINT", "use --exit-signal 15")),
-    ("--eval-micro-batch-size 1", ("--eval-micro-batch-size 1: evaluations use the batch of the training",)),
     # files
     ("-mock-data --data-args-path {data}/empty.toml", ("--data-args-path {data}/empty.toml: it names no dataset",)),
     ("-mock-data --data-args-path {data}/none", ("--data-args-path {data}/none: cannot be read: No such file",)),
@@ -471,6 +478,25 @@ TABLE: list[tuple[str, tuple[str, ...]]] = [
         ("T5 learns from text in sentences", "--split-sentences"),
     ),
     (f"{_T5} --reset-attention-mask", ("--reset-attention-mask: a sample of T5 is from one document",)),
+    # BERT
+    (
+        "-mock-data --data-path {data}/real --model-family bert",
+        ("--tokenizer-type NullTokenizer has no [CLS]", "BertWordPieceLowerCase or BertWordPieceCase"),
+    ),
+    (f"{_BERT} -seq-length --seq-length 4", ("--seq-length 4: three tokens", "at least 8")),
+    (f"WORLD_SIZE=2 {_BERT} --context-parallel-size 2", ("context parallelism is for causal", "--sequence-parallel")),
+    (f"{_BERT} --window-size 8,0", ("--window-size 8,0: BERT sees all positions",)),
+    (f"{_BERT} --softmax-type off-by-one", ("BERT has no attention sinks",)),
+    (f"{_BERT} --use-cpu-initialization", ("--use-cpu-initialization: Megatron's order of draws",)),
+    (f"{_BERT} --calculate-per-token-loss", ("--calculate-per-token-loss: BERT's two losses",)),
+    (
+        "-tokenizer-type -vocab-size --model-family bert --vocab-file {data}/vocab.json",
+        ("--mock-data: BERT learns from text in sentences", "--split-sentences"),
+    ),
+    (f"{_BERT} --eod-mask-loss", ("--eod-mask-loss: a sample of BERT is from one document",)),
+    (f"{_BERT} --reset-position-ids", ("--reset-position-ids: a sample of BERT",)),
+    (f"{_BERT} --reset-attention-mask", ("--reset-attention-mask: a sample of BERT",)),
+    (f"{_BERT} --dataloader-inter-document-masking", ("--dataloader-inter-document-masking: a sample of BERT",)),
 ]
 
 

@@ -133,6 +133,13 @@ class TokenizerConfig:
     vocab_size: int | None = setting(
         None, help="number of ids of the NullTokenizer, or of the TikTokenizer (131072)", unit="tokens", at_least=1
     )
+    padded_vocab_size: int | None = setting(
+        None,
+        help="rows of the embedding, at least the size of the vocabulary; it, rounded up to a multiple of "
+        "--make-vocab-size-divisible-by x --tensor-model-parallel-size, unless given",
+        unit="tokens",
+        at_least=1,
+    )
     vocab_extra_ids: int = setting(
         0, help="tokens <extra_id_0> and on, as T5 needs them, after those of the vocabulary", unit="tokens", at_least=0
     )

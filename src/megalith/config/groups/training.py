@@ -122,6 +122,18 @@ class TrainConfig:
     start_eval_at_iter: int | None = setting(
         None, help="no evaluation before this iteration", unit="iterations", at_least=1
     )
+    eval_global_batch_size: int | None = setting(
+        None,
+        help="samples of one iteration of an evaluation; --global-batch-size unless given",
+        unit="samples",
+        at_least=1,
+    )
+    eval_micro_batch_size: int | None = setting(
+        None,
+        help="samples of one forward pass in an evaluation; --micro-batch-size unless given",
+        unit="samples",
+        at_least=1,
+    )
     skip_train: bool = setting(
         False, help="do not train: evaluate the checkpoint of --load on the validation and test data, and end"
     )

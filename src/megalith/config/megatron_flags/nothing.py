@@ -6,6 +6,12 @@ from megalith.config.megatron_flags.family import Family
 
 NEED_NOTHING: tuple[Family, ...] = (
     Family(
+        "code that comes with a model or a tokenizer is never run; what needs it says so when it is loaded",
+        """
+        --trust-remote-code
+        """,
+    ),
+    Family(
         "--optimizer-cpu-offload updates by torch's fused kernel on the host, one parameter after the other, from and "
         "to pinned memory",
         """
