@@ -65,7 +65,7 @@ def model_of(args: Mapping[str, Any]) -> ModelConfig:
 
 
 def _family(args: Mapping[str, Any]) -> str:
-    """Of a model of Megatron, whose arguments do not say it: pretrain_bert.py and pretrain_t5.py have this tokenizer."""
+    """Of a model of Megatron, whose arguments do not say it: that of BERT and T5 has this tokenizer."""
     if not str(args.get("tokenizer_type") or "").startswith("BertWordPiece"):
         return "gpt"
     return "t5" if args.get("vocab_extra_ids") else "bert"
@@ -103,8 +103,12 @@ def precision_of(args: Mapping[str, Any]) -> PrecisionConfig:
 
 
 def tokenizer_of(args: Mapping[str, Any]) -> TokenizerConfig:
-    """Its tokenizer; files are named as they were on the machine that wrote the checkpoint."""
-    return _group("tokenizer", TokenizerConfig, args)
+    """Its tokenizer; files are named as they were on the machine that wrote the checkpoint.
+
+    How many rows its embedding had follows from the layout, unless a run is told so itself.
+    """
+    own = {name: value for name, value in args.items() if name != "padded_vocab_size"}
+    return _group("tokenizer", TokenizerConfig, own)
 
 
 def _group(name: str, kind: type[Group], args: Mapping[str, Any]) -> Group:

@@ -20,6 +20,10 @@ _EMPTY_LISTS = ("iterations_to_skip",)
 """Flags of several values whose default is an empty list rather than None."""
 
 
+_OF_THE_PROGRAM = ("padded_vocab_size",)
+"""What only the running program knows, whether it was given or not."""
+
+
 def megatron_args(run: RunConfig) -> dict[str, Any]:
     """Megatron's arguments for this run, with the derived ones filled in as its argument check does.
 
@@ -29,7 +33,7 @@ def megatron_args(run: RunConfig) -> dict[str, Any]:
     args = {
         setting.name: _listed(setting.name, value)
         for setting in all_settings().values()
-        if not setting.about.ours
+        if not setting.about.ours and setting.name not in _OF_THE_PROGRAM
         for value in (getattr(getattr(run, setting.group), setting.name),)
     }
     return {**args, **_CONSTANTS, **_derived(run)}
@@ -51,7 +55,7 @@ def weights_args(model: ModelConfig, precision: PrecisionConfig, tokenizer: Toke
     args = {
         setting.name: list(value) if isinstance(value, tuple) else value
         for setting in all_settings().values()
-        if setting.group in groups and not setting.about.ours
+        if setting.group in groups and not setting.about.ours and setting.name not in _OF_THE_PROGRAM
         for value in (getattr(groups[setting.group], setting.name),)
     }
     return {**args, **_CONSTANTS, **_derived_of_model(model), "params_dtype": precision.params_dtype}
