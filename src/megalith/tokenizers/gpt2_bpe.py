@@ -9,8 +9,7 @@ Who encodes many texts gets them faster still (`fast_bpe`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,8 @@ from megalith.tokenizers.byte_level import (
     bytes_of,
     read_byte_pair_vocabulary,
 )
-from megalith.tokenizers.card import file_hashes
 from megalith.tokenizers.fast_bpe import ArrayEncoder, BytePairArrays
+from megalith.tokenizers.roles import Roles, TokenizerWithRoles
 from megalith.tokenizers.text import require_ids, surrogate_error
 
 # GPT-2's pattern with possessive quantifiers, which cannot blow up; the same splits (tiktoken_ext/openai_public.py).
@@ -33,10 +32,8 @@ _PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++
 Encoder = Callable[[str], list[int]]
 
 
-class GPT2BPETokenizer:
+class GPT2BPETokenizer(TokenizerWithRoles):
     """`GPT2BPETokenizer` of Megatron: the same ids, `<|endoftext|>` inside a text is plain text."""
-
-    pad: int | None = None
 
     def __init__(self, vocab_file: str | Path, merge_file: str | Path) -> None:
         """Read both files.
@@ -47,26 +44,11 @@ class GPT2BPETokenizer:
         vocabulary = read_byte_pair_vocabulary(self._vocab_file, self._merge_file)
         ranked = _ranked_encoder(vocabulary)
         self._encode, self._ranked = ranked or _reference_encoder(vocabulary), ranked is not None
-        self._eod = vocabulary.ids[END_OF_TEXT]
+        eod = vocabulary.ids[END_OF_TEXT]
+        self._roles = Roles(len(vocabulary.ids), eod, {"eod": eod})
         self._bytes = [b""] * len(vocabulary.ids)
         for token, number in vocabulary.ids.items():
             self._bytes[number] = bytes_of(token)
-
-    @property
-    def vocab_size(self) -> int:
-        return len(self._bytes)
-
-    @property
-    def eod(self) -> int:
-        return self._eod
-
-    @property
-    def special(self) -> Mapping[str, int]:
-        return {"eod": self._eod}
-
-    @property
-    def extra_ids(self) -> tuple[int, ...]:
-        return ()
 
     def encode(self, text: str) -> list[int]:
         try:
@@ -84,9 +66,6 @@ class GPT2BPETokenizer:
             expected_bytes=expected_bytes,
         )
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [self.encode(text) for text in texts]
-
     def decode(self, ids: Sequence[int]) -> str:
         require_ids(ids, self.vocab_size)
         return b"".join([self._bytes[number] for number in ids]).decode(errors="replace")
@@ -98,10 +77,6 @@ class GPT2BPETokenizer:
             "special": dict(self.special),
             "files": self._hashes,
         }
-
-    @cached_property
-    def _hashes(self) -> dict[str, str]:
-        return file_hashes(self.files())
 
     def identity(self) -> dict[str, Any]:
         return {"class": "_GPT2BPETokenizer", "tokenizer_path": [self._vocab_file, self._merge_file]}

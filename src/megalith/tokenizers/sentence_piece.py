@@ -14,14 +14,13 @@ Source:  Megatron-LM megatron/training/tokenizer/tokenizer.py; spec/formats-data
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from functools import cached_property
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from megalith.errors import DataError
-from megalith.tokenizers.card import file_hashes
 from megalith.tokenizers.extras import import_for
+from megalith.tokenizers.roles import Roles, TokenizerWithRoles
 from megalith.tokenizers.text import require_ids, require_text
 
 MODEL_FILE = "tokenizer.model"
@@ -30,7 +29,7 @@ MODEL_FILE = "tokenizer.model"
 _LEAST_BYTES = 16  # a shorter file is no model; what a failed download leaves
 
 
-class _SentencePiece:
+class _SentencePiece(TokenizerWithRoles):
     """What the three have in common.
 
     Args:
@@ -45,31 +44,13 @@ class _SentencePiece:
         self._model = load_model(type(self).__name__, Path(model_file))
         self._model_size: int = self._model.get_piece_size()
 
-    @property
-    def vocab_size(self) -> int:
-        return self._model_size
-
-    @property
-    def eod(self) -> int:
-        return self._required("eos")
-
-    @property
-    def pad(self) -> int | None:
-        return None
-
-    @property
-    def special(self) -> Mapping[str, int]:
-        return {role: number for role in ("bos", "eos") if (number := self._role(role)) is not None}
-
-    @property
-    def extra_ids(self) -> tuple[int, ...]:
-        return ()
+    def _roles_of_model(self, pad: int | None = None) -> Roles:
+        """The roles that the pieces of the model have, whose end of text must be among them."""
+        special = {role: number for role in ("bos", "eos") if (number := self._role(role)) is not None}
+        return Roles(self._model_size, self._required("eos"), special, pad)
 
     def encode(self, text: str) -> list[int]:
         return self._pieces(require_text(text))
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [self.encode(text) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
         require_ids(ids, self.vocab_size)
@@ -88,10 +69,6 @@ class _SentencePiece:
 
     def files(self) -> dict[str, Path]:
         return {MODEL_FILE: Path(self._model_file)}
-
-    @cached_property
-    def _hashes(self) -> dict[str, str]:
-        return file_hashes(self.files())
 
     def _pieces(self, text: str) -> list[int]:
         ids: list[int] = self._model.encode(text)
@@ -119,11 +96,7 @@ class GPTSentencePieceTokenizer(_SentencePiece):
 
     def __init__(self, model_file: str | Path) -> None:
         super().__init__(model_file)
-        self._required("eos")
-
-    @property
-    def pad(self) -> int | None:
-        return self._role("pad")
+        self._roles = self._roles_of_model(pad=self._role("pad"))
 
 
 class Llama2Tokenizer(_SentencePiece):
@@ -131,7 +104,7 @@ class Llama2Tokenizer(_SentencePiece):
 
     def __init__(self, model_file: str | Path) -> None:
         super().__init__(model_file)
-        self._required("eos")
+        self._roles = self._roles_of_model()
         self._bos = self._required("bos")
 
     def encode(self, text: str) -> list[int]:
@@ -158,31 +131,11 @@ class SentencePieceTokenizer(_SentencePiece):
         self._ids: dict[str, int] = {}
         for token in (*roles.values(), *extra):
             self._ids[token] = tokens.setdefault(token, len(tokens))
-        self._size = len(tokens)
-        self._special = {role: self._ids[token] for role, token in roles.items()}
-        self._extra_ids = tuple(self._ids[token] for token in extra)
+        special = {role: self._ids[token] for role, token in roles.items()}
+        extra_ids = tuple(self._ids[token] for token in extra)
+        self._roles = Roles(len(tokens), special["eod"], special, special["pad"], extra_ids)
         self._token_of = {number: token for token, number in self._ids.items()}
         self._written_out = re.compile("|".join(map(re.escape, self._ids)))
-
-    @property
-    def vocab_size(self) -> int:
-        return self._size
-
-    @property
-    def eod(self) -> int:
-        return self._special["eod"]
-
-    @property
-    def pad(self) -> int | None:
-        return self._special["pad"]
-
-    @property
-    def special(self) -> Mapping[str, int]:
-        return self._special
-
-    @property
-    def extra_ids(self) -> tuple[int, ...]:
-        return self._extra_ids
 
     def encode(self, text: str) -> list[int]:
         ids, begin = [], 0
@@ -194,7 +147,7 @@ class SentencePieceTokenizer(_SentencePiece):
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids; special tokens are written out with a space on both sides, as Megatron does."""
-        require_ids(ids, self._size)
+        require_ids(ids, self.vocab_size)
         parts, begin = [], 0
         for place, number in enumerate(ids):
             if number in self._token_of:

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Mapping, Sequence
-from functools import cached_property
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from megalith.errors import DataError
-from megalith.tokenizers.card import file_hashes
+from megalith.tokenizers.roles import Roles, TokenizerWithRoles
 from megalith.tokenizers.text import require_ids, require_text
 
 VOCABULARY_FILE = "tiktoken.vocab.json"
@@ -37,7 +36,7 @@ PATTERNS = {
 }
 
 
-class TikTokenizer:
+class TikTokenizer(TokenizerWithRoles):
     """`TikTokenizer` of Megatron. Special tokens written out in a text are plain text.
 
     Args:
@@ -62,14 +61,15 @@ class TikTokenizer:
     ) -> None:
         self._vocab_file, self._pattern, self._asked_size = str(vocab_file), pattern, vocab_size
         self._num_special, self._named = num_special_tokens, tuple(special_tokens)
-        self._size = DEFAULT_SIZE if vocab_size is None else vocab_size
+        size = DEFAULT_SIZE if vocab_size is None else vocab_size
         names = self._named or NEEDED_SPECIAL_TOKENS
-        tokens = _read_ranks(Path(vocab_file), self._size, num_special_tokens)
+        tokens = _read_ranks(Path(vocab_file), size, num_special_tokens)
         filler = [f"<SPECIAL_{number}>" for number in range(len(names), num_special_tokens)]
         self._bytes = [*(name.encode() for name in (*names, *filler)), *tokens]
         roles = {"unk": "<unk>", "bos": "<s>", "eos": "</s>"}
         roles |= {name: token for name in ("pad", "mask", "cls", "sep") if (token := f"<{name}>") in self._named}
-        self._special = {role: names.index(token) for role, token in roles.items()}
+        special = {role: names.index(token) for role, token in roles.items()}
+        self._roles = Roles(size, special["eos"], special, special.get("pad"))
 
         import tiktoken
 
@@ -78,48 +78,21 @@ class TikTokenizer:
             "megalith", pat_str=PATTERNS[pattern], mergeable_ranks=ranks, special_tokens={}
         )
 
-    @property
-    def vocab_size(self) -> int:
-        return self._size
-
-    @property
-    def eod(self) -> int:
-        return self._special["eos"]
-
-    @property
-    def pad(self) -> int | None:
-        return self._special.get("pad")
-
-    @property
-    def special(self) -> Mapping[str, int]:
-        return self._special
-
-    @property
-    def extra_ids(self) -> tuple[int, ...]:
-        return ()
-
     def encode(self, text: str) -> list[int]:
         return self._encoding.encode_ordinary(require_text(text))
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [self.encode(text) for text in texts]
-
     def decode(self, ids: Sequence[int]) -> str:
-        require_ids(ids, self._size)
+        require_ids(ids, self.vocab_size)
         return b"".join([self._bytes[number] for number in ids]).decode(errors="replace")
 
     def card(self) -> dict[str, Any]:
         return {
             "class": "TikTokenizer",
-            "vocab_size": self._size,
-            "special": {"eod": self.eod, **self._special},
+            "vocab_size": self.vocab_size,
+            "special": {"eod": self.eod, **self.special},
             "files": self._hashes,
             "settings": {"pattern": self._pattern, "num_special_tokens": self._num_special},
         }
-
-    @cached_property
-    def _hashes(self) -> dict[str, str]:
-        return file_hashes(self.files())
 
     def identity(self) -> dict[str, Any]:
         return {

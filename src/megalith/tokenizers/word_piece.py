@@ -13,14 +13,14 @@ words above 200 characters instead of 100. Classes of characters are those of th
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Mapping, Sequence
-from functools import cached_property
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from megalith.errors import DataError
-from megalith.tokenizers.card import file_hashes
 from megalith.tokenizers.protocol import Tokenizer
+from megalith.tokenizers.roles import Roles, TokenizerWithRoles
 from megalith.tokenizers.text import require_ids, require_text
 
 VOCABULARY_FILE = "vocab.txt"
@@ -38,7 +38,7 @@ _CHINESE = (
 _ASCII_PUNCTUATION = frozenset("!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~")
 
 
-class WordPieceTokenizer:
+class WordPieceTokenizer(TokenizerWithRoles):
     """`BertWordPieceLowerCase` and `BertWordPieceCase` of Megatron.
 
     Special tokens written out in a text are plain text. Decoding joins the words with spaces, as Megatron does: what
@@ -61,31 +61,12 @@ class WordPieceTokenizer:
             self._ids.setdefault(token, len(self._ids))
         self.tokens: tuple[str, ...] = tuple(self._ids)
         """The token of each id; a leading ## marks what goes on a word."""
-        self._special = {role: self._ids[token] for role, token in _ROLES.items()}
-        self._special |= {"unk": self._ids[_UNKNOWN], "bos": self._ids[_BEGIN], "eos": self._ids[_END]}
-        self._extra_ids = tuple(self._ids[token] for token in extra)
+        special = {role: self._ids[token] for role, token in _ROLES.items()}
+        special |= {"unk": self._ids[_UNKNOWN], "bos": self._ids[_BEGIN], "eos": self._ids[_END]}
+        extra_ids = tuple(self._ids[token] for token in extra)
+        self._roles = Roles(len(self.tokens), special["eos"], special, special["pad"], extra_ids)
         self._longest_token = max(map(len, self.tokens))
         self._words: dict[str, tuple[int, ...]] = {}
-
-    @property
-    def vocab_size(self) -> int:
-        return len(self.tokens)
-
-    @property
-    def eod(self) -> int:
-        return self._special["eos"]
-
-    @property
-    def pad(self) -> int | None:
-        return self._special["pad"]
-
-    @property
-    def special(self) -> Mapping[str, int]:
-        return self._special
-
-    @property
-    def extra_ids(self) -> tuple[int, ...]:
-        return self._extra_ids
 
     def encode(self, text: str) -> list[int]:
         remembered, ids = self._words, list[int]()
@@ -93,9 +74,6 @@ class WordPieceTokenizer:
             pieces = remembered.get(word)
             ids += self._take_apart(word) if pieces is None else pieces
         return ids
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [self.encode(text) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
         require_ids(ids, self.vocab_size)
@@ -109,14 +87,10 @@ class WordPieceTokenizer:
         return {
             "class": f"BertWordPiece{'LowerCase' if self._lower_case else 'Case'}",
             "vocab_size": self.vocab_size,
-            "special": {"eod": self.eod, **self._special},
+            "special": {"eod": self.eod, **self.special},
             "files": self._hashes,
             "settings": settings,
         }
-
-    @cached_property
-    def _hashes(self) -> dict[str, str]:
-        return file_hashes(self.files())
 
     def identity(self) -> dict[str, Any]:
         return {
@@ -146,7 +120,7 @@ class WordPieceTokenizer:
     def _pieces(self, word: str) -> list[int]:
         """The longest token that the word begins with, then the longest that goes on from there, and so on."""
         if len(word) > _LONGEST_WORD:
-            return [self._special["unk"]]
+            return [self.special["unk"]]
         ids, begin, mark = list[int](), 0, ""
         while begin < len(word):
             for end in range(min(len(word), begin + self._longest_token), begin, -1):
@@ -154,22 +128,22 @@ class WordPieceTokenizer:
                 if number is not None:
                     break
             else:
-                return [self._special["unk"]]
+                return [self.special["unk"]]
             ids.append(number)
             begin, mark = end, "##"
         return ids
 
 
-class _Translation(dict[int, str | None]):
+class _Translation(ABC, dict[int, str | None]):
     """A table for `str.translate` that works out each character when it first comes."""
 
     def __missing__(self, code: int) -> str | None:
         self[code] = translated = self.translated(code)
         return translated
 
+    @abstractmethod
     def translated(self, code: int) -> str | None:
         """What a character becomes; None takes it out."""
-        raise NotImplementedError
 
 
 class _Clean(_Translation):
