@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from megalith.config import ModelConfig, RunConfig
 from megalith.data.build import Datasets, build_datasets, build_gpt_datasets
+from megalith.data.masked.bert import BertSamples
 from megalith.data.masked.dataset import MaskedOptions
 from megalith.data.masked.ngrams import Masking
 from megalith.data.masked.t5 import T5Samples
@@ -50,7 +51,15 @@ def _t5_datasets(run: RunConfig, tokenizer: Tokenizer, sizes: Sizes) -> Datasets
 
 _LONGEST_SPAN = 10  # words that T5 guesses together at most, as Megatron's pretrain_t5.py has it
 
-_DATASETS: Mapping[str, DatasetsBuilder] = {"gpt": _gpt_datasets, "t5": _t5_datasets}
+
+def _bert_datasets(run: RunConfig, tokenizer: Tokenizer, sizes: Sizes) -> Datasets:
+    # Up to three words at once, whole ones: what pretrain_bert.py of Megatron asks for.
+    masking = Masking(run.data.mask_prob, longest_ngram=3)
+    options = MaskedOptions(run.data.seq_length, run.train.seed, masking, run.data.short_seq_prob)
+    return build_datasets(run.data, BertSamples(options, tokenizer, run.model.bert_binary_head), sizes=sizes)
+
+
+_DATASETS: Mapping[str, DatasetsBuilder] = {"gpt": _gpt_datasets, "bert": _bert_datasets, "t5": _t5_datasets}
 
 FAMILIES: Mapping[str, Family] = {name: Family(name, model.title, _DATASETS[name]) for name, model in MODELS.items()}
 

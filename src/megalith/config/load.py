@@ -23,6 +23,13 @@ ArgsReader = Callable[[str, int | None], Mapping[str, Any] | None]
 """Reads the saved args of the checkpoint that a folder, or an iteration of it, holds; None if it holds none."""
 
 
+FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "bert": {"tokenizer_type": "BertWordPieceLowerCase"},
+    "t5": {"tokenizer_type": "BertWordPieceLowerCase"},
+}
+"""What a family of models takes for a setting that is not given, as Megatron's entry scripts do."""
+
+
 def load(
     argv: Sequence[str],
     environ: Mapping[str, str] | None = None,
@@ -114,9 +121,10 @@ def _build(given: Mapping[str, Any], faulty: set[str], *, files: bool) -> tuple[
     """The configuration with None for what is missing, and what is wrong with it."""
     problems = []
     unusable = set(faulty)
+    defaults = FAMILY_DEFAULTS.get(str(given.get("model_family")), {})
     values = {}
     for setting in all_settings().values():
-        value = given.get(setting.name, setting.default)
+        value = given.get(setting.name, defaults.get(setting.name, setting.default))
         values[setting.name] = value
         if setting.name in faulty:
             continue

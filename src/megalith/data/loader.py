@@ -120,9 +120,12 @@ class BatchLoader:
         return {field: torch.from_numpy(np.stack([row[field] for row in rows])) for field in rows[0]}
 
     def _filling(self) -> dict[str, NDArray[Any]]:
-        """A sample that fills up a batch: the first one, without a loss."""
+        """A sample that fills up a batch: the first one, without a loss; BERT's has two of them."""
         sample = self._dataset[0]
-        return {**sample, "loss_mask": np.zeros_like(sample["loss_mask"])}
+        without = {"loss_mask": np.zeros_like(sample["loss_mask"])}
+        if "is_random" in sample:
+            without["is_random"] = np.full_like(sample["is_random"], -1)
+        return {**sample, **without}
 
     def _exhausted(self) -> DataError:
         dataset = self._dataset

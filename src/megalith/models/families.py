@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 
 from megalith.config import ModelConfig
+from megalith.models.bert import Bert
 from megalith.models.gpt import GPT
 from megalith.models.language_model import LanguageModel, Stage
 from megalith.models.t5 import T5
@@ -37,7 +38,7 @@ class ModelClass(Protocol):
     ) -> LanguageModel: ...
 
 
-MODELS: Mapping[str, ModelClass] = {"gpt": GPT, "t5": T5}
+MODELS: Mapping[str, ModelClass] = {"gpt": GPT, "bert": Bert, "t5": T5}
 """Name of a family, as `--model-family` has it -> its class."""
 
 

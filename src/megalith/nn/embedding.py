@@ -59,7 +59,8 @@ class TokenEmbedding(nn.Module):
 
     Shapes: tokens and positions [B, S] -> [S, B, D]; where the region holds a part of the sequence, that part of it.
 
-    `hidden_dtype` is that of the sum: of the weights, or wider.
+    `hidden_dtype` is that of the sum: of the weights, or wider. With `num_types` there is a third summand, of the type
+    of each token (BERT's: which of two runs of text it is of).
 
     Each rank looks up the words whose rows it holds, zeros stand for the others, and the sum over the ranks is
     complete (Shoeybi et al. 2019, arXiv:1909.08053, section 3).
@@ -73,6 +74,7 @@ class TokenEmbedding(nn.Module):
         dropout: float,
         region: Region,
         *,
+        num_types: int = 0,
         hidden_dtype: torch.dtype | None = None,
         dtype: torch.dtype,
         device: torch.device,
@@ -86,6 +88,9 @@ class TokenEmbedding(nn.Module):
             if max_positions is None
             else Embedding(max_positions, hidden_size, Replicated(), dtype=dtype, device=device)
         )
+        self.tokentype_embeddings = (
+            Embedding(num_types, hidden_size, Replicated(), dtype=dtype, device=device) if num_types else None
+        )
         self.dropout = HiddenDropout(dropout, region)
 
     def _words(self, tokens_BS: Tensor) -> Tensor:
@@ -97,10 +102,14 @@ class TokenEmbedding(nn.Module):
         masked: Tensor = self.word_embeddings(rows).masked_fill(elsewhere[..., None], 0.0)
         return masked
 
-    def forward(self, tokens_BS: Tensor, positions_BS: Tensor) -> Tensor:
+    def forward(self, tokens_BS: Tensor, positions_BS: Tensor, types_BS: Tensor | None = None) -> Tensor:
         hidden = leave(self._words(tokens_BS).transpose(0, 1), self.region)
         if self.position_embeddings is not None:
             positions = self.region.own_sequence(positions_BS, dim=1)
             hidden = hidden + self.position_embeddings(positions).transpose(0, 1)
+        if self.tokentype_embeddings is not None:
+            assert types_BS is not None, "the type of each token is needed"
+            types = self.region.own_sequence(types_BS, dim=1)
+            hidden = hidden + self.tokentype_embeddings(types).transpose(0, 1)
         embedded: Tensor = self.dropout(hidden.to(self.hidden_dtype).contiguous())
         return embedded

@@ -490,7 +490,7 @@ TABLE: list[tuple[str, tuple[str, ...]]] = [
     (f"{_BERT} --use-cpu-initialization", ("--use-cpu-initialization: Megatron's order of draws",)),
     (f"{_BERT} --calculate-per-token-loss", ("--calculate-per-token-loss: BERT's two losses",)),
     (
-        "-tokenizer-type -vocab-size --model-family bert --vocab-file {data}/vocab.json",
+        _BERT_ALONE,
         ("--mock-data: BERT learns from text in sentences", "--split-sentences"),
     ),
     (f"{_BERT} --eod-mask-loss", ("--eod-mask-loss: a sample of BERT is from one document",)),

@@ -1,0 +1,309 @@
+"""BERT: an encoder that sees all positions, a head that finds hidden words, and one that tells two texts apart.
+
+Megatron's assembly: layers with norms before them, a final norm, and for the hidden words a linear layer with GELU and
+norm before the word embedding (Devlin et al. 2018, arXiv:1810.04805, section 3.1). With
+`--apply-residual-connection-post-layernorm` the same names compute BERT as published, whose norms stand behind the
+residual sums (`models.huggingface_bert` says which is which).
+
+Activations are sequence first [S, B, D]; tokens and losses are [B, S]. Source: Megatron-LM `BertModel`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from megalith.config import ModelConfig
+from megalith.models.language_model import Inputs, LanguageModel, Loss, Stage
+from megalith.models.layer_options import layer_norm, rotations
+from megalith.models.transformer import Transformer
+from megalith.nn.attend import Mask
+from megalith.nn.attention import SequenceMixer
+from megalith.nn.embedding import TokenEmbedding
+from megalith.nn.feed_forward import gelu_erf
+from megalith.nn.linear import Linear
+from megalith.nn.loss import LogitsBuffer, OutputBias, OutputLayer, vocabulary_loss, whole_logits
+from megalith.nn.moe.balance import Alone, Peers
+from megalith.nn.placement import Placement, Replicated
+from megalith.nn.precision import at_least_fp32
+from megalith.nn.recompute import Recompute
+from megalith.nn.region import Region
+
+NO_LABEL = -1
+"""The label of a position where no word is hidden."""
+
+
+class LMHead(nn.Module):
+    """From hidden states to what is compared with the word embeddings. [..., D] -> [..., D]."""
+
+    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        size = config.hidden_size
+        self.dense = Linear(size, size, Replicated(), bias=True, dtype=dtype, device=device)
+        self.layer_norm = layer_norm(config, dtype, device)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        found: Tensor = self.layer_norm(gelu_erf(self.dense(hidden)))
+        return found
+
+
+class Pooler(nn.Module):
+    """A linear layer and tanh on the first position. [S, B, D] -> [B, D]."""
+
+    def __init__(self, hidden_size: int, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.dense = Linear(hidden_size, hidden_size, Replicated(), bias=True, dtype=dtype, device=device)
+
+    def forward(self, hidden_SBD: Tensor) -> Tensor:
+        return torch.tanh(self.dense(hidden_SBD[0]))
+
+
+class BiasedOutput(OutputLayer):
+    """An output layer of its own weights, with a bias."""
+
+    def __init__(
+        self, vocab_size: int, hidden_size: int, region: Region, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__(vocab_size, hidden_size, region, dtype=dtype, device=device)
+        self.bias = nn.Parameter(torch.empty(self.weight.shape[0], dtype=dtype, device=device))
+
+    def placements(self) -> dict[str, Placement]:
+        table = super().placements()
+        return {**table, "bias": table["weight"]}
+
+
+def of_first_position(x: Tensor, region: Region) -> Tensor:
+    """What was computed of the first position, on all ranks; only the rank that has it gets a gradient.
+
+    Where the region holds parts of the sequence the others have computed something else, of their first position.
+    """
+    if not region.partial_gradients:
+        return x
+    return region.total(x if region.index == 0 else torch.zeros_like(x) * x)
+
+
+class Bert(LanguageModel):
+    """A BERT, or one stage of it.
+
+    Args:
+        config: The architecture.
+        vocab_size: V, padded as the embedding table stores it.
+        region, mixer, peers, stage, recompute: As of `GPT`; whole sequences are here.
+
+    The weights are unset: `models.initialise` draws them, or a checkpoint fills them.
+    """
+
+    title = "BERT"
+    tokens_field = "text"
+    reports_means = True
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        vocab_size: int,
+        *,
+        region: Region | None = None,
+        mixer: SequenceMixer | None = None,
+        peers: Peers | None = None,
+        stage: Stage | None = None,
+        recompute: Recompute | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__(config, vocab_size, region=region, mixer=mixer, stage=stage, dtype=dtype, device=device)
+        assert self.mixer.parts == 1, "a rule of the configuration"
+        size, stage, device = config.hidden_size, self.stage, self.device
+        learned = config.position_embedding_type == "learned_absolute"
+        self.embedding = (
+            TokenEmbedding(
+                vocab_size,
+                size,
+                config.max_position_embeddings if learned else None,
+                config.hidden_dropout,
+                self.region,
+                num_types=2 if config.bert_binary_head else 0,
+                hidden_dtype=self.hidden_dtype,
+                dtype=dtype,
+                device=device,
+            )
+            if stage.embeds
+            else None
+        )
+        self.encoder = Transformer(
+            config,
+            stage,
+            self.region,
+            self.mixer,
+            peers or Alone(),
+            self.auxiliary,
+            recompute,
+            causal=False,
+            dtype=dtype,
+            device=device,
+        )
+        self.lm_head = LMHead(config, dtype=dtype, device=device) if stage.predicts else None
+        own = config.untie_embeddings_and_output_weights or not stage.embeds
+        self.output_layer = self._output(own=own) if stage.predicts else None
+        heads = stage.predicts and config.bert_binary_head
+        self.binary_head = Linear(size, 2, Replicated(), bias=True, dtype=dtype, device=device) if heads else None
+        self.pooler = Pooler(size, dtype=dtype, device=device) if heads else None
+        self._logits = LogitsBuffer()
+        self._rotations = rotations(config, dtype) if config.rotary_size else None
+
+    def _output(self, *, own: bool) -> OutputBias | BiasedOutput:
+        if not own:
+            return OutputBias(self.vocab_size, self.region, dtype=self.dtype, device=self.device)
+        return BiasedOutput(self.vocab_size, self.config.hidden_size, self.region, dtype=self.dtype, device=self.device)
+
+    @property
+    def loss_names(self) -> tuple[str, ...]:
+        return ("lm loss", "sop loss") if self.config.bert_binary_head else ("lm loss",)
+
+    @property
+    def output_weight(self) -> nn.Parameter:
+        """The weight [V, D] that maps hidden states to logits: the word embedding where they are tied."""
+        if isinstance(self.output_layer, BiasedOutput):
+            return self.output_layer.weight
+        assert self.embedding is not None, "this stage has no logits"
+        return self.embedding.word_embeddings.weight
+
+    @property
+    def output_bias(self) -> nn.Parameter:
+        """The bias [V] of the logits."""
+        assert self.output_layer is not None, "this stage has no logits"
+        return self.output_layer.bias
+
+    def blocks(self) -> Iterator[nn.Module]:
+        return iter(self.encoder.layers.values())
+
+    def prepare(self, batch: Mapping[str, Tensor]) -> Inputs:
+        """As of any model; the mask of the padding only where there is padding."""
+        own = dict(batch)
+        if bool(own["padding_mask"].all()):
+            del own["padding_mask"]
+        return super().prepare(own)
+
+    def part(self, inputs: Inputs, hidden: Tensor | None) -> Tensor:
+        return self._of(inputs, hidden)
+
+    def losses(self, inputs: Inputs, hidden: Tensor | None) -> tuple[Loss, ...]:
+        found = inputs.tensors
+        orders = found["is_random"] if self.binary_head is not None else None
+        losses = self._of(inputs, hidden, labels_BS=found["labels"], orders_B=orders)
+        length = found["labels"].shape[1]
+        mask = found["loss_mask"].reshape(-1).to(losses.dtype)
+        words = Loss(torch.sum(losses[:, :length].reshape(-1) * mask), mask.sum())
+        if orders is None:
+            return (words,)
+        return words, Loss(losses[:, length].sum(), (orders >= 0).sum().to(losses.dtype))
+
+    def _of(
+        self,
+        inputs: Inputs,
+        hidden: Tensor | None,
+        *,
+        labels_BS: Tensor | None = None,
+        orders_B: Tensor | None = None,
+    ) -> Tensor:
+        found = inputs.tensors
+        padding = found.get("padding_mask")
+        result: Tensor = self(
+            found["text"],
+            hidden_SBD=hidden,
+            types_BS=found["types"],
+            padding_BS=None if padding is None else padding == 0,
+            labels_BS=labels_BS,
+            orders_B=orders_B,
+        )
+        return result
+
+    def forward(
+        self,
+        tokens_BS: Tensor,
+        *,
+        hidden_SBD: Tensor | None = None,
+        types_BS: Tensor | None = None,
+        padding_BS: Tensor | None = None,
+        labels_BS: Tensor | None = None,
+        orders_B: Tensor | None = None,
+    ) -> Tensor:
+        """Find hidden words, or compute this stage's part of it.
+
+        Args:
+            tokens_BS: Token ids [B, S].
+            hidden_SBD: What the stage before this one returned; a stage that embeds takes none.
+            types_BS: Which run of text each token is of, 0 or 1; without the head that tells them apart of no effect.
+            padding_BS: True where tokens are padding; none is if absent. Every sequence has a token.
+            labels_BS: The hidden words [B, S], `NO_LABEL` elsewhere.
+            orders_B: 1 where the two runs of text have changed places, 0 where not, -1 where it does not count.
+
+        Returns:
+            With labels the loss of each token [B, S] in at least fp32, and with orders in a column more that of the
+            order of each sample [B, S + 1]; without labels the logits [B, S, V]. Where the stage does not predict,
+            hidden states [S, B, D] for the next one.
+        """
+        hidden_SBD = self.hidden_states(tokens_BS, hidden_SBD=hidden_SBD, types_BS=types_BS, padding_BS=padding_BS)
+        if not self.stage.predicts:
+            return hidden_SBD
+        if labels_BS is None:
+            return self.logits(hidden_SBD).transpose(0, 1)
+        assert self.lm_head is not None
+        loss_BS = vocabulary_loss(
+            self.lm_head(hidden_SBD),
+            self.output_weight,
+            labels_BS.t(),
+            self.sink,
+            self._logits,
+            self.region,
+            self.vocab_size,
+            bias=self.output_bias,
+            smoothing=self.config.label_smoothing if self.training else 0.0,
+            absent=NO_LABEL,
+        ).t()
+        if orders_B is None:
+            return loss_BS
+        logits_B2 = self.order_logits(hidden_SBD)
+        logits_B2 = logits_B2.to(at_least_fp32(logits_B2.dtype))
+        order_B = nn.functional.cross_entropy(logits_B2, orders_B, ignore_index=-1, reduction="none")
+        return torch.cat((loss_BS, order_B[:, None].to(loss_BS.dtype)), dim=1)
+
+    def hidden_states(
+        self,
+        tokens_BS: Tensor,
+        *,
+        hidden_SBD: Tensor | None = None,
+        types_BS: Tensor | None = None,
+        padding_BS: Tensor | None = None,
+    ) -> Tensor:
+        """The hidden states [S, B, D] behind the last layer that is here; arguments as of `forward`."""
+        length = tokens_BS.shape[1]
+        positions_S = torch.arange(length, device=tokens_BS.device)
+        if self.embedding is not None:
+            types_BS = types_BS if self.config.bert_binary_head else None
+            hidden_SBD = self.embedding(tokens_BS, positions_S.expand_as(tokens_BS), types_BS)
+        turn = None if self._rotations is None else self._rotations(positions_S, length)
+        states_SBD: Tensor = self.encoder(hidden_SBD, turn, mask=self._mask(padding_BS))
+        return states_SBD
+
+    def _mask(self, padding_BS: Tensor | None) -> Mask | None:
+        """No query sees padding; in Megatron's own kernel padding sees nothing, which means everything alike."""
+        if padding_BS is None:
+            return None
+        if self.config.fused_attention:
+            return Mask(padding_BS[:, None, :])
+        return Mask(padding_BS[:, None, :] | padding_BS[:, :, None])
+
+    def logits(self, hidden_SBD: Tensor) -> Tensor:
+        """Of the whole vocabulary. [S, B, D] -> [S, B, V]."""
+        assert self.lm_head is not None
+        return whole_logits(
+            self.lm_head(hidden_SBD), self.output_weight, self.region, self.vocab_size, self.output_bias
+        )
+
+    def order_logits(self, hidden_SBD: Tensor) -> Tensor:
+        """Of the two runs of text being in order, or not. [S, B, D] -> [B, 2]."""
+        assert self.pooler is not None and self.binary_head is not None
+        logits_B2: Tensor = self.binary_head(self.pooler(hidden_SBD))
+        return of_first_position(logits_B2, self.region)
