@@ -33,9 +33,8 @@ _LATENT = "--multi-latent-attention --position-embedding-type rope"
 _WORD_PIECE = "-tokenizer-type -vocab-size --tokenizer-type BertWordPieceLowerCase --vocab-file {data}/vocab.json"
 _T5_ALONE = f"-mock-data --data-path {{data}}/real --model-family t5 {_WORD_PIECE} --vocab-extra-ids 100"
 _T5 = f"{_T5_ALONE} --decoder-seq-length 32"
-_BERT = (
-    "-mock-data --data-path {data}/real -tokenizer-type -vocab-size --model-family bert --vocab-file {data}/vocab.json"
-)
+_BERT_ALONE = "-tokenizer-type -vocab-size --model-family bert --vocab-file {data}/vocab.json"
+_BERT = f"-mock-data --data-path {{data}}/real {_BERT_ALONE}"
 
 # What is added to (or, with a leading minus, taken from) GOOD -> what the one message contains.
 TABLE: list[tuple[str, tuple[str, ...]]] = [
