@@ -14,6 +14,8 @@ from megalith.layout import Layout
 from megalith.nn.moe.dispatch import HERE, Dispatcher
 from megalith.parallel.experts import DISPATCHERS
 
+from .test_parity import Case, _run
+
 TOKENS, CHOICES, SIZE, EXPERTS, RANKS = 5, 2, 3, 8, 4
 
 CHOSEN = {
@@ -104,3 +106,19 @@ def test_a_token_travels_once_to_each_rank_that_has_experts_of_it(chosen: str, d
             least += len({expert // (EXPERTS // RANKS) for expert in choices if expert < EXPERTS} - {rank})
     received = sum(found["alltoall", chosen][2] for found in dispatched)
     assert received == 4 * least  # there and back, and their gradients
+
+
+def _twice(case: Case) -> list[str]:
+    """The bits of losses, norms and gradients of two runs in the same layout."""
+    found = []
+    for _ in range(2):
+        result = _run(case)
+        gradients = [rows for _, pieces in sorted(result["gradients"].items()) for *_, rows in pieces]
+        found.append(repr(result["steps"]) + str([rows.view(torch.int64).sum().item() for rows in gradients]))
+    return found
+
+
+def test_a_repetition_gives_the_same_bits(ranks: Any) -> None:
+    case = Case(Layout(dp=2, ep=2), "mixture", dispatcher="alltoall", zero1=True)
+    for first, second in ranks.run(2, _twice, case):
+        assert first == second
