@@ -27,7 +27,6 @@ from megalith.data.loader import BatchLoader
 from megalith.distributed.context import ParallelContext
 from megalith.distributed.rng import RandomStreams
 from megalith.layout import Layout
-from megalith.models.gpt import GPT
 from megalith.nn.moe.experts import name_among_all
 from megalith.nn.placement import dim_of, global_shape, local_pieces
 from megalith.schedules.learning_rate import LearningRateSchedule
@@ -114,6 +113,12 @@ MODELS = {
         "--v-head-dim 6 --qk-layernorm --rotary-scaling-factor 8 --mscale-all-dim 0.7 --position-embedding-type rope "
         "--yarn-original-max-position-embeddings 8 --normalization RMSNorm --swiglu --ffn-hidden-size 24 "
         "--disable-bias-linear --untie-embeddings-and-output-weights"
+    ),
+    "bert": Model("", vocab_size=43, fields={"model_family": "bert"}),
+    "bert-published": Model(
+        "--apply-residual-connection-post-layernorm --attention-backend unfused --untie-embeddings-and-output-weights "
+        "--label-smoothing 0.1 --bert-no-binary-head",
+        fields={"model_family": "bert"},
     ),
     "sgd": Model("--optimizer sgd --decoupled-lr 0.02 --calculate-per-token-loss"),
     "muon": Model(
@@ -395,6 +400,23 @@ DATA = [
     Case(Layout(dp=2, cp=2), "one-group", data="blend"),
     Case(Layout(dp=2, cp=2), data="blend", exchange="a2a", zero1=True),
 ]
+BERT = [
+    Case(Layout(tp=2), "bert", data="pairs", sequence_parallel=True),
+    Case(Layout(pp=2), "bert", data="pairs"),
+    Case(Layout(dp=2), "bert", data="pairs", zero1=True),
+    Case(Layout(tp=2), "bert", data="pairs"),
+    Case(Layout(tp=4), "bert", data="pairs", sequence_parallel=True),
+    Case(Layout(pp=2), "bert", data="pairs", schedule="zb-h1"),
+    Case(Layout(tp=2, pp=2), "bert", data="pairs", sequence_parallel=True, virtual_stages=2),
+    Case(Layout(tp=2, dp=2), "bert", data="pairs", sequence_parallel=True, zero1=True),
+    Case(Layout(tp=2, dp=2), "bert", data="pairs", sequence_parallel=True, fsdp="zero3"),
+    Case(Layout(dp=2), "bert", data="pairs", fsdp="zero2", recompute="uniform-2"),
+    Case(Layout(tp=2), "bert", data="pairs", recompute="parts-core_attn+mlp"),
+    Case(Layout(tp=2), "bert-published", data="pairs", sequence_parallel=True),
+    Case(Layout(pp=2), "bert-published", data="pairs"),
+    Case(Layout(tp=2, dp=2), "bert-published", data="pairs", zero1=True),
+]
+"""BERT on pairs of texts with padding; the first three rows are always run."""
 EIGHT = [
     Case(Layout(tp=2, pp=2, dp=2), "one-group", sequence_parallel=True, virtual_stages=2, fsdp="zero3"),
     Case(Layout(tp=2, pp=2, dp=2), "llama", sequence_parallel=True, virtual_stages=2, zero1=True),
@@ -423,6 +445,27 @@ def _with_documents(batches: Iterator[Batch]) -> Iterator[Batch]:
         ids = torch.zeros(1, LENGTH, dtype=torch.int32)
         ids[0, list(rows[number % 5])[1:]] = 1
         yield {**batch, "document_ids": ids.cumsum(1, dtype=torch.int32)}
+
+
+def _pairs_of_texts(vocab_size: int, layout: Layout, replica: int, steps: int) -> Iterator[Batch]:
+    """Samples of BERT: two texts of random tokens, a few hidden, padding behind all but every third."""
+    generator = torch.Generator().manual_seed(6)
+    for number in range(steps * SAMPLES):
+        ids = torch.randint(0, vocab_size, (1, LENGTH), generator=generator)
+        length = LENGTH - 2 * (number % 3)
+        mask = torch.zeros(1, LENGTH, dtype=torch.int64)
+        mask[:, 1 : length : 2 + number % 4] = 1
+        positions = torch.arange(LENGTH)[None]
+        if number % layout.dp == replica:
+            yield {
+                "text": torch.where(mask == 1, ids.flip(1), ids),
+                "types": ((positions >= length // 2) & (positions < length)).long(),
+                "labels": torch.where(mask == 1, ids, -1),
+                "is_random": torch.tensor([number % 2]),
+                "padding_mask": (positions < length).long(),
+                "loss_mask": mask,
+                "truncated": torch.tensor([0]),
+            }
 
 
 class _Texts:
@@ -491,7 +534,7 @@ def _run(case: Case, flags: str = "", steps: int = STEPS) -> dict[str, Any]:
     )
     streams = RandomStreams(1, context)
     dtype = None if flags else torch.float64
-    chunks: list[GPT] = build_chunks(config, model.vocab_size, context, streams.own, dtype=dtype)
+    chunks = build_chunks(config, model.vocab_size, context, streams.own, dtype=dtype)
     draw_weights(config, chunks, streams, context)
     optimizer = build_run_optimizer(config, chunks, context)
     total, rate = steps * SAMPLES, 1e-2 if steps == STEPS else 1e-3
@@ -503,7 +546,7 @@ def _run(case: Case, flags: str = "", steps: int = STEPS) -> dict[str, Any]:
     )
     deferred = defer_weight_gradients(config, chunks, optimizer)
     state = TrainState(chunks, optimizer, streams, schedule, context=context, deferred=deferred)
-    read = _blend if case.data == "blend" else _batches
+    read = {"blend": _blend, "pairs": _pairs_of_texts}.get(case.data, _batches)
     batches = read(model.vocab_size, case.layout, context.dp.index, steps)
     if case.data == "documents":
         batches = _with_documents(batches)
@@ -519,7 +562,7 @@ def _run(case: Case, flags: str = "", steps: int = STEPS) -> dict[str, Any]:
             sources=SOURCES if case.data == "blend" else (),
         )
         gradients = gradients or _pieces_of_gradients(state)
-        results.append((result.loss, result.grad_norm))
+        results.append((sum(result.further_losses.values(), result.loss), result.grad_norm))
         tokens.append(dict(result.source_tokens))
     return {"steps": results, "gradients": gradients, "tokens": tokens}
 
@@ -571,7 +614,8 @@ For each gradient max|a - b| / max|b| over all ranks and rows; the bound is 1e-1
 `--use-distributed-optimizer`, `sp` `--sequence-parallel`, `vpp2` two virtual stages, `a2a` `--cp-comm-type a2a`,
 `recompute-uniform-2` full recomputation by this method and number of layers, `fsdp-zero3` `--use-torch-fsdp2`,
 `fsdp-zero2` the same with `--torch-fsdp2-no-reshard-after-forward`; `documents` attention that stays inside documents,
-`blend` the same with the samples of a blend of two datasets, read by each replica for itself.
+`blend` the same with the samples of a blend of two datasets, read by each replica for itself; `pairs` pairs of texts
+with padding, as BERT reads them.
 
 | layout | model | options | loss | worst of the gradients | gradients |
 |---|---|---|---|---|---|
@@ -647,9 +691,10 @@ ALWAYS = (
     | set(DATA[:4])
     | set(EXPERTS[:4])
     | set(LATENT[:1])
+    | set(BERT[:3])
     | set(EXPERT_PARALLEL[:3])
 )
-ALL = [*CASES, *OPTIONS, *OPTIMISERS, *DATA, *EXPERTS, *EXPERT_PARALLEL, *LATENT]
+ALL = [*CASES, *OPTIONS, *OPTIMISERS, *DATA, *EXPERTS, *EXPERT_PARALLEL, *LATENT, *BERT]
 ROWS = [pytest.param(case, marks=() if case in ALWAYS else pytest.mark.full) for case in ALL]
 
 
