@@ -7,6 +7,7 @@ never stopped, on the same samples, the global batch kept (F32).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from .test_train_checkpoint import (
     check_content,
     config_of,
     expected_here,
-    resume,
+    fill,
     save,
 )
 
@@ -64,15 +65,26 @@ def on_ranks(ranks: Any, case: Case, function: Any, *args: Any) -> list[Any]:
     return ranks.run(world_size, function, *args) if world_size > 1 else [function(*args)]
 
 
-def take_over(folder: str, flags: str, world_size: int, before: int, after: int) -> list[str]:
-    """Load what `before` filled, say what of it is wrong here, and save what `after` fills."""
-    state = build_state(config_of(flags, world_size, _rank(world_size)), ROWS)
+def take_over(
+    folder: str, flags: str, world_size: int, before: Sequence[int], after: int | None
+) -> dict[int, list[str]]:
+    """Load each of the iterations `before` into one state, and save what `after` fills.
+
+    Returns:
+        Iteration -> what of it is wrong here.
+    """
+    run = config_of(flags, world_size, _rank(world_size))
+    state, wrong = build_state(run, ROWS), {}
     store = DirectoryStore(folder, state.context)
-    found = find_checkpoint(store, before)
-    assert found is not None
-    restore(store, found, state, config_of(flags, world_size, _rank(world_size)))
-    wrong = [key for key, (live, value) in expected_here(state, before).items() if not torch.equal(live, value)]
-    save(folder, flags, world_size, ROWS, after)
+    for seed in before:
+        found = find_checkpoint(store, seed)
+        assert found is not None
+        restore(store, found, state, run)
+        here = expected_here(state, seed)
+        wrong[seed] = [key for key, (live, value) in here.items() if not torch.equal(live, value)]
+    if after is not None:
+        fill(state, after)
+        CheckpointSaver(store, run, IDENTITY).save(state)
     return wrong
 
 
@@ -80,42 +92,56 @@ def _rank(world_size: int) -> int:
     return torch.distributed.get_rank() if world_size > 1 else 0
 
 
-def test_a_checkpoint_goes_through_many_layouts(ranks: Any, tmp_path: Path) -> None:
-    """Each layout loads what the one before it saved, another one than it would have saved itself."""
-    folder = str(tmp_path)
-    some = [*LAYOUTS[::3], FSDP[0]]
-    # From the front and from the back in turn: neighbours have little in common.
-    order = [some[number // 2 if number % 2 == 0 else -1 - number // 2] for number in range(len(some))]
-    on_ranks(ranks, order[0], save, folder, flags_of(order[0]), order[0].layout.world_size, ROWS, 1)
-    for number, case in enumerate(order[1:], 1):
-        results = on_ranks(ranks, case, take_over, folder, flags_of(case), case.layout.world_size, number, number + 1)
-        assert all(wrong == [] for wrong in results), f"{order[number - 1]} to {case}: {results}"
-    check_content(DirectoryStore(tmp_path).folder(len(order)), "", ROWS, len(order))
+SOME = [
+    Case(Layout()),
+    Case(Layout(tp=2, pp=2), sequence_parallel=True, virtual_stages=2),
+    Case(Layout(cp=2, dp=2), zero1=True),
+    Case(Layout(tp=2, dp=2), fsdp="zero3"),
+    Case(Layout(pp=2), schedule="zb-h1"),
+    Case(Layout(pp=2, dp=2), fsdp="zero2"),
+    Case(Layout(tp=4)),
+]
+
+
+def test_each_layout_loads_what_those_before_it_saved(ranks: Any, tmp_path: Path) -> None:
+    for number, case in enumerate(SOME, 1):
+        before, size = range(1, number), case.layout.world_size
+        for wrong in on_ranks(ranks, case, take_over, str(tmp_path), flags_of(case), size, before, number):
+            assert wrong == {seed: [] for seed in before}, f"{case} reads from {SOME}"
+    check_content(DirectoryStore(tmp_path).folder(len(SOME)), "", ROWS, len(SOME))
+
+
+@pytest.fixture(scope="module")
+def saved(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder with a checkpoint of each layout."""
+    folder = str(tmp_path_factory.mktemp("saved"))
+    for number, case in enumerate(LAYOUTS, 1):
+        on_ranks(ranks, case, save, folder, flags_of(case), case.layout.world_size, ROWS, number)
+    return folder
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("before", LAYOUTS, ids=str)
-def test_every_layout_loads_every_other(ranks: Any, tmp_path: Path, before: Case) -> None:
-    world_size = before.layout.world_size
-    on_ranks(ranks, before, save, str(tmp_path), flags_of(before), world_size, ROWS, 5)
-    for case in LAYOUTS:
-        results = on_ranks(ranks, case, resume, str(tmp_path), flags_of(case), case.layout.world_size, ROWS)
-        assert all(result["wrong"] == [] for result in results), f"{before} to {case}"
+@pytest.mark.parametrize("after", LAYOUTS, ids=str)
+def test_every_layout_loads_every_other(ranks: Any, saved: str, after: Case) -> None:
+    seeds = range(1, len(LAYOUTS) + 1)
+    for wrong in on_ranks(ranks, after, take_over, saved, flags_of(after), after.layout.world_size, seeds, None):
+        assert wrong == {seed: [] for seed in seeds}, f"{after} reads from {LAYOUTS}"
 
 
 CARAVAN = [
     Case(Layout()),
-    Case(Layout(tp=2, pp=2), sequence_parallel=True),
     Case(Layout(dp=2), zero1=True),
+    Case(Layout(tp=2, pp=2), sequence_parallel=True),
+    Case(Layout(cp=4)),
     Case(Layout(pp=2), virtual_stages=2),
-    Case(Layout(cp=2, dp=2), zero1=True),
     Case(Layout(dp=4)),
+    Case(Layout(cp=2, dp=2), zero1=True),
     Case(Layout(tp=2), sequence_parallel=True),
     Case(Layout(pp=2, dp=2), fsdp="zero3"),
-    Case(Layout(pp=4), schedule="zb-h1"),
     Case(Layout(tp=4)),
-    Case(Layout(cp=4)),
+    Case(Layout(pp=4), schedule="zb-h1"),
 ]
+"""Every second one is a sample."""
 PRECISE = "--hidden-dropout 0 --attention-dropout 0 --clip-grad 0.5 --init-method-std 0.2"
 
 
@@ -143,9 +169,12 @@ def train_in(folder: str, flags: str, world_size: int, until: int) -> list[tuple
     return steps
 
 
-def test_a_run_that_changes_its_layout_is_the_run_that_does_not(ranks: Any, tmp_path: Path) -> None:
-    alone = train_in(str(tmp_path / "alone"), flags_of(Case(Layout())), 1, 2 * len(CARAVAN))
-    for number, case in enumerate(CARAVAN, 1):
+@pytest.mark.parametrize("cases", [CARAVAN[::2], pytest.param(CARAVAN, marks=pytest.mark.full)], ids=["some", "all"])
+def test_a_run_that_changes_its_layout_is_the_run_that_does_not(
+    ranks: Any, tmp_path: Path, cases: Sequence[Case]
+) -> None:
+    alone = train_in(str(tmp_path / "alone"), flags_of(Case(Layout())), 1, 2 * len(cases))
+    for number, case in enumerate(cases, 1):
         results = on_ranks(
             ranks, case, train_in, str(tmp_path / "caravan"), flags_of(case), case.layout.world_size, 2 * number
         )
@@ -155,4 +184,4 @@ def test_a_run_that_changes_its_layout_is_the_run_that_does_not(ranks: Any, tmp_
             assert iteration == at
             assert loss == pytest.approx(wanted, rel=1e-11), f"{case}, iteration {at}"
             assert norm == pytest.approx(wanted_norm, rel=1e-10), f"{case}, iteration {at}"
-    assert len({round(loss, 6) for _, loss, _ in alone}) == 2 * len(CARAVAN), "the losses must move"
+    assert len({round(loss, 6) for _, loss, _ in alone}) == 2 * len(cases), "the losses must move"
