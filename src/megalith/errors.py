@@ -42,6 +42,10 @@ class DamagedCheckpointError(CheckpointError):
     """The files of a checkpoint are not as they were saved; another one may be sound."""
 
 
+class OtherModelError(CheckpointError):
+    """The files of a checkpoint may be sound; what they hold is no model that this version has."""
+
+
 class LayoutError(MegalithError):
     """A tensor or a group of ranks cannot be divided in the way that is asked."""
 

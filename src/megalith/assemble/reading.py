@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from megalith.checkpoint import DirectoryStore, split_path
+from megalith.checkpoint.folder import damaged
 from megalith.config import ModelConfig, RunConfig, all_settings, from_values
 from megalith.config.foreign_args import model_of
-from megalith.errors import CheckpointError, ConfigError
+from megalith.errors import CheckpointError, ConfigError, OtherModelError
 
 
 def saved_args(checkpoint: Path, iteration: int | None = None) -> Mapping[str, Any]:
@@ -36,9 +37,11 @@ def saved_args(checkpoint: Path, iteration: int | None = None) -> Mapping[str, A
     for number in candidates:
         try:
             return vars(store.common(number).get("args", Namespace()))
-        except CheckpointError:
+        except OtherModelError:
+            raise
+        except CheckpointError as error:
             if number == candidates[-1]:
-                raise
+                raise damaged(store.folder(number), [str(error)]) from error
     raise AssertionError("the last candidate has returned or raised")
 
 

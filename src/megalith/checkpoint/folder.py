@@ -32,7 +32,7 @@ from megalith.checkpoint.manifest import MANIFEST_FILE
 from megalith.checkpoint.safe_loading import dump_bytes
 from megalith.checkpoint.source import Source, open_source
 from megalith.checkpoint.torch_dist_source import COMMON_FILE, FORMAT_FILE, TorchDistSource
-from megalith.errors import CheckpointError, DamagedCheckpointError
+from megalith.errors import CheckpointError, DamagedCheckpointError, OtherModelError
 
 _FORMAT = {
     "sharded_backend": "torch_dist",
@@ -186,6 +186,9 @@ class CheckpointFolder:
             part: which part of the work is done here; what is wrong with the whole is found by each.
             parts: in how many it is cut.
             deferred: leave the hashes of `read_through` to the load.
+
+        Raises:
+            OtherModelError: there may be nothing wrong, but it is no model that can be read.
         """
         try:
             body = self.manifest()
@@ -197,6 +200,8 @@ class CheckpointFolder:
             later = self.read_through()
             now = {name: record for name, record in records.items() if name not in later}
             return manifests.missing(self.path, body) + manifests.compare(self.path, _share(now, part, parts))
+        except OtherModelError:
+            raise
         except CheckpointError as error:
             return [str(error)]
 
@@ -264,4 +269,13 @@ def _share(records: Mapping[str, FileRecord], part: int, parts: int) -> dict[str
 
 def damaged(path: Path, problems: list[str]) -> DamagedCheckpointError:
     """The error for a checkpoint that must not be loaded."""
-    return DamagedCheckpointError(listing(f"{path} is damaged", problems))
+    return DamagedCheckpointError(listing(f"{path} is damaged", with_remedy(problems)))
+
+
+def with_remedy(problems: Sequence[str]) -> list[str]:
+    """What is wrong with a checkpoint and, at its end, what to do about it, if that is not said yet."""
+    said = any(" again" in problem for problem in problems)
+    return [
+        *problems,
+        *([] if said else ["copy the folder again from where it was written, or take another checkpoint"]),
+    ]

@@ -27,7 +27,7 @@ from megalith.checkpoint.formats.torch_dist import CHECKPOINT_VERSION, WORD_EMBE
 from megalith.checkpoint.model_space import ModelSpace, model_space
 from megalith.config.groups import PrecisionConfig, TokenizerConfig
 from megalith.config.saved_args import weights_args
-from megalith.errors import CheckpointError
+from megalith.errors import CheckpointError, OtherModelError
 from megalith.models.huggingface import DTYPES, HuggingFaceModel, model_of_config
 from megalith.models.huggingface_tensors import GPT2_PREFIX, Part, TheirTensor, follows_from_config, tensors_of
 from megalith.tokenizers.huggingface import TOKENIZER_FILE, holds_tokenizer, tokenizer_files
@@ -231,6 +231,8 @@ class HuggingFaceSource:
             self.contents()
             self.common()
             return self._two_outputs()
+        except OtherModelError:
+            raise
         except CheckpointError as error:
             return [str(error)]
 

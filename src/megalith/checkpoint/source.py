@@ -58,7 +58,11 @@ class Source(Protocol):
         ...
 
     def problems(self) -> list[str]:
-        """What is wrong with the files, so far as it can be seen without reading them through; empty if nothing is."""
+        """What is wrong with the files, so far as it can be seen without reading them through; empty if nothing is.
+
+        Raises:
+            OtherModelError: there may be nothing wrong, but it is no model that can be read.
+        """
         ...
 
     def changed(self, part: int = 0, parts: int = 1) -> list[str]:

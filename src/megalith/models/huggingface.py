@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megalith.config import ModelConfig
-from megalith.errors import CheckpointError
+from megalith.errors import CheckpointError, OtherModelError
 from megalith.models.huggingface_positions import (
     WINDOWS_OF,
     fits_windows,
@@ -98,7 +98,7 @@ def model_of_config(config: Any, where: str) -> HuggingFaceModel:
     problems += reading.unknown()
     if problems:
         head = f"{where} asks for what this version of Megalith does not have:"
-        raise CheckpointError("\n  ".join([head, *problems]))
+        raise OtherModelError("\n  ".join([head, *problems]))
     return HuggingFaceModel(family, model, vocab_size)
 
 
@@ -106,12 +106,14 @@ def _family_of(config: Mapping[str, Any], where: str) -> Family:
     known = ", ".join(FAMILIES)
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
-        raise CheckpointError(f"{where}: model_type {kind!r} is not among those that are read: {known}")
+        raise OtherModelError(
+            f"{where}: model_type {kind!r} is not among those that are read: {known}; give a folder of one of these"
+        )
     family, named = FAMILIES[kind], config.get("architectures") or [FAMILIES[kind].architecture]
     if family.architecture not in named:
-        raise CheckpointError(
+        raise OtherModelError(
             f"{where}: architectures is {named!r}; of {kind} only {family.architecture} is read, a language model with "
-            "its output layer"
+            "its output layer; give a folder of that"
         )
     return family
 
@@ -235,6 +237,7 @@ def _unlike(model: ModelConfig, kind: str) -> list[str]:
         "final_layernorm": True,
         "apply_residual_connection_post_layernorm": False,
         "attention_output_gate": False,
+        "multi_latent_attention": False,
         "softmax_type": "vanilla",
         "softmax_scale": None,
         "activation_func_clamp_value": None,

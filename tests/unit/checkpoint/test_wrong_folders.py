@@ -1,0 +1,72 @@
+"""Folders that are no checkpoint of ours, or no whole one: one message that says what was found and what to do."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from megalith.assemble.reading import saved_args
+from megalith.assemble.trained import load_trained
+from megalith.checkpoint import CheckpointContent, DirectoryStore
+from megalith.checkpoint.convert import Wanted, convert
+from megalith.errors import CheckpointError, DamagedCheckpointError, OtherModelError
+from megalith.train.checkpointing import find_checkpoint
+
+MakeContent = Callable[[int], CheckpointContent]
+AGAIN = "copy the folder again from where it was written, or take another checkpoint"
+WAYS: dict[str, Callable[[Path, Path], object]] = {
+    "train": lambda folder, _: find_checkpoint(DirectoryStore(folder)),
+    "convert": lambda folder, out: convert(folder, out, Wanted()),
+    "generate": lambda folder, _: load_trained(folder, torch.device("cpu")),
+    "serve": lambda folder, _: saved_args(folder),
+}
+"""What the commands begin with."""
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", ["bert", "t5"])
+def test_another_model_of_hugging_face_is_not_called_damaged(tmp_path: Path, kind: str, way: str) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": kind, "vocab_size": 7}))
+    (folder / "model.safetensors").write_bytes(b"")
+    with pytest.raises(OtherModelError) as caught:
+        WAYS[way](folder, tmp_path / "out")
+    assert f"{folder / 'config.json'}: model_type '{kind}' is not among those that are read: gpt2" in str(caught.value)
+    assert str(caught.value).endswith("give a folder of one of these") and "damaged" not in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, make_content: MakeContent) -> Path:
+    folder = tmp_path_factory.mktemp("whole")
+    DirectoryStore(folder).save(10, make_content(0), {})
+    return folder
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", [".metadata", "__0_1.distcp", "common.pt"])
+def test_a_folder_that_was_copied_in_part(whole: Path, tmp_path: Path, name: str, way: str) -> None:
+    folder = tmp_path / "half"
+    shutil.copytree(whole, folder)
+    path = folder / "iter_0000010" / name
+    path.unlink()
+    with pytest.raises(CheckpointError) as caught:
+        WAYS[way](folder, tmp_path / "out")
+    message = str(caught.value)
+    assert f"{path} is missing" in message and message.count("is missing") == 1
+    assert message.endswith(AGAIN) or "give another --load" in message
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_remedy_that_was_said_is_not_said_again(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{")
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(DamagedCheckpointError) as caught:
+        convert(tmp_path, tmp_path / "out", Wanted())
+    assert str(caught.value).count("again") == 1
