@@ -13,6 +13,8 @@ from torch import Tensor
 
 from megalith.assemble.model import params_dtype
 from megalith.checkpoint import CheckpointContent, DirectoryStore, split_path
+from megalith.checkpoint.fit import listing
+from megalith.checkpoint.folder import with_remedy
 from megalith.checkpoint.formats.torch_dist import WORD_EMBEDDINGS, model_chunks
 from megalith.config.foreign_args import model_of, precision_of, tokenizer_of
 from megalith.config.groups import TokenizerConfig
@@ -162,10 +164,13 @@ def _vocab_size(args: Mapping[str, Any], folder: Path) -> int:
 def _find(store: DirectoryStore, iteration: int | None, *, thorough: bool = False) -> tuple[int, list[str]]:
     if iteration is not None:
         if problems := store.verify(iteration, deferred=not thorough):
-            raise CheckpointError("\n  ".join([f"{store.folder(iteration)} is damaged:", *problems]))
+            raise CheckpointError(listing(f"{store.folder(iteration)} is damaged", with_remedy(problems)))
         return iteration, []
     newest, notes = store.newest_verified(deferred=not thorough)
     if newest is None:
-        what = "holds no sound checkpoint" if notes else "holds no checkpoint; give the folder that --save named"
-        raise CheckpointError("\n  ".join([f"{store.path} {what}", *notes]))
+        if notes:
+            raise CheckpointError(listing(f"{store.path} holds no sound checkpoint", with_remedy(notes)))
+        raise CheckpointError(
+            f"{store.path} holds no checkpoint; give the folder that --save named, or a Hugging Face folder"
+        )
     return newest, notes
