@@ -22,6 +22,8 @@ Source: Lepikhin et al. 2020, arXiv:2006.16668 (GShard), section 3; the two ways
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 import torch
 from torch import Tensor
 
@@ -92,7 +94,7 @@ def _order_here(experts_TK: Tensor, here: range) -> Order:
     return order_by_expert(own_TK.where((own_TK >= 0) & (own_TK < len(here)), len(here)), len(here))
 
 
-DISPATCHERS = {"allgather": AllGather, "alltoall": AllToAll}
+DISPATCHERS: Mapping[str, Callable[[Axis], Dispatcher]] = {"allgather": AllGather, "alltoall": AllToAll}
 """By `--moe-token-dispatcher-type`."""
 
 
