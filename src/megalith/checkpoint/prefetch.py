@@ -1,9 +1,9 @@
 """Files that are read soon, brought into the system's memory meanwhile.
 
-Between the decision for a checkpoint and its load a run builds its model and plans what to read, and the disk would have
-nothing to do. The system is only asked for what comes next: nothing is copied here, and no thread waits for the
-interpreter after every MiB while the planning holds it. Where the system needs the memory for something else, the load
-reads from the disk again.
+Between the decision for a checkpoint and its load a run builds its model and plans what to read, and the disk would
+have nothing to do. The system is only asked for what comes next: nothing is copied here, and no thread waits for the
+interpreter after every MiB while the planning holds it. Where the system needs the memory for something else, the
+load reads from the disk again.
 """
 
 from __future__ import annotations
