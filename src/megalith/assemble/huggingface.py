@@ -79,7 +79,7 @@ def _our_logits(tokens_BS: Tensor, weights: Weights, space: ModelSpace) -> Tenso
     model = GPT(space.model, space.vocab_size)
     for name, parameter, placement in named_placements(model):
         shape = global_shape(parameter.shape, placement, 1)
-        parameter.copy_(weights.read(name, shape, shape, space.num_layers))
+        parameter.copy_(weights.read(name, shape, shape, space.stacks))
     logits: Tensor = model.eval()(tokens_BS)
     return logits
 

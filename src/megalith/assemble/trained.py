@@ -19,10 +19,11 @@ from megalith.checkpoint.formats.torch_dist import WORD_EMBEDDINGS, model_chunks
 from megalith.config.foreign_args import model_of, precision_of, tokenizer_of
 from megalith.config.groups import TokenizerConfig
 from megalith.distributed.context import ParallelContext
-from megalith.errors import CheckpointError, DamagedCheckpointError, LayoutError
+from megalith.errors import CheckpointError, ConfigError, DamagedCheckpointError, LayoutError
 from megalith.layout import cut
+from megalith.models.families import model_class
 from megalith.models.gpt import GPT
-from megalith.models.language_model import Stage, named_placements
+from megalith.models.language_model import LanguageModel, Stage, named_placements
 from megalith.nn.placement import Placement
 from megalith.parallel.tensor import TensorParallel
 from megalith.tokenizers import Tokenizer, build_tokenizer
@@ -48,13 +49,27 @@ class Trained:
         from_huggingface: Whether it is a Hugging Face folder.
     """
 
-    model: GPT
+    model: LanguageModel
     tokenizer: Tokenizer
     iteration: int
     notes: tuple[str, ...]
     args: Mapping[str, Any] = field(default_factory=dict)
     tokenizer_card: Mapping[str, Any] | None = None
     from_huggingface: bool = False
+
+    @property
+    def gpt(self) -> GPT:
+        """The model, for whoever continues text.
+
+        Raises:
+            ConfigError: It is of another family.
+        """
+        if isinstance(self.model, GPT):
+            return self.model
+        raise ConfigError(
+            f"the checkpoint is of {self.model.title}, and this needs a model that continues text, a GPT; "
+            "megalith generate answers with T5"
+        )
 
 
 def load_trained(
@@ -107,7 +122,7 @@ def _trained(
     """
     args = vars(store.common(found).get("args", Namespace()))
     model_config, precision = model_of(args), precision_of(args)
-    model = GPT(
+    model = model_class(model_config)(
         model_config,
         _vocab_size(args, store.folder(found)),
         region=TensorParallel(context.tp) if context.tp.size > 1 else None,
@@ -116,7 +131,7 @@ def _trained(
         device=device,
     )
     content = CheckpointContent(
-        chunks=model_chunks(_stored(model), model_config.num_layers, rank=context.tp.index, size=context.tp.size)
+        chunks=model_chunks(_stored(model), model_config.stacks, rank=context.tp.index, size=context.tp.size)
     )
     store.load(found, content)
     model.requires_grad_(False)
@@ -149,7 +164,7 @@ def _stage(num_layers: int, context: ParallelContext) -> Stage:
     return Stage(part, embeds=pipeline.is_first, predicts=pipeline.is_last)
 
 
-def _stored(model: GPT) -> Iterator[tuple[str, Tensor, Placement]]:
+def _stored(model: LanguageModel) -> Iterator[tuple[str, Tensor, Placement]]:
     """Each parameter under the name that it is stored under: the second copy of a tied embedding is the first."""
     for name, parameter, placement in named_placements(model):
         yield WORD_EMBEDDINGS if name == model.copied_weight else name, parameter, placement

@@ -20,7 +20,7 @@ from megalith.checkpoint.fit import StoredTensor, short
 from megalith.checkpoint.formats.torch_dist import OptimizerScalars, read_optimizer_common
 from megalith.checkpoint.source import Source
 
-_STACKED = "decoder.layers."
+_STACKED = ("decoder.layers.", "encoder.layers.")
 _BLOCK = 2**22  # elements that are compared at once, so that what the arithmetic needs beside them stays small
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _COUNTERS = ("consumed_train_samples", "consumed_valid_samples")
@@ -114,7 +114,7 @@ def _of_key(
             yield TensorDifference(key, "; ".join(what))
             return
         shape = (rows, *held.shape[1:])
-    stacked = _STACKED in key
+    stacked = any(stack in key for stack in _STACKED)
     for layer in range(shape[0]) if stacked else [None]:
         a, b = _read(one, key, held, shape, layer), _read(other, key, match, shape, layer)
         name = key if layer is None else f"{key} of layer {layer}"

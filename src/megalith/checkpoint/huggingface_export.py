@@ -25,7 +25,7 @@ from megalith.checkpoint.commit import building, check_space, naming_full_disk, 
 from megalith.checkpoint.content import CheckpointContent, Chunk, volume
 from megalith.checkpoint.fit import Contents, short
 from megalith.checkpoint.folder import CheckpointFolder, damaged
-from megalith.checkpoint.formats.torch_dist import WORD_EMBEDDINGS, canonical_key
+from megalith.checkpoint.formats.torch_dist import WORD_EMBEDDINGS, Layers, canonical_key, layers_of
 from megalith.checkpoint.huggingface_source import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, files_of_tokenizer
 from megalith.checkpoint.locate import locate
 from megalith.checkpoint.model_space import OUTPUT_LAYER, ModelSpace, model_space_of
@@ -110,14 +110,14 @@ class Weights:
     def contents(self) -> Contents:
         return self._source.contents()
 
-    def read(self, name: str, shape: Sequence[int], whole: Sequence[int], num_layers: int) -> Tensor:
+    def read(self, name: str, shape: Sequence[int], whole: Sequence[int], num_layers: Layers) -> Tensor:
         """The first rows of a parameter.
 
         Args:
             name: of the parameter.
             shape: of what is wanted of it.
             whole: its shape in the checkpoint.
-            num_layers: of the whole model.
+            num_layers: of the whole model, or of each stack.
         """
         key, layer = canonical_key(name)
         tensor = torch.empty(tuple(shape), dtype=self.contents().tensors[key].dtype)
@@ -125,7 +125,9 @@ class Weights:
         if layer is None:
             chunk = Chunk(key, tensor, offset, tuple(whole))
         else:
-            chunk = Chunk(key, tensor.unsqueeze(0), (layer, *offset), (num_layers, *whole))
+            chunk = Chunk(
+                key, tensor.unsqueeze(0), (layer, *offset), (layers_of(name.partition(".")[0], num_layers), *whole)
+            )
         self._source.read(CheckpointContent([chunk]))
         return tensor
 
@@ -266,7 +268,7 @@ def _check_whole(contents: Contents, space: ModelSpace, where: str) -> None:
     wanted: dict[str, tuple[int, ...]] = {}
     for name, shape in space.shapes.items():
         key, layer = canonical_key(name)
-        wanted[key] = shape if layer is None else (space.num_layers, *shape)
+        wanted[key] = shape if layer is None else (layers_of(name.partition(".")[0], space.stacks), *shape)
     lines = [f"{key} is missing" for key in wanted if key not in contents.tensors]
     lines += [f"{key} is no part of the model" for key in contents.tensors if key not in wanted]
     lines += [
@@ -405,7 +407,7 @@ class _Reader:
             return self._kept[1]
         whole = self._space.shapes[name]
         shape = (self._rows, *whole[1:]) if name in (WORD_EMBEDDINGS, OUTPUT_LAYER) else whole
-        tensor = self._weights.read(name, shape, whole, self._space.num_layers)
+        tensor = self._weights.read(name, shape, whole, self._space.stacks)
         if name in self._shared:
             self._kept = (name, tensor)
         return tensor

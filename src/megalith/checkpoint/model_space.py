@@ -44,7 +44,16 @@ class ModelSpace:
     @property
     def tied(self) -> bool:
         """Whether the word embedding is the output layer's weight as well."""
-        return OUTPUT_LAYER not in self.shapes
+        return not self.model.untie_embeddings_and_output_weights
+
+    @property
+    def stacks(self) -> Mapping[str, int]:
+        """Layers of each stack."""
+        return self.model.stacks
+
+    def layers_in(self, layers: range) -> range:
+        """The numbers of the layers, of whichever stack, of a chunk that has these; several stacks are whole there."""
+        return layers if len(self.stacks) == 1 else range(max(self.stacks.values()))
 
     def local_shape(self, name: str, size: int, index: int) -> tuple[int, ...]:
         """The shape of what a place on a tensor-parallel axis of `size` ranks holds of a parameter.
@@ -69,7 +78,9 @@ class ModelSpace:
         names = []
         for name in self.shapes:
             parts = name.split(".")
-            if parts[:2] == ["decoder", "layers"]:
+            if first and last:
+                held = True
+            elif parts[0] in self.stacks and parts[1] == "layers":
                 held = int(parts[2]) in layers
             else:
                 held = first if parts[0] == "embedding" else last

@@ -24,7 +24,7 @@ from torch import Tensor
 from megalith.checkpoint.boxes import fill
 from megalith.checkpoint.content import CheckpointContent, Chunk, by_key, volume
 from megalith.checkpoint.fit import Contents, StoredTensor, listing
-from megalith.checkpoint.formats.megatron_names import flattened, is_parameter, module_name
+from megalith.checkpoint.formats.megatron_names import HEAD_OF_T5, flattened, is_parameter, module_name
 from megalith.checkpoint.formats.megatron_optimizer import (
     UnreadableState,
     buffer_tensors,
@@ -232,8 +232,11 @@ class PerRankSource:
         if not isinstance(body.get(key), Mapping):
             raise CheckpointError(f"{where} has no {key!r}; it holds {', '.join(map(str, body))}")
         named = [(name, value) for name, value in flattened(body[key]) if is_parameter(name)]
-        found = {module_name(name, stages[pp][chunk]) or name: (name, value) for name, value in named}
-        expected = space.names_of(pp, chunk, stages)
+        layers, expected = space.layers_in(stages[pp][chunk]), space.names_of(pp, chunk, stages)
+        found = {module_name(name, layers) or name: (name, value) for name, value in named}
+        for name in expected:
+            if name.startswith(HEAD_OF_T5) and name in found:
+                found.pop(name.removeprefix("lm_head."), None)
         lines = [f"{name} is missing" for name in expected if name not in found and not self._is_copy(name)]
         lines += [f"{raw} is not expected" for name, (raw, _) in found.items() if name not in expected]
         lines += [f"{raw} is no tensor" for raw, value in found.values() if not isinstance(value, Tensor)]
@@ -265,7 +268,7 @@ class PerRankSource:
             if not self._is_copy(name)
             for box in self._boxes(name, raw, tensor)
         ]
-        layers, placements = self._space.num_layers, self._space.placements
+        layers, placements = self._space.stacks, self._space.placements
         return weight_chunks(boxes, placements, layers, rank=place[0], size=self._layout.tp, once=True)
 
     def _state_chunks(self, place: Place, weights: Sequence[Named]) -> list[Chunk]:
@@ -276,7 +279,7 @@ class PerRankSource:
             if not self._is_copy(name)
             for box in self._boxes(f"{kind}.{name}", raw_of[name], tensor)
         ]
-        layers, placements = self._space.num_layers, self._space.placements
+        layers, placements = self._space.stacks, self._space.placements
         return optimizer_chunks(boxes, placements, layers, rank=place[0], size=self._layout.tp, once=True)
 
     def _state(self, place: Place, weights: Sequence[Named]) -> Iterator[tuple[str, str, Tensor]]:

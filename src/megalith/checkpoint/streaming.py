@@ -109,7 +109,7 @@ def write_torch_dist(
     check_nothing_is_lost(contents, chunks)
     fitted("the checkpoint", contents, CheckpointContent(chunks), keys_of(CheckpointContent(chunks)))
     objects = {
-        **extra_state_objects(space.num_layers),
+        **extra_state_objects(space.stacks),
         **_random_states(source, contents, Layout(tp=tp, pp=len(stages))),
     }
     encoded = EncodedContent(CheckpointContent(chunks, objects, common), files)
@@ -198,12 +198,12 @@ def _chunks(space: ModelSpace, contents: Contents, stages: Stages, stage: int, r
         return [Whole(prefix + name, torch.empty(shape, device="meta")) for name, shape in shapes.items()]
 
     common = {"rank": rank, "size": tp, "once": True}
-    found = weight_chunks(boxes(""), space.placements, space.num_layers, **common)  # type: ignore[arg-type]
+    found = weight_chunks(boxes(""), space.placements, space.stacks, **common)  # type: ignore[arg-type]
     kinds = {key.removeprefix(OPTIMIZER_PREFIX).partition(".")[0] for key in contents.tensors}
     by_muon = {"momentum_buffer", "exp_avg"} <= kinds  # which has the one of matrices and the other of the rest
     for state in _STATES:
         prefix = f"{OPTIMIZER_PREFIX}{state}."
-        part = optimizer_chunks(boxes(f"{state}."), space.placements, space.num_layers, **common)  # type: ignore[arg-type]
+        part = optimizer_chunks(boxes(f"{state}."), space.placements, space.stacks, **common)  # type: ignore[arg-type]
         if any(key.startswith(prefix) for key in contents.tensors):
             found += [chunk for chunk in part if chunk.key in contents.tensors or not by_muon]
     return [_like(chunk, contents) for chunk in found]

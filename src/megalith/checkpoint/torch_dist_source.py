@@ -323,7 +323,7 @@ class _Buckets:
         return weight_chunks(
             [WholeBox(part.name, tensor)],
             self._space.placements,
-            self._space.num_layers,
+            self._space.stacks,
             rank=part.rank,
             size=self._tp,
             once=True,

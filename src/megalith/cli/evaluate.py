@@ -224,7 +224,7 @@ def _measure(
         for note in trained.notes:
             warn(f"WARNING: {note}")
     say(_about(request, trained, context))
-    tokenizer, scorer = trained.tokenizer, Scorer(trained.model, context, batch_size=request.batch_size)
+    tokenizer, scorer = trained.tokenizer, Scorer(trained.gpt, context, batch_size=request.batch_size)
     listener = EvaluationConsole(say, request.log_interval)
     path = request.data or bundled_path()
     length, stride, _ = request.windows(scorer.context_length)
@@ -243,7 +243,7 @@ def _measure(
         vocab_size=tokenizer.vocab_size,
         iteration=trained.iteration,
         other_tokenizer=other,
-        never_trained=never_trained(trained.model, context),
+        never_trained=never_trained(trained.gpt, context),
         training_loss=training_loss(split_path(request.checkpoint)[0], trained.iteration),
     )
     about = {

@@ -98,7 +98,7 @@ def _engine(trained: Trained, options: argparse.Namespace) -> Engine:
     from megalith.serve.model_runner import ModelRunner, blocks_for
 
     samples, context = options.num_samples, trained.model.config.max_position_embeddings
-    runner = ModelRunner(trained.model, samples * blocks_for(context))
+    runner = ModelRunner(trained.gpt, samples * blocks_for(context))
     return Engine(runner, trained.tokenizer, Limits(running=max(64, samples), samples=max(128, samples)))
 
 

@@ -322,11 +322,9 @@ def _load(launch: _Launch, context: ParallelContext) -> tuple[Trained, Engine | 
         launch.checkpoint, context.device, launch.iteration, launch.tokenizer, context=context, dtype=dtype
     )
     blocks = _num_blocks(launch, trained, context)
+    model = trained.gpt
     runner: ModelRunner | RankRunner
-    if context.world.size == 1:
-        runner = ModelRunner(trained.model, blocks)
-    else:
-        runner = RankRunner(trained.model, context, blocks)
+    runner = ModelRunner(model, blocks) if context.world.size == 1 else RankRunner(model, context, blocks)
     if context.rank != 0:
         return trained, None, runner
     for note in trained.notes:

@@ -88,11 +88,11 @@ class MegalithLM(TemplateLM):
             _log.warning("%s", note)
         self._trained = trained
         size = int(str(batch_size)) if str(batch_size).isdigit() else DEFAULT_BATCH  # lm-eval also says "auto"
-        self._scorer = Scorer(trained.model, self._context, batch_size=size)
+        self._scorer = Scorer(trained.gpt, self._context, batch_size=size)
         self._max_length = min(max_length or self._scorer.context_length, self._scorer.context_length)
         self._max_gen_toks = max_gen_toks
         self._device = self._context.device
-        if never_trained(trained.model, self._context):
+        if never_trained(trained.gpt, self._context):
             _log.error("ALARM: the weights of %s are random: they were never trained", path)
         if self._context.rank > 0:
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # until the process ends
@@ -185,11 +185,11 @@ class MegalithLM(TemplateLM):
         context, blocks = self._context, self._scorer.batch_size * blocks_for(self._max_length)
         if context.tp.size * context.pp.size == 1:
             numbers = range(context.dp.index, len(requests), context.dp.size)
-            runner = ModelRunner(self._trained.model, blocks)
+            runner = ModelRunner(self._trained.gpt, blocks)
             own = dict(zip(numbers, self._serve(runner, [requests[number] for number in numbers]), strict=True))
             parts = comm.all_gather_objects(own, context.dp)
             return [parts[number % context.dp.size][number] for number in range(len(requests))]
-        shared = RankRunner(self._trained.model, context, blocks)
+        shared = RankRunner(self._trained.gpt, context, blocks)
         if context.rank > 0:
             shared.follow()
             answers = []

@@ -79,8 +79,10 @@ class T5(LanguageModel):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
+        assert stage is None or (stage.embeds and stage.predicts), "a rule of the configuration"
+        stage = Stage(range(max(config.stacks.values())))  # numbers of layers of either stack
         super().__init__(config, vocab_size, region=region, mixer=mixer, stage=stage, dtype=dtype, device=device)
-        assert self.stage.embeds and self.stage.predicts and self.mixer.parts == 1, "a rule of the configuration"
+        assert self.mixer.parts == 1, "a rule of the configuration"
         self.embedding = TokenEmbedding(
             vocab_size,
             config.hidden_size,

@@ -208,10 +208,10 @@ def saved_checkpoint(iteration: int, report: SaveReport, stall_seconds: float) -
 
 def content_of(state: TrainState, run: RunConfig) -> CheckpointContent:
     """Everything of a checkpoint that this rank writes; all ranks call this together."""
-    settings, layers, first = run.checkpoint, run.model.num_layers, _replicas(state).is_first
+    settings, stacks, first = run.checkpoint, run.model.stacks, _replicas(state).is_first
     content = CheckpointContent(
         chunks=chunks_to_save(state, run, with_optimizer=not settings.no_save_optim),
-        objects=dict(extra_state_objects(layers, _layers(state))) if first and state.context.tp.is_first else {},
+        objects=dict(extra_state_objects(stacks, _layers(state))) if first and state.context.tp.is_first else {},
         common={
             "args": _saved_args(state, run),
             "checkpoint_version": CHECKPOINT_VERSION,
@@ -262,7 +262,7 @@ def _model_chunks(state: TrainState, run: RunConfig, *, once: bool) -> list[Chun
     tp, names = state.context.tp, _stored_names(state, once=once)
     boxes = [replace(box, name=names[box.name]) for box in state.optimizer.weight_boxes() if box.name in names]
     return weight_chunks(
-        boxes, _stored_placements(state, names), run.model.num_layers, rank=tp.index, size=tp.size, once=once
+        boxes, _stored_placements(state, names), run.model.stacks, rank=tp.index, size=tp.size, once=once
     )
 
 
@@ -274,7 +274,7 @@ def _optimizer_chunks(state: TrainState, run: RunConfig, *, once: bool) -> list[
         if name in names:
             boxes.append(replace(box, name=f"{kind}.{names[name]}"))
     return optimizer_chunks(
-        boxes, _stored_placements(state, names), run.model.num_layers, rank=tp.index, size=tp.size, once=once
+        boxes, _stored_placements(state, names), run.model.stacks, rank=tp.index, size=tp.size, once=once
     )
 
 

@@ -19,10 +19,16 @@ from typing import Any
 
 EXTRA_STATE = "_extra_state"
 OUTPUT_LAYER = "output_layer"
-LINEARS = ("self_attention.linear_proj", "self_attention.linear_qkv", "mlp.linear_fc1", "mlp.linear_fc2")
+LINEARS = (
+    *("self_attention.linear_proj", "self_attention.linear_qkv", "mlp.linear_fc1", "mlp.linear_fc2"),
+    *("cross_attention.linear_proj", "cross_attention.linear_q", "cross_attention.linear_kv"),
+)
 """The modules of a layer that have an entry for the state of FP8."""
 
-_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+HEAD_OF_T5 = "lm_head.output_layer."
+"""The output layer of T5, which Megatron's model holds, and so writes, under `output_layer.` a second time."""
+
+_LAYER = re.compile(r"(encoder|decoder)\.layers\.(\d+)\.(.+)")
 _WRAPPERS = ("module.", "model.")
 
 # Applied in this order, each everywhere in the name.
@@ -101,8 +107,8 @@ def module_name(name: str, layers: Sequence[int]) -> str | None:
     match = _LAYER.fullmatch(name)
     if match is None:
         return name
-    local = int(match[1])
-    return f"decoder.layers.{layers[local]}.{match[2]}" if local < len(layers) else None
+    local = int(match[2])
+    return f"{match[1]}.layers.{layers[local]}.{match[3]}" if local < len(layers) else None
 
 
 def entries(names: Iterable[str], layers: Sequence[int], *, last: bool) -> Iterator[tuple[str, str | None]]:
@@ -116,7 +122,7 @@ def entries(names: Iterable[str], layers: Sequence[int], *, last: bool) -> Itera
     Yields:
         The name in the file and our name, None for the state of FP8, which stands after each linear.
     """
-    previous = ""
+    names, previous = list(names), ""
     for name in [*names, ""]:
         owner, _, _ = name.rpartition(".")
         if previous and owner != previous and previous.endswith(LINEARS):
@@ -124,6 +130,9 @@ def entries(names: Iterable[str], layers: Sequence[int], *, last: bool) -> Itera
         if name:
             yield _local(name, layers), name
         previous = owner
+    for name in names:
+        if name.startswith(HEAD_OF_T5):
+            yield name.removeprefix("lm_head."), name
     if last:
         yield f"{OUTPUT_LAYER}.{EXTRA_STATE}", None
 
@@ -131,7 +140,7 @@ def entries(names: Iterable[str], layers: Sequence[int], *, last: bool) -> Itera
 def _local(name: str, layers: Sequence[int]) -> str:
     """A name with the layer counted from the first of the stage."""
     match = _LAYER.match(name)
-    return f"decoder.layers.{layers.index(int(match[1]))}.{match[2]}" if match else name
+    return f"{match[1]}.layers.{layers.index(int(match[2]))}.{match[3]}" if match else name
 
 
 def legacy_path(name: str, layers: Sequence[int], generation: str, *, tied: bool) -> tuple[str, ...] | None:
@@ -152,12 +161,12 @@ def legacy_path(name: str, layers: Sequence[int], generation: str, *, tied: bool
     before_attention, before_mlp, final = LEGACY[generation]
     parts = {**_LEGACY_PARTS, "input_layernorm": before_attention, "pre_mlp_layernorm": before_mlp}
     owner, _, kind = name.rpartition(".")
-    if (match := _LAYER.fullmatch(owner)) is not None:
-        part = parts.get(match[2])
+    if (match := _LAYER.fullmatch(owner)) is not None and match[1] == "decoder":
+        part = parts.get(match[3])
         return (
             None
             if part is None
-            else ("language_model", "encoder", f"layers.{layers.index(int(match[1]))}.{part}.{kind}")
+            else ("language_model", "encoder", f"layers.{layers.index(int(match[2]))}.{part}.{kind}")
         )
     if owner == "decoder.final_layernorm":
         return "language_model", "encoder", f"{final}.{kind}"

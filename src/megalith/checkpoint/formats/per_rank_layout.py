@@ -220,7 +220,7 @@ class PlaceFiles:
         """Note that `view` of `tensor` holds what this place has of a parameter, or of its state."""
         space = self._target.space
         box = Whole(stored_name(space, name), view)
-        found = weight_chunks([box], space.placements, space.num_layers, rank=self.tp, size=self._target.tp)
+        found = weight_chunks([box], space.placements, space.stacks, rank=self.tp, size=self._target.tp)
         chunks = [Chunk(prefix + part.key, part.tensor, part.offset, part.global_shape) for part in found]
         self.rooms.append(Room(tensor, chunks))
 
@@ -252,7 +252,9 @@ class PlaceFiles:
         last = self.pp == len(stages) - 1 and chunk == len(stages[self.pp]) - 1
         return OrderedDict(
             (raw, None if name is None else self._room(name, self._target.dtype))
-            for raw, name in entries(self._names[chunk], stages[self.pp][chunk], last=last)
+            for raw, name in entries(
+                self._names[chunk], self._target.space.layers_in(stages[self.pp][chunk]), last=last
+            )
         )
 
     def _legacy_model(self, chunk: int) -> dict[str, Any]:

@@ -12,7 +12,7 @@ Megatron-LM core 0.16.1.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -34,8 +34,11 @@ RNG_KEY = "rng_state"
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 """The key of a tied embedding, wherever it is used."""
 
-_LAYERS = "decoder.layers."
-_LAYER_NAME = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+Layers = int | Mapping[str, int]
+"""Layers of the whole model, or of each of its stacks by name: `encoder`, `decoder`."""
+
+_LAYER_NAME = re.compile(r"(encoder|decoder)\.layers\.(\d+)\.(.+)")
+_STACK = re.compile(r"(encoder|decoder)\.layers\.")
 _FUSED_NORMS = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
@@ -46,6 +49,12 @@ _EXTRA_STATE_LINEARS = (
     "mlp.linear_fc1",
     "mlp.linear_fc2",
 )
+_EXTRA_STATE_ACROSS = ("cross_attention.linear_proj", "cross_attention.linear_q", "cross_attention.linear_kv")
+
+
+def layers_of(stack: str, layers: Layers) -> int:
+    """Layers of a stack of the whole model."""
+    return layers if isinstance(layers, int) else layers[stack]
 
 
 def canonical_key(name: str) -> tuple[str, int | None]:
@@ -57,11 +66,11 @@ def canonical_key(name: str) -> tuple[str, int | None]:
     match = _LAYER_NAME.fullmatch(name)
     if match is None:
         return name, None
-    layer, rest = int(match[1]), match[2]
+    stack, layer, rest = match[1], int(match[2]), match[3]
     for module, fused in _FUSED_NORMS.items():
         if rest.startswith(module):
             rest = fused + rest.removeprefix(module)
-    return _LAYERS + rest, layer
+    return f"{stack}.layers.{rest}", layer
 
 
 def module_name(key: str, layer: int | None) -> str:
@@ -72,22 +81,24 @@ def module_name(key: str, layer: int | None) -> str:
     """
     if layer is None:
         return key
-    assert key.startswith(_LAYERS), f"{key} is not a key of the stacked layers"
-    rest = key.removeprefix(_LAYERS)
+    stack = _STACK.match(key)
+    assert stack is not None, f"{key} is not a key of the stacked layers"
+    rest = key.removeprefix(stack[0])
     for module, fused in _FUSED_NORMS.items():
         if rest.startswith(fused):
             rest = module + rest.removeprefix(fused)
-    return f"{_LAYERS}{layer}.{rest}"
+    return f"{stack[0]}{layer}.{rest}"
 
 
 def is_stacked(key: str) -> bool:
     """Whether the tensor of a weight's key has the layers as its first dimension."""
-    return key.startswith(_LAYERS)
+    return _STACK.match(key) is not None
 
 
-def module_names(key: str, num_layers: int) -> list[str]:
+def module_names(key: str, num_layers: Layers) -> list[str]:
     """The module names of all the parameters that are stored under one key."""
-    return [module_name(key, layer) for layer in range(num_layers)] if is_stacked(key) else [key]
+    stack = _STACK.match(key)
+    return [key] if stack is None else [module_name(key, layer) for layer in range(layers_of(stack[1], num_layers))]
 
 
 class Box(Protocol):
@@ -132,7 +143,7 @@ class Whole:
 
 def model_chunks(
     named: Iterable[tuple[str, Tensor, Placement]],
-    num_layers: int,
+    num_layers: Layers,
     *,
     rank: int = 0,
     size: int = 1,
@@ -142,7 +153,7 @@ def model_chunks(
 
     Args:
         named: (module name, local tensor, placement of the parameter); layer numbers are global.
-        num_layers: layers of the whole model: the extent of the stacked axis.
+        num_layers: layers of the whole model, or of each stack: the extent of the stacked axis.
         rank: position on the tensor-parallel axis.
         size: extent of the tensor-parallel axis.
         once: leave out what a rank before this one on the axis holds too: over the ranks, each element once.
@@ -158,7 +169,7 @@ def model_chunks(
 def weight_chunks(
     boxes: Iterable[Box],
     placements: Mapping[str, Placement],
-    num_layers: int,
+    num_layers: Layers,
     *,
     rank: int = 0,
     size: int = 1,
@@ -181,7 +192,7 @@ def weight_chunks(
 def optimizer_chunks(
     boxes: Iterable[Box],
     placements: Mapping[str, Placement],
-    num_layers: int,
+    num_layers: Layers,
     *,
     rank: int = 0,
     size: int = 1,
@@ -206,16 +217,17 @@ def optimizer_chunks(
 
 
 def _chunks(
-    box: Box, name: str, prefix: str, placement: Placement, num_layers: int, rank: int, size: int, *, once: bool
+    box: Box, name: str, prefix: str, placement: Placement, num_layers: Layers, rank: int, size: int, *, once: bool
 ) -> list[Chunk]:
     """The chunks of a box that belongs to the parameter `name`; `prefix` stands before the key."""
     key, layer = canonical_key(name)
     if layer is None:
         return [Chunk(prefix + key, *part) for part in _parts(box, placement, rank, size, once=once)]
-    if layer >= num_layers:
-        raise LayoutError(f"{name} is outside a model of {num_layers} layers; pass the whole model's --num-layers")
+    total = layers_of(name.partition(".")[0], num_layers)
+    if layer >= total:
+        raise LayoutError(f"{name} is outside a model of {total} layers; pass the whole model's --num-layers")
     return [
-        Chunk(prefix + key, part.unsqueeze(0), (layer, *offset), (num_layers, *extent))
+        Chunk(prefix + key, part.unsqueeze(0), (layer, *offset), (total, *extent))
         for part, offset, extent in _parts(box, placement, rank, size, once=once)
     ]
 
@@ -237,17 +249,20 @@ def _with(values: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:
     return (*values[:dim], value, *values[dim + 1 :])
 
 
-def extra_state_objects(num_layers: int, layers: Iterable[int] | None = None) -> dict[str, None]:
+def extra_state_objects(num_layers: Layers, layers: Collection[int] | None = None) -> dict[str, None]:
     """The empty `_extra_state` entries that Megatron writes and asks for, one per linear and layer.
 
     Args:
-        num_layers: layers of the whole model.
+        num_layers: layers of the whole model, a decoder alone, or of each stack.
         layers: those to make entries for; all if None.
     """
+    stacks = {"decoder": num_layers} if isinstance(num_layers, int) else num_layers
     return {
-        f"{_LAYERS}{linear}._extra_state/shard_{layer}_{num_layers}": None
-        for layer in (range(num_layers) if layers is None else layers)
-        for linear in _EXTRA_STATE_LINEARS
+        f"{stack}.layers.{linear}._extra_state/shard_{layer}_{total}": None
+        for stack, total in stacks.items()
+        for layer in range(total)
+        for linear in (*_EXTRA_STATE_LINEARS, *(_EXTRA_STATE_ACROSS if len(stacks) > 1 and stack == "decoder" else ()))
+        if layers is None or layer in layers
     }
 
 

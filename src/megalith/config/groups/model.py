@@ -212,6 +212,13 @@ class ModelConfig(LatentSettings, ExpertSettings):
         return self.num_layers if self.decoder_num_layers is None else self.decoder_num_layers
 
     @property
+    def stacks(self) -> dict[str, int]:
+        """Layers of each stack, by the name that Megatron gives it in each family."""
+        if self.model_family == "t5":
+            return {"encoder": self.num_layers, "decoder": self.num_decoder_layers}
+        return {"encoder" if self.model_family == "bert" else "decoder": self.num_layers}
+
+    @property
     def query_groups(self) -> int:
         """Number of key and value heads."""
         return self.num_query_groups if self.group_query_attention else self.num_attention_heads
