@@ -15,7 +15,7 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from megalith.serve.http.connection import bounded_connection
-from megalith.serve.http.guard import Guard
+from megalith.serve.http.guard import App, Guard
 from megalith.serve.http.settings import Limits, ServerSettings
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
@@ -32,14 +32,16 @@ async def _nothing(scope: Any, receive: Any, send: Any) -> None:
 
 
 @asynccontextmanager
-async def listening(limits: Limits, draining: bool = False) -> AsyncIterator[int]:
+async def listening(limits: Limits, draining: bool = False, app: App = _nothing) -> AsyncIterator[int]:
     """The port of the guard behind real sockets."""
-    guard = Guard(_nothing, ServerSettings(api_keys=("k",), limits=limits), lambda: draining)
+    guard = Guard(app, ServerSettings(api_keys=("k",), limits=limits), lambda: draining)
     config = uvicorn.Config(
         guard, log_config=None, access_log=False, lifespan="off", h11_max_incomplete_event_size=limits.header_bytes
     )
     state, kind = ServerState(), bounded_connection(limits)
-    server = await asyncio.get_running_loop().create_server(lambda: kind(config, state, {}), "127.0.0.1", 0)
+    server = await asyncio.get_running_loop().create_server(
+        lambda: kind(config, state, {}), "127.0.0.1", 0, backlog=256
+    )
     try:
         yield server.sockets[0].getsockname()[1]
     finally:
@@ -143,3 +145,28 @@ def test_nobody_is_listened_to_for_ever(limits: Limits) -> None:
             return await asyncio.to_thread(flood, port)
 
     assert asyncio.run(run()) > 0
+
+
+def test_a_probe_does_not_wait_for_a_crowd() -> None:
+    """Eighty have asked when the server first looks, and then one asks how it is."""
+    order: list[str] = []
+
+    async def noted(scope: Any, receive: Any, send: Any) -> None:
+        order.append(scope["path"])
+        await _nothing(scope, receive, send)
+
+    async def run() -> None:
+        async with listening(LIMITS, app=noted) as port:
+            asked = [socket.create_connection(("127.0.0.1", port), timeout=60) for _ in range(81)]
+            for number, connection in enumerate(asked[:-1]):
+                connection.sendall(b"GET /%d HTTP/1.1\r\nHost: localhost\r\n" % number + KEY + b"\r\n")
+            asked[-1].sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            for connection in asked:
+                connection.setblocking(False)
+                assert await asyncio.get_running_loop().sock_recv(connection, 65536)
+                connection.close()
+
+    asyncio.run(run())
+    assert order.index("/health") < 40
+    order.remove("/health")
+    assert order == [f"/{number}" for number in range(80)]

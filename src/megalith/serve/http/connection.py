@@ -1,8 +1,10 @@
-"""A connection of uvicorn that does not wait for ever: for headers, for a reader, for a place; and ends so that its
-last answer arrives.
+"""A connection of uvicorn that does not wait for ever: for headers, for a reader, for a place; that takes its turn in a
+crowd; and ends so that its last answer arrives.
 
 uvicorn has a limit of time between requests only. This adds: the first byte to the last header, a socket that the
-client does not read, and the number of connections. Where an answer leaves a body unread, the connection ends in
+client does not read, and the number of connections. When hundreds connect at once, each would be read, understood and
+answered in step with all others, so that everybody waited for everybody: here they are taken in their order, a few at a
+time, and a probe of /health before them. Where an answer leaves a body unread, the connection ends in
 stages (RFC 9112, 9.6): a socket closed with unread bytes resets the connection, and what the client had not read of
 the answer is lost.
 """
@@ -10,7 +12,9 @@ the answer is lost.
 from __future__ import annotations
 
 import asyncio
+import functools
 import sys
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +23,27 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from megalith.serve.http.errors import ApiError
 from megalith.serve.http.settings import Limits
+
+_AT_A_TIME = 8
+_PROBE = b"GET /health "
+
+
+class _Turns:
+    """Runs what it is given in that order, a few in each round of the event loop."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[Callable[[], None]] = deque()
+
+    def add(self, turn: Callable[[], None]) -> None:
+        if not self._waiting:
+            asyncio.get_running_loop().call_soon(self._run)
+        self._waiting.append(turn)
+
+    def _run(self) -> None:
+        for _ in range(min(_AT_A_TIME, len(self._waiting))):
+            self._waiting.popleft()()
+        if self._waiting:
+            asyncio.get_running_loop().call_soon(self._run)
 
 
 class _Parting(asyncio.Transport):
@@ -85,10 +110,12 @@ class _Parting(asyncio.Transport):
 
 def bounded_connection(limits: Limits) -> type[H11Protocol]:
     """The class of connections with these limits."""
+    turns = _Turns()
 
     class Bounded(H11Protocol):
         _headers_due: asyncio.TimerHandle | None = None
         _stalled: asyncio.TimerHandle | None = None
+        _is_new = True
 
         def connection_made(self, transport: Any) -> None:
             self.transport: _Parting
@@ -101,7 +128,19 @@ def bounded_connection(limits: Limits) -> type[H11Protocol]:
         def data_received(self, data: bytes) -> None:
             if self.transport.parts:
                 self.transport.discard(len(data))
-                return
+            elif self._is_new and not data.startswith(_PROBE):
+                self._is_new = False
+                self.transport.pause_reading()
+                turns.add(functools.partial(self._take_turn, data))
+            else:
+                self._take(data)
+
+        def _take_turn(self, data: bytes) -> None:
+            if not self.transport.is_closing():
+                self.transport.resume_reading()
+                self._take(data)
+
+        def _take(self, data: bytes) -> None:
             before = self.cycle
             super().data_received(data)
             if self.cycle is not before:
