@@ -63,7 +63,7 @@ class Drawn:
         boxes = [Whole(name, torch.empty(shape, device="meta")) for name, shape in space.shapes.items()]
         self.weights = {
             chunk.key: StoredTensor(chunk.global_shape, torch.float32)
-            for chunk in weight_chunks(boxes, space.placements, space.num_layers)
+            for chunk in weight_chunks(boxes, space.placements, space.stacking)
         }
 
     def contents(self) -> Contents:

@@ -12,6 +12,7 @@ import torch
 
 from megalith.assemble.trained import load_trained
 from megalith.checkpoint import CheckpointContent, DirectoryStore
+from megalith.checkpoint.formats.stacking import stacking_of
 from megalith.checkpoint.formats.torch_dist import model_chunks
 from megalith.config import ModelConfig, PrecisionConfig, TokenizerConfig
 from megalith.config.saved_args import weights_args
@@ -52,7 +53,7 @@ def save(folder: Path, style: dict[str, Any]) -> Path:
             parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.2)
     args = weights_args(config, PrecisionConfig(), TokenizerConfig("NullTokenizer", vocab_size=VOCABULARY - 1))
     content = CheckpointContent(
-        chunks=model_chunks(named_placements(model), config.num_layers),
+        chunks=model_chunks(named_placements(model), stacking_of(config)),
         common={"args": Namespace(**args, padded_vocab_size=VOCABULARY), "iteration": 1, "checkpoint_version": 3.0},
     )
     DirectoryStore(folder).save(1, content, {})

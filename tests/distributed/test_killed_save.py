@@ -42,7 +42,8 @@ def half_of_a_model(rank, number):
     args |= dict(padded_vocab_size=8, params_dtype="float32")
     space = model_space_of(args, "test")
     boxes = [Whole(name, torch.full(shape, float(number))) for name, shape in space.shapes.items()]
-    return CheckpointContent(weight_chunks(boxes[rank::2], space.placements, 1), {}, {"args": Namespace(**args)})
+    chunks = weight_chunks(boxes[rank::2], space.placements, space.stacking)
+    return CheckpointContent(chunks, {}, {"args": Namespace(**args)})
 
 def save(rank, folder, rendezvous, number, point, killed, way):
     store = dist.FileStore(rendezvous, 2)

@@ -23,7 +23,8 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from megalith.assemble.model import build_chunks, build_run_optimizer, draw_weights
 from megalith.assemble.schedule import build_schedule
 from megalith.checkpoint import CheckpointContent, Chunk, DirectoryStore
-from megalith.checkpoint.formats.torch_dist import canonical_key, rng_object_key
+from megalith.checkpoint.formats.stacking import stacking_of
+from megalith.checkpoint.formats.torch_dist import rng_object_key
 from megalith.checkpoint.safe_loading import read_metadata
 from megalith.checkpoint.source import open_source
 from megalith.config import RunConfig, load
@@ -183,10 +184,9 @@ def compare_content(stored: dict[str, Tensor], flags: str, vocab_size: int, seed
     seen = set()
     for key, (_, value) in expected_here(state, seed).items():
         kind, name = key.split(" ")[:2]
-        stacked, layer = canonical_key(name)
-        full = stacked if kind == "param" else f"optimizer.state.{kind}.{stacked}"
-        held = stored[full] if layer is None else stored[full][layer]
-        assert torch.equal(held, value), f"{full}, layer {layer}"
+        slot = stacking_of(state.chunks[0].config).slot(name)
+        full = slot.key if kind == "param" else f"optimizer.state.{kind}.{slot.key}"
+        assert torch.equal(stored[full][slot.index], value), f"{full} {slot.index}"
         seen.add(full)
     assert set(stored) == seen
 
@@ -516,12 +516,12 @@ def _load_golden(folder: str, flags: str, vocab_size: int, whole: dict[str, Tens
     tp, pp, wrong = state.context.tp, state.context.pp, list[str]()
     for chunk in state.chunks:
         for name, parameter, placement in named_placements(chunk):
-            key, layer = canonical_key(name)
+            slot = stacking_of(chunk.config).slot(name)
             for kind, live in (
                 ("", parameter),
                 *((f"optimizer.state.{k}.", _moment(state, k, name)) for k in _MOMENTS),
             ):
-                stored = whole[kind + key] if layer is None else whole[kind + key][layer]
+                stored = whole[kind + slot.key][slot.index]
                 if not torch.equal(live.detach(), local_part(stored, placement, tp.size, tp.index)):
                     wrong.append(kind + name)
     key = rng_object_key(tp.index, tp.size, pp.index, pp.size)

@@ -23,7 +23,6 @@ from megalith.checkpoint.locate import locate
 from megalith.checkpoint.safe_loading import load_tensors_and_plain_data
 from megalith.checkpoint.source import open_source
 from megalith.cli.checkpoint import run
-from megalith.errors import CheckpointError
 
 from .goldens import Goldens
 from .test_torch_dist import equal, layout, plain_tensors, read_metadata
@@ -175,11 +174,15 @@ def test_inspect_and_verify_of_megatrons_own(case: str, saved: Unpack, capsys: p
         assert (facts["format"], facts["layout"]) == ("torch", "TP 1, PP 2")
 
 
-def test_a_model_with_experts_is_compared_and_not_yet_converted(
+def test_experts_of_several_ranks_convert_to_every_layout(
     saved: Unpack, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Golden `moe_ep2`: two expert-parallel ranks, with the states of both optimizers."""
     save = str(saved("moe_ep2"))
     assert run(["diff", save, save]) == 0
-    assert "equal: 51 of 51 tensors" in capsys.readouterr().out
-    with pytest.raises(CheckpointError, match="--num-experts"):
-        run(["convert", save, str(tmp_path)])
+    assert "equal: 87 of 87 tensors" in capsys.readouterr().out
+    for name, options in {"tp2": "--tp 2 --format torch", "pp2": "--pp 2 --format torch", "dist": "--tp 2"}.items():
+        assert run(["convert", save, str(tmp_path / name), *options.split()]) == 0
+        assert run(["verify", str(tmp_path / name)]) == 0
+        capsys.readouterr()
+        assert run(["diff", save, str(tmp_path / name)]) == 0, capsys.readouterr().out

@@ -20,7 +20,6 @@ import pytest
 import torch
 
 from megalith.checkpoint import CheckpointContent, Chunk, DirectoryStore
-from megalith.checkpoint.formats.torch_dist import canonical_key
 from megalith.checkpoint.model_space import ModelSpace, model_space_of
 from megalith.nn.placement import local_part
 
@@ -104,8 +103,8 @@ def expected(space: ModelSpace, whole: dict[str, torch.Tensor], name: str, layer
     if ours not in space.shapes:  # the second copy of a tied embedding
         assert ours == "output_layer.weight" and space.tied
         ours = "embedding.word_embeddings.weight"
-    key, layer = canonical_key(ours)
-    tensor = whole[prefix + key] if layer is None else whole[prefix + key][layer]
+    slot = space.stacking.slot(ours)
+    tensor = whole[prefix + slot.key][slot.index]
     return local_part(tensor, space.placements[ours], *place)
 
 

@@ -105,7 +105,7 @@ def expected_tensors(args: dict[str, Any], *, main: bool, states: bool) -> dict[
             drawn = values(name, 0 if whole else rank, 0, count).view(local)
             for kind in kinds:
                 box = Whole(name, drawn + SHIFTS.get(kind, 0.0))
-                for chunk in weight_chunks([box], space.placements, space.num_layers, rank=rank, size=tp):
+                for chunk in weight_chunks([box], space.placements, space.stacking, rank=rank, size=tp):
                     key = f"optimizer.state.{kind}.{chunk.key}" if kind else chunk.key
                     target = found.setdefault(key, torch.full(chunk.global_shape, -1.0))
                     place = tuple(slice(at, at + n) for at, n in zip(chunk.offset, chunk.tensor.shape, strict=True))

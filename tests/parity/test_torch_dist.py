@@ -21,9 +21,9 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from megalith.checkpoint import CheckpointContent, DirectoryStore
 from megalith.checkpoint.content import Chunk
+from megalith.checkpoint.formats.stacking import dense
 from megalith.checkpoint.formats.torch_dist import (
     Whole,
-    extra_state_objects,
     model_chunks,
     optimizer_chunks,
     optimizer_common,
@@ -132,8 +132,8 @@ def chunks_of(
     placements = {name: placement for name, (_, placement) in table.items()}
     named = [(name, tensor, placements[name]) for name, tensor in parameters.items()]
     boxes = [Whole(name, tensor) for name, tensor in optimizer.items()]
-    return model_chunks(named, LAYERS, rank=rank, size=size) + optimizer_chunks(
-        boxes, placements, LAYERS, rank=rank, size=size
+    return model_chunks(named, dense(LAYERS), rank=rank, size=size) + optimizer_chunks(
+        boxes, placements, dense(LAYERS), rank=rank, size=size
     )
 
 
@@ -180,7 +180,9 @@ def test_what_is_written_equals_what_megatron_wrote(case: str, golden: Any, tmp_
     loaded = theirs.load(10, content)
     assert loaded.unexpected == ()
 
-    rewritten = CheckpointContent(content.chunks, {**loaded.objects, **extra_state_objects(LAYERS)}, {"iteration": 10})
+    rewritten = CheckpointContent(
+        content.chunks, {**loaded.objects, **dense(LAYERS).extra_state_objects()}, {"iteration": 10}
+    )
     ours = DirectoryStore(tmp_path)
     ours.save(10, rewritten, {})
 
@@ -208,11 +210,11 @@ def test_objects_are_wrapped_as_megatron_wraps_them(golden: Any, tmp_path: Path)
     theirs = golden("gpt2_torch_dist") / "iter_0000010"
     ours = DirectoryStore(tmp_path)
     random_states = [{"random_rng_state": (3, (1, 2), None)}]
-    ours.save(1, CheckpointContent([], {rng_object_key(): random_states, **extra_state_objects(LAYERS)}), {})
+    ours.save(1, CheckpointContent([], {rng_object_key(): random_states, **dense(LAYERS).extra_state_objects()}), {})
     ours_metadata = read_metadata(ours.folder(1) / ".metadata")
     theirs_metadata = read_metadata(theirs / ".metadata")
     extra = {key for key, kind in layout(theirs_metadata).items() if kind == "object" and "_extra_state" in key}
-    assert extra == set(extra_state_objects(LAYERS))
+    assert extra == set(dense(LAYERS).extra_state_objects())
     for key in extra:
         for folder, metadata in ((ours.folder(1), ours_metadata), (theirs, theirs_metadata)):
             assert torch.load(io.BytesIO(object_bytes(folder, metadata, key)), weights_only=True) == [None]

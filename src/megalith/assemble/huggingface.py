@@ -16,8 +16,7 @@ from megalith.checkpoint.huggingface_export import Weights
 from megalith.checkpoint.model_space import ModelSpace
 from megalith.errors import CheckpointError
 from megalith.models.gpt import GPT
-from megalith.models.language_model import named_placements
-from megalith.nn.placement import global_shape
+from megalith.models.saved import saved_tensors
 
 TOLERANCE = 1e-5
 """The largest difference of logits that is taken for rounding, relative to the largest logit."""
@@ -77,9 +76,8 @@ def compare_logits(folder: Path, weights: Weights, space: ModelSpace, rows: int)
 @torch.no_grad()
 def _our_logits(tokens_BS: Tensor, weights: Weights, space: ModelSpace) -> Tensor:
     model = GPT(space.model, space.vocab_size)
-    for name, parameter, placement in named_placements(model):
-        shape = global_shape(parameter.shape, placement, 1)
-        parameter.copy_(weights.read(name, shape, shape, space.stacks))
+    for name, tensor, _ in saved_tensors(model):
+        tensor.copy_(weights.read(name, tensor.shape, space))
     logits: Tensor = model.eval()(tokens_BS)
     return logits
 

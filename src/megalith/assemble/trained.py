@@ -15,6 +15,7 @@ from megalith.assemble.model import params_dtype
 from megalith.checkpoint import CheckpointContent, DirectoryStore, split_path
 from megalith.checkpoint.fit import listing
 from megalith.checkpoint.folder import with_remedy
+from megalith.checkpoint.formats.stacking import stacking_of
 from megalith.checkpoint.formats.torch_dist import WORD_EMBEDDINGS, model_chunks
 from megalith.config.foreign_args import model_of, precision_of, tokenizer_of
 from megalith.config.groups import TokenizerConfig
@@ -23,7 +24,8 @@ from megalith.errors import CheckpointError, ConfigError, DamagedCheckpointError
 from megalith.layout import cut
 from megalith.models.families import model_class
 from megalith.models.gpt import GPT
-from megalith.models.language_model import LanguageModel, Stage, named_placements
+from megalith.models.language_model import LanguageModel, Stage
+from megalith.models.saved import saved_tensors
 from megalith.nn.placement import Placement
 from megalith.parallel.tensor import TensorParallel
 from megalith.tokenizers import Tokenizer, build_tokenizer
@@ -131,7 +133,7 @@ def _trained(
         device=device,
     )
     content = CheckpointContent(
-        chunks=model_chunks(_stored(model), model_config.stacks, rank=context.tp.index, size=context.tp.size)
+        chunks=model_chunks(_stored(model), stacking_of(model_config), rank=context.tp.index, size=context.tp.size)
     )
     store.load(found, content)
     model.requires_grad_(False)
@@ -166,8 +168,8 @@ def _stage(num_layers: int, context: ParallelContext) -> Stage:
 
 def _stored(model: LanguageModel) -> Iterator[tuple[str, Tensor, Placement]]:
     """Each parameter under the name that it is stored under: the second copy of a tied embedding is the first."""
-    for name, parameter, placement in named_placements(model):
-        yield WORD_EMBEDDINGS if name == model.copied_weight else name, parameter, placement
+    for name, tensor, placement in saved_tensors(model):
+        yield WORD_EMBEDDINGS if name == model.copied_weight else name, tensor, placement
 
 
 def _vocab_size(args: Mapping[str, Any], folder: Path) -> int:

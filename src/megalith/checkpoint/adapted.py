@@ -16,6 +16,7 @@ import torch
 
 from megalith.checkpoint.content import CheckpointContent, Chunk
 from megalith.checkpoint.fit import Contents, StoredTensor, fitted, keys_of, short
+from megalith.checkpoint.formats.stacking import stays_fp32
 from megalith.checkpoint.formats.torch_dist import (
     OPTIMIZER_PREFIX,
     WORD_EMBEDDINGS,
@@ -99,7 +100,7 @@ class InPrecision(Adapter):
     def contents(self) -> Contents:
         held = self.held
         weights = {
-            key: replace(stored, dtype=self._dtype or stored.dtype)
+            key: stored if stays_fp32(key) else replace(stored, dtype=self._dtype or stored.dtype)
             for key, stored in held.tensors.items()
             if not key.startswith(OPTIMIZER_PREFIX)
         }
@@ -125,7 +126,9 @@ class InPrecision(Adapter):
             precision = short(self._dtype) if self._dtype else _precision(args)
             scalars = read_optimizer_common(common["optimizer"])
             scaler = scalars.scaler if precision == "float16" else None
-            common["optimizer"] = optimizer_common(scalars.param_groups, scalars.step, scaler, precision)
+            # Experts that are spread over ranks have groups of their own, with the settings of the others.
+            groups = [group for group in scalars.param_groups if not group.get("is_expert_parallel")]
+            common["optimizer"] = optimizer_common(groups, scalars.step, scaler, precision)
         return common
 
     def read(self, content: CheckpointContent) -> dict[str, Any]:

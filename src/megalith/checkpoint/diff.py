@@ -9,18 +9,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megalith.checkpoint.adapted import InPrecision, WeightsOnly, args_of, over_vocabulary
+from megalith.checkpoint.adapted import InPrecision, WeightsOnly, args_of, over_vocabulary, weight_of
 from megalith.checkpoint.content import CheckpointContent, Chunk
 from megalith.checkpoint.fit import StoredTensor, short
+from megalith.checkpoint.formats.stacking import is_of_experts, stacked_axes
 from megalith.checkpoint.formats.torch_dist import OptimizerScalars, read_optimizer_common
 from megalith.checkpoint.source import Source
 
-_STACKED = ("decoder.layers.", "encoder.layers.")
 _BLOCK = 2**22  # elements that are compared at once, so that what the arithmetic needs beside them stays small
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _COUNTERS = ("consumed_train_samples", "consumed_valid_samples")
@@ -114,20 +115,25 @@ def _of_key(
             yield TensorDifference(key, "; ".join(what))
             return
         shape = (rows, *held.shape[1:])
-    stacked = any(stack in key for stack in _STACKED)
-    for layer in range(shape[0]) if stacked else [None]:
-        a, b = _read(one, key, held, shape, layer), _read(other, key, match, shape, layer)
-        name = key if layer is None else f"{key} of layer {layer}"
-        yield difference(name, a, b, what="; ".join(what))
+    weight = weight_of(key)
+    axes = stacked_axes(weight)
+    for index in product(*map(range, shape[:axes])):
+        a, b = _read(one, key, held, shape, index), _read(other, key, match, shape, index)
+        yield difference(_named(key, weight, index), a, b, what="; ".join(what))
 
 
-def _read(source: Source, key: str, stored: StoredTensor, shape: tuple[int, ...], layer: int | None) -> Tensor:
-    """One layer of a stacked tensor, or the part `shape` from the beginning of another."""
-    wanted, offset = shape, (0,) * len(shape)
-    if layer is not None:
-        wanted, offset = (1, *shape[1:]), (layer, *offset[1:])
-    tensor = torch.empty(wanted, dtype=stored.dtype)
-    source.read(CheckpointContent([Chunk(key, tensor, offset, stored.shape)]))
+def _named(key: str, weight: str, index: tuple[int, ...]) -> str:
+    """A key with the layer and the expert."""
+    kinds = ["layer", "expert"] if len(index) == 2 else ["expert" if is_of_experts(weight) else "layer"]
+    places = ", ".join(f"{kind} {at}" for kind, at in zip(kinds, index, strict=False))
+    return f"{key} of {places}" if places else key
+
+
+def _read(source: Source, key: str, stored: StoredTensor, shape: tuple[int, ...], index: tuple[int, ...]) -> Tensor:
+    """One layer or expert of a stacked tensor, or the part `shape` from the beginning of another."""
+    inner = shape[len(index) :]
+    tensor = torch.empty((*(1 for _ in index), *inner), dtype=stored.dtype)
+    source.read(CheckpointContent([Chunk(key, tensor, (*index, *(0 for _ in inner)), stored.shape)]))
     return tensor
 
 
@@ -184,17 +190,10 @@ def _state(common: Mapping[str, Any], architecture: Architecture, *, weights: bo
     state["iteration"] = common.get("iteration")
     state |= {name: args.get(name) for name in _COUNTERS}
     state |= {f"scheduler {name}": value for name, value in (common.get("opt_param_scheduler") or {}).items()}
-    for name, part in _optimizers(common.get("optimizer") or {}).items():
-        state |= {name + key: value for key, value in _optimizer_state(read_optimizer_common(part)).items()}
+    optimizer = common.get("optimizer") or {}
+    if "optimizer" in optimizer or "param_groups" in optimizer or 0 in optimizer:
+        state |= _optimizer_state(read_optimizer_common(optimizer))
     return state
-
-
-def _optimizers(state: Mapping[Any, Any]) -> dict[str, Mapping[Any, Any]]:
-    """The optimizers of a run by a prefix for each: models with experts have two, under numbers."""
-    numbered = [key for key in state if isinstance(key, int)]
-    if numbered:
-        return {f"optimizer {key}: ": state[key] for key in numbered}
-    return {"": state} if "optimizer" in state or "param_groups" in state else {}
 
 
 def _optimizer_state(scalars: OptimizerScalars) -> dict[str, Any]:

@@ -134,7 +134,7 @@ class TorchDistWriter:
 
 
 class PerRankWriter:
-    """Of format torch: the first of the replicas of each (tensor, pipeline) place lays out its files.
+    """Of format torch: the first of the replicas of each (tensor, pipeline, expert) place lays out its files.
 
     Args:
         content: what this rank writes. The common state is that of any rank, the objects those of its place.
@@ -151,7 +151,9 @@ class PerRankWriter:
         place = layout.coordinates(rank)
         dtype = getattr(torch, str(vars(content.common["args"])["params_dtype"]).removeprefix("torch."))
         self._target = target_of(content.common, content.objects, dtype, "the checkpoint to save")
-        self._place = (place["tp"], place["pp"]) if place["dp"] == place["cp"] == 0 else None
+        alike = next(ranks for ranks in layout.groups("cp", "dp") if rank in ranks)
+        copy = alike.index(rank)  # the first ones of these have all the experts, in order
+        self._place = (place["tp"], place["pp"], copy) if copy < layout.ep else None
         self._chunks, self._files = content.chunks, dict(files) if rank == 0 else {}
         self._cancelled = threading.Event()
         self._seconds = 0.0

@@ -25,7 +25,7 @@ from megalith.checkpoint.commit import building, check_space, naming_full_disk, 
 from megalith.checkpoint.content import CheckpointContent, Chunk, volume
 from megalith.checkpoint.fit import Contents, short
 from megalith.checkpoint.folder import CheckpointFolder, damaged
-from megalith.checkpoint.formats.torch_dist import WORD_EMBEDDINGS, Layers, canonical_key, layers_of
+from megalith.checkpoint.formats.torch_dist import WORD_EMBEDDINGS
 from megalith.checkpoint.huggingface_source import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, files_of_tokenizer
 from megalith.checkpoint.locate import locate
 from megalith.checkpoint.model_space import OUTPUT_LAYER, ModelSpace, model_space_of
@@ -110,24 +110,18 @@ class Weights:
     def contents(self) -> Contents:
         return self._source.contents()
 
-    def read(self, name: str, shape: Sequence[int], whole: Sequence[int], num_layers: Layers) -> Tensor:
+    def read(self, name: str, shape: Sequence[int], space: ModelSpace) -> Tensor:
         """The first rows of a parameter.
 
         Args:
             name: of the parameter.
             shape: of what is wanted of it.
-            whole: its shape in the checkpoint.
-            num_layers: of the whole model, or of each stack.
+            space: of the checkpoint.
         """
-        key, layer = canonical_key(name)
-        tensor = torch.empty(tuple(shape), dtype=self.contents().tensors[key].dtype)
-        offset = (0,) * tensor.ndim
-        if layer is None:
-            chunk = Chunk(key, tensor, offset, tuple(whole))
-        else:
-            chunk = Chunk(
-                key, tensor.unsqueeze(0), (layer, *offset), (layers_of(name.partition(".")[0], num_layers), *whole)
-            )
+        slot = space.stacking.slot(name)
+        tensor = torch.empty(tuple(shape), dtype=self.contents().tensors[slot.key].dtype)
+        offset = (*slot.index, *(0,) * tensor.ndim)
+        chunk = Chunk(slot.key, tensor[(None,) * len(slot.index)], offset, space.whole_shape(name))
         self._source.read(CheckpointContent([chunk]))
         return tensor
 
@@ -170,7 +164,7 @@ def export(
     table = tensors_of(family, space.model, rows)
     contents = weights.contents()
     _check_whole(contents, space, str(found))
-    layout = _Layout.of(table, contents, limit)
+    layout = _Layout.of(table, space, contents, limit)
     config = config_of_model(
         family,
         space.model,
@@ -266,9 +260,8 @@ def _check_whole(contents: Contents, space: ModelSpace, where: str) -> None:
         CheckpointError: names those that are missing, of another shape or too much.
     """
     wanted: dict[str, tuple[int, ...]] = {}
-    for name, shape in space.shapes.items():
-        key, layer = canonical_key(name)
-        wanted[key] = shape if layer is None else (layers_of(name.partition(".")[0], space.stacks), *shape)
+    for name in space.shapes:
+        wanted[space.stacking.slot(name).key] = space.whole_shape(name)
     lines = [f"{key} is missing" for key in wanted if key not in contents.tensors]
     lines += [f"{key} is no part of the model" for key in contents.tensors if key not in wanted]
     lines += [
@@ -346,13 +339,13 @@ class _Layout:
     shards: list[list[_Entry]]
 
     @classmethod
-    def of(cls, table: Sequence[TheirTensor], contents: Contents, limit: int) -> _Layout:
+    def of(cls, table: Sequence[TheirTensor], space: ModelSpace, contents: Contents, limit: int) -> _Layout:
         """Cut the tensors, in their order, into files of at most `limit` bytes, as transformers does."""
         shards: list[list[_Entry]] = []
         current: list[_Entry] = []
         for tensor in table:
-            key, _ = canonical_key(tensor.parts[0].parameter)
-            entry = _Entry(tensor, contents.tensors[key].dtype)
+            slot = space.stacking.slot(tensor.parts[0].parameter)
+            entry = _Entry(tensor, contents.tensors[slot.key].dtype)
             if entry.bytes > limit:
                 shards.append([entry])
                 continue
@@ -407,7 +400,7 @@ class _Reader:
             return self._kept[1]
         whole = self._space.shapes[name]
         shape = (self._rows, *whole[1:]) if name in (WORD_EMBEDDINGS, OUTPUT_LAYER) else whole
-        tensor = self._weights.read(name, shape, whole, self._space.stacks)
+        tensor = self._weights.read(name, shape, self._space)
         if name in self._shared:
             self._kept = (name, tensor)
         return tensor

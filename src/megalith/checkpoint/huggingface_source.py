@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from torch import Tensor
 from megalith.checkpoint.boxes import fill
 from megalith.checkpoint.content import CheckpointContent, Chunk, volume
 from megalith.checkpoint.fit import Contents, StoredTensor, listing, short
-from megalith.checkpoint.formats.torch_dist import CHECKPOINT_VERSION, WORD_EMBEDDINGS, canonical_key
+from megalith.checkpoint.formats.torch_dist import CHECKPOINT_VERSION, WORD_EMBEDDINGS
 from megalith.checkpoint.model_space import ModelSpace, model_space
 from megalith.config.groups import PrecisionConfig, TokenizerConfig
 from megalith.config.saved_args import weights_args
@@ -122,15 +123,17 @@ class HuggingFaceSource:
         return found
 
     @cached_property
-    def _held(self) -> dict[str, dict[int | None, list[_Held]]]:
-        """Key in model space -> layer -> what is in the files of it. Checks names, shapes and dtypes.
+    def _held(self) -> dict[str, dict[tuple[int, ...], list[_Held]]]:
+        """Key in model space -> place on its leading axes (layer, expert) -> what is in the files of it.
+
+        Names, shapes and dtypes are checked.
 
         Raises:
             CheckpointError: the files do not hold what config.json says; lists every difference.
         """
         table = tensors_of(self.about.family, self.about.model, self.about.vocab_size)
         stored, lines = dict(self._stored), []
-        found: dict[str, dict[int | None, list[_Held]]] = {}
+        found: dict[str, dict[tuple[int, ...], list[_Held]]] = {}
         for tensor in table:
             held = stored.pop(tensor.name, None) or stored.pop(tensor.name.removeprefix(GPT2_PREFIX), None)
             if held is None:
@@ -141,8 +144,8 @@ class HuggingFaceSource:
                 lines.append(f"{held.name} is {held.dtype}; this version reads {', '.join(_OF_SAFETENSORS)}")
             else:
                 for part in tensor.parts:
-                    key, layer = canonical_key(part.parameter)
-                    found.setdefault(key, {}).setdefault(layer, []).append(_Held(held, tensor, part))
+                    slot = self._space.stacking.slot(part.parameter)
+                    found.setdefault(slot.key, {}).setdefault(slot.index, []).append(_Held(held, tensor, part))
         tied = not self.about.model.untie_embeddings_and_output_weights
         further = [name for name in stored if not follows_from_config(name) and not (tied and name == OUTPUT_LAYER)]
         lines += [f"{name} is no part of the model that {CONFIG_FILE} describes" for name in further]
@@ -152,14 +155,12 @@ class HuggingFaceSource:
 
     def contents(self) -> Contents:
         tensors = {}
-        for key, by_layer in self._held.items():
-            held = [item for items in by_layer.values() for item in items]
+        for key, by_index in self._held.items():
+            held = [item for items in by_index.values() for item in items]
             dtype = _OF_SAFETENSORS[held[0].stored.dtype]
             for item in held:
                 dtype = torch.promote_types(dtype, _OF_SAFETENSORS[item.stored.dtype])
-            shape = self._space.shapes[held[0].part.parameter]
-            stacked = None not in by_layer
-            tensors[key] = StoredTensor((len(by_layer), *shape) if stacked else shape, dtype, len(held))
+            tensors[key] = StoredTensor(self._space.whole_shape(held[0].part.parameter), dtype, len(held))
         return Contents(tensors, frozenset())
 
     def common(self) -> dict[str, Any]:
@@ -208,18 +209,16 @@ class HuggingFaceSource:
 
     def _fill(self, chunk: Chunk, files: _Files) -> int:
         """Copy into a chunk its rows of the tensors in the files; returns the number of elements."""
-        by_layer, copied = self._held[chunk.key], 0
-        stacked = None not in by_layer
-        rows = 1 if stacked else 0  # the dimension of the chunk that parts are counted along
-        first, last = chunk.offset[rows], chunk.offset[rows] + chunk.tensor.shape[rows]
-        layers = range(chunk.offset[0], chunk.offset[0] + chunk.tensor.shape[0]) if stacked else [None]
-        for layer in layers:
-            for item in by_layer[layer]:
+        by_index, copied = self._held[chunk.key], 0
+        spans = [range(start, start + size) for start, size in zip(chunk.offset, chunk.tensor.shape, strict=True)]
+        rows = len(next(iter(by_index)))  # the dimension of the chunk that parts are counted along
+        first, last = spans[rows].start, spans[rows].stop
+        for index in product(*spans[:rows]):
+            for item in by_index[index]:
                 if item.part.at < last and first < item.part.at + item.part.length:
                     held = item.tensor.rows(files.tensor(item.stored), item.part)
-                    offset = (item.part.at, *(0,) * (held.ndim - 1))
-                    if layer is not None:
-                        held, offset = held.unsqueeze(0), (layer, *offset)
+                    offset = (*index, item.part.at, *(0,) * (held.ndim - 1))
+                    held = held[(None,) * rows]
                     copied += fill(chunk, [Chunk(chunk.key, held, offset, chunk.global_shape)])
         return copied
 
@@ -241,7 +240,7 @@ class HuggingFaceSource:
         second = self._stored.get(OUTPUT_LAYER)
         if second is None or self.about.model.untie_embeddings_and_output_weights:
             return []
-        (words,) = self._held[WORD_EMBEDDINGS][None]
+        (words,) = self._held[WORD_EMBEDDINGS][()]
         with ExitStack() as stack:
             files = _Files(stack)
             if second.shape == words.stored.shape and torch.equal(files.tensor(second), files.tensor(words.stored)):

@@ -8,17 +8,33 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
+from torch.nn import Parameter
+
+from megalith.checkpoint.formats.stacking import Stacking, expert_of, stacking_of
 from megalith.config import ModelConfig
 from megalith.config.foreign_args import model_of, parallel_of
 from megalith.errors import CheckpointError, LayoutError
-from megalith.layout import Stages, split_layers
+from megalith.layout import Stages, cut, split_layers
 from megalith.models.families import model_class
-from megalith.models.language_model import named_placements
+from megalith.models.saved import saved_tensors
 from megalith.nn.placement import Placement, dim_of, local_pieces
 
 OUTPUT_LAYER = "output_layer.weight"
+
+
+@dataclass(frozen=True)
+class Share:
+    """The part of the experts of each layer that an expert-parallel rank has: the index-th of `size`."""
+
+    index: int = 0
+    size: int = 1
+
+    def of(self, experts: int) -> range:
+        """Their numbers."""
+        return range(*cut(experts, self.size, self.index))
 
 
 @dataclass(frozen=True)
@@ -30,16 +46,23 @@ class ModelSpace:
         vocab_size: rows of the embedding, padding included.
         shapes: parameter name -> shape of the global tensor, in module order.
         placements: parameter name -> placement.
+        buffers: names among these of what no optimizer moves; in fp32, whatever dtype the weights have.
     """
 
     model: ModelConfig
     vocab_size: int
     shapes: dict[str, tuple[int, ...]]
     placements: dict[str, Placement]
+    buffers: frozenset[str] = frozenset()
 
     @property
     def num_layers(self) -> int:
         return self.model.num_layers
+
+    @cached_property
+    def stacking(self) -> Stacking:
+        """Under which keys its parameters stand."""
+        return stacking_of(self.model)
 
     @property
     def tied(self) -> bool:
@@ -55,6 +78,10 @@ class ModelSpace:
         """The numbers of the layers, of whichever stack, of a chunk that has these; several stacks are whole there."""
         return layers if len(self.stacks) == 1 else range(max(self.stacks.values()))
 
+    def whole_shape(self, name: str) -> tuple[int, ...]:
+        """The shape of the tensor that a parameter stands in, leading axes included."""
+        return (*self.stacking.slot(name).extents, *self.shapes[name])
+
     def local_shape(self, name: str, size: int, index: int) -> tuple[int, ...]:
         """The shape of what a place on a tensor-parallel axis of `size` ranks holds of a parameter.
 
@@ -66,8 +93,17 @@ class ModelSpace:
         rows = sum(piece.length for piece in local_pieces(placement, shape[dim], size, index))
         return (*shape[:dim], rows, *shape[dim + 1 :])
 
-    def names_of(self, stage: int, chunk: int, stages: Stages) -> list[str]:
-        """The parameters of one virtual chunk of a pipeline stage, in module order.
+    def moved_names_of(self, stage: int, chunk: int, stages: Stages) -> list[str]:
+        """`names_of` of what an optimizer has state of."""
+        return [name for name in self.names_of(stage, chunk, stages) if name not in self.buffers]
+
+    def names_of(self, stage: int, chunk: int, stages: Stages, experts: Share = Share()) -> list[str]:
+        """What one virtual chunk of a pipeline stage holds, in module order.
+
+        Args:
+            stage, chunk: which one.
+            stages: layers by [stage][virtual chunk].
+            experts: which part of the experts is there.
 
         The copy of a tied embedding that the last stage holds stands last, as `output_layer.weight`, which is no name
         of the model's own.
@@ -84,19 +120,21 @@ class ModelSpace:
                 held = int(parts[2]) in layers
             else:
                 held = first if parts[0] == "embedding" else last
-            if held:
+            expert = expert_of(name)
+            if held and (expert is None or expert in experts.of(self.model.num_experts or 0)):
                 names.append(name)
         return [*names, OUTPUT_LAYER] if last and not first and self.tied else names
 
 
 def model_space(model: ModelConfig, vocab_size: int) -> ModelSpace:
     """The model space of an architecture."""
-    table = list(named_placements(model_class(model)(model, vocab_size, device="meta")))
+    table = list(saved_tensors(model_class(model)(model, vocab_size, device="meta")))
     return ModelSpace(
         model,
         vocab_size,
-        {name: tuple(parameter.shape) for name, parameter, _ in table},
+        {name: tuple(tensor.shape) for name, tensor, _ in table},
         {name: placement for name, _, placement in table},
+        frozenset(name for name, tensor, _ in table if not isinstance(tensor, Parameter)),
     )
 
 

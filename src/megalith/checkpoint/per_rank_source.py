@@ -1,7 +1,8 @@
-"""Reading folders of Megatron's format `torch`: one file for each (tensor, pipeline) place.
+"""Reading folders of Megatron's format `torch`: one file for each (tensor, pipeline, expert) place.
 
-    mp_rank_<tensor>[_<pipeline>]/model_optim_rng.pt    weights under the names of its modules, optimizer, random states
-    mp_rank_<tensor>[_<pipeline>]/distrib_optim.pt      the flat buffers of the distributed optimizer, where it was used
+    mp_rank_<tensor>[_<pipeline>][_<expert>]/
+        model_optim_rng.pt    weights under the names of its modules, optimizer, random states
+        distrib_optim.pt      the flat buffers of the distributed optimizer, where it was used
 
 Files are mapped, so that a tensor is read when it is asked for, and the boxes of model space are views of it. Names and
 layouts of all generations: `formats.megatron_names`, `formats.megatron_optimizer`.
@@ -24,27 +25,41 @@ from torch import Tensor
 from megalith.checkpoint.boxes import fill
 from megalith.checkpoint.content import CheckpointContent, Chunk, by_key, volume
 from megalith.checkpoint.fit import Contents, StoredTensor, listing
-from megalith.checkpoint.formats.megatron_names import HEAD_OF_T5, flattened, is_parameter, module_name
+from megalith.checkpoint.formats.megatron_names import (
+    HEAD_OF_T5,
+    flattened,
+    grouped_experts,
+    is_parameter,
+    module_name,
+)
 from megalith.checkpoint.formats.megatron_optimizer import (
     UnreadableState,
     buffer_tensors,
     chunk_buffers,
     is_distributed,
-    scalars,
-    single,
+    optimizers,
+    scalars_common,
     state_tensors,
 )
-from megalith.checkpoint.formats.per_rank_layout import BUFFER_FILE, MODEL_FILE, chunk_key, folder_name
+from megalith.checkpoint.formats.per_rank_layout import (
+    BUFFER_FILE,
+    MODEL_FILE,
+    Place,
+    check_expert_tensor_size,
+    chunk_key,
+    folder_name,
+)
 from megalith.checkpoint.formats.torch_dist import (
     WORD_EMBEDDINGS,
     optimizer_chunks,
     optimizer_common,
+    read_optimizer_common,
     rng_object_key,
     weight_chunks,
 )
 from megalith.checkpoint.laid_out import changed_records
 from megalith.checkpoint.mapped import MappedFolder
-from megalith.checkpoint.model_space import OUTPUT_LAYER, ModelSpace, model_space_of, stages_of
+from megalith.checkpoint.model_space import OUTPUT_LAYER, ModelSpace, Share, model_space_of, stages_of
 from megalith.checkpoint.safe_loading import map_tensors
 from megalith.errors import CheckpointError, LayoutError
 from megalith.layout import Stages
@@ -60,9 +75,6 @@ _SCHEDULE = {
     "num_iters": "num_steps",
 }
 
-
-Place = tuple[int, int]
-"""Tensor-parallel rank and pipeline stage."""
 
 Named = dict[str, tuple[str, Tensor]]
 """Our name of a parameter -> its name in the file and the tensor, in the order of the file."""
@@ -83,18 +95,31 @@ class _Layout:
     """How the run was divided that wrote a checkpoint.
 
     Attributes:
-        tp, pp: sizes.
+        tp, pp, ep: sizes.
         stages: layers by [stage][virtual chunk].
     """
 
     tp: int
     pp: int
+    ep: int
     stages: Stages
 
     @property
     def places(self) -> list[Place]:
-        """All (tensor, pipeline) places."""
-        return list(product(range(self.tp), range(self.pp)))
+        """All (tensor, pipeline, expert) places."""
+        return list(product(range(self.tp), range(self.pp), range(self.ep)))
+
+    def __str__(self) -> str:
+        experts = f" x expert-parallel {self.ep}" if self.ep > 1 else ""
+        return f"tensor-parallel {self.tp} x pipeline {self.pp}{experts}"
+
+    def folder(self, place: Place) -> str:
+        """The name of the folder of a place."""
+        return folder_name(place, self.pp, self.ep)
+
+    def share(self, place: Place) -> Share:
+        """The experts of a place."""
+        return Share(place[2], self.ep)
 
 
 class PerRankSource:
@@ -147,15 +172,12 @@ class PerRankSource:
     @cached_property
     def _layout(self) -> _Layout:
         args = self._args
-        if int(args.get("expert_model_parallel_size") or 1) > 1 or args.get("num_experts"):
-            raise CheckpointError(
-                f"{self.path} is of a model with experts (--num-experts {args.get('num_experts')}), which this "
-                "version does not read yet"
-            )
+        check_expert_tensor_size(args, str(self.path))
+        ep = int(args.get("expert_model_parallel_size") or 1)
         pp = int(args.get("pipeline_model_parallel_size") or 1)
         # Before checkpoint version 3 the size had another name.
         tp = int(args.get("tensor_model_parallel_size") or args.get("model_parallel_size") or 1)
-        return _Layout(tp, pp, stages_of(args, self._space.num_layers, str(self.path)))
+        return _Layout(tp, pp, ep, stages_of(args, self._space.num_layers, str(self.path)))
 
     @cached_property
     def _files(self) -> dict[Place, Mapping[str, Any]]:
@@ -166,7 +188,7 @@ class PerRankSource:
                 checkpoint.
         """
         layout = self._layout
-        folder_of = {place: folder_name(*place, layout.pp) for place in layout.places}
+        folder_of = {place: layout.folder(place) for place in layout.places}
         lines = []
         for name in folder_of.values():
             if not self._found.get(name):
@@ -177,9 +199,8 @@ class PerRankSource:
         if lines:
             raise CheckpointError(
                 listing(
-                    f"{self.path} is not whole: its args say tensor-parallel {layout.tp} x pipeline {layout.pp}, so "
-                    f"that it has {len(folder_of)} folders {next(iter(folder_of.values()))} to "
-                    f"{list(folder_of.values())[-1]}",
+                    f"{self.path} is not whole: its args say {layout}, so that it has {len(folder_of)} folders "
+                    f"{next(iter(folder_of.values()))} to {list(folder_of.values())[-1]}",
                     [*lines, "copy the folder again from where it was written, or load another iteration"],
                 )
             )
@@ -227,20 +248,35 @@ class PerRankSource:
         Raises:
             CheckpointError: there are others than the model has, or of other shapes.
         """
-        (tp, pp), stages, space, where = place, self._layout.stages, self._space, self._file(place, MODEL_FILE)
+        (tp, pp, _), stages, space, where = place, self._layout.stages, self._space, self._file(place, MODEL_FILE)
+        experts = self._experts(place)
         key = chunk_key(chunk, len(stages[pp]))
         if not isinstance(body.get(key), Mapping):
             raise CheckpointError(f"{where} has no {key!r}; it holds {', '.join(map(str, body))}")
         named = [(name, value) for name, value in flattened(body[key]) if is_parameter(name)]
-        layers, expected = space.layers_in(stages[pp][chunk]), space.names_of(pp, chunk, stages)
-        found = {module_name(name, layers) or name: (name, value) for name, value in named}
+        layers, expected = (
+            space.layers_in(stages[pp][chunk]),
+            space.names_of(pp, chunk, stages, self._layout.share(place)),
+        )
+        found = {module_name(name, layers, experts.start) or name: (name, value) for name, value in named}
         for name in expected:
             if name.startswith(HEAD_OF_T5) and name in found:
                 found.pop(name.removeprefix("lm_head."), None)
-        lines = [f"{name} is missing" for name in expected if name not in found and not self._is_copy(name)]
-        lines += [f"{raw} is not expected" for name, (raw, _) in found.items() if name not in expected]
+        grouped = {name: grouped_experts(name, experts) for name in found}
+        held = {one for name, several in grouped.items() for one in several or [name]}
+        lines = [f"{name} is missing" for name in expected if name not in held and not self._is_copy(name)]
+        known = set(expected)
+        lines += [
+            f"{raw} is not expected"
+            for name, (raw, _) in found.items()
+            if not known.issuperset(grouped[name] or [name])
+        ]
         lines += [f"{raw} is no tensor" for raw, value in found.values() if not isinstance(value, Tensor)]
         shapes = {name: self._shape(name, tp) for name in expected}
+        for name, several in grouped.items():
+            if known.issuperset(several) and several:
+                rows, columns = shapes[several[0]]
+                shapes[name] = (columns, len(several) * rows) if name.endswith("1") else (len(several) * columns, rows)
         lines += [
             f"{raw} has shape {list(value.shape)} instead of {list(shapes[name])}"
             for name, (raw, value) in found.items()
@@ -249,6 +285,10 @@ class PerRankSource:
         if lines:
             raise CheckpointError(listing(f"{where} does not hold the model that its args describe", lines))
         return found
+
+    def _experts(self, place: Place) -> range:
+        """The numbers of the experts of a place."""
+        return self._layout.share(place).of(self._space.model.num_experts or 0)
 
     def _is_copy(self, name: str) -> bool:
         """Whether this is the second copy of a tied embedding."""
@@ -265,22 +305,27 @@ class PerRankSource:
             box
             for part in weights
             for name, (raw, tensor) in part.items()
-            if not self._is_copy(name)
-            for box in self._boxes(name, raw, tensor)
+            if not self._is_copy(name) and self._counts(place, name)
+            for box in self._boxes(place, "", name, raw, tensor)
         ]
-        layers, placements = self._space.stacks, self._space.placements
-        return weight_chunks(boxes, placements, layers, rank=place[0], size=self._layout.tp, once=True)
+        stacking, placements = self._space.stacking, self._space.placements
+        return weight_chunks(boxes, placements, stacking, rank=place[0], size=self._layout.tp, once=True)
+
+    @staticmethod
+    def _counts(place: Place, name: str) -> bool:
+        """Whether what a place holds is taken: all expert-parallel ranks have the same but for the experts."""
+        return place[2] == 0 or ".mlp.experts." in name
 
     def _state_chunks(self, place: Place, weights: Sequence[Named]) -> list[Chunk]:
         raw_of = {name: raw for part in weights for name, (raw, _) in part.items()}
         boxes = [
             box
             for kind, name, tensor in self._state(place, weights)
-            if not self._is_copy(name)
-            for box in self._boxes(f"{kind}.{name}", raw_of[name], tensor)
+            if not self._is_copy(name) and self._counts(place, name)
+            for box in self._boxes(place, f"{kind}.", name, raw_of[name], tensor)
         ]
-        layers, placements = self._space.stacks, self._space.placements
-        return optimizer_chunks(boxes, placements, layers, rank=place[0], size=self._layout.tp, once=True)
+        stacking, placements = self._space.stacking, self._space.placements
+        return optimizer_chunks(boxes, placements, stacking, rank=place[0], size=self._layout.tp, once=True)
 
     def _state(self, place: Place, weights: Sequence[Named]) -> Iterator[tuple[str, str, Tensor]]:
         """Kind, our name and tensor of the optimizer's state in a place.
@@ -288,16 +333,27 @@ class PerRankSource:
         Raises:
             UnreadableState: it is in a form that is not known, or not that of these weights.
         """
-        shapes = [{name: tuple(tensor.shape) for name, (_, tensor) in part.items()} for part in weights]
+        shapes = [
+            {name: tuple(tensor.shape) for name, (_, tensor) in part.items() if name not in self._space.buffers}
+            for part in weights
+        ]
         where = str(self._file(place, MODEL_FILE))
-        state = single(self._files[place]["optimizer"], where)
-        if not is_distributed(state):
-            together = {name: shape for part in shapes for name, shape in part.items()}
-            yield from state_tensors(state, together, where)
-            return
-        file = self._file(place, BUFFER_FILE)
-        for buffer, part in zip(chunk_buffers(_read(file), len(shapes), str(file)), shapes, strict=True):
-            yield from buffer_tensors(buffer, part, str(file))
+        states = optimizers(self._files[place]["optimizer"], self._num_optimizers, where)
+        parts = [shapes] if len(states) == 1 else [_of_experts(shapes, expert=expert) for expert in (False, True)]
+        for number, (state, part) in enumerate(zip(states, parts, strict=True)):
+            if not is_distributed(state):
+                yield from state_tensors(state, {name: shape for one in part for name, shape in one.items()}, where)
+            elif number or place[2] == 0:  # of the dense part only one expert-parallel rank has the buffers
+                file = self._file(place, BUFFER_FILE)
+                body = map_tensors(file)
+                body = body[number] if isinstance(body, list) and len(body) == len(states) else body
+                for buffer, one in zip(chunk_buffers(body, len(part), str(file)), part, strict=True):
+                    yield from buffer_tensors(buffer, one, str(file))
+
+    @property
+    def _num_optimizers(self) -> int:
+        """Experts that are spread over ranks have one of their own."""
+        return 2 if self._layout.ep > 1 else 1
 
     @cached_property
     def _has_optimizer(self) -> bool:
@@ -308,24 +364,31 @@ class PerRankSource:
         """
         missing = []
         for place, body in self._files.items():
-            name, state = folder_name(*place, self._layout.pp), body.get("optimizer")
+            name, state = self._layout.folder(place), body.get("optimizer")
+            first = state[0] if isinstance(state, list) and state else state
             if state is None:
                 missing.append(f"{name}/{MODEL_FILE} has no optimizer")
-            elif isinstance(state, Mapping) and is_distributed(state) and not self._file(place, BUFFER_FILE).is_file():
+            elif isinstance(first, Mapping) and is_distributed(first) and not self._file(place, BUFFER_FILE).is_file():
                 missing.append(f"{name}/{BUFFER_FILE} is missing")
         if missing and len(missing) < len(self._files):
             raise CheckpointError(listing(f"{self.path} has the optimizer's state in some folders only", missing))
         return not missing
 
     def _file(self, place: Place, name: str) -> Path:
-        return self.path / folder_name(*place, self._layout.pp) / name
+        return self.path / self._layout.folder(place) / name
 
-    def _boxes(self, label: str, raw: str, tensor: Tensor) -> Iterator[_Box]:
-        """A tensor, with the rows of query, key and value in the order of version 2 and later.
+    def _boxes(self, place: Place, prefix: str, name: str, raw: str, tensor: Tensor) -> Iterator[_Box]:
+        """A tensor of parameter `name`, with the rows of query, key and value in the order of version 2 and later.
 
         Before it stood [3, heads, size] rows (version 0) or [heads, size, 3] (1) where later [heads, 3, size] do.
+        Experts in one tensor stand in it one after another, each transposed, whatever the shape says.
         """
-        shape = tuple(tensor.shape)
+        if several := grouped_experts(name, self._experts(place)):
+            width = self._shape(several[0], place[0])[::-1]
+            for one, matrix in zip(several, tensor.reshape(len(several), *width), strict=True):
+                yield _Box(prefix + one, matrix.t(), (0, 0), width[::-1])
+            return
+        label, shape = prefix + name, tuple(tensor.shape)
         version = float(self._first.get("checkpoint_version", 0))
         if version >= 2 or ".query_key_value." not in raw:
             yield _Box(label, tensor, (0,) * len(shape), shape)
@@ -352,13 +415,13 @@ class PerRankSource:
     def _random_states(self) -> dict[str, Any]:
         layout = self._layout
         return {
-            rng_object_key(tp, layout.tp, pp, layout.pp): body["rng_state"]
-            for (tp, pp), body in self._files.items()
+            rng_object_key(tp, layout.tp, pp, layout.pp, ep, layout.ep): body["rng_state"]
+            for (tp, pp, ep), body in self._files.items()
             if "rng_state" in body
         }
 
     def common(self) -> dict[str, Any]:
-        body = self._files[0, 0]
+        body = self._files[0, 0, 0]
         common: dict[str, Any] = {
             "args": body["args"],
             "checkpoint_version": float(body.get("checkpoint_version", 0)),
@@ -370,11 +433,12 @@ class PerRankSource:
             common["opt_param_scheduler"] = {_SCHEDULE.get(key, key): value for key, value in schedule.items()}
         with suppress(UnreadableState):  # whoever asks for the tensors hears why they are left out
             if "optimizer" in body:
-                common["optimizer"] = self._optimizer_common(single(body["optimizer"], str(self.path)))
+                states = optimizers(body["optimizer"], self._num_optimizers, str(self.path))
+                common["optimizer"] = self._optimizer_common(states)
         return common
 
-    def _optimizer_common(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        found = scalars(state)
+    def _optimizer_common(self, states: Sequence[Mapping[str, Any]]) -> dict[Any, Any]:
+        found = read_optimizer_common(dict(enumerate(map(scalars_common, states))))
         precision = "float16" if found.scaler else str(self._args.get("params_dtype", "float32"))
         return optimizer_common(found.param_groups, found.step, found.scaler, precision.removeprefix("torch."))
 
@@ -426,6 +490,11 @@ class PerRankSource:
             for record in changed_records(file):
                 found.append(f"{file} has changed since it was saved: the checksum of {record} differs")
         return found
+
+
+def _of_experts(shapes: Sequence[Mapping[str, tuple[int, ...]]], *, expert: bool) -> list[dict[str, tuple[int, ...]]]:
+    """Those of the experts, or of all else."""
+    return [{name: shape for name, shape in part.items() if (".mlp.experts." in name) == expert} for part in shapes]
 
 
 def _read(path: Path) -> Mapping[str, Any]:

@@ -28,7 +28,6 @@ from megalith.checkpoint.formats.per_rank import write_per_rank
 from megalith.checkpoint.formats.torch_dist import (
     OPTIMIZER_PREFIX,
     Whole,
-    extra_state_objects,
     is_rng_object,
     optimizer_chunks,
     rng_object_key,
@@ -109,7 +108,7 @@ def write_torch_dist(
     check_nothing_is_lost(contents, chunks)
     fitted("the checkpoint", contents, CheckpointContent(chunks), keys_of(CheckpointContent(chunks)))
     objects = {
-        **extra_state_objects(space.stacks),
+        **space.stacking.extra_state_objects(),
         **_random_states(source, contents, Layout(tp=tp, pp=len(stages))),
     }
     encoded = EncodedContent(CheckpointContent(chunks, objects, common), files)
@@ -195,15 +194,16 @@ def _chunks(space: ModelSpace, contents: Contents, stages: Stages, stage: int, r
     shapes = {name: space.local_shape(name, tp, rank) for name in own}
 
     def boxes(prefix: str) -> list[Whole]:
-        return [Whole(prefix + name, torch.empty(shape, device="meta")) for name, shape in shapes.items()]
+        moved = [name for name in shapes if not (prefix and name in space.buffers)]
+        return [Whole(prefix + name, torch.empty(shapes[name], device="meta")) for name in moved]
 
     common = {"rank": rank, "size": tp, "once": True}
-    found = weight_chunks(boxes(""), space.placements, space.stacks, **common)  # type: ignore[arg-type]
+    found = weight_chunks(boxes(""), space.placements, space.stacking, **common)  # type: ignore[arg-type]
     kinds = {key.removeprefix(OPTIMIZER_PREFIX).partition(".")[0] for key in contents.tensors}
     by_muon = {"momentum_buffer", "exp_avg"} <= kinds  # which has the one of matrices and the other of the rest
     for state in _STATES:
         prefix = f"{OPTIMIZER_PREFIX}{state}."
-        part = optimizer_chunks(boxes(f"{state}."), space.placements, space.stacks, **common)  # type: ignore[arg-type]
+        part = optimizer_chunks(boxes(f"{state}."), space.placements, space.stacking, **common)  # type: ignore[arg-type]
         if any(key.startswith(prefix) for key in contents.tensors):
             found += [chunk for chunk in part if chunk.key in contents.tensors or not by_muon]
     return [_like(chunk, contents) for chunk in found]

@@ -49,7 +49,16 @@ _GATHERED = re.compile(
     r"(?P<prefix>(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d+))\.param_state/shard_0_1"
 )
 _KINDS = {"param": "fp32_param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
-_RENAMED = (f"{OPTIMIZER_PREFIX}param.", f"{OPTIMIZER_PREFIX}fp32_param.")
+_RENAMED = [
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r"^chained_\d+\.", ""),  # one prefix for each optimizer, before core 0.13
+        (r"^optimizer\.state\.param\.", f"{OPTIMIZER_PREFIX}fp32_param."),
+        # TransformerEngine's layers keep the norm before a mixture of experts apart, those of Megatron's own do not.
+        (r"\.pre_mlp_layernorm\.(weight|bias)$", r".mlp.linear_fc1.layer_norm_\1"),
+    )
+]
+"""How keys of the files become those of model space."""
 
 
 class TorchDistSource:
@@ -82,12 +91,29 @@ class TorchDistSource:
     @cached_property
     def _key_of(self) -> dict[str, str]:
         """Key in model space -> key in the files, where the one names a tensor of the other."""
-        return {key.replace(*_RENAMED, 1): key for key in self._stored.tensors if not _BUCKET.fullmatch(key)}
+        return {_in_model_space(key): key for key in self._stored.tensors if not _BUCKET.fullmatch(key)}
+
+    @cached_property
+    def _left_out(self) -> tuple[str, ...]:
+        """Why the optimizer's state is not read, where that is so."""
+        spread = [key for key in (*self._stored.tensors, *self._stored.objects) if ".distributed.dp_group_idx_" in key]
+        if not spread or not (self.path / COMMON_FILE).exists():
+            return ()
+        args = vars(load_tensors_and_plain_data(self.path / COMMON_FILE).get("args", Namespace()))
+        if int(args.get("expert_model_parallel_size") or 1) == 1:
+            return ()
+        return (
+            f"{self.path}: the distributed optimizer of a run with --expert-model-parallel-size "
+            f"{args['expert_model_parallel_size']} keeps buckets of experts in a form that this version does not read; "
+            "save it with --dist-ckpt-optim-fully-reshardable, or load with --no-load-optim",
+        )
 
     @cached_property
     def _buckets(self) -> _Buckets | None:
-        if not any(map(_BUCKET.fullmatch, self._stored.tensors)) and not any(
-            map(_GATHERED.fullmatch, self._stored.objects)
+        if (
+            self._left_out
+            or not any(map(_BUCKET.fullmatch, self._stored.tensors))
+            and not any(map(_GATHERED.fullmatch, self._stored.objects))
         ):
             return None
         return _Buckets(self)
@@ -96,13 +122,14 @@ class TorchDistSource:
         tensors = {}
         for key, stored in self._key_of.items():
             held = self._stored.tensors[stored]
-            model = self._stored.tensors.get(_without_prefix(key))
+            weight = self._key_of.get(_without_prefix(key))
+            model = None if weight is None else self._stored.tensors[weight]
             tensors[key] = replace(held, shape=model.shape) if model is not None and key != stored else held
             if model is not None and len(held.shape) == len(model.shape) + 1:  # flattened ranges
                 tensors[key] = replace(held, shape=model.shape)
         if self._buckets is not None:
             tensors |= self._buckets.tensors()
-        return Contents(tensors, self._stored.objects - {_COMMON_OBJECT})
+        return Contents(tensors, self._stored.objects - {_COMMON_OBJECT}, self._left_out)
 
     def common(self) -> dict[str, Any]:
         """As the port says; of an optimizer in bucket space with what stands in its objects.
@@ -195,6 +222,12 @@ class TorchDistSource:
         return [f"{self.path / 'manifest.json'} is missing"] if ours else []
 
 
+def _in_model_space(key: str) -> str:
+    for pattern, replacement in _RENAMED:
+        key = pattern.sub(replacement, key)
+    return key
+
+
 def _without_prefix(key: str) -> str:
     """The key of the parameter that a state belongs to."""
     return key.removeprefix(OPTIMIZER_PREFIX).partition(".")[2] if key.startswith(OPTIMIZER_PREFIX) else key
@@ -256,7 +289,7 @@ class _Buckets:
                     f"{len(stages[stage])} virtual stages; load with --no-load-optim to continue from the weights alone"
                 )
             for buffer, buckets in enumerate(sizes):
-                self._lay_out(group, buffer, rank, self._space.names_of(stage, buffer, stages), buckets)
+                self._lay_out(group, buffer, rank, self._space.moved_names_of(stage, buffer, stages), buckets)
 
     def _lay_out(self, group: int, buffer: int, rank: int, names: Sequence[str], buckets: Sequence[int]) -> None:
         space, where = self._space, str(self._source.path)
@@ -323,7 +356,7 @@ class _Buckets:
         return weight_chunks(
             [WholeBox(part.name, tensor)],
             self._space.placements,
-            self._space.stacks,
+            self._space.stacking,
             rank=part.rank,
             size=self._tp,
             once=True,

@@ -20,11 +20,12 @@ Group = TypeVar("Group")
 _NOT_USED: tuple[Any, ...] = (None, False, 0, 0.0, 1.0, "", "none", [])
 # What changes the architecture and has no setting here: argument -> flag.
 _UNKNOWN_HERE = {
-    "num_experts": "--num-experts",
     "mtp_num_layers": "--mtp-num-layers",
     "hybrid_override_pattern": "--hybrid-override-pattern",
     "heterogeneous_layers_config_path": "--heterogeneous-layers-config-path",
     "use_mup": "--use-mup",
+    "moe_latent_size": "--moe-latent-size",
+    "moe_apply_probs_on_input": "--moe-apply-probs-on-input",
 }
 
 
@@ -71,7 +72,7 @@ def _family(args: Mapping[str, Any]) -> str:
     return "t5" if args.get("vocab_extra_ids") else "bert"
 
 
-_TEXTS = ("no_rope_freq", "onnx_safe", "window_attn_skip_freq", "window_size")
+_TEXTS = ("moe_layer_freq", "no_rope_freq", "onnx_safe", "window_attn_skip_freq", "window_size")
 
 
 def _text(value: Any) -> str | None:

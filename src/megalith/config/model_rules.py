@@ -261,6 +261,7 @@ MODEL_RULES: tuple[Rule, ...] = (
     leaving_out_the_table_needs_rotary_positions,
     one_activation,
     one_norm_of_heads,
+    _pattern_of_layers("moe_layer_freq", "1 for a layer with experts"),
     _pattern_of_layers("no_rope_freq", "1 for a layer without rotary positions"),
     _pattern_of_layers("window_attn_skip_freq", "1 for a layer with the window"),
     layers_without_rotation_recur,

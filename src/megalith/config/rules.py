@@ -10,6 +10,7 @@ from __future__ import annotations
 from megalith.config.bert_rules import BERT_NOTICES, BERT_RULES
 from megalith.config.checkpoint_rules import CHECKPOINT_NOTICES, CHECKPOINT_RULES
 from megalith.config.data_rules import DATA_NOTICES, DATA_RULES
+from megalith.config.expert_rules import EXPERT_NOTICES, EXPERT_RULES
 from megalith.config.latent_rules import LATENT_NOTICES, LATENT_RULES
 from megalith.config.launch_rules import LAUNCH_NOTICES, LAUNCH_RULES
 from megalith.config.layout_rules import LAYOUT_NOTICES, LAYOUT_RULES
@@ -26,6 +27,7 @@ from megalith.config.training_rules import TRAINING_NOTICES, TRAINING_RULES
 RULES: tuple[Rule, ...] = (
     *MODEL_RULES,
     *LATENT_RULES,
+    *EXPERT_RULES,
     *TRAINING_RULES,
     *SCHEDULE_RULES,
     *OPTIMIZER_RULES,
@@ -45,6 +47,7 @@ NOTICES: tuple[Rule, ...] = (
     *TOKENIZER_NOTICES,
     *MODEL_NOTICES,
     *LATENT_NOTICES,
+    *EXPERT_NOTICES,
     *TRAINING_NOTICES,
     *SCHEDULE_NOTICES,
     *OPTIMIZER_NOTICES,

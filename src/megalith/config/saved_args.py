@@ -12,7 +12,6 @@ from megalith.config.run import RunConfig, all_settings
 _CONSTANTS: dict[str, Any] = {
     "expert_model_parallel_size": 1,
     "iteration": 0,
-    "num_experts": None,
     "use_dist_ckpt": True,
 }
 
@@ -82,6 +81,10 @@ def _derived_of_model(model: ModelConfig) -> dict[str, Any]:
         else model.head_size,
         "layernorm_epsilon": model.norm_epsilon,  # the name before core 0.8 and from 0.16 on
         "layernorm_zero_centered_gamma": model.apply_layernorm_1p,  # the name from core 0.16 on
+        "moe_aux_loss_coeff": _one_or_all(model.moe_aux_loss_coeff),
+        "moe_ffn_hidden_size": model.expert_size if model.mixture else model.moe_ffn_hidden_size,
+        "moe_layer_freq": _pattern(model.moe_layer_freq),
+        "moe_router_load_balancing_type": _one_or_all(model.moe_router_load_balancing_type),
         "no_rope_freq": _pattern(model.no_rope_freq),
         "onnx_safe": True if model.activation == "gelu_onnx" else None,
         "window_attn_skip_freq": _pattern(model.window_attn_skip_freq),
@@ -92,6 +95,11 @@ def _derived_of_model(model: ModelConfig) -> dict[str, Any]:
             else {}
         ),
     }
+
+
+def _one_or_all(values: tuple[Any, ...]) -> Any:
+    """One value as itself, several as a list, as Megatron's argument check leaves them."""
+    return values[0] if len(values) == 1 else list(values)
 
 
 def _pattern(text: str | None) -> int | list[int] | None:
@@ -111,6 +119,8 @@ def _derived(run: RunConfig) -> dict[str, Any]:
         "cp_comm_type": [run.parallel.cp_comm_type],
         "data_parallel_size": run.data_parallel_size,
         "encoder_seq_length": run.data.seq_length,
+        "expert_model_parallel_size": run.parallel.expert_model_parallel_size,
+        "expert_tensor_parallel_size": run.parallel.tensor_model_parallel_size,
         "end_weight_decay": optimizer.weight_decay if constant else optimizer.end_weight_decay,
         "global_batch_size": run.global_batch_size,
         "params_dtype": run.precision.params_dtype,

@@ -7,21 +7,24 @@ data all come from the checkpoint. Where files are, and that they are whole, is 
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
+from torch.nn import Parameter
 
 from megalith.checkpoint import CheckpointContent, Chunk, LoadedContent, PendingSave, SaveReport, Staging, Store
 from megalith.checkpoint.content import share_of
+from megalith.checkpoint.formats.megatron_optimizer import decays
+from megalith.checkpoint.formats.stacking import is_of_experts, stacking_of
 from megalith.checkpoint.formats.torch_dist import (
     CHECKPOINT_VERSION,
     CONTENT_METADATA,
     OPTIMIZER_PREFIX,
     WORD_EMBEDDINGS,
-    extra_state_objects,
+    Whole,
     is_rng_object,
     optimizer_chunks,
     optimizer_common,
@@ -38,6 +41,7 @@ from megalith.distributed import comm
 from megalith.distributed.context import Axis
 from megalith.errors import CheckpointError
 from megalith.models.language_model import named_placements
+from megalith.models.saved import saved_tensors, whole_names
 from megalith.nn.placement import Placement
 from megalith.schedules.parameters import ResumedSchedule, resume_schedule
 from megalith.tokenizers.card import card_differences, side_by_side
@@ -208,10 +212,12 @@ def saved_checkpoint(iteration: int, report: SaveReport, stall_seconds: float) -
 
 def content_of(state: TrainState, run: RunConfig) -> CheckpointContent:
     """Everything of a checkpoint that this rank writes; all ranks call this together."""
-    settings, stacks, first = run.checkpoint, run.model.stacks, _replicas(state).is_first
+    settings, first = run.checkpoint, _replicas(state).is_first
     content = CheckpointContent(
         chunks=chunks_to_save(state, run, with_optimizer=not settings.no_save_optim),
-        objects=dict(extra_state_objects(stacks, _layers(state))) if first and state.context.tp.is_first else {},
+        objects=dict(stacking_of(run.model).extra_state_objects(_layers(state)))
+        if first and state.context.tp.is_first
+        else {},
         common={
             "args": _saved_args(state, run),
             "checkpoint_version": CHECKPOINT_VERSION,
@@ -224,15 +230,15 @@ def content_of(state: TrainState, run: RunConfig) -> CheckpointContent:
     if not settings.no_save_optim:
         scalars = state.optimizer.scalars()
         content.common["optimizer"] = optimizer_common(
-            scalars["param_groups"],
+            _groups(scalars["param_groups"], state),
             scalars["step"],
             scalars["grad_scaler"] if run.precision.dynamic_loss_scale else None,
             run.precision.params_dtype,
         )
         content.common["opt_param_scheduler"] = state.schedule.state_dict(state.schedule_samples)
     if not settings.no_save_rng:
-        states = comm.all_gather_objects(state.streams.state(), _replicas(state))
-        if first:
+        states = comm.all_gather_objects(state.streams.state(), _expert_replicas(state))
+        if _expert_replicas(state).is_first:
             content.objects[_rng_key(state)] = states
     return content
 
@@ -242,19 +248,22 @@ def chunks_to_save(state: TrainState, run: RunConfig, *, with_optimizer: bool) -
 
     The replicas of the model write a share each of what they hold alike; fully sharded they hold nothing alike.
     """
-    replicas = _replicas(state)
-    alike = _model_chunks(state, run, once=True)
+    alike, buffers = _model_chunks(state, run, once=True), _buffer_chunks(state, run, once=True)
     divided = _optimizer_chunks(state, run, once=True) if with_optimizer else []
     if run.fully_sharded:
-        return alike + divided
-    if not run.parallel.use_distributed_optimizer:
+        alike, divided = [], alike + divided
+    elif not run.parallel.use_distributed_optimizer:
         alike, divided = alike + divided, []
-    return share_of(alike, replicas.index, replicas.size) + divided
+    shares = []
+    for of_experts, holders in ((False, _replicas(state)), (True, _expert_replicas(state))):
+        part = [chunk for chunk in alike + buffers if is_of_experts(chunk.key) == of_experts]
+        shares += share_of(part, holders.index, holders.size)
+    return shares + divided
 
 
 def chunks_to_load(state: TrainState, run: RunConfig, *, with_optimizer: bool) -> list[Chunk]:
     """Everything that this rank holds of the model and its optimizer, to be filled in place."""
-    chunks = _model_chunks(state, run, once=False)
+    chunks = _model_chunks(state, run, once=False) + _buffer_chunks(state, run, once=False)
     return chunks + _optimizer_chunks(state, run, once=False) if with_optimizer else chunks
 
 
@@ -262,8 +271,17 @@ def _model_chunks(state: TrainState, run: RunConfig, *, once: bool) -> list[Chun
     tp, names = state.context.tp, _stored_names(state, once=once)
     boxes = [replace(box, name=names[box.name]) for box in state.optimizer.weight_boxes() if box.name in names]
     return weight_chunks(
-        boxes, _stored_placements(state, names), run.model.stacks, rank=tp.index, size=tp.size, once=once
+        boxes, _stored_placements(state, names), stacking_of(run.model), rank=tp.index, size=tp.size, once=once
     )
+
+
+def _buffer_chunks(state: TrainState, run: RunConfig, *, once: bool) -> list[Chunk]:
+    """Of what no optimizer moves: the biases for the choice of experts."""
+    tp, kept = state.context.tp, [item for model in state.chunks for item in saved_tensors(model)]
+    buffers = {name: (tensor, placement) for name, tensor, placement in kept if not isinstance(tensor, Parameter)}
+    boxes = [Whole(name, tensor) for name, (tensor, _) in buffers.items()]
+    placements = {name: placement for name, (_, placement) in buffers.items()}
+    return weight_chunks(boxes, placements, stacking_of(run.model), rank=tp.index, size=tp.size, once=once)
 
 
 def _optimizer_chunks(state: TrainState, run: RunConfig, *, once: bool) -> list[Chunk]:
@@ -274,7 +292,7 @@ def _optimizer_chunks(state: TrainState, run: RunConfig, *, once: bool) -> list[
         if name in names:
             boxes.append(replace(box, name=f"{kind}.{names[name]}"))
     return optimizer_chunks(
-        boxes, _stored_placements(state, names), run.model.stacks, rank=tp.index, size=tp.size, once=once
+        boxes, _stored_placements(state, names), stacking_of(run.model), rank=tp.index, size=tp.size, once=once
     )
 
 
@@ -294,7 +312,8 @@ def _stored_names(state: TrainState, *, once: bool) -> dict[str, str]:
     """
     copies = {model.copied_weight for model in state.chunks}
     names = [name for name, _, _ in _parameters(state) if not (once and name in copies)]
-    return {name: WORD_EMBEDDINGS if name in copies else name for name in names}
+    whole = {name: stored for model in state.chunks for name, stored in whole_names(model).items()}
+    return {name: WORD_EMBEDDINGS if name in copies else whole[name] for name in names}
 
 
 def _layers(state: TrainState) -> list[int]:
@@ -306,9 +325,24 @@ def _replicas(state: TrainState) -> Axis:
     return state.context.join("cp", "dp")
 
 
+def _expert_replicas(state: TrainState) -> Axis:
+    """The ranks that hold the same part of the model and the same experts."""
+    return state.context.edp
+
+
+def _groups(groups: Sequence[Mapping[str, Any]], state: TrainState) -> list[Mapping[str, Any]]:
+    """The groups of the optimizer, with those that Megatron has for experts that are spread over ranks."""
+    if state.context.ep.size == 1:
+        return list(groups)
+    kinds = {decays(name, tensor.shape) for name, tensor, _ in _parameters(state) if ".mlp.experts." in name}
+    own = [{**group, "is_expert_parallel": True} for group in groups if bool(group["wd_mult"]) in kinds]
+    return [*groups, *own]
+
+
 def _rng_key(state: TrainState) -> str:
     tp, pp = state.context.tp, state.context.pp
-    return rng_object_key(tp.index, tp.size, pp.index, pp.size)
+    ep = state.context.ep
+    return rng_object_key(tp.index, tp.size, pp.index, pp.size, ep.index, ep.size)
 
 
 def _saved_args(state: TrainState, run: RunConfig) -> Namespace:
@@ -401,6 +435,7 @@ def check_fits(found: FoundCheckpoint, run: RunConfig, identity: Identity) -> tu
 def architecture(model: ModelConfig) -> dict[str, Any]:
     """The settings of `ARCHITECTURE`, derived ones filled in, and those without effect as if they were not given."""
     values = {name: getattr(model, name) for name in ARCHITECTURE}
+    values |= _of_experts(model)
     values |= {
         "num_query_groups": model.query_groups,
         "group_query_attention": model.query_groups != model.num_attention_heads,
@@ -423,6 +458,16 @@ def architecture(model: ModelConfig) -> dict[str, Any]:
     if model.rotary_kind != "yarn":
         values |= dict.fromkeys(name for name in values if name.startswith(("yarn_", "mscale", "rotary_scaling")))
     return values
+
+
+def _of_experts(model: ModelConfig) -> dict[str, Any]:
+    """The settings of mixtures of experts as they are compared; None where there are none."""
+    names = [name for name in ARCHITECTURE if name.startswith("moe_") or name == "num_experts"]
+    if not model.mixture:
+        return dict.fromkeys(names)
+    pattern = "".join("1" if experts else "0" for experts in model.experts)
+    given = {name: getattr(model, name) for name in names}
+    return {**given, "moe_layer_freq": pattern, "moe_ffn_hidden_size": model.expert_size}
 
 
 def _other_tokenizer(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
@@ -521,7 +566,7 @@ def _load_streams(loaded: LoadedContent, found: FoundCheckpoint, state: TrainSta
 
     Megatron's replicas have one state in common, unless told otherwise.
     """
-    states, replicas = loaded.objects.get(_rng_key(state), ()), _replicas(state)
+    states, replicas = loaded.objects.get(_rng_key(state), ()), _expert_replicas(state)
     if len(states) == replicas.size:
         state.streams.load_state(states[replicas.index])
     elif len(states) == 1 and found.manifest is None:

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from megalith.checkpoint import CheckpointContent
+from megalith.checkpoint.formats.stacking import dense
 from megalith.checkpoint.formats.torch_dist import (
     Whole,
-    extra_state_objects,
     model_chunks,
     optimizer_chunks,
     optimizer_common,
@@ -56,8 +56,8 @@ def build_content(seed: int = 0, *, dtype: torch.dtype = torch.bfloat16) -> Chec
     group = {"wd_mult": 1.0, "lr": 1e-3, "betas": (0.9, 0.95), "fused": None}
     scaler = {"scale": 1024.0, "growth_tracker": 1, "hysteresis_tracker": 2}
     return CheckpointContent(
-        chunks=model_chunks(named, LAYERS) + optimizer_chunks(states, placements, LAYERS),
-        objects={rng_object_key(): random_states(seed), **extra_state_objects(LAYERS)},
+        chunks=model_chunks(named, dense(LAYERS)) + optimizer_chunks(states, placements, dense(LAYERS)),
+        objects={rng_object_key(): random_states(seed), **dense(LAYERS).extra_state_objects()},
         common={
             "args": Namespace(num_layers=LAYERS, lr=1e-3, params_dtype=dtype),
             "iteration": seed,

@@ -87,9 +87,9 @@ def model_source(args: Mapping[str, Any] = ARGS, *, seed: int = 0, states: bool 
     def boxes(prefix: str) -> list[Whole]:
         return [Whole(prefix + name, torch.randn(shape, generator=generator)) for name, shape in space.shapes.items()]
 
-    chunks = weight_chunks(boxes(""), space.placements, space.num_layers)
+    chunks = weight_chunks(boxes(""), space.placements, space.stacking)
     for state in (["exp_avg", "exp_avg_sq"] + ["fp32_param"] * (dtype != torch.float32)) if states else []:
-        chunks += optimizer_chunks(boxes(f"{state}."), space.placements, space.num_layers)
+        chunks += optimizer_chunks(boxes(f"{state}."), space.placements, space.stacking)
     tensors: dict[str, Tensor] = {}
     for chunk in chunks:
         whole = tensors.setdefault(chunk.key, torch.empty(chunk.global_shape))

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from megalith.checkpoint import CheckpointContent, DirectoryStore
 from megalith.checkpoint.convert import Wanted, convert
+from megalith.checkpoint.formats.stacking import stacking_of
 from megalith.checkpoint.formats.torch_dist import model_chunks
 from megalith.checkpoint.huggingface_export import Export, Weights, bytes_of_size, export
 from megalith.checkpoint.huggingface_source import HuggingFaceSource
@@ -111,7 +112,7 @@ def _trained(folder: Path, rows: int, manifest: dict[str, Any], **args: Any) -> 
         torch.nn.init.normal_(parameter)
     with torch.no_grad():
         model.output_weight.copy_(torch.arange(float(rows))[:, None].expand(rows, 16))
-    chunks = model_chunks(named_placements(model), LLAMA.num_layers)
+    chunks = model_chunks(named_placements(model), stacking_of(LLAMA))
     DirectoryStore(folder / "trained").save(7, CheckpointContent(chunks, {}, {**common, "iteration": 7}), manifest)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from megalith.checkpoint import CheckpointContent, DirectoryStore
 from megalith.checkpoint.content import Chunk
 from megalith.checkpoint.folder import CheckpointFolder
+from megalith.checkpoint.formats.stacking import stacking_of
 from megalith.checkpoint.formats.torch_dist import model_chunks
 from megalith.checkpoint.huggingface_source import HuggingFaceSource
 from megalith.checkpoint.source import open_source
@@ -33,7 +34,7 @@ def _load(folder: Path) -> dict[str, Tensor]:
     assert source.problems() == []
     args = vars(source.common()["args"])
     model = GPT(model_of(args), args["padded_vocab_size"])
-    chunks = model_chunks(named_placements(model), model.config.num_layers)
+    chunks = model_chunks(named_placements(model), stacking_of(model.config))
     assert (
         CheckpointFolder(folder).open(CheckpointContent(chunks), [chunk.key for chunk in chunks]).load({}).objects == {}
     )
@@ -62,7 +63,7 @@ def test_any_box_of_it(tmp_path: Path) -> None:
         for rank in range(2):
             wanted = local_part(whole[name].detach(), placement, 2, rank).contiguous()
             found = torch.full_like(wanted, torch.nan)
-            chunks = model_chunks([(name, found, placement)], LLAMA.num_layers, rank=rank, size=2)
+            chunks = model_chunks([(name, found, placement)], stacking_of(LLAMA), rank=rank, size=2)
             source.read(CheckpointContent(chunks))
             assert torch.equal(found, wanted), (name, rank)
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from megalith.checkpoint import CheckpointContent, Chunk, DirectoryStore
+from megalith.checkpoint.formats.stacking import dense
 from megalith.checkpoint.formats.torch_dist import (
     Whole,
     optimizer_chunks,
@@ -55,7 +56,7 @@ def content_of(number: int, **args: Any) -> CheckpointContent:
     dtype = getattr(torch, known["params_dtype"])
     weights = [Whole(box.name, box.tensor.to(dtype)) for box in weights]
     return CheckpointContent(
-        weight_chunks(weights, space.placements, 2) + optimizer_chunks(states, space.placements, 2),
+        weight_chunks(weights, space.placements, dense(2)) + optimizer_chunks(states, space.placements, dense(2)),
         {rng_object_key(): [{"torch_rng_state": torch.arange(8, dtype=torch.uint8)}]},
         {
             "args": Namespace(**known),

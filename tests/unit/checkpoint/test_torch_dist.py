@@ -13,14 +13,11 @@ from hypothesis import strategies as st
 
 from megalith.checkpoint import CheckpointContent, DirectoryStore
 from megalith.checkpoint.content import Chunk, share_of
+from megalith.checkpoint.formats.stacking import Stacking, dense, stacked_axes
 from megalith.checkpoint.formats.torch_dist import (
     Whole,
-    canonical_key,
-    extra_state_objects,
     is_extra_state,
     model_chunks,
-    module_name,
-    module_names,
     optimizer_chunks,
     optimizer_common,
     read_optimizer_common,
@@ -45,23 +42,49 @@ NAMES = [
 
 
 @pytest.mark.parametrize(("name", "key", "layer"), NAMES)
-def test_names_map_to_keys_and_back(name: str, key: str, layer: int | None) -> None:
-    assert canonical_key(name) == (key, layer)
-    assert module_name(key, layer) == name
+def test_names_map_to_places(name: str, key: str, layer: int | None) -> None:
+    slot = dense(12).slot(name)
+    assert (slot.key, slot.index) == (key, () if layer is None else (layer,))
+    assert len(slot.extents) == stacked_axes(key)
 
 
-def test_a_stacked_key_belongs_to_every_layer() -> None:
-    key = "decoder.layers.self_attention.linear_qkv.layer_norm_weight"
-    assert module_names(key, 2) == [
-        "decoder.layers.0.input_layernorm.weight",
-        "decoder.layers.1.input_layernorm.weight",
-    ]
-    assert module_names("output_layer.weight", 2) == ["output_layer.weight"]
+EXPERT = "decoder.layers.1.mlp.experts.local_experts.2.linear_fc1.weight"
+
+
+def test_experts_are_stacked_in_their_layer() -> None:
+    alike, apart = Stacking({"decoder": (4, 4)}).slot(EXPERT), Stacking({"decoder": (0, 4)}, apart=True).slot(EXPERT)
+    assert (alike.key, alike.index, alike.extents) == (
+        "decoder.layers.mlp.experts.experts.linear_fc1.weight",
+        (1, 2),
+        (2, 4),
+    )
+    assert (apart.key, apart.index, apart.extents) == (
+        "decoder.layers.1.mlp.experts.experts.linear_fc1.weight",
+        (2,),
+        (4,),
+    )
+    for slot in (alike, apart):
+        assert stacked_axes(slot.key) == len(slot.index)
+    own = Stacking({"decoder": (0, 4)}, apart=True).slot("decoder.layers.0.input_layernorm.weight")
+    assert own.key == "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight"
+    assert stacked_axes(own.key) == 0
+
+
+def test_empty_states_of_experts() -> None:
+    """As Megatron 0.16 names them; where layers differ each has one of its own."""
+    keys = Stacking({"decoder": (2, 2)}, shared=True).extra_state_objects([1])
+    assert "decoder.layers.mlp.experts.experts.linear_fc2._extra_state/shard_1.1_2.2" in keys
+    assert "decoder.layers.mlp.shared_experts.linear_fc1._extra_state/shard_1_2" in keys
+    assert not any(".mlp.linear_fc1." in key for key in keys) and len(keys) == 2 + 4 + 2
+    apart = Stacking({"decoder": (0, 2)}, apart=True).extra_state_objects()
+    assert "decoder.layers.0.mlp.linear_fc1._extra_state/shard_0_1" in apart
+    assert "decoder.layers.1.mlp.experts.experts.linear_fc1._extra_state/shard_1_2" in apart
+    assert all(map(is_extra_state, apart))
 
 
 def test_chunks_are_views_that_a_load_fills() -> None:
     tensor = torch.zeros(6, 4, requires_grad=True)
-    chunks = model_chunks([("decoder.layers.1.mlp.linear_fc1.weight", tensor, Fused(0, 2))], 3)
+    chunks = model_chunks([("decoder.layers.1.mlp.linear_fc1.weight", tensor, Fused(0, 2))], dense(3))
     assert [chunk.offset for chunk in chunks] == [(1, 0, 0), (1, 3, 0)]
     assert {chunk.global_shape for chunk in chunks} == {(3, 6, 4)}
     for value, chunk in enumerate(chunks, start=1):
@@ -102,7 +125,7 @@ def test_the_chunks_of_all_ranks_make_the_whole(size: int, placement: Placement,
         chunk
         for rank in range(size)
         for chunk in model_chunks(
-            [(name, shard(whole, placement, rank, size), placement)], 1 + (layer or 0), rank=rank, size=size
+            [(name, shard(whole, placement, rank, size), placement)], dense(1 + (layer or 0)), rank=rank, size=size
         )
     ]
     if layer is not None:
@@ -112,7 +135,9 @@ def test_the_chunks_of_all_ranks_make_the_whole(size: int, placement: Placement,
 
 def test_replicated_tensors_have_one_place_on_all_ranks() -> None:
     places = {
-        model_chunks([("decoder.final_layernorm.weight", torch.ones(4), Replicated())], 1, rank=r, size=2)[0].offset
+        model_chunks([("decoder.final_layernorm.weight", torch.ones(4), Replicated())], dense(1), rank=r, size=2)[
+            0
+        ].offset
         for r in range(2)
     }
     assert places == {(0,)}
@@ -123,11 +148,11 @@ def test_counted_once_what_several_ranks_hold_is_the_first_ones() -> None:
         ("decoder.final_layernorm.weight", torch.ones(4), Replicated()),
         ("decoder.layers.0.self_attention.linear_qkv.weight", torch.ones(3, 2), GroupedHeads(1, 2, 1)),
     ]
-    first, second = (model_chunks(named, 1, rank=rank, size=2, once=True) for rank in range(2))
+    first, second = (model_chunks(named, dense(1), rank=rank, size=2, once=True) for rank in range(2))
     assert [chunk.key.split(".")[-2] for chunk in first] == ["final_layernorm", "linear_qkv", "linear_qkv"]
     assert [(chunk.key.split(".")[-2], chunk.offset) for chunk in second] == [("linear_qkv", (0, 1, 0))]
     assert torch.equal(assemble([*first[1:], *second]), torch.ones(1, 4, 2))
-    all_of_second = model_chunks(named, 1, rank=1, size=2)
+    all_of_second = model_chunks(named, dense(1), rank=1, size=2)
     assert sum(chunk.tensor.numel() for chunk in all_of_second) == 4 + 3 * 2
 
 
@@ -143,7 +168,7 @@ def test_boxes_of_optimizer_state_are_cut_at_the_parts_of_fused_tensors() -> Non
 
     name = "decoder.layers.1.mlp.linear_fc1.weight"
     box = Rows(f"exp_avg.{name}", torch.arange(8.0).view(4, 2), (1, 0), (6, 2))
-    chunks = optimizer_chunks([box], {name: Fused(0, 2)}, 2, rank=1, size=2)
+    chunks = optimizer_chunks([box], {name: Fused(0, 2)}, dense(2), rank=1, size=2)
     assert [(chunk.offset, chunk.global_shape) for chunk in chunks] == [
         ((1, 4, 0), (2, 12, 2)),
         ((1, 9, 0), (2, 12, 2)),
@@ -163,22 +188,22 @@ def test_shares_are_a_partition_of_about_equal_bytes(size: int) -> None:
 
 def test_optimizer_state_is_keyed_and_cut_like_its_parameter() -> None:
     name = "decoder.layers.0.mlp.linear_fc1.weight"
-    chunks = optimizer_chunks([Whole(f"exp_avg.{name}", torch.ones(4, 2))], {name: Fused(0, 2)}, 1)
+    chunks = optimizer_chunks([Whole(f"exp_avg.{name}", torch.ones(4, 2))], {name: Fused(0, 2)}, dense(1))
     assert [chunk.key for chunk in chunks] == ["optimizer.state.exp_avg.decoder.layers.mlp.linear_fc1.weight"] * 2
     assert [chunk.offset for chunk in chunks] == [(0, 0, 0), (0, 2, 0)]
 
 
 def test_impossible_cuts_are_refused() -> None:
     with pytest.raises(LayoutError, match="2 layers"):
-        model_chunks([("decoder.layers.2.mlp.linear_fc2.bias", torch.ones(4), Replicated())], 2)
+        model_chunks([("decoder.layers.2.mlp.linear_fc2.bias", torch.ones(4), Replicated())], dense(2))
     with pytest.raises(LayoutError, match="2 parts"):
-        model_chunks([("output_layer.weight", torch.ones(3, 4), Fused(0, 2))], 2)
+        model_chunks([("output_layer.weight", torch.ones(3, 4), Fused(0, 2))], dense(2))
 
 
 def test_object_keys() -> None:
     assert rng_object_key() == "rng_state/shard_0.0_1.1"
     assert rng_object_key(tp_rank=1, tp_size=2, pp_rank=3, pp_size=4) == "rng_state/shard_3.1_4.2"
-    keys = extra_state_objects(3)
+    keys = dense(3).extra_state_objects()
     assert len(keys) == 12 and "decoder.layers.mlp.linear_fc2._extra_state/shard_2_3" in keys
     assert all(map(is_extra_state, keys)) and not is_extra_state(rng_object_key())
 

@@ -180,6 +180,31 @@ TABLE: list[tuple[str, tuple[str, ...]]] = [
     ),
     ("--tokenizer-type HuggingFaceTokenizer", ("HuggingFaceTokenizer requires --tokenizer-model DIR",)),
     ("--device gpu", ("--device gpu: not one of auto, cpu, cuda",)),
+    # experts
+    ("--num-experts -1", ("--num-experts -1: must be at least 0",)),
+    ("--num-experts 2 --moe-router-topk 3", ("--moe-router-topk 3 is more than --num-experts 2",)),
+    ("--num-experts 4 --moe-router-topk 1", ("--moe-router-topk 1", "--moe-router-pre-softmax")),
+    ("--num-experts 4 --moe-layer-freq [1]", ("--moe-layer-freq [1] is a list for 1 layers", "give 2 entries")),
+    ("--num-experts 4 --moe-router-num-groups 2", ("--moe-router-num-groups 2 needs --moe-router-group-topk",)),
+    (
+        "--num-experts 4 --moe-router-num-groups 3 --moe-router-group-topk 1",
+        ("--num-experts 4 does not divide into --moe-router-num-groups 3",),
+    ),
+    ("--num-experts 4 --moe-router-enable-expert-bias", ("use --moe-router-score-function sigmoid",)),
+    (
+        "--num-experts 4 --moe-router-load-balancing-type aux_loss seq_aux_loss --moe-aux-loss-coeff 0.1",
+        ("are 2 kinds", "has 1 numbers"),
+    ),
+    (
+        "--num-experts 4 --moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 0.1",
+        ("leave --moe-aux-loss-coeff out",),
+    ),
+    (
+        "--num-experts 4 --moe-router-load-balancing-type sinkhorn --moe-expert-capacity-factor 1.5",
+        ("--moe-expert-capacity-factor 1.5 with sinkhorn",),
+    ),
+    ("--num-experts 4 --moe-pad-expert-input-to-capacity", ("needs --moe-expert-capacity-factor",)),
+    ("--num-experts 4 --moe-router-load-balancing-type quantile_balancing", ("quantile_balancing: comes with",)),
     # unknown, renamed, refused
     ("--num-layer 2", ("--num-layer is not a flag; did you mean --num-layers?",)),
     ("-num-layers=2", ("-num-layers is not a flag; did you mean --num-layers?",)),
@@ -188,7 +213,8 @@ TABLE: list[tuple[str, tuple[str, ...]]] = [
     ("--batch-size 8", ("--batch-size 8: it is called --micro-batch-size now",)),
     ("--checkpoint-activations", ("it is called --recompute-activations now",)),
     ("--nnodes 2", ("--nnodes 2: it belongs to torchrun",)),
-    ("--num-experts 8 --moe-grouped-gemm", ("--num-experts 8, --moe-grouped-gemm: mixtures of experts", "not in this")),
+    ("--moe-latent-size 8 --moe-apply-probs-on-input", ("--moe-latent-size 8, --moe-apply-probs-on-input: this",)),
+    ("--num-experts 8 --moe-use-upcycling", ("--moe-use-upcycling: a dense checkpoint", "megalith checkpoint upcycle")),
     ("--fp8-format e4m3", ("--fp8-format e4m3: FP8",)),
     ("--distribute-saved-activations", ("--distribute-saved-activations: --sequence-parallel divides all",)),
     # across settings
@@ -578,7 +604,7 @@ def test_the_table_breaks_every_rule(data: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_all_mistakes_are_reported_at_once(data: Path) -> None:
     changes = (
-        "--hidden-size 1000 --num-attention-heads 12 --adam-beta2 1.0 --lr-decay-style cosin --num-experts 8 "
+        "--hidden-size 1000 --num-attention-heads 12 --adam-beta2 1.0 --lr-decay-style cosin --moe-latent-size 8 "
         "--hiden-dropout 0.1 --tensor-model-parallel-size 8 --global-batch-size 9 --train-iters x --split a"
     )
     with pytest.raises(ConfigError) as caught:

@@ -108,11 +108,22 @@ def test_a_flag_that_needs_nothing_is_noted_with_its_reason() -> None:
 
 
 def test_a_refused_flag_with_megatrons_default_asks_for_nothing() -> None:
-    run = read("--num-experts", "0", "--expert-model-parallel-size", "1", "--moe-aux-loss-coeff", "0")
+    run = read("--mtp-loss-scaling-factor", "0.1", "--moe-paged-stash-page-size", "64")
     assert [str(note) for note in run.notes] == [
-        "--num-experts, --expert-model-parallel-size, --moe-aux-loss-coeff need nothing here: this is Megatron's "
-        "default"
+        "--mtp-loss-scaling-factor, --moe-paged-stash-page-size need nothing here: this is Megatron's default"
     ]
+
+
+def test_settings_of_experts_say_where_they_have_no_effect() -> None:
+    run = read("--num-experts", "0", "--moe-router-topk", "4", "--moe-grouped-gemm")
+    assert not run.model.mixture and [str(note) for note in run.notes] == [
+        "--moe-router-topk 4 has no effect: --num-experts is not given, no layer has experts",
+        "--moe-grouped-gemm needs nothing here: which kernels move and multiply tokens is decided here, and the "
+        "numbers do not change",
+    ]
+    spread = ("--num-experts", "4", "--moe-aux-loss-coeff", "0.1", "--moe-router-load-balancing-type", "none")
+    (line,) = notes_lines(read(*spread))
+    assert "--moe-aux-loss-coeff 0.1 has no effect" in line
 
 
 def test_some_values_of_a_flag_may_need_nothing() -> None:

@@ -20,7 +20,7 @@ from typing import Any
 EXTRA_STATE = "_extra_state"
 OUTPUT_LAYER = "output_layer"
 LINEARS = (
-    *("self_attention.linear_proj", "self_attention.linear_qkv", "mlp.linear_fc1", "mlp.linear_fc2"),
+    *("self_attention.linear_proj", "self_attention.linear_qkv", ".linear_fc1", ".linear_fc2"),
     *("cross_attention.linear_proj", "cross_attention.linear_q", "cross_attention.linear_kv"),
 )
 """The modules of a layer that have an entry for the state of FP8."""
@@ -29,6 +29,8 @@ HEAD_OF_T5 = "lm_head.output_layer."
 """The output layer of T5, which Megatron's model holds, and so writes, under `output_layer.` a second time."""
 
 _LAYER = re.compile(r"(encoder|decoder)\.layers\.(\d+)\.(.+)")
+_EXPERT = re.compile(r"(mlp\.experts\.local_experts\.)(\d+)\.")
+_GROUPED = re.compile(r"(.+\.mlp\.experts\.)weight([12])")
 _WRAPPERS = ("module.", "model.")
 
 # Applied in this order, each everywhere in the name.
@@ -49,6 +51,7 @@ _RENAMED = [
         (r"\.self_attention\.linear_qkv\.layer_norm_", ".input_layernorm."),
         (r"\.linear_(q|kv)_up_proj\.layer_norm_", r".\1_layernorm."),
         (r"\.mlp\.linear_fc1\.layer_norm_", ".pre_mlp_layernorm."),
+        (r"\.mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d+)$", r".mlp.experts.local_experts.\3.\1.\2"),
     )
 ]
 
@@ -87,12 +90,13 @@ def is_parameter(name: str) -> bool:
     return not name.endswith((EXTRA_STATE, "inv_freq"))
 
 
-def module_name(name: str, layers: Sequence[int]) -> str | None:
-    """Our name of a parameter.
+def module_name(name: str, layers: Sequence[int], first_expert: int = 0) -> str | None:
+    """Our name of a parameter; the experts of a layer in one tensor (`grouped_experts`) keep their name.
 
     Args:
         name: in the file.
         layers: the model's number of each layer of the stage or virtual chunk.
+        first_expert: the number of the first expert that is there.
 
     Returns:
         None if it is in a layer that the stage does not have.
@@ -108,15 +112,36 @@ def module_name(name: str, layers: Sequence[int]) -> str | None:
     if match is None:
         return name
     local = int(match[2])
-    return f"{match[1]}.layers.{layers[local]}.{match[3]}" if local < len(layers) else None
+    rest = _EXPERT.sub(lambda expert: f"{expert[1]}{first_expert + int(expert[2])}.", match[3])
+    return f"{match[1]}.layers.{layers[local]}.{rest}" if local < len(layers) else None
 
 
-def entries(names: Iterable[str], layers: Sequence[int], *, last: bool) -> Iterator[tuple[str, str | None]]:
+def grouped_experts(name: str, experts: Iterable[int]) -> list[str]:
+    """The parameters that stand in one tensor of the local experts, `weight1` or `weight2` of Megatron's GroupedMLP.
+
+    Args:
+        name: what `module_name` gives.
+        experts: the numbers of the experts that are there.
+
+    Returns:
+        Nothing for any other name.
+
+    >>> grouped_experts("decoder.layers.0.mlp.experts.weight1", range(2, 4))[0]
+    'decoder.layers.0.mlp.experts.local_experts.2.linear_fc1.weight'
+    """
+    match = _GROUPED.fullmatch(name)
+    return [] if match is None else [f"{match[1]}local_experts.{at}.linear_fc{match[2]}.weight" for at in experts]
+
+
+def entries(
+    names: Iterable[str], layers: Sequence[int], first_expert: int = 0, *, last: bool
+) -> Iterator[tuple[str, str | None]]:
     """The entries of the dict that Megatron writes of a stage or virtual chunk, in its order.
 
     Args:
         names: our names of its parameters, in module order.
         layers: the model's number of each of its layers.
+        first_expert: the number of the first expert that is there.
         last: whether it has the output layer.
 
     Yields:
@@ -126,9 +151,9 @@ def entries(names: Iterable[str], layers: Sequence[int], *, last: bool) -> Itera
     for name in [*names, ""]:
         owner, _, _ = name.rpartition(".")
         if previous and owner != previous and previous.endswith(LINEARS):
-            yield f"{_local(previous, layers)}.{EXTRA_STATE}", None
+            yield f"{_local(previous, layers, first_expert)}.{EXTRA_STATE}", None
         if name:
-            yield _local(name, layers), name
+            yield _local(name, layers, first_expert), name
         previous = owner
     for name in names:
         if name.startswith(HEAD_OF_T5):
@@ -137,10 +162,13 @@ def entries(names: Iterable[str], layers: Sequence[int], *, last: bool) -> Itera
         yield f"{OUTPUT_LAYER}.{EXTRA_STATE}", None
 
 
-def _local(name: str, layers: Sequence[int]) -> str:
-    """A name with the layer counted from the first of the stage."""
+def _local(name: str, layers: Sequence[int], first_expert: int) -> str:
+    """A name with the layer counted from the first of the stage, and the expert from the first that is there."""
     match = _LAYER.match(name)
-    return f"{match[1]}.layers.{layers.index(int(match[2]))}.{match[3]}" if match else name
+    if match is None:
+        return name
+    rest = _EXPERT.sub(lambda expert: f"{expert[1]}{int(expert[2]) - first_expert}.", match[3])
+    return f"{match[1]}.layers.{layers.index(int(match[2]))}.{rest}"
 
 
 def legacy_path(name: str, layers: Sequence[int], generation: str, *, tied: bool) -> tuple[str, ...] | None:

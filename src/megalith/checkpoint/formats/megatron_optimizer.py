@@ -19,7 +19,6 @@ from torch import Tensor
 
 from megalith.checkpoint.content import volume
 from megalith.checkpoint.formats.buffers import places
-from megalith.checkpoint.formats.torch_dist import OptimizerScalars, read_optimizer_common
 from megalith.errors import CheckpointError
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -61,30 +60,34 @@ def is_distributed(state: Mapping[str, Any]) -> bool:
     return bool(groups) and not any("params" in group for group in groups)
 
 
-def single(state: Any, where: str) -> Mapping[str, Any]:
-    """The state of the one optimizer.
+def optimizers(state: Any, count: int, where: str) -> list[Mapping[str, Any]]:
+    """The states of the optimizers: of one, or of that of all but experts and that of experts.
+
+    Args:
+        state: in the file.
+        count: how many there are.
+        where: names the file in errors.
 
     Raises:
-        UnreadableState: there are several, or it is no such state.
+        UnreadableState: there are others, or it is no such state.
     """
-    if isinstance(state, list) and len(state) == 1:
-        state = state[0]
-    if not isinstance(state, Mapping) or "param_groups" not in inner(state):
+    found = state if isinstance(state, list) else [state]
+    if len(found) != count or not all(isinstance(part, Mapping) and "param_groups" in inner(part) for part in found):
         raise UnreadableState(
-            f"{where} holds the state of several optimizers, as models with experts have, or in a form that this "
+            f"{where} holds the state of {len(found)} optimizers where its args say {count}, or in a form that this "
             f"version does not know; {_WITHOUT}"
         )
-    return state
+    return found
 
 
-def scalars(state: Mapping[str, Any]) -> OptimizerScalars:
-    """What is no tensor of a parameter's shape: groups, steps, loss scaler."""
+def scalars_common(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What is no tensor of a parameter's shape, groups, steps and loss scaler, as `common.pt` has it."""
     body = inner(state)
     groups = [dict(group) for group in body["param_groups"]]
     moments = body.get("state", {})
     steps = [entry["step"] for entry in moments.values() if "step" in entry][:1]
     found = {"param_groups": groups, "state": {"common_step": steps[0]} if steps else {}}
-    return read_optimizer_common({"optimizer": found, "grad_scaler": state.get("grad_scaler")})
+    return {"optimizer": found, "grad_scaler": state.get("grad_scaler")}
 
 
 def state_tensors(state: Mapping[str, Any], shapes: Shapes, where: str) -> Iterator[tuple[str, str, Tensor]]:

@@ -25,8 +25,8 @@ from megalith.checkpoint.commit import sync_folder
 from megalith.checkpoint.content import CheckpointContent, Chunk
 from megalith.checkpoint.fit import Contents, fitted
 from megalith.checkpoint.formats.megatron_names import CORE
-from megalith.checkpoint.formats.per_rank_layout import PlaceFiles, Room, Target, row_of, target_of
-from megalith.checkpoint.formats.torch_dist import OPTIMIZER_PREFIX, WORD_EMBEDDINGS, is_rng_object, is_stacked
+from megalith.checkpoint.formats.per_rank_layout import Place, PlaceFiles, Room, Row, Target, row_of, target_of
+from megalith.checkpoint.formats.torch_dist import OPTIMIZER_PREFIX, WORD_EMBEDDINGS, is_rng_object
 from megalith.checkpoint.hashing import WritingCancelled
 from megalith.checkpoint.laid_out import find, lay_out, seal, tensors_in, write
 from megalith.checkpoint.safe_loading import map_tensors
@@ -48,18 +48,18 @@ class FilesOnDisk:
     def __init__(self, target: Target, folder: Path) -> None:
         self._target, self._folder = target, folder
 
-    def files(self, place: tuple[int, int]) -> list[str]:
+    def files(self, place: Place) -> list[str]:
         """The names of the files of a place, below the folder."""
         made = PlaceFiles(self._target, *place)
         return [f"{made.folder}/{name}" for name in made.bodies]
 
-    def nbytes(self, place: tuple[int, int]) -> int:
+    def nbytes(self, place: Place) -> int:
         """Bytes of the files of a place, rounded up."""
         made = PlaceFiles(self._target, *place)
         tensors = [tensor for body in made.bodies.values() for tensor in tensors_in(body)]
         return sum(tensor.numel() * tensor.element_size() + _ENTRY_OVERHEAD for tensor in tensors) + _FIXED_OVERHEAD
 
-    def lay_out(self, place: tuple[int, int]) -> None:
+    def lay_out(self, place: Place) -> None:
         """Make the files of a place, with the room for their tensors and everything else in them.
 
         Raises:
@@ -90,7 +90,7 @@ class FilesOnDisk:
                     raise WritingCancelled
                 filler.write(chunk)
 
-    def seal(self, place: tuple[int, int]) -> None:
+    def seal(self, place: Place) -> None:
         """Complete the files of a place when all is written."""
         for name in self.files(place):
             seal(self._folder / name)
@@ -107,7 +107,7 @@ class _Filler:
 
     def __init__(self, target: Target, folder: Path, chunks: Sequence[Chunk]) -> None:
         self._stack = ExitStack()
-        self._places: dict[tuple[str, int], list[tuple[int, int, Chunk]]] = {}
+        self._places: dict[Row, list[tuple[int, int, Chunk]]] = {}
         self._files: list[int] = []
         rows = {_row(chunk) for chunk in chunks}
         for place in target.places_of(chunks):
@@ -146,8 +146,8 @@ class _Filler:
                 write(fd, start, *views)
 
 
-def _row(chunk: Chunk) -> tuple[str, int]:
-    """The key of a chunk and its layer."""
+def _row(chunk: Chunk) -> Row:
+    """The key of a chunk with its layer and expert."""
     return chunk.key, row_of(chunk)[1]
 
 
@@ -191,13 +191,13 @@ def write_per_rank(source: Source, folder: Path, names: str = CORE) -> list[str]
 
 
 def _wanted(target: Target) -> list[Chunk]:
-    """All that the files hold, in pieces of a tensor of one layer, on the meta device."""
-    found: dict[tuple[str, int], Chunk] = {}
+    """All that the files hold, in pieces of a tensor of one layer and expert, on the meta device."""
+    found: dict[Row, Chunk] = {}
     for chunk in target.chunks():
-        key, layer = row_of(chunk)
-        shape = (1, *chunk.global_shape[1:]) if is_stacked(key) else chunk.global_shape
+        _, index = row_of(chunk)
+        shape = (*(1 for _ in index), *chunk.global_shape[len(index) :])
         whole = torch.empty(shape, dtype=chunk.tensor.dtype, device="meta")
-        found[_row(chunk)] = Chunk(chunk.key, whole, (layer,) + (0,) * (len(shape) - 1), chunk.global_shape)
+        found[_row(chunk)] = Chunk(chunk.key, whole, index + (0,) * (len(shape) - len(index)), chunk.global_shape)
     return list(found.values())
 
 

@@ -1,10 +1,10 @@
 """What stands in each file of Megatron's format `torch`, and where model space lies in it. Touches no file.
 
-A checkpoint has one `PlaceFiles` for each (tensor, pipeline) place. The bodies of its files are the dicts that Megatron
-0.16.1 saves, key for key in its order, with tensors on the meta device in them. `PlaceFiles.tensors` says for each of
-these the boxes of model space that it is made of: `weight_chunks` of a meta tensor are views of it, and their offsets
-and strides say where the elements of a box stand. What belongs in two places (a norm that every tensor-parallel rank
-holds, the second copy of a tied embedding) has a box in both.
+A checkpoint has one `PlaceFiles` for each (tensor, pipeline, expert) place. The bodies of its files are the dicts that
+Megatron 0.16.1 saves, key for key in its order, with tensors on the meta device in them. `PlaceFiles.tensors` says for
+each of these the boxes of model space that it is made of: `weight_chunks` of a meta tensor are views of it, and their
+offsets and strides say where the elements of a box stand. What belongs in two places (a norm that every tensor-parallel
+rank holds, the second copy of a tied embedding) has a box in both.
 """
 
 from __future__ import annotations
@@ -24,17 +24,16 @@ from megalith.checkpoint.fit import listing
 from megalith.checkpoint.formats.buffers import buffer_size, places
 from megalith.checkpoint.formats.megatron_names import CORE, entries, legacy_path
 from megalith.checkpoint.formats.megatron_optimizer import BUFFERS, MAIN, MOMENTS, inner, members
+from megalith.checkpoint.formats.stacking import expert_of, stacked_axes
 from megalith.checkpoint.formats.torch_dist import (
     CHECKPOINT_VERSION,
     OPTIMIZER_PREFIX,
     WORD_EMBEDDINGS,
     Whole,
-    canonical_key,
-    is_stacked,
     rng_object_key,
     weight_chunks,
 )
-from megalith.checkpoint.model_space import OUTPUT_LAYER, ModelSpace, model_space_of, stages_of
+from megalith.checkpoint.model_space import OUTPUT_LAYER, ModelSpace, Share, model_space_of, stages_of
 from megalith.errors import CheckpointError
 from megalith.layout import Stages
 
@@ -42,9 +41,15 @@ MODEL_FILE = "model_optim_rng.pt"
 BUFFER_FILE = "distrib_optim.pt"
 
 
-def folder_name(tensor: int, pipeline: int, num_pipeline: int) -> str:
-    """The folder of a place; the pipeline counts only where there is one."""
-    return f"mp_rank_{tensor:02d}" + (f"_{pipeline:03d}" if num_pipeline > 1 else "")
+Place = tuple[int, int, int]
+"""Tensor-parallel rank, pipeline stage and expert-parallel rank."""
+
+
+def folder_name(place: Place, num_pipeline: int, num_expert: int) -> str:
+    """The folder of a place; pipeline and experts count only where they are divided."""
+    tensor, pipeline, expert = place
+    parts = [f"{pipeline:03d}"] * (num_pipeline > 1) + [f"{expert:03d}"] * (num_expert > 1)
+    return "_".join([f"mp_rank_{tensor:02d}", *parts])
 
 
 def chunk_key(chunk: int, num_chunks: int) -> str:
@@ -58,7 +63,7 @@ class Target:
 
     Attributes:
         space: the model.
-        tp, pp: sizes of the layout.
+        tp, pp, ep: sizes of the layout.
         stages: layers by [stage][virtual chunk].
         dtype: of the weights.
         common: the state that all ranks share, as `common.pt` has it.
@@ -76,45 +81,47 @@ class Target:
     objects: Mapping[str, Any]
     distributed: bool
     names: str = CORE
+    ep: int = 1
 
     @property
     def has_optimizer(self) -> bool:
         return "optimizer" in self.common
 
     @property
-    def places(self) -> list[tuple[int, int]]:
-        """All (tensor, pipeline) places."""
-        return list(product(range(self.tp), range(self.pp)))
+    def places(self) -> list[Place]:
+        """All (tensor, pipeline, expert) places."""
+        return list(product(range(self.tp), range(self.pp), range(self.ep)))
 
     def chunks(self) -> Iterator[Chunk]:
         """A part at least of every row of every tensor in model space that the files hold."""
-        for stage in range(self.pp):
-            for room in PlaceFiles(self, 0, stage).rooms:
+        for stage, expert in product(range(self.pp), range(self.ep)):
+            for room in PlaceFiles(self, 0, stage, expert).rooms:
                 yield from room.chunks
 
-    def places_of(self, chunks: Iterable[Chunk]) -> list[tuple[int, int]]:
+    def places_of(self, chunks: Iterable[Chunk]) -> list[Place]:
         """Those places that may hold something of given chunks."""
         rows = {row_of(chunk) for chunk in chunks}
-        return [(tp, pp) for pp in range(self.pp) if rows & self._rows(pp) for tp in range(self.tp)]
+        held = {pair: self._rows(*pair) for pair in product(range(self.pp), range(self.ep))}
+        return [place for place in self.places if rows & held[place[1:]]]
 
-    def _rows(self, stage: int) -> set[Row]:
-        names = {
-            name for chunk in range(len(self.stages[stage])) for name in self.space.names_of(stage, chunk, self.stages)
-        }
-        keys = (canonical_key(stored_name(self.space, name)) for name in names)
-        return {(key, layer or 0) for key, layer in keys}
+    def _rows(self, stage: int, expert: int) -> set[Row]:
+        share = Share(expert, self.ep)
+        chunks = range(len(self.stages[stage]))
+        names = {name for chunk in chunks for name in self.space.names_of(stage, chunk, self.stages, share)}
+        slots = (self.space.stacking.slot(stored_name(self.space, name)) for name in names)
+        return {(slot.key, slot.index) for slot in slots}
 
 
-Row = tuple[str, int]
-"""The key of a weight and a layer, 0 outside the layers."""
+Row = tuple[str, tuple[int, ...]]
+"""The key of a weight, and the place on its leading axes of layers and experts."""
 
 
 def row_of(chunk: Chunk) -> Row:
-    """To which weight and layer a chunk belongs, that of an optimizer's state too."""
+    """To which weight, layer and expert a chunk belongs, that of an optimizer's state too."""
     key = chunk.key
     if key.startswith(OPTIMIZER_PREFIX):
         key = key.removeprefix(OPTIMIZER_PREFIX).partition(".")[2]
-    return key, chunk.offset[0] if is_stacked(key) else 0
+    return key, chunk.offset[: stacked_axes(key)]
 
 
 def stored_name(space: ModelSpace, name: str) -> str:
@@ -139,6 +146,7 @@ def target_of(
     """
     args = vars(common["args"])
     space = model_space_of(args, where)
+    check_expert_tensor_size(args, where)
     if names != CORE:
         _check_legacy(space, names, where)
     return Target(
@@ -151,7 +159,23 @@ def target_of(
         objects=objects,
         distributed=bool(args.get("use_distributed_optimizer")),
         names=names,
+        ep=int(args.get("expert_model_parallel_size") or 1),
     )
+
+
+def check_expert_tensor_size(args: Mapping[str, Any], where: str) -> None:
+    """Refuse experts that are divided over other tensor-parallel ranks than the rest of the model.
+
+    Raises:
+        CheckpointError: they are.
+    """
+    tp = int(args.get("tensor_model_parallel_size") or 1)
+    of_experts = int(args.get("expert_tensor_parallel_size") or tp)
+    if args.get("num_experts") and of_experts != tp:
+        raise CheckpointError(
+            f"{where}: --expert-tensor-parallel-size {of_experts} beside --tensor-model-parallel-size {tp} is not in "
+            "format torch here; use torch_dist (Megatron: --ckpt-convert-format torch_dist)"
+        )
 
 
 def _check_legacy(space: ModelSpace, generation: str, where: str) -> None:
@@ -188,23 +212,25 @@ class PlaceFiles:
 
     Args:
         target: what is to be written.
-        tp, pp: the place.
+        tp, pp, ep: the place.
     """
 
-    def __init__(self, target: Target, tp: int, pp: int) -> None:
-        self._target, self.tp, self.pp = target, tp, pp
+    def __init__(self, target: Target, tp: int, pp: int, ep: int) -> None:
+        self._target, self.tp, self.pp, self.ep = target, tp, pp, ep
         self.rooms: list[Room] = []
-        chunks = range(len(target.stages[pp]))
-        self._names = [target.space.names_of(pp, chunk, target.stages) for chunk in chunks]
-        self._shapes = [{name: self._shape(name) for name in names} for names in self._names]
-        self.bodies: dict[str, dict[Any, Any]] = {MODEL_FILE: self._model_body()}
+        chunks, share = range(len(target.stages[pp])), Share(ep, target.ep)
+        self._first_expert = share.of(target.space.model.num_experts or 0).start
+        self._names = [target.space.names_of(pp, chunk, target.stages, share) for chunk in chunks]
+        moved = [[name for name in names if name not in target.space.buffers] for names in self._names]
+        self._shapes = [{name: self._shape(name) for name in names} for names in moved]
+        self.bodies: dict[str, Any] = {MODEL_FILE: self._model_body()}
         if target.has_optimizer and target.distributed:
-            self.bodies[BUFFER_FILE] = self._buffer_body()
+            self.bodies[BUFFER_FILE] = self._buffer_file()
 
     @property
     def folder(self) -> str:
         """The name of its folder."""
-        return folder_name(self.tp, self.pp, self._target.pp)
+        return folder_name((self.tp, self.pp, self.ep), self._target.pp, self._target.ep)
 
     def _shape(self, name: str) -> tuple[int, ...]:
         space = self._target.space
@@ -220,7 +246,7 @@ class PlaceFiles:
         """Note that `view` of `tensor` holds what this place has of a parameter, or of its state."""
         space = self._target.space
         box = Whole(stored_name(space, name), view)
-        found = weight_chunks([box], space.placements, space.stacks, rank=self.tp, size=self._target.tp)
+        found = weight_chunks([box], space.placements, space.stacking, rank=self.tp, size=self._target.tp)
         chunks = [Chunk(prefix + part.key, part.tensor, part.offset, part.global_shape) for part in found]
         self.rooms.append(Room(tensor, chunks))
 
@@ -238,23 +264,23 @@ class PlaceFiles:
             model = self._model(chunk) if target.names == CORE else self._legacy_model(chunk)
             body[chunk_key(chunk, len(self._names))] = model
         if target.has_optimizer:
-            body["optimizer"] = self._optimizer(common["optimizer"])
+            body["optimizer"] = self._optimizers(common["optimizer"])
             if "opt_param_scheduler" in common:
                 body["opt_param_scheduler"] = common["opt_param_scheduler"]
-        rng = rng_object_key(self.tp, target.tp, self.pp, target.pp)
+        rng = rng_object_key(self.tp, target.tp, self.pp, target.pp, self.ep, target.ep)
         if rng in target.objects:
             body["rng_state"] = target.objects[rng]
         body["num_floating_point_operations_so_far"] = common.get("num_floating_point_operations_so_far", 0.0)
         return body
 
     def _model(self, chunk: int) -> dict[str, Tensor | None]:
-        stages = self._target.stages
+        stages, target = self._target.stages, self._target
         last = self.pp == len(stages) - 1 and chunk == len(stages[self.pp]) - 1
+        dtypes = dict.fromkeys(target.space.buffers, torch.float32)
+        layers = target.space.layers_in(stages[self.pp][chunk])
         return OrderedDict(
-            (raw, None if name is None else self._room(name, self._target.dtype))
-            for raw, name in entries(
-                self._names[chunk], self._target.space.layers_in(stages[self.pp][chunk]), last=last
-            )
+            (raw, None if name is None else self._room(name, dtypes.get(name, target.dtype)))
+            for raw, name in entries(self._names[chunk], layers, self._first_expert, last=last)
         )
 
     def _legacy_model(self, chunk: int) -> dict[str, Any]:
@@ -268,13 +294,28 @@ class PlaceFiles:
             inside[path[-1]] = self._room(name, target.dtype)
         return model
 
-    def _optimizer(self, state: Mapping[str, Any]) -> dict[str, Any]:
+    def _optimizers(self, state: Mapping[Any, Any]) -> Any:
+        """The state of the one optimizer, or a list of those of all but experts and of experts."""
+        if self._target.ep == 1:
+            return self._optimizer(state, self._shapes)
+        return [
+            self._optimizer(state[number], self._part(expert=expert)) for number, expert in enumerate((False, True))
+        ]
+
+    def _part(self, *, expert: bool) -> list[dict[str, tuple[int, ...]]]:
+        """Shapes by virtual chunk of the experts, or of all else."""
+        return [
+            {name: shape for name, shape in shapes.items() if (expert_of(name) is not None) == expert}
+            for shapes in self._shapes
+        ]
+
+    def _optimizer(self, state: Mapping[str, Any], parts: Sequence[Mapping[str, tuple[int, ...]]]) -> dict[str, Any]:
         body = inner(state)
         groups, step = body["param_groups"], body["state"]["common_step"]
         scaler = {"grad_scaler": state["grad_scaler"]} if state.get("grad_scaler") else {}
         if self._target.distributed:
             return {"optimizer": {"param_groups": [{**group, "step": float(step)} for group in groups]}, **scaler}
-        shapes = {name: shape for part in self._shapes for name, shape in part.items()}
+        shapes = {name: shape for part in parts for name, shape in part.items()}
         names = members(groups, shapes)
         states = [self._state(name, step) for part in names for name in part]
         half = self._target.dtype != torch.float32
@@ -296,11 +337,19 @@ class PlaceFiles:
 
     # --- distrib_optim.pt -----------------------------------------------------------------------------------------
 
-    def _buffer_body(self) -> dict[Any, Any]:
+    def _buffer_file(self) -> Any:
+        """The buffers of the one optimizer, or a list as of `_optimizers`: the first rank of those that share the dense
+        part has its buffers."""
+        if self._target.ep == 1:
+            return self._buffer_body(self._shapes)
+        dense = None if self.ep else self._buffer_body(self._part(expert=False))
+        return [dense, self._buffer_body(self._part(expert=True))]
+
+    def _buffer_body(self, parts: Sequence[Mapping[str, tuple[int, ...]]]) -> dict[Any, Any]:
         args = vars(self._target.common["args"])
         wide = self._target.dtype == torch.float32 or args.get("accumulate_allreduce_grads_in_fp32", True)
         kind = (self._target.dtype, torch.float32 if wide else self._target.dtype)
-        chunks = {chunk: {kind: self._buffers(shapes)} for chunk, shapes in enumerate(self._shapes)}
+        chunks = {chunk: {kind: self._buffers(shapes)} for chunk, shapes in enumerate(parts)}
         return {"buckets_coalesced": True, **chunks}
 
     def _buffers(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, Any]:

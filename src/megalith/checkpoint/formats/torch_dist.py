@@ -1,9 +1,6 @@
-"""Keys, offsets and common state of Megatron's `torch_dist` checkpoints.
+"""Chunks and common state of Megatron's `torch_dist` checkpoints; the keys of their tensors are `stacking`'s business.
 
-Layers are stacked: parameter `decoder.layers.3.mlp.linear_fc1.weight` of a model of L layers is row 3 of the key
-`decoder.layers.mlp.linear_fc1.weight`, whose global shape has a leading axis of L. The layer norms carry the names
-of TransformerEngine's fused modules, whichever modules computed them. Optimizer state stands in model space: each
-state tensor is keyed and cut like the parameter that it belongs to.
+Optimizer state stands in model space: each state tensor is keyed and cut like the parameter that it belongs to.
 
 This module touches no file. Source: spec/formats-checkpoint.md sections 4 and 9, verified on checkpoints of
 Megatron-LM core 0.16.1.
@@ -11,16 +8,16 @@ Megatron-LM core 0.16.1.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from megalith.checkpoint.content import Chunk
-from megalith.errors import CheckpointError, LayoutError
+from megalith.checkpoint.formats.stacking import Stacking
+from megalith.errors import CheckpointError
 from megalith.nn.placement import Placement, dim_of, global_shape, local_pieces
 
 CHECKPOINT_VERSION = 3.0
@@ -33,72 +30,6 @@ OPTIMIZER_PREFIX = "optimizer.state."
 RNG_KEY = "rng_state"
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 """The key of a tied embedding, wherever it is used."""
-
-Layers = int | Mapping[str, int]
-"""Layers of the whole model, or of each of its stacks by name: `encoder`, `decoder`."""
-
-_LAYER_NAME = re.compile(r"(encoder|decoder)\.layers\.(\d+)\.(.+)")
-_STACK = re.compile(r"(encoder|decoder)\.layers\.")
-_FUSED_NORMS = {
-    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
-    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
-}
-_EXTRA_STATE_LINEARS = (
-    "self_attention.linear_proj",
-    "self_attention.linear_qkv",
-    "mlp.linear_fc1",
-    "mlp.linear_fc2",
-)
-_EXTRA_STATE_ACROSS = ("cross_attention.linear_proj", "cross_attention.linear_q", "cross_attention.linear_kv")
-
-
-def layers_of(stack: str, layers: Layers) -> int:
-    """Layers of a stack of the whole model."""
-    return layers if isinstance(layers, int) else layers[stack]
-
-
-def canonical_key(name: str) -> tuple[str, int | None]:
-    """Map a parameter's module name to its stacked key and layer; the layer is None outside the layers.
-
-    >>> canonical_key("decoder.layers.3.input_layernorm.weight")
-    ('decoder.layers.self_attention.linear_qkv.layer_norm_weight', 3)
-    """
-    match = _LAYER_NAME.fullmatch(name)
-    if match is None:
-        return name, None
-    stack, layer, rest = match[1], int(match[2]), match[3]
-    for module, fused in _FUSED_NORMS.items():
-        if rest.startswith(module):
-            rest = fused + rest.removeprefix(module)
-    return f"{stack}.layers.{rest}", layer
-
-
-def module_name(key: str, layer: int | None) -> str:
-    """The parameter's module name from its stacked key: the inverse of `canonical_key`.
-
-    >>> module_name("decoder.layers.self_attention.linear_qkv.layer_norm_weight", 3)
-    'decoder.layers.3.input_layernorm.weight'
-    """
-    if layer is None:
-        return key
-    stack = _STACK.match(key)
-    assert stack is not None, f"{key} is not a key of the stacked layers"
-    rest = key.removeprefix(stack[0])
-    for module, fused in _FUSED_NORMS.items():
-        if rest.startswith(fused):
-            rest = module + rest.removeprefix(fused)
-    return f"{stack[0]}{layer}.{rest}"
-
-
-def is_stacked(key: str) -> bool:
-    """Whether the tensor of a weight's key has the layers as its first dimension."""
-    return _STACK.match(key) is not None
-
-
-def module_names(key: str, num_layers: Layers) -> list[str]:
-    """The module names of all the parameters that are stored under one key."""
-    stack = _STACK.match(key)
-    return [key] if stack is None else [module_name(key, layer) for layer in range(layers_of(stack[1], num_layers))]
 
 
 class Box(Protocol):
@@ -143,7 +74,7 @@ class Whole:
 
 def model_chunks(
     named: Iterable[tuple[str, Tensor, Placement]],
-    num_layers: Layers,
+    stacking: Stacking,
     *,
     rank: int = 0,
     size: int = 1,
@@ -152,8 +83,9 @@ def model_chunks(
     """Cut parameters into the chunks that Megatron writes.
 
     Args:
-        named: (module name, local tensor, placement of the parameter); layer numbers are global.
-        num_layers: layers of the whole model, or of each stack: the extent of the stacked axis.
+        named: (module name, local tensor, placement of the parameter); layers and experts have the numbers of the
+            whole model.
+        stacking: of the whole model.
         rank: position on the tensor-parallel axis.
         size: extent of the tensor-parallel axis.
         once: leave out what a rank before this one on the axis holds too: over the ranks, each element once.
@@ -163,13 +95,13 @@ def model_chunks(
     """
     whole = [(Whole(name, tensor.detach()), placement) for name, tensor, placement in named]
     placements = {box.name: placement for box, placement in whole}
-    return weight_chunks([box for box, _ in whole], placements, num_layers, rank=rank, size=size, once=once)
+    return weight_chunks([box for box, _ in whole], placements, stacking, rank=rank, size=size, once=once)
 
 
 def weight_chunks(
     boxes: Iterable[Box],
     placements: Mapping[str, Placement],
-    num_layers: Layers,
+    stacking: Stacking,
     *,
     rank: int = 0,
     size: int = 1,
@@ -180,19 +112,19 @@ def weight_chunks(
     Args:
         boxes: of the parameters, by their names.
         placements: parameter name -> placement.
-        num_layers, rank, size, once: as of `model_chunks`.
+        stacking, rank, size, once: as of `model_chunks`.
     """
     return [
         chunk
         for box in boxes
-        for chunk in _chunks(box, box.name, "", placements[box.name], num_layers, rank, size, once=once)
+        for chunk in _chunks(box, box.name, "", placements[box.name], stacking, rank, size, once=once)
     ]
 
 
 def optimizer_chunks(
     boxes: Iterable[Box],
     placements: Mapping[str, Placement],
-    num_layers: Layers,
+    stacking: Stacking,
     *,
     rank: int = 0,
     size: int = 1,
@@ -203,7 +135,7 @@ def optimizer_chunks(
     Args:
         boxes: the state, in whatever boxes the optimizer holds it.
         placements: parameter name -> placement.
-        num_layers: layers of the whole model.
+        stacking: of the whole model.
         rank: position on the tensor-parallel axis.
         size: extent of the tensor-parallel axis.
         once: leave out what a rank before this one on the axis holds too.
@@ -212,22 +144,18 @@ def optimizer_chunks(
     for box in boxes:
         state, _, name = box.name.partition(".")
         prefix = f"{OPTIMIZER_PREFIX}{state}."
-        chunks += _chunks(box, name, prefix, placements[name], num_layers, rank, size, once=once)
+        chunks += _chunks(box, name, prefix, placements[name], stacking, rank, size, once=once)
     return chunks
 
 
 def _chunks(
-    box: Box, name: str, prefix: str, placement: Placement, num_layers: Layers, rank: int, size: int, *, once: bool
+    box: Box, name: str, prefix: str, placement: Placement, stacking: Stacking, rank: int, size: int, *, once: bool
 ) -> list[Chunk]:
     """The chunks of a box that belongs to the parameter `name`; `prefix` stands before the key."""
-    key, layer = canonical_key(name)
-    if layer is None:
-        return [Chunk(prefix + key, *part) for part in _parts(box, placement, rank, size, once=once)]
-    total = layers_of(name.partition(".")[0], num_layers)
-    if layer >= total:
-        raise LayoutError(f"{name} is outside a model of {total} layers; pass the whole model's --num-layers")
+    slot = stacking.slot(name)
+    ones = (1,) * len(slot.index)
     return [
-        Chunk(prefix + key, part.unsqueeze(0), (layer, *offset), (total, *extent))
+        Chunk(prefix + slot.key, part.view(*ones, *part.shape), (*slot.index, *offset), (*slot.extents, *extent))
         for part, offset, extent in _parts(box, placement, rank, size, once=once)
     ]
 
@@ -249,31 +177,22 @@ def _with(values: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:
     return (*values[:dim], value, *values[dim + 1 :])
 
 
-def extra_state_objects(num_layers: Layers, layers: Collection[int] | None = None) -> dict[str, None]:
-    """The empty `_extra_state` entries that Megatron writes and asks for, one per linear and layer.
-
-    Args:
-        num_layers: layers of the whole model, a decoder alone, or of each stack.
-        layers: those to make entries for; all if None.
-    """
-    stacks = {"decoder": num_layers} if isinstance(num_layers, int) else num_layers
-    return {
-        f"{stack}.layers.{linear}._extra_state/shard_{layer}_{total}": None
-        for stack, total in stacks.items()
-        for layer in range(total)
-        for linear in (*_EXTRA_STATE_LINEARS, *(_EXTRA_STATE_ACROSS if len(stacks) > 1 and stack == "decoder" else ()))
-        if layers is None or layer in layers
-    }
-
-
 def is_extra_state(key: str) -> bool:
     """Whether a key holds the state of an FP8 linear; readers pass over it."""
     return "._extra_state/shard_" in key
 
 
-def rng_object_key(tp_rank: int = 0, tp_size: int = 1, pp_rank: int = 0, pp_size: int = 1) -> str:
-    """The key of the random states of one (pipeline, tensor) position; its value is a list over the replicas."""
-    return f"{RNG_KEY}/shard_{pp_rank}.{tp_rank}_{pp_size}.{tp_size}"
+def rng_object_key(
+    tp_rank: int = 0, tp_size: int = 1, pp_rank: int = 0, pp_size: int = 1, ep_rank: int = 0, ep_size: int = 1
+) -> str:
+    """The key of the random states of one (pipeline, tensor, expert) position; its value is a list over the replicas.
+
+    Experts count only where they are divided.
+    """
+    at, of = [pp_rank, tp_rank], [pp_size, tp_size]
+    if ep_size > 1:
+        at, of = [*at, ep_rank], [*of, ep_size]
+    return f"{RNG_KEY}/shard_{'.'.join(map(str, at))}_{'.'.join(map(str, of))}"
 
 
 def is_rng_object(key: str) -> bool:
@@ -298,16 +217,22 @@ class OptimizerScalars:
 
 def optimizer_common(
     param_groups: Sequence[Mapping[str, Any]], step: int, scaler: Mapping[str, Any] | None, precision: str
-) -> dict[str, Any]:
+) -> dict[Any, Any]:
     """Build `common["optimizer"]` as Megatron's non-distributed optimizers write it.
 
+    Under expert parallelism Megatron has an optimizer of its own for experts, and the two stand under 0 and 1.
+
     Args:
-        param_groups: groups under Megatron's keys; `params` and `step` are left out of what is written.
+        param_groups: groups under Megatron's keys; `params` and `step` are left out of what is written. Those with
+            `is_expert_parallel` are of the second optimizer.
         step: steps applied.
         scaler: {scale, growth_tracker, hysteresis_tracker} of the dynamic loss scaler of fp16, else None.
         precision: dtype of the parameters: float32, float16 or bfloat16.
     """
     groups = [{k: v for k, v in group.items() if k not in ("params", "step")} for group in param_groups]
+    parts = by_optimizer(groups)
+    if len(parts) > 1:
+        return {number: optimizer_common(part, step, scaler, precision) for number, part in enumerate(parts)}
     inner = {"state": {"common_step": torch.tensor(float(step))}, "param_groups": groups}
     if precision == "float32":
         return inner
@@ -318,12 +243,22 @@ def optimizer_common(
     return {"optimizer": inner, "grad_scaler": {"scale": scale, **trackers}}
 
 
+def by_optimizer(groups: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
+    """The groups of each of Megatron's optimizers: of all but experts, and of experts that are spread over ranks."""
+    own = [[group for group in groups if bool(group.get("is_expert_parallel")) == expert] for expert in (False, True)]
+    return [part for part in own if part]
+
+
 def read_optimizer_common(state: Mapping[Any, Any]) -> OptimizerScalars:
-    """Read `common["optimizer"]` in either nesting.
+    """Read `common["optimizer"]` in either nesting; of several optimizers that are chained, the groups of all.
 
     Raises:
-        CheckpointError: the state belongs to several chained optimizers or to a distributed optimizer's bucket space.
+        CheckpointError: the state belongs to a distributed optimizer's bucket space.
     """
+    numbered = sorted(key for key in state if isinstance(key, int))
+    if numbered:
+        parts = [read_optimizer_common(state[number]) for number in numbered]
+        return replace(parts[0], param_groups=[group for part in parts for group in part.param_groups])
     if not ("optimizer" in state or "param_groups" in state):
         raise CheckpointError(
             f"the optimizer state in common.pt has the keys {sorted(map(str, state))} instead of param_groups: "

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
-from megalith.config import fields
+from megalith.config.fields import setting
 from megalith.config.patterns import read_pattern
 
-# A program can use them; the flags come when checkpoints hold experts (docs/decisions/0015).
-setting = partial(fields.setting, library=True)
 _WORK_MODELS = "the work on more models"
 _KERNELS = "which kernels move and multiply tokens is decided here, and the numbers do not change"
 

@@ -12,6 +12,26 @@ NEED_NOTHING: tuple[Family, ...] = (
         """,
     ),
     Family(
+        "how experts are multiplied and their weights stand in memory is decided here, and the numbers do not change",
+        """
+        --moe-use-legacy-grouped-gemm --moe-use-grouped-tensor --moe-single-grouped-weight --moe-single-grouped-bias
+        --use-grouped-gemm-for-shared-expert --use-grouped-gemm-for-dense-mlp --moe-shared-expert-overlap
+        --moe-router-padding-for-quantization --moe-router-padding-for-fp8 --moe-pad-experts-for-cuda-graph-inference
+        """,
+    ),
+    Family(
+        "metrics.jsonl has the load of the experts of each layer",
+        """
+        --moe-per-layer-logging
+        """,
+    ),
+    Family(
+        "the exchange of tokens with experts is not overlapped with other work, and the numbers do not change",
+        """
+        --overlap-moe-expert-parallel-comm --ep-overlap-early-attn-memory-release --high-priority-a2a-comm-stream
+        """,
+    ),
+    Family(
         "--optimizer-cpu-offload updates by torch's fused kernel on the host, one parameter after the other, from and "
         "to pinned memory",
         """

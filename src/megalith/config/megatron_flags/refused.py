@@ -6,34 +6,43 @@ from megalith.config.megatron_flags.family import Family
 
 REFUSED: tuple[Family, ...] = (
     Family(
-        "mixtures of experts come with the work on more models",
+        "spreading experts over ranks comes with the work on more models",
         """
-        --expert-model-parallel-size=1 --expert-tensor-parallel-size= --overlap-moe-expert-parallel-comm
-        --moe-shared-expert-intermediate-size= --moe-shared-expert-overlap --moe-ffn-hidden-size=
-        --moe-router-topk=2 --moe-enable-routing-replay --moe-router-num-groups= --moe-router-group-topk=
-        --moe-router-pre-softmax --moe-router-topk-scaling-factor= --moe-router-score-function=softmax
-        --moe-router-dtype= --moe-router-enable-expert-bias --moe-router-bias-update-rate=0.001
-        --moe-grouped-gemm --moe-z-loss-coeff= --moe-input-jitter-eps= --moe-token-dispatcher-type=allgather
-        --moe-enable-deepep --moe-flex-dispatcher-backend=deepep --moe-per-layer-logging
-        --moe-expert-capacity-factor= --moe-pad-expert-input-to-capacity --moe-token-drop-policy=probs
-        --moe-layer-recompute --moe-permute-fusion --moe-router-fusion --moe-latent-size= --num-experts=0
-        --moe-layer-freq=1 --moe-use-upcycling --moe-router-load-balancing-type+=aux_loss
-        --moe-aux-loss-coeff+=0.0 --moe-routing-trace-path= --moe-routing-trace-capture-hidden-states
-        --moe-routing-trace-dump-weights --expert-tensor-parallel-num-weight-shards=
-        --ep-overlap-early-attn-memory-release --high-priority-a2a-comm-stream --moe-shared-expert-gate
-        --use-grouped-gemm-for-shared-expert --moe-shared-expert-glu-interleave-size=
-        --moe-router-padding-for-quantization --moe-router-padding-for-fp8
-        --moe-router-quantile-balancing-ema=0.0 --moe-router-force-load-balancing --moe-router-force-biased=
-        --use-grouped-gemm-for-dense-mlp --moe-use-grouped-tensor --moe-single-grouped-weight
-        --moe-single-grouped-bias --moe-permute-fusion-into-hybridep --moe-hybridep-pad-uneven-dispatch-inputs
-        --moe-pad-experts-for-cuda-graph-inference --moe-apply-probs-on-input --moe-flex-dispatcher-num-sms=
-        --moe-deepep-num-sms= --moe-hybridep-num-sms= --moe-hybridep-num-blocks-permute=
-        --moe-hybridep-num-blocks-unpermute= --moe-hybridep-num-sms-preprocessing=108 --moe-ncclep-zero-copy
-        --moe-dispatch-fwd-dtype=bf16 --moe-combine-bwd-dtype=bf16 --moe-mlp-glu-interleave-size=
-        --moe-expert-rank-capacity-factor= --moe-paged-stash --moe-paged-stash-page-size=64
-        --moe-paged-stash-buffer-size-factor-cuda=1.1 --moe-paged-stash-buffer-size-factor-cpu=0.0
-        --moe-upcycling-granularity=1 --moe-routing-trace-max-training-iters= --moe-routing-trace-capture-logits
-        --moe-use-legacy-grouped-gemm --moe-extended-tp
+        --expert-model-parallel-size=1 --expert-tensor-parallel-size=
+        --moe-enable-deepep --moe-flex-dispatcher-backend=deepep --moe-flex-dispatcher-num-sms= --moe-deepep-num-sms=
+        --moe-hybridep-num-sms= --moe-hybridep-num-blocks-permute= --moe-hybridep-num-blocks-unpermute=
+        --moe-hybridep-num-sms-preprocessing=108 --moe-ncclep-zero-copy --moe-permute-fusion-into-hybridep
+        --moe-hybridep-pad-uneven-dispatch-inputs --moe-dispatch-fwd-dtype=bf16 --moe-combine-bwd-dtype=bf16
+        --moe-extended-tp --expert-tensor-parallel-num-weight-shards=
+        """,
+    ),
+    Family(
+        "this variant of mixtures of experts is not built",
+        """
+        --moe-latent-size= --moe-apply-probs-on-input --moe-shared-expert-glu-interleave-size=
+        --moe-mlp-glu-interleave-size= --moe-router-quantile-balancing-ema=0.0 --moe-router-force-load-balancing
+        --moe-router-force-biased= --moe-expert-rank-capacity-factor=
+        """,
+    ),
+    Family(
+        "routing is not recorded or replayed; metrics.jsonl has the load of every expert",
+        """
+        --moe-enable-routing-replay --moe-routing-trace-path= --moe-routing-trace-capture-hidden-states
+        --moe-routing-trace-dump-weights --moe-routing-trace-max-training-iters= --moe-routing-trace-capture-logits
+        """,
+    ),
+    Family(
+        "activations of experts are not moved to the host; --recompute-granularity selective --recompute-modules mlp "
+        "computes them again instead",
+        """
+        --moe-paged-stash --moe-paged-stash-page-size=64 --moe-paged-stash-buffer-size-factor-cuda=1.1
+        --moe-paged-stash-buffer-size-factor-cpu=0.0 --moe-layer-recompute
+        """,
+    ),
+    Family(
+        "a dense checkpoint is made into one with experts beforehand, by megalith checkpoint upcycle",
+        """
+        --moe-use-upcycling --moe-upcycling-granularity=1
         """,
     ),
     Family(

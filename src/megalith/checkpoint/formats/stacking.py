@@ -1,0 +1,169 @@
+"""Which key of a torch_dist checkpoint a parameter stands under, and where in the tensor of that key.
+
+Layers are stacked: `decoder.layers.3.mlp.linear_fc1.weight` of a model of L layers is row 3 of the key
+`decoder.layers.mlp.linear_fc1.weight`, whose global shape has a leading axis of L. The experts of a layer are stacked
+too: `decoder.layers.3.mlp.experts.local_experts.5.linear_fc1.weight` is place [3, 5] of
+`decoder.layers.mlp.experts.experts.linear_fc1.weight`, [L, E, ...]. Where Megatron says by `--moe-layer-freq` that the
+layers are not alike, each has keys of its own, with its number in them, and only the experts are stacked. T5 has two
+stacks of layers, `encoder` and `decoder`.
+
+Names are those of a whole model: the number of an expert counts through all ranks. The layer norms carry the names of
+TransformerEngine's fused modules, whichever modules computed them. Source: spec/formats-checkpoint.md sections 4 and 9.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+
+from megalith.config import ModelConfig
+from megalith.config.patterns import read_pattern
+from megalith.errors import LayoutError
+
+_LAYER_NAME = re.compile(r"(encoder|decoder)\.layers\.(\d+)\.(.+)")
+_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
+_STACKED_LAYERS = re.compile(r"(encoder|decoder)\.layers\.(?!\d)")
+_STACKED_EXPERTS = ".mlp.experts.experts."
+_FUSED_NORMS = {
+    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+}
+_OF_ATTENTION = ("self_attention.linear_proj", "self_attention.linear_qkv")
+_ACROSS = ("cross_attention.linear_proj", "cross_attention.linear_q", "cross_attention.linear_kv")
+_OF_FEED_FORWARD = ("linear_fc1", "linear_fc2")
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The place of a parameter.
+
+    Attributes:
+        key: of the tensor that it stands in.
+        index: on the leading axes of that, which the parameter itself does not have.
+        extents: of those axes.
+    """
+
+    key: str
+    index: tuple[int, ...] = ()
+    extents: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Stacking:
+    """How the parameters of a model are put together.
+
+    Attributes:
+        stacks: name -> experts of each layer, 0 where it is dense.
+        apart: each layer has keys of its own.
+        shared: whether mixtures have experts that take every token.
+    """
+
+    stacks: Mapping[str, tuple[int, ...]]
+    apart: bool = False
+    shared: bool = False
+
+    def slot(self, name: str) -> Slot:
+        """Where a parameter stands.
+
+        Raises:
+            LayoutError: it is of a layer that the model does not have.
+
+        >>> dense(4).slot("decoder.layers.3.input_layernorm.weight").key
+        'decoder.layers.self_attention.linear_qkv.layer_norm_weight'
+        >>> Stacking({"decoder": (4, 4)}).slot("decoder.layers.1.mlp.experts.local_experts.2.linear_fc2.weight").index
+        (1, 2)
+        """
+        match = _LAYER_NAME.fullmatch(name)
+        if match is None:
+            return Slot(name)
+        stack, layer, rest = match[1], int(match[2]), match[3]
+        total = len(self.stacks.get(stack, ()))
+        if layer >= total:
+            raise LayoutError(f"{name} is outside a model of {total} layers; pass the whole model's --num-layers")
+        for module, fused in _FUSED_NORMS.items():
+            if rest.startswith(module):
+                rest = fused + rest.removeprefix(module)
+        prefix, index, extents = self._of_layer(stack, layer)
+        if (expert := _EXPERT.fullmatch(rest)) is not None:
+            rest = f"mlp.experts.experts.{expert[2]}"
+            index, extents = (*index, int(expert[1])), (*extents, self.stacks[stack][layer])
+        return Slot(prefix + rest, index, extents)
+
+    def _of_layer(self, stack: str, layer: int) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+        """What the keys of a layer begin with, and its place on the axis of layers."""
+        if self.apart:
+            return f"{stack}.layers.{layer}.", (), ()
+        return f"{stack}.layers.", (layer,), (len(self.stacks[stack]),)
+
+    def extra_state_objects(self, layers: Collection[int] | None = None) -> dict[str, None]:
+        """The empty `_extra_state` entries that Megatron writes and asks for, one per linear.
+
+        Args:
+            layers: those to make entries for; all if None.
+        """
+        return {
+            key: None
+            for stack, experts in self.stacks.items()
+            for layer in range(len(experts))
+            if layers is None or layer in layers
+            for key in self._extra_states(stack, layer)
+        }
+
+    def _extra_states(self, stack: str, layer: int) -> Iterator[str]:
+        prefix, index, extents = self._of_layer(stack, layer)
+        experts = self.stacks[stack][layer]
+        across = _ACROSS if len(self.stacks) > 1 and stack == "decoder" else ()
+        for linear in (*_OF_ATTENTION, *across):
+            yield _object_key(prefix + linear, index, extents)
+        for linear in _OF_FEED_FORWARD:
+            if not experts:
+                yield _object_key(f"{prefix}mlp.{linear}", index, extents)
+            for expert in range(experts):
+                name = f"{prefix}mlp.experts.experts.{linear}"
+                yield _object_key(name, (*index, expert), (*extents, experts))
+            if experts and self.shared:
+                yield _object_key(f"{prefix}mlp.shared_experts.{linear}", index, extents)
+
+
+def _object_key(module: str, index: tuple[int, ...], extents: tuple[int, ...]) -> str:
+    at, of = (".".join(map(str, values)) for values in (index or (0,), extents or (1,)))
+    return f"{module}._extra_state/shard_{at}_{of}"
+
+
+def expert_of(name: str) -> int | None:
+    """The number of the expert that a parameter belongs to; None if to none, or to one that takes every token."""
+    match = _LAYER_NAME.fullmatch(name)
+    expert = _EXPERT.fullmatch(match[3]) if match else None
+    return None if expert is None else int(expert[1])
+
+
+def is_of_experts(key: str) -> bool:
+    """Whether a key, of an optimizer's state too, is of the experts of layers; not of those that take every token."""
+    return _STACKED_EXPERTS in key
+
+
+def stays_fp32(key: str) -> bool:
+    """Whether a weight's key is of what has fp32 in a model of any dtype: the bias for the choice of experts."""
+    return key.endswith(".mlp.router.expert_bias")
+
+
+def dense(num_layers: int) -> Stacking:
+    """Of a decoder without experts."""
+    return Stacking({"decoder": (0,) * num_layers})
+
+
+def stacking_of(model: ModelConfig) -> Stacking:
+    """Of an architecture: as Megatron, which goes by what `--moe-layer-freq` says and not by what it comes to."""
+    apart = model.mixture and read_pattern(model.moe_layer_freq) != 1
+    stacks = {name: model.experts_of(layers) for name, layers in model.stacks.items()}
+    return Stacking(stacks, apart, model.moe_shared_expert_intermediate_size is not None)
+
+
+def stacked_axes(key: str) -> int:
+    """How many leading axes of the tensor of a weight's key count layers and experts.
+
+    >>> stacked_axes("decoder.layers.mlp.experts.experts.linear_fc1.weight")
+    2
+    """
+    return (_STACKED_LAYERS.match(key) is not None) + (_STACKED_EXPERTS in key)

@@ -1,0 +1,176 @@
+"""Rules of mixtures of experts: which layers are some, how tokens choose, how the load is balanced."""
+
+from __future__ import annotations
+
+from megalith.config.idle import idle_without
+from megalith.config.rule import Draft, Rule, divisors, rule, show
+
+_LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
+
+
+@rule("moe_router_topk", "num_experts")
+def tokens_find_enough_experts(draft: Draft) -> str:
+    model = draft.run.model
+    if not model.num_experts or model.moe_router_topk <= model.num_experts:
+        return ""
+    return (
+        f"{show(draft, 'moe_router_topk')} is more than {show(draft, 'num_experts')}; a token goes to different experts"
+    )
+
+
+@rule("moe_router_topk", "num_experts", "moe_router_pre_softmax", "moe_router_score_function")
+def one_expert_keeps_a_gradient(draft: Draft) -> str:
+    model = draft.run.model
+    learns = model.moe_router_pre_softmax or model.moe_router_score_function != "softmax"
+    routed = "sinkhorn" in model.moe_router_load_balancing_type
+    if not model.num_experts or model.moe_router_topk > 1 or learns or routed:
+        return ""
+    return (
+        "--moe-router-topk 1: the softmax over one chosen expert is always 1, and the router learns nothing; add "
+        "--moe-router-pre-softmax"
+    )
+
+
+@rule("moe_router_num_groups", "moe_router_group_topk")
+def groups_and_their_number_go_together(draft: Draft) -> str:
+    model = draft.run.model
+    given = {
+        name: getattr(model, name)
+        for name in ("moe_router_num_groups", "moe_router_group_topk")
+        if getattr(model, name) is not None
+    }
+    if len(given) != 1:
+        return ""
+    (name,) = given
+    other = {"moe_router_num_groups": "--moe-router-group-topk", "moe_router_group_topk": "--moe-router-num-groups"}
+    return f"{show(draft, name)} needs {other[name]}: in how many of how many groups a token looks for experts"
+
+
+@rule("moe_router_num_groups", "moe_router_group_topk", "num_experts", "moe_router_topk")
+def groups_divide_the_experts(draft: Draft) -> str:
+    model = draft.run.model
+    groups, best = model.moe_router_num_groups, model.moe_router_group_topk
+    if not model.num_experts or groups is None or best is None:
+        return ""
+    if model.num_experts % groups:
+        return (
+            f"{show(draft, 'num_experts')} does not divide into {show(draft, 'moe_router_num_groups')}; use "
+            f"{divisors(model.num_experts, groups)} groups"
+        )
+    if best > groups:
+        return f"{show(draft, 'moe_router_group_topk')} is more than {show(draft, 'moe_router_num_groups')}"
+    if model.moe_router_topk % best or model.moe_router_topk > best * (model.num_experts // groups):
+        return (
+            f"{show(draft, 'moe_router_topk')} experts from {show(draft, 'moe_router_group_topk')} groups of "
+            f"{model.num_experts // groups}: the number of experts must be a multiple of that of the groups, and the "
+            "groups must hold as many"
+        )
+    return ""
+
+
+@rule("moe_router_enable_expert_bias", "moe_router_score_function", "num_experts")
+def the_bias_corrects_sigmoids(draft: Draft) -> str:
+    model = draft.run.model
+    if not (model.num_experts and model.moe_router_enable_expert_bias) or model.moe_router_score_function == "sigmoid":
+        return ""
+    return (
+        f"--moe-router-enable-expert-bias with {show(draft, 'moe_router_score_function')}: the bias corrects sigmoid "
+        "scores; use --moe-router-score-function sigmoid"
+    )
+
+
+@rule("moe_router_load_balancing_type", "moe_aux_loss_coeff", "num_experts")
+def each_balancing_loss_has_a_coefficient(draft: Draft) -> str:
+    model = draft.run.model
+    kinds, coefficients = model.moe_router_load_balancing_type, model.moe_aux_loss_coeff
+    if not model.num_experts or len(kinds) == len(coefficients) or len(kinds) == 1:
+        return ""
+    return (
+        f"{show(draft, 'moe_router_load_balancing_type')} are {len(kinds)} kinds, and "
+        f"{show(draft, 'moe_aux_loss_coeff')} has {len(coefficients)} numbers; give one for each"
+    )
+
+
+@rule("moe_router_load_balancing_type", "moe_aux_loss_coeff", "num_experts")
+def sinkhorn_balances_alone(draft: Draft) -> str:
+    model = draft.run.model
+    kinds = model.moe_router_load_balancing_type
+    if not model.num_experts or "sinkhorn" not in kinds:
+        return ""
+    if len(kinds) > 1 or any(model.moe_aux_loss_coeff):
+        return (
+            f"{show(draft, 'moe_router_load_balancing_type')} with {show(draft, 'moe_aux_loss_coeff')}: sinkhorn "
+            "balances by the choice itself and takes no loss beside it; leave --moe-aux-loss-coeff out"
+        )
+    return ""
+
+
+@rule("moe_expert_capacity_factor", "moe_router_load_balancing_type", "num_experts")
+def capacity_is_for_weighed_choices(draft: Draft) -> str:
+    model = draft.run.model
+    if not model.num_experts or model.moe_expert_capacity_factor is None:
+        return ""
+    if "sinkhorn" not in model.moe_router_load_balancing_type:
+        return ""
+    return f"{show(draft, 'moe_expert_capacity_factor')} with sinkhorn: its choices are balanced already; leave it out"
+
+
+@rule("moe_pad_expert_input_to_capacity", "moe_expert_capacity_factor")
+def padding_needs_a_capacity(draft: Draft) -> str:
+    model = draft.run.model
+    if not model.moe_pad_expert_input_to_capacity or model.moe_expert_capacity_factor is not None:
+        return ""
+    return "--moe-pad-expert-input-to-capacity needs --moe-expert-capacity-factor, which says how much that is"
+
+
+@rule("moe_router_load_balancing_type", "moe_aux_loss_coeff", "num_experts")
+def a_coefficient_without_a_loss(draft: Draft) -> str:
+    model = draft.run.model
+    if not model.num_experts or "moe_aux_loss_coeff" not in draft.given or not any(model.moe_aux_loss_coeff):
+        return ""
+    if any(kind in _LOSSES for kind in model.moe_router_load_balancing_type):
+        return ""
+    return (
+        f"{show(draft, 'moe_aux_loss_coeff')} has no effect with {show(draft, 'moe_router_load_balancing_type')}: that "
+        "is no loss"
+    )
+
+
+EXPERT_RULES: tuple[Rule, ...] = (
+    tokens_find_enough_experts,
+    one_expert_keeps_a_gradient,
+    groups_and_their_number_go_together,
+    groups_divide_the_experts,
+    the_bias_corrects_sigmoids,
+    each_balancing_loss_has_a_coefficient,
+    sinkhorn_balances_alone,
+    capacity_is_for_weighed_choices,
+    padding_needs_a_capacity,
+)
+
+_OF_MIXTURES = (
+    "moe_layer_freq",
+    "moe_ffn_hidden_size",
+    "moe_shared_expert_intermediate_size",
+    "moe_router_topk",
+    "moe_router_score_function",
+    "moe_router_pre_softmax",
+    "moe_router_num_groups",
+    "moe_router_group_topk",
+    "moe_router_topk_scaling_factor",
+    "moe_router_dtype",
+    "moe_router_load_balancing_type",
+    "moe_aux_loss_coeff",
+    "moe_z_loss_coeff",
+    "moe_router_enable_expert_bias",
+    "moe_input_jitter_eps",
+    "moe_expert_capacity_factor",
+)
+
+EXPERT_NOTICES: tuple[Rule, ...] = (
+    a_coefficient_without_a_loss,
+    *(idle_without(name, "num_experts", "--num-experts is not given, no layer has experts") for name in _OF_MIXTURES),
+    idle_without("moe_shared_expert_gate", "moe_shared_expert_intermediate_size", "there is no shared expert"),
+    idle_without("moe_router_bias_update_rate", "moe_router_enable_expert_bias", "no expert has a bias"),
+    idle_without("moe_token_drop_policy", "moe_expert_capacity_factor", "experts take every token"),
+)

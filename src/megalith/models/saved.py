@@ -1,0 +1,34 @@
+"""What a checkpoint holds of a model: its tensors under the names that they have in a model that is on no other rank.
+
+Layers carry the numbers of the whole model on every pipeline stage. Experts are counted from 0 on every rank, as in
+Megatron, and here from the number of the first one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+
+from megalith.models.language_model import LanguageModel
+from megalith.nn.moe.experts import Experts
+from megalith.nn.placement import Placement, Replicated
+
+
+def whole_names(model: nn.Module) -> dict[str, str]:
+    """Name of each parameter and saved buffer here -> its name in the whole model, in module order."""
+    names = {name: name for name in model.state_dict()}
+    for prefix, module in model.named_modules():
+        if isinstance(module, Experts) and module.first:
+            start = f"{prefix}.local_experts."
+            for name in [name for name in names if name.startswith(start)]:
+                number, _, rest = name.removeprefix(start).partition(".")
+                names[name] = f"{start}{module.first + int(number)}.{rest}"
+    return names
+
+
+def saved_tensors(model: LanguageModel) -> Iterator[tuple[str, Tensor, Placement]]:
+    """Each parameter and saved buffer with its name in the whole model and its placement, in module order."""
+    table, names = model.placements(), whole_names(model)
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        yield names[name], tensor, table.get(name, Replicated())
