@@ -10,6 +10,7 @@ from __future__ import annotations
 from megalith.config.bert_rules import BERT_NOTICES, BERT_RULES
 from megalith.config.checkpoint_rules import CHECKPOINT_NOTICES, CHECKPOINT_RULES
 from megalith.config.data_rules import DATA_NOTICES, DATA_RULES
+from megalith.config.expert_layout_rules import EXPERT_LAYOUT_NOTICES, EXPERT_LAYOUT_RULES
 from megalith.config.expert_rules import EXPERT_NOTICES, EXPERT_RULES
 from megalith.config.latent_rules import LATENT_NOTICES, LATENT_RULES
 from megalith.config.launch_rules import LAUNCH_NOTICES, LAUNCH_RULES
@@ -35,6 +36,7 @@ RULES: tuple[Rule, ...] = (
     *TOKENIZER_RULES,
     *CHECKPOINT_RULES,
     *LAYOUT_RULES,
+    *EXPERT_LAYOUT_RULES,
     *LAUNCH_RULES,
     *RECOMPUTE_RULES,
     *LOG_RULES,
@@ -52,6 +54,7 @@ NOTICES: tuple[Rule, ...] = (
     *SCHEDULE_NOTICES,
     *OPTIMIZER_NOTICES,
     *LAYOUT_NOTICES,
+    *EXPERT_LAYOUT_NOTICES,
     *LAUNCH_NOTICES,
     *CHECKPOINT_NOTICES,
     *RECOMPUTE_NOTICES,

@@ -180,6 +180,32 @@ TABLE: list[tuple[str, tuple[str, ...]]] = [
     ),
     ("--tokenizer-type HuggingFaceTokenizer", ("HuggingFaceTokenizer requires --tokenizer-model DIR",)),
     ("--device gpu", ("--device gpu: not one of auto, cpu, cuda",)),
+    # experts over ranks
+    ("--expert-model-parallel-size 2", ("--expert-model-parallel-size 2 divides the experts", "give --num-experts")),
+    (
+        "WORLD_SIZE=2 --num-experts 5 --expert-model-parallel-size 2",
+        (
+            "--num-experts 5 is not divisible by --expert-model-parallel-size 2",
+            "use --expert-model-parallel-size 1 or 5",
+        ),
+    ),
+    (
+        "WORLD_SIZE=2 --num-experts 4 --expert-model-parallel-size 4",
+        ("over the processes of data and context parallelism", "2 processes make 2: use", "1 or 2"),
+    ),
+    (
+        "--num-experts 4 --expert-tensor-parallel-size 2",
+        ("--expert-tensor-parallel-size 2 differs from --tensor-model-parallel-size 1",),
+    ),
+    (
+        "WORLD_SIZE=2 --num-experts 4 --expert-model-parallel-size 2 --use-torch-fsdp2",
+        ("--use-torch-fsdp2 cuts all weights", "use --use-distributed-optimizer"),
+    ),
+    (
+        "WORLD_SIZE=2 --num-experts 4 --moe-ffn-hidden-size 7 --tensor-model-parallel-size 2",
+        ("--moe-ffn-hidden-size 7 is not divisible by --tensor-model-parallel-size 2", "6 or 8"),
+    ),
+    ("--num-experts 4 --moe-token-dispatcher-type flex", ("--moe-token-dispatcher-type flex: comes with",)),
     # experts
     ("--num-experts -1", ("--num-experts -1: must be at least 0",)),
     ("--num-experts 2 --moe-router-topk 3", ("--moe-router-topk 3 is more than --num-experts 2",)),

@@ -18,7 +18,9 @@ class ParallelConfig:
         1,
         help="data- and context-parallel processes that share the experts of each layer",
         at_least=1,
-        library=True,
+    )
+    expert_tensor_parallel_size: int | None = setting(
+        None, help="processes that share each expert; those that share each layer, unless given", at_least=1
     )
     sequence_parallel: bool = setting(False, help="split norms and dropout over the tensor-parallel processes too")
     num_layers_per_virtual_pipeline_stage: int | None = setting(

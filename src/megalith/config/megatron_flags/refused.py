@@ -6,9 +6,9 @@ from megalith.config.megatron_flags.family import Family
 
 REFUSED: tuple[Family, ...] = (
     Family(
-        "spreading experts over ranks comes with the work on more models",
+        "tokens travel to experts by torch's collectives in the dtype of the hidden states, and experts are cut as all "
+        "layers are",
         """
-        --expert-model-parallel-size=1 --expert-tensor-parallel-size=
         --moe-enable-deepep --moe-flex-dispatcher-backend=deepep --moe-flex-dispatcher-num-sms= --moe-deepep-num-sms=
         --moe-hybridep-num-sms= --moe-hybridep-num-blocks-permute= --moe-hybridep-num-blocks-unpermute=
         --moe-hybridep-num-sms-preprocessing=108 --moe-ncclep-zero-copy --moe-permute-fusion-into-hybridep
