@@ -19,7 +19,6 @@ from pathlib import Path
 
 _TEMPLATE = """
 import json, os, signal, sys
-import torch._dynamo  # torch.optim imports it at its first step
 import megalith.assemble.ranks, megalith.cli.train, megalith.cli.train_start, megalith.cli.train_hooks
 import megalith.train.memory, megalith.train.metrics, megalith.train.tensorboard
 from megalith.cli.main import main
