@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from megalith.checkpoint import DirectoryStore
+from megalith.checkpoint.convert import Wanted, convert
 
 from .test_train_checkpoint import FSDP, LLAMA, PP2, STEPS, TP2, TRAINING, ZERO, plain_tensors, train_on
 
@@ -29,6 +30,12 @@ CASES = {
     "fp16-pp2": (2, f"{PP2} --fp16 --initial-loss-scale 65536 --loss-scale-window 2", MOMENTS | MAIN),
 }
 """Name -> ranks, flags, kinds of state in a checkpoint."""
+CONVERTED = {
+    "sgd": ("--optimizer sgd --decoupled-lr 1e-3", {"momentum_buffer"}),
+    "lion": ("--optimizer lion --bf16", {"exp_avg"} | MAIN),
+    "muon": ("--optimizer muon --bf16", {"momentum_buffer"} | MOMENTS | MAIN),
+    "adaptive_muon": ("--optimizer adaptive_muon", {"momentum_buffer", "moment2_buffer"} | MOMENTS),
+}
 SAMPLE = ("muon-tp2", "rounded-zero1")
 
 
@@ -48,3 +55,24 @@ def test_a_resumed_run_is_the_uninterrupted_one(ranks: Any, tmp_path: Path, case
     one, other = (plain_tensors(DirectoryStore(folder).folder(STEPS)) for folder in (whole, cut))
     assert one.keys() == other.keys() and all(one[key].equal(other[key]) for key in one)
     assert {key.split(".")[2] for key in one if key.startswith("optimizer.")} == kinds
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [pytest.param(name, marks=() if name in ("sgd", "adaptive_muon") else pytest.mark.full) for name in CONVERTED],
+)
+def test_a_conversion_keeps_every_state(tmp_path: Path, optimizer: str) -> None:
+    """To two tensor-parallel ranks in two stages and back: the same tensors; and the run goes on as if nothing were."""
+    flags, kinds = CONVERTED[optimizer]
+    flags = f"{LLAMA} {flags} {TRAINING} --hidden-dropout 0 --attention-dropout 0"
+    first, there, back = (tmp_path / name for name in ("first", "there", "back"))
+    train_on(str(first), flags, 1, 40, 2)
+    convert(first, there, Wanted(tp=2, pp=2))
+    convert(there, back, Wanted(tp=1, pp=1))
+    one, other, again = (plain_tensors(DirectoryStore(folder).folder(2)) for folder in (first, there, back))
+    states = {key for key in one if key.startswith("optimizer.")}
+    assert {key.split(".")[2] for key in states} == kinds
+    for converted in (other, again):
+        names = {key for key in converted if key.startswith("optimizer.")}
+        assert names == states and all(one[key].equal(converted[key]) for key in states)
+    assert train_on(str(back), flags, 1, 40, STEPS) == train_on(str(first), flags, 1, 40, STEPS)

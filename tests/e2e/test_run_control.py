@@ -53,14 +53,22 @@ def test_a_finished_run_is_evaluated_extended_and_reported(
 
 def test_skip_train_evaluates_the_checkpoint(warm: WarmProcess, tmp_path: Path) -> None:
     save = tmp_path / "c"
-    trained = warm.run(command(save, *SHORT), tmp_path)
+    words = command(save, *SHORT, "--eval-iters", 2)
+    trained = warm.run(words, tmp_path)
     before = {path: path.stat().st_mtime_ns for path in save.glob("iter_*/*")}
-    words = command(save, *SHORT)
     only = warm.run([*words, "--skip-train", "--train-iters", 8], tmp_path)
     assert only.code == 0, only.text
     assert "skipping training (--skip-train is on) ..." in only.text and "] iteration " not in only.text
     assert lines_with(only.text, "on test set") == lines_with(trained.text, "on test set")
     assert {path: path.stat().st_mtime_ns for path in save.glob("iter_*/*")} == before
+    # The same samples in half as many iterations of twice the batch, and in larger micro-batches.
+    larger = ["--eval-iters", 1, "--eval-global-batch-size", 8, "--eval-micro-batch-size", 4]
+    again = warm.run([*words, "--skip-train", "--train-iters", 8, *larger, "--padded-vocab-size", 512], tmp_path)
+    assert again.code == 2 and "--padded-vocab-size 512: the checkpoint has 104 rows" in again.text
+    again = warm.run([*words, "--skip-train", "--train-iters", 8, *larger], tmp_path)
+    losses = [float(re.findall(r"on test set \| lm loss value: (\S+)", run.text)[0]) for run in (only, again)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    assert lines_with(again.text, "Evaluating iter ") == ["Evaluating iter 1/1"] * 2
 
 
 def test_what_two_ranks_print_and_keep(warm: WarmProcess, tmp_path: Path) -> None:

@@ -357,7 +357,7 @@ def _padded_vocabulary(config: RunConfig, tokenizer: Tokenizer, found: FoundChec
     Raises:
         ConfigError: --padded-vocab-size is another number than the checkpoint's, or less than there are tokens.
     """
-    given = config.tokenizer.padded_vocab_size
+    given = config.data.padded_vocab_size
     if found is not None:
         if given not in (None, found.padded_vocab_size):
             raise ConfigError(

@@ -39,6 +39,13 @@ class DataConfig:
     mid_level_dataset_surplus: float = setting(
         0.005, help="share by which each dataset of a weighted blend is built larger than its weight needs", at_least=0
     )
+    padded_vocab_size: int | None = setting(
+        None,
+        help="rows of the embedding, at least the size of the vocabulary; it, rounded up to a multiple of "
+        "--make-vocab-size-divisible-by x --tensor-model-parallel-size, unless given",
+        unit="tokens",
+        at_least=1,
+    )
     split: str = setting("969, 30, 1", help="parts for training, validation and test")
     mock_data: bool = setting(False, help="made-up data, to try a configuration")
     data_cache_path: str | None = setting(None, help="folder of the index caches; beside the data unless given")
@@ -132,13 +139,6 @@ class TokenizerConfig:
     )
     vocab_size: int | None = setting(
         None, help="number of ids of the NullTokenizer, or of the TikTokenizer (131072)", unit="tokens", at_least=1
-    )
-    padded_vocab_size: int | None = setting(
-        None,
-        help="rows of the embedding, at least the size of the vocabulary; it, rounded up to a multiple of "
-        "--make-vocab-size-divisible-by x --tensor-model-parallel-size, unless given",
-        unit="tokens",
-        at_least=1,
     )
     vocab_extra_ids: int = setting(
         0, help="tokens <extra_id_0> and on, as T5 needs them, after those of the vocabulary", unit="tokens", at_least=0
