@@ -333,22 +333,22 @@ class PerRankSource:
         Raises:
             UnreadableState: it is in a form that is not known, or not that of these weights.
         """
-        shapes = [
-            {name: tuple(tensor.shape) for name, (_, tensor) in part.items() if name not in self._space.buffers}
-            for part in weights
+        stored = [
+            {name: tensor for name, (_, tensor) in part.items() if name not in self._space.buffers} for part in weights
         ]
         where = str(self._file(place, MODEL_FILE))
         states = optimizers(self._files[place]["optimizer"], self._num_optimizers, where)
-        parts = [shapes] if len(states) == 1 else [_of_experts(shapes, expert=expert) for expert in (False, True)]
+        parts = [stored] if len(states) == 1 else [_of_experts(stored, expert=expert) for expert in (False, True)]
         for number, (state, part) in enumerate(zip(states, parts, strict=True)):
             if not is_distributed(state):
-                yield from state_tensors(state, {name: shape for one in part for name, shape in one.items()}, where)
+                together = {name: tuple(tensor.shape) for one in part for name, tensor in one.items()}
+                yield from state_tensors(state, together, where)
             elif number or place[2] == 0:  # of the dense part only one expert-parallel rank has the buffers
                 file = self._file(place, BUFFER_FILE)
                 body = map_tensors(file)
                 body = body[number] if isinstance(body, list) and len(body) == len(states) else body
-                for buffer, one in zip(chunk_buffers(body, len(part), str(file)), part, strict=True):
-                    yield from buffer_tensors(buffer, one, str(file))
+                for buffer, shapes in chunk_buffers(body, part, str(file)):
+                    yield from buffer_tensors(buffer, shapes, str(file))
 
     @property
     def _num_optimizers(self) -> int:
@@ -492,9 +492,9 @@ class PerRankSource:
         return found
 
 
-def _of_experts(shapes: Sequence[Mapping[str, tuple[int, ...]]], *, expert: bool) -> list[dict[str, tuple[int, ...]]]:
+def _of_experts(weights: Sequence[Mapping[str, Tensor]], *, expert: bool) -> list[dict[str, Tensor]]:
     """Those of the experts, or of all else."""
-    return [{name: shape for name, shape in part.items() if (".mlp.experts." in name) == expert} for part in shapes]
+    return [{name: tensor for name, tensor in part.items() if (".mlp.experts." in name) == expert} for part in weights]
 
 
 def _read(path: Path) -> Mapping[str, Any]:

@@ -168,8 +168,17 @@ def buffer_tensors(buffer: Mapping[str, Any], shapes: Shapes, where: str) -> Ite
                 yield kind, name, buffer[label][place.start : place.start + volume(place.shape)].view(place.shape)
 
 
-def chunk_buffers(body: Mapping[Any, Any], chunks: int, where: str) -> list[Mapping[str, Any]]:
-    """The buffers of each model chunk in the content of a `distrib_optim.pt`.
+def chunk_buffers(
+    body: Mapping[Any, Any], weights: Sequence[Mapping[str, Tensor]], where: str
+) -> list[tuple[Mapping[str, Any], Shapes]]:
+    """The buffers in the content of a `distrib_optim.pt`, each with the parameters that stand in it.
+
+    Megatron has a buffer for each dtype of the parameters of a model chunk, under (dtype, dtype of the gradients).
+
+    Args:
+        body: the content.
+        weights: of each model chunk of this place, as they are stored, in the order of the model's dict.
+        where: names the file in errors.
 
     Raises:
         UnreadableState: they are in a layout that this version does not read.
@@ -180,9 +189,36 @@ def chunk_buffers(body: Mapping[Any, Any], chunks: int, where: str) -> list[Mapp
             f"version reads them joined; {_WITHOUT}"
         )
     numbered = [body[index] for index in sorted(key for key in body if isinstance(key, int))]
-    if len(numbered) != chunks or any(len(by_dtype) != 1 for by_dtype in numbered):
+    if len(numbered) != len(weights):
         raise UnreadableState(
-            f"{where} holds the buffers {[list(map(str, by_dtype)) for by_dtype in numbered]}: this version reads one "
-            f"dtype in each of the {chunks} model chunks; {_WITHOUT}"
+            f"{where} holds the buffers of {len(numbered)} model chunks, and the weights beside it are "
+            f"{len(weights)}; {_WITHOUT}"
         )
-    return [next(iter(by_dtype.values())) for by_dtype in numbered]
+    return [
+        (by_dtype[key], {name: tuple(tensor.shape) for name, tensor in members.items()})
+        for by_dtype, part in zip(numbered, weights, strict=True)
+        for key, members in _members_of_buffers(list(by_dtype), part, where)
+    ]
+
+
+def _members_of_buffers(
+    keys: Sequence[Any], weights: Mapping[str, Tensor], where: str
+) -> list[tuple[Any, Mapping[str, Tensor]]]:
+    """The weights in each of a chunk's buffers: all of them in the only one, else those of its dtype.
+
+    Raises:
+        UnreadableState: weights and buffers have other dtypes.
+    """
+    if len(keys) == 1:
+        return [(keys[0], weights)]
+    of_weights = [str(dtype) for dtype in dict.fromkeys(tensor.dtype for tensor in weights.values())]
+    of_buffers = [str(key[0]) if isinstance(key, tuple) and key else str(key) for key in keys]
+    if sorted(of_weights) != sorted(of_buffers):
+        raise UnreadableState(
+            f"{where} has buffers for parameters in {', '.join(of_buffers)}, and the weights beside it are in "
+            f"{', '.join(of_weights)}, so that it is not known which stands where; {_WITHOUT}"
+        )
+    return [
+        (key, {name: tensor for name, tensor in weights.items() if str(tensor.dtype) == dtype})
+        for key, dtype in zip(keys, of_buffers, strict=True)
+    ]
