@@ -18,6 +18,8 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
 
+from megalith.cli.threads import wait_asleep
+
 if TYPE_CHECKING:
     from megalith.serve.engine import Engine
     from megalith.serve.request import Request
@@ -66,6 +68,7 @@ def _serve(build: Callable[[], Engine], context_length: int, connection: Any) ->
 @contextmanager
 def server(build: Callable[[], Engine], context_length: int) -> Iterator[int]:
     """A server with the engine that `build` makes in its process; yields its port."""
+    wait_asleep()  # the process inherits it, as one of `megalith serve` does
     here, there = multiprocessing.get_context("spawn").Pipe()
     process = multiprocessing.get_context("spawn").Process(target=_serve, args=(build, context_length, there))
     process.start()

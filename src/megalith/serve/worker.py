@@ -1,9 +1,9 @@
 """The thread that steps an engine, and its answers as asyncio streams.
 
 The engine is touched by this thread only. Between two steps it takes what was asked meanwhile; events go to the event
-loop once a step, and the next step waits until they are sent: the loop and the engine would otherwise fight for the
-interpreter and the cores at every packet, which costs both far more than the wait. Where nothing is to be done it
-steps twice a second, so that other ranks hear that it lives.
+loop once a step. Where they are many, the next step waits until they are sent: the loop and the engine would otherwise
+fight for the interpreter at every packet. Where nothing is to be done it steps twice a second, so that other ranks hear
+that it lives.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from megalith.serve.engine import Engine, Stats, Ticket
 from megalith.serve.request import Event, Finished, Request
 
 _IDLE_SECONDS = 0.5
-_SECONDS_TO_SEND = 0.01
-"""How long a step waits for the event loop at most: a loop that is busy with other things does not hold up answers."""
+_MANY, _SECONDS_TO_SEND = 4, 0.01
+"""From how many events on a step waits until they are sent (for one it would only add two wake-ups to each token), and
+for how long at most: a loop that is busy with other things does not hold up answers."""
 
 
 class WorkerFailed(MegalithError):
@@ -163,7 +164,8 @@ class Worker:
                         self._forget_finished(answer, event)
                     self._sent.clear()
                     self._tell(self._deliver, found)
-                    self._sent.wait(_SECONDS_TO_SEND)
+                    if len(found) >= _MANY:
+                        self._sent.wait(_SECONDS_TO_SEND)
             self._engine.close()
         except BaseException as error:  # whatever it was, nobody would ever answer again
             self._fail(error)
