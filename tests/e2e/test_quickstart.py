@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -97,14 +98,14 @@ def test_the_commands_can_be_run_again(told: tuple[Path, str]) -> None:
     assert "def " in ended.stdout
 
 
-def test_own_texts_and_a_second_run_in_the_same_folder(tmp_path: Path) -> None:
+def test_own_texts_in_the_folder_of_an_earlier_run(told: tuple[Path, str], tmp_path: Path) -> None:
+    shutil.copytree(told[0] / "quickstart", tmp_path / "mine")
     files = write_texts(tmp_path)
     arguments = ("--data", *files, "--json-key", "body", "--minutes", "0.01", "--out", "mine", "--prompt", "import ")
-    for _ in range(2):
-        ended = quickstart(*arguments, cwd=tmp_path)
-        assert ended.returncode == 0, ended.stdout + ended.stderr
-        assert "2 files" in ended.stdout
-        assert "  import " in ended.stdout
+    ended = quickstart(*arguments, cwd=tmp_path)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "2 files" in ended.stdout
+    assert "  import " in ended.stdout
     assert json.loads((tmp_path / "mine" / "report.json").read_text(encoding="utf-8"))["resume"]["num_repeated"] > 0
 
 

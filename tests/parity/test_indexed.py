@@ -35,6 +35,8 @@ PARTITIONED = ("gpt2_part2", "gpt2_part2_seq")
 SENTENCES = ("split_sent", "split_sent_keepnl")
 ONLY_HASHES = ("hf_multi_eod", "hf_legacy_multi_eod")
 """Their files are those of gpt2_multi_eod and were left out of the goldens."""
+BY_TWO = ("gpt2_multi_eod", "gpt2_twokeys", "null_legacy_noeod", "hf_legacy_multi_eod")
+"""What two processes make in each run of the suite: a text of each tokenizer, and two keys."""
 BUILT = tuple(
     f"builder_{name}"
     for name in ("uint8", "int8", "int16", "int32", "int64", "float64", "float32", "uint16", "multimodal")
@@ -75,8 +77,14 @@ def compare(written: Path, outputs: dict[str, Any]) -> None:
         assert sha256(written / f"{output}.idx") == expected["idx_sha256"]
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("name", PREPROCESSED + ONLY_HASHES)
+@pytest.mark.parametrize(
+    ("name", "workers"),
+    [
+        *((name, 1) for name in PREPROCESSED + ONLY_HASHES),
+        *((name, 2) for name in BY_TWO),
+        *(pytest.param(name, 2, marks=pytest.mark.full) for name in PREPROCESSED + ONLY_HASHES if name not in BY_TWO),
+    ],
+)
 def test_preprocessing(
     name: str,
     workers: int,

@@ -32,11 +32,14 @@ from megalith.data.workers import Encoders, Processes, ThisProcess, Turn
 from megalith.errors import ConfigError, DataError
 from megalith.tokenizers import Tokenizer, build_tokenizer
 from megalith.tokenizers.card import write_card
+from megalith.tokenizers.fast_bpe import is_fast
 
 __all__ = ["PreprocessOptions", "PreprocessReport", "find_violations", "preprocess", "useful_workers"]
 
-_CHUNKS_PER_WORKER = 16  # with less to do, starting a process costs more than it brings
-_SHARE_OF_NOTES = 20  # noting how far the run is takes at most one part in so many of the time
+# With fewer, starting a process costs more than it brings.
+_CHUNKS_PER_WORKER = 16
+_CHUNKS_PER_FAST_WORKER = 96
+_PAUSE = 1  # between two notes of how far the run is, in times of what the last took the disk
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,9 @@ def useful_workers(options: PreprocessOptions, sources: list[Source]) -> int:
     """Processes worth starting: not more than asked for, than there are cores, and than there is work for."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     low, high = options.share.bounds(sum(source.disk_bytes for source in sources))
-    work = (high - low) // (options.source.limits.chunk_bytes * _CHUNKS_PER_WORKER)
+    fast = is_fast(options.tokenizer.tokenizer_type) and options.sentences is None
+    chunks = _CHUNKS_PER_FAST_WORKER if fast else _CHUNKS_PER_WORKER
+    work = (high - low) // (options.source.limits.chunk_bytes * chunks)
     return max(1, min(options.workers, cores, work))
 
 
@@ -354,7 +359,7 @@ class _Writing:
         self._journal.write(state)
         self._noted = True
         end = time.perf_counter()
-        return end + _SHARE_OF_NOTES * (end - start)
+        return end + _PAUSE * (end - start)
 
     def _wait_for_note(self) -> float:
         """Until the last note is on the disk; returns what `_bring_to_disk` did, or 0. Raises what it raises."""

@@ -32,7 +32,8 @@ class PreprocessOptions:
         share: the part of the input that this process takes.
         skip_bad: leave documents out that cannot be read, instead of stopping at the first.
         restart: begin anew even where an unfinished run could be gone on with.
-        seconds_between_notes: how often it is noted how far the run is.
+        seconds_between_notes: how often it is noted how far the run is; the disk takes what is written meanwhile, so
+            that little is left for the end.
     """
 
     inputs: tuple[str, ...]
@@ -47,7 +48,7 @@ class PreprocessOptions:
     share: Share = Share()
     skip_bad: bool = False
     restart: bool = False
-    seconds_between_notes: float = 3.0
+    seconds_between_notes: float = 1.0
 
     @property
     def stem(self) -> str:
