@@ -114,6 +114,12 @@ MODELS = {
         "--yarn-original-max-position-embeddings 8 --normalization RMSNorm --swiglu --ffn-hidden-size 24 "
         "--disable-bias-linear --untie-embeddings-and-output-weights"
     ),
+    "t5": Model("", vocab_size=43, fields={"model_family": "t5", "decoder_num_layers": 3}),
+    "t5-relative": Model(
+        "--swiglu --normalization RMSNorm --disable-bias-linear --ffn-hidden-size 24 "
+        "--untie-embeddings-and-output-weights",
+        fields={"model_family": "t5", "position_embedding_type": "relative", "relative_attention_num_buckets": 8},
+    ),
     "bert": Model("", vocab_size=43, fields={"model_family": "bert"}),
     "bert-published": Model(
         "--apply-residual-connection-post-layernorm --attention-backend unfused --untie-embeddings-and-output-weights "
@@ -417,6 +423,21 @@ BERT = [
     Case(Layout(tp=2, dp=2), "bert-published", data="pairs", zero1=True),
 ]
 """BERT on pairs of texts with padding; the first three rows are always run."""
+T5 = [
+    Case(Layout(tp=2), "t5-relative", data="spans", sequence_parallel=True),
+    Case(Layout(dp=2), "t5", data="spans", zero1=True),
+    Case(Layout(tp=2), "t5", data="spans"),
+    Case(Layout(tp=4), "t5", data="spans", sequence_parallel=True),
+    Case(Layout(dp=2), "t5-relative", data="spans"),
+    Case(Layout(tp=2), "t5-relative", data="spans"),
+    Case(Layout(tp=2, dp=2), "t5-relative", data="spans", sequence_parallel=True, zero1=True),
+    Case(Layout(dp=4), "t5-relative", data="spans", zero1=True),
+    Case(Layout(dp=2), "t5", data="spans", fsdp="zero3"),
+    Case(Layout(tp=2, dp=2), "t5-relative", data="spans", sequence_parallel=True, fsdp="zero2"),
+    Case(Layout(tp=2), "t5-relative", data="spans", sequence_parallel=True, recompute="uniform-2"),
+    Case(Layout(dp=2), "t5", data="spans", zero1=True, recompute="parts-core_attn+mlp+layernorm"),
+]
+"""T5 on texts and the spans taken out of them, with padding; the first two rows are always run."""
 EIGHT = [
     Case(Layout(tp=2, pp=2, dp=2), "one-group", sequence_parallel=True, virtual_stages=2, fsdp="zero3"),
     Case(Layout(tp=2, pp=2, dp=2), "llama", sequence_parallel=True, virtual_stages=2, zero1=True),
@@ -465,6 +486,26 @@ def _pairs_of_texts(vocab_size: int, layout: Layout, replica: int, steps: int) -
                 "padding_mask": (positions < length).long(),
                 "loss_mask": mask,
                 "truncated": torch.tensor([0]),
+            }
+
+
+def _spans_of_texts(vocab_size: int, layout: Layout, replica: int, steps: int) -> Iterator[Batch]:
+    """Samples of T5: random tokens for the encoder and fewer for the decoder, padding behind all but every third."""
+    generator, short = torch.Generator().manual_seed(7), LENGTH // 2
+    for number in range(steps * SAMPLES):
+        seen = torch.randint(0, vocab_size, (1, LENGTH), generator=generator)
+        told = torch.randint(0, vocab_size, (1, short + 1), generator=generator)
+        enc_mask = (torch.arange(LENGTH)[None] < LENGTH - 2 * (number % 3)).long()
+        dec_mask = (torch.arange(short)[None] < short - number % 3).long()
+        if number % layout.dp == replica:
+            yield {
+                "text_enc": seen,
+                "text_dec": told[:, :-1],
+                "labels": torch.where(dec_mask == 1, told[:, 1:], -1),
+                "loss_mask": dec_mask,
+                "truncated": torch.tensor([0]),
+                "enc_mask": enc_mask,
+                "dec_mask": dec_mask,
             }
 
 
@@ -546,7 +587,7 @@ def _run(case: Case, flags: str = "", steps: int = STEPS) -> dict[str, Any]:
     )
     deferred = defer_weight_gradients(config, chunks, optimizer)
     state = TrainState(chunks, optimizer, streams, schedule, context=context, deferred=deferred)
-    read = {"blend": _blend, "pairs": _pairs_of_texts}.get(case.data, _batches)
+    read = {"blend": _blend, "pairs": _pairs_of_texts, "spans": _spans_of_texts}.get(case.data, _batches)
     batches = read(model.vocab_size, case.layout, context.dp.index, steps)
     if case.data == "documents":
         batches = _with_documents(batches)
@@ -615,7 +656,7 @@ For each gradient max|a - b| / max|b| over all ranks and rows; the bound is 1e-1
 `recompute-uniform-2` full recomputation by this method and number of layers, `fsdp-zero3` `--use-torch-fsdp2`,
 `fsdp-zero2` the same with `--torch-fsdp2-no-reshard-after-forward`; `documents` attention that stays inside documents,
 `blend` the same with the samples of a blend of two datasets, read by each replica for itself; `pairs` pairs of texts
-with padding, as BERT reads them.
+with padding, as BERT reads them; `spans` texts and spans of them, as T5 does.
 
 | layout | model | options | loss | worst of the gradients | gradients |
 |---|---|---|---|---|---|
@@ -692,9 +733,10 @@ ALWAYS = (
     | set(EXPERTS[:4])
     | set(LATENT[:1])
     | set(BERT[:3])
+    | set(T5[:2])
     | set(EXPERT_PARALLEL[:3])
 )
-ALL = [*CASES, *OPTIONS, *OPTIMISERS, *DATA, *EXPERTS, *EXPERT_PARALLEL, *LATENT, *BERT]
+ALL = [*CASES, *OPTIONS, *OPTIMISERS, *DATA, *EXPERTS, *EXPERT_PARALLEL, *LATENT, *BERT, *T5]
 ROWS = [pytest.param(case, marks=() if case in ALWAYS else pytest.mark.full) for case in ALL]
 
 

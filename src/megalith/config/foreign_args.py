@@ -66,7 +66,9 @@ def model_of(args: Mapping[str, Any]) -> ModelConfig:
 
 
 def _family(args: Mapping[str, Any]) -> str:
-    """Of a model of Megatron, whose arguments do not say it: that of BERT and T5 has this tokenizer."""
+    """Of a model of Megatron, whose arguments do not say it: a decoder has its length, BERT and T5 this tokenizer."""
+    if args.get("decoder_seq_length"):
+        return "t5"
     if not str(args.get("tokenizer_type") or "").startswith("BertWordPiece"):
         return "gpt"
     return "t5" if args.get("vocab_extra_ids") else "bert"
