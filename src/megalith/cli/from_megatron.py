@@ -24,7 +24,7 @@ that does not fit; the recipe is printed all the same."""
 _TRAINING = ("pretrain_gpt.py", "pretrain_llama.py")
 _OTHER = {
     "pretrain_bert.py": "BERT comes with the work on more models",
-    "pretrain_t5.py": "T5 comes with the work on more models",
+    "pretrain_t5.py": "T5 trains by its script: torchrun pretrain_t5.py with the same flags",
 }
 _RECIPE_FILE = "recipe.toml"
 

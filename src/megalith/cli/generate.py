@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -13,7 +15,9 @@ from megalith.serve.request import Finished, Request, RequestError, Sampling, To
 
 if TYPE_CHECKING:
     from megalith.assemble.trained import Trained
+    from megalith.models.t5 import T5
     from megalith.serve.engine import Engine
+    from megalith.tokenizers import Tokenizer
 
 
 class _Parser(argparse.ArgumentParser):
@@ -24,8 +28,8 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="megalith generate",
-        description="Continue a text with a trained model. Architecture and tokenizer come from the checkpoint. "
-        "Without --prompt it asks for one text after the other.",
+        description="Continue a text with a trained GPT, or answer it with a T5. Architecture and tokenizer come from "
+        "the checkpoint. Without --prompt it asks for one text after the other.",
         allow_abbrev=False,
     )
     parser.add_argument("checkpoint", type=Path, help="the folder that --save named, or one iter_* folder in it")
@@ -66,17 +70,62 @@ def run(argv: Sequence[str]) -> int:
     trained = load_trained(options.checkpoint, choose_device(options.device), options.iteration)
     for note in trained.notes:
         print(f"WARNING: {note}", file=sys.stderr)
+    reply = _replying(trained, sampling, options)
     if options.prompt is not None:
-        text = sys.stdin.read() if options.prompt == "-" else options.prompt
-        _continue(trained, _engine(trained, options), text, sampling, options)
+        reply(sys.stdin.read() if options.prompt == "-" else options.prompt)
         return 0
-    engine = _engine(trained, options)
     for text in _typed():
         try:
-            _continue(trained, engine, text, sampling, options)
+            reply(text)
         except MegalithError as error:  # of this text only
             print(error, file=sys.stderr)
     return 0
+
+
+def _replying(trained: Trained, sampling: Sampling, options: argparse.Namespace) -> Callable[[str], None]:
+    """What is done with each text, by the family of the model."""
+    from megalith.models.t5 import T5
+
+    if isinstance(trained.model, T5):
+        return partial(_answer, trained, trained.model, sampling=sampling, options=options)
+    return partial(_continue, trained, _engine(trained, options), sampling=sampling, options=options)
+
+
+def _answer(trained: Trained, model: T5, text: str, *, sampling: Sampling, options: argparse.Namespace) -> None:
+    """Print what T5 writes for a text: the spans that stand for its <extra_id_N>, where it was trained on these."""
+    from megalith.data.masked.t5 import decoder_start
+    from megalith.serve.spans import answer
+
+    if options.stop:
+        raise ConfigError("--stop is for models that continue a text; an answer of T5 ends by itself")
+    tokenizer = trained.tokenizer
+    ids, start = with_sentinels(tokenizer, text), decoder_start(tokenizer)
+    for number in range(options.num_samples):
+        said = answer(
+            model,
+            ids,
+            start=start,
+            end=tokenizer.special.get("eos", tokenizer.eod),
+            most=options.max_new_tokens,
+            sampling=sampling,
+            seed=options.seed + number,
+            tokens=tokenizer.vocab_size,
+        )
+        sys.stdout.write(tokenizer.decode(list(said)) + "\n")
+
+
+def with_sentinels(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Ids of a text in which <extra_id_N> stands for itself, whatever the tokenizer makes of it."""
+    ids = list[int]()
+    for part in re.split(r"(<extra_id_\d+>)", text):
+        match = re.fullmatch(r"<extra_id_(\d+)>", part)
+        if match is None:
+            ids += tokenizer.encode(part) if part.strip() else []
+        elif int(match[1]) < len(tokenizer.extra_ids):
+            ids.append(tokenizer.extra_ids[int(match[1])])
+        else:
+            raise ConfigError(f"--prompt has {part}, and the tokenizer {len(tokenizer.extra_ids)} tokens <extra_id_N>")
+    return ids
 
 
 def _typed() -> Iterator[str]:
@@ -102,7 +151,7 @@ def _engine(trained: Trained, options: argparse.Namespace) -> Engine:
     return Engine(runner, trained.tokenizer, Limits(running=max(64, samples), samples=max(128, samples)))
 
 
-def _continue(trained: Trained, engine: Engine, text: str, sampling: Sampling, options: argparse.Namespace) -> None:
+def _continue(trained: Trained, engine: Engine, text: str, *, sampling: Sampling, options: argparse.Namespace) -> None:
     """Print the continuations of a text, the first as it grows, the others behind it."""
     ids = trained.tokenizer.encode(text)
     request = Request(
