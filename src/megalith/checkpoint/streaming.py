@@ -138,7 +138,7 @@ def write_torch(
     check: Callable[[Path], None] = no_check,
     names: str = CORE,
 ) -> int:
-    """`write_torch_dist` in Megatron's format of one file for each (tensor, pipeline) place.
+    """`write_torch_dist` in Megatron's format of one file for each (tensor, pipeline, expert) place.
 
     Args:
         names: of the weights, `CORE` or a generation of `LEGACY`.

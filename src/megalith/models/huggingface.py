@@ -238,6 +238,7 @@ def _unlike(model: ModelConfig, kind: str) -> list[str]:
         "apply_residual_connection_post_layernorm": False,
         "attention_output_gate": False,
         "multi_latent_attention": False,
+        "mixture": False,
         "softmax_type": "vanilla",
         "softmax_scale": None,
         "activation_func_clamp_value": None,

@@ -53,6 +53,19 @@ def auxiliary_losses(
     return comm.all_reduce(sums, context.tp) if chunks[0].region.partial_gradients else sums
 
 
+@torch.no_grad()
+def expert_load(chunks: Sequence[LanguageModel], context: ParallelContext) -> Tensor:
+    """How often the tokens here chose each expert in this step, [layers x experts], 0 for dense layers; fp64.
+
+    The sum over context-parallel ranks, replicas and stages is that of all tokens.
+    """
+    model = chunks[0].config
+    load_LE = torch.zeros(model.num_layers, model.num_experts or 0, dtype=torch.float64, device=context.device)
+    for router in routers(chunks):
+        load_LE[router.layer] = router.load_E
+    return comm.all_reduce(load_LE, context.tp) if chunks[0].region.partial_gradients and model.mixture else load_LE
+
+
 def _sum(auxiliary: Auxiliary, name: str) -> float:
     return sum(float(value) for value in auxiliary.recorded.get(name, {}).values())
 

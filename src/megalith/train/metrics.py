@@ -75,7 +75,8 @@ class MetricsWriter(Hook):
 
     def after_step(self, result: StepResult) -> None:
         values = asdict(result)
-        self.event("step", **_without_empty(values, "source_tokens", "auxiliary_losses", "further_losses"))
+        often_empty = ("source_tokens", "auxiliary_losses", "further_losses", "expert_load")
+        self.event("step", **_without_empty(values, *often_empty))
 
     def after_window(self, report: WindowReport) -> None:
         self.event(

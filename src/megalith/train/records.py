@@ -108,6 +108,12 @@ class Records(Hook):
         self._draw(values, result.iteration, result.consumed_samples)
         tokens = {f"tokens of {name}": float(number) for name, number in result.source_tokens.items()}
         self._draw(dict(result.auxiliary_losses), result.iteration)
+        busiest = {
+            f"busiest expert of layer {layer} over the mean": max(load) * len(load) / sum(load)
+            for layer, load in result.expert_load.items()
+            if sum(load)
+        }
+        self._draw(busiest, result.iteration)
         skipped = {"skipped-train-samples": float(result.skipped_samples)} if result.skipped_samples else {}
         self._draw(tokens | skipped, result.iteration)
         if self._recorded.memory:

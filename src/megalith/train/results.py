@@ -36,6 +36,7 @@ class StepResult:
         further_losses: of models that learn more than one thing (BERT's "sop loss"), name -> as `loss`.
         auxiliary_losses: of mixtures of experts, name -> mean over layers and micro-batches.
         source_tokens: of a blend, the dataset -> its tokens in this step; empty without a blend.
+        expert_load: of mixtures of experts, the layer -> how often each of its experts was chosen in this step.
     """
 
     iteration: int
@@ -56,6 +57,7 @@ class StepResult:
     skipped_samples: int = 0
     source_tokens: Mapping[str, int] = field(default_factory=dict)
     auxiliary_losses: Mapping[str, float] = field(default_factory=dict)
+    expert_load: Mapping[int, Sequence[int]] = field(default_factory=dict)
     further_losses: Mapping[str, float] = field(default_factory=dict)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megalith.parallel import pipeline
 from megalith.schedules.pipeline import default_schedule, make_schedule
-from megalith.train.experts import auxiliary_losses, begin_step, loss_names, move_biases
+from megalith.train.experts import auxiliary_losses, begin_step, expert_load, loss_names, move_biases
 from megalith.train.faults import Probe, no_probe
 from megalith.train.results import StepResult
 from megalith.train.spoil import Spoiler
@@ -103,10 +103,12 @@ def train_step(
         divide_by_tokens(state, work)
     names = loss_names(model)
     auxiliary = auxiliary_losses(state.chunks, names, num_micro_batches, state.context)
+    load = expert_load(state.chunks, state.context)
     mine = [work.total(), _samples_by_source(work, state, len(sources)), auxiliary.to(work.total())]
+    mine.append(load.flatten().to(work.total()))
     _, *further = state.model.loss_names
-    parts = totals(torch.cat(mine)).split((2 * len(further) + 2, len(sources), len(names)))
-    (losses, samples_of, auxiliary), check = parts, state.check
+    parts = totals(torch.cat(mine)).split((2 * len(further) + 2, len(sources), len(names), load.numel()))
+    (losses, samples_of, auxiliary, chosen), check = parts, state.check
     loss, *others = mean_losses(losses)
     if sums is not None:
         sums += work.sums
@@ -153,6 +155,11 @@ def train_step(
         },
         further_losses=dict(zip(further, others, strict=True)),
         auxiliary_losses=dict(zip(names, auxiliary.tolist(), strict=True)),
+        expert_load={
+            layer: tuple(map(round, choices))
+            for layer, choices in enumerate(chosen.view(load.shape).tolist())
+            if model.mixture and model.experts[layer]
+        },
     )
 
 

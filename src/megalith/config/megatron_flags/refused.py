@@ -40,7 +40,7 @@ REFUSED: tuple[Family, ...] = (
         """,
     ),
     Family(
-        "a dense checkpoint is made into one with experts beforehand, by megalith checkpoint upcycle",
+        "making a model with experts out of a dense checkpoint is not built",
         """
         --moe-use-upcycling --moe-upcycling-granularity=1
         """,
