@@ -15,7 +15,7 @@ from torch import Tensor
 from megalith.checkpoint.huggingface_export import Weights
 from megalith.checkpoint.model_space import ModelSpace
 from megalith.errors import CheckpointError
-from megalith.models.gpt import GPT
+from megalith.models.families import model_class
 from megalith.models.saved import saved_tensors
 
 TOLERANCE = 1e-5
@@ -58,7 +58,7 @@ def compare_logits(folder: Path, weights: Weights, space: ModelSpace, rows: int)
     length = min(_PROMPT_LENGTH, space.model.max_position_embeddings)
     tokens_BS = (torch.arange(1, length + 1) * _STRIDE % rows)[None]
     ours = _our_logits(tokens_BS, weights, space)[..., :rows]
-    theirs = _their_logits(tokens_BS, folder)
+    theirs = _their_logits(tokens_BS, folder, masked=space.model.model_family == "bert")
     if theirs.shape != ours.shape:
         raise CheckpointError(
             f"{folder}: transformers gives logits {list(theirs.shape)}, this version {list(ours.shape)}"
@@ -75,22 +75,29 @@ def compare_logits(folder: Path, weights: Weights, space: ModelSpace, rows: int)
 
 @torch.no_grad()
 def _our_logits(tokens_BS: Tensor, weights: Weights, space: ModelSpace) -> Tensor:
-    model = GPT(space.model, space.vocab_size)
+    model = model_class(space.model)(space.model, space.vocab_size)
     for name, tensor, _ in saved_tensors(model):
         tensor.copy_(weights.read(name, tensor.shape, space))
-    logits: Tensor = model.eval()(tokens_BS)
+    types = {"types_BS": _types(tokens_BS)} if space.model.model_family == "bert" else {}
+    logits: Tensor = model.eval()(tokens_BS, **types)
     return logits
 
 
+def _types(tokens_BS: Tensor) -> Tensor:
+    """The first half one text, the second another."""
+    return (torch.arange(tokens_BS.shape[1]) * 2 // tokens_BS.shape[1]).expand_as(tokens_BS)
+
+
 @torch.no_grad()
-def _their_logits(tokens_BS: Tensor, folder: Path) -> Tensor:
+def _their_logits(tokens_BS: Tensor, folder: Path, *, masked: bool) -> Tensor:
     import transformers
 
     major = int(transformers.__version__.partition(".")[0])
     options: dict[str, Any] = {"dtype" if major >= 5 else "torch_dtype": torch.float32}
     try:
         with _quiet(transformers):
-            loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            kind = transformers.AutoModelForMaskedLM if masked else transformers.AutoModelForCausalLM
+            loaded: Any = kind.from_pretrained(
                 folder, local_files_only=True, trust_remote_code=False, output_loading_info=True, **options
             )
     except Exception as error:  # whatever it raises, the folder is of no use
@@ -98,7 +105,8 @@ def _their_logits(tokens_BS: Tensor, folder: Path) -> Tensor:
     model, loading = loaded
     if lacking := sorted(loading["missing_keys"]):
         raise CheckpointError(f"transformers finds no {', '.join(lacking[:5])} in {folder}")
-    logits: Tensor = model.eval()(tokens_BS, use_cache=False).logits
+    more: dict[str, Any] = {"token_type_ids": _types(tokens_BS)} if masked else {"use_cache": False}
+    logits: Tensor = model.eval()(tokens_BS, **more).logits
     return logits
 
 

@@ -69,6 +69,7 @@ class Exported:
     Attributes:
         path: the folder.
         family: what it says it is.
+        architecture: the class of transformers that it names.
         vocab_size: rows of its vocabulary.
         bytes: of all weights.
         shards: files that they are in.
@@ -77,6 +78,7 @@ class Exported:
 
     path: Path
     family: Family
+    architecture: str
     vocab_size: int
     bytes: int
     shards: int
@@ -185,7 +187,8 @@ def export(
             if check is not None:
                 check(new.path, weights, space, rows)
             new.commit()
-    return Exported(destination, family, rows, layout.bytes, len(layout.shards), notes)
+    architecture = config.get("architectures", [family.architecture])[0]
+    return Exported(destination, family, architecture, rows, layout.bytes, len(layout.shards), notes)
 
 
 def _checked(wanted: Export) -> int:
@@ -298,6 +301,9 @@ def _further_files(
     elif "merges.txt" in files and not {"tokenizer.json", _TOKENIZER_CONFIG} & set(files):
         special = dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)
         files[_TOKENIZER_CONFIG] = _json({"tokenizer_class": "GPT2Tokenizer", **special})
+    elif "vocab.txt" in files and not {"tokenizer.json", _TOKENIZER_CONFIG} & set(files):
+        lower = card.get("class", "") != "BertWordPieceCase"
+        files[_TOKENIZER_CONFIG] = _json({"tokenizer_class": "BertTokenizer", "do_lower_case": lower})
     elif MODEL_FILE in files and not {"tokenizer.json", _TOKENIZER_CONFIG} & set(files):
         files[_TOKENIZER_CONFIG] = _json(_of_sentence_piece(found / MODEL_FILE, card))
     return {**files, CONFIG_FILE: _json(config)}

@@ -11,7 +11,7 @@ import json
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from pathlib import Path
@@ -41,6 +41,12 @@ OUTPUT_LAYER = "lm_head.weight"
 
 _AGAIN = "download or copy the folder again"
 _GPT2_FILES = ("vocab.json", "merges.txt")
+_BERT_FILE, _TOKENIZER_CONFIG = "vocab.txt", "tokenizer_config.json"
+_ORDER_HEAD = "cls.seq_relationship.weight"
+_IDS_MORE = 2  # [BOS] and [EOS] of Megatron's BertWordPieceTokenizer
+_DIVISIBLE_BY = 128  # --make-vocab-size-divisible-by
+_OF_THE_VOCABULARY = {"embedding.word_embeddings.weight": 0.0, "output_layer.weight": 0.0, "output_layer.bias": -1e4}
+"""Weights with a row for each token -> what stands in rows of padding: the loss is that of the true vocabulary."""
 _OF_SAFETENSORS = {
     "F32": torch.float32,
     "BF16": torch.bfloat16,
@@ -98,11 +104,28 @@ class HuggingFaceSource:
         Raises:
             CheckpointError: it is no model that can be read, or asks for what this version has not.
         """
-        return model_of_config(self.config, str(self.path / CONFIG_FILE))
+        found = model_of_config(self.config, str(self.path / CONFIG_FILE))
+        if found.family.model_type == "bert" and not self._has_order_head:
+            model = replace(found.model, bert_binary_head=False, bert_token_types=True)
+            return replace(found, model=model)
+        return found
+
+    @property
+    def _has_order_head(self) -> bool:
+        """Whether the weights of BERT's head for two texts are in the files; its config.json does not say so."""
+        return _ORDER_HEAD in self._stored
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding here: BERT's tokenizer has two more ids than its files, as in Megatron."""
+        rows = self.about.vocab_size
+        if self.about.family.model_type != "bert":
+            return rows
+        return -(-(rows + _IDS_MORE) // _DIVISIBLE_BY) * _DIVISIBLE_BY
 
     @cached_property
     def _space(self) -> ModelSpace:
-        return model_space(self.about.model, self.about.vocab_size)
+        return model_space(self.about.model, self.vocab_size)
 
     @cached_property
     def _stored(self) -> dict[str, _Stored]:
@@ -135,7 +158,7 @@ class HuggingFaceSource:
         stored, lines = dict(self._stored), []
         found: dict[str, dict[tuple[int, ...], list[_Held]]] = {}
         for tensor in table:
-            held = stored.pop(tensor.name, None) or stored.pop(tensor.name.removeprefix(GPT2_PREFIX), None)
+            held = next(filter(None, (stored.pop(name, None) for name in _spellings(tensor.name))), None)
             if held is None:
                 lines.append(f"{tensor.name} is missing")
             elif held.shape != tensor.shape:
@@ -169,7 +192,7 @@ class HuggingFaceSource:
         precision = PrecisionConfig(fp16=dtype == "float16", bf16=dtype == "bfloat16")
         args = weights_args(about.model, precision, self.tokenizer)
         return {
-            "args": Namespace(**args, padded_vocab_size=about.vocab_size),
+            "args": Namespace(**args, padded_vocab_size=self.vocab_size),
             "checkpoint_version": CHECKPOINT_VERSION,
             "iteration": 0,
         }
@@ -184,6 +207,10 @@ class HuggingFaceSource:
     @property
     def tokenizer(self) -> TokenizerConfig:
         """The tokenizer in the folder; where there is none that can be read, one that says so when it is built."""
+        if self.about.family.model_type == "bert" and (self.path / _BERT_FILE).is_file():
+            lower = _lower_case(self.path / _TOKENIZER_CONFIG)
+            kind = "BertWordPieceLowerCase" if lower else "BertWordPieceCase"
+            return TokenizerConfig(kind, vocab_file=str(self.path.absolute() / _BERT_FILE))
         vocabulary, merges = (self.path.absolute() / name for name in _GPT2_FILES)
         alone = not (self.path / TOKENIZER_FILE).is_file() and self.about.family.model_type == "gpt2"
         if alone and vocabulary.is_file() and merges.is_file():
@@ -220,7 +247,19 @@ class HuggingFaceSource:
                     offset = (*index, item.part.at, *(0,) * (held.ndim - 1))
                     held = held[(None,) * rows]
                     copied += fill(chunk, [Chunk(chunk.key, held, offset, chunk.global_shape)])
-        return copied
+        return copied + self._pad(chunk)
+
+    def _pad(self, chunk: Chunk) -> int:
+        """Fill the rows of a chunk that stand for no token of the files; returns the number of elements."""
+        if chunk.key not in _OF_THE_VOCABULARY:
+            return 0
+        first = chunk.offset[0]
+        start = max(first, self.about.vocab_size)
+        count = min(first + chunk.tensor.shape[0], self.vocab_size) - start
+        if count <= 0:
+            return 0
+        padding = chunk.tensor.narrow(0, start - first, count).fill_(_OF_THE_VOCABULARY[chunk.key])
+        return padding.numel()
 
     def changed(self, part: int = 0, parts: int = 1) -> list[str]:
         return []  # the format has no checksums of its own
@@ -251,9 +290,21 @@ class HuggingFaceSource:
         ]
 
 
+def _spellings(name: str) -> tuple[str, ...]:
+    """The names that a tensor has in files: older ones have no prefix (GPT-2), or the norms of TensorFlow (BERT)."""
+    of_tensorflow = name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta")
+    return name, name.removeprefix(GPT2_PREFIX), of_tensorflow
+
+
+def _lower_case(path: Path) -> bool:
+    """Whether BERT's tokenizer takes capitals off, which it does unless its configuration says otherwise."""
+    found = _json(path) if path.is_file() else {}
+    return bool(found.get("do_lower_case", True)) if isinstance(found, dict) else True
+
+
 def files_of_tokenizer(folder: Path) -> dict[str, Path]:
     """The files of a tokenizer that lie in a folder, by name, whether they are Hugging Face's or those of GPT-2."""
-    plain = {name: folder / name for name in _GPT2_FILES if (folder / name).is_file()}
+    plain = {name: folder / name for name in (*_GPT2_FILES, _BERT_FILE) if (folder / name).is_file()}
     return {**plain, **tokenizer_files(folder)}
 
 

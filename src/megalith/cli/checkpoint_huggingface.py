@@ -21,8 +21,8 @@ def add_arguments(commands: Any) -> None:
     bring = commands.add_parser(
         "import",
         help="make a checkpoint of a Hugging Face model folder",
-        description="Reads GPT-2, Llama, Mistral, Qwen2 or Qwen3 from safetensors and writes weights to begin from: "
-        "SAVE_DIR/release, which --load SAVE_DIR starts with. (--load takes a Hugging Face folder itself, too.)",
+        description="Reads GPT-2, Llama, Mistral, Qwen2, Qwen3 or BERT from safetensors and writes weights to begin "
+        "from: SAVE_DIR/release, which --load SAVE_DIR starts with. (--load takes a Hugging Face folder itself, too.)",
     )
     bring.add_argument("source", type=Path, metavar="HF_DIR", help="a folder with config.json and safetensors files")
     bring.add_argument("destination", type=Path, metavar="SAVE_DIR", help="the save folder to put the result into")
@@ -51,7 +51,7 @@ def add_arguments(commands: Any) -> None:
         "--true-vocab-size", type=int, metavar="N", help="tokens of the vocabulary; by default the tokenizer's"
     )
     take.add_argument(
-        "--model-type", metavar="T", help="gpt2, llama, mistral, qwen2 or qwen3; by default the one that fits"
+        "--model-type", metavar="T", help="gpt2, llama, mistral, qwen2, qwen3 or bert; by default the one that fits"
     )
     take.set_defaults(run=run_export)
     for command in (bring, take):
@@ -95,11 +95,12 @@ def _compare(made: Path, folder: Path) -> Comparison:
     from megalith.assemble.huggingface import compare_logits
     from megalith.checkpoint.adapted import args_of
     from megalith.checkpoint.huggingface_export import Weights
+    from megalith.checkpoint.huggingface_source import HuggingFaceSource
     from megalith.checkpoint.source import open_source
 
     source = open_source(made)
     space = _space(args_of(source.common()), made)
-    return compare_logits(folder, Weights(source), space, space.vocab_size)
+    return compare_logits(folder, Weights(source), space, HuggingFaceSource(folder).about.vocab_size)
 
 
 def _space(args: dict[str, Any], where: Path) -> Any:
@@ -131,7 +132,7 @@ def run_export(options: argparse.Namespace) -> int:
     for note in made.notes:
         warn(f"note: {note}")
     files = "1 file" if made.shards == 1 else f"{made.shards} files"
-    print(f"{made.path}: {made.family.architecture}, {made.bytes / 2**20:.1f} MiB in {files}")
+    print(f"{made.path}: {made.architecture}, {made.bytes / 2**20:.1f} MiB in {files}")
     _say(compared[0] if compared else None)
     return 0
 

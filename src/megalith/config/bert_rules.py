@@ -87,11 +87,16 @@ BERT_RULES: tuple[Rule, ...] = (
 )
 
 
-@rule("model_family", "bert_binary_head")
+@rule("model_family", "bert_binary_head", "bert_token_types")
 def binary_head_needs_bert(draft: Draft) -> str:
-    if _is_bert(draft) or draft.run.model.bert_binary_head:
+    model = draft.run.model
+    if _is_bert(draft) and model.bert_token_types and model.bert_binary_head:
+        return "--bert-token-types has no effect without --bert-no-binary-head: the head has them"
+    given = [] if model.bert_binary_head else ["--bert-no-binary-head"]
+    given += ["--bert-token-types"] if model.bert_token_types else []
+    if _is_bert(draft) or not given:
         return ""
-    return "--bert-no-binary-head has no effect: the model is no BERT"
+    return f"{' and '.join(given)}: no effect, as the model is no BERT"
 
 
 @rule("model_family", "mask_prob", "short_seq_prob")

@@ -15,6 +15,7 @@ from megalith.config.foreign_args import model_of, parallel_of, tokenizer_of
 MODEL_SETTINGS = (
     "model_family",
     "bert_binary_head",
+    "bert_token_types",
     "num_layers",
     "hidden_size",
     "num_attention_heads",
@@ -31,6 +32,10 @@ MODEL_SETTINGS = (
     "ffn_hidden_size",
     "max_position_embeddings",
     "position_embedding_type",
+    "decoder_num_layers",
+    "relative_attention_num_buckets",
+    "relative_attention_max_distance",
+    "final_layernorm",
     "rotary_base",
     "rotary_percent",
     "rotary_interleaved",

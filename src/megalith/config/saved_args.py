@@ -72,7 +72,8 @@ def _derived_of_model(model: ModelConfig) -> dict[str, Any]:
     return {
         "add_qkv_bias": model.qkv_bias,
         "attention_softmax_in_fp32": model.softmax_in_fp32,
-        "model_family": model.model_family,  # ours
+        "bert_token_types": model.bert_token_types,  # ours, as the next
+        "model_family": model.model_family,
         "encoder_num_layers": model.num_layers,
         "ffn_hidden_size": model.ffn_size,
         "geglu": model.geglu,

@@ -123,7 +123,7 @@ class Bert(LanguageModel):
                 config.max_position_embeddings if learned else None,
                 config.hidden_dropout,
                 self.region,
-                num_types=2 if config.bert_binary_head else 0,
+                num_types=2 if config.has_token_types else 0,
                 hidden_dtype=self.hidden_dtype,
                 dtype=dtype,
                 device=device,
@@ -234,7 +234,7 @@ class Bert(LanguageModel):
         Args:
             tokens_BS: Token ids [B, S].
             hidden_SBD: What the stage before this one returned; a stage that embeds takes none.
-            types_BS: Which run of text each token is of, 0 or 1; without the head that tells them apart of no effect.
+            types_BS: Which run of text each token is of, 0 or 1; of no effect in a model without types.
             padding_BS: True where tokens are padding; none is if absent. Every sequence has a token.
             labels_BS: The hidden words [B, S], `NO_LABEL` elsewhere.
             orders_B: 1 where the two runs of text have changed places, 0 where not, -1 where it does not count.
@@ -281,7 +281,7 @@ class Bert(LanguageModel):
         length = tokens_BS.shape[1]
         positions_S = torch.arange(length, device=tokens_BS.device)
         if self.embedding is not None:
-            types_BS = types_BS if self.config.bert_binary_head else None
+            types_BS = types_BS if self.config.has_token_types else None
             hidden_SBD = self.embedding(tokens_BS, positions_S.expand_as(tokens_BS), types_BS)
         turn = None if self._rotations is None else self._rotations(positions_S, length)
         states_SBD: Tensor = self.encoder(hidden_SBD, turn, mask=self._mask(padding_BS))

@@ -16,6 +16,7 @@ from typing import Any
 
 from megalith.config import ModelConfig
 from megalith.errors import CheckpointError, OtherModelError
+from megalith.models import huggingface_bert
 from megalith.models.huggingface_positions import (
     WINDOWS_OF,
     fits_windows,
@@ -43,11 +44,13 @@ class Family:
         model_type: its name in config.json.
         architecture: the class, with its output layer.
         absent: what a key that is not in config.json means (the defaults of the class).
+        others: classes of the same weights, with fewer heads.
     """
 
     model_type: str
     architecture: str
     absent: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    others: tuple[str, ...] = ()
 
 
 FAMILIES = {
@@ -58,6 +61,7 @@ FAMILIES = {
         Family("mistral", "MistralForCausalLM", {"num_key_value_heads": 8, "sliding_window": 4096}),
         Family("qwen2", "Qwen2ForCausalLM", {"num_key_value_heads": 32, **_WINDOW_OF_QWEN}),
         Family("qwen3", "Qwen3ForCausalLM", {"num_key_value_heads": 32, "head_dim": 128, **_WINDOW_OF_QWEN}),
+        Family("bert", "BertForPreTraining", huggingface_bert.ABSENT, (huggingface_bert.MASKED_LM,)),
     )
 }
 """By `model_type`."""
@@ -92,7 +96,7 @@ def model_of_config(config: Any, where: str) -> HuggingFaceModel:
         raise CheckpointError(f"{where} holds no JSON object")
     family = _family_of(config, where)
     reading = Reading(config, family.absent)
-    model = _gpt2(reading) if family.model_type == "gpt2" else _llama(reading, family.model_type)
+    model = _model(reading, family.model_type)
     vocab_size = reading.size("vocab_size")
     problems = reading.problems or _misfits(model)
     problems += reading.unknown()
@@ -100,6 +104,16 @@ def model_of_config(config: Any, where: str) -> HuggingFaceModel:
         head = f"{where} asks for what this version of Megalith does not have:"
         raise OtherModelError("\n  ".join([head, *problems]))
     return HuggingFaceModel(family, model, vocab_size)
+
+
+def _model(reading: Reading, kind: str) -> ModelConfig:
+    if kind == "bert":
+        dropouts = ("hidden_dropout_prob", "attention_probs_dropout_prob")
+        hidden, attention = (_probability(reading, key, 0.1) for key in dropouts)
+        std = _probability(reading, "initializer_range", 0.02)
+        model = huggingface_bert.read(reading)
+        return dataclasses.replace(model, hidden_dropout=hidden, attention_dropout=attention, init_method_std=std)
+    return _gpt2(reading) if kind == "gpt2" else _llama(reading, kind)
 
 
 def _family_of(config: Mapping[str, Any], where: str) -> Family:
@@ -110,7 +124,7 @@ def _family_of(config: Mapping[str, Any], where: str) -> Family:
             f"{where}: model_type {kind!r} is not among those that are read: {known}; give a folder of one of these"
         )
     family, named = FAMILIES[kind], config.get("architectures") or [FAMILIES[kind].architecture]
-    if family.architecture not in named:
+    if not {family.architecture, *family.others} & set(named):
         raise OtherModelError(
             f"{where}: architectures is {named!r}; of {kind} only {family.architecture} is read, a language model with "
             "its output layer; give a folder of that"
@@ -244,7 +258,11 @@ def _unlike(model: ModelConfig, kind: str) -> list[str]:
         "activation_func_clamp_value": None,
         "glu_linear_offset": 0.0,
     }
-    if kind == "gpt2":
+    wanted["model_family"] = "bert" if kind == "bert" else "gpt"
+    if kind == "bert":
+        of_bert, fits = huggingface_bert.unlike(model)
+        wanted |= of_bert
+    elif kind == "gpt2":
         wanted |= {
             "position_embedding_type": "learned_absolute",
             "normalization": "LayerNorm",
@@ -276,7 +294,8 @@ def _unlike(model: ModelConfig, kind: str) -> list[str]:
     if kind in ("gpt2", "qwen2"):
         whole = model.head_size * model.num_attention_heads == model.hidden_size
         fits["heads that make up the hidden size"] = whole
-    fits[WINDOWS_OF[kind]] = fits_windows(model, kind)
+    if kind != "bert":
+        fits[WINDOWS_OF[kind]] = fits_windows(model, kind)
     unlike = [
         f"it has {name} {value}, the model {getattr(model, name)}"
         for name, value in wanted.items()
@@ -308,7 +327,10 @@ def config_of_model(
     if kept is not None:
         name = "torch_dtype" if "torch_dtype" in kept and "dtype" not in kept else "dtype"
         return {**kept, "vocab_size": vocab_size, name: dtype}
-    described = _gpt2_config(model) if family.model_type == "gpt2" else _llama_config(family, model)
+    if family.model_type == "bert":
+        described = huggingface_bert.config_of(model)
+    else:
+        described = _gpt2_config(model) if family.model_type == "gpt2" else _llama_config(family, model)
     return {
         "architectures": [family.architecture],
         "model_type": family.model_type,
@@ -352,7 +374,7 @@ _DECIDES_YARN = words(
 
 _DECIDES_LOGITS = words(
     """
-    num_layers hidden_size num_attention_heads query_groups head_size ffn_size max_position_embeddings
+    model_family num_layers hidden_size num_attention_heads query_groups head_size ffn_size max_position_embeddings
     position_embedding_type rotary_base rotary_percent rotary_interleaved normalization norm_epsilon activation
     add_bias_linear qkv_bias untie_embeddings_and_output_weights head_norm gated glu_linear_offset
     activation_func_clamp_value apply_layernorm_1p final_layernorm apply_residual_connection_post_layernorm

@@ -26,9 +26,11 @@ GPT2_PREFIX = "transformer."
 """Before the names of GPT-2's tensors; files written by the bare model, as the first on the hub, are without it."""
 
 _LLAMA_LAYER, _GPT2_LAYER, _OUR_LAYER = "model.layers.", "transformer.h.", "decoder.layers."
-# Buffers that older files hold: masks and frequencies, which follow from the configuration.
+# What files hold besides: masks and frequencies, which follow from the configuration; tied weights once more; BERT's
+# pooler, which a model without the head that reads it has no use for.
 _BUFFERS = re.compile(
-    r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias|model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
+    r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias|model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq|"
+    r"bert\.embeddings\.position_ids|cls\.predictions\.decoder\.(weight|bias)|bert\.pooler\.dense\.(weight|bias)"
 )
 
 
@@ -78,6 +80,8 @@ def tensors_of(family: Family, model: ModelConfig, vocab_size: int) -> list[Thei
         model: the architecture.
         vocab_size: rows of the embedding in their files.
     """
+    if family.model_type == "bert":
+        return list(_bert(model, vocab_size))
     layers = _gpt2_layer if family.model_type == "gpt2" else _llama_layer
     names = _GPT2_ENDS if family.model_type == "gpt2" else _LLAMA_ENDS
     hidden = model.hidden_size
@@ -96,6 +100,42 @@ def tensors_of(family: Family, model: ModelConfig, vocab_size: int) -> list[Thei
 def follows_from_config(name: str) -> bool:
     """Whether a tensor of older files holds nothing that was learned."""
     return _BUFFERS.fullmatch(name) is not None
+
+
+def _bert(model: ModelConfig, vocab_size: int) -> Iterator[TheirTensor]:
+    hidden, layers = model.hidden_size, model.num_layers
+    words, embeddings = (vocab_size, hidden), "bert.embeddings."
+    yield _whole(f"{embeddings}word_embeddings.weight", words, "embedding.word_embeddings.weight")
+    positions = (model.max_position_embeddings, hidden)
+    yield _whole(f"{embeddings}position_embeddings.weight", positions, "embedding.position_embeddings.weight")
+    yield _whole(f"{embeddings}token_type_embeddings.weight", (2, hidden), "embedding.tokentype_embeddings.weight")
+    yield from _norm(f"{embeddings}LayerNorm", (hidden,), "encoder.layers.0.input_layernorm", bias=True)
+    for layer in range(layers):
+        yield from _bert_layer(model, layer)
+    if model.bert_binary_head:
+        yield from _linear("bert.pooler.dense", (hidden, hidden), "pooler.dense", bias=True)
+    yield _whole("cls.predictions.bias", (vocab_size,), "output_layer.bias")
+    yield from _linear("cls.predictions.transform.dense", (hidden, hidden), "lm_head.dense", bias=True)
+    yield from _norm("cls.predictions.transform.LayerNorm", (hidden,), "lm_head.layer_norm", bias=True)
+    if model.bert_binary_head:
+        yield from _linear("cls.seq_relationship", (2, hidden), "binary_head", bias=True)
+
+
+def _bert_layer(model: ModelConfig, layer: int) -> Iterator[TheirTensor]:
+    theirs, ours, hidden = f"bert.encoder.layer.{layer}.", f"encoder.layers.{layer}.", model.hidden_size
+    behind = f"encoder.layers.{layer + 1}.input_layernorm"
+    for letter, name in (("q", "query"), ("k", "key"), ("v", "value")):
+        for kind, columns in (("weight", (hidden,)), ("bias", ())):
+            parts = _heads(model, letter, 0, f"{ours}self_attention.linear_qkv.{kind}")
+            yield TheirTensor(f"{theirs}attention.self.{name}.{kind}", (hidden, *columns), parts)
+    attention, square = f"{theirs}attention.output.", (hidden, hidden)
+    yield from _linear(f"{attention}dense", square, f"{ours}self_attention.linear_proj", bias=True)
+    yield from _norm(f"{attention}LayerNorm", (hidden,), f"{ours}pre_mlp_layernorm", bias=True)
+    ffn = model.ffn_size
+    yield from _linear(f"{theirs}intermediate.dense", (ffn, hidden), f"{ours}mlp.linear_fc1", bias=True)
+    yield from _linear(f"{theirs}output.dense", (hidden, ffn), f"{ours}mlp.linear_fc2", bias=True)
+    last = layer == model.num_layers - 1
+    yield from _norm(f"{theirs}output.LayerNorm", (hidden,), "encoder.final_layernorm" if last else behind, bias=True)
 
 
 _GPT2_ENDS = {

@@ -147,10 +147,53 @@ QWEN3: dict[str, Any] = {  # Qwen/Qwen3-0.6B
     "use_sliding_window": False,
     "vocab_size": 151936,
 }
-ALL = {"gpt2": GPT2, "llama": LLAMA_3_2, "mistral": MISTRAL, "qwen2": QWEN2, "qwen3": QWEN3}
+BERT_BASE_CHINESE = {
+    "architectures": ["BertForMaskedLM"],
+    "attention_probs_dropout_prob": 0.1,
+    "directionality": "bidi",
+    "hidden_act": "gelu",
+    "hidden_dropout_prob": 0.1,
+    "hidden_size": 768,
+    "initializer_range": 0.02,
+    "intermediate_size": 3072,
+    "layer_norm_eps": 1e-12,
+    "max_position_embeddings": 512,
+    "model_type": "bert",
+    "num_attention_heads": 12,
+    "num_hidden_layers": 12,
+    "pad_token_id": 0,
+    "pooler_fc_size": 768,
+    "pooler_num_attention_heads": 12,
+    "pooler_num_fc_layers": 3,
+    "pooler_size_per_head": 128,
+    "pooler_type": "first_token_transform",
+    "type_vocab_size": 2,
+    "vocab_size": 21128,
+}
+ALL = {
+    "gpt2": GPT2,
+    "llama": LLAMA_3_2,
+    "mistral": MISTRAL,
+    "qwen2": QWEN2,
+    "qwen3": QWEN3,
+    "bert": BERT_BASE_CHINESE,
+}
 OF_LLAMA = {"position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True, "add_bias_linear": False}
 
 WANTED: dict[str, dict[str, Any]] = {
+    "bert": {
+        "model_family": "bert",
+        "num_layers": 12,
+        "hidden_size": 768,
+        "ffn_size": 3072,
+        "activation": "gelu_erf",
+        "normalization": "LayerNorm",
+        "norm_epsilon": 1e-12,
+        "apply_residual_connection_post_layernorm": True,
+        "max_position_embeddings": 512,
+        "qkv_bias": True,
+        "untie_embeddings_and_output_weights": False,
+    },
     "gpt2": {
         "num_layers": 12,
         "hidden_size": 768,

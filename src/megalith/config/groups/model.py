@@ -36,6 +36,11 @@ class ModelConfig(LatentSettings, ExpertSettings):
         help="BERT learns which of two runs of sentences is the first one",
         off=("--bert-no-binary-head",),
     )
+    bert_token_types: bool = setting(
+        False,
+        help="BERT with --bert-no-binary-head still knows which of two texts a token is of, as BertForMaskedLM does",
+        ours=True,
+    )
     group_query_attention: bool = setting(False, help="share each key and value head between several query heads")
     num_query_groups: int = setting(
         1, help="key and value heads under --group-query-attention", unit="heads", at_least=1
@@ -200,6 +205,11 @@ class ModelConfig(LatentSettings, ExpertSettings):
         later=("inference_optimized",),
         later_with="the serving work",
     )
+
+    @property
+    def has_token_types(self) -> bool:
+        """Whether BERT's embedding knows which of two texts a token is of."""
+        return self.bert_binary_head or self.bert_token_types
 
     @property
     def head_size(self) -> int:

@@ -1,0 +1,101 @@
+"""BERT of Hugging Face: the same logits of words and of the order of texts, and the same bytes there and back."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megalith.assemble.huggingface import compare_logits
+from megalith.assemble.trained import load_trained
+from megalith.checkpoint.adapted import args_of
+from megalith.checkpoint.convert import Wanted, convert
+from megalith.checkpoint.huggingface_export import Export, Weights, export
+from megalith.checkpoint.model_space import model_space_of
+from megalith.checkpoint.source import open_source
+from megalith.errors import CheckpointError
+from megalith.models.bert import Bert
+
+transformers = pytest.importorskip("transformers")
+
+# As bert-base-chinese has it: special tokens, characters, pieces that go on a word.
+VOCABULARY = ["[PAD]", "[unused1]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *map(chr, range(0x4E00, 0x4E10)), "the", "##s"]
+
+
+def _hub_folder(path: Path, kind: str, **changes: Any) -> tuple[Path, Any]:
+    """A model as the cache of the hub has it, whose files are links; and the model."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 24}
+    config = transformers.BertConfig(vocab_size=len(VOCABULARY), max_position_embeddings=12, **sizes, **changes)
+    torch.manual_seed(1)
+    model = getattr(transformers, kind)(config).eval()
+    for parameter in model.parameters():
+        parameter.data += 0.2 * torch.randn_like(parameter)
+    blobs, snapshot = path / "blobs", path / "snapshots" / "8d2a91f"
+    snapshot.mkdir(parents=True)
+    model.save_pretrained(blobs)
+    (blobs / "vocab.txt").write_text("\n".join(VOCABULARY) + "\n", encoding="utf-8")
+    (blobs / "tokenizer_config.json").write_text('{"do_lower_case": false, "model_max_length": 12}')
+    for file in blobs.iterdir():
+        os.symlink(file, snapshot / file.name)
+    return snapshot, model
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [("BertForPreTraining", {}), ("BertForMaskedLM", {})],
+)
+def test_there_and_back(tmp_path: Path, kind: str, changes: dict[str, Any]) -> None:
+    snapshot, theirs = _hub_folder(tmp_path / "models--bert", kind, **changes)
+    made = convert(snapshot, tmp_path / "ours", Wanted(release=True)).path
+    trained = load_trained(tmp_path / "ours", torch.device("cpu"))
+    assert isinstance(trained.model, Bert) and trained.tokenizer.encode("\u4e00\u4e05s") == [6, 11, 2]
+    tokens = torch.arange(24).reshape(2, 12) % len(VOCABULARY)
+    types, padding = (torch.arange(12) > 5).long().expand(2, 12), torch.arange(12) > torch.tensor([[11], [8]])
+    with torch.no_grad():
+        wanted = theirs(tokens, token_type_ids=types, attention_mask=(~padding).long())
+        hidden = trained.model.hidden_states(tokens, types_BS=types, padding_BS=padding)
+        logits = trained.model.logits(hidden).transpose(0, 1)[..., : len(VOCABULARY)]
+    words = wanted.logits if kind == "BertForMaskedLM" else wanted.prediction_logits
+    torch.testing.assert_close(logits[~padding], words[~padding], rtol=1e-5, atol=1e-5)
+    if kind == "BertForPreTraining":
+        orders = trained.model.order_logits(hidden)
+        torch.testing.assert_close(orders, wanted.seq_relationship_logits, rtol=1e-5, atol=1e-5)
+    back = export(made, tmp_path / "back", Export())
+    assert back.architecture == kind and back.vocab_size == len(VOCABULARY)
+    assert (back.path / "model.safetensors").read_bytes() == (snapshot / "model.safetensors").read_bytes()
+    assert (back.path / "vocab.txt").read_bytes() == (snapshot / "vocab.txt").read_bytes()
+
+
+def test_the_names_of_tensorflow_are_read(tmp_path: Path) -> None:
+    """The first models on the hub call the parameters of norms gamma and beta, and hold the tied weights twice."""
+    snapshot, _ = _hub_folder(tmp_path / "models--bert", "BertForPreTraining")
+    file = snapshot / "model.safetensors"
+    tensors = {
+        name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): tensor
+        for name, tensor in load_file(file).items()
+    }
+    tensors["cls.predictions.decoder.weight"] = tensors["bert.embeddings.word_embeddings.weight"].clone()
+    save_file(tensors, file.resolve(), metadata={"format": "pt"})
+    made = convert(snapshot, tmp_path / "ours", Wanted(release=True)).path
+    source = open_source(made)
+    space = model_space_of(args_of(source.common()), str(made))
+    assert space.vocab_size == 128, "two tokens more than in the files, and padding"
+    bias = Weights(source).read("output_layer.bias", (128,), space)
+    assert (bias[len(VOCABULARY) :] == -1e4).all(), "what is no token takes no part in the loss"
+    save_file(load_file(file), file.resolve(), metadata={"format": "pt"})
+    assert compare_logits(snapshot, Weights(source), space, len(VOCABULARY)).difference is not None
+
+
+def test_a_bert_with_norms_before_the_layers_is_none_of_theirs(tmp_path: Path) -> None:
+    from megalith.config import ModelConfig
+    from megalith.models.huggingface import family_for
+
+    model = ModelConfig(
+        model_family="bert", num_layers=1, hidden_size=8, num_attention_heads=2, max_position_embeddings=8
+    )
+    with pytest.raises(CheckpointError, match="bert: it has apply_residual_connection_post_layernorm True"):
+        family_for(model)
