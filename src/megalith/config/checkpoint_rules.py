@@ -42,7 +42,7 @@ def non_persistent_saves_outlive_the_processes(draft: Draft) -> str:
     reason = ""
     if kind == "in_memory":
         reason = "checkpoints in memory are gone with the process"
-    elif kind == "local" and not launch.one_host:
+    elif kind == "local" and (not launch.one_host or launch.local_world_size not in (None, launch.world_size)):
         reason = f"of the {launch.world_size} processes {launch.local_world_size or 'some'} are on this machine, and "
         reason += "what lies on the disk of one machine cannot be read by another"
     elif kind == "local" and draft.run.checkpoint.non_persistent_local_ckpt_dir is None:
