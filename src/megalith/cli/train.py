@@ -51,7 +51,8 @@ _ONCE = ("finetune", "ckpt_step", "no_load_optim", "no_load_rng", "override_opt_
 _HELP = """usage: megalith train [--nproc N] [--config RECIPE.toml] [flags]
        python pretrain_gpt.py [flags]
 
-Trains a GPT, or with --model-family a BERT or T5. Takes Megatron's flags under Megatron's names; a recipe gives defaults, flags override it.
+Trains a GPT, or with --model-family a BERT or T5. Takes Megatron's flags under Megatron's names; a recipe gives
+defaults, flags override it.
 --nproc N starts N processes on this machine; torchrun, srun and mpirun do too.
 Exit codes: 0 finished, 2 configuration, 3 data, 4 checkpoint, 6 another process failed, 75 stopped by a signal after
 saving: run it again.
@@ -282,7 +283,7 @@ def _last_words(ending: Ending, config: RunConfig, argv: Sequence[str], screen: 
     save = config.checkpoint.save
     if ending.kind == "finished":
         screen.say(f"metrics and the full log are in {folder}")
-        if save and config.tokenizer.tokenizer_type != "NullTokenizer" and config.model.model_family == "gpt":
+        if save and config.tokenizer.tokenizer_type != "NullTokenizer" and config.model.model_family != "bert":
             screen.say(f"try it: megalith generate {save} --prompt 'Once upon a time'")
         return EXIT_FINISHED
     if save is None:
