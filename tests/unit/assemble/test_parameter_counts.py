@@ -12,7 +12,7 @@ from megalith.assemble.model import build_chunks
 from megalith.config import from_values
 from megalith.distributed.context import JOINED, Axis, ParallelContext
 from megalith.distributed.rng import Stream
-from megalith.layout import AXES, Layout
+from megalith.layout import AXES, FOLDED, Layout
 from megalith.tokenizers.padding import padded_vocab_size
 
 GPT2 = {"num_layers": 12, "hidden_size": 768, "num_attention_heads": 12, "seq_length": 512}
@@ -21,7 +21,7 @@ MEDIUM = {"num_layers": 24, "hidden_size": 1024, "num_attention_heads": 16, "seq
 
 def _place(layout: Layout, rank: int) -> ParallelContext:
     """A place in a layout without processes, on the device that has shapes only."""
-    names = [(axis,) for axis in AXES] + list(JOINED)
+    names = [*((axis,) for axis in (*AXES, *FOLDED)), *JOINED]
     groups = {frozenset(axes): [own for own in layout.groups(*axes) if rank in own][0] for axes in names}
     axes = {names: Axis("+".join(names), ranks, ranks.index(rank)) for names, ranks in groups.items()}
     return ParallelContext(layout, rank, torch.device("meta"), axes)
