@@ -198,9 +198,10 @@ def _idle_without_t5(name: str, default: object) -> Rule:
 
 @rule("relative_attention_num_buckets", "relative_attention_max_distance", "position_embedding_type", "model_family")
 def buckets_need_relative_positions(draft: Draft) -> str:
-    names = ("relative_attention_num_buckets", "relative_attention_max_distance")
-    given = [name for name in names if name in draft.given]
-    if not given or draft.run.model.position_embedding_type == "relative":
+    model = draft.run.model
+    defaults = {"relative_attention_num_buckets": 32, "relative_attention_max_distance": 128}
+    given = [name for name, value in defaults.items() if getattr(model, name) != value]
+    if not given or model.position_embedding_type == "relative":
         return ""
     return f"{' and '.join(show(draft, name) for name in given)}: no effect without --position-embedding-type relative"
 
