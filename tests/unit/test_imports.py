@@ -27,7 +27,7 @@ print("LOADED " + json.dumps([code, sorted({{".".join(name.split(".")[:n]) for n
 
 
 def loaded_by(action: str, *argv: str) -> tuple[int, set[str], str]:
-    """Run a statement in a fresh interpreter; return its exit code, the modules loaded (a.b of a.b.c), and the screen."""
+    """Run a statement in a fresh interpreter; return its exit code, the modules loaded (a.b of a.b.c), the screen."""
     process = subprocess.run(
         [sys.executable, "-c", REPORT_LOADED.format(action=action), *argv],
         capture_output=True,
