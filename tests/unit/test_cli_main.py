@@ -111,7 +111,7 @@ def test_config_prints_a_recipe_and_notes(capsys: pytest.CaptureFixture[str]) ->
     good[good.index("1000")] = "1008"
     assert cli.main(["config", *good, "--no-rope-fusion"]) == 0
     printed = capsys.readouterr()
-    assert "[model]\nnum_layers = 2\nhidden_size = 1008\n" in printed.out
+    assert "[model]\n" in printed.out and "\nnum_layers = 2\nhidden_size = 1008\n" in printed.out
     assert printed.err.startswith("note: accepted, nothing needed here")
     assert cli.main(["config", "--flags"]) == 0
     assert "--lr-decay-style constant|linear|cosine" in capsys.readouterr().out

@@ -51,6 +51,7 @@ BERT_RULES: tuple[Rule, ...] = (
         lambda run: run.parallel.context_parallel_size > 1,
         "context parallelism is for causal attention; use --tensor-model-parallel-size with --sequence-parallel",
     ),
+    _without("num_experts", lambda run: run.model.mixture, f"mixtures of experts are for GPT; {_LEAVE_OUT}"),
     _without("window_size", lambda run: run.model.window_size is not None, f"BERT sees all positions; {_LEAVE_OUT}"),
     _without(
         "softmax_type", lambda run: run.model.softmax_type != "vanilla", f"BERT has no attention sinks; {_LEAVE_OUT}"

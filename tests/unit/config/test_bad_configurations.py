@@ -536,6 +536,7 @@ TABLE: list[tuple[str, tuple[str, ...]]] = [
     ),
     (f"{_BERT} -seq-length --seq-length 4", ("--seq-length 4: three tokens", "at least 8")),
     (f"WORLD_SIZE=2 {_BERT} --context-parallel-size 2", ("context parallelism is for causal", "--sequence-parallel")),
+    (f"{_BERT} --num-experts 2", ("--num-experts 2: mixtures of experts are for GPT",)),
     (f"{_BERT} --window-size 8,0", ("--window-size 8,0: BERT sees all positions",)),
     (f"{_BERT} --softmax-type off-by-one", ("BERT has no attention sinks",)),
     (f"{_BERT} --use-cpu-initialization", ("--use-cpu-initialization: Megatron's order of draws",)),
