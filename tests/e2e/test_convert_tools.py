@@ -196,7 +196,6 @@ def test_an_in_run_conversion(
     ("flags", "said"),
     [
         ("--model-type BERT", "--model-type BERT is not converted by this version"),
-        ("--model-type GPT --loader mixtral_hf", "--loader mixtral_hf: mixtures of experts come with a later version"),
         ("--model-type GPT --loader gpt5", "--loader gpt5 is not known; use core, mcore, megatron, legacy"),
         ("--model-type GPT --loader llama_mistral --checkpoint-type meta", "--checkpoint-type meta cannot be read"),
         ("--model-type GPT --loader llama_mistral --checkpoint-type hf", "is of format torch; use --loader core"),

@@ -47,6 +47,23 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+EXPERTS: dict[str, Any] = {"head_dim": 8, "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+DEEPSEEK: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "n_routed_experts": 8,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_experts_per_tok": 4,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 12,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 10,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "num_mtp_layers": 0,
+}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2", GPT2_SIZES),
     "gpt2-untied-erf": ("GPT2", {**GPT2_SIZES, "tie_word_embeddings": False, "activation_function": "gelu"}),
@@ -74,6 +91,32 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen2": ("Qwen2", {**SIZES, "num_key_value_heads": 4, "tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {**SIZES, "head_dim": 8}),
+    "mixtral": ("Mixtral", {**SIZES, "num_local_experts": 4, "head_dim": 8, "rms_norm_eps": 1e-6}),
+    "mixtral-window": ("Mixtral", {**SIZES, "num_local_experts": 3, "sliding_window": 5, "head_dim": 8}),
+    "qwen3-moe": (
+        "Qwen3Moe",
+        {**SIZES, **EXPERTS, "norm_topk_prob": True, "tie_word_embeddings": True},
+    ),
+    "deepseek": ("DeepseekV3", {**SIZES, **DEEPSEEK}),
+    "deepseek-yarn": (
+        "DeepseekV3",
+        {
+            **SIZES,
+            **DEEPSEEK,
+            "q_lora_rank": None,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 0,
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 0.7,
+                "original_max_position_embeddings": 12,
+            },
+        },
+    ),
+    "qwen3-moe-half": ("Qwen3Moe", {**SIZES, **EXPERTS, "mlp_only_layers": [0], "num_experts_per_tok": 3}),
 }
 Build = Callable[..., Path]
 
@@ -88,8 +131,8 @@ def build(tmp_path: Path) -> Build:
         config = getattr(transformers, f"{kind}Config")(**sizes, **ends)
         model = getattr(transformers, f"{kind}{'LMHeadModel' if kind == 'GPT2' else 'ForCausalLM'}")(config)
         generator = torch.Generator().manual_seed(3)
-        for parameter in model.parameters():
-            torch.nn.init.normal_(parameter, std=0.3, generator=generator)
+        for weight in model.state_dict().values():  # DeepSeek's bias of experts is no parameter
+            torch.nn.init.normal_(weight, std=0.3, generator=generator)
         model.to(dtype).save_pretrained(tmp_path / "hf", **options)
         return tmp_path / "hf"
 

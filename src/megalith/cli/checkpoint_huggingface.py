@@ -21,8 +21,8 @@ def add_arguments(commands: Any) -> None:
     bring = commands.add_parser(
         "import",
         help="make a checkpoint of a Hugging Face model folder",
-        description="Reads GPT-2, Llama, Mistral, Qwen2, Qwen3 or BERT from safetensors and writes weights to begin "
-        "from: SAVE_DIR/release, which --load SAVE_DIR starts with. (--load takes a Hugging Face folder itself, too.)",
+        description="Reads a model of a family that docs/huggingface.md names from safetensors and writes weights to "
+        "begin from: SAVE_DIR/release, which --load SAVE_DIR starts with. (--load takes a Hugging Face folder itself, too.)",
     )
     bring.add_argument("source", type=Path, metavar="HF_DIR", help="a folder with config.json and safetensors files")
     bring.add_argument("destination", type=Path, metavar="SAVE_DIR", help="the save folder to put the result into")
@@ -51,7 +51,7 @@ def add_arguments(commands: Any) -> None:
         "--true-vocab-size", type=int, metavar="N", help="tokens of the vocabulary; by default the tokenizer's"
     )
     take.add_argument(
-        "--model-type", metavar="T", help="gpt2, llama, mistral, qwen2, qwen3 or bert; by default the one that fits"
+        "--model-type", metavar="T", help="its model_type, such as llama or mixtral; by default the one that fits"
     )
     take.set_defaults(run=run_export)
     for command in (bring, take):

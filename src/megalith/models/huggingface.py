@@ -1,4 +1,5 @@
-"""Hugging Face's config.json and our `ModelConfig`, either way: GPT-2, Llama, Mistral, Qwen2 and Qwen3 (dense).
+"""Hugging Face's config.json and our `ModelConfig`, either way: GPT-2, Llama, Mistral, Qwen2, Qwen3, BERT,
+Mixtral, Qwen3-MoE and DeepSeek-V3 (`huggingface_bert`, `huggingface_experts`, `huggingface_deepseek`).
 
 Reading is strict. Whatever a config.json asks for that the model here has not is an error that names it, and so is a
 key that is not known, unless it asks for nothing (null, false, 0, empty): a model that is silently another one costs
@@ -16,7 +17,7 @@ from typing import Any
 
 from megalith.config import ModelConfig
 from megalith.errors import CheckpointError, OtherModelError
-from megalith.models import huggingface_bert
+from megalith.models import huggingface_bert, huggingface_deepseek, huggingface_experts
 from megalith.models.huggingface_positions import (
     WINDOWS_OF,
     fits_windows,
@@ -33,6 +34,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 _SILU = ("silu", "swish")
 _GELU_TANH, _GELU_ERF = ("gelu_new", "gelu_pytorch_tanh"), ("gelu",)
+_WITH_HEAD_NORMS = ("qwen3", "qwen3_moe")
 _WINDOW_OF_QWEN = {"sliding_window": 4096, "max_window_layers": 28}
 
 
@@ -61,6 +63,9 @@ FAMILIES = {
         Family("mistral", "MistralForCausalLM", {"num_key_value_heads": 8, "sliding_window": 4096}),
         Family("qwen2", "Qwen2ForCausalLM", {"num_key_value_heads": 32, **_WINDOW_OF_QWEN}),
         Family("qwen3", "Qwen3ForCausalLM", {"num_key_value_heads": 32, "head_dim": 128, **_WINDOW_OF_QWEN}),
+        Family("mixtral", "MixtralForCausalLM", huggingface_experts.ABSENT["mixtral"]),
+        Family("qwen3_moe", "Qwen3MoeForCausalLM", huggingface_experts.ABSENT["qwen3_moe"]),
+        Family(huggingface_deepseek.KIND, huggingface_deepseek.ARCHITECTURE, huggingface_deepseek.ABSENT),
         Family("bert", "BertForPreTraining", huggingface_bert.ABSENT, (huggingface_bert.MASKED_LM,)),
     )
 }
@@ -113,6 +118,10 @@ def _model(reading: Reading, kind: str) -> ModelConfig:
         std = _probability(reading, "initializer_range", 0.02)
         model = huggingface_bert.read(reading)
         return dataclasses.replace(model, hidden_dropout=hidden, attention_dropout=attention, init_method_std=std)
+    if kind == huggingface_deepseek.KIND:
+        model = huggingface_deepseek.read(reading)
+        dropout, std = _probability(reading, "attention_dropout", 0.0), _probability(reading, "initializer_range", 0.02)
+        return dataclasses.replace(model, attention_dropout=dropout, init_method_std=std)
     return _gpt2(reading) if kind == "gpt2" else _llama(reading, kind)
 
 
@@ -177,7 +186,8 @@ def _llama(reading: Reading, kind: str) -> ModelConfig:
     activation = reading.get("hidden_act", _SILU[0])
     if activation not in _SILU:
         reading.problems.append(f"hidden_act is {activation!r}; this version has silu with a gate for {kind}")
-    windows = windows_of(reading, kind, positions, layers)
+    experts = huggingface_experts.read(reading, kind, layers) if kind in huggingface_experts.ABSENT else {}
+    windows = {} if kind == "qwen3_moe" else windows_of(reading, kind, positions, layers)
     scaling = rotary(reading, positions)
     return ModelConfig(
         num_layers=layers,
@@ -193,13 +203,14 @@ def _llama(reading: Reading, kind: str) -> ModelConfig:
         swiglu=True,
         add_bias_linear=_all_biases(reading, kind),
         add_qkv_bias=kind == "qwen2",
-        qk_layernorm=kind == "qwen3",
+        qk_layernorm=kind in _WITH_HEAD_NORMS,
         untie_embeddings_and_output_weights=not reading.flag("tie_word_embeddings"),
         hidden_dropout=0.0,
         attention_dropout=_probability(reading, "attention_dropout", 0.0),
         init_method_std=_probability(reading, "initializer_range", 0.02),
         **windows,
         **scaling,
+        **experts,
     )
 
 
@@ -252,7 +263,7 @@ def _unlike(model: ModelConfig, kind: str) -> list[str]:
         "apply_residual_connection_post_layernorm": False,
         "attention_output_gate": False,
         "multi_latent_attention": False,
-        "mixture": False,
+        "mixture": kind in huggingface_experts.ABSENT,
         "softmax_type": "vanilla",
         "softmax_scale": None,
         "activation_func_clamp_value": None,
@@ -262,6 +273,9 @@ def _unlike(model: ModelConfig, kind: str) -> list[str]:
     if kind == "bert":
         of_bert, fits = huggingface_bert.unlike(model)
         wanted |= of_bert
+    elif kind == huggingface_deepseek.KIND:
+        of_deepseek, fits = huggingface_deepseek.unlike(model)
+        wanted |= of_deepseek
     elif kind == "gpt2":
         wanted |= {
             "position_embedding_type": "learned_absolute",
@@ -280,7 +294,7 @@ def _unlike(model: ModelConfig, kind: str) -> list[str]:
             "normalization": "RMSNorm",
             "activation": "silu",
             "gated": True,
-            "head_norm": "RMSNorm" if kind == "qwen3" else "",
+            "head_norm": "RMSNorm" if kind in _WITH_HEAD_NORMS else "",
             "qkv_bias": kind == "qwen2" or (kind == "llama" and model.add_bias_linear),
             "add_bias_linear": kind == "llama" and model.add_bias_linear,
         }
@@ -294,7 +308,9 @@ def _unlike(model: ModelConfig, kind: str) -> list[str]:
     if kind in ("gpt2", "qwen2"):
         whole = model.head_size * model.num_attention_heads == model.hidden_size
         fits["heads that make up the hidden size"] = whole
-    if kind != "bert":
+    if kind in huggingface_experts.ABSENT:
+        fits |= huggingface_experts.unlike(model, kind)
+    if kind in WINDOWS_OF:
         fits[WINDOWS_OF[kind]] = fits_windows(model, kind)
     unlike = [
         f"it has {name} {value}, the model {getattr(model, name)}"
@@ -329,6 +345,8 @@ def config_of_model(
         return {**kept, "vocab_size": vocab_size, name: dtype}
     if family.model_type == "bert":
         described = huggingface_bert.config_of(model)
+    elif family.model_type == huggingface_deepseek.KIND:
+        described = huggingface_deepseek.config_of(model)
     else:
         described = _gpt2_config(model) if family.model_type == "gpt2" else _llama_config(family, model)
     return {
@@ -360,7 +378,7 @@ def _meaning(model: ModelConfig) -> dict[str, Any]:
     """What of a model decides its logits."""
     factor = model.rope_scaling_factor if model.use_rope_scaling else None
     found = {**{name: getattr(model, name) for name in _DECIDES_LOGITS}, "rope_scaling_factor": factor}
-    yarn = model.position_embedding_type == "yarn"
+    yarn = model.rotary_kind == "yarn"
     return {**found, "yarn": [getattr(model, name) for name in _DECIDES_YARN] if yarn else None}
 
 
@@ -379,7 +397,11 @@ _DECIDES_LOGITS = words(
     add_bias_linear qkv_bias untie_embeddings_and_output_weights head_norm gated glu_linear_offset
     activation_func_clamp_value apply_layernorm_1p final_layernorm apply_residual_connection_post_layernorm
     attention_output_gate softmax_type softmax_scale windows rotated_layers rotary_size
-    rotary_seq_len_interpolation_factor
+    rotary_seq_len_interpolation_factor experts expert_size moe_router_topk moe_router_pre_softmax
+    moe_router_score_function moe_router_num_groups moe_router_group_topk moe_router_topk_scaling_factor
+    moe_shared_expert_intermediate_size moe_shared_expert_gate moe_expert_capacity_factor
+    moe_router_enable_expert_bias multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim
+    v_head_dim rotary_kind
     """
 )
 
@@ -405,6 +427,8 @@ def _llama_config(family: Family, model: ModelConfig) -> dict[str, Any]:
         "mistral": lambda: {"sliding_window": tokens_of_window(model)},
         "qwen2": lambda: windows_of_qwen(model),
         "qwen3": lambda: {"attention_bias": False, **windows_of_qwen(model)},
+        "mixtral": lambda: {"sliding_window": tokens_of_window(model)},
+        "qwen3_moe": lambda: {"attention_bias": False},
     }
     heads = {} if family.model_type == "qwen2" else {"head_dim": model.head_size}
     return {
@@ -421,4 +445,5 @@ def _llama_config(family: Family, model: ModelConfig) -> dict[str, Any]:
         "rope_scaling": rope_scaling(model),
         "rope_theta": float(model.rotary_base),
         **only[family.model_type](),
+        **(huggingface_experts.config_of(model, family.model_type) if model.mixture else {}),
     }

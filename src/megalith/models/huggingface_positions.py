@@ -34,7 +34,7 @@ def windows_of(reading: Reading, kind: str, positions: int, layers: int) -> dict
     elif kind in ("qwen2", "qwen3"):
         sliding = [isinstance(first, int) and layer >= first for layer in range(layers)]
     else:
-        sliding = [kind == "mistral"] * layers
+        sliding = [kind in ("mistral", "mixtral")] * layers
     if not (used and any(sliding) and isinstance(window, int) and 0 < window < positions):
         return {}
     pattern = None if all(sliding) else str([int(slides) for slides in sliding])
@@ -150,6 +150,8 @@ WINDOWS_OF = {
     "gpt2": "attention to the whole sequence",
     "llama": "attention to the whole sequence",
     "mistral": "the same window in all layers",
+    "mixtral": "the same window in all layers",
+    "qwen3_moe": "attention to the whole sequence",
     "qwen2": "windows in the last layers",
     "qwen3": "windows in the last layers",
 }
@@ -161,16 +163,16 @@ def fits_windows(model: ModelConfig, kind: str) -> bool:
     windows = model.windows
     if not any(window is not None for window in windows):
         return True
-    if kind in ("gpt2", "llama"):
+    if kind in ("gpt2", "llama", "qwen3_moe"):
         return False
     slides = [window is not None for window in windows]
-    return all(slides) if kind == "mistral" else slides == sorted(slides)
+    return all(slides) if kind in ("mistral", "mixtral") else slides == sorted(slides)
 
 
 def rope_scaling(model: ModelConfig) -> dict[str, Any] | None:
     """The `rope_scaling` of a model, None for none."""
     scaling: dict[str, Any] | None = None
-    if model.position_embedding_type == "yarn":
+    if model.rotary_kind == "yarn":
         scaling = _yarn_config(model)
     elif model.rotary_seq_len_interpolation_factor is not None:
         scaling = {"rope_type": "linear", "factor": float(model.rotary_seq_len_interpolation_factor)}

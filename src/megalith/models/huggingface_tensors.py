@@ -3,7 +3,7 @@
 Every tensor of theirs is made of rows of our parameters, the other way round as well:
 
     q_proj, k_proj, v_proj     linear_qkv: for each group its queries, its key, its value (`nn.attention`)
-    gate_proj, up_proj         linear_fc1: all gates, then all ups
+    gate_proj, up_proj         linear_fc1: all gates, then all ups; of each expert too
     c_attn (GPT-2)             all queries, all keys, all values; GPT-2's linear layers are stored transposed
     the others                 whole
 
@@ -16,11 +16,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
 from megalith.config import ModelConfig
 from megalith.models.huggingface import Family
+from megalith.models.huggingface_deepseek import KIND as DEEPSEEK
+from megalith.models.huggingface_deepseek import PROJECTIONS
+from megalith.models.huggingface_experts import NAMES, projections
 
 GPT2_PREFIX = "transformer."
 """Before the names of GPT-2's tensors; files written by the bare model, as the first on the hub, are without it."""
@@ -82,7 +86,7 @@ def tensors_of(family: Family, model: ModelConfig, vocab_size: int) -> list[Thei
     """
     if family.model_type == "bert":
         return list(_bert(model, vocab_size))
-    layers = _gpt2_layer if family.model_type == "gpt2" else _llama_layer
+    layers = _LAYERS.get(family.model_type, partial(_llama_layer, family))
     names = _GPT2_ENDS if family.model_type == "gpt2" else _LLAMA_ENDS
     hidden = model.hidden_size
     found = [_whole(names["words"], (vocab_size, hidden), "embedding.word_embeddings.weight")]
@@ -173,7 +177,7 @@ def _gpt2_layer(model: ModelConfig, layer: int) -> Iterator[TheirTensor]:
     yield from linear("mlp.c_proj", "mlp.linear_fc2", model.ffn_size, hidden)
 
 
-def _llama_layer(model: ModelConfig, layer: int) -> Iterator[TheirTensor]:
+def _llama_layer(family: Family, model: ModelConfig, layer: int) -> Iterator[TheirTensor]:
     theirs, ours, hidden = f"{_LLAMA_LAYER}{layer}.", f"{_OUR_LAYER}{layer}.", model.hidden_size
     attention, size = f"{ours}self_attention.", model.head_size
 
@@ -190,14 +194,69 @@ def _llama_layer(model: ModelConfig, layer: int) -> Iterator[TheirTensor]:
     if model.qk_layernorm:
         for letter in "qk":
             yield from _norm(f"{theirs}self_attn.{letter}_norm", (size,), f"{attention}{letter}_layernorm", bias=False)
-    ffn = model.ffn_size
-    for number, gated in enumerate(("gate", "up")):
-        for kind, columns in kinds(model.add_bias_linear):
-            part = Part(f"{ours}mlp.linear_fc1.{kind}", 0, number * ffn, ffn)
-            yield TheirTensor(f"{theirs}mlp.{gated}_proj.{kind}", (ffn, *columns), (part,))
-    yield from _linear(f"{theirs}mlp.down_proj", (hidden, ffn), f"{ours}mlp.linear_fc2", model.add_bias_linear)
+    if model.experts[layer]:
+        yield from _experts(family.model_type, model, layer)
+    else:
+        yield from _gated(f"{theirs}mlp.", f"{ours}mlp.", model, model.ffn_size)
     yield from _norm(f"{theirs}input_layernorm", (hidden,), f"{ours}input_layernorm", bias=False)
     yield from _norm(f"{theirs}post_attention_layernorm", (hidden,), f"{ours}pre_mlp_layernorm", bias=False)
+
+
+def _gated(theirs: str, ours: str, model: ModelConfig, size: int) -> Iterator[TheirTensor]:
+    """A gated feed-forward layer of this width."""
+    for number, gated in enumerate(("gate", "up")):
+        for kind, columns in (("weight", (model.hidden_size,)), ("bias", ()))[: 1 + model.add_bias_linear]:
+            part = Part(f"{ours}linear_fc1.{kind}", 0, number * size, size)
+            yield TheirTensor(f"{theirs}{gated}_proj.{kind}", (size, *columns), (part,))
+    yield from _linear(f"{theirs}down_proj", (model.hidden_size, size), f"{ours}linear_fc2", model.add_bias_linear)
+
+
+def _deepseek_layer(model: ModelConfig, layer: int) -> Iterator[TheirTensor]:
+    theirs, ours, hidden = f"{_LLAMA_LAYER}{layer}.", f"{_OUR_LAYER}{layer}.", model.hidden_size
+    heads, queries = model.num_attention_heads, model.num_attention_heads * model.latent_query_size
+    rank, turned = model.kv_lora_rank, model.qk_pos_emb_head_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "kv_a_proj_with_mqa": (rank + turned, hidden),
+        "kv_a_layernorm": (rank,),
+        "kv_b_proj": (heads * (model.qk_head_dim + model.v_head_dim), rank),
+        "o_proj": (hidden, heads * model.v_head_dim),
+    }
+    if model.q_lora_rank is None:
+        shapes["q_proj"] = (queries, hidden)
+    else:
+        of_queries = {"q_a_proj": (model.q_lora_rank, hidden), "q_b_proj": (queries, model.q_lora_rank)}
+        shapes |= {**of_queries, "q_a_layernorm": (model.q_lora_rank,)}
+    for name, parameter in PROJECTIONS.items():
+        if name in shapes:
+            yield _whole(f"{theirs}self_attn.{name}.weight", shapes[name], f"{ours}self_attention.{parameter}.weight")
+    if model.experts[layer]:
+        yield from _experts(DEEPSEEK, model, layer)
+        bias = (model.experts[layer],)
+        yield _whole(f"{theirs}mlp.gate.e_score_correction_bias", bias, f"{ours}mlp.router.expert_bias")
+        size = model.moe_shared_expert_intermediate_size
+        assert size is not None, "a rule of the family"
+        yield from _gated(f"{theirs}mlp.shared_experts.", f"{ours}mlp.shared_experts.", model, size)
+    else:
+        yield from _gated(f"{theirs}mlp.", f"{ours}mlp.", model, model.ffn_size)
+    yield from _norm(f"{theirs}input_layernorm", (hidden,), f"{ours}input_layernorm", bias=False)
+    yield from _norm(f"{theirs}post_attention_layernorm", (hidden,), f"{ours}pre_mlp_layernorm", bias=False)
+
+
+_LAYERS = {"gpt2": _gpt2_layer, DEEPSEEK: _deepseek_layer}
+
+
+def _experts(kind: str, model: ModelConfig, layer: int) -> Iterator[TheirTensor]:
+    theirs, ours = f"{_LLAMA_LAYER}{layer}.", f"{_OUR_LAYER}{layer}.mlp."
+    hidden, size = model.hidden_size, model.expert_size
+    yield _whole(f"{theirs}{NAMES[kind].module}.gate.weight", (model.experts[layer], hidden), f"{ours}router.weight")
+    for expert in range(model.experts[layer]):
+        local = f"{ours}experts.local_experts.{expert}."
+        for name, projection in projections(kind, theirs, expert):
+            if projection == "down":
+                yield _whole(name, (hidden, size), f"{local}linear_fc2.weight")
+            else:
+                start = size if projection == "up" else 0
+                yield TheirTensor(name, (size, hidden), (Part(f"{local}linear_fc1.weight", 0, start, size),))
 
 
 def _linear(name: str, shape: tuple[int, int], ours: str, bias: bool) -> Iterator[TheirTensor]:

@@ -170,7 +170,124 @@ BERT_BASE_CHINESE = {
     "type_vocab_size": 2,
     "vocab_size": 21128,
 }
+MIXTRAL: dict[str, Any] = {  # mistralai/Mixtral-8x7B-v0.1
+    "architectures": ["MixtralForCausalLM"],
+    "attention_dropout": 0.0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "model_type": "mixtral",
+    "num_attention_heads": 32,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "num_local_experts": 8,
+    "output_router_logits": False,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.02,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.36.0.dev0",
+    "use_cache": True,
+    "vocab_size": 32000,
+}
+QWEN3_MOE: dict[str, Any] = {  # Qwen/Qwen3-30B-A3B
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "decoder_sparse_step": 1,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 6144,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 48,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "output_router_logits": False,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.001,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.51.0",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+DEEPSEEK_V3: dict[str, Any] = {  # deepseek-ai/DeepSeek-V3, without its fp8 (quantization_config)
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "ep_size": 1,
+    "first_k_dense_replace": 3,
+    "hidden_act": "silu",
+    "hidden_size": 7168,
+    "initializer_range": 0.02,
+    "intermediate_size": 18432,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "model_type": "deepseek_v3",
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1,
+    "n_group": 8,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 128,
+    "num_nextn_predict_layers": 1,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 40,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
+    },
+    "rope_theta": 10000,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "tie_word_embeddings": False,
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.33.1",
+    "use_cache": True,
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+}
 ALL = {
+    "mixtral": MIXTRAL,
+    "qwen3_moe": QWEN3_MOE,
+    "deepseek_v3": DEEPSEEK_V3,
     "gpt2": GPT2,
     "llama": LLAMA_3_2,
     "mistral": MISTRAL,
@@ -181,6 +298,39 @@ ALL = {
 OF_LLAMA = {"position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True, "add_bias_linear": False}
 
 WANTED: dict[str, dict[str, Any]] = {
+    "mixtral": {
+        **OF_LLAMA,
+        "experts": (8,) * 32,
+        "expert_size": 14336,
+        "moe_router_topk": 2,
+        "moe_router_pre_softmax": False,
+        "moe_aux_loss_coeff": (0.02,),
+        "rotary_base": 1000000,
+        "windows": (None,) * 32,
+    },
+    "qwen3_moe": {
+        **OF_LLAMA,
+        "qk_layernorm": True,
+        "experts": (128,) * 48,
+        "expert_size": 768,
+        "moe_router_topk": 8,
+        "moe_router_pre_softmax": False,
+    },
+    "deepseek_v3": {
+        **OF_LLAMA,
+        "experts": (0,) * 3 + (256,) * 58,
+        "expert_size": 2048,
+        "ffn_size": 18432,
+        "moe_shared_expert_intermediate_size": 2048,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_num_groups": 8,
+        "moe_router_group_topk": 4,
+        "moe_router_topk_scaling_factor": 2.5,
+        "rotary_kind": "yarn",
+        "rotary_scaling_factor": 40.0,
+        "latent_query_size": 192,
+        "q_lora_rank": 1536,
+    },
     "bert": {
         "model_family": "bert",
         "num_layers": 12,
@@ -239,7 +389,7 @@ def test_transformers_5_writes_rope_otherwise() -> None:
 
 # What is changed in a configuration -> what the message contains.
 REFUSED: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
-    ("llama", {"model_type": "mixtral"}, ("model_type 'mixtral'", "gpt2, llama, mistral, qwen2, qwen3")),
+    ("llama", {"model_type": "gemma2"}, ("model_type 'gemma2'", "gpt2, llama, mistral, qwen2, qwen3")),
     ("llama", {"model_type": None}, ("model_type None",)),
     ("llama", {"architectures": ["LlamaForSequenceClassification"]}, ("ForSequenceClassification", "LlamaForCausalLM")),
     ("llama", {"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, ("rope_type 'longrope'", "llama3 and yarn")),
@@ -304,6 +454,30 @@ def test_what_is_lacking_here_is_named(kind: str, change: dict[str, Any], expect
         assert fragment in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("kind", "change", "expected"),
+    [
+        ("mixtral", {"num_local_experts": 0}, "num_local_experts is 0"),
+        ("qwen3_moe", {"use_sliding_window": True}, "use_sliding_window is True"),
+        ("qwen3_moe", {"mlp_only_layers": list(range(48))}, "leave no layer with experts"),
+        ("qwen3_moe", {"mlp_only_layers": "all"}, "mlp_only_layers is 'all'"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func is 'softmax'"),
+        ("deepseek_v3", {"norm_topk_prob": False}, "norm_topk_prob is False"),
+        ("deepseek_v3", {"topk_group": 8}, "num_experts_per_tok 8 with topk_group 8"),
+        ("deepseek_v3", {"num_experts_per_tok": 1}, "the weight of a single expert"),
+        ("deepseek_v3", {"rms_norm_eps": 1e-5}, "rms_norm_eps is 1e-05"),
+        ("deepseek_v3", {"num_key_value_heads": 8}, "num_key_value_heads is not num_attention_heads"),
+        ("deepseek_v3", {"first_k_dense_replace": 61}, "first_k_dense_replace is 61"),
+        ("deepseek_v3", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "or with that of yarn"),
+        ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+    ],
+)
+def test_mixtures_that_are_lacking_here_are_named(kind: str, change: dict[str, Any], expected: str) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        model_of_config({**ALL[kind], **change}, "")
+    assert expected in str(caught.value)
+
+
 def test_everything_is_said_at_once() -> None:
     wrong = {"hidden_act": "relu", "rope_theta": "x", "num_hidden_layers": 0, "surprise": 1}
     with pytest.raises(CheckpointError) as caught:
@@ -349,9 +523,9 @@ def test_the_original_stays_as_it_was(kind: str) -> None:
     written = config_of_model(found.family, model, rows, "bfloat16", original=ALL[kind])
     added = {} if "torch_dtype" in ALL[kind] else {"dtype": "bfloat16"}
     assert written == {**ALL[kind], **added}
-    deeper = dataclasses.replace(model, num_layers=3)
+    deeper = dataclasses.replace(model, num_layers=4)
     written = config_of_model(found.family, deeper, rows, "bfloat16", original=ALL[kind])
-    assert model_of_config(written, "").model.num_layers == 3 and "transformers_version" not in written
+    assert model_of_config(written, "").model.num_layers == 4 and "transformers_version" not in written
 
 
 def test_all_biases_of_llama() -> None:

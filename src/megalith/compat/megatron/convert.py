@@ -27,9 +27,8 @@ from megalith.compat.megatron import console
 from megalith.errors import ConfigError
 
 _MEGATRON = ("core", "mcore", "megatron", "legacy")
-_HUGGINGFACE = ("llama_mistral", "llama2_hf")
+_HUGGINGFACE = ("llama_mistral", "llama2_hf", "mixtral_hf")
 _REFUSED_LOADERS = {
-    "mixtral_hf": "mixtures of experts come with a later version",
     "llava": "models of images are not part of this program",
 }
 _REFUSED_SAVERS = {

@@ -1,0 +1,197 @@
+"""DeepSeek-V3 of Hugging Face: multi-latent attention and experts that tokens choose by sigmoids, in groups.
+
+What stands in their config.json and how their tensors are called. Layers of multi-token prediction, which the class of
+transformers passes over, are not read: a folder that holds them is refused for their tensors.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megalith.config import ModelConfig
+from megalith.models.huggingface_positions import rope_scaling, rotary
+from megalith.models.huggingface_reading import Reading
+
+KIND, ARCHITECTURE = "deepseek_v3", "DeepseekV3ForCausalLM"
+ABSENT: dict[str, Any] = {
+    "n_group": 8,
+    "topk_group": 4,
+    "num_experts_per_tok": 8,
+    "first_k_dense_replace": 3,
+    "routed_scaling_factor": 2.5,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "n_shared_experts": 1,
+}
+"""What a key that is not in config.json means."""
+_LATENT_EPSILON = 1e-6  # of the norms of latent vectors, whatever rms_norm_eps says
+_BEST_OF_A_GROUP = 2  # scores that stand for a group
+
+_SETTINGS = {
+    "q_lora_rank": "q_lora_rank",
+    "kv_lora_rank": "kv_lora_rank",
+    "qk_nope_head_dim": "qk_head_dim",
+    "qk_rope_head_dim": "qk_pos_emb_head_dim",
+    "v_head_dim": "v_head_dim",
+    "num_experts_per_tok": "moe_router_topk",
+    "moe_intermediate_size": "moe_ffn_hidden_size",
+    "intermediate_size": "ffn_hidden_size",
+    "hidden_size": "hidden_size",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_attention_heads",
+    "max_position_embeddings": "max_position_embeddings",
+}
+"""Sizes: their key -> our setting."""
+
+PROJECTIONS = {
+    "q_proj": "linear_q_proj",
+    "q_a_proj": "linear_q_down_proj",
+    "q_a_layernorm": "q_layernorm",
+    "q_b_proj": "linear_q_up_proj",
+    "kv_a_proj_with_mqa": "linear_kv_down_proj",
+    "kv_a_layernorm": "kv_layernorm",
+    "kv_b_proj": "linear_kv_up_proj",
+    "o_proj": "linear_proj",
+}
+"""Modules of attention: their name -> ours, in the order of their `state_dict`."""
+
+
+def read(reading: Reading) -> ModelConfig:
+    """The architecture."""
+    for key in ("ep_size", "aux_loss_alpha", "seq_aux", "num_nextn_predict_layers", "num_mtp_layers", "qk_head_dim"):
+        reading.get(key)
+    reading.get("head_dim")  # theirs is that of the channels that positions turn
+    for key, value in (
+        ("hidden_act", "silu"),
+        ("scoring_func", "sigmoid"),
+        ("topk_method", "noaux_tc"),
+        ("moe_layer_freq", 1),
+        ("rope_interleave", True),
+        ("norm_topk_prob", True),
+        ("attention_bias", False),
+        ("rms_norm_eps", _LATENT_EPSILON),
+    ):
+        reading.only(key, value, default=value)
+    sizes: dict[str, Any] = {
+        ours: reading.size(key)
+        for key, ours in _SETTINGS.items()
+        if key != "q_lora_rank" or reading.get(key) is not None
+    }
+    heads, layers = sizes["num_attention_heads"], sizes["num_layers"]
+    if reading.size("num_key_value_heads", heads) != heads:
+        reading.problems.append(f"num_key_value_heads is not num_attention_heads ({heads}), which latent vectors make")
+    shared, scale = reading.size("n_shared_experts"), reading.number("routed_scaling_factor")
+    return ModelConfig(
+        **sizes,
+        **_positions(reading, sizes["max_position_embeddings"]),
+        **_choice(reading, sizes["moe_router_topk"]),
+        num_experts=reading.size("num_local_experts", reading.size("n_routed_experts")),
+        moe_layer_freq=_frequency(reading, layers),
+        moe_shared_expert_intermediate_size=shared * sizes["moe_ffn_hidden_size"],
+        moe_router_topk_scaling_factor=scale,
+        moe_router_score_function="sigmoid",
+        moe_router_enable_expert_bias=True,
+        moe_router_dtype="fp32",
+        multi_latent_attention=True,
+        qk_layernorm=True,
+        normalization="RMSNorm",
+        norm_epsilon=_LATENT_EPSILON,
+        swiglu=True,
+        add_bias_linear=False,
+        untie_embeddings_and_output_weights=not reading.flag("tie_word_embeddings"),
+        hidden_dropout=0.0,
+    )
+
+
+def _positions(reading: Reading, positions: int) -> dict[str, Any]:
+    found = rotary(reading, positions)
+    if found.get("use_rope_scaling") or found.get("rotary_seq_len_interpolation_factor"):
+        reading.problems.append("the rope of DeepSeek is read without scaling or with that of yarn")
+    yarn = found.get("position_embedding_type") == "yarn"
+    return {**found, "position_embedding_type": "rope", "rope_type": "yarn" if yarn else "rope"}
+
+
+def _choice(reading: Reading, top_k: int) -> dict[str, Any]:
+    """How experts are chosen: of groups, each of which stands there with its two best scores."""
+    groups, best = reading.size("n_group", 1), reading.size("topk_group", 1)
+    if top_k < 2:
+        reading.problems.append("num_experts_per_tok is 1; the weight of a single expert is not read")
+    if groups == 1:
+        return {}
+    if top_k // best != _BEST_OF_A_GROUP:
+        reading.problems.append(
+            f"num_experts_per_tok {top_k} with topk_group {best}; this version has {_BEST_OF_A_GROUP} experts a group"
+        )
+    return {"moe_router_num_groups": groups, "moe_router_group_topk": best}
+
+
+def _frequency(reading: Reading, layers: int) -> str:
+    dense = reading.get("first_k_dense_replace") or 0
+    if not isinstance(dense, int) or not 0 <= dense < layers:
+        reading.problems.append(f"first_k_dense_replace is {dense!r}; it must be from 0 to {layers - 1}")
+        return "1"
+    return str([0] * dense + [1] * (layers - dense)) if dense else "1"
+
+
+def unlike(model: ModelConfig) -> tuple[dict[str, Any], dict[str, bool]]:
+    """What a model must be to be one of theirs: settings with their values, and what is to hold."""
+    wanted = {
+        "mixture": True,
+        "multi_latent_attention": True,
+        "qk_layernorm": True,
+        "normalization": "RMSNorm",
+        "norm_epsilon": _LATENT_EPSILON,
+        "activation": "silu",
+        "gated": True,
+        "add_bias_linear": False,
+        "position_embedding_type": "rope",
+        "rotary_percent": 1.0,
+        "window_size": None,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_shared_expert_gate": False,
+        "moe_expert_capacity_factor": None,
+    }
+    if not model.mixture:
+        return wanted, {}
+    dense = model.experts.count(0)
+    shared = model.moe_shared_expert_intermediate_size or 0
+    groups = model.moe_router_group_topk
+    fits = {
+        "experts in all layers behind the first dense ones": not any(model.experts[:dense]),
+        "experts that take every token": shared > 0 and shared % model.expert_size == 0,
+        "several experts for a token": model.moe_router_topk > 1,
+        "groups chosen by two scores": groups is None or model.moe_router_topk // groups == _BEST_OF_A_GROUP,
+    }
+    return wanted, fits
+
+
+def config_of(model: ModelConfig) -> dict[str, Any]:
+    """The keys of config.json that say what the model is."""
+    sizes = {key: getattr(model, ours) for key, ours in _SETTINGS.items()}
+    return {
+        **sizes,
+        "attention_bias": False,
+        "attention_dropout": model.attention_dropout,
+        "first_k_dense_replace": model.experts.count(0),
+        "hidden_act": "silu",
+        "intermediate_size": model.ffn_size,
+        "moe_intermediate_size": model.expert_size,
+        "n_group": model.moe_router_num_groups or 1,
+        "n_routed_experts": model.num_experts,
+        "n_shared_experts": (model.moe_shared_expert_intermediate_size or 0) // model.expert_size,
+        "norm_topk_prob": True,
+        "num_key_value_heads": model.num_attention_heads,
+        "num_nextn_predict_layers": 0,
+        "rms_norm_eps": model.norm_epsilon,
+        "rope_interleave": True,
+        "rope_scaling": rope_scaling(model),
+        "rope_theta": float(model.rotary_base),
+        "routed_scaling_factor": model.moe_router_topk_scaling_factor or 1.0,
+        "scoring_func": "sigmoid",
+        "topk_group": model.moe_router_group_topk or 1,
+        "topk_method": "noaux_tc",
+    }
