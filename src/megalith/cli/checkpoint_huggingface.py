@@ -22,7 +22,7 @@ def add_arguments(commands: Any) -> None:
         "import",
         help="make a checkpoint of a Hugging Face model folder",
         description="Reads a model of a family that docs/huggingface.md names from safetensors and writes weights to "
-        "begin from: SAVE_DIR/release, which --load SAVE_DIR starts with. (--load takes a Hugging Face folder itself, too.)",
+        "begin from: SAVE_DIR/release, which --load SAVE_DIR starts with. (--load takes such a folder itself, too.)",
     )
     bring.add_argument("source", type=Path, metavar="HF_DIR", help="a folder with config.json and safetensors files")
     bring.add_argument("destination", type=Path, metavar="SAVE_DIR", help="the save folder to put the result into")
