@@ -22,8 +22,10 @@ from megalith.checkpoint.huggingface_export import Export, Weights, export
 from megalith.checkpoint.huggingface_source import HuggingFaceSource
 from megalith.checkpoint.model_space import ModelSpace, model_space_of
 from megalith.checkpoint.source import open_source
+from megalith.checkpoint.upcycled import Upcycling
 from megalith.cli.main import main
 from megalith.errors import CheckpointError
+from megalith.models.gpt import GPT
 from megalith.nn.rope import LongContext
 
 from .goldens import Goldens
@@ -168,6 +170,38 @@ def test_every_byte_comes_back_and_the_logits_are_theirs(build: Build, name: str
     _assert_same_files(folder, out)
     assert _difference(folder, folder.parent / "saved/release") <= TOLERANCE
     assert _difference(out, folder) <= TOLERANCE
+
+
+@pytest.mark.parametrize(("name", "top_k"), [("llama", 1), ("llama-biases", 2), ("gpt2", 3)])
+@pytest.mark.parametrize("format", ["torch_dist", "torch"])
+def test_a_mixture_of_copies_computes_what_the_dense_model_does(
+    build: Build, name: str, top_k: int, format: str
+) -> None:
+    folder = build(name)
+    convert(folder, folder.parent / "saved", Wanted(format=format, release=True, upcycling=Upcycling(4, top_k)))
+    tokens = torch.randint(0, 67, (2, 20), generator=torch.Generator().manual_seed(1))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    saved = open_source(folder.parent / "saved" / "release")
+    weights, space = Weights(saved), model_space_of(args_of(saved.common()), "")
+    ours = GPT(space.model, space.vocab_size).eval()
+    with torch.no_grad():
+        for parameter, weight in ours.named_parameters():
+            weight.copy_(weights.read(parameter, weight.shape, space))
+        assert any("local_experts.3." in parameter for parameter, _ in ours.named_parameters())
+        wanted = theirs(tokens).logits
+        assert float((ours(tokens) - wanted).abs().max() / wanted.abs().max()) < 1e-5
+    arguments = ["checkpoint", "convert", str(folder.parent / "saved"), str(folder.parent / "more"), "--upcycle", "4"]
+    assert main(arguments) == 4
+
+
+def test_what_is_no_mixture_is_refused(build: Build, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = build("llama")
+    convert_it = ["checkpoint", "convert", str(folder), str(folder.parent / "saved"), "--upcycle"]
+    assert main([*convert_it, "1"]) == 2
+    assert main([*convert_it, "4", "--moe-router-topk", "5"]) == 2
+    said = capsys.readouterr().err
+    assert "--upcycle 1: a mixture has 2 experts or more" in said
+    assert "--moe-router-topk 5 with --upcycle 4: use 1 to 4" in said
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "llama-3.2", "mistral", "qwen2", "qwen3"])

@@ -30,6 +30,7 @@ from megalith.checkpoint.safe_loading import ForeignEnum
 from megalith.checkpoint.source import Source
 from megalith.checkpoint.store import RELEASE, TRACKER_FILE, facts_of, provenance
 from megalith.checkpoint.streaming import no_check, rng_keys, write_torch, write_torch_dist
+from megalith.checkpoint.upcycled import Upcycled, Upcycling
 from megalith.errors import CheckpointError, ConfigError
 from megalith.layout import Layout
 from megalith.tokenizers.padding import padded_vocab_size
@@ -85,6 +86,7 @@ class Wanted:
         iteration: of the result; by default that of the source.
         names: of the weights in format torch: `CORE` or a generation of `LEGACY`.
         replace: take the place of a checkpoint that is there.
+        upcycling: how a dense model becomes a mixture of experts; it stays as it is if None.
     """
 
     format: str = "torch_dist"
@@ -98,6 +100,7 @@ class Wanted:
     iteration: int | None = None
     names: str = CORE
     replace: bool = False
+    upcycling: Upcycling | None = None
 
 
 @dataclass
@@ -188,6 +191,8 @@ def check_wanted(wanted: Wanted) -> None:
     wrong += [f"{flag} {size} is less than 1" for flag, size in sizes.items() if size is not None and size < 1]
     if wrong:
         raise ConfigError(wrong)
+    if wanted.upcycling is not None:
+        wanted.upcycling.check()
 
 
 def _check_place(final: Path, found: Path, *, replace: bool) -> None:
@@ -216,12 +221,17 @@ def adapted(source: Source, wanted: Wanted, where: str, notes: list[str]) -> tup
             f"{where} carries no args, so that its model cannot be known; convert it where it was made"
         )
     model_space_of(args, where)
+    if wanted.upcycling is not None:
+        source = Upcycled(WeightsOnly(source), wanted.upcycling, where)
+        notes.append("experts are copies, and routers are new: the result is weights only")
     held = source.contents()
     layout = Layout(tp=wanted.tp or _size(args, "tensor"), pp=wanted.pp or _size(args, "pipeline"))
     result: Source = InPrecision(source, DTYPES[wanted.dtype] if wanted.dtype else None)
     if not wanted.optimizer:
         result = WeightsOnly(result)
-    elif not any(key.startswith("optimizer.") for key in held.tensors) or "optimizer" not in common:
+    elif wanted.upcycling is None and (
+        not any(key.startswith("optimizer.") for key in held.tensors) or "optimizer" not in common
+    ):
         result = WeightsOnly(result)
         why = "; ".join(held.left_out) or "the checkpoint has no optimizer state"
         notes.append(f"{why}: the result is weights only")

@@ -27,6 +27,15 @@ def add_arguments(commands: Any) -> None:
         "--true-vocab-size", type=int, metavar="N", help="tokens of the vocabulary; it is padded anew for --tp"
     )
     convert.add_argument("--release", action="store_true", help="write weights to begin from, without an iteration")
+    convert.add_argument(
+        "--upcycle",
+        type=int,
+        metavar="N",
+        help="make a mixture of N experts of a dense model, each a copy; weights only",
+    )
+    convert.add_argument(
+        "--moe-router-topk", type=int, default=2, metavar="K", help="of --upcycle: experts for each token (2)"
+    )
     convert.add_argument("--replace", action="store_true", help="replace a checkpoint of DST with the same iteration")
     convert.add_argument("--no-verify", action="store_true", help="do not compare SRC with its hashes first")
     convert.set_defaults(run=run)
@@ -40,17 +49,20 @@ def run(options: argparse.Namespace) -> int:
         ConfigError, LayoutError: what is asked cannot be.
     """
     from megalith.checkpoint.convert import Wanted, convert
+    from megalith.checkpoint.upcycled import Upcycling
     from megalith.train.streams import warn
 
+    upcycling = None if options.upcycle is None else Upcycling(options.upcycle, options.moe_router_topk)
     wanted = Wanted(
         format=options.format,
         tp=options.tp,
         pp=options.pp,
-        optimizer=not (options.no_optim or options.release),
+        optimizer=not (options.no_optim or options.release or upcycling),
         dtype=options.dtype,
         true_vocab_size=options.true_vocab_size,
-        release=options.release,
+        release=options.release or upcycling is not None,
         replace=options.replace,
+        upcycling=upcycling,
     )
     made = convert(
         options.source, options.destination, wanted, iteration=options.iteration, verify=not options.no_verify

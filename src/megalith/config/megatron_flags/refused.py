@@ -40,7 +40,7 @@ REFUSED: tuple[Family, ...] = (
         """,
     ),
     Family(
-        "making a model with experts out of a dense checkpoint is not built",
+        "a checkpoint with experts is made of a dense one by `megalith checkpoint convert --upcycle N`, then loaded",
         """
         --moe-use-upcycling --moe-upcycling-granularity=1
         """,
