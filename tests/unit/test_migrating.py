@@ -19,7 +19,7 @@ OF_OTHER_COMMANDS = {"--config", "--dataset-impl", "--chunk-size", "--split-sent
 OF_CONVERTERS = {
     *("--model-type", "--loader", "--saver", "--load-dir", "--save-dir", "--target-tensor-parallel-size"),
     *("--true-vocab-size", "--max-queue-size", "--megatron-path", "--no-checking", "--checkpoint-type"),
-    *("--tp", "--pp", "--format", "--no-optim", "--dtype"),
+    *("--tp", "--pp", "--format", "--no-optim", "--dtype", "--upcycle"),
 }
 
 

@@ -240,7 +240,10 @@ TABLE: list[tuple[str, tuple[str, ...]]] = [
     ("--checkpoint-activations", ("it is called --recompute-activations now",)),
     ("--nnodes 2", ("--nnodes 2: it belongs to torchrun",)),
     ("--moe-latent-size 8 --moe-apply-probs-on-input", ("--moe-latent-size 8, --moe-apply-probs-on-input: this",)),
-    ("--num-experts 8 --moe-use-upcycling", ("--moe-use-upcycling: making a model with experts", "not in this")),
+    (
+        "--num-experts 8 --moe-use-upcycling",
+        ("--moe-use-upcycling: a checkpoint with experts is made", "convert --upcycle N"),
+    ),
     ("--fp8-format e4m3", ("--fp8-format e4m3: FP8",)),
     ("--distribute-saved-activations", ("--distribute-saved-activations: --sequence-parallel divides all",)),
     # across settings
