@@ -7,6 +7,7 @@ import http.client
 import json
 import os
 import re
+import select
 import shlex
 import signal
 import socket
@@ -406,9 +407,10 @@ def test_a_client_that_leaves_frees_its_place(server: Server) -> None:
 def test_slow_senders_and_readers_hold_up_nobody(saved: Path) -> None:
     command = ["-m", "megalith", "serve", saved, "--port", 0]
     # The limits are not flags: whoever needs others changes the code. 10 s of patience with headers is too long here.
+    # They are still longer than an answer takes, so that one that waits for the slow would come behind their end.
     code = (
         "import sys, dataclasses, megalith.serve.http.settings as s\n"
-        "s.Limits.__init__.__defaults__ = tuple({10.0: 1.0, 20.0: 1.0, 1024: 300}.get(d, d) for d in "
+        "s.Limits.__init__.__defaults__ = tuple({10.0: 5.0, 20.0: 5.0, 1024: 300}.get(d, d) for d in "
         "s.Limits.__init__.__defaults__)\n"
         "from megalith.cli.main import main\n"
         "sys.exit(main(sys.argv[1:]))\n"
@@ -420,8 +422,9 @@ def test_slow_senders_and_readers_hold_up_nobody(saved: Path) -> None:
             body = b"Content-Type: application/json\r\nContent-Length: 100\r\n\r\n{"
             connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n" + (body if number % 2 else b"X"))
         assert server.ask("POST", "/v1/completions", {"prompt": "the king", "max_tokens": 2})[0] == 200
+        assert not select.select(slow, [], [], 0)[0], "the answer came while all of them were still waited for"
         for connection in slow:
-            connection.settimeout(8)
+            connection.settimeout(30)
             try:
                 rest = connection.recv(4096)
             except ConnectionError:
