@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from megalith.data.blend_index import build_blending_index
 from megalith.data.gpt_dataset import GPTDataset, GPTDatasetOptions
 from megalith.data.indexed import IndexedDataset, IndexedWriter, bin_path
+from megalith.data.samples import Portion, Shares
 from megalith.tokenizers.null import NullTokenizer
 
 SEQUENCE = 1024
@@ -49,12 +50,9 @@ class Lengths:
 def dataset(documents: Any, requested: int | None, folder: Path | None) -> GPTDataset:
     return GPTDataset(
         documents,
-        path="synthetic",
-        split=0,
-        requested=requested,
-        options=GPTDatasetOptions(SEQUENCE, 1234, None, None),
+        Portion(0, requested, Shares.parse(None), "synthetic", folder),
+        options=GPTDatasetOptions(SEQUENCE, 1234),
         tokenizer=NullTokenizer(VOCABULARY),
-        cache_folder=folder,
     )
 
 

@@ -21,7 +21,7 @@ from megalith.config import RunConfig, load
 from megalith.data.gpt_dataset import GPTDataset, GPTDatasetOptions
 from megalith.data.indexed import IndexedDataset
 from megalith.data.loader import BatchLoader
-from megalith.data.splits import parse_split
+from megalith.data.samples import Portion, Shares
 from megalith.distributed.context import ParallelContext
 from megalith.distributed.rng import RandomStreams
 from megalith.schedules.parameters import ParameterSchedule
@@ -92,18 +92,13 @@ def _loader(case: dict[str, Any], data: str, cache: str, context: ParallelContex
     settings = case["train"]
     dataset = GPTDataset(
         IndexedDataset(data),
-        path=data,
-        split=0,
-        requested=settings["steps"] * settings["gbs"],
+        Portion(0, settings["steps"] * settings["gbs"], Shares.parse("100,0,0"), data, cache_folder=Path(cache)),
         options=GPTDatasetOptions(
             sequence_length=case["model"]["seq"],
             seed=settings["seed"],
-            split="100,0,0",
-            split_matrix=parse_split("100,0,0"),
             eod_mask_loss=False,
         ),
         tokenizer=NullTokenizer(511),
-        cache_folder=Path(cache),
         class_name="GPTDataset",
     )
     return BatchLoader(dataset, settings["mbs"], 0, rank=context.dp.index, num_ranks=context.dp.size)

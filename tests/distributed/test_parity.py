@@ -24,6 +24,7 @@ from megalith.config import RunConfig, load
 from megalith.data.blend import BlendedDataset
 from megalith.data.gpt_dataset import GPTDataset, GPTDatasetOptions
 from megalith.data.loader import BatchLoader
+from megalith.data.samples import Portion, Shares
 from megalith.distributed.context import ParallelContext
 from megalith.distributed.rng import RandomStreams
 from megalith.layout import Layout
@@ -526,18 +527,13 @@ SOURCES = ("one", "other")
 
 def _blend(vocab_size: int, layout: Layout, replica: int, steps: int) -> Iterator[Batch]:
     """Micro-batches of a replica out of two datasets; attention stays inside documents, whose ends have no loss."""
-    options = GPTDatasetOptions(
-        LENGTH, 1, None, None, eod_mask_loss=True, reset_position_ids=True, reset_attention_mask=True
-    )
+    options = GPTDatasetOptions(LENGTH, 1, eod_mask_loss=True, reset_position_ids=True, reset_attention_mask=True)
     datasets = [
         GPTDataset(
             _Texts(vocab_size, seed),
-            path=name,
-            split=0,
-            requested=steps * SAMPLES,
+            Portion(0, steps * SAMPLES, Shares.parse(None), name),
             options=options,
             tokenizer=NullTokenizer(vocab_size - 1),
-            cache_folder=None,
         )
         for seed, name in enumerate(SOURCES)
     ]

@@ -24,6 +24,7 @@ from megalith.data.gpt_index import EpochPlan
 from megalith.data.indexed import IndexedDataset
 from megalith.data.loader import BatchLoader
 from megalith.data.sampler import WholePasses, cyclic_micro_batches, sequential_micro_batches
+from megalith.data.samples import Portion, Shares
 from megalith.data.splits import SPLIT_NAMES, parse_split
 from megalith.errors import DataError
 from megalith.tokenizers import Tokenizer, build_tokenizer
@@ -107,8 +108,6 @@ def dataset_of(case: dict[str, Any], split: int, cache_folder: Path | None) -> G
     options = GPTDatasetOptions(
         sequence_length=config["sequence_length"],
         seed=config["random_seed"],
-        split=config["split"],
-        split_matrix=parse_split(config["split"]),
         eod_mask_loss=config["eod_mask_loss"],
         reset_position_ids=config["reset_position_ids"],
         reset_attention_mask=config["reset_attention_mask"],
@@ -117,12 +116,9 @@ def dataset_of(case: dict[str, Any], split: int, cache_folder: Path | None) -> G
     )
     return GPTDataset(
         IndexedDataset(prefix),
-        path=prefix,
-        split=split,
-        requested=case["sizes"][split],
+        Portion(split, case["sizes"][split], Shares.parse(config["split"]), prefix, cache_folder),
         options=options,
         tokenizer=tokenizer_of(case),
-        cache_folder=cache_folder,
     )
 
 

@@ -16,7 +16,7 @@ from megalith.config import ModelConfig, OptimizerConfig, PrecisionConfig
 from megalith.data.gpt_dataset import GPTDataset, GPTDatasetOptions
 from megalith.data.indexed import IndexedDataset
 from megalith.data.loader import BatchLoader
-from megalith.data.splits import parse_split
+from megalith.data.samples import Portion, Shares
 from megalith.distributed.context import ParallelContext
 from megalith.distributed.rng import RandomStreams
 from megalith.models.gpt import GPT
@@ -122,18 +122,13 @@ def _loader(golden: Goldens, case: dict[str, Any], tmp_path: Path) -> BatchLoade
     settings, prefix = case["train"], str(golden.path("train/data") / "shakes_text_document")
     dataset = GPTDataset(
         IndexedDataset(prefix),
-        path=prefix,
-        split=0,
-        requested=settings["steps"] * settings["gbs"],
+        Portion(0, settings["steps"] * settings["gbs"], Shares.parse("100,0,0"), prefix, cache_folder=tmp_path),
         options=GPTDatasetOptions(
             sequence_length=case["model"]["seq"],
             seed=settings["seed"],
-            split="100,0,0",
-            split_matrix=parse_split("100,0,0"),
             eod_mask_loss=False,
         ),
         tokenizer=NullTokenizer(511),
-        cache_folder=tmp_path,
         class_name="GPTDataset",
     )
     return BatchLoader(dataset, micro_batch_size=settings["mbs"], consumed_samples=0)

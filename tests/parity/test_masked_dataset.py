@@ -18,7 +18,7 @@ from megalith.data.masked.dataset import MaskedOptions
 from megalith.data.masked.mersenne_twister import MersenneTwister64
 from megalith.data.masked.ngrams import Masking
 from megalith.data.masked.sample_index import build_sample_index
-from megalith.data.samples import Shares
+from megalith.data.samples import Portion, Shares
 from megalith.data.splits import SPLIT_NAMES, interval_range, parse_split
 from megalith.tokenizers.word_piece import WordPieceTokenizer
 
@@ -75,12 +75,7 @@ def _datasets(case: dict[str, Any], tmp_path: Path | None = None, **changes: Any
     return {
         name: rule.dataset(
             IndexedDataset(PREFIX),
-            path=PREFIX,
-            split=split,
-            requested=case["sizes"][split],
-            shares=Shares(config["split"], parse_split(config["split"])),
-            cache_folder=tmp_path,
-            written_ns=None,
+            Portion(split, case["sizes"][split], Shares.parse(config["split"]), PREFIX, tmp_path),
         )
         for split, name in enumerate(SPLIT_NAMES)
     }

@@ -15,8 +15,7 @@ from megalith.data.indexed import IndexedDataset
 from megalith.data.masked.dataset import MaskedOptions
 from megalith.data.masked.ngrams import Masking
 from megalith.data.masked.t5 import T5Samples
-from megalith.data.samples import Shares
-from megalith.data.splits import parse_split
+from megalith.data.samples import Portion, Shares
 from megalith.models.language_model import Inputs
 from megalith.models.t5 import T5
 from megalith.tokenizers.word_piece import WordPieceTokenizer
@@ -80,16 +79,11 @@ def test_samples(golden: Goldens, tmp_path: Path) -> None:
     masking = Masking(config["masking_probability"], config["masking_max_ngram"], geometric=True)
     options = MaskedOptions(config["sequence_length"], config["random_seed"], masking)
     samples = T5Samples(options, tokenizer, config["sequence_length_decoder"])
-    documents, shares = IndexedDataset(str(folder / "bert_text_sentence")), Shares("90,5,5", parse_split("90,5,5"))
+    documents, shares = IndexedDataset(str(folder / "bert_text_sentence")), Shares.parse("90,5,5")
     for split, (name, requested) in enumerate(zip(("train", "valid", "test"), case["sizes"], strict=True)):
         dataset = samples.dataset(
             documents,
-            path="data/bert_text_sentence",
-            split=split,
-            requested=requested,
-            shares=shares,
-            cache_folder=tmp_path,
-            written_ns=None,
+            Portion(split, requested, shares, "data/bert_text_sentence", tmp_path),
         )
         assert np.array_equal(dataset.sample_index, expected[f"{name}/sample_index"])
         assert len(dataset) == case["info"][name]["len"]

@@ -16,8 +16,8 @@ from megalith.data.blend import BlendedDataset, normalise
 from megalith.data.gpt_dataset import Documents, GPTDataset, GPTDatasetOptions
 from megalith.data.indexed import IndexedDataset, idx_path
 from megalith.data.mock import MOCK_SPLIT, MockDocuments
-from megalith.data.samples import SampleRule, Shares, SplitDataset
-from megalith.data.splits import Sizes, parse_split
+from megalith.data.samples import Portion, SampleRule, Shares, SplitDataset
+from megalith.data.splits import Sizes
 from megalith.errors import ConfigError
 from megalith.tokenizers import Tokenizer
 
@@ -60,15 +60,7 @@ def build_gpt_datasets(data: DataConfig, tokenizer: Tokenizer, *, sizes: Sizes, 
     mock, documents = _GPTSamples(data, tokenizer, seed, "MockGPTDataset"), MockDocuments(tokenizer)
     builder = _Builder(data, mock, _shares(MOCK_SPLIT))
     train, valid, test = (
-        mock.dataset(
-            documents,
-            path=None,
-            split=split,
-            requested=sizes[split],
-            shares=builder.shares,
-            cache_folder=builder.blend_cache,
-            written_ns=None,
-        )
+        mock.dataset(documents, Portion(split, sizes[split], builder.shares, cache_folder=builder.blend_cache))
         for split in range(3)
     )
     return _warned(Datasets(train, valid, test))
@@ -115,7 +107,7 @@ def _warned(built: Datasets) -> Datasets:
 
 
 def _shares(split: str | None) -> Shares:
-    shares = Shares(split, None if split is None else parse_split(split))
+    shares = Shares.parse(split)
     if split is not None:
         logger.info("Let split_matrix = %s", shares.matrix)
     return shares
@@ -130,41 +122,17 @@ class _GPTSamples:
     seed: int
     class_name: str = "GPTDataset"
 
-    def dataset(
-        self,
-        documents: Documents,
-        *,
-        path: str | None,
-        split: int,
-        requested: int | None,
-        shares: Shares,
-        cache_folder: Path | None,
-        written_ns: int | None,
-    ) -> GPTDataset:
-        return GPTDataset(
-            documents,
-            path=path,
-            split=split,
-            requested=requested,
-            options=self._options(shares),
-            tokenizer=self.tokenizer,
-            cache_folder=cache_folder,
-            written_ns=written_ns,
-            class_name=self.class_name,
-        )
-
-    def _options(self, shares: Shares) -> GPTDatasetOptions:
+    def dataset(self, documents: Documents, portion: Portion) -> GPTDataset:
         data = self.data
-        return GPTDatasetOptions(
+        options = GPTDatasetOptions(
             sequence_length=data.seq_length,
             seed=self.seed,
-            split=shares.text,
-            split_matrix=shares.matrix,
             eod_mask_loss=data.eod_mask_loss,
             reset_position_ids=data.reset_position_ids,
             reset_attention_mask=data.reset_attention_mask,
             mask_between_documents=data.dataloader_inter_document_masking,
         )
+        return GPTDataset(documents, portion, options=options, tokenizer=self.tokenizer, class_name=self.class_name)
 
 
 @dataclass(frozen=True)
@@ -194,15 +162,7 @@ class _Builder:
         folder = self.blend_cache or Path(prefix) / "cache" / f"{self.rule.class_name}_indices"
         written = idx_path(prefix).stat().st_mtime_ns
         return [
-            self.rule.dataset(
-                documents,
-                path=prefix,
-                split=split,
-                requested=wanted[split],
-                shares=self.shares,
-                cache_folder=folder,
-                written_ns=written,
-            )
+            self.rule.dataset(documents, Portion(split, wanted[split], self.shares, prefix, folder, written))
             if self._is_built(split, only)
             else None
             for split in range(3)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,7 +19,7 @@ from megalith.data import gpt_index
 from megalith.data.gpt_index import EpochPlan
 from megalith.data.index_cache import Arrays, load_or_build
 from megalith.data.masks import document_ids, numbers_of_parts, restarted_positions
-from megalith.data.splits import SPLIT_NAMES, Interval, SplitMatrix, interval_range
+from megalith.data.samples import Portion
 from megalith.errors import DataError
 from megalith.tokenizers import Tokenizer
 
@@ -47,8 +46,6 @@ class GPTDatasetOptions:
     Attributes:
         sequence_length: tokens of a sample.
         seed: seed of the order of documents and samples; the same for every split.
-        split: shares of the splits as the user wrote them; None where each split has datasets of its own.
-        split_matrix: the same as intervals; None where a split takes all documents.
         eod_mask_loss: no loss where the input token ends a document.
         reset_position_ids: positions start at 0 with each document.
         reset_attention_mask: attention stays inside a document: samples carry `document_ids`.
@@ -62,8 +59,6 @@ class GPTDatasetOptions:
 
     sequence_length: int
     seed: int
-    split: str | None
-    split_matrix: SplitMatrix | None
     eod_mask_loss: bool = False
     reset_position_ids: bool = False
     reset_attention_mask: bool = False
@@ -75,12 +70,6 @@ class GPTDatasetOptions:
     def looks_for_documents(self) -> bool:
         """Whether it matters where the documents in a sample begin."""
         return self.reset_position_ids or self.reset_attention_mask or self.mask_between_documents
-
-    def interval(self, split: int) -> Interval:
-        """The share of a split, 0 train, 1 valid, 2 test, which is above zero."""
-        interval = (0.0, 1.0) if self.split_matrix is None else self.split_matrix[split]
-        assert interval is not None, "a split without a share is not built"
-        return interval
 
 
 class GPTDataset:
@@ -104,37 +93,27 @@ class GPTDataset:
     def __init__(
         self,
         documents: Documents,
+        portion: Portion,
         *,
-        path: str | None,
-        split: int,
-        requested: int | None,
         options: GPTDatasetOptions,
         tokenizer: Tokenizer,
-        cache_folder: Path | None,
-        written_ns: int | None = None,
         class_name: str = "GPTDataset",
     ) -> None:
         """Load the index arrays from the cache, or build them and save them there.
 
         Args:
             documents: all documents, of every split.
-            path: prefix of the dataset as the user wrote it, None for made-up data.
-            split: 0 train, 1 valid, 2 test; its share is above zero.
-            requested: number of samples the run will draw, None for one epoch.
+            portion: the split, and where its indices are kept.
             options: how samples are cut.
             tokenizer: gives end-of-document and padding ids, and its identity for the cache.
-            cache_folder: folder of the cache, None to keep nothing.
-            written_ns: when the documents were written, as `st_mtime_ns`; indices of that time or older belong to what
-                stood there before. None if they never change.
             class_name: Megatron's name of this kind of dataset.
 
         Raises:
             DataError: the split has too few tokens for what is asked of it.
         """
-        self.name, self.prefix = SPLIT_NAMES[split], path
-        self.requested = requested
-        self.documents_of_split = interval_range(options.interval(split), len(documents.lengths))
-        self._documents, self._options, self._path = documents, options, path
+        self.name, self.prefix, self.requested = portion.name, portion.path, portion.requested
+        self.documents_of_split = portion.documents(len(documents.lengths))
+        self._documents, self._options, self._portion = documents, options, portion
         self._eod, self._vocab_size = tokenizer.eod, tokenizer.vocab_size
         # Padding that is also a mark in the text would take the loss from its every use, as Megatron before 2026 did.
         self._pad = -1 if tokenizer.pad is None or tokenizer.pad == tokenizer.eod else tokenizer.pad
@@ -145,11 +124,16 @@ class GPTDataset:
         )
         self._ones = _shared(np.ones(options.sequence_length, np.float32))
         self._positions = _shared(np.arange(options.sequence_length, dtype=np.int64))
-        self._written_ns = written_ns
         self.plan = self._plan()
         self.identity = self._identify(class_name, tokenizer)
         cached = load_or_build(
-            cache_folder, f"{class_name}-{self.name}", self.description, _ARRAYS, self._build, self._fit, written_ns
+            portion.cache_folder,
+            f"{class_name}-{self.name}",
+            self.description,
+            _ARRAYS,
+            self._build,
+            self._fit,
+            portion.written_ns,
         )
         self.cache_problem, arrays = cached.problem, cached.arrays
         logger.info("> total number of samples: %d", self.num_samples)
@@ -233,13 +217,13 @@ class GPTDataset:
                 raise ValueError(f"its documents give {len(text)} tokens instead of {self._needed}")
         except (IndexError, ValueError) as error:
             raise DataError(
-                f"sample {sample} of the {self.name} split cannot be read from {self._path} ({error}): the files "
+                f"sample {sample} of the {self.name} split cannot be read from {self.prefix} ({error}): the files "
                 f"changed under the run, or are damaged; start again, and if it stays so prepare them anew"
             ) from error
         if len(text) and np.maximum.reduce(text.view(np.uint64)) >= self._vocab_size:  # those below 0 are huge in it
             outside = int(text.min()) if text.min() < 0 else int(text.max())
             raise DataError(
-                f"{self._path} holds token {outside}, outside the vocabulary of {self._vocab_size}: it was made with "
+                f"{self.prefix} holds token {outside}, outside the vocabulary of {self._vocab_size}: it was made with "
                 f"another tokenizer"
             )
         if num_missing:
@@ -270,7 +254,7 @@ class GPTDataset:
             logger.warning(
                 "the %s split of %s has %d tokens, a sample needs %d: %s",
                 self.name,
-                self._path,
+                self.prefix,
                 tokens,
                 needed,
                 "each sample repeats the text" if self.requested else "it has no sample",
@@ -284,7 +268,7 @@ class GPTDataset:
         )
         if plan.num_epochs * len(split) >= 2**31:
             raise DataError(
-                f"{self._asked()} of the {self.name} split of {self._path} would repeat its {tokens} tokens "
+                f"{self._asked()} of the {self.name} split of {self.prefix} would repeat its {tokens} tokens "
                 f"{plan.num_epochs} times; give it more text"
             )
         return plan
@@ -295,30 +279,23 @@ class GPTDataset:
 
     def _too_small(self, tokens: int) -> str:
         """The arithmetic of a split that cannot serve a single label."""
-        total, split = len(self._documents.lengths), self.documents_of_split
-        where, remedy = f"it holds {total} documents", "Add documents"
-        if self._options.split_matrix is not None:
-            low, high = self._options.interval(SPLIT_NAMES.index(self.name))
-            where = (
-                f"--split {self._options.split} gives it documents round({low:.6g} * {total}) = {split.start} to "
-                f"round({high:.6g} * {total}) = {split.stop}, which is {len(split)} of {total}"
-            )
-            remedy = "Give it a larger share, add documents"
+        where = self._portion.said(len(self._documents.lengths))
+        remedy = "Add documents" if self._portion.shares.matrix is None else "Give it a larger share, add documents"
         return (
-            f"the {self.name} split of {self._path} has {tokens} tokens, but {self._asked()} are asked of it: {where}. "
-            f"{remedy}, or ask for no samples (--eval-iters 0)"
+            f"the {self.name} split of {self.prefix} has {tokens} tokens, but {self._asked()} are asked of it: {where}"
+            f". {remedy}, or ask for no samples (--eval-iters 0)"
         )
 
     def _identify(self, class_name: str, tokenizer: Tokenizer) -> dict[str, Any]:
         return {
             "class": class_name,
-            "dataset_path": self._path,
+            "dataset_path": self.prefix,
             "num_samples": self.requested,
             "index_split": self.name,
             "random_seed": self._options.seed,
             "sequence_length": self._options.sequence_length,
-            "split": self._options.split,
-            "split_matrix": self._options.split_matrix,
+            "split": self._portion.shares.text,
+            "split_matrix": self._portion.shares.matrix,
             "tokenizer": tokenizer.identity(),
         }
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from numpy.typing import NDArray
 
 from megalith.data.indexed import IndexedDataset
-from megalith.data.splits import SPLIT_NAMES, Interval, SplitMatrix
+from megalith.data.splits import SPLIT_NAMES, Interval, SplitMatrix, interval_range, parse_split
 
 
 @dataclass(frozen=True)
@@ -24,19 +24,58 @@ class Shares:
     text: str | None
     matrix: SplitMatrix | None
 
+    @classmethod
+    def parse(cls, text: str | None) -> Shares:
+        """Those of a --split.
+
+        Raises:  ConfigError as of `parse_split`.
+        """
+        return cls(text, None if text is None else parse_split(text))
+
     def interval(self, split: int) -> Interval:
         """The share of a split, 0 train, 1 valid, 2 test, which is above zero."""
         interval = (0.0, 1.0) if self.matrix is None else self.matrix[split]
         assert interval is not None, "a split without a share is not built"
         return interval
 
-    def said(self, split: int, whole: int, own: range) -> str:
-        """The arithmetic of a share of `whole` documents, for an error message."""
-        if self.matrix is None:
+
+@dataclass(frozen=True)
+class Portion:
+    """One split of one dataset, and what a run draws from it.
+
+    Attributes:
+        split: 0 train, 1 valid, 2 test; its share is above zero.
+        requested: samples that the run draws, None for one epoch.
+        shares: of the splits.
+        path: prefix of the files as the user wrote it, None for made-up data.
+        cache_folder: of the index cache, None to keep nothing.
+        written_ns: when the documents were written, as `st_mtime_ns`; indices of that time or older belong to what
+            stood there before. None if they never change.
+    """
+
+    split: int
+    requested: int | None
+    shares: Shares
+    path: str | None = None
+    cache_folder: Path | None = None
+    written_ns: int | None = None
+
+    @property
+    def name(self) -> str:
+        """train, valid or test."""
+        return SPLIT_NAMES[self.split]
+
+    def documents(self, whole: int) -> range:
+        """Which of `whole` documents it takes."""
+        return interval_range(self.shares.interval(self.split), whole)
+
+    def said(self, whole: int) -> str:
+        """The arithmetic of its share of `whole` documents, for an error message."""
+        if self.shares.matrix is None:
             return f"it holds {whole} documents"
-        low, high = self.interval(split)
+        (low, high), own = self.shares.interval(self.split), self.documents(whole)
         return (
-            f"--split {self.text} gives {SPLIT_NAMES[split]} documents round({low:.6g} * {whole}) = {own.start} to "
+            f"--split {self.shares.text} gives {self.name} documents round({low:.6g} * {whole}) = {own.start} to "
             f"round({high:.6g} * {whole}) = {own.stop}, which is {len(own)} of {whole}"
         )
 
@@ -77,26 +116,6 @@ class SampleRule(Protocol):
         """Megatron's name of this kind of dataset; index caches have it in their names."""
         ...
 
-    def dataset(
-        self,
-        documents: IndexedDataset,
-        *,
-        path: str | None,
-        split: int,
-        requested: int | None,
-        shares: Shares,
-        cache_folder: Path | None,
-        written_ns: int | None,
-    ) -> SplitDataset:
-        """One split of one dataset.
-
-        Args:
-            documents: all of them, of every split.
-            path: prefix of the files as the user wrote it.
-            split: 0 train, 1 valid, 2 test; its share is above zero.
-            requested: samples that the run draws, None for one epoch.
-            shares: of the splits.
-            cache_folder: of the index cache, None to keep nothing.
-            written_ns: when the documents were written, as `st_mtime_ns`.
-        """
+    def dataset(self, documents: IndexedDataset, portion: Portion) -> SplitDataset:
+        """The samples of a portion of `documents`, which are those of every split."""
         ...

@@ -19,7 +19,7 @@ from megalith.config import DataConfig
 from megalith.data.build import build_gpt_datasets
 from megalith.data.gpt_dataset import GPTDataset, GPTDatasetOptions
 from megalith.data.indexed import IndexedWriter
-from megalith.data.splits import parse_split
+from megalith.data.samples import Portion, Shares
 from megalith.errors import ConfigError, DataError
 from megalith.tokenizers.null import NullTokenizer
 
@@ -68,12 +68,9 @@ def dataset(
 ) -> GPTDataset:
     return GPTDataset(
         NumberedDocuments(lengths),
-        path="data",
-        split=number,
-        requested=requested,
-        options=GPTDatasetOptions(length, 7, split, parse_split(split), **options),
+        Portion(number, requested, Shares.parse(split), "data", cache_folder),
+        options=GPTDatasetOptions(length, 7, **options),
         tokenizer=tokenizer or NullTokenizer(EOD),
-        cache_folder=cache_folder,
     )
 
 
@@ -262,7 +259,7 @@ def test_too_little_for_a_single_label_is_explained(lengths: list[int]) -> None:
         dataset(lengths, 16, 8, split="2,0,1", number=2)
     assert str(caught.value) == (
         f"the test split of data has {lengths[2]} tokens, but 8 samples of 16 + 1 tokens are asked of it: "
-        "--split 2,0,1 gives it documents round(0.666667 * 3) = 2 to round(1 * 3) = 3, which is 1 of 3. Give it a "
+        "--split 2,0,1 gives test documents round(0.666667 * 3) = 2 to round(1 * 3) = 3, which is 1 of 3. Give it a "
         "larger share, add documents, or ask for no samples (--eval-iters 0)"
     )
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,7 @@ from numpy.typing import NDArray
 from megalith.data.indexed import IndexedDataset
 from megalith.data.masked.dataset import MaskedDataset, MaskedOptions
 from megalith.data.masked.ngrams import mask
-from megalith.data.samples import Shares
+from megalith.data.samples import Portion
 from megalith.tokenizers import Tokenizer
 from megalith.tokenizers.word_piece import continues_a_word
 
@@ -44,13 +43,8 @@ class BertDataset(MaskedDataset):
     def __init__(
         self,
         documents: IndexedDataset,
+        portion: Portion,
         *,
-        path: str | None,
-        split: int,
-        requested: int | None,
-        shares: Shares,
-        cache_folder: Path | None,
-        written_ns: int | None,
         options: MaskedOptions,
         tokenizer: Tokenizer,
         class_name: str,
@@ -61,12 +55,7 @@ class BertDataset(MaskedDataset):
         self._continues = continues_a_word(tokenizer)
         super().__init__(
             documents,
-            path=path,
-            split=split,
-            requested=requested,
-            shares=shares,
-            cache_folder=cache_folder,
-            written_ns=written_ns,
+            portion,
             options=options,
             tokenizer=tokenizer,
             class_name=class_name,
@@ -146,25 +135,10 @@ class BertSamples:
     order_head: bool
     class_name: str = "BERTMaskedWordPieceDataset"
 
-    def dataset(
-        self,
-        documents: IndexedDataset,
-        *,
-        path: str | None,
-        split: int,
-        requested: int | None,
-        shares: Shares,
-        cache_folder: Path | None,
-        written_ns: int | None,
-    ) -> BertDataset:
+    def dataset(self, documents: IndexedDataset, portion: Portion) -> BertDataset:
         return BertDataset(
             documents,
-            path=path,
-            split=split,
-            requested=requested,
-            shares=shares,
-            cache_folder=cache_folder,
-            written_ns=written_ns,
+            portion,
             options=self.options,
             tokenizer=self.tokenizer,
             class_name=self.class_name,

@@ -10,7 +10,6 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,8 +20,7 @@ from megalith.data.index_cache import Arrays, load_or_build
 from megalith.data.indexed import IndexedDataset
 from megalith.data.masked.ngrams import Masking
 from megalith.data.masked.sample_index import LONGEST_SENTENCE, build_sample_index
-from megalith.data.samples import Shares
-from megalith.data.splits import SPLIT_NAMES, interval_range
+from megalith.data.samples import Portion
 from megalith.errors import DataError
 from megalith.tokenizers import Tokenizer
 
@@ -66,7 +64,7 @@ class MaskedDataset(ABC):
 
     Args:
         documents: the sentences, of every split.
-        path, split, requested, shares, cache_folder, written_ns: as of `samples.SampleRule.dataset`.
+        portion: the split.
         options: how samples are made.
         tokenizer: the one that made the data.
         class_name: Megatron's name of this kind of dataset.
@@ -87,13 +85,8 @@ class MaskedDataset(ABC):
     def __init__(
         self,
         documents: IndexedDataset,
+        portion: Portion,
         *,
-        path: str | None,
-        split: int,
-        requested: int | None,
-        shares: Shares,
-        cache_folder: Path | None,
-        written_ns: int | None,
         options: MaskedOptions,
         tokenizer: Tokenizer,
         class_name: str,
@@ -101,29 +94,31 @@ class MaskedDataset(ABC):
         fewest_sentences: int,
         further: Mapping[str, Any],
     ) -> None:
-        self.name, self.prefix, self.requested = SPLIT_NAMES[split], path, requested
+        self.name, self.prefix, self.requested = portion.name, portion.path, portion.requested
         self._documents, self._options, self._vocab_size = documents, options, tokenizer.vocab_size
-        self._own = interval_range(shares.interval(split), documents.num_documents)
+        self._own = portion.documents(documents.num_documents)
         self._longest, self._fewest = longest, fewest_sentences
         self.identity: dict[str, Any] = {
             "class": class_name,
-            "dataset_path": path,
-            "num_samples": requested,
+            "dataset_path": portion.path,
+            "num_samples": portion.requested,
             "index_split": self.name,
             "random_seed": options.seed,
             "sequence_length": options.sequence_length,
-            "split": shares.text,
-            "split_matrix": shares.matrix,
+            "split": portion.shares.text,
+            "split_matrix": portion.shares.matrix,
             "tokenizer": tokenizer.identity(),
             **options.identity(),
             **further,
         }
         description = json.dumps(self.identity, indent=4)
-        cached = load_or_build(cache_folder, class_name, description, _ARRAYS, self._build, self._fits, written_ns)
+        cached = load_or_build(
+            portion.cache_folder, class_name, description, _ARRAYS, self._build, self._fits, portion.written_ns
+        )
         self.cache_problem = cached.problem
         self.sample_index: NDArray[Any] = cached.arrays["sample_index"]
-        if requested and not len(self.sample_index):
-            raise DataError(self._nothing(shares.said(split, documents.num_documents, self._own)))
+        if portion.requested and not len(self.sample_index):
+            raise DataError(self._nothing(portion.said(documents.num_documents)))
         logger.info("> total number of samples: %d", len(self))
 
     @abstractmethod

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,7 @@ from numpy.typing import NDArray
 from megalith.data.indexed import IndexedDataset
 from megalith.data.masked.dataset import MaskedDataset, MaskedOptions
 from megalith.data.masked.ngrams import mask
-from megalith.data.samples import Shares
+from megalith.data.samples import Portion
 from megalith.errors import ConfigError, DataError
 from megalith.tokenizers import Tokenizer
 from megalith.tokenizers.word_piece import continues_a_word
@@ -58,13 +57,8 @@ class T5Dataset(MaskedDataset):
     def __init__(
         self,
         documents: IndexedDataset,
+        portion: Portion,
         *,
-        path: str | None,
-        split: int,
-        requested: int | None,
-        shares: Shares,
-        cache_folder: Path | None,
-        written_ns: int | None,
         options: MaskedOptions,
         tokenizer: Tokenizer,
         class_name: str,
@@ -81,12 +75,7 @@ class T5Dataset(MaskedDataset):
         self._continues = continues_a_word(tokenizer)
         super().__init__(
             documents,
-            path=path,
-            split=split,
-            requested=requested,
-            shares=shares,
-            cache_folder=cache_folder,
-            written_ns=written_ns,
+            portion,
             options=options,
             tokenizer=tokenizer,
             class_name=class_name,
@@ -159,25 +148,10 @@ class T5Samples:
     decoder_length: int
     class_name: str = "T5MaskedWordPieceDataset"
 
-    def dataset(
-        self,
-        documents: IndexedDataset,
-        *,
-        path: str | None,
-        split: int,
-        requested: int | None,
-        shares: Shares,
-        cache_folder: Path | None,
-        written_ns: int | None,
-    ) -> T5Dataset:
+    def dataset(self, documents: IndexedDataset, portion: Portion) -> T5Dataset:
         return T5Dataset(
             documents,
-            path=path,
-            split=split,
-            requested=requested,
-            shares=shares,
-            cache_folder=cache_folder,
-            written_ns=written_ns,
+            portion,
             options=self.options,
             tokenizer=self.tokenizer,
             class_name=self.class_name,
