@@ -18,13 +18,28 @@ _HELP = """usage: megalith from-megatron SCRIPT.sh [ARGUMENTS OF THE SCRIPT]
 
 Reads a launch script of Megatron-LM (bash) and prints the recipe of its run, the command that starts it here, and what
 there is to say about it. The script itself runs unchanged, too. Nothing of it is executed: variables, arrays, comments
-and continued lines are followed; what only a shell could know is left as it stands. Exit code 2: it asks for something
-that does not fit; the recipe is printed all the same."""
+and continued lines are followed, functions, and scripts inside the script (bash -c, here-documents of sbatch); what
+only a shell could know is left as it stands. Exit code 2: it asks for something that does not fit; the recipe is
+printed all the same."""
 
-_TRAINING = ("pretrain_gpt.py", "pretrain_llama.py")
+# Program -> the flags that it stands for.
+_TRAINING: dict[str, tuple[str, ...]] = {
+    "pretrain_gpt.py": (),
+    "pretrain_gpt_core.py": (),
+    "pretrain_llama.py": (),
+    "pretrain_bert.py": ("--model-family", "bert"),
+    "pretrain_t5.py": ("--model-family", "t5"),
+}
 _OTHER = {
-    "pretrain_bert.py": "BERT comes with the work on more models",
-    "pretrain_t5.py": "T5 trains by its script: torchrun pretrain_t5.py with the same flags",
+    "pretrain_mamba.py": "state-space and hybrid models are not built",
+    "pretrain_hybrid.py": "state-space and hybrid models are not built",
+    "pretrain_ict.py": "retrieval models are not built",
+    "pretrain_retro.py": "retrieval models are not built",
+    "pretrain_vision_classify.py": "images are not trained on",
+    "pretrain_vision_dino.py": "images are not trained on",
+    "pretrain_vision_inpaint.py": "images are not trained on",
+    "pretrain_vlm.py": "images are not trained on",
+    "train_rl.py": "reinforcement learning is not built",
 }
 _RECIPE_FILE = "recipe.toml"
 
@@ -41,7 +56,7 @@ def run(argv: Sequence[str]) -> int:
         reason = error.strerror if isinstance(error, OSError) else "not a text"
         raise ConfigError(f"{path}: {reason}; give a launch script of bash") from error
     script = read_script(text, argv[1:], os.environ)
-    launches = find_launch(script.commands)
+    launches = find_launch(script)
     training = [launch for launch in launches if launch.name in _TRAINING]
     if not training:
         return _without_training(path, launches)
@@ -73,7 +88,8 @@ def _without_training(path: Path, launches: Sequence[Launch]) -> int:
 def _show(path: Path, launch: Launch, script: Script) -> int:
     processes, hosts = launch.processes, launch.hosts
     world = (processes or 1) * (hosts or 1)
-    reading = read_command_line(launch.flags)
+    flags = (*_TRAINING[launch.name], *launch.flags)
+    reading = read_command_line(flags)
     print(f"# What {path} asks for (line {launch.line}). Start it by:")
     for line in _commands(launch):
         print(f"#   {line}")
@@ -85,7 +101,7 @@ def _show(path: Path, launch: Launch, script: Script) -> int:
         print(f"note: {variable} needs nothing here", file=sys.stderr)
     # Raises with everything that does not fit; the recipe is printed by then.
     sys.stdout.flush()
-    configuration = load(launch.flags, {"RANK": "0", "WORLD_SIZE": str(world)}, files=False)
+    configuration = load(flags, {"RANK": "0", "WORLD_SIZE": str(world)}, files=False)
     for line in notes_lines(configuration):
         print(f"note: {line}", file=sys.stderr)
     return 0
@@ -93,19 +109,19 @@ def _show(path: Path, launch: Launch, script: Script) -> int:
 
 def _commands(launch: Launch) -> list[str]:
     """How to start the recipe."""
-    processes, hosts = launch.options.get("processes", "1"), launch.options.get("hosts", "1")
-    if hosts == "1" and launch.launcher not in ("srun", "mpirun", "mpiexec"):
+    asked, train = launch.options, ["megalith", "train", "--config", _RECIPE_FILE]
+    processes, hosts = asked.get("processes", "1"), asked.get("hosts", "1")
+    if launch.launcher == "srun":
+        return [shlex.join(["srun", "--nodes", hosts, "--ntasks-per-node", processes, *train])]
+    if launch.launcher in ("mpirun", "mpiexec"):
+        return [f"{launch.launcher} ... {shlex.join(train)}"]
+    if hosts == "1":
         count = [] if processes == "1" else ["--nproc", processes]
-        return [shlex.join(["megalith", "train", *count, "--config", _RECIPE_FILE])]
-    if launch.launcher in ("srun", "mpirun", "mpiexec"):
-        return [f"{launch.launcher} ... megalith train --config {_RECIPE_FILE}"]
+        return [shlex.join([*train[:2], *count, *train[2:]])]
     words = ["torchrun", "--nproc-per-node", processes, "--nnodes", hosts]
-    words += ["--node-rank", launch.options.get("host", "N"), "--master-addr", launch.options.get("address", "HOST")]
-    words += ["--master-port", launch.options.get("port", "29500")]
-    return [
-        "on each host, with its own --node-rank:",
-        shlex.join([*words, "-m", "megalith", "train", "--config", _RECIPE_FILE]),
-    ]
+    words += ["--node-rank", asked.get("host", "N"), "--master-addr", asked.get("address", "HOST")]
+    words += ["--master-port", asked.get("port", "29500")]
+    return ["on each host, with its own --node-rank:", shlex.join([*words, "-m", *train])]
 
 
 def _needless(script: Script) -> list[str]:

@@ -101,7 +101,7 @@ def test_a_sum_calls_nothing() -> None:
 
 def test_the_launch_of_the_arrays() -> None:
     text = (SCRIPTS / "gpt_arrays.sh").read_text()
-    (launch,) = find_launch(read_script(text, ("ckpt", "tb", "v.json", "m.txt", "text_document")).commands)
+    (launch,) = find_launch(read_script(text, ("ckpt", "tb", "v.json", "m.txt", "text_document")))
     assert (launch.name, launch.launcher, launch.processes, launch.hosts) == ("pretrain_gpt.py", "torchrun", 8, 1)
     assert launch.flags[:4] == ("--num-layers", "12", "--hidden-size", "768")
     assert "--sequence-parallel" in launch.flags
@@ -111,7 +111,7 @@ def test_the_launch_of_the_arrays() -> None:
 
 def test_the_launch_of_the_texts() -> None:
     text = (SCRIPTS / "gpt3_175b.sh").read_text()
-    (launch,) = find_launch(read_script(text, ("ckpt/", "data"), {"SLURM_NODEID": "3"}).commands)
+    (launch,) = find_launch(read_script(text, ("ckpt/", "data"), {"SLURM_NODEID": "3"}))
     assert (launch.launcher, launch.processes, launch.hosts) == ("torch.distributed.launch", 8, 16)
     assert launch.options == {
         "processes": "8",
@@ -123,21 +123,48 @@ def test_the_launch_of_the_texts() -> None:
     assert launch.flags[-4:] == ("--save", "ckpt", "--save-interval", "10000")
 
 
+STYLES: dict[str, tuple[str, ...]] = {
+    "bert_arrays": ("ckpt", "tb", "vocab.txt", "text_sentence"),
+    "colon_defaults": ("--exit-interval", "50"),
+    "deepspeed": (),
+    "gpt3_175b": ("ckpt/", "data"),
+    "gpt_arrays": ("ckpt", "tb", "v.json", "m.txt", "text_document"),
+    "llama_conditions": ("ckpt", "tokenizer folder", "text_document"),
+    "loop_of_rates": (),
+    "mixtral": ("tokenizer.model", "text_document"),
+    "sbatch_heredoc": (),
+    "sizes_by_case": ("7b",),
+    "srun_text": (),
+    "t5_texts": ("ckpt", "vocab.txt", "text_document"),
+}
+RECIPES = {
+    "gpt_arrays": ("#   megalith train --nproc 8 --config recipe.toml", (), "8"),
+    "bert_arrays": ("#   megalith train --nproc 4 --config recipe.toml", ("--model-family", "bert"), "4"),
+    "t5_texts": ("#   megalith train --nproc 8 --config recipe.toml", ("--model-family", "t5"), "8"),
+    "mixtral": ("#   megalith train --nproc 8 --config recipe.toml", (), "8"),
+    "llama_conditions": ("#   megalith train --nproc 8 --config recipe.toml", (), "8"),
+    "srun_text": ("#   srun --nodes 2 --ntasks-per-node 8 megalith train --config recipe.toml", (), "16"),
+    "sbatch_heredoc": ("#   srun --nodes 2 --ntasks-per-node 8 megalith train --config recipe.toml", (), "16"),
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
 def test_the_command_prints_a_recipe_that_gives_the_same_configuration(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
+    name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     from megalith.config import load
 
-    arguments = ["ckpt", "tb", "v.json", "m.txt", "text_document"]
-    assert main(["from-megatron", str(SCRIPTS / "gpt_arrays.sh"), *arguments]) == 0
+    start, family, world = RECIPES[name]
+    script, arguments = SCRIPTS / f"{name}.sh", [word.replace(" ", "-") for word in STYLES[name]]
+    assert main(["from-megatron", str(script), *arguments]) == 0
     out, err = capsys.readouterr()
-    assert "#   megalith train --nproc 8 --config recipe.toml" in out
-    assert "note: CUDA_DEVICE_MAX_CONNECTIONS needs nothing here" in err
+    assert start in out
+    assert ("note: CUDA_DEVICE_MAX_CONNECTIONS needs nothing here" in err) == ("export CUDA" in script.read_text())
     (tmp_path / "recipe.toml").write_text(out)
-    environ = {"RANK": "0", "WORLD_SIZE": "8"}
-    (launch,) = find_launch(read_script((SCRIPTS / "gpt_arrays.sh").read_text(), arguments).commands)
+    environ = {"RANK": "0", "WORLD_SIZE": world}
+    (launch,) = find_launch(read_script(script.read_text(), arguments))
     assert load(["--config", str(tmp_path / "recipe.toml")], environ, files=False) == load(
-        launch.flags, environ, files=False
+        [*family, *launch.flags], environ, files=False
     )
 
 
@@ -161,5 +188,57 @@ def test_scripts_without_a_training(capsys: pytest.CaptureFixture[str], tmp_path
     assert main(["from-megatron", str(script)]) == 0
     assert "python tools/preprocess_data.py --input a.jsonl" in capsys.readouterr().out
     assert main(["from-megatron", str(tmp_path / "none.sh")]) == 2
+    capsys.readouterr()
+    script.write_text("torchrun pretrain_vlm.py --lr 1")
+    assert main(["from-megatron", str(script)]) == 2
+    assert "pretrain_vlm.py: images are not trained on" in capsys.readouterr().err
     script.write_text("torchrun pretrain_bert.py --lr 1")
     assert main(["from-megatron", str(script)]) == 2
+    out, err = capsys.readouterr()
+    assert 'model_family = "bert"' in out and "--num-layers is required" in err
+
+
+def test_of_another_fork_its_flags_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["from-megatron", str(SCRIPTS / "deepspeed.sh")]) == 2
+    out, err = capsys.readouterr()
+    assert "num_experts = 128" in out and "train_iters = 858" in out
+    assert "--zero-stage 1: it is of the fork for DeepSpeed" in err and "ZeRO-1 is --use-distributed-optimizer" in err
+
+
+# Programs that say their words, and what SLURM's give on to: srun runs its command, sbatch its script.
+RECORD = 'printf "%s\\0" "${0##*/}" "$@" >> "$RECORD"; printf "\\n" >> "$RECORD"'
+PROGRAMS = dict.fromkeys(("torchrun", "python", "python3", "deepspeed"), RECORD)
+PROGRAMS |= dict.fromkeys(("scontrol", "git", "hostname", "mkdir"), "")
+PROGRAMS |= {
+    "tee": "cat > /dev/null",
+    "sbatch": "exec bash",
+    "srun": 'while [[ $1 == -* ]]; do [[ $1 == --container-image ]] && shift; shift; done; exec "$@"',
+}
+
+
+def the_words_of_bash(script: Path, arguments: tuple[str, ...], folder: Path) -> list[list[str]]:
+    """What a script of `SCRIPTS` starts when bash runs it: name and words of each program of `PROGRAMS`."""
+    programs, record = folder / "bin", folder / "record"
+    programs.mkdir()
+    for name, text in PROGRAMS.items():
+        (programs / name).write_text(f"#!/bin/bash\n{text}\n")
+        (programs / name).chmod(0o755)
+    environ = {"PATH": f"{programs}:/usr/bin:/bin", "RECORD": str(record), "MEGATRON_PATH": "/"}
+    subprocess.run(["bash", str(script), *arguments], env=environ, cwd=folder, capture_output=True, timeout=60)
+    return [line.split("\0")[:-1] for line in record.read_text().splitlines()]
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash here to compare with")
+@pytest.mark.parametrize("name", STYLES)
+def test_a_script_starts_what_bash_starts(name: str, tmp_path: Path) -> None:
+    script = SCRIPTS / f"{name}.sh"
+    started = the_words_of_bash(script, STYLES[name], tmp_path)
+    (launch,) = find_launch(read_script(script.read_text(), STYLES[name], {"MEGATRON_PATH": "/"}))
+    (words,) = [words for words in started if any(word.endswith(".py") for word in words)]
+    place = next(place for place, word in enumerate(words) if word.endswith(".py"))
+    assert [launch.program, *launch.flags] == words[place:]
+    assert launch.launcher in (words[0], "srun", *words)
+
+
+def test_every_script_is_tried() -> None:
+    assert {path.stem for path in SCRIPTS.glob("*.sh")} == set(STYLES)

@@ -18,6 +18,7 @@ RENAMED: dict[str, str] = {
     "--warmup": "--lr-warmup-fraction",
     "--model-parallel-size": "--tensor-model-parallel-size",
     "--checkpoint-activations": "--recompute-activations",
+    "--num-experts-switch": "--num-experts",
 }
 
 # Flags of torchrun that ended up behind the script name.

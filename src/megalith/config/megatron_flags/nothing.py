@@ -45,7 +45,7 @@ NEED_NOTHING: tuple[Family, ...] = (
         --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion --no-persist-layer-norm
         --no-gradient-accumulation-fusion --disable-jit-fuser --no-gradient-reduce-div-fusion
         --cross-entropy-loss-fusion --fused-residual-rmsnorm --use-fused-weighted-squared-relu
-        --mla-down-proj-fusion
+        --mla-down-proj-fusion --no-moe-router-aux-loss-fusion
         """,
     ),
     Family(

@@ -6,6 +6,24 @@ from megalith.config.megatron_flags.family import Family
 
 REFUSED: tuple[Family, ...] = (
     Family(
+        "it is of the fork for DeepSpeed, which is not used here; ZeRO-1 is --use-distributed-optimizer, ZeRO-3 "
+        "--use-torch-fsdp2, experts are divided by --expert-model-parallel-size, lengths are in iterations or samples",
+        """
+        --deepspeed --deepspeed-config= --zero-stage= --no-pipeline-parallel --deepspeed-activation-checkpointing
+        --cpu-optimizer --ds-sequence-parallel-size= --create-moe-param-group
+        --moe-expert-parallel-size= --moe-loss-coeff= --moe-train-capacity-factor= --moe-eval-capacity-factor=
+        --moe-min-capacity= --disable-moe-token-dropping --mlp-type= --topk= --use-tutel --train-tokens=
+        --lr-decay-tokens= --lr-warmup-tokens= --override-lr-scheduler --log-optimizer-states-to-tensorboard
+        --curriculum-learning --use-fused-rmsnorm --tokenizer-name-or-path=
+        """,
+    ),
+    Family(
+        "the library follows from --tokenizer-type (SentencePieceTokenizer, HuggingFaceTokenizer, TikTokenizer)",
+        """
+        --tokenizer-library=
+        """,
+    ),
+    Family(
         "tokens travel to experts by torch's collectives in the dtype of the hidden states, and experts are cut as all "
         "layers are",
         """
@@ -363,13 +381,6 @@ REFUSED: tuple[Family, ...] = (
         "YAML files of arguments are not read; give a recipe by --config FILE.toml",
         """
         --yaml-cfg=
-        """,
-    ),
-    Family(
-        "muP scaling is not built",
-        """
-        --use-mup --mup-width-mult=1.0 --mup-base-hidden-size= --mup-embedding-mult=1.0 --mup-output-mult=1.0
-        --mup-base-head-dim= --mup-attn-scale-power=1.0
         """,
     ),
     Family(

@@ -1,14 +1,17 @@
 """A script as the commands that it would run, in order, with their variables filled in.
 
-Followed are assignments, arrays, `export`, `if` where its test is about variables, and `eval` of a text. Of a loop the
-first pass is read. What is not followed is said in the notes.
+Followed are assignments, arrays, `export`, `if` and `case` where they are about variables, functions, `eval` of a text,
+and scripts inside the script: texts behind `bash -c` and here-documents for a shell, of `sbatch` or `srun` too. Of a
+loop the first pass is read. What is not followed is said in the notes.
 """
 
 from __future__ import annotations
 
+import fnmatch
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import PurePath
 
 from megalith.compat.megatron.script.expand import Variables
 from megalith.compat.megatron.script.words import Operator, Part, Token, Word, tokens
@@ -18,6 +21,9 @@ _DECLARING = ("export", "declare", "typeset", "local", "readonly")
 _SEPARATORS = ("\n", ";", "&&", "||", "|", "&", ";;")
 _REDIRECTIONS = (">", ">>", "<", ">&", "&>", "<<", "<<-", "<<<")
 _INTRODUCING = ("then", "else", "do", "{", "}", "!", "time", "function")
+_SHELLS = ("bash", "sh", "zsh", "dash")
+_READ_SCRIPTS = (*_SHELLS, "sbatch", "ssh")  # run what comes on their standard input
+_DEEPEST = 20  # of functions and scripts inside each other
 _NUMBERS = {"-eq": "==", "-ne": "!=", "-gt": ">", "-ge": ">=", "-lt": "<", "-le": "<="}
 
 
@@ -44,10 +50,12 @@ class Script:
         commands: that the script would run.
         exported: variables that it gives them.
         notes: what could not be followed, one line each.
+        directives: what `#SBATCH` lines ask for: "nodes", "ntasks", "ntasks-per-node".
     """
 
     commands: list[Command] = field(default_factory=list)
     exported: dict[str, str] = field(default_factory=dict)
+    directives: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
 
@@ -60,13 +68,28 @@ def read_script(text: str, arguments: Sequence[str] = (), environ: Mapping[str, 
         environ: variables that it is started with.
     """
     reader = _Interpreter(Variables(environ or {}, arguments))
-    reader.run(tokens(text))
+    reader.read(text)
     script = reader.script
     if missing := reader.variables.missing:
         script.notes.append(f"{', '.join(missing)}: set nowhere in the script, taken as empty")
     if commands := list(dict.fromkeys(reader.variables.commands)):
         script.notes.append(f"left as it stands, for it needs a shell: {', '.join(commands)}")
     return script
+
+
+_DIRECTIVE = re.compile(r"(?:--(nodes|ntasks|ntasks-per-node)|-(N|n))[= ]?(\d+)\b")
+_SLURM_VARIABLES = {
+    "nodes": ("SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
+    "ntasks": ("SLURM_NTASKS", "SLURM_NPROCS"),
+    "ntasks-per-node": ("SLURM_NTASKS_PER_NODE",),
+}
+
+
+def _directives(text: str) -> dict[str, str]:
+    """What the `#SBATCH` lines of a script say of its processes."""
+    lines = [line for line in text.splitlines() if line.startswith("#SBATCH")]
+    found = [match for line in lines for match in _DIRECTIVE.finditer(line)]
+    return {match[1] or {"N": "nodes", "n": "ntasks"}[match[2]]: match[3] for match in found}
 
 
 class _Interpreter:
@@ -76,11 +99,40 @@ class _Interpreter:
         self.variables, self.script = variables, Script()
         self._skipping: list[bool] = []  # of each `if` around: whether its present branch is passed over
         self._taken: list[bool] = []  # whether a branch of it has been read
+        self._functions: dict[str, list[Token]] = {}
+        self._outside: tuple[str, ...] = ()  # words before the shell that reads the present text
+        self._depth = 0
+        self._line: int | None = None  # of the script, for commands of a text in it
+
+    def read(self, text: str) -> None:
+        """Run a script, this one or one inside it."""
+        asked = _directives(text)
+        self.script.directives |= asked
+        given = {name: value for what, value in asked.items() for name in _SLURM_VARIABLES[what]}
+        self.variables.environ = given | dict(self.variables.environ)
+        self.run(tokens(text))
 
     def run(self, stream: Sequence[Token]) -> None:
         rest = list(stream)
         while rest:
             self._statement(rest)
+
+    def _inside(self, stream: Sequence[Token], outside: Sequence[str] = (), arguments: Sequence[str] = ()) -> None:
+        """Run a function or a script inside the script, with its own arguments and what stands before its shell."""
+        if self._depth >= _DEEPEST:
+            return
+        before = self.variables.arguments, self._outside, self._skipping, self._taken
+        self.variables.arguments, self._outside = arguments, (*self._outside, *outside)
+        self._skipping, self._taken, self._depth = [], [], self._depth + 1
+        self.run(stream)
+        self.variables.arguments, self._outside, self._skipping, self._taken = before
+        self._depth -= 1
+
+    def _text(self, text: str, line: int, arguments: Sequence[str], outside: Sequence[str] = ()) -> None:
+        """Run a text of the script, whose commands count as those of its line."""
+        before, self._line = self._line, self._line or line
+        self._inside(tokens(text), outside, arguments)
+        self._line = before
 
     def _statement(self, rest: list[Token]) -> None:
         """Take one statement off the stream."""
@@ -97,13 +149,14 @@ class _Interpreter:
         while statement and isinstance(statement[0], Word) and _plain(statement[0]) in _INTRODUCING:
             self._branch(_plain(statement.pop(0)))
         if statement:
-            self._act(statement)
+            self._act(statement, rest)
 
     def _branch(self, word: str) -> None:
         if word == "else" and self._skipping:
             self._skipping[-1] = self._taken[-1]
 
-    def _act(self, statement: list[Token]) -> None:
+    def _act(self, statement: list[Token], rest: list[Token]) -> None:
+        """Follow a statement; `rest` is what comes after it, of which `case` and functions take their parts."""
         head = _plain(statement[0]) if isinstance(statement[0], Word) else ""
         if head in ("if", "elif"):
             self._test(statement[1:], statement[0].line, first=head == "if")
@@ -112,7 +165,11 @@ class _Interpreter:
                 self._skipping.pop(), self._taken.pop()
         elif any(self._skipping):
             return
-        elif head in ("for", "while", "until", "case"):
+        elif name := _defined(statement):
+            self._functions[name] = _block(statement, rest)
+        elif head == "case":
+            self._case(statement, rest)
+        elif head in ("for", "while", "until"):
             self._loop(head, statement)
         elif head not in ("done", "esac", "in"):
             self._command(statement)
@@ -155,6 +212,34 @@ class _Interpreter:
             self.variables.values[_plain(words[0])] = next(iter(values), "")
         self.script.notes.append(f"line {statement[0].line}: of this `{head}` one pass is read")
 
+    def _case(self, statement: list[Token], rest: list[Token]) -> None:
+        """Run the branch of `case WORD in PATTERN) ... ;; esac` whose pattern is that of the word."""
+        whole, depth = list(statement), 1
+        while rest and depth:
+            token = rest.pop(0)
+            depth += {"case": 1, "esac": -1}.get(_plain(token), 0)
+            whole.append(token)
+        value = self.variables.text(whole[1]) if len(whole) > 1 and isinstance(whole[1], Word) else ""
+        inside = whole[3:-1]
+        while inside:
+            patterns = list[str]()
+            while inside:
+                token = inside.pop(0)
+                if isinstance(token, Word):
+                    patterns.append(self.variables.text(token))
+                elif token.text == ")":
+                    break
+            body, depth = list[Token](), 0
+            while inside:
+                token = inside.pop(0)
+                depth += {"case": 1, "esac": -1}.get(_plain(token), 0)
+                if depth == 0 and isinstance(token, Operator) and token.text == ";;":
+                    break
+                body.append(token)
+            if any(fnmatch.fnmatchcase(value, pattern) for pattern in patterns):
+                self.run(body)
+                return
+
     def _command(self, statement: list[Token]) -> None:
         line = statement[0].line
         rest, own = list(statement), dict[str, str]()
@@ -176,13 +261,20 @@ class _Interpreter:
             self.variables.values |= own
             self.script.exported |= own if declaring == "export" else {}
             return
-        words = self._words(rest)
+        words, document = self._words(rest)
         if words[:1] == ["eval"]:
-            self.run(tokens(" ".join(words[1:])))
+            self._text(" ".join(words[1:]), line, self.variables.arguments)
         elif words[:1] == ["shift"]:
             self.variables.arguments = self.variables.arguments[1:]
+        elif words and words[0] in self._functions:
+            self._inside(self._functions[words[0]], arguments=words[1:])
+        elif (place := _shell_text(words)) is not None:
+            self._text(words[place], line, words[place + 2 :], words[:place])
+        elif document and any(PurePath(word).name in _READ_SCRIPTS for word in words):
+            self.script.directives |= _directives(document)
+            self._text(document, line, (), words)
         elif words:
-            self.script.commands.append(Command(tuple(words), own, line))
+            self.script.commands.append(Command((*self._outside, *words), own, self._line or line))
 
     def _assign(self, match: re.Match[str], rest: list[Token], own: dict[str, str], declaring: str) -> None:
         """Take `NAME=value` or `NAME=(...)` off the statement."""
@@ -212,9 +304,10 @@ class _Interpreter:
             if declaring or not _is_command(rest):
                 values[name] = own[name]
 
-    def _words(self, statement: list[Token]) -> list[str]:
-        """The words of a command; redirections are left out."""
+    def _words(self, statement: list[Token]) -> tuple[list[str], str]:
+        """The words of a command, redirections left out, and the here-document that it reads."""
         words: list[str] = []
+        document = ""
         rest = list(statement)
         while rest:
             token = rest.pop(0)
@@ -224,8 +317,45 @@ class _Interpreter:
                 if token.glued and words and words[-1].isdigit():
                     words.pop()
                 if rest and isinstance(rest[0], Word):
-                    rest.pop(0)
-        return words
+                    target = rest.pop(0)
+                    if token.text.startswith("<<") and isinstance(target, Word):
+                        document = self.variables.text(target)
+        return words, document
+
+
+def _shell_text(words: Sequence[str]) -> int | None:
+    """The place of the script in `... bash -c SCRIPT ...`; None where there is none."""
+    shell = next((place for place, word in enumerate(words) if PurePath(word).name in _SHELLS), None)
+    for place in range(shell + 1, len(words) - 1) if shell is not None else ():
+        if not words[place].startswith("-"):
+            return None
+        if not words[place].startswith("--") and "c" in words[place]:
+            return place + 1
+    return None
+
+
+def _defined(statement: Sequence[Token]) -> str:
+    """The name of the function that a statement begins to define; empty for any other."""
+    marks = [token.text if isinstance(token, Operator) else _plain(token) for token in statement[:4]]
+    names = bool(marks) and re.fullmatch(r"[\w.:-]+", marks[0])
+    return marks[0] if names and (marks[1:3] == ["(", ")"] or marks[1:2] == ["{"]) else ""
+
+
+def _block(statement: Sequence[Token], rest: list[Token]) -> list[Token]:
+    """The statements between the brackets of a function, taken off what comes."""
+    opening = next((place for place, token in enumerate(statement) if _plain(token) == "{"), None)
+    inside = list(statement[opening + 1 :]) if opening is not None else []
+    depth = 1 if opening is not None else 0
+    if inside:
+        inside.append(Operator(";", statement[0].line, False))  # the separator that ended the statement
+    while rest:
+        token = rest.pop(0)
+        depth += {"{": 1, "}": -1}.get(_plain(token), 0)
+        if depth == 0 and _plain(token) == "}":
+            break
+        if depth and not (depth == 1 and not inside and _plain(token) == "{"):
+            inside.append(token)
+    return inside
 
 
 def _plain_head(statement: Sequence[Token]) -> str:

@@ -56,8 +56,7 @@ class Variables:
             if part.quoted and len(pieces) == 1:
                 current = (current or "") + pieces[0]
                 continue
-            if not pieces:
-                current = current if not part.quoted else (current or "")
+            if not pieces:  # of an empty array not even "${A[@]}" leaves a word
                 continue
             current = (current or "") + pieces[0] if pieces[0] or current is not None else None
             for piece in pieces[1:]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 _OPERATORS = (
     "&&",
@@ -79,15 +79,48 @@ class _Reader:
     def __init__(self, text: str) -> None:
         self._text, self._at, self.line = text, 0, 1
 
-    def tokens(self) -> Iterator[Token]:
+    def read(self) -> list[Token]:
+        """All tokens; the word behind `<<` is the text of the here-document, which follows at the end of its line."""
+        done: list[Token] = []
+        waiting: list[int] = []  # places of the words that name the end of a here-document
+        for token in self._tokens():
+            if isinstance(token, Word) and done and isinstance(done[-1], Operator) and done[-1].text in ("<<", "<<-"):
+                waiting.append(len(done))
+            done.append(token)
+            if isinstance(token, Operator) and token.text == "\n":
+                for place in waiting:
+                    name, operator = done[place], done[place - 1]
+                    assert isinstance(name, Word) and isinstance(operator, Operator)
+                    done[place] = self._document(name, strips=operator.text == "<<-")
+                waiting = []
+        return done
+
+    def _document(self, name: Word, *, strips: bool) -> Word:
+        """The lines up to the one that is the name; quotes around the name keep what is in them as it is."""
+        end, expands, lines = "".join(part.text for part in name.parts), True, list[str]()
+        expands = not any(part.quoted for part in name.parts)
+        while self._at < len(self._text):
+            stop = self._text.find("\n", self._at)
+            line = self._take((len(self._text) if stop < 0 else stop + 1) - self._at)
+            line = line.lstrip("\t") if strips else line
+            if line.rstrip("\n") == end:
+                break
+            lines.append(line)
+        text = "".join(lines)
+        if not expands:
+            return replace(name, parts=(Part(text, False, True),))
+        return replace(name, parts=tuple(_unescaped(text, "$`\\")))
+
+    def _tokens(self) -> Iterator[Token]:
         while self._at < len(self._text):
             if self._skipped():
                 continue
             operator = next((word for word in _OPERATORS if self._text.startswith(word, self._at)), "")
             if operator:
                 before = self._text[self._at - 1 : self._at]
-                yield Operator(operator, self.line, bool(before) and before not in " \t\r\n;&|()")
+                token = Operator(operator, self.line, bool(before) and before not in " \t\r\n;&|()")
                 self._take(len(operator))
+                yield token
             else:
                 line = self.line
                 yield Word(tuple(self._parts()), line)
@@ -131,7 +164,7 @@ class _Reader:
             elif letter in "'\"":
                 yield from [Part(plain, True, False)] if plain else []
                 plain = ""
-                yield self._quoted(letter)
+                yield from self._quoted(letter)
             elif letter == "$" and self._text[self._at + 1 : self._at + 2] in ("{", "("):
                 plain += self._braced()
             elif letter == "`":
@@ -141,19 +174,18 @@ class _Reader:
                 plain += self._take(1)
         yield from [Part(plain, True, False)] if plain else []
 
-    def _quoted(self, quote: str) -> Part:
+    def _quoted(self, quote: str) -> Iterator[Part]:
         self._take(1)
         text = ""
         while self._at < len(self._text) and self._text[self._at] != quote:
             if quote == '"' and self._text[self._at] == "\\":
-                pair = self._take(2)
-                text += "" if pair == "\\\n" else pair[1:] if pair[1:] in ('"', "\\", "`") else pair
+                text += self._take(2)
             elif quote == '"' and self._text[self._at] == "$" and self._text[self._at + 1 : self._at + 2] in ("{", "("):
                 text += self._braced()
             else:
                 text += self._take(1)
         self._take(1)
-        return Part(text, quote == '"', True)
+        return iter([Part(text, False, True)]) if quote == "'" else _unescaped(text, '$`"\\')
 
     def _braced(self) -> str:
         """`${...}` or `$(...)` to its closing bracket."""
@@ -176,4 +208,21 @@ class _Reader:
 
 def tokens(text: str) -> list[Token]:
     """The words and operators of a script, comments left out."""
-    return list(_Reader(text).tokens())
+    return _Reader(text).read()
+
+
+def _unescaped(text: str, letters: str) -> Iterator[Part]:
+    """A text in double quotes as its parts: a backslash takes the meaning of these letters and joins lines."""
+    plain, at = "", 0
+    while at < len(text):
+        pair = text[at : at + 2]
+        if pair[0] == "\\" and pair[1:] and pair[1] in letters:
+            yield from [Part(plain, True, True)] if plain else []
+            yield Part(pair[1], False, True)
+            plain, at = "", at + 2
+        elif pair == "\\\n":
+            at += 2
+        else:
+            plain, at = plain + pair[0], at + 1
+    if plain or not text:
+        yield Part(plain, True, True)
