@@ -4,17 +4,15 @@
 #   CUDA   docker build -t megalith:cuda --build-arg TORCH_INDEX= .       (pip's default torch for Linux is a CUDA build)
 #   mirror docker build -t megalith --build-arg PIP_INDEX_URL=https://MIRROR/simple .
 #
-#   docker run --rm -it -v "$PWD:/data" megalith quickstart
-#   docker run --rm -it --gpus all -v "$PWD:/data" megalith:cuda train --config recipe.toml
-#
-# No --shm-size: the loader reads ahead with threads, so Docker's 64 MB of /dev/shm do not matter.
+# How it is run, also as another user than root: docs/install.md.
 
 ARG PYTHON_VERSION=3.12
 FROM python:${PYTHON_VERSION}-slim
 
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 ARG PIP_INDEX_URL=
-ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONUNBUFFERED=1
+# A user without a home of its own (docker run --user 1000) keeps caches in /tmp.
+ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONUNBUFFERED=1 HOME=/tmp
 
 WORKDIR /opt/megalith
 # torch first and by itself: its layer stays cached while the source changes.
@@ -25,10 +23,14 @@ RUN index="${TORCH_INDEX:-${PIP_INDEX_URL}}"; unset PIP_INDEX_URL; \
 COPY pyproject.toml README.md LICENSE ./
 COPY src ./src
 RUN index="${PIP_INDEX_URL}"; unset PIP_INDEX_URL; \
-    pip install ${index:+--index-url "$index"} -c constraints.txt '.[plot,track]'
+    pip install ${index:+--index-url "$index"} -c constraints.txt '.[data,plot,serve,track]'
 
-COPY pretrain_gpt.py ./
+# Megatron's command lines by path: torchrun ... /opt/megalith/pretrain_gpt.py (docker run --entrypoint torchrun)
+COPY pretrain_gpt.py pretrain_bert.py pretrain_t5.py ./
 COPY tools ./tools
+COPY tasks ./tasks
+COPY examples ./examples
+COPY recipes ./recipes
 
 WORKDIR /data
 ENTRYPOINT ["megalith"]
