@@ -24,7 +24,7 @@ from megalith.models.initialise import generator_for
 
 _DENSE = re.compile(r"decoder\.layers\.mlp\.(linear_fc[12]\.(?:weight|bias))")
 _EXPERTS = "decoder.layers.mlp.experts.experts."
-_ROUTER = "decoder.layers.mlp.router.weight"
+_ROUTER = "decoder.layers.mlp.router."
 
 
 @dataclass(frozen=True)
@@ -83,9 +83,9 @@ class Upcycled(Adapter):
             layers, *rest = stored.shape if match else (0,)
             shape = (layers, self._wanted.experts, *rest)
             tensors[f"{_EXPERTS}{match[1]}" if match else key] = replace(stored, shape=shape) if match else stored
-            if key.endswith("mlp.linear_fc1.weight"):
-                router = (layers, self._wanted.experts, self._model.hidden_size)
-                tensors[_ROUTER] = StoredTensor(router, stored.dtype, 1)
+            if match and match[1].startswith("linear_fc1."):
+                router = (layers, self._wanted.experts, *stored.shape[2:])
+                tensors[f"{_ROUTER}{match[1].removeprefix('linear_fc1.')}"] = StoredTensor(router, stored.dtype, 1)
         return Contents(tensors, frozenset())
 
     def common(self) -> dict[str, Any]:
@@ -94,9 +94,9 @@ class Upcycled(Adapter):
         return {**common, "args": Namespace(**{**args_of(common), **made})}
 
     def read(self, content: CheckpointContent) -> dict[str, Any]:
-        others = [chunk for chunk in content.chunks if chunk.key != _ROUTER and not chunk.key.startswith(_EXPERTS)]
+        others = [chunk for chunk in content.chunks if not chunk.key.startswith((_ROUTER, _EXPERTS))]
         for chunk in content.chunks:
-            if chunk.key == _ROUTER:
+            if chunk.key.startswith(_ROUTER):
                 self._draw(chunk)
             elif chunk.key.startswith(_EXPERTS):
                 self._copy(chunk)
@@ -112,8 +112,8 @@ class Upcycled(Adapter):
 
     def _draw(self, chunk: Chunk) -> None:
         """Routers N(0, std), each from the seed and its own name: the same in every layout."""
-        (first, *start), (_, *whole) = chunk.offset, chunk.global_shape
+        (first, *start), (_, *whole), kind = chunk.offset, chunk.global_shape, chunk.key.removeprefix(_ROUTER)
         for index, part in enumerate(chunk.tensor):
-            generator = generator_for(self._wanted.seed, f"decoder.layers.{first + index}.mlp.router.weight")
+            generator = generator_for(self._wanted.seed, f"decoder.layers.{first + index}.mlp.router.{kind}")
             router = torch.empty(whole).normal_(0.0, self._model.init_method_std, generator=generator)
             part.copy_(router[tuple(slice(a, a + size) for a, size in zip(start, part.shape, strict=True))])

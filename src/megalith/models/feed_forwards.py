@@ -38,6 +38,7 @@ def mixture(config: ModelConfig) -> MoESettings:
         biased=config.moe_router_enable_expert_bias,
         jitter=config.moe_input_jitter_eps,
         dtype=_ROUTER_DTYPES[config.moe_router_dtype],
+        bias=config.add_bias_linear,
     )
     return MoESettings(
         router,

@@ -171,6 +171,21 @@ def test_jitter_changes_the_choice_in_training_only() -> None:
     assert torch.equal(router(x).weights_TK, router(x).weights_TK)
 
 
+def test_a_bias_of_the_router_moves_the_choice_and_learns() -> None:
+    router = Router(RouterSettings(RULE, bias=True), 0, 8, SOLO, Alone(), Auxiliary(), **KIND)
+    bias = router.bias
+    assert isinstance(bias, torch.nn.Parameter)
+    torch.nn.init.normal_(router.weight)
+    x = torch.randn(4, 1, 8, dtype=torch.float64)
+    for wanted in (0, RULE.experts - 1):
+        with torch.no_grad():
+            bias.zero_()[wanted] = 100.0
+        assert (router(x).experts_TK == wanted).any(-1).all()
+    bias.data.zero_()
+    router(x).weights_TK[:, 0].sum().backward()
+    assert bias.grad is not None and bias.grad.abs().max() > 0.0
+
+
 @pytest.mark.parametrize("one_kernel", [False, True])
 def test_products_of_experts_are_those_of_each(monkeypatch: pytest.MonkeyPatch, one_kernel: bool) -> None:
     """The kernel is for bf16 on a GPU; what it is given is the same elsewhere."""

@@ -33,6 +33,7 @@ class RouterSettings:
             learned (arXiv:2408.15664).
         jitter: inputs are multiplied in training by uniform numbers from 1 - jitter to 1 + jitter; none if None.
         dtype: in which logits and scores are computed; that of the hidden states if None.
+        bias: the projection to logits has a learned bias.
     """
 
     rule: RoutingRule
@@ -41,6 +42,7 @@ class RouterSettings:
     biased: bool = False
     jitter: float | None = None
     dtype: torch.dtype | None = None
+    bias: bool = False
 
 
 class Router(nn.Module):
@@ -76,6 +78,9 @@ class Router(nn.Module):
         self.settings, self.layer, self.region, self.peers, self.auxiliary = settings, layer, region, peers, auxiliary
         experts = settings.rule.experts
         self.weight = nn.Parameter(torch.empty(experts, hidden_size, dtype=dtype, device=device))
+        self.bias: Tensor | None
+        bias = nn.Parameter(torch.empty(experts, dtype=dtype, device=device)) if settings.bias else None
+        self.register_parameter("bias", bias)
         none_yet = torch.zeros(experts, dtype=torch.float32, device=device)
         self.expert_bias: Tensor | None
         self.register_buffer("expert_bias", none_yet if settings.biased else None)
@@ -86,8 +91,8 @@ class Router(nn.Module):
         self.micro_batches = 0
 
     def placements(self) -> dict[str, Placement]:
-        """The weight is whole on every rank."""
-        return {"weight": Replicated()}
+        """All whole on every rank."""
+        return {name: Replicated() for name, _ in self.named_parameters()}
 
     def begin_step(self) -> None:
         """Forget the load of the step before."""
@@ -104,7 +109,8 @@ class Router(nn.Module):
             with self.region.hidden_draws(settings.jitter):
                 x_TD = x_TD * torch.empty_like(x_TD).uniform_(1.0 - settings.jitter, 1.0 + settings.jitter)
         dtype = settings.dtype or x_TD.dtype
-        logits_TE = torch.nn.functional.linear(x_TD.to(dtype), self.weight.to(dtype))
+        bias_E = None if self.bias is None else self.bias.to(dtype)
+        logits_TE = torch.nn.functional.linear(x_TD.to(dtype), self.weight.to(dtype), bias_E)
         if learning and settings.z_coefficient is not None:
             part = z_loss(logits_TE) / self.peers.sharing
             logits_TE = self._attach(logits_TE, part, settings.z_coefficient, "z_loss", len(x_TD))
