@@ -43,7 +43,23 @@ LLAMA = dataclasses.replace(
     num_query_groups=2,
     ffn_hidden_size=48,
 )
-STYLES = {"gpt2": GPT2, "llama": LLAMA}
+EXPERTS = dataclasses.replace(
+    LLAMA, num_experts=4, moe_ffn_hidden_size=24, moe_router_topk=2, moe_shared_expert_intermediate_size=16
+)
+LATENT = dataclasses.replace(
+    LLAMA,
+    group_query_attention=False,
+    num_query_groups=None,
+    multi_latent_attention=True,
+    q_lora_rank=10,
+    kv_lora_rank=8,
+    qk_head_dim=6,
+    qk_pos_emb_head_dim=4,
+    v_head_dim=5,
+    rope_type="rope",
+    qk_layernorm=True,
+)
+STYLES = {"gpt2": GPT2, "llama": LLAMA, "experts": EXPERTS, "latent": LATENT}
 BLOCKS = {"num_blocks": 14, "block_size": 4}  # too few for all at once
 
 
@@ -113,8 +129,13 @@ def serve_on_rank(style: str, tp: int, pp: int) -> list[Any]:
     return answers
 
 
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2), (2, 2), (1, 3)])
+LAYOUTS = [
+    *((style, *layout) for style in ("gpt2", "llama") for layout in ((2, 1), (1, 2), (2, 2), (1, 3), (4, 1))),
+    *((style, 2, 2) for style in ("experts", "latent")),
+]
+
+
+@pytest.mark.parametrize(("style", "tp", "pp"), LAYOUTS)
 def test_every_layout_gives_the_same_answers(ranks: Ranks, style: str, tp: int, pp: int) -> None:
     found, *others = ranks.run(tp * pp, serve_on_rank, style, tp, pp)
     assert found == _alone(style)

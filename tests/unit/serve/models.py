@@ -29,7 +29,23 @@ LLAMA = dataclasses.replace(
     num_query_groups=2,
     ffn_hidden_size=48,
 )
-STYLES = {"gpt2": GPT2, "llama": LLAMA}
+EXPERTS = dataclasses.replace(
+    LLAMA, num_experts=4, moe_ffn_hidden_size=24, moe_router_topk=2, moe_shared_expert_intermediate_size=16
+)
+LATENT = dataclasses.replace(
+    LLAMA,
+    group_query_attention=False,
+    num_query_groups=None,
+    multi_latent_attention=True,
+    q_lora_rank=10,
+    kv_lora_rank=8,
+    qk_head_dim=6,
+    qk_pos_emb_head_dim=4,
+    v_head_dim=5,
+    rope_type="rope",
+    qk_layernorm=True,
+)
+STYLES = {"gpt2": GPT2, "llama": LLAMA, "experts": EXPERTS, "latent": LATENT}
 
 
 def model_of(style: str, dtype: torch.dtype = torch.float64, seed: int = 7) -> GPT:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -17,6 +18,9 @@ from uvicorn.server import ServerState
 from megalith.serve.http.connection import bounded_connection
 from megalith.serve.http.guard import App, Guard
 from megalith.serve.http.settings import Limits, ServerSettings
+from megalith.serve.runner import FakeRunner
+
+from .http_client import ALPHABET, next_letter, served
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
 JSON = b"Content-Type: application/json\r\n"
@@ -42,6 +46,7 @@ async def listening(limits: Limits, draining: bool = False, app: App = _nothing)
     server = await asyncio.get_running_loop().create_server(
         lambda: kind(config, state, {}), "127.0.0.1", 0, backlog=256
     )
+    server.sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)  # so that few answers lie in the kernel
     try:
         yield server.sockets[0].getsockname()[1]
     finally:
@@ -145,6 +150,36 @@ def test_nobody_is_listened_to_for_ever(limits: Limits) -> None:
             return await asyncio.to_thread(flood, port)
 
     assert asyncio.run(run()) > 0
+
+
+def test_a_stream_that_nobody_reads_is_cut_off_and_holds_up_nobody() -> None:
+    limits, tokens = Limits(stalled_seconds=0.2), 8000
+    asked = {"prompt": "a", "max_tokens": tokens, "stream": True, "ignore_eos": True, "logprobs": 20}
+
+    def request(body: dict[str, Any]) -> bytes:
+        content = json.dumps(body).encode()
+        return HEAD + KEY + JSON + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(content) + content
+
+    async def run() -> None:
+        runner = FakeRunner(len(ALPHABET) + 1, tokens + 1, follow=next_letter, block_size=64)
+        async with (
+            served(runner=runner, context_length=tokens + 1) as server,
+            listening(limits, app=server.app) as port,
+        ):
+            with socket.socket() as stalled:
+                stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                stalled.connect(("127.0.0.1", port))
+                stalled.sendall(request(asked))
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                writer.write(request({"prompt": "a", "max_tokens": 2}))
+                assert b" 200 " in await reader.readline()
+                writer.close()
+                while not server.service.metrics.disconnects or server.service.worker.stats().running:
+                    await asyncio.sleep(0.01)
+            assert server.service.metrics.active == 0
+            assert server.service.worker.stats().generated_tokens < tokens
+
+    asyncio.run(asyncio.wait_for(run(), 120))
 
 
 def test_a_probe_does_not_wait_for_a_crowd() -> None:
