@@ -86,6 +86,9 @@ def test_merging_with_the_tool_of_2023(
     moved = [line for line in lines if line.startswith(("sending", "received"))]
     assert moved == [f"{verb} {part}" for part in parts for verb in ("sending", "received")]
     assert "Setting num_layers to 4 from checkpoint" in lines
+    told = [line for line in lines if line.startswith("Overwriting default ")]
+    assert "Overwriting default save_interval value None with value from checkpoint 5." in told
+    assert not [line for line in told if "num_layers" in line or "moe_" in line]  # inherited above, or as by default
     assert "Setting consumed_train_samples to 20 and consumed_valid_samples to 0" in lines
     assert "the vocabulary is padded to 104 rows instead of 112" in lines
     assert [line for line in lines if line.startswith("weights only") and "megalith checkpoint convert A DIR" in line]
@@ -195,11 +198,12 @@ def test_an_in_run_conversion(
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ("--model-type BERT", "--model-type BERT is not converted by this version"),
+        ("--model-type T5", "--model-type T5 is not converted by this version; it converts GPT and BERT"),
+        ("--model-type BERT", "--model-type BERT: the model in {A} is GPT"),
         ("--model-type GPT --loader gpt5", "--loader gpt5 is not known; use core, mcore, megatron, legacy"),
         ("--model-type GPT --loader llama_mistral --checkpoint-type meta", "--checkpoint-type meta cannot be read"),
         ("--model-type GPT --loader llama_mistral --checkpoint-type hf", "is of format torch; use --loader core"),
-        ("--model-type GPT --target-expert-parallel-size 2", "there are no experts; use 1"),
+        ("--model-type GPT --target-expert-parallel-size 2", "has no experts; leave --ep out"),
         ("--model-type GPT --vocab-file none.json", "--vocab-file none.json does not exist"),
         ("--model-type GPT --position-embedding-type rope", "the model in {A} has learned_absolute"),
         ("--model-type GPT --target-tensor-parallel-size 3", "do not divide"),

@@ -10,6 +10,7 @@ from typing import Any
 
 from megalith.checkpoint import DirectoryStore, split_path
 from megalith.checkpoint.folder import damaged
+from megalith.checkpoint.locate import nothing_in
 from megalith.config import ModelConfig, RunConfig, all_settings, from_values
 from megalith.config.foreign_args import model_of
 from megalith.errors import CheckpointError, ConfigError, OtherModelError
@@ -30,9 +31,7 @@ def saved_args(checkpoint: Path, iteration: int | None = None) -> Mapping[str, A
     wanted = named if iteration is None else iteration
     there = store.iterations()
     if not there:
-        raise CheckpointError(
-            f"{checkpoint} holds no checkpoint; give the folder that --save named, or a Hugging Face folder"
-        )
+        raise CheckpointError(nothing_in(checkpoint))
     candidates = [wanted] if wanted is not None else there[::-1]
     for number in candidates:
         try:

@@ -17,6 +17,7 @@ from megalith.checkpoint.fit import listing
 from megalith.checkpoint.folder import with_remedy
 from megalith.checkpoint.formats.stacking import stacking_of
 from megalith.checkpoint.formats.torch_dist import WORD_EMBEDDINGS, model_chunks
+from megalith.checkpoint.locate import nothing_in
 from megalith.config.foreign_args import model_of, precision_of, tokenizer_of
 from megalith.config.groups import TokenizerConfig
 from megalith.distributed.context import ParallelContext
@@ -187,7 +188,5 @@ def _find(store: DirectoryStore, iteration: int | None, *, thorough: bool = Fals
     if newest is None:
         if notes:
             raise CheckpointError(listing(f"{store.path} holds no sound checkpoint", with_remedy(notes)))
-        raise CheckpointError(
-            f"{store.path} holds no checkpoint; give the folder that --save named, or a Hugging Face folder"
-        )
+        raise CheckpointError(nothing_in(store.path))
     return newest, notes

@@ -16,13 +16,15 @@ import torch
 
 from megalith.checkpoint.content import CheckpointContent, Chunk
 from megalith.checkpoint.fit import Contents, StoredTensor, fitted, keys_of, short
-from megalith.checkpoint.formats.stacking import stays_fp32
+from megalith.checkpoint.formats.megatron_optimizer import decays
+from megalith.checkpoint.formats.stacking import is_of_experts, stacked_axes, stays_fp32
 from megalith.checkpoint.formats.torch_dist import (
     OPTIMIZER_PREFIX,
     WORD_EMBEDDINGS,
     is_rng_object,
     optimizer_common,
     read_optimizer_common,
+    with_expert_groups,
 )
 from megalith.checkpoint.model_space import OUTPUT_LAYER
 from megalith.checkpoint.source import Source
@@ -148,6 +150,26 @@ def _precision(args: Mapping[str, Any]) -> str:
     if "params_dtype" in args:
         return str(args["params_dtype"]).removeprefix("torch.")
     return "float16" if args.get("fp16") else "bfloat16" if args.get("bf16") else "float32"
+
+
+class ForExpertRanks(Adapter):
+    """With the second optimizer that Megatron has for experts that are spread over ranks: groups of their own."""
+
+    def common(self) -> dict[str, Any]:
+        common = self.source.common()
+        if common.get("optimizer"):
+            args, scalars = args_of(common), read_optimizer_common(common["optimizer"])
+            groups = with_expert_groups(scalars.param_groups, self._decayed)
+            common["optimizer"] = optimizer_common(groups, scalars.step, scalars.scaler, _precision(args))
+        return common
+
+    @property
+    def _decayed(self) -> set[bool]:
+        """Whether the weight decay acts on parameters of experts."""
+        shapes = {
+            key: stored.shape for key, stored in self.held.tensors.items() if not key.startswith(OPTIMIZER_PREFIX)
+        }
+        return {decays(key, shape[stacked_axes(key) :]) for key, shape in shapes.items() if is_of_experts(key)}
 
 
 class Repadded(Adapter):

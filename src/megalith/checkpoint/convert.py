@@ -16,7 +16,16 @@ from typing import Any
 
 import torch
 
-from megalith.checkpoint.adapted import Adapter, InPrecision, Repadded, Watched, WeightsOnly, WithArgs, args_of
+from megalith.checkpoint.adapted import (
+    Adapter,
+    ForExpertRanks,
+    InPrecision,
+    Repadded,
+    Watched,
+    WeightsOnly,
+    WithArgs,
+    args_of,
+)
 from megalith.checkpoint.commit import replace_durably
 from megalith.checkpoint.content import Chunk
 from megalith.checkpoint.folder import CheckpointFolder, damaged
@@ -31,7 +40,7 @@ from megalith.checkpoint.source import Source
 from megalith.checkpoint.store import RELEASE, TRACKER_FILE, facts_of, provenance
 from megalith.checkpoint.streaming import no_check, rng_keys, write_torch, write_torch_dist
 from megalith.checkpoint.upcycled import Upcycled, Upcycling
-from megalith.errors import CheckpointError, ConfigError
+from megalith.errors import CheckpointError, ConfigError, LayoutError
 from megalith.layout import Layout
 from megalith.tokenizers.padding import padded_vocab_size
 
@@ -54,8 +63,6 @@ _UNDIVIDED: dict[str, Any] = {
     "num_virtual_stages_per_pipeline_rank": None,
     "pipeline_model_parallel_layout": None,
     "context_parallel_size": 1,
-    "data_parallel_size": 1,
-    "expert_model_parallel_size": 1,
     "expert_tensor_parallel_size": None,
     "transformer_pipeline_model_parallel_size": None,
     "rank": 0,
@@ -77,11 +84,11 @@ class Wanted:
 
     Attributes:
         format: torch or torch_dist.
-        tp, pp: the layout; by default that of the source.
+        tp, pp, ep: the layout; by default that of the source.
         optimizer: with the optimizer's state, where there is one.
         dtype: of the weights: float32, bfloat16 or float16; by default that of the source.
         true_vocab_size: tokens of the vocabulary, which is then padded for the layout as Megatron pads it.
-        run_args: Megatron's arguments of a run whose layers are to be divided in its way; tp and pp are among them.
+        run_args: Megatron's arguments of a run whose layers are to be divided in its way; tp, pp and ep are among them.
         release: weights without an iteration, under `release/`.
         iteration: of the result; by default that of the source.
         names: of the weights in format torch: `CORE` or a generation of `LEGACY`.
@@ -92,6 +99,7 @@ class Wanted:
     format: str = "torch_dist"
     tp: int | None = None
     pp: int | None = None
+    ep: int | None = None
     optimizer: bool = True
     dtype: str | None = None
     true_vocab_size: int | None = None
@@ -187,7 +195,7 @@ def check_wanted(wanted: Wanted) -> None:
         wrong.append(f"--dtype {wanted.dtype} is none of {', '.join(DTYPES)}")
     if wanted.iteration is not None and wanted.iteration < 0:
         wrong.append(f"--iteration {wanted.iteration} is less than 0")
-    sizes = {"--tp": wanted.tp, "--pp": wanted.pp, "--true-vocab-size": wanted.true_vocab_size}
+    sizes = {"--tp": wanted.tp, "--pp": wanted.pp, "--ep": wanted.ep, "--true-vocab-size": wanted.true_vocab_size}
     wrong += [f"{flag} {size} is less than 1" for flag, size in sizes.items() if size is not None and size < 1]
     if wrong:
         raise ConfigError(wrong)
@@ -225,7 +233,9 @@ def adapted(source: Source, wanted: Wanted, where: str, notes: list[str]) -> tup
         source = Upcycled(WeightsOnly(source), wanted.upcycling, where)
         notes.append("experts are copies, and routers are new: the result is weights only")
     held = source.contents()
-    layout = Layout(tp=wanted.tp or _size(args, "tensor"), pp=wanted.pp or _size(args, "pipeline"))
+    ep = wanted.ep or _size(args, "expert")
+    layout = Layout(tp=wanted.tp or _size(args, "tensor"), dp=ep, pp=wanted.pp or _size(args, "pipeline"), ep=ep)
+    _check_experts(args_of(source.common()), ep, where)
     result: Source = InPrecision(source, DTYPES[wanted.dtype] if wanted.dtype else None)
     if not wanted.optimizer:
         result = WeightsOnly(result)
@@ -245,11 +255,27 @@ def adapted(source: Source, wanted: Wanted, where: str, notes: list[str]) -> tup
     if padded != rows:
         notes.append(f"the vocabulary is padded to {padded} rows instead of {rows}")
         result = Repadded(result, padded)
+    if ep > 1:
+        result = ForExpertRanks(result)
     of_run = {name: value for name, value in wanted.run_args.items() if name in _DIVIDING}
     generation = _generation(args, wanted)
     made = {**of_run, **generation}
     result = _OwnCommon(WithArgs(result, lambda own: {**divided_args(own, layout, wanted.format), **made}))
     return result, layout
+
+
+def _check_experts(args: Mapping[str, Any], ep: int, where: str) -> None:
+    """Refuse ranks that no experts can be divided over.
+
+    Raises:
+        LayoutError: there are none, or another number of them.
+    """
+    experts = int(args.get("num_experts") or 0)
+    if ep > 1 and not experts:
+        raise LayoutError(f"--ep {ep}: the model in {where} has no experts; leave --ep out")
+    if experts % ep:
+        sizes = ", ".join(str(size) for size in range(1, experts + 1) if experts % size == 0)
+        raise LayoutError(f"the {experts} experts of {where} do not divide over --ep {ep}; use {sizes}")
 
 
 def _generation(args: Mapping[str, Any], wanted: Wanted) -> dict[str, Any]:
@@ -292,8 +318,14 @@ def divided_args(args: Mapping[str, Any], layout: Layout, kind: str) -> dict[str
     undivided = {**_UNDIVIDED, **({} if same_stages and not args.get("pipeline_model_parallel_layout") else _UNEVEN)}
     kept = {name: value for name, value in args.items() if not isinstance(value, ForeignEnum)}
     changed = {name: value for name, value in undivided.items() if name in kept}
-    if "world_size" in kept:
-        changed["world_size"] = layout.world_size
+    sizes = {
+        "world_size": layout.world_size,
+        "data_parallel_size": layout.dp,
+        "expert_model_parallel_size": layout.ep,
+    }
+    changed |= {name: size for name, size in sizes.items() if name in kept}
+    if layout.ep > 1:
+        changed["expert_model_parallel_size"] = layout.ep
     if "expert_tensor_parallel_size" in kept:
         changed["expert_tensor_parallel_size"] = layout.tp
     if "transformer_pipeline_model_parallel_size" in kept:

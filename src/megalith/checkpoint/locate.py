@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megalith.checkpoint.dcp import METADATA_FILE
-from megalith.checkpoint.source import is_huggingface
+from megalith.checkpoint.source import UNNAMED, is_huggingface, is_unnamed
 from megalith.checkpoint.store import RELEASE, DirectoryStore, split_path
 from megalith.errors import CheckpointError
 
@@ -25,13 +25,13 @@ def locate(path: Path, iteration: int | None = None) -> Path:
         CheckpointError: there is none; says what is there instead.
     """
     if not path.is_dir():
-        raise CheckpointError(f"{path} does not exist; give a save folder, or one iter_* folder in it")
+        raise CheckpointError(nothing_in(path))
     if is_checkpoint(path):
         return path
     store = DirectoryStore(path)
     there = store.iterations()
     if not there:
-        raise CheckpointError(_nothing_in(path))
+        raise CheckpointError(nothing_in(path))
     if iteration is None:
         latest = store.latest()
         iteration = latest if latest in there else there[-1]
@@ -47,7 +47,16 @@ def is_checkpoint(path: Path) -> bool:
     return named or is_huggingface(path) or (path / METADATA_FILE).exists() or any(path.glob("mp_rank_*"))
 
 
-def _nothing_in(path: Path) -> str:
+def nothing_in(path: Path) -> str:
+    """That a path leads to no checkpoint, and what is there instead."""
+    if not path.is_dir():
+        found = "is a file" if path.exists() else "does not exist"
+        return (
+            f"{path} holds no checkpoint: it {found}; give a save folder, one iter_* folder in it, or a Hugging Face "
+            "folder"
+        )
+    if is_unnamed(path):
+        return f"{path} {UNNAMED}"
     entries = sorted(entry.name + "/" * entry.is_dir() for entry in path.iterdir())
     found = ", ".join(entries[:6]) + (f" and {len(entries) - 6} more" if len(entries) > 6 else "")
     return (

@@ -37,6 +37,10 @@ class Share:
         return range(*cut(experts, self.size, self.index))
 
 
+ALL = Share()
+"""Of one rank, or of none that divides them."""
+
+
 @dataclass(frozen=True)
 class ModelSpace:
     """What a model is made of.
@@ -97,7 +101,7 @@ class ModelSpace:
         """`names_of` of what an optimizer has state of."""
         return [name for name in self.names_of(stage, chunk, stages) if name not in self.buffers]
 
-    def names_of(self, stage: int, chunk: int, stages: Stages, experts: Share = Share()) -> list[str]:
+    def names_of(self, stage: int, chunk: int, stages: Stages, experts: Share = ALL) -> list[str]:
         """What one virtual chunk of a pipeline stage holds, in module order.
 
         Args:

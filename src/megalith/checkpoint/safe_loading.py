@@ -15,6 +15,7 @@ import pathlib
 import pickle
 import re
 import signal
+import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -235,7 +236,26 @@ def _guarded(path: Path, load: Callable[[IO[bytes]], Any]) -> Any:
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing") from error
     except Exception as error:  # a damaged pickle may raise nearly anything
+        if (cut := _cut(path)) is not None:
+            raise CheckpointError(f"{path} is damaged: {cut}") from error
         raise _translated(error, str(path)) from error
+
+
+def _cut(path: Path) -> str | None:
+    """That the end of a file is missing, where that can be seen: torch's archives have their directory there."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            is_archive = file.read(len(_ARCHIVE)) == _ARCHIVE
+    except OSError:
+        return None
+    if size == 0:
+        return "it is empty; its copy or its save did not end"
+    if is_archive and not zipfile.is_zipfile(path):
+        return (
+            f"it is cut off after {size:,} bytes, before the directory of its archive; its copy or its save did not end"
+        )
+    return None
 
 
 # The wordings of torch 2.10 to 2.13; a message that none of them matches is reported as damage, never let through.

@@ -99,6 +99,15 @@ def open_source(path: Path) -> Source:
     return TorchDistSource(path)
 
 
+UNNAMED = "is the folder of one checkpoint under another name; rename it iter_0000100 or the like, by its iteration"
+"""What is said of an `is_unnamed` folder."""
+
+
+def is_unnamed(path: Path) -> bool:
+    """Whether files of a checkpoint, or some of them, lie in a folder that should hold folders of them."""
+    return any(any(path.glob(pattern)) for pattern in (".metadata", "__*_*.distcp", "mp_rank_*"))
+
+
 def is_huggingface(path: Path) -> bool:
     """Whether a folder is as Hugging Face's `save_pretrained` writes it: config.json beside weights or their index.
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from megalith.checkpoint.fit import Contents, fitted, keys_of, listing
 from megalith.checkpoint.folder import EncodedContent, finish_folder
 from megalith.checkpoint.formats.megatron_names import CORE
 from megalith.checkpoint.formats.per_rank import write_per_rank
+from megalith.checkpoint.formats.stacking import expert_of
 from megalith.checkpoint.formats.torch_dist import (
     OPTIMIZER_PREFIX,
     Whole,
@@ -35,15 +37,18 @@ from megalith.checkpoint.formats.torch_dist import (
 )
 from megalith.checkpoint.hashing import hash_files
 from megalith.checkpoint.manifest import MANIFEST_FILE
-from megalith.checkpoint.model_space import ModelSpace, model_space_of, stages_of
+from megalith.checkpoint.model_space import ALL, ModelSpace, Share, model_space_of, stages_of
 from megalith.checkpoint.per_rank_source import PerRankSource
 from megalith.checkpoint.source import Source
 from megalith.errors import CheckpointError
 from megalith.layout import Layout, Stages
+from megalith.nn.placement import Replicated
 
 _SHARE_OF_COPIES = 8  # what is in several files: norms, the second copy of a tied embedding; and their headers
 _FIXED_OVERHEAD = 2**22
 _STATES = ("fp32_param", "exp_avg", "exp_avg_sq", "momentum_buffer", "moment2_buffer")
+_SQUARES = {"L": 0, "Q_L": 0, "R": 1, "Q_R": 1}
+"""States of SOAP -> the dimension of the parameter that both of theirs are as long as."""
 
 
 class ReadingPlanner(ChunkSavePlanner):
@@ -101,15 +106,21 @@ def write_torch_dist(
     common = source.common()
     args, where = args_of(common), str(final)
     space = model_space_of(args, where)
-    tp, stages = int(args["tensor_model_parallel_size"]), stages_of(args, space.num_layers, where)
+    stages = stages_of(args, space.num_layers, where)
+    tp, ep = int(args["tensor_model_parallel_size"]), int(args.get("expert_model_parallel_size") or 1)
     contents = source.contents()
-    per_rank = [_chunks(space, contents, stages, stage, rank, tp) for stage in range(len(stages)) for rank in range(tp)]
+    per_rank = [
+        _chunks(space, contents, stages, stage, rank, tp, Share(expert, ep))
+        for stage in range(len(stages))
+        for expert in range(ep)
+        for rank in range(tp)
+    ]
     chunks = [chunk for part in per_rank for chunk in part]
     check_nothing_is_lost(contents, chunks)
     fitted("the checkpoint", contents, CheckpointContent(chunks), keys_of(CheckpointContent(chunks)))
     objects = {
         **space.stacking.extra_state_objects(),
-        **_random_states(source, contents, Layout(tp=tp, pp=len(stages))),
+        **_random_states(source, contents, Layout(tp=tp, dp=ep, pp=len(stages), ep=ep)),
     }
     encoded = EncodedContent(CheckpointContent(chunks, objects, common), files)
     planners = [ReadingPlanner(source) for _ in per_rank]
@@ -187,10 +198,19 @@ def _appearing(final: Path, needed: int, write: Callable[[Path], int], publish: 
     return size
 
 
-def _chunks(space: ModelSpace, contents: Contents, stages: Stages, stage: int, rank: int, tp: int) -> list[Chunk]:
+def _chunks(
+    space: ModelSpace,
+    contents: Contents,
+    stages: Stages,
+    stage: int,
+    rank: int,
+    tp: int,
+    experts: Share = ALL,
+) -> list[Chunk]:
     """What one place of the layout writes, on the meta device: over all places, each element once."""
-    names = [name for chunk in range(len(stages[stage])) for name in space.names_of(stage, chunk, stages)]
-    own = [name for name in names if name in space.shapes]  # not the second copy of a tied embedding
+    names = [name for chunk in range(len(stages[stage])) for name in space.names_of(stage, chunk, stages, experts)]
+    held = [name for name in names if name in space.shapes]  # not the second copy of a tied embedding
+    own = [name for name in held if experts.index == 0 or expert_of(name) is not None]
     shapes = {name: space.local_shape(name, tp, rank) for name in own}
 
     def boxes(prefix: str) -> list[Whole]:
@@ -206,6 +226,15 @@ def _chunks(space: ModelSpace, contents: Contents, stages: Stages, stage: int, r
         part = optimizer_chunks(boxes(f"{state}."), space.placements, space.stacking, **common)  # type: ignore[arg-type]
         if any(key.startswith(prefix) for key in contents.tensors):
             found += [chunk for chunk in part if chunk.key in contents.tensors or not by_muon]
+    for state, dim in _SQUARES.items():
+        sides = {name: space.shapes[name][dim] for name in own if state in kinds and len(space.shapes[name]) == 2}
+        squares = [
+            Whole(f"{state}.{name}", torch.empty(side, side, device="meta"))  # of every rank, whatever it has
+            for name, side in sides.items()
+        ]
+        whole = {**space.placements, **{box.name: Replicated() for box in squares}}
+        part = optimizer_chunks(squares, whole, space.stacking, **common)  # type: ignore[arg-type]
+        found += [chunk for chunk in part if chunk.key in contents.tensors]
     return [_like(chunk, contents) for chunk in found]
 
 
@@ -248,7 +277,8 @@ def _check_held(written: Contents, contents: Contents) -> None:
 def rng_keys(layout: Layout) -> set[str]:
     """The keys of the random states of all the places of a layout."""
     return {
-        rng_object_key(rank, layout.tp, stage, layout.pp) for stage in range(layout.pp) for rank in range(layout.tp)
+        rng_object_key(rank, layout.tp, stage, layout.pp, expert, layout.ep)
+        for stage, rank, expert in product(range(layout.pp), range(layout.tp), range(layout.ep))
     }
 
 

@@ -20,6 +20,7 @@ def add_arguments(commands: Any) -> None:
     convert.add_argument("--format", default="torch_dist", metavar="F", help="torch_dist (default) or torch")
     convert.add_argument("--tp", type=int, metavar="N", help="tensor-parallel size; by default that of SRC")
     convert.add_argument("--pp", type=int, metavar="N", help="pipeline-parallel size; by default that of SRC")
+    convert.add_argument("--ep", type=int, metavar="N", help="expert-parallel size; by default that of SRC")
     convert.add_argument("--no-optim", action="store_true", help="leave the optimizer and the random states out")
     convert.add_argument("--dtype", metavar="D", help="of the weights: float32, bfloat16 or float16")
     convert.add_argument("--iteration", type=int, metavar="N", help="of a save folder, this checkpoint")
@@ -57,6 +58,7 @@ def run(options: argparse.Namespace) -> int:
         format=options.format,
         tp=options.tp,
         pp=options.pp,
+        ep=options.ep,
         optimizer=not (options.no_optim or options.release or upcycling),
         dtype=options.dtype,
         true_vocab_size=options.true_vocab_size,

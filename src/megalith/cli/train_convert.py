@@ -44,6 +44,7 @@ def convert_instead(config: RunConfig) -> int:
         format=form,
         tp=config.parallel.tensor_model_parallel_size,
         pp=config.parallel.pipeline_model_parallel_size,
+        ep=config.parallel.expert_model_parallel_size,
         optimizer=not (settings.no_load_optim or settings.no_save_optim or settings.finetune),
         dtype=config.precision.params_dtype,
         run_args=megatron_args(config),

@@ -31,6 +31,7 @@ from megalith.checkpoint.formats.torch_dist import (
     read_optimizer_common,
     rng_object_key,
     weight_chunks,
+    with_expert_groups,
 )
 from megalith.config import ModelConfig, RunConfig
 from megalith.config.checkpoint_args import MODEL_SETTINGS
@@ -335,8 +336,7 @@ def _groups(groups: Sequence[Mapping[str, Any]], state: TrainState) -> list[Mapp
     if state.context.ep.size == 1:
         return list(groups)
     kinds = {decays(name, tensor.shape) for name, tensor, _ in _parameters(state) if ".mlp.experts." in name}
-    own = [{**group, "is_expert_parallel": True} for group in groups if bool(group["wd_mult"]) in kinds]
-    return [*groups, *own]
+    return with_expert_groups(groups, kinds)
 
 
 def _rng_key(state: TrainState) -> str:

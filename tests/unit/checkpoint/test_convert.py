@@ -117,6 +117,57 @@ def test_every_form_becomes_every_other(
     assert (args["tensor_model_parallel_size"], args["pipeline_model_parallel_size"]) == (other.tp, other.pp)
 
 
+MIXTURE = {**ARGS, "num_experts": 4, "moe_router_topk": 2, "params_dtype": "bfloat16"}
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return written(model_source(MIXTURE), tmp_path_factory.mktemp("mixture"))
+
+
+@pytest.mark.parametrize("form", ["torch", "torch_dist"])
+def test_experts_are_divided_over_ranks_and_put_together_again(form: str, mixture: Path, tmp_path: Path) -> None:
+    """With the second optimizer that Megatron has for experts that are spread."""
+    spread = convert(mixture, tmp_path / "spread", Wanted(format=form, tp=2, pp=2, ep=2)).path
+    assert differences(mixture, spread) == []
+    common = open_source(spread).common()
+    assert (args_of(common)["expert_model_parallel_size"], set(common["optimizer"])) == (2, {0, 1})
+    assert [group["is_expert_parallel"] for group in common["optimizer"][1]["optimizer"]["param_groups"]] == [True]
+    again = convert(spread, tmp_path / "again", Wanted(format=form, tp=1, pp=1)).path
+    assert args_of(open_source(again).common())["expert_model_parallel_size"] == 2, "by default that of the source"
+    together = convert(again, tmp_path / "together", Wanted(ep=1)).path
+    assert differences(mixture, together) == []
+    assert set(open_source(together).common()["optimizer"]) == {"optimizer"}
+
+
+def test_each_expert_rank_has_files_with_its_own_experts(mixture: Path, tmp_path: Path) -> None:
+    made = convert(mixture, tmp_path / "a", Wanted(format="torch", ep=4)).path
+    folders = [f"mp_rank_00_{rank:03d}" for rank in range(4)]
+    assert sorted(path.name for path in made.iterdir() if path.is_dir()) == folders
+    experts = whole(open_source(locate(mixture)), "decoder.layers.mlp.experts.experts.linear_fc2.weight")
+    for rank, folder in enumerate(folders):
+        model = torch.load(made / folder / "model_optim_rng.pt", weights_only=False)["model"]
+        own = [name for name in model if ".layers.1." in name and name.endswith("linear_fc2.weight")]
+        assert own == ["decoder.layers.1.mlp.experts.local_experts.0.linear_fc2.weight"]
+        assert torch.equal(model[own[0]], experts[1, rank])
+    written_files = convert(mixture, tmp_path / "b", Wanted(ep=4)).path
+    assert len(list(written_files.glob("__*_0.distcp"))) == 4
+
+
+@pytest.mark.parametrize(
+    ("model", "ep", "said"),
+    [
+        ("llama", 2, "has no experts; leave --ep out"),
+        ("mixture", 3, "4 experts of .* do not divide over --ep 3; use 1, 2"),
+    ],
+)
+def test_experts_that_cannot_be_divided(
+    model: str, ep: int, said: str, models: dict[str, Path], mixture: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(LayoutError, match=said):
+        convert({**models, "mixture": mixture}[model], tmp_path, Wanted(ep=ep))
+
+
 def test_the_chunks_of_a_layout_are_those_that_its_ranks_hold(models: dict[str, Path], tmp_path: Path) -> None:
     made = convert(models["gpt2"], tmp_path, Wanted(tp=2, pp=2)).path
     tensors = open_source(made).contents().tensors
@@ -229,7 +280,7 @@ def test_the_args_of_another_layout() -> None:
 
 
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="nowhere does not exist; give a save folder"):
+    with pytest.raises(CheckpointError, match="nowhere holds no checkpoint: it does not exist; give a save folder"):
         convert(tmp_path / "nowhere", tmp_path / "b", Wanted())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,8 @@ from megalith.assemble.reading import saved_args
 from megalith.assemble.trained import load_trained
 from megalith.checkpoint import CheckpointContent, DirectoryStore
 from megalith.checkpoint.convert import Wanted, convert
+from megalith.checkpoint.locate import locate
+from megalith.checkpoint.safe_loading import load_tensors_and_plain_data, map_tensors
 from megalith.errors import CheckpointError, DamagedCheckpointError, OtherModelError
 from megalith.train.checkpointing import find_checkpoint
 
@@ -29,7 +32,7 @@ WAYS: dict[str, Callable[[Path, Path], object]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kind", ["roberta", "t5"])
+@pytest.mark.parametrize("kind", ["roberta", "mt5"])
 def test_another_model_of_hugging_face_is_not_called_damaged(tmp_path: Path, kind: str, way: str) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
@@ -70,3 +73,43 @@ def test_a_remedy_that_was_said_is_not_said_again(tmp_path: Path) -> None:
     with pytest.raises(DamagedCheckpointError) as caught:
         convert(tmp_path, tmp_path / "out", Wanted())
     assert str(caught.value).count("again") == 1
+
+
+@pytest.mark.parametrize("way", ["convert", "generate", "serve"])  # training begins anew where nothing is
+def test_a_path_that_leads_nowhere(tmp_path: Path, way: str) -> None:
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "notes.txt").write_text("x")
+    said = {"nothing": "does not exist", "file": "is a file", "folder": "it holds notes.txt"}
+    for name, found in said.items():
+        with pytest.raises(CheckpointError) as caught:
+            WAYS[way](tmp_path / name, tmp_path / "out")
+        message = str(caught.value)
+        assert message.startswith(f"{tmp_path / name} holds no checkpoint") and found in message
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("lost", ["", ".metadata"])
+def test_a_checkpoint_under_another_name_is_no_empty_folder(whole: Path, tmp_path: Path, lost: str, way: str) -> None:
+    """A run that took it for one would begin from random weights."""
+    folder = tmp_path / "copy"
+    shutil.copytree(whole / "iter_0000010", folder)
+    if lost:
+        (folder / lost).unlink()
+    if way == "convert" and not lost:  # which is asked for one checkpoint, whatever it is called
+        assert locate(folder) == folder
+        return
+    with pytest.raises(CheckpointError, match="one checkpoint under another name; rename it iter_0000100 or the like"):
+        WAYS[way](folder, tmp_path / "out")
+
+
+@pytest.mark.parametrize(("size", "said"), [(0, "it is empty"), (30_000, "it is cut off after 30,000 bytes")])
+def test_a_rank_file_that_was_copied_in_part(tmp_path: Path, size: int, said: str) -> None:
+    """Without a manifest, which would tell the size that it had, the file itself has to show it."""
+    file = tmp_path / "model_optim_rng.pt"
+    torch.save({"model": {"weight": torch.zeros(9000)}}, file)
+    os.truncate(file, size)
+    for read in (load_tensors_and_plain_data, map_tensors):
+        with pytest.raises(CheckpointError) as caught:
+            read(file)
+        assert str(caught.value).startswith(f"{file} is damaged: {said}") and "did not end" in str(caught.value)

@@ -8,7 +8,7 @@ Megatron-LM core 0.16.1.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -134,7 +134,8 @@ def optimizer_chunks(
 
     Args:
         boxes: the state, in whatever boxes the optimizer holds it.
-        placements: parameter name -> placement.
+        placements: parameter name -> placement; of a state also `<state>.<parameter>` -> its own, where it is
+            not divided as its parameter is.
         stacking: of the whole model.
         rank: position on the tensor-parallel axis.
         size: extent of the tensor-parallel axis.
@@ -144,7 +145,8 @@ def optimizer_chunks(
     for box in boxes:
         state, _, name = box.name.partition(".")
         prefix = f"{OPTIMIZER_PREFIX}{state}."
-        chunks += _chunks(box, name, prefix, placements[name], stacking, rank, size, once=once)
+        placement = placements.get(box.name, placements[name])
+        chunks += _chunks(box, name, prefix, placement, stacking, rank, size, once=once)
     return chunks
 
 
@@ -241,6 +243,17 @@ def optimizer_common(
     scale = torch.tensor([float(scaler["scale"])], dtype=torch.float32)
     trackers = {key: int(scaler[key]) for key in ("growth_tracker", "hysteresis_tracker")}
     return {"optimizer": inner, "grad_scaler": {"scale": scale, **trackers}}
+
+
+def with_expert_groups(groups: Sequence[Mapping[str, Any]], decayed: Collection[bool]) -> list[Mapping[str, Any]]:
+    """The groups with those that Megatron has for experts that are spread over ranks, of the same settings.
+
+    Args:
+        groups: of an optimizer of all parameters.
+        decayed: whether parameters of experts have weight decay, and whether some have none.
+    """
+    own = [group for group in groups if bool(group.get("wd_mult", group.get("weight_decay", 0.0))) in decayed]
+    return [*groups, *({**group, "is_expert_parallel": True} for group in own)]
 
 
 def by_optimizer(groups: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:

@@ -24,9 +24,12 @@ from megalith.checkpoint.formats.torch_dist import WORD_EMBEDDINGS
 from megalith.checkpoint.locate import locate
 from megalith.checkpoint.source import open_source
 from megalith.compat.megatron import console
+from megalith.config import all_settings
+from megalith.config.foreign_args import model_of
 from megalith.errors import ConfigError
 
 _MEGATRON = ("core", "mcore", "megatron", "legacy")
+_FAMILIES = {"GPT": "gpt", "BERT": "bert"}
 _HUGGINGFACE = ("llama_mistral", "llama2_hf", "mixtral_hf")
 _REFUSED_LOADERS = {
     "llava": "models of images are not part of this program",
@@ -105,10 +108,11 @@ def run_tool(name: str, argv: Sequence[str], say: Callable[[str], None] = print)
     _check_loader(options, source.format)
     common = source.common()
     args = args_of(common)
+    _check_family(options, args)
     _check_positions(options, args)
     say(f"Loaded {tool.plugin}loader_{options.loader} as the loader.")
     say(f"Loaded {tool.plugin}saver_{options.saver} as the saver.")
-    for line in _inherited_lines(args):
+    for line in (*_inherited_lines(args), *_overwritten_lines(args)):
         say(line)
     for line in _without_effect(options):
         say(line)
@@ -143,7 +147,7 @@ def _parser(tool: Tool) -> argparse.ArgumentParser:
         "`megalith checkpoint convert` keeps the optimizer and writes torch_dist too.",
     )
     add = parser.add_argument
-    add("--model-type", required=True, metavar="TYPE", help="GPT")
+    add("--model-type", required=True, metavar="TYPE", help="GPT or BERT")
     add("--loader", default="megatron", metavar="NAME", help=f"{', '.join(_MEGATRON)}; {', '.join(_HUGGINGFACE)}")
     add("--saver", default="megatron", metavar="NAME", help="core, mcore or megatron, which are one; legacy")
     add("--load-dir", required=True, type=Path, metavar="DIR", help="the save folder to convert")
@@ -155,7 +159,7 @@ def _parser(tool: Tool) -> argparse.ArgumentParser:
     add("--vocab-file", type=Path, metavar="FILE", help="vocabulary whose tokens are counted")
     add("--target-tensor-parallel-size", type=int, metavar="N", help="by default that of the checkpoint")
     add("--target-pipeline-parallel-size", type=int, metavar="N", help="by default that of the checkpoint")
-    add("--target-expert-parallel-size", type=int, default=1, metavar="N", help="1")
+    add("--target-expert-parallel-size", type=int, default=1, metavar="N", help="by default 1")
     add("--loader-transformer-impl", metavar="NAME", help="no effect")
     add("--saver-transformer-impl", metavar="NAME", help="local")
     add("--position-embedding-type", metavar="NAME", help="compared with that of the checkpoint")
@@ -175,8 +179,8 @@ def _refuse(options: argparse.Namespace) -> None:
         ConfigError: names every such flag.
     """
     wrong = []
-    if options.model_type != "GPT":
-        wrong.append(f"--model-type {options.model_type} is not converted by this version; it converts GPT")
+    if options.model_type not in _FAMILIES:
+        wrong.append(f"--model-type {options.model_type} is not converted by this version; it converts GPT and BERT")
     for flag, name, known, refused in (
         ("--loader", options.loader, (*_MEGATRON, *_HUGGINGFACE), _REFUSED_LOADERS),
         ("--saver", options.saver, _MEGATRON, _REFUSED_SAVERS),
@@ -185,10 +189,6 @@ def _refuse(options: argparse.Namespace) -> None:
             wrong.append(f"{flag} {name}: {refused[name]}")
         elif name not in known:
             wrong.append(f"{flag} {name} is not known; use {', '.join(each for each in known if each not in refused)}")
-    if options.target_expert_parallel_size != 1:
-        wrong.append(
-            f"--target-expert-parallel-size {options.target_expert_parallel_size}: there are no experts; use 1"
-        )
     if options.loader == "llama_mistral" and options.checkpoint_type != "hf":
         given = options.checkpoint_type or "is not given and"
         wrong.append(f"--checkpoint-type {given} cannot be read; use hf, and --load-dir a Hugging Face folder")
@@ -208,6 +208,7 @@ def _wanted(tool: Tool, options: argparse.Namespace) -> Wanted:
         format="torch",
         tp=options.target_tensor_parallel_size,
         pp=options.target_pipeline_parallel_size,
+        ep=options.target_expert_parallel_size,
         optimizer=False,
         dtype=dtype,
         true_vocab_size=_vocabulary(options),
@@ -243,6 +244,12 @@ def _check_loader(options: argparse.Namespace, form: str) -> None:
         raise ConfigError(f"--loader {options.loader}: {options.load_dir} is of format {form}; use {use}")
 
 
+def _check_family(options: argparse.Namespace, args: dict[str, Any]) -> None:
+    held = model_of(args).model_family if args else _FAMILIES[options.model_type]
+    if held != _FAMILIES[options.model_type]:
+        raise ConfigError(f"--model-type {options.model_type}: the model in {options.load_dir} is {held.upper()}")
+
+
 def _check_positions(options: argparse.Namespace, args: dict[str, Any]) -> None:
     asked, held = options.position_embedding_type, args.get("position_embedding_type", "learned_absolute")
     if asked is not None and asked != held:
@@ -256,6 +263,24 @@ def _inherited_lines(args: dict[str, Any]) -> list[str]:
         else f"Checkpoint did not provide arguments {name}"
         for name in _INHERITED
     ]
+
+
+def _overwritten_lines(args: dict[str, Any]) -> list[str]:
+    """What the checkpoint has other than by default, in the words of Megatron's savers."""
+    settings = all_settings()
+    known = {name: settings[name].default for name in sorted(args) if name in settings and not settings[name].required}
+    return [
+        f"Overwriting default {name} value {_plain(default)} with value from checkpoint {_plain(args[name])}."
+        for name, default in known.items()
+        if name not in _INHERITED and _plain(args[name]) != _plain(default)
+    ]
+
+
+def _plain(value: Any) -> str:
+    """A value as it is said: that of a list of one, and None for nothing."""
+    if isinstance(value, list | tuple) and len(value) < 2:
+        value = value[0] if value else None
+    return str(list(value) if isinstance(value, tuple) else None if value == "" else value)
 
 
 def _without_effect(options: argparse.Namespace) -> list[str]:
