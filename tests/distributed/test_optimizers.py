@@ -17,6 +17,7 @@ ROUNDED = (
     "--grad-reduce-in-bf16"
 )
 MOMENTS, MAIN = {"exp_avg", "exp_avg_sq"}, {"fp32_param"}
+SOAP = MOMENTS | {"L", "R", "Q_L", "Q_R"}
 CASES = {
     "sgd-zero1": (2, f"{ZERO} --optimizer sgd --decoupled-lr 1e-3", {"momentum_buffer"}),
     "muon-tp2": (2, f"{TP2} {LLAMA} --optimizer muon --bf16", {"momentum_buffer"} | MOMENTS | MAIN),
@@ -25,6 +26,8 @@ CASES = {
         f"{TP2} {LLAMA} --optimizer adaptive_muon --bf16",
         {"momentum_buffer", "moment2_buffer"} | MOMENTS | MAIN,
     ),
+    "soap-tp2": (2, f"{TP2} {LLAMA} --optimizer soap --bf16 --soap-precondition-frequency 2", SOAP | MAIN),
+    "mup-tp2": (2, f"{TP2} {LLAMA} --use-mup --mup-base-hidden-size 8", MOMENTS),
     "rounded-zero1": (2, f"{ZERO} {ROUNDED} --main-params-dtype fp16", MOMENTS | MAIN),
     "lion-fsdp": (2, f"{FSDP} --optimizer lion --bf16", {"exp_avg"} | MAIN),
     "fp16-pp2": (2, f"{PP2} --fp16 --initial-loss-scale 65536 --loss-scale-window 2", MOMENTS | MAIN),
@@ -34,9 +37,11 @@ CONVERTED = {
     "sgd": ("--optimizer sgd --decoupled-lr 1e-3", {"momentum_buffer"}),
     "lion": ("--optimizer lion --bf16", {"exp_avg"} | MAIN),
     "muon": ("--optimizer muon --bf16", {"momentum_buffer"} | MOMENTS | MAIN),
+    "soap": ("--optimizer soap", SOAP),
+    "mup": ("--use-mup --mup-base-hidden-size 8", MOMENTS),
     "adaptive_muon": ("--optimizer adaptive_muon", {"momentum_buffer", "moment2_buffer"} | MOMENTS),
 }
-SAMPLE = ("muon-tp2", "rounded-zero1")
+SAMPLE = ("muon-tp2", "soap-tp2", "rounded-zero1")
 
 
 @pytest.mark.parametrize(
@@ -59,7 +64,10 @@ def test_a_resumed_run_is_the_uninterrupted_one(ranks: Any, tmp_path: Path, case
 
 @pytest.mark.parametrize(
     "optimizer",
-    [pytest.param(name, marks=() if name in ("sgd", "adaptive_muon") else pytest.mark.full) for name in CONVERTED],
+    [
+        pytest.param(name, marks=() if name in ("sgd", "soap", "adaptive_muon") else pytest.mark.full)
+        for name in CONVERTED
+    ],
 )
 def test_a_conversion_keeps_every_state(tmp_path: Path, optimizer: str) -> None:
     """To two tensor-parallel ranks in two stages and back: the same tensors; and the run goes on as if nothing were."""

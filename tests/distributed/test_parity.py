@@ -134,6 +134,17 @@ MODELS = {
         "--untie-embeddings-and-output-weights --decoupled-lr 0.002"
     ),
     "adaptive-muon": Model("--optimizer adaptive_muon --position-embedding-type rope --swiglu --ffn-hidden-size 24"),
+    "soap": Model(
+        "--optimizer soap --position-embedding-type rope --swiglu --ffn-hidden-size 24 --group-query-attention "
+        "--num-query-groups 2 --untie-embeddings-and-output-weights --disable-bias-linear"
+    ),
+    "mup": Model(
+        "--use-mup --mup-base-hidden-size 4 --mup-base-head-dim 2 --mup-embedding-mult 3 --decoupled-lr 0.01 "
+        "--adam-eps 1e-3"
+    ),
+    "mup-sgd": Model(
+        "--use-mup --mup-base-hidden-size 4 --mup-output-mult 0.7 --optimizer sgd --untie-embeddings-and-output-weights"
+    ),
     "ramp-up": Model("--rampup-batch-size 4 4 8 --decoupled-lr 0.005", vocab_size=43),
     "per-token": Model(
         "--calculate-per-token-loss --geglu --label-smoothing 0.2 --init-method-xavier-uniform --window-size 3,0 "
@@ -370,6 +381,7 @@ OPTIMISERS = [
     Case(Layout(tp=2), "muon", sequence_parallel=True),
     Case(Layout(dp=2), "sgd", zero1=True),
     Case(Layout(pp=2), "ramp-up", virtual_stages=2),
+    Case(Layout(pp=2), "mup", virtual_stages=2),
     Case(Layout(pp=2), "muon"),
     Case(Layout(dp=2), "muon"),
     Case(Layout(cp=2, tp=2), "muon", sequence_parallel=True),
@@ -387,8 +399,20 @@ OPTIMISERS = [
     Case(Layout(dp=4), "ramp-up"),
     Case(Layout(tp=2, dp=2), "ramp-up", sequence_parallel=True, zero1=True),
     Case(Layout(pp=2), "ramp-up", schedule="zb-h1"),
+    Case(Layout(tp=2), "soap", sequence_parallel=True),
+    Case(Layout(tp=4), "soap"),
+    Case(Layout(tp=2, pp=2), "soap", virtual_stages=2),
+    Case(Layout(cp=2, dp=2), "soap"),
+    Case(Layout(tp=2), "mup"),
+    Case(Layout(dp=2), "mup", zero1=True),
+    Case(Layout(dp=2), "mup", fsdp="zero3"),
+    Case(Layout(tp=2, pp=2), "mup", sequence_parallel=True, virtual_stages=2),
+    Case(Layout(cp=2), "mup"),
+    Case(Layout(tp=2, dp=2), "mup-sgd", sequence_parallel=True, zero1=True),
+    Case(Layout(pp=2), "mup-sgd", schedule="zb-h1"),
+    Case(Layout(cp=2, dp=2), "mup-sgd", exchange="a2a"),
 ]
-"""Optimizers, rates of their own and growing batches, over three updates; the first three rows are always run."""
+"""Optimizers, rates of their own and growing batches, over three updates; the first four rows are always run."""
 DATA = [
     Case(Layout(tp=2), data="documents", sequence_parallel=True),
     Case(Layout(cp=2), data="documents"),
@@ -724,7 +748,7 @@ SAMPLE = _covering(CASES)
 ALWAYS = (
     SAMPLE
     | set(OPTIONS[:4])
-    | set(OPTIMISERS[:3])
+    | set(OPTIMISERS[:4])
     | set(DATA[:4])
     | set(EXPERTS[:4])
     | set(LATENT[:1])

@@ -101,6 +101,23 @@ def test_other_data_stops_a_resume_and_can_be_accepted(
     assert accepted.code == 0 and "--accept-data-change: going on with it" in accepted.text, accepted.text
 
 
+def test_phases_with_data_of_their_own(warm: WarmProcess, tmp_path: Path, sources: tuple[Path, Path]) -> None:
+    """Two phases of 4 steps: the second goes on with the weights and the schedule, on the data that it names."""
+    one, other = sources
+    save, common = tmp_path / "c", ["--split", "1,0,0", "--eval-iters", 0, *saving(tmp_path / "c")]
+    phases = ["--phase-transition-iterations", "4"]
+    first = warm.run([*MODEL, "--data-path", one, *common, *phases], tmp_path)
+    assert first.code == 0 and "[exiting program at iteration 4] datetime" in first.text, first.text
+    refused = warm.run([*MODEL, "--data-path", other, *common], tmp_path)
+    assert refused.code == 4 and "the training data: " in refused.text, refused.text
+    second = warm.run([*MODEL, "--data-path", other, *common, *phases], tmp_path)
+    assert second.code == 0 and "train:      16" in second.text, second.text
+    assert [step["iteration"] for step in steps_of(save)] == list(range(1, 9))
+    # In the middle of a phase its data is that of the checkpoint.
+    again = warm.run([*MODEL, "--data-path", one, *common, *phases, "--train-iters", 12], tmp_path)
+    assert again.code == 4 and "the training data: " in again.text, again.text
+
+
 def test_ranks_with_different_data_are_refused(warm: WarmProcess, tmp_path: Path) -> None:
     folders = [tmp_path / "first", tmp_path / "second"]
     for folder, scale in zip(folders, (1, 7), strict=True):

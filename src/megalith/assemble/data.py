@@ -45,10 +45,11 @@ class Loaders:
                 loader.close()
 
 
-def run_sizes(run: RunConfig) -> Sizes:
+def run_sizes(run: RunConfig, iteration: int = 0) -> Sizes:
     """What the run draws: its training samples, all the evaluations in it with the final one, and one test.
 
-    None for validation stands for the whole split.
+    Of a run in phases the training samples are those of the phase that follows `iteration` done ones. None for
+    validation stands for the whole split.
     """
     grows = len(run.batch_sizes.stages) > 1
     train, valid, test = target_sizes(
@@ -61,6 +62,9 @@ def run_sizes(run: RunConfig) -> Sizes:
         global_batch_size=run.global_batch_size,
         eval_batch_size=run.eval_batch_size,
     )
+    if run.train.phase_ends:
+        start, stop = run.train.phase(iteration, run.train_iters)
+        train = (stop - start) * run.global_batch_size
     return train, None if run.data.full_validation else valid, test
 
 
@@ -82,9 +86,9 @@ def compare_tokenizers(run: RunConfig, card: Mapping[str, Any]) -> list[str]:
     return notes if len(notes) < 2 else [f"{notes[0]}; the same holds for {len(notes) - 1} more of the datasets"]
 
 
-def build_datasets(run: RunConfig, tokenizer: Tokenizer) -> Datasets:
-    """The datasets of all three splits, sized for the run."""
-    return family_of(run.model).build_datasets(run, tokenizer, run_sizes(run))
+def build_datasets(run: RunConfig, tokenizer: Tokenizer, iteration: int = 0) -> Datasets:
+    """The datasets of all three splits, sized for the run, or for its phase after so many iterations."""
+    return family_of(run.model).build_datasets(run, tokenizer, run_sizes(run, iteration))
 
 
 def build_loaders(
@@ -111,8 +115,9 @@ def build_loaders(
         DataError: the training samples do not do for the remaining steps.
     """
     assert datasets.train is not None, "a run without training data is refused when the datasets are built"
-    _refuse_too_few(run, datasets.train, iteration, consumed_train)
-    train = _loader(run, datasets.train, replica, consumed_train, run.train.micro_batch_size)
+    before, last = _samples_before_the_phase(run, iteration, consumed_train)
+    _refuse_too_few(run, datasets.train, iteration, consumed_train - before, last)
+    train = _loader(run, datasets.train, replica, consumed_train - before, run.train.micro_batch_size)
     sources = datasets.train.sources if isinstance(datasets.train, BlendedDataset) else ()
     if not run.train.eval_iters:
         return Loaders(train, None, None, consumed_valid, sources=sources)
@@ -150,9 +155,23 @@ def _ends(run: RunConfig) -> bool:
     return run.data.dataloader_type != "cyclic"
 
 
-def _refuse_too_few(run: RunConfig, train: Dataset, iteration: int, consumed: int) -> None:
+def _samples_before_the_phase(run: RunConfig, iteration: int, consumed: int) -> tuple[int, int]:
+    """The samples that earlier phases drew, and the iteration that this one ends at."""
+    if not run.train.phase_ends:
+        return 0, run.train_iters
+    start, stop = run.train.phase(iteration, run.train_iters)
+    if consumed != iteration * run.global_batch_size:
+        raise DataError(
+            f"--phase-transition-iterations: {consumed} samples are consumed in {iteration} iterations, which are not "
+            f"of --global-batch-size {run.global_batch_size}, so that the place in this phase cannot be known; give "
+            "the batch size of the run so far"
+        )
+    return start * run.global_batch_size, stop
+
+
+def _refuse_too_few(run: RunConfig, train: Dataset, iteration: int, consumed: int, last: int) -> None:
     """A run that resumes with smaller batches has drawn more samples than its steps so far account for."""
-    to_come = run.batch_sizes.consumed_after(run.train_iters - iteration, consumed) - consumed
+    to_come = run.batch_sizes.consumed_after(last - iteration, consumed) - consumed
     block = run.train.micro_batch_size * run.data_parallel_size
     if (len(train) >= block) if not _ends(run) else (consumed + to_come <= len(train)):
         return
@@ -163,7 +182,7 @@ def _refuse_too_few(run: RunConfig, train: Dataset, iteration: int, consumed: in
         )
     former = f" (then {consumed // iteration})" if iteration else ""
     raise DataError(
-        f"the training data does not do for the {run.train_iters - iteration} iterations to come: {consumed} of its "
+        f"the training data does not do for the {last - iteration} iterations to come: {consumed} of its "
         f"{len(train)} samples are consumed in {iteration} iterations and {to_come} more are needed. It is built for "
         f"--train-iters x --global-batch-size, and --global-batch-size was another before{former}: give that one, or "
         "--finetune to start anew from the weights"

@@ -124,7 +124,12 @@ def dump_groups(path: str, state: TrainState) -> None:
         ConfigError: the file cannot be written.
     """
     own = {
-        name: {"group": number, "wd_mult": group.wd_mult, "is_decoupled_lr": group.decoupled}
+        name: {
+            "group": number,
+            "wd_mult": group.wd_mult,
+            "lr_mult": group.lr_mult,
+            "is_decoupled_lr": group.decoupled,
+        }
         for number, group in enumerate(state.optimizer.groups)
         for name in group.names
     }

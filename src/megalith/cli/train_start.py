@@ -467,8 +467,8 @@ def _load(
 
 def _loaders(config: RunConfig, tokenizer: Tokenizer, state: TrainState, screen: Screen) -> Loaders:
     screen.note("> building train, validation, and test datasets ...")
-    screen.say(console.target_sizes_lines(*run_sizes(config)))
-    datasets = _datasets(config, tokenizer, state.context)
+    screen.say(console.target_sizes_lines(*run_sizes(config, state.iteration)))
+    datasets = _datasets(config, tokenizer, state)
     for dataset in (*datasets, *datasets.further_valid):
         if dataset is not None:
             screen.say(f"    {dataset.name}: {dataset.summary}")
@@ -490,13 +490,13 @@ def _loaders(config: RunConfig, tokenizer: Tokenizer, state: TrainState, screen:
     return loaders
 
 
-def _datasets(config: RunConfig, tokenizer: Tokenizer, context: ParallelContext) -> Datasets:
+def _datasets(config: RunConfig, tokenizer: Tokenizer, state: TrainState) -> Datasets:
     """The datasets; the first rank builds their indices, and the others find them in the cache where there is one."""
-    crew, built = Crew(context.world), list[Datasets]()
+    crew, built = Crew(state.context.world), list[Datasets]()
 
     def build() -> None:
         if not built:
-            built.append(build_datasets(config, tokenizer))
+            built.append(build_datasets(config, tokenizer, state.iteration))
 
     if config.data.names_sources or config.data.data_cache_path:
         crew.first(build)
@@ -521,6 +521,7 @@ def _plan(config: RunConfig, model: LanguageModel, context: ParallelContext) -> 
         save_interval=config.checkpoint.save_interval,
         passing_save_interval=config.checkpoint.non_persistent_save_interval,
         exit_interval=train.exit_interval,
+        phase_ends=frozenset(train.phase_ends),
         skip_training=train.skip_train,
         first_evaluation=train.start_eval_at_iter or 0,
         exit_minutes=train.exit_duration_in_mins,

@@ -23,7 +23,6 @@ _UNKNOWN_HERE = {
     "mtp_num_layers": "--mtp-num-layers",
     "hybrid_override_pattern": "--hybrid-override-pattern",
     "heterogeneous_layers_config_path": "--heterogeneous-layers-config-path",
-    "use_mup": "--use-mup",
     "moe_latent_size": "--moe-latent-size",
     "moe_apply_probs_on_input": "--moe-apply-probs-on-input",
 }
@@ -54,7 +53,6 @@ def model_of(args: Mapping[str, Any]) -> ModelConfig:
         known["num_query_groups"] = 1
     if args.get("layernorm_zero_centered_gamma"):
         known["apply_layernorm_1p"] = True
-    known.setdefault("model_family", _family(args))
     known |= {name: _text(args[name]) for name in _TEXTS if name in args}
     if args.get("multi_latent_attention"):
         known["kv_channels"] = None  # Megatron fills it in and does not use it
@@ -63,15 +61,6 @@ def model_of(args: Mapping[str, Any]) -> ModelConfig:
     else:  # Megatron has these with defaults of their own, for other layers
         known = {name: value for name, value in known.items() if name not in ("mscale", "mscale_all_dim")}
     return _group("model", ModelConfig, known)
-
-
-def _family(args: Mapping[str, Any]) -> str:
-    """Of a model of Megatron, whose arguments do not say it: a decoder has its length, BERT and T5 this tokenizer."""
-    if args.get("decoder_seq_length"):
-        return "t5"
-    if not str(args.get("tokenizer_type") or "").startswith("BertWordPiece"):
-        return "gpt"
-    return "t5" if args.get("vocab_extra_ids") else "bert"
 
 
 _TEXTS = ("moe_layer_freq", "no_rope_freq", "onnx_safe", "window_attn_skip_freq", "window_size")

@@ -1,4 +1,4 @@
-"""Rules of the optimizers: what Muon can work on, number formats of the states, rates of single groups."""
+"""Rules of the optimizers: what Muon and SOAP can work on, number formats of the states, rates of single groups."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _FORMATS = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_s
 
 
 @rule("optimizer", "use_distributed_optimizer", "use_torch_fsdp2")
-def muon_sees_whole_matrices(draft: Draft) -> str:
+def matrices_are_seen_whole(draft: Draft) -> str:
     parallel = draft.run.parallel
-    if not draft.run.optimizer.orthogonalises:
+    if not draft.run.optimizer.sees_matrices:
         return ""
     cutting = [name for name in ("use_distributed_optimizer", "use_torch_fsdp2") if getattr(parallel, name)]
     if not cutting:
@@ -43,9 +43,9 @@ def muon_has_each_key_head_once(draft: Draft) -> str:
 
 
 @rule("optimizer", "optimizer_cpu_offload")
-def muon_stays_on_the_device(draft: Draft) -> str:
+def matrices_stay_on_the_device(draft: Draft) -> str:
     optimizer = draft.run.optimizer
-    if not optimizer.orthogonalises or not optimizer.optimizer_cpu_offload:
+    if not optimizer.sees_matrices or not optimizer.optimizer_cpu_offload:
         return ""
     return (
         f"--optimizer-cpu-offload with {show(draft, 'optimizer')}: its products of matrices belong on the device; "
@@ -166,8 +166,8 @@ def _only_with(name: str, optimizers: tuple[str, ...]) -> Rule:
 
 
 OPTIMIZER_RULES: tuple[Rule, ...] = (
-    muon_stays_on_the_device,
-    muon_sees_whole_matrices,
+    matrices_stay_on_the_device,
+    matrices_are_seen_whole,
     muon_has_each_key_head_once,
     muon_uses_all_coefficients,
     formats_are_asked_for,
@@ -182,7 +182,8 @@ OPTIMIZER_NOTICES: tuple[Rule, ...] = (
     every_replica_updates_all,
     precision_awareness_without_formats,
     idle_without("decoupled_min_lr", "decoupled_lr", "--decoupled-lr is not given"),
-    *(_only_with(name, ("adam",)) for name in ("adam_beta1", "adam_beta2", "adam_eps")),
+    *(_only_with(name, ("adam", "soap")) for name in ("adam_beta1", "adam_beta2", "adam_eps")),
+    *(_only_with(name, ("soap",)) for name in ("soap_shampoo_beta", "soap_precondition_frequency")),
     *(_only_with(name, ("lion",)) for name in ("lion_beta1", "lion_beta2")),
     _only_with("sgd_momentum", ("sgd",)),
     *(

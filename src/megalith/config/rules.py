@@ -17,6 +17,7 @@ from megalith.config.launch_rules import LAUNCH_NOTICES, LAUNCH_RULES
 from megalith.config.layout_rules import LAYOUT_NOTICES, LAYOUT_RULES
 from megalith.config.log_rules import LOG_NOTICES, LOG_RULES
 from megalith.config.model_rules import MODEL_NOTICES, MODEL_RULES
+from megalith.config.mup_rules import MUP_NOTICES, MUP_RULES
 from megalith.config.optimizer_rules import OPTIMIZER_NOTICES, OPTIMIZER_RULES
 from megalith.config.recompute_rules import RECOMPUTE_NOTICES, RECOMPUTE_RULES
 from megalith.config.rule import Rule
@@ -28,6 +29,7 @@ from megalith.config.training_rules import TRAINING_NOTICES, TRAINING_RULES
 RULES: tuple[Rule, ...] = (
     *MODEL_RULES,
     *LATENT_RULES,
+    *MUP_RULES,
     *EXPERT_RULES,
     *TRAINING_RULES,
     *SCHEDULE_RULES,
@@ -49,6 +51,7 @@ NOTICES: tuple[Rule, ...] = (
     *TOKENIZER_NOTICES,
     *MODEL_NOTICES,
     *LATENT_NOTICES,
+    *MUP_NOTICES,
     *EXPERT_NOTICES,
     *TRAINING_NOTICES,
     *SCHEDULE_NOTICES,

@@ -219,7 +219,38 @@ def skipped_iterations_are_in_the_run(draft: Draft) -> str:
     )
 
 
+@rule("phase_transition_iterations", "train_iters")
+def phases_end_in_the_run(draft: Draft) -> str:
+    train = draft.run.train
+    if train.phase_transition_iterations is None:
+        return ""
+    words = [word.strip() for word in train.phase_transition_iterations.split(",")]
+    last = train.train_iters or max(train.phase_ends, default=0) + 1
+    bad = [word for word in words if not word.isdecimal() or not 0 < int(word) < last]
+    if not bad:
+        return ""
+    limit = f", below {show(draft, 'train_iters')}" if train.train_iters else ""
+    return (
+        f"{show(draft, 'phase_transition_iterations')}: {bad[0] or 'an empty word'} is no iteration to end a phase at; "
+        f"give numbers from 1 on{limit}, such as 1000,5000"
+    )
+
+
+@rule("phase_transition_iterations", "rampup_batch_size", "step_batch_size_schedule")
+def phases_have_one_batch_size(draft: Draft) -> str:
+    train = draft.run.train
+    growing = [name for name in ("rampup_batch_size", "step_batch_size_schedule") if getattr(train, name)]
+    if train.phase_transition_iterations is None or not growing:
+        return ""
+    return (
+        f"{show(draft, 'phase_transition_iterations')} and {show(draft, growing[0])} exclude each other: a phase is "
+        "found by its number of samples; use one batch size"
+    )
+
+
 TRAINING_RULES: tuple[Rule, ...] = (
+    phases_end_in_the_run,
+    phases_have_one_batch_size,
     one_half_precision,
     loss_scale_starts_above_its_minimum,
     micro_batches_fill_the_global_batch,

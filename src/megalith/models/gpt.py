@@ -66,6 +66,7 @@ class GPT(LanguageModel):
                 config.max_position_embeddings if learned else None,
                 config.hidden_dropout,
                 region,
+                multiplier=config.embedding_multiplier,
                 hidden_dtype=self.hidden_dtype,
                 dtype=dtype,
                 device=device,
@@ -178,6 +179,7 @@ class GPT(LanguageModel):
     ) -> Tensor:
         """The hidden states [S, B, D] behind the last layer that is here, the final norm applied where it is.
 
+        Where logits have a factor (muP) the states before them have it, of which logits are a linear map.
         Arguments as of `forward`; for whoever wants the logits of a few positions only.
         """
         if cache is None:
@@ -191,4 +193,5 @@ class GPT(LanguageModel):
             hidden_SBD = self.embedding(tokens_BS, position_ids_BS)
         turn = None if self._rotations is None else self._rotations(positions_S, length)
         states_SBD: Tensor = self.decoder(hidden_SBD, turn, cache, documents)
-        return states_SBD
+        scaled = self.stage.predicts and self.config.logits_multiplier != 1.0
+        return states_SBD * self.config.logits_multiplier if scaled else states_SBD

@@ -1,9 +1,11 @@
 """Initial weights: by name, so that every layout starts alike, or exactly as Megatron draws them on a CPU.
 
 Rules (Megatron's): weights and embeddings N(0, std); the projections that end a residual branch (linear_proj,
-linear_fc2) N(0, std / sqrt(2 L)) with L layers in all (Radford et al. 2019); biases 0, norm weights 1, kept as 0 where
-they are kept around one. Under --init-method-xavier-uniform all matrices are uniform up to sqrt(6 / (rows + columns))
-of the whole matrix (Glorot and Bengio 2010), and embeddings too unless --embedding-init-method-std is given.
+linear_fc2) N(0, std / sqrt(2 L)) with L layers in all (Radford et al. 2019); biases of routers N(0, std), all others
+0; norm weights 1, kept as 0 where they are kept around one. Under muP all standard deviations but those of embeddings
+are divided by the root of the width multiplier. Under --init-method-xavier-uniform all matrices are uniform up to
+sqrt(6 / (rows + columns)) of the whole matrix (Glorot and Bengio 2010), and embeddings too unless
+--embedding-init-method-std is given.
 Every weight is drawn in fp32 (fp64 stays fp64) at its full shape and then cast.
 """
 
@@ -22,6 +24,7 @@ from megalith.nn.placement import Placement, global_shape, local_part
 from megalith.nn.precision import at_least_fp32
 
 RESIDUAL_WEIGHTS = ("linear_proj.weight", "linear_fc2.weight")
+ROUTER_BIAS = "mlp.router.bias"
 SINKS = "core_attention.softmax_offset"
 OUTPUT_LAYER = "output_layer.weight"
 POSITION_EMBEDDINGS = "embedding.position_embeddings.weight"
@@ -34,12 +37,11 @@ _PROJECTIONS = (
 
 def _std(model: LanguageModel, name: str) -> float:
     config = model.config
-    if name.endswith(RESIDUAL_WEIGHTS):
-        return config.init_method_std / math.sqrt(2.0 * config.num_layers)
-    embeds = name in (WORD_EMBEDDINGS, POSITION_EMBEDDINGS) or name == model.copied_weight
-    if embeds and config.embedding_init_method_std is not None:
-        return config.embedding_init_method_std
-    return config.init_method_std
+    if name in (WORD_EMBEDDINGS, POSITION_EMBEDDINGS) or name == model.copied_weight:
+        own = config.embedding_init_method_std
+        return config.init_method_std if own is None else own
+    of_hidden = config.init_method_std / math.sqrt(config.width_multiplier)
+    return of_hidden / math.sqrt(2.0 * config.num_layers) if name.endswith(RESIDUAL_WEIGHTS) else of_hidden
 
 
 def _is_uniform(model: LanguageModel, name: str, shape: Sequence[int]) -> bool:
@@ -50,7 +52,7 @@ def _is_uniform(model: LanguageModel, name: str, shape: Sequence[int]) -> bool:
 
 def _is_drawn(name: str) -> bool:
     is_norm = "layernorm" in name or "layer_norm" in name
-    return (name.endswith((".weight", ".gate_weight")) and not is_norm) or name.endswith(SINKS)
+    return (name.endswith((".weight", ".gate_weight")) and not is_norm) or name.endswith((SINKS, ROUTER_BIAS))
 
 
 def _fill_constants(model: LanguageModel) -> None:

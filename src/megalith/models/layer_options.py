@@ -53,7 +53,7 @@ def latent_shape(config: ModelConfig) -> LatentShape:
 def attention_rule(config: ModelConfig, layer: int, *, causal: bool = True) -> AttentionRule:
     """Which keys a layer attends to and how; layers count from 0, and Megatron's scaling by layers from 1."""
     return AttentionRule(
-        scale=_latent_scale(config) if config.multi_latent_attention else config.softmax_scale,
+        scale=_latent_scale(config) if config.multi_latent_attention else config.attention_scale,
         window=config.windows[layer],
         layer_scaling=layer + 1 if config.apply_query_key_layer_scaling else 1,
         causal=causal,

@@ -59,8 +59,8 @@ class TokenEmbedding(nn.Module):
 
     Shapes: tokens and positions [B, S] -> [S, B, D]; where the region holds a part of the sequence, that part of it.
 
-    `hidden_dtype` is that of the sum: of the weights, or wider. With `num_types` there is a third summand, of the type
-    of each token (BERT's: which of two runs of text it is of).
+    `hidden_dtype` is that of the sum: of the weights, or wider; `multiplier` is a factor of it. With `num_types` there
+    is a third summand, of the type of each token (BERT's: which of two runs of text it is of).
 
     Each rank looks up the words whose rows it holds, zeros stand for the others, and the sum over the ranks is
     complete (Shoeybi et al. 2019, arXiv:1909.08053, section 3).
@@ -75,12 +75,14 @@ class TokenEmbedding(nn.Module):
         region: Region,
         *,
         num_types: int = 0,
+        multiplier: float = 1.0,
         hidden_dtype: torch.dtype | None = None,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         super().__init__()
         self.region, self.vocab_size, self.hidden_dtype = region, vocab_size, hidden_dtype or dtype
+        self.multiplier = multiplier
         self.part = region.shard(vocab_size, even=False)
         self.word_embeddings = Embedding(self.part.size, hidden_size, Split(0, vocab_size), dtype=dtype, device=device)
         self.position_embeddings = (
@@ -111,5 +113,7 @@ class TokenEmbedding(nn.Module):
             assert types_BS is not None, "the type of each token is needed"
             types = self.region.own_sequence(types_BS, dim=1)
             hidden = hidden + self.tokentype_embeddings(types).transpose(0, 1)
+        if self.multiplier != 1.0:
+            hidden = hidden * self.multiplier
         embedded: Tensor = self.dropout(hidden.to(self.hidden_dtype).contiguous())
         return embedded

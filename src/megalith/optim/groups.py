@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -11,8 +11,10 @@ from megalith.config import OptimizerConfig
 from megalith.distributed.context import Axis
 from megalith.nn.placement import Placement
 from megalith.optim.low_precision import Widened
-from megalith.optim.muon import COEFFICIENTS, AdaptiveMuon, Muon, is_muons
+from megalith.optim.muon import COEFFICIENTS, AdaptiveMuon, Muon, is_of_layers
+from megalith.optim.mup import WidthScaling
 from megalith.optim.rules import SGD, AdamW, Lion, UpdateRule
+from megalith.optim.soap import Soap
 
 _QK_NORMS = ("q_layernorm.weight", "k_layernorm.weight")
 _TABLES = ("embedding.word_embeddings.weight", "output_layer.weight")
@@ -23,7 +25,7 @@ class Group:
     """Parameters that are treated alike, by name in module order.
 
     Attributes:
-        wd_mult: what the weight decay is multiplied by.
+        wd_mult, lr_mult: what the weight decay and the rate are multiplied by.
         decoupled: whether their learning rate is `--decoupled-lr`.
         rule: how they change.
     """
@@ -32,6 +34,7 @@ class Group:
     decoupled: bool
     rule: UpdateRule
     names: tuple[str, ...]
+    lr_mult: float = 1.0
 
 
 def decays(name: str, parameter: Tensor, config: OptimizerConfig) -> bool:
@@ -41,31 +44,70 @@ def decays(name: str, parameter: Tensor, config: OptimizerConfig) -> bool:
     return not (name.endswith(".bias") or parameter.dim() == 1)
 
 
+@dataclass(frozen=True, order=True)
+class _Treatment:
+    """What makes a group, in the order of the groups."""
+
+    apart: bool
+    no_decay: bool
+    elementwise: bool
+    lr_mult: float = 1.0
+    eps_mult: float = 1.0
+
+
 def make_groups(
-    parameters: Mapping[str, Tensor], config: OptimizerConfig, axis: Axis, placements: Mapping[str, Placement]
+    parameters: Mapping[str, Tensor],
+    config: OptimizerConfig,
+    axis: Axis,
+    placements: Mapping[str, Placement],
+    scaling: WidthScaling | None = None,
 ) -> list[Group]:
     """Megatron's groups in its order: what decays, then what does not, then what has a rate of its own.
 
-    Under Muon the matrices of the layers stand before the rest of what decays.
+    Under Muon and SOAP the matrices of the layers stand before the rest of what decays.
 
     Args:
         parameters: by name, in module order.
         config: which rule, and what it acts on.
         axis: over which matrices are divided.
-        placements: how; needed for Muon.
+        placements: how; needed for Muon and SOAP.
+        scaling: of the rates by the width of the model; none by default.
     """
-    plain, of_matrices = _elementwise(config), _of_matrices(config, axis, placements)
-    members: dict[tuple[bool, bool, bool], tuple[str, ...]] = {}
+    members: dict[_Treatment, tuple[str, ...]] = {}
     for name, parameter in parameters.items():
-        apart = config.decoupled_lr is not None and name in _TABLES
-        by_muon = of_matrices is not None and is_muons(name, parameter)
-        key = (apart, not decays(name, parameter, config), not by_muon)
-        members[key] = (*members.get(key, ()), name)
+        treatment = _treatment(name, parameter, config, scaling or WidthScaling())
+        members[treatment] = (*members.get(treatment, ()), name)
+    plain, of_matrices = _elementwise(config), _of_matrices(config, axis, placements)
     return [
-        Group(0.0 if no_decay else 1.0, apart, plain if of_matrices is None or not_muon else of_matrices, members[key])
-        for key in sorted(members)
-        for apart, no_decay, not_muon in (key,)
+        Group(
+            0.0 if treatment.no_decay else 1.0,
+            treatment.apart,
+            _with_epsilon(plain, treatment.eps_mult) if treatment.elementwise else of_matrices or plain,
+            members[treatment],
+            treatment.lr_mult,
+        )
+        for treatment in sorted(members)
     ]
+
+
+def _treatment(name: str, parameter: Tensor, config: OptimizerConfig, scaling: WidthScaling) -> _Treatment:
+    apart = config.decoupled_lr is not None and name in _TABLES
+    by_matrix, optimizer = config.sees_matrices and is_of_layers(name, parameter), config.optimizer
+    scaled = not (by_matrix and config.orthogonalises)
+    return _Treatment(
+        apart,
+        not decays(name, parameter, config),
+        not by_matrix,
+        scaling.rate(name, parameter, optimizer) if scaled and not apart else 1.0,
+        scaling.epsilon(name, parameter, optimizer),
+    )
+
+
+def _with_epsilon(rule: UpdateRule, factor: float) -> UpdateRule:
+    """The rule with an epsilon that is multiplied by a factor."""
+    if isinstance(rule, Widened):
+        return Widened(_with_epsilon(rule.rule, factor)) if factor != 1.0 else rule
+    return replace(rule, eps=rule.eps * factor) if isinstance(rule, AdamW) else rule
 
 
 def _elementwise(config: OptimizerConfig) -> UpdateRule:
@@ -81,8 +123,18 @@ def _elementwise(config: OptimizerConfig) -> UpdateRule:
 
 
 def _of_matrices(config: OptimizerConfig, axis: Axis, placements: Mapping[str, Placement]) -> UpdateRule | None:
-    if not config.orthogonalises:
+    if not config.sees_matrices:
         return None
+    if config.optimizer == "soap":
+        return Soap(
+            config.adam_beta1,
+            config.adam_beta2,
+            config.adam_eps,
+            config.soap_shampoo_beta,
+            config.soap_precondition_frequency,
+            axis,
+            placements,
+        )
     kind = AdaptiveMuon if config.optimizer == "adaptive_muon" else Muon
     return kind(
         momentum=config.muon_momentum,

@@ -79,14 +79,14 @@ def shape_scale(rows: int, columns: int, mode: str) -> float:
     return float(max(1.0, rows / columns) ** 0.5)
 
 
-def is_muons(name: str, parameter: Tensor) -> bool:
+def is_of_layers(name: str, parameter: Tensor) -> bool:
     """Whether a parameter is a matrix inside a layer; embeddings and the output layer are tables, not maps."""
     return parameter.dim() == 2 and not name.startswith(("embedding.", "output_layer."))
 
 
 @dataclass(frozen=True)
 class Muon:
-    """The rule for the parameters that `is_muons`.
+    """The rule for the parameters that `is_of_layers`.
 
     Attributes:
         momentum, nesterov: of the momentum that is orthogonalised.

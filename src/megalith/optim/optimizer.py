@@ -30,9 +30,11 @@ from megalith.optim.groups import Group, make_groups
 from megalith.optim.holding import hold_flat, hold_shards
 from megalith.optim.loss_scale import LossScale, build_loss_scale
 from megalith.optim.low_precision import STATE_DTYPES, Widened
+from megalith.optim.mup import WidthScaling
 from megalith.optim.norms import CountedOnce
 from megalith.optim.offload import choose_hosted, on_host, zeros_on_host
 from megalith.optim.rules import Work
+from megalith.optim.soap import Soap
 from megalith.parallel.data import Copies
 from megalith.parallel.fsdp import FullyShard
 
@@ -63,12 +65,14 @@ class StateBox:
         tensor: The live elements.
         offset: Where they begin in the parameter that this rank has in its model.
         shape: Of that parameter.
+        whole: It is not divided as the parameter is: every tensor-parallel rank has all of it, of a shape of its own.
     """
 
     name: str
     tensor: Tensor
     offset: tuple[int, ...]
     shape: tuple[int, ...]
+    whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,8 @@ class _Rates:
 
     def of(self, group: Group) -> tuple[float, float]:
         """Learning rate and weight decay of a group."""
-        return self.decoupled_lr if group.decoupled else self.lr, self.weight_decay * group.wd_mult
+        lr = self.decoupled_lr if group.decoupled else self.lr
+        return lr * group.lr_mult, self.weight_decay * group.wd_mult
 
 
 class Optimizer:
@@ -109,6 +114,7 @@ class Optimizer:
         sharded: The modules, where these are cut over the data-parallel ranks (ZeRO-2 and ZeRO-3). Their weight
             gradients are autograd's then.
         offload: Part of the parameters, by elements, whose states and updates are on the host (`optim.offload`).
+        scaling: Of the rates by the width of the model; none by default.
     """
 
     def __init__(
@@ -127,12 +133,13 @@ class Optimizer:
         overlap_gather: bool = False,
         sharded: Sequence[FullyShard] = (),
         offload: float = 0.0,
+        scaling: WidthScaling | None = None,
     ) -> None:
         modules = [modules] if isinstance(modules, nn.Module) else modules
         context = context or ParallelContext.solo()
         self._config, self._count_zeros, self._world = config, count_zeros, context.world
         self._params = _named(modules)
-        self._groups = make_groups(self._params, config, context.tp, placements or {})
+        self._groups = make_groups(self._params, config, context.tp, placements or {}, scaling)
         copies = copies or {}
         self._sharded = bool(sharded)
         if sharded:
@@ -163,6 +170,7 @@ class Optimizer:
         self.scaler: LossScale = build_loss_scale(precision)
         self._checks_overflow = precision.fp16 or (precision.bf16 and precision.loss_scale is not None)
         self._scales = precision.fp16
+        self._squares: set[str] = set()
         self._state = self._zero_state()
 
     def _zero_state(self) -> dict[str, dict[str, Tensor]]:
@@ -177,6 +185,10 @@ class Optimizer:
                     rounded = asked.get(kind, "fp32") != "fp32"
                     dtype = STATE_DTYPES[asked[kind]] if rounded else at_least_fp32(main.dtype)
                     hosted = name in self._hosted
+                    square = group.rule.square(kind, name, main.shape) if isinstance(group.rule, Soap) else None
+                    if square is not None:
+                        self._squares.add(f"{kind}.{name}")
+                        main = main.new_empty(square)
                     part[name] = zeros_on_host(main, dtype) if hosted else torch.zeros_like(main, dtype=dtype)
         return states
 
@@ -316,7 +328,8 @@ class Optimizer:
     def state_tensors(self) -> dict[str, Tensor]:
         """The live state: for AdamW `exp_avg.<name>`, `exp_avg_sq.<name>` and, in half precision, `fp32_param.<name>`.
 
-        Each has the shape of its parameter. Under ZeRO no rank has such tensors: see `state_boxes`.
+        Each has the shape of its parameter, but for the factors and bases of SOAP. Under ZeRO no rank has such tensors:
+        see `state_boxes`.
         """
         assert self._memory is None, "the state is divided over the data-parallel ranks"
         return {f"{kind}.{name}": tensor for kind, part in self._states().items() for name, tensor in part.items()}
@@ -340,7 +353,10 @@ class Optimizer:
                 yield StateBox(name, parameter.detach(), (0,) * parameter.dim(), tuple(parameter.shape))
 
     def _boxes(self, label: str, name: str, tensor: Tensor) -> Iterator[StateBox]:
-        """What this rank owns of a tensor like the parameter `name`."""
+        """What this rank owns of a tensor like the parameter `name`, or of one that is whole on each rank."""
+        if label in self._squares:
+            yield StateBox(label, tensor, (0,) * tensor.dim(), tuple(tensor.shape), whole=True)
+            return
         shape, start = self.gradients.shapes[name], self.gradients.owned(name)[0]
         for box in boxes(start, start + tensor.numel(), shape):
             first = box.start - start
@@ -360,7 +376,7 @@ class Optimizer:
         lr, weight_decay = self._last_rates.of(group)
         return {
             "wd_mult": group.wd_mult,
-            "lr_mult": 1.0,
+            "lr_mult": group.lr_mult,
             "is_expert_parallel": False,
             "is_decoupled_lr": group.decoupled,
             "lr": lr,
@@ -424,4 +440,12 @@ def build_optimizer(
         overlap_gather=overlap_gather,
         sharded=sharded,
         offload=offload,
+        scaling=_width_scaling(models),
     )
+
+
+def _width_scaling(models: Sequence[LanguageModel]) -> WidthScaling:
+    """Of the rates of models, which have one architecture."""
+    tied = [model.copied_weight for model in models if model.copied_weight is not None]
+    widths = {model.config.width_multiplier for model in models}
+    return WidthScaling(widths.pop(), tied) if len(widths) == 1 else WidthScaling()

@@ -43,7 +43,7 @@ from megalith.distributed.context import Axis
 from megalith.errors import CheckpointError
 from megalith.models.language_model import named_placements
 from megalith.models.saved import saved_tensors, whole_names
-from megalith.nn.placement import Placement
+from megalith.nn.placement import Placement, Replicated
 from megalith.schedules.parameters import ResumedSchedule, resume_schedule
 from megalith.tokenizers.card import card_differences, side_by_side
 from megalith.train.faults import Probe, no_probe
@@ -292,9 +292,9 @@ def _optimizer_chunks(state: TrainState, run: RunConfig, *, once: bool) -> list[
         kind, _, name = box.name.partition(".")
         if name in names:
             boxes.append(replace(box, name=f"{kind}.{names[name]}"))
-    return optimizer_chunks(
-        boxes, _stored_placements(state, names), stacking_of(run.model), rank=tp.index, size=tp.size, once=once
-    )
+    placements = _stored_placements(state, names)
+    placements |= {box.name: Replicated() for box in boxes if box.whole}
+    return optimizer_chunks(boxes, placements, stacking_of(run.model), rank=tp.index, size=tp.size, once=once)
 
 
 def _stored_placements(state: TrainState, names: Mapping[str, str]) -> dict[str, Placement]:
@@ -416,7 +416,8 @@ def check_fits(found: FoundCheckpoint, run: RunConfig, identity: Identity) -> tu
     data: list[str] = []
     if found.manifest is not None:
         model += _other_tokenizer(found.manifest.get("tokenizer") or {}, identity.tokenizer)
-        if not (run.checkpoint.finetune or found.weights_only):
+        begins = found.iteration in run.train.phase_ends  # with data of its own
+        if not (run.checkpoint.finetune or found.weights_only or begins):
             data = _changes("the training data", found.manifest.get("data", {}), identity.data)
     if model or (data and not run.checkpoint.accept_data_change):
         remedy = (
@@ -538,10 +539,10 @@ def _strictness_notes(loaded: LoadedContent, run: RunConfig, *, with_optimizer: 
     how = run.checkpoint.dist_ckpt_strictness
     beside = f"{OPTIMIZER_PREFIX}fp32_param." if with_optimizer else OPTIMIZER_PREFIX
     unexpected = [key for key in loaded.unexpected if not key.startswith(beside) and not is_rng_object(key)]
-    if how == "assume_ok_unexpected" or not unexpected:
+    if how in ("assume_ok_unexpected", "ignore_all") or not unexpected:
         return ()
     text = f"the checkpoint holds what this run does not ask for: {', '.join(unexpected)}"
-    if how != "log_unexpected":
+    if how.startswith("raise"):
         raise CheckpointError(f"{text}; --dist-ckpt-strictness {how} refuses it")
     return (text,)
 

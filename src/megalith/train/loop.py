@@ -42,6 +42,7 @@ class Plan:
         save_interval: iterations between checkpoints; None for a single one at the end.
         passing_save_interval: iterations between those of which only the last one is kept.
         exit_interval: save and stop at a multiple of this iteration.
+        phase_ends: save and stop at these iterations.
         exit_minutes: save and stop after this time.
         flops_per_step: model FLOPs of one step on this device.
         peak_flops: FLOP/s of its best matrix product.
@@ -63,6 +64,7 @@ class Plan:
     save_interval: int | None = None
     passing_save_interval: int | None = None
     exit_interval: int | None = None
+    phase_ends: frozenset[int] = frozenset()
     exit_minutes: float | None = None
     log_params_norm: bool = False
     pipeline_schedule: str | None = None
@@ -338,7 +340,7 @@ def _ending_by_plan(run: TrainingRun) -> Ending | None:
     plan, iteration = run.plan, run.state.iteration
     if run.agreement.out_of_time:
         return Ending("duration", iteration, str(_minutes(run)))
-    if plan.exit_interval and iteration % plan.exit_interval == 0:
+    if (plan.exit_interval and iteration % plan.exit_interval == 0) or iteration in plan.phase_ends:
         return Ending("interval", iteration)
     return None
 

@@ -240,7 +240,8 @@ class Ending:
     """Why a run ended.
 
     Attributes:
-        kind: "finished", "signal", "interval" (`--exit-interval`) or "duration" (`--exit-duration-in-mins`).
+        kind: "finished", "signal", "interval" (`--exit-interval`, or the end of a phase) or "duration"
+            (`--exit-duration-in-mins`).
         detail: the signal's name, or the minutes the run took.
     """
 

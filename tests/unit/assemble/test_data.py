@@ -6,9 +6,10 @@ import dataclasses
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
-from megalith.assemble.data import build_loaders, compare_tokenizers
+from megalith.assemble.data import build_loaders, compare_tokenizers, run_sizes
 from megalith.config import RunConfig
 from megalith.config.load import from_values
 from megalith.data.build import Datasets
@@ -55,6 +56,28 @@ def test_smaller_batches_that_need_more_samples_than_there_are() -> None:
     with pytest.raises(DataError, match=r"20 of its 25 samples .* 10 more are needed.*was another before \(then 4\)"):
         build_loaders(run_of(2), datasets(25, 24), iteration=5, consumed_train=20)
     assert build_loaders(run_of(2), datasets(30, 24), iteration=5, consumed_train=20).train is not None
+
+
+class Numbers(Samples):
+    """Samples that hold their numbers."""
+
+    def __getitem__(self, item: int) -> dict[str, Any]:
+        return {"tokens": np.array([item])}
+
+
+def test_a_phase_draws_its_own_samples_from_the_first_on() -> None:
+    run = run_of(4)
+    run = dataclasses.replace(run, train=dataclasses.replace(run.train, phase_transition_iterations="6, 3"))
+    assert [run_sizes(run, iteration)[0] for iteration in (0, 2, 3, 5, 6, 9)] == [12, 12, 12, 12, 16, 16]
+    for iteration, first, number in ((0, 0, 12), (2, 8, 12), (3, 0, 12), (5, 8, 12), (6, 0, 16)):
+        data = Datasets(cast(GPTDataset, Numbers(number)), None, None)
+        loaders = build_loaders(run, data, iteration=iteration, consumed_train=4 * iteration)
+        assert next(loaders.train)["tokens"].flatten().tolist() == [first, first + 1]
+        loaders.close()
+        with pytest.raises(DataError, match="are needed"):
+            build_loaders(run, datasets(number - 1, 24), iteration=iteration, consumed_train=4 * iteration)
+    with pytest.raises(DataError, match="the place in this phase cannot be known"):
+        build_loaders(run, datasets(12, 24), iteration=3, consumed_train=6)
 
 
 def test_every_dataset_is_held_against_the_tokenizer(tmp_path: Path) -> None:

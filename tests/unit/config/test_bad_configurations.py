@@ -96,6 +96,12 @@ TABLE: list[tuple[str, tuple[str, ...]]] = [
     ("--step-batch-size-schedule 0:4,9:8", ("--step-batch-size-schedule 0:4,9:8 and --global-batch-size 8 exclude",)),
     ("-global-batch-size --step-batch-size-schedule 1K:4", ("not of the form TOKENS:SIZE", "'0:768 250B:1536'")),
     ("-global-batch-size --step-batch-size-schedule 0:4,1K:7", ("global batches of 7 samples", "multiples of 2")),
+    ("--phase-transition-iterations 4,x", ("--phase-transition-iterations 4,x: x is no iteration", "such as 1000,5000")),
+    ("--phase-transition-iterations 4,10", ("10 is no iteration to end a phase at", "below --train-iters 10")),
+    (
+        "--phase-transition-iterations 4 --rampup-batch-size 2 2 100",
+        ("--phase-transition-iterations 4 and --rampup-batch-size 2 2 100 exclude each other",),
+    ),
     # optimizers
     ("--optimizer muon --use-distributed-optimizer", ("--optimizer muon needs the whole gradient", "--optimizer adam")),
     (
@@ -111,10 +117,10 @@ TABLE: list[tuple[str, tuple[str, ...]]] = [
     ("--optimizer adaptive_muon --use-torch-fsdp2", ("--optimizer adaptive_muon needs the whole gradient",)),
     ("--optimizer muon --optimizer-cpu-offload", ("--optimizer-cpu-offload with --optimizer muon", "--optimizer adam")),
     ("--optimizer muon --muon-num-ns-steps 7", ("--muon-num-ns-steps 7 is no multiple of the 5", "steps 5")),
-    (
-        "--optimizer soap",
-        ("--optimizer soap: comes with further optimizers", "adam, sgd, muon, dist_muon, adaptive_muon, lion"),
-    ),
+    ("--optimizer shampoo", ("--optimizer shampoo: not one of", "adaptive_muon, lion, soap")),
+    ("--optimizer soap --use-distributed-optimizer", ("--optimizer soap needs the whole gradient", "--optimizer adam")),
+    ("--optimizer soap --optimizer-cpu-offload", ("--optimizer-cpu-offload with --optimizer soap",)),
+    ("--optimizer soap --soap-precondition-frequency 0", ("--soap-precondition-frequency 0: must be at least 1",)),
     ("--exp-avg-dtype bf16", ("--exp-avg-dtype bf16 requires --use-precision-aware-optimizer",)),
     (
         "--optimizer sgd --use-precision-aware-optimizer --main-grads-dtype bf16",
@@ -165,6 +171,16 @@ TABLE: list[tuple[str, tuple[str, ...]]] = [
         "--position-embedding-type yarn --kv-channels 4 --yarn-original-max-position-embeddings 8 --yarn-beta-slow 40",
         ("must be above --yarn-beta-slow 40",),
     ),
+    (
+        "--use-mup --mup-base-hidden-size 6 --mup-width-mult 4",
+        ("--mup-width-mult 4 is not --hidden-size 12 / --mup-base-hidden-size 6", "use --mup-width-mult 2"),
+    ),
+    (f"--use-mup {_LATENT}", ("--use-mup with --multi-latent-attention", "leave it out")),
+    (
+        "--use-mup --ckpt-format torch --save {data}/c --save-interval 5",
+        ("--ckpt-format torch is written for groups of one rate, not with --use-mup; use torch_dist",),
+    ),
+    ("--mup-embedding-mult 0", ("--mup-embedding-mult 0.0: must be above 0",)),
     ("--fp32-residual-connection", ("--fp32-residual-connection needs --fp16 or --bf16",)),
     ("--recompute-granularity selective --recompute-modules moe", ("--recompute-modules moe: comes with",)),
     ("--ckpt-format torch_dcp", ("--ckpt-format torch_dcp: comes with", "in this version: torch_dist, torch")),

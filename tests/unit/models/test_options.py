@@ -77,6 +77,7 @@ EFFECTS = [
     ("--no-bias-gelu-fusion", "--openai-gelu"),
     ("--no-bias-gelu-fusion", "--onnx-safe true"),
     ("", "--squared-relu"),
+    ("", "--relu"),
     ("", "--geglu"),
     ("", "--quick-geglu"),
     (f"--swiglu {GATED}", "--glu-linear-offset 1"),
@@ -87,6 +88,12 @@ EFFECTS = [
     ("--init-method-xavier-uniform", "--embedding-init-method-std 0.1"),
     ("", "--label-smoothing 0.1"),
     ("", "--add-qkv-bias --disable-bias-linear"),
+    ("", "--use-mup"),
+    ("--use-mup", "--mup-base-hidden-size 4"),
+    ("--use-mup", "--mup-base-head-dim 4"),
+    ("--use-mup", "--mup-attn-scale-power 0.5"),
+    ("--use-mup", "--mup-embedding-mult 3"),
+    ("--use-mup", "--mup-output-mult 3"),
 ]
 
 

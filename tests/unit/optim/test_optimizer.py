@@ -14,6 +14,7 @@ from megalith.distributed.context import ParallelContext
 from megalith.optim import Optimizer, build_optimizer
 from megalith.optim.muon import COEFFICIENTS, AdaptiveMuon, orthogonalised
 from megalith.optim.rules import Work
+from megalith.optim.soap import Soap
 
 FP16 = PrecisionConfig(fp16=True, initial_loss_scale=8.0, hysteresis=1)
 
@@ -179,6 +180,96 @@ def test_each_setting_of_muon_has_an_effect() -> None:
         {"muon_scalar_optimizer": "lion"},
     ):
         assert not torch.equal(plain, weight(**changes)), changes
+
+
+def _soap(**changes: Any) -> Soap:
+    settings: dict[str, Any] = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "shampoo_beta": 0.95, "frequency": 1}
+    return Soap(**{**settings, **changes}, axis=ParallelContext.solo().tp, placements={})
+
+
+def _soaped(rule: Soap, grads: Tensor, weight: Tensor) -> dict[str, Tensor]:
+    """The states after so many steps of a weight, which is changed in place."""
+    shapes = {kind: rule.square(kind, "w", weight.shape) or tuple(weight.shape) for kind in rule.kinds}
+    states = {kind: [weight.new_zeros(shape)] for kind, shape in shapes.items()}
+    for step, grad in enumerate(grads):
+        rule.update(Work(["w"], [weight], [grad], states, lr=0.01, weight_decay=0.1, step=step))
+    return {kind: tensors[0] for kind, tensors in states.items()}
+
+
+def test_soap_is_adam_in_the_eigenbasis_of_its_preconditioners() -> None:
+    """Three steps of the paper's algorithm 3, written out, with the moment turned from basis to basis instead of kept
+    in the coordinates of the weights; gradients are square and of full rank, so that the bases are of one kind."""
+    grads = torch.randn(3, 6, 6, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    found, wanted = torch.ones(6, 6, dtype=torch.float64), torch.ones(6, 6, dtype=torch.float64)
+    states = _soaped(_soap(tie_breaker=0.0), grads, found)
+    left = right = torch.zeros(6, 6, dtype=torch.float64)
+    q_left = q_right = torch.eye(6, dtype=torch.float64)
+    turned, second = torch.zeros_like(found), torch.zeros_like(found)
+    for step, grad in enumerate(grads, 1):
+        share = 0.05 / (1 - 0.95**step)
+        left, right = (1 - share) * left + share * grad @ grad.T, (1 - share) * right + share * grad.T @ grad
+        kept = q_left @ turned @ q_right.T
+        if step == 1:
+            q_left, q_right = (torch.linalg.eigh(factor).eigenvectors.flip(1) for factor in (left, right))
+        else:
+            rows, columns = (
+                (q.T @ f @ q).diagonal().argsort(descending=True) for q, f in ((q_left, left), (q_right, right))
+            )
+            second = second[rows][:, columns]
+            q_left, q_right = torch.linalg.qr(left @ q_left[:, rows]).Q, torch.linalg.qr(right @ q_right[:, columns]).Q
+        in_basis = q_left.T @ grad @ q_right
+        turned = 0.9 * (q_left.T @ kept @ q_right) + 0.1 * in_basis
+        second = 0.99 * second + 0.01 * in_basis.square()
+        update = (turned / (1 - 0.9**step)) / ((second / (1 - 0.99**step)).sqrt() + 1e-8)
+        wanted = wanted * (1 - 0.01 * 0.1) - 0.01 * q_left @ update @ q_right.T
+    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(states["L"], left)
+    torch.testing.assert_close(states["R"], right)
+
+
+def test_soap_does_not_depend_on_the_coordinates() -> None:
+    """Turned gradients turn the updates: what AdamW does not do, and what the eigenbasis is for."""
+    generator = torch.Generator().manual_seed(4)
+    grads = torch.randn(4, 5, 5, generator=generator, dtype=torch.float64)
+    turn = torch.linalg.qr(torch.randn(5, 5, generator=generator, dtype=torch.float64)).Q
+    plain, turned = torch.zeros(5, 5, dtype=torch.float64), torch.zeros(5, 5, dtype=torch.float64)
+    _soaped(_soap(tie_breaker=0.0), grads, plain)
+    _soaped(_soap(tie_breaker=0.0), turn @ grads, turned)
+    torch.testing.assert_close(turned, turn @ plain)
+
+
+def test_rounding_does_not_choose_directions_without_a_gradient() -> None:
+    """Gradients of rank 2 in a matrix of 8 rows: those that differ by rounding give updates that do so."""
+    generator = torch.Generator().manual_seed(4)
+    left, right = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((3, 8, 2), (2, 6)))
+    grads = 1e-3 * left @ right
+    noisy = grads * (1 + 1e-15 * torch.randn(grads.shape, generator=generator, dtype=torch.float64))
+
+    def apart(rule: Soap) -> float:
+        weights = torch.zeros(2, 8, 6, dtype=torch.float64)
+        for weight, gradients in zip(weights, (grads, noisy), strict=True):
+            _soaped(rule, gradients, weight)
+        return float((weights[0] - weights[1]).abs().max())
+
+    assert apart(_soap()) < 1e-10
+    assert apart(_soap(tie_breaker=0.0)) > 1e-4
+
+
+def test_each_setting_of_soap_has_an_effect() -> None:
+    grads = torch.randn(4, 6, 9, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+
+    def weight(**changes: Any) -> Tensor:
+        result = torch.zeros(6, 9, dtype=torch.float64)
+        _soaped(_soap(**changes), grads, result)
+        return result
+
+    plain = weight()
+    for changes in ({"shampoo_beta": 0.5}, {"frequency": 2}, {"beta1": 0.5}, {"beta2": 0.5}, {"eps": 0.1}):
+        assert not torch.equal(plain, weight(**changes)), changes
+    config = OptimizerConfig(optimizer="soap", clip_grad=0.0)
+    ours, adam = _trained(config, steps=1), _trained(OptimizerConfig(clip_grad=0.0), steps=1)
+    for name, parameter in ours.named_parameters():
+        assert torch.allclose(parameter, adam.get_parameter(name)) == (parameter.dim() == 1), name
 
 
 class _Named(nn.Module):

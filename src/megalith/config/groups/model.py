@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from megalith.config.fields import setting
 from megalith.config.groups.experts import ExpertSettings
 from megalith.config.groups.latent import LatentSettings
+from megalith.config.groups.mup import MupSettings
 from megalith.config.patterns import of_layers, read_pattern, read_window
 
 
 @dataclass(frozen=True)
-class ModelConfig(LatentSettings, ExpertSettings):
+class ModelConfig(MupSettings, LatentSettings, ExpertSettings):
     """The architecture: enough to build a model as a library object."""
 
     num_layers: int = setting(
@@ -67,6 +68,15 @@ class ModelConfig(LatentSettings, ExpertSettings):
     )
     relative_attention_max_distance: int = setting(
         128, help="distance from which on they are all alike to it", unit="tokens", at_least=2
+    )
+    t5_logits_bias: bool = setting(
+        True,
+        help="a bias of the logits of T5 where the output weight is the embedding's; T5 as published has none",
+        off=("--no-t5-logits-bias",),
+        ours=True,
+    )
+    t5_scaled_logits: bool = setting(
+        False, help="divide what the logits of T5 are made of by sqrt(hidden size), as T5 v1.0 does", ours=True
     )
     add_position_embedding: bool = setting(
         True,
@@ -124,6 +134,7 @@ class ModelConfig(LatentSettings, ExpertSettings):
     geglu: bool = setting(False, help="gated GELU feed-forward layers", ours=True)
     quick_geglu: bool = setting(False, help="gated feed-forward layers with x sigmoid(1.702 x) for GELU")
     squared_relu: bool = setting(False, help="squared ReLU feed-forward layers instead of GELU")
+    relu: bool = setting(False, help="ReLU feed-forward layers instead of GELU, as in T5 v1.0", ours=True)
     openai_gelu: bool = setting(False, help="GELU by its tanh approximation, whatever is fused")
     onnx_safe: str | None = setting(
         None,
@@ -264,6 +275,8 @@ class ModelConfig(LatentSettings, ExpertSettings):
             return "quick_gelu"
         if self.squared_relu:
             return "squared_relu"
+        if self.relu:
+            return "relu"
         if self.onnx_safe in ("True", "true", "1"):
             return "gelu_onnx"
         tanh = self.openai_gelu or (self.bias_gelu_fusion and self.add_bias_linear)
@@ -278,6 +291,29 @@ class ModelConfig(LatentSettings, ExpertSettings):
     def softmax_in_fp32(self) -> bool:
         """Whether the unfused attention kernel computes the softmax in fp32."""
         return self.attention_softmax_in_fp32 or self.apply_query_key_layer_scaling
+
+    @property
+    def width_multiplier(self) -> float:
+        """How much wider the model is than the one that its rates and initial weights are meant for; 1 without muP."""
+        return self.hidden_size / (self.mup_base_hidden_size or self.hidden_size) if self.use_mup else 1.0
+
+    @property
+    def attention_scale(self) -> float | None:
+        """The factor of attention scores, None for 1 / sqrt(head size)."""
+        if self.softmax_scale is not None or not self.use_mup:
+            return self.softmax_scale
+        return float((self.mup_base_head_dim or 1.0) ** 0.5 / self.head_size**self.mup_attn_scale_power)
+
+    @property
+    def embedding_multiplier(self) -> float:
+        """The factor of embeddings."""
+        return self.mup_embedding_mult if self.use_mup else 1.0
+
+    @property
+    def logits_multiplier(self) -> float:
+        """The factor of logits."""
+        given = self.use_mup and self.mup_output_mult != 1.0
+        return self.mup_output_mult if given else 1.0 / self.width_multiplier
 
     @property
     def windows(self) -> tuple[int | None, ...]:

@@ -110,6 +110,11 @@ class TrainConfig:
     train_samples: int | None = setting(
         None, help="length of the run, instead of --train-iters", unit="samples", at_least=1
     )
+    phase_transition_iterations: str | None = setting(
+        None,
+        help="iterations such as 1000,5000 that phases end at: the run saves and stops there, and the next start goes "
+        "on with the data that it names, from its beginning",
+    )
     iterations_to_skip: tuple[int, ...] = setting(
         (),
         help="numbers of done iterations after which the next one is passed over: its samples are drawn and not "
@@ -195,6 +200,23 @@ class TrainConfig:
         start, increment, _ = self.rampup_batch_size
         return start < final and (final - start) % increment == 0
 
+    @property
+    def phase_ends(self) -> tuple[int, ...]:
+        """The iterations that phases end at, in order; empty where they are not readable."""
+        words = (self.phase_transition_iterations or "").split(",")
+        return tuple(sorted({int(word) for word in words if word.strip().isdecimal()}))
+
+    def phase(self, iteration: int, last: int) -> tuple[int, int]:
+        """The done iterations at which the phase begins and ends that the next step belongs to.
+
+        Args:
+            iteration: done ones.
+            last: iterations of the run.
+        """
+        ends = self.phase_ends
+        start = max((end for end in ends if end <= iteration), default=0)
+        return start, min((end for end in ends if end > iteration), default=last)
+
 
 @dataclass(frozen=True)
 class OptimizerConfig:
@@ -204,10 +226,9 @@ class OptimizerConfig:
         "adam",
         help="optimizer: adam is AdamW, with decoupled weight decay; sgd has momentum; muon orthogonalises the updates "
         "of the matrices in the layers, and leaves the rest to --muon-scalar-optimizer; dist_muon gives what muon "
-        "does; adaptive_muon divides these updates by the root of their mean square (AdaMuon)",
-        choices=("adam", "sgd", "muon", "dist_muon", "adaptive_muon", "lion"),
-        later=("soap",),
-        later_with="further optimizers",
+        "does; adaptive_muon divides these updates by the root of their mean square (AdaMuon); soap is AdamW in the "
+        "eigenbasis of Shampoo's preconditioners for these matrices, and plain AdamW for the rest",
+        choices=("adam", "sgd", "muon", "dist_muon", "adaptive_muon", "lion", "soap"),
     )
     weight_decay: float = setting(0.01, help="weight decay of matrices and embeddings", at_least=0)
     start_weight_decay: float | None = setting(None, help="first weight decay of a growing one", at_least=0)
@@ -232,6 +253,12 @@ class OptimizerConfig:
     apply_wd_to_qk_layernorm: bool = setting(False, help="weight decay of query and key layer norms too")
     no_weight_decay_cond_type: str | None = setting(
         None, help="another spelling of --apply-wd-to-qk-layernorm", choices=("apply_wd_to_qk_layernorm",)
+    )
+    soap_shampoo_beta: float = setting(
+        0.95, help="decay of the preconditioners of --optimizer soap", at_least=0, below=1, ours=True
+    )
+    soap_precondition_frequency: int = setting(
+        1, help="steps from one eigenbasis of these to the next", unit="steps", at_least=1, ours=True
     )
     muon_momentum: float = setting(0.9, help="momentum of Muon", at_least=0, below=1)
     muon_nesterov: bool = setting(False, help="Nesterov momentum in Muon")
@@ -308,6 +335,11 @@ class OptimizerConfig:
     def orthogonalises(self) -> bool:
         """Whether matrices in the layers are updated by Muon or a kind of it."""
         return self.optimizer in ("muon", "dist_muon", "adaptive_muon")
+
+    @property
+    def sees_matrices(self) -> bool:
+        """Whether matrices in the layers are updated as a whole, instead of element by element."""
+        return self.orthogonalises or self.optimizer == "soap"
 
     @property
     def decays_qk_layernorm(self) -> bool:

@@ -315,13 +315,6 @@ REFUSED: tuple[Family, ...] = (
         """,
     ),
     Family(
-        "phases with data of their own are not built; end a phase by --exit-interval, and begin the next with "
-        "--finetune and its --data-path",
-        """
-        --phase-transition-iterations=
-        """,
-    ),
-    Family(
         "layers that are not trained are not built",
         """
         --freeze-all-layers
