@@ -121,6 +121,12 @@ MODELS = {
         "--untie-embeddings-and-output-weights",
         fields={"model_family": "t5", "position_embedding_type": "relative", "relative_attention_num_buckets": 8},
     ),
+    "t5-published": Model(
+        "--normalization RMSNorm --disable-bias-linear --softmax-scale 1.0 --relu --no-t5-logits-bias "
+        "--t5-scaled-logits",
+        vocab_size=43,
+        fields={"model_family": "t5", "position_embedding_type": "relative", "relative_attention_num_buckets": 8},
+    ),
     "bert": Model("", vocab_size=43, fields={"model_family": "bert"}),
     "bert-published": Model(
         "--apply-residual-connection-post-layernorm --attention-backend unfused --untie-embeddings-and-output-weights "
@@ -152,6 +158,11 @@ MODELS = {
     ),
 }
 
+FSDP_FLAGS = {
+    "": "",
+    "zero3": "--use-torch-fsdp2",
+    "zero2": "--use-torch-fsdp2 --torch-fsdp2-no-reshard-after-forward",
+}
 BASE = (
     f"--num-layers 4 --hidden-size 16 --num-attention-heads 4 --max-position-embeddings {LENGTH} "
     f"--seq-length {LENGTH} --micro-batch-size 1 --global-batch-size {SAMPLES} --train-iters {STEPS} --lr 1e-2 "
@@ -164,8 +175,9 @@ BASE = (
 class Case:
     """A row of the table: the model, the sizes of the layout, and what else.
 
-    `recompute` is method and layers, or `parts` and those, `fsdp` the stage of ZeRO, `data` what the samples are:
-    random tokens, such with documents that attention stays inside of, or those of a blend read by each replica.
+    `recompute` is method and layers, or `parts` and those, `fsdp` the stage of ZeRO by torch's flags or a strategy of
+    Megatron's, `data` what the samples are: random tokens, such with documents that attention stays inside of, or those
+    of a blend read by each replica.
     """
 
     layout: Layout
@@ -208,8 +220,7 @@ class Case:
             "--sequence-parallel" if self.sequence_parallel else "",
             f"--num-virtual-stages-per-pipeline-rank {self.virtual_stages}" if self.virtual_stages > 1 else "",
             "--use-distributed-optimizer" if self.zero1 else "",
-            "--use-torch-fsdp2" if self.fsdp else "",
-            "--torch-fsdp2-no-reshard-after-forward" if self.fsdp == "zero2" else "",
+            FSDP_FLAGS.get(self.fsdp, f"--use-megatron-fsdp --data-parallel-sharding-strategy {self.fsdp}"),
         ]
         if self.recompute:
             method, _, what = self.recompute.partition("-")
@@ -331,6 +342,12 @@ FSDP = [
     Case(Layout(pp=2, dp=2), "llama", virtual_stages=2, fsdp="zero2"),
     Case(Layout(pp=2, dp=2), "uneven-vocabulary", fsdp="zero2", recompute="uniform-1"),
     Case(Layout(pp=2, cp=2), fsdp="zero3"),
+]
+MEGATRON_FSDP = [
+    Case(Layout(dp=2), "llama", fsdp="no_shard"),
+    Case(Layout(dp=2), "llama", fsdp="optim"),
+    Case(Layout(dp=2), "llama", fsdp="optim_grads"),
+    Case(Layout(tp=2, dp=2), "llama", sequence_parallel=True, fsdp="optim_grads_params"),
 ]
 OPTIONS = [
     Case(Layout(tp=2), "gates", sequence_parallel=True),
@@ -456,6 +473,8 @@ T5 = [
     Case(Layout(dp=2), "t5-relative", data="spans"),
     Case(Layout(tp=2), "t5-relative", data="spans"),
     Case(Layout(tp=2, dp=2), "t5-relative", data="spans", sequence_parallel=True, zero1=True),
+    Case(Layout(tp=2), "t5-published", data="spans", sequence_parallel=True),
+    Case(Layout(tp=2, dp=2), "t5-published", data="spans", zero1=True),
     Case(Layout(dp=4), "t5-relative", data="spans", zero1=True),
     Case(Layout(dp=2), "t5", data="spans", fsdp="zero3"),
     Case(Layout(tp=2, dp=2), "t5-relative", data="spans", sequence_parallel=True, fsdp="zero2"),
@@ -585,6 +604,13 @@ def _pieces_of_gradients(state: TrainState) -> dict[str, list[tuple[Any, ...]]]:
     return pieces
 
 
+def batches_of(case: Case, replica: int, steps: int) -> Iterator[Batch]:
+    """The micro-batches of a replica for so many steps."""
+    read = {"blend": _blend, "pairs": _pairs_of_texts, "spans": _spans_of_texts}.get(case.data, _batches)
+    batches = read(MODELS[case.model].vocab_size, case.layout, replica, steps)
+    return _with_documents(batches) if case.data == "documents" else batches
+
+
 def _run(case: Case, flags: str = "", steps: int = STEPS) -> dict[str, Any]:
     """Train in the layout of the case; what this rank saw and holds. In fp64, or in the precision of the flags."""
     config, model = case.config(flags), MODELS[case.model]
@@ -607,10 +633,7 @@ def _run(case: Case, flags: str = "", steps: int = STEPS) -> dict[str, Any]:
     )
     deferred = defer_weight_gradients(config, chunks, optimizer)
     state = TrainState(chunks, optimizer, streams, schedule, context=context, deferred=deferred)
-    read = {"blend": _blend, "pairs": _pairs_of_texts, "spans": _spans_of_texts}.get(case.data, _batches)
-    batches = read(model.vocab_size, case.layout, context.dp.index, steps)
-    if case.data == "documents":
-        batches = _with_documents(batches)
+    batches = batches_of(case, context.dp.index, steps)
     gradients, results, tokens = None, [], []
     for _ in range(steps):
         size = config.batch_sizes.num_micro_batches(state.consumed_samples)
@@ -674,7 +697,8 @@ fp64, dropout 0, with clipping active, an uneven number of masked tokens in ever
 For each gradient max|a - b| / max|b| over all ranks and rows; the bound is 1e-10. `zero1` is
 `--use-distributed-optimizer`, `sp` `--sequence-parallel`, `vpp2` two virtual stages, `a2a` `--cp-comm-type a2a`,
 `recompute-uniform-2` full recomputation by this method and number of layers, `fsdp-zero3` `--use-torch-fsdp2`,
-`fsdp-zero2` the same with `--torch-fsdp2-no-reshard-after-forward`; `documents` attention that stays inside documents,
+`fsdp-zero2` the same with `--torch-fsdp2-no-reshard-after-forward`, `fsdp-optim` and the like
+`--use-megatron-fsdp --data-parallel-sharding-strategy optim`; `documents` attention that stays inside documents,
 `blend` the same with the samples of a blend of two datasets, read by each replica for itself; `pairs` pairs of texts
 with padding, as BERT reads them; `spans` texts and spans of them, as T5 does.
 
@@ -756,7 +780,7 @@ ALWAYS = (
     | set(T5[:2])
     | set(EXPERT_PARALLEL[:3])
 )
-ALL = [*CASES, *OPTIONS, *OPTIMISERS, *DATA, *EXPERTS, *EXPERT_PARALLEL, *LATENT, *BERT, *T5]
+ALL = [*CASES, *MEGATRON_FSDP, *OPTIONS, *OPTIMISERS, *DATA, *EXPERTS, *EXPERT_PARALLEL, *LATENT, *BERT, *T5]
 ROWS = [pytest.param(case, marks=() if case in ALWAYS else pytest.mark.full) for case in ALL]
 
 

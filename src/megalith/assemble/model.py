@@ -177,7 +177,7 @@ def fully_shard(run: RunConfig, chunks: Sequence[LanguageModel], context: Parall
             chunk,
             chunk.blocks(),
             context,
-            reshard_after_forward=run.parallel.torch_fsdp2_reshard_after_forward,
+            reshard_after_forward=run.parallel.lets_weights_go,
             reduce_dtype=at_least_fp32(chunk.dtype) if run.precision.grads_in_fp32 else None,
         )
         for chunk in chunks
@@ -196,7 +196,7 @@ def build_run_optimizer(run: RunConfig, chunks: Sequence[LanguageModel], context
         run.precision,
         count_zeros=run.log.log_num_zeros_in_grad,
         context=context,
-        zero1=run.parallel.use_distributed_optimizer,
+        zero1=run.parallel.divides_states,
         overlap_gather=not run.train.compile,
         sharded=fully_shard(run, chunks, context) if run.fully_sharded else (),
         offload=run.optimizer.offloaded if context.device.type != "cpu" else 0.0,

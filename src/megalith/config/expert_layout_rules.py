@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megalith.config.layout_choices import MODEL_PARALLEL
+from megalith.config.layout_choices import MODEL_PARALLEL, SHARDING
 from megalith.config.rule import Draft, Rule, divisors, multiples, rule, show
 
 
@@ -51,14 +51,15 @@ def experts_are_cut_as_dense_layers_are(draft: Draft) -> str:
     )
 
 
-@rule("expert_model_parallel_size", "num_experts", "use_torch_fsdp2")
+@rule("expert_model_parallel_size", "num_experts", *SHARDING)
 def divided_experts_are_not_fully_sharded(draft: Draft) -> str:
     parallel = draft.run.parallel
-    if not draft.run.model.mixture or parallel.expert_model_parallel_size == 1 or not parallel.use_torch_fsdp2:
+    if not draft.run.model.mixture or parallel.expert_model_parallel_size == 1 or not parallel.divides_weights:
         return ""
     return (
-        f"--use-torch-fsdp2 cuts all weights over the same processes, and {show(draft, 'expert_model_parallel_size')} "
-        "gives them different experts; use --use-distributed-optimizer, or leave expert parallelism out"
+        f"{show(draft, parallel.dividing_setting)} cuts all weights over the same processes, and "
+        f"{show(draft, 'expert_model_parallel_size')} gives them different experts; use --use-distributed-optimizer, "
+        "or leave expert parallelism out"
     )
 
 

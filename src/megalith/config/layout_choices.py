@@ -7,6 +7,13 @@ from math import log, prod
 
 from megalith.config.rule import Draft
 
+SHARDING = (
+    "use_distributed_optimizer",
+    "use_torch_fsdp2",
+    "use_megatron_fsdp",
+    "data_parallel_sharding_strategy",
+)
+"""Settings of what data-parallel processes divide."""
 MODEL_PARALLEL = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 
 _MOST = 3

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from math import prod
 
-from megalith.config.layout_choices import MODEL_PARALLEL, fitting_layouts, fitting_sizes, sizes_of
+from megalith.config.idle import idle_without
+from megalith.config.layout_choices import MODEL_PARALLEL, SHARDING, fitting_layouts, fitting_sizes, sizes_of
 from megalith.config.rule import Draft, Rule, divisors, multiples, rule, show
 from megalith.errors import LayoutError
 
@@ -191,14 +192,23 @@ def optimizer_state_is_sharded_once(draft: Draft) -> str:
     )
 
 
-@rule("use_torch_fsdp2", "pipeline_schedule", "world_size", *MODEL_PARALLEL)
+@rule("use_torch_fsdp2", "use_megatron_fsdp")
+def one_way_to_shard(draft: Draft) -> str:
+    parallel = draft.run.parallel
+    if not (parallel.use_torch_fsdp2 and parallel.use_megatron_fsdp):
+        return ""
+    return "--use-torch-fsdp2 and --use-megatron-fsdp exclude each other, and do the same here; use one of them"
+
+
+@rule("pipeline_schedule", "world_size", *SHARDING, *MODEL_PARALLEL)
 def weight_gradients_of_sharded_weights_are_not_put_off(draft: Draft) -> str:
     run = draft.run
     if not run.fully_sharded or run.pipeline_schedule != "zb-h1":
         return ""
     return (
-        "--pipeline-schedule zb-h1 computes weight gradients after the backward pass, when --use-torch-fsdp2 has "
-        "reduced them; use --pipeline-schedule 1f1b, or --use-distributed-optimizer"
+        "--pipeline-schedule zb-h1 computes weight gradients after the backward pass, when "
+        f"{show(draft, run.parallel.dividing_setting)} has reduced them; use --pipeline-schedule 1f1b, or "
+        "--use-distributed-optimizer"
     )
 
 
@@ -210,10 +220,10 @@ def sequence_parallel_alone(draft: Draft) -> str:
     return "--sequence-parallel is off: it divides the work of tensor-parallel processes, and there is one"
 
 
-@rule("use_distributed_optimizer", "world_size", *MODEL_PARALLEL)
+@rule("world_size", *SHARDING, *MODEL_PARALLEL)
 def distributed_optimizer_alone(draft: Draft) -> str:
     run = draft.run
-    if not run.parallel.use_distributed_optimizer or run.layout.dp * run.layout.cp > 1:
+    if run.parallel.dividing_setting != "use_distributed_optimizer" or run.layout.dp * run.layout.cp > 1:
         return ""
     return "--use-distributed-optimizer has no effect: with one data-parallel process there is nothing to split"
 
@@ -229,15 +239,22 @@ def ring_has_its_own_attention(draft: Draft) -> str:
     )
 
 
-@rule("use_torch_fsdp2", "torch_fsdp2_reshard_after_forward", "world_size", *MODEL_PARALLEL)
+@rule("torch_fsdp2_reshard_after_forward", "world_size", *SHARDING, *MODEL_PARALLEL)
 def full_sharding_alone(draft: Draft) -> str:
-    run = draft.run
-    if not run.parallel.use_torch_fsdp2:
-        kept = not run.parallel.torch_fsdp2_reshard_after_forward
-        return "--torch-fsdp2-no-reshard-after-forward has no effect without --use-torch-fsdp2" if kept else ""
-    if run.fully_sharded:
+    run, name = draft.run, draft.run.parallel.dividing_setting
+    if not run.parallel.torch_fsdp2_reshard_after_forward and not run.parallel.use_torch_fsdp2:
+        return "--torch-fsdp2-no-reshard-after-forward has no effect without --use-torch-fsdp2"
+    if name in ("", "use_distributed_optimizer") or run.layout.dp * run.layout.cp > 1:
         return ""
-    return "--use-torch-fsdp2 has no effect: with one data-parallel process there is nothing to split"
+    return f"{show(draft, name)} has no effect: with one data-parallel process there is nothing to split"
+
+
+@rule("use_distributed_optimizer", "use_megatron_fsdp", "data_parallel_sharding_strategy")
+def strategy_says_what_is_divided(draft: Draft) -> str:
+    parallel = draft.run.parallel
+    if not (parallel.use_megatron_fsdp and parallel.data_parallel_sharding_strategy == "no_shard"):
+        return ""
+    return f"{show(draft, 'use_megatron_fsdp')} divides nothing: {show(draft, 'data_parallel_sharding_strategy')}"
 
 
 LAYOUT_RULES: tuple[Rule, ...] = (
@@ -253,6 +270,7 @@ LAYOUT_RULES: tuple[Rule, ...] = (
     schedule_fits_the_stages,
     compiled_blocks_run_alone,
     optimizer_state_is_sharded_once,
+    one_way_to_shard,
     weight_gradients_of_sharded_weights_are_not_put_off,
 )
 
@@ -261,4 +279,6 @@ LAYOUT_NOTICES: tuple[Rule, ...] = (
     distributed_optimizer_alone,
     ring_has_its_own_attention,
     full_sharding_alone,
+    strategy_says_what_is_divided,
+    idle_without("data_parallel_sharding_strategy", "use_megatron_fsdp", "--use-megatron-fsdp is not given"),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megalith.config.idle import idle_without
-from megalith.config.layout_rules import MODEL_PARALLEL
+from megalith.config.layout_choices import MODEL_PARALLEL, SHARDING
 from megalith.config.rule import Draft, Rule, rule, show
 from megalith.config.run import all_settings
 
@@ -13,16 +13,16 @@ COEFFICIENT_SETS = {"simple": 1, "quintic": 5, "polar_express": 8}
 _FORMATS = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 
 
-@rule("optimizer", "use_distributed_optimizer", "use_torch_fsdp2")
+@rule("optimizer", *SHARDING)
 def matrices_are_seen_whole(draft: Draft) -> str:
     parallel = draft.run.parallel
     if not draft.run.optimizer.sees_matrices:
         return ""
-    cutting = [name for name in ("use_distributed_optimizer", "use_torch_fsdp2") if getattr(parallel, name)]
+    cutting = parallel.dividing_setting
     if not cutting:
         return ""
     return (
-        f"{show(draft, 'optimizer')} needs the whole gradient of a matrix, and {show(draft, cutting[0])} cuts it over "
+        f"{show(draft, 'optimizer')} needs the whole gradient of a matrix, and {show(draft, cutting)} cuts it over "
         "the replicas; leave that out (each replica then updates all weights), or use --optimizer adam"
     )
 
@@ -78,13 +78,13 @@ def formats_are_asked_for(draft: Draft) -> str:
     return f"{show(draft, changed[0])} works with --optimizer adam and lion, not with {config.optimizer}"
 
 
-@rule("main_params_dtype", "use_torch_fsdp2")
+@rule("main_params_dtype", *SHARDING)
 def sharded_weights_are_the_main_parameters(draft: Draft) -> str:
-    if draft.run.optimizer.main_params_dtype == "fp32" or not draft.run.parallel.use_torch_fsdp2:
+    if draft.run.optimizer.main_params_dtype == "fp32" or not draft.run.parallel.divides_weights:
         return ""
     return (
-        f"{show(draft, 'main_params_dtype')} and --use-torch-fsdp2 exclude each other: sharded weights are fp32; "
-        "use --use-distributed-optimizer"
+        f"{show(draft, 'main_params_dtype')} and {show(draft, draft.run.parallel.dividing_setting)} exclude each "
+        "other: sharded weights are fp32; use --use-distributed-optimizer"
     )
 
 

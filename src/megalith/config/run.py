@@ -78,7 +78,7 @@ class RunConfig:
     @property
     def fully_sharded(self) -> bool:
         """Whether weights are cut over replicas; with one replica there is nothing to cut."""
-        return self.parallel.use_torch_fsdp2 and self.layout.dp * self.layout.cp > 1
+        return self.parallel.divides_weights and self.layout.dp * self.layout.cp > 1
 
     @property
     def layout(self) -> Layout:

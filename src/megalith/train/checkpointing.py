@@ -253,7 +253,7 @@ def chunks_to_save(state: TrainState, run: RunConfig, *, with_optimizer: bool) -
     divided = _optimizer_chunks(state, run, once=True) if with_optimizer else []
     if run.fully_sharded:
         alike, divided = [], alike + divided
-    elif not run.parallel.use_distributed_optimizer:
+    elif not run.parallel.divides_states:
         alike, divided = alike + divided, []
     shares = []
     for of_experts, holders in ((False, _replicas(state)), (True, _expert_replicas(state))):
@@ -524,11 +524,11 @@ def restore(
             state.skipped_samples = int(found.args.get("skipped_train_samples") or 0)
             state.check.load_state(loaded.common.get(STEP_CHECK, {}))
             state.flops = float(loaded.common.get("num_floating_point_operations_so_far", 0.0))
-        notes += _precision_notes(found, run) + _strictness_notes(loaded, run, with_optimizer=with_optimizer)
+        notes += _precision_notes(found, run) + strictness_notes(loaded, run, with_optimizer=with_optimizer)
         return Resumed(state.iteration, float(loaded.common["checkpoint_version"]), schedule, notes)
 
 
-def _strictness_notes(loaded: LoadedContent, run: RunConfig, *, with_optimizer: bool) -> tuple[str, ...]:
+def strictness_notes(loaded: LoadedContent, run: RunConfig, *, with_optimizer: bool) -> tuple[str, ...]:
     """What `--dist-ckpt-strictness` says about tensors that were not asked for.
 
     Main parameters beside weights in fp32 are the same numbers, and random states of other places no tensors.

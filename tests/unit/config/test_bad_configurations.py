@@ -96,7 +96,10 @@ TABLE: list[tuple[str, tuple[str, ...]]] = [
     ("--step-batch-size-schedule 0:4,9:8", ("--step-batch-size-schedule 0:4,9:8 and --global-batch-size 8 exclude",)),
     ("-global-batch-size --step-batch-size-schedule 1K:4", ("not of the form TOKENS:SIZE", "'0:768 250B:1536'")),
     ("-global-batch-size --step-batch-size-schedule 0:4,1K:7", ("global batches of 7 samples", "multiples of 2")),
-    ("--phase-transition-iterations 4,x", ("--phase-transition-iterations 4,x: x is no iteration", "such as 1000,5000")),
+    (
+        "--phase-transition-iterations 4,x",
+        ("--phase-transition-iterations 4,x: x is no iteration", "such as 1000,5000"),
+    ),
     ("--phase-transition-iterations 4,10", ("10 is no iteration to end a phase at", "below --train-iters 10")),
     (
         "--phase-transition-iterations 4 --rampup-batch-size 2 2 100",
@@ -430,6 +433,21 @@ TABLE: list[tuple[str, tuple[str, ...]]] = [
         "WORLD_SIZE=2 --use-torch-fsdp2 --use-distributed-optimizer",
         ("--use-torch-fsdp2 and --use-distributed-optimizer exclude each other", "use one of them"),
     ),
+    (
+        "WORLD_SIZE=2 --use-torch-fsdp2 --use-megatron-fsdp",
+        ("--use-torch-fsdp2 and --use-megatron-fsdp exclude each other", "use one of them"),
+    ),
+    (
+        "WORLD_SIZE=4 --use-megatron-fsdp --pipeline-model-parallel-size 2 --pipeline-schedule zb-h1",
+        ("--pipeline-schedule zb-h1", "--use-megatron-fsdp", "use --pipeline-schedule 1f1b"),
+    ),
+    (
+        "WORLD_SIZE=2 --optimizer muon --use-megatron-fsdp --data-parallel-sharding-strategy optim",
+        ("--optimizer muon needs the whole gradient of a matrix, and --use-megatron-fsdp cuts it",),
+    ),
+    ("--data-parallel-sharding-strategy zero", ("--data-parallel-sharding-strategy zero: not one of no_shard, optim",)),
+    ("--use-megatron-fsdp --ckpt-format fsdp_dtensor", ("--ckpt-format fsdp_dtensor: comes with", "torch_dist, torch")),
+    ("--outer-dp-sharding-strategy optim", ("--outer-dp-sharding-strategy optim: hybrid sharding",)),
     (
         "WORLD_SIZE=4 --use-torch-fsdp2 --pipeline-model-parallel-size 2 --pipeline-schedule zb-h1",
         ("--pipeline-schedule zb-h1", "--use-torch-fsdp2", "use --pipeline-schedule 1f1b"),

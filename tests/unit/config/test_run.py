@@ -65,6 +65,33 @@ def test_precision(given_values: dict[str, Any], dtype: str, dynamic: bool, grad
     assert (precision.grads_in_fp32, precision.stop_on_nan) == (grads_in_fp32, stop)
 
 
+@pytest.mark.parametrize(
+    ("megatrons", "torchs"),
+    [
+        ("--use-megatron-fsdp", "--use-torch-fsdp2"),
+        ("--use-custom-fsdp --use-distributed-optimizer", "--use-torch-fsdp2"),
+        (
+            "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads",
+            "--use-torch-fsdp2 --torch-fsdp2-no-reshard-after-forward",
+        ),
+        ("--use-megatron-fsdp --data-parallel-sharding-strategy optim", "--use-distributed-optimizer"),
+        ("--use-megatron-fsdp --use-distributed-optimizer --data-parallel-sharding-strategy no_shard", ""),
+        ("--data-parallel-sharding-strategy optim", ""),
+    ],
+)
+def test_megatrons_strategies_are_the_kinds_of_zero(megatrons: str, torchs: str) -> None:
+    words = [f"--{name.replace('_', '-')} {value}" for name, value in VALUES.items() if name != "mock_data"]
+    argv = " ".join([*words, "--mock-data --global-batch-size 8"]).split()
+    runs = [
+        load([*argv, *flags.split()], {"WORLD_SIZE": "2", "RANK": "0"}, files=False) for flags in (megatrons, torchs)
+    ]
+    one, other = (
+        (run.fully_sharded, run.parallel.divides_states, run.fully_sharded and run.parallel.lets_weights_go)
+        for run in runs
+    )
+    assert one == other
+
+
 def test_length_in_samples() -> None:
     values = {**VALUES, "train_iters": None, "train_samples": 50, "global_batch_size": 8}
     run = from_values(values)
@@ -146,6 +173,7 @@ def test_arguments_under_megatrons_names_are_megatrons(shared: Path) -> None:
     spelled_differently = {"save", "data_cache_path", "attention_backend", "params_dtype"}
     spelled_differently |= {"exp_avg_dtype", "exp_avg_sq_dtype", "main_grads_dtype", "main_params_dtype"}
     of_other_versions = {"muon_tp_mode", "profile_ranks", "wandb_project", "wandb_exp_name", "wandb_save_dir"}
+    of_other_versions |= {"data_parallel_sharding_strategy"}
     spelled_differently |= of_other_versions  # their defaults
     switches = {name for name, value in ours.items() if value == "False" and theirs.get(name) == "None"}
     common = set(ours) & set(theirs) - spelled_differently - switches

@@ -65,6 +65,18 @@ class ParallelConfig:
         help="under --use-torch-fsdp2 let gathered weights go behind each pass of a layer (off: ZeRO-2)",
         off=("--torch-fsdp2-no-reshard-after-forward",),
     )
+    use_megatron_fsdp: bool = setting(
+        False,
+        help="each data-parallel process keeps a part of what --data-parallel-sharding-strategy says, by the means of "
+        "--use-distributed-optimizer and --use-torch-fsdp2",
+        aliases=("--use-custom-fsdp",),
+    )
+    data_parallel_sharding_strategy: str = setting(
+        "optim_grads_params",
+        help="under --use-megatron-fsdp: nothing, optimizer states (ZeRO-1), gradients too (ZeRO-2), or weights too "
+        "(ZeRO-3)",
+        choices=("no_shard", "optim", "optim_grads", "optim_grads_params"),
+    )
     distributed_backend: str = setting(
         "nccl", help="collective library; nccl becomes gloo where there is no GPU", choices=("nccl", "gloo")
     )
@@ -97,6 +109,38 @@ class ParallelConfig:
         if self.num_layers_per_virtual_pipeline_stage is None:
             return 1
         return max(1, num_layers // self.pipeline_model_parallel_size // self.num_layers_per_virtual_pipeline_stage)
+
+    @property
+    def divides_states(self) -> bool:
+        """Whether data-parallel processes divide the optimizer states, and nothing else (ZeRO-1)."""
+        if self.use_megatron_fsdp:
+            return self.data_parallel_sharding_strategy == "optim"
+        return self.use_distributed_optimizer
+
+    @property
+    def divides_weights(self) -> bool:
+        """Whether data-parallel processes divide weights, gradients and optimizer states (ZeRO-2 and ZeRO-3)."""
+        divided = self.use_megatron_fsdp and self.data_parallel_sharding_strategy in (
+            "optim_grads",
+            "optim_grads_params",
+        )
+        return self.use_torch_fsdp2 or divided
+
+    @property
+    def lets_weights_go(self) -> bool:
+        """Whether gathered weights are let go behind each pass of a layer (ZeRO-3)."""
+        if self.use_megatron_fsdp:
+            return self.data_parallel_sharding_strategy == "optim_grads_params"
+        return self.torch_fsdp2_reshard_after_forward
+
+    @property
+    def dividing_setting(self) -> str:
+        """The setting that divides anything over data-parallel processes, "" for none."""
+        if not (self.divides_states or self.divides_weights):
+            return ""
+        if self.use_megatron_fsdp:
+            return "use_megatron_fsdp"
+        return "use_torch_fsdp2" if self.use_torch_fsdp2 else "use_distributed_optimizer"
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,10 @@ NEED_NOTHING: tuple[Family, ...] = (
         --tp-comm-overlap --use-ring-exchange-p2p --defer-embedding-wgrad-compute --use-tp-pp-dp-mapping
         --disable-gloo-process-groups --no-overlap-p2p-communication --overlap-grad-reduce --ddp-num-buckets=
         --ddp-bucket-size= --ddp-average-in-collective --overlap-param-gather
-        --overlap-param-gather-with-optimizer-step --use-nccl-ub --no-scatter-gather-tensors-in-pipeline
+        --overlap-param-gather-with-optimizer-step --use-nccl-ub --fsdp-double-buffer --megatron-fsdp-version=1
+        --fsdp-manual-registration --megatron-fsdp-enable-fine-grained-param-gather
+        --megatron-fsdp-max-pool-double-buffer --fsdp-db-use-persist-buf-on-alloc-fail
+        --no-scatter-gather-tensors-in-pipeline
         --pipeline-model-parallel-comm-backend= --no-tp-comm-bulk-wgrad --no-tp-comm-bulk-dgrad
         --no-tp-comm-overlap-ag --no-tp-comm-overlap-rs --tp-comm-overlap-rs-dgrad --no-tp-comm-split-ag
         --no-tp-comm-split-rs --tp-comm-bootstrap-backend=nccl --delay-wgrad-compute --wgrad-deferral-limit=0

@@ -137,14 +137,13 @@ REFUSED: tuple[Family, ...] = (
         """,
     ),
     Family(
-        "Megatron's own fully sharded data parallelism is not built; use --use-torch-fsdp2, which shards as much",
+        "hybrid sharding, its number formats of gradients and its checkpoints are not built: all data-parallel "
+        "processes divide what --data-parallel-sharding-strategy says, with main parameters in fp32 and gradients as "
+        "--grad-reduce-in-bf16 says",
         """
-        --use-megatron-fsdp --data-parallel-sharding-strategy=no_shard --fsdp-double-buffer
-        --megatron-fsdp-version=1 --fsdp-manual-registration --outer-dp-sharding-strategy=no_shard
-        --enable-full-sharding-in-hsdp --use-custom-fsdp
-        --no-strict-fsdp-dtensor-load --megatron-fsdp-main-grads-dtype=auto --megatron-fsdp-grad-comm-dtype=auto
-        --megatron-fsdp-main-params-dtype=fp32 --megatron-fsdp-enable-fine-grained-param-gather
-        --megatron-fsdp-max-pool-double-buffer --fsdp-db-use-persist-buf-on-alloc-fail
+        --outer-dp-sharding-strategy=no_shard --enable-full-sharding-in-hsdp --no-strict-fsdp-dtensor-load
+        --megatron-fsdp-main-grads-dtype=auto --megatron-fsdp-grad-comm-dtype=auto
+        --megatron-fsdp-main-params-dtype=fp32
         """,
     ),
     Family(
