@@ -22,6 +22,7 @@ TOLERANCE = 1e-5
 """The largest difference of logits that is taken for rounding, relative to the largest logit."""
 
 _PROMPT_LENGTH = 32
+_CLASSES = {"gpt": "AutoModelForCausalLM", "bert": "AutoModelForMaskedLM", "t5": "AutoModelForSeq2SeqLM"}
 _STRIDE = 7919  # a prime, so that the prompt goes all over the vocabulary
 
 
@@ -58,7 +59,7 @@ def compare_logits(folder: Path, weights: Weights, space: ModelSpace, rows: int)
     length = min(_PROMPT_LENGTH, space.model.max_position_embeddings)
     tokens_BS = (torch.arange(1, length + 1) * _STRIDE % rows)[None]
     ours = _our_logits(tokens_BS, weights, space)[..., :rows]
-    theirs = _their_logits(tokens_BS, folder, masked=space.model.model_family == "bert")
+    theirs = _their_logits(tokens_BS, folder, space.model.model_family)
     if theirs.shape != ours.shape:
         raise CheckpointError(
             f"{folder}: transformers gives logits {list(theirs.shape)}, this version {list(ours.shape)}"
@@ -78,9 +79,17 @@ def _our_logits(tokens_BS: Tensor, weights: Weights, space: ModelSpace) -> Tenso
     model = model_class(space.model)(space.model, space.vocab_size)
     for name, tensor, _ in saved_tensors(model):
         tensor.copy_(weights.read(name, tensor.shape, space))
-    types = {"types_BS": _types(tokens_BS)} if space.model.model_family == "bert" else {}
-    logits: Tensor = model.eval()(tokens_BS, **types)
+    family, words = space.model.model_family, [tokens_BS]
+    if family == "t5":
+        words.append(_answer(tokens_BS))
+    types = {"types_BS": _types(tokens_BS)} if family == "bert" else {}
+    logits: Tensor = model.eval()(*words, **types)
     return logits
+
+
+def _answer(tokens_BS: Tensor) -> Tensor:
+    """What the decoder of T5 reads."""
+    return tokens_BS.flip(1)[:, : max(1, tokens_BS.shape[1] // 2)]
 
 
 def _types(tokens_BS: Tensor) -> Tensor:
@@ -89,15 +98,14 @@ def _types(tokens_BS: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _their_logits(tokens_BS: Tensor, folder: Path, *, masked: bool) -> Tensor:
+def _their_logits(tokens_BS: Tensor, folder: Path, family: str) -> Tensor:
     import transformers
 
     major = int(transformers.__version__.partition(".")[0])
     options: dict[str, Any] = {"dtype" if major >= 5 else "torch_dtype": torch.float32}
     try:
         with _quiet(transformers):
-            kind = transformers.AutoModelForMaskedLM if masked else transformers.AutoModelForCausalLM
-            loaded: Any = kind.from_pretrained(
+            loaded: Any = getattr(transformers, _CLASSES[family]).from_pretrained(
                 folder, local_files_only=True, trust_remote_code=False, output_loading_info=True, **options
             )
     except Exception as error:  # whatever it raises, the folder is of no use
@@ -105,7 +113,9 @@ def _their_logits(tokens_BS: Tensor, folder: Path, *, masked: bool) -> Tensor:
     model, loading = loaded
     if lacking := sorted(loading["missing_keys"]):
         raise CheckpointError(f"transformers finds no {', '.join(lacking[:5])} in {folder}")
-    more: dict[str, Any] = {"token_type_ids": _types(tokens_BS)} if masked else {"use_cache": False}
+    more: dict[str, Any] = {"token_type_ids": _types(tokens_BS)} if family == "bert" else {"use_cache": False}
+    if family == "t5":
+        more["decoder_input_ids"] = _answer(tokens_BS)
     logits: Tensor = model.eval()(tokens_BS, **more).logits
     return logits
 

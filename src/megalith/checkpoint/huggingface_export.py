@@ -167,12 +167,14 @@ def export(
     contents = weights.contents()
     _check_whole(contents, space, str(found))
     layout = _Layout.of(table, space, contents, limit)
+    special = (manifest.get("tokenizer") or {}).get("special", {})
     config = config_of_model(
         family,
         space.model,
         rows,
         short(contents.tensors[WORD_EMBEDDINGS].dtype),
-        eod=manifest.get("tokenizer", {}).get("special", {}).get("eod"),
+        eod=special.get("eod"),
+        special=special,
         original=original,
     )
     files = _further_files(found, config, manifest.get("tokenizer") or {}, notes)

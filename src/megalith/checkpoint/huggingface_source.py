@@ -30,6 +30,7 @@ from megalith.config.groups import PrecisionConfig, TokenizerConfig
 from megalith.config.saved_args import weights_args
 from megalith.errors import CheckpointError, OtherModelError
 from megalith.models.huggingface import DTYPES, HuggingFaceModel, model_of_config
+from megalith.models.huggingface_t5 import with_own_output
 from megalith.models.huggingface_tensors import GPT2_PREFIX, Part, TheirTensor, follows_from_config, tensors_of
 from megalith.tokenizers.huggingface import TOKENIZER_FILE, holds_tokenizer, tokenizer_files
 from megalith.tokenizers.sentence_piece import MODEL_FILE
@@ -45,7 +46,12 @@ _BERT_FILE, _TOKENIZER_CONFIG = "vocab.txt", "tokenizer_config.json"
 _ORDER_HEAD = "cls.seq_relationship.weight"
 _IDS_MORE = 2  # [BOS] and [EOS] of Megatron's BertWordPieceTokenizer
 _DIVISIBLE_BY = 128  # --make-vocab-size-divisible-by
-_OF_THE_VOCABULARY = {"embedding.word_embeddings.weight": 0.0, "output_layer.weight": 0.0, "output_layer.bias": -1e4}
+_OF_THE_VOCABULARY = {
+    "embedding.word_embeddings.weight": 0.0,
+    "output_layer.weight": 0.0,
+    "lm_head.output_layer.weight": 0.0,
+    "output_layer.bias": -1e4,
+}
 """Weights with a row for each token -> what stands in rows of padding: the loss is that of the true vocabulary."""
 _OF_SAFETENSORS = {
     "F32": torch.float32,
@@ -108,6 +114,8 @@ class HuggingFaceSource:
         if found.family.model_type == "bert" and not self._has_order_head:
             model = replace(found.model, bert_binary_head=False, bert_token_types=True)
             return replace(found, model=model)
+        if found.family.model_type == "t5":
+            return replace(found, model=with_own_output(found.model, own=OUTPUT_LAYER in self._stored))
         return found
 
     @property

@@ -105,7 +105,7 @@ def rope_scaling_without_rotary_positions(draft: Draft) -> str:
     return f"{show(draft, 'use_rope_scaling')} has no effect with {show(draft, 'position_embedding_type')}"
 
 
-_ACTIVATIONS = ("swiglu", "geglu", "quick_geglu", "squared_relu", "openai_gelu")
+_ACTIVATIONS = ("swiglu", "geglu", "quick_geglu", "squared_relu", "relu", "openai_gelu")
 
 
 @rule(*_ACTIVATIONS, "onnx_safe")

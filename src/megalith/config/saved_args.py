@@ -68,15 +68,20 @@ YARN = {
 """Names of Megatron's configuration of YaRN -> settings here, which are named as the flags are."""
 
 
+_OURS = (
+    *("model_family", "bert_token_types", "final_layernorm", "geglu", "relu"),
+    *("t5_logits_bias", "t5_scaled_logits"),
+)
+"""Settings without a flag of Megatron that decide what the weights of a model mean."""
+
+
 def _derived_of_model(model: ModelConfig) -> dict[str, Any]:
     return {
         "add_qkv_bias": model.qkv_bias,
         "attention_softmax_in_fp32": model.softmax_in_fp32,
-        "bert_token_types": model.bert_token_types,  # ours, as the next
-        "model_family": model.model_family,
+        **{name: getattr(model, name) for name in _OURS},
         "encoder_num_layers": model.num_layers,
         "ffn_hidden_size": model.ffn_size,
-        "geglu": model.geglu,
         "kv_channels": model.hidden_size // model.num_attention_heads
         if model.multi_latent_attention
         else model.head_size,

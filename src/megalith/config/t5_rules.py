@@ -206,7 +206,18 @@ def buckets_need_relative_positions(draft: Draft) -> str:
     return f"{' and '.join(show(draft, name) for name in given)}: no effect without --position-embedding-type relative"
 
 
+@rule("model_family", "t5_logits_bias", "untie_embeddings_and_output_weights")
+def the_bias_of_logits_is_of_a_tied_t5(draft: Draft) -> str:
+    model = draft.run.model
+    if model.t5_logits_bias or (_is_t5(draft) and not model.untie_embeddings_and_output_weights):
+        return ""
+    why = "the output layer of T5 has none where it has weights of its own" if _is_t5(draft) else "the model is no T5"
+    return f"--no-t5-logits-bias has no effect: {why}"
+
+
 T5_NOTICES: tuple[Rule, ...] = (
+    the_bias_of_logits_is_of_a_tied_t5,
+    _idle_without_t5("t5_scaled_logits", False),
     _idle_without_t5("decoder_num_layers", None),
     _idle_without_t5("decoder_seq_length", None),
     buckets_need_relative_positions,

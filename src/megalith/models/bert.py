@@ -179,45 +179,49 @@ class Bert(LanguageModel):
         return iter(self.encoder.layers.values())
 
     def prepare(self, batch: Mapping[str, Tensor]) -> Inputs:
-        """As of any model; the mask of the padding only where there is padding."""
+        """As of any model; the mask of the padding only where there is padding, and where words are hidden.
+
+        The latter is `hidden_at`, of the positions [S, B] in a row: found here, on the host, no device waits for it.
+        """
         own = dict(batch)
         if bool(own["padding_mask"].all()):
             del own["padding_mask"]
+        own["hidden_at"] = own["loss_mask"].t().reshape(-1).nonzero().squeeze(1)
         return super().prepare(own)
 
     def part(self, inputs: Inputs, hidden: Tensor | None) -> Tensor:
-        return self._of(inputs, hidden)
+        return self._states(inputs, hidden)
 
     def losses(self, inputs: Inputs, hidden: Tensor | None) -> tuple[Loss, ...]:
-        found = inputs.tensors
-        orders = found["is_random"] if self.binary_head is not None else None
-        losses = self._of(inputs, hidden, labels_BS=found["labels"], orders_B=orders)
-        length = found["labels"].shape[1]
-        mask = found["loss_mask"].reshape(-1).to(losses.dtype)
-        words = Loss(torch.sum(losses[:, :length].reshape(-1) * mask), mask.sum())
-        if orders is None:
-            return (words,)
-        return words, Loss(losses[:, length].sum(), (orders >= 0).sum().to(losses.dtype))
+        """As of any model; the head of words is computed where words are hidden only, a seventh of the positions.
 
-    def _of(
-        self,
-        inputs: Inputs,
-        hidden: Tensor | None,
-        *,
-        labels_BS: Tensor | None = None,
-        orders_B: Tensor | None = None,
-    ) -> Tensor:
+        Where the ranks hold parts of the sequence it is computed everywhere: they gather these parts in it.
+        """
+        found, states_SBD = inputs.tensors, self._states(inputs, hidden)
+        mask_T, labels_T = (found[name].t().reshape(-1) for name in ("loss_mask", "labels"))
+        if self.region.partial_gradients:
+            losses_T = self._word_losses(states_SBD, found["labels"].t()).reshape(-1)
+        else:
+            at = found["hidden_at"] if found["hidden_at"].numel() else mask_T.new_zeros(1)
+            losses_T = self._word_losses(states_SBD.flatten(0, 1).index_select(0, at), labels_T[at])
+            mask_T = mask_T[at]
+        mask_T = mask_T.to(losses_T.dtype)
+        words = Loss(torch.sum(losses_T * mask_T), mask_T.sum())
+        if self.binary_head is None:
+            return (words,)
+        orders_B = found["is_random"]
+        summed = self._order_losses(states_SBD, orders_B).to(losses_T.dtype).sum()
+        return words, Loss(summed, (orders_B >= 0).sum().to(losses_T.dtype))
+
+    def _states(self, inputs: Inputs, hidden: Tensor | None) -> Tensor:
         found = inputs.tensors
         padding = found.get("padding_mask")
-        result: Tensor = self(
+        return self.hidden_states(
             found["text"],
             hidden_SBD=hidden,
             types_BS=found["types"],
             padding_BS=None if padding is None else padding == 0,
-            labels_BS=labels_BS,
-            orders_B=orders_B,
         )
-        return result
 
     def forward(
         self,
@@ -249,11 +253,18 @@ class Bert(LanguageModel):
             return hidden_SBD
         if labels_BS is None:
             return self.logits(hidden_SBD).transpose(0, 1)
+        loss_BS = self._word_losses(hidden_SBD, labels_BS.t()).t()
+        if orders_B is None:
+            return loss_BS
+        return torch.cat((loss_BS, self._order_losses(hidden_SBD, orders_B)[:, None].to(loss_BS.dtype)), dim=1)
+
+    def _word_losses(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        """Of hidden states [..., D] and labels [...], `NO_LABEL` where there is none -> [...] in at least fp32."""
         assert self.lm_head is not None
-        loss_BS = vocabulary_loss(
-            self.lm_head(hidden_SBD),
+        return vocabulary_loss(
+            self.lm_head(hidden),
             self.output_weight,
-            labels_BS.t(),
+            labels,
             self.sink,
             self._logits,
             self.region,
@@ -261,13 +272,13 @@ class Bert(LanguageModel):
             bias=self.output_bias,
             smoothing=self.config.label_smoothing if self.training else 0.0,
             absent=NO_LABEL,
-        ).t()
-        if orders_B is None:
-            return loss_BS
+        )
+
+    def _order_losses(self, hidden_SBD: Tensor, orders_B: Tensor) -> Tensor:
+        """Of telling two runs of text apart, [B] in at least fp32."""
         logits_B2 = self.order_logits(hidden_SBD)
         logits_B2 = logits_B2.to(at_least_fp32(logits_B2.dtype))
-        order_B = nn.functional.cross_entropy(logits_B2, orders_B, ignore_index=-1, reduction="none")
-        return torch.cat((loss_BS, order_B[:, None].to(loss_BS.dtype)), dim=1)
+        return nn.functional.cross_entropy(logits_B2, orders_B, ignore_index=-1, reduction="none")
 
     def hidden_states(
         self,

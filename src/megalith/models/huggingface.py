@@ -1,5 +1,6 @@
-"""Hugging Face's config.json and our `ModelConfig`, either way: GPT-2, Llama, Mistral, Qwen2, Qwen3, BERT,
-Mixtral, Qwen3-MoE and DeepSeek-V3 (`huggingface_bert`, `huggingface_experts`, `huggingface_deepseek`).
+"""Hugging Face's config.json and our `ModelConfig`, either way: GPT-2, Llama, Mistral, Qwen2, Qwen3, BERT, T5,
+Mixtral, Qwen3-MoE and DeepSeek-V3 (`huggingface_bert`, `huggingface_t5`, `huggingface_experts`,
+`huggingface_deepseek`).
 
 Reading is strict. Whatever a config.json asks for that the model here has not is an error that names it, and so is a
 key that is not known, unless it asks for nothing (null, false, 0, empty): a model that is silently another one costs
@@ -17,7 +18,7 @@ from typing import Any
 
 from megalith.config import ModelConfig
 from megalith.errors import CheckpointError, OtherModelError
-from megalith.models import huggingface_bert, huggingface_deepseek, huggingface_experts
+from megalith.models import huggingface_bert, huggingface_deepseek, huggingface_experts, huggingface_t5
 from megalith.models.huggingface_positions import (
     WINDOWS_OF,
     fits_windows,
@@ -67,6 +68,7 @@ FAMILIES = {
         Family("qwen3_moe", "Qwen3MoeForCausalLM", huggingface_experts.ABSENT["qwen3_moe"]),
         Family(huggingface_deepseek.KIND, huggingface_deepseek.ARCHITECTURE, huggingface_deepseek.ABSENT),
         Family("bert", "BertForPreTraining", huggingface_bert.ABSENT, (huggingface_bert.MASKED_LM,)),
+        Family(huggingface_t5.KIND, huggingface_t5.ARCHITECTURE, huggingface_t5.ABSENT),
     )
 }
 """By `model_type`."""
@@ -122,6 +124,9 @@ def _model(reading: Reading, kind: str) -> ModelConfig:
         model = huggingface_deepseek.read(reading)
         dropout, std = _probability(reading, "attention_dropout", 0.0), _probability(reading, "initializer_range", 0.02)
         return dataclasses.replace(model, attention_dropout=dropout, init_method_std=std)
+    if kind == huggingface_t5.KIND:
+        dropout = _probability(reading, "dropout_rate", 0.1)
+        return dataclasses.replace(huggingface_t5.read(reading), hidden_dropout=dropout, attention_dropout=dropout)
     return _gpt2(reading) if kind == "gpt2" else _llama(reading, kind)
 
 
@@ -266,13 +271,17 @@ def _unlike(model: ModelConfig, kind: str) -> list[str]:
         "mixture": kind in huggingface_experts.ABSENT,
         "softmax_type": "vanilla",
         "softmax_scale": None,
+        "use_mup": False,
         "activation_func_clamp_value": None,
         "glu_linear_offset": 0.0,
     }
-    wanted["model_family"] = "bert" if kind == "bert" else "gpt"
+    wanted["model_family"] = kind if kind in ("bert", huggingface_t5.KIND) else "gpt"
     if kind == "bert":
         of_bert, fits = huggingface_bert.unlike(model)
         wanted |= of_bert
+    elif kind == huggingface_t5.KIND:
+        of_t5, fits = huggingface_t5.unlike(model)
+        wanted |= of_t5
     elif kind == huggingface_deepseek.KIND:
         of_deepseek, fits = huggingface_deepseek.unlike(model)
         wanted |= of_deepseek
@@ -327,6 +336,7 @@ def config_of_model(
     dtype: str,
     *,
     eod: int | None = None,
+    special: Mapping[str, int] | None = None,
     original: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The config.json of a model.
@@ -337,6 +347,7 @@ def config_of_model(
         vocab_size: rows of the embedding.
         dtype: of the weights, one of `DTYPES`.
         eod: the id that ends a document.
+        special: ids of the tokenizer's special tokens, by role.
         original: the config.json that the model came with, kept where it still says the same of the model.
     """
     kept = _still_right(original, family, model)
@@ -345,6 +356,10 @@ def config_of_model(
         return {**kept, "vocab_size": vocab_size, name: dtype}
     if family.model_type == "bert":
         described = huggingface_bert.config_of(model)
+    elif family.model_type == huggingface_t5.KIND:
+        roles = special or {}
+        described = huggingface_t5.config_of(model, roles.get("bos", roles.get("pad")))
+        eod = roles.get("eos", eod)
     elif family.model_type == huggingface_deepseek.KIND:
         described = huggingface_deepseek.config_of(model)
     else:
@@ -370,7 +385,10 @@ def _still_right(original: Mapping[str, Any] | None, family: Family, model: Mode
         was = model_of_config(original, "")
     except CheckpointError:
         return None
-    same = _meaning(was.model) == _meaning(model)
+    described = was.model
+    if was.family.model_type == huggingface_t5.KIND:
+        described = huggingface_t5.with_own_output(described, own=model.untie_embeddings_and_output_weights)
+    same = _meaning(described) == _meaning(model)
     return original if was.family == family and same else None
 
 
@@ -401,7 +419,8 @@ _DECIDES_LOGITS = words(
     moe_router_score_function moe_router_num_groups moe_router_group_topk moe_router_topk_scaling_factor
     moe_shared_expert_intermediate_size moe_shared_expert_gate moe_expert_capacity_factor
     moe_router_enable_expert_bias multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim
-    v_head_dim rotary_kind
+    v_head_dim rotary_kind t5_scaled_logits num_decoder_layers relative_attention_num_buckets
+    relative_attention_max_distance
     """
 )
 

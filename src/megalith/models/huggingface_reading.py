@@ -24,7 +24,7 @@ _NO_PART_OF_THE_MODEL = words(
     typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids
     num_return_sequences exponential_decay_length_penalty suppress_tokens begin_suppress_tokens remove_invalid_values
     prefix unsloth_version unsloth_fixed transformers.js_config predict_special_tokens output_past _num_labels n_special
-    is_llama_config
+    is_llama_config initializer_factor
     """
 )
 

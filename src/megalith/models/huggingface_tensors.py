@@ -25,16 +25,18 @@ from megalith.models.huggingface import Family
 from megalith.models.huggingface_deepseek import KIND as DEEPSEEK
 from megalith.models.huggingface_deepseek import PROJECTIONS
 from megalith.models.huggingface_experts import NAMES, projections
+from megalith.models.huggingface_t5 import KIND as T5
 
 GPT2_PREFIX = "transformer."
 """Before the names of GPT-2's tensors; files written by the bare model, as the first on the hub, are without it."""
 
 _LLAMA_LAYER, _GPT2_LAYER, _OUR_LAYER = "model.layers.", "transformer.h.", "decoder.layers."
 # What files hold besides: masks and frequencies, which follow from the configuration; tied weights once more; BERT's
-# pooler, which a model without the head that reads it has no use for.
+# pooler, which a model without the head that reads it has no use for; a table of positions that T5 never read.
 _BUFFERS = re.compile(
     r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias|model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq|"
-    r"bert\.embeddings\.position_ids|cls\.predictions\.decoder\.(weight|bias)|bert\.pooler\.dense\.(weight|bias)"
+    r"bert\.embeddings\.position_ids|cls\.predictions\.decoder\.(weight|bias)|bert\.pooler\.dense\.(weight|bias)|"
+    r"(encoder|decoder)\.embed_tokens\.weight|decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight"
 )
 
 
@@ -86,6 +88,8 @@ def tensors_of(family: Family, model: ModelConfig, vocab_size: int) -> list[Thei
     """
     if family.model_type == "bert":
         return list(_bert(model, vocab_size))
+    if family.model_type == T5:
+        return list(_t5(model, vocab_size))
     layers = _LAYERS.get(family.model_type, partial(_llama_layer, family))
     names = _GPT2_ENDS if family.model_type == "gpt2" else _LLAMA_ENDS
     hidden = model.hidden_size
@@ -140,6 +144,54 @@ def _bert_layer(model: ModelConfig, layer: int) -> Iterator[TheirTensor]:
     yield from _linear(f"{theirs}output.dense", (hidden, ffn), f"{ours}mlp.linear_fc2", bias=True)
     last = layer == model.num_layers - 1
     yield from _norm(f"{theirs}output.LayerNorm", (hidden,), "encoder.final_layernorm" if last else behind, bias=True)
+
+
+def _t5(model: ModelConfig, vocab_size: int) -> Iterator[TheirTensor]:
+    words, norm = (vocab_size, model.hidden_size), (model.hidden_size,)
+    yield _whole("shared.weight", words, "embedding.word_embeddings.weight")
+    for stack, layers in model.stacks.items():
+        for layer in range(layers):
+            yield from _t5_layer(model, stack, layer)
+        yield from _norm(f"{stack}.final_layer_norm", norm, f"{stack}.final_layernorm", bias=False)
+    if model.untie_embeddings_and_output_weights:
+        yield _whole("lm_head.weight", words, "lm_head.output_layer.weight")
+
+
+def _t5_layer(model: ModelConfig, stack: str, layer: int) -> Iterator[TheirTensor]:
+    hidden, width, norm = model.hidden_size, model.num_attention_heads * model.head_size, (model.hidden_size,)
+    theirs, ours = f"{stack}.block.{layer}.layer.", f"{stack}.layers.{layer}."
+    for letter in "qkv":
+        parts = _heads(model, letter, 0, f"{ours}self_attention.linear_qkv.weight")
+        yield TheirTensor(f"{theirs}0.SelfAttention.{letter}.weight", (width, hidden), parts)
+    own = f"{ours}self_attention.linear_proj"
+    yield from _linear(f"{theirs}0.SelfAttention.o", (hidden, width), own, bias=False)
+    if layer == 0:
+        table = (model.relative_attention_num_buckets, model.num_attention_heads)
+        bias = "relative_attention_bias.weight"
+        yield _whole(f"{theirs}0.SelfAttention.{bias}", table, f"{stack}_relative_pos_emb.{bias}")
+    yield from _norm(f"{theirs}0.layer_norm", norm, f"{ours}input_layernorm", bias=False)
+    if stack == "decoder":
+        yield from _across(model, f"{theirs}1.EncDecAttention.", f"{ours}cross_attention.")
+        yield from _norm(f"{theirs}1.layer_norm", norm, f"{ours}pre_cross_attn_layernorm", bias=False)
+    last, ffn = f"{theirs}{2 if stack == 'decoder' else 1}.", model.ffn_size
+    for number, name in enumerate(("wi_0", "wi_1") if model.gated else ("wi",)):
+        part = Part(f"{ours}mlp.linear_fc1.weight", 0, number * ffn, ffn)
+        yield TheirTensor(f"{last}DenseReluDense.{name}.weight", (ffn, hidden), (part,))
+    yield from _linear(f"{last}DenseReluDense.wo", (hidden, ffn), f"{ours}mlp.linear_fc2", bias=False)
+    yield from _norm(f"{last}layer_norm", norm, f"{ours}pre_mlp_layernorm", bias=False)
+
+
+def _across(model: ModelConfig, theirs: str, ours: str) -> Iterator[TheirTensor]:
+    """Attention to the encoder: for each head its key and then its value in one projection (`nn.cross_attention`)."""
+    size, heads, hidden = model.head_size, model.num_attention_heads, model.hidden_size
+    width = heads * size
+    yield from _linear(f"{theirs}q", (width, hidden), f"{ours}linear_q", bias=False)
+    for inside, letter in enumerate("kv"):
+        parts = tuple(
+            Part(f"{ours}linear_kv.weight", head * size, (2 * head + inside) * size, size) for head in range(heads)
+        )
+        yield TheirTensor(f"{theirs}{letter}.weight", (width, hidden), parts)
+    yield from _linear(f"{theirs}o", (hidden, width), f"{ours}linear_proj", bias=False)
 
 
 _GPT2_ENDS = {

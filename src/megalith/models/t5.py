@@ -11,7 +11,7 @@ Source: Raffel et al. 2020, arXiv:1910.10683.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -37,17 +37,19 @@ NO_LABEL = -1
 
 
 class T5Head(nn.Module):
-    """The output layer under Megatron's name: a bias to the word embedding, or a weight of its own without one."""
+    """The output layer under Megatron's name: a bias to the word embedding or none, or a weight of its own."""
 
     def __init__(
         self, vocab_size: int, config: ModelConfig, region: Region, *, dtype: torch.dtype, device: torch.device
     ) -> None:
         super().__init__()
-        self.output_layer: OutputLayer | OutputBias
+        self.output_layer: OutputLayer | OutputBias | None
         if config.untie_embeddings_and_output_weights:
             self.output_layer = OutputLayer(vocab_size, config.hidden_size, region, dtype=dtype, device=device)
-        else:
+        elif config.t5_logits_bias:
             self.output_layer = OutputBias(vocab_size, region, dtype=dtype, device=device)
+        else:
+            self.output_layer = None
 
 
 class T5(LanguageModel):
@@ -102,6 +104,7 @@ class T5(LanguageModel):
         self.lm_head = T5Head(vocab_size, config, self.region, dtype=dtype, device=self.device)
         self._logits = LogitsBuffer()
         self._rotations = rotations(config, dtype) if config.rotary_size else None
+        self._logits_scale = config.hidden_size**-0.5 if config.t5_scaled_logits else 1.0
 
     def _stack(self, layers: int, peers: Peers, recompute: Recompute | None, *, causal: bool) -> Transformer:
         """Layers that see earlier positions and the encoder, or all positions."""
@@ -138,7 +141,7 @@ class T5(LanguageModel):
 
     @property
     def output_bias(self) -> nn.Parameter | None:
-        """The bias [V] of the logits, none where the output weight is its own."""
+        """The bias [V] of the logits; none where the output weight is its own, or T5 is as published."""
         own = self.lm_head.output_layer
         return own.bias if isinstance(own, OutputBias) else None
 
@@ -149,13 +152,20 @@ class T5(LanguageModel):
     def part(self, inputs: Inputs, hidden: Tensor | None) -> Tensor:
         raise AssertionError("T5 is whole on each rank: a rule of the configuration")
 
+    def prepare(self, batch: Mapping[str, Tensor]) -> Inputs:
+        """As of any model; the masks of padding only where there is padding."""
+        masks = ("enc_mask", "dec_mask")
+        return super().prepare(
+            {name: tensor for name, tensor in batch.items() if name not in masks or not bool(tensor.all())}
+        )
+
     def losses(self, inputs: Inputs, hidden: Tensor | None) -> tuple[Loss, ...]:
         found = inputs.tensors
         losses_BS: Tensor = self(
             found["text_enc"],
             found["text_dec"],
-            padding_BE=found["enc_mask"] == 0,
-            padding_BS=found["dec_mask"] == 0,
+            padding_BE=padding(found, "enc_mask"),
+            padding_BS=padding(found, "dec_mask"),
             labels_BS=found["labels"],
         )
         mask = found["loss_mask"].reshape(-1).to(losses_BS.dtype)
@@ -211,12 +221,12 @@ class T5(LanguageModel):
         states_EBD: Tensor = self.encoder(
             self.embedding(tokens_BE, positions_E.expand_as(tokens_BE)),
             None if self._rotations is None else self._rotations(positions_E, length),
-            mask=_mask(
+            mask=self._mask(
                 self._hidden(padding_BE, padding_BE),
                 None if self.encoder_relative_pos_emb is None else self.encoder_relative_pos_emb(range(length), length),
             ),
         )
-        return Encoded(states_EBD, _mask(self._hidden(padding_BS, padding_BE)))
+        return Encoded(states_EBD, self._mask(self._hidden(padding_BS, padding_BE)))
 
     def decode(
         self,
@@ -226,7 +236,7 @@ class T5(LanguageModel):
         padding_BS: Tensor | None = None,
         cache: KVCache | None = None,
     ) -> Tensor:
-        """The hidden states [S, B, D] of the decoder behind its last layer.
+        """The hidden states [S, B, D] of the decoder behind its last layer, from which the logits are made.
 
         Args:
             tokens_BS: Token ids [B, S]; with a cache only the new ones.
@@ -245,13 +255,21 @@ class T5(LanguageModel):
             self.embedding(tokens_BS, positions_S.expand_as(tokens_BS)),
             None if self._rotations is None else self._rotations(positions_S, length),
             cache,
-            mask=_mask(
+            mask=self._mask(
                 hidden,
                 None if self.decoder_relative_pos_emb is None else self.decoder_relative_pos_emb(queries, length),
             ),
             encoded=encoded,
         )
-        return states_SBD
+        return states_SBD if self._logits_scale == 1.0 else states_SBD * self._logits_scale
+
+    def _mask(self, hidden_BQS: Tensor | None, bias_HQS: Tensor | None = None) -> Mask | None:
+        """What all layers of a stack have in common, made once where the kernel takes it as one."""
+        if hidden_BQS is None and bias_HQS is None:
+            return None
+        if hidden_BQS is None or bias_HQS is None or not self.config.fused_attention:
+            return Mask(hidden_BQS, bias_HQS)
+        return Mask(None, bias_HQS[None].masked_fill(hidden_BQS[:, None], -torch.inf))
 
     def _hidden(self, queries_BQ: Tensor | None, keys_BS: Tensor | None) -> Tensor | None:
         """Where queries may not look, [B, 1 or Q, S], from what is padding."""
@@ -262,5 +280,6 @@ class T5(LanguageModel):
         return keys_BS[:, None, :] | queries_BQ[:, :, None]
 
 
-def _mask(hidden_BQS: Tensor | None, bias_HQS: Tensor | None = None) -> Mask | None:
-    return None if hidden_BQS is None and bias_HQS is None else Mask(hidden_BQS, bias_HQS)
+def padding(found: Mapping[str, Tensor], name: str) -> Tensor | None:
+    """Where a prepared micro-batch has padding by one of its masks; None where it has none."""
+    return found[name] == 0 if name in found else None

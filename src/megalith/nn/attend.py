@@ -31,7 +31,7 @@ class Mask:
     Attributes:
         hidden_BQS: True where a query may not look, besides what the rule hides, [B, 1 or Q, S]; every query must see
             some key, or what it gets is undefined.
-        bias_HQS: added to the scaled scores of the heads that are here, [H, Q, S].
+        bias_HQS: added to the scaled scores of the heads that are here, [H, Q, S] or [B, H, Q, S].
     """
 
     hidden_BQS: Tensor | None = None
@@ -95,7 +95,7 @@ class AttentionRule:
         return hidden | self.mask.hidden_BQS[:, None]
 
     def bias(self) -> Tensor | None:
-        """What is added to the scaled scores, [H, Q, S]."""
+        """What is added to the scaled scores, [H, Q, S] or [B, H, Q, S]."""
         return None if self.mask is None else self.mask.bias_HQS
 
 
@@ -152,7 +152,10 @@ def _sdpa_mask(rule: AttentionRule, num_queries: int, num_keys: int, q: Tensor) 
         return ~rule.hidden(num_queries, num_keys, q.device) if needed else None
     if not special and not rule.causal and rule.mask is None:
         return None
-    hidden, bias = rule.hidden(num_queries, num_keys, q.device), rule.bias()
+    bias = rule.bias()
+    if bias is not None and not special and not rule.causal and rule.mask is not None and rule.mask.hidden_BQS is None:
+        return bias.to(q.dtype)
+    hidden = rule.hidden(num_queries, num_keys, q.device)
     return ~hidden if bias is None else bias.to(q.dtype).masked_fill(hidden, -torch.inf)
 
 

@@ -46,6 +46,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_onnx": gelu_onnx,
     "quick_gelu": quick_gelu,
     "squared_relu": squared_relu,
+    "relu": relu,
 }
 
 

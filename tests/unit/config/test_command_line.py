@@ -140,6 +140,8 @@ def test_some_values_of_a_flag_may_need_nothing() -> None:
         ("--num-query-groups 2", "--num-query-groups 2 has no effect: --group-query-attention is not given"),
         ("--save-interval 5", "--save-interval 5 has no effect: nothing is saved without --save"),
         ("--finetune", "--finetune has no effect: nothing is loaded without --load"),
+        ("--no-t5-logits-bias", "--no-t5-logits-bias has no effect: the model is no T5"),
+        ("--t5-scaled-logits", "--t5-scaled-logits has no effect: the model is no T5"),
         (
             "--use-torch-fsdp2",
             "--use-torch-fsdp2 has no effect: with one data-parallel process there is nothing to split",

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from megalith.config import ModelConfig
 from megalith.errors import ConfigError
@@ -87,6 +88,28 @@ def test_an_answer_token_by_token_is_that_of_the_whole(positions: str) -> None:
         wanted.append(int(logits.argmax()))
     found = answer(model, text, start=1, end=-1, most=10, sampling=Sampling(temperature=0.0), seed=0, tokens=VOCABULARY)
     assert list(found) == wanted[1:]
+
+
+def test_logits_as_published() -> None:
+    """Without a bias, and of hidden states that are divided by sqrt(hidden size)."""
+    seen, told = torch.randint(0, VOCABULARY, (2, 9)), torch.randint(0, VOCABULARY, (2, 6))
+    plain, bare, scaled = (_model(**options) for options in ({}, {"t5_logits_bias": False}, {"t5_scaled_logits": True}))
+    assert plain.output_bias is not None and bare.output_bias is None
+    assert set(dict(plain.named_parameters())) - set(dict(bare.named_parameters())) == {"lm_head.output_layer.bias"}
+    torch.nn.init.normal_(plain.output_bias)
+    assert torch.allclose(plain(seen, told), bare(seen, told) + plain.output_bias)
+    assert torch.allclose(scaled(seen, told), bare(seen, told) / 4.0)
+    assert (
+        scaled.losses(scaled.prepare(_batch(seen, told)), None)[0].summed
+        != bare.losses(bare.prepare(_batch(seen, told)), None)[0].summed
+    )
+
+
+def _batch(seen: Tensor, told: Tensor) -> dict[str, Tensor]:
+    return {
+        **{"text_enc": seen, "text_dec": told, "labels": told.roll(-1, 1), "loss_mask": torch.ones_like(told)},
+        **{"enc_mask": torch.ones_like(seen), "dec_mask": torch.ones_like(told)},
+    }
 
 
 def test_an_answer_ends_and_a_text_fits() -> None:

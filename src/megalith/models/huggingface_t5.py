@@ -1,0 +1,146 @@
+"""T5 in Hugging Face's config.json and in our `ModelConfig`, either way: v1.0 (T5) and v1.1 (T5 v1.1, Flan-T5).
+
+Theirs is T5 as published: no biases, RMSNorm, one table of relative positions for each stack, scores that are not
+scaled. v1.0 has ReLU and the embedding for its output weight, and divides by sqrt(hidden size) what its logits are made
+of; v1.1 has gated GELU and an output weight of its own, and divides nothing.
+
+Which of the two it is, transformers 4 writes as `tie_word_embeddings`. Version 5 writes that as true always, and
+`scale_decoder_outputs` beside it; there the output weight is the model's own if the files hold one.
+
+Source: Raffel et al. 2020, arXiv:1910.10683; Shazeer 2020, arXiv:2002.05202 for the gates.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from megalith.config import ModelConfig
+from megalith.models.huggingface_reading import Reading
+
+KIND = "t5"
+ARCHITECTURE = "T5ForConditionalGeneration"
+ABSENT = {"tie_word_embeddings": True, "layer_norm_epsilon": 1e-6, "feed_forward_proj": "relu", "d_kv": 64}
+"""What a key that is not in config.json means."""
+
+_FEED_FORWARDS: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "relu": ("relu", {"relu": True}),
+    "gelu": ("gelu", {"bias_gelu_fusion": False}),
+    "gelu_new": ("gelu_new", {"openai_gelu": True}),
+    "gated-gelu": ("gelu_new", {"geglu": True, "openai_gelu": True}),
+    "gated-silu": ("silu", {"swiglu": True}),
+}
+"""feed_forward_proj -> dense_act_fn, and what stands for it here."""
+
+
+def read(reading: Reading) -> ModelConfig:
+    """The architecture, its output weight as `tie_word_embeddings` says."""
+    heads, hidden, size = reading.size("num_heads"), reading.size("d_model"), reading.size("d_kv")
+    tied = reading.flag("tie_word_embeddings")
+    layers = reading.size("num_layers")
+    reading.only("is_decoder", False, default=False)
+    reading.get("classifier_dropout")
+    model = ModelConfig(
+        model_family="t5",
+        num_layers=layers,
+        decoder_num_layers=reading.size("num_decoder_layers", layers),
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        max_position_embeddings=reading.size("n_positions", 512),
+        ffn_hidden_size=reading.size("d_ff"),
+        kv_channels=None if size * heads == hidden else size,
+        position_embedding_type="relative",
+        relative_attention_num_buckets=reading.size("relative_attention_num_buckets", 32),
+        relative_attention_max_distance=reading.size("relative_attention_max_distance", 128),
+        normalization="RMSNorm",
+        norm_epsilon=reading.number("layer_norm_epsilon"),
+        add_bias_linear=False,
+        softmax_scale=1.0,
+        t5_logits_bias=False,
+        t5_scaled_logits=reading.flag("scale_decoder_outputs", default=tied),
+        untie_embeddings_and_output_weights=not tied,
+        **_feed_forward(reading),
+    )
+    _require_distances(reading, model)
+    return model
+
+
+def with_own_output(model: ModelConfig, *, own: bool) -> ModelConfig:
+    """The architecture with what the files say of the output weight: whether they hold one.
+
+    A scaled one that is the embedding by config.json stays so: old files hold the weight a second time.
+    """
+    return dataclasses.replace(model, untie_embeddings_and_output_weights=own and not model.t5_scaled_logits)
+
+
+def _feed_forward(reading: Reading) -> dict[str, Any]:
+    kind, function, gated = (reading.get(key) for key in ("feed_forward_proj", "dense_act_fn", "is_gated_act"))
+    if kind not in _FEED_FORWARDS:
+        reading.problems.append(f"feed_forward_proj is {kind!r}; this version has {', '.join(_FEED_FORWARDS)}")
+        return {}
+    known, settings = _FEED_FORWARDS[kind]
+    for key, value, wanted in (
+        ("dense_act_fn", function, known),
+        ("is_gated_act", gated, kind.startswith("gated-")),
+    ):
+        if value not in (None, wanted):
+            reading.problems.append(f"{key} is {value!r}; with feed_forward_proj {kind} this version has {wanted!r}")
+    return settings
+
+
+def _require_distances(reading: Reading, model: ModelConfig) -> None:
+    count, most = model.relative_attention_num_buckets, model.relative_attention_max_distance
+    if count % 2 or count < 4:
+        reading.problems.append(f"relative_attention_num_buckets is {count}; this version has an even number from 4 on")
+    elif most <= count // 2:
+        reading.problems.append(f"relative_attention_max_distance is {most}; it must be above {count // 2}")
+
+
+def unlike(model: ModelConfig) -> tuple[dict[str, Any], dict[str, bool]]:
+    """What a model must be to be one of theirs: settings with their values, and what is to hold."""
+    tied = not model.untie_embeddings_and_output_weights
+    wanted = {
+        "position_embedding_type": "relative",
+        "normalization": "RMSNorm",
+        "add_bias_linear": False,
+        "qkv_bias": False,
+        "head_norm": "",
+        "softmax_scale": 1.0,
+        **({"t5_logits_bias": False} if tied else {"t5_scaled_logits": False}),
+    }
+    return wanted, {f"one of {', '.join(_FEED_FORWARDS)} in its feed-forward layers": _kind_of(model) is not None}
+
+
+def _kind_of(model: ModelConfig) -> str | None:
+    functions = {"relu": "relu", "gelu_erf": "gelu", "gelu_tanh": "gelu_new", "silu": "silu"}
+    found = functions.get(model.activation)
+    if model.gated:
+        found = {"gelu_new": "gated-gelu", "silu": "gated-silu"}.get(found or "")
+    return found if found in _FEED_FORWARDS else None
+
+
+def config_of(model: ModelConfig, start: int | None) -> dict[str, Any]:
+    """The keys of config.json that say what the model is; `start` is the token that its decoder begins with."""
+    kind = _kind_of(model)
+    assert kind is not None, "the family fits"
+    return {
+        "d_ff": model.ffn_size,
+        "d_kv": model.head_size,
+        "d_model": model.hidden_size,
+        "decoder_start_token_id": start,
+        "dense_act_fn": _FEED_FORWARDS[kind][0],
+        "dropout_rate": model.hidden_dropout,
+        "feed_forward_proj": kind,
+        "is_encoder_decoder": True,
+        "is_gated_act": model.gated,
+        "layer_norm_epsilon": model.norm_epsilon,
+        "n_positions": model.max_position_embeddings,
+        "num_decoder_layers": model.num_decoder_layers,
+        "num_heads": model.num_attention_heads,
+        "num_layers": model.num_layers,
+        "pad_token_id": 0,
+        "relative_attention_max_distance": model.relative_attention_max_distance,
+        "relative_attention_num_buckets": model.relative_attention_num_buckets,
+        "scale_decoder_outputs": model.t5_scaled_logits,
+    }
