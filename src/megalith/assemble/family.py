@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from megalith.config import ModelConfig, RunConfig
+from megalith.config import DataConfig, ModelConfig, RunConfig
 from megalith.data.build import Datasets, build_datasets, build_gpt_datasets
 from megalith.data.masked.bert import BertSamples
 from megalith.data.masked.dataset import MaskedOptions
 from megalith.data.masked.ngrams import Masking
 from megalith.data.masked.t5 import T5Samples
+from megalith.data.samples import SampleRule
 from megalith.data.splits import Sizes
 from megalith.models.families import MODELS
 from megalith.tokenizers import Tokenizer
@@ -42,24 +43,36 @@ def _gpt_datasets(run: RunConfig, tokenizer: Tokenizer, sizes: Sizes) -> Dataset
     return build_gpt_datasets(run.data, tokenizer, sizes=sizes, seed=run.train.seed)
 
 
-def _t5_datasets(run: RunConfig, tokenizer: Tokenizer, sizes: Sizes) -> Datasets:
-    assert run.data.decoder_seq_length is not None, "a rule of the configuration"
-    masking = Masking(run.data.mask_prob, _LONGEST_SPAN, geometric=True)
-    options = MaskedOptions(run.data.seq_length, run.train.seed, masking, run.data.short_seq_prob)
-    return build_datasets(run.data, T5Samples(options, tokenizer, run.data.decoder_seq_length), sizes=sizes)
+def masked_samples(data: DataConfig, model: ModelConfig, tokenizer: Tokenizer, seed: int) -> SampleRule:
+    """How the samples of BERT and T5 are made, as Megatron's pretrain_bert.py and pretrain_t5.py have it.
+
+    Args:
+        data: their length and the shares of what is hidden and of short samples.
+        model: of one of these families.
+        tokenizer: the tokenizer that made the data.
+        seed: of all draws.
+
+    Raises:
+        ConfigError: the tokenizer has not what they need.
+    """
+    if model.model_family == "bert":
+        masking = Masking(data.mask_prob, _LONGEST_NGRAM)
+        options = MaskedOptions(data.seq_length, seed, masking, data.short_seq_prob)
+        return BertSamples(options, tokenizer, model.bert_binary_head)
+    assert data.decoder_seq_length is not None, "a rule of the configuration"
+    masking = Masking(data.mask_prob, _LONGEST_SPAN, geometric=True)
+    options = MaskedOptions(data.seq_length, seed, masking, data.short_seq_prob)
+    return T5Samples(options, tokenizer, data.decoder_seq_length)
 
 
-_LONGEST_SPAN = 10  # words that T5 guesses together at most, as Megatron's pretrain_t5.py has it
+_LONGEST_NGRAM, _LONGEST_SPAN = 3, 10  # words that BERT and T5 guess together at most
 
 
-def _bert_datasets(run: RunConfig, tokenizer: Tokenizer, sizes: Sizes) -> Datasets:
-    # Up to three words at once, whole ones: what pretrain_bert.py of Megatron asks for.
-    masking = Masking(run.data.mask_prob, longest_ngram=3)
-    options = MaskedOptions(run.data.seq_length, run.train.seed, masking, run.data.short_seq_prob)
-    return build_datasets(run.data, BertSamples(options, tokenizer, run.model.bert_binary_head), sizes=sizes)
+def _masked_datasets(run: RunConfig, tokenizer: Tokenizer, sizes: Sizes) -> Datasets:
+    return build_datasets(run.data, masked_samples(run.data, run.model, tokenizer, run.train.seed), sizes=sizes)
 
 
-_DATASETS: Mapping[str, DatasetsBuilder] = {"gpt": _gpt_datasets, "bert": _bert_datasets, "t5": _t5_datasets}
+_DATASETS: Mapping[str, DatasetsBuilder] = {"gpt": _gpt_datasets, "bert": _masked_datasets, "t5": _masked_datasets}
 
 FAMILIES: Mapping[str, Family] = {name: Family(name, model.title, _DATASETS[name]) for name, model in MODELS.items()}
 

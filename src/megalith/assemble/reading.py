@@ -56,6 +56,33 @@ def model_in(args: Mapping[str, Any], checkpoint: Path) -> ModelConfig:
         raise CheckpointError(f"{checkpoint}: its args have no {error}, so that its model cannot be known") from error
 
 
+WHAT_WORKS = {
+    "bert": "it does not continue text: megalith evaluate --task masked measures it",
+    "t5": "it does not continue text, it answers one: megalith generate writes its answers, and megalith evaluate "
+    "--task spans measures it",
+}
+"""Family of models that continue no text -> what can be done with one."""
+
+
+def require_text_model(model: ModelConfig, checkpoint: Path, wanted: str) -> None:
+    """Refuse what needs a model that continues text.
+
+    Args:
+        model: the architecture.
+        checkpoint: where it lies.
+        wanted: what was asked, for the message.
+
+    Raises:
+        ConfigError: the model is of another family.
+    """
+    if model.model_family in WHAT_WORKS:
+        title = {"bert": "BERT", "t5": "T5"}[model.model_family]
+        raise ConfigError(
+            f"{wanted} needs a model that continues text, a GPT, and {checkpoint} holds a {title}; "
+            f"{WHAT_WORKS[model.model_family]}"
+        )
+
+
 def ranks_of(model: ModelConfig, settings: Mapping[str, Any], environ: Mapping[str, str]) -> RunConfig:
     """The configuration by which ranks meet (`assemble.ranks.join_ranks`).
 
@@ -70,8 +97,12 @@ def ranks_of(model: ModelConfig, settings: Mapping[str, Any], environ: Mapping[s
     Raises:
         ConfigError: the model or the processes cannot be divided so.
     """
-    of_training = {"micro_batch_size": 1, "train_iters": 1, "lr": 0.0, "mock_data": True}
-    no_tokenizer = {"tokenizer_type": "NullTokenizer", "vocab_size": 1}
+    of_training = {"micro_batch_size": 1, "train_iters": 1, "lr": 0.0, "data_path": ("none",)}
+    no_tokenizer: dict[str, Any] = {"tokenizer_type": "NullTokenizer", "vocab_size": 1}
+    if model.model_family != "gpt":
+        no_tokenizer = {"tokenizer_type": "BertWordPieceCase", "vocab_file": "none", "vocab_extra_ids": 1}
+    if model.model_family == "t5":
+        of_training["decoder_seq_length"] = 1
     layers, stages = model.num_layers, settings.get("pipeline_model_parallel_size", 1)
     unit = max(1, stages)
     known = all_settings()  # a library object may have an architecture that no flag says

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 
 from megalith.assemble.model import params_dtype
+from megalith.assemble.reading import WHAT_WORKS
 from megalith.checkpoint import CheckpointContent, DirectoryStore, split_path
 from megalith.checkpoint.fit import listing
 from megalith.checkpoint.folder import with_remedy
 from megalith.checkpoint.formats.stacking import stacking_of
 from megalith.checkpoint.formats.torch_dist import WORD_EMBEDDINGS, model_chunks
 from megalith.checkpoint.locate import nothing_in
+from megalith.config import ModelConfig
 from megalith.config.foreign_args import model_of, precision_of, tokenizer_of
 from megalith.config.groups import TokenizerConfig
 from megalith.distributed.context import ParallelContext
@@ -46,7 +48,7 @@ class Trained:
     Attributes:
         model: Whole, or the stage that is computed on this rank.
         iteration: Of the checkpoint.
-        notes: What the user must hear: damaged checkpoints passed over.
+        notes: What the user must hear: damaged checkpoints passed over, experts without their capacity.
         args: Megatron's arguments of the run that wrote it.
         tokenizer_card: Of the tokenizer that it was trained with; None where no manifest says it.
         from_huggingface: Whether it is a Hugging Face folder.
@@ -70,8 +72,8 @@ class Trained:
         if isinstance(self.model, GPT):
             return self.model
         raise ConfigError(
-            f"the checkpoint is of {self.model.title}, and this needs a model that continues text, a GPT; "
-            "megalith generate answers with T5"
+            f"this needs a model that continues text, a GPT, and the checkpoint holds a {self.model.title}; "
+            f"{WHAT_WORKS[self.model.config.model_family]}"
         )
 
 
@@ -124,7 +126,8 @@ def _trained(
         DamagedCheckpointError: A file of its tensors is not as it was saved.
     """
     args = vars(store.common(found).get("args", Namespace()))
-    model_config, precision = model_of(args), precision_of(args)
+    saved_config, precision = model_of(args), precision_of(args)
+    model_config, about_experts = _without_capacity(saved_config)
     model = model_class(model_config)(
         model_config,
         _vocab_size(args, store.folder(found)),
@@ -148,7 +151,21 @@ def _trained(
             "rows; give the tokenizer that the model was trained with"
         )
     foreign = store.format(found) == "huggingface"
-    return Trained(model.eval(), built, found, tuple(notes), args, card, from_huggingface=foreign)
+    said = (*notes, *about_experts)
+    return Trained(model.eval(), built, found, said, args, card, from_huggingface=foreign)
+
+
+def _without_capacity(config: ModelConfig) -> tuple[ModelConfig, list[str]]:
+    """The architecture with experts that take every token, and what the user must hear of it.
+
+    A capacity drops tokens by what else is in their batch: what a text gives would depend on the texts of others, and
+    on how it is cut into steps.
+    """
+    factor = config.moe_expert_capacity_factor
+    if factor is None:
+        return config, []
+    note = f"the capacity of the experts (--moe-expert-capacity-factor {factor:g}) is of training: no token is dropped"
+    return replace(config, moe_expert_capacity_factor=None), [note]
 
 
 def _stage(num_layers: int, context: ParallelContext) -> Stage:

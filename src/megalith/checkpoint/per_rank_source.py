@@ -25,6 +25,7 @@ from torch import Tensor
 from megalith.checkpoint.boxes import fill
 from megalith.checkpoint.content import CheckpointContent, Chunk, by_key, volume
 from megalith.checkpoint.fit import Contents, StoredTensor, listing
+from megalith.checkpoint.formats.family_by_names import with_family
 from megalith.checkpoint.formats.megatron_names import (
     HEAD_OF_T5,
     flattened,
@@ -163,7 +164,19 @@ class PerRankSource:
             raise CheckpointError(
                 f"{self.path} holds no args, so that its model cannot be known; Megatron writes them since 2020"
             )
-        return vars(args)
+        return with_family(vars(args), self._names)
+
+    @property
+    def _names(self) -> Iterator[str]:
+        """Of the weights in the first and in the last of the files, which have the ends of the model."""
+        last = [name for name, there in self._found.items() if there][-1]
+        bodies = [self._first]
+        with suppress(CheckpointError):  # whoever reads it says so
+            bodies.append(_read(self.path / last / MODEL_FILE))
+        for body in bodies:
+            for key, part in body.items():
+                if key.startswith("model") and isinstance(part, Mapping):
+                    yield from (name for name, _ in flattened(part))
 
     @cached_property
     def _space(self) -> ModelSpace:
@@ -423,7 +436,7 @@ class PerRankSource:
     def common(self) -> dict[str, Any]:
         body = self._files[0, 0, 0]
         common: dict[str, Any] = {
-            "args": body["args"],
+            "args": Namespace(**self._args),
             "checkpoint_version": float(body.get("checkpoint_version", 0)),
             "iteration": int(body.get("iteration", 0)),
             "num_floating_point_operations_so_far": float(body.get("num_floating_point_operations_so_far", 0.0)),

@@ -30,6 +30,7 @@ from megalith.checkpoint.content import CheckpointContent, Chunk, volume
 from megalith.checkpoint.dcp import SAVE_ID_PREFIX, open_metadata, read_sharded
 from megalith.checkpoint.fit import Contents, StoredTensor
 from megalith.checkpoint.formats.buffers import Place, bucket_limits, coalesced_places, places
+from megalith.checkpoint.formats.family_by_names import with_family
 from megalith.checkpoint.formats.torch_dist import OPTIMIZER_PREFIX, WORD_EMBEDDINGS, weight_chunks
 from megalith.checkpoint.formats.torch_dist import Whole as WholeBox
 from megalith.checkpoint.hashed_reading import ReadThrough
@@ -99,7 +100,7 @@ class TorchDistSource:
         spread = [key for key in (*self._stored.tensors, *self._stored.objects) if ".distributed.dp_group_idx_" in key]
         if not spread or not (self.path / COMMON_FILE).exists():
             return ()
-        args = vars(load_tensors_and_plain_data(self.path / COMMON_FILE).get("args", Namespace()))
+        args = self.args
         if int(args.get("expert_model_parallel_size") or 1) == 1:
             return ()
         return (
@@ -137,15 +138,28 @@ class TorchDistSource:
         Raises:
             CheckpointError: it is missing, damaged or of a refused type.
         """
+        common = self._common_file()
+        if self.args:
+            common["args"] = Namespace(**self.args)
+        if self._buckets is not None and "optimizer" in common:
+            common["optimizer"] = {**common["optimizer"], **self._buckets.scalars()}
+        return common
+
+    def _common_file(self) -> dict[str, Any]:
+        """As it was saved."""
         if not (self.path / COMMON_FILE).exists() and _COMMON_OBJECT in self._stored.objects:
             common = self.objects([_COMMON_OBJECT])[_COMMON_OBJECT]
         else:
             common = load_tensors_and_plain_data(self.path / COMMON_FILE)
         if not isinstance(common, dict):
             raise CheckpointError(f"{self.path / COMMON_FILE} is damaged: it holds a {type(common).__name__}")
-        if self._buckets is not None and "optimizer" in common:
-            common["optimizer"] = {**common["optimizer"], **self._buckets.scalars()}
         return common
+
+    @cached_property
+    def args(self) -> dict[str, Any]:
+        """Megatron's arguments of the run that wrote it, with the family of the model; empty where there are none."""
+        found = self._common_file().get("args", Namespace())
+        return with_family(vars(found), self._stored.tensors) if isinstance(found, Namespace) else {}
 
     def objects(self, keys: Sequence[str]) -> dict[str, Any]:
         """Objects of the files by their keys."""
@@ -254,8 +268,7 @@ class _Buckets:
     def __init__(self, source: TorchDistSource) -> None:
         self._source = source
         where = str(source.path)
-        common = load_tensors_and_plain_data(source.path / COMMON_FILE)
-        args = vars(common.get("args", Namespace()))
+        args = source.args
         self._space = model_space_of(args, where)
         self._tp = int(args.get("tensor_model_parallel_size") or 1)
         self._args = args

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from megalith.cli.threads import keep_native_code_quiet, share_cores, wait_asleep
@@ -18,7 +19,7 @@ from megalith.compat.megatron.tokenizer_flags import add_tokenizer_flags, tokeni
 from megalith.config import LaunchConfig, RunConfig
 from megalith.config.environment import first_of_machine, read_launch
 from megalith.errors import ConfigError, DataError, MegalithError
-from megalith.evaluate.request import DEFAULT_BATCH, DETOKENIZER_CHOICES, TASKS, Request
+from megalith.evaluate.request import DEFAULT_BATCH, DETOKENIZER_CHOICES, MASKED_TASKS, TASKS, Request
 from megalith.train.streams import warn
 
 if TYPE_CHECKING:
@@ -26,7 +27,11 @@ if TYPE_CHECKING:
     from megalith.distributed.context import ParallelContext
     from megalith.evaluate.alarms import Alarm
     from megalith.evaluate.lambada import Accuracy
+    from megalith.evaluate.masked import MaskedResult
     from megalith.evaluate.perplexity import TextLoss
+    from megalith.evaluate.tasks import Listener
+
+    Result = Accuracy | TextLoss | MaskedResult
 
 AS_MEGATRON = "tasks/main.py"
 """The first word of a command line under Megatron's flags."""
@@ -53,10 +58,18 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("checkpoint", type=Path, help="what --save named, one iter_* folder in it, or a Hugging Face folder")
     add("--task", required=True, choices=tuple(TASKS), help="what to measure")
-    add("--data", type=Path, metavar="FILE", help="the file to measure on: jsonl with a text in each line, or txt")
+    add(
+        "--data",
+        type=Path,
+        metavar="FILE",
+        help="the file to measure on: jsonl with a text in each line, or txt; of masked and spans also the prefix of a "
+        "dataset of preprocess --split-sentences",
+    )
     add("--strict-lambada", action="store_true", help="lambada: ask for the last word, not only for its last token")
     add("--overlapping-eval", type=int, metavar="N", help="tokens that each window scores (default: 32)")
-    add("--seq-length", type=int, metavar="N", help="tokens of a window (default: the model's context)")
+    add("--seq-length", type=int, metavar="N", help="tokens of a window (default: the model's context), or of a sample")
+    add("--samples", type=int, metavar="N", help="masked, spans: at most so many of the samples (default: all)")
+    add("--decoder-seq-length", type=int, metavar="N", help="spans: tokens that the decoder reads of a sample")
     add("--detokenizer", choices=DETOKENIZER_CHOICES, default="auto", help="wikitext103: auto goes by the path")
     add("--micro-batch-size", type=int, default=DEFAULT_BATCH, metavar="N", help="of one forward pass (default: 8)")
     add("--log-interval", type=int, default=100, metavar="N", help="batches between lines of progress (default: 100)")
@@ -111,6 +124,8 @@ def run(argv: Sequence[str]) -> int:
         batch_size=options.micro_batch_size,
         log_interval=options.log_interval,
         detokenizer=options.detokenizer,
+        samples=options.samples,
+        decoder_seq_length=options.decoder_seq_length,
         dtype=options.dtype,
         tokenizer=tokenizer_of_flags(options),
         settings={
@@ -174,14 +189,31 @@ def _configuration(request: Request) -> RunConfig:
         CheckpointError: there is no checkpoint that can be read.
         ConfigError: the command line contradicts the checkpoint, or the model cannot be divided so.
     """
-    from megalith.assemble.reading import model_in, ranks_of, saved_args
+    from megalith.assemble.reading import model_in, ranks_of, require_text_model, saved_args
     from megalith.compat.megatron.tasks import contradictions
 
     args = saved_args(request.checkpoint, request.iteration)
     model = model_in(args, request.checkpoint)
+    if request.task not in MASKED_TASKS:
+        require_text_model(model, request.checkpoint, f"--task {request.task}")
+    elif model.model_family != MASKED_TASKS[request.task]:
+        fitting = [task for task, family in MASKED_TASKS.items() if family == model.model_family] or ["text", "cloze"]
+        raise ConfigError(
+            f"--task {request.task} is for {MASKED_TASKS[request.task].upper()}, and {request.checkpoint} holds a "
+            f"{model.model_family.upper()}; use --task {' or '.join(fitting)}"
+        )
     wrong = contradictions(request.stated, args)
     if request.task in ("wikitext103", "text"):
         wrong += request.windows(model.max_position_embeddings)[2]
+    if request.task in MASKED_TASKS and model.position_embedding_type == "learned_absolute":
+        lengths = {"--seq-length": request.seq_length, "--decoder-seq-length": request.decoder_seq_length}
+        most = model.max_position_embeddings
+        wrong += [
+            f"{flag} {length} is longer than the {most} positions of the model (--max-position-embeddings); give "
+            f"{most} or less"
+            for flag, length in lengths.items()
+            if length is not None and length > most
+        ]
     if wrong:
         raise ConfigError(wrong)
     return ranks_of(model, request.settings, os.environ)
@@ -189,11 +221,8 @@ def _configuration(request: Request) -> RunConfig:
 
 def _measure(
     request: Request, context: ParallelContext, say: Callable[[str], None]
-) -> tuple[Accuracy | TextLoss, list[Alarm], dict[str, Any]]:
+) -> tuple[Result, list[Alarm], dict[str, Any]]:
     """The result, what cannot be right about it, and what was measured."""
-    import torch
-
-    from megalith.assemble.trained import load_trained
     from megalith.checkpoint import split_path
     from megalith.compat.megatron.evaluation import EvaluationConsole
     from megalith.evaluate.alarms import (
@@ -204,9 +233,39 @@ def _measure(
         training_loss,
     )
     from megalith.evaluate.lambada import bundled_path
-    from megalith.evaluate.perplexity import Windows
-    from megalith.evaluate.score import Scorer
-    from megalith.evaluate.tasks import measure_cloze, measure_text, measure_wikitext
+
+    trained = _load(request, context)
+    say(_about(request, trained, context))
+    tokenizer, listener = trained.tokenizer, EvaluationConsole(say, request.log_interval)
+    path = request.data or bundled_path()
+    measure = _measure_hidden if request.task in MASKED_TASKS else _measure_text
+    result = measure(request, path, trained, context, listener)
+    other = None
+    if trained.tokenizer_card is None and not trained.from_huggingface:
+        other = size_difference(trained.args, tokenizer.vocab_size)
+    evidence = Evidence(
+        vocab_size=tokenizer.vocab_size,
+        iteration=trained.iteration,
+        other_tokenizer=other,
+        never_trained=never_trained(trained.model, context),
+        training_loss=training_loss(split_path(request.checkpoint)[0], trained.iteration),
+    )
+    about = {
+        "checkpoint": str(request.checkpoint),
+        "iteration": trained.iteration,
+        "task": request.task,
+        "data": str(path),
+        "dtype": str(trained.model.dtype).removeprefix("torch."),
+        "layout": dataclasses.asdict(context.layout),
+        "tokenizer": tokenizer.card(),
+    }
+    return result, alarms_of(result, evidence), about
+
+
+def _load(request: Request, context: ParallelContext) -> Trained:
+    import torch
+
+    from megalith.assemble.trained import load_trained
 
     dtype = getattr(torch, request.dtype) if request.dtype else None
     try:
@@ -223,39 +282,46 @@ def _measure(
     if context.rank == 0:
         for note in trained.notes:
             warn(f"WARNING: {note}")
-    say(_about(request, trained, context))
+    return trained
+
+
+def _measure_text(
+    request: Request, path: Path, trained: Trained, context: ParallelContext, listener: Listener
+) -> Accuracy | TextLoss:
+    """How well a model continues text."""
+    from megalith.evaluate.perplexity import Windows
+    from megalith.evaluate.score import Scorer
+    from megalith.evaluate.tasks import measure_cloze, measure_text, measure_wikitext
+
     tokenizer, scorer = trained.tokenizer, Scorer(trained.gpt, context, batch_size=request.batch_size)
-    listener = EvaluationConsole(say, request.log_interval)
-    path = request.data or bundled_path()
     length, stride, _ = request.windows(scorer.context_length)
-    result: Accuracy | TextLoss
     if request.task in ("lambada", "cloze"):
-        result = measure_cloze(path, scorer, tokenizer, listener, strict=request.strict)
-    elif request.task == "wikitext103":
-        windows = Windows(length, stride)
-        result = measure_wikitext(path, scorer, tokenizer, windows, listener, detokenizer=request.detokenizer)
-    else:
-        result = measure_text(path, scorer, tokenizer, Windows(length, stride), listener)
-    other = None
-    if trained.tokenizer_card is None and not trained.from_huggingface:
-        other = size_difference(trained.args, tokenizer.vocab_size)
-    evidence = Evidence(
-        vocab_size=tokenizer.vocab_size,
-        iteration=trained.iteration,
-        other_tokenizer=other,
-        never_trained=never_trained(trained.gpt, context),
-        training_loss=training_loss(split_path(request.checkpoint)[0], trained.iteration),
-    )
-    about = {
-        "checkpoint": str(request.checkpoint),
-        "iteration": trained.iteration,
-        "task": request.task,
-        "data": str(path),
-        "dtype": str(trained.model.dtype).removeprefix("torch."),
-        "layout": dataclasses.asdict(context.layout),
-        "tokenizer": tokenizer.card(),
-    }
-    return result, alarms_of(result, evidence), about
+        return measure_cloze(path, scorer, tokenizer, listener, strict=request.strict)
+    windows = Windows(length, stride)
+    if request.task == "wikitext103":
+        return measure_wikitext(path, scorer, tokenizer, windows, listener, detokenizer=request.detokenizer)
+    return measure_text(path, scorer, tokenizer, windows, listener)
+
+
+def _measure_hidden(
+    request: Request, path: Path, trained: Trained, context: ParallelContext, listener: Listener
+) -> MaskedResult:
+    """How well a BERT or a T5 finds what is hidden."""
+    from megalith.evaluate.masked import MaskedScorer
+    from megalith.evaluate.masked_text import Cut, open_samples
+    from megalith.models.bert import Bert
+    from megalith.models.t5 import T5
+
+    assert isinstance(trained.model, Bert | T5), "the task fits the model"
+    cut = Cut(request.seq_length, request.decoder_seq_length)
+    with TemporaryDirectory(prefix="megalith-evaluate-") as scratch:
+        samples, notes = open_samples(path, trained.model.config, trained.args, trained.tokenizer, cut, Path(scratch))
+        for note in notes:
+            listener.note(note)
+        count = len(samples) if request.samples is None else min(request.samples, len(samples))
+        listener.found(count)
+        scorer = MaskedScorer(trained.model, context, batch_size=request.batch_size)
+        return scorer(samples, count, listener.batch)
 
 
 def _about(request: Request, trained: Trained, context: ParallelContext) -> str:
@@ -267,7 +333,7 @@ def _about(request: Request, trained: Trained, context: ParallelContext) -> str:
     )
 
 
-def _show(request: Request, result: Accuracy | TextLoss, alarms: Sequence[Alarm], say: Callable[[str], None]) -> None:
+def _show(request: Request, result: Result, alarms: Sequence[Alarm], say: Callable[[str], None]) -> None:
     from megalith.compat.megatron.evaluation import DONE, alarm_lines, between_dashes, result_line
 
     for line in between_dashes(result_line(request.task.upper(), result)):
@@ -279,20 +345,12 @@ def _show(request: Request, result: Accuracy | TextLoss, alarms: Sequence[Alarm]
 
 
 def _write_json(
-    path: Path, request: Request, result: Accuracy | TextLoss, alarms: Sequence[Alarm], about: Mapping[str, Any]
+    path: Path, request: Request, result: Result, alarms: Sequence[Alarm], about: Mapping[str, Any]
 ) -> None:
-    from megalith.evaluate.lambada import Accuracy
-
-    names = (
-        ("share", "loss")
-        if isinstance(result, Accuracy)
-        else ("mean", "perplexity", "adjusted_perplexity", "token_ratio", "bits_per_byte")
-    )
-    numbers = {**dataclasses.asdict(result), **{name: getattr(result, name) for name in names}}
     body = {
         **about,
         "strict": request.strict,
-        "result": {name: None if _is_nan(value) else value for name, value in numbers.items()},
+        "result": _without_nan(_numbers(result)),
         "alarms": [dataclasses.asdict(alarm) for alarm in alarms],
     }
     try:
@@ -301,5 +359,22 @@ def _write_json(
         raise ConfigError(f"--json {path} cannot be written: {error.strerror}") from error
 
 
-def _is_nan(value: Any) -> bool:
-    return isinstance(value, float) and math.isnan(value)
+def _numbers(result: Result) -> dict[str, Any]:
+    from megalith.evaluate.lambada import Accuracy
+    from megalith.evaluate.masked import MaskedResult
+
+    if isinstance(result, MaskedResult):
+        return result.numbers()
+    names = (
+        ("share", "loss")
+        if isinstance(result, Accuracy)
+        else ("mean", "perplexity", "adjusted_perplexity", "token_ratio", "bits_per_byte")
+    )
+    return {**dataclasses.asdict(result), **{name: getattr(result, name) for name in names}}
+
+
+def _without_nan(value: Any) -> Any:
+    """With None for what is not a number, which JSON does not know."""
+    if isinstance(value, dict):
+        return {name: _without_nan(entry) for name, entry in value.items()}
+    return None if isinstance(value, float) and math.isnan(value) else value

@@ -126,11 +126,20 @@ def _source(given: argparse.Namespace, numbers: Mapping[str, int | None]) -> Sou
 def _sentences(given: argparse.Namespace, environ: Mapping[str, str], notes: list[str]) -> SentenceSettings | None:
     if given.split_sentences:
         folders = tuple(filter(None, environ.get("NLTK_DATA", "").split(os.pathsep)))
-        return SentenceSettings(given.lang or "english", given.keep_newlines, given.punkt_parameters, folders)
-    for name in ("--keep-newlines", "--lang", "--punkt-parameters"):
-        if getattr(given, _dest(name)):
-            notes.append(f"{name}: has no effect without --split-sentences")
+        by_marks = given.sentence_splitter == "marks"
+        if by_marks:
+            _note_idle(given, _OF_PUNKT, "with --sentence-splitter marks", notes)
+        language = given.lang or "english"
+        return SentenceSettings(language, given.keep_newlines, given.punkt_parameters, folders, by_marks)
+    _note_idle(given, ("--sentence-splitter", *_OF_PUNKT), "without --split-sentences", notes)
     return None
+
+
+_OF_PUNKT = ("--keep-newlines", "--lang", "--punkt-parameters")
+
+
+def _note_idle(given: argparse.Namespace, flags: Sequence[str], why: str, notes: list[str]) -> None:
+    notes += [f"{name}: has no effect {why}" for name in flags if getattr(given, _dest(name))]
 
 
 def _share(text: str | None, environ: Mapping[str, str], violations: list[str]) -> Share:

@@ -109,6 +109,12 @@ def _add_sources(parser: Parser) -> None:
 def _add_sentences(parser: Parser) -> None:
     add = parser.add_argument_group("sentences (for BERT and T5)").add_argument
     add("--split-sentences", action="store_true", help="split documents into sentences: PREFIX_text_sentence")
+    add(
+        "--sentence-splitter",
+        choices=("punkt", "marks"),
+        help="punkt (default) is nltk's and needs its data of the language; marks goes by punctuation alone, for "
+        "Chinese too, and needs nothing",
+    )
     add("--keep-newlines", action="store_true", help="line breaks behind a sentence are part of it")
     add("--lang", metavar="LANGUAGE", help="language, as nltk names it (english)")
     add(

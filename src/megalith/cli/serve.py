@@ -298,11 +298,12 @@ def _configuration(launch: _Launch) -> RunConfig:
         CheckpointError: there is none.
         ConfigError: the command line contradicts the checkpoint, or the model cannot be divided so.
     """
-    from megalith.assemble.reading import model_in, ranks_of, saved_args
+    from megalith.assemble.reading import model_in, ranks_of, require_text_model, saved_args
     from megalith.compat.megatron.tasks import contradictions
 
     args = saved_args(launch.checkpoint, launch.iteration)
     model = model_in(args, launch.checkpoint)
+    require_text_model(model, launch.checkpoint, "a server")
     if wrong := contradictions(launch.stated, args):
         raise ConfigError(wrong)
     return ranks_of(model, launch.settings, os.environ)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,12 +12,19 @@ from megalith.config import TokenizerConfig
 from megalith.data.indexed import smallest_dtype
 from megalith.data.punkt import SentenceSplitter
 from megalith.data.punkt_parameters import find_parameters
-from megalith.data.sources import BadDocument, Payload
+from megalith.data.sentence_marks import MarksSplitter
+from megalith.data.sources import BadDocument, Part, Payload
 from megalith.errors import DataError
 from megalith.tokenizers import Tokenizer, build_tokenizer
 from megalith.tokenizers.fast_bpe import SURE_IDS, ArrayEncoder, array_encoder
 
 _BYTES_PER_TOKEN = 2  # of text; what has more tokens than that moves to a larger place
+
+
+class Splitter(Protocol):
+    """Splits texts into sentences."""
+
+    def split(self, text: str) -> list[str]: ...
 
 
 @dataclass(frozen=True)
@@ -29,15 +36,19 @@ class SentenceSettings:
         keep_newlines: let line breaks behind a sentence be part of it.
         parameters_file: what the algorithm knows of the language; None looks where nltk looks.
         nltk_folders: where nltk looks first.
+        by_marks: by punctuation alone, without data of a language; the others are of no use then.
     """
 
     language: str = "english"
     keep_newlines: bool = False
     parameters_file: str | None = None
     nltk_folders: tuple[str, ...] = ()
+    by_marks: bool = False
 
-    def splitter(self) -> SentenceSplitter:
+    def splitter(self) -> Splitter:
         """Make the splitter. Raises DataError where there are no parameters of this language."""
+        if self.by_marks:
+            return MarksSplitter()
         parameters = find_parameters(self.language, self.parameters_file, self.nltk_folders)
         return SentenceSplitter(parameters, keep_newlines=self.keep_newlines)
 
@@ -136,9 +147,28 @@ class ChunkEncoder:
     def encode(self, payload: Payload) -> EncodedChunk:
         """Tokens of a chunk. Raises DataError if its file cannot be read any more."""
         part = payload.read(self._settings.keys)
-        columns = [_Column(self._encode, self._eod, self._dtype, part.num_bytes) for _ in self._settings.keys]
-        problems: list[tuple[int, str]] = []
+        return self._encode_by_batches(part) or self._encode_one_by_one(part)
+
+    def _encode_by_batches(self, part: Part) -> EncodedChunk | None:
+        """Many documents at a time; None where one of them needs a closer look."""
+        if part.batches is None or self._splitter is not None:
+            return None
+        columns = self._columns(part)
         num_documents = 0
+        try:
+            for batch in part.batches:
+                if batch is None:
+                    return None
+                for column, texts in zip(columns, batch, strict=True):
+                    column.add_all(texts)
+                num_documents += len(batch[0])
+        except DataError:
+            return None
+        return _encoded(columns, part, num_documents, [])
+
+    def _encode_one_by_one(self, part: Part) -> EncodedChunk:
+        columns, num_documents = self._columns(part), 0
+        problems: list[tuple[int, str]] = []
         for number, document in part.documents:
             reason = document.reason if isinstance(document, BadDocument) else self._add(columns, document)
             if reason is None:
@@ -147,14 +177,10 @@ class ChunkEncoder:
             problems.append((number, reason))
             if not self._settings.skip_bad:
                 break
-        report = ChunkReport(
-            by_key=tuple(column.structure() for column in columns),
-            num_documents=num_documents,
-            num_units=part.num_units,
-            num_bytes=part.num_bytes,
-            problems=tuple(problems),
-        )
-        return EncodedChunk(tuple(column.tokens() for column in columns), report)
+        return _encoded(columns, part, num_documents, problems)
+
+    def _columns(self, part: Part) -> list[_Column]:
+        return [_Column(self._encode, self._eod, self._dtype, part.num_bytes) for _ in self._settings.keys]
 
     def _add(self, columns: list[_Column], document: list[str | list[str]]) -> str | None:
         """Append a document to its columns; to none of them, with the reason, if one cannot hold it."""
@@ -172,10 +198,21 @@ class ChunkEncoder:
         return None
 
 
+def _encoded(columns: list[_Column], part: Part, num_documents: int, problems: list[tuple[int, str]]) -> EncodedChunk:
+    report = ChunkReport(
+        by_key=tuple(column.structure() for column in columns),
+        num_documents=num_documents,
+        num_units=part.num_units,
+        num_bytes=part.num_bytes,
+        problems=tuple(problems),
+    )
+    return EncodedChunk(tuple(column.tokens() for column in columns), report)
+
+
 class _Column:
     """Tokens of one key, growing document by document.
 
-    They are put into the stored type text by text, while the ids of the text are still in the cache.
+    They are put into the stored type text by text or a few at a time, while their ids are still in the cache.
 
     Args:
         encode: a text to its ids.
@@ -186,7 +223,7 @@ class _Column:
 
     def __init__(self, encode: ArrayEncoder, eod: int | None, dtype: np.dtype[Any], num_bytes: int) -> None:
         self._encode, self._eod = encode, eod
-        self._limits = np.iinfo(dtype)
+        self._limits, self._end = np.iinfo(dtype), np.array([eod or 0], dtype)
         self._tokens = np.empty(num_bytes // _BYTES_PER_TOKEN + 1, dtype)
         self._used = 0
         self._lengths: list[int] = []
@@ -200,11 +237,11 @@ class _Column:
         used, count = self._used, 0
         try:
             for text in (texts,) if isinstance(texts, str) else texts:
-                ids = self._encode(text)
+                (ids,) = self._encode((text,))
                 if not len(ids):
                     continue
                 if ids.dtype != SURE_IDS:
-                    self._check(ids)
+                    _check(ids, self._limits)
                 end = self._room(len(ids) + 1)
                 self._tokens[self._used : end] = ids
                 self._used = end
@@ -219,6 +256,26 @@ class _Column:
             self._used += 1
             self._lengths[-1] += 1
         self._sequences.append(count)
+
+    def add_all(self, texts: list[str]) -> None:
+        """Append documents of one text each.
+
+        Raises:  DataError as `add` does; the column is of no use then.
+        """
+        arrays = self._encode(texts)
+        for ids in arrays:
+            if ids.dtype != SURE_IDS:
+                _check(ids, self._limits)
+        lengths = list(map(len, arrays))
+        self._sequences += [1 if length else 0 for length in lengths]
+        if self._eod is not None:
+            arrays = [piece for ids in arrays if len(ids) for piece in (ids, self._end)]
+            lengths = [length and length + 1 for length in lengths]
+        self._lengths += filter(None, lengths)
+        if arrays:
+            stop = self._room(sum(lengths) + 1)
+            np.concatenate(arrays, out=self._tokens[self._used : stop], casting="unsafe")
+            self._used = stop
 
     def drop_last(self) -> None:
         """Forget the last document."""
@@ -240,9 +297,12 @@ class _Column:
             self._tokens = more
         return self._used + count - 1
 
-    def _check(self, ids: NDArray[Any]) -> None:
-        low, high = int(ids.min()), int(ids.max())
-        if low < self._limits.min or high > self._limits.max:
-            raise DataError(
-                f"token {low if low < 0 else high} does not fit {self._limits.dtype.name}, the type of this vocabulary"
-            )
+
+def _check(ids: NDArray[Any], limits: np.iinfo[Any]) -> None:
+    if not len(ids):
+        return
+    low, high = int(ids.min()), int(ids.max())
+    if low < limits.min or high > limits.max:
+        raise DataError(
+            f"token {low if low < 0 else high} does not fit {limits.dtype.name}, the type of this vocabulary"
+        )

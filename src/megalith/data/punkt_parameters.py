@@ -60,7 +60,8 @@ def _missing(language: str, folders: Sequence[str]) -> str:
     return (
         f"--split-sentences needs nltk's punkt_tab data for {language} (--lang), and they are not on this "
         f"machine{found}. On one with a network: pip install nltk && python -m nltk.downloader -d DIR punkt_tab; bring "
-        "DIR here and set NLTK_DATA=DIR. Or give parameters of your own with --punkt-parameters FILE"
+        "DIR here and set NLTK_DATA=DIR. Or give parameters of your own with --punkt-parameters FILE, or "
+        "--sentence-splitter marks, which goes by punctuation alone (and is the one for Chinese)"
     )
 
 

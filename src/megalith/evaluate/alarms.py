@@ -17,8 +17,9 @@ import torch
 from megalith.distributed import comm
 from megalith.distributed.context import ParallelContext
 from megalith.evaluate.lambada import Accuracy
+from megalith.evaluate.masked import MaskedResult
 from megalith.evaluate.perplexity import TextLoss
-from megalith.models.gpt import GPT
+from megalith.models.language_model import LanguageModel
 from megalith.tokenizers import padded_vocab_size
 from megalith.train.metrics import read_metrics
 
@@ -67,10 +68,13 @@ class Evidence:
         return math.log(self.vocab_size)
 
 
-def alarms_of(result: Accuracy | TextLoss, evidence: Evidence) -> list[Alarm]:
+def alarms_of(result: Accuracy | TextLoss | MaskedResult, evidence: Evidence) -> list[Alarm]:
     """Everything that is wrong with a result and its model, the result first."""
-    about = _of_accuracy(result, evidence) if isinstance(result, Accuracy) else _of_text(result, evidence)
-    found = [] if about is None else [about]
+    if isinstance(result, MaskedResult):
+        found = _of_masked(result, evidence)
+    else:
+        about = _of_accuracy(result, evidence) if isinstance(result, Accuracy) else _of_text(result, evidence)
+        found = [] if about is None else [about]
     if evidence.other_tokenizer is not None:
         found.append(Alarm(f"the tokenizer is not the one of the training: {evidence.other_tokenizer}", _TOKENIZER))
     if evidence.never_trained:
@@ -120,6 +124,41 @@ def _of_text(result: TextLoss, evidence: Evidence) -> Alarm | None:
         "vocabulary: blind guessing would be better"
     )
     return Alarm(what, _cause(result.mean, evidence))
+
+
+def _of_masked(result: MaskedResult, evidence: Evidence) -> list[Alarm]:
+    tokens, orders = result.tokens, result.orders
+    if not tokens.total:
+        return [
+            Alarm(
+                f"{result.samples} samples have no hidden token, nothing was measured",
+                "the file is empty, its documents have a single sentence, or it is not the file that is meant; of a "
+                "dataset, it was made without --split-sentences",
+            )
+        ]
+    if math.isnan(tokens.mean):
+        return [_not_a_number()]
+    found, by_chance = [], tokens.total / evidence.vocab_size
+    if tokens.correct <= by_chance or tokens.mean > evidence.uniform:
+        what = (
+            f"{tokens.correct} of {tokens.total} hidden tokens found at a loss of {tokens.mean:.4g} is no better than "
+            f"guessing among {evidence.vocab_size} tokens, which finds {by_chance:.2g} at {evidence.uniform:.4g}"
+        )
+        found.append(Alarm(what, _cause(tokens.mean, evidence)))
+    if orders is not None and orders.total and orders.share <= result.one_answer:
+        what = (
+            f"the order of two texts is told right {orders.correct} of {orders.total} times, no better than always "
+            f"giving the more frequent answer ({result.one_answer:.3g})"
+        )
+        cause = (
+            "the weights are random, see below"
+            if evidence.never_trained
+            else "the head that tells them apart was trained too short or on other text, or was not in the checkpoint "
+            "that the model was made of (a BertForMaskedLM has none); compare with the sop loss of the training, "
+            "where guessing gives 0.69"
+        )
+        found.append(Alarm(what, cause))
+    return found
 
 
 def _not_a_number() -> Alarm:
@@ -175,7 +214,7 @@ def training_loss(save_folder: Path, iteration: int) -> float | None:
     return sum(losses) / len(losses) if losses else None
 
 
-def never_trained(model: GPT, context: ParallelContext) -> bool:
+def never_trained(model: LanguageModel, context: ParallelContext) -> bool:
     """Whether all norms are one and all biases zero, on all ranks: the first update changes them.
 
     Models without biases have too little to tell in half precision, where small updates of a one are lost: they count

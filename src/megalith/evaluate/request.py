@@ -14,8 +14,13 @@ TASKS = {
     "cloze": "the last word of sixty bundled sentences, to try a model without a download",
     "wikitext103": "perplexity per token and per word of a text file, as Megatron's task of that name takes it",
     "text": "perplexity and bits per byte of any txt or jsonl file",
+    "masked": "of BERT: hidden words that it finds, their loss, and the order of sentences",
+    "spans": "of T5: tokens of hidden spans that it writes, their loss and perplexity",
 }
 """Name -> what is measured."""
+
+MASKED_TASKS = {"masked": "bert", "spans": "t5"}
+"""Tasks with hidden tokens -> the family of models that is measured; the others are for models that continue text."""
 
 DEFAULT_OVERLAP = 32
 DEFAULT_BATCH = 8
@@ -34,10 +39,13 @@ class Request:
         strict: of lambada: the last word rather than the last token.
         overlap: tokens that each window after the first scores; `DEFAULT_OVERLAP`, or the whole window if that is
             shorter, if None.
-        seq_length: of windows; the context of the model if None.
+        seq_length: of windows; the context of the model if None. Of masked and spans the length of samples; that of
+            the training if None.
         batch_size: of one forward pass.
         log_interval: batches between two lines of progress.
         detokenizer: of wikitext103, of `DETOKENIZER_CHOICES`; "auto" goes by the path.
+        samples: of masked and spans, how many at most; all if None.
+        decoder_seq_length: of spans; that of the training if None.
         dtype: of the weights, by name; that of the checkpoint if None.
         tokenizer: instead of the one in the checkpoint.
         settings: of the launch and the layout, as of `megalith train`, by name.
@@ -54,6 +62,8 @@ class Request:
     batch_size: int = DEFAULT_BATCH
     log_interval: int = 100
     detokenizer: str = "auto"
+    samples: int | None = None
+    decoder_seq_length: int | None = None
     dtype: str | None = None
     tokenizer: TokenizerConfig | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -66,17 +76,30 @@ class Request:
             found.append(f"--task {self.task} is not known; it measures {', '.join(TASKS)}")
         elif self.data is None and self.task != "cloze":
             found.append(f"--task {self.task} needs a file to measure on (--data FILE; of tasks/main.py: --valid-data)")
-        if self.data is not None and not self.data.is_file():
+        if self.data is not None and not self.data.is_file() and not self._is_dataset:
             found.append(f"{self.data} is no file to measure on{_where_from(self.task)}")
+        for flag, given, tasks in (
+            ("--samples", self.samples, tuple(MASKED_TASKS)),
+            ("--decoder-seq-length", self.decoder_seq_length, ("spans",)),
+        ):
+            if given is not None and self.task not in tasks:
+                found.append(f"{flag} {given} is for --task {' and '.join(tasks)}; leave it out")
         for flag, value in (
             ("--overlapping-eval", self.overlap),
             ("--seq-length", self.seq_length),
             ("--micro-batch-size", self.batch_size),
             ("--log-interval", self.log_interval),
+            ("--samples", self.samples),
+            ("--decoder-seq-length", self.decoder_seq_length),
         ):
             if value is not None and value < 1:
                 found.append(f"{flag} {value} is below 1; give 1 or more")
         return found
+
+    @property
+    def _is_dataset(self) -> bool:
+        """Whether the data are the prefix of a .bin/.idx pair, for a task that takes one."""
+        return self.task in MASKED_TASKS and Path(f"{self.data}.idx").is_file()
 
     def windows(self, context_length: int) -> tuple[int, int, list[str]]:
         """Length and stride of windows over a model's context, and what is wrong with them."""
@@ -97,6 +120,8 @@ class Request:
 
 
 def _where_from(task: str) -> str:
+    if task in MASKED_TASKS:
+        return ", nor the prefix of a dataset (PREFIX.bin and PREFIX.idx)"
     if task != "lambada":
         return ""
     return "; docs/evaluation.md says where LAMBADA's comes from, and --task cloze needs none"

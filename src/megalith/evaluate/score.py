@@ -198,26 +198,36 @@ def _targets(batch: Sequence[Sample]) -> tuple[NDArray[np.int64], NDArray[np.int
 
 
 def score_targets(
-    states_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, region: Region, vocab_size: int
+    states_TD: Tensor,
+    weight_VD: Tensor,
+    targets_T: Tensor,
+    region: Region,
+    vocab_size: int,
+    bias_V: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The log-probability of each target, and whether no token is more likely (of equals the first counts).
 
-    Shapes: states [T, D], alike on all ranks of the region; weight [V, D], the rows that are here; targets [T] ->
-        2 x [T], alike on all ranks. Logarithms are taken in at least fp32.
+    Shapes: states [T, D], alike on all ranks of the region; weight [V, D] and bias [V] of the logits, the rows that are
+        here; targets [T] -> 2 x [T], alike on all ranks. Logarithms are taken in at least fp32.
     """
     rows = max(1, _LOGITS_AT_ONCE // weight_VD.shape[0])
     parts = [
-        _score_some(states, weight_VD, targets, region, vocab_size)
+        _score_some(states, weight_VD, targets, region, vocab_size, bias_V)
         for states, targets in zip(states_TD.split(rows), targets_T.split(rows), strict=True)
     ]
     return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
 
 
 def _score_some(
-    states_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, region: Region, vocab_size: int
+    states_TD: Tensor,
+    weight_VD: Tensor,
+    targets_T: Tensor,
+    region: Region,
+    vocab_size: int,
+    bias_V: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     part = region.shard(vocab_size, even=False)
-    logits_TV = linear(states_TD, weight_VD, None, None)
+    logits_TV = linear(states_TD, weight_VD, bias_V, None)
     logits_TV = logits_TV.to(at_least_fp32(logits_TV.dtype))
     likeliest_T = logits_TV.argmax(dim=-1)
     own_peak_T = logits_TV.gather(1, likeliest_T[:, None]).squeeze(1)

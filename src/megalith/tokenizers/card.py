@@ -125,12 +125,22 @@ def require_tokenizer_of_data(prefix: str, here: Mapping[str, Any]) -> str | Non
         return _with_null_tokenizer(prefix, card, here)
     require_same(
         (prefix, "this run"),
-        card,
-        here,
+        _without_sentinels(card),
+        _without_sentinels(here),
         "give this run the tokenizer that made the data, or make the data anew with this one. If you know that both "
         f"give the same ids, remove {card_path(prefix)}: then nothing is compared",
     )
     return None
+
+
+def _without_sentinels(card: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A card without the tokens of `--vocab-extra-ids`, which stand behind all others and in no text.
+
+    Megatron's command lines make the data of T5 without them, and train with them.
+    """
+    settings = dict(card.get("settings", {}))
+    count = int(settings.pop("vocab_extra_ids", 0) or 0)
+    return {**card, "vocab_size": int(card["vocab_size"]) - count, "settings": settings} if count else card
 
 
 def _with_null_tokenizer(prefix: str, card: Mapping[str, Any], here: Mapping[str, Any]) -> str:

@@ -13,8 +13,7 @@ words above 200 characters instead of 100. Classes of characters are those of th
 from __future__ import annotations
 
 import unicodedata
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -134,50 +133,47 @@ class WordPieceTokenizer(TokenizerWithRoles):
         return ids
 
 
-class _Translation(ABC, dict[int, str | None]):
-    """A table for `str.translate` that works out each character when it first comes."""
+class _Translation(dict[int, str | None]):
+    """A table for `str.translate` that works out each character when it first comes.
+
+    Args:
+        rule: what a character becomes; None takes it out.
+    """
+
+    def __init__(self, rule: Callable[[str], str | None]) -> None:
+        super().__init__()
+        self._rule = rule
 
     def __missing__(self, code: int) -> str | None:
-        self[code] = translated = self.translated(code)
+        self[code] = translated = self._rule(chr(code))
         return translated
 
-    @abstractmethod
-    def translated(self, code: int) -> str | None:
-        """What a character becomes; None takes it out."""
 
-
-class _Clean(_Translation):
+def _clean(character: str) -> str | None:
     """Control characters out, spaces of all kinds plain, and each Chinese character a word of its own."""
-
-    def translated(self, code: int) -> str | None:
-        character = chr(code)
-        if character in "\t\n\r ":
-            return " "
-        category = unicodedata.category(character)
-        if code in (0, 0xFFFD) or category in ("Cc", "Cf"):
-            return None
-        if category == "Zs":
-            return " "
-        return f" {character} " if any(code in block for block in _CHINESE) else character
+    if character in "\t\n\r ":
+        return " "
+    code, category = ord(character), unicodedata.category(character)
+    if code in (0, 0xFFFD) or category in ("Cc", "Cf"):
+        return None
+    if category == "Zs":
+        return " "
+    return f" {character} " if any(code in block for block in _CHINESE) else character
 
 
-class _PunctuationApart(_Translation):
-    """Each punctuation mark a word of its own; with `accents` off, combining marks out."""
-
-    def __init__(self, *, accents: bool) -> None:
-        super().__init__()
-        self._accents = accents
-
-    def translated(self, code: int) -> str | None:
-        character = chr(code)
-        category = unicodedata.category(character)
-        if not self._accents and category == "Mn":
-            return None
-        return f" {character} " if character in _ASCII_PUNCTUATION or category.startswith("P") else character
+def _punctuation_apart(character: str) -> str:
+    """Each punctuation mark a word of its own."""
+    is_mark = character in _ASCII_PUNCTUATION or unicodedata.category(character).startswith("P")
+    return f" {character} " if is_mark else character
 
 
-_CLEAN = _Clean()
-_PUNCTUATION_APART, _WITHOUT_ACCENTS = _PunctuationApart(accents=True), _PunctuationApart(accents=False)
+def _without_accents(character: str) -> str | None:
+    """The same, and combining marks out."""
+    return None if unicodedata.category(character) == "Mn" else _punctuation_apart(character)
+
+
+_CLEAN = _Translation(_clean)
+_PUNCTUATION_APART, _WITHOUT_ACCENTS = _Translation(_punctuation_apart), _Translation(_without_accents)
 
 # In this order.
 _JOINED_IN_ENGLISH = (

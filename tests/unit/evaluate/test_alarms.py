@@ -20,6 +20,7 @@ from megalith.evaluate.alarms import (
     training_loss,
 )
 from megalith.evaluate.lambada import Accuracy
+from megalith.evaluate.masked import Guesses, MaskedResult
 from megalith.evaluate.perplexity import TextLoss
 from megalith.models.gpt import GPT
 from megalith.models.initialise import initialise
@@ -142,3 +143,30 @@ def test_half_precision_without_biases_tells_too_little() -> None:
     model = GPT(config, 20, dtype=torch.bfloat16)
     initialise(model, 1)
     assert not never_trained(model, ParallelContext.solo())
+
+
+def _masked(correct: int, loss: float, orders: int | None = None, swapped: int = 50) -> MaskedResult:
+    """100 tokens, and of 100 orders so many right ones."""
+    told = None if orders is None else Guesses(100, orders, 69.0)
+    return MaskedResult(100, Guesses(100, correct, 100 * loss), told, swapped)
+
+
+@pytest.mark.parametrize(
+    ("result", "said"),
+    [
+        (_masked(40, 3.0), []),
+        (_masked(40, 3.0, 70), []),
+        (_masked(0, 3.0), ["0 of 100 hidden tokens found"]),
+        (_masked(40, 9.0), ["no better than guessing among 1000 tokens"]),
+        (_masked(40, math.nan), ["the loss is not a number"]),
+        (_masked(40, 3.0, 50), ["the order of two texts is told right 50 of 100 times"]),
+        (_masked(40, 3.0, 60, swapped=30), ["always giving the more frequent answer (0.7)"]),
+        (_masked(0, 9.0, 10), ["0 of 100 hidden tokens", "told right 10 of 100"]),
+        (MaskedResult(0, Guesses()), ["0 samples have no hidden token, nothing was measured"]),
+    ],
+)
+def test_hidden_tokens_at_chance(result: MaskedResult, said: list[str]) -> None:
+    found = alarms_of(result, Evidence(vocab_size=1000, iteration=5))
+    assert len(found) == len(said)
+    for alarm, part in zip(found, said, strict=True):
+        assert part in alarm.what and alarm.cause

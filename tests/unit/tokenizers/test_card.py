@@ -95,6 +95,17 @@ def test_data_of_another_tokenizer_stops(tmp_path: Path) -> None:
     assert str(card_path(prefix)) in str(caught.value)
 
 
+def test_sentinels_of_t5_are_in_no_text(tmp_path: Path) -> None:
+    """Data without --vocab-extra-ids serve a run with them, as Megatron's command lines have it."""
+    prefix, more = str(tmp_path / "data"), {**CARD, "vocab_size": 612, "settings": {"vocab_extra_ids": 100}}
+    write_card(prefix, CARD)
+    assert require_tokenizer_of_data(prefix, more) is None
+    with pytest.raises(DataError, match=r"vocab_size +512 +513"):
+        require_tokenizer_of_data(prefix, {**more, "vocab_size": 613})
+    write_card(prefix, more)
+    assert require_tokenizer_of_data(prefix, CARD) is None
+
+
 def test_the_null_tokenizer_reads_data_that_it_has_room_for(tmp_path: Path) -> None:
     prefix = str(tmp_path / "data")
     null = {"class": "NullTokenizer", "vocab_size": 513, "special": {"eod": 512}, "files": {}}

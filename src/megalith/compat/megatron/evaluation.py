@@ -10,6 +10,7 @@ from pathlib import Path
 
 from megalith.evaluate.alarms import Alarm
 from megalith.evaluate.lambada import Accuracy
+from megalith.evaluate.masked import MaskedResult
 from megalith.evaluate.perplexity import TextLoss
 
 DONE = "done :-)"
@@ -44,9 +45,11 @@ class EvaluationConsole:
         self._say(f"note: {text}")
 
 
-def result_line(task: str, result: Accuracy | TextLoss) -> str:
+def result_line(task: str, result: Accuracy | TextLoss | MaskedResult) -> str:
     """The line of a result; `task` in capitals."""
     start = f" validation results on {task} | "
+    if isinstance(result, MaskedResult):  # a task of our own
+        return start + _masked_numbers(result)
     if isinstance(result, Accuracy):
         return start + (
             f"number correct: {result.correct:.4E} | total examples: {result.total:.4E} | "
@@ -59,6 +62,17 @@ def result_line(task: str, result: Accuracy | TextLoss) -> str:
             f"tokens: {result.num_tokens} |"
         )
     return start + f"{loss}adjusted ppl: {result.adjusted_perplexity:.4E} | token ratio: {result.token_ratio} |"
+
+
+def _masked_numbers(result: MaskedResult) -> str:
+    tokens, orders = result.tokens, result.orders
+    text = (
+        f"number correct: {tokens.correct:.4E} | hidden tokens: {tokens.total:.4E} | avg accuracy: {tokens.share:.4E} "
+        f"| avg loss: {tokens.mean:.4E} | ppl: {tokens.perplexity:.4E} | samples: {result.samples} |"
+    )
+    if orders is None:
+        return text
+    return f"{text} order accuracy: {orders.share:.4E} | order loss: {orders.mean:.4E} |"
 
 
 def between_dashes(line: str) -> list[str]:

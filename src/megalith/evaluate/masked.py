@@ -1,0 +1,285 @@
+"""What a BERT or a T5 says of hidden tokens: on one process, or on ranks that share the model.
+
+Samples are made as in training, with the same draws for everybody, and each is asked once. The ranks of a replica run
+their batches through the pipeline interpreter; replicas take batches in turn. All of the vocabulary table counts in the
+normalisation, as it does in the loss of training.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from megalith.distributed import comm
+from megalith.distributed.context import ParallelContext
+from megalith.errors import DataError
+from megalith.evaluate.perplexity import bounded_exp
+from megalith.evaluate.score import score_targets
+from megalith.models.bert import Bert
+from megalith.models.language_model import Inputs
+from megalith.models.t5 import T5, padding
+from megalith.nn.precision import at_least_fp32
+from megalith.parallel import pipeline
+from megalith.schedules.pipeline import Op, make_schedule
+
+_BATCHES_AT_ONCE = 256  # of one pipeline program, whose results are kept on the device until it ends
+
+
+@dataclass(frozen=True)
+class Guesses:
+    """What was asked of a model, and how it answered.
+
+    Attributes:
+        total: how many there were to guess.
+        correct: of these the likeliest answer is the right one.
+        loss: summed over all of them, in nats.
+    """
+
+    total: int = 0
+    correct: int = 0
+    loss: float = 0.0
+
+    def __add__(self, other: Guesses) -> Guesses:
+        return Guesses(self.total + other.total, self.correct + other.correct, self.loss + other.loss)
+
+    @property
+    def share(self) -> float:
+        """Of right ones; not a number of none."""
+        return self.correct / self.total if self.total else math.nan
+
+    @property
+    def mean(self) -> float:
+        """Loss of one, in nats; not a number of none."""
+        return self.loss / self.total if self.total else math.nan
+
+    @property
+    def perplexity(self) -> float:
+        return bounded_exp(self.mean)
+
+    def numbers(self) -> dict[str, float]:
+        """For a file."""
+        return {
+            **{"total": self.total, "correct": self.correct, "share": self.share},
+            **{"mean": self.mean, "perplexity": self.perplexity},
+        }
+
+
+@dataclass(frozen=True)
+class MaskedResult:
+    """What a model found of what was hidden.
+
+    Attributes:
+        samples: that were asked.
+        tokens: those that were hidden.
+        orders: of two runs of text, whether they have changed places; None where the model has no head for it.
+        swapped: of these how many have.
+    """
+
+    samples: int
+    tokens: Guesses
+    orders: Guesses | None = None
+    swapped: int = 0
+
+    @property
+    def one_answer(self) -> float:
+        """The share of orders that are right if the answer is always the more frequent one."""
+        if self.orders is None or not self.orders.total:
+            return math.nan
+        return max(self.swapped, self.orders.total - self.swapped) / self.orders.total
+
+    def numbers(self) -> dict[str, object]:
+        """For a file."""
+        orders = None if self.orders is None else {**self.orders.numbers(), "swapped": self.swapped}
+        return {"samples": self.samples, "tokens": self.tokens.numbers(), "orders": orders}
+
+
+class Samples(Protocol):
+    """The samples of a dataset (`data.samples.SplitDataset`), as many as are to be asked."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, item: int, /) -> dict[str, NDArray[np.int64]]: ...
+
+
+class MaskedScorer:
+    """Asks a model for what is hidden in samples.
+
+    Args:
+        model: whole, or this rank's stage of it.
+        context: the ranks that share the model and the samples; this process alone if None. All of them call together,
+            with equal samples, and get the same result.
+        batch_size: samples of one forward pass.
+    """
+
+    def __init__(self, model: Bert | T5, context: ParallelContext | None = None, *, batch_size: int = 8) -> None:
+        assert batch_size >= 1, batch_size
+        self.model, self.batch_size = model, batch_size
+        self.context = context or ParallelContext.solo(model.device)
+
+    def __call__(
+        self, samples: Samples, count: int | None = None, on_batch: Callable[[int], None] = lambda number: None
+    ) -> MaskedResult:
+        """Ask the first `count` samples; all of them if None.
+
+        Args:
+            samples: as the dataset of the model's family makes them.
+            count: at most the number of samples.
+            on_batch: told the number of each batch of this replica before it is computed.
+
+        Raises:
+            DataError: the ranks have different samples.
+        """
+        count = len(samples) if count is None else min(count, len(samples))
+        self._check(samples, count)
+        context, size = self.context, self.batch_size
+        batches = [range(start, min(start + size, count)) for start in range(0, count, size)]
+        own = batches[context.dp.index :: context.dp.size]
+        found = _Tally()
+        for first in range(0, len(own), _BATCHES_AT_ONCE):
+            part = own[first : first + _BATCHES_AT_ONCE]
+            work = _Work(self.model, samples, part, on_batch, first)
+            schedule = make_schedule("forward", context.pp.size, 1, len(part))
+            pipeline.run(schedule.program(context.pp.index), work, context.links)
+            found = found + work.tally
+        if context.world.size > 1:
+            speaks = context.tp.is_first and context.pp.is_last
+            found = sum(comm.all_gather_objects(found if speaks else _Tally(), context.world), _Tally())
+        heads = isinstance(self.model, Bert) and self.model.config.bert_binary_head
+        return MaskedResult(count, found.tokens, found.orders if heads else None, found.swapped)
+
+    def _check(self, samples: Samples, count: int) -> None:
+        if self.context.world.size == 1:
+            return
+        digest = hashlib.blake2b(str(count).encode(), digest_size=16)
+        for item in {0, count // 2, count - 1} if count else ():
+            for name, values in samples[item].items():
+                digest.update(name.encode() + values.tobytes())
+        if len(set(comm.all_gather_objects(digest.hexdigest(), self.context.world))) > 1:
+            raise DataError("the ranks read different texts: the data and the tokenizer must be the same on all hosts")
+
+
+@dataclass(frozen=True)
+class _Tally:
+    """Sums over samples."""
+
+    tokens: Guesses = field(default=Guesses())
+    orders: Guesses = field(default=Guesses())
+    swapped: int = 0
+
+    def __add__(self, other: _Tally) -> _Tally:
+        return _Tally(self.tokens + other.tokens, self.orders + other.orders, self.swapped + other.swapped)
+
+
+class _Work:
+    """The batches of one program: a `pipeline.StageRunner`."""
+
+    def __init__(
+        self,
+        model: Bert | T5,
+        samples: Samples,
+        batches: Sequence[range],
+        on_batch: Callable[[int], None],
+        first: int,
+    ) -> None:
+        self._model, self._samples, self._batches = model, samples, batches
+        self._on_batch, self._first = on_batch, first
+        self._held: dict[int, Inputs] = {}
+        self._results: list[Tensor] = []
+        self._ask = _ask_bert if isinstance(model, Bert) else _ask_t5
+
+    def _inputs(self, micro_batch: int) -> Inputs:
+        if micro_batch not in self._held:
+            rows = [self._samples[item] for item in self._batches[micro_batch]]
+            batch = {name: torch.from_numpy(np.stack([row[name] for row in rows])) for name in rows[0]}
+            inputs = self._model.prepare(batch)
+            here = {name: tensor.to(self._model.device) for name, tensor in inputs.tensors.items()}
+            self._held[micro_batch] = Inputs(here)
+        return self._held[micro_batch]
+
+    def border(self, micro_batch: int) -> tuple[tuple[int, int, int], torch.dtype]:
+        return self._model.border(self._inputs(micro_batch))
+
+    def before(self, op: Op) -> None:
+        self._on_batch(self._first + op.micro_batch)
+
+    def forward(self, chunk: int, micro_batch: int, hidden: Tensor | None) -> Tensor:
+        inputs = self._inputs(micro_batch)
+        if not self._model.stage.predicts:
+            return self._model.part(inputs, hidden)
+        self._results.append(self._ask(self._model, inputs.tensors, hidden))
+        return self._results[-1].new_zeros(())
+
+    def end(self, micro_batch: int) -> None:
+        del self._held[micro_batch]
+
+    @property
+    def tally(self) -> _Tally:
+        """Of all batches; nothing on a stage that predicts nothing."""
+        if not self._results:
+            return _Tally()
+        words, right, loss, orders, in_order, order_loss, swapped = torch.stack(self._results).sum(dim=0).tolist()
+        return _Tally(
+            Guesses(round(words), round(right), loss),
+            Guesses(round(orders), round(in_order), order_loss),
+            round(swapped),
+        )
+
+
+def _ask_bert(model: nn.Module, found: Mapping[str, Tensor], hidden_SBD: Tensor | None) -> Tensor:
+    """The numbers of `_Tally` of a micro-batch, [7] in fp64."""
+    assert isinstance(model, Bert) and model.lm_head is not None
+    padding = found.get("padding_mask")
+    states_SBD = model.hidden_states(
+        found["text"],
+        hidden_SBD=hidden_SBD,
+        types_BS=found["types"],
+        padding_BS=None if padding is None else padding == 0,
+    )
+    asked = found["loss_mask"].t() > 0
+    tokens = score_targets(
+        model.lm_head(states_SBD[asked]),
+        model.output_weight,
+        found["labels"].t()[asked],
+        model.region,
+        model.vocab_size,
+        model.output_bias,
+    )
+    if model.binary_head is None:
+        return torch.cat((_sums(*tokens), tokens[0].new_zeros(4, dtype=torch.float64)))
+    logits_B2, wanted_B = model.order_logits(states_SBD), found["is_random"]
+    logprobs_B2 = torch.log_softmax(logits_B2.to(at_least_fp32(logits_B2.dtype)), dim=-1)
+    of_wanted_B = logprobs_B2.gather(1, wanted_B[:, None]).squeeze(1)
+    orders = _sums(of_wanted_B, logprobs_B2.argmax(dim=-1) == wanted_B)
+    return torch.cat((_sums(*tokens), orders, wanted_B.sum()[None].double()))
+
+
+def _ask_t5(model: nn.Module, found: Mapping[str, Tensor], hidden_SBD: Tensor | None) -> Tensor:
+    """As `_ask_bert`."""
+    assert isinstance(model, T5) and hidden_SBD is None
+    padding_BE, padding_BS = (padding(found, name) for name in ("enc_mask", "dec_mask"))
+    encoded = model.encode(found["text_enc"], padding_BE, padding_BS)
+    states_SBD = model.decode(found["text_dec"], encoded, padding_BS=padding_BS)
+    asked = found["loss_mask"].t() > 0
+    tokens = score_targets(
+        states_SBD[asked],
+        model.output_weight,
+        found["labels"].t()[asked],
+        model.region,
+        model.vocab_size,
+        model.output_bias,
+    )
+    return torch.cat((_sums(*tokens), tokens[0].new_zeros(4, dtype=torch.float64)))
+
+
+def _sums(logprobs_T: Tensor, right_T: Tensor) -> Tensor:
+    """How many, how many right ones, and their loss: [3] in fp64."""
+    total = torch.full((), len(logprobs_T), dtype=torch.float64, device=logprobs_T.device)
+    return torch.stack((total, right_T.sum().double(), -logprobs_T.double().sum()))

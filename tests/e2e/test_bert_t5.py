@@ -1,0 +1,180 @@
+"""BERT and T5 as their users run them: from Chinese text to a trained, resumed, measured and exported model."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megalith.cli.main import main
+
+from ..chinese import SIZE, write_text, write_vocabulary
+from .warm import WarmProcess
+
+MODEL = "--hidden-size 16 --num-attention-heads 4 --max-position-embeddings 32 --hidden-dropout 0 --attention-dropout 0"
+RUN = (
+    "--micro-batch-size 4 --global-batch-size 4 --lr 0.01 --lr-decay-style constant --split 80,10,10 --eval-iters 1 "
+    "--log-interval 2 --num-workers 0 --save-interval 6 --train-iters 12"
+)
+BERT = f"--num-layers 2 {MODEL} --seq-length 32 {RUN}"
+T5 = (
+    f"--encoder-num-layers 2 --decoder-num-layers 1 {MODEL} --encoder-seq-length 32 --decoder-seq-length 24 {RUN} "
+    "--vocab-extra-ids 20"
+)
+PUBLISHED = (
+    "--position-embedding-type relative --normalization RMSNorm --disable-bias-linear --softmax-scale 1.0 --relu "
+    "--no-t5-logits-bias --t5-scaled-logits --relative-attention-num-buckets 8 --relative-attention-max-distance 20"
+)
+
+
+@pytest.fixture(scope="module")
+def work(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with text.jsonl, vocab.txt and the dataset that the tool makes of them."""
+    folder = tmp_path_factory.mktemp("chinese")
+    write_text(folder / "text.jsonl", 80)
+    write_vocabulary(folder / "vocab.txt")
+    words = "--input text.jsonl --output-prefix my-bert --split-sentences --tokenizer-type BertWordPieceLowerCase"
+    tool = [
+        sys.executable,
+        str(repository / "tools" / "preprocess_data.py"),
+        *words.split(),
+        "--vocab-file",
+        "vocab.txt",
+    ]
+    told = subprocess.run(tool, cwd=folder, capture_output=True, text=True)
+    if told.returncode:  # where nltk's data are not: the message says what does without
+        assert "--sentence-splitter marks" in told.stderr
+    done = subprocess.run([*tool, "--sentence-splitter", "marks"], cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "80 documents" in done.stdout
+    return folder
+
+
+def _flags(work: Path, flags: str, save: str, *more: object) -> list[str]:
+    data = ["--data-path", work / "my-bert_text_sentence", "--vocab-file", work / "vocab.txt"]
+    return list(map(str, [*shlex.split(flags), *data, "--save", work / save, "--load", work / save, *more]))
+
+
+def _losses(text: str) -> dict[int, str]:
+    """Iteration -> all that is printed of its losses."""
+    found = re.finditer(r"iteration +(\d+)/.*?(lm loss.*?)\| loss scale", text)
+    return {int(match[1]): match[2] for match in found}
+
+
+def _train_resumed(work: Path, warm: WarmProcess, script: Path, family: str, flags: str, save: str) -> dict[int, str]:
+    """Train by the root script as the users do; a second run that was stopped half-way has to end alike."""
+    whole = subprocess.run(
+        [sys.executable, str(script), *_flags(work, flags, save)], cwd=work, capture_output=True, text=True
+    )
+    assert whole.returncode == 0, whole.stdout + whole.stderr
+    for half in (("--exit-interval", 6), ()):
+        part = warm.run(["--model-family", family, *_flags(work, flags, f"{save}-halves", *half)], work)
+        assert part.code == 0, part.text
+    losses = _losses(whole.stdout)
+    assert sorted(losses) == [2, 4, 6, 8, 10, 12]
+    assert _losses(part.text)[12] == losses[12], "the same numbers from step 8 on"
+    assert "successfully saved checkpoint" in whole.stdout and "validation loss at" in whole.stdout
+    return losses
+
+
+def _evaluated(work: Path, *words: object) -> dict[str, Any]:
+    assert main(["evaluate", *map(str, words), "--json", str(work / "result.json")]) == 0
+    found: dict[str, Any] = json.loads((work / "result.json").read_text())
+    return found
+
+
+@pytest.fixture(scope="module")
+def bert(work: Path, warm: WarmProcess, repository: Path) -> Path:
+    """A checkpoint of a BERT in the form of the one published."""
+    flags = f"{BERT} --apply-residual-connection-post-layernorm --no-bias-gelu-fusion"
+    losses = _train_resumed(work, warm, repository / "pretrain_bert.py", "bert", flags, "B")
+    assert all("sop loss" in line for line in losses.values())
+    return work / "B"
+
+
+@pytest.fixture(scope="module")
+def t5(work: Path, warm: WarmProcess, repository: Path) -> Path:
+    """A checkpoint of a T5 in Megatron's form."""
+    _train_resumed(work, warm, repository / "pretrain_t5.py", "t5", T5, "T")
+    return work / "T"
+
+
+def test_bert(work: Path, bert: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    checkpoint = bert
+    result = _evaluated(work, checkpoint, "--task", "masked", "--data", work / "my-bert_text_sentence", "--samples", 40)
+    assert result["result"]["samples"] == 40
+    tokens, orders = result["result"]["tokens"], result["result"]["orders"]
+    assert tokens["total"] > 100 and tokens["mean"] < 9.9 and orders["total"] == 40, "guessing has 9.96"
+    again = _evaluated(work, checkpoint, "--task", "masked", "--data", work / "text.jsonl", "--samples", 40)
+    assert again["result"] == result["result"], "the text gives the samples of its dataset"
+    shown = capsys.readouterr().out
+    assert shown.count(" validation results on MASKED | number correct: ") == 2 and "| order accuracy: " in shown
+    (work / "empty.txt").write_text("\n")
+    assert (
+        main(["evaluate", str(checkpoint), "--task", "masked", "--data", str(work / "empty.txt"), "--fail-on-alarm"])
+        == 7
+    )
+    assert "ALARM: 0 samples have no hidden token" in capsys.readouterr().out
+    assert main(["checkpoint", "export", str(checkpoint), str(tmp_path / "HF")]) == 0
+    compared = "logits equal those of transformers" if find_spec("transformers") else "logits not compared"
+    assert compared in capsys.readouterr().out
+    assert json.loads((tmp_path / "HF/config.json").read_text())["vocab_size"] == SIZE + 2, "with [BOS] and [EOS]"
+
+
+def _measured_and_answered(work: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = ["--data", work / "my-bert_text_sentence", "--samples", 30]
+    result = _evaluated(work, checkpoint, "--task", "spans", *data)["result"]
+    assert result["samples"] == 30 and result["orders"] is None
+    assert result["tokens"]["total"] > 60 and result["tokens"]["mean"] < 9.9
+    assert " validation results on SPANS | number correct: " in capsys.readouterr().out
+    prompt = ["--prompt", "\u4e00\u4e03<extra_id_0>\u4e0e", "--greedy", "--max-new-tokens", "4"]
+    assert main(["generate", str(checkpoint), *prompt]) == 0
+    assert capsys.readouterr().out.strip()
+
+
+def test_t5(work: Path, t5: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    _measured_and_answered(work, t5, capsys)
+    assert main(["checkpoint", "export", str(t5), str(tmp_path / "HF")]) != 0
+    assert "t5: it has model_family" not in (said := capsys.readouterr().err)
+    assert "it has position_embedding_type relative, the model learned_absolute" in said
+
+
+def test_t5_as_published(work: Path, warm: WarmProcess, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    done = warm.run(["--model-family", "t5", *_flags(work, f"{T5} {PUBLISHED}", "P")], work)
+    assert done.code == 0, done.text
+    _measured_and_answered(work, work / "P", capsys)
+    assert main(["checkpoint", "export", str(work / "P"), str(tmp_path / "HF")]) == 0
+    compared = "logits equal those of transformers" if find_spec("transformers") else "logits not compared"
+    assert compared in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("family", "command", "said"),
+    [
+        ("bert", "evaluate {} --task cloze", "--task cloze needs a model that continues text, a GPT, and"),
+        ("bert", "evaluate {} --task cloze", "megalith evaluate --task masked measures it"),
+        ("bert", "evaluate {} --task spans --data {}/../text.jsonl", "holds a BERT; use --task masked"),
+        ("bert", "evaluate {} --task masked --data {}/none", "nor the prefix of a dataset"),
+        ("bert", "evaluate {} --task masked --data {}/../text.jsonl --seq-length 33", "longer than the 32 positions"),
+        ("bert", "evaluate {} --task cloze --samples 3", "--samples 3 is for --task masked and spans"),
+        ("bert", "serve {}", "a server needs a model that continues text, a GPT, and"),
+        ("bert", "serve {}", "megalith evaluate --task masked measures it"),
+        ("bert", "generate {} --prompt x", "megalith evaluate --task masked measures it"),
+        ("t5", "serve {}", "megalith generate writes its answers"),
+        ("t5", "evaluate {} --task masked --data {}/../text.jsonl", "holds a T5; use --task spans"),
+        ("t5", "evaluate {} --task cloze", "megalith evaluate --task spans measures it"),
+    ],
+)
+def test_what_needs_another_model_says_what_works(
+    request: pytest.FixtureRequest, family: str, command: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = request.getfixturevalue(family)
+    assert main(shlex.split(command.replace("{}", str(checkpoint)))) == 2
+    assert said in capsys.readouterr().err

@@ -1,0 +1,46 @@
+"""Sentences by their marks, in Chinese and English."""
+
+from __future__ import annotations
+
+import pytest
+
+from megalith.data.sentence_marks import MarksSplitter
+
+
+@pytest.mark.parametrize(
+    ("text", "sentences"),
+    [
+        ("One. Two? Three!", ["One.", "Two?", "Three!"]),
+        (
+            'Mr. Smith met J. Doe at 3.14 p.m. yesterday. "Good." He left.',
+            ["Mr. Smith met J. Doe at 3.14 p.m. yesterday.", '"Good."', "He left."],
+        ),
+        (
+            "Wait... what? (Yes.) \nA line without a mark\n\nAnother",
+            ["Wait... what?", "(Yes.)", "A line without a mark", "Another"],
+        ),
+        (
+            "\u4eca\u5929\u5929\u6c14\u5f88\u597d\u3002\u6211\u4eec\u53bb\u54ea\u91cc\uff1f\u201c\u8d70\u5427\uff01\u201d\u4ed6\u8bf4\u3002",
+            [
+                "\u4eca\u5929\u5929\u6c14\u5f88\u597d\u3002",
+                "\u6211\u4eec\u53bb\u54ea\u91cc\uff1f",
+                "\u201c\u8d70\u5427\uff01\u201d",
+                "\u4ed6\u8bf4\u3002",
+            ],
+        ),
+        (
+            "\u4e2d\u6587 and English. \u6df7\u5408\u2026\u2026\u7ed3\u675f",
+            ["\u4e2d\u6587 and English.", "\u6df7\u5408\u2026\u2026", "\u7ed3\u675f"],
+        ),
+        ("", []),
+        (" \n ", []),
+        ("no end", ["no end"]),
+    ],
+)
+def test_sentences(text: str, sentences: list[str]) -> None:
+    assert MarksSplitter().split(text) == sentences
+
+
+def test_nothing_but_blanks_is_lost() -> None:
+    text = "A b. C? d e\nF! \u4e00\u4e8c\u3002\u4e09 etc. and so on."
+    assert "".join("".join(MarksSplitter().split(text)).split()) == "".join(text.split())
