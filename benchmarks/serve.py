@@ -10,7 +10,7 @@ measures all contenders, one after the other; a ratio is the median over rounds 
   concurrent   16 requests of mixed lengths; against HF one by one, and HF in one static batch, padded on the left,
                which runs until the longest is done. Tokens that were not asked for do not count
   http         what HTTP adds to a token: the same requests, one alone and all 16, through a server in a process of its
-               own and by the engine, against one another in turn
+               own and by an engine in another one like it, against one another in turn
   load         clients who come at random (Poisson) with 0.5, 0.7 and 0.9 of the tokens per second that `concurrent`
                reached, over HTTP: percentiles of the time to the first token, between tokens, to the last; --plot
   cache        memory of the cache against 2 x layers x groups x head size x bytes for each token that it can hold, and
@@ -261,9 +261,11 @@ def fresh(requests: Sequence[Request], number: int) -> list[Request]:
     return [dataclasses.replace(request, prompt=(number, *request.prompt[1:])) for request in requests]
 
 
-def http(model: GPT, port: int, rounds: int, count: int) -> dict[str, Any]:
+def http(
+    engine: Callable[[Sequence[Request]], list[serve_http.Served]], port: int, rounds: int, count: int
+) -> dict[str, Any]:
     """Milliseconds of a token with and without HTTP; the prompt of `single` is not counted."""
-    engine, numbers = build_engine(model), iter(range(1, 1000))
+    numbers = iter(range(1, 1000))
     alone = [Request(tuple(Random(0).choices(range(1, 50000), k=64)), count, GREEDY, stop_ids=())]
     crowd = mixed_requests()
 
@@ -279,7 +281,7 @@ def http(model: GPT, port: int, rounds: int, count: int) -> dict[str, Any]:
         rows = []
         for _ in range(rounds + 1):
             asked, dues = fresh(requests, next(numbers)), [0.0] * len(requests)
-            direct, over = time_of(serve_all(engine, asked)), time_of(serve_http.ask_all(port, asked, dues))
+            direct, over = time_of(engine(asked)), time_of(serve_http.ask_all(port, asked, dues))
             rows.append((direct / tokens * 1000, over / tokens * 1000))
         del rows[0]  # the first of all warms both up
         found[name] = {
@@ -340,9 +342,11 @@ def measure(size: str, parts: Sequence[str], options: argparse.Namespace) -> Ite
         yield "cache", cache(model)
     if not {"http", "load"} & set(parts):
         return
-    with serve_http.server(functools.partial(serving_engine, size, options.threads), CONTEXT) as port:
+    build = functools.partial(serving_engine, size, options.threads)
+    with serve_http.server(build, CONTEXT) as port:
         if "http" in parts:
-            found = http(model, port, options.rounds, options.tokens)
+            with serve_http.engine_apart(build, serve_all) as engine:
+                found = http(engine, port, options.rounds, options.tokens)
             yield "http", found
             tokens_per_second = tokens_per_second or 1000 / statistics.median(found["concurrent"]["http_ms_per_token"])
         if "load" in parts:

@@ -1,7 +1,9 @@
 """A server in a process of its own and its clients, for `benchmarks/serve.py`: what HTTP adds, and latency under load.
 
 The server is the real one (uvicorn, FastAPI, the engine's thread), with the model of the benchmark. The clients are
-coroutines of the calling process that stream `/v1/completions` and note when each token comes.
+coroutines of the calling process that stream `/v1/completions` and note when each token comes. What HTTP adds is told
+from an engine without it, in a process that was started just like the server's: the threads of tensor operations wait
+alike in both. In the benchmark's own process they spin, as the peer's do, which alone is worth more than all of HTTP.
 """
 
 from __future__ import annotations
@@ -65,20 +67,53 @@ def _serve(build: Callable[[], Engine], context_length: int, connection: Any) ->
     asyncio.run(run())
 
 
+Direct = Callable[["Engine", Sequence["Request"]], list[Served]]
+"""Serves requests that come together by an engine."""
+
+
+def _compute(build: Callable[[], Engine], direct: Direct, connection: Any) -> None:
+    """The process of an engine without a server."""
+    engine = build()
+    connection.send("ready")
+    while True:
+        connection.send(direct(engine, connection.recv()))
+
+
 @contextmanager
-def server(build: Callable[[], Engine], context_length: int) -> Iterator[int]:
-    """A server with the engine that `build` makes in its process; yields its port."""
-    wait_asleep()  # the process inherits it, as one of `megalith serve` does
+def _process(target: Callable[..., None], *arguments: Any) -> Iterator[Any]:
+    """A process like that of `megalith serve`; yields the connection to it."""
+    wait_asleep()  # the process inherits it
     here, there = multiprocessing.get_context("spawn").Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=_serve, args=(build, context_length, there))
+    process = multiprocessing.get_context("spawn").Process(target=target, args=(*arguments, there))
     process.start()
     try:
-        assert here.poll(_SECONDS_TO_START), "the server does not start"
-        yield int(here.recv())
+        assert here.poll(_SECONDS_TO_START), "the process does not start"
+        yield here
     finally:
         process.terminate()
         process.join(10)
         process.kill()
+
+
+@contextmanager
+def server(build: Callable[[], Engine], context_length: int) -> Iterator[int]:
+    """A server with the engine that `build` makes in its process; yields its port."""
+    with _process(_serve, build, context_length) as connection:
+        yield int(connection.recv())
+
+
+@contextmanager
+def engine_apart(build: Callable[[], Engine], direct: Direct) -> Iterator[Callable[[Sequence[Request]], list[Served]]]:
+    """The same engine in such a process without a server; yields what serves requests by it."""
+
+    def ask(requests: Sequence[Request]) -> list[Served]:
+        connection.send(requests)
+        served: list[Served] = connection.recv()
+        return served
+
+    with _process(_compute, build, direct) as connection:
+        connection.recv()
+        yield ask
 
 
 async def _ask(port: int, request: Request, due: float, began: float) -> Served:

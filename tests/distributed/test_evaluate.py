@@ -82,8 +82,13 @@ def scored(folder: str, layout: Layout) -> tuple[list[list[float]], list[list[bo
     return [s.logprobs.tolist() for s in scores], [s.greedy.tolist() for s in scores], told, of_text.tolist()
 
 
-@pytest.mark.parametrize("style", [{}, LLAMA], ids=["gpt2", "llama"])
-@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(pp=2), Layout(dp=2), Layout(tp=2, pp=2)], ids=str)
+# In training these experts would drop tokens by what else is in the batch.
+EXPERTS = {**LLAMA, "num_experts": 4, "moe_ffn_hidden_size": 8, "moe_expert_capacity_factor": 0.5}
+LAYOUTS = (Layout(tp=2), Layout(pp=2), Layout(dp=2), Layout(tp=2, pp=2))
+ROWS = [*((style, layout) for style in ({}, LLAMA) for layout in LAYOUTS), (EXPERTS, Layout(dp=2))]
+
+
+@pytest.mark.parametrize(("style", "layout"), ROWS)
 def test_every_rank_has_the_scores_of_one_process(
     ranks: Ranks, tmp_path: Path, layout: Layout, style: dict[str, Any]
 ) -> None:

@@ -151,7 +151,7 @@ def server(saved: Path, repository: Path) -> Iterator[Server]:
             "--seed",
             42,
         ),
-        *("--tokenizer-type", "GPT2BPETokenizer", "--max-queue", 8, "--max-batch", 4, "--drain-timeout", 1),
+        *("--tokenizer-type", "GPT2BPETokenizer", "--max-queue", 8, "--max-batch", 4),
     ]
     with started(command) as running:
         yield running
@@ -385,10 +385,10 @@ def test_nonsense_is_refused_by_name(server: Server, record_property: Callable[[
     assert server.ask("GET", "/health")[0] == 200
 
 
-def _stream(server: Server, tokens: int) -> http.client.HTTPResponse:
+def _stream(server: Server, tokens: int, headers: dict[str, str] = JSON) -> http.client.HTTPResponse:
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
     body = {"prompt": "the king", "max_tokens": tokens, "stream": True, "ignore_eos": True, "temperature": 0}
-    connection.request("POST", "/v1/completions", json.dumps(body), JSON)
+    connection.request("POST", "/v1/completions", json.dumps(body), headers)
     return connection.getresponse()
 
 
@@ -467,29 +467,43 @@ def test_the_page_in_a_browser(server: Server, tmp_path: Path) -> None:
         page.close()
 
 
-def test_sigterm_lets_answers_end_and_then_ends_them(server: Server) -> None:
+def test_sigterm_takes_no_new_work_and_a_second_one_ends_what_runs(server: Server) -> None:
     """The last test with this server."""
     answer = _stream(server, 4000)
     assert answer.readline().startswith(b"data: ")
     server.process.send_signal(signal.SIGTERM)
-    deadline = time.monotonic() + 60
-    while "SIGTERM: no new requests" not in server.text:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    _wait_for(server, "SIGTERM: no new requests")
+    status, said = server.ask("POST", "/v1/completions", {"prompt": "the king", "max_tokens": 1})
+    assert status == 503 and b"the server is stopping" in said
+    status, said = server.ask("GET", "/health")
+    assert status == 503 and json.loads(said)["status"] == "stopping"
+    server.process.send_signal(signal.SIGTERM)
     rest = answer.read().decode()  # "cancelled": it did not go on to the 4000 tokens
     assert server.end() == 0, server.text
     assert '"finish_reason":"cancelled"' in rest and rest.endswith("data: [DONE]\n\n")
     assert "Traceback" not in server.text
 
 
+def _wait_for(server: Server, line: str) -> None:
+    """Until the server has printed it."""
+    deadline = time.monotonic() + 60
+    while line not in server.text:
+        assert time.monotonic() < deadline and server.process.poll() is None, server.text
+        time.sleep(0.01)
+
+
 def test_a_key_opens_it_and_is_shown_nowhere(saved: Path) -> None:
-    command = ["-m", "megalith", "serve", saved, "--port", 0, "--api-key", "s3cret-key"]
+    """And answers that are not done when --drain-timeout is over are ended."""
+    command = ["-m", "megalith", "serve", saved, "--port", 0, "--api-key", "s3cret-key", "--drain-timeout", "0.1"]
     with started(command) as server:
         body = {"prompt": "the king", "max_tokens": 1}
-        for key, status in ((None, 401), ("wrong-key", 401), ("s3cret-key", 200)):
-            headers = {**JSON, **({"Authorization": f"Bearer {key}"} if key else {})}
+        known = {**JSON, "Authorization": "Bearer s3cret-key"}
+        for headers, status in ((JSON, 401), ({**JSON, "Authorization": "Bearer wrong-key"}, 401), (known, 200)):
             assert server.ask("POST", "/v1/completions", body, headers)[0] == status
+        answer = _stream(server, 4000, known)
+        assert answer.readline().startswith(b"data: ")
         server.process.send_signal(signal.SIGINT)
+        assert b'"finish_reason":"cancelled"' in answer.read()
         assert server.end() == 0
         assert "s3cret-key" not in server.text and "wrong-key" not in server.text
 
@@ -499,8 +513,11 @@ def test_two_ranks_answer_as_one_and_end_together(saved: Path, layout: str) -> N
     with started(["-m", "megalith", "serve", saved, "--port", 0, layout, 2], ranks=2) as server:
         body = {"prompts": ["the king said"], "tokens_to_generate": 6, "top_k": 1}
         assert json.loads(server.ask("PUT", "/api", body)[1])["text"] == ["the king said to the queen that the crown"]
+        answer = _stream(server, 100)
+        assert answer.readline().startswith(b"data: ")
         for process in (server.process, *server.others):  # Ctrl-C in a terminal reaches all
             process.send_signal(signal.SIGINT)
+        assert b'"finish_reason":"length"' in answer.read()  # what runs may end
         assert server.end() == 0, server.text
         assert [other.wait(20) for other in server.others] == [0]
 

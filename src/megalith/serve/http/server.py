@@ -111,6 +111,7 @@ async def serve(
             server.force_exit = server.should_exit = True
             service.cancel_all()
             return
+        service.draining = True  # before it is said
         say(f"{name}: no new requests; up to {limits.drain_seconds:g} s for those that run, once more to leave at once")
         stopping.set()
         first_at = loop.time()
@@ -132,7 +133,6 @@ async def serve(
             service.cancel_all()
             await _quiet(service, _SECONDS_TO_SAY_SO)
         else:
-            service.draining = True
             await _quiet(service, limits.drain_seconds, lambda: server.force_exit or failure.done())
             service.cancel_all()
             await _quiet(service, _SECONDS_TO_SAY_SO)
