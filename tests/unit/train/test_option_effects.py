@@ -1,0 +1,167 @@
+"""Flags of the training that change its numbers do so: a few steps with and without each, from the flag to the weight.
+
+What each one computes is checked elsewhere, against its formula or a golden; here that it arrives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalith.assemble.model import build_chunks, build_run_optimizer, draw_weights
+from megalith.assemble.schedule import build_schedule
+from megalith.config import load
+from megalith.distributed.context import ParallelContext
+from megalith.distributed.rng import RandomStreams
+from megalith.train.state import TrainState
+from megalith.train.step import train_step
+from megalith.train.work import Batch
+
+STEPS = 4
+BASE = (
+    "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --max-position-embeddings 8 --seq-length 8 "
+    "--micro-batch-size 2 --mock-data --tokenizer-type NullTokenizer --vocab-size 30 --init-method-std 0.2 "
+    "--hidden-dropout 0 --attention-dropout 0"
+)
+BY_ITERS = f"--global-batch-size 4 --train-iters {STEPS} --lr 1e-2 --lr-decay-style cosine --min-lr 1e-3"
+BY_SAMPLES = f"--global-batch-size 4 --train-samples {4 * STEPS} --lr 1e-2 --lr-decay-style cosine"
+WSD = f"{BY_ITERS} --lr-decay-style WSD --lr-wsd-decay-iters 3"
+EXPERTS = f"{BY_ITERS} --num-experts 4 --moe-ffn-hidden-size 8"
+MUON = f"{BY_ITERS} --optimizer muon --group-query-attention --num-query-groups 2"
+
+EFFECTS = [
+    # schedules
+    (BY_ITERS, "--lr 2e-2"),
+    (BY_ITERS, "--min-lr 5e-3"),
+    (BY_ITERS, "--lr-decay-style linear"),
+    (BY_ITERS, "--lr-decay-style constant"),
+    (BY_ITERS, "--lr-decay-style inverse-square-root --lr-warmup-iters 1"),
+    (BY_ITERS, "--lr-decay-style WSD --lr-wsd-decay-iters 3"),
+    (WSD, "--lr-wsd-decay-style linear"),
+    (WSD, "--lr-wsd-decay-style cosine"),
+    (WSD, "--lr-wsd-decay-style minus_sqrt"),
+    (WSD, "--lr-wsd-decay-iters 2"),
+    (BY_ITERS, "--lr-decay-iters 8"),
+    (BY_ITERS, "--lr-warmup-iters 2"),
+    (BY_ITERS, "--lr-warmup-fraction 0.5"),
+    (f"{BY_ITERS} --lr-warmup-iters 2", "--lr-warmup-init 5e-3"),
+    (BY_SAMPLES, "--lr-decay-samples 32"),
+    (BY_SAMPLES, "--lr-warmup-samples 8"),
+    (f"{BY_SAMPLES} --lr-decay-style WSD --lr-wsd-decay-samples 12", "--lr-wsd-decay-samples 8"),
+    (BY_ITERS, "--decoupled-lr 1e-3 --decoupled-min-lr 1e-4"),
+    (f"{BY_ITERS} --decoupled-lr 1e-3 --decoupled-min-lr 1e-4", "--decoupled-min-lr 1e-5"),
+    (BY_ITERS, "--weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay 1"),
+    (
+        f"{BY_ITERS} --weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay 1",
+        "--start-weight-decay .5",
+    ),
+    (
+        f"{BY_ITERS} --weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay 1",
+        "--end-weight-decay .5",
+    ),
+    (
+        f"{BY_ITERS} --weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay 1",
+        "--weight-decay-incr-style cosine",
+    ),
+    # batches
+    (BY_ITERS, "--global-batch-size 8"),
+    (BY_ITERS, "--rampup-batch-size 2 2 4"),
+    (
+        BY_ITERS.replace("--global-batch-size 4", "--step-batch-size-schedule 0:4"),
+        "--step-batch-size-schedule 0:2,40:4",
+    ),
+        "--step-batch-size-schedule 0:3,40:5 --micro-batch-size 3",
+    ),
+    # optimizers
+    (BY_ITERS, "--weight-decay 0.5"),
+    (BY_ITERS, "--adam-beta1 0.5"),
+    (BY_ITERS, "--adam-beta2 0.9"),
+    (BY_ITERS, "--adam-eps 0.1"),
+    (BY_ITERS, "--clip-grad 1e-3"),
+    (BY_ITERS, "--optimizer sgd"),
+    (f"{BY_ITERS} --optimizer sgd", "--sgd-momentum 0"),
+    (BY_ITERS, "--optimizer lion"),
+    (f"{BY_ITERS} --optimizer lion", "--lion-beta1 0.1"),
+    (f"{BY_ITERS} --optimizer lion", "--lion-beta2 0.1"),
+    (BY_ITERS, "--optimizer soap"),
+    (f"{BY_ITERS} --optimizer soap", "--soap-shampoo-beta 0.5"),
+    (f"{BY_ITERS} --optimizer soap", "--soap-precondition-frequency 3"),
+    (BY_ITERS, "--optimizer muon"),
+    (MUON, "--muon-momentum 0.5"),
+    (MUON, "--muon-nesterov"),
+    (MUON, "--muon-no-split-qkv"),
+    (MUON, "--muon-scale-mode unit_rms_norm"),
+    (MUON, "--muon-extra-scale-factor 0.2"),
+    (MUON, "--muon-coefficient-type simple"),
+    (MUON, "--muon-num-ns-steps 10"),
+    (MUON, "--muon-scalar-optimizer lion"),
+    (MUON, "--optimizer adaptive_muon"),
+    (f"{BY_ITERS} --qk-layernorm --weight-decay 1", "--apply-wd-to-qk-layernorm"),
+    (f"{BY_ITERS} --qk-layernorm --weight-decay 1", "--no-weight-decay-cond-type apply_wd_to_qk_layernorm"),
+    (BY_ITERS, "--use-precision-aware-optimizer --exp-avg-dtype bf16"),
+    (BY_ITERS, "--use-precision-aware-optimizer --exp-avg-sq-dtype bf16"),
+    (BY_ITERS, "--use-precision-aware-optimizer --main-grads-dtype bf16"),
+    (f"{BY_ITERS} --bf16", "--use-precision-aware-optimizer --main-params-dtype fp16"),
+    (f"{BY_ITERS} --bf16", "--grad-reduce-in-bf16"),
+    (f"{BY_ITERS} --fp16 --loss-scale 8", "--accumulate-allreduce-grads-in-fp32"),
+    (f"{BY_ITERS} --bf16", "--fp32-residual-connection"),
+    # loss
+    (BY_ITERS, "--calculate-per-token-loss"),
+    (BY_ITERS, "--label-smoothing 0.1"),
+    # experts
+    (BY_ITERS, "--num-experts 4"),
+    (EXPERTS, "--moe-router-topk 3"),
+    (EXPERTS, "--moe-router-topk-scaling-factor 3"),
+    (EXPERTS, "--moe-router-score-function sigmoid"),
+    (EXPERTS, "--moe-router-pre-softmax"),
+    (EXPERTS, "--moe-input-jitter-eps 0.3"),
+    (EXPERTS, "--moe-expert-capacity-factor 0.5"),
+    (f"{EXPERTS} --moe-expert-capacity-factor 0.5", "--moe-token-drop-policy position"),
+    (EXPERTS, "--moe-z-loss-coeff 0.1"),
+    (EXPERTS, "--moe-aux-loss-coeff 0.1"),
+    (f"{EXPERTS} --bf16", "--moe-router-dtype fp32"),
+]
+
+
+def _batches() -> Iterator[Batch]:
+    generator = torch.Generator().manual_seed(3)
+    positions = torch.arange(8).expand(2, 8)
+    for number in range(100):
+        ids = torch.randint(0, 30, (2, 9), generator=generator)
+        mask = torch.ones(2, 8)
+        mask[:, 8 - number % 4 :] = 0.0
+        yield {"tokens": ids[:, :-1], "labels": ids[:, 1:], "position_ids": positions, "loss_mask": mask}
+
+
+def _trained(flags: str) -> Tensor:
+    """All weights after the steps of a run with these flags; micro-batches have 2 samples whatever they say."""
+    config = load([*BASE.split(), *flags.split()], {}, files=False)
+    context = ParallelContext.solo()
+    streams = RandomStreams(1, context)
+    chunks = build_chunks(config, 30, context, streams.own)
+    draw_weights(config, chunks, streams, context)
+    optimizer = build_run_optimizer(config, chunks, context)
+    state = TrainState(chunks, optimizer, streams, build_schedule(config), context=context)
+    batches = _batches()
+    for _ in range(STEPS):
+        train_step(state, batches, config.batch_sizes.num_micro_batches(state.consumed_samples))
+    return torch.cat([weight.detach().flatten().float() for weight in chunks[0].parameters()])
+
+
+PLAIN: dict[str, Tensor] = {}
+
+
+@pytest.mark.parametrize(("base", "option"), EFFECTS)
+def test_the_flag_changes_the_weights(base: str, option: str) -> None:
+    plain = PLAIN.setdefault(base, _trained(base)) if base not in PLAIN else PLAIN[base]
+    other = _trained(f"{base} {option}")
+    assert bool(other.isfinite().all())
+    assert plain.shape != other.shape or not torch.equal(plain, other)
+
+
+def test_the_same_flags_give_the_same_weights() -> None:
+    """A difference that is there anyway would make the table hold for everything."""
+    assert torch.equal(_trained(EXPERTS), _trained(EXPERTS))
