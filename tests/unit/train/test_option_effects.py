@@ -73,8 +73,6 @@ EFFECTS = [
         BY_ITERS.replace("--global-batch-size 4", "--step-batch-size-schedule 0:4"),
         "--step-batch-size-schedule 0:2,40:4",
     ),
-        "--step-batch-size-schedule 0:3,40:5 --micro-batch-size 3",
-    ),
     # optimizers
     (BY_ITERS, "--weight-decay 0.5"),
     (BY_ITERS, "--adam-beta1 0.5"),
