@@ -115,6 +115,18 @@ MODELS = {
         "--yarn-original-max-position-embeddings 8 --normalization RMSNorm --swiglu --ffn-hidden-size 24 "
         "--disable-bias-linear --untie-embeddings-and-output-weights"
     ),
+    "prediction": Model("--mtp-num-layers 2 --position-embedding-type rope --mtp-loss-scaling-factor 0.4"),
+    "prediction-apart": Model(
+        "--mtp-num-layers 1 --position-embedding-type rope --swiglu --normalization RMSNorm --disable-bias-linear "
+        "--ffn-hidden-size 24 --untie-embeddings-and-output-weights --decoupled-lr 0.005 --calculate-per-token-loss",
+        vocab_size=43,
+    ),
+    "prediction-mixture": Model(
+        "--mtp-num-layers 1 --position-embedding-type rope --swiglu --normalization RMSNorm --disable-bias-linear "
+        "--ffn-hidden-size 24",
+        fields=_MIXTURE | {"moe_aux_loss_coeff": (0.05,), "moe_layer_freq": "[1,0,1,1]"},
+    ),
+    "prediction-learned": Model("--mtp-num-layers 1 --label-smoothing 0.1"),
     "t5": Model("", vocab_size=43, fields={"model_family": "t5", "decoder_num_layers": 3}),
     "t5-relative": Model(
         "--swiglu --normalization RMSNorm --disable-bias-linear --ffn-hidden-size 24 "
@@ -141,8 +153,8 @@ MODELS = {
     ),
     "adaptive-muon": Model("--optimizer adaptive_muon --position-embedding-type rope --swiglu --ffn-hidden-size 24"),
     "soap": Model(
-        "--optimizer soap --position-embedding-type rope --swiglu --ffn-hidden-size 24 --group-query-attention "
-        "--num-query-groups 2 --untie-embeddings-and-output-weights --disable-bias-linear"
+        "--optimizer soap --adam-eps 1e-4 --position-embedding-type rope --swiglu --ffn-hidden-size 24 "
+        "--group-query-attention --num-query-groups 2 --untie-embeddings-and-output-weights --disable-bias-linear"
     ),
     "mup": Model(
         "--use-mup --mup-base-hidden-size 4 --mup-base-head-dim 2 --mup-embedding-mult 3 --decoupled-lr 0.01 "
@@ -151,6 +163,12 @@ MODELS = {
     "mup-sgd": Model(
         "--use-mup --mup-base-hidden-size 4 --mup-output-mult 0.7 --optimizer sgd --untie-embeddings-and-output-weights"
     ),
+    "llama-3.1": Model(
+        "--position-embedding-type rope --kv-channels 8 --rotary-base 500 --use-rope-scaling --rope-scaling-factor 4 "
+        "--rotary-seq-len-interpolation-factor 2 --swiglu --normalization RMSNorm --norm-epsilon 1e-3 "
+        "--disable-bias-linear --ffn-hidden-size 24 --optimizer lion --weight-decay 0.5"
+    ),
+    "gelu-erf": Model("--no-bias-gelu-fusion --onnx-safe true --kv-channels 6 --qk-layernorm --apply-layernorm-1p"),
     "ramp-up": Model("--rampup-batch-size 4 4 8 --decoupled-lr 0.005", vocab_size=43),
     "per-token": Model(
         "--calculate-per-token-loss --geglu --label-smoothing 0.2 --init-method-xavier-uniform --window-size 3,0 "
@@ -342,6 +360,17 @@ FSDP = [
     Case(Layout(pp=2, dp=2), "llama", virtual_stages=2, fsdp="zero2"),
     Case(Layout(pp=2, dp=2), "uneven-vocabulary", fsdp="zero2", recompute="uniform-1"),
     Case(Layout(pp=2, cp=2), fsdp="zero3"),
+]
+FURTHER_OPTIONS = [
+    Case(layout, model, sequence_parallel=layout.tp == 2, virtual_stages=vpp, zero1=zero1, fsdp=fsdp)
+    for model in ("llama-3.1", "gelu-erf")
+    for layout, vpp, zero1, fsdp in (
+        (Layout(tp=2), 1, False, ""),
+        (Layout(pp=2), 2, False, ""),
+        (Layout(cp=2), 1, False, ""),
+        (Layout(dp=2), 1, True, ""),
+        (Layout(dp=2), 1, False, "zero3"),
+    )
 ]
 MEGATRON_FSDP = [
     Case(Layout(dp=2), "llama", fsdp="no_shard"),
@@ -746,6 +775,25 @@ def _check(case: Case, ranks: Any, alone: dict[str, dict[str, Any]]) -> None:
     FOUND[case] = (loss_error, max(errors.values()), len(errors))
 
 
+PREDICTION = [
+    Case(Layout(pp=2, tp=2), "prediction", sequence_parallel=True, virtual_stages=2),
+    Case(Layout(cp=2, dp=2), "prediction-apart", zero1=True),
+    Case(Layout(pp=2, dp=2, ep=2), "prediction-mixture", dispatcher="alltoall", zero1=True),
+    Case(Layout(pp=2), "prediction", schedule="zb-h1"),
+    Case(Layout(tp=2), "prediction"),
+    Case(Layout(tp=4), "prediction-apart", sequence_parallel=True),
+    Case(Layout(pp=4), "prediction-apart"),
+    Case(Layout(pp=2, dp=2), "prediction-apart", zero1=True),
+    Case(Layout(pp=2, cp=2), "prediction", exchange="a2a"),
+    Case(Layout(tp=2, dp=2, ep=2), "prediction-mixture", sequence_parallel=True, zero1=True),
+    Case(Layout(pp=2, cp=2, ep=2), "prediction-mixture"),
+    Case(Layout(dp=2), "prediction", fsdp="zero3"),
+    Case(Layout(dp=2), "prediction-apart", fsdp="zero2"),
+    Case(Layout(tp=2), "prediction-learned", sequence_parallel=True),
+    Case(Layout(tp=2), "prediction", sequence_parallel=True, recompute="uniform-1"),
+    Case(Layout(pp=2), "prediction-mixture", recompute="block-1"),
+    Case(Layout(cp=2), "prediction", data="documents"),
+]
 CASES = [*required_cases(), *FURTHER, *FSDP]
 
 
@@ -779,8 +827,22 @@ ALWAYS = (
     | set(BERT[:3])
     | set(T5[:2])
     | set(EXPERT_PARALLEL[:3])
+    | set(PREDICTION[:3])
 )
-ALL = [*CASES, *MEGATRON_FSDP, *OPTIONS, *OPTIMISERS, *DATA, *EXPERTS, *EXPERT_PARALLEL, *LATENT, *BERT, *T5]
+ALL = [
+    *CASES,
+    *FURTHER_OPTIONS,
+    *MEGATRON_FSDP,
+    *OPTIONS,
+    *OPTIMISERS,
+    *DATA,
+    *EXPERTS,
+    *EXPERT_PARALLEL,
+    *LATENT,
+    *PREDICTION,
+    *BERT,
+    *T5,
+]
 ROWS = [pytest.param(case, marks=() if case in ALWAYS else pytest.mark.full) for case in ALL]
 
 

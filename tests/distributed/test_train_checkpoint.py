@@ -19,6 +19,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+from torch.nn import Parameter
 
 from megalith.assemble.model import build_chunks, build_run_optimizer, draw_weights
 from megalith.assemble.schedule import build_schedule
@@ -33,6 +34,7 @@ from megalith.distributed.rng import RandomStreams
 from megalith.layout import Layout
 from megalith.models.initialise import generator_for
 from megalith.models.language_model import named_placements
+from megalith.models.saved import saved_tensors, whole_names
 from megalith.nn.placement import global_shape, local_part
 from megalith.train.agreement import Agreement, NeverStop
 from megalith.train.background import BackgroundSaver
@@ -51,6 +53,7 @@ LLAMA = (
     "--untie-embeddings-and-output-weights --group-query-attention --num-query-groups 2"
 )
 ONE_GROUP = "--group-query-attention --num-query-groups 1 --position-embedding-type rope --add-qkv-bias"
+PREDICTION = "--mtp-num-layers 2 --position-embedding-type rope"
 TP2, PP2, CP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2", "--context-parallel-size 2"
 ZERO, FSDP = "--use-distributed-optimizer", "--use-torch-fsdp2"
 VPP2 = f"{PP2} --num-virtual-stages-per-pipeline-rank 2"
@@ -89,11 +92,12 @@ def expected_here(state: TrainState, seed: int) -> dict[str, tuple[Tensor, Tenso
     tp, pairs = state.context.tp, {}
     placed = {name: item for chunk in state.chunks for name, *item in named_placements(chunk)}
     copies = {chunk.copied_weight for chunk in state.chunks}
+    everywhere = {name: whole for chunk in state.chunks for name, whole in whole_names(chunk).items()}
 
     def local(kind: str, name: str, dtype: torch.dtype) -> Tensor:
         parameter, placement = placed[name]
         shape = global_shape(parameter.shape, placement, tp.size)
-        whole = drawn(seed, kind, WORD_EMBEDDINGS if name in copies else name, shape, dtype)
+        whole = drawn(seed, kind, WORD_EMBEDDINGS if name in copies else everywhere[name], shape, dtype)
         return local_part(whole, placement, tp.size, tp.index)
 
     weights = [replace(box, name=f"param.{box.name}") for box in state.optimizer.weight_boxes()]
@@ -101,6 +105,9 @@ def expected_here(state: TrainState, seed: int) -> dict[str, tuple[Tensor, Tenso
         kind, _, name = box.name.partition(".")
         place = tuple(slice(start, start + size) for start, size in zip(box.offset, box.tensor.shape, strict=True))
         pairs[f"{kind} {name} {box.offset}"] = (box.tensor, local(kind, name, box.tensor.dtype)[place])
+    for name, tensor, _ in (item for chunk in state.chunks for item in saved_tensors(chunk)):
+        if not isinstance(tensor, Parameter):  # what no optimizer moves; every rank has all of it
+            pairs[f"param {name} all"] = (tensor, drawn(seed, "param", name, tuple(tensor.shape), tensor.dtype))
     return pairs
 
 
@@ -175,12 +182,11 @@ def plain_tensors(folder: Path) -> dict[str, Tensor]:
 
 def check_content(folder: Path, flags: str, vocab_size: int, seed: int) -> None:
     """The checkpoint holds the whole of every tensor, and nothing else."""
-    compare_content(plain_tensors(folder), flags, vocab_size, seed)
+    compare_content(plain_tensors(folder), build_state(config_of(flags, 1), vocab_size), seed)
 
 
-def compare_content(stored: dict[str, Tensor], flags: str, vocab_size: int, seed: int) -> None:
-    """These are all the tensors of a model."""
-    state = build_state(config_of(flags, 1), vocab_size)
+def compare_content(stored: dict[str, Tensor], state: TrainState, seed: int) -> None:
+    """These are all the tensors of the model of a state of one process."""
     seen = set()
     for key, (_, value) in expected_here(state, seed).items():
         kind, name = key.split(" ")[:2]
@@ -210,6 +216,8 @@ CASES = {
     "dp2-fsdp-bf16": (2, FSDP, "--bf16", 40),
     "tp2-dp2-fsdp": (4, f"{TP2} {FSDP} --torch-fsdp2-no-reshard-after-forward", LLAMA, 40),
     "pp2-dp2-fsdp": (4, f"{VPP2} {FSDP}", "", 40),
+    "tp2-pp2-prediction": (4, f"{TP2} {VPP2}", f"{LLAMA} --mtp-num-layers 1", 43),
+    "pp2-prediction-torch": (2, f"{PP2} --ckpt-format torch", PREDICTION, 40),
 }
 """Name -> ranks, flags of the layout, flags of the model, rows of the vocabulary."""
 
@@ -364,7 +372,7 @@ def test_per_rank_files_hold_the_same(ranks: Any, tmp_path: Path, case: str) -> 
     stored = plain_tensors(folder)
     if distributed and "--bf16" not in model:  # the flat buffers have the weights once more
         assert all(torch.equal(stored.pop(f"optimizer.state.fp32_param.{key}"), stored[key]) for key in weights(stored))
-    compare_content(stored, model, vocab_size, 5)
+    compare_content(stored, build_state(config_of(model, 1), vocab_size), 5)
     files = {path.name for path in folder.rglob("*.pt")}
     assert files == {"model_optim_rng.pt", "distrib_optim.pt"} if distributed else {"model_optim_rng.pt"}
     assert store.verify(5) == [] and open_source(folder).problems() == []
@@ -445,6 +453,14 @@ def test_one_process_takes_what_ranks_wrote_and_the_other_way_round(ranks: Any, 
     save(str(tmp_path), "", 1, 40, 6)
     for result in ranks.run(2, resume, str(tmp_path), f"{VPP2}", 2, 40):
         assert result["wrong"] == [] and result["counters"][0] == 6
+
+
+@pytest.mark.parametrize("case", ["tp2-pp2-prediction", "pp2-prediction-torch"])
+def test_one_process_takes_layers_of_prediction_from_the_last_stage(ranks: Any, tmp_path: Path, case: str) -> None:
+    """Which has the embedding a second time, whether it is the output layer's weight too or not."""
+    world_size, layout, model, vocab_size = CASES[case]
+    ranks.run(world_size, save, str(tmp_path), f"{layout} {model}", world_size, vocab_size, 5)
+    assert resume(str(tmp_path), model, 1, vocab_size)["wrong"] == []
 
 
 # --- what Megatron wrote ------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from megalith.assemble.huggingface import TOLERANCE, Comparison, compare_logits
 from megalith.checkpoint.adapted import args_of
@@ -139,6 +140,53 @@ def build(tmp_path: Path) -> Build:
         return tmp_path / "hf"
 
     return save
+
+
+def _with_prediction(folder: Path) -> dict[str, torch.Tensor]:
+    """Add a layer of multi-token prediction to DeepSeek's files, as they are on the hub; the tensors."""
+    tensors = load_file(folder / "model.safetensors")
+    last, ahead = "model.layers.1.", "model.layers.2."
+    generator = torch.Generator().manual_seed(4)
+    for name in [name for name in tensors if name.startswith(last)]:
+        tensors[ahead + name.removeprefix(last)] = torch.randn(tensors[name].shape, generator=generator)
+    for name, shape in (("enorm", (24,)), ("hnorm", (24,)), ("eh_proj", (24, 48)), ("shared_head.norm", (24,))):
+        tensors[f"{ahead}{name}.weight"] = torch.randn(shape, generator=generator)
+    tensors[f"{ahead}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors[f"{ahead}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    return tensors
+
+
+def test_layers_of_multi_token_prediction_come_back(build: Build) -> None:
+    folder = build("deepseek")
+    _with_prediction(folder)
+    out = _there_and_back(folder)
+    _assert_same_files(folder, out)
+    assert json.loads((out / "config.json").read_text())["num_nextn_predict_layers"] == 1
+    space = _space(folder)
+    assert space.model.predictions == 1 and space.shapes["mtp.layers.0.eh_proj.weight"] == (24, 48)
+    assert _difference(folder, folder.parent / "saved/release") <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["embed_tokens.weight", "shared_head.head.weight"])
+def test_layers_of_prediction_with_tables_of_their_own_are_refused(build: Build, name: str) -> None:
+    folder = build("deepseek")
+    tensors = _with_prediction(folder)
+    tensors[f"model.layers.2.{name}"] += 1.0
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=f"model.layers.2.{name} is not .*the layers of prediction have no own"):
+        _there_and_back(folder)
+
+
+def test_layers_of_prediction_that_are_said_and_not_there(build: Build) -> None:
+    """As transformers leaves a folder that it has written again."""
+    folder = build("deepseek")
+    config = json.loads((folder / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert _space(folder).model.predictions == 0
+    assert json.loads((_there_and_back(folder) / "config.json").read_text())["num_nextn_predict_layers"] == 0
 
 
 def _there_and_back(folder: Path, **options: Any) -> Path:

@@ -1,4 +1,4 @@
-"""Megatron's per-rank files against what it wrote itself (goldens `pretrain/*_torch`).
+"""Megatron's per-rank files against what it wrote itself (F35; goldens `pretrain/*_torch`).
 
 The reference side takes tensors out of the files' own dicts by hand, or from the `torch_dist` golden of the same run.
 Files of before Megatron core are made here from a golden: other names, nesting, order and rows, the same numbers.
@@ -596,7 +596,8 @@ def test_another_model_than_the_args_say(unpack: Callable[..., Path]) -> None:
     assert "decoder.layers.1.input_layernorm.weight is not expected" in with_args(num_layers=1)
     message = with_args(ffn_hidden_size=32)
     assert "decoder.layers.0.mlp.linear_fc1.weight has shape [64, 16] instead of [32, 16]" in message
-    assert "--mtp-num-layers" in with_args(mtp_num_layers=2)
+    assert "mtp.layers.1.eh_proj.weight is missing" in with_args(mtp_num_layers=2)
+    assert "--moe-latent-size" in with_args(moe_latent_size=2)
     del args["padded_vocab_size"]
     assert "lack 'padded_vocab_size'" in with_args()
     torch.save({key: value for key, value in body.items() if key != "args"}, file)

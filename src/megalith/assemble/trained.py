@@ -126,7 +126,8 @@ def _trained(
         DamagedCheckpointError: A file of its tensors is not as it was saved.
     """
     args = vars(store.common(found).get("args", Namespace()))
-    saved_config, precision = model_of(args), precision_of(args)
+    precision = precision_of(args)
+    saved_config = replace(model_of(args), mtp_num_layers=None)  # layers that only training has use for
     model_config, about_experts = _without_capacity(saved_config)
     model = model_class(model_config)(
         model_config,

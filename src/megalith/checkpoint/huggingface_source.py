@@ -90,6 +90,7 @@ class HuggingFaceSource:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._again: list[tuple[_Stored, TheirTensor]] = []
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -114,9 +115,15 @@ class HuggingFaceSource:
         if found.family.model_type == "bert" and not self._has_order_head:
             model = replace(found.model, bert_binary_head=False, bert_token_types=True)
             return replace(found, model=model)
+        if found.model.predictions and not self._predicts_ahead(found.model.num_layers):
+            return replace(found, model=replace(found.model, mtp_num_layers=None))
         if found.family.model_type == "t5":
             return replace(found, model=with_own_output(found.model, own=OUTPUT_LAYER in self._stored))
         return found
+
+    def _predicts_ahead(self, layers: int) -> bool:
+        """Whether anything of the layers behind the last one is in the files; transformers writes none of it."""
+        return any(name.startswith(f"model.layers.{layers}.") for name in self._stored)
 
     @property
     def _has_order_head(self) -> bool:
@@ -173,6 +180,8 @@ class HuggingFaceSource:
                 lines.append(f"{held.name} has shape {list(held.shape)}; by {CONFIG_FILE} it has {list(tensor.shape)}")
             elif held.dtype not in _OF_SAFETENSORS:
                 lines.append(f"{held.name} is {held.dtype}; this version reads {', '.join(_OF_SAFETENSORS)}")
+            elif tensor.again:
+                self._again.append((held, tensor))
             else:
                 for part in tensor.parts:
                     slot = self._space.stacking.slot(part.parameter)
@@ -283,19 +292,25 @@ class HuggingFaceSource:
             return [str(error)]
 
     def _two_outputs(self) -> list[str]:
-        """Older files hold the output layer although it is the embedding: then it must be equal."""
+        """What stands in the files twice must be equal: in older ones the output layer although it is the embedding,
+        and both of them in layers of multi-token prediction."""
+        pairs = [
+            (held, tensor.parts[0].parameter, "the layers of prediction have no own") for held, tensor in self._again
+        ]
         second = self._stored.get(OUTPUT_LAYER)
-        if second is None or self.about.model.untie_embeddings_and_output_weights:
-            return []
-        (words,) = self._held[WORD_EMBEDDINGS][()]
+        if second is not None and not self.about.model.untie_embeddings_and_output_weights:
+            pairs.append((second, WORD_EMBEDDINGS, "tie_word_embeddings"))
+        problems = []
         with ExitStack() as stack:
             files = _Files(stack)
-            if second.shape == words.stored.shape and torch.equal(files.tensor(second), files.tensor(words.stored)):
-                return []
-        return [
-            f"{second.file}: {OUTPUT_LAYER} is not {words.stored.name}, and {self.path / CONFIG_FILE} says that they "
-            "are one (tie_word_embeddings)"
-        ]
+            for held, parameter, why in pairs:
+                (first,) = self._held[parameter][()]
+                if held.shape != first.stored.shape or not torch.equal(files.tensor(held), files.tensor(first.stored)):
+                    problems.append(
+                        f"{held.file}: {held.name} is not {first.stored.name}, and {self.path / CONFIG_FILE} says that "
+                        f"they are one ({why})"
+                    )
+        return problems
 
 
 def _spellings(name: str) -> tuple[str, ...]:

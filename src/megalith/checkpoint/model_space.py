@@ -19,6 +19,7 @@ from megalith.config.foreign_args import model_of, parallel_of
 from megalith.errors import CheckpointError, LayoutError
 from megalith.layout import Stages, cut, split_layers
 from megalith.models.families import model_class
+from megalith.models.language_model import WORD_EMBEDDINGS
 from megalith.models.saved import saved_tensors
 from megalith.nn.placement import Placement, dim_of, local_pieces
 
@@ -97,6 +98,12 @@ class ModelSpace:
         rows = sum(piece.length for piece in local_pieces(placement, shape[dim], size, index))
         return (*shape[:dim], rows, *shape[dim + 1 :])
 
+    def is_copy(self, name: str, stage: int) -> bool:
+        """Whether what a pipeline stage holds under a name is the second copy of the embedding (`names_of`)."""
+        if self.model.predictions:
+            return stage > 0 and name == WORD_EMBEDDINGS
+        return self.tied and name == OUTPUT_LAYER
+
     def moved_names_of(self, stage: int, chunk: int, stages: Stages) -> list[str]:
         """`names_of` of what an optimizer has state of."""
         return [name for name in self.names_of(stage, chunk, stages) if name not in self.buffers]
@@ -110,7 +117,7 @@ class ModelSpace:
             experts: which part of the experts is there.
 
         The copy of a tied embedding that the last stage holds stands last, as `output_layer.weight`, which is no name
-        of the model's own.
+        of the model's own. With multi-token prediction the copy is there as what it is, tied or not.
         """
         layers = set(stages[stage][chunk])
         first = stage == 0 and chunk == 0
@@ -123,11 +130,12 @@ class ModelSpace:
             elif parts[0] in self.stacks and parts[1] == "layers":
                 held = int(parts[2]) in layers
             else:
-                held = first if parts[0] == "embedding" else last
+                held = first or (last and self.model.predictions > 0) if parts[0] == "embedding" else last
             expert = expert_of(name)
             if held and (expert is None or expert in experts.of(self.model.num_experts or 0)):
                 names.append(name)
-        return [*names, OUTPUT_LAYER] if last and not first and self.tied else names
+        copied = self.tied and not self.model.predictions
+        return [*names, OUTPUT_LAYER] if last and not first and copied else names
 
 
 def model_space(model: ModelConfig, vocab_size: int) -> ModelSpace:

@@ -49,9 +49,9 @@ from megalith.checkpoint.formats.per_rank_layout import (
     check_expert_tensor_size,
     chunk_key,
     folder_name,
+    stored_name,
 )
 from megalith.checkpoint.formats.torch_dist import (
-    WORD_EMBEDDINGS,
     optimizer_chunks,
     optimizer_common,
     read_optimizer_common,
@@ -60,7 +60,7 @@ from megalith.checkpoint.formats.torch_dist import (
 )
 from megalith.checkpoint.laid_out import changed_records
 from megalith.checkpoint.mapped import MappedFolder
-from megalith.checkpoint.model_space import OUTPUT_LAYER, ModelSpace, Share, model_space_of, stages_of
+from megalith.checkpoint.model_space import ModelSpace, Share, model_space_of, stages_of
 from megalith.checkpoint.safe_loading import map_tensors
 from megalith.errors import CheckpointError, LayoutError
 from megalith.layout import Stages
@@ -277,7 +277,7 @@ class PerRankSource:
                 found.pop(name.removeprefix("lm_head."), None)
         grouped = {name: grouped_experts(name, experts) for name in found}
         held = {one for name, several in grouped.items() for one in several or [name]}
-        lines = [f"{name} is missing" for name in expected if name not in held and not self._is_copy(name)]
+        lines = [f"{name} is missing" for name in expected if name not in held and not space.is_copy(name, pp)]
         known = set(expected)
         lines += [
             f"{raw} is not expected"
@@ -303,13 +303,9 @@ class PerRankSource:
         """The numbers of the experts of a place."""
         return self._layout.share(place).of(self._space.model.num_experts or 0)
 
-    def _is_copy(self, name: str) -> bool:
-        """Whether this is the second copy of a tied embedding."""
-        return name == OUTPUT_LAYER and self._space.tied
-
     def _shape(self, name: str, tp: int) -> tuple[int, ...]:
         try:
-            return self._space.local_shape(WORD_EMBEDDINGS if self._is_copy(name) else name, self._layout.tp, tp)
+            return self._space.local_shape(stored_name(self._space, name), self._layout.tp, tp)
         except LayoutError as error:
             raise CheckpointError(f"{self.path}: {name} does not divide as the saved args say: {error}") from error
 
@@ -318,23 +314,23 @@ class PerRankSource:
             box
             for part in weights
             for name, (raw, tensor) in part.items()
-            if not self._is_copy(name) and self._counts(place, name)
+            if self._counts(place, name)
             for box in self._boxes(place, "", name, raw, tensor)
         ]
         stacking, placements = self._space.stacking, self._space.placements
         return weight_chunks(boxes, placements, stacking, rank=place[0], size=self._layout.tp, once=True)
 
-    @staticmethod
-    def _counts(place: Place, name: str) -> bool:
-        """Whether what a place holds is taken: all expert-parallel ranks have the same but for the experts."""
-        return place[2] == 0 or ".mlp.experts." in name
+    def _counts(self, place: Place, name: str) -> bool:
+        """Whether what a place holds is taken: no second copy of the embedding, and of what all expert-parallel ranks
+        have, which is all but the experts, that of the first."""
+        return not self._space.is_copy(name, place[1]) and (place[2] == 0 or ".mlp.experts." in name)
 
     def _state_chunks(self, place: Place, weights: Sequence[Named]) -> list[Chunk]:
         raw_of = {name: raw for part in weights for name, (raw, _) in part.items()}
         boxes = [
             box
             for kind, name, tensor in self._state(place, weights)
-            if not self._is_copy(name) and self._counts(place, name)
+            if self._counts(place, name)
             for box in self._boxes(place, f"{kind}.", name, raw_of[name], tensor)
         ]
         stacking, placements = self._space.stacking, self._space.placements

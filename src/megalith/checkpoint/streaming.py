@@ -209,7 +209,7 @@ def _chunks(
 ) -> list[Chunk]:
     """What one place of the layout writes, on the meta device: over all places, each element once."""
     names = [name for chunk in range(len(stages[stage])) for name in space.names_of(stage, chunk, stages, experts)]
-    held = [name for name in names if name in space.shapes]  # not the second copy of a tied embedding
+    held = [name for name in names if not space.is_copy(name, stage)]
     own = [name for name in held if experts.index == 0 or expert_of(name) is not None]
     shapes = {name: space.local_shape(name, tp, rank) for name in own}
 

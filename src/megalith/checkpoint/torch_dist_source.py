@@ -309,13 +309,15 @@ class _Buckets:
         shapes = {name: space.local_shape(_stored_name(name, tied=space.tied), self._tp, rank) for name in names}
         if group in self._gathered:
             # The embedding of a first stage that is not the last, or the copy of it in the last, is shared.
-            first = WORD_EMBEDDINGS in shapes and space.tied and "decoder.final_layernorm.weight" not in shapes
-            alone = [WORD_EMBEDDINGS] if first else [OUTPUT_LAYER] if space.tied else []
+            shared, predicts = space.tied or space.model.predictions > 0, "decoder.final_layernorm.weight" in shapes
+            first = WORD_EMBEDDINGS in shapes and shared and not predicts
+            copied = OUTPUT_LAYER if space.tied and not space.model.predictions else WORD_EMBEDDINGS
+            alone = [WORD_EMBEDDINGS] if first else [copied] if shared and group // self._tp else []
             found = coalesced_places(shapes, buckets[0], bucket_limits(self._args), alone, where)
         else:
             found = places(shapes, buckets, where)
         for name, place in found.items():
-            if name in space.shapes:  # not the second copy of a tied embedding
+            if not space.is_copy(name, group // self._tp):
                 part = _Part(name, group, buffer, rank, place)
                 if self._chunks(part, torch.empty(place.shape, device="meta")):
                     self._parts.setdefault(name, []).append(part)

@@ -29,6 +29,7 @@ MODEL_SETTINGS = (
     "qk_pos_emb_head_dim",
     "v_head_dim",
     "rope_type",
+    "mtp_num_layers",
     "ffn_hidden_size",
     "max_position_embeddings",
     "position_embedding_type",

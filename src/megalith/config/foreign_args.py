@@ -20,7 +20,6 @@ Group = TypeVar("Group")
 _NOT_USED: tuple[Any, ...] = (None, False, 0, 0.0, 1.0, "", "none", [])
 # What changes the architecture and has no setting here: argument -> flag.
 _UNKNOWN_HERE = {
-    "mtp_num_layers": "--mtp-num-layers",
     "hybrid_override_pattern": "--hybrid-override-pattern",
     "heterogeneous_layers_config_path": "--heterogeneous-layers-config-path",
     "moe_latent_size": "--moe-latent-size",

@@ -19,6 +19,7 @@ from megalith.config.log_rules import LOG_NOTICES, LOG_RULES
 from megalith.config.model_rules import MODEL_NOTICES, MODEL_RULES
 from megalith.config.mup_rules import MUP_NOTICES, MUP_RULES
 from megalith.config.optimizer_rules import OPTIMIZER_NOTICES, OPTIMIZER_RULES
+from megalith.config.prediction_rules import PREDICTION_NOTICES, PREDICTION_RULES
 from megalith.config.recompute_rules import RECOMPUTE_NOTICES, RECOMPUTE_RULES
 from megalith.config.rule import Rule
 from megalith.config.schedule_rules import SCHEDULE_NOTICES, SCHEDULE_RULES
@@ -30,6 +31,7 @@ RULES: tuple[Rule, ...] = (
     *MODEL_RULES,
     *LATENT_RULES,
     *MUP_RULES,
+    *PREDICTION_RULES,
     *EXPERT_RULES,
     *TRAINING_RULES,
     *SCHEDULE_RULES,
@@ -52,6 +54,7 @@ NOTICES: tuple[Rule, ...] = (
     *MODEL_NOTICES,
     *LATENT_NOTICES,
     *MUP_NOTICES,
+    *PREDICTION_NOTICES,
     *EXPERT_NOTICES,
     *TRAINING_NOTICES,
     *SCHEDULE_NOTICES,

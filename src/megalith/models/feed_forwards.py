@@ -62,12 +62,12 @@ def build_feed_forward(
 
     Args:
         config: of the model.
-        layer: number of the block in the model, from 0.
+        layer: number of the block in the model, from 0; those behind the last one are like it.
         region: the ranks that share it.
         peers: the ranks with other tokens.
         auxiliary: where balancing losses join the backward pass.
     """
-    if config.experts[layer]:
+    if config.experts[min(layer, config.num_layers - 1)]:
         return MoE(
             mixture(config),
             layer,

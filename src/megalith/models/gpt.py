@@ -7,14 +7,16 @@ Parameters carry Megatron's names, which its checkpoints and its users know. Act
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
 
 from megalith.config import ModelConfig
-from megalith.models.language_model import Inputs, LanguageModel, Loss, Stage
+from megalith.models.language_model import WORD_EMBEDDINGS, Inputs, LanguageModel, Loss, Stage
 from megalith.models.layer_options import rotations
+from megalith.models.prediction import Ahead, Prediction, ahead, shifted
 from megalith.models.transformer import Transformer
 from megalith.nn.attention import SequenceMixer
 from megalith.nn.cache import KVCache
@@ -24,6 +26,7 @@ from megalith.nn.loss import LogitsBuffer, OutputLayer, vocabulary_loss, whole_l
 from megalith.nn.moe.balance import Alone, Peers
 from megalith.nn.recompute import Recompute
 from megalith.nn.region import Region
+from megalith.nn.rope import Rotation
 
 
 class GPT(LanguageModel):
@@ -59,6 +62,7 @@ class GPT(LanguageModel):
         super().__init__(config, vocab_size, region=region, mixer=mixer, stage=stage, dtype=dtype, device=device)
         region, device = self.region, self.device
         learned = config.position_embedding_type == "learned_absolute"
+        predicts_ahead = self.stage.predicts and config.predictions > 0
         self.embedding = (
             TokenEmbedding(
                 vocab_size,
@@ -71,7 +75,7 @@ class GPT(LanguageModel):
                 dtype=dtype,
                 device=device,
             )
-            if self.stage.embeds
+            if self.stage.embeds or predicts_ahead
             else None
         )
         self.decoder = Transformer(
@@ -85,13 +89,27 @@ class GPT(LanguageModel):
             dtype=dtype,
             device=device,
         )
-        own_output = config.untie_embeddings_and_output_weights or not self.stage.embeds
+        self.mtp = (
+            Prediction(
+                config,
+                region,
+                self.mixer,
+                peers or Alone(),
+                self.auxiliary,
+                recompute,
+                dtype=dtype,
+                device=device,
+            )
+            if predicts_ahead
+            else None
+        )
+        own_output = config.untie_embeddings_and_output_weights or self.embedding is None
         self.output_layer = (
             OutputLayer(vocab_size, config.hidden_size, region, dtype=dtype, device=device)
             if self.stage.predicts and own_output
             else None
         )
-        self._logits = LogitsBuffer()
+        self._logits = [LogitsBuffer() for _ in range(1 + config.predictions)]
         self._rotations = rotations(config, dtype) if config.rotary_size else None
 
     @property
@@ -103,18 +121,39 @@ class GPT(LanguageModel):
         assert self.embedding is not None
         return self.embedding.word_embeddings.weight
 
+    @property
+    def loss_names(self) -> tuple[str, ...]:
+        return ("lm loss", *(f"mtp_{number} loss" for number in range(1, self.config.predictions + 1)))
+
+    @property
+    def shared_weight(self) -> str | None:
+        if self.config.predictions and self.stage.embeds != self.stage.predicts:
+            return WORD_EMBEDDINGS if self.embedding is not None else None
+        return super().shared_weight
+
     def blocks(self) -> Iterator[nn.Module]:
-        return iter(self.decoder.layers.values())
+        return chain(self.decoder.layers.values(), () if self.mtp is None else self.mtp.layers)
+
+    def prepare(self, batch: Mapping[str, Tensor]) -> Inputs:
+        return super().prepare({**batch, **shifted(batch, self.config.predictions)})
 
     def part(self, inputs: Inputs, hidden: Tensor | None) -> Tensor:
         return self._of(inputs, hidden)
 
     def losses(self, inputs: Inputs, hidden: Tensor | None) -> tuple[Loss, ...]:
-        losses_BS = self._of(inputs, hidden, inputs.tensors["labels"])
-        mask = inputs.tensors["loss_mask"].reshape(-1)
-        return (Loss(torch.sum(losses_BS.reshape(-1) * mask), mask.sum()),)
+        tensors, depths = inputs.tensors, self.config.predictions
+        further = ahead(tensors, depths)
+        losses = self._of(inputs, hidden, tensors["labels"], [seen for seen, _ in further])
+        masks = [tensors["loss_mask"], *(mask for _, mask in further)]
+        weights = [1.0, *(self.config.mtp_loss_scaling_factor / depths for _ in further)]
+        return tuple(
+            Loss(torch.sum(losses_BS.reshape(-1) * mask.reshape(-1)), mask.sum(), weight)
+            for losses_BS, mask, weight in zip(losses if further else (losses,), masks, weights, strict=True)
+        )
 
-    def _of(self, inputs: Inputs, hidden: Tensor | None, labels_BS: Tensor | None = None) -> Tensor:
+    def _of(
+        self, inputs: Inputs, hidden: Tensor | None, labels_BS: Tensor | None = None, seen: Sequence[Ahead] = ()
+    ) -> Tensor:
         tensors = inputs.tensors
         result: Tensor = self(
             tensors["tokens"],
@@ -122,6 +161,7 @@ class GPT(LanguageModel):
             position_ids_BS=tensors["position_ids"],
             labels_BS=labels_BS,
             documents=inputs.documents,
+            ahead=seen,
         )
         return result
 
@@ -134,6 +174,7 @@ class GPT(LanguageModel):
         labels_BS: Tensor | None = None,
         cache: KVCache | None = None,
         documents: Documents | None = None,
+        ahead: Sequence[Ahead] = (),
     ) -> Tensor:
         """Predict each next token, or compute this stage's part of it.
 
@@ -144,10 +185,12 @@ class GPT(LanguageModel):
             labels_BS: Targets [B, S].
             cache: Keys and values of earlier tokens, extended in place; B is 1, and S the new tokens of all sequences.
             documents: Those of the whole sequences, if attention stays inside of them; without a cache only.
+            ahead: What the layers of multi-token prediction see, by depth; with labels.
 
         Returns:
             With labels the loss of each token [B, S] in at least fp32, without the logits [B, S, V]; where the stage
-            does not predict, hidden states [S, B, D] for the next one.
+            does not predict, hidden states [S, B, D] for the next one. With `ahead` the losses of this and all further
+            depths [1 + depths, B, S].
         """
         hidden_SBD = self.hidden_states(
             tokens_BS, hidden_SBD=hidden_SBD, position_ids_BS=position_ids_BS, cache=cache, documents=documents
@@ -156,17 +199,39 @@ class GPT(LanguageModel):
             return hidden_SBD
         if labels_BS is None:
             return whole_logits(hidden_SBD, self.output_weight, self.region, self.vocab_size).transpose(0, 1)
+        losses = [self._loss(hidden_SBD, labels_BS, self._logits[0])]
+        if not ahead:
+            return losses[0]
+        assert self.mtp is not None and self.embedding is not None, "only layers of prediction look ahead"
+        _, turn = self._positions(tokens_BS, cache)
+        for layer, seen, logits in zip(self.mtp.layers, ahead, self._logits[1:], strict=True):
+            embedded_SBD = self.embedding(seen.tokens_BS, seen.position_ids_BS)
+            hidden_SBD = layer(hidden_SBD, embedded_SBD, turn, documents)
+            losses.append(self._loss(hidden_SBD, seen.labels_BS, logits))
+        return torch.stack(losses)
+
+    def _loss(self, states_SBD: Tensor, labels_BS: Tensor, logits: LogitsBuffer) -> Tensor:
+        """The loss of each token [B, S]."""
         loss_SB = vocabulary_loss(
-            hidden_SBD,
+            states_SBD,
             self.output_weight,
             labels_BS.t(),
             self.sink,
-            self._logits,
+            logits,
             self.region,
             self.vocab_size,
             smoothing=self.config.label_smoothing if self.training else 0.0,
         )
         return loss_SB.t()
+
+    def _positions(self, tokens_BS: Tensor, cache: KVCache | None) -> tuple[Tensor, Rotation | None]:
+        """The positions [S] of the tokens, and how they turn heads."""
+        if cache is None:
+            length = tokens_BS.shape[1] * self.mixer.parts
+            positions_S = self.mixer.positions(length, tokens_BS.device)
+        else:
+            length, positions_S = cache.length, cache.positions_S
+        return positions_S, None if self._rotations is None else self._rotations(positions_S, length)
 
     def hidden_states(
         self,
@@ -182,16 +247,12 @@ class GPT(LanguageModel):
         Where logits have a factor (muP) the states before them have it, of which logits are a linear map.
         Arguments as of `forward`; for whoever wants the logits of a few positions only.
         """
-        if cache is None:
-            length = tokens_BS.shape[1] * self.mixer.parts
-            positions_S = self.mixer.positions(length, tokens_BS.device)
-        else:
-            length, positions_S = cache.length, cache.positions_S
+        positions_S, turn = self._positions(tokens_BS, cache)
         if position_ids_BS is None:
             position_ids_BS = positions_S.expand_as(tokens_BS)
-        if self.embedding is not None:
+        if self.stage.embeds:
+            assert self.embedding is not None
             hidden_SBD = self.embedding(tokens_BS, position_ids_BS)
-        turn = None if self._rotations is None else self._rotations(positions_S, length)
         states_SBD: Tensor = self.decoder(hidden_SBD, turn, cache, documents)
         scaled = self.stage.predicts and self.config.logits_multiplier != 1.0
         return states_SBD * self.config.logits_multiplier if scaled else states_SBD

@@ -19,6 +19,7 @@ from typing import Any
 from megalith.config import ModelConfig
 from megalith.errors import CheckpointError, OtherModelError
 from megalith.models import huggingface_bert, huggingface_deepseek, huggingface_experts, huggingface_t5
+from megalith.models.huggingface_deepseek import NEXT
 from megalith.models.huggingface_positions import (
     WINDOWS_OF,
     fits_windows,
@@ -268,6 +269,7 @@ def _unlike(model: ModelConfig, kind: str) -> list[str]:
         "apply_residual_connection_post_layernorm": False,
         "attention_output_gate": False,
         "multi_latent_attention": False,
+        **({} if kind == huggingface_deepseek.KIND else {"predictions": 0}),
         "mixture": kind in huggingface_experts.ABSENT,
         "softmax_type": "vanilla",
         "softmax_scale": None,
@@ -353,7 +355,8 @@ def config_of_model(
     kept = _still_right(original, family, model)
     if kept is not None:
         name = "torch_dtype" if "torch_dtype" in kept and "dtype" not in kept else "dtype"
-        return {**kept, "vocab_size": vocab_size, name: dtype}
+        ahead = {NEXT: model.predictions} if NEXT in kept else {}
+        return {**kept, "vocab_size": vocab_size, name: dtype, **ahead}
     if family.model_type == "bert":
         described = huggingface_bert.config_of(model)
     elif family.model_type == huggingface_t5.KIND:

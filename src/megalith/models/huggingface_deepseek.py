@@ -1,7 +1,8 @@
 """DeepSeek-V3 of Hugging Face: multi-latent attention and experts that tokens choose by sigmoids, in groups.
 
-What stands in their config.json and how their tensors are called. Layers of multi-token prediction, which the class of
-transformers passes over, are not read: a folder that holds them is refused for their tensors.
+What stands in their config.json and how their tensors are called. Layers of multi-token prediction stand behind the
+others, with the embedding and the output layer once more in each; the class of transformers passes over them. A folder
+may lack what `num_nextn_predict_layers` says, as when that class has written it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from megalith.config import ModelConfig
 from megalith.models.huggingface_positions import rope_scaling, rotary
 from megalith.models.huggingface_reading import Reading
 
+NEXT = "num_nextn_predict_layers"
 KIND, ARCHITECTURE = "deepseek_v3", "DeepseekV3ForCausalLM"
 ABSENT: dict[str, Any] = {
     "n_group": 8,
@@ -61,7 +63,7 @@ PROJECTIONS = {
 
 def read(reading: Reading) -> ModelConfig:
     """The architecture."""
-    for key in ("ep_size", "aux_loss_alpha", "seq_aux", "num_nextn_predict_layers", "num_mtp_layers", "qk_head_dim"):
+    for key in ("ep_size", "aux_loss_alpha", "seq_aux", "num_mtp_layers", "qk_head_dim"):
         reading.get(key)
     reading.get("head_dim")  # theirs is that of the channels that positions turn
     for key, value in (
@@ -83,11 +85,16 @@ def read(reading: Reading) -> ModelConfig:
     heads, layers = sizes["num_attention_heads"], sizes["num_layers"]
     if reading.size("num_key_value_heads", heads) != heads:
         reading.problems.append(f"num_key_value_heads is not num_attention_heads ({heads}), which latent vectors make")
+    ahead = reading.get(NEXT) or 0
+    if not isinstance(ahead, int) or ahead < 0:
+        reading.problems.append(f"{NEXT} is {ahead!r}; it must be a number of layers")
+        ahead = 0
     shared, scale = reading.size("n_shared_experts"), reading.number("routed_scaling_factor")
     return ModelConfig(
         **sizes,
         **_positions(reading, sizes["max_position_embeddings"]),
         **_choice(reading, sizes["moe_router_topk"]),
+        mtp_num_layers=ahead or None,
         num_experts=reading.size("num_local_experts", reading.size("n_routed_experts")),
         moe_layer_freq=_frequency(reading, layers),
         moe_shared_expert_intermediate_size=shared * sizes["moe_ffn_hidden_size"],
@@ -185,7 +192,7 @@ def config_of(model: ModelConfig) -> dict[str, Any]:
         "n_shared_experts": (model.moe_shared_expert_intermediate_size or 0) // model.expert_size,
         "norm_topk_prob": True,
         "num_key_value_heads": model.num_attention_heads,
-        "num_nextn_predict_layers": 0,
+        NEXT: model.predictions,
         "rms_norm_eps": model.norm_epsilon,
         "rope_interleave": True,
         "rope_scaling": rope_scaling(model),

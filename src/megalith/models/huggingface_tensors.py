@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from torch import Tensor
@@ -26,6 +26,7 @@ from megalith.models.huggingface_deepseek import KIND as DEEPSEEK
 from megalith.models.huggingface_deepseek import PROJECTIONS
 from megalith.models.huggingface_experts import NAMES, projections
 from megalith.models.huggingface_t5 import KIND as T5
+from megalith.models.language_model import WORD_EMBEDDINGS
 
 GPT2_PREFIX = "transformer."
 """Before the names of GPT-2's tensors; files written by the bare model, as the first on the hub, are without it."""
@@ -66,12 +67,14 @@ class TheirTensor:
         shape: in its files.
         parts: what of our parameters it is; together all of it.
         transposed: parts are rows of its transpose.
+        again: what it is stands in another tensor too, from which it is read.
     """
 
     name: str
     shape: tuple[int, ...]
     parts: tuple[Part, ...]
     transposed: bool = False
+    again: bool = False
 
     def rows(self, tensor: Tensor, part: Part) -> Tensor:
         """Of this tensor the rows that are a part; a view that is shaped as in the parameter."""
@@ -99,6 +102,8 @@ def tensors_of(family: Family, model: ModelConfig, vocab_size: int) -> list[Thei
         found.append(_whole(names["positions"], positions, "embedding.position_embeddings.weight"))
     for layer in range(model.num_layers):
         found += layers(model, layer)
+    for depth in range(model.predictions):
+        found += _deepseek_prediction(model, depth, vocab_size)
     found += _norm(names["norm"], (hidden,), "decoder.final_layernorm", bias=model.normalization == "LayerNorm")
     if model.untie_embeddings_and_output_weights:
         found.append(_whole("lm_head.weight", (vocab_size, hidden), "output_layer.weight"))
@@ -263,8 +268,29 @@ def _gated(theirs: str, ours: str, model: ModelConfig, size: int) -> Iterator[Th
     yield from _linear(f"{theirs}down_proj", (model.hidden_size, size), f"{ours}linear_fc2", model.add_bias_linear)
 
 
+def _deepseek_prediction(model: ModelConfig, depth: int, vocab_size: int) -> Iterator[TheirTensor]:
+    number, hidden = model.num_layers + depth, model.hidden_size
+    theirs, ours, table = f"{_LLAMA_LAYER}{number}.", f"mtp.layers.{depth}.", (vocab_size, hidden)
+    output = "output_layer.weight" if model.untie_embeddings_and_output_weights else WORD_EMBEDDINGS
+    yield replace(_whole(f"{theirs}embed_tokens.weight", table, WORD_EMBEDDINGS), again=True)
+    for name in ("enorm", "hnorm"):
+        yield from _norm(f"{theirs}{name}", (hidden,), f"{ours}{name}", bias=False)
+    yield _whole(f"{theirs}eh_proj.weight", (hidden, 2 * hidden), f"{ours}eh_proj.weight")
+    yield from _deepseek_layer(model, number)
+    yield from _norm(f"{theirs}shared_head.norm", (hidden,), f"{ours}final_layernorm", bias=False)
+    yield replace(_whole(f"{theirs}shared_head.head.weight", table, output), again=True)
+
+
+def _our_layer(model: ModelConfig, layer: int) -> tuple[str, int]:
+    """What the names of a layer begin with here, and its experts; those of prediction are like the last one."""
+    ahead = layer - model.num_layers
+    prefix = f"{_OUR_LAYER}{layer}." if ahead < 0 else f"mtp.layers.{ahead}.transformer_layer."
+    return prefix, model.experts[min(layer, model.num_layers - 1)]
+
+
 def _deepseek_layer(model: ModelConfig, layer: int) -> Iterator[TheirTensor]:
-    theirs, ours, hidden = f"{_LLAMA_LAYER}{layer}.", f"{_OUR_LAYER}{layer}.", model.hidden_size
+    theirs, hidden = f"{_LLAMA_LAYER}{layer}.", model.hidden_size
+    ours, experts = _our_layer(model, layer)
     heads, queries = model.num_attention_heads, model.num_attention_heads * model.latent_query_size
     rank, turned = model.kv_lora_rank, model.qk_pos_emb_head_dim
     shapes: dict[str, tuple[int, ...]] = {
@@ -281,9 +307,9 @@ def _deepseek_layer(model: ModelConfig, layer: int) -> Iterator[TheirTensor]:
     for name, parameter in PROJECTIONS.items():
         if name in shapes:
             yield _whole(f"{theirs}self_attn.{name}.weight", shapes[name], f"{ours}self_attention.{parameter}.weight")
-    if model.experts[layer]:
+    if experts:
         yield from _experts(DEEPSEEK, model, layer)
-        bias = (model.experts[layer],)
+        bias = (experts,)
         yield _whole(f"{theirs}mlp.gate.e_score_correction_bias", bias, f"{ours}mlp.router.expert_bias")
         size = model.moe_shared_expert_intermediate_size
         assert size is not None, "a rule of the family"
@@ -298,10 +324,10 @@ _LAYERS = {"gpt2": _gpt2_layer, DEEPSEEK: _deepseek_layer}
 
 
 def _experts(kind: str, model: ModelConfig, layer: int) -> Iterator[TheirTensor]:
-    theirs, ours = f"{_LLAMA_LAYER}{layer}.", f"{_OUR_LAYER}{layer}.mlp."
-    hidden, size = model.hidden_size, model.expert_size
-    yield _whole(f"{theirs}{NAMES[kind].module}.gate.weight", (model.experts[layer], hidden), f"{ours}router.weight")
-    for expert in range(model.experts[layer]):
+    theirs, (prefix, experts) = f"{_LLAMA_LAYER}{layer}.", _our_layer(model, layer)
+    ours, hidden, size = f"{prefix}mlp.", model.hidden_size, model.expert_size
+    yield _whole(f"{theirs}{NAMES[kind].module}.gate.weight", (experts, hidden), f"{ours}router.weight")
+    for expert in range(experts):
         local = f"{ours}experts.local_experts.{expert}."
         for name, projection in projections(kind, theirs, expert):
             if projection == "down":

@@ -51,7 +51,7 @@ def _is_uniform(model: LanguageModel, name: str, shape: Sequence[int]) -> bool:
 
 
 def _is_drawn(name: str) -> bool:
-    is_norm = "layernorm" in name or "layer_norm" in name
+    is_norm = "layernorm" in name or "layer_norm" in name or name.endswith((".enorm.weight", ".hnorm.weight"))
     return (name.endswith((".weight", ".gate_weight")) and not is_norm) or name.endswith((SINKS, ROUTER_BIAS))
 
 
@@ -108,12 +108,15 @@ def megatron_draw_order(model: LanguageModel) -> list[str]:
     here = [name for name, _ in model.named_parameters()]
     feed_forwards = [name for name in here if ".mlp." in name]
     names = [name for name in (WORD_EMBEDDINGS, POSITION_EMBEDDINGS) if name in here]
-    for layer in model.stage.layers:
+    layers = [f"decoder.layers.{layer}." for layer in model.stage.layers]
+    layers += [f"mtp.layers.{layer}.transformer_layer." for layer in range(model.config.predictions)]
+    for layer in layers:
+        names += [name for name in here if name == f"{layer.removesuffix('transformer_layer.')}eh_proj.weight"]
         if model.config.softmax_type == "learnable":
-            names.append(f"decoder.layers.{layer}.self_attention.{SINKS}")
-        projections = (f"decoder.layers.{layer}.self_attention.{part}.weight" for part in _PROJECTIONS)
+            names += [name for name in here if name == f"{layer}self_attention.{SINKS}"]
+        projections = (f"{layer}self_attention.{part}.weight" for part in _PROJECTIONS)
         names += [name for name in projections if name in here]
-        drawn = [name for name in feed_forwards if name.startswith(f"decoder.layers.{layer}.") and _is_drawn(name)]
+        drawn = [name for name in feed_forwards if name.startswith(layer) and _is_drawn(name)]
         names += sorted(drawn, key=lambda name: name.endswith("gate_weight"))
     return [*names, OUTPUT_LAYER] if OUTPUT_LAYER in here else names
 

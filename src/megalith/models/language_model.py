@@ -56,10 +56,14 @@ class Inputs:
 
 @dataclass(frozen=True, eq=False)
 class Loss:
-    """One of the losses of a micro-batch: a sum of terms, and how many there are of them. Scalars."""
+    """One of the losses of a micro-batch: a sum of terms, and how many there are of them. Scalars.
+
+    What is learned is the sum of all losses times their `weight`; what is reported is the mean of each without it.
+    """
 
     summed: Tensor
     count: Tensor
+    weight: float = 1.0
 
 
 class LanguageModel(nn.Module, ABC):

@@ -51,10 +51,13 @@ def latent_shape(config: ModelConfig) -> LatentShape:
 
 
 def attention_rule(config: ModelConfig, layer: int, *, causal: bool = True) -> AttentionRule:
-    """Which keys a layer attends to and how; layers count from 0, and Megatron's scaling by layers from 1."""
+    """Which keys a layer attends to and how; layers count from 0, and Megatron's scaling by layers from 1.
+
+    Those behind the last one, of multi-token prediction, are like it.
+    """
     return AttentionRule(
         scale=_latent_scale(config) if config.multi_latent_attention else config.attention_scale,
-        window=config.windows[layer],
+        window=config.windows[min(layer, config.num_layers - 1)],
         layer_scaling=layer + 1 if config.apply_query_key_layer_scaling else 1,
         causal=causal,
     )

@@ -36,7 +36,7 @@ class Block(nn.Module):
 
     Args:
         config: of the model.
-        layer: its number in the whole model, from 0.
+        layer: its number in the whole model, from 0; one behind the last is like that.
         region, mixer, peers: how it shares its work with other ranks.
         auxiliary: where the losses of experts join the backward pass.
         recompute: the parts of it that are computed again in the backward pass.
@@ -61,7 +61,7 @@ class Block(nn.Module):
     ) -> None:
         super().__init__()
         self.region, self.recompute = region, frozenset(recompute)
-        self.rotated = config.rotated_layers[layer]
+        self.rotated = config.rotated_layers[min(layer, config.num_layers - 1)]
         self.residual_of_norm = config.apply_residual_connection_post_layernorm
         self.input_layernorm = layer_norm(config, dtype, device)
         self.self_attention = self._self_attention(

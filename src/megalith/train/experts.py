@@ -45,7 +45,8 @@ def auxiliary_losses(
     """
     if not names:
         return torch.zeros(0, dtype=torch.float64, device=context.device)
-    mixtures = sum(1 for experts in chunks[0].config.experts if experts)
+    model = chunks[0].config
+    mixtures = sum(1 for experts in (*model.experts, *model.experts[-1:] * model.predictions) if experts)
     sums = torch.zeros(len(names), dtype=torch.float64)
     for chunk in chunks:
         sums += torch.tensor([_sum(chunk.auxiliary, name) for name in names], dtype=torch.float64)
@@ -57,10 +58,13 @@ def auxiliary_losses(
 def expert_load(chunks: Sequence[LanguageModel], context: ParallelContext) -> Tensor:
     """How often the tokens here chose each expert in this step, [layers x experts], 0 for dense layers; fp64.
 
+    Layers of multi-token prediction stand behind the others.
+
     The sum over context-parallel ranks, replicas and stages is that of all tokens.
     """
     model = chunks[0].config
-    load_LE = torch.zeros(model.num_layers, model.num_experts or 0, dtype=torch.float64, device=context.device)
+    layers = model.num_layers + model.predictions
+    load_LE = torch.zeros(layers, model.num_experts or 0, dtype=torch.float64, device=context.device)
     for router in routers(chunks):
         load_LE[router.layer] = router.load_E
     return comm.all_reduce(load_LE, context.tp) if chunks[0].region.partial_gradients and model.mixture else load_LE

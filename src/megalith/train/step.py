@@ -158,7 +158,7 @@ def train_step(
         expert_load={
             layer: tuple(map(round, choices))
             for layer, choices in enumerate(chosen.view(load.shape).tolist())
-            if model.mixture and model.experts[layer]
+            if model.mixture and model.experts[min(layer, model.num_layers - 1)]
         },
     )
 

@@ -11,26 +11,40 @@ from megalith.config import ModelConfig
 _PEAK_SIZES = {"cpu": (1024, 2048), "cuda": (2048, 4096, 8192)}
 
 
-def step_flops(model: ModelConfig, vocab_size: int, seq_length: int, global_batch_size: int) -> float:
+def step_flops(
+    model: ModelConfig, vocab_size: int, seq_length: int, global_batch_size: int, decoder_length: int | None = None
+) -> float:
     """Model FLOPs of one step, forward and backward, recomputation not counted.
 
-    Counts the matrix products only, of attention the half of the square that the causal mask leaves, as Megatron 0.16
-    does for its `throughput per GPU`, so that the two can be compared.
+    Counts the matrix products only, of attention to itself the half of the square that a causal mask leaves (also of
+    BERT), as Megatron 0.16 does for its `throughput per GPU`, so that the two can be compared. Of T5, of which Megatron
+    counts the encoder and logits at the encoder's length, the decoder counts with all that it sees of the encoder.
 
     Args:
         model: the architecture.
         vocab_size: padded.
-        seq_length: tokens of a sample.
+        seq_length: tokens of a sample; of T5 those of the encoder.
         global_batch_size: samples of the step.
+        decoder_length: tokens that the decoder of T5 reads.
 
     Source: spec/training-behaviour.md section 5; `num_floating_point_operations_so_far` of the goldens.
     """
-    hidden, layers = model.hidden_size, model.num_layers
-    gate = 1.5 if model.gated else 1.0
-    attention = _attention(model, seq_length) / hidden**2
-    feed_forward = sum(_width(model, experts) for experts in model.experts) / layers / hidden * gate
-    logits = vocab_size / (2 * layers * hidden)
-    return 12 * global_batch_size * seq_length * layers * hidden**2 * (attention + feed_forward + logits)
+    hidden, gate = model.hidden_size, 1.5 if model.gated else 1.0
+    attention = _attention(model, seq_length)
+    layers = (*model.experts, *model.experts[-1:] * model.predictions)  # those of prediction are like the last one
+    feed_forward = [2 * hidden * _width(model, experts) * gate for experts in layers]
+    products = seq_length * sum(2 * attention + layer for layer in feed_forward)
+    predicted = seq_length
+    if model.model_family == "t5":
+        predicted = decoder_length or 0
+        itself, heads = _attention(model, predicted), model.head_size * model.num_attention_heads
+        queries = 2 * hidden * heads + 2 * heads * seq_length  # with the output projection, and scores with values
+        layer = 2 * itself + queries + 2 * hidden * model.ffn_size * gate
+        keys = 2 * hidden * heads * seq_length  # keys and values of what the encoder gives
+        products += model.num_decoder_layers * (predicted * layer + keys)
+    products += predicted * hidden * vocab_size * (1 + model.predictions)
+    products += predicted * hidden * (2 * hidden + 3) * model.predictions  # embeddings joined to states, and the norms
+    return 6 * global_batch_size * products
 
 
 def _attention(model: ModelConfig, seq_length: int) -> float:

@@ -95,7 +95,7 @@ class StageWork:
     def forward(self, chunk: int, micro_batch: int, hidden: Tensor | None) -> Tensor:
         """Hidden states for the next chunk, or the loss to differentiate.
 
-        That is the sum of the losses, each a mean over its terms in the micro-batch (GPT's: over the unmasked tokens),
+        That is the sum of the weighed losses, each a mean over its terms in the micro-batch (GPT's: unmasked tokens),
         those of other context-parallel ranks included, over the number of micro-batches, times the loss scale; the
         gradients of these ranks are parts that add up. Under --calculate-per-token-loss it is the sum over these terms
         times the loss scale (see `train_step`).
@@ -108,6 +108,7 @@ class StageWork:
         if self._spoiler is not None and self._training:
             summed = self._spoiler.loss(summed, micro_batch)
         self._remember(model, summed.detach(), counts)
+        summed = summed * summed.new_tensor([loss.weight for loss in losses])
         if model.config.calculate_per_token_loss:
             return summed.sum() * self._loss_scale
         if self._context.cp.size > 1:

@@ -538,6 +538,24 @@ TABLE: list[tuple[str, tuple[str, ...]]] = [
     (f"{_T5} --window-size 8,0", ("T5 has no window",)),
     (f"{_T5} --softmax-type off-by-one", ("T5 has no attention sinks",)),
     (f"{_T5} --attention-output-gate", ("T5 has no gates of heads",)),
+    # multi-token prediction
+    (f"{_T5} --mtp-num-layers 1", ("--mtp-num-layers 1 is for GPT",)),
+    ("--mtp-num-layers 64", ("--mtp-num-layers 64 looks beyond the 64 tokens",)),
+    ("--mtp-num-layers -1", ("--mtp-num-layers -1: must be at least 0",)),
+    (
+        "WORLD_SIZE=2 --mtp-num-layers 1 --pipeline-model-parallel-size 2",
+        ("--mtp-num-layers 1 with --position-embedding-type learned_absolute", "use --position-embedding-type rope"),
+    ),
+    (
+        "--mtp-num-layers 1 --window-size 4,0 --window-attn-skip-freq 2",
+        ("--mtp-num-layers 1 with --window-attn-skip-freq 2", "leave one of them out"),
+    ),
+    (
+        "--kv-channels 4 --mtp-num-layers 1 --position-embedding-type rope --no-rope-freq [0,1]",
+        ("--mtp-num-layers 1 with --no-rope-freq [0,1]",),
+    ),
+    ("--mtp-num-layers 1 --use-mup", ("--mtp-num-layers 1 with --use-mup", "leave one out")),
+    ("--mtp-use-repeated-layer", ("this variant of multi-token prediction is not built",)),
     # multi-latent attention
     (f"{_T5} --multi-latent-attention", ("--multi-latent-attention is for GPT",)),
     (f"{_LATENT} --qk-pos-emb-head-dim 7", ("--qk-pos-emb-head-dim 7", "positions turn pairs", "6 or 8")),

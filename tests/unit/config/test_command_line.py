@@ -108,9 +108,9 @@ def test_a_flag_that_needs_nothing_is_noted_with_its_reason() -> None:
 
 
 def test_a_refused_flag_with_megatrons_default_asks_for_nothing() -> None:
-    run = read("--mtp-loss-scaling-factor", "0.1", "--moe-paged-stash-page-size", "64")
+    run = read("--moe-upcycling-granularity", "1", "--moe-paged-stash-page-size", "64")
     assert [str(note) for note in run.notes] == [
-        "--mtp-loss-scaling-factor, --moe-paged-stash-page-size need nothing here: this is Megatron's default"
+        "--moe-upcycling-granularity, --moe-paged-stash-page-size need nothing here: this is Megatron's default"
     ]
 
 

@@ -21,7 +21,7 @@ EXTRA_STATE = "_extra_state"
 OUTPUT_LAYER = "output_layer"
 LINEARS = (
     *("self_attention.linear_proj", "self_attention.linear_qkv", ".linear_fc1", ".linear_fc2"),
-    *("cross_attention.linear_proj", "cross_attention.linear_q", "cross_attention.linear_kv"),
+    *("cross_attention.linear_proj", "cross_attention.linear_q", "cross_attention.linear_kv", ".eh_proj"),
 )
 """The modules of a layer that have an entry for the state of FP8."""
 
@@ -29,6 +29,7 @@ HEAD_OF_T5 = "lm_head.output_layer."
 """The output layer of T5, which Megatron's model holds, and so writes, under `output_layer.` a second time."""
 
 _LAYER = re.compile(r"(encoder|decoder)\.layers\.(\d+)\.(.+)")
+_PREDICTION = re.compile(r"mtp\.layers\.\d+\..+")
 _EXPERT = re.compile(r"(mlp\.experts\.local_experts\.)(\d+)\.")
 _GROUPED = re.compile(r"(.+\.mlp\.experts\.)weight([12])")
 _WRAPPERS = ("module.", "model.")
@@ -109,10 +110,12 @@ def module_name(name: str, layers: Sequence[int], first_expert: int = 0) -> str 
     for pattern, replacement in _RENAMED:
         name = pattern.sub(replacement, name)
     match = _LAYER.fullmatch(name)
+    if match is None and _PREDICTION.fullmatch(name) is None:
+        return name
+    name = _EXPERT.sub(lambda expert: f"{expert[1]}{first_expert + int(expert[2])}.", name)
     if match is None:
         return name
-    local = int(match[2])
-    rest = _EXPERT.sub(lambda expert: f"{expert[1]}{first_expert + int(expert[2])}.", match[3])
+    local, rest = int(match[2]), name.split(".", 3)[3]
     return f"{match[1]}.layers.{layers[local]}.{rest}" if local < len(layers) else None
 
 
@@ -164,11 +167,9 @@ def entries(
 
 def _local(name: str, layers: Sequence[int], first_expert: int) -> str:
     """A name with the layer counted from the first of the stage, and the expert from the first that is there."""
+    name = _EXPERT.sub(lambda expert: f"{expert[1]}{int(expert[2]) - first_expert}.", name)
     match = _LAYER.match(name)
-    if match is None:
-        return name
-    rest = _EXPERT.sub(lambda expert: f"{expert[1]}{int(expert[2]) - first_expert}.", match[3])
-    return f"{match[1]}.layers.{layers.index(int(match[2]))}.{rest}"
+    return name if match is None else f"{match[1]}.layers.{layers.index(int(match[2]))}.{match[3]}"
 
 
 def legacy_path(name: str, layers: Sequence[int], generation: str, *, tied: bool) -> tuple[str, ...] | None:

@@ -4,8 +4,8 @@ Layers are stacked: `decoder.layers.3.mlp.linear_fc1.weight` of a model of L lay
 `decoder.layers.mlp.linear_fc1.weight`, whose global shape has a leading axis of L. The experts of a layer are stacked
 too: `decoder.layers.3.mlp.experts.local_experts.5.linear_fc1.weight` is place [3, 5] of
 `decoder.layers.mlp.experts.experts.linear_fc1.weight`, [L, E, ...]. Where Megatron says by `--moe-layer-freq` that the
-layers are not alike, each has keys of its own, with its number in them, and only the experts are stacked. T5 has two
-stacks of layers, `encoder` and `decoder`.
+layers are not alike, each has keys of its own, with its number in them, and only the experts are stacked. So it is with
+layers of multi-token prediction. T5 has two stacks of layers, `encoder` and `decoder`.
 
 Names are those of a whole model: the number of an expert counts through all ranks. The layer norms carry the names of
 TransformerEngine's fused modules, whichever modules computed them. Source: spec/formats-checkpoint.md sections 4 and 9.
@@ -22,6 +22,8 @@ from megalith.config.patterns import read_pattern
 from megalith.errors import LayoutError
 
 _LAYER_NAME = re.compile(r"(encoder|decoder)\.layers\.(\d+)\.(.+)")
+_PREDICTION_NAME = re.compile(r"(mtp\.layers\.(\d+)\.transformer_layer\.)(.+)")
+_PREDICTION = "mtp.layers."
 _EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
 _STACKED_LAYERS = re.compile(r"(encoder|decoder)\.layers\.(?!\d)")
 _STACKED_EXPERTS = ".mlp.experts.experts."
@@ -57,11 +59,13 @@ class Stacking:
         stacks: name -> experts of each layer, 0 where it is dense.
         apart: each layer has keys of its own.
         shared: whether mixtures have experts that take every token.
+        predictions: experts of each layer of multi-token prediction, 0 where it is dense.
     """
 
     stacks: Mapping[str, tuple[int, ...]]
     apart: bool = False
     shared: bool = False
+    predictions: tuple[int, ...] = ()
 
     def slot(self, name: str) -> Slot:
         """Where a parameter stands.
@@ -74,20 +78,22 @@ class Stacking:
         >>> Stacking({"decoder": (4, 4)}).slot("decoder.layers.1.mlp.experts.local_experts.2.linear_fc2.weight").index
         (1, 2)
         """
-        match = _LAYER_NAME.fullmatch(name)
+        match = _LAYER_NAME.fullmatch(name) or _PREDICTION_NAME.fullmatch(name)
         if match is None:
             return Slot(name)
         stack, layer, rest = match[1], int(match[2]), match[3]
-        total = len(self.stacks.get(stack, ()))
-        if layer >= total:
-            raise LayoutError(f"{name} is outside a model of {total} layers; pass the whole model's --num-layers")
+        ahead = stack.startswith(_PREDICTION)
+        layers = self.predictions if ahead else self.stacks.get(stack, ())
+        if layer >= len(layers):
+            flag = "--mtp-num-layers" if ahead else "--num-layers"
+            raise LayoutError(f"{name} is outside a model of {len(layers)} layers; pass the whole model's {flag}")
         for module, fused in _FUSED_NORMS.items():
             if rest.startswith(module):
                 rest = fused + rest.removeprefix(module)
-        prefix, index, extents = self._of_layer(stack, layer)
+        prefix, index, extents = (stack, (), ()) if ahead else self._of_layer(stack, layer)
         if (expert := _EXPERT.fullmatch(rest)) is not None:
             rest = f"mlp.experts.experts.{expert[2]}"
-            index, extents = (*index, int(expert[1])), (*extents, self.stacks[stack][layer])
+            index, extents = (*index, int(expert[1])), (*extents, layers[layer])
         return Slot(prefix + rest, index, extents)
 
     def _of_layer(self, stack: str, layer: int) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
@@ -100,21 +106,25 @@ class Stacking:
         """The empty `_extra_state` entries that Megatron writes and asks for, one per linear.
 
         Args:
-            layers: those to make entries for; all if None.
+            layers: those to make entries for; all if None. The layers of prediction come with the last one.
         """
-        return {
-            key: None
+        keys = [
+            key
             for stack, experts in self.stacks.items()
-            for layer in range(len(experts))
+            for layer, number in enumerate(experts)
             if layers is None or layer in layers
-            for key in self._extra_states(stack, layer)
-        }
+            for key in self._extra_states(*self._of_layer(stack, layer), number, across=stack == "decoder")
+        ]
+        last = max(map(len, self.stacks.values())) - 1
+        for layer, number in enumerate(self.predictions if layers is None or last in layers else ()):
+            keys.append(_object_key(f"{_PREDICTION}{layer}.eh_proj", (), ()))
+            keys += self._extra_states(f"{_PREDICTION}{layer}.transformer_layer.", (), (), number)
+        return dict.fromkeys(keys)
 
-    def _extra_states(self, stack: str, layer: int) -> Iterator[str]:
-        prefix, index, extents = self._of_layer(stack, layer)
-        experts = self.stacks[stack][layer]
-        across = _ACROSS if len(self.stacks) > 1 and stack == "decoder" else ()
-        for linear in (*_OF_ATTENTION, *across):
+    def _extra_states(
+        self, prefix: str, index: tuple[int, ...], extents: tuple[int, ...], experts: int, *, across: bool = False
+    ) -> Iterator[str]:
+        for linear in (*_OF_ATTENTION, *(_ACROSS if across and len(self.stacks) > 1 else ())):
             yield _object_key(prefix + linear, index, extents)
         for linear in _OF_FEED_FORWARD:
             if not experts:
@@ -133,7 +143,7 @@ def _object_key(module: str, index: tuple[int, ...], extents: tuple[int, ...]) -
 
 def expert_of(name: str) -> int | None:
     """The number of the expert that a parameter belongs to; None if to none, or to one that takes every token."""
-    match = _LAYER_NAME.fullmatch(name)
+    match = _LAYER_NAME.fullmatch(name) or _PREDICTION_NAME.fullmatch(name)
     expert = _EXPERT.fullmatch(match[3]) if match else None
     return None if expert is None else int(expert[1])
 
@@ -157,7 +167,8 @@ def stacking_of(model: ModelConfig) -> Stacking:
     """Of an architecture: as Megatron, which goes by what `--moe-layer-freq` says and not by what it comes to."""
     apart = model.mixture and read_pattern(model.moe_layer_freq) != 1
     stacks = {name: model.experts_of(layers) for name, layers in model.stacks.items()}
-    return Stacking(stacks, apart, model.moe_shared_expert_intermediate_size is not None)
+    predictions = (model.experts[-1],) * model.predictions
+    return Stacking(stacks, apart, model.moe_shared_expert_intermediate_size is not None, predictions)
 
 
 def stacked_axes(key: str) -> int:

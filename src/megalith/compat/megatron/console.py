@@ -140,7 +140,7 @@ def iteration_line(window: WindowReport, moment: datetime, *, throughput: bool =
     parts.append(f"global batch size: {window.global_batch_size:5d}")
     if window.loss is not None:
         parts.append(f"lm loss: {window.loss:.6E}")
-        others = {**window.further_losses, **window.auxiliary_losses}
+        others = {**window.auxiliary_losses, **window.further_losses}
         parts += [f"{name}: {value:.6E}" for name, value in others.items()]
     parts.append(f"loss scale: {window.loss_scale:.1f}")
     if window.grad_norm is not None:

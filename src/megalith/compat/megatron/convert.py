@@ -338,6 +338,8 @@ class Progress:
 def _part_of(chunk: Chunk) -> str:
     if chunk.key.startswith("decoder.layers."):
         return f"transformer layer {chunk.offset[0]}"
+    if chunk.key.startswith("mtp.layers."):
+        return f"layer {chunk.key.split('.')[2]} of multi-token prediction"
     if chunk.key.startswith("decoder.final_layernorm."):
         return "final layernorm"
     return "embeddings" if chunk.key in (WORD_EMBEDDINGS, "embedding.position_embeddings.weight") else "output layer"

@@ -1,15 +1,17 @@
 """Megatron's memory report: its theoretical figures as its own formula gives them, and what is measured beside them.
 
 Megatron's "MB" are MiB. Its formula counts 18 bytes a parameter (16-bit weight and gradient, fp32 main weight, fp32
-gradient and two moments) whatever the precision is, and activations only under sequence parallelism with selective
-recomputation; it is printed for those who compare runs. What is measured here stands in the line below.
+gradient and two moments) whatever the precision is, every expert on every rank, and activations as of a 16-bit GPT; it
+is printed for those who compare runs. What is measured here stands in the line below. Of T5 Megatron counts the encoder
+alone; here the decoder with its two attentions counts too, and activations are left out, for there is no formula.
 
-Source: Korthikanti et al. 2022, arXiv:2205.05198, table 2; coverage row C071 (124M: 0.1236 billion, 2121.85 MB).
+Source: Korthikanti et al. 2022, arXiv:2205.05198, table 2; coverage row C071 (124M: 0.1236 billion, 2121.85 MB); the
+log_rank0.txt of golden `pretrain` (experts, and activations without sequence parallelism).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from megalith.config import ModelConfig, RunConfig
@@ -20,6 +22,7 @@ from megalith.train.results import WindowReport
 
 _MB = 1024.0 * 1024.0
 _REPLICATED_BYTES = 18.0
+_BESIDE = 1.05  # buffers and the like, where the bound counts the activations
 _DIVIDED_BYTES, _DIVISIBLE_BYTES = 6.0, 12.0  # with the distributed optimizer
 
 
@@ -32,6 +35,8 @@ class Theory:
         most_loaded: parameters of the most loaded (tensor, pipeline) rank.
         weight_and_optimizer: its bytes.
         activation: its bytes; None where Megatron has no formula.
+        prediction: parameters of the layers of multi-token prediction, but for what joins embeddings to states; None
+            where there are none.
     """
 
     transformer: float
@@ -39,25 +44,50 @@ class Theory:
     most_loaded: float
     weight_and_optimizer: float
     activation: float | None
+    prediction: float | None = None
 
 
 def theory(run: RunConfig, vocab_size: int) -> Theory:
     """The figures for a run with this padded vocabulary."""
     model, parallel = run.model, run.parallel
-    hidden, layers = model.hidden_size, model.num_layers
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    attention = _attention(model)
-    feed_forward = model.ffn_size * (1.5 if model.gated else 1.0)
-    transformer = 2.0 * layers * hidden * (attention + feed_forward + 2 + 1 / layers)
-    table = float(hidden * vocab_size)
+    transformer = _transformer(model)
+    table = float(model.hidden_size * vocab_size)
     untied = model.untie_embeddings_and_output_weights
-    most_loaded = (transformer / pp + table * (2 if untied and pp == 1 else 1)) / tp
+    prediction = _layers(model, model.experts[-1:] * model.predictions)
+    most_loaded = (transformer / pp + prediction + table * (2 if untied and pp == 1 else 1)) / tp
     each = _REPLICATED_BYTES
-    if parallel.use_distributed_optimizer:
+    if parallel.divides_states:
         each = _DIVIDED_BYTES + _DIVISIBLE_BYTES / run.data_parallel_size
     return Theory(
-        transformer, table * (2 if untied else 1), most_loaded, most_loaded * each, _activation(run, vocab_size)
+        transformer,
+        table * (2 if untied else 1),
+        most_loaded,
+        most_loaded * each,
+        _activation(run, vocab_size),
+        prediction if model.predictions else None,
     )
+
+
+def _transformer(model: ModelConfig) -> float:
+    """Parameters of all layers and of the last norm of each stack."""
+    hidden, gate = model.hidden_size, 1.5 if model.gated else 1.0
+    norm = (1 if model.normalization == "RMSNorm" else 2) * hidden
+    attention = 2 * hidden * _attention(model)
+    parameters = _layers(model, model.experts) + norm
+    if model.model_family == "t5":
+        layer = 2 * attention + 2 * hidden * model.ffn_size * gate + 3 * norm
+        parameters += model.num_decoder_layers * layer + norm
+    return parameters
+
+
+def _layers(model: ModelConfig, experts: Sequence[int]) -> float:
+    """Parameters of layers of a decoder with so many experts each, 0 where it is dense."""
+    hidden, gate = model.hidden_size, 1.5 if model.gated else 1.0
+    norm = (1 if model.normalization == "RMSNorm" else 2) * hidden
+    shared = model.moe_shared_expert_intermediate_size or 0
+    widths = [model.expert_size * number + shared if number else model.ffn_size for number in experts]
+    return sum(2 * hidden * (_attention(model) + width * gate) + 2 * norm for width in widths)
 
 
 def _attention(model: ModelConfig) -> float:
@@ -65,29 +95,35 @@ def _attention(model: ModelConfig) -> float:
     heads = model.num_attention_heads
     if not model.multi_latent_attention:
         return (1 + model.query_groups / heads) * model.head_size * heads
+    norm = 1 if model.normalization == "RMSNorm" else 2
     hidden, size, rank = model.hidden_size, model.latent_query_size, model.q_lora_rank
-    queries = hidden * heads * size if rank is None else rank * (hidden + heads * size + 1)
-    others = model.kv_lora_rank * (hidden + heads * (model.qk_head_dim + model.v_head_dim) + 1)
+    queries = hidden * heads * size if rank is None else rank * (hidden + heads * size + norm)
+    others = model.kv_lora_rank * (hidden + heads * (model.qk_head_dim + model.v_head_dim) + norm)
     others += hidden * (model.qk_pos_emb_head_dim + heads * model.v_head_dim)
     return (queries + others) / (2 * hidden)
 
 
 def _activation(run: RunConfig, vocab_size: int) -> float | None:
+    """Bytes of the first stage on one rank: by the paper's table where its setting is, by a bound elsewhere."""
     model, parallel = run.model, run.parallel
-    if not parallel.sequence_parallel_here or run.train.recompute_granularity != "selective":
+    if model.model_family == "t5":
         return None
+    by_table = parallel.sequence_parallel_here and run.train.recompute_granularity == "selective"
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     tokens, hidden = run.data.seq_length * run.train.micro_batch_size, model.hidden_size
-    total = tokens * hidden * (18 + 4 * model.ffn_size / hidden) * model.num_layers
+    each = 18 + 4 * model.ffn_size / hidden if by_table else 10 + 24 / tp
+    total = tokens * hidden * each * model.num_layers
     total += 8 * tokens * pp + tokens * hidden * pp
     virtual = parallel.virtual_stages(model.num_layers)
     if virtual > 1:
         total *= 1 + (pp - 1) / (pp * virtual)
     elif pp > 1:
         total *= min(1.0, run.num_micro_batches / pp)
-    if pp == 1:
-        total += tokens * hidden * 4 * (1 + vocab_size / hidden)
-    return total / tp
+    if by_table:
+        total += tokens * hidden * 4 * (1 + vocab_size / hidden) if pp == 1 else 0
+        return total / tp
+    total += 2 * tokens * (vocab_size / tp + hidden) if pp == 1 else 0
+    return total * _BESIDE
 
 
 def theory_lines(figures: Theory) -> str:
@@ -96,11 +132,14 @@ def theory_lines(figures: Theory) -> str:
     if figures.activation is not None:
         total = figures.weight_and_optimizer + figures.activation
         size += f", activation={figures.activation / _MB:.2f} MB, total={total / _MB:.2f} MB"
+    ahead = figures.prediction
+    everything = figures.transformer + figures.embedding + (ahead or 0.0)
     return "\n".join(
         [
             f"Number of parameters in transformer block in billions: {figures.transformer / 1e9: .2f}",
+            *([] if ahead is None else [f"Number of parameters in mtp block in billions: {ahead / 1e9: .2f}"]),
             f"Number of parameters in embedding layers in billions: {figures.embedding / 1e9:.2f}",
-            f"Total number of parameters in billions: {(figures.transformer + figures.embedding) / 1e9:.2f}",
+            f"Total number of parameters in billions: {everything / 1e9:.2f}",
             f"Number of parameters in most loaded shard in billions: {figures.most_loaded / 1e9:.4f}",
             size,
         ]

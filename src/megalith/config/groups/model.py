@@ -8,11 +8,12 @@ from megalith.config.fields import setting
 from megalith.config.groups.experts import ExpertSettings
 from megalith.config.groups.latent import LatentSettings
 from megalith.config.groups.mup import MupSettings
+from megalith.config.groups.prediction import PredictionSettings
 from megalith.config.patterns import of_layers, read_pattern, read_window
 
 
 @dataclass(frozen=True)
-class ModelConfig(MupSettings, LatentSettings, ExpertSettings):
+class ModelConfig(MupSettings, LatentSettings, PredictionSettings, ExpertSettings):
     """The architecture: enough to build a model as a library object."""
 
     num_layers: int = setting(

@@ -18,6 +18,13 @@ REFUSED: tuple[Family, ...] = (
         """,
     ),
     Family(
+        "it is of Pai-Megatron-Patch; its tokenizers are --tokenizer-type HuggingFaceTokenizer --tokenizer-model "
+        "FOLDER, rows beside the tokens --padded-vocab-size N, and its data --data-path PREFIX",
+        """
+        --patch-tokenizer-type= --extra-vocab-size= --max-padding-length= --train-mode=
+        """,
+    ),
+    Family(
         "the library follows from --tokenizer-type (SentencePieceTokenizer, HuggingFaceTokenizer, TikTokenizer)",
         """
         --tokenizer-library=
@@ -78,10 +85,10 @@ REFUSED: tuple[Family, ...] = (
         """,
     ),
     Family(
-        "multi-token prediction comes with the work on more models",
+        "this variant of multi-token prediction is not built: each layer has weights of its own, they are on the last "
+        "pipeline stage, and their gradients reach the whole model",
         """
-        --mtp-num-layers= --mtp-loss-scaling-factor=0.1 --mtp-standalone --mtp-use-repeated-layer
-        --mtp-detach-heads --mtp-hsm --mtp-hybrid-override-pattern=
+        --mtp-standalone --mtp-use-repeated-layer --mtp-detach-heads --mtp-hsm --mtp-hybrid-override-pattern=
         """,
     ),
     Family(

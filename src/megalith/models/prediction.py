@@ -1,0 +1,171 @@
+"""Multi-token prediction: layers behind the last one, each of which predicts one token further ahead.
+
+The k-th layer sees at position i the hidden state h that the one before it made there, behind its final norm (the first
+that of the model itself), and the embedding e of token i + k:
+
+    x = eh_proj [enorm(e); hnorm(h)]                    [S, B, 2 D] -> [S, B, D]
+    h' = final_layernorm(transformer_layer(x))          which the output layer maps to logits of token i + k + 1
+
+Embedding and output layer are those of the model. Behind the end of a sequence stands token 0, at position 0, which no
+loss counts. Documents do not end it: as in Megatron, the token after the last of one is the first of the next.
+
+The mean of the losses of these layers, times a factor, is added to the loss of the model. Only training has use for
+them; generation and evaluation leave them out.
+
+Source: DeepSeek-AI 2024, arXiv:2412.19437, section 2.2; the order of the concatenation is that of Megatron and of the
+published weights. Gloeckle et al. 2024, arXiv:2404.19737.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megalith.config import ModelConfig
+from megalith.models.layer_options import layer_norm
+from megalith.models.transformer import Block
+from megalith.nn.attention import SequenceMixer
+from megalith.nn.documents import Documents
+from megalith.nn.linear import Linear, column
+from megalith.nn.moe.balance import Auxiliary, Peers
+from megalith.nn.placement import Split
+from megalith.nn.recompute import Recompute, recomputed
+from megalith.nn.region import Region, leave
+from megalith.nn.rope import Rotation
+
+_SHIFTED = ("tokens", "position_ids", "labels", "loss_mask")
+
+
+@dataclass(frozen=True, eq=False)
+class Ahead:
+    """What a layer sees and is to predict; all [B, S], the positions that are here.
+
+    Attributes:
+        tokens_BS, position_ids_BS: whose embedding it gets.
+        labels_BS: the tokens that it predicts.
+    """
+
+    tokens_BS: Tensor
+    position_ids_BS: Tensor
+    labels_BS: Tensor
+
+
+def _name(field: str, depth: int) -> str:
+    return f"{field} + {depth}"
+
+
+def shifted(batch: Mapping[str, Tensor], depths: int) -> dict[str, Tensor]:
+    """The fields of whole sequences [B, S] that layers of depth 1, 2, ... see: earlier by 1, 2, ..., then zeros."""
+    found = {}
+    for depth in range(1, depths + 1):
+        for field in _SHIFTED:
+            found[_name(field, depth)] = nn.functional.pad(batch[field][:, depth:], (0, depth))
+    return found
+
+
+def ahead(tensors: Mapping[str, Tensor], depths: int) -> list[tuple[Ahead, Tensor]]:
+    """What `shifted` has put into a micro-batch, by depth, each with its loss mask [B, S]."""
+    fields = [[tensors[_name(field, depth)] for field in _SHIFTED] for depth in range(1, depths + 1)]
+    return [(Ahead(tokens, positions, labels), mask) for tokens, positions, labels, mask in fields]
+
+
+class PredictionLayer(nn.Module):
+    """The layer of one depth, [S, B, D] -> [S, B, D].
+
+    Args:
+        config: of the model.
+        depth: from 0.
+        region, mixer, peers, auxiliary: as of `Block`.
+        recompute: which layers keep no activations; of these one by itself under the method uniform.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        depth: int,
+        region: Region,
+        mixer: SequenceMixer,
+        peers: Peers,
+        auxiliary: Auxiliary,
+        recompute: Recompute | None,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        size, parts = config.hidden_size, () if recompute is None else recompute.parts
+        self.region, self.size, self.part = region, size, region.shard(size)
+        self.again = recompute is not None and recompute.method == "uniform"
+        self.enorm = layer_norm(config, dtype, device)
+        self.hnorm = layer_norm(config, dtype, device)
+        self.eh_proj = Linear(2 * size, self.part.size, Split(0), bias=False, dtype=dtype, device=device)
+        self.transformer_layer = Block(
+            config,
+            config.num_layers + depth,
+            region,
+            mixer,
+            peers,
+            auxiliary,
+            parts,
+            dtype=dtype,
+            device=device,
+        )
+        self.final_layernorm = layer_norm(config, dtype, device)
+
+    def forward(
+        self, hidden_SBD: Tensor, embedded_SBD: Tensor, turn: Rotation | None, documents: Documents | None
+    ) -> Tensor:
+        """One depth further.
+
+        Args:
+            hidden_SBD: what the depth before made, behind its final norm.
+            embedded_SBD: the embedding of the token that its loss was about.
+            turn, documents: as of `Block`.
+        """
+
+        def through(hidden_SBD: Tensor, embedded_SBD: Tensor) -> Tensor:
+            x_SBD: Tensor = self.transformer_layer(
+                self._joined(hidden_SBD, embedded_SBD), turn=turn, documents=documents
+            )
+            return x_SBD
+
+        if self.again and self.training and torch.is_grad_enabled():
+            x_SBD = recomputed(through, hidden_SBD, embedded_SBD, region=self.region)
+        else:
+            x_SBD = through(hidden_SBD, embedded_SBD)
+        state_SBD: Tensor = self.final_layernorm(x_SBD)
+        return state_SBD
+
+    def _joined(self, hidden_SBD: Tensor, embedded_SBD: Tensor) -> Tensor:
+        """eh_proj, whose outputs are divided: each rank adds its columns, with zeros for those of the others."""
+        both_SBE = torch.cat((self.enorm(embedded_SBD), self.hnorm(hidden_SBD)), dim=-1)
+        (x_SBD,) = column(both_SBE, self.region, self.eh_proj)
+        if self.part.size < self.size:
+            others = (self.part.start, self.size - self.part.stop)
+            x_SBD = leave(nn.functional.pad(x_SBD, others), self.region)
+        return x_SBD.to(embedded_SBD.dtype)
+
+
+class Prediction(nn.Module):
+    """The layers of all depths; arguments as of `PredictionLayer`. They are called one by one, by the model."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        region: Region,
+        mixer: SequenceMixer,
+        peers: Peers,
+        auxiliary: Auxiliary,
+        recompute: Recompute | None,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            PredictionLayer(config, depth, region, mixer, peers, auxiliary, recompute, dtype=dtype, device=device)
+            for depth in range(config.predictions)
+        )
