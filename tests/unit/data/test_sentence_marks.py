@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from megalith.cli.preprocess import parse
+from megalith.data.encoding import SentenceSettings
 from megalith.data.sentence_marks import MarksSplitter
 
 
@@ -44,3 +48,15 @@ def test_sentences(text: str, sentences: list[str]) -> None:
 def test_nothing_but_blanks_is_lost() -> None:
     text = "A b. C? d e\nF! \u4e00\u4e8c\u3002\u4e09 etc. and so on."
     assert "".join("".join(MarksSplitter().split(text)).split()) == "".join(text.split())
+
+
+def test_the_flag_chooses_the_splitter(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text('{"text": "1"}\n')
+    line = f"--input {tmp_path}/in.jsonl --output-prefix {tmp_path}/out --tokenizer-type NullTokenizer --vocab-size 9"
+    by_marks = parse([*line.split(), "--split-sentences", "--sentence-splitter", "marks", "--lang", "german"], {})
+    assert by_marks.options.sentences == SentenceSettings("german", by_marks=True)
+    assert isinstance(by_marks.options.sentences.splitter(), MarksSplitter)
+    assert "--lang: has no effect with --sentence-splitter marks" in by_marks.notes
+    idle = parse([*line.split(), "--sentence-splitter", "marks"], {})
+    assert idle.options.sentences is None
+    assert "--sentence-splitter: has no effect without --split-sentences" in idle.notes
