@@ -21,7 +21,7 @@ from megalith.evaluate.request import DEFAULT_BATCH, Request
 TASKS = {"LAMBADA": "lambada", "WIKITEXT103": "wikitext103"}
 """Megatron's name -> ours."""
 
-_FINE_TUNING = "it fine-tunes a BERT model, and BERT comes with the work on more models"
+_FINE_TUNING = "it fine-tunes a BERT model, and this program pretrains and measures them (megalith evaluate)"
 _RETRIEVAL = "retrieval over an index of Wikipedia (faiss, ICT, ORQA) is not part of this program"
 REFUSED = {
     "RACE": _FINE_TUNING,
