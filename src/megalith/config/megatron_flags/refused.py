@@ -71,7 +71,7 @@ REFUSED: tuple[Family, ...] = (
         """,
     ),
     Family(
-        "BERT and T5 come with the work on more models",
+        "retrieval (RETRO, ICT), for which BERT embeds texts, is not part of this program",
         """
         --sample-rate=1.0 --retriever-seq-length=256 --output-bert-embeddings
         --bert-embedder-type=megatron
