@@ -16,6 +16,10 @@ Why: in bf16 torch's flash kernel for CPUs runs its small products at a fraction
 it is not there at all. Measured on two threads (benchmarks/results/attention-cpu.json): in bf16 2.3 times as fast at
 512 tokens, level in the backward pass at 2048; in fp32 without dropout 0.7 to 1.2 times, so SDPA is used there. In
 half precision scores and probabilities are rounded to the dtype of the inputs, as in Megatron's local attention.
+
+In bf16 what goes into a product is made contiguous before it is transposed: torch 2.13 hands oneDNN the transpose of a
+contiguous matrix as it is, and that of a part of one as a copy, element by element, at four times the price of a copy
+of rows. The bits are the same. In fp32 MKL takes parts as they are.
 """
 
 from __future__ import annotations
@@ -41,6 +45,12 @@ def _first(start: int, window: int | None) -> int:
     return 0 if window is None else max(0, start - window)
 
 
+def _part(x_NSK: Tensor, rows: slice) -> Tensor:
+    """Some rows as the products of this dtype want them."""
+    part = x_NSK[:, rows]
+    return part.contiguous() if x_NSK.dtype == torch.bfloat16 else part
+
+
 def _probabilities(q_NQK: Tensor, k_NSK: Tensor, mask_QQ: Tensor, window: int | None) -> Tensor:
     """Probabilities of Q queries over S keys, the last of which is the last query's own. -> [N, Q, S]."""
     scores = torch.bmm(q_NQK, k_NSK.transpose(1, 2))
@@ -64,7 +74,7 @@ class _BlockedAttention(torch.autograd.Function):
         out = torch.empty_like(q)
         for start, end in _blocks(q.shape[1]):
             keys = slice(_first(start, window), end)
-            probabilities = _probabilities(q[:, start:end], k[:, keys], mask, window)
+            probabilities = _probabilities(_part(q, slice(start, end)), _part(k, keys), mask, window)
             if masks is not None:
                 probabilities *= masks.mask(probabilities)
             out[:, start:end] = torch.bmm(probabilities, v[:, keys])
@@ -77,9 +87,10 @@ class _BlockedAttention(torch.autograd.Function):
         mask, grad = _block_mask(q), grads[0]
         dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
         for start, end in _blocks(q.shape[1]):
-            q_block, grad_block, keys = q[:, start:end], grad[:, start:end], slice(_first(start, ctx.window), end)
-            probabilities = _probabilities(q_block, k[:, keys], mask, ctx.window)
-            d_probabilities = torch.bmm(grad_block, v[:, keys].transpose(1, 2))
+            rows, keys = slice(start, end), slice(_first(start, ctx.window), end)
+            q_block, grad_block, k_block, v_block = _part(q, rows), _part(grad, rows), _part(k, keys), _part(v, keys)
+            probabilities = _probabilities(q_block, k_block, mask, ctx.window)
+            d_probabilities = torch.bmm(grad_block, v_block.transpose(1, 2))
             dropped = probabilities
             if masks is not None:
                 kept = masks.mask(probabilities)
@@ -87,7 +98,7 @@ class _BlockedAttention(torch.autograd.Function):
                 d_probabilities *= kept
             dv[:, keys] += torch.bmm(dropped.transpose(1, 2), grad_block)
             d_scores = torch._softmax_backward_data(d_probabilities, probabilities, -1, q.dtype)
-            dq[:, start:end] = torch.bmm(d_scores, k[:, keys])
+            dq[:, rows] = torch.bmm(d_scores, k_block)
             dk[:, keys] += torch.bmm(d_scores.transpose(1, 2), q_block)
         return dq, dk, dv, None, None
 
