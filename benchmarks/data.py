@@ -16,6 +16,10 @@ of any of its processes, and the bytes of all runs compared. Beside each run gig
 with as many processes as the command has workers, started and warm, with nothing to read, parse or write. Its time
 over that of the command is the `share`; `further` has both for what the largest input has more than the smallest,
 where starting no longer counts. Input larger than the text is the text over and over, which the library gets as often.
+Two more references of the same round. First, gigatoken doing the same job by itself, from the start of a program: it
+reads the jsonl by its own reader, with as many threads as the command has workers, and the tokens are written; all in
+memory at once, no index, no line is checked. Second, the disk: as many bytes as the .bin has, written and brought to the
+disk. Where the disk is slower than the encoding, `--folder /dev/shm` tells what the command could do.
 
 The text is real and does not repeat: files that are given, else the sources and documents of this Python. What its
 documents are called does not matter to any contender.
@@ -67,7 +71,7 @@ def _megalith(vocabulary: Vocabulary) -> Encode:
     encode = array_encoder(GPT2BPETokenizer(vocabulary.vocab_file, vocabulary.merge_file))
     assert isinstance(encode, BytePairArrays)
     encode.change_over()
-    return lambda texts: [encode(text) for text in texts]
+    return encode
 
 
 def _library(vocabulary: Vocabulary) -> Any:
@@ -241,6 +245,7 @@ class CommandRun:
     seconds: float
     largest_mib: float
     sha256: str
+    bin_bytes: int
 
 
 def _write_jsonl(path: Path, texts: list[str], megabytes: int) -> tuple[int, int]:
@@ -276,14 +281,51 @@ def _run_command(path: Path, folder: Path, vocabulary: Vocabulary, workers: int)
     code, largest = done.stdout.split()
     if code != "0":
         raise SystemExit(done.stderr)
-    digest = hashlib.sha256()
+    digest, bin_bytes = hashlib.sha256(), Path(f"{prefix}_text_document.bin").stat().st_size
     for ending in (".bin", ".idx"):
         written = Path(f"{prefix}_text_document{ending}")
         with written.open("rb") as file:
             while block := file.read(MEBIBYTE):
                 digest.update(block)
         written.unlink()
-    return CommandRun(seconds, int(largest) / 1024, digest.hexdigest())
+    return CommandRun(seconds, int(largest) / 1024, digest.hexdigest(), bin_bytes)
+
+
+_BY_ITSELF = """
+import sys, gigatoken, numpy
+tokenizer = gigatoken.Tokenizer.from_json(open(sys.argv[1], encoding="utf-8").read())
+layout = tokenizer.encode_files(gigatoken.gigatoken_rs.JsonlFileSource([sys.argv[2]]), parallel=True).layout
+layout.content.data[: layout.offsets.data[-1]].astype(numpy.uint16).tofile(sys.argv[3])
+"""
+
+
+def _run_library(path: Path, folder: Path, tokenizer: Path, threads: int) -> tuple[float, float, int]:
+    """Seconds and MiB of gigatoken reading the jsonl and writing the tokens by itself, and how many bytes it wrote."""
+    out = folder / "library.bin"
+    command = [sys.executable, "-c", _BY_ITSELF, str(tokenizer), str(path), str(out)]
+    start = time.perf_counter()
+    environment = {**os.environ, "RAYON_NUM_THREADS": str(threads)}
+    done = subprocess.run([sys.executable, "-c", _RUN, *command], capture_output=True, text=True, env=environment)
+    seconds = time.perf_counter() - start
+    code, largest = done.stdout.split()
+    if code != "0":
+        raise SystemExit(done.stderr)
+    size = out.stat().st_size
+    out.unlink()
+    return seconds, int(largest) / 1024, size
+
+
+def _write_plainly(folder: Path, size: int) -> float:
+    """Seconds to write so many bytes and to bring them to the disk."""
+    block, start = os.urandom(MEBIBYTE), time.perf_counter()
+    with (folder / "plain").open("wb") as file:
+        for _ in range(size // MEBIBYTE):
+            file.write(block)
+        file.flush()
+        os.fsync(file.fileno())
+    seconds = time.perf_counter() - start
+    (folder / "plain").unlink()
+    return seconds
 
 
 def command_section(options: argparse.Namespace) -> dict[str, Any]:
@@ -297,7 +339,9 @@ def command_section(options: argparse.Namespace) -> dict[str, Any]:
     record: dict[str, Any] = {"rounds": options.rounds, "cores": options.cores, "runs": [], "further": []}
     times: dict[tuple[int, int], tuple[float, float, float]] = {}
     libraries = ("gigatoken", "gigatoken, text by text")
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        tokenizer = Path(folder) / "tokenizer.json"
+        tokenizer.write_text(_library(vocabulary).to_str(), encoding="utf-8")
         for megabytes in options.command_megabytes:
             path = Path(folder) / f"{megabytes}.jsonl"
             size, count = _write_jsonl(path, texts, megabytes)
@@ -305,14 +349,20 @@ def command_section(options: argparse.Namespace) -> dict[str, Any]:
             held = texts * whole + texts[:rest]
             runs: dict[int, list[CommandRun]] = {}
             in_memory: dict[tuple[int, str], list[float]] = {}
+            by_itself: dict[int, list[tuple[float, float, int]]] = {}
+            plain: list[float] = []
             for _ in range(options.rounds):
                 for workers in sorted({1, options.cores}):
                     runs.setdefault(workers, []).append(_run_command(path, Path(folder), vocabulary, workers))
                     print(f"{megabytes} MiB, {workers} workers: {runs[workers][-1]}", flush=True)
+                    by_itself.setdefault(workers, []).append(_run_library(path, Path(folder), tokenizer, workers))
+                    print(f"gigatoken by itself: {by_itself[workers][-1]}", flush=True)
                     for name in libraries:
                         taken = encode_once(name, vocabulary, held, workers)[0]
                         in_memory.setdefault((workers, name), []).append(taken)
                         print(f"{name}: {taken:.2f} s", flush=True)
+                plain.append(_write_plainly(Path(folder), runs[1][-1].bin_bytes))
+                print(f"plain write: {plain[-1]:.2f} s", flush=True)
             if len({run.sha256 for found in runs.values() for run in found}) > 1:
                 raise SystemExit(f"the runs over {megabytes} MiB wrote different bytes")
             for workers, found in runs.items():
@@ -324,6 +374,10 @@ def command_section(options: argparse.Namespace) -> dict[str, Any]:
                     {
                         **{"input_bytes": size, "workers": workers, "largest_process_mib": round(largest, 1)},
                         **_speeds(size, seconds, library),
+                        "library_by_itself_mib_per_second": _speed(size, [one[0] for one in by_itself[workers]]),
+                        "library_by_itself_mib": round(max(one[1] for one in by_itself[workers]), 1),
+                        "bin_bytes": found[0].bin_bytes,
+                        "plain_write_mib_per_second": _speed(found[0].bin_bytes, plain),
                     }
                 )
             path.unlink()
@@ -332,6 +386,10 @@ def command_section(options: argparse.Namespace) -> dict[str, Any]:
         more = [b - a for a, b in zip(times[low, workers], times[high, workers], strict=True)]
         record["further"].append({"workers": workers, **_speeds(*more)})
     return record
+
+
+def _speed(size: float, seconds: list[float]) -> float:
+    return round(size / MEBIBYTE / statistics.median(seconds), 1)
 
 
 def _speeds(size: float, seconds: float, library: float) -> dict[str, float]:
@@ -357,6 +415,7 @@ def main() -> None:
     parser.add_argument("--cores", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--command-megabytes", type=int, nargs="+", default=[10, 1000], help="sizes of input")
+    parser.add_argument("--folder", help="where input and output of the command lie; the folder for temporary files")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     machine = {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()}

@@ -59,7 +59,7 @@ class GPT2BPETokenizer(TokenizerWithRoles):
     def array_encoder(self, expected_bytes: int = 0) -> ArrayEncoder:
         """As `fast_bpe.array_encoder` asks for it: the encoder of a process that encodes so much text."""
         if not self._ranked:
-            return lambda text: np.array(self.encode(text), np.uint32)
+            return lambda texts: [np.array(self.encode(text), np.uint32) for text in texts]
         return BytePairArrays(
             lambda: read_byte_pair_vocabulary(self._vocab_file, self._merge_file),
             self.encode,

@@ -70,6 +70,19 @@ def test_json_lines_become_documents(tmp_path: Path, bpe: TokenizerConfig) -> No
     assert IndexedDataset(prefix).document_index.tolist() == [0, 1, 1, 2, 4]
 
 
+@pytest.mark.parametrize("append_eod", [False, True])
+def test_many_documents_at_once_are_as_one_by_one(append_eod: bool, tmp_path: Path, bpe: TokenizerConfig) -> None:
+    """A list instead of a text makes its chunk go document by document."""
+    texts = ["", "one", "\u4e2d\u56fd", "", "x " * 9000, *(f"text {number}" * (number % 5) for number in range(4000))]
+    for name, first in (("plain", "begin"), ("list", ["begin"])):
+        content = lines(*({"a": value, "b": f"{number}"} for number, value in enumerate([first, *texts])))
+        preprocess(options_for(tmp_path / f"{name}.jsonl", content, bpe, json_keys=("a", "b"), append_eod=append_eod))
+    for key in ("a", "b"):
+        for ending in ("bin", "idx"):
+            files = [tmp_path / f"{name}_{key}_document.{ending}" for name in ("plain", "list")]
+            assert files[0].read_bytes() == files[1].read_bytes()
+
+
 def test_line_endings_blank_lines_and_byte_order_mark(tmp_path: Path) -> None:
     content = b'\xef\xbb\xbf{"text": "1"}\r\n\r\n  \n{"text": "2 3"}'
     report = preprocess(options_for(tmp_path / "in.jsonl", content, NUMBERS))

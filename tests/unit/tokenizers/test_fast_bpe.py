@@ -7,6 +7,7 @@ import logging
 import random
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,15 +36,17 @@ def arrays(tokenizer: GPT2BPETokenizer) -> Callable[[int], BytePairArrays]:
     return lambda worth: BytePairArrays(lambda: vocabulary, tokenizer.encode, worth_loading=worth)
 
 
-def pretend(monkeypatch: pytest.MonkeyPatch, encode: Callable[[str], list[int]]) -> list[str]:
-    """A library in the place of gigatoken; returns the texts that it gets."""
+def pretend(monkeypatch: pytest.MonkeyPatch, encode: Callable[[str], list[int]], no_text: str = "\ud800") -> list[str]:
+    """A library in the place of gigatoken, which refuses what has `no_text` in it; returns the texts that it gets."""
     seen: list[str] = []
 
     def encode_and_tell(text: str) -> Any:
         seen.append(text)
+        if no_text and no_text in text:
+            raise TypeError("no text")
         return np.array(encode(text), np.uint32)
 
-    made = SimpleNamespace(from_json=lambda text: json.loads(text) and SimpleNamespace(encode=encode_and_tell))
+    made = SimpleNamespace(from_json=lambda text: json.loads(text) and SimpleNamespace(encode=partial(encode_and_tell)))
     monkeypatch.setitem(sys.modules, "gigatoken", SimpleNamespace(Tokenizer=made))
     return seen
 
@@ -54,7 +57,7 @@ def test_the_same_ids_before_and_after_the_change(
     seen = pretend(monkeypatch, tokenizer.encode)
     encode = arrays(10)
     texts = ["four", "", "score", "and seven", "years ago"]
-    assert [encode(text).tolist() for text in texts] == tokenizer.encode_batch(texts)
+    assert [ids.tolist() for ids in encode(texts)] == tokenizer.encode_batch(texts)
     assert [text for text in seen if text in texts] == texts[4:]  # the first 18 characters are tiktoken's
 
 
@@ -63,16 +66,16 @@ def test_gigatoken_itself(
 ) -> None:
     pytest.importorskip("gigatoken", reason="the extra data is not installed")
     encode = arrays(1)
-    encode("ab")
+    encode(["ab"])
     assert encode._fast is not None and not caplog.records
     source = random.Random(3)
     texts = json.loads((shared / "golden" / "tokenizers" / "texts.json").read_text())
     texts += [
         "".join(chr(source.choice((32, 39, 10, source.randrange(0x3000)))) for _ in range(40)) for _ in range(300)
     ]
-    assert [encode(text).tolist() for text in texts] == tokenizer.encode_batch(texts)
+    assert [ids.tolist() for ids in encode(texts)] == tokenizer.encode_batch(texts)
     with pytest.raises(DataError, match="character 2 is a lone surrogate"):
-        encode("ab\ud800")
+        encode(["four", "ab\ud800"])
 
 
 @pytest.mark.full
@@ -88,7 +91,7 @@ def test_gigatoken_on_every_character(block: int, shared: Path) -> None:
     letters = [chr(code) for code in range(block, block + 0x8000) if not 0xD800 <= code < 0xE000]
     for a, b in zip(letters[::2], letters[1::2], strict=True):
         text = f" {a}{b}x{a} {b} {a}{a}1'{b}"
-        assert encode(text).tolist() == tokenizer.encode(text), repr(text)
+        assert encode([text])[0].tolist() == tokenizer.encode(text), repr(text)
 
 
 def test_without_gigatoken_tiktoken_goes_on(
@@ -96,10 +99,10 @@ def test_without_gigatoken_tiktoken_goes_on(
 ) -> None:
     monkeypatch.setitem(sys.modules, "gigatoken", None)
     encode = arrays(1)
-    assert [encode(text).tolist() for text in ("ab", "cd")] == tokenizer.encode_batch(["ab", "cd"])
+    assert [ids.tolist() for ids in encode(["ab", "cd"])] == tokenizer.encode_batch(["ab", "cd"])
 
 
-@pytest.mark.parametrize("broken", ["other ids", "other library"])
+@pytest.mark.parametrize("broken", ["other ids", "takes no text", "other library"])
 def test_a_library_that_does_not_do_is_left_alone(
     broken: str,
     tokenizer: GPT2BPETokenizer,
@@ -109,11 +112,13 @@ def test_a_library_that_does_not_do_is_left_alone(
 ) -> None:
     if broken == "other ids":
         pretend(monkeypatch, lambda text: tokenizer.encode(text) if "2021" in text else [0])
+    elif broken == "takes no text":
+        pretend(monkeypatch, lambda text: tokenizer.encode(text.replace("\ud800", "?")), no_text="")
     else:
         monkeypatch.setitem(sys.modules, "gigatoken", SimpleNamespace())
     encode = arrays(1)
     with caplog.at_level(logging.WARNING):
-        assert [encode(text).tolist() for text in ("ab", "cd")] == tokenizer.encode_batch(["ab", "cd"])
+        assert [ids.tolist() for ids in encode(["ab", "cd"])] == tokenizer.encode_batch(["ab", "cd"])
     (record,) = caplog.records
     assert "tiktoken encodes, more slowly" in record.getMessage()
 
@@ -124,10 +129,26 @@ def test_wrong_ids_later_on_stop(
     pretend(monkeypatch, lambda text: [0] if text == "wrong" else tokenizer.encode(text))
     monkeypatch.setattr(fast_bpe, "_COMPARED_EACH", 3)
     encode = arrays(1)
-    for text in ("begin", "a", "b", "c", "d", "e"):
-        encode(text)
+    encode(["begin", "a", "b"])
+    encode(["c", "wrong", "e"])  # the third and the sixth are compared
     with pytest.raises(DataError, match="other ids than tiktoken for a text that begins 'wrong'.*pip uninstall"):
-        encode("wrong")
+        encode(["wrong"])
+
+
+def test_a_process_that_has_grown_begins_with_an_empty_memory(
+    tokenizer: GPT2BPETokenizer, arrays: Callable[[int], BytePairArrays], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend(monkeypatch, tokenizer.encode)
+    resident = iter([100, 100 + fast_bpe._LARGEST_GROWTH, 101 + fast_bpe._LARGEST_GROWTH, 50, 51])
+    monkeypatch.setattr(fast_bpe, "_resident_bytes", lambda: next(resident))
+    monkeypatch.setattr(fast_bpe, "_LOOKED_EACH", 2)
+    encode = arrays(1)
+    encode(["begin"])
+    used = []
+    for text in "abcdef":
+        used.append(encode._fast)
+        assert encode([text])[0].tolist() == tokenizer.encode(text)
+    assert used[0] is used[1] is used[2] is not used[3] is used[4] is used[5]
 
 
 def test_merges_that_ranks_do_not_decide_stay_with_their_library(tmp_path: Path) -> None:
@@ -135,11 +156,11 @@ def test_merges_that_ranks_do_not_decide_stay_with_their_library(tmp_path: Path)
 
     tokenizer = write(tmp_path, [("b", "c"), ("a", "b"), ("ab", "c")])
     encode = array_encoder(tokenizer)
-    assert not isinstance(encode, BytePairArrays) and encode("abc").tolist() == tokenizer.encode("abc")
+    assert not isinstance(encode, BytePairArrays) and encode(["abc"])[0].tolist() == tokenizer.encode("abc")
 
 
 def test_any_tokenizer_gives_arrays() -> None:
     encode = array_encoder(build_tokenizer(TokenizerConfig("NullTokenizer", vocab_size=9)))
-    assert encode("1 -2 300").tolist() == [1, -2, 300]
+    assert encode(["1 -2 300"])[0].tolist() == [1, -2, 300]
     with pytest.raises(DataError, match=f"token -{10**30} is no id"):
-        encode(f"1 -{10**30}")
+        encode([f"1 -{10**30}"])

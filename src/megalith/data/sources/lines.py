@@ -11,16 +11,20 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
-
-from megalith.data.sources.documents import BadDocument, Document, count_units, json_documents, text_documents
+from megalith.data.sources.documents import (
+    BadDocument,
+    Document,
+    count_units,
+    json_batches,
+    json_documents,
+    text_documents,
+)
 from megalith.data.sources.protocol import Chunk, Limits, Part
 from megalith.data.sources.streams import TextFile
 from megalith.errors import DataError
 
 _STEP = 1 << 14  # behind a block, in which its last line mostly ends
 _NEW_LINE = "\n"
-_LINE_BREAK = ord(_NEW_LINE)
 
 
 @dataclass(frozen=True)
@@ -39,26 +43,24 @@ class _Form:
     encoding: str
     limit: int
 
-    def read(self, data: memoryview, keys: tuple[str, ...], *, alone: bool, too_long: str | None = None) -> Part:
+    def read(self, data: bytes, keys: tuple[str, ...], *, alone: bool, too_long: str | None = None) -> Part:
         """Documents of a text; `too_long` says why one more after them cannot be read."""
         documents: Iterator[tuple[int, Document | BadDocument]]
+        batches = None
         if self.is_json:
-            lines = _lines_of(data)
-            units = len(lines) - (not lines[-1])
+            lines = data.split(b"\n")
+            if not lines[-1]:
+                lines.pop()
+            units = len(lines)
+            if too_long is None and len(data) <= self.limit:
+                batches = json_batches(lines, keys, len(data))
             documents = json_documents(lines, keys, self.encoding, self.limit)
         else:
-            text = bytes(data)
-            units = count_units(text, self.separator.encode() if self.separator else None) if text else 0
-            documents = text_documents(text, self.separator, alone=alone, encoding=self.encoding, limit=self.limit)
+            units = count_units(data, self.separator.encode() if self.separator else None) if data else 0
+            documents = text_documents(data, self.separator, alone=alone, encoding=self.encoding, limit=self.limit)
         if too_long is not None:
             documents = _with_last(documents, units, too_long)
-        return Part(documents, units + (too_long is not None), len(data))
-
-
-def _lines_of(data: memoryview) -> list[memoryview]:
-    """Lines without their line breaks; they are views, as copying them takes as long as a third of parsing them."""
-    ends = np.flatnonzero(np.frombuffer(data, np.uint8) == _LINE_BREAK).tolist()
-    return [data[begin:end] for begin, end in zip([0, *(end + 1 for end in ends)], [*ends, len(data)], strict=True)]
+        return Part(documents, units + (too_long is not None), len(data), batches)
 
 
 def _with_last(
@@ -78,7 +80,7 @@ class _Text:
     too_long: str | None = None
 
     def read(self, keys: tuple[str, ...]) -> Part:
-        return self.form.read(memoryview(self.data), keys, alone=self.alone, too_long=self.too_long)
+        return self.form.read(self.data, keys, alone=self.alone, too_long=self.too_long)
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,7 @@ class _Block:
             raise DataError(f"cannot read {self.path}: {error.strerror}") from error
         return self.form.read(data, keys, alone=False, too_long=too_long)
 
-    def _lines(self) -> tuple[memoryview, str | None]:
+    def _lines(self) -> tuple[bytes, str | None]:
         """The lines, and why the last one is left out where it is."""
         with open(self.path, "rb") as file:
             base = self.start - 1 if self.start else 0  # a line begins at the start if a line break stands before it
@@ -111,10 +113,10 @@ class _Block:
             first = (data.find(b"\n") + 1 or len(data)) if self.start else self.mark
             last = self.stop - base - 1
             if self.start and first > last:
-                return memoryview(b""), None
+                return b"", None
             end = data.find(b"\n", last) + 1
             if end or len(data) < self.stop - base + _STEP:
-                return memoryview(data)[first : end or len(data)], None
+                return data[first : end or len(data)], None
             begins = max(first, data.rfind(b"\n", 0, last) + 1)
             whole = bytearray(memoryview(data)[first:])
             while block := file.read(_STEP):
@@ -123,8 +125,8 @@ class _Block:
                 if end:
                     break
                 if file.tell() - base - begins > self.form.limit:
-                    return memoryview(data)[first:begins], _too_long_line(base + begins, self.form.limit)
-            return memoryview(whole), None
+                    return data[first:begins], _too_long_line(base + begins, self.form.limit)
+            return bytes(whole), None
 
 
 def _too_long_line(begins: int, limit: int) -> str:

@@ -60,11 +60,14 @@ class Part:
         documents: number of each unit that is no blank, and its document, or why it cannot be read.
         num_units: lines of a jsonl, documents of a txt, rows of a table; what places are counted in.
         num_bytes: size of the text.
+        batches: the same documents a few at a time: for each key the text of every unit. None in place of a batch
+            where one of its units is anything else than a document of one text, and for all where that is not known.
     """
 
     documents: Iterator[tuple[int, Document | BadDocument]]
     num_units: int
     num_bytes: int
+    batches: Iterator[list[list[str]] | None] | None = None
 
 
 class Payload(Protocol):
