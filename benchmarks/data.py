@@ -18,8 +18,8 @@ over that of the command is the `share`; `further` has both for what the largest
 where starting no longer counts. Input larger than the text is the text over and over, which the library gets as often.
 Two more references of the same round. First, gigatoken doing the same job by itself, from the start of a program: it
 reads the jsonl by its own reader, with as many threads as the command has workers, and the tokens are written; all in
-memory at once, no index, no line is checked. Second, the disk: as many bytes as the .bin has, written and brought to the
-disk. Where the disk is slower than the encoding, `--folder /dev/shm` tells what the command could do.
+memory at once, no index, no line is checked. Second, the disk: as many bytes as the .bin has, written and brought to
+it. Where the disk is slower than the encoding, `--folder /dev/shm` tells what the command could do.
 
 The text is real and does not repeat: files that are given, else the sources and documents of this Python. What its
 documents are called does not matter to any contender.
