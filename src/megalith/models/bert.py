@@ -190,38 +190,48 @@ class Bert(LanguageModel):
         return super().prepare(own)
 
     def part(self, inputs: Inputs, hidden: Tensor | None) -> Tensor:
-        return self._states(inputs, hidden)
+        return self._of(inputs, hidden)
 
     def losses(self, inputs: Inputs, hidden: Tensor | None) -> tuple[Loss, ...]:
         """As of any model; the head of words is computed where words are hidden only, a seventh of the positions.
 
         Where the ranks hold parts of the sequence it is computed everywhere: they gather these parts in it.
         """
-        found, states_SBD = inputs.tensors, self._states(inputs, hidden)
-        mask_T, labels_T = (found[name].t().reshape(-1) for name in ("loss_mask", "labels"))
+        found = inputs.tensors
+        orders_B = found["is_random"] if self.binary_head is not None else None
+        mask_T, at_T = found["loss_mask"].t().reshape(-1), found["hidden_at"]
         if self.region.partial_gradients:
-            losses_T = self._word_losses(states_SBD, found["labels"].t()).reshape(-1)
-        else:
-            at = found["hidden_at"] if found["hidden_at"].numel() else mask_T.new_zeros(1)
-            losses_T = self._word_losses(states_SBD.flatten(0, 1).index_select(0, at), labels_T[at])
-            mask_T = mask_T[at]
-        mask_T = mask_T.to(losses_T.dtype)
-        words = Loss(torch.sum(losses_T * mask_T), mask_T.sum())
-        if self.binary_head is None:
+            at_T = torch.arange(len(mask_T), device=mask_T.device)
+        elif not len(at_T):
+            at_T = at_T.new_zeros(1)
+        losses = self._of(inputs, hidden, labels_BS=found["labels"], orders_B=orders_B, at_T=at_T)
+        mask_T = mask_T[at_T].to(losses.dtype)
+        words = Loss(torch.sum(losses[: len(at_T)] * mask_T), mask_T.sum())
+        if orders_B is None:
             return (words,)
-        orders_B = found["is_random"]
-        summed = self._order_losses(states_SBD, orders_B).to(losses_T.dtype).sum()
-        return words, Loss(summed, (orders_B >= 0).sum().to(losses_T.dtype))
+        return words, Loss(losses[len(at_T) :].sum(), (orders_B >= 0).sum().to(losses.dtype))
 
-    def _states(self, inputs: Inputs, hidden: Tensor | None) -> Tensor:
+    def _of(
+        self,
+        inputs: Inputs,
+        hidden: Tensor | None,
+        *,
+        labels_BS: Tensor | None = None,
+        orders_B: Tensor | None = None,
+        at_T: Tensor | None = None,
+    ) -> Tensor:
         found = inputs.tensors
         padding = found.get("padding_mask")
-        return self.hidden_states(
+        result: Tensor = self(
             found["text"],
             hidden_SBD=hidden,
             types_BS=found["types"],
             padding_BS=None if padding is None else padding == 0,
+            labels_BS=labels_BS,
+            orders_B=orders_B,
+            at_T=at_T,
         )
+        return result
 
     def forward(
         self,
@@ -232,6 +242,7 @@ class Bert(LanguageModel):
         padding_BS: Tensor | None = None,
         labels_BS: Tensor | None = None,
         orders_B: Tensor | None = None,
+        at_T: Tensor | None = None,
     ) -> Tensor:
         """Find hidden words, or compute this stage's part of it.
 
@@ -242,21 +253,29 @@ class Bert(LanguageModel):
             padding_BS: True where tokens are padding; none is if absent. Every sequence has a token.
             labels_BS: The hidden words [B, S], `NO_LABEL` elsewhere.
             orders_B: 1 where the two runs of text have changed places, 0 where not, -1 where it does not count.
+            at_T: With labels, of the positions [S, B] in a row those whose losses are wanted; all of them where the
+                ranks hold parts of the sequence.
 
         Returns:
             With labels the loss of each token [B, S] in at least fp32, and with orders in a column more that of the
-            order of each sample [B, S + 1]; without labels the logits [B, S, V]. Where the stage does not predict,
-            hidden states [S, B, D] for the next one.
+            order of each sample [B, S + 1]; with positions these losses in a row, [T] or [T + B]. Without labels the
+            logits [B, S, V]. Where the stage does not predict, hidden states [S, B, D] for the next one.
         """
         hidden_SBD = self.hidden_states(tokens_BS, hidden_SBD=hidden_SBD, types_BS=types_BS, padding_BS=padding_BS)
         if not self.stage.predicts:
             return hidden_SBD
         if labels_BS is None:
             return self.logits(hidden_SBD).transpose(0, 1)
-        loss_BS = self._word_losses(hidden_SBD, labels_BS.t()).t()
+        if at_T is None:
+            losses = self._word_losses(hidden_SBD, labels_BS.t()).t()
+        elif self.region.partial_gradients:
+            losses = self._word_losses(hidden_SBD, labels_BS.t()).reshape(-1)
+        else:
+            losses = self._word_losses(hidden_SBD.flatten(0, 1)[at_T], labels_BS.t().reshape(-1)[at_T])
         if orders_B is None:
-            return loss_BS
-        return torch.cat((loss_BS, self._order_losses(hidden_SBD, orders_B)[:, None].to(loss_BS.dtype)), dim=1)
+            return losses
+        orders = self._order_losses(hidden_SBD, orders_B).to(losses.dtype)
+        return torch.cat((losses, orders[:, None] if at_T is None else orders), dim=-1)
 
     def _word_losses(self, hidden: Tensor, labels: Tensor) -> Tensor:
         """Of hidden states [..., D] and labels [...], `NO_LABEL` where there is none -> [...] in at least fp32."""
