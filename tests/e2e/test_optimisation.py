@@ -26,6 +26,18 @@ OPTIONS: dict[str, tuple[list[object], int]] = {
         + ["--step-batch-size-schedule", "0:2 64:4", "--train-iters", 10, "--lr-decay-style", "cosine"],
         10,
     ),
+    "experts with biases of their own, lion, dropout": (
+        ["--num-experts", 4, "--moe-router-topk", 2, "--moe-router-score-function", "sigmoid"]
+        + ["--moe-router-enable-expert-bias", "--moe-router-load-balancing-type", "seq_aux_loss"]
+        + ["--moe-aux-loss-coeff", 1e-2, "--optimizer", "lion", "--hidden-dropout", 0.1, "--train-iters", 8],
+        8,
+    ),
+    "offloaded states, cyclic order, decays that change": (
+        ["--optimizer-cpu-offload", "--bf16", "--dataloader-type", "cyclic", "--weight-decay-incr-style", "linear"]
+        + ["--start-weight-decay", 0.01, "--end-weight-decay", 0.1, "--lr-decay-style", "WSD"]
+        + ["--lr-wsd-decay-iters", 4, "--attention-dropout", 0.1, "--train-iters", 9],
+        9,
+    ),
 }
 
 

@@ -46,6 +46,7 @@ VARIANTS = (
     "var_gpt2_rope_untied_gelu",
     "var_no_pos",
 )
+BESIDE_TWO_RANKS = ("gpt2_tp1_for_tp2", "llama_tp1_for_tp2")  # one process, of the model of the cases of two
 
 
 SAME_NAMES = (
@@ -196,7 +197,7 @@ def _accumulate(model: GPT, optimizer: Optimizer, loader: BatchLoader, case: dic
     return total / count
 
 
-@pytest.mark.parametrize("name", [*CASES, *VARIANTS, "var_sgd"])
+@pytest.mark.parametrize("name", [*CASES, *VARIANTS, *BESIDE_TWO_RANKS, "var_sgd"])
 def test_the_curve_of_losses_and_norms(golden: Goldens, tmp_path: Path, name: str) -> None:
     case = golden.case("train", name)
     model = _model(case, "local")

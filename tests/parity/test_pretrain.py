@@ -173,7 +173,6 @@ def unknown_lines(text: str, printed: str) -> list[str]:
         "    train/valid/test-data-iterators-setup ...",
         "    evaluate ...",
         "    save-checkpoint ...",
-        "Theoretical memory footprints: weight and optimizer",  # without the activations of 0.16.1 (C071)
         "[Rank 0] (after",
         "[Rank 1] (after",
         "data/shakes_text_document has no tokenizer card",

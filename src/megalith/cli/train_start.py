@@ -506,7 +506,7 @@ def _datasets(config: RunConfig, tokenizer: Tokenizer, state: TrainState) -> Dat
 
 def _plan(config: RunConfig, model: LanguageModel, context: ParallelContext) -> Plan:
     train, batch = config.train, config.num_micro_batches * config.batch_sizes.unit
-    flops = step_flops(config.model, model.vocab_size, config.data.seq_length, batch)
+    flops = step_flops(config.model, model.vocab_size, config.data.seq_length, batch, config.data.decoder_seq_length)
     return Plan(
         train_iterations=config.train_iters,
         global_batch_size=batch,

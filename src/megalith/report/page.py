@@ -15,9 +15,9 @@ from megalith.report.history import Curve, Event, History
 _STYLE = """
 
 :root{color-scheme:light dark;--ink:#1b1f24;--soft:#667;--line:#d8dde3;--page:#fff;--a:#1f6feb;--b:#d1242f;
---c:#1a7f37}
+--c:#1a7f37;--d:#8250df}
 @media(prefers-color-scheme:dark){:root{--ink:#e6e9ee;--soft:#99a3b0;--line:#323a44;--page:#14181d;--a:#58a6ff;
---b:#ff7b72;--c:#56d364}}
+--b:#ff7b72;--c:#56d364;--d:#bc8cff}}
 body{font:15px/1.5 system-ui,sans-serif;color:var(--ink);background:var(--page);margin:0 auto;max-width:1000px;
 padding:16px 20px 60px}
 h1{font-size:22px;margin:8px 0}h2{font-size:17px;margin:30px 0 6px}p,li{margin:4px 0}.soft{color:var(--soft)}
@@ -28,7 +28,7 @@ svg{width:100%;height:auto;display:block}svg text{font-size:11px;fill:var(--soft
 .train{stroke:var(--a)}circle.train{fill:var(--a)}.valid{stroke:var(--b)}circle.valid{fill:var(--b)}
 .test{stroke:var(--c)}circle.test{fill:var(--c)}.faint{opacity:.3}.mean{stroke-width:2}
 .again{stroke:var(--soft);opacity:.55;stroke-dasharray:3 3}circle.again{fill:var(--soft)}
-.mark{stroke-width:1.5;opacity:.8}.mark.save{stroke:var(--c);opacity:1}.mark.resume,.mark.start{stroke:var(--a)}
+.mark{stroke-width:1.5;opacity:.8}.mark.save{stroke:var(--d);opacity:1}.mark.resume,.mark.start{stroke:var(--a)}
 .mark.skipped,.mark.nan{stroke:var(--b)}.mark.exit{stroke:var(--ink)}
 table{border-collapse:collapse;width:100%;font-size:14px}
 td,th{text-align:left;padding:3px 10px 3px 0;vertical-align:top;border-bottom:1px solid var(--line)}
@@ -128,7 +128,7 @@ def _key(losses: Mapping[str, Curve], history: History) -> str:
     if any(curve.abandoned for curve in history.curves.values()):
         shown.append('<i style="border-color:var(--soft);border-top-style:dashed"></i>done again after a restart')
     kinds = {event.kind for event in history.events}
-    colours = {"save": "var(--c)", "resume": "var(--a)", "skipped": "var(--b)", "not a number": "var(--b)"}
+    colours = {"save": "var(--d)", "resume": "var(--a)", "skipped": "var(--b)", "not a number": "var(--b)"}
     shown += [f'<i style="border-color:{colour}"></i>{kind}' for kind, colour in colours.items() if kind in kinds]
     return f'<p class="key soft">{"".join(shown)}</p>'
 

@@ -18,7 +18,7 @@ def run(layers: int, hidden: int, heads: int, length: int, **more: object) -> Ru
         **{"lr": 1.0, "mock_data": True, "tokenizer_type": "NullTokenizer", "vocab_size": 50257},
     }
     environ = {"RANK": "0", "WORLD_SIZE": str(more.pop("world_size", 1))}
-    return from_values({**values, **more}, environ=environ)
+    return from_values({**values, **more}, environ=environ, files=False)
 
 
 def test_the_users_124m() -> None:
@@ -27,8 +27,30 @@ def test_the_users_124m() -> None:
         "Number of parameters in embedding layers in billions: 0.04",
         "Total number of parameters in billions: 0.12",
         "Number of parameters in most loaded shard in billions: 0.1236",
-        "Theoretical memory footprints: weight and optimizer=2121.85 MB",
+        "Theoretical memory footprints: weight and optimizer=2121.85 MB, activation=213.42 MB, total=2335.26 MB",
     ]
+
+
+def test_of_a_model_of_experts_every_expert_counts() -> None:
+    """The sizes of golden `pretrain/moe_ep2`, whose log has the figures to two digits."""
+    parts = {"position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True, "add_bias_linear": False}
+    parts |= {"untie_embeddings_and_output_weights": True, "group_query_attention": True, "num_query_groups": 2}
+    parts |= {"ffn_hidden_size": 48, "num_experts": 4, "moe_router_topk": 2}
+    text = theory_lines(theory(run(2, 16, 4, 32, **parts, micro_batch_size=2, global_batch_size=4), 512))
+    assert "weight and optimizer=0.63 MB, activation=0.14 MB, total=0.76 MB" in text
+    some = theory(run(2, 16, 4, 32, **parts, moe_layer_freq="[0,1]"), 512).transformer
+    every = theory(run(2, 16, 4, 32, **parts), 512).transformer
+    assert every - some == 3 * 16 * 48 * 3  # three experts less in the first layer
+
+
+def test_of_t5_both_stacks_count() -> None:
+    parts = {"model_family": "t5", "decoder_seq_length": 16, "tokenizer_type": "BertWordPieceCase"}
+    parts |= {"vocab_size": None, "vocab_file": "v.txt", "vocab_extra_ids": 10, "decoder_num_layers": 3}
+    figures = theory(run(2, 64, 4, 32, **parts, mock_data=False, data_path=["x"]), 512)
+    norm, attention, feed_forward = 2 * 64, 4 * 64 * 64, 2 * 64 * 256
+    encoder = 2 * (attention + feed_forward + 2 * norm) + norm
+    assert figures.transformer == encoder + 3 * (2 * attention + feed_forward + 3 * norm) + norm
+    assert figures.activation is None
 
 
 @pytest.mark.parametrize(
@@ -48,7 +70,9 @@ def test_the_goldens(more: dict[str, object], weights: str) -> None:
 
 def test_activations_where_megatron_has_a_formula() -> None:
     parts = {"world_size": 2, "tensor_model_parallel_size": 2, "sequence_parallel": True}
-    assert "activation=" not in theory_lines(theory(run(12, 768, 12, 512, **parts), 50432))
+    text = theory_lines(theory(run(12, 768, 12, 512, **parts), 50432))
+    layers, embedding, loss = 12 * 22 * 512 * 768, 8 * 512 + 512 * 768, 2 * 512 * (768 + 50432 / 2)
+    assert f"activation={1.05 * (layers + embedding + loss) / 2**20:.2f} MB" in text
     text = theory_lines(theory(run(12, 768, 12, 512, recompute_granularity="selective", **parts), 50432))
     # 12 layers x 34 s b h, embedding 9 s b (h) and the loss 4 s b (h + V), over two ranks.
     layers, embedding, loss = 12 * 34 * 512 * 768, 8 * 512 + 512 * 768, 4 * 512 * (768 + 50432)

@@ -13,13 +13,15 @@ from megalith.schedules.batch_size import BatchSizes
 
 RECIPES = sorted((Path(__file__).parents[3] / "recipes").glob("*.toml"))
 MILLIONS = {"124m": 124, "345m": 355, "857m": 355, "1.3b": 1316, "8b": 8030, "175b": 174_600}
+MILLIONS |= {"8x124m": 549, "8x7b": 46_700}
+VOCABULARIES = {"llama3": 128_256, "mixtral": 32_000}
 
 
 def parameters(run: RunConfig, vocab_size: int) -> float:
     """Of all weights, biases and norms left out."""
     model = run.model
     attention = 2 * model.head_size * (model.num_attention_heads + model.query_groups)
-    feed_forward = model.ffn_size * (3 if model.swiglu else 2)
+    feed_forward = model.ffn_size * (3 if model.swiglu else 2) * (model.num_experts or 1)
     tables = vocab_size * (2 if model.untie_embeddings_and_output_weights else 1)
     positions = model.max_position_embeddings if model.position_embedding_type == "learned_absolute" else 0
     return model.hidden_size * (model.num_layers * (attention + feed_forward) + tables + positions)
@@ -33,7 +35,7 @@ def gpus(path: Path) -> int:
 
 
 def test_there_are_recipes_for_every_size_and_number_of_devices() -> None:
-    assert {gpus(path) for path in RECIPES} == {0, 1, 2, 4, 8, 128}
+    assert {gpus(path) for path in RECIPES} == {0, 1, 2, 4, 8, 64, 128}
     assert {name for name in MILLIONS if any(name in path.name for path in RECIPES)} == set(MILLIONS)
 
 
@@ -43,7 +45,7 @@ def test_a_recipe_is_sound_and_of_its_size(path: Path) -> None:
     run = load(["--config", str(path)], environ, files=False)
     assert notes_lines(run) == []
     (size,) = [number for name, number in MILLIONS.items() if f"-{name}-" in path.name]
-    assert parameters(run, 128_256 if "llama" in path.name else 50_304) / 1e6 == pytest.approx(size, rel=0.01)
+    assert parameters(run, VOCABULARIES.get(path.name.partition("-")[0], 50_304)) / 1e6 == pytest.approx(size, rel=0.01)
     assert run.checkpoint.save == f"checkpoints/{path.stem}" == run.checkpoint.load
     assert f"recipes/{path.name}" in path.read_text(encoding="utf-8")
 

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
+from megalith.checkpoint.content import LoadedContent
 from megalith.config import RunConfig
 from megalith.config.load import from_values
 from megalith.config.saved_args import megatron_args
 from megalith.errors import CheckpointError
-from megalith.train.checkpointing import FoundCheckpoint, Identity, check_fits
+from megalith.train.checkpointing import FoundCheckpoint, Identity, check_fits, strictness_notes
 
 VALUES: dict[str, Any] = {
     **{"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "max_position_embeddings": 8, "seq_length": 8},
@@ -58,3 +59,18 @@ def test_finetune_is_a_remedy_for_other_data_only() -> None:
 def test_odd_values_are_an_error_of_the_checkpoint(args: dict[str, Any]) -> None:
     with pytest.raises(CheckpointError, match=r"iteration 5: its common.pt has (no 'padded_vocab_size'|a value)"):
         _ = FoundCheckpoint(5, (), args, None).padded_vocab_size
+
+
+def test_what_a_checkpoint_has_beside_is_passed_over_said_or_refused() -> None:
+    loaded = LoadedContent({}, {}, ("decoder.extra", "optimizer.state.exp_avg.decoder.extra"))
+    said = ("the checkpoint holds what this run does not ask for: decoder.extra",)
+    for how, notes in {
+        "assume_ok_unexpected": (),
+        "ignore_all": (),
+        "log_all": said,
+        "return_unexpected": said,
+    }.items():
+        assert strictness_notes(loaded, run_of(dist_ckpt_strictness=how), with_optimizer=False) == notes
+    for how in ("raise_unexpected", "raise_all"):
+        with pytest.raises(CheckpointError, match=rf"decoder\.extra; --dist-ckpt-strictness {how} refuses it"):
+            strictness_notes(loaded, run_of(dist_ckpt_strictness=how), with_optimizer=False)

@@ -30,6 +30,25 @@ def test_flops_are_those_of_the_matrices() -> None:
     assert step_flops(model, vocabulary, sequence, batch) == pytest.approx(6 * batch * sequence * a_token)
 
 
+def test_flops_of_t5_are_those_of_both_stacks() -> None:
+    hidden, heads, encoder, decoder, vocabulary, batch = 64, 4, 48, 16, 512, 2
+    model = ModelConfig(
+        model_family="t5",
+        num_layers=3,
+        decoder_num_layers=2,
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        max_position_embeddings=encoder,
+    )
+    square, feed_forward = hidden * hidden, 8 * hidden * hidden
+    reads = 3 * encoder * (4 * square + feed_forward + 2 * hidden * encoder / 2)
+    itself = decoder * (4 * square + 2 * hidden * decoder / 2)
+    across = decoder * (2 * square + 2 * hidden * encoder) + encoder * 2 * square
+    writes = 2 * (itself + across + decoder * feed_forward)
+    expected = 6 * batch * (reads + writes + decoder * hidden * vocabulary)
+    assert step_flops(model, vocabulary, encoder, batch, decoder) == pytest.approx(expected)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_the_peak_is_measured_within_its_budget(dtype: torch.dtype) -> None:
     started = time.perf_counter()

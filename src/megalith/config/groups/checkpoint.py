@@ -80,8 +80,12 @@ class CheckpointConfig:
     )
     dist_ckpt_strictness: str = setting(
         "assume_ok_unexpected",
-        help="what to do about tensors of a checkpoint that the run does not ask for; what it lacks is always an error",
-        choices=("assume_ok_unexpected", "log_unexpected", "raise_unexpected", "raise_all"),
+        help="what to do about tensors of a checkpoint that the run does not ask for: nothing, say them (log_..., "
+        "return_...) or stop (raise_...); what it lacks is always an error",
+        choices=(
+            *("assume_ok_unexpected", "log_unexpected", "log_all", "raise_unexpected", "raise_all"),
+            *("return_unexpected", "return_all", "ignore_all"),
+        ),
     )
     accept_data_change: bool = setting(
         False, help="go on although the training data is not that of the checkpoint; it is said and recorded", ours=True
