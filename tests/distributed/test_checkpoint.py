@@ -231,6 +231,29 @@ def test_a_folder_that_the_ranks_do_not_share_is_said(ranks: Any, tmp_path: Path
         assert str(tmp_path / "1") in message
 
 
+def _save_where_folders_are_seen_late(folder: str) -> int:
+    """How often this rank had to look again."""
+    ctx, exists, looks = _context(dp=torch.distributed.get_world_size()), Path.exists, 0
+
+    def seen_late(path: Path) -> bool:
+        nonlocal looks
+        if ctx.rank == 1 and path.name.startswith(".saving-") and looks < 3:
+            looks += 1
+            return False
+        return exists(path)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "exists", seen_late)
+        DirectoryStore(folder, ctx).save(1, content_of(1, ctx), {})
+    return looks
+
+
+def test_a_folder_that_is_seen_late_is_waited_for(ranks: Any, tmp_path: Path) -> None:
+    """F27: network file systems show a folder that another host has made only after a while."""
+    assert ranks.run(2, _save_where_folders_are_seen_late, str(tmp_path)) == [0, 3]
+    assert DirectoryStore(tmp_path).newest_verified() == (1, [])
+
+
 def _save_what_does_not_fit_together(folder: str, wrong: str) -> str:
     ctx = _context(dp=torch.distributed.get_world_size())
     content = content_of(1, ctx)

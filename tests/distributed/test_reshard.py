@@ -7,7 +7,10 @@ never stopped, on the same samples, the global batch kept (F32).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +28,9 @@ from megalith.train.checkpointing import CheckpointSaver, find_checkpoint, resto
 from megalith.train.state import TrainState
 from megalith.train.step import train_step
 
-from .test_parity import Case, required_cases
-from .test_train_checkpoint import (
-    IDENTITY,
-    _batches,
-    build_state,
-    check_content,
-    config_of,
-    expected_here,
-    fill,
-    save,
-)
+from .test_parity import BERT, EXPERT_PARALLEL, EXPERTS, MODELS, T5, Case, batches_of, required_cases
+from .test_train_checkpoint import IDENTITY, build_state, compare_content, expected_here, fill, plain_tensors
 
-ROWS = 40
 FSDP = [
     Case(Layout(dp=2), fsdp="zero3"),
     Case(Layout(pp=2, dp=2), fsdp="zero2"),
@@ -46,18 +39,19 @@ FSDP = [
 LAYOUTS = [Case(Layout()), *required_cases(), *FSDP, Case(Layout(pp=2), schedule="zb-h1")]
 
 
-def flags_of(case: Case) -> str:
-    sizes = case.layout
-    flags = [
-        f"--tensor-model-parallel-size {sizes.tp} --pipeline-model-parallel-size {sizes.pp}",
-        f"--context-parallel-size {sizes.cp} --pipeline-schedule {case.schedule}",
-        "--sequence-parallel" if case.sequence_parallel else "",
-        f"--num-virtual-stages-per-pipeline-rank {case.virtual_stages}" if case.virtual_stages > 1 else "",
-        "--use-distributed-optimizer" if case.zero1 else "",
-        "--use-torch-fsdp2" if case.fsdp else "",
-        "--torch-fsdp2-no-reshard-after-forward" if case.fsdp == "zero2" else "",
-    ]
-    return " ".join(flag for flag in flags if flag)
+def layouts_of(model: str, cases: Iterable[Case]) -> list[Case]:
+    """One process and the layouts of these cases, each once, for one model; what stores nothing is left out."""
+    plain = (replace(case, model=model, recompute="", exchange="p2p", dispatcher="allgather") for case in cases)
+    return list(dict.fromkeys([Case(Layout(), model), *plain]))
+
+
+FAMILIES = {
+    "gpt2": LAYOUTS,
+    "mixture-sigmoid": layouts_of("mixture-sigmoid", EXPERTS + EXPERT_PARALLEL),
+    "bert": layouts_of("bert", BERT),
+    "t5-relative": layouts_of("t5-relative", T5),
+}
+"""Model -> every layout that it is trained in: experts, with a bias that no optimizer moves, are spread or not."""
 
 
 def on_ranks(ranks: Any, case: Case, function: Any, *args: Any) -> list[Any]:
@@ -65,16 +59,17 @@ def on_ranks(ranks: Any, case: Case, function: Any, *args: Any) -> list[Any]:
     return ranks.run(world_size, function, *args) if world_size > 1 else [function(*args)]
 
 
-def take_over(
-    folder: str, flags: str, world_size: int, before: Sequence[int], after: int | None
-) -> dict[int, list[str]]:
+def state_of(case: Case) -> TrainState:
+    return build_state(case.config(), MODELS[case.model].vocab_size)
+
+
+def take_over(folder: str, case: Case, before: Sequence[int], after: int | None) -> dict[int, list[str]]:
     """Load each of the iterations `before` into one state, and save what `after` fills.
 
     Returns:
         Iteration -> what of it is wrong here.
     """
-    run = config_of(flags, world_size, _rank(world_size))
-    state, wrong = build_state(run, ROWS), {}
+    run, state, wrong = case.config(), state_of(case), {}
     store = DirectoryStore(folder, state.context)
     for seed in before:
         found = find_checkpoint(store, seed)
@@ -88,44 +83,68 @@ def take_over(
     return wrong
 
 
-def _rank(world_size: int) -> int:
-    return torch.distributed.get_rank() if world_size > 1 else 0
+SOME = {
+    "gpt2": [
+        Case(Layout()),
+        Case(Layout(tp=2, pp=2), sequence_parallel=True, virtual_stages=2),
+        Case(Layout(cp=2, dp=2), zero1=True),
+        Case(Layout(tp=2, dp=2), fsdp="zero3"),
+        Case(Layout(pp=2), schedule="zb-h1"),
+        Case(Layout(pp=2, dp=2), fsdp="zero2"),
+        Case(Layout(tp=4)),
+    ],
+    "mixture-sigmoid": [
+        Case(Layout(tp=2, dp=2, ep=2), "mixture-sigmoid", sequence_parallel=True, zero1=True),
+        Case(Layout(), "mixture-sigmoid"),
+        Case(Layout(dp=4, ep=4), "mixture-sigmoid", zero1=True),
+        Case(Layout(pp=2, cp=2, ep=2), "mixture-sigmoid", virtual_stages=2),
+        Case(Layout(dp=2), "mixture-sigmoid", fsdp="zero3"),
+    ],
+    "bert": [
+        Case(Layout(tp=2, pp=2), "bert", sequence_parallel=True, virtual_stages=2),
+        Case(Layout(dp=2), "bert", fsdp="zero3"),
+        Case(Layout(), "bert"),
+    ],
+    "t5-relative": [
+        Case(Layout(dp=2), "t5-relative", zero1=True),
+        Case(Layout(tp=2), "t5-relative", sequence_parallel=True),
+        Case(Layout(), "t5-relative"),
+    ],
+}
 
 
-SOME = [
-    Case(Layout()),
-    Case(Layout(tp=2, pp=2), sequence_parallel=True, virtual_stages=2),
-    Case(Layout(cp=2, dp=2), zero1=True),
-    Case(Layout(tp=2, dp=2), fsdp="zero3"),
-    Case(Layout(pp=2), schedule="zb-h1"),
-    Case(Layout(pp=2, dp=2), fsdp="zero2"),
-    Case(Layout(tp=4)),
-]
-
-
-def test_each_layout_loads_what_those_before_it_saved(ranks: Any, tmp_path: Path) -> None:
-    for number, case in enumerate(SOME, 1):
-        before, size = range(1, number), case.layout.world_size
-        for wrong in on_ranks(ranks, case, take_over, str(tmp_path), flags_of(case), size, before, number):
-            assert wrong == {seed: [] for seed in before}, f"{case} reads from {SOME}"
-    check_content(DirectoryStore(tmp_path).folder(len(SOME)), "", ROWS, len(SOME))
+@pytest.mark.parametrize("model", SOME)
+def test_each_layout_loads_what_those_before_it_saved(ranks: Any, tmp_path: Path, model: str) -> None:
+    cases = SOME[model]
+    for number, case in enumerate(cases, 1):
+        before = range(1, number)
+        for wrong in on_ranks(ranks, case, take_over, str(tmp_path), case, before, number):
+            assert wrong == {seed: [] for seed in before}, f"{case} reads from {cases}"
+    stored = plain_tensors(DirectoryStore(tmp_path).folder(len(cases)))
+    compare_content(stored, state_of(Case(Layout(), model)), len(cases))
 
 
 @pytest.fixture(scope="module")
-def saved(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A folder with a checkpoint of each layout."""
-    folder = str(tmp_path_factory.mktemp("saved"))
-    for number, case in enumerate(LAYOUTS, 1):
-        on_ranks(ranks, case, save, folder, flags_of(case), case.layout.world_size, ROWS, number)
-    return folder
+def saved(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """Makes, once for each model, a folder with a checkpoint of each of its layouts."""
+
+    @cache
+    def folder_of(model: str) -> str:
+        folder = str(tmp_path_factory.mktemp("saved"))
+        for number, case in enumerate(FAMILIES[model], 1):
+            on_ranks(ranks, case, take_over, folder, case, (), number)
+        return folder
+
+    return folder_of
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("after", LAYOUTS, ids=str)
-def test_every_layout_loads_every_other(ranks: Any, saved: str, after: Case) -> None:
-    seeds = range(1, len(LAYOUTS) + 1)
-    for wrong in on_ranks(ranks, after, take_over, saved, flags_of(after), after.layout.world_size, seeds, None):
-        assert wrong == {seed: [] for seed in seeds}, f"{after} reads from {LAYOUTS}"
+@pytest.mark.parametrize("after", [case for cases in FAMILIES.values() for case in cases], ids=str)
+def test_every_layout_loads_every_other(ranks: Any, saved: Callable[[str], str], after: Case) -> None:
+    others = FAMILIES[after.model]
+    seeds = range(1, len(others) + 1)
+    for wrong in on_ranks(ranks, after, take_over, saved(after.model), after, seeds, None):
+        assert wrong == {seed: [] for seed in seeds}, f"{after} reads from {others}"
 
 
 CARAVAN = [
@@ -140,17 +159,47 @@ CARAVAN = [
     Case(Layout(pp=2, dp=2), fsdp="zero3"),
     Case(Layout(tp=4)),
     Case(Layout(pp=4), schedule="zb-h1"),
+    Case(Layout(dp=3), zero1=True),
 ]
-"""Every second one is a sample."""
-PRECISE = "--hidden-dropout 0 --attention-dropout 0 --clip-grad 0.5 --init-method-std 0.2"
+"""Every second one and the last are a sample."""
+OF_EXPERTS = [
+    Case(Layout(), "mixture-sigmoid"),
+    Case(Layout(tp=2, dp=2, ep=2), "mixture-sigmoid", sequence_parallel=True, zero1=True),
+    Case(Layout(pp=2), "mixture-sigmoid", virtual_stages=2),
+    Case(Layout(dp=4, ep=4), "mixture-sigmoid", zero1=True, dispatcher="alltoall"),
+    Case(Layout(cp=2, ep=2), "mixture-sigmoid"),
+    Case(Layout(dp=2), "mixture-sigmoid", fsdp="zero3"),
+    Case(Layout(pp=2, dp=2, ep=2), "mixture-sigmoid", schedule="zb-h1", dispatcher="alltoall"),
+]
+OF_BERT = [
+    Case(Layout(tp=2), "bert", sequence_parallel=True, data="pairs"),
+    Case(Layout(dp=2), "bert", zero1=True, data="pairs"),
+    Case(Layout(pp=2), "bert", data="pairs"),
+    Case(Layout(tp=2, dp=2), "bert", fsdp="zero3", data="pairs"),
+]
+OF_T5 = [
+    Case(Layout(dp=2), "t5-relative", zero1=True, data="spans"),
+    Case(Layout(tp=2), "t5-relative", sequence_parallel=True, data="spans"),
+    Case(Layout(dp=2), "t5-relative", fsdp="zero3", data="spans"),
+]
+WAYS = {
+    "some": [*CARAVAN[::2], CARAVAN[-1]],
+    "experts": OF_EXPERTS[:4],
+    "all": CARAVAN,
+    "all-experts": OF_EXPERTS,
+    "bert": OF_BERT,
+    "t5": OF_T5,
+}
+PRECISE = "--train-iters 50 --clip-grad 0.5 --global-batch-size 12"
 
 
-def train_in(folder: str, flags: str, world_size: int, until: int) -> list[tuple[int, float, float | None]]:
+def train_in(folder: str, case: Case, until: int) -> list[tuple[int, float, float | None]]:
     """Start or go on in fp64 until an iteration and save; iteration, loss and norm of each step."""
-    run = config_of(f"{flags} {PRECISE}", world_size, _rank(world_size))
-    context = ParallelContext.create(run.layout, torch.device("cpu")) if world_size > 1 else ParallelContext.solo()
+    run, rows = case.config(PRECISE), MODELS[case.model].vocab_size
+    several = case.layout.world_size > 1
+    context = ParallelContext.create(run.layout, torch.device("cpu")) if several else ParallelContext.solo()
     streams, store = RandomStreams(run.train.seed, context), DirectoryStore(folder, context)
-    chunks = build_chunks(run, ROWS, context, streams.own, dtype=torch.float64)
+    chunks = build_chunks(run, rows, context, streams.own, dtype=torch.float64)
     draw_weights(run, chunks, streams, context)
     optimizer = build_run_optimizer(run, chunks, context)
     deferred = defer_weight_gradients(run, chunks, optimizer)
@@ -158,7 +207,9 @@ def train_in(folder: str, flags: str, world_size: int, until: int) -> list[tuple
     if (found := find_checkpoint(store)) is not None:
         restore(store, found, state, run)
     agreement = Agreement(NeverStop(), context, counts=state.speaks)
-    batches = _batches(ROWS, context.layout, context.dp.index, state.consumed_samples)
+    batches = islice(
+        batches_of(case, context.dp.index, 2 * until), state.consumed_samples // case.layout.dp, None
+    )  # the samples of this replica that are left
     steps = []
     while state.iteration < until:
         result = train_step(
@@ -169,15 +220,15 @@ def train_in(folder: str, flags: str, world_size: int, until: int) -> list[tuple
     return steps
 
 
-@pytest.mark.parametrize("cases", [CARAVAN[::2], pytest.param(CARAVAN, marks=pytest.mark.full)], ids=["some", "all"])
-def test_a_run_that_changes_its_layout_is_the_run_that_does_not(
-    ranks: Any, tmp_path: Path, cases: Sequence[Case]
-) -> None:
-    alone = train_in(str(tmp_path / "alone"), flags_of(Case(Layout())), 1, 2 * len(cases))
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=() if way in ("some", "experts") else pytest.mark.full) for way in WAYS]
+)
+def test_a_run_that_changes_its_layout_is_the_run_that_does_not(ranks: Any, tmp_path: Path, way: str) -> None:
+    cases = WAYS[way]
+    first = Case(Layout(), cases[0].model, data=cases[0].data)
+    alone = train_in(str(tmp_path / "alone"), first, 2 * len(cases))
     for number, case in enumerate(cases, 1):
-        results = on_ranks(
-            ranks, case, train_in, str(tmp_path / "caravan"), flags_of(case), case.layout.world_size, 2 * number
-        )
+        results = on_ranks(ranks, case, train_in, str(tmp_path / "caravan"), case, 2 * number)
         for (iteration, loss, norm), (at, wanted, wanted_norm) in zip(
             results[0], alone[2 * number - 2 : 2 * number], strict=True
         ):

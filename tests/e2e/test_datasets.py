@@ -82,6 +82,7 @@ def test_two_ranks_resume_a_blend_where_it_stood(
 def test_other_data_stops_a_resume_and_can_be_accepted(
     warm: WarmProcess, tmp_path: Path, sources: tuple[Path, Path]
 ) -> None:
+    """F20: weights, order, number and content of the data; accepted, it stands in the log of the run."""
     one, other = sources
     save, blend = tmp_path / "c", ["--data-path", 1, one, 3, other, "--split", "1,0,0", "--eval-iters", 0]
     assert warm.run([*MODEL, *blend, *saving(save), "--exit-interval", 4], tmp_path).code == 0
@@ -98,7 +99,9 @@ def test_other_data_stops_a_resume_and_can_be_accepted(
     refused = warm.run([*MODEL, *blend, *saving(save)], tmp_path)
     assert refused.code == 4 and "the training data: dataset 1 was" in refused.text, refused.text
     accepted = warm.run([*MODEL, *blend, *saving(save), "--accept-data-change"], tmp_path)
-    assert accepted.code == 0 and "--accept-data-change: going on with it" in accepted.text, accepted.text
+    said = "the training data: dataset 1 was .*--accept-data-change: going on with it"
+    assert accepted.code == 0 and re.search(said, accepted.text), accepted.text
+    assert re.search(said, (save / "run" / "log.txt").read_text())
 
 
 def test_phases_with_data_of_their_own(warm: WarmProcess, tmp_path: Path, sources: tuple[Path, Path]) -> None:

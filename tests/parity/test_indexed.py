@@ -1,4 +1,4 @@
-"""The .bin/.idx files that the real Megatron wrote, byte for byte."""
+"""The .bin/.idx files that the real Megatron wrote, byte for byte (F35)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs that go on from a checkpoint of the real Megatron, line by line (golden `pretrain`).
+"""Runs that go on from a checkpoint of the real Megatron, line by line (F35; golden `pretrain`).
 
 Those that Megatron continued itself, in their own layout; and the same continuations in layouts that it cannot
 change to, since what a run computes does not depend on the layout.

@@ -1,4 +1,4 @@
-"""The torch_dist format against what the real Megatron wrote (goldens `pretrain/*_torch_dist`).
+"""The torch_dist format against what the real Megatron wrote (F35; goldens `pretrain/*_torch_dist`).
 
 The reference side reads the goldens with torch's own DCP reader over plain tensors and with `torch.load`, never with
 the code under test.
