@@ -10,7 +10,8 @@ measures all contenders, one after the other; a ratio is the median over rounds 
   concurrent   16 requests of mixed lengths; against HF one by one, and HF in one static batch, padded on the left,
                which runs until the longest is done. Tokens that were not asked for do not count
   http         what HTTP adds to a token: the same requests, one alone and all 16, through a server in a process of its
-               own and by an engine in another one like it, against one another in turn
+               own and by an engine in another one like it, against one another in turn, both with as many threads as
+               `megalith serve` takes for this model (serving_threads)
   load         clients who come at random (Poisson) with 0.5, 0.7 and 0.9 of the tokens per second that `concurrent`
                reached, over HTTP: percentiles of the time to the first token, between tokens, to the last; --plot
   cache        memory of the cache against 2 x layers x groups x head size x bytes for each token that it can hold, and
@@ -43,6 +44,7 @@ from megalith.nn.linear import linear
 from megalith.serve.engine import Engine, Limits
 from megalith.serve.model_runner import ModelRunner
 from megalith.serve.request import Request, Sampling, Token
+from megalith.serve.thread_count import fastest_count
 
 VOCABULARY, CONTEXT = 50304, 1024
 SIZES = {"1M": (2, 16, 2), "10M": (6, 128, 4), "10M-deep": (12, 144, 4), "124M": (12, 768, 12)}
@@ -256,6 +258,11 @@ def serving_engine(size: str, threads: int) -> Engine:
     return build_engine(build_model(size))
 
 
+def count_threads(engine: Engine, _: Sequence[Request]) -> int:
+    """Those that `megalith serve` takes."""
+    return fastest_count(engine.runner, torch.get_num_threads(), torch.set_num_threads)
+
+
 def fresh(requests: Sequence[Request], number: int) -> list[Request]:
     """The same requests with another first token: nothing of them is in the cache of a server."""
     return [dataclasses.replace(request, prompt=(number, *request.prompt[1:])) for request in requests]
@@ -342,7 +349,10 @@ def measure(size: str, parts: Sequence[str], options: argparse.Namespace) -> Ite
         yield "cache", cache(model)
     if not {"http", "load"} & set(parts):
         return
-    build = functools.partial(serving_engine, size, options.threads)
+    with serve_http.engine_apart(functools.partial(serving_engine, size, options.threads), count_threads) as count:
+        threads = options.serving_threads or count([])
+    yield "serving_threads", threads
+    build = functools.partial(serving_engine, size, threads)
     with serve_http.server(build, CONTEXT) as port:
         if "http" in parts:
             with serve_http.engine_apart(build, serve_all) as engine:
@@ -358,6 +368,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, action="append", help="may be repeated; 10M and 124M by default")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument(
+        "--serving-threads", type=int, help="of the server; those that `megalith serve` takes if absent"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=128, help="of the single answer")
     parser.add_argument("--only", choices=PARTS, action="append", help="a part of it; may be repeated")

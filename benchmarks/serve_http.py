@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from megalith.cli.threads import wait_asleep
 
@@ -67,11 +67,10 @@ def _serve(build: Callable[[], Engine], context_length: int, connection: Any) ->
     asyncio.run(run())
 
 
-Direct = Callable[["Engine", Sequence["Request"]], list[Served]]
-"""Serves requests that come together by an engine."""
+Found = TypeVar("Found")
 
 
-def _compute(build: Callable[[], Engine], direct: Direct, connection: Any) -> None:
+def _compute(build: Callable[[], Engine], direct: Callable[[Engine, Sequence[Request]], Any], connection: Any) -> None:
     """The process of an engine without a server."""
     engine = build()
     connection.send("ready")
@@ -103,13 +102,15 @@ def server(build: Callable[[], Engine], context_length: int) -> Iterator[int]:
 
 
 @contextmanager
-def engine_apart(build: Callable[[], Engine], direct: Direct) -> Iterator[Callable[[Sequence[Request]], list[Served]]]:
-    """The same engine in such a process without a server; yields what serves requests by it."""
+def engine_apart(
+    build: Callable[[], Engine], direct: Callable[[Engine, Sequence[Request]], Found]
+) -> Iterator[Callable[[Sequence[Request]], Found]]:
+    """The same engine in such a process without a server; yields what does `direct` there."""
 
-    def ask(requests: Sequence[Request]) -> list[Served]:
+    def ask(requests: Sequence[Request]) -> Found:
         connection.send(requests)
-        served: list[Served] = connection.recv()
-        return served
+        found: Found = connection.recv()
+        return found
 
     with _process(_compute, build, direct) as connection:
         connection.recv()

@@ -252,6 +252,8 @@ def _on_rank(launch: _Launch, context: ParallelContext, listener: socket.socket 
     if context.rank == 0:
         _say(memory)
     if engine is not None and listener is not None:
+        if context.world.size == 1 and context.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+            _settle_threads(runner)
         _try_out(trained, engine)
         sys.setswitchinterval(_SECONDS_BETWEEN_THREADS)
         return asyncio.run(_answer(launch, trained, engine, listener, watch if context.world.size > 1 else None))
@@ -276,6 +278,21 @@ def _span(sizes: Sequence[int]) -> str:
     """The least and the most of some bytes, in MiB."""
     least, most = (f"{round(size / 2**20, 1):g}" for size in (min(sizes), max(sizes)))
     return least if least == most else f"{least} to {most}"
+
+
+def _settle_threads(runner: ModelRunner) -> None:
+    """Take fewer threads than cores where that is faster, and say so."""
+    import torch
+
+    from megalith.serve.thread_count import fastest_count
+
+    most = torch.get_num_threads()
+    chosen = fastest_count(runner, most, torch.set_num_threads)
+    if chosen < most:
+        _say(
+            f"note: {chosen} of {most} threads, with which a step of this model takes the least time; OMP_NUM_THREADS "
+            "sets another number"
+        )
 
 
 def _try_out(trained: Trained, engine: Engine) -> None:
