@@ -127,7 +127,7 @@ def test_help_needs_nothing(command: list[str], tmp_path: Path) -> None:
 
 
 SCRIPT = """
-import sys
+import os, sys
 from megalith.config import TokenizerConfig
 from megalith.data.preprocess import PreprocessOptions, preprocess
 from megalith.data.progress import Silence
@@ -141,6 +141,7 @@ class Watcher(Silence):
         print("note", text, flush=True)
 
 if __name__ == "__main__":
+    os.sched_getaffinity = lambda _: range(8)  # more workers than cores, which the command would not start
     source, prefix, vocab_file, merge_file, workers, chunk_bytes = sys.argv[1:]
     tokenizer = TokenizerConfig(vocab_file=vocab_file, merge_file=merge_file)
     reading = SourceOptions(limits=Limits(chunk_bytes=int(chunk_bytes)))
@@ -158,14 +159,16 @@ def script(folder: Path, files: list[str], prefix: str, workers: int, chunk_byte
     return [sys.executable, "script.py", "in.jsonl", prefix, files[1], files[3], str(workers), str(chunk_bytes)]
 
 
-def test_any_number_of_processes_writes_the_same(files: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("other", [2, pytest.param(8, marks=pytest.mark.full)])
+def test_any_number_of_processes_writes_the_same(other: int, files: list[str], tmp_path: Path) -> None:
+    """F15: workers."""
     write_jsonl(tmp_path / "in.jsonl", 400)
-    for prefix, workers, chunk_bytes in (("one", 1, 1 << 19), ("two", 2, 300)):
+    for prefix, workers, chunk_bytes in (("one", 1, 1 << 19), ("other", other, 300)):
         done = run(script(tmp_path, files, prefix, workers, chunk_bytes), tmp_path)
         assert done.stdout.endswith(f"workers {workers}\n"), done.stderr
     for ending in (".bin", ".idx"):
-        one, two = (tmp_path / f"{name}_text_document{ending}" for name in ("one", "two"))
-        assert one.read_bytes() == two.read_bytes()
+        files_of_both = [tmp_path / f"{name}_text_document{ending}" for name in ("one", "other")]
+        assert files_of_both[0].read_bytes() == files_of_both[1].read_bytes()
 
 
 def test_a_bad_line_is_named_from_another_process(files: list[str], tmp_path: Path) -> None:
@@ -207,6 +210,7 @@ def clean(files: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_an_interrupted_run_leaves_no_process_and_is_gone_on_with(
     end: int, files: list[str], clean: Path, tmp_path: Path
 ) -> None:
+    """F15: ended at any moment, and the same command again."""
     shutil.copyfile(clean / "in.jsonl", tmp_path / "in.jsonl")
     command = script(tmp_path, files, "out", 2, 5_000)
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:

@@ -54,8 +54,7 @@ def holds_tokenizer(folder: Path) -> bool:
 def find_folder(named: str) -> Path:
     """The folder that `--tokenizer-model` means: itself, that of the file it names, or a model in the hub's cache.
 
-    The cache is where `hf download` and transformers put a model: HF_HUB_CACHE, or HF_HOME/hub, or
-    ~/.cache/huggingface/hub.
+    The cache is where `hf download` and transformers put a model: see `hub_cache`.
 
     Raises:
         DataError: there is none.
@@ -71,15 +70,22 @@ def find_folder(named: str) -> Path:
     if found is None:
         raise DataError(
             f"--tokenizer-model {named} is no folder; give one with a {TOKENIZER_FILE}, or the name of a model in "
-            f"{_hub_cache()}. Nothing is downloaded; to get the tokenizer of a model of the hub, `hf download NAME "
-            "--local-dir DIR`"
+            f"{hub_cache(os.environ)}. Nothing is downloaded; to get the tokenizer of a model of the hub, `hf download "
+            "NAME --local-dir DIR`"
         )
     return found
 
 
-def _hub_cache() -> Path:
-    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
-    return Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
+def hub_cache(environ: Mapping[str, str]) -> Path:
+    """The folder of the models of the hub: HF_HUB_CACHE, else HF_HOME/hub, else huggingface/hub in the cache folder.
+
+    An empty variable counts as none; `~` and variables in a path are resolved.
+    Source:  huggingface_hub 1.x, `constants.py`.
+    """
+    caches = environ.get("XDG_CACHE_HOME") or "~/.cache"
+    home = environ.get("HF_HOME") or f"{caches}/huggingface"
+    folder = environ.get("HF_HUB_CACHE") or environ.get("HUGGINGFACE_HUB_CACHE") or f"{home}/hub"
+    return Path(os.path.expandvars(folder)).expanduser()
 
 
 def _cached(name: str) -> Path | None:
@@ -87,7 +93,7 @@ def _cached(name: str) -> Path | None:
     parts = name.split("/")
     if len(parts) > 2 or not all(parts) or any(part.startswith(".") for part in parts):
         return None
-    model = _hub_cache() / f"models--{'--'.join(parts)}"
+    model = hub_cache(os.environ) / f"models--{'--'.join(parts)}"
     try:
         snapshot = model / "snapshots" / (model / "refs" / "main").read_text(encoding="utf-8").strip()
     except OSError:

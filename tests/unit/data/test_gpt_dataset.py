@@ -255,6 +255,7 @@ def test_tokens_of_another_vocabulary_are_found() -> None:
 
 @pytest.mark.parametrize("lengths", [[10, 10, 0], [10, 10, 1]])
 def test_too_little_for_a_single_label_is_explained(lengths: list[int]) -> None:
+    """F24: no token, and one."""
     with pytest.raises(DataError) as caught:
         dataset(lengths, 16, 8, split="2,0,1", number=2)
     assert str(caught.value) == (
@@ -265,6 +266,7 @@ def test_too_little_for_a_single_label_is_explained(lengths: list[int]) -> None:
 
 
 def test_less_than_a_sample_is_repeated_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    """F24: fewer tokens than a sample."""
     built = dataset([10], 16, 3)
     assert (len(built), built.num_epochs) == (3, 5)
     assert "has 10 tokens, a sample needs 17: each sample repeats the text" in caplog.text
@@ -276,6 +278,7 @@ def test_senseless_repetition_is_refused() -> None:
 
 
 def test_an_empty_split_without_request_is_empty() -> None:
+    """F24: an empty split."""
     for requested in (None, 0):
         assert len(dataset([10, 10, 0], 16, requested, split="2,0,1", number=2)) == 0
 

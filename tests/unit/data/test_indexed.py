@@ -137,6 +137,7 @@ LENGTHS, POINTERS, ENTRIES = HEADER_SIZE, HEADER_SIZE + 4 * S, HEADER_SIZE + 12 
 def test_damage_is_named_by_field_and_offset(
     offset: int, layout: str, value: int, message: str, tmp_path: Path
 ) -> None:
+    """F21: each field."""
     path = Path(write(tmp_path) + ".idx")
     content = bytearray(path.read_bytes())
     struct.pack_into(layout, content, offset, value)
@@ -166,6 +167,7 @@ def test_a_truncated_read_is_an_error_without_a_map(tmp_path: Path) -> None:
 @settings(max_examples=300, deadline=1000, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_no_bytes_do_worse_than_an_error(data: Any, tmp_path: Path) -> None:
+    """F21: any bytes."""
     prefix = str(tmp_path / "data")
     if not Path(prefix + ".idx").exists():
         write(tmp_path)
@@ -186,6 +188,7 @@ def test_no_bytes_do_worse_than_an_error(data: Any, tmp_path: Path) -> None:
 
 
 def test_a_huge_claim_costs_neither_time_nor_memory(tmp_path: Path) -> None:
+    """F21: 24 GiB of index."""
     path = Path(write(tmp_path) + ".idx")
     with path.open("r+b") as file:
         file.seek(18)

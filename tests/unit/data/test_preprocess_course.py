@@ -78,6 +78,7 @@ def killed_after(chunks: int, options: PreprocessOptions) -> None:
 @pytest.mark.parametrize("kind", ["in.jsonl", "in.jsonl.gz"])
 @pytest.mark.parametrize("partitions", [1, 3])
 def test_a_killed_run_goes_on_where_it_was(kind: str, partitions: int, tmp_path: Path) -> None:
+    """F15: killed again and again."""
     write(tmp_path / kind, 60)
     source = replace(SMALL, keys=("text", "id"))
     options = options_for(
@@ -215,7 +216,7 @@ GOOD = [
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_bad_documents_are_left_out_counted_and_located(workers: int, tmp_path: Path) -> None:
-    """F23 in small."""
+    """F23: what a line can have wrong; CRLF, blank lines, NaN and long numbers are not wrong."""
     content = [*GOOD, *(line for line, _ in BAD), *GOOD] * 2
     (tmp_path / "in.jsonl").write_bytes(b"\n".join(content))
     limits = Limits(chunk_bytes=50, max_document_bytes=2000)

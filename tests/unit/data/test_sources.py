@@ -8,6 +8,7 @@ import gzip
 import io
 import json
 import lzma
+import resource
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -116,6 +117,8 @@ def test_compressed_files(compression: str, tmp_path: Path) -> None:
 
 
 def test_a_bomb_is_refused_in_little_memory(tmp_path: Path) -> None:
+    """F23: a compressed line of any length."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with gzip.open(tmp_path / "a.jsonl.gz", "wb", compresslevel=9) as file:
         for _ in range(100):
             file.write(bytes(1 << 20))
@@ -125,6 +128,7 @@ def test_a_bomb_is_refused_in_little_memory(tmp_path: Path) -> None:
     raised = opened(tmp_path / "a.jsonl.gz", input_format="jsonl", limits=Limits(max_expansion=2000))
     ((reason,),) = documents(raised)
     assert "longer than 67108864 bytes" in reason
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 * 1024
 
 
 def test_one_json_array(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from megalith.config import TokenizerConfig
 from megalith.errors import ConfigError, DataError
 from megalith.tokenizers import build_tokenizer
 from megalith.tokenizers.card import card_differences
-from megalith.tokenizers.huggingface import HuggingFaceTokenizer
+from megalith.tokenizers.huggingface import HuggingFaceTokenizer, hub_cache
 from megalith.tokenizers.sentence_piece import Llama2Tokenizer
 
 LETTERS = pre_tokenizers.ByteLevel.alphabet()
@@ -167,6 +167,22 @@ def test_a_model_in_the_cache_of_the_hub(tmp_path: Path, monkeypatch: pytest.Mon
         HuggingFaceTokenizer("some/model")
     with pytest.raises(DataError, match="is no folder"):
         HuggingFaceTokenizer("../hub")
+
+
+@pytest.mark.parametrize(
+    ("environ", "folder"),
+    [
+        ({}, "/home/me/.cache/huggingface/hub"),
+        ({"XDG_CACHE_HOME": "/scratch"}, "/scratch/huggingface/hub"),
+        ({"XDG_CACHE_HOME": "/scratch", "HF_HOME": "~/hf"}, "/home/me/hf/hub"),
+        ({"HF_HOME": "/hf", "HUGGINGFACE_HUB_CACHE": "$HOME/old"}, "/home/me/old"),
+        ({"HF_HOME": "/hf", "HF_HUB_CACHE": "/models", "HUGGINGFACE_HUB_CACHE": "/old"}, "/models"),
+        ({"HF_HOME": "/hf", "HF_HUB_CACHE": ""}, "/hf/hub"),
+    ],
+)
+def test_where_the_cache_of_the_hub_is(environ: dict[str, str], folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    assert hub_cache(environ) == Path(folder)
 
 
 def test_nothing_around_a_text_and_more_special_tokens(tmp_path: Path) -> None:
