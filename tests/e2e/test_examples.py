@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -120,6 +121,48 @@ def test_scripts_with_smaller_sizes_in_the_environment(
     assert "iteration        2/" in printed
     assert (tmp_path / "iter_0000002/manifest.json").exists()
     assert len(list((tmp_path / "tensorboard").glob("events.*"))) == ("857m" in name)
+
+
+def _sentences(repository: Path, folder: Path, kind: str) -> dict[str, str]:
+    """A corpus of sentences with a vocabulary of word pieces, as the heads of the scripts of BERT and T5 prepare it."""
+    (folder / "text.txt").write_text("To be or not to be, said he. That is the question! So she went.\n\n" * 200)
+    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "To", "That", "So", "to", "be", "or", "not", ",", ".", "!"]
+    pieces += ["said", "he", "that", "is", "the", "question", "so", "she", "went"]
+    (folder / "vocab.txt").write_text("\n".join(pieces) + "\n")
+    (folder / "punkt.json").write_text(json.dumps(PUNKT))
+    words = ["--input", str(folder / "text.txt"), "--output-prefix", str(folder / "data"), "--split-sentences"]
+    words += ["--punkt-parameters", str(folder / "punkt.json"), "--tokenizer-type", kind, "--workers", "1"]
+    preprocess = [sys.executable, str(repository / "tools/preprocess_data.py"), "--vocab-file"]
+    subprocess.run([*preprocess, str(folder / "vocab.txt"), *words], check=True, capture_output=True, env=ENVIRONMENT)
+    return {"DATA": str(folder / "data_text_sentence"), "VOCAB": str(folder / "vocab.txt")}
+
+
+PUNKT = {"abbrev_types": [], "collocations": [], "sent_starters": [], "ortho_context": {}}
+
+
+@pytest.mark.parametrize(
+    ("name", "variables", "expected"),
+    [
+        ("train_bert.sh", {"PROCESSES": "2", "TP": "2"}, "building BERT model ..."),
+        pytest.param(
+            *("train_t5.sh", {"PROCESSES": "2", "TP": "2", "DECODER_LENGTH": "16"}, "building T5 model ..."),
+            marks=pytest.mark.full,
+        ),
+        ("train_moe.sh", {}, "load_balancing_loss: "),
+    ],
+)
+def test_scripts_of_other_models(
+    name: str, variables: dict[str, str], expected: str, repository: Path, tmp_path: Path, corpus: dict[str, str]
+) -> None:
+    with socket.create_server(("", 0)) as free:
+        port = str(free.getsockname()[1])
+    kinds = {"train_bert.sh": "BertWordPieceLowerCase", "train_t5.sh": "BertWordPieceCase"}
+    data = _sentences(repository, tmp_path, kinds[name]) if name in kinds else corpus
+    set_by_user = {**SMALL, **variables, **data, "CHECKPOINTS": str(tmp_path / "c"), "MASTER_PORT": port}
+    printed = _run_script(_script(repository, name), "--eval-iters 0 --log-interval 1", set_by_user)
+    assert expected in printed
+    assert "iteration        2/" in printed
+    assert (tmp_path / "c/iter_0000002/manifest.json").exists()
 
 
 def test_several_hosts_need_to_know_their_numbers(repository: Path) -> None:
