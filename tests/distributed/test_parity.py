@@ -303,6 +303,8 @@ EXPERT_PARALLEL = [
     Case(Layout(cp=2, ep=2), "mixture-sigmoid", dispatcher="alltoall"),
     Case(Layout(tp=2, cp=2, ep=2), "mixture-sigmoid", sequence_parallel=True, dispatcher="alltoall"),
     Case(Layout(dp=2, ep=2), "mixture", dispatcher="alltoall", recompute="uniform-2"),
+    Case(Layout(dp=2, ep=2), "mixture", dispatcher="alltoall", recompute="parts-moe", zero1=True),
+    Case(Layout(tp=2, dp=2, ep=2), "mixture-sigmoid", sequence_parallel=True, recompute="parts-moe+layernorm"),
     Case(Layout(dp=4, ep=2), "mixture-per-token", zero1=True),
 ]
 """Experts divided over ranks; the first three rows are always run."""

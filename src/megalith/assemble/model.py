@@ -87,10 +87,8 @@ def build_recompute(run: RunConfig) -> Recompute | None:
     What fused attention would compute again it has not kept, and blocks that are compiled are not recomputed.
     """
     train = run.train
-    if train.recompute_granularity is None:
-        return None
-    if train.recompute_granularity == "selective":
-        parts = set(train.recompute_modules or ("core_attn",))
+    if train.recompute_granularity != "full":
+        parts = set(train.recomputed_parts)
         if run.model.fused_attention or train.compile:
             parts.discard("core_attn")
         return Recompute(parts=frozenset(parts)) if parts else None

@@ -37,17 +37,23 @@ def selective_recomputation_has_no_method(draft: Draft) -> str:
     )
 
 
-@rule("recompute_granularity", "recompute_modules", "compile")
+@rule("recompute_granularity", "moe_layer_recompute")
+def experts_are_recomputed_once(draft: Draft) -> str:
+    train = draft.run.train
+    if not train.moe_layer_recompute or train.recompute_granularity != "full":
+        return ""
+    return "--moe-layer-recompute with --recompute-granularity full, which recomputes experts too; leave it out"
+
+
+@rule("recompute_granularity", "recompute_modules", "moe_layer_recompute", "compile")
 def compiled_blocks_are_not_recomputed(draft: Draft) -> str:
     train = draft.run.train
-    harmless = train.recompute_granularity is None or (
-        train.recompute_granularity == "selective" and set(train.recompute_modules or ()) <= {"core_attn"}
-    )
+    harmless = train.recompute_granularity != "full" and train.recomputed_parts <= {"core_attn"}
     if not train.compile or harmless:
         return ""
-    what = f"--recompute-granularity {train.recompute_granularity}"
-    if train.recompute_modules:
-        what += f" --recompute-modules {' '.join(train.recompute_modules)}"
+    what = f"--recompute-granularity {train.recompute_granularity or 'selective'}"
+    if train.recompute_granularity != "full":
+        what += f" --recompute-modules {' '.join(sorted(train.recomputed_parts))}"
     return f"--compile with {what} is not tested yet; leave one of them out"
 
 
@@ -64,10 +70,19 @@ def fused_attention_keeps_no_scores(draft: Draft) -> str:
     )
 
 
-@rule("recompute_granularity", "recompute_modules")
+@rule("recompute_modules", "moe_layer_recompute", "num_experts")
+def experts_are_there_to_be_recomputed(draft: Draft) -> str:
+    run = draft.run
+    if run.model.mixture or "moe" not in run.train.recomputed_parts:
+        return ""
+    name = "moe_layer_recompute" if run.train.moe_layer_recompute else "recompute_modules"
+    return f"{show(draft, name)}: there are no experts to recompute without --num-experts"
+
+
+@rule("recompute_granularity", "recompute_modules", "moe_layer_recompute")
 def modules_are_recomputed_selectively(draft: Draft) -> str:
     train = draft.run.train
-    if not train.recompute_modules or train.recompute_granularity == "selective":
+    if not train.recompute_modules or train.recompute_granularity == "selective" or train.moe_layer_recompute:
         return ""
     return f"{show(draft, 'recompute_modules')} has no effect without --recompute-granularity selective"
 
@@ -75,11 +90,13 @@ def modules_are_recomputed_selectively(draft: Draft) -> str:
 RECOMPUTE_RULES: tuple[Rule, ...] = (
     whole_layers_are_recomputed_by_a_method,
     selective_recomputation_has_no_method,
+    experts_are_recomputed_once,
     compiled_blocks_are_not_recomputed,
 )
 RECOMPUTE_NOTICES: tuple[Rule, ...] = (
     fused_attention_keeps_no_scores,
     modules_are_recomputed_selectively,
+    experts_are_there_to_be_recomputed,
     *(
         idle_without(name, "recompute_granularity", "--recompute-granularity is not given")
         for name in ("recompute_method", "recompute_num_layers")

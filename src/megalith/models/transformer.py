@@ -26,6 +26,7 @@ from megalith.nn.documents import Documents
 from megalith.nn.dropout import HiddenDropout
 from megalith.nn.latent_attention import LatentAttention
 from megalith.nn.moe.balance import Auxiliary, Peers
+from megalith.nn.moe.layer import MoE
 from megalith.nn.recompute import Group, OutputAgain, Recompute, recomputed
 from megalith.nn.region import Region
 from megalith.nn.rope import Rotation
@@ -72,6 +73,8 @@ class Block(nn.Module):
         self.cross_attention = self._cross_attention(config, layer, dtype, device) if cross else None
         self.pre_mlp_layernorm = layer_norm(config, dtype, device)
         self.mlp = build_feed_forward(config, layer, region, peers, auxiliary, dtype=dtype, device=device)
+        kinds = {"mlp", "moe"} if isinstance(self.mlp, MoE) else {"mlp"}
+        self.feeds_again = not kinds.isdisjoint(self.recompute)
         self.dropout = HiddenDropout(config.hidden_dropout, region)
 
     def _self_attention(
@@ -123,7 +126,8 @@ class Block(nn.Module):
             assert encoded is not None, "there is nothing to attend to"
             across = partial(self.cross_attention, encoded=encoded)
             x_SBD = self._branch(x_SBD, self.pre_cross_attn_layernorm, across)
-        if {"mlp", "layernorm"} <= self.recompute and self._backward_follows() and not self.residual_of_norm:
+        whole = self.feeds_again and "layernorm" in self.recompute and not self.residual_of_norm
+        if whole and self._backward_follows():
             return x_SBD + self.dropout(recomputed(self._normed_feed_forward, x_SBD, region=self.region))
         return self._branch(x_SBD, self.pre_mlp_layernorm, self._feed_forward)
 
@@ -145,7 +149,7 @@ class Block(nn.Module):
         return start.to(x_SBD.dtype) + self.dropout(found)
 
     def _feed_forward(self, x_SBD: Tensor) -> Tensor:
-        if "mlp" in self.recompute and self._backward_follows():
+        if self.feeds_again and self._backward_follows():
             return recomputed(self.mlp, x_SBD, region=self.region)
         found: Tensor = self.mlp(x_SBD)
         return found

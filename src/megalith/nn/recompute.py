@@ -45,7 +45,7 @@ class Recompute:
     Attributes:
         method: uniform or block, or "" for parts.
         num_layers: N of the table above, at least 1; there may be fewer layers.
-        parts: of core_attn, mlp and layernorm.
+        parts: of core_attn, mlp, moe (the mlp where it is a mixture of experts) and layernorm.
     """
 
     method: str = ""

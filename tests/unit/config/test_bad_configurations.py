@@ -185,7 +185,12 @@ TABLE: list[tuple[str, tuple[str, ...]]] = [
     ),
     ("--mup-embedding-mult 0", ("--mup-embedding-mult 0.0: must be above 0",)),
     ("--fp32-residual-connection", ("--fp32-residual-connection needs --fp16 or --bf16",)),
-    ("--recompute-granularity selective --recompute-modules moe", ("--recompute-modules moe: comes with",)),
+    ("--recompute-granularity selective --recompute-modules moe_act", ("--recompute-modules moe_act: comes with",)),
+    (
+        "--moe-layer-recompute --recompute-granularity full --recompute-method block --recompute-num-layers 1",
+        ("--moe-layer-recompute with --recompute-granularity full", "leave it out"),
+    ),
+    ("--moe-layer-recompute --num-experts 2 --compile", ("--compile with --recompute-granularity selective", "moe")),
     ("--ckpt-format torch_dcp", ("--ckpt-format torch_dcp: comes with", "in this version: torch_dist, torch")),
     ("--dataloader-type external", ("--dataloader-type external means a loader", "use single or cyclic")),
     ("--dataloader-type random", ("--dataloader-type random: not one of single, cyclic, external",)),

@@ -11,6 +11,7 @@ from torch import Tensor
 from megalith.config import ModelConfig, OptimizerConfig, PrecisionConfig
 from megalith.models.gpt import GPT
 from megalith.models.initialise import initialise
+from megalith.models.layer_options import rotations
 from megalith.models.transformer import Block
 from megalith.nn.recompute import Recompute
 from megalith.optim import build_optimizer
@@ -38,7 +39,10 @@ LLAMA = dataclasses.replace(
     ffn_hidden_size=48,
 )
 UNFUSED = dataclasses.replace(GPT2, attention_backend="unfused")
-STYLES = {"gpt2": GPT2, "llama": LLAMA, "unfused": UNFUSED}
+MIXTURE = dataclasses.replace(
+    LLAMA, num_experts=4, moe_ffn_hidden_size=12, moe_layer_freq="2", moe_aux_loss_coeff=(0.05,), hidden_dropout=0.2
+)
+STYLES = {"gpt2": GPT2, "llama": LLAMA, "unfused": UNFUSED, "mixture": MIXTURE}
 PRECISIONS = {
     "fp32": PrecisionConfig(),
     "bf16": PrecisionConfig(bf16=True),
@@ -46,7 +50,8 @@ PRECISIONS = {
 }
 METHODS = [Recompute("uniform", 1), Recompute("uniform", 2), Recompute("block", 3)]
 METHODS += [
-    Recompute(parts=frozenset(parts)) for parts in (["core_attn"], ["mlp"], ["layernorm"], ["mlp", "layernorm"])
+    Recompute(parts=frozenset(parts))
+    for parts in (["core_attn"], ["mlp"], ["moe"], ["layernorm"], ["mlp", "layernorm"], ["moe", "layernorm"])
 ]
 
 
@@ -101,9 +106,9 @@ def test_without_a_sink_too() -> None:
             assert gradient is not None and found[name] is not None and torch.equal(gradient, found[name]), name
 
 
-def _kept_by_the_decoder(recompute: Recompute | None) -> int:
+def _kept_by_the_decoder(recompute: Recompute | None, config: ModelConfig = GPT2) -> int:
     """Bytes of activations between the passes of the layers; weights are not counted."""
-    model = _model(GPT2, recompute)
+    model = _model(config, recompute)
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     memory: dict[int, int] = {}
 
@@ -115,7 +120,8 @@ def _kept_by_the_decoder(recompute: Recompute | None) -> int:
 
     model.decoder.final_layernorm = None
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        y = model.decoder(torch.randn(24, 3, 16, requires_grad=True), None)
+        turn = None if config.rotary_size == 0 else rotations(config, torch.float32)(torch.arange(24), 24)
+        y = model.decoder(torch.randn(24, 3, 16, requires_grad=True), turn)
     assert y.requires_grad
     return sum(memory.values())
 
@@ -132,6 +138,13 @@ def test_what_is_kept_between_the_passes() -> None:
     for first in (1, 3):
         kept = _kept_by_the_decoder(Recompute("block", first))
         assert kept == pytest.approx(first * hidden + (5 - first) * layer, abs=2 * hidden)
+
+
+def test_parts_of_a_mixture_keep_less() -> None:
+    """Experts alone, in the layers that have them; all feed-forward layers; and nothing of either in a dense model."""
+    kept = {part: _kept_by_the_decoder(Recompute(parts=frozenset({part})), MIXTURE) for part in ("moe", "mlp")}
+    assert _kept_by_the_decoder(None, MIXTURE) > kept["moe"] > kept["mlp"]
+    assert _kept_by_the_decoder(Recompute(parts=frozenset({"moe"})), LLAMA) == _kept_by_the_decoder(None, LLAMA)
 
 
 def _calls(model: GPT) -> list[int]:

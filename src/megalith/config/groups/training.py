@@ -177,10 +177,14 @@ class TrainConfig:
     recompute_modules: tuple[str, ...] | None = setting(
         None,
         help="parts of all layers that --recompute-granularity selective means: the scores of unfused attention "
-        "(core_attn, where nothing is given), the feed-forward layers (mlp), the outputs of norms (layernorm)",
-        choices=("core_attn", "layernorm", "mlp"),
-        later=("moe_act", "moe", "shared_experts", "mla_up_proj"),
+        "(core_attn, where nothing is given), the feed-forward layers (mlp), those of these that have experts "
+        "(moe), the outputs of norms (layernorm)",
+        choices=("core_attn", "layernorm", "mlp", "moe"),
+        later=("moe_act", "shared_experts", "mla_up_proj"),
         later_with="the work on more models",
+    )
+    moe_layer_recompute: bool = setting(
+        False, help="older spelling of --recompute-granularity selective with moe among --recompute-modules"
     )
     manual_gc: bool = setting(
         False, help="collect garbage at fixed steps", nothing="the loop makes no reference cycles to collect"
@@ -192,6 +196,15 @@ class TrainConfig:
         at_least=0,
         nothing="the loop makes no reference cycles to collect",
     )
+
+    @property
+    def recomputed_parts(self) -> frozenset[str]:
+        """Parts of layers that are computed again in the backward pass; none where whole layers are."""
+        if self.recompute_granularity == "full":
+            return frozenset()
+        experts = {"moe"} if self.moe_layer_recompute else set()
+        chosen = self.recompute_granularity == "selective" or bool(experts)
+        return frozenset({*(self.recompute_modules or ("core_attn",)), *experts}) if chosen else frozenset()
 
     def ramp_reaches(self, final: int) -> bool:
         """Whether --rampup-batch-size leads to a batch of this size in whole increments."""

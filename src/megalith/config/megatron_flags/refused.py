@@ -57,11 +57,11 @@ REFUSED: tuple[Family, ...] = (
         """,
     ),
     Family(
-        "activations of experts are not moved to the host; --recompute-granularity selective --recompute-modules mlp "
+        "activations of experts are not moved to the host; --recompute-granularity selective --recompute-modules moe "
         "computes them again instead",
         """
         --moe-paged-stash --moe-paged-stash-page-size=64 --moe-paged-stash-buffer-size-factor-cuda=1.1
-        --moe-paged-stash-buffer-size-factor-cpu=0.0 --moe-layer-recompute
+        --moe-paged-stash-buffer-size-factor-cpu=0.0
         """,
     ),
     Family(
