@@ -124,6 +124,18 @@ def test_the_samples(topic: Topic, name: str, tmp_path: Path) -> None:
                 np.testing.assert_array_equal(value, wanted[key].reshape(value.shape), err_msg=f"{split} {item} {key}")
 
 
+def test_a_word_that_is_replaced_by_padding_is_padding(topic: Topic, tmp_path: Path) -> None:
+    """As in Megatron, which reads the mask of the padding off the text."""
+    dataset = _datasets(topic.case("bert_nsp"), tmp_path, probability=0.9)["train"]
+    met = 0
+    for item in range(len(dataset)):
+        sample = dataset[item]
+        length = int(sample["padding_mask"].nonzero()[0].max()) + 1
+        np.testing.assert_array_equal(sample["padding_mask"], sample["text"] != 0)
+        met += int((sample["padding_mask"][:length] == 0).sum())
+    assert met > 0
+
+
 _PARTS = ("description.txt", "sample_index.npy")
 
 

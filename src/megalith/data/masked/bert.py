@@ -85,12 +85,13 @@ class BertDataset(MaskedDataset):
         labels, loss_mask = np.full(length, -1, np.int64), np.zeros(length, np.int64)
         labels[positions] = [label for _, label in masked.labels]
         loss_mask[positions] = 1
+        text = self._padded(masked.tokens)
         return {
-            "text": self._padded(masked.tokens),
+            "text": text,
             "types": self._padded(types),
             "labels": labels,
             "is_random": np.array(swapped, np.int64),
-            "padding_mask": self._padded([1] * len(tokens)),
+            "padding_mask": np.where(text == self._pad, self._pad, 1),  # a word replaced by padding counts as such
             "loss_mask": loss_mask,
             "truncated": np.array(truncated, np.int64),
         }

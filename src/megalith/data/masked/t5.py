@@ -103,15 +103,16 @@ class T5Dataset(MaskedDataset):
             told_of += [sentinel, *told]
             begin = positions[-1] + 1
         seen += tokens[begin:]
+        text = _filled(seen, self._options.sequence_length, self._pad)
         length = len(told_of) + 1
         return {
-            "text_enc": _filled(seen, self._options.sequence_length, self._pad),
+            "text_enc": text,
             "text_dec": _filled([self._begin, *told_of], self._decoder_length, self._pad),
             "labels": _filled([*told_of, self._end], self._decoder_length, NO_LABEL),
             "loss_mask": _filled([1] * length, self._decoder_length, 0),
             "truncated": np.array(truncated, np.int64),
-            "enc_mask": _filled([1] * len(seen), self._options.sequence_length, 0),
-            "dec_mask": _filled([1] * length, self._decoder_length, 0),
+            "enc_mask": (text != self._pad).astype(np.int64),
+            "dec_mask": _filled([1, *(int(token != self._pad) for token in told_of)], self._decoder_length, 0),
         }
 
     def _require_room(self, spans: int, tokens: int) -> None:
