@@ -5,8 +5,9 @@ tp * cp * dp * pp,
 
     rank = tp_index + tp * (cp_index + cp * (dp_index + dp * pp_index))
 
-Expert parallelism adds no ranks: the cp * dp ranks that hold the same dense weights, numbered in rank order, are folded
-into ep ranks that share the experts, fastest, times cp * dp / ep that hold the same ones (the axes `FOLDED`).
+Experts add no ranks: the tp * cp * dp ranks of a pipeline stage, in rank order, are folded into etp ranks that share
+each expert, fastest, times ep that have different ones, times edp that hold the same (the axes `FOLDED`). Where etp is
+tp, which it is unless it is given, those of ep and edp are the ranks that hold the same dense weights.
 """
 
 from __future__ import annotations
@@ -19,19 +20,25 @@ from megalith.errors import LayoutError
 
 AXES = ("tp", "cp", "dp", "pp")
 """The axes, fastest first."""
-FOLDED = ("ep", "edp")
-"""The axes of the experts: ranks with other experts, and ranks with the same ones. Together they are cp and dp."""
+FOLDED = ("etp", "ep", "edp")
+"""The axes of the experts, fastest first: ranks with parts of the same expert, with other ones, and with the same."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How many ranks each kind of parallelism has; `ep` divides those of cp and dp together."""
+    """How many ranks each kind of parallelism has; `ep` and `etp` (tp unless given) divide those of a stage."""
 
     tp: int = 1
     cp: int = 1
     dp: int = 1
     pp: int = 1
     ep: int = 1
+    etp: int | None = None
+
+    @property
+    def expert_tp(self) -> int:
+        """Ranks that share each expert."""
+        return self.tp if self.etp is None else self.etp
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -62,26 +69,30 @@ class Layout:
         Args:
             axes: of `AXES`, or one of `FOLDED` alone.
         """
-        if axes == ("ep",):
-            return [
-                ranks[start : start + self.ep] for ranks in self._holders() for start in range(0, len(ranks), self.ep)
-            ]
-        if axes == ("edp",):
-            return [ranks[index :: self.ep] for ranks in self._holders() for index in range(self.ep)]
+        if axes[0] in FOLDED:
+            (axis,) = axes
+            return [ranks for stage in self.groups("tp", "cp", "dp") for ranks in self._fold(stage, axis)]
         along = [range(size) if axis in axes else (0,) for axis, size in zip(AXES, self.sizes, strict=True)]
         others = [(0,) if axis in axes else range(size) for axis, size in zip(AXES, self.sizes, strict=True)]
         offsets = sorted(self.rank(dict(zip(AXES, place, strict=True))) for place in product(*along))
         bases = sorted(self.rank(dict(zip(AXES, place, strict=True))) for place in product(*others))
         return [tuple(base + offset for offset in offsets) for base in bases]
 
-    def _holders(self) -> list[tuple[int, ...]]:
-        """The sets of ranks that hold the same dense weights."""
-        assert self.cp * self.dp % self.ep == 0, "a rule of the configuration"
-        return self.groups("cp", "dp")
+    def _fold(self, stage: tuple[int, ...], axis: str) -> list[tuple[int, ...]]:
+        """The sets of ranks of a stage that differ on an axis of the experts only."""
+        parts, share = self.expert_tp, self.expert_tp * self.ep
+        assert len(stage) % share == 0, "a rule of the configuration"
+        if axis == "etp":
+            return [stage[start : start + parts] for start in range(0, len(stage), parts)]
+        if axis == "edp":
+            return [stage[start::share] for start in range(share)]
+        shares = [stage[start : start + share] for start in range(0, len(stage), share)]
+        return [ranks[index::parts] for ranks in shares for index in range(parts)]
 
     def __str__(self) -> str:
         sizes = zip((*AXES, "ep"), (*self.sizes, self.ep), strict=True)
         parts = [f"{axis}{size}" for axis, size in sizes if size > 1]
+        parts += [f"etp{self.etp}"] * (self.expert_tp != self.tp)
         return " x ".join(parts) or "one process"
 
 

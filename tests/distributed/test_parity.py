@@ -254,7 +254,9 @@ class Case:
         return dataclasses.replace(
             run,
             model=dataclasses.replace(run.model, **fields),
-            parallel=dataclasses.replace(run.parallel, expert_model_parallel_size=sizes.ep),
+            parallel=dataclasses.replace(
+                run.parallel, expert_model_parallel_size=sizes.ep, expert_tensor_parallel_size=sizes.etp
+            ),
         )
 
 
@@ -308,6 +310,22 @@ EXPERT_PARALLEL = [
     Case(Layout(dp=4, ep=2), "mixture-per-token", zero1=True),
 ]
 """Experts divided over ranks; the first three rows are always run."""
+EXPERT_TENSOR = [
+    Case(Layout(tp=2, dp=2, ep=2, etp=1), "mixture", sequence_parallel=True, zero1=True),
+    Case(Layout(dp=4, ep=2, etp=2), "mixture-biases", dispatcher="alltoall", zero1=True),
+    Case(Layout(tp=2, pp=2, ep=2, etp=1), "mixture-sigmoid", sequence_parallel=True, dispatcher="alltoall"),
+    Case(Layout(tp=4, ep=2, etp=2), "mixture-biases", sequence_parallel=True),
+    Case(Layout(tp=2, dp=2, ep=4, etp=1), "mixture-sigmoid", sequence_parallel=True, dispatcher="alltoall"),
+    Case(Layout(tp=2, cp=2, ep=2, etp=1), "mixture", sequence_parallel=True),
+    Case(Layout(tp=2, dp=2, etp=4), "mixture", sequence_parallel=True, zero1=True),
+    Case(Layout(tp=2, etp=1), "mixture-biases", sequence_parallel=True),
+    Case(Layout(tp=2, etp=1), "mixture", sequence_parallel=True, zero1=True),
+    Case(Layout(dp=2, etp=2), "mixture-per-token", zero1=True),
+    Case(Layout(pp=2, dp=2, etp=2), "mixture", virtual_stages=2, zero1=True),
+    Case(Layout(tp=2, dp=2, ep=2, etp=1), "mixture", sequence_parallel=True, recompute="uniform-2"),
+    Case(Layout(tp=2, pp=2, ep=2, etp=1), "prediction-mixture", sequence_parallel=True, zero1=True),
+]
+"""Each expert shared by other ranks than the layers are; the first two rows are always run."""
 FURTHER = [
     Case(Layout(tp=2), "llama"),
     Case(Layout(tp=4), "llama", sequence_parallel=True),
@@ -617,12 +635,13 @@ def _blend(vocab_size: int, layout: Layout, replica: int, steps: int) -> Iterato
 
 def _pieces_of_gradients(state: TrainState) -> dict[str, list[tuple[Any, ...]]]:
     """The clipped gradients that are here: name -> (dim, global shape, first row, rows); NaN where not owned."""
-    tp, buffers = state.context.tp, state.optimizer.gradients
+    buffers = state.optimizer.gradients
     pieces: dict[str, list[tuple[Any, ...]]] = {}
     for chunk in state.chunks:
         for name, placement in chunk.placements().items():
             if name == chunk.copied_weight:
                 continue
+            tp = state.context.etp if ".mlp.experts." in name else state.context.tp
             start, stop = buffers.owned(name)
             grad = torch.full(buffers.shapes[name], torch.nan, dtype=buffers.dtype)
             if start < stop:
@@ -829,6 +848,7 @@ ALWAYS = (
     | set(BERT[:3])
     | set(T5[:2])
     | set(EXPERT_PARALLEL[:3])
+    | set(EXPERT_TENSOR[:2])
     | set(PREDICTION[:3])
 )
 ALL = [
@@ -840,6 +860,7 @@ ALL = [
     *DATA,
     *EXPERTS,
     *EXPERT_PARALLEL,
+    *EXPERT_TENSOR,
     *LATENT,
     *PREDICTION,
     *BERT,

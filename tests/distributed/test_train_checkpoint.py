@@ -54,6 +54,9 @@ LLAMA = (
 )
 ONE_GROUP = "--group-query-attention --num-query-groups 1 --position-embedding-type rope --add-qkv-bias"
 PREDICTION = "--mtp-num-layers 2 --position-embedding-type rope"
+MIXTURE = "--num-experts 4 --moe-ffn-hidden-size 12 --position-embedding-type rope --swiglu --ffn-hidden-size 48"
+WHOLE_EXPERTS = "--sequence-parallel --expert-tensor-parallel-size 1 --expert-model-parallel-size 2"
+CUT_EXPERTS = "--expert-tensor-parallel-size 2 --expert-model-parallel-size 2"
 TP2, PP2, CP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2", "--context-parallel-size 2"
 ZERO, FSDP = "--use-distributed-optimizer", "--use-torch-fsdp2"
 VPP2 = f"{PP2} --num-virtual-stages-per-pipeline-rank 2"
@@ -89,16 +92,17 @@ def drawn(seed: int, kind: str, name: str, shape: tuple[int, ...], dtype: torch.
 
 def expected_here(state: TrainState, seed: int) -> dict[str, tuple[Tensor, Tensor]]:
     """`<kind> <name>` [with the offset of a box] -> (live tensor, what it must hold)."""
-    tp, pairs = state.context.tp, {}
+    pairs = {}
     placed = {name: item for chunk in state.chunks for name, *item in named_placements(chunk)}
     copies = {chunk.copied_weight for chunk in state.chunks}
     everywhere = {name: whole for chunk in state.chunks for name, whole in whole_names(chunk).items()}
 
     def local(kind: str, name: str, dtype: torch.dtype) -> Tensor:
         parameter, placement = placed[name]
-        shape = global_shape(parameter.shape, placement, tp.size)
+        axis = state.context.etp if ".mlp.experts." in name else state.context.tp
+        shape = global_shape(parameter.shape, placement, axis.size)
         whole = drawn(seed, kind, WORD_EMBEDDINGS if name in copies else everywhere[name], shape, dtype)
-        return local_part(whole, placement, tp.size, tp.index)
+        return local_part(whole, placement, axis.size, axis.index)
 
     weights = [replace(box, name=f"param.{box.name}") for box in state.optimizer.weight_boxes()]
     for box in [*weights, *state.optimizer.state_boxes()]:
@@ -190,8 +194,10 @@ def compare_content(stored: dict[str, Tensor], state: TrainState, seed: int) -> 
     seen = set()
     for key, (_, value) in expected_here(state, seed).items():
         kind, name = key.split(" ")[:2]
-        slot = stacking_of(state.chunks[0].config).slot(name)
+        stacking = stacking_of(state.chunks[0].config)
+        slot = stacking.slot(name)
         full = slot.key if kind == "param" else f"optimizer.state.{kind}.{slot.key}"
+        full = stacking.written_keys([full]).get(full, full)
         assert torch.equal(stored[full][slot.index], value), f"{full} {slot.index}"
         seen.add(full)
     assert set(stored) == seen
@@ -217,6 +223,8 @@ CASES = {
     "tp2-dp2-fsdp": (4, f"{TP2} {FSDP} --torch-fsdp2-no-reshard-after-forward", LLAMA, 40),
     "pp2-dp2-fsdp": (4, f"{VPP2} {FSDP}", "", 40),
     "tp2-pp2-prediction": (4, f"{TP2} {VPP2}", f"{LLAMA} --mtp-num-layers 1", 43),
+    "tp2-dp2-experts-whole": (4, f"{TP2} {WHOLE_EXPERTS} {ZERO}", MIXTURE, 40),
+    "dp4-experts-cut": (4, CUT_EXPERTS, MIXTURE, 40),
     "pp2-prediction-torch": (2, f"{PP2} --ckpt-format torch", PREDICTION, 40),
 }
 """Name -> ranks, flags of the layout, flags of the model, rows of the vocabulary."""
@@ -453,6 +461,16 @@ def test_one_process_takes_what_ranks_wrote_and_the_other_way_round(ranks: Any, 
     save(str(tmp_path), "", 1, 40, 6)
     for result in ranks.run(2, resume, str(tmp_path), f"{VPP2}", 2, 40):
         assert result["wrong"] == [] and result["counters"][0] == 6
+
+
+@pytest.mark.parametrize("case", ["tp2-dp2-experts-whole", "dp4-experts-cut"])
+def test_experts_come_from_and_go_to_ranks_of_their_own(ranks: Any, tmp_path: Path, case: str) -> None:
+    """Whoever shares them: one process and another grid take what a grid has saved."""
+    world_size, layout, model, vocab_size = CASES[case]
+    ranks.run(world_size, save, str(tmp_path), f"{layout} {model}", world_size, vocab_size, 5)
+    assert resume(str(tmp_path), model, 1, vocab_size)["wrong"] == []
+    for result in ranks.run(2, resume, str(tmp_path), f"--expert-tensor-parallel-size 2 {model}", 2, vocab_size):
+        assert result["wrong"] == []
 
 
 @pytest.mark.parametrize("case", ["tp2-pp2-prediction", "pp2-prediction-torch"])

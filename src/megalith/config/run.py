@@ -87,7 +87,10 @@ class RunConfig:
         tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
         cp = parallel.context_parallel_size
         dp = self.launch.world_size // (tp * cp * pp)
-        return Layout(tp=tp, cp=cp, dp=dp, pp=pp, ep=parallel.expert_model_parallel_size)
+        etp = parallel.expert_tensor_parallel_size
+        return Layout(
+            tp=tp, cp=cp, dp=dp, pp=pp, ep=parallel.expert_model_parallel_size, etp=None if etp == tp else etp
+        )
 
     @property
     def stages(self) -> Stages:

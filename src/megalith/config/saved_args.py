@@ -126,7 +126,7 @@ def _derived(run: RunConfig) -> dict[str, Any]:
         "data_parallel_size": run.data_parallel_size,
         "encoder_seq_length": run.data.seq_length,
         "expert_model_parallel_size": run.parallel.expert_model_parallel_size,
-        "expert_tensor_parallel_size": run.parallel.tensor_model_parallel_size,
+        "expert_tensor_parallel_size": run.layout.expert_tp,
         "end_weight_decay": optimizer.weight_decay if constant else optimizer.end_weight_decay,
         "global_batch_size": run.global_batch_size,
         "params_dtype": run.precision.params_dtype,

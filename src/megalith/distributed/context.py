@@ -44,7 +44,7 @@ class Axis:
     """The ranks that differ from this one in one kind of parallelism (or in several, joined).
 
     Attributes:
-        name: "tp", "cp", "dp", "pp", several of these joined by "+", "ep" or "edp".
+        name: "tp", "cp", "dp", "pp", several of these joined by "+", "etp", "ep" or "edp".
         ranks: global ranks, in order; this one is among them.
         index: the place of this rank among them.
         group: how to reach them; None where there is one rank only, or in plans without processes.
@@ -108,6 +108,11 @@ class ParallelContext:
         return self.join("pp")
 
     @property
+    def etp(self) -> Axis:
+        """The ranks that share each expert."""
+        return self.join("etp")
+
+    @property
     def ep(self) -> Axis:
         """The ranks that share the experts."""
         return self.join("ep")
@@ -116,6 +121,11 @@ class ParallelContext:
     def edp(self) -> Axis:
         """The ranks that hold the same experts."""
         return self.join("edp")
+
+    @property
+    def experts_apart(self) -> bool:
+        """Whether the replicas of experts are other ranks than those of dense weights."""
+        return self.ep.size > 1 or self.layout.expert_tp != self.layout.tp
 
     @property
     def world(self) -> Axis:

@@ -19,7 +19,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from megalith.models.language_model import WORD_EMBEDDINGS, LanguageModel, named_placements
-from megalith.nn.moe.experts import name_among_all
+from megalith.nn.moe.experts import name_among_all, region_of
 from megalith.nn.placement import Placement, global_shape, local_part
 from megalith.nn.precision import at_least_fp32
 
@@ -82,7 +82,8 @@ def generator_for(seed: int, name: str) -> Generator:
 
 def _keep_part(parameter: Tensor, placement: Placement, model: LanguageModel, name: str, generator: Generator) -> None:
     """Draw the global tensor of which a parameter is a part, and fill the parameter with its part."""
-    size, index = model.region.size, model.region.index
+    region = region_of(name, model)
+    size, index = region.size, region.index
     whole = _whole(model, name, global_shape(parameter.shape, placement, size), parameter.dtype, generator)
     parameter.copy_(local_part(whole, placement, size, index))
 

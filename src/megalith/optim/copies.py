@@ -14,15 +14,17 @@ from megalith.parallel.data import Copies
 def copies_of(chunks: Iterable[LanguageModel], ctx: ParallelContext) -> dict[str, tuple[Copies, ...]]:
     """What other ranks hold too of the parameters of these parts of a model, by name.
 
-    - Over the tensor-parallel axis: replicated parameters, with partial gradients where the layers see a part of the
-      sequence, and where each rank applies them to its own heads; key and value heads that several ranks share, with
-      partial gradients always.
+    - Over the tensor-parallel axis, or for experts theirs: replicated parameters, with partial gradients where the
+      layers see a part of the sequence, and where each rank applies them to its own heads; key and value heads that
+      several ranks share, with partial gradients always.
     - Over the ends of the pipeline: the two copies of a tied embedding.
     """
     table: dict[str, tuple[Copies, ...]] = {}
     for chunk in chunks:
+        experts = experts_of([chunk])
         for name, parameter, placement in named_placements(chunk):
-            table[name] = _over_tensor_parallel(placement, parameter.shape, ctx.tp, chunk.region.partial_gradients)
+            axis = ctx.etp if name in experts and ctx.layout.expert_tp != ctx.layout.tp else ctx.tp
+            table[name] = _over_tensor_parallel(placement, parameter.shape, axis, chunk.region.partial_gradients)
         if chunk.shared_weight is not None and ctx.ends is not None:
             copied = chunk.shared_weight == chunk.copied_weight
             table[chunk.shared_weight] += (Copies(ctx.ends, first=not copied, partial=True),)

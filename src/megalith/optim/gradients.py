@@ -18,6 +18,7 @@ the backward pass. A bucket is reduced once in a step, in the background, from t
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
@@ -83,15 +84,20 @@ class GradientBuffers:
         self._grad_of = {p: self.grads[name] for name, p in named}
         self._written: set[Parameter] = set()
         self._finished = False
-        self._arrivals = _Arrivals(self.layout, dict(named), self._start) if self._data.axis.size > 1 else None
+        self._arrivals = _Arrivals(self.layout, dict(named), self._start) if self._replicas > 1 else None
         self._pending: list[Pending] = []
         self._scratch = torch.empty(0, device=device)
         for _, parameter in named:
             parameter.register_post_accumulate_grad_hook(_without_owning(self._move_in))
 
+    @property
+    def _replicas(self) -> int:
+        """The least common multiple of the replicas of dense parameters and of experts."""
+        return math.lcm(self._data.axis.size, self._data_of_experts.axis.size if self._experts else 1)
+
     def _lay_out(self, named: Sequence[tuple[str, Parameter]], bucket_size: int | None) -> FlatLayout:
         shapes = {name: tuple(parameter.shape) for name, parameter in named}
-        replicas = self._data.axis.size
+        replicas = self._replicas
         kinds = {name: self._kind(name) for name in shapes}
         if replicas == 1 and not any(kinds.values()):
             return lay_out(shapes, {}, bucket_size=sum(p.numel() for _, p in named), divisor=1)

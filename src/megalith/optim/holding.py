@@ -135,7 +135,7 @@ def hold_flat(
     for module in modules:
         attach_sink(module, gradients)
     memory = None
-    if data.divides:
+    if data.divides or (experts and of_experts.divides):
         memory = ParameterMemory(modules, parameters, gradients.layout, gradients.data_of, overlap=overlap_gather)
     weights = {name: gradients.piece(name, parameter.detach()) for name, parameter in parameters.items()}
     weights = {name: piece for name, piece in weights.items() if piece.numel() > 0}

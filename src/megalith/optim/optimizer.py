@@ -434,7 +434,7 @@ def build_optimizer(
         context=context,
         zero1=zero1,
         copies=None if context is None else copies_of(models, context),
-        experts=() if context is None or context.ep.size == 1 else experts_of(models),
+        experts=experts_of(models) if context is not None and context.experts_apart else (),
         placements={name: placement for model in models for name, _, placement in named_placements(model)},
         bucket_size=bucket_size,
         overlap_gather=overlap_gather,

@@ -15,7 +15,9 @@ from torch import Tensor
 
 from megalith.distributed import comm
 from megalith.distributed.context import Axis, ParallelContext
+from megalith.nn.region import SOLO, Region
 from megalith.parallel.experts import dispatcher
+from megalith.parallel.tensor import SequenceParallel
 
 
 class TokenPeers:
@@ -25,12 +27,18 @@ class TokenPeers:
         context: the ranks.
         sequence_parallel: whether tensor-parallel ranks hold parts of the sequences.
         exchange: how tokens reach experts on other ranks, a key of `parallel.experts.DISPATCHERS`.
+
+    Where experts are shared by other ranks than the layers, these have tokens of their own, be they parts of the same
+    sequences or others: to an expert's layers they are what sequence-parallel ranks are.
     """
 
     def __init__(self, context: ParallelContext, *, sequence_parallel: bool, exchange: str = "allgather") -> None:
         self._sharing: list[Axis] = [context.cp, *([context.tp] if sequence_parallel else [])]
         self._replicas = context.dp
         self.dispatcher = dispatcher(exchange, context.ep)
+        self.region_of_experts: Region | None = None
+        if context.layout.expert_tp != context.layout.tp:
+            self.region_of_experts = SOLO if context.etp.size == 1 else SequenceParallel(context.etp)
 
     @property
     def sharing(self) -> int:

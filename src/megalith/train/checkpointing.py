@@ -44,6 +44,7 @@ from megalith.errors import CheckpointError
 from megalith.models.language_model import named_placements
 from megalith.models.saved import saved_tensors, whole_names
 from megalith.nn.placement import Placement, Replicated
+from megalith.optim.optimizer import StateBox
 from megalith.schedules.parameters import ResumedSchedule, resume_schedule
 from megalith.tokenizers.card import card_differences, side_by_side
 from megalith.train.faults import Probe, no_probe
@@ -54,6 +55,8 @@ from megalith.train.state import TrainState
 ARCHITECTURE = {name: all_settings()[name].flag for name in MODEL_SETTINGS if name != "make_vocab_size_divisible_by"}
 
 
+EXPERTS = ".mlp.experts."
+"""In the names of the parameters of experts."""
 STEP_CHECK = "megalith_step_check"
 """Key of what `TrainState.check` remembers, in common.pt; Megatron passes over it."""
 
@@ -213,12 +216,12 @@ def saved_checkpoint(iteration: int, report: SaveReport, stall_seconds: float) -
 
 def content_of(state: TrainState, run: RunConfig) -> CheckpointContent:
     """Everything of a checkpoint that this rank writes; all ranks call this together."""
-    settings, first = run.checkpoint, _replicas(state).is_first
+    settings, first, stacking = run.checkpoint, _replicas(state).is_first, stacking_of(run.model)
+    chunks = chunks_to_save(state, run, with_optimizer=not settings.no_save_optim)
     content = CheckpointContent(
-        chunks=chunks_to_save(state, run, with_optimizer=not settings.no_save_optim),
-        objects=dict(stacking_of(run.model).extra_state_objects(_layers(state)))
-        if first and state.context.tp.is_first
-        else {},
+        chunks=chunks,
+        written_as=stacking.written_keys(chunk.key for chunk in chunks),
+        objects=dict(stacking.extra_state_objects(_layers(state))) if first and state.context.tp.is_first else {},
         common={
             "args": _saved_args(state, run),
             "checkpoint_version": CHECKPOINT_VERSION,
@@ -238,8 +241,9 @@ def content_of(state: TrainState, run: RunConfig) -> CheckpointContent:
         )
         content.common["opt_param_scheduler"] = state.schedule.state_dict(state.schedule_samples)
     if not settings.no_save_rng:
-        states = comm.all_gather_objects(state.streams.state(), _expert_replicas(state))
-        if _expert_replicas(state).is_first:
+        alike = _sharing_a_key(state)
+        states = comm.all_gather_objects(state.streams.state(), alike)
+        if alike.is_first:
             content.objects[_rng_key(state)] = states
     return content
 
@@ -269,11 +273,20 @@ def chunks_to_load(state: TrainState, run: RunConfig, *, with_optimizer: bool) -
 
 
 def _model_chunks(state: TrainState, run: RunConfig, *, once: bool) -> list[Chunk]:
-    tp, names = state.context.tp, _stored_names(state, once=once)
+    names = _stored_names(state, once=once)
     boxes = [replace(box, name=names[box.name]) for box in state.optimizer.weight_boxes() if box.name in names]
-    return weight_chunks(
-        boxes, _stored_placements(state, names), stacking_of(run.model), rank=tp.index, size=tp.size, once=once
-    )
+    placements, stacking = _stored_placements(state, names), stacking_of(run.model)
+    return [
+        chunk
+        for axis, part in _by_axis(boxes, state)
+        for chunk in weight_chunks(part, placements, stacking, rank=axis.index, size=axis.size, once=once)
+    ]
+
+
+def _by_axis(boxes: Sequence[StateBox], state: TrainState) -> Iterator[tuple[Axis, list[StateBox]]]:
+    """The ranks that share layers with what is cut over them, then those that share experts."""
+    for of_experts, axis in ((False, state.context.tp), (True, state.context.etp)):
+        yield axis, [box for box in boxes if (EXPERTS in box.name) == of_experts]
 
 
 def _buffer_chunks(state: TrainState, run: RunConfig, *, once: bool) -> list[Chunk]:
@@ -286,15 +299,19 @@ def _buffer_chunks(state: TrainState, run: RunConfig, *, once: bool) -> list[Chu
 
 
 def _optimizer_chunks(state: TrainState, run: RunConfig, *, once: bool) -> list[Chunk]:
-    tp, names = state.context.tp, _stored_names(state, once=once)
+    names = _stored_names(state, once=once)
     boxes = []
     for box in state.optimizer.state_boxes():
         kind, _, name = box.name.partition(".")
         if name in names:
             boxes.append(replace(box, name=f"{kind}.{names[name]}"))
-    placements = _stored_placements(state, names)
+    placements, stacking = _stored_placements(state, names), stacking_of(run.model)
     placements |= {box.name: Replicated() for box in boxes if box.whole}
-    return optimizer_chunks(boxes, placements, stacking_of(run.model), rank=tp.index, size=tp.size, once=once)
+    return [
+        chunk
+        for axis, part in _by_axis(boxes, state)
+        for chunk in optimizer_chunks(part, placements, stacking, rank=axis.index, size=axis.size, once=once)
+    ]
 
 
 def _stored_placements(state: TrainState, names: Mapping[str, str]) -> dict[str, Placement]:
@@ -333,16 +350,27 @@ def _expert_replicas(state: TrainState) -> Axis:
 
 def _groups(groups: Sequence[Mapping[str, Any]], state: TrainState) -> list[Mapping[str, Any]]:
     """The groups of the optimizer, with those that Megatron has for experts that are spread over ranks."""
-    if state.context.ep.size == 1:
+    if not state.context.experts_apart:
         return list(groups)
-    kinds = {decays(name, tensor.shape) for name, tensor, _ in _parameters(state) if ".mlp.experts." in name}
+    kinds = {decays(name, tensor.shape) for name, tensor, _ in _parameters(state) if EXPERTS in name}
     return with_expert_groups(groups, kinds)
+
+
+def _by_experts(state: TrainState) -> bool:
+    """Whether random states have a key for each expert-parallel rank of a (tensor, pipeline) place. Where experts are
+    shared by other ranks than layers are, these are no axis beside the two."""
+    return state.context.layout.expert_tp == state.context.layout.tp
+
+
+def _sharing_a_key(state: TrainState) -> Axis:
+    """The ranks whose random states stand under one key."""
+    return _expert_replicas(state) if _by_experts(state) else _replicas(state)
 
 
 def _rng_key(state: TrainState) -> str:
     tp, pp = state.context.tp, state.context.pp
-    ep = state.context.ep
-    return rng_object_key(tp.index, tp.size, pp.index, pp.size, ep.index, ep.size)
+    ep = (state.context.ep.index, state.context.ep.size) if _by_experts(state) else (0, 1)
+    return rng_object_key(tp.index, tp.size, pp.index, pp.size, *ep)
 
 
 def _saved_args(state: TrainState, run: RunConfig) -> Namespace:
@@ -567,7 +595,7 @@ def _load_streams(loaded: LoadedContent, found: FoundCheckpoint, state: TrainSta
 
     Megatron's replicas have one state in common, unless told otherwise.
     """
-    states, replicas = loaded.objects.get(_rng_key(state), ()), _expert_replicas(state)
+    states, replicas = loaded.objects.get(_rng_key(state), ()), _sharing_a_key(state)
     if len(states) == replicas.size:
         state.streams.load_state(states[replicas.index])
     elif len(states) == 1 and found.manifest is None:

@@ -219,7 +219,32 @@ TABLE: list[tuple[str, tuple[str, ...]]] = [
     ),
     (
         "--num-experts 4 --expert-tensor-parallel-size 2",
-        ("--expert-tensor-parallel-size 2 differs from --tensor-model-parallel-size 1",),
+        ("--expert-tensor-parallel-size 2: each expert is shared", "use --expert-tensor-parallel-size 1"),
+    ),
+    (
+        "WORLD_SIZE=2 --num-experts 4 --tensor-model-parallel-size 2 --expert-tensor-parallel-size 1",
+        ("--expert-tensor-parallel-size 1 differs from --tensor-model-parallel-size 2", "give --sequence-parallel too"),
+    ),
+    (
+        "WORLD_SIZE=4 --num-experts 4 --expert-tensor-parallel-size 2 --expert-model-parallel-size 4",
+        ("--expert-model-parallel-size 4 divides experts", "--expert-tensor-parallel-size 2 leaves 2"),
+    ),
+    (
+        "WORLD_SIZE=2 --num-experts 4 --expert-tensor-parallel-size 2 --ckpt-format torch --save {data}/saved "
+        "--save-interval 5",
+        ("--expert-tensor-parallel-size 2 with --ckpt-format torch", "use --ckpt-format torch_dist"),
+    ),
+    (
+        "WORLD_SIZE=2 --num-experts 4 --expert-tensor-parallel-size 2 --optimizer muon",
+        ("--expert-tensor-parallel-size 2 with --optimizer muon",),
+    ),
+    (
+        "WORLD_SIZE=2 --num-experts 4 --expert-tensor-parallel-size 2 --use-torch-fsdp2",
+        ("--use-torch-fsdp2 cuts all weights over the same processes, and --expert-tensor-parallel-size 2",),
+    ),
+    (
+        "WORLD_SIZE=2 --num-experts 4 --moe-ffn-hidden-size 7 --expert-tensor-parallel-size 2",
+        ("--moe-ffn-hidden-size 7 is not divisible by --expert-tensor-parallel-size 2",),
     ),
     (
         "WORLD_SIZE=2 --num-experts 4 --expert-model-parallel-size 2 --use-torch-fsdp2",

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from megalith.nn.moe.dispatch import HERE, Dispatcher
 from megalith.nn.moe.routing import RoutingRule, at_least
+from megalith.nn.region import Region
 
 
 class Peers(Protocol):
@@ -35,6 +36,8 @@ class Peers(Protocol):
         sharing: how many ranks hold parts of the sequences of a micro-batch.
         all: how many see tokens of their own, replicas included.
         dispatcher: how tokens reach the experts that these ranks hold.
+        region_of_experts: the ranks that share each expert, of which each has tokens of its own; None where they are
+            those that share the layer.
     """
 
     @property
@@ -45,6 +48,9 @@ class Peers(Protocol):
 
     @property
     def dispatcher(self) -> Dispatcher: ...
+
+    @property
+    def region_of_experts(self) -> Region | None: ...
 
     def sum_of_micro_batch(self, x: Tensor) -> Tensor:
         """The sum of `x` over the ranks that share the micro-batch; no gradient passes."""
@@ -61,6 +67,7 @@ class Alone:
     sharing = 1
     all = 1
     dispatcher: Dispatcher = HERE
+    region_of_experts: Region | None = None
 
     def sum_of_micro_batch(self, x: Tensor) -> Tensor:
         return x

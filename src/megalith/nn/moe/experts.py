@@ -70,6 +70,15 @@ def experts_within(model: nn.Module) -> Iterator[tuple[str, Experts]]:
             yield f"{name}.", module
 
 
+def region_of(name: str, model: nn.Module) -> Region:
+    """The ranks that share a parameter of a model: its experts may have others than the rest of it."""
+    for prefix, experts in experts_within(model):
+        if name.startswith(prefix):
+            return experts.region
+    region: Region = model.region  # type: ignore[assignment]
+    return region
+
+
 def name_among_all(name: str, model: nn.Module) -> str:
     """The name of a parameter with the number of its expert among all of the layer, where it is of one."""
     for prefix, experts in experts_within(model):

@@ -41,7 +41,7 @@ class MoE(nn.Module):
         layer: number of the layer in the model.
         hidden_size: D.
         activation: of the experts.
-        region: the ranks that share each expert.
+        region: the ranks that share the layer, and each expert unless `peers` knows others that do.
         peers: the ranks that hold other tokens, and perhaps other experts.
         auxiliary: where balancing losses join the backward pass.
     """
@@ -61,7 +61,8 @@ class MoE(nn.Module):
         device: torch.device,
     ) -> None:
         super().__init__()
-        self.settings, self.region, self.dispatcher = settings, region, peers.dispatcher
+        self.settings, self.dispatcher = settings, peers.dispatcher
+        self.region = peers.region_of_experts or region
         self.router = Router(settings.router, layer, hidden_size, region, peers, auxiliary, dtype=dtype, device=device)
         total = settings.router.rule.experts
         self.experts = Experts(
@@ -70,7 +71,7 @@ class MoE(nn.Module):
             hidden_size,
             settings.ffn_size,
             activation,
-            region,
+            self.region,
             bias=bias,
             dtype=dtype,
             device=device,
