@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -16,7 +17,7 @@ import pytest
 from megalith.cli.main import main
 
 from ..chinese import SIZE, write_text, write_vocabulary
-from .warm import WarmProcess
+from .warm import WarmProcess, free_port
 
 MODEL = "--hidden-size 16 --num-attention-heads 4 --max-position-embeddings 32 --hidden-dropout 0 --attention-dropout 0"
 RUN = (
@@ -134,9 +135,30 @@ def _measured_and_answered(work: Path, checkpoint: Path, capsys: pytest.CaptureF
     assert result["samples"] == 30 and result["orders"] is None
     assert result["tokens"]["total"] > 60 and result["tokens"]["mean"] < 9.9
     assert " validation results on SPANS | number correct: " in capsys.readouterr().out
-    prompt = ["--prompt", "\u4e00\u4e03<extra_id_0>\u4e0e", "--greedy", "--max-new-tokens", "4"]
+    prompt = ["--prompt", "\u4e00\u4e03<extra_id_0>\u4e0e", "--temperature", "5", "--max-new-tokens", "4"]
     assert main(["generate", str(checkpoint), *prompt]) == 0
     assert capsys.readouterr().out.strip()
+
+
+def test_two_processes_answer_as_one(t5: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [
+        "generate",
+        str(t5),
+        "--prompt",
+        "\u4e00\u4e03<extra_id_0>\u4e0e",
+        "--temperature",
+        "5",
+        "--max-new-tokens",
+        "6",
+    ]
+    assert main(words) == 0
+    alone = capsys.readouterr().out
+    assert len(alone.strip()) > 3, "at this temperature the end is as likely as any other token"
+    place = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port())]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *place, "-m", "megalith", *words, "--tp", "2"]
+    together = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert (together.returncode, together.stdout) == (0, alone), together.stderr
 
 
 def test_t5(work: Path, t5: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -167,6 +189,8 @@ def test_t5_as_published(work: Path, warm: WarmProcess, capsys: pytest.CaptureFi
         ("bert", "serve {}", "a server needs a model that continues text, a GPT, and"),
         ("bert", "serve {}", "megalith evaluate --task masked measures it"),
         ("bert", "generate {} --prompt x", "megalith evaluate --task masked measures it"),
+        ("bert", "generate {} --tp 2 --prompt x", "--tp 2 is for a T5"),
+        ("bert", "generate {} --tp 2", "--tp 2 needs --prompt TEXT"),
         ("t5", "serve {}", "megalith generate writes its answers"),
         ("t5", "evaluate {} --task masked --data {}/../text.jsonl", "holds a T5; use --task spans"),
         ("t5", "evaluate {} --task cloze", "megalith evaluate --task spans measures it"),

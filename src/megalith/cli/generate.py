@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -44,6 +45,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=1234, help="seed of the choices (default: 1234)")
     parser.add_argument("--num-samples", type=int, default=1, help="how many continuations (default: 1)")
     parser.add_argument("--iteration", type=int, help="which checkpoint; the newest sound one if absent")
+    parser.add_argument(
+        "--tp",
+        type=int,
+        default=1,
+        metavar="N",
+        help="of a T5 whose layers N processes of torchrun share; a GPT over several processes is served",
+    )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to compute")
     return parser
 
@@ -58,11 +66,19 @@ def run(argv: Sequence[str]) -> int:
         repetition_penalty=options.repetition_penalty,
     )
     violations = sampling.violations()
-    for flag, value in (("--max-new-tokens", options.max_new_tokens), ("--num-samples", options.num_samples)):
+    for flag, value in (
+        ("--max-new-tokens", options.max_new_tokens),
+        ("--num-samples", options.num_samples),
+        ("--tp", options.tp),
+    ):
         if value < 1:
             violations.append(f"{flag} {value} is below 1; give 1 or more")
+    if options.tp > 1 and options.prompt in (None, "-"):
+        violations.append(f"--tp {options.tp} needs --prompt TEXT, which all processes read")
     if violations:
         raise ConfigError(violations)
+    if options.tp > 1:
+        return _answer_together(sampling, options)
 
     from megalith.assemble.model import choose_device
     from megalith.assemble.trained import load_trained
@@ -82,6 +98,30 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
+def _answer_together(sampling: Sampling, options: argparse.Namespace) -> int:
+    """Print what a T5 answers whose layers several processes share; each chooses the same tokens, the first prints."""
+    from megalith.assemble.ranks import join_ranks
+    from megalith.assemble.reading import model_in, ranks_of, saved_args
+    from megalith.assemble.trained import load_trained
+    from megalith.models.t5 import T5
+
+    model = model_in(saved_args(options.checkpoint, options.iteration), options.checkpoint)
+    if model.model_family != "t5":
+        raise ConfigError(
+            f"--tp {options.tp} is for a T5; a GPT over several processes is served: torchrun --nproc_per_node "
+            f"{options.tp} -m megalith serve {options.checkpoint} --tp {options.tp}"
+        )
+    settings = {"tensor_model_parallel_size": options.tp, "device": options.device}
+    with join_ranks(ranks_of(model, settings, os.environ)) as context:
+        trained = load_trained(options.checkpoint, context.device, options.iteration, context=context)
+        assert isinstance(trained.model, T5), "the args say so"
+        first = context.rank == 0
+        for note in trained.notes if first else ():
+            print(f"WARNING: {note}", file=sys.stderr)
+        _answer(trained, trained.model, options.prompt, sampling=sampling, options=options, shown=first)
+    return 0
+
+
 def _replying(trained: Trained, sampling: Sampling, options: argparse.Namespace) -> Callable[[str], None]:
     """What is done with each text, by the family of the model."""
     from megalith.models.t5 import T5
@@ -91,8 +131,19 @@ def _replying(trained: Trained, sampling: Sampling, options: argparse.Namespace)
     return partial(_continue, trained, _engine(trained, options), sampling=sampling, options=options)
 
 
-def _answer(trained: Trained, model: T5, text: str, *, sampling: Sampling, options: argparse.Namespace) -> None:
-    """Print what T5 writes for a text: the spans that stand for its <extra_id_N>, where it was trained on these."""
+def _answer(
+    trained: Trained,
+    model: T5,
+    text: str,
+    *,
+    sampling: Sampling,
+    options: argparse.Namespace,
+    shown: bool = True,
+) -> None:
+    """Print what T5 writes for a text: the spans that stand for its <extra_id_N>, where it was trained on these.
+
+    Where several processes compute, one shows it.
+    """
     from megalith.data.masked.t5 import decoder_start
     from megalith.serve.spans import answer
 
@@ -111,7 +162,8 @@ def _answer(trained: Trained, model: T5, text: str, *, sampling: Sampling, optio
             seed=options.seed + number,
             tokens=tokenizer.vocab_size,
         )
-        sys.stdout.write(tokenizer.decode(list(said)) + "\n")
+        told = tokenizer.decode(list(said)) + "\n"
+        sys.stdout.write(told if shown else "")
 
 
 def with_sentinels(tokenizer: Tokenizer, text: str) -> list[int]:

@@ -60,7 +60,7 @@ def answer(
     """The tokens of an answer, one after the other, without the one that ends it.
 
     Args:
-        model: whole, on one device.
+        model: whole, or of tensor-parallel ranks, which all ask for the same answer.
         text: what the encoder reads, at least one token.
         start: the token that the decoder begins with.
         end: the one that ends the answer.
