@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 
@@ -113,6 +114,46 @@ def test_text_without_marks_is_cut_between_paragraphs() -> None:
     assert "\n\n".join(pieces) == text
     assert len(pieces) > 5
     assert all(len(piece) < PIECE_CHARACTERS + 400 for piece in pieces)
+
+
+@pytest.mark.parametrize("separator", ["\n", " ", ""], ids=["lines", "one line", "no break at all"])
+def test_text_without_paragraphs_is_cut_elsewhere(separator: str) -> None:
+    text = separator.join(f"sentence {number} " * 5 for number in range(2000))
+    pieces = list(split_text(text))
+    assert (separator if separator == "\n" else "").join(pieces) == text
+    assert len(pieces) > 20
+    assert all(PIECE_CHARACTERS // 2 < len(piece) < 2 * PIECE_CHARACTERS for piece in pieces[:-1])
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "gb18030", "utf-16"])
+@pytest.mark.parametrize("name", ["text.txt", "text.txt.gz", "text.jsonl", "text.jsonl.gz"])
+def test_users_files_in_their_encoding(tmp_path: Path, encoding: str, name: str) -> None:
+    texts = [f"\u7b2c{number}\u7ae0\u3002\u8bdd\u8bf4\u5929\u4e0b\u5927\u52bf\uff0c" * 200 for number in range(25)]
+    lines = [json.dumps({"text": text}, ensure_ascii=False) for text in texts] if "jsonl" in name else texts
+    content = "\r\n".join(lines).encode(encoding)
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    documents = list(read_documents(tmp_path / name, "text"))
+    assert len(documents) > 10
+    assert "".join(documents).replace("\n", "") == "".join(texts)
+
+
+def test_only_the_beginning_of_a_large_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megalith.cli.quickstart.corpus.MOST_OF_A_FILE", 1 << 20)
+    path = tmp_path / "text.txt"
+    path.write_text("a line of text\n" * (1 << 18))
+    assert 1_000_000 < sum(map(len, read_documents(path, "text"))) < 2_000_000
+    path = path.rename(tmp_path / "text.json")
+    path.write_text("x" * (1 << 22))
+    with pytest.raises(DataError, match="a line of more than 1,048,576 characters"):
+        list(read_documents(path, "text"))
+
+
+def test_a_named_encoding_is_obeyed(tmp_path: Path) -> None:
+    path = tmp_path / "text.txt"
+    path.write_bytes("\u00e9t\u00e9 ".encode("cp1252") * 20)
+    with pytest.raises(DataError, match="--encoding"):
+        list(read_documents(path, "text"))
+    assert list(read_documents(path, "text", "cp1252")) == ["\u00e9t\u00e9 " * 20]
 
 
 def test_json_lines(tmp_path: Path) -> None:

@@ -22,9 +22,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         type=Path,
         metavar="FILE",
-        help="train on these .jsonl or .txt files instead of Python's standard library",
+        help="train on these .jsonl or .txt files (also .gz, .xz, ...) instead of Python's standard library",
     )
     parser.add_argument("--json-key", default="text", help="field of a JSON line that holds the text (%(default)s)")
+    parser.add_argument(
+        "--encoding", default="auto", help="of these files, such as gb18030; by default it is found out"
+    )
     parser.add_argument("--minutes", type=float, default=3.0, help="time to train for (%(default)s)")
     parser.add_argument("--out", type=Path, default=Path("quickstart"), help="folder for all output (%(default)s)")
     parser.add_argument("--prompt", help="text to continue at the end (by default one that fits the data)")
@@ -58,6 +61,7 @@ def run(argv: Sequence[str]) -> int:
         Wishes(
             files=tuple(arguments.data or ()),
             json_key=arguments.json_key,
+            encoding=arguments.encoding,
             seconds=arguments.minutes * 60.0,
             out=arguments.out,
             prompt=arguments.prompt,

@@ -6,6 +6,7 @@ position, and so every split gets a fair sample of all folders. No document appe
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import json
 import sysconfig
@@ -14,11 +15,16 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from megalith.data.sources.protocol import Limits
+from megalith.data.sources.streams import open_text
 from megalith.errors import DataError
 
 END_OF_TEXT = "<|endoftext|>"
 PIECE_CHARACTERS = 4000
 """A text file without end-of-text marks is cut into documents of about this size, between paragraphs."""
+
+MOST_OF_A_FILE = 1 << 26
+"""Characters of a plain text that are read, and of one line of JSON: more than a run of minutes can train on."""
 
 SMALLEST_DOCUMENT = 32
 """Characters. What is shorter (an empty `__init__.py`) teaches nothing."""
@@ -81,34 +87,65 @@ def read_source(path: Path) -> str | None:
         return None
 
 
-def user_texts(paths: Iterable[Path], size_limit: int, text_key: str = "text") -> Corpus:
-    """Read the user's files: `.jsonl` with one JSON object a line, anything else as plain text.
+def user_texts(paths: Iterable[Path], size_limit: int, text_key: str = "text", encoding: str = "auto") -> Corpus:
+    """Read the user's files: `.jsonl` with one JSON object a line, anything else as plain text; compressed or not.
 
     Args:
+        paths: the files.
         size_limit: characters to stop at.
         text_key: the field of a JSON object that holds the text.
+        encoding: of the files; auto to find it out.
 
     Raises:
         DataError: a file is missing or is not what its name says, or there is too little text.
     """
     paths = tuple(paths)
-    texts = (text for path in paths for text in read_documents(path, text_key))
+    texts = (text for path in paths for text in read_documents(path, text_key, encoding))
     name = paths[0].name if len(paths) == 1 else f"{len(paths)} files"
     return build_corpus(name, texts, len(paths), size_limit)
 
 
-def read_documents(path: Path, text_key: str) -> Iterator[str]:
+def read_documents(path: Path, text_key: str, encoding: str = "auto") -> Iterator[str]:
     """Yield the documents of one file."""
+    file = open_text(path, encoding, Limits())
+    text = codecs.iterdecode((block for block, _ in file.blocks()), "utf-8")
     try:
-        with path.open(encoding="utf-8") as file:
-            if path.suffix in (".jsonl", ".json"):
-                for number, line in enumerate(file, start=1):
-                    if line.strip():
-                        yield text_of_line(line, text_key, f"{path}, line {number}")
-            else:
-                yield from split_text(file.read())
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"--data {path} cannot be read as UTF-8 text: {error}") from error
+        if {".jsonl", ".json"} & set(path.suffixes):
+            for number, line in enumerate(_lines(text, path), start=1):
+                if line.strip():
+                    yield text_of_line(line, text_key, f"{path}, line {number}")
+        else:
+            yield from split_text(_beginning(text))
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"--data {path} holds bytes that are no text in {file.encoding.name}: {error}; "
+            "--encoding names another encoding, such as gb18030 or cp1252"
+        ) from error
+
+
+def _beginning(text: Iterable[str]) -> str:
+    """As much of a text as is taken of one file."""
+    parts, size = [], 0
+    for part in text:
+        parts.append(part)
+        size += len(part)
+        if size >= MOST_OF_A_FILE:
+            break
+    return "".join(parts).replace("\r\n", "\n")
+
+
+def _lines(text: Iterable[str], path: Path) -> Iterator[str]:
+    begun: list[str] = []
+    for part in text:
+        first, *others = part.split("\n")
+        begun.append(first)
+        if others:
+            yield "".join(begun)
+            yield from others[:-1]
+            begun = [others[-1]]
+        elif sum(map(len, begun)) > MOST_OF_A_FILE:
+            raise DataError(f"--data {path} has a line of more than {MOST_OF_A_FILE:,} characters")
+    yield "".join(begun)
 
 
 def text_of_line(line: str, text_key: str, place: str) -> str:
@@ -124,20 +161,36 @@ def text_of_line(line: str, text_key: str, place: str) -> str:
 
 
 def split_text(text: str) -> Iterator[str]:
-    """Cut a plain text into documents: at end-of-text marks, or between paragraphs where it has none."""
+    """Cut a plain text into documents: at end-of-text marks, or where it has none between paragraphs, or else lines."""
     if END_OF_TEXT in text:
         yield from (part.strip("\n") for part in text.split(END_OF_TEXT))
-        return
-    piece: list[str] = []
+    else:
+        yield from _pieces(text, "\n\n", "\n", "")
+
+
+def _pieces(text: str, separator: str, *finer: str) -> Iterator[str]:
+    """Cut at one of the separators, where pieces become long enough; a part that is far too long, at a finer one."""
     size = 0
-    for paragraph in text.split("\n\n"):
-        piece.append(paragraph)
-        size += len(paragraph) + 2
+    kept: list[str] = []
+    parts = text.split(separator) if separator else _characters(text)
+    for part in parts:
+        if finer and len(part) >= 2 * PIECE_CHARACTERS:
+            if kept:
+                yield separator.join(kept)
+            size, kept = 0, []
+            yield from _pieces(part, *finer)
+            continue
+        kept.append(part)
+        size += len(part) + len(separator)
         if size >= PIECE_CHARACTERS:
-            yield "\n\n".join(piece)
-            piece, size = [], 0
-    if piece:
-        yield "\n\n".join(piece)
+            yield separator.join(kept)
+            size, kept = 0, []
+    if kept:
+        yield separator.join(kept)
+
+
+def _characters(text: str) -> Iterator[str]:
+    return (text[start : start + PIECE_CHARACTERS] for start in range(0, len(text), PIECE_CHARACTERS))
 
 
 def build_corpus(name: str, texts: Iterable[str], num_files: int, size_limit: int) -> Corpus:

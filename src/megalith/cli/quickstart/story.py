@@ -61,6 +61,7 @@ class Wishes:
     Attributes:
         files: the user's text; none for the standard library.
         json_key: field of a JSON line that holds the text.
+        encoding: of the user's text, or auto.
         seconds: time to train for.
         out: folder of all output.
         prompt: text to continue, or None.
@@ -68,6 +69,7 @@ class Wishes:
 
     files: tuple[Path, ...]
     json_key: str
+    encoding: str
     seconds: float
     out: Path
     prompt: str | None
@@ -149,7 +151,7 @@ class Quickstart:
         """Read the text and write it as documents."""
         with self.screen.step("text", "collecting documents") as line:
             if self.wishes.files:
-                corpus = user_texts(self.wishes.files, SIZE_LIMIT, self.wishes.json_key)
+                corpus = user_texts(self.wishes.files, SIZE_LIMIT, self.wishes.json_key, self.wishes.encoding)
             else:
                 corpus = standard_library(SIZE_LIMIT)
             write_jsonl(corpus, self.folder.corpus)
