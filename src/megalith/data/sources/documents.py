@@ -13,7 +13,7 @@ Document = list[str | list[str]]
 """For each key the text of a document, or its texts where the value is a list."""
 
 _SHOWN = 60
-_BYTES_AT_ONCE = 1 << 14  # of lines: what is made of them stays in the processor's nearest cache
+_BYTES_AT_ONCE = 1 << 15  # of lines; what is made of them stays in the cache of a core
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
