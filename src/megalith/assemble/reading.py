@@ -32,6 +32,8 @@ def saved_args(checkpoint: Path, iteration: int | None = None) -> Mapping[str, A
     there = store.iterations()
     if not there:
         raise CheckpointError(nothing_in(checkpoint))
+    if wanted is not None and wanted not in there:
+        raise CheckpointError(f"{folder} holds no iteration {wanted}; it holds {', '.join(map(str, there))}")
     candidates = [wanted] if wanted is not None else there[::-1]
     for number in candidates:
         try:

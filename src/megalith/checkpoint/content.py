@@ -7,8 +7,8 @@ are read) and a load (the tensors are filled in place), so nothing has to be reb
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -49,11 +49,13 @@ class CheckpointContent:
         chunks: boxes of global tensors; live tensors on any device.
         objects: key -> any picklable value of plain types, tensors and numpy arrays. For a load the keys count only.
         common: the shared state that becomes `common.pt`; ignored by a load.
+        written_as: key of a chunk -> its key in files of format torch_dist, where that is another; ignored by a load.
     """
 
     chunks: list[Chunk] = field(default_factory=list)
     objects: dict[str, Any] = field(default_factory=dict)
     common: dict[str, Any] = field(default_factory=dict)
+    written_as: dict[str, str] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -74,6 +76,11 @@ class LoadedContent:
     common: dict[str, Any]
     objects: dict[str, Any]
     unexpected: tuple[str, ...] = ()
+
+
+def renamed(chunks: Iterable[Chunk], names: Mapping[str, str]) -> list[Chunk]:
+    """The chunks under other keys, those that have one."""
+    return [replace(chunk, key=names[chunk.key]) if chunk.key in names else chunk for chunk in chunks]
 
 
 def by_key(chunks: Iterable[Chunk]) -> dict[str, list[Chunk]]:

@@ -159,6 +159,7 @@ def convert(
     problems = folder.problems() if verify else []
     if problems:
         raise damaged(found, problems)
+    _check_tokens(folder, wanted)
     notes: list[str] = []
     source, layout = adapted(folder.source, wanted, str(found), notes)
     if on_read is not None:
@@ -203,6 +204,20 @@ def check_wanted(wanted: Wanted) -> None:
         wanted.upcycling.check()
 
 
+def _check_tokens(folder: CheckpointFolder, wanted: Wanted) -> None:
+    """Refuse to leave rows of tokens out.
+
+    Raises:
+        CheckpointError: the tokenizer that the manifest speaks of has more.
+    """
+    tokens = ((folder.manifest() or {}).get("tokenizer") or {}).get("vocab_size")
+    if wanted.true_vocab_size is not None and tokens is not None and wanted.true_vocab_size < int(tokens):
+        raise CheckpointError(
+            f"--true-vocab-size {wanted.true_vocab_size} is less than the {tokens} tokens of the tokenizer of "
+            f"{folder.path}; give {tokens} or more"
+        )
+
+
 def _check_place(final: Path, found: Path, *, replace: bool) -> None:
     if final.resolve() == found.resolve():
         raise CheckpointError(f"{final} is the checkpoint to convert; give another folder for the result")
@@ -236,6 +251,8 @@ def adapted(source: Source, wanted: Wanted, where: str, notes: list[str]) -> tup
     ep = wanted.ep or _size(args, "expert")
     layout = Layout(tp=wanted.tp or _size(args, "tensor"), dp=ep, pp=wanted.pp or _size(args, "pipeline"), ep=ep)
     _check_experts(args_of(source.common()), ep, where)
+    if wanted.pp is not None and not wanted.run_args:
+        _check_stages(args, wanted.pp, where)
     result: Source = InPrecision(source, DTYPES[wanted.dtype] if wanted.dtype else None)
     if not wanted.optimizer:
         result = WeightsOnly(result)
@@ -276,6 +293,18 @@ def _check_experts(args: Mapping[str, Any], ep: int, where: str) -> None:
     if experts % ep:
         sizes = ", ".join(str(size) for size in range(1, experts + 1) if experts % size == 0)
         raise LayoutError(f"the {experts} experts of {where} do not divide over --ep {ep}; use {sizes}")
+
+
+def _check_stages(args: Mapping[str, Any], pp: int, where: str) -> None:
+    """Refuse stages that layers do not divide over evenly, unless it is their number already.
+
+    Raises:
+        LayoutError: they do not.
+    """
+    layers = int(args["num_layers"])
+    if layers % pp and pp != _size(args, "pipeline"):
+        sizes = ", ".join(str(size) for size in range(1, layers + 1) if layers % size == 0)
+        raise LayoutError(f"the {layers} layers of {where} do not divide over --pp {pp}; use {sizes}")
 
 
 def _generation(args: Mapping[str, Any], wanted: Wanted) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from megalith.checkpoint import manifest as manifests
 from megalith.checkpoint.commit import check_space, write_durably
-from megalith.checkpoint.content import CheckpointContent, volume
+from megalith.checkpoint.content import CheckpointContent, renamed, volume
 from megalith.checkpoint.dcp import RankWriter, Written, merged_metadata
 from megalith.checkpoint.folder import EncodedContent, check_further_files, finish_folder
 from megalith.checkpoint.formats.per_rank import FilesOnDisk
@@ -108,7 +108,7 @@ class TorchDistWriter:
 
     def __init__(self, content: CheckpointContent, files: Mapping[str, bytes], rank: int) -> None:
         self._encoded = EncodedContent(content, files, rank=rank)
-        self._writer = RankWriter(content.chunks, self._encoded.objects, rank)
+        self._writer = RankWriter(renamed(content.chunks, content.written_as), self._encoded.objects, rank)
         self._metadata: Metadata
 
     @property

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megalith.checkpoint.dcp import METADATA_FILE
-from megalith.checkpoint.source import UNNAMED, is_huggingface, is_unnamed
+from megalith.checkpoint.source import is_huggingface, no_save_folder
 from megalith.checkpoint.store import RELEASE, DirectoryStore, split_path
 from megalith.errors import CheckpointError
 
@@ -55,8 +55,8 @@ def nothing_in(path: Path) -> str:
             f"{path} holds no checkpoint: it {found}; give a save folder, one iter_* folder in it, or a Hugging Face "
             "folder"
         )
-    if is_unnamed(path):
-        return f"{path} {UNNAMED}"
+    if (what := no_save_folder(path)) is not None:
+        return f"{path} {what}"
     entries = sorted(entry.name + "/" * entry.is_dir() for entry in path.iterdir())
     found = ", ".join(entries[:6]) + (f" and {len(entries) - 6} more" if len(entries) > 6 else "")
     return (

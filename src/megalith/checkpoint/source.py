@@ -99,13 +99,13 @@ def open_source(path: Path) -> Source:
     return TorchDistSource(path)
 
 
-UNNAMED = "is the folder of one checkpoint under another name; rename it iter_0000100 or the like, by its iteration"
-"""What is said of an `is_unnamed` folder."""
-
-
-def is_unnamed(path: Path) -> bool:
-    """Whether files of a checkpoint, or some of them, lie in a folder that should hold folders of them."""
-    return any(any(path.glob(pattern)) for pattern in (".metadata", "__*_*.distcp", "mp_rank_*"))
+def no_save_folder(path: Path) -> str | None:
+    """What a folder is that holds parts of a checkpoint where folders of checkpoints should be; None if it does not."""
+    if any(any(path.glob(pattern)) for pattern in (".metadata", "__*_*.distcp", "mp_rank_*")):
+        return "is the folder of one checkpoint under another name; rename it iter_0000100 or the like, its iteration"
+    if (path / "config.json").is_file():
+        return "has config.json, as a Hugging Face folder, and no weights (*.safetensors) beside it; copy it again"
+    return None
 
 
 def is_huggingface(path: Path) -> bool:

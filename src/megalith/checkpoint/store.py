@@ -38,7 +38,7 @@ from megalith.checkpoint.prefetch import Prefetch
 from megalith.checkpoint.retention import KEEP_ALL, Retention
 from megalith.checkpoint.saving import Saving
 from megalith.checkpoint.source import TRACKER_FILE as TRACKER_FILE
-from megalith.checkpoint.source import UNNAMED, is_huggingface, is_unnamed
+from megalith.checkpoint.source import is_huggingface, no_save_folder
 from megalith.checkpoint.staging import Staging
 from megalith.distributed.context import ParallelContext
 from megalith.errors import CheckpointError
@@ -438,8 +438,8 @@ class DirectoryStore:
         path, text = self.path / TRACKER_FILE, self._tracker_text()
         if self._released() is not None:
             return []
-        if not there and is_unnamed(self.path):
-            return [f"{self.path} {UNNAMED}"]
+        if not there and (what := no_save_folder(self.path)) is not None:
+            return [f"{self.path} {what}"]
         if text is None:
             return [f"{path} is missing"] if there else []
         if tracked is None:

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from megalith.checkpoint import manifest as manifests
 from megalith.checkpoint.adapted import args_of
 from megalith.checkpoint.commit import building, check_space, clear_leftovers, naming_full_disk, write_durably
-from megalith.checkpoint.content import CheckpointContent, Chunk, by_key
+from megalith.checkpoint.content import CheckpointContent, Chunk, by_key, renamed
 from megalith.checkpoint.dcp import ChunkSavePlanner, GlobalTensor, RankWriter, merged_metadata
 from megalith.checkpoint.fit import Contents, fitted, keys_of, listing
 from megalith.checkpoint.folder import EncodedContent, finish_folder
@@ -54,9 +54,14 @@ _SQUARES = {"L": 0, "Q_L": 0, "R": 1, "Q_R": 1}
 class ReadingPlanner(ChunkSavePlanner):
     """Plans chunks of the meta device, and reads each from a source when it is to be written."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Source, key_of: Mapping[str, str]) -> None:
+        """
+        Args:
+            source: to read from.
+            key_of: key to write -> key in the source, where that is another.
+        """
         super().__init__()
-        self._source, self._one_reads = source, threading.Lock()
+        self._source, self._key_of, self._one_reads = source, key_of, threading.Lock()
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         value = super().lookup_object(index)
@@ -64,7 +69,7 @@ class ReadingPlanner(ChunkSavePlanner):
             return value
         tensor, whole = torch.empty_like(value, device="cpu"), self.state_dict[index.fqn]
         assert isinstance(whole, GlobalTensor) and index.offset is not None
-        chunk = Chunk(index.fqn, tensor, tuple(index.offset), tuple(whole.size()))
+        chunk = Chunk(self._key_of.get(index.fqn, index.fqn), tensor, tuple(index.offset), tuple(whole.size()))
         with self._one_reads:
             self._source.read(CheckpointContent([chunk]))
         return tensor
@@ -123,9 +128,10 @@ def write_torch_dist(
         **_random_states(source, contents, Layout(tp=tp, dp=ep, pp=len(stages), ep=ep)),
     }
     encoded = EncodedContent(CheckpointContent(chunks, objects, common), files)
-    planners = [ReadingPlanner(source) for _ in per_rank]
+    written_as = space.stacking.written_keys(chunk.key for chunk in chunks)
+    planners = [ReadingPlanner(source, {stored: key for key, stored in written_as.items()}) for _ in per_rank]
     writers = [
-        RankWriter(part, encoded.objects if rank == 0 else {}, rank, planner)
+        RankWriter(renamed(part, written_as), encoded.objects if rank == 0 else {}, rank, planner)
         for rank, (part, planner) in enumerate(zip(per_rank, planners, strict=True))
     ]
     metadata = merged_metadata([writer.plan for writer in writers])

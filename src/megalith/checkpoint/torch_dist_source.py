@@ -55,8 +55,10 @@ _RENAMED = [
     for pattern, replacement in (
         (r"^chained_\d+\.", ""),  # one prefix for each optimizer, before core 0.13
         (r"^optimizer\.state\.param\.", f"{OPTIMIZER_PREFIX}fp32_param."),
-        # TransformerEngine's layers keep the norm before a mixture of experts apart, those of Megatron's own do not.
+        # Norms that some of Megatron's modules keep apart, or within another, and model space does not (`stacking`).
         (r"\.pre_mlp_layernorm\.(weight|bias)$", r".mlp.linear_fc1.layer_norm_\1"),
+        (r"\.input_layernorm\.(weight|bias)$", r".self_attention.linear_qkv.layer_norm_\1"),
+        (r"\.self_attention\.linear_(q|kv)_up_proj\.layer_norm_", r".self_attention.\1_layernorm."),
     )
 ]
 """How keys of the files become those of model space."""

@@ -18,6 +18,7 @@ from megalith.checkpoint.convert import Wanted, convert, divided_args
 from megalith.checkpoint.diff import compared, tensor_differences
 from megalith.checkpoint.folder import CheckpointFolder
 from megalith.checkpoint.locate import locate
+from megalith.checkpoint.safe_loading import read_metadata
 from megalith.checkpoint.source import Source, open_source
 from megalith.checkpoint.streaming import write_torch_dist
 from megalith.errors import CheckpointError, ConfigError, LayoutError
@@ -140,6 +141,19 @@ def test_experts_are_divided_over_ranks_and_put_together_again(form: str, mixtur
     assert set(open_source(together).common()["optimizer"]) == {"optimizer"}
 
 
+@pytest.mark.parametrize("modules", ["local", "transformer_engine"])
+def test_norms_have_the_keys_of_the_modules_that_megatron_has(modules: str, tmp_path: Path) -> None:
+    """TransformerEngine's layers keep the norm before experts apart; either is read as the other."""
+    args = {**MIXTURE, "transformer_impl": modules}
+    save = written(model_source(args), tmp_path)
+    stored = read_metadata(save / "iter_0000007" / ".metadata").state_dict_metadata
+    apart, fused = "decoder.layers.pre_mlp_layernorm.weight", "decoder.layers.mlp.linear_fc1.layer_norm_weight"
+    for prefix in ("", "optimizer.state.exp_avg.", "optimizer.state.fp32_param."):
+        assert (prefix + apart in stored, prefix + fused in stored) == (modules != "local", modules == "local")
+    both = (compared(source, weights=False) for source in (model_source(args), open_source(locate(save))))
+    assert [str(item) for item in tensor_differences(*both) if not item.is_none] == []
+
+
 def test_each_expert_rank_has_files_with_its_own_experts(mixture: Path, tmp_path: Path) -> None:
     made = convert(mixture, tmp_path / "a", Wanted(format="torch", ep=4)).path
     folders = [f"mp_rank_00_{rank:03d}" for rank in range(4)]
@@ -166,6 +180,18 @@ def test_experts_that_cannot_be_divided(
 ) -> None:
     with pytest.raises(LayoutError, match=said):
         convert({**models, "mixture": mixture}[model], tmp_path, Wanted(ep=ep))
+
+
+def test_layers_that_cannot_be_divided(models: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(LayoutError, match="the 4 layers of .* do not divide over --pp 3; use 1, 2, 4"):
+        convert(models["llama"], tmp_path, Wanted(pp=3))
+
+
+def test_tokens_are_not_left_out(tmp_path: Path) -> None:
+    facts = {"megalith_version": "0", "created": "", "tokenizer": {"vocab_size": 45}}
+    write_torch_dist(model_source(), tmp_path / "a" / "iter_0000007", facts=facts, files={}, publish=lambda: None)
+    with pytest.raises(CheckpointError, match="--true-vocab-size 44 is less than the 45 tokens of the tokenizer"):
+        convert(tmp_path / "a", tmp_path / "b", Wanted(true_vocab_size=44))
 
 
 def test_the_chunks_of_a_layout_are_those_that_its_ranks_hold(models: dict[str, Path], tmp_path: Path) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from megalith.checkpoint.formats.megatron_names import module_name
 from megalith.checkpoint.formats.stacking import stacking_of
 from megalith.checkpoint.model_space import ModelSpace, model_space
+from megalith.checkpoint.torch_dist_source import _in_model_space
 from megalith.config import ModelConfig
 from megalith.errors import LayoutError
 
@@ -52,3 +55,77 @@ def test_a_place_holds_both_stacks(space: ModelSpace) -> None:
     layers = space.layers_in(range(2))
     assert layers == range(3)
     assert {module_name(name, layers) for name in space.shapes} == set(space.shapes)
+
+
+LATENT = {
+    "multi_latent_attention": True,
+    "kv_lora_rank": 8,
+    "qk_head_dim": 4,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 6,
+}
+QKV_NORM, FC1_NORM = "self_attention.linear_qkv.layer_norm_weight", "mlp.linear_fc1.layer_norm_weight"
+
+
+def model_of_variant(variant: str, modules: str) -> ModelSpace:
+    fields: dict[str, Any] = {"qk_layernorm": True, "q_lora_rank": 6, **LATENT} if "latent" in variant else {}
+    if "mixture" in variant:
+        fields |= {"num_experts": 4, "moe_ffn_hidden_size": 8}
+    if "apart" in variant:
+        fields["moe_layer_freq"] = "[0,1]"
+    model = ModelConfig(
+        num_layers=2,
+        hidden_size=8,
+        num_attention_heads=2,
+        max_position_embeddings=16,
+        position_embedding_type="rope",
+        normalization="RMSNorm",
+        transformer_impl=modules,
+        **fields,
+    )
+    return model_space(model, 24)
+
+
+@pytest.mark.parametrize(
+    ("variant", "modules", "written"),
+    [
+        # Of Megatron's own modules: as core 0.16.1 names them (its GPTModel was built and asked for its keys).
+        ("dense", "local", {}),
+        ("mixture", "local", {}),
+        ("latent", "local", {QKV_NORM: "input_layernorm.weight", FC1_NORM: "pre_mlp_layernorm.weight"}),
+        ("latent mixture", "local", {QKV_NORM: "input_layernorm.weight", FC1_NORM: "pre_mlp_layernorm.weight"}),
+        # Of TransformerEngine's: as its layer specifications say.
+        ("dense", "transformer_engine", {}),
+        ("mixture", "transformer_engine", {FC1_NORM: "pre_mlp_layernorm.weight"}),
+        (
+            "latent",
+            "transformer_engine",
+            {
+                QKV_NORM: "input_layernorm.weight",
+                "self_attention.q_layernorm.weight": "self_attention.linear_q_up_proj.layer_norm_weight",
+                "self_attention.kv_layernorm.weight": "self_attention.linear_kv_up_proj.layer_norm_weight",
+            },
+        ),
+    ],
+)
+def test_norms_are_written_as_megatrons_modules_name_them(variant: str, modules: str, written: dict[str, str]) -> None:
+    space = model_of_variant(variant, modules)
+    keys = [space.stacking.slot(name).key for name in space.shapes]
+    for prefix in ("", "optimizer.state.exp_avg."):
+        of_layers = f"{prefix}decoder.layers."
+        found = space.stacking.written_keys(prefix + key for key in keys)
+        assert found == {of_layers + ours: of_layers + theirs for ours, theirs in written.items()}
+        assert all(_in_model_space(theirs) == ours for ours, theirs in found.items())
+
+
+def test_layers_with_keys_of_their_own_go_by_their_experts() -> None:
+    space = model_of_variant("mixture apart", "transformer_engine")
+    found = space.stacking.written_keys(space.stacking.slot(name).key for name in space.shapes)
+    assert found == {f"decoder.layers.1.{FC1_NORM}": "decoder.layers.1.pre_mlp_layernorm.weight"}
+
+
+def test_the_linear_modules_of_latent_attention_have_states_of_fp8() -> None:
+    keys = model_of_variant("latent", "local").stacking.extra_state_objects()
+    of_attention = {key.split(".")[3] for key in keys if ".self_attention." in key}
+    down, up = {"linear_q_down_proj", "linear_kv_down_proj"}, {"linear_q_up_proj", "linear_kv_up_proj"}
+    assert of_attention == {"linear_proj"} | down | up

@@ -113,3 +113,17 @@ def test_a_rank_file_that_was_copied_in_part(tmp_path: Path, size: int, said: st
         with pytest.raises(CheckpointError) as caught:
             read(file)
         assert str(caught.value).startswith(f"{file} is damaged: {said}") and "did not end" in str(caught.value)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_hugging_face_folder_without_its_weights(tmp_path: Path, way: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    with pytest.raises(
+        CheckpointError, match=r"config\.json, as a Hugging Face folder, and no weights .*; copy it again"
+    ):
+        WAYS[way](tmp_path, tmp_path / "out")
+
+
+def test_an_iteration_that_is_not_there(whole: Path) -> None:
+    with pytest.raises(CheckpointError, match="holds no iteration 5; it holds 10$"):
+        saved_args(whole, 5)

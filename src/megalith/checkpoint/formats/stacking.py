@@ -14,7 +14,7 @@ TransformerEngine's fused modules, whichever modules computed them. Source: spec
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from megalith.config import ModelConfig
@@ -26,12 +26,12 @@ _PREDICTION_NAME = re.compile(r"(mtp\.layers\.(\d+)\.transformer_layer\.)(.+)")
 _PREDICTION = "mtp.layers."
 _EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
 _STACKED_LAYERS = re.compile(r"(encoder|decoder)\.layers\.(?!\d)")
+_KEY_OF_LAYER = re.compile(r"(?:^|\.)(encoder|decoder|mtp)\.layers\.(?:(\d+)\.)?")
 _STACKED_EXPERTS = ".mlp.experts.experts."
 _FUSED_NORMS = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
 }
-_OF_ATTENTION = ("self_attention.linear_proj", "self_attention.linear_qkv")
 _ACROSS = ("cross_attention.linear_proj", "cross_attention.linear_q", "cross_attention.linear_kv")
 _OF_FEED_FORWARD = ("linear_fc1", "linear_fc2")
 
@@ -60,12 +60,18 @@ class Stacking:
         apart: each layer has keys of its own.
         shared: whether mixtures have experts that take every token.
         predictions: experts of each layer of multi-token prediction, 0 where it is dense.
+        attention: the linear modules of self-attention.
+        latent: whether that makes its heads out of latent vectors.
+        fused: whether files have the keys of TransformerEngine's modules rather than of Megatron's own.
     """
 
     stacks: Mapping[str, tuple[int, ...]]
     apart: bool = False
     shared: bool = False
     predictions: tuple[int, ...] = ()
+    attention: tuple[str, ...] = ("linear_proj", "linear_qkv")
+    latent: bool = False
+    fused: bool = False
 
     def slot(self, name: str) -> Slot:
         """Where a parameter stands.
@@ -102,6 +108,41 @@ class Stacking:
             return f"{stack}.layers.{layer}.", (), ()
         return f"{stack}.layers.", (layer,), (len(self.stacks[stack]),)
 
+    def written_keys(self, keys: Iterable[str]) -> dict[str, str]:
+        """Key in model space, of an optimizer's state too -> key in a file of format torch_dist, where it is another.
+
+        It is another for norms. Model space has those before attention and before the feed-forward layer as parts of
+        the linear layer behind them, as TransformerEngine's fused modules do; but where latent vectors are made, and
+        where experts are chosen, no such layer follows. Of Megatron's own modules only those of latent attention have
+        norms under their own names.
+
+        >>> dense(2).written_keys(["decoder.layers.mlp.linear_fc1.layer_norm_weight"])
+        {}
+        >>> mixture = Stacking({"decoder": (4, 4)}, fused=True)
+        >>> mixture.written_keys(["decoder.layers.mlp.linear_fc1.layer_norm_weight"]).values()
+        dict_values(['decoder.layers.pre_mlp_layernorm.weight'])
+        """
+        return {key: written for key in keys if (written := self._written_key(key)) != key}
+
+    def _written_key(self, key: str) -> str:
+        renamed = []
+        if self.latent:
+            renamed.append((".self_attention.linear_qkv.layer_norm_", ".input_layernorm."))
+        if self.latent and self.fused:
+            renamed += [(f".{part}_layernorm.", f".linear_{part}_up_proj.layer_norm_") for part in ("q", "kv")]
+        if self._has_experts(key) if self.fused else self.latent:
+            renamed.append((".mlp.linear_fc1.layer_norm_", ".pre_mlp_layernorm."))
+        for ours, theirs in renamed:
+            key = key.replace(ours, theirs)
+        return key
+
+    def _has_experts(self, key: str) -> bool:
+        """Whether a key is of layers with experts."""
+        if (match := _KEY_OF_LAYER.search(key)) is None:
+            return False
+        layers = self.predictions if match[1] == "mtp" else self.stacks.get(match[1], ())
+        return any(layers) if match[2] is None else bool(layers[int(match[2])])
+
     def extra_state_objects(self, layers: Collection[int] | None = None) -> dict[str, None]:
         """The empty `_extra_state` entries that Megatron writes and asks for, one per linear.
 
@@ -124,7 +165,8 @@ class Stacking:
     def _extra_states(
         self, prefix: str, index: tuple[int, ...], extents: tuple[int, ...], experts: int, *, across: bool = False
     ) -> Iterator[str]:
-        for linear in (*_OF_ATTENTION, *(_ACROSS if across and len(self.stacks) > 1 else ())):
+        own = (f"self_attention.{linear}" for linear in self.attention)
+        for linear in (*own, *(_ACROSS if across and len(self.stacks) > 1 else ())):
             yield _object_key(prefix + linear, index, extents)
         for linear in _OF_FEED_FORWARD:
             if not experts:
@@ -168,7 +210,22 @@ def stacking_of(model: ModelConfig) -> Stacking:
     apart = model.mixture and read_pattern(model.moe_layer_freq) != 1
     stacks = {name: model.experts_of(layers) for name, layers in model.stacks.items()}
     predictions = (model.experts[-1],) * model.predictions
-    return Stacking(stacks, apart, model.moe_shared_expert_intermediate_size is not None, predictions)
+    return Stacking(
+        stacks,
+        apart,
+        model.moe_shared_expert_intermediate_size is not None,
+        predictions,
+        _linears_of_attention(model),
+        model.multi_latent_attention,
+        model.transformer_impl != "local",
+    )
+
+
+def _linears_of_attention(model: ModelConfig) -> tuple[str, ...]:
+    if not model.multi_latent_attention:
+        return "linear_proj", "linear_qkv"
+    queries = ("linear_q_proj",) if model.q_lora_rank is None else ("linear_q_down_proj", "linear_q_up_proj")
+    return "linear_proj", *queries, "linear_kv_down_proj", "linear_kv_up_proj"
 
 
 def stacked_axes(key: str) -> int:
