@@ -2,11 +2,14 @@
 
 torch gives fp32 products on a CPU to MKL, which on processors that are not Intel's reaches less than half of what
 oneDNN does (benchmarks/results/README.md: on an AMD EPYC, two threads, 2.2 times for all layers of a 124M model from 1
-row to 512, and 7 times for one row and a vocabulary). The operator is not part of torch's documented API (its compiler
-uses it, torch 2.0 to 2.13); where it is missing, `torch.nn.functional.linear` is the same to rounding.
+row to 512, and 7 times for one row and a vocabulary). On Intel's a single row is left to MKL, which takes 0.83 of the
+time there. The operator is not part of torch's documented API (its compiler uses it, torch 2.0 to 2.13); where it is
+missing, `torch.nn.functional.linear` is the same to rounding.
 """
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -19,18 +22,28 @@ def _found() -> bool:
     return bool(torch.backends.mkldnn.is_available()) and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
+def _of_intel() -> bool:
+    """Whether the processor is Intel's, as far as the system says so."""
+    try:
+        return "GenuineIntel" in Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+
+
 _THERE = _found()
+_FEWEST_ROWS = 2 if _of_intel() else 1
 
 
 def applies(x: Tensor, weight: Tensor) -> bool:
     """Whether x W^T is to be computed here."""
+    rows = x.numel() // x.shape[-1]
     return (
         _THERE
         and not weight.requires_grad
         and x.dtype == weight.dtype == torch.float32
         and weight.device.type == "cpu"
-        and (weight.numel() >= _LARGE_WEIGHT or weight.numel() * (x.numel() // x.shape[-1]) >= _MUCH_WORK)
-        and x.numel() > 0
+        and (weight.numel() >= _LARGE_WEIGHT or weight.numel() * rows >= _MUCH_WORK)
+        and rows >= _FEWEST_ROWS
         and not x.requires_grad
     )
 

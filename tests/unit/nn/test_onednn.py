@@ -18,7 +18,7 @@ def test_it_gives_what_torch_gives(shape: tuple[int, ...], bias: bool) -> None:
     generator = torch.Generator().manual_seed(1)
     x, weight = (torch.randn(size, generator=generator) for size in (shape, (520, 512)))
     offset = torch.randn(520, generator=generator) if bias else None
-    assert onednn.applies(x, weight)
+    assert onednn.applies(x, weight) == (x.numel() // 512 >= onednn._FEWEST_ROWS)
     exact = linear(x.double(), weight.double(), None if offset is None else offset.double())
     torch.testing.assert_close(onednn.linear(x, weight, offset).double(), exact, rtol=1e-5, atol=1e-4)
     strided = torch.stack((x, x), dim=-1)[..., 0]
@@ -33,3 +33,11 @@ def test_what_is_trained_or_small_or_of_another_precision_is_torchs() -> None:
     assert not onednn.applies(x.half(), weight.half())
     assert not onednn.applies(torch.zeros(4, 8), torch.zeros(8, 8))
     assert not onednn.applies(torch.zeros(0, 512), weight)
+
+
+@needs_it
+def test_a_single_row_is_torchs_where_that_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two, weight = torch.zeros(1, 512), torch.zeros(2, 512), torch.zeros(520, 512)
+    for fewest in (1, 2):
+        monkeypatch.setattr(onednn, "_FEWEST_ROWS", fewest)
+        assert onednn.applies(two, weight) and onednn.applies(one, weight) == (fewest == 1)
