@@ -321,7 +321,8 @@ REFUSED: tuple[Family, ...] = (
         """,
     ),
     Family(
-        "layers that are not trained are not built",
+        "weights that stay as they are serve the saving of logits for distillation, which is not built; --skip-train "
+        "evaluates a checkpoint as it is",
         """
         --freeze-all-layers
         """,
