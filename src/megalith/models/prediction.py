@@ -97,7 +97,8 @@ class PredictionLayer(nn.Module):
     ) -> None:
         super().__init__()
         size, parts = config.hidden_size, () if recompute is None else recompute.parts
-        self.region, self.size, self.part = region, size, region.shard(size)
+        self.region, self.auxiliary = region, auxiliary
+        self.size, self.part = size, region.shard(size)
         self.again = recompute is not None and recompute.method == "uniform"
         self.enorm = layer_norm(config, dtype, device)
         self.hnorm = layer_norm(config, dtype, device)
@@ -133,7 +134,7 @@ class PredictionLayer(nn.Module):
             return x_SBD
 
         if self.again and self.training and torch.is_grad_enabled():
-            x_SBD = recomputed(through, hidden_SBD, embedded_SBD, region=self.region)
+            x_SBD = recomputed(through, hidden_SBD, embedded_SBD, region=self.region, told=self.auxiliary.repeated)
         else:
             x_SBD = through(hidden_SBD, embedded_SBD)
         state_SBD: Tensor = self.final_layernorm(x_SBD)

@@ -61,7 +61,7 @@ class Block(nn.Module):
         device: torch.device,
     ) -> None:
         super().__init__()
-        self.region, self.recompute = region, frozenset(recompute)
+        self.region, self.auxiliary, self.recompute = region, auxiliary, frozenset(recompute)
         self.rotated = config.rotated_layers[min(layer, config.num_layers - 1)]
         self.residual_of_norm = config.apply_residual_connection_post_layernorm
         self.input_layernorm = layer_norm(config, dtype, device)
@@ -128,7 +128,7 @@ class Block(nn.Module):
             x_SBD = self._branch(x_SBD, self.pre_cross_attn_layernorm, across)
         whole = self.feeds_again and "layernorm" in self.recompute and not self.residual_of_norm
         if whole and self._backward_follows():
-            return x_SBD + self.dropout(recomputed(self._normed_feed_forward, x_SBD, region=self.region))
+            return x_SBD + self.dropout(self._again(self._normed_feed_forward, x_SBD))
         return self._branch(x_SBD, self.pre_mlp_layernorm, self._feed_forward)
 
     def _normed_feed_forward(self, x_SBD: Tensor) -> Tensor:
@@ -150,9 +150,12 @@ class Block(nn.Module):
 
     def _feed_forward(self, x_SBD: Tensor) -> Tensor:
         if self.feeds_again and self._backward_follows():
-            return recomputed(self.mlp, x_SBD, region=self.region)
+            return self._again(self.mlp, x_SBD)
         found: Tensor = self.mlp(x_SBD)
         return found
+
+    def _again(self, compute: Callable[[Tensor], Tensor], x_SBD: Tensor) -> Tensor:
+        return recomputed(compute, x_SBD, region=self.region, told=self.auxiliary.repeated)
 
     def _backward_follows(self) -> bool:
         return self.training and torch.is_grad_enabled()
@@ -180,7 +183,7 @@ class Transformer(nn.Module):
         device: torch.device,
     ) -> None:
         super().__init__()
-        self.region = region
+        self.region, self.auxiliary = region, auxiliary
         self._at_once = (Group(range(len(stage.layers)), again=False),)
         self._in_training = self._at_once if recompute is None else tuple(recompute.groups(len(stage.layers)))
         parts = () if recompute is None else recompute.parts
@@ -214,7 +217,10 @@ class Transformer(nn.Module):
         backward_follows = self.training and torch.is_grad_enabled() and cache is None
         for group in self._in_training if backward_follows else self._at_once:
             through = partial(self._through, group.layers, cache=cache, told=told)
-            x_SBD = recomputed(through, x_SBD, region=self.region) if group.again else through(x_SBD)
+            if group.again:
+                x_SBD = recomputed(through, x_SBD, region=self.region, told=self.auxiliary.repeated)
+            else:
+                x_SBD = through(x_SBD)
         return x_SBD if self.final_layernorm is None else self.final_layernorm(x_SBD)
 
     def _through(self, layers: range, x_SBD: Tensor, *, cache: KVCache | None, told: Mapping[str, Any]) -> Tensor:

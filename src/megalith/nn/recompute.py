@@ -20,7 +20,7 @@ Source: Chen et al. 2016, arXiv:1604.06174.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -66,15 +66,26 @@ class Recompute:
         yield Group(range(first, layers), again=False)
 
 
-def recomputed(compute: Callable[..., Tensor], *inputs: Tensor, region: Region) -> Tensor:
-    """`compute(*inputs)`, of which the inputs alone are kept for the backward pass.
+@contextmanager
+def _both(one: AbstractContextManager[None], other: AbstractContextManager[None]) -> Iterator[None]:
+    with one, other:
+        yield
+
+
+def recomputed(
+    compute: Callable[..., Tensor],
+    *inputs: Tensor,
+    region: Region,
+    told: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> Tensor:
+    """`compute(*inputs)`, of which the inputs alone are kept for the backward pass; `told` is around the repetition.
 
     Custom autograd functions inside must take tensors for their backward passes from `ctx.saved_tensors`, which are
     others then than those that they saved: nothing may go by their identity.
     """
 
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        return nullcontext(), region.replay()
+        return nullcontext(), _both(region.replay(), told())
 
     # Shapes need no comparison: what is computed again is the same code on the same input.
     y: Tensor = checkpoint(compute, *inputs, use_reentrant=False, context_fn=contexts, determinism_check="none")

@@ -18,6 +18,8 @@ each is a part, and the parts add up to that of one process.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -83,13 +85,24 @@ class Auxiliary:
     Attributes:
         scale: what the main loss of a micro-batch is multiplied by before the backward pass.
         per_token: the main loss is a sum over tokens and not their mean; then these are too.
+        again: a forward pass is repeated for its backward pass; what was counted in it is not counted twice.
         recorded: name -> layer -> sum over the micro-batches whose backward pass is done; parts of it where ranks
             share a micro-batch.
     """
 
     scale: float = 1.0
     per_token: bool = False
+    again: bool = False
     recorded: dict[str, dict[int, Tensor]] = field(default_factory=dict)
+
+    @contextmanager
+    def repeated(self) -> Iterator[None]:
+        """Around the repetition of a forward pass."""
+        before, self.again = self.again, True
+        try:
+            yield
+        finally:
+            self.again = before
 
     def attach(self, x: Tensor, loss: Tensor, coefficient: float, name: str, layer: int, tokens: int) -> Tensor:
         """`x`, through which the gradient of `coefficient * loss` joins the backward pass.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -60,6 +61,7 @@ class Router(nn.Module):
         expert_bias: [E] fp32 buffer, where the choice is biased.
         load_E: choices of each expert here in the micro-batches of this step, fp32.
         step_load_E, micro_batches: the same of all ranks, for the balance over the step, and how many they are.
+        mean_loads: of the micro-batches whose forward pass may be repeated, which comes in their order.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class Router(nn.Module):
         self.step_load_E: Tensor
         self.register_buffer("step_load_E", none_yet.clone(), persistent=False)
         self.micro_batches = 0
+        self.mean_loads: deque[Tensor] = deque()
 
     def placements(self) -> dict[str, Placement]:
         """All whole on every rank."""
@@ -99,6 +102,7 @@ class Router(nn.Module):
         self.load_E.zero_()
         self.step_load_E.zero_()
         self.micro_batches = 0
+        self.mean_loads.clear()
 
     def forward(self, x_SBD: Tensor) -> Choice:
         """The choice of the tokens, flattened to T = S B."""
@@ -117,7 +121,8 @@ class Router(nn.Module):
         choice = choose(logits_TE, settings.rule, bias_E=self.expert_bias, training=self.training)
         if not learning:
             return choice
-        self.load_E += torch.bincount(choice.experts_TK.flatten(), minlength=settings.rule.experts)
+        if not self.auxiliary.again:
+            self.load_E += torch.bincount(choice.experts_TK.flatten(), minlength=settings.rule.experts)
         if not settings.balancing:
             return choice
         weights_TK = self._balanced(choice.weights_TK, logits_TE, x_SBD.shape[0])
@@ -136,15 +141,21 @@ class Router(nn.Module):
                 loss = switch_loss(scores_TE.reshape(length, -1), load, rule, scored=whole, counted=whole)
                 loss = loss / (here // length)
             elif kind == "global_aux_loss":
-                self.step_load_E += peers.sum_of_step(best_TE.sum(0))
-                self.micro_batches += 1
-                load = self.step_load_E / self.micro_batches
+                load = self.mean_loads.popleft() if self.auxiliary.again else self._mean_load(best_TE)
                 loss = switch_loss(scores_TE, load, rule, scored=shared, counted=here * peers.all)
             else:
                 load = peers.sum_of_micro_batch(best_TE.sum(0))
                 loss = switch_loss(scores_TE, load, rule, scored=shared, counted=shared)
             weights_TK = self._attach(weights_TK, loss, coefficient, NAMES[kind], here)
         return weights_TK
+
+    def _mean_load(self, best_TE: Tensor) -> Tensor:
+        """The load of a micro-batch of all ranks, on average over the step so far."""
+        self.step_load_E += self.peers.sum_of_step(best_TE.sum(0))
+        self.micro_batches += 1
+        load_E = self.step_load_E / self.micro_batches
+        self.mean_loads.append(load_E)
+        return load_E
 
     def _attach(self, x: Tensor, loss: Tensor, coefficient: float, name: str, tokens: int) -> Tensor:
         return self.auxiliary.attach(x, loss, coefficient, name, self.layer, tokens * self.peers.sharing)
