@@ -5,7 +5,9 @@ What each one computes is checked elsewhere, against its formula or a golden; he
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +15,8 @@ from torch import Tensor
 
 from megalith.assemble.model import build_chunks, build_run_optimizer, draw_weights
 from megalith.assemble.schedule import build_schedule
-from megalith.config import load
+from megalith.cli.train_hooks import dump_groups
+from megalith.config import RunConfig, load
 from megalith.distributed.context import ParallelContext
 from megalith.distributed.rng import RandomStreams
 from megalith.train.state import TrainState
@@ -134,19 +137,22 @@ def _batches() -> Iterator[Batch]:
         yield {"tokens": ids[:, :-1], "labels": ids[:, 1:], "position_ids": positions, "loss_mask": mask}
 
 
-def _trained(flags: str) -> Tensor:
-    """All weights after the steps of a run with these flags; micro-batches have 2 samples whatever they say."""
-    config = load([*BASE.split(), *flags.split()], {}, files=False)
+def _state(config: RunConfig) -> TrainState:
     context = ParallelContext.solo()
     streams = RandomStreams(1, context)
     chunks = build_chunks(config, 30, context, streams.own)
     draw_weights(config, chunks, streams, context)
     optimizer = build_run_optimizer(config, chunks, context)
-    state = TrainState(chunks, optimizer, streams, build_schedule(config), context=context)
-    batches = _batches()
+    return TrainState(chunks, optimizer, streams, build_schedule(config), context=context)
+
+
+def _trained(flags: str) -> Tensor:
+    """All weights after the steps of a run with these flags; micro-batches have 2 samples whatever they say."""
+    config = load([*BASE.split(), *flags.split()], {}, files=False)
+    state, batches = _state(config), _batches()
     for _ in range(STEPS):
         train_step(state, batches, config.batch_sizes.num_micro_batches(state.consumed_samples))
-    return torch.cat([weight.detach().flatten().float() for weight in chunks[0].parameters()])
+    return torch.cat([weight.detach().flatten().float() for weight in state.model.parameters()])
 
 
 PLAIN: dict[str, Tensor] = {}
@@ -163,3 +169,16 @@ def test_the_flag_changes_the_weights(base: str, option: str) -> None:
 def test_the_same_flags_give_the_same_weights() -> None:
     """A difference that is there anyway would make the table hold for everything."""
     assert torch.equal(_trained(EXPERTS), _trained(EXPERTS))
+
+
+def test_the_groups_of_all_weights_are_written(tmp_path: Path) -> None:
+    """`--dump-param-to-param-group-map`: which weights decay, have a rate of their own, or one scaled by the width."""
+    flags = f"{BY_ITERS} --decoupled-lr 1e-3 --use-mup --mup-base-hidden-size 8"
+    state = _state(load([*BASE.split(), *flags.split()], {}, files=False))
+    dump_groups(str(tmp_path / "groups.json"), state)
+    groups = json.loads((tmp_path / "groups.json").read_text())
+    assert groups.keys() == {name for name, _ in state.model.named_parameters()}
+    told = {name: (group["wd_mult"], group["lr_mult"], group["is_decoupled_lr"]) for name, group in groups.items()}
+    assert told["decoder.layers.1.mlp.linear_fc1.weight"] == (1.0, 0.5, False)
+    assert told["decoder.layers.1.mlp.linear_fc1.bias"] == (0.0, 1.0, False)
+    assert told["embedding.word_embeddings.weight"] == (1.0, 1.0, True)
