@@ -20,8 +20,9 @@ Source: Chen et al. 2016, arXiv:1604.06174.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,10 +67,25 @@ class Recompute:
         yield Group(range(first, layers), again=False)
 
 
-@contextmanager
-def _both(one: AbstractContextManager[None], other: AbstractContextManager[None]) -> Iterator[None]:
-    with one, other:
-        yield
+class _Repetition(AbstractContextManager[None]):
+    """Around a second computation, and around each further one where a graph is used again.
+
+    Args:
+        replay: of the region.
+        told: makes what else is around it, anew each time.
+    """
+
+    def __init__(self, replay: AbstractContextManager[None], told: Callable[[], AbstractContextManager[None]]) -> None:
+        self._replay, self._told, self._entered = replay, told, ExitStack()
+
+    def __enter__(self) -> None:
+        with ExitStack() as stack:
+            stack.enter_context(self._replay)
+            stack.enter_context(self._told())
+            self._entered = stack.pop_all()
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        self._entered.__exit__(kind, error, trace)
 
 
 def recomputed(
@@ -85,7 +101,7 @@ def recomputed(
     """
 
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        return nullcontext(), _both(region.replay(), told())
+        return nullcontext(), _Repetition(region.replay(), told)
 
     # Shapes need no comparison: what is computed again is the same code on the same input.
     y: Tensor = checkpoint(compute, *inputs, use_reentrant=False, context_fn=contexts, determinism_check="none")
