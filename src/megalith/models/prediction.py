@@ -10,7 +10,7 @@ Embedding and output layer are those of the model. Behind the end of a sequence 
 loss counts. Documents do not end it: as in Megatron, the token after the last of one is the first of the next.
 
 The mean of the losses of these layers, times a factor, is added to the loss of the model. Only training has use for
-them; generation and evaluation leave them out.
+them; generation, serving and `megalith evaluate` leave them out.
 
 Source: DeepSeek-AI 2024, arXiv:2412.19437, section 2.2; the order of the concatenation is that of Megatron and of the
 published weights. Gloeckle et al. 2024, arXiv:2404.19737.
