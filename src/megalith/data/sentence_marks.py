@@ -14,12 +14,13 @@ import re
 _WIDE = "\u3002\uff01\uff1f\uff1b\u2026\uff0e\uff61"
 _CLOSING = "\"')\\]}\u201d\u2019\u300d\u300f\u3011\uff09\u300b\u3009"
 _ABBREVIATIONS = "mr mrs ms dr prof st mt jr sr vs etc e.g i.e cf fig no vol pp inc ltd co corp dept gov gen rep sen"
+# Look-behinds let a run of marks or a long word be tried once, from its beginning, not from each of its characters.
 _END = re.compile(
     rf"(?P<wide>[{_WIDE}]+[{_CLOSING}]*)"
-    rf"|(?P<mark>[.?!]+)[{_CLOSING}]*(?=\s+(?P<next>\S)|\s*$)"
-    r"|(?P<line>\s*\n\s*)"
+    rf"|(?<![.?!])(?P<mark>[.?!]+)[{_CLOSING}]*(?=\s+(?P<next>\S)|\s*$)"
+    r"|(?P<line>\n\s*)"
 )
-_LAST_WORD = re.compile(r"\S*$")
+_LAST_WORD = re.compile(r"(?<!\S)\S*$")
 _QUOTES = "\"'([{\u201c\u2018\u300c\u300e\u3010\uff08"
 
 

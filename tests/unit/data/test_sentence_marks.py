@@ -50,6 +50,12 @@ def test_nothing_but_blanks_is_lost() -> None:
     assert "".join("".join(MarksSplitter().split(text)).split()) == "".join(text.split())
 
 
+@pytest.mark.parametrize("text", ["." * 200_000 + "x", "a" + " " * 200_000 + "b", "x" * 200_000 + " y. B"])
+def test_a_long_run_is_looked_at_once(text: str) -> None:
+    """Trying it from each of its characters would take minutes."""
+    assert "".join("".join(MarksSplitter().split(text)).split()) == "".join(text.split())
+
+
 def test_the_flag_chooses_the_splitter(tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text('{"text": "1"}\n')
     line = f"--input {tmp_path}/in.jsonl --output-prefix {tmp_path}/out --tokenizer-type NullTokenizer --vocab-size 9"
