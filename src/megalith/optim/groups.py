@@ -17,7 +17,7 @@ from megalith.optim.rules import SGD, AdamW, Lion, UpdateRule
 from megalith.optim.soap import Soap
 
 _QK_NORMS = ("q_layernorm.weight", "k_layernorm.weight")
-_TABLES = ("embedding.word_embeddings.weight", "output_layer.weight")
+_TABLES = ("embedding.word_embeddings.weight", "output_layer.weight", "lm_head.output_layer.weight")
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,7 @@ def shape_scale(rows: int, columns: int, mode: str) -> float:
 
 def is_of_layers(name: str, parameter: Tensor) -> bool:
     """Whether a parameter is a matrix inside a layer; embeddings and the output layer are tables, not maps."""
-    return parameter.dim() == 2 and not name.startswith(("embedding.", "output_layer."))
+    return parameter.dim() == 2 and not name.startswith(("embedding.", "output_layer.", "lm_head.output_layer."))
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megalith.config import OptimizerConfig, PrecisionConfig
+from megalith.config import ModelConfig, OptimizerConfig, PrecisionConfig
 from megalith.distributed.context import ParallelContext
+from megalith.models.t5 import T5
 from megalith.optim import Optimizer, build_optimizer
+from megalith.optim.groups import make_groups
 from megalith.optim.muon import COEFFICIENTS, AdaptiveMuon, orthogonalised
-from megalith.optim.rules import Work
+from megalith.optim.rules import AdamW, Work
 from megalith.optim.soap import Soap
 
 FP16 = PrecisionConfig(fp16=True, initial_loss_scale=8.0, hysteresis=1)
@@ -304,6 +306,29 @@ def test_the_tables_have_their_own_rate() -> None:
     moved = _Named().moved(OptimizerConfig(decoupled_lr=0.2, apply_wd_to_qk_layernorm=True), decoupled_lr=0.2)
     assert moved["embedding.word_embeddings.weight"] == 0.1
     assert moved["q_layernorm.weight"] == 0.05
+
+
+def test_the_output_layer_of_t5_is_a_table() -> None:
+    model = T5(
+        ModelConfig(
+            model_family="t5",
+            num_layers=1,
+            hidden_size=8,
+            num_attention_heads=2,
+            max_position_embeddings=8,
+            untie_embeddings_and_output_weights=True,
+        ),
+        16,
+    )
+    name, parameters = "lm_head.output_layer.weight", dict(model.named_parameters())
+    for config, rule, apart in (
+        (OptimizerConfig(optimizer="soap"), AdamW, False),
+        (OptimizerConfig(optimizer="muon"), AdamW, False),
+        (OptimizerConfig(decoupled_lr=0.1), AdamW, True),
+    ):
+        groups = make_groups(parameters, config, ParallelContext.solo().tp, {})
+        (own,) = (group for group in groups if name in group.names)
+        assert isinstance(own.rule, rule) and own.decoupled == apart
 
 
 ROUNDED = OptimizerConfig(

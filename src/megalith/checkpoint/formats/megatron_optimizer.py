@@ -37,7 +37,8 @@ Shapes = Mapping[str, tuple[int, ...]]
 _MAIN_KEYS = ("fp32_from_fp16_params", "fp32_from_fp16")
 _INNER_KEYS = ("optimizer", "optimizer_state_dict")
 _WITHOUT = "load with --no-load-optim to continue from the weights alone"
-_TABLES = ("embedding.word_embeddings.", "output_layer.")  # what --decoupled-lr is for
+# What --decoupled-lr is for: weights, not the bias of BERT's output.
+_TABLES = ("embedding.word_embeddings.weight", "output_layer.weight", "lm_head.output_layer.weight")
 
 
 def decays(name: str, shape: Sequence[int]) -> bool:
