@@ -165,6 +165,7 @@ _OF_MIXTURES = (
     "moe_router_enable_expert_bias",
     "moe_input_jitter_eps",
     "moe_expert_capacity_factor",
+    "expert_tensor_parallel_size",
 )
 
 EXPERT_NOTICES: tuple[Rule, ...] = (

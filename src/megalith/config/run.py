@@ -87,10 +87,9 @@ class RunConfig:
         tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
         cp = parallel.context_parallel_size
         dp = self.launch.world_size // (tp * cp * pp)
-        etp = parallel.expert_tensor_parallel_size
-        return Layout(
-            tp=tp, cp=cp, dp=dp, pp=pp, ep=parallel.expert_model_parallel_size, etp=None if etp == tp else etp
-        )
+        own = parallel.expert_tensor_parallel_size if self.model.mixture else None
+        etp = None if own == tp else own
+        return Layout(tp=tp, cp=cp, dp=dp, pp=pp, ep=parallel.expert_model_parallel_size, etp=etp)
 
     @property
     def stages(self) -> Stages:

@@ -9,6 +9,7 @@ from megalith.config.command_line import given_settings, read_command_line, with
 from megalith.config.known import known_flags
 from megalith.config.render import notes_lines
 from megalith.errors import ConfigError
+from megalith.layout import Layout
 
 BASE = (
     "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --max-position-embeddings 64 --seq-length 64 "
@@ -121,6 +122,8 @@ def test_settings_of_experts_say_where_they_have_no_effect() -> None:
         "--moe-grouped-gemm needs nothing here: which kernels move and multiply tokens is decided here, and the "
         "numbers do not change",
     ]
+    alone = read("--expert-tensor-parallel-size", "3")
+    assert alone.layout == Layout() and "--expert-tensor-parallel-size 3 has no effect" in notes_lines(alone)[0]
     spread = ("--num-experts", "4", "--moe-aux-loss-coeff", "0.1", "--moe-router-load-balancing-type", "none")
     (line,) = notes_lines(read(*spread))
     assert "--moe-aux-loss-coeff 0.1 has no effect" in line
