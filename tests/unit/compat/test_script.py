@@ -93,6 +93,12 @@ def test_a_broken_script_is_read_as_far_as_it_goes(text: str) -> None:
     read_script(text)
 
 
+def test_functions_that_call_themselves_come_to_an_end() -> None:
+    script = read_script("f() {\n f\n f\n f\n}\nf\npython pretrain_gpt.py --fp16\n")
+    assert [command.words for command in script.commands] == [("python", "pretrain_gpt.py", "--fp16")]
+    assert script.notes == ["functions or scripts that begin each other again and again are read in part"]
+
+
 def test_a_sum_calls_nothing() -> None:
     variables = Variables()
     (word,) = tokens("$((__import__('os').getpid()))")

@@ -24,6 +24,7 @@ _INTRODUCING = ("then", "else", "do", "{", "}", "!", "time", "function")
 _SHELLS = ("bash", "sh", "zsh", "dash")
 _READ_SCRIPTS = (*_SHELLS, "sbatch", "ssh")  # run what comes on their standard input
 _DEEPEST = 20  # of functions and scripts inside each other
+_MOST = 1000  # of them in all; a function that calls itself twice would have a million
 _NUMBERS = {"-eq": "==", "-ne": "!=", "-gt": ">", "-ge": ">=", "-lt": "<", "-le": "<="}
 
 
@@ -101,7 +102,7 @@ class _Interpreter:
         self._taken: list[bool] = []  # whether a branch of it has been read
         self._functions: dict[str, list[Token]] = {}
         self._outside: tuple[str, ...] = ()  # words before the shell that reads the present text
-        self._depth = 0
+        self._depth, self._followed = 0, 0
         self._line: int | None = None  # of the script, for commands of a text in it
 
     def read(self, text: str) -> None:
@@ -119,7 +120,10 @@ class _Interpreter:
 
     def _inside(self, stream: Sequence[Token], outside: Sequence[str] = (), arguments: Sequence[str] = ()) -> None:
         """Run a function or a script inside the script, with its own arguments and what stands before its shell."""
-        if self._depth >= _DEEPEST:
+        self._followed += 1
+        if self._depth >= _DEEPEST or self._followed > _MOST:
+            note = "functions or scripts that begin each other again and again are read in part"
+            self.script.notes += [] if note in self.script.notes else [note]
             return
         before = self.variables.arguments, self._outside, self._skipping, self._taken
         self.variables.arguments, self._outside = arguments, (*self._outside, *outside)

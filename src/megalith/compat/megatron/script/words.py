@@ -97,7 +97,7 @@ class _Reader:
 
     def _document(self, name: Word, *, strips: bool) -> Word:
         """The lines up to the one that is the name; quotes around the name keep what is in them as it is."""
-        end, expands, lines = "".join(part.text for part in name.parts), True, list[str]()
+        end, lines = "".join(part.text for part in name.parts), list[str]()
         expands = not any(part.quoted for part in name.parts)
         while self._at < len(self._text):
             stop = self._text.find("\n", self._at)
