@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -20,7 +21,6 @@ from megalith.checkpoint.adapted import args_of
 from megalith.checkpoint.content import Chunk
 from megalith.checkpoint.convert import Wanted, convert
 from megalith.checkpoint.formats.megatron_names import CORE
-from megalith.checkpoint.formats.torch_dist import WORD_EMBEDDINGS
 from megalith.checkpoint.locate import locate
 from megalith.checkpoint.source import open_source
 from megalith.compat.megatron import console
@@ -336,10 +336,10 @@ class Progress:
 
 
 def _part_of(chunk: Chunk) -> str:
-    if chunk.key.startswith("decoder.layers."):
-        return f"transformer layer {chunk.offset[0]}"
+    if (layer := re.match(r"(?:encoder|decoder)\.layers\.(\d+)?", chunk.key)) is not None:
+        return f"transformer layer {layer[1] or chunk.offset[0]}"
     if chunk.key.startswith("mtp.layers."):
         return f"layer {chunk.key.split('.')[2]} of multi-token prediction"
-    if chunk.key.startswith("decoder.final_layernorm."):
+    if chunk.key.startswith(("encoder.final_layernorm.", "decoder.final_layernorm.")):
         return "final layernorm"
-    return "embeddings" if chunk.key in (WORD_EMBEDDINGS, "embedding.position_embeddings.weight") else "output layer"
+    return "embeddings" if chunk.key.startswith("embedding.") else "output layer"
