@@ -103,9 +103,18 @@ def no_save_folder(path: Path) -> str | None:
     """What a folder is that holds parts of a checkpoint where folders of checkpoints should be; None if it does not."""
     if any(any(path.glob(pattern)) for pattern in (".metadata", "__*_*.distcp", "mp_rank_*")):
         return "is the folder of one checkpoint under another name; rename it iter_0000100 or the like, its iteration"
-    if (path / "config.json").is_file():
+    if _describes_a_model(path / "config.json"):
         return "has config.json, as a Hugging Face folder, and no weights (*.safetensors) beside it; copy it again"
     return None
+
+
+def _describes_a_model(config: Path) -> bool:
+    """Whether a config.json is one of Hugging Face's; other programs that share the folder have such files too."""
+    try:
+        text = config.read_text("utf-8", "replace")
+    except OSError:
+        return False
+    return '"model_type"' in text or '"architectures"' in text
 
 
 def is_huggingface(path: Path) -> bool:

@@ -124,6 +124,12 @@ def test_a_hugging_face_folder_without_its_weights(tmp_path: Path, way: str) -> 
         WAYS[way](tmp_path, tmp_path / "out")
 
 
+def test_a_config_of_another_program_leaves_a_folder_empty(tmp_path: Path) -> None:
+    """The first start of a run with --save and --load here begins anew."""
+    (tmp_path / "config.json").write_text(json.dumps({"train_batch_size": 8}))
+    assert DirectoryStore(tmp_path).newest_verified() == (None, [])
+
+
 def test_an_iteration_that_is_not_there(whole: Path) -> None:
     with pytest.raises(CheckpointError, match="holds no iteration 5; it holds 10$"):
         saved_args(whole, 5)
