@@ -85,7 +85,7 @@ def test_a_load_restores_what_was_saved(ranks: Any, tmp_path: Path, world_size: 
     result = results[0]
     assert result["points"] == SAVE_POINTS
     assert (result["newest"], result["seed"], result["iterations"]) == ((10, []), 10, ([10], 10))
-    assert result["layout"] == ({"tp": 1, "cp": 1, "dp": world_size, "pp": 1, "ep": 1}, world_size, "x")
+    assert result["layout"] == ({"tp": 1, "cp": 1, "dp": world_size, "pp": 1, "ep": 1, "etp": None}, world_size, "x")
     data = {f"__{rank}_{i}.distcp" for rank in range(world_size) for i in range(2)}
     assert data - set(result["files"]) <= {f"__{rank}_1.distcp" for rank in range(world_size)}
     assert {name.split("_")[2] for name in result["files"] if name.startswith("__")} == {
