@@ -190,6 +190,7 @@ def test_t5_as_published(work: Path, warm: WarmProcess, capsys: pytest.CaptureFi
         ("bert", "serve {}", "megalith evaluate --task masked measures it"),
         ("bert", "generate {} --prompt x", "megalith evaluate --task masked measures it"),
         ("bert", "generate {} --tp 2 --prompt x", "--tp 2 is for a T5"),
+        ("bert", "generate {} --tp 2 --prompt x", "megalith evaluate --task masked measures it"),
         ("bert", "generate {} --tp 2", "--tp 2 needs --prompt TEXT"),
         ("t5", "serve {}", "megalith generate writes its answers"),
         ("t5", "evaluate {} --task masked --data {}/../text.jsonl", "holds a T5; use --task spans"),

@@ -101,12 +101,13 @@ def run(argv: Sequence[str]) -> int:
 def _answer_together(sampling: Sampling, options: argparse.Namespace) -> int:
     """Print what a T5 answers whose layers several processes share; each chooses the same tokens, the first prints."""
     from megalith.assemble.ranks import join_ranks
-    from megalith.assemble.reading import model_in, ranks_of, saved_args
+    from megalith.assemble.reading import model_in, ranks_of, require_text_model, saved_args
     from megalith.assemble.trained import load_trained
     from megalith.models.t5 import T5
 
     model = model_in(saved_args(options.checkpoint, options.iteration), options.checkpoint)
     if model.model_family != "t5":
+        require_text_model(model, options.checkpoint, f"--tp {options.tp} is for a T5; a continuation")
         raise ConfigError(
             f"--tp {options.tp} is for a T5; a GPT over several processes is served: torchrun --nproc_per_node "
             f"{options.tp} -m megalith serve {options.checkpoint} --tp {options.tp}"

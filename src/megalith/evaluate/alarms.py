@@ -145,7 +145,8 @@ def _of_masked(result: MaskedResult, evidence: Evidence) -> list[Alarm]:
             f"guessing among {evidence.vocab_size} tokens, which finds {by_chance:.2g} at {evidence.uniform:.4g}"
         )
         found.append(Alarm(what, _cause(tokens.mean, evidence)))
-    if orders is not None and orders.total and orders.share <= result.one_answer:
+    # Where all answers are the same, a model that knows them is no better than one that does not.
+    if orders is not None and orders.total and orders.share <= result.one_answer < 1.0:
         what = (
             f"the order of two texts is told right {orders.correct} of {orders.total} times, no better than always "
             f"giving the more frequent answer ({result.one_answer:.3g})"

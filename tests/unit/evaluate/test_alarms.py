@@ -161,6 +161,7 @@ def _masked(correct: int, loss: float, orders: int | None = None, swapped: int =
         (_masked(40, math.nan), ["the loss is not a number"]),
         (_masked(40, 3.0, 50), ["the order of two texts is told right 50 of 100 times"]),
         (_masked(40, 3.0, 60, swapped=30), ["always giving the more frequent answer (0.7)"]),
+        (_masked(40, 3.0, 100, swapped=100), []),
         (_masked(0, 9.0, 10), ["0 of 100 hidden tokens", "told right 10 of 100"]),
         (MaskedResult(0, Guesses()), ["0 samples have no hidden token, nothing was measured"]),
     ],
