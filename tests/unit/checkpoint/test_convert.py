@@ -208,7 +208,7 @@ def test_the_tracker_and_the_manifest_tell_of_the_result(models: dict[str, Path]
     store = DirectoryStore(tmp_path)
     assert store.latest() == 7 and store.verify(7) == []
     manifest = store.manifest(7)
-    assert manifest is not None and manifest["layout"] == {"tp": 2, "cp": 1, "dp": 1, "pp": 1, "ep": 1}
+    assert manifest is not None and manifest["layout"] == {"tp": 2, "cp": 1, "dp": 1, "pp": 1, "ep": 1, "etp": None}
     assert manifest["converted_from"] == {"path": str(models["gpt2"] / "iter_0000007"), "format": "torch_dist"}
 
 

@@ -284,7 +284,34 @@ DEEPSEEK_V3: dict[str, Any] = {  # deepseek-ai/DeepSeek-V3, without its fp8 (qua
     "v_head_dim": 128,
     "vocab_size": 129280,
 }
+FLAN_T5: dict[str, Any] = {  # google/flan-t5-small
+    "architectures": ["T5ForConditionalGeneration"],
+    "d_ff": 1024,
+    "d_kv": 64,
+    "d_model": 512,
+    "decoder_start_token_id": 0,
+    "dropout_rate": 0.1,
+    "eos_token_id": 1,
+    "feed_forward_proj": "gated-gelu",
+    "initializer_factor": 1.0,
+    "is_encoder_decoder": True,
+    "layer_norm_epsilon": 1e-06,
+    "model_type": "t5",
+    "n_positions": 512,
+    "num_decoder_layers": 8,
+    "num_heads": 6,
+    "num_layers": 8,
+    "output_past": True,
+    "pad_token_id": 0,
+    "relative_attention_max_distance": 128,
+    "relative_attention_num_buckets": 32,
+    "tie_word_embeddings": False,
+    "transformers_version": "4.23.1",
+    "use_cache": True,
+    "vocab_size": 32128,
+}
 ALL = {
+    "t5": FLAN_T5,
     "mixtral": MIXTRAL,
     "qwen3_moe": QWEN3_MOE,
     "deepseek_v3": DEEPSEEK_V3,
@@ -298,6 +325,19 @@ ALL = {
 OF_LLAMA = {"position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True, "add_bias_linear": False}
 
 WANTED: dict[str, dict[str, Any]] = {
+    "t5": {
+        "model_family": "t5",
+        "num_decoder_layers": 8,
+        "head_size": 64,
+        "ffn_size": 1024,
+        "activation": "gelu_tanh",
+        "gated": True,
+        "position_embedding_type": "relative",
+        "normalization": "RMSNorm",
+        "softmax_scale": 1.0,
+        "untie_embeddings_and_output_weights": True,
+        "t5_scaled_logits": False,
+    },
     "mixtral": {
         **OF_LLAMA,
         "experts": (8,) * 32,
