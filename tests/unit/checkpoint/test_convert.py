@@ -402,6 +402,18 @@ def test_optimizer_state_that_no_group_has_is_not_lost(tmp_path: Path) -> None:
         convert(save, tmp_path / "b", Wanted(format="torch"))
 
 
+def test_groups_that_files_by_rank_cannot_tell_apart_are_refused(tmp_path: Path) -> None:
+    """As muP's, of two rates: their parameters would be written twice, and could not be read again."""
+    source = model_source()
+    common = source.common()
+    groups = common["optimizer"]["param_groups"]
+    groups.insert(1, {**groups[0], "lr_mult": 0.5})
+    save = written(MemorySource(source.tensors, common), tmp_path / "a")
+    with pytest.raises(CheckpointError, match="the optimizer has more .--use-mup makes them.; use --format torch_dist"):
+        convert(save, tmp_path / "b", Wanted(format="torch"))
+    assert not any((tmp_path / "b").glob("iter_*"))
+
+
 def test_an_interrupted_conversion_leaves_nothing(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -317,6 +317,11 @@ class PlaceFiles:
             return {"optimizer": {"param_groups": [{**group, "step": float(step)} for group in groups]}, **scaler}
         shapes = {name: shape for part in parts for name, shape in part.items()}
         names = members(groups, shapes)
+        if sum(map(len, names)) > len({name for part in names for name in part}):
+            raise CheckpointError(
+                "files of format torch tell groups apart by their weight decay and --decoupled-lr alone, and the "
+                "optimizer has more (--use-mup makes them); use --format torch_dist, or --no-optim"
+            )
         states = [self._state(name, step) for part in names for name in part]
         half = self._target.dtype != torch.float32
         first, numbered = 0, []
