@@ -39,9 +39,9 @@ def loss_names(model: ModelConfig) -> list[str]:
 def auxiliary_losses(
     chunks: Sequence[LanguageModel], names: Sequence[str], num_micro_batches: int, context: ParallelContext
 ) -> Tensor:
-    """What this rank adds to the mean of each loss over layers, micro-batches and replicas, [names], fp64.
+    """What this replica adds to the mean of each loss over layers, micro-batches and replicas, [names], fp64.
 
-    The sum over context-parallel ranks, replicas and stages is that mean.
+    The sum over context-parallel ranks and replicas is that mean; tensor-parallel ranks and stages have the same.
     """
     if not names:
         return torch.zeros(0, dtype=torch.float64, device=context.device)
@@ -50,8 +50,7 @@ def auxiliary_losses(
     sums = torch.zeros(len(names), dtype=torch.float64)
     for chunk in chunks:
         sums += torch.tensor([_sum(chunk.auxiliary, name) for name in names], dtype=torch.float64)
-    sums = (sums / (mixtures * num_micro_batches * context.dp.size)).to(context.device)
-    return comm.all_reduce(sums, context.tp) if chunks[0].region.partial_gradients else sums
+    return _of_all_layers(sums / (mixtures * num_micro_batches * context.dp.size), chunks, context)
 
 
 @torch.no_grad()
@@ -60,14 +59,23 @@ def expert_load(chunks: Sequence[LanguageModel], context: ParallelContext) -> Te
 
     Layers of multi-token prediction stand behind the others.
 
-    The sum over context-parallel ranks, replicas and stages is that of all tokens.
+    The sum over context-parallel ranks and replicas is that of all tokens; tensor-parallel ranks and stages have the
+    same.
     """
     model = chunks[0].config
     layers = model.num_layers + model.predictions
     load_LE = torch.zeros(layers, model.num_experts or 0, dtype=torch.float64, device=context.device)
     for router in routers(chunks):
         load_LE[router.layer] = router.load_E
-    return comm.all_reduce(load_LE, context.tp) if chunks[0].region.partial_gradients and model.mixture else load_LE
+    return _of_all_layers(load_LE, chunks, context) if model.mixture else load_LE
+
+
+def _of_all_layers(sums: Tensor, chunks: Sequence[LanguageModel], context: ParallelContext) -> Tensor:
+    """Sums of the layers and tokens here, put together with those of other stages and of other parts of a sequence."""
+    sums = sums.to(context.device)
+    if chunks[0].region.partial_gradients:
+        sums = comm.all_reduce(sums, context.tp)
+    return comm.all_reduce(sums, context.pp)
 
 
 def _sum(auxiliary: Auxiliary, name: str) -> float:
