@@ -248,6 +248,16 @@ def phases_have_one_batch_size(draft: Draft) -> str:
     )
 
 
+@rule("phase_transition_iterations", "save")
+def the_next_phase_needs_a_checkpoint(draft: Draft) -> str:
+    if not draft.run.train.phase_ends or draft.run.checkpoint.save:
+        return ""
+    return (
+        f"{show(draft, 'phase_transition_iterations')} stops the run where a phase ends, and without --save nothing is "
+        "there for the next one to go on from"
+    )
+
+
 TRAINING_RULES: tuple[Rule, ...] = (
     phases_end_in_the_run,
     phases_have_one_batch_size,
@@ -267,6 +277,7 @@ TRAINING_NOTICES: tuple[Rule, ...] = (
     loss_scale_without_half_precision,
     policy_without_checks,
     injection_needs_validation,
+    the_next_phase_needs_a_checkpoint,
     skipped_iterations_are_in_the_run,
     idle_without("grad_reduce_in_bf16", "bf16", "it is for --bf16; under --fp16 gradients are fp16 by themselves"),
     idle_without("error_injection_type", "error_injection_rate", "--error-injection-rate is not given"),

@@ -142,6 +142,11 @@ def test_some_values_of_a_flag_may_need_nothing() -> None:
     [
         ("--num-query-groups 2", "--num-query-groups 2 has no effect: --group-query-attention is not given"),
         ("--save-interval 5", "--save-interval 5 has no effect: nothing is saved without --save"),
+        (
+            "--phase-transition-iterations 4",
+            "--phase-transition-iterations 4 stops the run where a phase ends, and without --save nothing is there for "
+            "the next one to go on from",
+        ),
         ("--finetune", "--finetune has no effect: nothing is loaded without --load"),
         ("--no-t5-logits-bias", "--no-t5-logits-bias has no effect: the model is no T5"),
         ("--t5-scaled-logits", "--t5-scaled-logits has no effect: the model is no T5"),
