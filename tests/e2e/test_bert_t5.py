@@ -185,6 +185,7 @@ def test_t5_as_published(work: Path, warm: WarmProcess, capsys: pytest.CaptureFi
         ("bert", "evaluate {} --task spans --data {}/../text.jsonl", "holds a BERT; use --task masked"),
         ("bert", "evaluate {} --task masked --data {}/none", "nor the prefix of a dataset"),
         ("bert", "evaluate {} --task masked --data {}/../text.jsonl --seq-length 33", "longer than the 32 positions"),
+        ("bert", "evaluate {} --task masked --data {}/../text.jsonl --seq-length 6", "use at least 8"),
         ("bert", "evaluate {} --task cloze --samples 3", "--samples 3 is for --task masked and spans"),
         ("bert", "serve {}", "a server needs a model that continues text, a GPT, and"),
         ("bert", "serve {}", "megalith evaluate --task masked measures it"),

@@ -61,7 +61,9 @@ def _masking(config: dict[str, Any], **changes: Any) -> Masking:
     return Masking(**{**{ours: config[theirs] for ours, theirs in names.items()}, **changes})
 
 
-def _datasets(case: dict[str, Any], tmp_path: Path | None = None, **changes: Any) -> dict[str, BertDataset]:
+def _datasets(
+    case: dict[str, Any], tmp_path: Path | None = None, vocabulary: Path = Path("data/vocab.txt"), **changes: Any
+) -> dict[str, BertDataset]:
     config = case["config"]
     options = MaskedOptions(
         config["sequence_length"],
@@ -69,7 +71,7 @@ def _datasets(case: dict[str, Any], tmp_path: Path | None = None, **changes: Any
         _masking(config, **changes),
         config["short_sequence_probability"],
     )
-    tokenizer = WordPieceTokenizer("data/vocab.txt", lower_case=True)
+    tokenizer = WordPieceTokenizer(vocabulary, lower_case=True)
     assert tokenizer.vocab_size == case["vocab_size"]
     rule = BertSamples(options, tokenizer, config["classification_head"])
     return {
@@ -134,6 +136,18 @@ def test_a_word_that_is_replaced_by_padding_is_padding(topic: Topic, tmp_path: P
         np.testing.assert_array_equal(sample["padding_mask"], sample["text"] != 0)
         met += int((sample["padding_mask"][:length] == 0).sum())
     assert met > 0
+
+
+def test_padding_of_another_id_is_padding(topic: Topic, tmp_path: Path) -> None:
+    """Where Megatron's mask would hold the id, and let the padding be seen."""
+    words = Path("data/vocab.txt").read_text(encoding="utf-8").splitlines()
+    moved = [*words[1:5], words[0], *words[5:]]
+    (tmp_path / "vocab.txt").write_text("\n".join(moved) + "\n", encoding="utf-8")
+    padding = moved.index("[PAD]")
+    dataset = _datasets(topic.case("bert_nsp"), tmp_path, tmp_path / "vocab.txt")["train"]
+    sample = next(sample for sample in map(dataset.__getitem__, range(len(dataset))) if sample["text"][-1] == padding)
+    np.testing.assert_array_equal(sample["padding_mask"], sample["text"] != padding)
+    assert set(sample["types"][sample["padding_mask"] == 0]) == {0}
 
 
 _PARTS = ("description.txt", "sample_index.npy")

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from megalith.cli.threads import keep_native_code_quiet, share_cores, wait_asleep
 from megalith.compat.megatron.tokenizer_flags import add_tokenizer_flags, tokenizer_of_flags
 from megalith.config import LaunchConfig, RunConfig
+from megalith.config.bert_rules import SHORTEST_SAMPLE
 from megalith.config.environment import first_of_machine, read_launch
 from megalith.errors import ConfigError, DataError, MegalithError
 from megalith.evaluate.request import DEFAULT_BATCH, DETOKENIZER_CHOICES, MASKED_TASKS, TASKS, Request
@@ -214,6 +215,11 @@ def _configuration(request: Request) -> RunConfig:
             for flag, length in lengths.items()
             if length is not None and length > most
         ]
+    if request.task == "masked" and request.seq_length is not None and request.seq_length < SHORTEST_SAMPLE:
+        wrong.append(
+            f"--seq-length {request.seq_length}: three tokens of a sample of BERT are special; use at least "
+            f"{SHORTEST_SAMPLE}"
+        )
     if wrong:
         raise ConfigError(wrong)
     return ranks_of(model, request.settings, os.environ)

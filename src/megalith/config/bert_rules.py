@@ -8,7 +8,7 @@ from megalith.config.rule import Draft, Rule, rule, show
 from megalith.config.run import RunConfig
 
 _WORD_PIECES = ("BertWordPieceLowerCase", "BertWordPieceCase")
-_SHORTEST = 8  # tokens: three special ones, and a few words on either side
+SHORTEST_SAMPLE = 8  # tokens: three special ones, and a few words on either side
 _LEAVE_OUT = "leave it out"
 
 
@@ -28,9 +28,9 @@ def bert_has_word_pieces(draft: Draft) -> str:
 
 @rule("model_family", "seq_length")
 def a_sample_of_bert_has_words(draft: Draft) -> str:
-    if not _is_bert(draft) or draft.run.data.seq_length >= _SHORTEST:
+    if not _is_bert(draft) or draft.run.data.seq_length >= SHORTEST_SAMPLE:
         return ""
-    return f"{show(draft, 'seq_length')}: three tokens of a sample of BERT are special; use at least {_SHORTEST}"
+    return f"{show(draft, 'seq_length')}: three tokens of a sample of BERT are special; use at least {SHORTEST_SAMPLE}"
 
 
 def _without(name: str, used: Callable[[RunConfig], bool], why: str) -> Rule:

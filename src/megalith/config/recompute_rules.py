@@ -51,9 +51,12 @@ def compiled_blocks_are_not_recomputed(draft: Draft) -> str:
     harmless = train.recompute_granularity != "full" and train.recomputed_parts <= {"core_attn"}
     if not train.compile or harmless:
         return ""
-    what = f"--recompute-granularity {train.recompute_granularity or 'selective'}"
-    if train.recompute_granularity != "full":
-        what += f" --recompute-modules {' '.join(sorted(train.recomputed_parts))}"
+    if train.recompute_granularity is None:
+        what = "--moe-layer-recompute"
+    elif train.recompute_granularity == "full":
+        what = "--recompute-granularity full"
+    else:
+        what = f"--recompute-granularity selective --recompute-modules {' '.join(sorted(train.recomputed_parts))}"
     return f"--compile with {what} is not tested yet; leave one of them out"
 
 

@@ -126,7 +126,7 @@ def test_text_without_paragraphs_is_cut_elsewhere(separator: str) -> None:
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "gb18030", "utf-16"])
-@pytest.mark.parametrize("name", ["text.txt", "text.txt.gz", "text.jsonl", "text.jsonl.gz"])
+@pytest.mark.parametrize("name", ["text.txt", "my.json.notes.txt.gz", "text.jsonl", "text.jsonl.gz"])
 def test_users_files_in_their_encoding(tmp_path: Path, encoding: str, name: str) -> None:
     texts = [f"\u7b2c{number}\u7ae0\u3002\u8bdd\u8bf4\u5929\u4e0b\u5927\u52bf\uff0c" * 200 for number in range(25)]
     lines = [json.dumps({"text": text}, ensure_ascii=False) for text in texts] if "jsonl" in name else texts

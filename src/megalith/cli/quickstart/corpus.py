@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from megalith.data.sources.formats import JSONL, format_by_name
 from megalith.data.sources.protocol import Limits
 from megalith.data.sources.streams import open_text
 from megalith.errors import DataError
@@ -110,7 +111,7 @@ def read_documents(path: Path, text_key: str, encoding: str = "auto") -> Iterato
     file = open_text(path, encoding, Limits())
     text = codecs.iterdecode((block for block, _ in file.blocks()), "utf-8")
     try:
-        if {".jsonl", ".json"} & set(path.suffixes):
+        if format_by_name(path) == JSONL:
             for number, line in enumerate(_lines(text, path), start=1):
                 if line.strip():
                     yield text_of_line(line, text_key, f"{path}, line {number}")

@@ -85,13 +85,13 @@ class BertDataset(MaskedDataset):
         labels, loss_mask = np.full(length, -1, np.int64), np.zeros(length, np.int64)
         labels[positions] = [label for _, label in masked.labels]
         loss_mask[positions] = 1
-        text = self._padded(masked.tokens)
+        text = self._padded(masked.tokens, self._pad)
         return {
             "text": text,
-            "types": self._padded(types),
+            "types": self._padded(types, 0),
             "labels": labels,
             "is_random": np.array(swapped, np.int64),
-            "padding_mask": np.where(text == self._pad, self._pad, 1),  # a word replaced by padding counts as such
+            "padding_mask": (text != self._pad).astype(np.int64),  # a word replaced by padding counts as such
             "loss_mask": loss_mask,
             "truncated": np.array(truncated, np.int64),
         }
@@ -111,9 +111,9 @@ class BertDataset(MaskedDataset):
             return self._mask
         return int(random.randint(0, self._vocab_size)) if random.random_sample() >= 0.5 else None
 
-    def _padded(self, values: list[int]) -> NDArray[np.int64]:
-        """Filled up with the id of the padding, as Megatron fills types and masks too; that id is 0 in BERT's."""
-        filled = np.full(self._options.sequence_length, self._pad, np.int64)
+    def _padded(self, values: list[int], padding: int) -> NDArray[np.int64]:
+        """Filled up to the length of a sample. (Megatron fills types with the padding's id, which is 0 in BERT.)"""
+        filled = np.full(self._options.sequence_length, padding, np.int64)
         filled[: len(values)] = values
         return filled
 
