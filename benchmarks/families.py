@@ -21,13 +21,13 @@ import json
 import os
 import platform
 import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from turns import seconds_in_turns
 
 from megalith.config import ModelConfig, OptimizerConfig, PrecisionConfig
 from megalith.models.families import model_class
@@ -156,22 +156,10 @@ def huggingface_step(family: str, size: int) -> Step:
     return step
 
 
-def _seconds(step: Step) -> float:
-    began = time.perf_counter()
-    step()
-    return time.perf_counter() - began
-
-
 def measure(family: str, rounds: int, size: int) -> dict[str, Any]:
     """The two contenders in turns."""
     steps = {"huggingface": huggingface_step(family, size), "megalith": megalith_step(family, size)}
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for step in steps.values():
-        step()
-        step()
-    for number in range(rounds):
-        for name in sorted(steps, reverse=bool(number % 2)):
-            times[name].append(_seconds(steps[name]))
+    times = seconds_in_turns(steps, rounds)
     ratios = [theirs / ours for theirs, ours in zip(times["huggingface"], times["megalith"], strict=True)]
     return {
         "micro_batch_size": size,

@@ -21,7 +21,6 @@ import os
 import platform
 import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from turns import seconds_in_turns
 
 from megalith.config import ModelConfig, OptimizerConfig, PrecisionConfig
 from megalith.distributed import comm
@@ -88,22 +88,10 @@ def _step(dtype: str, *, mixture: bool) -> Callable[[], float]:
     return step
 
 
-def _seconds(step: Callable[[], float]) -> float:
-    began = time.perf_counter()
-    step()
-    return time.perf_counter() - began
-
-
 def measure(dtype: str, rounds: int) -> dict[str, Any]:
     """The two models in turns."""
     steps = {"mixture": _step(dtype, mixture=True), "dense": _step(dtype, mixture=False)}
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for step in steps.values():
-        step()
-        step()
-    for number in range(rounds):
-        for name in sorted(steps, reverse=bool(number % 2)):
-            times[name].append(_seconds(steps[name]))
+    times = seconds_in_turns(steps, rounds)
     ratios = [mine / dense for mine, dense in zip(times["mixture"], times["dense"], strict=True)]
     return {
         "seconds": {name: round(statistics.median(values), 4) for name, values in times.items()},

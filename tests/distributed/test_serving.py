@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 from megalith.assemble.model import copy_shared_weight
-from megalith.config import ModelConfig
 from megalith.distributed.context import ParallelContext
 from megalith.errors import LayoutError, PeerError
 from megalith.layout import Layout, cut
@@ -28,38 +27,14 @@ from megalith.serve.engine import Engine, Limits
 from megalith.serve.model_runner import ModelRunner, RankRunner, unpacked
 from megalith.serve.request import Beams, Event, Request, Sampling, Token
 
+from ..unit.serve import models
 from .conftest import Ranks
 
 VOCABULARY, PADDED = 27, 30  # 30 divides over neither 4 ranks nor evenly into heads
-GPT2 = ModelConfig(num_layers=3, hidden_size=16, num_attention_heads=4, max_position_embeddings=40, init_method_std=0.5)
-LLAMA = dataclasses.replace(
-    GPT2,
-    position_embedding_type="rope",
-    normalization="RMSNorm",
-    swiglu=True,
-    add_bias_linear=False,
-    untie_embeddings_and_output_weights=True,
-    group_query_attention=True,
-    num_query_groups=2,
-    ffn_hidden_size=48,
-)
-EXPERTS = dataclasses.replace(
-    LLAMA, num_experts=4, moe_ffn_hidden_size=24, moe_router_topk=2, moe_shared_expert_intermediate_size=16
-)
-LATENT = dataclasses.replace(
-    LLAMA,
-    group_query_attention=False,
-    num_query_groups=None,
-    multi_latent_attention=True,
-    q_lora_rank=10,
-    kv_lora_rank=8,
-    qk_head_dim=6,
-    qk_pos_emb_head_dim=4,
-    v_head_dim=5,
-    rope_type="rope",
-    qk_layernorm=True,
-)
-STYLES = {"gpt2": GPT2, "llama": LLAMA, "experts": EXPERTS, "latent": LATENT}
+STYLES = {
+    name: dataclasses.replace(config, num_layers=3, max_position_embeddings=40)
+    for name, config in models.STYLES.items()
+}
 BLOCKS = {"num_blocks": 14, "block_size": 4}  # too few for all at once
 
 

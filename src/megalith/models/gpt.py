@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from megalith.config import ModelConfig
 from megalith.models.language_model import WORD_EMBEDDINGS, Inputs, LanguageModel, Loss, Stage
 from megalith.models.layer_options import rotations
-from megalith.models.prediction import Ahead, Prediction, ahead, shifted
+from megalith.models.prediction import Ahead, Prediction, PredictionLayer, ahead, shifted
 from megalith.models.transformer import Transformer
 from megalith.nn.attention import SequenceMixer
 from megalith.nn.cache import KVCache
@@ -78,27 +78,12 @@ class GPT(LanguageModel):
             if self.stage.embeds or predicts_ahead
             else None
         )
-        self.decoder = Transformer(
-            config,
-            self.stage,
-            region,
-            self.mixer,
-            peers or Alone(),
-            self.auxiliary,
-            recompute,
-            dtype=dtype,
-            device=device,
-        )
+        shared = (region, self.mixer, peers or Alone(), self.auxiliary, recompute)
+        self.decoder = Transformer(config, self.stage, *shared, dtype=dtype, device=device)
         self.mtp = (
             Prediction(
-                config,
-                region,
-                self.mixer,
-                peers or Alone(),
-                self.auxiliary,
-                recompute,
-                dtype=dtype,
-                device=device,
+                PredictionLayer(config, depth, *shared, dtype=dtype, device=device)
+                for depth in range(config.predictions)
             )
             if predicts_ahead
             else None

@@ -18,7 +18,7 @@ published weights. Gloeckle et al. 2024, arXiv:2404.19737.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -151,22 +151,8 @@ class PredictionLayer(nn.Module):
 
 
 class Prediction(nn.Module):
-    """The layers of all depths; arguments as of `PredictionLayer`. They are called one by one, by the model."""
+    """The layers of all depths, in their order. They are called one by one, by the model."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        region: Region,
-        mixer: SequenceMixer,
-        peers: Peers,
-        auxiliary: Auxiliary,
-        recompute: Recompute | None,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, layers: Iterable[PredictionLayer]) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(
-            PredictionLayer(config, depth, region, mixer, peers, auxiliary, recompute, dtype=dtype, device=device)
-            for depth in range(config.predictions)
-        )
+        self.layers = nn.ModuleList(layers)
