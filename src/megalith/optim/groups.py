@@ -16,7 +16,7 @@ from megalith.optim.mup import WidthScaling
 from megalith.optim.rules import SGD, AdamW, Lion, UpdateRule
 from megalith.optim.soap import Soap
 
-_QK_NORMS = ("q_layernorm.weight", "k_layernorm.weight")
+_QK_NORMS = ("q_layernorm.", "k_layernorm.")
 _TABLES = ("embedding.word_embeddings.weight", "output_layer.weight", "lm_head.output_layer.weight")
 
 
@@ -38,8 +38,11 @@ class Group:
 
 
 def decays(name: str, parameter: Tensor, config: OptimizerConfig) -> bool:
-    """Whether the weight decay acts on a parameter: not on biases and what is one-dimensional, unless told so."""
-    if config.decays_qk_layernorm and name.endswith(_QK_NORMS):
+    """Whether the weight decay acts on a parameter: not on biases and what is one-dimensional.
+
+    The norms of queries and keys decay if that is asked for, weights and biases as in Megatron.
+    """
+    if config.decays_qk_layernorm and any(part in name for part in _QK_NORMS):
         return True
     return not (name.endswith(".bias") or parameter.dim() == 1)
 

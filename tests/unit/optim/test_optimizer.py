@@ -296,8 +296,8 @@ def test_weight_decay_of_query_and_key_norms() -> None:
     names = ("embedding.word_embeddings.weight", "q_layernorm.weight", "q_layernorm.bias")
     for config, wanted in (
         (OptimizerConfig(), (0.05, 0.0, 0.0)),
-        (OptimizerConfig(apply_wd_to_qk_layernorm=True), (0.05, 0.05, 0.0)),
-        (OptimizerConfig(no_weight_decay_cond_type="apply_wd_to_qk_layernorm"), (0.05, 0.05, 0.0)),
+        (OptimizerConfig(apply_wd_to_qk_layernorm=True), (0.05, 0.05, 0.05)),
+        (OptimizerConfig(no_weight_decay_cond_type="apply_wd_to_qk_layernorm"), (0.05, 0.05, 0.05)),
     ):
         assert _Named().moved(config) == dict(zip(names, wanted, strict=True))
 
