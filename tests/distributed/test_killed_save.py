@@ -131,7 +131,7 @@ def test_a_killed_rank_leaves_the_checkpoint_before(
     iteration, notes = store.newest_verified()
     assert iteration == (20 if point == "post_commit" or (point, killed) == ("mid_commit", 1) else 10)
     if (point, killed) == ("mid_commit", 0):
-        assert "says 10; the later iter_0000020 are left aside" in notes[0]
+        assert "says 10; the later iter_0000020 is left aside" in notes[0]
     else:
         assert notes == []
     assert loaded(store, iteration) == iteration

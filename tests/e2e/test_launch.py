@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from megalith.checkpoint import DirectoryStore
+from megalith.tokenizers.byte_level import BYTE_OF_CHARACTER, END_OF_TEXT
 
 from .checkpoints import assert_same, state_of
 from .small_run import MODEL, write_text
@@ -130,18 +132,41 @@ def test_another_number_of_ranks(warm: WarmProcess, tmp_path: Path, text: Path) 
     assert all(re.search(r"was told of [24] ranks, and others of [42]", end.text) for end in ends)
 
 
+def write_vocabularies(folder: Path) -> list[list[object]]:
+    """The flags of two GPT-2 tokenizers of one size, which differ in the order of their merges alone."""
+    tokens = [*BYTE_OF_CHARACTER, "ab", "ba", END_OF_TEXT]
+    flags: list[list[object]] = []
+    for name, merges in (("one", "a b\nb a\n"), ("other", "b a\na b\n")):
+        (folder / name).mkdir()
+        vocabulary, merge_file = folder / name / "vocab.json", folder / name / "merges.txt"
+        vocabulary.write_text(json.dumps({token: number for number, token in enumerate(tokens)}))
+        merge_file.write_text("#version: 0.2\n" + merges)
+        kind = ["--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", vocabulary, "--merge-file", merge_file]
+        flags.append(kind)
+    return flags
+
+
 def test_unequal_settings_and_data_of_a_run(warm: WarmProcess, tmp_path: Path, text: Path) -> None:
-    other = write_text(tmp_path, scale=2)
-    for flags, message in (
-        (["--clip-grad", 2], r"  --clip-grad: [12]\.0 on rank [01] \(\S+\), [12]\.0 on rank [01] "),
-        (["--data-path", other], r"  data source: \w+ on rank [01] \(\S+\), \w+ on rank [01] "),
+    """F17, F18: settings, seed, length, data and the hashes of the tokenizer's files; both values are shown."""
+    other, words = write_text(tmp_path, scale=2), write_vocabularies(tmp_path)
+    for common, flags, differences in (
+        (
+            [],
+            ["--clip-grad", 2, "--seed", 5, "--seq-length", 4],
+            {"--clip-grad": "[12]\\.0", "--seed": "(5|1234)", "--seq-length": "[48]"},
+        ),
+        ([], ["--data-path", other], {"data digest": r"\w+", "data source": r"\w+"}),
+        (words[0], words[1], {"tokenizer file merges.txt": r"sha256 \w{12}"}),
     ):
-        ends = start(warm, tmp_path, text, (0, 2, []), (1, 2, flags))
+        ends = start(warm, tmp_path, text, (0, 2, common), (1, 2, [*common, *flags]))
         assert [end.code for end in ends] == [2, 2], ends
         for end in ends:
             assert "are not set up alike; all ranks of a run must be:" in end.text
-            assert re.search(message, end.text), end.text
-            assert "torch:" not in end.text
+            listed = end.text.split("all ranks of a run must be:\n")[1].split("\n  ")
+            assert len([line for line in listed if " on rank " in line]) == len(differences), end.text
+            for name, value in differences.items():
+                found = re.search(rf"  {name}: ({value}) on rank [01] \(\S+\), ({value}) on rank [01] ", end.text)
+                assert found and len(set(found.groups())) >= 2, end.text
 
 
 def test_a_slow_rank_is_reported_with_its_cost(warm: WarmProcess, tmp_path: Path, text: Path) -> None:

@@ -1,4 +1,4 @@
-"""No command opens a network socket unasked: help, preprocess, train and generate run where one is fatal."""
+"""No command opens a network socket unasked: help, preprocess, train and generate run where one is fatal (F42)."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ from typing import Any
 from megalith.config import RunConfig
 from megalith.config.run import all_settings
 from megalith.distributed.agreement import versions
+from megalith.tokenizers.card import entries
 
 _OF_EACH_RANK = ("launch",)
 # Machines may keep the same files at different places; their content is compared instead.
@@ -38,6 +39,6 @@ def facts_of(run: RunConfig) -> dict[str, str]:
 def content_facts(tokenizer: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, str]:
     """The card of the tokenizer, which has the hashes of its files, and the fingerprint of the data."""
     return {
-        **{f"tokenizer {name}": str(value) for name, value in tokenizer.items()},
+        **{f"tokenizer {name}": value for name, value in entries(tokenizer).items()},
         **{f"data {name}": str(value) for name, value in data.items()},
     }

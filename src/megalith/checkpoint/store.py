@@ -446,8 +446,9 @@ class DirectoryStore:
             return [f"{path} holds {text[:40]!r} instead of an iteration"]
         if tracked not in there:
             return [f"{path} points to iteration {tracked}, and {self.folder(tracked)} does not exist"]
-        later = ", ".join(self.folder(iteration).name for iteration in there if iteration > tracked)
-        return [f"{path} says {tracked}; the later {later} are left aside"] if later else []
+        later = [self.folder(iteration).name for iteration in there if iteration > tracked]
+        verb = "is" if len(later) == 1 else "are"
+        return [f"{path} says {tracked}; the later {', '.join(later)} {verb} left aside"] if later else []
 
     def _existing(self, iteration: int) -> CheckpointFolder:
         path = self.folder(iteration)

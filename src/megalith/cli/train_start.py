@@ -444,7 +444,7 @@ def _load(
         return
     for note in found.notes:
         screen.warn(f"WARNING: {note}")
-    where = str(store.path)
+    where = console.as_typed(str(store.path), load)
     screen.say(console.loading_line(where, found.iteration, distributed=store.format(found.iteration) != "torch"))
     resumed = restore(store, found, state, config, probe)
     for note in resumed.notes:

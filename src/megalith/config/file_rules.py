@@ -11,8 +11,9 @@ from megalith.config.values import closest
 from megalith.errors import ConfigError
 
 
-def _file_problem(draft: Draft, name: str, path: str) -> str:
-    if Path(path).is_file():
+def _file_problem(draft: Draft, name: str) -> str:
+    path = draft.run.tokenizer.named_files.get(name)
+    if path is None or Path(path).is_file():
         return ""
     what = "is a folder" if Path(path).is_dir() else f"no such file{_from_here(path)}"
     return f"{show(draft, name)}: {what}{_near(Path(path))}"
@@ -32,14 +33,17 @@ def _near(path: Path) -> str:
 
 @rule("vocab_file")
 def vocabulary_file_exists(draft: Draft) -> str:
-    path = draft.run.tokenizer.vocab_file
-    return _file_problem(draft, "vocab_file", path) if path else ""
+    return _file_problem(draft, "vocab_file")
 
 
 @rule("merge_file")
 def merges_file_exists(draft: Draft) -> str:
-    path = draft.run.tokenizer.merge_file
-    return _file_problem(draft, "merge_file", path) if path else ""
+    return _file_problem(draft, "merge_file")
+
+
+@rule("tokenizer_model")
+def tokenizer_model_exists(draft: Draft) -> str:
+    return _file_problem(draft, "tokenizer_model")
 
 
 @rule(
@@ -103,6 +107,7 @@ def _folder_is_no_file(name: str) -> Rule:
 FILE_RULES: tuple[Rule, ...] = (
     vocabulary_file_exists,
     merges_file_exists,
+    tokenizer_model_exists,
     datasets_exist,
     *(
         _folder_is_no_file(name)

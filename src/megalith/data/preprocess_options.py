@@ -77,11 +77,11 @@ def plan_sources(options: PreprocessOptions) -> Plan:
 def option_violations(options: PreprocessOptions) -> list[str]:
     """What keeps these options from working, the inputs aside."""
     violations = tokenizer_violations(options.tokenizer)
-    files = {"--vocab-file": options.tokenizer.vocab_file, "--merge-file": options.tokenizer.merge_file}
-    for flag, file in files.items():
-        if file and not Path(file).is_file():
+    for name, file in options.tokenizer.named_files.items():
+        flag = "--" + name.replace("_", "-")
+        if not Path(file).is_file():
             violations.append(f"{flag} {file}: {'is a folder' if Path(file).is_dir() else 'no such file'}")
-        elif file and not os.access(file, os.R_OK):
+        elif not os.access(file, os.R_OK):
             violations.append(f"{flag} {file}: no permission to read it")
     violations += _source_violations(options.source)
     if options.workers < 1:

@@ -86,6 +86,11 @@ def _read_text(file: str, role: str) -> str:
 
 
 def _parse_vocab(file: str, text: str) -> dict[str, int]:
+    if text.startswith("#version"):
+        raise DataError(
+            f"{file} is a merges.txt, not a vocab.json: --vocab-file takes vocab.json and --merge-file takes "
+            "merges.txt; exchange them, or download the one that is missing"
+        )
     try:
         ids = json.loads(text)
     except ValueError as error:

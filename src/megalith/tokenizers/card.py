@@ -156,6 +156,11 @@ def _with_null_tokenizer(prefix: str, card: Mapping[str, Any], here: Mapping[str
     )
 
 
+def entries(card: Mapping[str, Any]) -> dict[str, str]:
+    """The entries of a card without levels, as they are shown: hashes by their first digits."""
+    return {name: _shown(value) for name, value in _flat(card).items()}
+
+
 def _flat(card: Mapping[str, Any]) -> dict[str, Any]:
     """The entries of a card without levels, under names as they are shown."""
     flat: dict[str, Any] = {}

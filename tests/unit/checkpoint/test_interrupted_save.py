@@ -149,7 +149,7 @@ def test_a_killed_save_leaves_the_previous_checkpoint(
     expected = 20 if point == "post_commit" else 10
     assert iteration == expected
     if point in ("mid_commit", "in_tracker"):
-        assert "says 10; the later iter_0000020 are left aside" in notes[0]
+        assert "says 10; the later iter_0000020 is left aside" in notes[0]
     target = make_content(0)
     store.load(expected, target)
     assert same_tensors(target, make_content(21 if expected == 20 else 10))

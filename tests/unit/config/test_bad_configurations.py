@@ -199,7 +199,7 @@ TABLE: list[tuple[str, tuple[str, ...]]] = [
     ("--null-tokenizer-eod-id 100", ("--null-tokenizer-eod-id 100 is not below --vocab-size 100",)),
     ("--tokenizer-special-tokens <a>", ("--tokenizer-type NullTokenizer takes none", "TikTokenizer")),
     (
-        "--tokenizer-type TikTokenizer --tokenizer-model t.json --tiktoken-num-special-tokens 2",
+        "--tokenizer-type TikTokenizer --tokenizer-model {data}/vocab.json --tiktoken-num-special-tokens 2",
         ("--tiktoken-num-special-tokens 2: there are 3 special tokens with a name", "from 3 to 99"),
     ),
     ("--tokenizer-type HuggingFaceTokenizer", ("HuggingFaceTokenizer requires --tokenizer-model DIR",)),
@@ -529,6 +529,10 @@ TABLE: list[tuple[str, tuple[str, ...]]] = [
     ("-mock-data --data-path {data}/text", ("did you mean --data-path {data}/text_text_document?",)),
     ("--vocab-file {data}/vocap.json", ("vocap.json: no such file", "did you mean {data}/vocab.json?")),
     ("--merge-file {data}/none/merges.txt", ("no such file", "the folder {data}/none does not exist")),
+    (
+        "-tokenizer-type -vocab-size --tokenizer-type Llama2Tokenizer --tokenizer-model {data}/vocab.model",
+        ("--tokenizer-model {data}/vocab.model: no such file", "did you mean {data}/vocab.json?"),
+    ),
     ("--save {data}/real.bin --save-interval 5", ("--save {data}/real.bin is a file; give a folder",)),
     ("--load {data}/real.bin", ("--load {data}/real.bin is a file; give a folder",)),
     (

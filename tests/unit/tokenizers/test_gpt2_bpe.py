@@ -146,6 +146,7 @@ WEB_PAGE = "\n<!DOCTYPE html><html><body>404: Not Found</body></html>"
         ("vocab.json", lambda text: "", "is empty"),
         ("merges.txt", lambda text: " \n", "is empty"),
         ("vocab.json", lambda text: text[: len(text) // 2], "cut short or damaged"),
+        ("vocab.json", lambda text: "#version: 0.2\na b\n", "is a merges.txt, not a vocab.json: --vocab-file takes"),
         ("vocab.json", lambda text: "[1, 2]", "expected one JSON object"),
         ("vocab.json", lambda text: text.replace(": 3,", ": 4,"), "do not have the ids 0 to"),
         ("vocab.json", lambda text: text.replace(f'"{END_OF_TEXT}"', '"<|other|>"'), "no <|endoftext|> token"),

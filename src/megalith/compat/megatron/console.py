@@ -8,6 +8,7 @@ spec/formats-checkpoint.md section 6, golden `pretrain`.
 from __future__ import annotations
 
 import math
+import os
 import struct
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -206,6 +207,11 @@ def evaluating_iteration_line(iteration: int, iterations: int) -> str:
 
 
 # Checkpoints
+
+
+def as_typed(folder: str, *words: str | None) -> str:
+    """A folder as the command line names it, which is how Megatron prints it; as it is where no word names it."""
+    return next((word for word in words if word and os.path.normpath(word) == os.path.normpath(folder)), folder)
 
 
 def saving_line(iteration: int, directory: str, form: str, moment: datetime) -> str:

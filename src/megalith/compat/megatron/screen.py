@@ -210,7 +210,8 @@ class MegatronConsole(Hook):
                 f" the checkpoint of iteration {saved.iteration} was still being written: the training waited "
                 f"{saved.waited_seconds:.2f} s for it"
             )
-        folder, tensor, pipeline = saved.folder or self._save, self._layout.tp, self._layout.pp
+        folder = console.as_typed(saved.folder or self._save, self._save, self._passing)
+        tensor, pipeline = self._layout.tp, self._layout.pp
         self._screen.say(console.saved_line(saved.iteration, folder, datetime.now(), tensor=tensor, pipeline=pipeline))
         self._screen.note(
             f" {saved.num_bytes / 1e9:.3f} GB in {saved.seconds:.2f} s, written at {saved.gigabytes_per_second:.2f} "

@@ -177,6 +177,14 @@ class TokenizerConfig:
         return (*_NEEDED.get(self.tokenizer_type, ()), *_TAKEN.get(self.tokenizer_type, ()))
 
     @property
+    def named_files(self) -> dict[str, str]:
+        """Setting -> the file that it names, as far as it must be one: Hugging Face's may be a folder or a name."""
+        names = ["vocab_file", "merge_file"]
+        if self.tokenizer_type != "HuggingFaceTokenizer" and "tokenizer_model" in self.taken:
+            names.append("tokenizer_model")
+        return {name: getattr(self, name) for name in names if getattr(self, name)}
+
+    @property
     def contradictions(self) -> list[str]:
         """What is given for this kind of tokenizer and cannot be; opens no file."""
         if self.tokenizer_special_tokens and "tokenizer_special_tokens" not in self.taken:
