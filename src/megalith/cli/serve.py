@@ -239,6 +239,7 @@ def _serve(launch: _Launch) -> int:
         if context.rank == 0:
             for note in [*([threads] if threads else []), *launch.notes]:
                 _say(f"note: {note}")
+        watch.at("load", 0)
         code = _on_rank(launch, context, listener, watch)
         # What still held a process group would keep the interpreter waiting for the others at its end.
         gc.collect()
@@ -249,6 +250,7 @@ def _on_rank(launch: _Launch, context: ParallelContext, listener: socket.socket 
     """Serve on the first rank, compute on all; the exit code."""
     trained, engine, runner = _load(launch, context)
     memory = _memory(trained, runner, context)
+    watch.at("serve", 0)
     if context.rank == 0:
         _say(memory)
     if engine is not None and listener is not None:
@@ -390,7 +392,7 @@ async def _answer(
 
     tokenizer, given = trained.tokenizer, launch.chat_template
     template = template_beside(tokenizer) if given is None else read_template(given, tokenizer)
-    worker = Worker(engine)
+    worker = Worker(engine, watch.blame if watch is not None else None)
     service = Service(
         worker,
         tokenizer,

@@ -46,6 +46,7 @@ PHASES = {
     "opt": "in the optimizer step",
     "eval": "in an evaluation",
     "load": "while loading",
+    "serve": "while serving",
     "left": "after its last step",
     "failed": "after a failure",
 }

@@ -278,6 +278,25 @@ class Watch:
         gone = sorted((view for view in views if view.state in _GONE), key=lambda view: _GONE.index(view.state))
         return (gone[0], self._cause(views)) if gone else None
 
+    def blame(self, seconds: float = _SECONDS_FOR_CAUSE) -> str | None:
+        """Which rank a broken connection comes from, as soon as that shows; None if it does not.
+
+        Args:
+            seconds: how long to look.
+        """
+        deadline = time.monotonic() + seconds
+        while self._board is not None:
+            with suppress(BoardGone):
+                if text := self._board.read(FAILURE):
+                    return self._failed_first(text)
+            found = self.absent()
+            if found is not None and found[0].state != "stopped":
+                return found[1]
+            if time.monotonic() >= deadline:
+                break
+            time.sleep(0.05)
+        return None
+
     def _stacks(self, board: Board, views: Sequence[View]) -> dict[int, str]:
         """The stacks of all ranks that can show one."""
         able = [view.identity.rank for view in views if view.state == "running"]
@@ -396,6 +415,8 @@ class Watch:
                 ) from error
 
     def _lost_a_peer(self, error: Exception) -> bool:
+        if isinstance(error, PeerError):  # of whoever met a broken connection and does not know whose
+            return isinstance(error.__cause__, RuntimeError)
         if isinstance(error, MegalithError) or not isinstance(error, RuntimeError):
             return False
         return self._waits or any(sign in str(error) for sign in _SIGNS_OF_A_PEER)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import torch
@@ -227,4 +228,6 @@ class RankRunner:
 
 
 def _gone(error: RuntimeError) -> PeerError:
-    return PeerError(f"a rank that shares the model does not answer: {error}")
+    # gloo puts the line of its source before what happened, and advice behind it.
+    what = re.sub(r"^\[\S+\] ", "", str(error)).partition(" This is typically")[0]
+    return PeerError(f"a rank that shares the model does not answer: {what}")

@@ -14,7 +14,7 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 
-from megalith.errors import MegalithError
+from megalith.errors import MegalithError, PeerError
 from megalith.serve.engine import Engine, Stats, Ticket
 from megalith.serve.request import Event, Finished, Request
 
@@ -67,12 +67,16 @@ class Answer:
 class Worker:
     """Steps an engine from construction to `close`. Made, and used, on a running event loop.
 
+    Args:
+        blame: finds out which of the ranks that share the model broke a connection; called by the thread.
+
     Attributes:
         failure: says why nothing can be served any more; None while all is well.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, blame: Callable[[], str | None] | None = None) -> None:
         self._engine, self._loop = engine, asyncio.get_running_loop()
+        self._blame = blame or (lambda: None)
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._answers: dict[Ticket, Answer] = {}
         self._tickets: dict[Answer, Ticket] = {}
@@ -190,7 +194,8 @@ class Worker:
                 del self._answers[self._tickets.pop(answer)]
 
     def _fail(self, error: BaseException) -> None:
-        self._tell(self.fail, str(error) or type(error).__name__)
+        culprit = self._blame() if isinstance(error, PeerError) else None
+        self._tell(self.fail, culprit or str(error) or type(error).__name__)
         if not isinstance(error, MegalithError):
             raise error
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -150,3 +153,23 @@ def test_the_first_step_may_wait_longer() -> None:
         watch.at(point, step)
         states.append(watch._starting)
     assert states == [True, True, True, True, False]
+
+
+@pytest.mark.parametrize("fate", ["dead", "failed", "alive"])
+def test_the_rank_that_broke_a_connection_is_blamed(tmp_path: Path, fate: str) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    watch, other = Watch(4.0), FolderBoard(tmp_path, 1)
+    watch._size, watch._identity = 2, Identity(0, os.uname().nodename, os.getpid())
+    watch._board = FolderBoard(tmp_path, 0)
+    culprit = Identity(1, os.uname().nodename, ended.pid if fate == "dead" else os.getpid())
+    write_identity(other, culprit)
+    other.post(Status(0, "serve").encode())
+    if fate == "failed":
+        other.write("failure", json.dumps({"who": str(culprit), "place": "while serving", "text": "no memory"}))
+    said = watch.blame(seconds=0.2)
+    if fate == "alive":
+        assert said is None
+    else:
+        verb = "died while serving" if fate == "dead" else "failed first, while serving: no memory"
+        assert said is not None and said.startswith(f"{culprit} of 2 {verb}")

@@ -82,11 +82,12 @@ async def served(
     limits: EngineLimits | None = None,
     num_blocks: int = 256,
     runner: FakeRunner | None = None,
+    blame: Callable[[], str | None] | None = None,
 ) -> AsyncIterator[Served]:
     """Make a server, and take it down again."""
     tokenizer, lines = LetterTokenizer(), list[str]()
     runner = runner or FakeRunner(tokenizer.vocab_size, context_length, follow=follow, num_blocks=num_blocks)
-    worker = Worker(Engine(runner, tokenizer, limits))
+    worker = Worker(Engine(runner, tokenizer, limits), blame)
     settings = settings or ServerSettings(model_name="letters")
     service = Service(
         worker, tokenizer, context_length, settings, RequestLog(lines.append, prompts=True), template=template

@@ -314,14 +314,14 @@ def test_when_it_stops_there_is_no_new_work() -> None:
 class _Dying(FakeRunner):
     def run(self, batch: Batch) -> Any:
         if len(self.batches) == 3:
-            raise PeerError("rank 1 does not answer")
+            raise PeerError("a rank that shares the model does not answer")
         return super().run(batch)
 
 
 def test_when_the_model_is_gone_everybody_is_told() -> None:
     async def run() -> list[httpx.Response]:
         runner = _Dying(len(ALPHABET) + 1, 64, follow=next_letter)
-        async with served(runner=runner) as server:
+        async with served(runner=runner, blame=lambda: "rank 1 died") as server:
             bodies = [{**BODY, "max_tokens": 20}, {**BODY, "max_tokens": 20, "stream": True}]
             failed = asyncio.ensure_future(server.service.worker.failed())  # type: ignore[attr-defined]
             answers = await asyncio.gather(*(server.client.post("/v1/completions", json=body) for body in bodies))
@@ -330,8 +330,8 @@ def test_when_the_model_is_gone_everybody_is_told() -> None:
             return [*answers, *later]
 
     whole, streamed, after, health = asyncio.run(run())
-    assert whole.status_code == 503 and "rank 1" in whole.json()["message"]
-    assert '"error"' in streamed.text and "rank 1" in streamed.text
+    assert whole.status_code == 503 and "rank 1 died" in whole.json()["message"]
+    assert '"error"' in streamed.text and "rank 1 died" in streamed.text
     assert after.status_code == 503 and health.status_code == 503
 
 
