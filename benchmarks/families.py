@@ -9,14 +9,16 @@ Contenders, on the same threads and token ids, fp32, without dropout:
 
 BERT: 12 layers of 768, sequences of 512, 15 % of the words hidden, the order of two texts told. T5 (v1.0): 12 + 12
 layers of 768, 512 tokens read and 128 written. Our models have the form that Hugging Face has (norms behind
-the residual sums; RMSNorm, no biases, relative positions), so that both do the same arithmetic. Each round takes one
-step of each, the order changing; the ratio is the median over rounds of the ratio within a round. `--profile FAMILY`
+the residual sums; RMSNorm, no biases, relative positions), so that both do the same arithmetic. Each
+contender has a process of its own, as when it is used. Each round takes one step of each, the order changing; the ratio
+is the median over rounds of the ratio within a round. `--profile FAMILY`
 prints where the time of our step goes.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import platform
@@ -27,7 +29,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from turns import seconds_in_turns
+from turns import in_processes, seconds_in_turns
 
 from megalith.config import ModelConfig, OptimizerConfig, PrecisionConfig
 from megalith.models.families import model_class
@@ -156,10 +158,19 @@ def huggingface_step(family: str, size: int) -> Step:
     return step
 
 
-def measure(family: str, rounds: int, size: int) -> dict[str, Any]:
+STEPS = {"huggingface": huggingface_step, "megalith": megalith_step}
+
+
+def build(contender: str, family: str, size: int, threads: int) -> Step:
+    """The step of a contender, in a process that has done nothing yet."""
+    torch.set_num_threads(threads)
+    return STEPS[contender](family, size)
+
+
+def measure(family: str, rounds: int, size: int, threads: int) -> dict[str, Any]:
     """The two contenders in turns."""
-    steps = {"huggingface": huggingface_step(family, size), "megalith": megalith_step(family, size)}
-    times = seconds_in_turns(steps, rounds)
+    with in_processes({name: functools.partial(build, name, family, size, threads) for name in STEPS}) as steps:
+        times = seconds_in_turns(steps, rounds)
     ratios = [theirs / ours for theirs, ours in zip(times["huggingface"], times["megalith"], strict=True)]
     return {
         "micro_batch_size": size,
@@ -172,7 +183,7 @@ def measure(family: str, rounds: int, size: int) -> dict[str, Any]:
 
 def profile(family: str, size: int, contender: str) -> str:
     """A table of where the time of a step goes."""
-    step = (megalith_step if contender == "megalith" else huggingface_step)(family, size)
+    step = STEPS[contender](family, size)
     step()
     with torch.profiler.profile() as profiled:
         step()
@@ -188,7 +199,7 @@ def main() -> None:
     parser.add_argument(
         "--profile", choices=VOCABULARY, help="print where the time of a step goes, and measure nothing"
     )
-    parser.add_argument("--contender", choices=("megalith", "huggingface"), default="megalith", help="of --profile")
+    parser.add_argument("--contender", choices=STEPS, default="megalith", help="of --profile")
     parser.add_argument("--out", type=Path, help="write the result as JSON")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -206,7 +217,7 @@ def main() -> None:
         "threads": options.threads,
     }
     for family in options.families:
-        result[family] = measure(family, options.rounds, options.micro_batch_size)
+        result[family] = measure(family, options.rounds, options.micro_batch_size, options.threads)
         print(json.dumps({family: result[family]}, indent=1), flush=True)
     result["load_after"] = os.getloadavg()
     if options.out:

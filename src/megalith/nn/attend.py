@@ -70,6 +70,11 @@ class AttentionRule:
         """The scale of the scores of heads of `size` elements."""
         return float(size**-0.5) if self.scale is None else self.scale
 
+    @property
+    def hides(self) -> bool:
+        """Whether the mask hides anything."""
+        return self.mask is not None and self.mask.hidden_BQS is not None
+
     def limits(self, num_keys: int) -> bool:
         """Whether a query may see fewer than all earlier keys."""
         return self.window is not None and self.window < num_keys - 1
@@ -153,7 +158,7 @@ def _sdpa_mask(rule: AttentionRule, num_queries: int, num_keys: int, q: Tensor) 
     if not special and not rule.causal and rule.mask is None:
         return None
     bias = rule.bias()
-    if bias is not None and not special and not rule.causal and rule.mask is not None and rule.mask.hidden_BQS is None:
+    if bias is not None and not special and not rule.causal and not rule.hides:
         return bias.to(q.dtype)
     hidden = rule.hidden(num_queries, num_keys, q.device)
     return ~hidden if bias is None else bias.to(q.dtype).masked_fill(hidden, -torch.inf)

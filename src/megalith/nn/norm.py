@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from megalith.kernels.rms_norm import rms_norm
 from megalith.nn.placement import Placement, Replicated
 from megalith.nn.precision import at_least_fp32
 
@@ -63,7 +64,10 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight + 1.0 if self.around_one else self.weight
-        return nn.functional.rms_norm(x, weight.shape, weight.to(x.dtype), self.epsilon).to(weight.dtype)
+        wide = weight.to(x.dtype)
+        if x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64) and not torch.compiler.is_compiling():
+            return rms_norm(x, wide, self.epsilon).to(weight.dtype)
+        return nn.functional.rms_norm(x, weight.shape, wide, self.epsilon).to(weight.dtype)
 
 
 class L2Norm(nn.Module):
