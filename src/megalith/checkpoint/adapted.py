@@ -30,7 +30,7 @@ from megalith.checkpoint.model_space import OUTPUT_LAYER
 from megalith.checkpoint.source import Source
 
 _HALF = (torch.float16, torch.bfloat16)
-_MAIN = f"{OPTIMIZER_PREFIX}fp32_param."
+MAIN_PREFIX = f"{OPTIMIZER_PREFIX}fp32_param."
 _MOMENTS = tuple(f"{OPTIMIZER_PREFIX}{kind}." for kind in ("exp_avg", "momentum_buffer"))
 _OF_OPTIMIZER = ("optimizer", "opt_param_scheduler")
 
@@ -109,10 +109,10 @@ class InPrecision(Adapter):
         states = {
             key: stored
             for key, stored in held.tensors.items()
-            if key.startswith(OPTIMIZER_PREFIX) and not key.startswith(_MAIN)
+            if key.startswith(OPTIMIZER_PREFIX) and not key.startswith(MAIN_PREFIX)
         }
         mains = {
-            _MAIN + key: replace(stored, dtype=torch.float32)
+            MAIN_PREFIX + key: replace(stored, dtype=torch.float32)
             for key, stored in weights.items()
             if stored.dtype in _HALF and any(moment + key in states for moment in _MOMENTS)
         }

@@ -15,11 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalith.checkpoint.adapted import InPrecision, WeightsOnly, args_of, over_vocabulary, weight_of
+from megalith.checkpoint.adapted import (
+    MAIN_PREFIX,
+    InPrecision,
+    WeightsOnly,
+    args_of,
+    over_vocabulary,
+    weight_of,
+)
 from megalith.checkpoint.content import CheckpointContent, Chunk
 from megalith.checkpoint.fit import StoredTensor, short
 from megalith.checkpoint.formats.stacking import is_of_experts, stacked_axes
-from megalith.checkpoint.formats.torch_dist import OptimizerScalars, read_optimizer_common
+from megalith.checkpoint.formats.torch_dist import OPTIMIZER_PREFIX, OptimizerScalars, read_optimizer_common
 from megalith.checkpoint.source import Source
 
 _BLOCK = 2**22  # elements that are compared at once, so that what the arithmetic needs beside them stays small
@@ -79,6 +86,32 @@ def compared(source: Source, *, weights: bool) -> Source:
     """A source as it is compared: without what only mirrors the weights, or the weights alone."""
     plain = InPrecision(source)
     return WeightsOnly(plain) if weights else plain
+
+
+def in_one_precision(one: Source, other: Source) -> tuple[Source, Source, int | None]:
+    """Two sources whose weights can be equal: of half precision and fp32, the first with its main parameters.
+
+    A run in half precision keeps weights in fp32 beside those that it multiplies with. A conversion to fp32 writes them,
+    so that they tell whether it was right.
+
+    Returns:
+        The sources, and which of them (0, 1) shows its main parameters as its weights; None: neither.
+    """
+    pair = [one, other]
+    for index, (half, whole) in enumerate(((one, other), (other, one))):
+        if _is_half_with_main(half) and _weight_dtypes(whole) == {torch.float32}:
+            pair[index] = InPrecision(half, torch.float32)
+            return pair[0], pair[1], index
+    return one, other, None
+
+
+def _is_half_with_main(source: Source) -> bool:
+    has_main = any(key.startswith(MAIN_PREFIX) for key in source.contents().tensors)
+    return has_main and not _weight_dtypes(source).isdisjoint((torch.float16, torch.bfloat16))
+
+
+def _weight_dtypes(source: Source) -> set[torch.dtype]:
+    return {stored.dtype for key, stored in source.contents().tensors.items() if not key.startswith(OPTIMIZER_PREFIX)}
 
 
 def tensor_differences(one: Source, other: Source) -> Iterator[TensorDifference]:

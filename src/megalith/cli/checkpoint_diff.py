@@ -32,7 +32,7 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         CheckpointError: one is missing or damaged.
     """
-    from megalith.checkpoint.diff import compared, state_differences, tensor_differences
+    from megalith.checkpoint.diff import compared, in_one_precision, state_differences, tensor_differences
     from megalith.checkpoint.locate import locate
     from megalith.checkpoint.source import open_source
 
@@ -42,7 +42,13 @@ def run(options: argparse.Namespace) -> int:
         print(f"{letter}  {path} ({source.format})")
     first, second = (source.common() for source in sources)
     states = state_differences(first, second, _architecture, weights=options.weights)
-    one, other = (compared(source, weights=options.weights) for source in sources)
+    *pair, main = in_one_precision(*sources)
+    if main is not None:
+        print(
+            f"the weights of {'AB'[main]} are in half precision: compared with those of {'BA'[main]}, which are in "
+            "float32, are its main parameters"
+        )
+    one, other = (compared(source, weights=options.weights) for source in pair)
     names, elements, tensors = set[str](), 0, []
     for difference in tensor_differences(one, other):
         names.add(difference.name)

@@ -130,7 +130,7 @@ def _facts(folder: CheckpointFolder, common: Mapping[str, Any], contents: Conten
         "parameters": f"{parameters:,}",
         "optimizer state": "yes" if len(model) < len(contents.tensors) else "no",
         "random states": "yes" if any(key.startswith("rng_state/") for key in contents.objects) else "no",
-        **{name: args[name] for name in _ARGUMENTS if args.get(name) is not None},
+        **{name: args[name] for name in _ARGUMENTS if args.get(name) is not None and not _idle(name, args)},
     }
     table = Table(show_header=False, box=None)
     for name, value in rows.items():
@@ -142,6 +142,11 @@ def _layout(args: Mapping[str, Any]) -> str:
     """How the run was divided that wrote the checkpoint."""
     sizes = {name: args.get(argument) for name, argument in _SIZES.items()}
     return ", ".join(f"{name} {size}" for name, size in sizes.items() if size and (size != 1 or name in ("TP", "PP")))
+
+
+def _idle(name: str, args: Mapping[str, Any]) -> bool:
+    """Whether an argument says nothing of this model: of experts that it does not have."""
+    return name.startswith("moe_") and not args.get("num_experts")
 
 
 def _tensors(contents: Contents, *, all_tensors: bool) -> Any:

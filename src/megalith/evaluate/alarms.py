@@ -24,7 +24,7 @@ from megalith.tokenizers import padded_vocab_size
 from megalith.train.metrics import read_metrics
 
 _HARDLY_LEARNT = 0.75  # of ln V: above it a model has learnt little more than which tokens are frequent
-_LAST_STEPS = 20  # whose losses are averaged
+_LAST_STEPS, _LAST_SHARE = 20, 10  # whose losses are averaged: so many, and no more than the last tenth of the run
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ def _cause(loss: float, evidence: Evidence) -> str:
         return "the weights are random, see below"
     if evidence.other_tokenizer is not None:
         return "the tokenizer is not the one of the training, see below"
-    measured = f"their loss is {loss:.2f}, guessing gives {evidence.uniform:.2f}"
+    measured = f"the loss here is {loss:.2f}, guessing gives {evidence.uniform:.2f}"
     hardly = _HARDLY_LEARNT * evidence.uniform < loss <= evidence.uniform
     if evidence.training_loss is not None:
         measured += f", the training ended at {evidence.training_loss:.2f}"
@@ -211,8 +211,9 @@ def training_loss(save_folder: Path, iteration: int) -> float | None:
         float(record["loss"])
         for record in records
         if record.get("event") == "step" and record.get("loss") is not None and record["iteration"] <= iteration
-    ][-_LAST_STEPS:]
-    return sum(losses) / len(losses) if losses else None
+    ]
+    last = losses[-min(_LAST_STEPS, max(1, len(losses) // _LAST_SHARE)) :]
+    return sum(last) / len(last) if last else None
 
 
 def never_trained(model: LanguageModel, context: ParallelContext) -> bool:

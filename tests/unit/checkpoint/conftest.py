@@ -59,7 +59,7 @@ def build_content(seed: int = 0, *, dtype: torch.dtype = torch.bfloat16) -> Chec
         chunks=model_chunks(named, dense(LAYERS)) + optimizer_chunks(states, placements, dense(LAYERS)),
         objects={rng_object_key(): random_states(seed), **dense(LAYERS).extra_state_objects()},
         common={
-            "args": Namespace(num_layers=LAYERS, lr=1e-3, params_dtype=dtype, model_family="gpt"),
+            "args": Namespace(num_layers=LAYERS, lr=1e-3, moe_router_topk=2, params_dtype=dtype, model_family="gpt"),
             "iteration": seed,
             "optimizer": optimizer_common([group], seed, scaler, "float16"),
         },

@@ -56,6 +56,7 @@ def test_inspect_shows_files_settings_and_tensors(store: DirectoryStore, capsys:
     assert (facts["iteration"], facts["parameters"], facts["num_layers"]) == ("2", f"{parameters:,}", "2")
     (row,) = [line for line in out.splitlines() if "decoder.layers.mlp.linear_fc1.weight" in line]
     assert "2 x 12 x 8" in row and "bfloat16" in row and " 4 " in row
+    assert not [name for name in facts if name.startswith("moe_")]  # a dense model
     assert "optimizer.state" not in out and "12 tensors of the optimizer are not shown" in out
 
 

@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from megalith.checkpoint.diff import TensorDifference, compared, difference, state_differences, tensor_differences
+from megalith.checkpoint.diff import (
+    TensorDifference,
+    compared,
+    difference,
+    in_one_precision,
+    state_differences,
+    tensor_differences,
+)
 
 from .memory_source import ARGS, GPT2, MemorySource, model_source
 
@@ -91,6 +98,34 @@ def test_another_dtype_is_said_and_its_values_compared() -> None:
     assert "float32 and bfloat16" in text and "elements differ" in text
     back = MemorySource({key: value.float() for key, value in other.tensors.items()}, one.common())
     assert "the 768 elements that both have are equal" in str(found(back, other)[0])
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("place", [0, 1])
+def test_weights_in_fp32_are_compared_with_main_parameters(dtype: str, place: int) -> None:
+    half = model_source({**ARGS, "params_dtype": dtype})
+    main = "optimizer.state.fp32_param."
+    weights = {key: half.tensors[main + key] for key in half.tensors if not key.startswith("optimizer.")}
+    whole = MemorySource({key: tensor.clone() for key, tensor in weights.items()}, half.common())
+    pair = [whole, whole]
+    pair[place] = half
+
+    def differing() -> list[str]:
+        *sources, shown = in_one_precision(*pair)
+        assert shown == place
+        one, other = (compared(source, weights=True) for source in sources)
+        return [item.name for item in tensor_differences(one, other) if not item.is_none]
+
+    assert differing() == []
+    whole.tensors[FC1][2, 5, 3] += 1e-4  # less than the half precision tells
+    assert differing() == [f"{FC1} of layer 2"]
+
+
+def test_weights_of_one_precision_are_compared_as_they_are() -> None:
+    half, bare = model_source({**ARGS, "params_dtype": "float16"}), model_source(states=False)
+    rounded = model_source({**ARGS, "params_dtype": "float16"}, states=False)
+    for one, other in ((half, half), (bare, bare), (bare, rounded)):
+        assert in_one_precision(one, other) == (one, other, None)
 
 
 def test_another_padding_is_said_and_the_common_rows_compared() -> None:

@@ -64,11 +64,15 @@ def test_a_perplexity_above_the_vocabulary_is_called_out() -> None:
         (12.0, {}, "surer of wrong tokens"),
         (9.5, {}, "hardly learnt yet (5000 iterations)"),
         (4.0, {}, "not this"),
-        (12.0, {"training_loss": 2.5}, "surer of wrong tokens than of right ones (their loss is 12.00, guessing gives"),
+        (
+            12.0,
+            {"training_loss": 2.5},
+            "surer of wrong tokens than of right ones (the loss here is 12.00, guessing",
+        ),
         (
             9.5,
             {"training_loss": 2.5},
-            "but not this (their loss is 9.50, guessing gives 10.82, the training ended at 2.50",
+            "but not this (the loss here is 9.50, guessing gives 10.82, the training ended at 2.50",
         ),
         (12.0, {"training_loss": 10.5}, "hardly learnt yet (5000 iterations)"),
         (4.0, {"never_trained": True}, "weights are random"),
@@ -102,11 +106,12 @@ def test_a_good_result_of_a_wrong_tokenizer_or_of_random_weights_is_called_out_t
 def test_the_loss_of_the_training(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     events = [{"event": "start", "iteration": 0}]
-    events += [{"event": "step", "iteration": number, "loss": float(number)} for number in range(1, 51)]
-    events += [{"event": "save", "iteration": 50}, {"event": "step", "iteration": 51, "loss": None}]
+    events += [{"event": "step", "iteration": number, "loss": float(number)} for number in range(1, 301)]
+    events += [{"event": "save", "iteration": 300}, {"event": "step", "iteration": 301, "loss": None}]
     (tmp_path / "run/metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
-    assert training_loss(tmp_path, 50) == sum(range(31, 51)) / 20
-    assert training_loss(tmp_path, 2) == 1.5
+    assert training_loss(tmp_path, 300) == sum(range(281, 301)) / 20
+    assert training_loss(tmp_path, 40) == sum(range(37, 41)) / 4  # a short run falls too fast for more
+    assert training_loss(tmp_path, 2) == 2.0
     assert training_loss(tmp_path, 0) is None
     assert training_loss(tmp_path / "absent", 50) is None
 
