@@ -15,6 +15,10 @@ tokens a micro-batch, D hidden, H heads, S sequence, V vocabulary, 4 bytes a num
     recomputed core_attn             - T H S - T D   in each layer but the one that is under way
     recomputed mlp                   - 8 T D     likewise; the output of its norm stays
     recomputed layernorm             - 2 T D     in each layer; with mlp - 2 T D more than that alone
+    recomputed moe_act               - 2 K T F   K choices of experts of width F; in each layer but the one under way
+    recomputed shared_experts        - 2 T F     likewise
+    recomputed mla_up_proj           - T H (2 C + N + V)   likewise; C channels of queries and of keys, N of these not
+                                                 turned, V of values, which lie beside those N
     recomputed whole layers          - 15 T D    their input stays; in each recomputed layer, but for the one that is
                                                  under way where all of them are recomputed: the peak is in the last
     fused loss, bf16                 - 10 T V    bytes: fp32 logits, their log-softmax, and the gradient of the logits;
@@ -34,8 +38,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -64,17 +68,26 @@ class Contender:
         theory: MiB that it keeps less than that.
         recompute: what is recomputed.
         unfused: attention step by step.
+        model: further fields of its architecture.
     """
 
     off: str = ""
     theory: float = 0.0
     recompute: Recompute | None = None
     unfused: bool = False
+    model: Mapping[str, Any] = field(default_factory=dict)
 
 
 def _parts(*names: str) -> Recompute:
     return Recompute(parts=frozenset(names))
 
+
+EXPERTS, WIDTH, SHARED = 4, 512, 1024
+MIXTURE = {"num_experts": EXPERTS, "moe_ffn_hidden_size": WIDTH, "moe_shared_expert_intermediate_size": SHARED}
+MIXTURE |= {"moe_router_topk": 2}
+LATENT = {"multi_latent_attention": True, "q_lora_rank": 64, "kv_lora_rank": 64, "qk_head_dim": 64, "v_head_dim": 96}
+LATENT |= {"qk_pos_emb_head_dim": 32, "position_embedding_type": "rope", "rope_type": "rope"}
+_MIXED, _HEADS = 4 * LENGTH / MIB, 4 * LENGTH * HEADS * (96 + 96 + 64 + 96) / MIB
 
 CONTENDERS = {
     "unfused": Contender(unfused=True),
@@ -85,6 +98,13 @@ CONTENDERS = {
     "fused, mlp and layernorm": Contender("fused", (10 * LAYERS - 8) * _TD, _parts("mlp", "layernorm")),
     "fused, half of the layers": Contender("fused", 15 * (LAYERS // 2) * _TD, Recompute("block", LAYERS // 2)),
     "fused, all layers": Contender("fused", 15 * (LAYERS - 1) * _TD, Recompute("uniform", 1)),
+    "mixture": Contender(model=MIXTURE),
+    "mixture, moe_act": Contender("mixture", 4 * (LAYERS - 1) * WIDTH * _MIXED, _parts("moe_act"), model=MIXTURE),
+    "mixture, shared_experts": Contender(
+        "mixture", 2 * (LAYERS - 1) * SHARED * _MIXED, _parts("shared_experts"), model=MIXTURE
+    ),
+    "latent": Contender(model=LATENT),
+    "latent, mla_up_proj": Contender("latent", (LAYERS - 1) * _HEADS, _parts("mla_up_proj"), model=LATENT),
 }
 LOSSES = ("plain loss", "fused loss")
 
@@ -98,6 +118,7 @@ def _training(contender: Contender) -> Callable[[], None]:
         hidden_dropout=0.0,
         attention_dropout=0.0,
         attention_backend="unfused" if contender.unfused else "fused",
+        **contender.model,
     )
     model = GPT(config, VOCABULARY, recompute=contender.recompute)
     initialise(model, seed=1)

@@ -308,6 +308,10 @@ EXPERT_PARALLEL = [
     Case(Layout(dp=2, ep=2), "mixture", dispatcher="alltoall", recompute="parts-moe", zero1=True),
     Case(Layout(tp=2, dp=2, ep=2), "mixture-sigmoid", sequence_parallel=True, recompute="parts-moe+layernorm"),
     Case(Layout(dp=4, ep=2), "mixture-per-token", zero1=True),
+    Case(Layout(dp=2, ep=2), "mixture", dispatcher="alltoall", recompute="parts-moe_act+shared_experts"),
+    Case(Layout(tp=2, dp=2, ep=2), "mixture-sigmoid", sequence_parallel=True, recompute="parts-moe_act+shared_experts"),
+    Case(Layout(pp=2), "mixture-biases", schedule="zb-h1", recompute="parts-moe_act+shared_experts"),
+    Case(Layout(dp=2), "mixture", fsdp="zero3", recompute="parts-moe_act+shared_experts"),
 ]
 """Experts divided over ranks; the first three rows are always run."""
 EXPERT_TENSOR = [
@@ -433,6 +437,10 @@ OPTIONS = [
 LATENT = [
     Case(Layout(tp=2), "latent", sequence_parallel=True),
     Case(Layout(tp=2), "latent", recompute="parts-core_attn+mlp"),
+    Case(Layout(tp=2), "latent", sequence_parallel=True, recompute="parts-mla_up_proj"),
+    Case(Layout(cp=2), "latent", recompute="parts-mla_up_proj"),
+    Case(Layout(dp=2), "latent", fsdp="zero3", recompute="parts-mla_up_proj+mlp"),
+    Case(Layout(pp=2), "latent", schedule="zb-h1", recompute="parts-mla_up_proj+core_attn"),
     Case(Layout(tp=4), "latent"),
     Case(Layout(tp=2, pp=2), "latent", sequence_parallel=True, virtual_stages=2),
     Case(Layout(cp=2), "latent"),

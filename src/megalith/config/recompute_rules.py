@@ -76,10 +76,29 @@ def fused_attention_keeps_no_scores(draft: Draft) -> str:
 @rule("recompute_modules", "moe_layer_recompute", "num_experts")
 def experts_are_there_to_be_recomputed(draft: Draft) -> str:
     run = draft.run
-    if run.model.mixture or "moe" not in run.train.recomputed_parts:
+    if run.model.mixture or run.train.recomputed_parts.isdisjoint({"moe", "moe_act", "shared_experts"}):
         return ""
     name = "moe_layer_recompute" if run.train.moe_layer_recompute else "recompute_modules"
     return f"{show(draft, name)}: there are no experts to recompute without --num-experts"
+
+
+@rule("recompute_modules", "moe_shared_expert_intermediate_size")
+def shared_experts_are_there_to_be_recomputed(draft: Draft) -> str:
+    model = draft.run.model
+    lacking = model.mixture and model.moe_shared_expert_intermediate_size is None
+    if not lacking or "shared_experts" not in draft.run.train.recomputed_parts:
+        return ""
+    return (
+        f"{show(draft, 'recompute_modules')}: there are no shared experts without --moe-shared-expert-intermediate-size"
+    )
+
+
+@rule("recompute_modules", "multi_latent_attention")
+def latent_heads_are_there_to_be_recomputed(draft: Draft) -> str:
+    run = draft.run
+    if run.model.multi_latent_attention or "mla_up_proj" not in run.train.recomputed_parts:
+        return ""
+    return f"{show(draft, 'recompute_modules')}: mla_up_proj is a part of --multi-latent-attention alone"
 
 
 @rule("recompute_granularity", "recompute_modules", "moe_layer_recompute")
@@ -100,6 +119,8 @@ RECOMPUTE_NOTICES: tuple[Rule, ...] = (
     fused_attention_keeps_no_scores,
     modules_are_recomputed_selectively,
     experts_are_there_to_be_recomputed,
+    shared_experts_are_there_to_be_recomputed,
+    latent_heads_are_there_to_be_recomputed,
     *(
         idle_without(name, "recompute_granularity", "--recompute-granularity is not given")
         for name in ("recompute_method", "recompute_num_layers")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 
 from megalith.config import ModelConfig
@@ -54,6 +56,7 @@ def build_feed_forward(
     region: Region,
     peers: Peers,
     auxiliary: Auxiliary,
+    recompute: Collection[str] = (),
     *,
     dtype: torch.dtype,
     device: torch.device,
@@ -66,6 +69,7 @@ def build_feed_forward(
         region: the ranks that share it.
         peers: the ranks with other tokens.
         auxiliary: where balancing losses join the backward pass.
+        recompute: parts of mixtures that are computed again in the backward pass.
     """
     if config.experts[min(layer, config.num_layers - 1)]:
         return MoE(
@@ -76,6 +80,7 @@ def build_feed_forward(
             region,
             peers,
             auxiliary,
+            recompute,
             bias=config.add_bias_linear,
             dtype=dtype,
             device=device,

@@ -72,16 +72,18 @@ class Block(nn.Module):
             self.pre_cross_attn_layernorm = layer_norm(config, dtype, device)
         self.cross_attention = self._cross_attention(config, layer, dtype, device) if cross else None
         self.pre_mlp_layernorm = layer_norm(config, dtype, device)
-        self.mlp = build_feed_forward(config, layer, region, peers, auxiliary, dtype=dtype, device=device)
-        kinds = {"mlp", "moe"} if isinstance(self.mlp, MoE) else {"mlp"}
-        self.feeds_again = not kinds.isdisjoint(self.recompute)
+        whole = {"mlp", "moe"} & self.recompute  # a mixture that is computed again as a whole, with all that is in it
+        self.mlp = build_feed_forward(
+            config, layer, region, peers, auxiliary, () if whole else self.recompute, dtype=dtype, device=device
+        )
+        self.feeds_again = bool(whole) if isinstance(self.mlp, MoE) else "mlp" in whole
         self.dropout = HiddenDropout(config.hidden_dropout, region)
 
     def _self_attention(
         self, config: ModelConfig, rule: AttentionRule, mixer: SequenceMixer, dtype: torch.dtype, device: torch.device
     ) -> SelfAttention | LatentAttention:
         build = partial(
-            partial(LatentAttention, latent_shape(config))
+            partial(LatentAttention, latent_shape(config), recompute_heads="mla_up_proj" in self.recompute)
             if config.multi_latent_attention
             else partial(SelfAttention, attention_shape(config), qkv_bias=config.qkv_bias),
             self.region,

@@ -16,7 +16,9 @@ shares its work (`SequenceMixer`) serves this attention too. Neighbouring channe
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +30,7 @@ from megalith.nn.documents import Documents
 from megalith.nn.linear import Linear, column, row
 from megalith.nn.norm import build_norm
 from megalith.nn.placement import Replicated, Split
+from megalith.nn.recompute import OutputsAgain, recomputed
 from megalith.nn.region import Region, enter
 from megalith.nn.rope import Rotation, rotate
 
@@ -67,6 +70,9 @@ class LatentAttention(nn.Module):
     """Projections to heads by latent vectors, attention, projection back. [S, B, D] -> [S, B, D].
 
     Arguments as of `attention.SelfAttention`; parameters carry Megatron's names.
+
+    Args:
+        recompute_heads: compute queries, keys and values again from the latent vectors in the backward pass.
     """
 
     def __init__(
@@ -79,6 +85,7 @@ class LatentAttention(nn.Module):
         mixer: SequenceMixer | None = None,
         bias: bool,
         recompute_core: bool = False,
+        recompute_heads: bool = False,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
@@ -86,7 +93,7 @@ class LatentAttention(nn.Module):
         self.shape, self.region, self.attend = shape, region, attend
         self.rule = replace(rule, scale=rule.scale_of(shape.query_size))
         self.mixer: SequenceMixer = mixer or LocalMixer()
-        self.recompute_core = recompute_core
+        self.recompute_core, self.recompute_heads = recompute_core, recompute_heads
         self.num_heads = self.num_groups = region.shard(shape.num_heads).size
 
         def to_heads(inputs: int, size: int) -> Linear:
@@ -103,9 +110,10 @@ class LatentAttention(nn.Module):
         else:
             self.linear_q_down_proj = to_latent(shape.query_rank)
             self.linear_q_up_proj = to_heads(shape.query_rank, shape.query_size)
-            self.q_layernorm = self._norm(shape.query_rank, dtype, device)
         self.linear_kv_down_proj = to_latent(shape.rank + shape.turned_size)
         self.linear_kv_up_proj = to_heads(shape.rank, shape.still_size + shape.value_size)
+        if shape.query_rank is not None:  # after the linears, as Megatron's buffers of the optimizer have them
+            self.q_layernorm = self._norm(shape.query_rank, dtype, device)
         self.kv_layernorm = self._norm(shape.rank, dtype, device)
 
     def _norm(self, size: int, dtype: torch.dtype, device: torch.device) -> nn.Module:
@@ -121,27 +129,29 @@ class LatentAttention(nn.Module):
             device=device,
         )
 
-    def _queries(self, x_SBD: Tensor) -> Tensor:
-        """[S, B, D] -> [S, B, H, N + P], not yet turned."""
-        if self.shape.query_rank is None:
-            (q,) = column(x_SBD, self.region, self.linear_q_proj)
-        else:
-            (q,) = column(self.q_layernorm(self.linear_q_down_proj(x_SBD)), self.region, self.linear_q_up_proj)
-        return q.view(*q.shape[:2], self.num_heads, self.shape.query_size)
+    def _latents(self, x_SBD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[S, B, D] -> what queries come from [S, B, Rq] (or x), latent vectors [S, B, R], keys to be turned [S, B, P].
 
-    def _keys_and_values(self, x_SBD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[S, B, D] -> what is not turned of the keys [S, B, H, N], what is to be [S, B, 1, P], values [S, B, H, V]."""
+        Of the positions that are here; the norms of the latent vectors are taken.
+        """
         shape = self.shape
+        of_queries = x_SBD if shape.query_rank is None else self.q_layernorm(self.linear_q_down_proj(x_SBD))
         latent, turned = self.linear_kv_down_proj(x_SBD).split((shape.rank, shape.turned_size), dim=-1)
-        (heads,) = column(self.kv_layernorm(latent.contiguous()), self.region, self.linear_kv_up_proj)
+        return of_queries, self.kv_layernorm(latent.contiguous()), turned
+
+    def _heads(
+        self, of_queries: Tensor, latent: Tensor, turned: Tensor, *, turn: Rotation | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, turned and filled up: 3 x [S, B, H, K]."""
+        shape = self.shape
+        (q,) = column(
+            of_queries, self.region, self.linear_q_proj if shape.query_rank is None else self.linear_q_up_proj
+        )
+        q = q.view(*q.shape[:2], self.num_heads, shape.query_size)
+        (heads,) = column(latent, self.region, self.linear_kv_up_proj)
         heads = heads.view(*heads.shape[:2], self.num_heads, shape.still_size + shape.value_size)
         still, v = heads.split((shape.still_size, shape.value_size), dim=-1)
-        return still, enter(turned, self.region).unsqueeze(2), v
-
-    def _heads(self, x_SBD: Tensor, turn: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values, turned and filled up: [S, B, D] -> 3 x [S, B, H, K]."""
-        shape = self.shape
-        q, (still, turned, v) = self._queries(x_SBD), self._keys_and_values(x_SBD)
+        turned = enter(turned, self.region).unsqueeze(2)
         if turn is not None:
             q_still, q_turned = q.split((shape.still_size, shape.turned_size), dim=-1)
             q = torch.cat((q_still, rotate(q_turned, turn, interleaved=True)), dim=-1)
@@ -159,12 +169,28 @@ class LatentAttention(nn.Module):
         mask: Mask | None = None,
     ) -> Tensor:
         """Attend to this and earlier positions; arguments as of `SelfAttention.forward`."""
-        q, k, v = self._heads(x_SBD, turn)
+        latents, heads = self._latents(x_SBD), partial(self._heads, turn=turn)
         if cache is None:
-            context = mix_heads(self, q, k, v, replace(self.rule, documents=documents, mask=mask))
+            context = self._mixed(heads, latents, replace(self.rule, documents=documents, mask=mask))
         else:
-            context = self.mixer.recall(cache, q, k, v, replace(self.rule, mask=mask))
+            context = self.mixer.recall(cache, *heads(*latents), replace(self.rule, mask=mask))
         return row(context[..., : self.shape.value_size].flatten(2), self.region, self.linear_proj)
+
+    def _mixed(
+        self,
+        heads: Callable[..., tuple[Tensor, Tensor, Tensor]],
+        latents: tuple[Tensor, Tensor, Tensor],
+        rule: AttentionRule,
+    ) -> Tensor:
+        """The context of the heads, which are kept for the backward pass or not."""
+        if not (self.recompute_heads and self.training and torch.is_grad_enabled()):
+            return mix_heads(self, *heads(*latents), rule)
+        if self.recompute_core:  # which would keep them
+            return recomputed(lambda *x: mix_heads(self, *heads(*x), rule), *latents, region=self.region)
+        again = OutputsAgain(heads, *latents)
+        q, k, v = again.outputs
+        with again.not_kept():
+            return mix_heads(self, q, k, v, rule)
 
 
 def _filled(x: Tensor, size: int) -> Tensor:

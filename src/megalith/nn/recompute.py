@@ -8,7 +8,9 @@ Of the layers of a stage (with virtual stages, of each of them), as Megatron's `
 | block   | the first N, one by one                 | the input of each of these, and all of the other layers |
 
 Selective recomputation (`--recompute-modules`) instead names parts of every layer: core_attn, the scores and weights of
-an unfused attention; mlp, the feed-forward layer; layernorm, the output of the norms (`OutputAgain`).
+an unfused attention; mlp, the feed-forward layer; moe, the one that has experts; shared_experts, those of these that
+take every token; layernorm, the output of the norms (`OutputAgain`); moe_act, what lies between the two projections of
+experts, and mla_up_proj, the heads of multi-latent attention (`OutputsAgain`).
 
 While a group is recomputed its activations are there too. The second computation is exactly the first: it draws the
 same random numbers, from torch's streams and from the region's own, and all ranks of a region call their collectives
@@ -22,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,7 +48,8 @@ class Recompute:
     Attributes:
         method: uniform or block, or "" for parts.
         num_layers: N of the table above, at least 1; there may be fewer layers.
-        parts: of core_attn, mlp, moe (the mlp where it is a mixture of experts) and layernorm.
+        parts: of core_attn, mlp, moe (the mlp where it is a mixture of experts), layernorm, shared_experts, moe_act and
+            mla_up_proj.
     """
 
     method: str = ""
@@ -137,3 +140,77 @@ class OutputAgain:
                 return norm(x)
 
         return torch.autograd.graph.saved_tensors_hooks(keep, again)
+
+
+class _Place(NamedTuple):
+    """Where a tensor lies in the memory of an output."""
+
+    output: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class OutputsAgain:
+    """Tensors that are computed again from the inputs where the layer behind them wants them backward.
+
+    Neither they nor what lies between them and the inputs is kept for the backward pass:
+
+        heads = OutputsAgain(project, latent)
+        with heads.not_kept():
+            y = attend(*heads.outputs)
+
+    They are computed again once, with a graph, which their own backward pass then uses. `compute` draws no random
+    numbers; all ranks of a region call its collectives again in the same order.
+    """
+
+    def __init__(self, compute: Callable[..., tuple[Tensor, ...]], *inputs: Tensor) -> None:
+        self._compute = compute
+        self._inputs = tuple(x.detach().requires_grad_(x.requires_grad) for x in inputs)
+        self._found: tuple[Tensor, ...] | None = None
+        self.outputs: tuple[Tensor, ...] = _OutputsAgain.apply(self, *inputs)
+
+    def _again(self) -> tuple[Tensor, ...]:
+        if self._found is None:
+            with torch.enable_grad():
+                self._found = self._compute(*self._inputs)
+        return self._found
+
+    def not_kept(self) -> AbstractContextManager[None]:
+        """Where an output, or a view of it, is about to be kept for the backward pass, its place is kept instead."""
+        memory = {x.untyped_storage().data_ptr(): number for number, x in enumerate(self.outputs) if x.numel()}
+        again, self.outputs = self._again, ()  # else the graph would keep them for its own node
+
+        def keep(tensor: Tensor) -> Tensor | _Place:
+            number = memory.get(tensor.untyped_storage().data_ptr())
+            if number is None:
+                return tensor
+            return _Place(number, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+
+        def found(kept: Tensor | _Place) -> Tensor:
+            if isinstance(kept, Tensor):
+                return kept
+            return again()[kept.output].detach().as_strided(kept.size, kept.stride, kept.offset)
+
+        return torch.autograd.graph.saved_tensors_hooks(keep, found)
+
+
+class _OutputsAgain(torch.autograd.Function):
+    """The outputs, without a graph; backward through the one of the second computation."""
+
+    @staticmethod
+    def forward(ctx: Any, owner: OutputsAgain, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.owner = owner
+        ctx.save_for_backward(*inputs)
+        return owner._compute(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        owner: OutputsAgain = ctx.owner
+        assert ctx.saved_tensors is not None, "of which torch knows when they are changed in place"
+        outputs, owner._found = owner._again(), None
+        torch.autograd.backward(outputs, grads)
+        found = tuple(x.grad for x in owner._inputs)
+        for x in owner._inputs:
+            x.grad = None
+        return None, *found

@@ -185,7 +185,10 @@ TABLE: list[tuple[str, tuple[str, ...]]] = [
     ),
     ("--mup-embedding-mult 0", ("--mup-embedding-mult 0.0: must be above 0",)),
     ("--fp32-residual-connection", ("--fp32-residual-connection needs --fp16 or --bf16",)),
-    ("--recompute-granularity selective --recompute-modules moe_act", ("--recompute-modules moe_act: comes with",)),
+    (
+        "--recompute-granularity selective --recompute-modules moe_acts",
+        ("--recompute-modules moe_acts", "did you mean moe_act?"),
+    ),
     (
         "--moe-layer-recompute --recompute-granularity full --recompute-method block --recompute-num-layers 1",
         ("--moe-layer-recompute with --recompute-granularity full", "leave it out"),

@@ -173,6 +173,21 @@ def test_some_values_of_a_flag_may_need_nothing() -> None:
             "--recompute-modules mlp",
             "--recompute-modules mlp has no effect without --recompute-granularity selective",
         ),
+        *(
+            (
+                f"--recompute-granularity selective --recompute-modules {part} {more}",
+                f"--recompute-modules {part}: {said}",
+            )
+            for part, more, said in (
+                ("moe_act", "", "there are no experts to recompute without --num-experts"),
+                (
+                    "shared_experts",
+                    "--num-experts 2",
+                    "there are no shared experts without --moe-shared-expert-intermediate-size",
+                ),
+                ("mla_up_proj", "", "mla_up_proj is a part of --multi-latent-attention alone"),
+            )
+        ),
         ("--window-attn-skip-freq 2", "--window-attn-skip-freq 2 has no effect: --window-size is not given"),
         (
             "--window-size 8,3",

@@ -42,17 +42,38 @@ UNFUSED = dataclasses.replace(GPT2, attention_backend="unfused")
 MIXTURE = dataclasses.replace(
     LLAMA, num_experts=4, moe_ffn_hidden_size=12, moe_layer_freq="2", moe_aux_loss_coeff=(0.05,), hidden_dropout=0.2
 )
-STYLES = {"gpt2": GPT2, "llama": LLAMA, "unfused": UNFUSED, "mixture": MIXTURE}
+SHARED = dataclasses.replace(MIXTURE, add_bias_linear=True, moe_shared_expert_intermediate_size=8, moe_layer_freq="1")
+LATENT = dataclasses.replace(
+    LLAMA,
+    group_query_attention=False,
+    multi_latent_attention=True,
+    q_lora_rank=6,
+    kv_lora_rank=8,
+    qk_head_dim=4,
+    qk_pos_emb_head_dim=4,
+    v_head_dim=8,
+    rope_type="rope",
+)
+DIRECT = dataclasses.replace(LATENT, q_lora_rank=None, qk_layernorm=True, attention_backend="unfused")
+STYLES = {
+    "gpt2": GPT2,
+    "llama": LLAMA,
+    "unfused": UNFUSED,
+    "mixture": MIXTURE,
+    "shared": SHARED,
+    "latent": LATENT,
+    "direct": DIRECT,
+}
 PRECISIONS = {
     "fp32": PrecisionConfig(),
     "bf16": PrecisionConfig(bf16=True),
     "fp16": PrecisionConfig(fp16=True, initial_loss_scale=1024.0),
 }
 METHODS = [Recompute("uniform", 1), Recompute("uniform", 2), Recompute("block", 3)]
-METHODS += [
-    Recompute(parts=frozenset(parts))
-    for parts in (["core_attn"], ["mlp"], ["moe"], ["layernorm"], ["mlp", "layernorm"], ["moe", "layernorm"])
-]
+PARTS = [["core_attn"], ["mlp"], ["moe"], ["layernorm"], ["mlp", "layernorm"], ["moe", "layernorm"]]
+PARTS += [["moe_act"], ["shared_experts"], ["moe_act", "shared_experts", "layernorm"], ["moe", "moe_act"]]
+PARTS += [["mla_up_proj"], ["mla_up_proj", "core_attn"], ["mla_up_proj", "layernorm", "mlp"]]
+METHODS += [Recompute(parts=frozenset(parts)) for parts in PARTS]
 
 
 def _model(config: ModelConfig, recompute: Recompute | None, dtype: torch.dtype = torch.float32) -> GPT:
@@ -145,6 +166,20 @@ def test_parts_of_a_mixture_keep_less() -> None:
     kept = {part: _kept_by_the_decoder(Recompute(parts=frozenset({part})), MIXTURE) for part in ("moe", "mlp")}
     assert _kept_by_the_decoder(None, MIXTURE) > kept["moe"] > kept["mlp"]
     assert _kept_by_the_decoder(Recompute(parts=frozenset({"moe"})), LLAMA) == _kept_by_the_decoder(None, LLAMA)
+
+
+def test_further_parts_keep_less() -> None:
+    """Of each of 5 layers and 72 tokens the numbers that the table of nn.recompute names, and no others."""
+    numbers = {
+        "moe_act": (SHARED, 2 * 3 * 12),  # of 2 choices: silu of the gate, its product with the rest, that weighed
+        "shared_experts": (SHARED, 4 * 8),  # the gate and the rest, silu of the gate, its product with the rest
+        "mla_up_proj": (LATENT, 3 * 4 * 8),  # 4 heads of 8 channels of queries, keys and values
+    }
+    for part, (config, saved) in numbers.items():
+        again = Recompute(parts=frozenset({part}))
+        less = _kept_by_the_decoder(None, config) - _kept_by_the_decoder(again, config)
+        assert less == pytest.approx(5 * 72 * 4 * saved, rel=0.05 if part == "mla_up_proj" else 0), part
+        assert _kept_by_the_decoder(again) == _kept_by_the_decoder(None), f"{part} in a model without such a part"
 
 
 def _calls(model: GPT) -> list[int]:

@@ -178,10 +178,9 @@ class TrainConfig:
         None,
         help="parts of all layers that --recompute-granularity selective means: the scores of unfused attention "
         "(core_attn, where nothing is given), the feed-forward layers (mlp), those of these that have experts "
-        "(moe), the outputs of norms (layernorm)",
-        choices=("core_attn", "layernorm", "mlp", "moe"),
-        later=("moe_act", "shared_experts", "mla_up_proj"),
-        later_with="the work on more models",
+        "(moe), the experts of these that take every token (shared_experts), what lies between the projections of "
+        "experts (moe_act), the outputs of norms (layernorm), the heads of multi-latent attention (mla_up_proj)",
+        choices=("core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts", "mla_up_proj"),
     )
     moe_layer_recompute: bool = setting(
         False, help="older spelling of --recompute-granularity selective with moe among --recompute-modules"

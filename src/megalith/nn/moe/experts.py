@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from megalith.nn.feed_forward import Activation, FeedForward
 from megalith.nn.moe.grouped import add_biases, grouped
 from megalith.nn.placement import Replicated
+from megalith.nn.recompute import OutputsAgain
 from megalith.nn.region import Region
 
 
@@ -23,6 +24,7 @@ class Experts(nn.Module):
         here: the numbers of these experts among all of the layer.
         total: how many the layer has on all ranks.
         region: the ranks that share each expert.
+        inner_again: compute what lies between their projections again in the backward pass.
 
     Attributes:
         first: the number of expert `local_experts.0` among all.
@@ -39,12 +41,13 @@ class Experts(nn.Module):
         region: Region,
         *,
         bias: bool,
+        inner_again: bool = False,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         super().__init__()
         self.first, self.total = here.start, total
-        self.region, self.activation = region, activation
+        self.region, self.activation, self.inner_again = region, activation, inner_again
         layers = [
             FeedForward(hidden_size, ffn_size, activation, region, bias=bias, dtype=dtype, device=device) for _ in here
         ]
@@ -57,10 +60,20 @@ class Experts(nn.Module):
     def forward(self, x_ND: Tensor, counts: list[int], weights_N: Tensor) -> Tensor:
         """Expert k computes its `counts[k]` rows, and its result is multiplied by the weight of each row: the state
         between the projections is, as in Megatron, and the bias of the second."""
-        inner = self.activation(add_biases(grouped(x_ND, counts, self._ups), counts, self._ups))
-        inner = (inner * weights_N.unsqueeze(-1)).to(inner.dtype)
-        y_ND = grouped(inner, counts, self._downs)
+        up_NF = add_biases(grouped(x_ND, counts, self._ups), counts, self._ups)
+        if self.inner_again and self.training and torch.is_grad_enabled():
+            inner = OutputsAgain(self._inner, up_NF, weights_N)
+            (inner_NF,) = inner.outputs
+            with inner.not_kept():
+                y_ND = grouped(inner_NF, counts, self._downs)
+        else:
+            (inner_NF,) = self._inner(up_NF, weights_N)
+            y_ND = grouped(inner_NF, counts, self._downs)
         return add_biases(y_ND, counts, self._downs, weights_N) if self.region.index == 0 else y_ND
+
+    def _inner(self, up_NF: Tensor, weights_N: Tensor) -> tuple[Tensor]:
+        inner_NF = self.activation(up_NF)
+        return ((inner_NF * weights_N.unsqueeze(-1)).to(inner_NF.dtype),)
 
 
 def experts_within(model: nn.Module) -> Iterator[tuple[str, Experts]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,7 @@ from megalith.nn.moe.experts import Experts
 from megalith.nn.moe.router import Router, RouterSettings
 from megalith.nn.moe.routing import within_capacity
 from megalith.nn.placement import Placement, Replicated
+from megalith.nn.recompute import recomputed
 from megalith.nn.region import Region, enter, leave
 
 
@@ -44,6 +46,7 @@ class MoE(nn.Module):
         region: the ranks that share the layer, and each expert unless `peers` knows others that do.
         peers: the ranks that hold other tokens, and perhaps other experts.
         auxiliary: where balancing losses join the backward pass.
+        recompute: parts that are computed again in the backward pass: moe_act, shared_experts.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class MoE(nn.Module):
         region: Region,
         peers: Peers,
         auxiliary: Auxiliary,
+        recompute: Collection[str] = (),
         *,
         bias: bool,
         dtype: torch.dtype,
@@ -62,7 +66,7 @@ class MoE(nn.Module):
     ) -> None:
         super().__init__()
         self.settings, self.dispatcher = settings, peers.dispatcher
-        self.region = peers.region_of_experts or region
+        self.region, self.recompute_shared = peers.region_of_experts or region, "shared_experts" in recompute
         self.router = Router(settings.router, layer, hidden_size, region, peers, auxiliary, dtype=dtype, device=device)
         total = settings.router.rule.experts
         self.experts = Experts(
@@ -73,6 +77,7 @@ class MoE(nn.Module):
             activation,
             self.region,
             bias=bias,
+            inner_again="moe_act" in recompute,
             dtype=dtype,
             device=device,
         )
@@ -102,7 +107,13 @@ class MoE(nn.Module):
         delivery = self.dispatcher.deliver(whole_TD, experts_TK, weights_TK, rule.experts)
         rows_ND = self.experts(delivery.rows_ND, delivery.counts, delivery.weights_N)
         y_SBD = leave(delivery.home(rows_ND).view_as(whole_SBD), self.region)
-        return y_SBD if self.shared_experts is None else y_SBD + self.shared_experts(x_SBD)
+        return y_SBD if self.shared_experts is None else y_SBD + self._shared(self.shared_experts, x_SBD)
+
+    def _shared(self, experts: SharedExpert, x_SBD: Tensor) -> Tensor:
+        if self.recompute_shared and self.training and torch.is_grad_enabled():
+            return recomputed(experts, x_SBD, region=experts.region)
+        found: Tensor = experts(x_SBD)
+        return found
 
 
 class SharedExpert(FeedForward):
