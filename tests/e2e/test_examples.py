@@ -73,32 +73,6 @@ def _script(repository: Path, name: str) -> str:
     return script.replace("torchrun ", "torchrun --standalone ")
 
 
-def _edited(script: str, corpus: dict[str, str], checkpoints: Path) -> str:
-    """The script after a user has written its paths into it."""
-    for variable, value in {**corpus, "CHECKPOINTS": str(checkpoints)}.items():
-        script = re.sub(rf"^{variable}=\S+", f"{variable}={value}", script, flags=re.MULTILINE)
-    return script
-
-
-def test_train_llama_with_the_paths_edited(repository: Path, tmp_path: Path, corpus: dict[str, str]) -> None:
-    smaller = "--num-layers 1 --hidden-size 48 --seq-length 32 --train-iters 2 --eval-iters 0 --log-interval 1"
-    printed = _run_script(_edited(_script(repository, "train_llama.sh"), corpus, tmp_path), smaller, {})
-    assert "iteration        2/" in printed
-    assert (tmp_path / "iter_0000002/manifest.json").exists()
-
-
-@pytest.mark.parametrize("exchange", ["p2p", "a2a"])
-def test_long_context_with_the_paths_edited(
-    repository: Path, tmp_path: Path, corpus: dict[str, str], exchange: str
-) -> None:
-    smaller = "--num-layers 1 --hidden-size 48 --seq-length 64 --train-iters 2 --eval-iters 0 --log-interval 1"
-    script = _edited(_script(repository, "long_context.sh"), corpus, tmp_path)
-    printed = _run_script(script, f"{smaller} --cp-comm-type {exchange}", {})
-    assert "context-parallel size: 2" in printed
-    assert "iteration        2/" in printed
-    assert (tmp_path / "iter_0000002/manifest.json").exists()
-
-
 SMALL = {"LAYERS": "2", "HIDDEN": "32", "HEADS": "4", "LENGTH": "32", "STEPS": "2"}
 
 
@@ -108,6 +82,8 @@ SMALL = {"LAYERS": "2", "HIDDEN": "32", "HEADS": "4", "LENGTH": "32", "STEPS": "
         ("train_gpt3_124m.sh", {"PROCESSES": "2", "TP": "2", "MICRO_BATCH": "4"}, "tensor-model-parallel size: 2"),
         ("train_gpt3_345m.sh", {"PROCESSES": "2", "MICRO_BATCH": "2"}, "world size: 2, data-parallel size: 2"),
         ("train_gpt3_857m_distributed.sh", {}, "parameters on (tensor, pipeline) model parallel rank (1, 1)"),
+        ("train_llama.sh", {"FFN": "64"}, "using torch.bfloat16 for parameters"),
+        ("long_context.sh", {}, "context-parallel size: 2"),
     ],
 )
 def test_scripts_with_smaller_sizes_in_the_environment(
@@ -121,6 +97,15 @@ def test_scripts_with_smaller_sizes_in_the_environment(
     assert "iteration        2/" in printed
     assert (tmp_path / "iter_0000002/manifest.json").exists()
     assert len(list((tmp_path / "tensorboard").glob("events.*"))) == ("857m" in name)
+
+
+def test_train_llama_with_a_tokenizer_model(repository: Path, tmp_path: Path) -> None:
+    (tmp_path / "torchrun").write_text('#!/bin/sh\necho "$@"\n')
+    (tmp_path / "torchrun").chmod(0o755)
+    variables = {"PATH": str(tmp_path), "TOKENIZER": "t.model"}
+    printed = _run_script(_script(repository, "train_llama.sh"), "", variables)
+    assert "--tokenizer-type Llama2Tokenizer --tokenizer-model t.model" in printed
+    assert "--vocab-file" not in printed and "--merge-file" not in printed
 
 
 def _sentences(repository: Path, folder: Path, kind: str) -> dict[str, str]:
