@@ -20,6 +20,7 @@ from megalith.data.masked.ngrams import Masking
 from megalith.data.masked.sample_index import build_sample_index
 from megalith.data.samples import Portion, Shares
 from megalith.data.splits import SPLIT_NAMES, interval_range, parse_split
+from megalith.errors import DataError
 from megalith.tokenizers.word_piece import WordPieceTokenizer
 
 from .goldens import Goldens
@@ -148,6 +149,13 @@ def test_padding_of_another_id_is_padding(topic: Topic, tmp_path: Path) -> None:
     sample = next(sample for sample in map(dataset.__getitem__, range(len(dataset))) if sample["text"][-1] == padding)
     np.testing.assert_array_equal(sample["padding_mask"], sample["text"] != padding)
     assert set(sample["types"][sample["padding_mask"] == 0]) == {0}
+
+
+def test_a_split_without_documents_is_not_blamed_on_their_sentences(topic: Topic) -> None:
+    case = topic.case("bert_nsp")
+    none = {**case, "config": {**case["config"], "split": "999998,1,1"}}
+    with pytest.raises(DataError, match=r"valid split .*: it has no document .* Give the split a larger share"):
+        _datasets(none)
 
 
 _PARTS = ("description.txt", "sample_index.npy")

@@ -146,12 +146,19 @@ def split_is_three_parts(draft: Draft) -> str:
     return ""
 
 
-@rule("split")
+@rule("split", "mock_data")
 def split_without_validation(draft: Draft) -> str:
     parts = [float(part) for part in _SEPARATORS_OF_SPLIT.findall(draft.run.data.split)]
-    if len(parts) > 1 and parts[1] > 0:
+    if draft.run.data.mock_data or (len(parts) > 1 and parts[1] > 0):
         return ""
     return f"--split {draft.run.data.split} has no part for validation: there is no evaluation while training"
+
+
+@rule("split", "mock_data")
+def split_of_mock_data(draft: Draft) -> str:
+    if "split" not in draft.given or not draft.run.data.mock_data:
+        return ""
+    return f"{show(draft, 'split')} has no effect: --mock-data gives each split a third, as in Megatron"
 
 
 @rule("split", "data_path", "data_args_path")
@@ -243,6 +250,7 @@ DATA_RULES: tuple[Rule, ...] = (
 
 DATA_NOTICES: tuple[Rule, ...] = (
     split_by_default,
+    split_of_mock_data,
     split_without_validation,
     reset_positions_are_learned_ones,
     full_validation_counts_by_itself,

@@ -159,7 +159,7 @@ def test_some_values_of_a_flag_may_need_nothing() -> None:
             "--torch-fsdp2-no-reshard-after-forward has no effect without --use-torch-fsdp2",
         ),
         ("--hysteresis 4", "--hysteresis 4 has no effect: the loss scale moves only under --fp16"),
-        ("--split 100,0,0", "--split 100,0,0 has no part for validation: there is no evaluation while training"),
+        ("--split 100,0,0", "--split 100,0,0 has no effect: --mock-data gives each split a third, as in Megatron"),
         ("--recompute-method block", "--recompute-method block has no effect: --recompute-granularity is not given"),
         *(
             (

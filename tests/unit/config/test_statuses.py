@@ -89,6 +89,12 @@ def test_w2(environ: dict[str, str]) -> None:
     assert run.notes == ()
 
 
+def test_flags_of_versions_between_those_of_the_reference_need_nothing() -> None:
+    words = ["--enable-one-logger", "--one-logger-entity", "e"]
+    (note,) = load([*W2.split(), *words], {}, files=False).notes
+    assert note.needs_nothing == tuple(words[:2])
+
+
 @pytest.mark.parametrize("launcher", ["--local-rank=0", "--local_rank=0", ""])
 @pytest.mark.parametrize("environ", [{}, {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}])
 def test_w4(launcher: str, environ: dict[str, str]) -> None:

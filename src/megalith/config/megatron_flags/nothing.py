@@ -181,7 +181,8 @@ NEED_NOTHING: tuple[Family, ...] = (
     Family(
         "nothing is reported to anyone outside",
         """
-        --no-one-logger --one-logger-project=megatron-lm --one-logger-run-name= --one-logger-async
+        --no-one-logger --enable-one-logger --one-logger-entity= --one-logger-project=megatron-lm
+        --one-logger-run-name= --one-logger-async
         --app-tag-run-name= --app-tag-run-version=0.0.0
         """,
     ),

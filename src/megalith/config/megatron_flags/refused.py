@@ -117,7 +117,7 @@ REFUSED: tuple[Family, ...] = (
         """,
     ),
     Family(
-        "FP8 and FP4 need kernels of recent GPUs and are not built",
+        "FP8 and FP4 need kernels of recent GPUs and are not built; leave these flags out, --bf16 is the nearest",
         """
         --fp8-format= --fp8-recipe=delayed --fp8-margin=0 --fp8-interval=1 --fp8-amax-history-len=1
         --fp8-amax-compute-algo=most_recent --no-fp8-wgrad --first-last-layers-bf16 --fp4-format=
@@ -349,15 +349,27 @@ REFUSED: tuple[Family, ...] = (
         """,
     ),
     Family(
-        "faults are injected by MEGALITH_FAULT, and runs are started again by --nproc N --max-restarts M",
+        "no server to look into the running program is opened; `megalith report` draws a run, and a hang prints the "
+        "stacks of all ranks",
         """
-        --inprocess-restart --enable-ft-package
-        --run-workload-inspector-server --inprocess-max-iterations= --inprocess-monitor-thread-interval=1.0
+        --run-workload-inspector-server
+        """,
+    ),
+    Family(
+        "processes are not restarted from within; `megalith train --nproc N --max-restarts M` starts a failed run "
+        "again from its last checkpoint, and names ranks that died or hang",
+        """
+        --inprocess-restart --enable-ft-package --inprocess-max-iterations= --inprocess-monitor-thread-interval=1.0
         --inprocess-monitor-process-interval=1.0 --inprocess-progress-watchdog-interval=1.0
         --inprocess-heartbeat-interval=30 --inprocess-soft-timeout=60 --inprocess-hard-timeout=90
         --inprocess-heartbeat-timeout=60 --inprocess-barrier-timeout=120 --inprocess-completion-timeout=120
         --inprocess-last-call-wait=1 --inprocess-termination-grace-time=1 --inprocess-granularity=node
         --inprocess-active-world-size=1 --inprocess-empty-cuda-cache --calc-ft-timeouts --ft-num-warmup-iters=5
+        """,
+    ),
+    Family(
+        "faults are injected by MEGALITH_FAULT (docs/launch.md), for tests",
+        """
         --fault-injector-ranks= --fault-injector-num-ranks=
         --fault-injector-fault-types= --fault-injector-fault-probabilities= --fault-injector-fault-delay=
         --fault-injector-delay-start-iteration= --fault-injector-mtti-seconds= --fault-injector-offset-seconds=
@@ -402,7 +414,7 @@ REFUSED: tuple[Family, ...] = (
         """,
     ),
     Family(
-        "clipping of query and key weights belongs to multi-latent attention, which is not built",
+        "clipping of query and key weights after a step of Muon is not built; --qk-layernorm bounds the scores instead",
         """
         --qk-clip --qk-clip-alpha=0.5 --qk-clip-threshold=100
         """,

@@ -195,9 +195,12 @@ class MaskedDataset(ABC):
         )
 
     def _nothing(self, where: str) -> str:
-        sentences = "sentence" if self._fewest == 1 else f"{self._fewest} sentences"
+        asked = f"the {self.name} split of {self.prefix} has no sample, but {self.requested} are asked of it"
+        share = "give the split a larger share, or ask for no samples (--eval-iters 0)"
+        if not self._own:
+            return f"{asked}: it has no document ({where}). G{share[1:]}"
+        sentences = "a sentence" if self._fewest == 1 else f"{self._fewest} sentences"
         return (
-            f"the {self.name} split of {self.prefix} has no sample, but {self.requested} are asked of it: no document "
-            f"of it has {sentences} and none longer than {LONGEST_SENTENCE} tokens ({where}). Prepare the text with "
-            "preprocess --split-sentences, give the split a larger share, or ask for no samples (--eval-iters 0)"
+            f"{asked}: no document of it has {sentences} without one longer than {LONGEST_SENTENCE} tokens ({where}). "
+            f"Prepare the text with preprocess --split-sentences, {share}"
         )
