@@ -55,7 +55,7 @@ docs: .venv/.installed-dev ## Write the generated pages
 
 wheelhouse: | $(BIN)/python ## Collect all files for an install without network (docs/install.md)
 	$(BIN)/python -m pip wheel $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) $(PIP_FLAGS) -w wheelhouse \
-		'.[dev]' hatchling editables pip
+		'.[dev,track]' hatchling editables pip
 	@echo 'wheelhouse/ is complete. On the machine without network: make install WHEELHOUSE=wheelhouse'
 
 clean: ## Remove the environment, caches and the quickstart's output

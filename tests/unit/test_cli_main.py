@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -161,6 +162,14 @@ def test_pretrain_gpt_runs_by_path_from_any_folder(repository: Path, tmp_path: P
     )
     assert done.returncode == 2, done.stderr
     assert done.stderr.startswith("megalith train: ") and "Traceback" not in done.stderr
+
+
+def test_scripts_that_name_an_interpreter_can_be_executed(repository: Path) -> None:
+    scripts = [*repository.glob("*.py"), *repository.glob("tools/**/*.py"), *repository.glob("tasks/*.py")]
+    scripts += [*repository.glob("examples/**/*.sh"), *repository.glob("examples/**/*.sbatch")]
+    named = [path for path in scripts if path.read_bytes().startswith(b"#!")]
+    assert len(named) > 20
+    assert [path.name for path in named if not os.access(path, os.X_OK)] == []
 
 
 def test_a_reader_that_leaves_is_an_end_of_printing_but_not_of_work(
