@@ -47,9 +47,23 @@ def on_cpu(make: Any) -> Any:
     return made
 
 
+def dtype_of(request: dict[str, Any]) -> torch.dtype:
+    return torch.bfloat16 if request["bf16"] else torch.float16 if request.get("fp16") else torch.float32
+
+
+def layers_of_spec(config: Any, virtual_stage: int | None) -> Any:
+    """How the layers are made, of Megatron's own modules."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+
+    normalization = {"normalization": config.normalization}
+    if config.num_moe_experts:
+        return get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=virtual_stage, **normalization)
+    known = inspect.signature(get_gpt_layer_local_spec).parameters
+    return get_gpt_layer_local_spec(**{key: value for key, value in normalization.items() if key in known})
+
+
 def build(request: dict[str, Any], virtual_stage: int | None = None) -> Any:
     from megatron.core import parallel_state
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -62,17 +76,16 @@ def build(request: dict[str, Any], virtual_stage: int | None = None) -> Any:
         use_cpu_initialization=True,
         tensor_model_parallel_size=request["tp"],
         pipeline_model_parallel_size=request["pp"],
-        pipeline_dtype=torch.bfloat16 if request["bf16"] else torch.float32,
-        params_dtype=torch.bfloat16 if request["bf16"] else torch.float32,
+        pipeline_dtype=dtype_of(request),
+        params_dtype=dtype_of(request),
         bf16=request["bf16"],
+        fp16=request.get("fp16", False),
         gradient_accumulation_fusion=False,
         bias_activation_fusion=False,
         masked_softmax_fusion=False,
         **options,
     )
-    normalization = {"normalization": config.normalization}
-    known = inspect.signature(get_gpt_layer_local_spec).parameters
-    spec = get_gpt_layer_local_spec(**{key: value for key, value in normalization.items() if key in known})
+    spec = layers_of_spec(config, virtual_stage)
     where = {} if virtual_stage is None else {"vp_stage": virtual_stage}
     if virtual_stage is not None and "vp_stage" not in inspect.signature(GPTModel).parameters:
         where = {}
@@ -88,7 +101,7 @@ def build(request: dict[str, Any], virtual_stage: int | None = None) -> Any:
         position_embedding_type=request["position_embedding_type"],
         **where,
     )
-    model = model.to(torch.bfloat16) if request["bf16"] else model
+    model = model.to(dtype_of(request))
     for parameter in model.parameters():
         parameter.data.fill_(UNSET)
     return config, model

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 import zlib
 from pathlib import Path
@@ -21,7 +22,8 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent))
-from megatron_core_reader import build, stub_cuda
+from megatron_core_models import stub_streams
+from megatron_core_reader import build, dtype_of, stub_cuda
 
 SHIFTS = {"param": 0.0, "fp32_param": 0.0, "exp_avg": 0.25, "exp_avg_sq": 0.5}
 
@@ -32,16 +34,53 @@ def values(name: str, place: int, start: int, count: int) -> torch.Tensor:
     return ((torch.arange(start, start + count) * 7 + origin) % 127).float()
 
 
+EXPERT = re.compile(r"(.*\.local_experts\.)(\d+)(\..*)")
+
+
+def as_in_transformer_engine(model: Any) -> None:
+    """Name the parameters in the order that TransformerEngine's modules have (its version 2), which need a GPU.
+
+    `LayerNormLinear` registers the norm before the linear layer, which here it stands before anyway but for what is
+    between the two; `GroupedLinear` weight and bias of one expert after the other, for each of the two linear layers.
+    """
+    named = dict(model.named_parameters())
+    order = list(named)
+    for norm, linear in (("input_layernorm", "self_attention.linear_qkv"), ("pre_mlp_layernorm", "mlp.linear_fc1")):
+        for name in [name for name in named if f".{norm}." in name]:
+            behind = f"{name.partition(norm)[0]}{linear}.weight"
+            if behind in named:
+                order.remove(name)
+                order.insert(order.index(behind), name)
+    for prefix in {match[1] for name in named if (match := EXPERT.fullmatch(name))}:
+        group = [name for name in order if name.startswith(prefix)]
+        first = order.index(group[0])
+        linears = [[name for name in group if f".linear_fc{number}." in name] for number in (1, 2)]
+        order[first : first + len(group)] = [*linears[0], *linears[1]]
+    assert sorted(order) == sorted(named)
+    model.named_parameters = lambda *_, **__: [(name, named[name]) for name in order]
+
+
 def global_names(model: Any) -> dict[str, torch.nn.Parameter]:
     """Parameters by the names that they have in the whole model."""
+    from megatron.core import parallel_state
+
     named = {}
     for name, parameter in model.named_parameters():
         parts = name.removeprefix("module.").split(".")
         if parts[:2] == ["decoder", "layers"]:
             inner = getattr(model, "module", model)
             parts[2] = str(inner.decoder.layers[int(parts[2])].layer_number - 1)
-        named[".".join(parts)] = parameter
+        whole = ".".join(parts)
+        if (match := EXPERT.fullmatch(whole)) is not None:
+            here = inner_experts(model) // parallel_state.get_expert_model_parallel_world_size()
+            whole = f"{match[1]}{int(match[2]) + here * parallel_state.get_expert_model_parallel_rank()}{match[3]}"
+        named[whole] = parameter
     return named
+
+
+def inner_experts(model: Any) -> int:
+    experts: int = getattr(model, "module", model).config.num_moe_experts
+    return experts
 
 
 def main() -> None:
@@ -54,8 +93,14 @@ def main() -> None:
 
     virtual = request["vpp"]
     parallel_state.initialize_model_parallel(
-        request["tp"], request["pp"], virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None
+        request["tp"],
+        request["pp"],
+        virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
+        expert_model_parallel_size=request["ep"],
+        expert_tensor_parallel_size=request["etp"],
     )
+    if request["config"].get("num_moe_experts"):
+        stub_streams()
     chunks, wrapped = [], []
     for number in range(virtual):
         if virtual > 1:
@@ -67,6 +112,8 @@ def main() -> None:
             bucket_size=request["bucket_size"],
             grad_reduce_in_fp32=request["bf16"],
         )
+        if request["fused"]:
+            as_in_transformer_engine(model)
         chunks.append(model)
         wrapped.append(DistributedDataParallel(config, settings, model))
     optimizer = get_megatron_optimizer(
@@ -75,17 +122,18 @@ def main() -> None:
             lr=1e-3,
             weight_decay=0.1,
             bf16=request["bf16"],
-            params_dtype=torch.bfloat16 if request["bf16"] else torch.float32,
+            fp16=request["fp16"],
+            initial_loss_scale=4096.0,
+            params_dtype=dtype_of(request),
             use_distributed_optimizer=request["zero1"],
         ),
         wrapped,
     )
-    place = parallel_state.get_tensor_model_parallel_rank()
+    place = (parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_expert_tensor_parallel_rank())
     named = {name: parameter for model in wrapped for name, parameter in global_names(model).items()}
     for name, parameter in named.items():
         stored = "embedding.word_embeddings.weight" if request["tied"] and name == "output_layer.weight" else name
-        whole = 0 if replicated(parameter) else place
-        parameter.data.view(-1).copy_(values(stored, whole, 0, parameter.numel()))
+        parameter.data.view(-1).copy_(values(stored, part_of(name, parameter, place), 0, parameter.numel()))
     fill_optimizer(optimizer, named, place, tied=request["tied"])
     keys = [""] if virtual == 1 else [str(number) for number in range(virtual)]
     if request["per_rank"]:
@@ -125,25 +173,29 @@ def save_per_rank(request: dict[str, Any], models: dict[str, Any], optimizer: An
     from megatron.core import parallel_state
 
     tp, pp = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank()
-    folder = Path(request["folder"]) / (f"mp_rank_{tp:02d}_{pp:03d}" if request["pp"] > 1 else f"mp_rank_{tp:02d}")
+    ep = parallel_state.get_expert_model_parallel_rank()
+    parts = [f"mp_rank_{tp:02d}", *[f"{pp:03d}"] * (request["pp"] > 1), *[f"{ep:03d}"] * (request["ep"] > 1)]
+    folder = Path(request["folder"]) / "_".join(parts)
     folder.mkdir(parents=True, exist_ok=True)
     if request["zero1"]:
         optimizer.save_parameter_state(str(folder / "distrib_optim.pt"))
-    if parallel_state.get_data_parallel_rank() == 0:
+    if parallel_state.get_expert_data_parallel_rank() == 0:
         body = {"args": argparse.Namespace(**request["args"]), "checkpoint_version": 3.0, "iteration": 3}
         body |= {f"model{key}": model.state_dict_for_save_checkpoint() for key, model in models.items()}
         body |= {"optimizer": optimizer.state_dict(), "opt_param_scheduler": request["scheduler"]}
         torch.save(body, folder / "model_optim_rng.pt")
 
 
-def replicated(parameter: torch.nn.Parameter) -> bool:
-    """Whether every tensor-parallel rank has the same of it."""
-    return not getattr(parameter, "tensor_model_parallel", False)
+def part_of(name: str, parameter: torch.nn.Parameter, place: tuple[int, int]) -> int:
+    """Of which rank's values a parameter is: where every tensor-parallel rank has the same, of the first's."""
+    return place[EXPERT.fullmatch(name) is not None] if getattr(parameter, "tensor_model_parallel", False) else 0
 
 
-def fill_optimizer(optimizer: Any, named: dict[str, torch.nn.Parameter], place: int, *, tied: bool) -> None:
-    while hasattr(optimizer, "chained_optimizers") and len(optimizer.chained_optimizers) == 1:
-        (optimizer,) = optimizer.chained_optimizers
+def fill_optimizer(optimizer: Any, named: dict[str, torch.nn.Parameter], place: tuple[int, int], *, tied: bool) -> None:
+    if hasattr(optimizer, "chained_optimizers"):
+        for one in optimizer.chained_optimizers:
+            fill_optimizer(one, named, place, tied=tied)
+        return
     name_of = {id(parameter): name for name, parameter in named.items()}
     if hasattr(optimizer, "model_param_group_index_map"):
         optimizer._init_optimizer_states_with_dummy_values()
@@ -158,14 +210,23 @@ def fill_optimizer(optimizer: Any, named: dict[str, torch.nn.Parameter], place: 
         for group, copies in zip(optimizer.float16_groups, optimizer.fp32_from_float16_groups, strict=True):
             mains |= {id(parameter): main for parameter, main in zip(group, copies, strict=True)}
     for name, parameter in named.items():
-        fill_one(optimizer, mains.get(id(parameter), parameter), name, parameter, place, 0, tied=tied)
+        main = mains.get(id(parameter), parameter)
+        if main in optimizer.optimizer.state:
+            fill_one(optimizer, main, name, parameter, place, 0, tied=tied)
 
 
 def fill_one(
-    optimizer: Any, main: torch.Tensor, name: str, parameter: torch.nn.Parameter, place: int, start: int, *, tied: bool
+    optimizer: Any,
+    main: torch.Tensor,
+    name: str,
+    parameter: torch.nn.Parameter,
+    place: tuple[int, int],
+    start: int,
+    *,
+    tied: bool,
 ) -> None:
     stored = "embedding.word_embeddings.weight" if tied and name == "output_layer.weight" else name
-    drawn = values(stored, 0 if replicated(parameter) else place, start, main.numel())
+    drawn = values(stored, part_of(name, parameter, place), start, main.numel())
     main.data.view(-1).copy_(drawn)
     state = optimizer.optimizer.state[main]
     for kind in ("exp_avg", "exp_avg_sq"):

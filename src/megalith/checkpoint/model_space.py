@@ -104,9 +104,9 @@ class ModelSpace:
             return stage > 0 and name == WORD_EMBEDDINGS
         return self.tied and name == OUTPUT_LAYER
 
-    def moved_names_of(self, stage: int, chunk: int, stages: Stages) -> list[str]:
+    def moved_names_of(self, stage: int, chunk: int, stages: Stages, experts: Share = ALL) -> list[str]:
         """`names_of` of what an optimizer has state of."""
-        return [name for name in self.names_of(stage, chunk, stages) if name not in self.buffers]
+        return [name for name in self.names_of(stage, chunk, stages, experts) if name not in self.buffers]
 
     def names_of(self, stage: int, chunk: int, stages: Stages, experts: Share = ALL) -> list[str]:
         """What one virtual chunk of a pipeline stage holds, in module order.

@@ -1,0 +1,338 @@
+"""The optimizer's state of a torch_dist folder where it stands in the buffers of Megatron's distributed optimizer.
+
+    [chained_<n>.]optimizer.distributed.dp_group_idx_<i>
+        .gbuf_idx_<b>.dtype_<...>.bucket_idx_<k>.<kind>     one-dimensional buffers of a place, by virtual chunk
+        .per_bucket_numel_unpadded                          how many elements they have
+        .param_state                                        or all of them, gathered into one object
+        .optimizer, .grad_scaler                            groups and step, scale of the loss
+
+Without expert parallelism the places are those of tensor parallelism, fastest, and pipeline. With it the experts have
+an optimizer of their own, `chained_1`, with the places of expert-tensor parallelism, expert parallelism and pipeline;
+before core 0.10, which had no expert-tensor parallelism, of tensor parallelism, pipeline and expert parallelism. A
+chunk without experts has no buffer there. What stands where in a buffer: `formats.buffers`, `formats.registered`.
+Source: spec/formats-checkpoint.md section 9, and megatron-core 0.9.0 to 0.16.1, whose checkpoints
+`tests/parity/test_megatron_core_written.py` reads.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+
+from megalith.checkpoint.boxes import fill
+from megalith.checkpoint.content import CheckpointContent, Chunk, by_key, volume
+from megalith.checkpoint.dcp import read_sharded
+from megalith.checkpoint.fit import Contents, StoredTensor
+from megalith.checkpoint.formats.buffers import Place, bucket_limits, coalesced_places, places
+from megalith.checkpoint.formats.megatron_optimizer import BUFFERS, UnreadableState
+from megalith.checkpoint.formats.registered import registered
+from megalith.checkpoint.formats.stacking import expert_of
+from megalith.checkpoint.formats.torch_dist import OPTIMIZER_PREFIX, WORD_EMBEDDINGS, Whole, weight_chunks
+from megalith.checkpoint.model_space import OUTPUT_LAYER, Share, model_space_of, stages_of
+from megalith.errors import CheckpointError
+
+_PREFIX = r"(?P<prefix>(?:chained_(?P<chained>\d+)\.)?optimizer\.distributed\.dp_group_idx_(?P<index>\d+))"
+_BUCKET = re.compile(_PREFIX + r"\.gbuf_idx_(?P<buffer>\d+)\.dtype_\(.*?\)\.bucket_idx_(?P<bucket>\d+)\.(?P<kind>\w+)")
+_GATHERED = re.compile(_PREFIX + r"\.param_state/shard_0_1")
+_WITHOUT = "load with --no-load-optim to continue from the weights alone"
+
+
+def is_bucket(key: str) -> bool:
+    """Whether a tensor of a file is part of a buffer."""
+    return _BUCKET.fullmatch(key) is not None
+
+
+def in_bucket_space(stored: Contents) -> bool:
+    """Whether the optimizer's state in the files is in buffers."""
+    return any(map(_BUCKET.fullmatch, stored.tensors)) or any(map(_GATHERED.fullmatch, stored.objects))
+
+
+@dataclass(frozen=True)
+class _Owner:
+    """An optimizer in a place.
+
+    Attributes:
+        prefix: of its keys.
+        stage: its pipeline stage.
+        rank, size: its place on the axis over which its tensors are divided.
+        buffers: names of the parameters by buffer, in Megatron's order.
+    """
+
+    prefix: str
+    stage: int
+    rank: int
+    size: int
+    buffers: list[list[str]]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A parameter as one place holds it: its chunks in model space lie over a flat range of a bucket."""
+
+    name: str
+    owner: _Owner
+    buffer: int
+    place: Place
+
+
+class BucketSpace:
+    """What the buffers hold, in model space.
+
+    Args:
+        path: the folder.
+        metadata: of its files.
+        stored: what these hold, under their own keys.
+        args: Megatron's arguments of the run that wrote it.
+
+    Raises:
+        UnreadableState: it is in a form that this version does not read.
+    """
+
+    def __init__(self, path: Path, metadata: Metadata, stored: Contents, args: Mapping[str, Any]) -> None:
+        self._path, self._metadata, self._stored, self._args = path, metadata, stored, args
+        where = str(path)
+        self._space = model_space_of(args, where)
+        self._stages = stages_of(args, self._space.num_layers, where)
+        self._tp = int(args.get("tensor_model_parallel_size") or 1)
+        self._ep = int(args.get("expert_model_parallel_size") or 1)
+        self._etp = int(args.get("expert_tensor_parallel_size") or self._tp)
+        self._check_experts()
+        self._keys: dict[tuple[str, int, int, str], str] = {}
+        self._gathered = set[str]()
+        self._last: tuple[str, list[dict[str, Any]]] | None = None
+        found: dict[tuple[int | None, int], str] = {}
+        for key in stored.tensors:
+            if match := _BUCKET.fullmatch(key):
+                place = (match["prefix"], int(match["buffer"]), int(match["bucket"]), match["kind"])
+                if place in self._keys:
+                    raise self._unreadable("has buffers of several dtypes")
+                self._keys[place] = key
+                found[_number(match["chained"]), int(match["index"])] = match["prefix"]
+        for key in stored.objects:
+            if match := _GATHERED.fullmatch(key):
+                found[_number(match["chained"]), int(match["index"])] = match["prefix"]
+                self._gathered.add(match["prefix"])
+        if {chained for chained, _ in found} != ({0, 1} if self._ep > 1 else {None}):
+            raise self._unreadable("has other parts than one, and under expert parallelism one for experts")
+        self._owners = [
+            self._owner(chained, index, prefix)
+            for (chained, index), prefix in sorted(found.items(), key=lambda item: (item[0][0] or 0, item[0][1]))
+        ]
+        self._parts = [part for owner in self._owners for part in self._lay_out(owner)]
+
+    def _unreadable(self, why: str) -> UnreadableState:
+        return UnreadableState(
+            f"{self._path}: its distributed optimizer {why}, which this version does not read; {_WITHOUT}"
+        )
+
+    def _check_experts(self) -> None:
+        """Refuse where the order of the parameters or their places is not known."""
+        model, args = self._space.model, self._args
+        if not model.mixture:
+            return
+        legacy = not self._space.stacking.fused or args.get("moe_use_legacy_grouped_gemm")
+        if args.get("moe_grouped_gemm") and legacy:
+            raise self._unreadable("is of --moe-use-legacy-grouped-gemm, all experts of a layer in one parameter")
+        if self._ep == 1 and self._etp != self._tp:
+            raise self._unreadable(
+                f"is of --expert-tensor-parallel-size {self._etp} beside --tensor-model-parallel-size {self._tp} "
+                "without expert parallelism"
+            )
+
+    def _owner(self, chained: int | None, index: int, prefix: str) -> _Owner:
+        """Which place an optimizer is in."""
+        stages = len(self._stages)
+        if chained != 1:
+            stage, rank = divmod(index, self._tp)
+            own = [self._names(stage, chunk, Share(0, self._ep)) for chunk in range(len(self._stages[stage % stages]))]
+            if chained == 0:
+                own = [[name for name in names if expert_of(name) is None] for names in own]
+            return _Owner(prefix, stage, rank, self._tp, own)
+        if "expert_tensor_parallel_size" in self._args:
+            rest, rank = divmod(index, self._etp)
+            stage, expert = divmod(rest, self._ep)
+        else:
+            rest, rank = divmod(index, self._tp)
+            expert, stage = divmod(rest, stages)
+        chunks = range(len(self._stages[stage % stages]))
+        own = [self._names(stage, chunk, Share(expert, self._ep)) for chunk in chunks]
+        experts = [[name for name in names if expert_of(name) is not None] for names in own]
+        return _Owner(prefix, stage, rank, self._etp, [names for names in experts if names])
+
+    def _names(self, stage: int, chunk: int, experts: Share) -> list[str]:
+        """The parameters of a virtual chunk in the order in which they were registered.
+
+        Raises:
+            UnreadableState: the model that the args describe has no such stage.
+        """
+        if stage >= len(self._stages):
+            raise self._unreadable(f"has buffers of stage {stage} where the args say {len(self._stages)} stages")
+        names = self._space.moved_names_of(stage, chunk, self._stages, experts)
+        stacking, grouped = self._space.stacking, bool(self._args.get("moe_grouped_gemm"))
+        return registered(names, fused=stacking.fused, grouped=grouped, keys=self._stored.tensors)
+
+    def _lay_out(self, owner: _Owner) -> list[_Part]:
+        """The parts of an owner that no owner before it has too."""
+        sizes = self._sizes(owner)
+        if len(sizes) != len(owner.buffers):
+            raise self._unreadable(
+                f"has {len(sizes)} buffers where the saved args say {len(owner.buffers)} virtual stages"
+            )
+        found = []
+        for buffer, names in enumerate(owner.buffers):
+            for name, place in self._places(owner, names, sizes[buffer]).items():
+                part = _Part(name, owner, buffer, place)
+                if not self._space.is_copy(name, owner.stage) and self._like(part):
+                    found.append(part)
+        return found
+
+    def _places(self, owner: _Owner, names: Sequence[str], sizes: Sequence[int]) -> dict[str, Place]:
+        space, where = self._space, str(self._path)
+        shapes = {name: space.local_shape(self._stored_name(name), owner.size, owner.rank) for name in names}
+        try:
+            if owner.prefix not in self._gathered:
+                return places(shapes, sizes, where)
+            # The embedding of a first stage that is not the last, or the copy of it in the last, is shared.
+            shared, predicts = space.tied or space.model.predictions > 0, "decoder.final_layernorm.weight" in shapes
+            first = WORD_EMBEDDINGS in shapes and shared and not predicts
+            copied = OUTPUT_LAYER if space.tied and not space.model.predictions else WORD_EMBEDDINGS
+            alone = [WORD_EMBEDDINGS] if first else [copied] if shared and owner.stage else []
+            return coalesced_places(shapes, sizes[0], bucket_limits(self._args), alone, where)
+        except CheckpointError as error:
+            raise UnreadableState(f"{error}; {_WITHOUT}") from error
+
+    def _stored_name(self, name: str) -> str:
+        return WORD_EMBEDDINGS if self._space.tied and name == OUTPUT_LAYER else name
+
+    def _state_of(self, owner: _Owner) -> list[dict[str, Any]]:
+        """What replica 0 had gathered of a place: kind -> flat tensor, by buffer.
+
+        Raises:
+            UnreadableState: it is in a form that this version does not read.
+        """
+        if self._last is None or self._last[0] != owner.prefix:
+            state = self._object(owner, "param_state")
+            buffers = [state[number] for number in sorted(key for key in state if isinstance(key, int))]
+            if not state.get("buckets_coalesced") or any(len(by_dtype) != 1 for by_dtype in buffers):
+                raise self._unreadable("has buckets in another form than one buffer of one dtype")
+            self._last = (owner.prefix, [next(iter(by_dtype.values())) for by_dtype in buffers])
+        return self._last[1]
+
+    def _sizes(self, owner: _Owner) -> list[list[int]]:
+        """Elements of each bucket of each buffer, without the padding at the bucket's end."""
+        if owner.prefix in self._gathered:
+            return [[int(found["numel_unpadded"])] for found in self._state_of(owner)]
+        sizes = self._object(owner, "per_bucket_numel_unpadded")
+        if sizes is None:
+            raise self._unreadable(f"lacks {owner.prefix}.per_bucket_numel_unpadded, which says what stands where")
+        return [[int(size) for found in by_dtype.values() for size in found] for by_dtype in sizes]
+
+    def _object(self, owner: _Owner, name: str) -> Any:
+        """An object of an owner; None if it has none of that name."""
+        key = f"{owner.prefix}.{name}/shard_0_1"
+        if key not in self._stored.objects:
+            return None
+        return read_sharded(self._path, self._metadata, CheckpointContent(objects={key: None}))[key]
+
+    @cached_property
+    def _by_key(self) -> dict[str, list[tuple[_Part, list[Chunk]]]]:
+        """Key of a weight -> the parts of it, each with its chunks on the meta device; an owner's parts together."""
+        found: dict[str, list[tuple[_Part, list[Chunk]]]] = {}
+        for part in self._parts:
+            like = self._like(part)
+            found.setdefault(like[0].key, []).append((part, like))
+        return found
+
+    def tensors(self) -> dict[str, StoredTensor]:
+        """The state's tensors in model space."""
+        return {
+            f"{OPTIMIZER_PREFIX}{kind}.{key}": StoredTensor(
+                parts[0][1][0].global_shape, torch.float32, sum(len(like) for _, like in parts)
+            )
+            for key, parts in self._by_key.items()
+            for kind in BUFFERS.values()
+        }
+
+    def _like(self, part: _Part) -> list[Chunk]:
+        return self._chunks(part, torch.empty(part.place.shape, device="meta"))
+
+    def _chunks(self, part: _Part, tensor: torch.Tensor) -> list[Chunk]:
+        """A part's local tensor in model space, under the keys of the weights; not what a rank before it has too."""
+        space, owner = self._space, part.owner
+        box = Whole(part.name, tensor)
+        return weight_chunks([box], space.placements, space.stacking, rank=owner.rank, size=owner.size, once=True)
+
+    def scalars(self) -> dict[Any, Any]:
+        """What `optimizer_common` makes, out of the objects of the first place of each optimizer."""
+        first: dict[str, _Owner] = {}
+        for owner in self._owners:
+            first.setdefault(owner.prefix.split(".")[0], owner)
+        parts = [self._scalars(owner) for owner in first.values()]
+        return parts[0] if len(parts) == 1 else dict(enumerate(parts))
+
+    def _scalars(self, owner: _Owner) -> dict[Any, Any]:
+        found = self._object(owner, "optimizer")
+        if not isinstance(found, Mapping):
+            return {}
+        scaler = self._object(owner, "grad_scaler")
+        state = dict(found) if "optimizer" in found else {"optimizer": found}
+        return {**state, "grad_scaler": scaler} if scaler else state
+
+    def read(self, wanted: Sequence[Chunk]) -> None:
+        """Fill chunks of the state; an owner's parts one after another.
+
+        Raises:
+            CheckpointError: the buffers hold a part of them only.
+        """
+        targets = by_key(wanted)
+        near = [
+            (part, kind, targets[f"{OPTIMIZER_PREFIX}{label}.{key}"])
+            for kind, label in BUFFERS.items()
+            for key, parts in self._by_key.items()
+            if f"{OPTIMIZER_PREFIX}{label}.{key}" in targets
+            for part, like in parts
+            if any(_meet(target, own) for target in targets[f"{OPTIMIZER_PREFIX}{label}.{key}"] for own in like)
+        ]
+        order = {owner.prefix: number for number, owner in enumerate(self._owners)}
+        filled = dict.fromkeys(map(id, wanted), 0)
+        for part, kind, found in sorted(near, key=lambda item: order[item[0].owner.prefix]):
+            sources = self._chunks(part, self._load(part, kind))
+            for target in found:
+                filled[id(target)] += fill(target, sources)
+        for chunk in wanted:
+            if filled[id(chunk)] != volume(chunk.tensor.shape):
+                raise CheckpointError(
+                    f"{self._path}: {chunk.key} holds {filled[id(chunk)]} of the "
+                    f"{volume(chunk.tensor.shape)} elements asked for"
+                )
+
+    def _load(self, part: _Part, kind: str) -> torch.Tensor:
+        place = part.place
+        if part.owner.prefix in self._gathered:
+            whole: torch.Tensor = self._state_of(part.owner)[part.buffer][kind]
+            return whole[place.start : place.stop].view(place.shape)
+        key = self._keys[part.owner.prefix, part.buffer, place.bucket, kind]
+        flat = torch.empty(place.stop - place.start)
+        content = CheckpointContent([Chunk(key, flat, (place.start,), self._stored.tensors[key].shape)])
+        read_sharded(self._path, self._metadata, content)
+        return flat.view(place.shape)
+
+
+def _number(digits: str | None) -> int | None:
+    return None if digits is None else int(digits)
+
+
+def _meet(one: Chunk, other: Chunk) -> bool:
+    return all(
+        start < other_start + other_size and other_start < start + size
+        for start, size, other_start, other_size in zip(
+            one.offset, one.tensor.shape, other.offset, other.tensor.shape, strict=True
+        )
+    )
