@@ -23,6 +23,8 @@ from typing import Any, Protocol, TypeVar
 T = TypeVar("T")
 
 _SIZE = 256
+_MEMORY = Path("/dev/shm")
+_ROOM = 2**20  # a page for each status and document of a hundred ranks; containers have 64 MiB for all they run
 _STORE_SECONDS = 2.0
 
 
@@ -308,6 +310,6 @@ def open_board(rank: int, size: int, store: Store | None, *, one_host: bool) -> 
 
 
 def make_folder() -> str:
-    """A new folder that only this user can read, in memory where the system has such a place."""
-    memory = Path("/dev/shm")
-    return tempfile.mkdtemp(prefix="megalith-", dir=memory if os.access(memory, os.W_OK) else None)
+    """A new folder that only this user can read, in memory where the system has such a place and room there."""
+    roomy = os.access(_MEMORY, os.W_OK) and shutil.disk_usage(_MEMORY).free >= _ROOM
+    return tempfile.mkdtemp(prefix="megalith-", dir=_MEMORY if roomy else None)
