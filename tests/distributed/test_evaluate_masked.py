@@ -26,8 +26,6 @@ from megalith.models.families import model_class
 from megalith.models.initialise import initialise
 from megalith.models.language_model import named_placements
 from megalith.models.t5 import T5
-from megalith.serve.request import Sampling
-from megalith.serve.spans import answer
 
 from .conftest import Ranks
 
@@ -155,20 +153,3 @@ def test_ranks_that_read_different_texts_say_so(ranks: Ranks, tmp_path: Path) ->
     folder = save(tmp_path / "saved", "bert")
     said = ranks.run(2, with_other_texts, str(folder), str(tmp_path / "scratch"))
     assert all("the ranks read different texts" in text for text in said)
-
-
-def answered(folder: str, layout: Layout) -> list[int]:
-    context = ParallelContext.solo() if layout == Layout() else ParallelContext.create(layout, torch.device("cpu"))
-    trained = load_trained(Path(folder) / "C", context.device, context=context, dtype=torch.float64)
-    assert isinstance(trained.model, T5)
-    text, sampling = trained.tokenizer.encode("aa bb cc dd"), Sampling(temperature=1.0)
-    tokens = trained.tokenizer.vocab_size
-    return list(answer(trained.model, text, start=5, end=-1, most=12, sampling=sampling, seed=3, tokens=tokens))
-
-
-@pytest.mark.parametrize("name", ["t5", "t5-published"])
-def test_tensor_parallel_ranks_give_the_answer_of_one_process(ranks: Ranks, tmp_path: Path, name: str) -> None:
-    folder = save(tmp_path / "saved", name)
-    alone = answered(str(folder), Layout())
-    assert len(alone) == 12
-    assert ranks.run(2, answered, str(folder), Layout(tp=2)) == [alone, alone]

@@ -19,12 +19,15 @@ from megalith.assemble.model import copy_shared_weight
 from megalith.distributed.context import ParallelContext
 from megalith.errors import LayoutError, PeerError
 from megalith.layout import Layout, cut
+from megalith.models.families import model_class
 from megalith.models.gpt import GPT
 from megalith.models.initialise import initialise
 from megalith.models.language_model import Stage
+from megalith.models.t5 import T5
 from megalith.parallel.tensor import TensorParallel
 from megalith.serve.engine import Engine, Limits
 from megalith.serve.model_runner import ModelRunner, RankRunner, unpacked
+from megalith.serve.opening import Opening
 from megalith.serve.request import Beams, Event, Request, Sampling, Token
 
 from ..unit.serve import models
@@ -33,7 +36,7 @@ from .conftest import Ranks
 VOCABULARY, PADDED = 27, 30  # 30 divides over neither 4 ranks nor evenly into heads
 STYLES = {
     name: dataclasses.replace(config, num_layers=3, max_position_embeddings=40)
-    for name, config in models.STYLES.items()
+    for name, config in {**models.STYLES, **models.ANSWERING}.items()
 }
 BLOCKS = {"num_blocks": 14, "block_size": 4}  # too few for all at once
 
@@ -47,11 +50,11 @@ class Numbers:
         return "".join(f"<{token}>" for token in ids)
 
 
-def _requests() -> list[Request]:
+def _requests(*, answers: bool) -> list[Request]:
     greedy = Sampling(0.0)
     return [
         Request((1, 2, 3, 4, 5, 6, 7), 12, greedy, stop_ids=()),
-        Request((1, 2, 3, 4, 5, 6, 8, 9, 10), 9, greedy, stop_ids=(), logprobs=2, prompt_logprobs=True),
+        Request((1, 2, 3, 4, 5, 6, 8, 9, 10), 9, greedy, stop_ids=(), logprobs=2, prompt_logprobs=not answers),
         Request((3,), 14, Sampling(1.5), seed=5, n=3),
         Request((1, 2, 3, 4), 10, Sampling(top_p=0.8), seed=6),
         Request((9, 9, 4), 6, beam_width=3),
@@ -59,7 +62,7 @@ def _requests() -> list[Request]:
 
 
 def _answers(engine: Engine) -> list[Any]:
-    tickets = [engine.submit(request) for request in _requests()]
+    tickets = [engine.submit(request) for request in _requests(answers=engine.opening is not None)]
     events: dict[Any, list[Event]] = {ticket: [] for ticket in tickets}
     while engine.has_work:
         for ticket, event in engine.step():
@@ -75,18 +78,25 @@ def _answers(engine: Engine) -> list[Any]:
 
 
 def _alone(style: str) -> list[Any]:
-    model = GPT(STYLES[style], PADDED, dtype=torch.float64)
+    model = model_class(STYLES[style])(STYLES[style], PADDED, dtype=torch.float64)
     initialise(model, 3)
-    return _answers(Engine(ModelRunner(model, **BLOCKS), cast("Any", Numbers()), Limits(step_tokens=9)))
+    assert isinstance(model, GPT | T5)
+    return _answers(_engine(ModelRunner(model, **BLOCKS), style))
 
 
-def _model(style: str, context: ParallelContext) -> GPT:
+def _engine(runner: ModelRunner | RankRunner, style: str) -> Engine:
+    opening = Opening(1, 0) if style in models.ANSWERING else None
+    return Engine(runner, cast("Any", Numbers()), Limits(step_tokens=9), opening=opening)
+
+
+def _model(style: str, context: ParallelContext) -> GPT | T5:
     config, pipeline = STYLES[style], context.pp
     stage = Stage(range(*cut(config.num_layers, pipeline.size, pipeline.index)), pipeline.is_first, pipeline.is_last)
     region = TensorParallel(context.tp) if context.tp.size > 1 else None
-    model = GPT(config, PADDED, region=region, stage=stage, dtype=torch.float64)
+    model = model_class(config)(config, PADDED, region=region, stage=stage, dtype=torch.float64)
     initialise(model, 3)
     copy_shared_weight([model], context)
+    assert isinstance(model, GPT | T5)
     return model
 
 
@@ -96,7 +106,7 @@ def serve_on_rank(style: str, tp: int, pp: int) -> list[Any]:
     if context.rank:
         runner.follow()
         return []
-    engine = Engine(runner, cast("Any", Numbers()), Limits(step_tokens=9))
+    engine = _engine(runner, style)
     engine.step()  # nothing to do: a ping
     answers = _answers(engine)
     engine.close()
@@ -107,6 +117,8 @@ def serve_on_rank(style: str, tp: int, pp: int) -> list[Any]:
 LAYOUTS = [
     *((style, *layout) for style in ("gpt2", "llama") for layout in ((2, 1), (1, 2), (2, 2), (1, 3), (4, 1))),
     *((style, 2, 2) for style in ("experts", "latent")),
+    *((style, 2, 1) for style in models.ANSWERING),
+    ("published", 4, 1),
 ]
 
 

@@ -17,6 +17,7 @@ import pytest
 from megalith.cli.main import main
 
 from ..chinese import SIZE, write_text, write_vocabulary
+from .test_serve import started
 from .warm import WarmProcess, free_port
 
 MODEL = "--hidden-size 16 --num-attention-heads 4 --max-position-embeddings 32 --hidden-dropout 0 --attention-dropout 0"
@@ -177,6 +178,34 @@ def test_t5_as_published(work: Path, warm: WarmProcess, capsys: pytest.CaptureFi
     assert compared in capsys.readouterr().out
 
 
+def test_masks_are_filled(bert: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["generate", str(bert), "--prompt", "\u4e00[MASK]\u4e0e[MASK]", "--num-samples", "3"]
+    assert main(words) == 0
+    filled, *rows = capsys.readouterr().out.splitlines()
+    best = [re.findall(r"(\S+) (\d+\.\d)%", row) for row in rows]
+    assert [row[:11] for row in rows] == ["  [MASK] 1:", "  [MASK] 2:"] and [len(found) for found in best] == [3, 3]
+    assert filled == f"\u4e00{best[0][0][0]}\u4e0e{best[1][0][0]}"
+    shares = [float(share) for _, share in best[0]]
+    assert shares == sorted(shares, reverse=True) and 0 < sum(shares) <= 100
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_server_answers_as_the_command_line(t5: Path, ranks: int, capsys: pytest.CaptureFixture[str]) -> None:
+    prompt = "\u4e00\u4e03<extra_id_0>\u4e0e"
+    words = ["--prompt", prompt, "--temperature", "5", "--top-p", "0", "--max-new-tokens", "6", "--seed", "7"]
+    assert main(["generate", str(t5), *words]) == 0
+    alone = capsys.readouterr().out
+    with started(["-m", "megalith", "serve", t5, "--port", 0, "--tp", ranks], ranks) as server:
+        body = {"prompt": prompt, "temperature": 5, "max_tokens": 6, "seed": 7}
+        status, found = server.ask("POST", "/v1/completions", body)
+        assert status == 200, found
+        assert json.loads(found)["choices"][0]["text"] + "\n" == alone
+        status, found = server.ask("PUT", "/api", {"prompts": [prompt, "\u4e03"], "tokens_to_generate": 3, "top_k": 1})
+        assert status == 200 and len(json.loads(found)["text"]) == 2
+        assert server.ask("GET", "/")[0] == 200
+        assert "2 + 1 layers of 16" in server.text
+
+
 @pytest.mark.parametrize(
     ("family", "command", "said"),
     [
@@ -187,13 +216,14 @@ def test_t5_as_published(work: Path, warm: WarmProcess, capsys: pytest.CaptureFi
         ("bert", "evaluate {} --task masked --data {}/../text.jsonl --seq-length 33", "longer than the 32 positions"),
         ("bert", "evaluate {} --task masked --data {}/../text.jsonl --seq-length 6", "use at least 8"),
         ("bert", "evaluate {} --task cloze --samples 3", "--samples 3 is for --task masked and spans"),
-        ("bert", "serve {}", "a server needs a model that continues text, a GPT, and"),
-        ("bert", "serve {}", "megalith evaluate --task masked measures it"),
-        ("bert", "generate {} --prompt x", "megalith evaluate --task masked measures it"),
+        ("bert", "serve {}", "a server needs a model that writes text, a GPT or a T5, and"),
+        ("bert", "serve {}", "megalith generate --prompt finds what its [MASK] stands for"),
+        ("bert", "generate {} --prompt x", "--prompt has no [MASK]"),
+        ("bert", "generate {} --prompt x[MASK] --greedy", "--greedy is for models that write text"),
         ("bert", "generate {} --tp 2 --prompt x", "--tp 2 is for a T5"),
         ("bert", "generate {} --tp 2 --prompt x", "megalith evaluate --task masked measures it"),
         ("bert", "generate {} --tp 2", "--tp 2 needs --prompt TEXT"),
-        ("t5", "serve {}", "megalith generate writes its answers"),
+        ("t5", "serve {} --pp 2", "--pipeline-model-parallel-size 2"),
         ("t5", "evaluate {} --task masked --data {}/../text.jsonl", "holds a T5; use --task spans"),
         ("t5", "evaluate {} --task cloze", "megalith evaluate --task spans measures it"),
     ],

@@ -17,7 +17,8 @@ from megalith.checkpoint.convert import Wanted, convert
 from megalith.checkpoint.huggingface_export import Export, Weights, export
 from megalith.checkpoint.model_space import model_space_of
 from megalith.checkpoint.source import open_source
-from megalith.errors import CheckpointError
+from megalith.errors import CheckpointError, DataError
+from megalith.evaluate.fill_mask import fill_masks
 from megalith.models.bert import Bert
 
 transformers = pytest.importorskip("transformers")
@@ -100,3 +101,23 @@ def test_a_bert_with_norms_before_the_layers_is_none_of_theirs(tmp_path: Path) -
     )
     with pytest.raises(CheckpointError, match="bert: it has apply_residual_connection_post_layernorm True"):
         family_for(model)
+
+
+def test_masks_are_filled_as_theirs(tmp_path: Path) -> None:
+    snapshot, theirs = _hub_folder(tmp_path / "models--bert", "BertForMaskedLM")
+    convert(snapshot, tmp_path / "ours", Wanted(release=True))
+    for folder in (tmp_path / "ours", snapshot):
+        trained = load_trained(folder, torch.device("cpu"))
+        assert isinstance(trained.model, Bert)
+        filled = fill_masks(trained.model, trained.tokenizer, "\u4e00[MASK] the[MASK]", 4)
+        with torch.no_grad():
+            logits = theirs(torch.tensor([[3, 6, 5, VOCABULARY.index("the"), 5, 4]])).logits[0, [2, 4]]
+        best = logits.softmax(-1).topk(4)
+        assert [[found.token for found in row] for row in filled.masks] == best.indices.tolist()
+        values = torch.tensor([[found.probability for found in row] for row in filled.masks])
+        torch.testing.assert_close(values, best.values, rtol=1e-5, atol=1e-6)
+        first, second = (VOCABULARY[row[0].token] for row in filled.masks)
+        assert filled.text == f"\u4e00{first} the{second.removeprefix('##')}"
+    for text, said in (("\u4e00", "has no .MASK."), ("[MASK]" * 11, "13 tokens, and the model has 12 positions")):
+        with pytest.raises(DataError, match=said):
+            fill_masks(trained.model, trained.tokenizer, text)

@@ -59,9 +59,10 @@ def model_in(args: Mapping[str, Any], checkpoint: Path) -> ModelConfig:
 
 
 WHAT_WORKS = {
-    "bert": "it does not continue text: megalith evaluate --task masked measures it",
-    "t5": "it does not continue text, it answers one: megalith generate writes its answers, and megalith evaluate "
-    "--task spans measures it",
+    "bert": "it does not continue text: megalith generate --prompt finds what its [MASK] stands for, and megalith "
+    "evaluate --task masked measures it",
+    "t5": "it does not continue text, it answers one: megalith serve and megalith generate write its answers, and "
+    "megalith evaluate --task spans measures it",
 }
 """Family of models that continue no text -> what can be done with one."""
 
@@ -82,6 +83,19 @@ def require_text_model(model: ModelConfig, checkpoint: Path, wanted: str) -> Non
         raise ConfigError(
             f"{wanted} needs a model that continues text, a GPT, and {checkpoint} holds a {title}; "
             f"{WHAT_WORKS[model.model_family]}"
+        )
+
+
+def require_writer(model: ModelConfig, checkpoint: Path, wanted: str) -> None:
+    """Refuse what needs a model that writes text, whether it continues or answers one; arguments as of the above.
+
+    Raises:
+        ConfigError: the model writes none.
+    """
+    if model.model_family == "bert":
+        raise ConfigError(
+            f"{wanted} needs a model that writes text, a GPT or a T5, and {checkpoint} holds a BERT; "
+            f"{WHAT_WORKS['bert']}"
         )
 
 

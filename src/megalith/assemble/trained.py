@@ -23,12 +23,13 @@ from megalith.config import ModelConfig
 from megalith.config.foreign_args import model_of, precision_of, tokenizer_of
 from megalith.config.groups import TokenizerConfig
 from megalith.distributed.context import ParallelContext
-from megalith.errors import CheckpointError, ConfigError, DamagedCheckpointError, LayoutError
+from megalith.errors import CheckpointError, ConfigError, DamagedCheckpointError, DataError, LayoutError
 from megalith.layout import cut
 from megalith.models.families import model_class
 from megalith.models.gpt import GPT
 from megalith.models.language_model import LanguageModel, Stage
 from megalith.models.saved import saved_tensors
+from megalith.models.t5 import T5
 from megalith.nn.placement import Placement
 from megalith.parallel.tensor import TensorParallel
 from megalith.tokenizers import Tokenizer, build_tokenizer
@@ -76,6 +77,15 @@ class Trained:
             f"{WHAT_WORKS[self.model.config.model_family]}"
         )
 
+    @property
+    def writer(self) -> GPT | T5:
+        """The model, for whoever has it write text.
+
+        Raises:
+            ConfigError: It is of another family.
+        """
+        return self.model if isinstance(self.model, T5) else self.gpt
+
 
 def load_trained(
     path: Path,
@@ -99,6 +109,7 @@ def load_trained(
 
     Raises:
         CheckpointError: There is none, it is damaged, or it says too little of its model.
+        DataError: The tokenizer's files are missing or damaged.
         LayoutError: The model does not divide over the ranks.
     """
     context = context or ParallelContext.solo(device)
@@ -142,7 +153,7 @@ def _trained(
     )
     store.load(found, content)
     model.requires_grad_(False)
-    built = build_tokenizer(tokenizer or with_files_in(store.folder(found), tokenizer_of(args)))
+    built = build_tokenizer(tokenizer) if tokenizer else _own_tokenizer(store.folder(found), args)
     card = (store.manifest(found) or {}).get("tokenizer")
     if card:
         require_same((f"the training ({store.folder(found)})", "here"), card, built.card(), _OTHER_TOKENIZER)
@@ -154,6 +165,21 @@ def _trained(
     foreign = store.format(found) == "huggingface"
     said = (*notes, *about_experts)
     return Trained(model.eval(), built, found, said, args, card, from_huggingface=foreign)
+
+
+def _own_tokenizer(folder: Path, args: Mapping[str, Any]) -> Tokenizer:
+    """The tokenizer of a checkpoint: its own copy, or the files that its args name.
+
+    Raises:
+        DataError: There are none, as where Megatron wrote it on another machine.
+    """
+    try:
+        return build_tokenizer(with_files_in(folder, tokenizer_of(args)))
+    except DataError as error:
+        raise DataError(
+            f"{error}; the checkpoint names this tokenizer and has no copy of it: give --vocab-file and --merge-file, "
+            "or --tokenizer-model"
+        ) from error
 
 
 def _without_capacity(config: ModelConfig) -> tuple[ModelConfig, list[str]]:

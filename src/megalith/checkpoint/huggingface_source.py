@@ -117,7 +117,7 @@ class HuggingFaceSource:
             return replace(found, model=model)
         if found.model.predictions and not self._predicts_ahead(found.model.num_layers):
             return replace(found, model=replace(found.model, mtp_num_layers=None))
-        if found.family.model_type == "t5":
+        if found.model.model_family == "t5":
             return replace(found, model=with_own_output(found.model, own=OUTPUT_LAYER in self._stored))
         return found
 

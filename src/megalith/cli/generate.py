@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from megalith.errors import ConfigError, MegalithError
+from megalith.compat.megatron.tokenizer_flags import add_tokenizer_flags, tokenizer_of_flags
+from megalith.errors import ConfigError, DataError, MegalithError
 from megalith.serve.request import Finished, Request, RequestError, Sampling, Token
 
 if TYPE_CHECKING:
     from megalith.assemble.trained import Trained
-    from megalith.models.t5 import T5
-    from megalith.serve.engine import Engine
-    from megalith.tokenizers import Tokenizer
+    from megalith.distributed.context import ParallelContext
+    from megalith.models.bert import Bert
+    from megalith.serve.engine import Engine, Limits
 
 
 class _Parser(argparse.ArgumentParser):
@@ -29,11 +29,14 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="megalith generate",
-        description="Continue a text with a trained GPT, or answer it with a T5. Architecture and tokenizer come from "
-        "the checkpoint. Without --prompt it asks for one text after the other.",
+        description="Continue a text with a trained GPT, answer it with a T5, or find with a BERT what its [MASK] "
+        "stand for. Architecture and tokenizer come from the checkpoint. Without --prompt it asks for one text after "
+        "the other.",
         allow_abbrev=False,
     )
-    parser.add_argument("checkpoint", type=Path, help="the folder that --save named, or one iter_* folder in it")
+    parser.add_argument(
+        "checkpoint", type=Path, help="what --save named, one iter_* folder in it, or a Hugging Face folder"
+    )
     parser.add_argument("--prompt", help="the text to continue; - reads it from standard input; asked for if absent")
     parser.add_argument("--max-new-tokens", type=int, default=100, help="tokens to add at most (default: 100)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 is greedy (default: 0.8)")
@@ -43,7 +46,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--greedy", action="store_true", help="always the most likely token")
     parser.add_argument("--stop", action="append", default=[], help="a text that ends the answer; may be repeated")
     parser.add_argument("--seed", type=int, default=1234, help="seed of the choices (default: 1234)")
-    parser.add_argument("--num-samples", type=int, default=1, help="how many continuations (default: 1)")
+    parser.add_argument(
+        "--num-samples", type=int, default=1, help="how many continuations, or tokens for a [MASK] (default: 1)"
+    )
     parser.add_argument("--iteration", type=int, help="which checkpoint; the newest sound one if absent")
     parser.add_argument(
         "--tp",
@@ -53,6 +58,7 @@ def _parser() -> argparse.ArgumentParser:
         help="of a T5 whose layers N processes of torchrun share; a GPT over several processes is served",
     )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to compute")
+    add_tokenizer_flags(parser, about="where the checkpoint does not have its own")
     return parser
 
 
@@ -83,7 +89,8 @@ def run(argv: Sequence[str]) -> int:
     from megalith.assemble.model import choose_device
     from megalith.assemble.trained import load_trained
 
-    trained = load_trained(options.checkpoint, choose_device(options.device), options.iteration)
+    tokenizer = tokenizer_of_flags(options)
+    trained = load_trained(options.checkpoint, choose_device(options.device), options.iteration, tokenizer)
     for note in trained.notes:
         print(f"WARNING: {note}", file=sys.stderr)
     reply = _replying(trained, sampling, options)
@@ -99,11 +106,10 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _answer_together(sampling: Sampling, options: argparse.Namespace) -> int:
-    """Print what a T5 answers whose layers several processes share; each chooses the same tokens, the first prints."""
+    """Print what a T5 answers whose layers several processes share; the first chooses and prints."""
     from megalith.assemble.ranks import join_ranks
     from megalith.assemble.reading import model_in, ranks_of, require_text_model, saved_args
     from megalith.assemble.trained import load_trained
-    from megalith.models.t5 import T5
 
     model = model_in(saved_args(options.checkpoint, options.iteration), options.checkpoint)
     if model.model_family != "t5":
@@ -113,72 +119,82 @@ def _answer_together(sampling: Sampling, options: argparse.Namespace) -> int:
             f"{options.tp} -m megalith serve {options.checkpoint} --tp {options.tp}"
         )
     settings = {"tensor_model_parallel_size": options.tp, "device": options.device}
+    tokenizer = tokenizer_of_flags(options)
     with join_ranks(ranks_of(model, settings, os.environ)) as context:
-        trained = load_trained(options.checkpoint, context.device, options.iteration, context=context)
-        assert isinstance(trained.model, T5), "the args say so"
-        first = context.rank == 0
-        for note in trained.notes if first else ():
+        trained = load_trained(options.checkpoint, context.device, options.iteration, tokenizer, context=context)
+        for note in trained.notes if context.rank == 0 else ():
             print(f"WARNING: {note}", file=sys.stderr)
-        _answer(trained, trained.model, options.prompt, sampling=sampling, options=options, shown=first)
+        _answer(trained, options.prompt, sampling=sampling, options=options, context=context)
     return 0
 
 
 def _replying(trained: Trained, sampling: Sampling, options: argparse.Namespace) -> Callable[[str], None]:
     """What is done with each text, by the family of the model."""
+    from megalith.models.bert import Bert
     from megalith.models.t5 import T5
 
+    if isinstance(trained.model, Bert):
+        return partial(_fill, trained, trained.model, options=options)
     if isinstance(trained.model, T5):
-        return partial(_answer, trained, trained.model, sampling=sampling, options=options)
+        return partial(_answer, trained, sampling=sampling, options=options)
     return partial(_continue, trained, _engine(trained, options), sampling=sampling, options=options)
 
 
 def _answer(
     trained: Trained,
-    model: T5,
     text: str,
     *,
     sampling: Sampling,
     options: argparse.Namespace,
-    shown: bool = True,
+    context: ParallelContext | None = None,
 ) -> None:
     """Print what T5 writes for a text: the spans that stand for its <extra_id_N>, where it was trained on these.
 
-    Where several processes compute, one shows it.
+    Where several processes share the layers, all of them call this.
     """
-    from megalith.data.masked.t5 import decoder_start
-    from megalith.serve.spans import answer
+    from megalith.serve.engine import Engine
+    from megalith.serve.model_runner import ModelRunner, RankRunner, blocks_for
+    from megalith.serve.opening import opening_of, text_ids
 
-    if options.stop:
-        raise ConfigError("--stop is for models that continue a text; an answer of T5 ends by itself")
-    tokenizer = trained.tokenizer
-    ids, start = with_sentinels(tokenizer, text), decoder_start(tokenizer)
-    for number in range(options.num_samples):
-        said = answer(
-            model,
-            ids,
-            start=start,
-            end=tokenizer.special.get("eos", tokenizer.eod),
-            most=options.max_new_tokens,
-            sampling=sampling,
-            seed=options.seed + number,
-            tokens=tokenizer.vocab_size,
-        )
-        told = tokenizer.decode(list(said)) + "\n"
-        sys.stdout.write(told if shown else "")
+    try:
+        ids = text_ids(trained.tokenizer, text)
+    except DataError as error:
+        raise ConfigError(f"--prompt {error}") from error
+    if not ids:
+        raise ConfigError("--prompt is empty; give a text that the encoder can read")
+    model = trained.writer
+    length = model.config.max_position_embeddings
+    if model.config.position_embedding_type != "learned_absolute":
+        length = max(len(ids), options.max_new_tokens)
+    blocks = blocks_for(len(ids)) + options.num_samples * blocks_for(1 + min(length, options.max_new_tokens))
+    if context is not None:
+        shared = RankRunner(model, context, blocks, context_length=length)
+        if context.rank > 0:
+            shared.follow()
+            return
+    runner = ModelRunner(model, blocks, context_length=length) if context is None else shared
+    engine = Engine(runner, trained.tokenizer, _limits(options), opening=opening_of(model, trained.tokenizer))
+    try:
+        _write(engine, _request(ids, sampling, options), "")
+    finally:
+        engine.close()
 
 
-def with_sentinels(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Ids of a text in which <extra_id_N> stands for itself, whatever the tokenizer makes of it."""
-    ids = list[int]()
-    for part in re.split(r"(<extra_id_\d+>)", text):
-        match = re.fullmatch(r"<extra_id_(\d+)>", part)
-        if match is None:
-            ids += tokenizer.encode(part) if part.strip() else []
-        elif int(match[1]) < len(tokenizer.extra_ids):
-            ids.append(tokenizer.extra_ids[int(match[1])])
-        else:
-            raise ConfigError(f"--prompt has {part}, and the tokenizer {len(tokenizer.extra_ids)} tokens <extra_id_N>")
-    return ids
+def _fill(trained: Trained, model: Bert, text: str, *, options: argparse.Namespace) -> None:
+    """Print a text with the likeliest token in place of each [MASK], and the candidates with their probabilities."""
+    from megalith.evaluate.fill_mask import fill_masks
+
+    if options.stop or options.greedy:
+        flag = "--stop" if options.stop else "--greedy"
+        raise ConfigError(f"{flag} is for models that write text; a BERT finds the likeliest tokens for a [MASK]")
+    try:
+        filled = fill_masks(model, trained.tokenizer, text, options.num_samples)
+    except DataError as error:
+        raise ConfigError(f"--prompt {error}") from error
+    print(filled.text)
+    for number, candidates in enumerate(filled.masks, 1):
+        shown = "  ".join(f"{candidate.text} {candidate.probability:.1%}" for candidate in candidates)
+        print(f"  [MASK] {number}: {shown}")
 
 
 def _typed() -> Iterator[str]:
@@ -194,20 +210,25 @@ def _typed() -> Iterator[str]:
             yield text
 
 
+def _limits(options: argparse.Namespace) -> Limits:
+    """Those of an engine that draws all samples at once."""
+    from megalith.serve.engine import Limits
+
+    samples = options.num_samples
+    return Limits(running=max(64, samples), samples=max(128, samples))
+
+
 def _engine(trained: Trained, options: argparse.Namespace) -> Engine:
     """An engine whose cache holds all samples of the longest text."""
-    from megalith.serve.engine import Engine, Limits
+    from megalith.serve.engine import Engine
     from megalith.serve.model_runner import ModelRunner, blocks_for
 
-    samples, context = options.num_samples, trained.model.config.max_position_embeddings
-    runner = ModelRunner(trained.gpt, samples * blocks_for(context))
-    return Engine(runner, trained.tokenizer, Limits(running=max(64, samples), samples=max(128, samples)))
+    runner = ModelRunner(trained.gpt, options.num_samples * blocks_for(trained.model.config.max_position_embeddings))
+    return Engine(runner, trained.tokenizer, _limits(options))
 
 
-def _continue(trained: Trained, engine: Engine, text: str, *, sampling: Sampling, options: argparse.Namespace) -> None:
-    """Print the continuations of a text, the first as it grows, the others behind it."""
-    ids = trained.tokenizer.encode(text)
-    request = Request(
+def _request(ids: Sequence[int], sampling: Sampling, options: argparse.Namespace) -> Request:
+    return Request(
         tuple(ids),
         options.max_new_tokens,
         sampling,
@@ -215,8 +236,17 @@ def _continue(trained: Trained, engine: Engine, text: str, *, sampling: Sampling
         n=options.num_samples,
         stop_texts=tuple(options.stop),
     )
-    shown = trained.tokenizer.decode(ids)
-    answers, begun = [""] * options.num_samples, False
+
+
+def _continue(trained: Trained, engine: Engine, text: str, *, sampling: Sampling, options: argparse.Namespace) -> None:
+    """Print the continuations of a text."""
+    ids = trained.tokenizer.encode(text)
+    _write(engine, _request(ids, sampling, options), trained.tokenizer.decode(ids))
+
+
+def _write(engine: Engine, request: Request, shown: str) -> None:
+    """Print the samples of an answer behind what it continues, the first as it grows, the others behind it."""
+    answers, begun = [""] * request.n, False
     try:
         for event in engine.run(request):
             if isinstance(event, Finished) and event.reason == "error":

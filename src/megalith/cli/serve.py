@@ -12,6 +12,7 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from megalith.distributed.watch import Watch
     from megalith.serve.engine import Engine
     from megalith.serve.model_runner import ModelRunner, RankRunner
+    from megalith.serve.opening import Opening
 
 _KEY_VARIABLE = "MEGALITH_API_KEY"
 _FORWARDED_WITHIN_SECONDS = 1.0
@@ -255,7 +257,7 @@ def _on_rank(launch: _Launch, context: ParallelContext, listener: socket.socket 
         _say(memory)
     if engine is not None and listener is not None:
         if context.world.size == 1 and context.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-            _settle_threads(runner)
+            _settle_threads(runner, engine.opening)
         _try_out(trained, engine)
         sys.setswitchinterval(_SECONDS_BETWEEN_THREADS)
         return asyncio.run(_answer(launch, trained, engine, listener, watch if context.world.size > 1 else None))
@@ -282,14 +284,14 @@ def _span(sizes: Sequence[int]) -> str:
     return least if least == most else f"{least} to {most}"
 
 
-def _settle_threads(runner: ModelRunner) -> None:
+def _settle_threads(runner: ModelRunner, opening: Opening | None) -> None:
     """Take fewer threads than cores where that is faster, and say so."""
     import torch
 
     from megalith.serve.thread_count import fastest_count
 
     most = torch.get_num_threads()
-    chosen = fastest_count(runner, most, torch.set_num_threads)
+    chosen = fastest_count(runner, most, torch.set_num_threads, encodes=opening is not None)
     if chosen < most:
         _say(
             f"note: {chosen} of {most} threads, with which a step of this model takes the least time; OMP_NUM_THREADS "
@@ -317,12 +319,12 @@ def _configuration(launch: _Launch) -> RunConfig:
         CheckpointError: there is none.
         ConfigError: the command line contradicts the checkpoint, or the model cannot be divided so.
     """
-    from megalith.assemble.reading import model_in, ranks_of, require_text_model, saved_args
+    from megalith.assemble.reading import model_in, ranks_of, require_writer, saved_args
     from megalith.compat.megatron.tasks import contradictions
 
     args = saved_args(launch.checkpoint, launch.iteration)
     model = model_in(args, launch.checkpoint)
-    require_text_model(model, launch.checkpoint, "a server")
+    require_writer(model, launch.checkpoint, "a server")
     if wrong := contradictions(launch.stated, args):
         raise ConfigError(wrong)
     return ranks_of(model, launch.settings, os.environ)
@@ -336,13 +338,14 @@ def _load(launch: _Launch, context: ParallelContext) -> tuple[Trained, Engine | 
     from megalith.serve.engine import Engine
     from megalith.serve.engine import Limits as EngineLimits
     from megalith.serve.model_runner import ModelRunner, RankRunner
+    from megalith.serve.opening import opening_of
 
     dtype = getattr(torch, launch.dtype) if launch.dtype else None
     trained = load_trained(
         launch.checkpoint, context.device, launch.iteration, launch.tokenizer, context=context, dtype=dtype
     )
     blocks = _num_blocks(launch, trained, context)
-    model = trained.gpt
+    model = trained.writer
     runner: ModelRunner | RankRunner
     runner = ModelRunner(model, blocks) if context.world.size == 1 else RankRunner(model, context, blocks)
     if context.rank != 0:
@@ -350,7 +353,7 @@ def _load(launch: _Launch, context: ParallelContext) -> tuple[Trained, Engine | 
     for note in trained.notes:
         warn(f"WARNING: {note}")
     limits = EngineLimits(running=launch.max_batch, waiting=launch.server.limits.waiting)
-    return trained, Engine(runner, trained.tokenizer, limits), runner
+    return trained, Engine(runner, trained.tokenizer, limits, opening=opening_of(model, trained.tokenizer)), runner
 
 
 def _num_blocks(launch: _Launch, trained: Trained, context: ParallelContext) -> int:
@@ -358,15 +361,17 @@ def _num_blocks(launch: _Launch, trained: Trained, context: ParallelContext) -> 
     from megalith.serve.cache import block_bytes
     from megalith.serve.model_runner import BLOCK_SIZE, blocks_for
 
-    model = trained.model.config
-    layers = -(-model.num_layers // context.pp.size)
+    model, answers = trained.model.config, trained.model.config.model_family == "t5"
+    layers = -(-(model.num_decoder_layers if answers else model.num_layers) // context.pp.size)
     groups = -(-model.query_groups // context.tp.size)
     size = block_bytes(model, layers, groups, BLOCK_SIZE, trained.model.dtype)
     one = blocks_for(model.max_position_embeddings)
+    if answers:  # a text and its answer
+        one += blocks_for(model.max_position_embeddings + 1)
     if launch.cache_mib is None:
         return max(one, min(launch.max_batch * one, (2048 << 20) // size))
     held = (launch.cache_mib << 20) // size
-    if held < 1:
+    if held < (2 if answers else 1):
         raise ConfigError(f"--cache-mib {launch.cache_mib} holds nothing; {-(-one * size >> 20)} hold one whole text")
     return held
 
@@ -386,7 +391,8 @@ async def _answer(
     from megalith.serve.http.chat_template import read_template, stop_ids_beside, template_beside
     from megalith.serve.http.request_log import RequestLog
     from megalith.serve.http.server import serve, url_of
-    from megalith.serve.http.service import Service
+    from megalith.serve.http.service import Answering, Service
+    from megalith.serve.opening import text_ids
     from megalith.serve.peers import look_after
     from megalith.serve.worker import Worker
 
@@ -402,6 +408,7 @@ async def _answer(
         template=template,
         stop_ids=stop_ids_beside(tokenizer),
         first_seed=launch.seed,
+        answering=None if engine.opening is None else Answering(partial(text_ids, tokenizer), engine.room),
     )
     app = build_app(service, launch.defaults)
     peers = asyncio.ensure_future(look_after(watch, worker)) if watch is not None else None
@@ -427,8 +434,9 @@ async def _answer(
 
 def _greeting(launch: _Launch, trained: Trained, url: str) -> list[str]:
     model = trained.model.config
+    layers = " + ".join(map(str, model.stacks.values()))
     lines = [
-        f"{launch.server.model_name}: {model.num_layers} layers of {model.hidden_size}, context "
+        f"{launch.server.model_name}: {layers} layers of {model.hidden_size}, context "
         f"{model.max_position_embeddings}, iteration {trained.iteration} of {launch.checkpoint}",
         f" * Running on {url}",
         f"   page {url}/   OpenAI {url}/v1   Megatron PUT {url}/api",

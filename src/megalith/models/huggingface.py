@@ -69,7 +69,7 @@ FAMILIES = {
         Family("qwen3_moe", "Qwen3MoeForCausalLM", huggingface_experts.ABSENT["qwen3_moe"]),
         Family(huggingface_deepseek.KIND, huggingface_deepseek.ARCHITECTURE, huggingface_deepseek.ABSENT),
         Family("bert", "BertForPreTraining", huggingface_bert.ABSENT, (huggingface_bert.MASKED_LM,)),
-        Family(huggingface_t5.KIND, huggingface_t5.ARCHITECTURE, huggingface_t5.ABSENT),
+        *(Family(kind, huggingface_t5.ARCHITECTURES[kind], absent) for kind, absent in huggingface_t5.ABSENT.items()),
     )
 }
 """By `model_type`."""
@@ -125,7 +125,7 @@ def _model(reading: Reading, kind: str) -> ModelConfig:
         model = huggingface_deepseek.read(reading)
         dropout, std = _probability(reading, "attention_dropout", 0.0), _probability(reading, "initializer_range", 0.02)
         return dataclasses.replace(model, attention_dropout=dropout, init_method_std=std)
-    if kind == huggingface_t5.KIND:
+    if kind in huggingface_t5.ABSENT:
         dropout = _probability(reading, "dropout_rate", 0.1)
         return dataclasses.replace(huggingface_t5.read(reading), hidden_dropout=dropout, attention_dropout=dropout)
     return _gpt2(reading) if kind == "gpt2" else _llama(reading, kind)
@@ -277,12 +277,12 @@ def _unlike(model: ModelConfig, kind: str) -> list[str]:
         "activation_func_clamp_value": None,
         "glu_linear_offset": 0.0,
     }
-    wanted["model_family"] = kind if kind in ("bert", huggingface_t5.KIND) else "gpt"
+    wanted["model_family"] = "bert" if kind == "bert" else "t5" if kind in huggingface_t5.ABSENT else "gpt"
     if kind == "bert":
         of_bert, fits = huggingface_bert.unlike(model)
         wanted |= of_bert
-    elif kind == huggingface_t5.KIND:
-        of_t5, fits = huggingface_t5.unlike(model)
+    elif kind in huggingface_t5.ABSENT:
+        of_t5, fits = huggingface_t5.unlike(model, kind)
         wanted |= of_t5
     elif kind == huggingface_deepseek.KIND:
         of_deepseek, fits = huggingface_deepseek.unlike(model)
@@ -359,7 +359,7 @@ def config_of_model(
         return {**kept, "vocab_size": vocab_size, name: dtype, **ahead}
     if family.model_type == "bert":
         described = huggingface_bert.config_of(model)
-    elif family.model_type == huggingface_t5.KIND:
+    elif family.model_type in huggingface_t5.ABSENT:
         roles = special or {}
         described = huggingface_t5.config_of(model, roles.get("bos", roles.get("pad")))
         eod = roles.get("eos", eod)
@@ -389,7 +389,7 @@ def _still_right(original: Mapping[str, Any] | None, family: Family, model: Mode
     except CheckpointError:
         return None
     described = was.model
-    if was.family.model_type == huggingface_t5.KIND:
+    if was.family.model_type in huggingface_t5.ABSENT:
         described = huggingface_t5.with_own_output(described, own=model.untie_embeddings_and_output_weights)
     same = _meaning(described) == _meaning(model)
     return original if was.family == family and same else None

@@ -7,6 +7,8 @@ of; v1.1 has gated GELU and an output weight of its own, and divides nothing.
 Which of the two it is, transformers 4 writes as `tie_word_embeddings`. Version 5 writes that as true always, and
 `scale_decoder_outputs` beside it; there the output weight is the model's own if the files hold one.
 
+mT5 is v1.1 under another name: it divides nothing, whatever `tie_word_embeddings` says, and counts no positions.
+
 Source: Raffel et al. 2020, arXiv:1910.10683; Shazeer 2020, arXiv:2002.05202 for the gates.
 """
 
@@ -19,10 +21,14 @@ from typing import Any
 from megalith.config import ModelConfig
 from megalith.models.huggingface_reading import Reading
 
-KIND = "t5"
-ARCHITECTURE = "T5ForConditionalGeneration"
-ABSENT = {"tie_word_embeddings": True, "layer_norm_epsilon": 1e-6, "feed_forward_proj": "relu", "d_kv": 64}
-"""What a key that is not in config.json means."""
+KIND, MULTILINGUAL = "t5", "mt5"
+ARCHITECTURES = {KIND: "T5ForConditionalGeneration", MULTILINGUAL: "MT5ForConditionalGeneration"}
+_ABSENT = {"tie_word_embeddings": True, "layer_norm_epsilon": 1e-6, "feed_forward_proj": "relu", "d_kv": 64}
+ABSENT = {
+    KIND: _ABSENT,
+    MULTILINGUAL: {**_ABSENT, "feed_forward_proj": "gated-gelu", "scale_decoder_outputs": False},
+}
+"""Kind -> what a key that is not in config.json means."""
 
 _FEED_FORWARDS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "relu": ("relu", {"relu": True}),
@@ -97,7 +103,7 @@ def _require_distances(reading: Reading, model: ModelConfig) -> None:
         reading.problems.append(f"relative_attention_max_distance is {most}; it must be above {count // 2}")
 
 
-def unlike(model: ModelConfig) -> tuple[dict[str, Any], dict[str, bool]]:
+def unlike(model: ModelConfig, kind: str) -> tuple[dict[str, Any], dict[str, bool]]:
     """What a model must be to be one of theirs: settings with their values, and what is to hold."""
     tied = not model.untie_embeddings_and_output_weights
     wanted = {
@@ -107,7 +113,8 @@ def unlike(model: ModelConfig) -> tuple[dict[str, Any], dict[str, bool]]:
         "qkv_bias": False,
         "head_norm": "",
         "softmax_scale": 1.0,
-        **({"t5_logits_bias": False} if tied else {"t5_scaled_logits": False}),
+        **({"t5_logits_bias": False} if tied else {}),
+        **({} if tied and kind == KIND else {"t5_scaled_logits": False}),
     }
     return wanted, {f"one of {', '.join(_FEED_FORWARDS)} in its feed-forward layers": _kind_of(model) is not None}
 

@@ -25,7 +25,7 @@ from megalith.models.huggingface import Family
 from megalith.models.huggingface_deepseek import KIND as DEEPSEEK
 from megalith.models.huggingface_deepseek import PROJECTIONS
 from megalith.models.huggingface_experts import NAMES, projections
-from megalith.models.huggingface_t5 import KIND as T5
+from megalith.models.huggingface_t5 import ABSENT as T5
 from megalith.models.language_model import WORD_EMBEDDINGS
 
 GPT2_PREFIX = "transformer."
@@ -91,7 +91,7 @@ def tensors_of(family: Family, model: ModelConfig, vocab_size: int) -> list[Thei
     """
     if family.model_type == "bert":
         return list(_bert(model, vocab_size))
-    if family.model_type == T5:
+    if family.model_type in T5:
         return list(_t5(model, vocab_size))
     layers = _LAYERS.get(family.model_type, partial(_llama_layer, family))
     names = _GPT2_ENDS if family.model_type == "gpt2" else _LLAMA_ENDS

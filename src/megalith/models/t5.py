@@ -24,7 +24,7 @@ from megalith.models.transformer import Transformer
 from megalith.nn.attend import Mask
 from megalith.nn.attention import SequenceMixer
 from megalith.nn.cache import KVCache
-from megalith.nn.cross_attention import Encoded
+from megalith.nn.cross_attention import CrossAttention, Encoded, EncodedCache
 from megalith.nn.embedding import TokenEmbedding
 from megalith.nn.loss import LogitsBuffer, OutputBias, OutputLayer, vocabulary_loss, whole_logits
 from megalith.nn.moe.balance import Alone, Peers
@@ -149,6 +149,11 @@ class T5(LanguageModel):
         yield from self.encoder.layers.values()
         yield from self.decoder.layers.values()
 
+    def crossings(self) -> list[CrossAttention]:
+        """The layers of the decoder that attend to the encoder's output, in order."""
+        found = (block.cross_attention for block in self.decoder.layers.values())
+        return [layer for layer in found if isinstance(layer, CrossAttention)]
+
     def part(self, inputs: Inputs, hidden: Tensor | None) -> Tensor:
         raise AssertionError("T5 is whole on each rank: a rule of the configuration")
 
@@ -231,7 +236,7 @@ class T5(LanguageModel):
     def decode(
         self,
         tokens_BS: Tensor,
-        encoded: Encoded,
+        encoded: Encoded | EncodedCache,
         *,
         padding_BS: Tensor | None = None,
         cache: KVCache | None = None,
@@ -240,28 +245,38 @@ class T5(LanguageModel):
 
         Args:
             tokens_BS: Token ids [B, S]; with a cache only the new ones.
-            encoded: What `encode` gave.
+            encoded: What `encode` gave, or with a cache the keys and values of it.
             padding_BS: True where tokens are padding; without a cache only.
-            cache: Keys and values of earlier tokens, extended in place; all sequences are equally long.
+            cache: Keys and values of earlier tokens, which takes the new ones.
         """
         if cache is None:
             length, positions_S = tokens_BS.shape[1], torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
         else:
             length, positions_S = cache.length, cache.positions_S
-        queries = range(length - tokens_BS.shape[1], length)
         # Padding stands at the end, where causal attention does not look.
         hidden = None if self.config.fused_attention else self._hidden(padding_BS, padding_BS)
         states_SBD: Tensor = self.decoder(
             self.embedding(tokens_BS, positions_S.expand_as(tokens_BS)),
             None if self._rotations is None else self._rotations(positions_S, length),
             cache,
-            mask=self._mask(
-                hidden,
-                None if self.decoder_relative_pos_emb is None else self.decoder_relative_pos_emb(queries, length),
-            ),
+            mask=self._mask(hidden, self._bias(None if cache is None else positions_S, length)),
             encoded=encoded,
         )
         return states_SBD if self._logits_scale == 1.0 else states_SBD * self._logits_scale
+
+    def _bias(self, positions_S: Tensor | None, length: int) -> Tensor | None:
+        """What relative positions add to the decoder's scores, [H, S, length]; None where there are none.
+
+        Args:
+            positions_S: Of the queries in their sequences, in any order; all positions if None.
+            length: Every key stands before it; keys behind a query, which it does not see, get what its own gets.
+        """
+        relative = self.decoder_relative_pos_emb
+        if relative is None or positions_S is None:
+            return None if relative is None else relative(range(length), length)
+        of_last = relative(range(length - 1, length), length).squeeze(1)
+        keys = torch.arange(length, device=positions_S.device)
+        return of_last[:, (keys - positions_S[:, None] + length - 1).clamp(max=length - 1)]
 
     def _mask(self, hidden_BQS: Tensor | None, bias_HQS: Tensor | None = None) -> Mask | None:
         """What all layers of a stack have in common, made once where the kernel takes it as one."""

@@ -21,7 +21,7 @@ from megalith.models.layer_options import attention_rule, attention_shape, laten
 from megalith.nn.attend import AttentionRule, Mask
 from megalith.nn.attention import SelfAttention, SequenceMixer
 from megalith.nn.cache import KVCache, LayerCache
-from megalith.nn.cross_attention import CrossAttention, Encoded
+from megalith.nn.cross_attention import CrossAttention, Encoded, EncodedCache
 from megalith.nn.documents import Documents
 from megalith.nn.dropout import HiddenDropout
 from megalith.nn.latent_attention import LatentAttention
@@ -119,7 +119,7 @@ class Block(nn.Module):
         cache: LayerCache | None = None,
         documents: Documents | None = None,
         mask: Mask | None = None,
-        encoded: Encoded | None = None,
+        encoded: Encoded | EncodedCache | None = None,
     ) -> Tensor:
         turn = turn if self.rotated else None
         attention = partial(self.self_attention, turn=turn, cache=cache, documents=documents, mask=mask)
@@ -203,7 +203,7 @@ class Transformer(nn.Module):
         cache: KVCache | None = None,
         documents: Documents | None = None,
         mask: Mask | None = None,
-        encoded: Encoded | None = None,
+        encoded: Encoded | EncodedCache | None = None,
     ) -> Tensor:
         """Through the layers that are here. [S, B, D] -> [S, B, D].
 

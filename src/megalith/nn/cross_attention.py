@@ -7,6 +7,7 @@ encoder's output holds, for each head, its key and then its value (Megatron's la
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -26,12 +27,18 @@ class Encoded:
     Attributes:
         states_EBD: its hidden states, those that are here.
         mask: where its input is padding.
-        kept: where a layer keeps its keys and values, so that a generation computes them once; None to keep none.
     """
 
     states_EBD: Tensor
     mask: Mask | None = None
-    kept: dict[CrossAttention, tuple[Tensor, Tensor]] | None = None
+
+
+class EncodedCache(Protocol):
+    """The keys and values of what an encoder gave, computed once for a text and kept by whoever generates."""
+
+    def attend_across(self, layer: CrossAttention, q_SBHK: Tensor) -> Tensor:
+        """Attend from each new token to the text of its sequence. [S, B, H, K] -> [S, B, H, K]."""
+        ...
 
 
 class CrossAttention(nn.Module):
@@ -74,18 +81,16 @@ class CrossAttention(nn.Module):
         k, v = kv.view(*kv.shape[:2], self.num_heads, 2 * self.shape.head_size).chunk(2, dim=-1)
         return k, v
 
-    def _keys_and_values(self, encoded: Encoded) -> tuple[Tensor, Tensor]:
-        if encoded.kept is None:
-            return self.keys_and_values(encoded.states_EBD)
-        if self not in encoded.kept:
-            encoded.kept[self] = self.keys_and_values(encoded.states_EBD)
-        return encoded.kept[self]
-
-    def forward(self, x_SBD: Tensor, encoded: Encoded) -> Tensor:
+    def forward(self, x_SBD: Tensor, encoded: Encoded | EncodedCache) -> Tensor:
         """Attend to what the encoder gave; `x_SBD` are normalised hidden states of the decoder, those that are here."""
-        keys_values = self._keys_and_values(encoded)
         (q,) = column(x_SBD, self.region, self.linear_q)
         q_SBHK = q.view(*q.shape[:2], self.num_heads, self.shape.head_size)
+        context = self._mix(q_SBHK, encoded) if isinstance(encoded, Encoded) else encoded.attend_across(self, q_SBHK)
+        return row(context.flatten(2), self.region, self.linear_proj)
+
+    def _mix(self, q_SBHK: Tensor, encoded: Encoded) -> Tensor:
+        """The context of the queries, [S, B, H, K]; its core is computed again where the layer says so."""
+        keys_values = self.keys_and_values(encoded.states_EBD)
         dropout, rule = self.shape.dropout if self.training else 0.0, replace(self.rule, mask=encoded.mask)
 
         def mix(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -93,7 +98,5 @@ class CrossAttention(nn.Module):
                 return self.attend(q, k, v, dropout, rule)
 
         if self.recompute_core and self.training and torch.is_grad_enabled():
-            context = recomputed(mix, q_SBHK, *keys_values, region=self.region)
-        else:
-            context = mix(q_SBHK, *keys_values)
-        return row(context.flatten(2), self.region, self.linear_proj)
+            return recomputed(mix, q_SBHK, *keys_values, region=self.region)
+        return mix(q_SBHK, *keys_values)

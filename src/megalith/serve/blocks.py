@@ -21,11 +21,21 @@ from itertools import chain
 
 @dataclass(eq=False, slots=True)
 class Table:
-    """The blocks of one sequence, in the order of its tokens, and the digests of the full ones."""
+    """The blocks of one sequence, in the order of its tokens, and the digests of the full ones.
+
+    Attributes:
+        root: what the digests begin with: sequences of different roots share no block, however alike they begin.
+    """
 
     blocks: list[int] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)
     promised: range = range(0)
+    root: bytes = b""
+
+
+def filled_blocks(tokens: int, size: int) -> int:
+    """The tokens of the blocks of `size` that so many tokens fill, the last one up to its end."""
+    return -(-tokens // size) * size
 
 
 def chained(before: bytes, tokens: Sequence[int]) -> bytes:
@@ -63,7 +73,7 @@ class Blocks:
             How many tokens that are: a multiple of the block size, at most `limit`.
         """
         assert not table.blocks, "only a new table can begin with what is there"
-        digest = b""
+        digest = table.root
         for start in range(0, limit - self.size + 1, self.size):
             digest = chained(digest, tokens[start : start + self.size])
             block = self._known.get(digest)
@@ -105,7 +115,7 @@ class Blocks:
     def publish(self, table: Table, tokens: Sequence[int], length: int) -> None:
         """Let others find the full blocks of the first `length` tokens, whose keys and values are there now."""
         for index in range(len(table.digests), length // self.size):
-            before = table.digests[-1] if table.digests else b""
+            before = table.digests[-1] if table.digests else table.root
             digest = chained(before, tokens[index * self.size : (index + 1) * self.size])
             table.digests.append(digest)
             block = table.blocks[index]
@@ -116,7 +126,7 @@ class Blocks:
         """A second table over the same blocks."""
         for block in table.blocks:
             self._refer(block)
-        return Table(list(table.blocks), list(table.digests))
+        return Table(list(table.blocks), list(table.digests), root=table.root)
 
     def release(self, table: Table) -> None:
         """Take a table's blocks back; what they hold can be found until they are given away."""

@@ -5,19 +5,25 @@ Shapes: T new tokens of all pieces, H query heads, G key-value heads, K head siz
 Attention goes piece by piece, so that the lengths of other sequences neither cost anything nor change a digit. The
 blocks of a sequence mostly follow one another (serve.blocks sees to it): then its keys are a view of the buffer, and
 only otherwise are they gathered. Heads come before rows, so that the keys of a head are one stretch of memory.
+
+Where the model has an encoder, the first blocks of a sequence hold what the layers of the decoder attend to of its
+text: as many keys and values for each token as the answer has behind them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from megalith.config import ModelConfig
-from megalith.nn.attend import PLAIN, AttentionRule, attend_fused, expand_groups
+from megalith.nn.attend import PLAIN, AttentionRule, Mask, attend_fused, expand_groups
+from megalith.nn.cross_attention import CrossAttention
 from megalith.nn.precision import product_dtype
+from megalith.serve.blocks import filled_blocks
 from megalith.serve.runner import Batch, Piece
 
 
@@ -67,7 +73,10 @@ def block_bytes(config: ModelConfig, num_layers: int, groups: int, block_size: i
 
 
 class Reading:
-    """The new tokens of one batch: where they go, and what each piece sees. The `KVCache` of a model's pass."""
+    """The new tokens of one batch: where they go, and what each piece sees. The `KVCache` of a model's pass.
+
+    Positions and lengths are those of the tokens behind the text of an encoder, where there is one.
+    """
 
     def __init__(self, cache: BlockCache, pieces: Sequence[Piece]) -> None:
         size, device = cache.block_size, cache.device
@@ -76,12 +85,14 @@ class Reading:
         rows: list[int] = []
         begin = 0
         for piece in pieces:
-            stop = piece.start + len(piece.tokens)
-            positions += range(piece.start, stop)
-            rows += [piece.blocks[p // size] * size + p % size for p in range(piece.start, stop)]
-            blocks = piece.blocks[: -(-stop // size)]
-            end = begin + len(piece.tokens)
-            self.spans.append(_Span(begin, end, stop, _place(blocks, size, stop, device)))
+            text, stop = filled_blocks(piece.source, size), piece.start + len(piece.tokens)
+            start = max(piece.start, text)
+            positions += range(start - text, stop - text)
+            rows += [piece.blocks[p // size] * size + p % size for p in range(start, stop)]
+            place = _place(piece.blocks[text // size : -(-stop // size)], size, stop - text, device)
+            source = _place(piece.blocks[: text // size], size, piece.source, device) if text else None
+            end = begin + stop - start
+            self.spans.append(_Span(begin, end, stop - text, place, source))
             begin = end
         self.positions_S = torch.tensor(positions, device=device)
         self.length = max(span.length for span in self.spans)
@@ -100,12 +111,17 @@ class Reading:
 
 
 class _Span:
-    """The new tokens `begin` to `end` of the batch belong to a sequence of `length` tokens, which are at `place`."""
+    """The new tokens `begin` to `end` of the batch belong to a sequence of `length` tokens, which are at `place`.
 
-    __slots__ = ("begin", "end", "length", "place")
+    What an encoder read for it is at `source`.
+    """
 
-    def __init__(self, begin: int, end: int, length: int, place: slice | Tensor) -> None:
-        self.begin, self.end, self.length, self.place = begin, end, length, place
+    __slots__ = ("begin", "end", "length", "place", "source")
+
+    def __init__(
+        self, begin: int, end: int, length: int, place: slice | Tensor, source: slice | Tensor | None = None
+    ) -> None:
+        self.begin, self.end, self.length, self.place, self.source = begin, end, length, place, source
 
 
 def _place(blocks: Sequence[int], size: int, length: int, device: torch.device) -> slice | Tensor:
@@ -136,13 +152,12 @@ class LayerReading:
 
     def _attend(self, q_QHK: Tensor, span: _Span, rule: AttentionRule) -> Tensor:
         """Causal attention of the last Q positions of a sequence. [Q, H, K] -> [Q, H, K]."""
-        place = span.place
-        if isinstance(place, slice):
-            k_GSK, v_GSK = self.keys[:, place], self.values[:, place]
-        else:
-            k_GSK, v_GSK = self.keys.index_select(1, place), self.values.index_select(1, place)
+        k_GSK, v_GSK = self._held(span.place)
         new, heads, size = q_QHK.shape
-        if rule.limits(span.length) or rule.sink_H is not None:
+        if rule.mask is not None and rule.mask.bias_HQS is not None:
+            bias_HQS = rule.mask.bias_HQS[:, span.begin : span.end, : span.length]
+            rule = replace(rule, mask=Mask(None, bias_HQS))
+        if rule.limits(span.length) or rule.sink_H is not None or rule.mask is not None:
             k, v = (expand_groups(x.transpose(0, 1)[:, None], heads) for x in (k_GSK, v_GSK))
             return attend_fused(q_QHK[:, None], k, v, 0.0, rule).squeeze(1)
         scale = rule.scale_of(size)
@@ -160,3 +175,45 @@ class LayerReading:
             q.transpose(0, 1)[None], k[None], v[None], attn_mask=mask, is_causal=whole, scale=scale
         )
         return context[0].transpose(0, 1).to(source)
+
+    def _held(self, place: slice | Tensor) -> tuple[Tensor, Tensor]:
+        """The keys and values that are there. -> 2 x [G, rows, K]."""
+        if isinstance(place, slice):
+            return self.keys[:, place], self.values[:, place]
+        return self.keys.index_select(1, place), self.values.index_select(1, place)
+
+    def keep_text(self, piece: int, k_EBGK: Tensor, v_EBGK: Tensor) -> None:
+        """Keep what the layer attends to of the text of a piece, by its number in the batch; B is 1."""
+        place = self.reading.spans[piece].source
+        assert place is not None, "it has no text"
+        for buffer, new in ((self.keys, k_EBGK), (self.values, v_EBGK)):
+            buffer[:, place] = new.squeeze(1).transpose(0, 1)
+
+    def attend_text(self, q_SBHK: Tensor, rule: AttentionRule) -> Tensor:
+        """Attend from each new token to the whole text of its sequence. [S, B, H, K] -> [S, B, H, K]; B is 1."""
+        found = []
+        for span in self.reading.spans:
+            assert span.source is not None, "it has no text"
+            k, v = (x.transpose(0, 1)[:, None] for x in self._held(span.source))
+            found.append(attend_fused(q_SBHK[span.begin : span.end], k, v, 0.0, rule))
+        return torch.cat(found)
+
+
+class Texts:
+    """What the decoder of a pass attends to of the encoder's texts: a `nn.cross_attention.EncodedCache`.
+
+    Args:
+        layers: of the decoder, those that attend to it, in order.
+    """
+
+    def __init__(self, reading: Reading, layers: Sequence[CrossAttention]) -> None:
+        self._layers = dict(zip(layers, reading.layers, strict=True))
+
+    def attend_across(self, layer: CrossAttention, q_SBHK: Tensor) -> Tensor:
+        """See the port."""
+        return self._layers[layer].attend_text(q_SBHK, layer.rule)
+
+    def keep(self, piece: int, states_EBD: Tensor) -> None:
+        """Keep the keys and values of what the encoder gave of the text of a piece, by its number in the batch."""
+        for layer, kept in self._layers.items():
+            kept.keep_text(piece, *layer.keys_and_values(states_EBD))

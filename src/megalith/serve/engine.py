@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from megalith.serve.beams import BeamSearch
-from megalith.serve.blocks import Blocks
+from megalith.serve.blocks import Blocks, Table, chained, filled_blocks
+from megalith.serve.opening import Opening
 from megalith.serve.request import (
     Beams,
     Busy,
@@ -56,10 +57,15 @@ class Limits:
 
 @dataclass(frozen=True, eq=False)
 class Ticket:
-    """A request that was taken."""
+    """A request that was taken.
+
+    Attributes:
+        continued: what the answer continues: the prompt, or nothing where an encoder reads that.
+    """
 
     number: int
     request: Request
+    continued: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -109,10 +115,15 @@ class _Search:
 
 @dataclass(eq=False)
 class _Job:
-    """What is open of a request."""
+    """What is open of a request.
+
+    Attributes:
+        begin: how many tokens of each sequence stand before the answer.
+    """
 
     ticket: Ticket
     stop_ids: frozenset[int]
+    begin: int
     samples: list[_Sample] = field(default_factory=list)
     search: _Search | None = None
     prompt_logprobs: list[float | None] = field(default_factory=list)
@@ -127,10 +138,16 @@ Events = list[tuple[Ticket, Event]]
 
 
 class Engine:
-    """Serves requests with a runner. Not thread-safe: one thread calls all methods (see `serve.worker`)."""
+    """Serves requests with a runner. Not thread-safe: one thread calls all methods (see `serve.worker`).
 
-    def __init__(self, runner: Runner, tokenizer: Tokenizer, limits: Limits | None = None) -> None:
-        self.runner, self.tokenizer, self.limits = runner, tokenizer, limits or Limits()
+    Args:
+        opening: of a model that reads the prompt with an encoder, and answers it; None for one that continues it.
+    """
+
+    def __init__(
+        self, runner: Runner, tokenizer: Tokenizer, limits: Limits | None = None, *, opening: Opening | None = None
+    ) -> None:
+        self.runner, self.tokenizer, self.limits, self.opening = runner, tokenizer, limits or Limits(), opening
         self.vocab_size = min(tokenizer.vocab_size, runner.vocab_size)
         self._scheduler = Scheduler(
             Blocks(runner.num_blocks, runner.block_size),
@@ -143,8 +160,21 @@ class Engine:
 
     @property
     def context_length(self) -> int:
-        """Tokens that a prompt and its answer may have together; the cache may hold less than the model reads."""
-        return min(self.runner.context_length, self.runner.block_size * self.runner.num_blocks)
+        """Tokens that a prompt and its answer may have together, or with an encoder a prompt alone.
+
+        The cache may hold less than the model reads.
+        """
+        size = self.runner.block_size
+        answer = 0 if self.opening is None else filled_blocks(2, size)
+        return max(0, min(self.runner.context_length, size * self.runner.num_blocks - answer))
+
+    def room(self, length: int) -> int:
+        """How many tokens the answer to a prompt of so many may have; negative, by how many the prompt is too long."""
+        if self.opening is None or length > self.context_length:
+            return self.context_length - length
+        size = self.runner.block_size
+        held = size * self.runner.num_blocks - filled_blocks(length, size) - 1
+        return min(self.runner.context_length, held)
 
     @property
     def has_work(self) -> bool:
@@ -164,13 +194,11 @@ class Engine:
         if self._scheduler.waiting and waiting + width > self.limits.waiting:
             raise Busy(f"{waiting} sequences wait already and {self.limits.waiting} may; try again later")
         self._numbers += 1
-        ticket = Ticket(self._numbers, request)
-        stop_ids = (self.tokenizer.eod,) if request.stop_ids is None else request.stop_ids
-        job = _Job(ticket, frozenset(stop_ids))
-        prompt = list(request.prompt)
-        limit = min(len(prompt) + request.max_new_tokens, self.context_length)
-        scored = 0 if request.prompt_logprobs else len(prompt) - 1
-        first = Sequence(prompt, limit, scored, width, job)
+        ticket = Ticket(self._numbers, request, request.prompt if self.opening is None else ())
+        end = self.tokenizer.eod if self.opening is None else self.opening.end
+        stop_ids = (end,) if request.stop_ids is None else request.stop_ids
+        first = self._sequence(request, width)
+        first.owner = job = _Job(ticket, frozenset(stop_ids), len(first.tokens))
         if request.beam_width:
             beams = BeamSearch(request.beam_width, request.length_penalty, job.stop_ids)
             job.search = _Search(ticket, beams, [first])
@@ -182,8 +210,18 @@ class Engine:
             self._tell_scores(job)
         self._jobs[ticket] = job
         self._scheduler.add(first)
-        self._prompt_tokens += len(prompt)
+        self._prompt_tokens += len(request.prompt)
         return ticket
+
+    def _sequence(self, request: Request, width: int) -> Sequence:
+        """What is read before there is an answer: the prompt, or a text for the encoder and the decoder's start."""
+        length, tokens = len(request.prompt), list(request.prompt)
+        new = min(request.max_new_tokens, self.room(length))
+        if self.opening is None:
+            return Sequence(tokens, length + new, 0 if request.prompt_logprobs else length - 1, width)
+        tokens += [0] * (filled_blocks(length, self.runner.block_size) - length) + [self.opening.start]
+        table = Table(root=chained(b"text", request.prompt))
+        return Sequence(tokens, len(tokens) + new, len(tokens) - 1, width, source=length, table=table)
 
     def _sample(self, ticket: Ticket, index: int, seed: int, sequence: Sequence) -> _Sample:
         request = ticket.request
@@ -191,7 +229,7 @@ class Engine:
             ticket,
             index,
             Random(f"{seed}/{index}"),
-            TextStream(self.tokenizer.decode, request.prompt),
+            TextStream(self.tokenizer.decode, ticket.continued),
             StopTexts(request.stop_texts),
             sequence,
         )
@@ -270,13 +308,16 @@ class Engine:
                 raise RequestError(
                     name, f"{value} is not {f'{least} or more' if most is None else f'{least} to {most}'}"
                 )
-        longest = self.context_length if request.max_new_tokens == 0 else self.context_length - 1
+        together = self.opening is None
+        longest = self.context_length - (1 if together and request.max_new_tokens else 0)
         if length > longest:
             raise RequestError(
                 "prompt",
-                f"has {length} tokens, and the model reads {self.context_length} with the answer: shorten it by "
-                f"{length - longest} or more",
+                f"has {length} tokens, and the model reads {self.context_length}{' with the answer' * together}: "
+                f"shorten it by {length - longest} or more",
             )
+        if request.prompt_logprobs and not together:
+            raise RequestError("prompt_logprobs", "are of models that continue the prompt; this one answers it")
         if len(request.stop_texts) > limits.stop_texts or not all(request.stop_texts):
             raise RequestError("stop_texts", f"are 1 to {limits.stop_texts} texts, none of them empty")
         if request.beam_width and (request.n > 1 or request.logprobs is not None or request.prompt_logprobs):
@@ -382,13 +423,13 @@ class Engine:
     def _advance(self, search: _Search) -> None:
         """One step of a beam search: its beams end, go on and split."""
         request, parents = search.ticket.request, search.sequences
-        prompt = len(request.prompt)
-        answers = [sequence.tokens[prompt:] for sequence in parents]
+        begin = self._jobs[search.ticket].begin
+        answers = [sequence.tokens[begin:] for sequence in parents]
         logits_WV = torch.stack([search.logits.pop(sequence) for sequence in parents])
         bans = Sampling(banned=request.sampling.banned, banned_after=request.sampling.banned_after)
         if bans.changes_logits:
             for logits_V, answer in zip(logits_WV, answers, strict=True):
-                change(logits_V, bans, request.prompt, answer)
+                change(logits_V, bans, search.ticket.continued, answer)
         following = search.beams.step(logits_WV, answers)
         self._generated_tokens += len(following)
         search.sequences = []
@@ -402,10 +443,10 @@ class Engine:
         for sequence, (_, token) in zip(search.sequences, following, strict=True):
             sequence.tokens.append(token)
         if not following or len(search.sequences[0].tokens) >= search.sequences[0].limit:
-            self._end(search, prompt)
+            self._end(search, begin)
 
-    def _end(self, search: _Search, prompt: int) -> None:
-        hypotheses = search.beams.best([sequence.tokens[prompt:] for sequence in search.sequences])
+    def _end(self, search: _Search, begin: int) -> None:
+        hypotheses = search.beams.best([sequence.tokens[begin:] for sequence in search.sequences])
         for sequence in search.sequences:
             self._scheduler.remove(sequence)
         texts, found = zip(*hypotheses, strict=True)
@@ -418,10 +459,10 @@ class Engine:
 def _piece(part: Part, block_size: int) -> Piece:
     sequence = part.sequence
     blocks = sequence.table.blocks[: -(-part.stop // block_size)]
-    return Piece(sequence.tokens[part.start : part.stop], part.start, blocks, part.wanted)
+    return Piece(sequence.tokens[part.start : part.stop], part.start, blocks, part.wanted, sequence.source)
 
 
 def _row(sample: _Sample) -> Row:
     request = sample.ticket.request
     uniform = 0.0 if request.sampling.greedy else sample.chance.random()
-    return Row(request.sampling, uniform, request.prompt, sample.answer, request.logprobs)
+    return Row(request.sampling, uniform, sample.ticket.continued, sample.answer, request.logprobs)

@@ -12,24 +12,26 @@ from megalith.distributed import comm, p2p
 from megalith.distributed.context import ParallelContext
 from megalith.errors import LayoutError, PeerError
 from megalith.models.gpt import GPT
+from megalith.models.t5 import T5
 from megalith.models.transformer import Block
 from megalith.nn.loss import whole_logits
-from megalith.serve.cache import BlockCache, block_bytes
+from megalith.serve.blocks import filled_blocks
+from megalith.serve.cache import BlockCache, Reading, Texts, block_bytes
 from megalith.serve.runner import Batch, Piece
 
 BLOCK_SIZE = 16
 
 
-def local_groups(model: GPT) -> int:
+def local_groups(model: GPT | T5) -> int:
     """The key-value heads of each layer that are here."""
     first = next(iter(model.decoder.layers.values()))
     assert isinstance(first, Block)
     return first.self_attention.num_groups
 
 
-def blocks_within(model: GPT, memory: int, block_size: int = BLOCK_SIZE) -> int:
+def blocks_within(model: GPT | T5, memory: int, block_size: int = BLOCK_SIZE) -> int:
     """How many blocks fit into so many bytes."""
-    return memory // block_bytes(model.config, len(model.stage.layers), local_groups(model), block_size, model.dtype)
+    return memory // block_bytes(model.config, len(model.decoder.layers), local_groups(model), block_size, model.dtype)
 
 
 def blocks_for(tokens: int, block_size: int = BLOCK_SIZE) -> int:
@@ -41,15 +43,25 @@ class ModelRunner:
     """A model, or the stage of it that is here, with its cache.
 
     Args:
+        model: One that continues texts, or one that reads them with an encoder and answers.
         num_blocks: Of the cache; the same on all ranks.
+        context_length: Where the model has no table of positions, how long texts may be; as in training if None.
     """
 
-    def __init__(self, model: GPT, num_blocks: int, block_size: int = BLOCK_SIZE) -> None:
-        self.model = model.eval()
-        self.vocab_size, self.context_length = model.vocab_size, model.config.max_position_embeddings
+    def __init__(
+        self,
+        model: GPT | T5,
+        num_blocks: int,
+        block_size: int = BLOCK_SIZE,
+        *,
+        context_length: int | None = None,
+    ) -> None:
+        self.model: GPT | T5 = model.eval()
+        self.vocab_size = model.vocab_size
+        self.context_length = context_length or model.config.max_position_embeddings
         self.num_blocks, self.block_size = num_blocks, block_size
         self.cache = BlockCache(
-            len(model.stage.layers),
+            len(model.decoder.layers),
             num_blocks,
             block_size,
             local_groups(model),
@@ -57,25 +69,39 @@ class ModelRunner:
             dtype=model.dtype,
             device=model.device,
         )
+        self._crossings = model.crossings() if isinstance(model, T5) else []
 
     def run(self, batch: Batch) -> Tensor:
-        return self.logits(self.read(batch), batch.pieces)
+        return self.logits(self.read(batch), batch)
 
     def read(self, batch: Batch, hidden_S1D: Tensor | None = None) -> Tensor:
         """Hidden states of the new tokens behind what is here. -> [S, 1, D]."""
         with torch.inference_mode():
-            tokens = [token for piece in batch.pieces for token in piece.tokens]
-            tokens_1S = torch.tensor([tokens], device=self.model.device)
-            return self.model.hidden_states(tokens_1S, hidden_SBD=hidden_S1D, cache=self.cache.read(batch))
+            tokens = [token for piece in batch.pieces for token in decoded(piece, self.block_size)]
+            tokens_1S, reading = torch.tensor([tokens], device=self.model.device), self.cache.read(batch)
+            if isinstance(self.model, T5):
+                return self.model.decode(tokens_1S, self._texts(self.model, batch, reading), cache=reading)
+            return self.model.hidden_states(tokens_1S, hidden_SBD=hidden_S1D, cache=reading)
 
-    def logits(self, hidden_S1D: Tensor, pieces: Sequence[Piece]) -> Tensor:
+    def _texts(self, model: T5, batch: Batch, reading: Reading) -> Texts:
+        """The texts of all pieces; those that are new are read, each by itself."""
+        texts = Texts(reading, self._crossings)
+        for number, piece in enumerate(batch.pieces):
+            if piece.start < piece.source:
+                assert piece.start == 0, "an encoder reads a text at once"
+                text_1E = torch.tensor([piece.tokens[: piece.source]], device=model.device)
+                texts.keep(number, model.encode(text_1E).states_EBD)
+        return texts
+
+    def logits(self, hidden_S1D: Tensor, batch: Batch) -> Tensor:
         """The logits of the wanted tokens, [wanted, V]; only where the model predicts."""
         with torch.inference_mode():
-            hidden = hidden_S1D.squeeze(1)
-            rows = wanted_rows(pieces)
+            model, hidden = self.model, hidden_S1D.squeeze(1)
+            rows = wanted_rows(batch.pieces, self.block_size)
             if len(rows) < hidden.shape[0]:
                 hidden = hidden[rows]
-            return whole_logits(hidden, self.model.output_weight, self.model.region, self.model.vocab_size)
+            bias = model.output_bias if isinstance(model, T5) else None
+            return whole_logits(hidden, model.output_weight, model.region, model.vocab_size, bias)
 
     def ping(self) -> None:
         pass
@@ -84,12 +110,17 @@ class ModelRunner:
         pass
 
 
-def wanted_rows(pieces: Sequence[Piece]) -> list[int]:
+def decoded(piece: Piece, block_size: int) -> Sequence[int]:
+    """The tokens of a piece that are no text of an encoder."""
+    return piece.tokens[max(0, filled_blocks(piece.source, block_size) - piece.start) :]
+
+
+def wanted_rows(pieces: Sequence[Piece], block_size: int) -> list[int]:
     """Of all new tokens in a row, those whose logits are wanted."""
     rows: list[int] = []
     end = 0
     for piece in pieces:
-        end += len(piece.tokens)
+        end += len(decoded(piece, block_size))
         rows += range(end - piece.wanted, end)
     return rows
 
@@ -106,7 +137,8 @@ def packed(batch: Batch) -> list[int]:
     for copy in batch.copies:
         message += copy
     for piece in batch.pieces:
-        message += (len(piece.tokens), piece.start, len(piece.blocks), piece.wanted, *piece.tokens, *piece.blocks)
+        message += (len(piece.tokens), piece.start, len(piece.blocks), piece.wanted, piece.source)
+        message += (*piece.tokens, *piece.blocks)
     return message
 
 
@@ -117,15 +149,17 @@ def unpacked(message: Sequence[int]) -> Batch:
     copies = [(message[i], message[i + 1]) for i in range(2, at, 2)]
     pieces = []
     for _ in range(num_pieces):
-        num_tokens, start, num_blocks, wanted = message[at : at + 4]
-        tokens = message[at + 4 : at + 4 + num_tokens]
-        at += 4 + num_tokens + num_blocks
-        pieces.append(Piece(tokens, start, message[at - num_blocks : at], wanted))
+        num_tokens, start, num_blocks, wanted, source = message[at : at + 5]
+        tokens = message[at + 5 : at + 5 + num_tokens]
+        at += 5 + num_tokens + num_blocks
+        pieces.append(Piece(tokens, start, message[at - num_blocks : at], wanted, source))
     return Batch(pieces, copies)
 
 
 class RankRunner:
     """A model over tensor-parallel ranks and pipeline stages. Rank 0 calls `run`, the others `follow`.
+
+    Arguments as of `ModelRunner`.
 
     Rank 0 tells all others what to read; each stage sends its hidden states to the next one, and the last sends the
     logits to rank 0.
@@ -134,14 +168,22 @@ class RankRunner:
         LayoutError: there are replicas of the model.
     """
 
-    def __init__(self, model: GPT, context: ParallelContext, num_blocks: int, block_size: int = BLOCK_SIZE) -> None:
+    def __init__(
+        self,
+        model: GPT | T5,
+        context: ParallelContext,
+        num_blocks: int,
+        block_size: int = BLOCK_SIZE,
+        *,
+        context_length: int | None = None,
+    ) -> None:
         if context.world.size != context.tp.size * context.pp.size:
             raise LayoutError(
                 f"{context.world.size} ranks are more than --tensor-model-parallel-size {context.tp.size} x "
                 f"--pipeline-model-parallel-size {context.pp.size}: start that many processes; each replica of a model "
                 "is served by a server of its own"
             )
-        self._here = ModelRunner(model, num_blocks, block_size)
+        self._here = ModelRunner(model, num_blocks, block_size, context_length=context_length)
         self._context = context
         self.vocab_size, self.context_length = self._here.vocab_size, self._here.context_length
         self.num_blocks, self.block_size = num_blocks, block_size
@@ -194,7 +236,7 @@ class RankRunner:
             assert links is not None
             p2p.send(hidden, links.to_next).wait()
             return self._receive_logits(batch)
-        logits = self._here.logits(hidden, batch.pieces)
+        logits = self._here.logits(hidden, batch)
         if context.ends is not None and context.tp.is_first and logits.shape[0]:
             comm.broadcast(logits.contiguous(), context.ends, source=1)
         return logits

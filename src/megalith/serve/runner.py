@@ -20,12 +20,15 @@ class Piece:
         blocks: Where the keys and values of the sequence are, the new ones included: position p is in row
             p % block_size of block blocks[p // block_size].
         wanted: Of how many of the last of these tokens logits are wanted.
+        source: How many of the sequence's first tokens are the text that an encoder reads, which fills whole blocks;
+            the decoder reads those behind these blocks. 0 where there is no encoder.
     """
 
     tokens: Sequence[int]
     start: int
     blocks: Sequence[int]
     wanted: int = 1
+    source: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +49,7 @@ class Runner(Protocol):
 
     Attributes:
         vocab_size: number of logits.
-        context_length: of the model; positions are below it.
+        context_length: of the model; positions are below it, those of a text and of its answer alike.
         block_size: tokens in a block.
         num_blocks: how many there are.
     """

@@ -31,7 +31,7 @@ class Row:
     Attributes:
         sampling: How to choose.
         uniform: From [0, 1); unused where the choice is greedy.
-        prompt, answer: The tokens so far.
+        prompt, answer: The tokens so far; no prompt where the answer continues none.
         logprobs: How many of the most likely ones are wanted; None for no log-probabilities at all.
     """
 
@@ -143,7 +143,8 @@ def change(logits_V: Tensor, sampling: Sampling, prompt: Sequence[int], answer: 
     for token, bias in sampling.logit_bias.items():
         if token < size:
             logits_V[token] += bias
-    last = answer[-1] if answer else prompt[-1]
+    before = answer or prompt
+    last = before[-1] if before else None
     banned = [*sampling.banned, *(then for first, then in sampling.banned_after if first == last)]
     if banned:
         kept = logits_V.clone()

@@ -12,7 +12,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 
-from megalith.serve.blocks import Blocks, Table
+from megalith.serve.blocks import Blocks, Table, filled_blocks
 
 
 @dataclass(eq=False, slots=True)
@@ -25,6 +25,8 @@ class Sequence:
         scored: Of how many positions no logits are wanted, or have been given; below the number of tokens.
         width: How many sequences this may become by `fork`.
         owner: Whoever gets the logits.
+        source: How many of the first tokens are a text that an encoder reads, at once; its last block is filled up
+            with tokens that mean nothing. 0 where there is no encoder.
         order: Those of lower order go first.
         read: How many tokens have their keys and values in the blocks.
     """
@@ -34,6 +36,7 @@ class Sequence:
     scored: int
     width: int = 1
     owner: Any = None
+    source: int = 0
     order: tuple[int, ...] = ()
     read: int = 0
     table: Table = field(default_factory=Table)
@@ -86,7 +89,14 @@ class Scheduler:
         self._numbers += 1
         sequence.width = max(1, sequence.width - 1)
         twin = Sequence(
-            list(sequence.tokens), sequence.limit, sequence.scored, 1, owner, (sequence.order[0], self._numbers)
+            list(sequence.tokens),
+            sequence.limit,
+            sequence.scored,
+            1,
+            owner,
+            sequence.source,
+            (sequence.order[0], self._numbers),
+            table=Table(root=sequence.table.root),
         )
         if sequence in self.waiting:
             insort(self.waiting, twin, key=_order)
@@ -181,20 +191,30 @@ class Scheduler:
             sequence = next(filter(_has_something_to_read, self.waiting), None)
             if sequence is None or self.running and width + sequence.width > self.max_running:
                 return
-            reused = self.blocks.match(sequence.table, sequence.tokens, min(sequence.scored, len(sequence.tokens) - 1))
+            reused, source = self._reuse(sequence), filled_blocks(sequence.source, self.blocks.size)
             if self._lacking_blocks(sequence, len(sequence.tokens)) > self.blocks.free:
                 self.blocks.release(sequence.table)
                 return
             self.waiting.remove(sequence)
             insort(self.running, sequence, key=_order)
             sequence.read = reused
-            self.reused += reused
+            self.reused += reused - (source - sequence.source if reused else 0)
             width += sequence.width
             count = min(budget, len(sequence.tokens) - reused)
+            if reused < source:  # and the first token of the answer, of which alone there are logits
+                count = max(count, source + 1)
             room = self._make_room(sequence, reused + count, copies)
             assert room, "it was looked for"
             budget -= count
             parts.append(self._part(sequence, count))
+
+    def _reuse(self, sequence: Sequence) -> int:
+        """Begin with the blocks that are there already; how many tokens they hold. Of a text all, or none."""
+        reused = self.blocks.match(sequence.table, sequence.tokens, min(sequence.scored, len(sequence.tokens) - 1))
+        if reused < sequence.source:
+            self.blocks.release(sequence.table)
+            return 0
+        return reused
 
 
 def _has_something_to_read(sequence: Sequence) -> bool:

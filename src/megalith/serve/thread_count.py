@@ -22,6 +22,8 @@ def fastest_count(
     most: int,
     set_count: Callable[[int], None],
     clock: Callable[[], float] = time.perf_counter,
+    *,
+    encodes: bool = False,
 ) -> int:
     """The number of threads with which a step takes the least time; it is set.
 
@@ -31,8 +33,14 @@ def fastest_count(
     Args:
         most: threads that there may be.
         set_count: sets their number.
+        encodes: whether a text for an encoder stands before each token.
     """
-    batch = Batch([Piece([0], 0, [row % runner.num_blocks]) for row in range(min(_ROWS, runner.num_blocks))])
+    rows = range(min(_ROWS, runner.num_blocks))
+    if encodes:
+        pairs = [[row % runner.num_blocks, (row + 1) % runner.num_blocks] for row in rows]
+        batch = Batch([Piece([0], runner.block_size, blocks, source=1) for blocks in pairs])
+    else:
+        batch = Batch([Piece([0], 0, [row]) for row in rows])
 
     def seconds(count: int) -> float:
         set_count(count)

@@ -32,7 +32,7 @@ WAYS: dict[str, Callable[[Path, Path], object]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kind", ["roberta", "mt5"])
+@pytest.mark.parametrize("kind", ["roberta", "umt5"])
 def test_another_model_of_hugging_face_is_not_called_damaged(tmp_path: Path, kind: str, way: str) -> None:
     folder = tmp_path / "model"
     folder.mkdir()

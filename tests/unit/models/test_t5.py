@@ -1,4 +1,4 @@
-"""T5: relative positions as Hugging Face has them, padding that changes nothing, and answers token by token."""
+"""T5: relative positions as Hugging Face has them, and padding that changes nothing."""
 
 from __future__ import annotations
 
@@ -9,13 +9,10 @@ import torch
 from torch import Tensor
 
 from megalith.config import ModelConfig
-from megalith.errors import ConfigError
 from megalith.models.initialise import initialise
 from megalith.models.t5 import T5
 from megalith.nn.region import SOLO
 from megalith.nn.relative_positions import RelativePositions, buckets
-from megalith.serve.request import Sampling
-from megalith.serve.spans import answer
 
 VOCABULARY = 37
 
@@ -78,18 +75,6 @@ def test_padding_changes_nothing(positions: str, implementation: str) -> None:
     assert not torch.allclose(model(more_seen, told, labels_BS=labels), whole, atol=1e-3)
 
 
-@pytest.mark.parametrize("positions", ["learned_absolute", "relative", "rope"])
-def test_an_answer_token_by_token_is_that_of_the_whole(positions: str) -> None:
-    model, text = _model(positions), [5, 9, 30, 2, 7]
-    wanted = [1]
-    for _ in range(10):
-        with torch.no_grad():
-            logits = model(torch.tensor([text]), torch.tensor([wanted]))[0, -1]
-        wanted.append(int(logits.argmax()))
-    found = answer(model, text, start=1, end=-1, most=10, sampling=Sampling(temperature=0.0), seed=0, tokens=VOCABULARY)
-    assert list(found) == wanted[1:]
-
-
 def test_logits_as_published() -> None:
     """Without a bias, and of hidden states that are divided by sqrt(hidden size)."""
     seen, told = torch.randint(0, VOCABULARY, (2, 9)), torch.randint(0, VOCABULARY, (2, 6))
@@ -110,14 +95,3 @@ def _batch(seen: Tensor, told: Tensor) -> dict[str, Tensor]:
         **{"text_enc": seen, "text_dec": told, "labels": told.roll(-1, 1), "loss_mask": torch.ones_like(told)},
         **{"enc_mask": torch.ones_like(seen), "dec_mask": torch.ones_like(told)},
     }
-
-
-def test_an_answer_ends_and_a_text_fits() -> None:
-    model = _model()
-    options: dict[str, Any] = {"start": 1, "sampling": Sampling(temperature=0.0), "seed": 0, "tokens": VOCABULARY}
-    first = next(answer(model, [5, 9], end=-1, most=1, **options))
-    assert list(answer(model, [5, 9], end=first, most=5, **options)) == []
-    assert len(list(answer(model, [5, 9], end=-1, most=99, **options))) == 24
-    for text, message in (([], "empty"), ([3] * 25, "25 tokens, and the model has 24 positions")):
-        with pytest.raises(ConfigError, match=message):
-            list(answer(model, text, end=-1, most=1, **options))

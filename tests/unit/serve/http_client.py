@@ -16,8 +16,9 @@ from megalith.serve.engine import Limits as EngineLimits
 from megalith.serve.http.app import build_app
 from megalith.serve.http.chat_template import ChatTemplate
 from megalith.serve.http.request_log import RequestLog
-from megalith.serve.http.service import Service
+from megalith.serve.http.service import Answering, Service
 from megalith.serve.http.settings import Defaults, ServerSettings
+from megalith.serve.opening import Opening
 from megalith.serve.runner import FakeRunner
 from megalith.serve.worker import Worker
 
@@ -60,6 +61,14 @@ def next_letter(tokens: Sequence[int]) -> int:
     return ALPHABET.index("a") if last == EOD else EOD if ALPHABET[last] == "z" else last + 1
 
 
+def same_text(tokens: Sequence[int]) -> int:
+    """The text before the end that stands where the answer begins, once more; then the end."""
+    start = tokens.index(EOD)
+    text = "".join(ALPHABET[number] for number in tokens[:start]).rstrip(ALPHABET[0])
+    said = len(tokens) - start - 1
+    return ALPHABET.index(text[said]) if said < len(text) else EOD
+
+
 @dataclass
 class Served:
     """A server and a client of it."""
@@ -82,15 +91,23 @@ async def served(
     limits: EngineLimits | None = None,
     num_blocks: int = 256,
     runner: FakeRunner | None = None,
+    answers: bool = False,
     blame: Callable[[], str | None] | None = None,
 ) -> AsyncIterator[Served]:
-    """Make a server, and take it down again."""
+    """Make a server, and take it down again; `answers`: of a model that reads prompts with an encoder."""
     tokenizer, lines = LetterTokenizer(), list[str]()
     runner = runner or FakeRunner(tokenizer.vocab_size, context_length, follow=follow, num_blocks=num_blocks)
-    worker = Worker(Engine(runner, tokenizer, limits), blame)
+    engine = Engine(runner, tokenizer, limits, opening=Opening(EOD, EOD) if answers else None)
+    worker = Worker(engine, blame)
     settings = settings or ServerSettings(model_name="letters")
     service = Service(
-        worker, tokenizer, context_length, settings, RequestLog(lines.append, prompts=True), template=template
+        worker,
+        tokenizer,
+        context_length,
+        settings,
+        RequestLog(lines.append, prompts=True),
+        template=template,
+        answering=Answering(tokenizer.encode, engine.room) if answers else None,
     )
     app = build_app(service, defaults)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False, client=("127.0.0.1", 1234))

@@ -10,6 +10,7 @@ import torch
 from megalith.config import ModelConfig
 from megalith.models.gpt import GPT
 from megalith.models.initialise import initialise
+from megalith.models.t5 import T5
 from megalith.serve.engine import Engine, Ticket
 from megalith.serve.request import Event, Request, Token
 
@@ -45,11 +46,33 @@ LATENT = dataclasses.replace(
     rope_type="rope",
     qk_layernorm=True,
 )
+T5_MEGATRON = dataclasses.replace(GPT2, model_family="t5", decoder_num_layers=3)
+T5_PUBLISHED = dataclasses.replace(
+    T5_MEGATRON,
+    position_embedding_type="relative",
+    relative_attention_num_buckets=8,
+    relative_attention_max_distance=12,
+    normalization="RMSNorm",
+    add_bias_linear=False,
+    relu=True,
+    softmax_scale=1.0,
+    t5_logits_bias=False,
+    t5_scaled_logits=True,
+    kv_channels=6,
+)
+T5_ROTARY = dataclasses.replace(T5_MEGATRON, position_embedding_type="rope", num_experts=4, moe_router_topk=2)
+ANSWERING = {"megatron": T5_MEGATRON, "published": T5_PUBLISHED, "rotary": T5_ROTARY}
 STYLES = {"gpt2": GPT2, "llama": LLAMA, "experts": EXPERTS, "latent": LATENT}
 
 
 def model_of(style: str, dtype: torch.dtype = torch.float64, seed: int = 7) -> GPT:
     model = GPT(STYLES[style], 32, dtype=dtype)
+    initialise(model, seed)
+    return model.eval().requires_grad_(False)
+
+
+def answering_of(style: str, dtype: torch.dtype = torch.float64, seed: int = 7) -> T5:
+    model = T5(ANSWERING[style], 32, dtype=dtype)
     initialise(model, seed)
     return model.eval().requires_grad_(False)
 

@@ -338,6 +338,7 @@ PIECES = st.builds(
     start=st.integers(0, 50),
     blocks=st.lists(st.integers(0, 99), min_size=1, max_size=5),
     wanted=st.integers(0, 1),
+    source=st.integers(0, 9),
 )
 
 

@@ -42,6 +42,14 @@ def test_fewer_threads_where_they_are_clearly_faster(seconds: dict[int, float], 
     assert runner.count == chosen and set(runner.counts) == set(seconds)
 
 
+def test_a_text_stands_before_each_token_where_there_is_an_encoder() -> None:
+    runner = _Timed({2: 0.5})
+    runner.run = lambda batch: runner.batches.append(batch)  # type: ignore[assignment, method-assign, return-value]
+    fastest_count(runner, 2, runner.set_count, lambda: runner.now, encodes=True)
+    size = runner.block_size
+    assert all(piece.source == 1 and piece.start == size for batch in runner.batches for piece in batch.pieces)
+
+
 def test_long_steps_have_all_threads_and_are_not_repeated() -> None:
     runner = _Timed({4: 0.5})
     assert fastest_count(runner, 4, runner.set_count, lambda: runner.now) == 4

@@ -182,34 +182,47 @@ async def answer(service: Service, asked: ApiRequest, defaults: Defaults, receiv
     if asked.beam_width is not None:
         answers: list[Answer] = [await service.submit(requests[0], _field)]
         (found,) = await service.collect(answers, receive)
-        return _beams(service.tokenizer, requests[0], found.beams or Beams((), ()))
+        return _beams(service, requests[0], found.beams or Beams((), ()))
     taken = await submit_all(service, requests, _field)
     ended = taken
     if asked.stop_on_double_eol and (newline := _only_id(service.tokenizer, "\n")) is not None:
-        ended = [_UntilTwo(given, newline, request.prompt[-1]) for given, request in zip(taken, requests, strict=True)]
+        ended = [
+            _UntilTwo(given, newline, service.before(request.prompt))
+            for given, request in zip(taken, requests, strict=True)
+        ]
     try:
         collected = await service.collect(ended, receive)
     finally:
         service.release(taken)
-    return _texts(service.tokenizer, asked, requests, collected)
+    return _texts(service, asked, requests, collected)
 
 
 async def _requests(service: Service, asked: ApiRequest, defaults: Defaults) -> list[Request]:
     """One request for each prompt. All texts end at one length, that of the longest prompt and its answer."""
+    answers = service.answering is not None
+    if answers and asked.add_BOS:
+        raise ApiError(
+            400, "add_BOS: the model answers the prompt, which begins no document", "add_BOS", "invalid_value"
+        )
     beginning = (service.tokenizer.eod,) if asked.add_BOS else ()
     prompts = [beginning + await service.encode(text, "prompts") for text in asked.prompts]
     if not all(prompts):
         raise ApiError(400, "prompts: one of them has no tokens", "prompts", "invalid_value")
-    longest, tokens = max(map(len, prompts)), asked.tokens_to_generate
+    longest, tokens = max(prompts, key=len), asked.tokens_to_generate
     if defaults.length is not None and not asked.says_length:
-        tokens = max(1, defaults.length - longest)
-    length = longest + tokens
-    if length > service.context_length:
+        tokens = min(defaults.length, service.room(longest)) if answers else defaults.length - len(longest)
+        tokens = max(1, tokens)
+    length = len(longest) + tokens
+    if tokens > service.room(longest):
         said = "Length of prompt + tokens_to_generate longer than allowed"
         if asked.beam_width is not None:
             said = "context length + tokens_to_generate too large"
-        field = "prompts" if longest >= service.context_length else "tokens_to_generate"
-        numbers = f"{longest} + {tokens} > {service.context_length} tokens"
+        field = "prompts" if service.room(longest) <= 0 else "tokens_to_generate"
+        numbers = f"{len(longest)} + {tokens} > {service.context_length} tokens"
+        if answers:
+            numbers = f"{len(longest)} > {service.context_length} tokens"
+            if field != "prompts":
+                numbers = f"{tokens} > {service.room(longest)} tokens of an answer"
         raise ApiError(400, f"{said} ({numbers})", field, "context_length_exceeded")
     if defaults.max_tokens is not None and len(prompts) * length > defaults.max_tokens:
         said = f"Too many tokens.  {len(prompts) * length} is greater than {defaults.max_tokens}"
@@ -219,12 +232,12 @@ async def _requests(service: Service, asked: ApiRequest, defaults: Defaults) -> 
     return [
         Request(
             prompt=prompt,
-            max_new_tokens=length - len(prompt) if tokens else 0,
+            max_new_tokens=(tokens if answers else length - len(prompt)) if tokens else 0,
             sampling=sampling,
             seed=None if first_seed is None else first_seed + number,  # equal prompts are to differ
             stop_ids=stop_ids,
             logprobs=0 if asked.logprobs and asked.beam_width is None else None,
-            prompt_logprobs=asked.logprobs and asked.beam_width is None,
+            prompt_logprobs=asked.logprobs and asked.beam_width is None and not answers,
             beam_width=asked.beam_width,
             length_penalty=asked.length_penalty,
         )
@@ -275,10 +288,10 @@ class _UntilTwo:
     """An answer that also ends where a token comes twice in a row: two ends of lines.
 
     Args:
-        before: the last token of the prompt, which may be the first of the two.
+        before: the last token of the prompt, which may be the first of the two; None where none is continued.
     """
 
-    def __init__(self, inner: Answer, token: int, before: int) -> None:
+    def __init__(self, inner: Answer, token: int, before: int | None) -> None:
         self._inner, self._token, self._before = inner, token, before
 
     def __aiter__(self) -> Any:
@@ -299,13 +312,19 @@ class _UntilTwo:
         self._inner.cancel()
 
 
+def _continued(service: Service, request: Request) -> tuple[int, ...]:
+    """What a text of the answer begins with: the prompt, unless the model answers that."""
+    return () if service.answering else request.prompt
+
+
 def _texts(
-    tokenizer: Tokenizer, asked: ApiRequest, requests: Sequence[Request], collected: Sequence[Collected]
+    service: Service, asked: ApiRequest, requests: Sequence[Request], collected: Sequence[Collected]
 ) -> dict[str, Any]:
+    tokenizer = service.tokenizer
     texts, segments, logprobs = [], [], []
     for request, found in zip(requests, collected, strict=True):
         tokens = found.samples[0].tokens if found.samples else []
-        ids = [*request.prompt, *(token.id for token in tokens)]
+        ids = [*_continued(service, request), *(token.id for token in tokens)]
         texts.append(tokenizer.decode(ids))
         segments.append([tokenizer.decode([number]) for number in ids])
         if asked.logprobs:
@@ -314,8 +333,9 @@ def _texts(
     return {"logprobs": logprobs if asked.logprobs else None, "segments": segments, "text": texts}
 
 
-def _beams(tokenizer: Tokenizer, request: Request, found: Beams) -> dict[str, Any]:
-    whole = [[*request.prompt, *hypothesis] for hypothesis in found.hypotheses]
+def _beams(service: Service, request: Request, found: Beams) -> dict[str, Any]:
+    tokenizer = service.tokenizer
+    whole = [[*_continued(service, request), *hypothesis] for hypothesis in found.hypotheses]
     return {
         "scores": list(found.scores),
         "segments": [[tokenizer.decode([number]) for number in ids] for ids in whole],

@@ -45,9 +45,9 @@ async def plan(service: Service, body: ChatRequest) -> _Plan:
         raise ApiError(400, rule, "max_tokens", "invalid_value")
     ids = await service.encode(_render(service, body), "messages")
     ids = _as_rendered(service.tokenizer, ids)
-    room = service.context_length - len(ids)
+    room = service.room(ids)
     if room < 1:
-        raise too_long("messages", f"{len(ids)} tokens", service.context_length)
+        raise too_long(service, "messages", f"{len(ids)} tokens")
     field = "max_tokens" if body.max_tokens is not None else "max_completion_tokens"
     new_tokens = next((count for count in (body.max_tokens, body.max_completion_tokens) if count is not None), room)
     request_violation(service, ids, new_tokens, "messages", field)
@@ -112,13 +112,13 @@ def _choice(service: Service, made: _Plan, number: int, sample: Sample) -> dict[
     return {
         "index": number,
         "message": {"role": "assistant", "content": "".join(sample.texts), "refusal": None},
-        "logprobs": _logprobs(service, made, sample.tokens, made.request.prompt[-1]),
+        "logprobs": _logprobs(service, made, sample.tokens, service.before(made.request.prompt)),
         "finish_reason": sample.finished.reason,
         "stop_reason": sample.finished.stop,
     }
 
 
-def _logprobs(service: Service, made: _Plan, tokens: Sequence[Token], before: int) -> dict[str, Any] | None:
+def _logprobs(service: Service, made: _Plan, tokens: Sequence[Token], before: int | None) -> dict[str, Any] | None:
     if not made.body.logprobs:
         return None
     rows = []
@@ -160,7 +160,7 @@ async def pieces(
             yield chunk(event.sample, {}, None, service.ended(event))
         elif isinstance(event, Token):
             completion += 1
-            logprobs = _logprobs(service, made, [event], last.get(event.sample, made.request.prompt[-1]))
+            logprobs = _logprobs(service, made, [event], last.get(event.sample, service.before(made.request.prompt)))
             last[event.sample] = event.id
             if event.text or logprobs is not None:
                 yield chunk(event.sample, {"content": event.text}, logprobs)

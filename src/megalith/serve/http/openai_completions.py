@@ -49,18 +49,21 @@ async def plan(service: Service, body: CompletionRequest) -> _Plan:
     """
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise ApiError(400, f"best_of: {body.best_of} is not n, and only then supported", "best_of", "invalid_value")
+    if body.echo and service.answering:
+        raise ApiError(400, "echo: the model answers the prompt, it does not continue it", "echo", "invalid_value")
     new_tokens = _DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
     if new_tokens == 0 and not body.echo:
-        raise ApiError(400, "max_tokens: 0 needs echo: true, which scores the prompt", "max_tokens", "invalid_value")
+        rule = "is no answer; give 1 or more" if service.answering else "needs echo: true, which scores the prompt"
+        raise ApiError(400, f"max_tokens: 0 {rule}", "max_tokens", "invalid_value")
     prompts = [await _prompt(service, given) for given in _prompts(body)]
     for ids, _ in prompts:
-        room = max(1, service.context_length - len(ids)) if body.max_tokens is None else new_tokens
+        room = max(1, service.room(ids)) if body.max_tokens is None else new_tokens
         request_violation(service, ids, min(new_tokens, room), "prompt", "max_tokens")
     sampling, stop_ids = sampling_of(body, service.tokenizer.vocab_size), stop_ids_of(body, service)
     requests = [
         Request(
             prompt=ids,
-            max_new_tokens=min(new_tokens, service.context_length - len(ids)),
+            max_new_tokens=min(new_tokens, service.room(ids)),
             sampling=sampling,
             seed=service.next_seed() if body.seed is None else body.seed,
             n=body.n or 1,
@@ -150,7 +153,7 @@ def _choice(
         table = _Table(service, made.body.logprobs)
         if made.body.echo:
             table.add_prompt(made.requests[number].prompt, collected.scores)
-        table.add(sample.tokens, made.requests[number].prompt[-1])
+        table.add(sample.tokens, service.before(made.requests[number].prompt))
         logprobs = table.json
     return {
         "index": number * made.n + position,
@@ -175,7 +178,7 @@ class _Table:
         for text, logprob, top in zip(texts, scores.logprobs, scores.top, strict=True):
             self._row(text, logprob, top if logprob is not None else None)
 
-    def add(self, tokens: Sequence[Token], before: int) -> None:
+    def add(self, tokens: Sequence[Token], before: int | None) -> None:
         ids = [token.id for token in tokens]
         for text, token in zip(token_texts(self._service.tokenizer, ids, before), tokens, strict=True):
             self._row(text, token.logprob, token.top)
@@ -210,7 +213,7 @@ class _Stream:
     """What has been sent of one sample."""
 
     offset: int
-    last: int
+    last: int | None
     echoed: bool = False
 
 
@@ -240,7 +243,7 @@ async def pieces(
             continue
         index = number * made.n + event.sample
         prompt = made.requests[number].prompt
-        stream = streams.setdefault(index, _Stream(0, prompt[-1]))
+        stream = streams.setdefault(index, _Stream(0, service.before(prompt)))
         if made.body.echo and not stream.echoed:
             stream.echoed = True
             table = _Table(service, made.body.logprobs or 0)

@@ -83,11 +83,26 @@ class Collected:
     beams: Beams | None = None
 
 
+@dataclass(frozen=True)
+class Answering:
+    """Of a model that reads the prompt with an encoder, and answers it.
+
+    Attributes:
+        read: the ids of a text, for the encoder.
+        room: how many tokens the answer to a prompt of so many may have.
+    """
+
+    read: Callable[[str], list[int]]
+    room: Callable[[int], int]
+
+
 @dataclass
 class Service:
     """The model behind the endpoints.
 
     Attributes:
+        context_length: tokens that a prompt and its answer may have, or a prompt alone where the model answers it.
+        answering: how it does that; None where it continues the prompt.
         stop_ids: that end a text where the model has several; None: the tokenizer's end of a document.
         first_seed: where requests without a seed begin to count from; None: they are unpredictable.
         draining: whether it takes no new work any more.
@@ -103,6 +118,7 @@ class Service:
     stop_ids: tuple[int, ...] | None = None
     first_seed: int | None = None
     draining: bool = False
+    answering: Answering | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
@@ -125,14 +141,22 @@ class Service:
         Raises:
             ApiError: 400, it is no text, or is longer than the context whatever its tokens are.
         """
-        size = len(text)
+        size, read = len(text), self.answering.read if self.answering else self.tokenizer.encode
         if size > self.context_length * _LONGEST_TOKEN:
-            raise too_long(place, f"{size} characters", self.context_length)
+            raise too_long(self, place, f"{size} characters")
         try:
-            ids = await asyncio.get_running_loop().run_in_executor(self._encoders, self.tokenizer.encode, text)
+            ids = await asyncio.get_running_loop().run_in_executor(self._encoders, read, text)
         except DataError as error:
             raise ApiError(400, f"{place}: {error}", place, "invalid_value") from None
         return tuple(ids)
+
+    def room(self, prompt: Sequence[int]) -> int:
+        """How many tokens the answer to a prompt may have; negative where the prompt is too long."""
+        return self.answering.room(len(prompt)) if self.answering else self.context_length - len(prompt)
+
+    def before(self, prompt: Sequence[int]) -> int | None:
+        """The token that an answer continues; None where it continues nothing."""
+        return None if self.answering else prompt[-1]
 
     async def submit(self, request: Request, field_of: Callable[[str], str] = str) -> Answer:
         """Hand a request to the engine.
@@ -247,11 +271,12 @@ async def disconnected(receive: Receive) -> None:
         pass
 
 
-def too_long(place: str, given: str, context_length: int) -> ApiError:
+def too_long(service: Service, place: str, given: str) -> ApiError:
     """The refusal of a prompt that does not fit."""
+    together = "" if service.answering else " with the answer"
     return ApiError(
         400,
-        f"{place}: has {given}, and the model reads {context_length} tokens with the answer; shorten it",
+        f"{place}: has {given}, and the model reads {service.context_length} tokens{together}; shorten it",
         place,
         "context_length_exceeded",
     )
@@ -263,14 +288,19 @@ def request_violation(service: Service, prompt: Sequence[int], new_tokens: int, 
     Raises:
         ApiError: 400, names the field that is too large.
     """
-    room = service.context_length - len(prompt)
+    room = service.room(prompt)
     if room < 0 or (room == 0 and new_tokens > 0):
-        raise too_long(place, f"{len(prompt)} tokens", service.context_length)
+        raise too_long(service, place, f"{len(prompt)} tokens")
     if new_tokens > room:
+        bound = (
+            f"the {room} tokens that an answer may have"
+            if service.answering
+            else f"the {room} tokens that the context of {service.context_length} leaves after a prompt of "
+            f"{len(prompt)}"
+        )
         raise ApiError(
             400,
-            f"{count}: {new_tokens} is more than the {room} tokens that the context of {service.context_length} leaves "
-            f"after a prompt of {len(prompt)}",
+            f"{count}: {new_tokens} is more than {bound}",
             count,
             "context_length_exceeded",
         )

@@ -126,6 +126,7 @@ async function generate(event) {
   } else {
     output.replaceChildren();
     node(output, "span", "given", prompt);
+    if (state.model && !state.model.continues_prompts) node(output, "br");
     place = node(output, "span");
     path = "/v1/completions";
     Object.assign(body, { prompt, max_tokens: Number(at("max-tokens").value), logprobs: 5 });

@@ -1,0 +1,92 @@
+"""What a BERT takes the [MASK] of a text for, with probabilities."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from megalith.errors import DataError
+from megalith.models.bert import Bert
+from megalith.nn.precision import at_least_fp32
+from megalith.tokenizers import Tokenizer
+
+_CONTINUES = "##"  # of WordPiece: goes on the word before it
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A token that may stand in place of a mask, and its probability."""
+
+    token: int
+    text: str
+    probability: float
+
+
+@dataclass(frozen=True)
+class Filled:
+    """A text without masks.
+
+    Attributes:
+        text: with the likeliest token in place of each mask.
+        masks: of each mask in order the likeliest tokens, likeliest first.
+    """
+
+    text: str
+    masks: tuple[tuple[Candidate, ...], ...]
+
+
+def fill_masks(model: Bert, tokenizer: Tokenizer, text: str, count: int = 1) -> Filled:
+    """Find what the masks of a text stand for, each for itself: all of them are hidden at once.
+
+    Args:
+        model: whole.
+        tokenizer: of the model.
+        text: with [MASK] where something is to be found, as the tokenizer writes that token.
+        count: how many candidates of each are wanted.
+
+    Raises:
+        DataError: there is nothing to be found, or the text does not fit.
+    """
+    special, positions = tokenizer.special, model.config.max_position_embeddings
+    if missing := [role for role in ("cls", "sep", "mask") if role not in special]:
+        raise DataError(f"cannot be filled: the tokenizer has no token for {', '.join(missing)}")
+    mask = tokenizer.decode([special["mask"]]).strip()
+    parts = text.split(mask)
+    if len(parts) < 2:
+        raise DataError(f"has no {mask}, so that there is nothing to be found: put one where a token is hidden")
+    ids = [special["cls"]]
+    for number, part in enumerate(parts):
+        ids += [special["mask"]] * (number > 0) + _between(tokenizer, part)
+    ids.append(special["sep"])
+    if len(ids) > positions and model.config.position_embedding_type == "learned_absolute":
+        raise DataError(f"has {len(ids)} tokens, and the model has {positions} positions; give a shorter one")
+    tokens_1S = torch.tensor([ids], device=model.device)
+    with torch.inference_mode():
+        logits_SV = model(tokens_1S, types_BS=torch.zeros_like(tokens_1S))[0, :, : tokenizer.vocab_size]
+    hidden = (tokens_1S[0] == special["mask"]).nonzero().squeeze(1)
+    probabilities = logits_SV[hidden].to(at_least_fp32(logits_SV.dtype)).softmax(-1)
+    best = probabilities.topk(min(count, probabilities.shape[1]))
+    masks = tuple(
+        tuple(
+            Candidate(token, tokenizer.decode([token]).strip(), value)
+            for token, value in zip(tokens, values, strict=True)
+        )
+        for tokens, values in zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    )
+    filled = parts[0]
+    for candidates, part in zip(masks, parts[1:], strict=True):
+        likeliest = candidates[0].text
+        filled = (
+            filled.rstrip() + likeliest.removeprefix(_CONTINUES)
+            if likeliest.startswith(_CONTINUES)
+            else (filled + likeliest)
+        )
+        filled += part
+    return Filled(filled, masks)
+
+
+def _between(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The ids of a part of a text, without what some tokenizers put around every text."""
+    around = {tokenizer.special[role] for role in ("cls", "sep")}
+    return [number for number in tokenizer.encode(text) if number not in around]
