@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import datetime
 
+import pytest
+
 from megalith.compat.megatron import console
 from megalith.train.results import Evaluation, WindowReport
 
@@ -93,6 +95,14 @@ def test_checkpoint_lines() -> None:
         " > using checkpoint value cosine for learning rate decay style",
     ]
     assert console.schedule_lines(values[:1], overridden=True) == [" > overriding warmup iterations value to 25600.0"]
+
+
+@pytest.mark.parametrize(
+    ("folder", "printed"),
+    [("C", "./C"), ("runs/passing", "runs/passing/"), ("elsewhere", "elsewhere"), ("", "")],
+)
+def test_a_folder_is_printed_as_it_was_typed(folder: str, printed: str) -> None:
+    assert console.as_typed(folder, "./C", None, "runs/passing/") == printed
 
 
 def test_exit_lines() -> None:

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megalith.compat.megatron.screen import Screen, SilentScreen
+from megalith.compat.megatron.screen import MegatronConsole, Screen, SilentScreen
+from megalith.layout import Layout
+from megalith.train.results import SavedCheckpoint
 
 
 def test_a_logged_warning_is_seen_and_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -29,3 +31,12 @@ def test_a_silent_screen_keeps_warnings_off_the_terminal(
     SilentScreen()
     logging.getLogger("megalith.data").warning("the first rank says it")
     assert capsys.readouterr().err == "Python says it\n"
+
+
+def test_a_save_names_the_folder_as_it_was_typed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    console = MegatronConsole(Screen(tmp_path / "log.txt"), "./C", Layout())
+    console.before_save(5)
+    console.after_save(SavedCheckpoint(5, "C/iter_0000005", 1.0, 10))
+    saving, saved = capsys.readouterr().out.splitlines()
+    assert saving.endswith(" to ./C in torch_dist format")
+    assert saved.endswith(" to ./C [ t 1/1, p 1/1 ]")
