@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -195,7 +196,7 @@ class Case:
 
     `recompute` is method and layers, or `parts` and those, `fsdp` the stage of ZeRO by torch's flags or a strategy of
     Megatron's, `data` what the samples are: random tokens, such with documents that attention stays inside of, or those
-    of a blend read by each replica.
+    of a blend read by each replica, `compiled` whether torch.compile makes something else of the layers.
     """
 
     layout: Layout
@@ -209,6 +210,7 @@ class Case:
     fsdp: str = ""
     data: str = ""
     dispatcher: str = "allgather"
+    compiled: bool = False
 
     @property
     def reference(self) -> str:
@@ -222,6 +224,7 @@ class Case:
         parts += ["zero1"] * self.zero1 + [self.schedule] * (self.schedule != "auto")
         parts += [f"fsdp-{self.fsdp}"] * bool(self.fsdp)
         parts += [self.dispatcher] * (self.layout.ep > 1)
+        parts += ["compiled"] * self.compiled
         parts += ["a2a"] * (self.exchange == "a2a") + [f"recompute-{self.recompute}"] * bool(self.recompute)
         return " ".join([*parts, self.data]).strip()
 
@@ -238,6 +241,7 @@ class Case:
             "--sequence-parallel" if self.sequence_parallel else "",
             f"--num-virtual-stages-per-pipeline-rank {self.virtual_stages}" if self.virtual_stages > 1 else "",
             "--use-distributed-optimizer" if self.zero1 else "",
+            "--compile" if self.compiled else "",
             FSDP_FLAGS.get(self.fsdp, f"--use-megatron-fsdp --data-parallel-sharding-strategy {self.fsdp}"),
         ]
         if self.recompute:
@@ -539,6 +543,41 @@ T5 = [
     Case(Layout(dp=2), "t5", data="spans", zero1=True, recompute="parts-core_attn+mlp+layernorm"),
 ]
 """T5 on texts and the spans taken out of them, with padding; the first two rows are always run."""
+COMPILED = [
+    dataclasses.replace(case, compiled=True)
+    for case in (
+        Case(Layout(dp=2), zero1=True),
+        Case(Layout(tp=2), "llama", sequence_parallel=True),
+        Case(Layout()),
+        Case(Layout(), "llama"),
+        Case(Layout(dp=2)),
+        Case(Layout(dp=2), "llama", fsdp="zero2"),
+        Case(Layout(dp=2), fsdp="zero3"),
+        Case(Layout(tp=2)),
+        Case(Layout(pp=2)),
+        Case(Layout(pp=2), "llama", virtual_stages=2),
+        Case(Layout(pp=2), schedule="zb-h1"),
+        Case(Layout(cp=2)),
+        Case(Layout(cp=2), "llama", exchange="a2a"),
+        Case(Layout(tp=2, dp=2), "gates", sequence_parallel=True, zero1=True),
+        Case(Layout(tp=2, pp=2), "latent", sequence_parallel=True),
+        Case(Layout(cp=2), "sinks"),
+        Case(Layout(dp=2, ep=2), "mixture", zero1=True),
+        Case(Layout(dp=2, ep=2), "mixture-sigmoid", dispatcher="alltoall"),
+        Case(Layout(tp=2, dp=2, ep=2), "mixture", sequence_parallel=True),
+        Case(Layout(pp=2), "prediction"),
+        Case(Layout(dp=2), "muon"),
+        Case(Layout(tp=2), "bert", data="pairs"),
+        Case(Layout(dp=2), "t5-relative", data="spans"),
+        Case(Layout(dp=2), zero1=True, recompute="uniform-2"),
+        Case(Layout(tp=2), "llama", sequence_parallel=True, recompute="block-1"),
+        Case(Layout(dp=2), "llama", recompute="parts-mlp+layernorm"),
+        Case(Layout(tp=2), "yarn", recompute="parts-core_attn"),
+        Case(Layout(dp=2), "mixture", recompute="parts-moe_act+shared_experts"),
+        Case(Layout(tp=2), "latent", recompute="parts-mla_up_proj"),
+    )
+]
+"""Layers that are compiled; the first row is always run."""
 EIGHT = [
     Case(Layout(tp=2, pp=2, dp=2), "one-group", sequence_parallel=True, virtual_stages=2, fsdp="zero3"),
     Case(Layout(tp=2, pp=2, dp=2), "llama", sequence_parallel=True, virtual_stages=2, zero1=True),
@@ -671,6 +710,8 @@ def batches_of(case: Case, replica: int, steps: int) -> Iterator[Batch]:
 
 def _run(case: Case, flags: str = "", steps: int = STEPS) -> dict[str, Any]:
     """Train in the layout of the case; what this rank saw and holds. In fp64, or in the precision of the flags."""
+    if case.compiled:
+        torch._dynamo.reset()  # else the layers of an earlier case count against its limit of compilations
     config, model = case.config(flags), MODELS[case.model]
     context = (
         ParallelContext.create(case.layout, torch.device("cpu"))
@@ -706,7 +747,8 @@ def _run(case: Case, flags: str = "", steps: int = STEPS) -> dict[str, Any]:
         gradients = gradients or _pieces_of_gradients(state)
         results.append((sum(result.further_losses.values(), result.loss), result.grad_norm))
         tokens.append(dict(result.source_tokens))
-    return {"steps": results, "gradients": gradients, "tokens": tokens}
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"] if case.compiled else 0
+    return {"steps": results, "gradients": gradients, "tokens": tokens, "graphs": graphs}
 
 
 def totals_of(state: TrainState) -> Any:
@@ -758,7 +800,7 @@ For each gradient max|a - b| / max|b| over all ranks and rows; the bound is 1e-1
 `fsdp-zero2` the same with `--torch-fsdp2-no-reshard-after-forward`, `fsdp-optim` and the like
 `--use-megatron-fsdp --data-parallel-sharding-strategy optim`; `documents` attention that stays inside documents,
 `blend` the same with the samples of a blend of two datasets, read by each replica for itself; `pairs` pairs of texts
-with padding, as BERT reads them; `spans` texts and spans of them, as T5 does.
+with padding, as BERT reads them; `compiled` layers through torch.compile; `spans` texts and spans of them, as T5 does.
 
 | layout | model | options | loss | worst of the gradients | gradients |
 |---|---|---|---|---|---|
@@ -786,8 +828,10 @@ def _joined(pieces: list[tuple[Any, ...]]) -> Tensor:
 
 def _check(case: Case, ranks: Any, alone: dict[str, dict[str, Any]]) -> None:
     reference = alone[case.reference]
-    results = ranks.run(case.layout.world_size, _run, case)
+    seconds = 600.0 if case.compiled else 120.0
+    results = ranks.run(case.layout.world_size, _run, case, seconds=seconds)
     for result in results:
+        assert bool(result["graphs"]) is case.compiled
         assert result["tokens"] == reference["tokens"]
         for (loss, norm), (wanted_loss, wanted_norm) in zip(result["steps"], reference["steps"], strict=True):
             assert loss == pytest.approx(wanted_loss, rel=TOLERANCE)
@@ -858,6 +902,7 @@ ALWAYS = (
     | set(EXPERT_PARALLEL[:3])
     | set(EXPERT_TENSOR[:2])
     | set(PREDICTION[:3])
+    | set(COMPILED[:1])
 )
 ALL = [
     *CASES,
@@ -873,8 +918,16 @@ ALL = [
     *PREDICTION,
     *BERT,
     *T5,
+    *COMPILED,
 ]
-ROWS = [pytest.param(case, marks=() if case in ALWAYS else pytest.mark.full) for case in ALL]
+NEEDS_A_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
+
+
+def _marks(case: Case) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.full] * (case not in ALWAYS) + [NEEDS_A_COMPILER] * case.compiled
+
+
+ROWS = [pytest.param(case, marks=_marks(case)) for case in ALL]
 
 
 @pytest.mark.parametrize("case", ROWS, ids=str)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
 import socket
 from collections.abc import Sequence
@@ -61,6 +62,22 @@ def choose_device(wanted: str, launch: LaunchConfig | None = None) -> torch.devi
     return device
 
 
+def require_compiler(run: RunConfig, device: torch.device) -> None:
+    """See that `--compile` has something to compile with.
+
+    Raises:
+        ConfigError: on a CPU without a C++ compiler, or on a GPU without Triton.
+    """
+    if not run.train.compile:
+        return
+    if device.type == "cpu" and not any(map(shutil.which, _COMPILERS)):
+        raise ConfigError(
+            f"--compile needs a C++ compiler on a CPU; install one of {', '.join(_COMPILERS)} or leave it out"
+        )
+    if device.type == "cuda" and importlib.util.find_spec("triton") is None:
+        raise ConfigError("--compile needs Triton on a GPU; install the package triton or leave it out")
+
+
 def params_dtype(precision: PrecisionConfig) -> torch.dtype:
     """The torch dtype of weights and activations."""
     return {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}[precision.params_dtype]
@@ -84,12 +101,12 @@ def build_mixer(run: RunConfig, context: ParallelContext) -> SequenceMixer:
 def build_recompute(run: RunConfig) -> Recompute | None:
     """Which layers are recomputed in the backward pass, or which parts of them.
 
-    What fused attention would compute again it has not kept, and blocks that are compiled are not recomputed.
+    What fused attention would compute again it has not kept.
     """
     train = run.train
     if train.recompute_granularity != "full":
         parts = set(train.recomputed_parts)
-        if run.model.fused_attention or train.compile:
+        if run.model.fused_attention:
             parts.discard("core_attn")
         return Recompute(parts=frozenset(parts)) if parts else None
     assert train.recompute_method is not None and train.recompute_num_layers is not None, "a rule of the configuration"
@@ -114,12 +131,9 @@ def build_chunks(
         dtype: of the weights; what the precision of the run says if None.
 
     Raises:
-        ConfigError: `--compile` on a CPU without a C++ compiler.
+        ConfigError: as of `require_compiler`.
     """
-    if run.train.compile and context.device.type == "cpu" and not any(map(shutil.which, _COMPILERS)):
-        raise ConfigError(
-            f"--compile needs a C++ compiler on a CPU; install one of {', '.join(_COMPILERS)} or leave it out"
-        )
+    require_compiler(run, context.device)
     region, mixer = build_region(run, context, stream), build_mixer(run, context)
     layers = run.stages[context.pp.index]
     chunks = []

@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 
 from megalith.assemble.facts import facts_of
-from megalith.assemble.model import choose_device
+from megalith.assemble.model import choose_device, require_compiler
 from megalith.config import RunConfig
 from megalith.distributed.board import Board, open_board
 from megalith.distributed.context import Observer, ParallelContext
@@ -41,12 +41,13 @@ def join_ranks(
         asked_to_stop: ends the wait for ranks that have not come.
 
     Raises:
-        ConfigError: there is no such device.
+        ConfigError: there is no such device, or nothing to compile with.
         PeerError: the other ranks cannot be reached, or one of them has ended the block.
     """
     watch = watch or build_watch(run)
     debug = run.parallel.debug_collectives
     launch, device = run.launch, choose_device(run.train.device, run.launch)
+    require_compiler(run, device)
     watch.on_gpu = device.type == "cuda"
     join = timedelta(minutes=run.parallel.distributed_timeout_minutes)
     timeout = max(timedelta(seconds=run.parallel.timeout_seconds), join) + _AFTER_THE_WATCH

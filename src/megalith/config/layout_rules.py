@@ -174,13 +174,6 @@ def schedule_fits_the_stages(draft: Draft) -> str:
     return ""
 
 
-@rule("compile", "world_size")
-def compiled_blocks_run_alone(draft: Draft) -> str:
-    if not draft.run.train.compile or draft.run.launch.world_size == 1:
-        return ""
-    return "--compile with several processes is not in the parity matrix yet; leave it out, or start one process"
-
-
 @rule("use_torch_fsdp2", "use_distributed_optimizer")
 def optimizer_state_is_sharded_once(draft: Draft) -> str:
     parallel = draft.run.parallel
@@ -268,7 +261,6 @@ LAYOUT_RULES: tuple[Rule, ...] = (
     virtual_stages_need_a_pipeline,
     interleaving_needs_rounds_of_micro_batches,
     schedule_fits_the_stages,
-    compiled_blocks_run_alone,
     optimizer_state_is_sharded_once,
     one_way_to_shard,
     weight_gradients_of_sharded_weights_are_not_put_off,

@@ -45,21 +45,6 @@ def experts_are_recomputed_once(draft: Draft) -> str:
     return "--moe-layer-recompute with --recompute-granularity full, which recomputes experts too; leave it out"
 
 
-@rule("recompute_granularity", "recompute_modules", "moe_layer_recompute", "compile")
-def compiled_blocks_are_not_recomputed(draft: Draft) -> str:
-    train = draft.run.train
-    harmless = train.recompute_granularity != "full" and train.recomputed_parts <= {"core_attn"}
-    if not train.compile or harmless:
-        return ""
-    if train.recompute_granularity is None:
-        what = "--moe-layer-recompute"
-    elif train.recompute_granularity == "full":
-        what = "--recompute-granularity full"
-    else:
-        what = f"--recompute-granularity selective --recompute-modules {' '.join(sorted(train.recomputed_parts))}"
-    return f"--compile with {what} is not tested yet; leave one of them out"
-
-
 @rule("recompute_granularity", "recompute_modules", "attention_backend", "transformer_impl")
 def fused_attention_keeps_no_scores(draft: Draft) -> str:
     train, model = draft.run.train, draft.run.model
@@ -113,7 +98,6 @@ RECOMPUTE_RULES: tuple[Rule, ...] = (
     whole_layers_are_recomputed_by_a_method,
     selective_recomputation_has_no_method,
     experts_are_recomputed_once,
-    compiled_blocks_are_not_recomputed,
 )
 RECOMPUTE_NOTICES: tuple[Rule, ...] = (
     fused_attention_keeps_no_scores,

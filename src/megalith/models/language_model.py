@@ -18,6 +18,7 @@ from megalith.config import ModelConfig
 from megalith.nn.attention import LocalMixer, SequenceMixer
 from megalith.nn.documents import Documents
 from megalith.nn.moe.balance import Auxiliary
+from megalith.nn.moe.layer import MoE
 from megalith.nn.placement import Placement
 from megalith.nn.precision import at_least_fp32
 from megalith.nn.region import Region, Solo
@@ -166,13 +167,17 @@ class LanguageModel(nn.Module, ABC):
         return length // self.region.size if self.region.partial_gradients else length
 
     def compile_blocks(self) -> None:
-        """Compile each block with torch.compile; all blocks share one compilation.
+        """Compile each block with torch.compile; blocks that are alike share a compilation.
 
-        Their weight gradients come from autograd then: a compiled graph cannot write to a sink. Call it after the
-        optimizer has attached its sink; the embedding and the loss keep theirs.
+        Their weight gradients come from autograd then: a compiled graph cannot write to a sink. Mixtures of experts,
+        the embedding and the loss are not compiled and keep theirs. Call it after the optimizer has attached its sink.
+        Graphs end where ranks communicate.
         """
         for block in self.blocks():
             attach_sink(block, None)
+            for module in block.modules():
+                if isinstance(module, MoE):
+                    attach_sink(module, self.sink)
             block.compile()
 
 

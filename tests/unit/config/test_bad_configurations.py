@@ -193,7 +193,6 @@ TABLE: list[tuple[str, tuple[str, ...]]] = [
         "--moe-layer-recompute --recompute-granularity full --recompute-method block --recompute-num-layers 1",
         ("--moe-layer-recompute with --recompute-granularity full", "leave it out"),
     ),
-    ("--moe-layer-recompute --num-experts 2 --compile", ("--compile with --moe-layer-recompute is not tested",)),
     ("--ckpt-format torch_dcp", ("--ckpt-format torch_dcp: comes with", "in this version: torch_dist, torch")),
     ("--dataloader-type external", ("--dataloader-type external means a loader", "use single or cyclic")),
     ("--dataloader-type random", ("--dataloader-type random: not one of single, cyclic, external",)),
@@ -461,7 +460,6 @@ TABLE: list[tuple[str, tuple[str, ...]]] = [
     ),
     ("WORLD_SIZE=4 --nproc 2", ("--nproc 2 starts 2 processes itself", "already started 4")),
     ("--max-restarts 3", ("--max-restarts 3 needs --nproc N",)),
-    ("WORLD_SIZE=2 --compile", ("--compile with several processes",)),
     (
         "WORLD_SIZE=2 --use-torch-fsdp2 --use-distributed-optimizer",
         ("--use-torch-fsdp2 and --use-distributed-optimizer exclude each other", "use one of them"),
@@ -503,10 +501,6 @@ TABLE: list[tuple[str, tuple[str, ...]]] = [
             "--recompute-method uniform and --recompute-num-layers 1 with --recompute-granularity selective",
             "--recompute-granularity full",
         ),
-    ),
-    (
-        "--compile --recompute-granularity full --recompute-method block --recompute-num-layers 1",
-        ("--compile with --recompute-granularity full",),
     ),
     # what is printed, recorded and measured
     ("--log-interval 10 --log-memory-interval 25", ("--log-memory-interval 25 is no multiple of", "nearest: 20 or 30")),

@@ -156,7 +156,7 @@ class TrainConfig:
         False, help="the same bits from run to run on a GPU too, by slower kernels there; on a CPU they always are"
     )
     compile: bool = setting(
-        False, help="compile each block with torch.compile (on a CPU this needs a C++ compiler)", ours=True
+        False, help="compile each block with torch.compile (needs a C++ compiler on a CPU, Triton on a GPU)", ours=True
     )
     recompute_granularity: str | None = setting(
         None,
