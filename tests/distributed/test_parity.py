@@ -949,6 +949,17 @@ def test_the_reference_moves(alone: dict[str, dict[str, Any]]) -> None:
         assert all(float(pieces[0][3].abs().max()) > 0 for name, pieces in result["gradients"].items())
 
 
+def test_muon_of_each_rank_alone_makes_other_steps(ranks: Any) -> None:
+    """The first loss is the same, the one after an update of parts by themselves is not."""
+    losses = {}
+    for mode in ("duplicated", "distributed", "blockwise"):
+        found = ranks.run(2, _run, Case(Layout(tp=2), "muon"), f"--muon-tp-mode {mode}")
+        losses[mode] = [loss for loss, _ in found[0]["steps"]]
+    assert losses["distributed"] == pytest.approx(losses["duplicated"], rel=1e-5)
+    assert losses["blockwise"][0] == losses["duplicated"][0]
+    assert losses["blockwise"][1:] != pytest.approx(losses["duplicated"][1:], rel=1e-4)
+
+
 CURVE_STEPS = 50
 PRECISIONS = {
     "fp32": ("--seed 1234", 1e-5),
