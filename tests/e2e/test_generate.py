@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from megalith.checkpoint import manifest
 from megalith.tokenizers import train_byte_level_bpe
 
 from .warm import WarmProcess
@@ -95,3 +96,25 @@ def test_texts_that_are_typed_are_continued_one_after_the_other(saved: Path) -> 
     assert lines[0].startswith("the king said to the queen") and lines[1] == lines[0]
     assert lines[2].startswith("the queen") and "crown" not in done.stdout
     assert "the model reads 32" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_checkpoint_without_its_tokenizer_takes_it_by_flags(saved: Path, tmp_path: Path) -> None:
+    """As Megatron writes them: the args name files of the machine where it was trained."""
+    copy = Path(shutil.copytree(saved, tmp_path / "copy"))
+    folder = copy / "iter_0000120"
+    body = manifest.read(folder)
+    assert body is not None
+    files = {"--vocab-file": "vocab.json", "--merge-file": "merges.txt"}
+    for name in files.values():
+        (folder / name).rename(tmp_path / name)
+        del body["files"][name]
+    facts = {key: value for key, value in body.items() if key not in ("format", "hash", "files")}
+    (folder / manifest.MANIFEST_FILE).write_bytes(manifest.render(manifest.records_of(body), facts))
+    asked = [copy, "--prompt", "the king said", "--greedy", "--max-new-tokens", 6]
+    alone = _generate(*asked)
+    assert alone.returncode == 3
+    assert "no copy of it: give --vocab-file and --merge-file, or --tokenizer-model" in alone.stderr
+    done = _generate(*asked, *(word for flag, name in files.items() for word in (flag, tmp_path / name)))
+    assert done.stdout.startswith("the king said to the queen"), done.stderr
+    wrong = _generate(*asked, "--tokenizer-model", "a file", "--vocab-size", "many")
+    assert wrong.returncode == 2 and "--vocab-size many" in wrong.stderr

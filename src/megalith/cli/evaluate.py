@@ -19,7 +19,7 @@ from megalith.compat.megatron.tokenizer_flags import add_tokenizer_flags, tokeni
 from megalith.config import LaunchConfig, RunConfig
 from megalith.config.bert_rules import SHORTEST_SAMPLE
 from megalith.config.environment import first_of_machine, read_launch
-from megalith.errors import ConfigError, DataError, MegalithError
+from megalith.errors import ConfigError, MegalithError
 from megalith.evaluate.request import DEFAULT_BATCH, DETOKENIZER_CHOICES, MASKED_TASKS, TASKS, Request
 from megalith.train.streams import warn
 
@@ -274,17 +274,9 @@ def _load(request: Request, context: ParallelContext) -> Trained:
     from megalith.assemble.trained import load_trained
 
     dtype = getattr(torch, request.dtype) if request.dtype else None
-    try:
-        trained = load_trained(
-            request.checkpoint, context.device, request.iteration, request.tokenizer, context=context, dtype=dtype
-        )
-    except DataError as error:
-        if request.tokenizer is not None:
-            raise
-        raise DataError(
-            f"{error}; the checkpoint names this tokenizer and has no copy of it: give --vocab-file and --merge-file, "
-            "or --tokenizer-model"
-        ) from error
+    trained = load_trained(
+        request.checkpoint, context.device, request.iteration, request.tokenizer, context=context, dtype=dtype
+    )
     if context.rank == 0:
         for note in trained.notes:
             warn(f"WARNING: {note}")
