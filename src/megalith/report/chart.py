@@ -30,7 +30,7 @@ def chart(curves: dict[str, Curve], marks: Sequence[tuple[float, str, str]] = ()
     if not everything:
         return "<p>no values</p>"
     log = log and all(value > 0 for _, value in everything)
-    scale = _Scale(everything, log=log)
+    scale = _Scale(everything, [at for at, _, _ in marks], log=log)
     parts = [
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" data-x0="{scale.x_low:g}" data-x1="{scale.x_high:g}">',
         *scale.axes(),
@@ -80,10 +80,11 @@ def _mark(x: float, kind: str, title: str) -> str:
 class _Scale:
     """From values to places in the picture."""
 
-    def __init__(self, points: Points, *, log: bool) -> None:
+    def __init__(self, points: Points, marked: Sequence[float], *, log: bool) -> None:
         self._log = log
         values = [self._bent(value) for _, value in points]
-        self.x_low, self.x_high = min(x for x, _ in points), max(x for x, _ in points)
+        iterations = [*(x for x, _ in points), *marked]
+        self.x_low, self.x_high = min(iterations), max(iterations)
         low, high = min(values), max(values)
         margin = 0.04 * (high - low) or 0.04 * abs(high) or 1.0
         self._low, self._high = low - margin, high + margin
@@ -111,7 +112,7 @@ class _Scale:
             shown = 10**value if self._log else value
             y = self.y(shown)
             lines.append(f'<line class="grid" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-            lines.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{shown:.4g}</text>')
+            lines.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{_number(shown)}</text>')
         for value in _ticks(self.x_low, self.x_high, 8):
             x = self.x(value)
             lines.append(f'<text x="{x:.1f}" y="{HEIGHT - 8}" text-anchor="middle">{value:,.10g}</text>')
@@ -119,6 +120,10 @@ class _Scale:
 
     def _bent(self, value: float) -> float:
         return math.log10(value) if self._log else value
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if 1e3 <= abs(value) < 1e7 else f"{value:.4g}"
 
 
 def _ticks(low: float, high: float, about: int) -> list[float]:

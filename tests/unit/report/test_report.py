@@ -11,7 +11,8 @@ import pytest
 
 from megalith.cli.main import main
 from megalith.report import page, read_history
-from megalith.report.history import thinned
+from megalith.report.chart import WIDTH, chart
+from megalith.report.history import Curve, thinned
 
 
 def step(iteration: int, loss: float | None, **more: Any) -> str:
@@ -77,6 +78,14 @@ def test_a_fresh_start_in_the_same_folder_leaves_the_old_curve_grey(tmp_path: Pa
     history = read_history(write(tmp_path, event("start", 0), step(1, 5.0), event("start", 0), step(1, 6.0)))
     loss = history.curves["training loss"]
     assert (loss.stretches, loss.abandoned) == ([[(1, 6.0)]], [[(1, 5.0)]])
+
+
+def test_what_happened_before_the_first_value_stands_inside_the_picture() -> None:
+    picture = chart({"train": Curve([[(10.0, 11e3), (20.0, 15e3)]])}, [(0.0, "start", "start"), (25.0, "save", "save")])
+    left, right = (float(x) for x in re.findall(r'class="mark \w+" x1="([\d.]+)"', picture))
+    axes = [float(x) for x in re.findall(r'class="grid" x1="([\d.]+)" x2="([\d.]+)"', picture)[0]]
+    assert [left, right] == axes and right < WIDTH
+    assert ">12,000</text>" in picture
 
 
 def test_thinning_keeps_every_spike() -> None:
