@@ -125,5 +125,5 @@ def _chosen(setting: Setting, word: str) -> str:
     choices = ", ".join(about.choices)
     if word in about.later:
         raise BadValue(f"comes with {about.later_with}; in this version: {choices}")
-    guess = closest(word, (*about.choices, *about.later), cutoff=0.6)
+    guess = closest(word, about.choices, cutoff=0.6)
     raise BadValue(f"not one of {choices}" + (f"; did you mean {guess}?" if guess else ""))

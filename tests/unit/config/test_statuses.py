@@ -95,6 +95,20 @@ def test_flags_of_versions_between_those_of_the_reference_need_nothing() -> None
     assert note.needs_nothing == tuple(words[:2])
 
 
+def test_flags_of_pai_megatron_patch_are_named_with_what_does_the_same() -> None:
+    words = "--dataset RAW --enable-shared-expert --num-shared-experts 2 --optimizer-offload-policy auto"
+    with pytest.raises(ConfigError) as caught:
+        load([*W2.split(), *words.split()], {}, files=False)
+    (problem,) = caught.value.violations
+    assert "--moe-shared-expert-intermediate-size N" in problem and "not a flag" not in problem
+
+
+def test_a_wrong_choice_is_answered_by_one_that_works() -> None:
+    with pytest.raises(ConfigError, match="not one of GPT2BPETokenizer, ") as caught:
+        load([*W2.split(), "--tokenizer-type", "DeepSeekV3Tokenizer"], {}, files=False)
+    assert "ByteLevelTokenizer" not in str(caught.value)
+
+
 @pytest.mark.parametrize("launcher", ["--local-rank=0", "--local_rank=0", ""])
 @pytest.mark.parametrize("environ", [{}, {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}])
 def test_w4(launcher: str, environ: dict[str, str]) -> None:

@@ -19,9 +19,11 @@ REFUSED: tuple[Family, ...] = (
     ),
     Family(
         "it is of Pai-Megatron-Patch; its tokenizers are --tokenizer-type HuggingFaceTokenizer --tokenizer-model "
-        "FOLDER, rows beside the tokens --padded-vocab-size N, and its data --data-path PREFIX",
+        "FOLDER, rows beside the tokens --padded-vocab-size N, its data --data-path PREFIX, shared experts "
+        "--moe-shared-expert-intermediate-size N, and an optimizer on the host --optimizer-cpu-offload",
         """
-        --patch-tokenizer-type= --extra-vocab-size= --max-padding-length= --train-mode=
+        --patch-tokenizer-type= --extra-vocab-size= --max-padding-length= --train-mode= --dataset=
+        --enable-shared-expert --num-shared-experts= --optimizer-offload-policy=
         """,
     ),
     Family(
@@ -137,7 +139,7 @@ REFUSED: tuple[Family, ...] = (
     Family(
         "activations are not moved to the host; --recompute-granularity keeps less of them",
         """
-        --cpu-offloading-num-layers=0 --fine-grained-activation-offloading
+        --cpu-offloading --cpu-offloading-num-layers=0 --fine-grained-activation-offloading
         --cpu-offloading-retain-pinned-cpu-buffers --offload-modules+= --min-offloaded-tensor-size=1048576
         --delta-offload-bytes-across-pp-ranks=0 --activation-offload-fraction=1.0
         --fine-grained-offloading-max-inflight-offloads=
