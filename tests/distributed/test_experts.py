@@ -108,17 +108,17 @@ def test_a_token_travels_once_to_each_rank_that_has_experts_of_it(chosen: str, d
     assert received == 4 * least  # there and back, and their gradients
 
 
-def _twice(case: Case) -> list[str]:
-    """The bits of losses, norms and gradients of two runs in the same layout."""
+def _each(cases: list[Case]) -> list[str]:
+    """The bits of losses, norms and gradients of each run."""
     found = []
-    for _ in range(2):
+    for case in cases:
         result = _run(case)
         gradients = [rows for _, pieces in sorted(result["gradients"].items()) for *_, rows in pieces]
         found.append(repr(result["steps"]) + str([rows.view(torch.int64).sum().item() for rows in gradients]))
     return found
 
 
-def test_a_repetition_gives_the_same_bits(ranks: Any) -> None:
-    case = Case(Layout(dp=2, ep=2), "mixture", dispatcher="alltoall", zero1=True)
-    for first, second in ranks.run(2, _twice, case):
+def test_a_repetition_gives_the_same_bits_and_flex_is_all_to_all(ranks: Any) -> None:
+    cases = [Case(Layout(dp=2, ep=2), "mixture", dispatcher=name, zero1=True) for name in ("alltoall", "flex")]
+    for first, second in ranks.run(2, _each, cases):
         assert first == second

@@ -159,6 +159,17 @@ def nothing_to_dispatch(draft: Draft) -> str:
     )
 
 
+@rule("moe_token_dispatcher_type", "expert_model_parallel_size")
+def flex_is_all_to_all(draft: Draft) -> str:
+    run = draft.run
+    if run.model.moe_token_dispatcher_type != "flex" or run.parallel.expert_model_parallel_size == 1:
+        return ""
+    return (
+        "--moe-token-dispatcher-type flex: tokens travel by torch's all-to-all, as with alltoall; the kernels that "
+        "Megatron has for some machines (DeepEP, HybridEP) change no number"
+    )
+
+
 EXPERT_LAYOUT_RULES: tuple[Rule, ...] = (
     experts_are_there_to_be_divided,
     experts_divide_over_their_ranks,
@@ -171,4 +182,4 @@ EXPERT_LAYOUT_RULES: tuple[Rule, ...] = (
     experts_divide_over_tensor_ranks,
 )
 
-EXPERT_LAYOUT_NOTICES: tuple[Rule, ...] = (nothing_to_dispatch,)
+EXPERT_LAYOUT_NOTICES: tuple[Rule, ...] = (nothing_to_dispatch, flex_is_all_to_all)

@@ -94,7 +94,11 @@ def _order_here(experts_TK: Tensor, here: range) -> Order:
     return order_by_expert(own_TK.where((own_TK >= 0) & (own_TK < len(here)), len(here)), len(here))
 
 
-DISPATCHERS: Mapping[str, Callable[[Axis], Dispatcher]] = {"allgather": AllGather, "alltoall": AllToAll}
+DISPATCHERS: Mapping[str, Callable[[Axis], Dispatcher]] = {
+    "allgather": AllGather,
+    "alltoall": AllToAll,
+    "flex": AllToAll,  # Megatron's kernels for some machines do the same
+}
 """By `--moe-token-dispatcher-type`."""
 
 

@@ -256,7 +256,7 @@ TABLE: list[tuple[str, tuple[str, ...]]] = [
         "WORLD_SIZE=2 --num-experts 4 --moe-ffn-hidden-size 7 --tensor-model-parallel-size 2",
         ("--moe-ffn-hidden-size 7 is not divisible by --tensor-model-parallel-size 2", "6 or 8"),
     ),
-    ("--num-experts 4 --moe-token-dispatcher-type flex", ("--moe-token-dispatcher-type flex: comes with",)),
+    ("--num-experts 4 --moe-dispatch-fwd-dtype fp8", ("--moe-dispatch-fwd-dtype", "in the dtype of the hidden states")),
     # experts
     ("--num-experts -1", ("--num-experts -1: must be at least 0",)),
     ("--num-experts 2 --moe-router-topk 3", ("--moe-router-topk 3 is more than --num-experts 2",)),

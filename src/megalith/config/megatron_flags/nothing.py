@@ -20,6 +20,15 @@ NEED_NOTHING: tuple[Family, ...] = (
         """,
     ),
     Family(
+        "tokens travel to experts by torch's all-to-all, whatever kernels Megatron has; the numbers do not change",
+        """
+        --moe-enable-deepep --moe-flex-dispatcher-backend=deepep --moe-flex-dispatcher-num-sms= --moe-deepep-num-sms=
+        --moe-hybridep-num-sms= --moe-hybridep-num-blocks-permute= --moe-hybridep-num-blocks-unpermute=
+        --moe-hybridep-num-sms-preprocessing=108 --moe-ncclep-zero-copy --moe-permute-fusion-into-hybridep
+        --moe-hybridep-pad-uneven-dispatch-inputs
+        """,
+    ),
+    Family(
         "metrics.jsonl has the load of the experts of each layer",
         """
         --moe-per-layer-logging

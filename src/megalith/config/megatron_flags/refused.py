@@ -36,10 +36,7 @@ REFUSED: tuple[Family, ...] = (
         "tokens travel to experts by torch's collectives in the dtype of the hidden states, and experts are cut as all "
         "layers are",
         """
-        --moe-enable-deepep --moe-flex-dispatcher-backend=deepep --moe-flex-dispatcher-num-sms= --moe-deepep-num-sms=
-        --moe-hybridep-num-sms= --moe-hybridep-num-blocks-permute= --moe-hybridep-num-blocks-unpermute=
-        --moe-hybridep-num-sms-preprocessing=108 --moe-ncclep-zero-copy --moe-permute-fusion-into-hybridep
-        --moe-hybridep-pad-uneven-dispatch-inputs --moe-dispatch-fwd-dtype=bf16 --moe-combine-bwd-dtype=bf16
+        --moe-dispatch-fwd-dtype=bf16 --moe-combine-bwd-dtype=bf16
         --moe-extended-tp --expert-tensor-parallel-num-weight-shards=
         """,
     ),
@@ -127,13 +124,13 @@ REFUSED: tuple[Family, ...] = (
         --num-layers-at-start-in-bf16=1 --num-layers-at-end-in-bf16=1 --use-kitchen-attention
         --kitchen-attention-backend=sdpa --fp4-quantizer-factory= --reuse-grad-buf-for-mxfp8-param-ag
         --te-precision-config-file= --fp8-e4m3 --fp8-hybrid --keep-fp8-transpose-cache
-        --keep-fp8-transpose-cache-when-using-custom-fsdp
+        --keep-fp8-transpose-cache-when-using-custom-fsdp --kitchen-config-file= --kitchen-recipe-number=
         """,
     ),
     Family(
         "--sequence-parallel divides all activations over the tensor-parallel processes, those that are saved too",
         """
-        --distribute-saved-activations
+        --distribute-saved-activations --distribute-checkpointed-activations
         """,
     ),
     Family(
@@ -183,6 +180,13 @@ REFUSED: tuple[Family, ...] = (
         """
         --perform-rl-step --grpo-prompts-per-step=32 --grpo-group-size=2 --grpo-iterations=2
         --grpo-clamp-eps-lower=0.01 --grpo-clamp-eps-upper=0.01 --grpo-kl-beta=0.001 --langrl-env-config=
+        --grpo-entropy-term-weight=0.0 --grpo-filter-groups-with-same-reward --grpo-default-temperature=1.0
+        --grpo-default-top-p=0 --langrl-inference-server-type=inplace_megatron --langrl-external-server
+        --langrl-inference-server-conversation-template= --rl-prompts-per-eval=32 --rl-partial-rollouts
+        --rl-offload-optimizer-during-inference --rl-offload-kv-cache-during-training --rl-reset-cuda-graphs
+        --rl-remove-kv-cache-during-training --rl-inference-logprobs-is-correction --rl-use-sequence-packing
+        --rl-importance-sampling-truncation-coef= --rl-calculate-intra-group-similarity
+        --rl-sequence-packing-bin-size=8192 --rl-sequence-packing-algo=fifo
         """,
     ),
     Family(
