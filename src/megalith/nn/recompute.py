@@ -91,6 +91,7 @@ class _Repetition(AbstractContextManager[None]):
         self._entered.__exit__(kind, error, trace)
 
 
+@torch.compiler.disable  # of compiled layers the parts that are recomputed run as they are; whole ones may be inside
 def recomputed(
     compute: Callable[..., Tensor],
     *inputs: Tensor,

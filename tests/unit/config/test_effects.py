@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megalith.config import RunConfig, load
+from megalith.errors import ConfigError
 
 BASE = (
     "--num-layers 8 --hidden-size 16 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 "
@@ -41,3 +42,11 @@ def test_part_of_the_optimizer_on_the_host() -> None:
     assert _run("--optimizer-cpu-offload --optimizer-offload-fraction 0.25").optimizer.offloaded == 0.25
     assert _run("--optimizer-cpu-offload").optimizer.offloaded == 1.0
     assert _run("").optimizer.offloaded == 0.0
+
+
+def test_names_of_other_versions() -> None:
+    assert _run("--optimizer muon --muon-use-nesterov").optimizer.muon_nesterov
+    assert not _run("--optimizer muon").optimizer.muon_nesterov
+    for old, new in (("granularity full", "granularity"), ("method block", "method"), ("num-layers 2", "num-layers")):
+        with pytest.raises(ConfigError, match=f"it is called --recompute-{new} now"):
+            _run(f"--checkpoint-{old}")

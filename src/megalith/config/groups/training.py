@@ -273,7 +273,7 @@ class OptimizerConfig:
         1, help="steps from one eigenbasis of these to the next", unit="steps", at_least=1, ours=True
     )
     muon_momentum: float = setting(0.9, help="momentum of Muon", at_least=0, below=1)
-    muon_nesterov: bool = setting(False, help="Nesterov momentum in Muon")
+    muon_nesterov: bool = setting(False, help="Nesterov momentum in Muon", aliases=("--muon-use-nesterov",))
     muon_split_qkv: bool = setting(
         True,
         help="Muon treats the query, key and value parts of their projection as matrices of their own",

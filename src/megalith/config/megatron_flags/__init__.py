@@ -12,13 +12,16 @@ from megalith.config.megatron_flags.refused import REFUSED
 
 __all__ = ["LAUNCHER", "NEED_NOTHING", "PARTLY", "REFUSED", "RENAMED"]
 
-# Flags of older versions that Megatron itself answers with an error naming the new one.
+# Flags of older versions that have another name now; some of them Megatron itself answers with an error that says so.
 RENAMED: dict[str, str] = {
     "--batch-size": "--micro-batch-size",
     "--warmup": "--lr-warmup-fraction",
     "--model-parallel-size": "--tensor-model-parallel-size",
     "--checkpoint-activations": "--recompute-activations",
     "--num-experts-switch": "--num-experts",
+    "--checkpoint-granularity": "--recompute-granularity",
+    "--checkpoint-method": "--recompute-method",
+    "--checkpoint-num-layers": "--recompute-num-layers",
 }
 
 # Flags of torchrun that ended up behind the script name.
