@@ -184,6 +184,8 @@ def _train(config: RunConfig, argv: Sequence[str], stop: StopSignals, began: flo
             raise
         ending = started.run.ending
         assert ending is not None
+        if summary := started.run.care.summary():
+            screen.say(summary)
         return _last_words(ending, config, argv, screen, folder)
 
 

@@ -57,7 +57,7 @@ class Care:
         twice: compute every step twice and count those whose loss differs.
         injection: of wrong numbers, on purpose.
         spoiler: puts them in.
-        num_bad, num_different: steps so far.
+        num_bad, num_different, num_compared: steps so far.
     """
 
     state: TrainState
@@ -68,6 +68,7 @@ class Care:
     spoiler: Spoiler | None = None
     num_bad: int = 0
     num_different: int = 0
+    num_compared: int = 0
     _in_a_row: int = 0
 
     def step(self, batches: Iterator[Batch], take: Take, tell: Callable[[BadStep], None]) -> StepResult:
@@ -101,7 +102,14 @@ class Care:
                 state.check.remember(result.loss, result.grad_norm)
         return result
 
+    def summary(self) -> str:
+        """What came of computing steps twice; empty where none were."""
+        if not self.num_compared:
+            return ""
+        return f"{self.num_different} of {self.num_compared} steps gave another result when they were computed again"
+
     def _compared(self, first: StepResult, second: StepResult, tell: Callable[[BadStep], None]) -> StepResult:
+        self.num_compared += 1
         if (first.loss, first.grad_norm) != (second.loss, second.grad_norm):
             self.num_different += 1
             reason = (

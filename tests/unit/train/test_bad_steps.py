@@ -163,10 +163,12 @@ def test_injection_strikes_one_in_so_many_steps_wherever_the_run_began() -> None
 
 def test_every_step_twice_changes_nothing() -> None:
     clean, _, _ = _run()
+    assert Care(make_state(), "1f1b").summary() == ""
     results, told, care = _run(twice=True)
-    assert _same(results, clean) and not told and care.num_different == 0
+    assert _same(results, clean) and not told
+    assert care.summary() == "0 of 4 steps gave another result when they were computed again"
     _, told, care = _run(["spike@step=2,point=loss,times=1"], twice=True)
-    assert care.num_different == 1 and "two computations differ for the 1. time" in told[0].reason
+    assert care.summary().startswith("1 of 4 steps") and "two computations differ for the 1. time" in told[0].reason
 
 
 def test_iterations_are_passed_over(make_plan: Callable[..., Plan]) -> None:
