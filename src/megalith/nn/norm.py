@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from megalith.kernels.rms_norm import rms_norm
 from megalith.nn.placement import Placement, Replicated
 from megalith.nn.precision import at_least_fp32
+from megalith.nn.rms_norm import rms_norm
 
 
 class LayerNorm(nn.Module):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megalith.kernels.rms_norm import rms_norm
 from megalith.nn.norm import RMSNorm
+from megalith.nn.rms_norm import rms_norm
 
 
 @pytest.mark.parametrize("shape", [(8,), (3, 8), (2, 3, 8), (4, 0, 8)])
