@@ -243,7 +243,7 @@ def adapted(source: Source, wanted: Wanted, where: str, notes: list[str]) -> tup
         raise CheckpointError(
             f"{where} carries no args, so that its model cannot be known; convert it where it was made"
         )
-    model_space_of(args, where)
+    model = model_space_of(args, where).model
     if wanted.upcycling is not None:
         source = Upcycled(WeightsOnly(source), wanted.upcycling, where)
         notes.append("experts are copies, and routers are new: the result is weights only")
@@ -253,6 +253,11 @@ def adapted(source: Source, wanted: Wanted, where: str, notes: list[str]) -> tup
     _check_experts(args_of(source.common()), ep, where)
     if wanted.pp is not None and not wanted.run_args:
         _check_stages(args, wanted.pp, where)
+    if layout.pp > 1 and model.predictions and model.position_embedding_type == "learned_absolute":
+        raise CheckpointError(
+            f"the model in {where} has --mtp-num-layers and --position-embedding-type learned_absolute, which together "
+            f"cannot be divided over --pp {layout.pp}; use one stage"
+        )
     result: Source = InPrecision(source, DTYPES[wanted.dtype] if wanted.dtype else None)
     if not wanted.optimizer:
         result = WeightsOnly(result)
