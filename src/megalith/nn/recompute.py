@@ -91,7 +91,6 @@ class _Repetition(AbstractContextManager[None]):
         self._entered.__exit__(kind, error, trace)
 
 
-@torch.compiler.disable  # of compiled layers the parts that are recomputed run as they are; whole ones may be inside
 def recomputed(
     compute: Callable[..., Tensor],
     *inputs: Tensor,
@@ -100,9 +99,25 @@ def recomputed(
 ) -> Tensor:
     """`compute(*inputs)`, of which the inputs alone are kept for the backward pass; `told` is around the repetition.
 
+    Of compiled layers the parts that are computed again run as they are; whole layers may be inside.
+
     Custom autograd functions inside must take tensors for their backward passes from `ctx.saved_tensors`, which are
     others then than those that they saved: nothing may go by their identity.
     """
+    if torch.compiler.is_compiling():
+        from megalith.nn.outside_graphs import keep_inputs_outside  # it loads the compiler, which takes a second
+
+        return keep_inputs_outside(compute, *inputs, region=region, told=told)
+    return keep_inputs(compute, *inputs, region=region, told=told)
+
+
+def keep_inputs(
+    compute: Callable[..., Tensor],
+    *inputs: Tensor,
+    region: Region,
+    told: Callable[[], AbstractContextManager[None]],
+) -> Tensor:
+    """The work of `recomputed`."""
 
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         return nullcontext(), _Repetition(region.replay(), told)

@@ -96,7 +96,6 @@ class MoE(nn.Module):
             )
         )
 
-    @torch.compiler.disable  # the rows of an expert are others in each step: every number of them would be compiled
     def forward(self, x_SBD: Tensor) -> Tensor:
         choice, rule = self.router(x_SBD), self.settings.router.rule
         kept_TK = None if rule.capacity_factor is None else within_capacity(choice, rule)
