@@ -77,6 +77,10 @@ MODELS = {
             "moe_shared_expert_gate": True,
         },
     ),
+    "mixture-softplus": Model(
+        "--swiglu --disable-bias-linear --ffn-hidden-size 24",
+        fields=_MIXTURE | {"moe_aux_loss_coeff": (0.05,), "moe_router_score_function": "sqrtsoftplus"},
+    ),
     "mixture-biases": Model(
         "--position-embedding-type rope --ffn-hidden-size 24",
         fields=_MIXTURE | {"moe_aux_loss_coeff": (0.05,), "moe_router_pre_softmax": True, "num_experts": 8},
@@ -288,6 +292,7 @@ EXPERTS = [
     Case(Layout(tp=2, pp=2), "mixture-sigmoid", sequence_parallel=True, virtual_stages=2),
     Case(Layout(dp=2, pp=2), "mixture", zero1=True),
     Case(Layout(cp=2, dp=2), "mixture-sigmoid", exchange="a2a"),
+    Case(Layout(tp=2, dp=2, ep=2), "mixture-softplus", sequence_parallel=True, zero1=True),
     Case(Layout(pp=2), "mixture", schedule="zb-h1"),
     Case(Layout(tp=2), "mixture", sequence_parallel=True, recompute="uniform-2"),
     Case(Layout(dp=2), "mixture-sigmoid", fsdp="zero3"),

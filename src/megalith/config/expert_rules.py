@@ -69,13 +69,13 @@ def groups_divide_the_experts(draft: Draft) -> str:
 
 
 @rule("moe_router_enable_expert_bias", "moe_router_score_function", "num_experts")
-def the_bias_corrects_sigmoids(draft: Draft) -> str:
+def the_bias_corrects_separate_scores(draft: Draft) -> str:
     model = draft.run.model
-    if not (model.num_experts and model.moe_router_enable_expert_bias) or model.moe_router_score_function == "sigmoid":
+    if not (model.num_experts and model.moe_router_enable_expert_bias) or model.moe_router_score_function != "softmax":
         return ""
     return (
-        f"--moe-router-enable-expert-bias with {show(draft, 'moe_router_score_function')}: the bias corrects sigmoid "
-        "scores; use --moe-router-score-function sigmoid"
+        f"--moe-router-enable-expert-bias with {show(draft, 'moe_router_score_function')}: the bias corrects scores "
+        "that do not depend on one another; use --moe-router-score-function sigmoid or sqrtsoftplus"
     )
 
 
@@ -141,7 +141,7 @@ EXPERT_RULES: tuple[Rule, ...] = (
     one_expert_keeps_a_gradient,
     groups_and_their_number_go_together,
     groups_divide_the_experts,
-    the_bias_corrects_sigmoids,
+    the_bias_corrects_separate_scores,
     each_balancing_loss_has_a_coefficient,
     sinkhorn_balances_alone,
     capacity_is_for_weighed_choices,

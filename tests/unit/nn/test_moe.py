@@ -44,6 +44,26 @@ def test_a_bias_changes_the_choice_and_not_the_weights() -> None:
     assert torch.allclose(choice.weights_TK, 2.5 * logits[:, 2:3].sigmoid())
 
 
+def test_roots_of_softplus_weigh_by_their_share() -> None:
+    rule, logits = dataclasses.replace(RULE, score="sqrtsoftplus", top_k=2), _logits()
+    scores = logits.exp().log1p().sqrt()
+    choice = choose(logits, rule)
+    chosen = scores.gather(1, choice.experts_TK)
+    assert torch.equal(chosen.sum(-1), scores.topk(2).values.sum(-1))
+    torch.testing.assert_close(choice.weights_TK, chosen / chosen.sum(-1, keepdim=True))
+    shares, _ = balancing_scores(logits, rule)
+    torch.testing.assert_close(shares, scores / scores.sum(-1, keepdim=True))
+
+
+def test_roots_of_softplus_have_a_slope_far_down() -> None:
+    logits = torch.tensor([[-300.0, 0.5, 1.0, -120.0]], requires_grad=True)
+    (gradient,) = torch.autograd.grad(
+        balancing_scores(logits, dataclasses.replace(RULE, score="sqrtsoftplus"))[0][0, 1], logits
+    )
+    assert gradient.isfinite().all()
+    assert gradient[0, 1] > 0
+
+
 def test_groups_are_ranked_by_the_sum_of_their_best() -> None:
     rule = RoutingRule(experts=6, top_k=2, groups=3, top_groups=1)
     scores = torch.tensor([[0.9, 0.0, 0.5, 0.5, 0.6, 0.1]])

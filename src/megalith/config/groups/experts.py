@@ -34,9 +34,7 @@ class ExpertSettings:
     moe_router_score_function: str = setting(
         "softmax",
         help="how router logits become weights",
-        choices=("softmax", "sigmoid"),
-        later=("sqrtsoftplus",),
-        later_with=_WORK_MODELS,
+        choices=("softmax", "sigmoid", "sqrtsoftplus"),
     )
     moe_router_pre_softmax: bool = setting(
         False, help="take the softmax over all experts before the choice, not over the chosen ones"
@@ -63,7 +61,7 @@ class ExpertSettings:
         None, help="coefficient of a loss that keeps router logits small", at_least=0
     )
     moe_router_enable_expert_bias: bool = setting(
-        False, help="balance the load by a bias of each expert that counts in the choice only (sigmoid scores)"
+        False, help="balance the load by a bias of each expert that counts in the choice only (not with softmax)"
     )
     moe_router_bias_update_rate: float = setting(0.001, help="how far that bias moves with each step", at_least=0)
     moe_input_jitter_eps: float | None = setting(

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from megalith.nn.moe.dispatch import HERE, Dispatcher
-from megalith.nn.moe.routing import RoutingRule, at_least
+from megalith.nn.moe.routing import SEPARATE_SCORES, RoutingRule, at_least
 from megalith.nn.region import Region
 
 
@@ -146,8 +146,8 @@ def balancing_scores(logits_TE: Tensor, rule: RoutingRule) -> tuple[Tensor, Tens
     Returns:
         scores [T, E] in at least fp32, and the map of the K best [T, E], bool.
     """
-    if rule.score == "sigmoid":
-        scores_TE = torch.sigmoid(logits_TE)
+    if rule.score in SEPARATE_SCORES:
+        scores_TE = SEPARATE_SCORES[rule.score](logits_TE)
         scores_TE = scores_TE / (scores_TE.sum(-1, keepdim=True) + 1e-20)
     else:
         scores_TE = torch.softmax(at_least(logits_TE), dim=-1)

@@ -30,7 +30,7 @@ class RouterSettings:
         rule: how tokens choose.
         balancing: kind of auxiliary loss -> its coefficient.
         z_coefficient: of the z-loss; none if None.
-        biased: the choice of sigmoid scores is corrected by a bias of each expert that is moved by its load, not
+        biased: the choice is corrected by a bias of each expert that is moved by its load, not
             learned (arXiv:2408.15664).
         jitter: inputs are multiplied in training by uniform numbers from 1 - jitter to 1 + jitter; none if None.
         dtype: in which logits and scores are computed; that of the hidden states if None.

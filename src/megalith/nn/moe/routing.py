@@ -2,14 +2,15 @@
 
 Shapes: T tokens, E experts, K experts for each token, G groups of experts.
 
-Scores are a softmax over all experts, a softmax over the chosen ones (Mixtral, arXiv:2401.04088), or sigmoids
-(DeepSeek-V3, arXiv:2412.19437); `sinkhorn` routes by an optimal-transport normalisation of the logits
-(arXiv:2103.16716) and weighs by the plain scores.
+Scores are a softmax over all experts, a softmax over the chosen ones (Mixtral, arXiv:2401.04088), or those of each
+expert by itself: sigmoids (DeepSeek-V3, arXiv:2412.19437) or square roots of softplus (DeepSeek-V4). `sinkhorn` routes
+by an optimal-transport normalisation of the logits (arXiv:2103.16716) and weighs by the plain scores.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,15 @@ _EPSILON = 1e-20
 _MOST_ROUNDS = 1000
 
 
+def _root_of_softplus(x: Tensor) -> Tensor:
+    """sqrt(log(1 + e^x)); where the logarithm is 0 in the dtype the root has no slope, so it is held above 0."""
+    return torch.nn.functional.softplus(x).clamp(min=torch.finfo(x.dtype).tiny).sqrt()
+
+
+SEPARATE_SCORES: dict[str, Callable[[Tensor], Tensor]] = {"sigmoid": torch.sigmoid, "sqrtsoftplus": _root_of_softplus}
+"""Scores of an expert that do not depend on the logits of others."""
+
+
 @dataclass(frozen=True)
 class RoutingRule:
     """How tokens choose their experts.
@@ -28,7 +38,7 @@ class RoutingRule:
     Attributes:
         experts: E.
         top_k: K.
-        score: softmax or sigmoid.
+        score: softmax, sigmoid or sqrtsoftplus.
         pre_softmax: the softmax is taken over all experts, before the choice.
         groups, top_groups: the experts stand in G groups, of which a token chooses from the `top_groups` best, those
             with the greatest sum of their `top_k // top_groups` best scores.
@@ -69,13 +79,13 @@ def choose(logits_TE: Tensor, rule: RoutingRule, *, bias_E: Tensor | None = None
     Args:
         logits_TE: in the dtype that routing computes in.
         rule: how.
-        bias_E: added to sigmoid scores for the choice, but not for the weights (arXiv:2408.15664).
+        bias_E: added to scores of experts by themselves for the choice, but not for the weights (arXiv:2408.15664).
         training: whether `sinkhorn` decides.
     """
     if rule.sinkhorn:
         return _choose_by_sinkhorn(logits_TE, rule, training=training)
-    if rule.score == "sigmoid":
-        scores_TE = torch.sigmoid(at_least(logits_TE)).to(logits_TE.dtype)
+    if rule.score in SEPARATE_SCORES:
+        scores_TE = SEPARATE_SCORES[rule.score](at_least(logits_TE)).to(logits_TE.dtype)
         experts_TK = best_experts(scores_TE if bias_E is None else scores_TE + bias_E, rule)
         weights_TK = scores_TE.gather(1, experts_TK)
         if rule.top_k > 1:
