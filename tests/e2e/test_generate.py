@@ -113,7 +113,7 @@ def test_a_checkpoint_without_its_tokenizer_takes_it_by_flags(saved: Path, tmp_p
     asked = [copy, "--prompt", "the king said", "--greedy", "--max-new-tokens", 6]
     alone = _generate(*asked)
     assert alone.returncode == 3
-    assert "no copy of it: give --vocab-file and --merge-file, or --tokenizer-model" in alone.stderr
+    assert "no copy of it: give --tokenizer-type GPT2BPETokenizer --vocab-file FILE --merge-file FILE" in alone.stderr
     done = _generate(*asked, *(word for flag, name in files.items() for word in (flag, tmp_path / name)))
     assert done.stdout.startswith("the king said to the queen"), done.stderr
     wrong = _generate(*asked, "--tokenizer-model", "a file", "--vocab-size", "many")

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -148,9 +149,10 @@ def test_tasks_from_local_files_against_transformers(folder: Path) -> None:
     assert not math.isnan(float(found["multiple_choice"][0][0][0]))
 
 
-def test_two_ranks_give_the_same(folder: Path) -> None:
+def test_two_ranks_and_a_tokenizer_from_elsewhere_give_the_same(folder: Path) -> None:
     alone = _run(folder, f"checkpoint={folder / 'hf'}")
-    shared = _run(folder, f"checkpoint={folder / 'hf'},tp=2", ranks=2)
+    shutil.copytree(folder / "hf", folder / "bare", ignore=shutil.ignore_patterns("tokenizer*"))
+    shared = _run(folder, f"checkpoint={folder / 'bare'},tokenizer_model={folder / 'hf'},tp=2", ranks=2)
     assert shared["generate_until"] == alone["generate_until"]
     for ours, theirs in zip(shared["multiple_choice"], alone["multiple_choice"], strict=True):
         for one, other in zip(ours, theirs, strict=True):

@@ -173,12 +173,12 @@ def _own_tokenizer(folder: Path, args: Mapping[str, Any]) -> Tokenizer:
     Raises:
         DataError: There are none, as where Megatron wrote it on another machine.
     """
+    config = tokenizer_of(args)
     try:
-        return build_tokenizer(with_files_in(folder, tokenizer_of(args)))
+        return build_tokenizer(with_files_in(folder, config))
     except DataError as error:
         raise DataError(
-            f"{error}; the checkpoint names this tokenizer and has no copy of it: give --vocab-file and --merge-file, "
-            "or --tokenizer-model"
+            f"{error}; the checkpoint names this tokenizer and has no copy of it: give {config.flags_elsewhere}"
         ) from error
 
 

@@ -23,6 +23,7 @@ from lm_eval.utils import get_rolling_token_windows
 from megalith.assemble.ranks import join_ranks
 from megalith.assemble.reading import model_in, ranks_of, saved_args
 from megalith.assemble.trained import load_trained
+from megalith.compat.megatron.tokenizer_flags import tokenizer_of_arguments
 from megalith.distributed import comm
 from megalith.errors import ConfigError, MegalithError
 from megalith.evaluate.alarms import never_trained
@@ -53,6 +54,8 @@ class MegalithLM(TemplateLM):
         max_length: of context and continuation; the model's if None.
         max_gen_toks: tokens that are generated where a task does not say.
         max_batch_size: not used.
+        tokenizer: that of the model where the checkpoint does not have its own: tokenizer_type, vocab_file, merge_file,
+            tokenizer_model and the other flags of a tokenizer, by their names.
 
     Raises:
         ConfigError, CheckpointError: the checkpoint cannot be loaded so.
@@ -70,8 +73,10 @@ class MegalithLM(TemplateLM):
         max_length: int | None = None,
         max_gen_toks: int = _MAX_NEW_TOKENS,
         max_batch_size: int | None = None,
+        **tokenizer: Any,
     ) -> None:
         super().__init__()
+        given = tokenizer_of_arguments(tokenizer)
         if dtype not in (None, "auto", "float32", "bfloat16", "float16"):
             raise ConfigError(f"dtype={dtype} is not known; use float32, bfloat16 or float16")
         path = Path(checkpoint)
@@ -83,7 +88,7 @@ class MegalithLM(TemplateLM):
             join_ranks(ranks_of(model, {**settings, "device": where}, os.environ))
         )
         weights = None if dtype in (None, "auto") else getattr(torch, str(dtype))
-        trained = load_trained(path, self._context.device, iteration, context=self._context, dtype=weights)
+        trained = load_trained(path, self._context.device, iteration, given, context=self._context, dtype=weights)
         for note in trained.notes:
             _log.warning("%s", note)
         self._trained = trained

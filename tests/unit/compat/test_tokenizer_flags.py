@@ -10,6 +10,7 @@ from megalith.compat.megatron.tokenizer_flags import (
     TOKENIZER_SETTINGS,
     add_tokenizer_flags,
     read_tokenizer_flags,
+    tokenizer_of_arguments,
     tokenizer_of_flags,
 )
 from megalith.config import TokenizerConfig
@@ -62,3 +63,62 @@ def test_all_that_is_wrong_at_once() -> None:
 )
 def test_the_checkpoint_is_left_its_own(words: str, config: TokenizerConfig | None) -> None:
     assert tokenizer_of_flags(parse(words)) == config
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--vocab-file v", "--vocab-file: --tokenizer-type GPT2BPETokenizer (the default) requires --merge-file too"),
+        (
+            "--tokenizer-type BertWordPieceCase --vocab-extra-ids 20",
+            "--vocab-extra-ids: --tokenizer-type BertWordPieceCase requires --vocab-file too",
+        ),
+        (
+            "--tokenizer-type TikTokenizer --tokenizer-model m --tiktoken-num-special-tokens 1",
+            "--tiktoken-num-special-tokens 1: there are 3 special tokens",
+        ),
+    ],
+)
+def test_half_a_tokenizer_is_refused_and_not_passed_over(words: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        tokenizer_of_flags(parse(words))
+    assert caught.value.violations[0].startswith(said)
+
+
+def test_arguments_are_called_as_the_settings_are() -> None:
+    assert tokenizer_of_arguments({}) is None
+    given = {
+        "tokenizer_model": "m",
+        "tokenizer_special_tokens": "<a> <b>",
+        "tokenizer_hf_no_include_special_tokens": True,
+    }
+    assert tokenizer_of_arguments(given) == TokenizerConfig(
+        "HuggingFaceTokenizer",
+        tokenizer_model="m",
+        tokenizer_special_tokens=("<a>", "<b>"),
+        tokenizer_hf_no_include_special_tokens=True,
+    )
+    assert tokenizer_of_arguments({"tokenizer_type": "NullTokenizer", "vocab_size": 9}) == TokenizerConfig(
+        "NullTokenizer", vocab_size=9
+    )
+    for wrong, said in (
+        ({"trust_remote_code": True}, "trust_remote_code=True is not known"),
+        ({"tokenizer_hf_no_include_special_tokens": "maybe"}, "maybe is not True or False"),
+        ({"tokenizer_type": "Llama3"}, "--tokenizer-type Llama3"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            tokenizer_of_arguments(wrong)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--tokenizer-type BertWordPieceLowerCase --vocab-file FILE --vocab-extra-ids 20",
+        "--tokenizer-type GPT2BPETokenizer --vocab-file FILE --merge-file FILE",
+        "--tokenizer-type HuggingFaceTokenizer --tokenizer-model FILE --tokenizer-special-tokens <a> <b> "
+        "--tokenizer-hf-no-include-special-tokens",
+    ],
+)
+def test_the_flags_that_name_a_tokenizer_whose_files_lie_elsewhere(words: str) -> None:
+    config = tokenizer_of_flags(parse(words))
+    assert config is not None and config.flags_elsewhere == words

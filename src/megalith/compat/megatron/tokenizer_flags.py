@@ -53,14 +53,28 @@ def read_tokenizer_flags(options: argparse.Namespace, problems: list[str]) -> di
 
 
 def tokenizer_from(given: Mapping[str, Any]) -> TokenizerConfig | None:
-    """The tokenizer that settings name with its files; None where they leave it to the checkpoint."""
+    """The tokenizer that settings name with its files; None where they leave it to the checkpoint.
+
+    Raises:
+        ConfigError: files are missing, or the settings contradict each other.
+    """
     named = {name: given[name] for name in TOKENIZER_SETTINGS if given.get(name) is not None}
     if not named.keys() - {"tokenizer_type"}:
         return None
     if "tokenizer_type" not in named and "tokenizer_model" in named:
         named["tokenizer_type"] = "HuggingFaceTokenizer"
     config = TokenizerConfig(**named)
-    return None if config.lacking else config
+    if config.lacking:
+        default = "" if "tokenizer_type" in named else " (the default)"
+        flags = " ".join(_flag(name) for name in named if name != "tokenizer_type")
+        raise ConfigError(
+            f"{flags}: --tokenizer-type {config.tokenizer_type}{default} requires {' and '.join(config.lacking)} too; "
+            "give that, or the --tokenizer-type of what is given, or no flag of the tokenizer for the one of the "
+            "checkpoint"
+        )
+    if wrong := config.contradictions:
+        raise ConfigError(wrong)
+    return config
 
 
 def tokenizer_of_flags(options: argparse.Namespace) -> TokenizerConfig | None:
@@ -74,6 +88,41 @@ def tokenizer_of_flags(options: argparse.Namespace) -> TokenizerConfig | None:
     if problems:
         raise ConfigError(problems)
     return tokenizer_from(given)
+
+
+def tokenizer_of_arguments(given: Mapping[str, Any]) -> TokenizerConfig | None:
+    """The tokenizer that arguments name which are called as the settings are; None where they name none.
+
+    Args:
+        given: name -> value or its text; several texts stand in one, separated by spaces.
+
+    Raises:
+        ConfigError: everything that is wrong with them.
+    """
+    if unknown := [name for name in given if name not in TOKENIZER_SETTINGS]:
+        raise ConfigError([f"{name}={given[name]} is not known" for name in unknown])
+    words: dict[str, Any] = dict.fromkeys(TOKENIZER_SETTINGS)
+    for setting in settings_of("tokenizer", TokenizerConfig):
+        value = given.get(setting.name)
+        if value is not None:
+            words[setting.name] = (
+                _yes(setting.name, value)
+                if setting.kind is bool
+                else str(value).split()
+                if setting.many
+                else str(value)
+            )
+    return tokenizer_of_flags(argparse.Namespace(**words))
+
+
+def _yes(name: str, value: Any) -> bool:
+    if str(value).lower() not in ("true", "false"):
+        raise ConfigError(f"{name}={value} is not True or False")
+    return str(value).lower() == "true"
+
+
+def _flag(name: str) -> str:
+    return next(setting.positive_flag for setting in settings_of("tokenizer", TokenizerConfig) if setting.name == name)
 
 
 def _help(setting: Setting) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from megalith.config.fields import setting
 
@@ -175,6 +175,18 @@ class TokenizerConfig:
     def taken(self) -> tuple[str, ...]:
         """The settings that this kind of tokenizer looks at, itself left out."""
         return (*_NEEDED.get(self.tokenizer_type, ()), *_TAKEN.get(self.tokenizer_type, ()))
+
+    @property
+    def flags_elsewhere(self) -> str:
+        """The flags that name the same tokenizer with files that lie elsewhere."""
+        own = {about.name: about.default for about in fields(self)}
+        given = {name: getattr(self, name) for name in self.taken if getattr(self, name) != own[name]}
+        files = {*self.named_files, "tokenizer_model"}
+        words = [f"--tokenizer-type {self.tokenizer_type}"]
+        for name, value in given.items():
+            shown = "FILE" if name in files else " ".join(value) if isinstance(value, tuple) else str(value)
+            words.append(_flag(name) if value is True else f"{_flag(name)} {shown}")
+        return " ".join(words)
 
     @property
     def named_files(self) -> dict[str, str]:
