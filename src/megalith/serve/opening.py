@@ -42,17 +42,17 @@ def text_ids(tokenizer: Tokenizer, text: str) -> list[int]:
     Raises:
         DataError: the tokenizer has fewer of these tokens, or cannot encode the text.
     """
-    sentinels = tokenizer.extra_ids
-    numbers = [int(number) for number in re.findall(r"<extra_id_(\d+)>", text)]
-    if numbers and max(numbers) >= len(sentinels):
-        raise DataError(f"has <extra_id_{max(numbers)}>, and the tokenizer {len(sentinels)} tokens <extra_id_N>")
-    if not numbers or sentinels[0] in tokenizer.encode("<extra_id_0>"):  # it knows them, and puts ends around the whole
+    sentinels = {f"<extra_id_{number}>": token for number, token in enumerate(tokenizer.extra_ids)}
+    named = re.findall(r"<extra_id_\d+>", text)
+    if unknown := [name for name in named if name not in sentinels]:
+        shown = unknown[0] if len(unknown[0]) < 40 else f"{unknown[0][:30]}...>"
+        raise DataError(f"has {shown}, and the tokenizer {len(sentinels)} tokens <extra_id_N>")
+    if not named or sentinels[named[0]] in tokenizer.encode(named[0]):  # it knows them, and puts ends around the whole
         return tokenizer.encode(text)
     ids = list[int]()
     for part in re.split(r"(<extra_id_\d+>)", text):
-        match = re.fullmatch(r"<extra_id_(\d+)>", part)
-        if match is not None:
-            ids.append(sentinels[int(match[1])])
+        if part in sentinels:
+            ids.append(sentinels[part])
         elif part.strip():
             ids += tokenizer.encode(part)
     return ids

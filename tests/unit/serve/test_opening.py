@@ -24,6 +24,8 @@ def test_sentinels_between_words(words: WordPieceTokenizer) -> None:
     assert text_ids(words, "a b") == [5, 6]
     with pytest.raises(DataError, match=r"has <extra_id_2>, and the tokenizer 2 tokens <extra_id_N>"):
         text_ids(words, "a <extra_id_2>")
+    with pytest.raises(DataError, match=r"has <extra_id_9+\.\.\.>, and the tokenizer 2"):  # more than int() reads
+        text_ids(words, f"a <extra_id_{'9' * 5000}>")
 
 
 def test_a_tokenizer_that_knows_them_reads_the_whole() -> None:
