@@ -88,6 +88,21 @@ def _folder_of(kind: str) -> Rule:
     return Rule(f"{name}_needs_its_type", (name, "non_persistent_ckpt_type"), check)
 
 
+@rule("use_tokenizer_model_from_checkpoint_args", "use_checkpoint_args", "use_mp_args_from_checkpoint_args")
+def only_what_is_taken_can_be_left_out(draft: Draft) -> str:
+    checkpoint = draft.run.checkpoint
+    if (
+        checkpoint.use_tokenizer_model_from_checkpoint_args
+        or checkpoint.use_checkpoint_args
+        or checkpoint.use_mp_args_from_checkpoint_args
+    ):
+        return ""
+    return (
+        "--no-use-tokenizer-model-from-checkpoint-args has no effect: --use-checkpoint-args is not given, the "
+        "tokenizer is the one that the flags name"
+    )
+
+
 CHECKPOINT_RULES: tuple[Rule, ...] = (
     saving_has_an_interval,
     saving_beside_the_training_is_for_torch_dist,
@@ -106,6 +121,7 @@ CHECKPOINT_NOTICES: tuple[Rule, ...] = (
     ),
     _folder_of("global"),
     _folder_of("local"),
+    only_what_is_taken_can_be_left_out,
     *(
         idle_without(name, "load", "nothing is loaded without --load")
         for name in ("ckpt_step", "no_load_optim", "no_load_rng", "finetune", "exit_on_missing_checkpoint")

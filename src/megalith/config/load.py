@@ -59,16 +59,17 @@ def load(
     if nproc is not None and "rank" not in launch.values:
         launch.values["world_size"] = launch.values["local_world_size"] = nproc
     readings: tuple[Reading, ...] = (launch, recipe, flags)
+    asked = {name: value for reading in readings for name, value in reading.values.items()}
     if saved_args is not None:
         readings += (_read_checkpoint({**recipe.values, **flags.values}, saved_args),)
-    given = {name: value for reading in readings for name, value in reading.values.items()}
+    given = asked | readings[-1].values
     faulty = set().union(*(reading.faulty for reading in readings)) - _overridden(flags)
     problems = [problem for reading in readings for problem in reading.problems]
     run, more_problems = _build(given, faulty, files=files)
     problems += more_problems
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
-    return RunConfig(**_groups_of(run), notes=_notes(readings, run, given), given=frozenset(given))
+    return RunConfig(**_groups_of(run), notes=_notes(readings, run, asked), given=frozenset(given))
 
 
 def _read_checkpoint(given: Mapping[str, Any], saved_args: ArgsReader) -> Reading:
@@ -85,6 +86,10 @@ def _read_checkpoint(given: Mapping[str, Any], saved_args: ArgsReader) -> Readin
         reading.notes.append(f"--use-checkpoint-args: {folder} holds no checkpoint yet: the flags count")
         return reading
     reading.values = settings_from(args, layout=layout)
+    if not given.get("use_tokenizer_model_from_checkpoint_args", True):
+        reading.values.pop("tokenizer_model", None)
+        if "tokenizer_type" in given:
+            reading.values.pop("tokenizer_type", None)
     for name, value in reading.values.items():
         said = f" (the command line says {given[name]})" if given.get(name, value) != value else ""
         reading.notes.append(f"Setting {name} to {value} from checkpoint{said}")
@@ -175,8 +180,8 @@ def _read_environment(environ: Mapping[str, str]) -> Reading:
     return reading
 
 
-def _notes(readings: Sequence[Reading], run: RunConfig, given: Mapping[str, Any]) -> tuple[Note, ...]:
-    draft = Draft(run, frozenset(given))
+def _notes(readings: Sequence[Reading], run: RunConfig, asked: Mapping[str, Any]) -> tuple[Note, ...]:
+    draft = Draft(run, frozenset(asked))  # without what a checkpoint adds, most of which its model has no use for
     notes = [Note(text) for reading in readings for text in reading.notes]
     notes += [Note(message) for notice in NOTICES if (message := notice.broken(draft, set()))]
     notes += [Note(why, tuple(words)) for reading in readings for why, words in reading.nothing.items()]

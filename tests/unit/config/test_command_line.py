@@ -148,6 +148,11 @@ def test_some_values_of_a_flag_may_need_nothing() -> None:
             "the next one to go on from",
         ),
         ("--finetune", "--finetune has no effect: nothing is loaded without --load"),
+        (
+            "--no-use-tokenizer-model-from-checkpoint-args",
+            "--no-use-tokenizer-model-from-checkpoint-args has no effect: --use-checkpoint-args is not given, the "
+            "tokenizer is the one that the flags name",
+        ),
         ("--no-t5-logits-bias", "--no-t5-logits-bias has no effect: the model is no T5"),
         ("--t5-scaled-logits", "--t5-scaled-logits has no effect: the model is no T5"),
         (

@@ -78,6 +78,9 @@ class CheckpointConfig:
     use_mp_args_from_checkpoint_args: bool = setting(
         False, help="with --use-checkpoint-args: take the tensor and pipeline sizes too"
     )
+    use_tokenizer_model_from_checkpoint_args: bool = setting(
+        True, help="with --use-checkpoint-args: take the tokenizer too; otherwise the one that the flags name"
+    )
     dist_ckpt_strictness: str = setting(
         "assume_ok_unexpected",
         help="what to do about tensors of a checkpoint that the run does not ask for: nothing, say them (log_..., "

@@ -169,12 +169,6 @@ NEED_NOTHING: tuple[Family, ...] = (
         """,
     ),
     Family(
-        "the tokenizer is the one that the flags name",
-        """
-        --no-use-tokenizer-model-from-checkpoint-args
-        """,
-    ),
-    Family(
         "the causal mask is part of the attention kernel and never stored",
         """
         --no-create-attention-mask-in-dataloader

@@ -1,0 +1,58 @@
+"""`--use-checkpoint-args`: what the checkpoint decides, what the command line does, and what is said about it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megalith.config import ModelConfig, PrecisionConfig, RunConfig, TokenizerConfig, load
+from megalith.config.saved_args import weights_args
+
+RUN = "--seq-length 8 --micro-batch-size 1 --train-iters 1 --lr 1e-3 --mock-data --load there --use-checkpoint-args"
+LEFT = "--no-use-tokenizer-model-from-checkpoint-args"
+
+
+def run_from(folder: Path, flags: str) -> RunConfig:
+    """A run that loads a model whose tokenizer is in a folder."""
+    model = ModelConfig(2, 16, 4, 32, position_embedding_type="rope", num_query_groups=None)
+    tokenizer = TokenizerConfig("HuggingFaceTokenizer", tokenizer_model=str(folder))
+    args = weights_args(model, PrecisionConfig(), tokenizer)
+
+    def saved_args(where: str, step: int | None) -> dict[str, Any]:
+        assert (where, step) == ("there", None)
+        return args
+
+    return load([*RUN.split(), *flags.split()], {}, files=False, saved_args=saved_args)
+
+
+def test_model_and_tokenizer_are_those_of_the_checkpoint(tmp_path: Path) -> None:
+    run = run_from(tmp_path, "--hidden-size 24 --tokenizer-type NullTokenizer --vocab-size 9")
+    assert (run.model.hidden_size, run.model.num_layers) == (16, 2)
+    assert (run.tokenizer.tokenizer_type, run.tokenizer.tokenizer_model) == ("HuggingFaceTokenizer", str(tmp_path))
+    said = [note.text for note in run.notes]
+    assert "Setting hidden_size to 16 from checkpoint (the command line says 24)" in said
+
+
+@pytest.mark.parametrize(
+    ("flags", "kind", "model"),
+    [
+        ("--tokenizer-type NullTokenizer --vocab-size 9", "NullTokenizer", None),
+        ("--tokenizer-type HuggingFaceTokenizer --tokenizer-model elsewhere", "HuggingFaceTokenizer", "elsewhere"),
+        ("--tokenizer-model elsewhere", "HuggingFaceTokenizer", "elsewhere"),
+    ],
+)
+def test_a_tokenizer_of_the_flags_is_kept_where_they_say_so(
+    tmp_path: Path, flags: str, kind: str, model: str | None
+) -> None:
+    run = run_from(tmp_path, f"{flags} {LEFT}")
+    assert (run.tokenizer.tokenizer_type, run.tokenizer.tokenizer_model) == (kind, model)
+    assert run.model.hidden_size == 16
+
+
+def test_what_only_the_checkpoint_says_is_not_held_against_the_user(tmp_path: Path) -> None:
+    quiet = run_from(tmp_path, "")
+    assert [note.text for note in quiet.notes if "has no effect" in note.text] == []
+    (said,) = [note.text for note in run_from(tmp_path, "--moe-router-topk 2").notes if "has no effect" in note.text]
+    assert said.startswith("--moe-router-topk 2 has no effect")
