@@ -37,7 +37,8 @@ def test_a_load_restores_what_was_saved(store: Store, make_content: MakeContent,
     target = make_content(4)
     loaded = store.load(3, target)
     assert same_tensors(target, saved) and not same_tensors(target, make_content(4))
-    assert loaded.common["args"] == Namespace(num_layers=2, lr=1e-3, params_dtype=torch.bfloat16, model_family="gpt")
+    args = Namespace(num_layers=2, lr=1e-3, moe_router_topk=2, params_dtype=torch.bfloat16, model_family="gpt")
+    assert loaded.common["args"] == args
     assert loaded.common["optimizer"]["optimizer"]["param_groups"][0]["betas"] == (0.9, 0.95)
     (states,) = loaded.objects[rng_object_key()]
     assert states["random_rng_state"] == (3, (3, 2, 3), None)

@@ -310,8 +310,16 @@ FLAN_T5: dict[str, Any] = {  # google/flan-t5-small
     "use_cache": True,
     "vocab_size": 32128,
 }
+MT5: dict[str, Any] = {  # google/mt5-small, which counts no positions
+    **{key: value for key, value in FLAN_T5.items() if key not in ("n_positions", "output_past")},
+    "architectures": ["MT5ForConditionalGeneration"],
+    "model_type": "mt5",
+    "tokenizer_class": "T5Tokenizer",
+    "vocab_size": 250112,
+}
 ALL = {
     "t5": FLAN_T5,
+    "mt5": MT5,
     "mixtral": MIXTRAL,
     "qwen3_moe": QWEN3_MOE,
     "deepseek_v3": DEEPSEEK_V3,
@@ -324,20 +332,23 @@ ALL = {
 }
 OF_LLAMA = {"position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True, "add_bias_linear": False}
 
+OF_T5_1_1 = {
+    "model_family": "t5",
+    "num_decoder_layers": 8,
+    "head_size": 64,
+    "ffn_size": 1024,
+    "activation": "gelu_tanh",
+    "gated": True,
+    "position_embedding_type": "relative",
+    "normalization": "RMSNorm",
+    "softmax_scale": 1.0,
+    "untie_embeddings_and_output_weights": True,
+    "t5_scaled_logits": False,
+}
+
 WANTED: dict[str, dict[str, Any]] = {
-    "t5": {
-        "model_family": "t5",
-        "num_decoder_layers": 8,
-        "head_size": 64,
-        "ffn_size": 1024,
-        "activation": "gelu_tanh",
-        "gated": True,
-        "position_embedding_type": "relative",
-        "normalization": "RMSNorm",
-        "softmax_scale": 1.0,
-        "untie_embeddings_and_output_weights": True,
-        "t5_scaled_logits": False,
-    },
+    "t5": OF_T5_1_1,
+    "mt5": OF_T5_1_1,
     "mixtral": {
         **OF_LLAMA,
         "experts": (8,) * 32,
@@ -577,7 +588,7 @@ def test_all_biases_of_llama() -> None:
 
 def test_the_family_that_fits() -> None:
     kinds = {kind: family_for(model_of_config(config, "").model).model_type for kind, config in ALL.items()}
-    assert kinds == {**{kind: kind for kind in ALL}, "mistral": "llama"}  # without its window it is one
+    assert kinds == {**{kind: kind for kind in ALL}, "mistral": "llama", "mt5": "t5"}  # without its window; by its form
 
 
 @pytest.mark.parametrize(
