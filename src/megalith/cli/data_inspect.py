@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Any
 
-from megalith.compat.megatron.tokenizer_flags import add_tokenizer_flags, tokenizer_of_flags
+from megalith.config.tokenizer_flags import add_tokenizer_flags, tokenizer_of_flags
 
 if TYPE_CHECKING:
     from megalith.data.indexed import IndexedDataset

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from megalith.compat.megatron.tokenizer_flags import add_tokenizer_flags, tokenizer_of_flags
+from megalith.config.tokenizer_flags import add_tokenizer_flags, tokenizer_of_flags
 from megalith.errors import ConfigError, DataError, MegalithError
 from megalith.serve.request import Finished, Request, RequestError, Sampling, Token
 

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from megalith.cli.preprocess_flags import OTHER_FLAGS, Parser, make_parser
 from megalith.cli.preprocess_screen import ConsoleProgress, summary
-from megalith.compat.megatron.tokenizer_flags import read_tokenizer_flags
 from megalith.config import TokenizerConfig
+from megalith.config.tokenizer_flags import read_tokenizer_flags
 from megalith.data.encoding import SentenceSettings
 from megalith.data.preprocess import PreprocessOptions, find_violations, preprocess
 from megalith.data.shares import Share, read_share

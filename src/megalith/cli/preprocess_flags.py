@@ -6,7 +6,7 @@ import argparse
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from megalith.compat.megatron.tokenizer_flags import add_tokenizer_flags
+from megalith.config.tokenizer_flags import add_tokenizer_flags
 from megalith.data.sources import END_OF_TEXT_SEPARATOR, FORMATS, Limits
 from megalith.errors import ConfigError
 

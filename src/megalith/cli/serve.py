@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from megalith.cli.threads import keep_native_code_quiet, share_cores, wait_asleep
-from megalith.compat.megatron.tokenizer_flags import add_tokenizer_flags, tokenizer_of_flags
 from megalith.config import LaunchConfig, RunConfig, TokenizerConfig
 from megalith.config.environment import first_of_machine, read_launch
+from megalith.config.tokenizer_flags import add_tokenizer_flags, tokenizer_of_flags
 from megalith.errors import CheckpointError, ConfigError, MegalithError, PeerError
 from megalith.serve.http.settings import Defaults, Limits, ServerSettings
 from megalith.train.streams import warn

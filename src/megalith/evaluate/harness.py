@@ -23,7 +23,7 @@ from lm_eval.utils import get_rolling_token_windows
 from megalith.assemble.ranks import join_ranks
 from megalith.assemble.reading import model_in, ranks_of, saved_args
 from megalith.assemble.trained import load_trained
-from megalith.compat.megatron.tokenizer_flags import tokenizer_of_arguments
+from megalith.config.tokenizer_flags import tokenizer_of_arguments
 from megalith.distributed import comm
 from megalith.errors import ConfigError, MegalithError
 from megalith.evaluate.alarms import never_trained

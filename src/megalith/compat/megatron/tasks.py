@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megalith.compat.megatron.tokenizer_flags import TOKENIZER_SETTINGS, tokenizer_from
 from megalith.config import all_settings
 from megalith.config.command_line import read_command_line
 from megalith.config.foreign_args import model_of
+from megalith.config.tokenizer_flags import TOKENIZER_SETTINGS, tokenizer_from
 from megalith.errors import ConfigError
 from megalith.evaluate.request import DEFAULT_BATCH, Request
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megalith.compat.megatron.tasks import stated_architecture
-from megalith.compat.megatron.tokenizer_flags import TOKENIZER_SETTINGS, tokenizer_from
 from megalith.config import TokenizerConfig, all_settings
 from megalith.config.command_line import read_command_line
+from megalith.config.tokenizer_flags import TOKENIZER_SETTINGS, tokenizer_from
 from megalith.errors import ConfigError
 from megalith.serve.http.settings import Defaults
 

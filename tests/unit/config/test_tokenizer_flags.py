@@ -6,14 +6,14 @@ import argparse
 
 import pytest
 
-from megalith.compat.megatron.tokenizer_flags import (
+from megalith.config import TokenizerConfig
+from megalith.config.tokenizer_flags import (
     TOKENIZER_SETTINGS,
     add_tokenizer_flags,
     read_tokenizer_flags,
     tokenizer_of_arguments,
     tokenizer_of_flags,
 )
-from megalith.config import TokenizerConfig
 from megalith.errors import ConfigError
 
 
