@@ -2,27 +2,34 @@
 
 Two laws. Reshard: in whatever layout a checkpoint is loaded, every rank holds exactly its part of what was saved,
 weights and moments. Continuation: a run that changes its layout every few steps has the losses of one process that
-never stopped, on the same samples, the global batch kept (F32).
+never stopped, to 1e-12 over the next ten steps, on the same samples, the global batch kept (F32).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from megalith.assemble.data import build_loaders
 from megalith.assemble.model import build_chunks, build_run_optimizer, defer_weight_gradients, draw_weights
 from megalith.assemble.schedule import build_schedule
 from megalith.checkpoint import DirectoryStore
+from megalith.config import RunConfig
+from megalith.data.build import Datasets
+from megalith.data.gpt_dataset import GPTDataset, GPTDatasetOptions
+from megalith.data.samples import Portion, Shares
 from megalith.distributed.context import ParallelContext
 from megalith.distributed.rng import RandomStreams
 from megalith.layout import Layout
+from megalith.tokenizers.null import NullTokenizer
 from megalith.train.agreement import Agreement, NeverStop
 from megalith.train.checkpointing import CheckpointSaver, find_checkpoint, restore
 from megalith.train.state import TrainState
@@ -191,10 +198,13 @@ WAYS = {
     "t5": OF_T5,
 }
 PRECISE = "--train-iters 50 --clip-grad 0.5 --global-batch-size 12"
+AHEAD = 10
+"""Steps that a run goes on for after another layout took over."""
+Steps = list[tuple[int, float, float | None]]
 
 
-def train_in(folder: str, case: Case, until: int) -> list[tuple[int, float, float | None]]:
-    """Start or go on in fp64 until an iteration and save; iteration, loss and norm of each step."""
+def start_or_resume(folder: str, case: Case) -> tuple[RunConfig, TrainState, DirectoryStore]:
+    """The state, in fp64, of a run that begins or has a checkpoint in the folder."""
     run, rows = case.config(PRECISE), MODELS[case.model].vocab_size
     several = case.layout.world_size > 1
     context = ParallelContext.create(run.layout, torch.device("cpu")) if several else ParallelContext.solo()
@@ -206,9 +216,15 @@ def train_in(folder: str, case: Case, until: int) -> list[tuple[int, float, floa
     state = TrainState(chunks, optimizer, streams, build_schedule(run), context=context, deferred=deferred)
     if (found := find_checkpoint(store)) is not None:
         restore(store, found, state, run)
-    agreement = Agreement(NeverStop(), context, counts=state.speaks)
+    return run, state, store
+
+
+def train_in(folder: str, case: Case, save_at: int, until: int) -> Steps:
+    """Start or go on until an iteration, and save on the way; iteration, loss and norm of each step."""
+    run, state, store = start_or_resume(folder, case)
+    agreement = Agreement(NeverStop(), state.context, counts=state.speaks)
     batches = islice(
-        batches_of(case, context.dp.index, 2 * until), state.consumed_samples // case.layout.dp, None
+        batches_of(case, state.context.dp.index, 2 * until), state.consumed_samples // case.layout.dp, None
     )  # the samples of this replica that are left
     steps = []
     while state.iteration < until:
@@ -216,23 +232,113 @@ def train_in(folder: str, case: Case, until: int) -> list[tuple[int, float, floa
             state, batches, run.num_micro_batches, schedule=run.pipeline_schedule, totals=agreement.totals
         )
         steps.append((result.iteration, float(result.loss), result.grad_norm))
-    CheckpointSaver(store, run, IDENTITY).save(state)
+        if state.iteration == save_at:
+            CheckpointSaver(store, run, IDENTITY).save(state)
     return steps
+
+
+def assert_same_course(steps: Steps, wanted: Steps, what: str) -> None:
+    for (iteration, loss, norm), (at, wanted_loss, wanted_norm) in zip(steps, wanted, strict=True):
+        assert iteration == at
+        assert loss == pytest.approx(wanted_loss, rel=1e-12, abs=0.0), f"{what}, iteration {at}"
+        assert norm == pytest.approx(wanted_norm, rel=1e-12, abs=0.0), f"{what}, iteration {at}"
+    assert len({round(loss, 6) for _, loss, _ in wanted}) == len(wanted), "the losses must move"
 
 
 @pytest.mark.parametrize(
     "way", [pytest.param(way, marks=() if way in ("some", "experts") else pytest.mark.full) for way in WAYS]
 )
 def test_a_run_that_changes_its_layout_is_the_run_that_does_not(ranks: Any, tmp_path: Path, way: str) -> None:
+    """Each layout hands over after two steps, and goes on for the ten that the next one is compared in too."""
     cases = WAYS[way]
     first = Case(Layout(), cases[0].model, data=cases[0].data)
-    alone = train_in(str(tmp_path / "alone"), first, 2 * len(cases))
+    alone = train_in(str(tmp_path / "alone"), first, 0, 2 * len(cases) + AHEAD)
     for number, case in enumerate(cases, 1):
-        results = on_ranks(ranks, case, train_in, str(tmp_path / "caravan"), case, 2 * number)
-        for (iteration, loss, norm), (at, wanted, wanted_norm) in zip(
-            results[0], alone[2 * number - 2 : 2 * number], strict=True
-        ):
-            assert iteration == at
-            assert loss == pytest.approx(wanted, rel=1e-11), f"{case}, iteration {at}"
-            assert norm == pytest.approx(wanted_norm, rel=1e-10), f"{case}, iteration {at}"
-    assert len({round(loss, 6) for _, loss, _ in alone}) == 2 * len(cases), "the losses must move"
+        steps = on_ranks(ranks, case, train_in, str(tmp_path / "caravan"), case, 2 * number, 2 * number + AHEAD)[0]
+        assert_same_course(steps, alone[2 * number - 2 : 2 * number + AHEAD], str(case))
+
+
+def of_the_table(model: str) -> list[Case]:
+    """The layouts of the table of F07."""
+    return [
+        Case(Layout(), model),
+        Case(Layout(dp=2), model),
+        Case(Layout(dp=2), model, zero1=True),
+        Case(Layout(tp=2), model, sequence_parallel=True),
+        Case(Layout(pp=2), model),
+        Case(Layout(tp=2, pp=2), model, sequence_parallel=True),
+        Case(Layout(cp=2), model),
+        Case(Layout(pp=2), model, virtual_stages=2),
+        Case(Layout(dp=2), model, fsdp="zero3"),
+        *([Case(Layout(dp=2, ep=2), model)] if "mixture" in model else []),
+    ]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("before", [*of_the_table("gpt2"), *of_the_table("mixture-sigmoid")], ids=str)
+def test_every_layout_goes_on_as_the_one_before_it_would(ranks: Any, tmp_path: Path, before: Case) -> None:
+    wanted = on_ranks(ranks, before, train_in, str(tmp_path), before, 2, 2 + AHEAD)[0][2:]
+    for after in of_the_table(before.model):
+        steps = on_ranks(ranks, after, train_in, str(tmp_path), after, 0, 2 + AHEAD)[0]
+        assert_same_course(steps, wanted, f"{before} to {after}")
+
+
+# --- F32: replicas come and go -------------------------------------------------------------------------------------
+
+
+class RandomText:
+    """One document of random tokens, in which no sample is like another."""
+
+    lengths = np.array([12_000], np.int32)
+
+    def get(self, sequence: int, offset: int = 0, length: int | None = None) -> Any:
+        tokens = np.random.default_rng(sequence).integers(0, 39, self.lengths[sequence])
+        return tokens[offset : None if length is None else offset + length]
+
+
+def dataset_of(run: RunConfig) -> GPTDataset:
+    portion = Portion(0, run.train_iters * run.global_batch_size, Shares.parse(None), "text")
+    options = GPTDatasetOptions(run.data.seq_length, run.train.seed)
+    return GPTDataset(RandomText(), portion, options=options, tokenizer=NullTokenizer(39))
+
+
+def read_in(folder: str, case: Case, until: int) -> tuple[Steps, list[list[tuple[int, ...]]]]:
+    """Start or go on with the loader of a run until an iteration and save; the steps, and what each has read here."""
+    run, state, store = start_or_resume(folder, case)
+    agreement = Agreement(NeverStop(), state.context, counts=state.speaks)
+    datasets, read = Datasets(dataset_of(run), None, None), list[tuple[int, ...]]()
+    loader = build_loaders(
+        run, datasets, state.context.dp.index, iteration=state.iteration, consumed_train=state.consumed_samples
+    ).train
+
+    def reading() -> Iterator[Any]:
+        for batch in loader:
+            read.extend(map(tuple, batch["tokens"].tolist()))
+            yield batch
+
+    batches, steps, samples = reading(), [], []
+    while state.iteration < until:
+        read.clear()
+        result = train_step(
+            state, batches, run.num_micro_batches, schedule=run.pipeline_schedule, totals=agreement.totals
+        )
+        steps.append((result.iteration, float(result.loss), result.grad_norm))
+        samples.append(list(read))
+    loader.close()
+    CheckpointSaver(store, run, IDENTITY).save(state)
+    return steps, samples
+
+
+def test_replicas_come_and_go_and_no_sample_is_repeated_or_skipped(ranks: Any, tmp_path: Path) -> None:
+    """F32: data parallel 4, 2, 3; every step has the samples, and the loss, of one process that never stopped."""
+    cases = [Case(Layout(dp=4), zero1=True), Case(Layout(dp=2)), Case(Layout(dp=3), zero1=True)]
+    alone, in_order = read_in(str(tmp_path / "alone"), Case(Layout()), 4 * len(cases))
+    dataset = dataset_of(cases[0].config(PRECISE))
+    numbered = [tuple(dataset[number]["tokens"].tolist()) for number in range(12 * len(alone))]
+    assert [row for rows in in_order for row in rows] == numbered and len(set(numbered)) == len(numbered)
+    for number, case in enumerate(cases):
+        results = ranks.run(case.layout.world_size, read_in, str(tmp_path / "elastic"), case, 4 * number + 4)
+        here = slice(4 * number, 4 * number + 4)
+        assert_same_course(results[0][0], alone[here], str(case))
+        for together, wanted in zip(zip(*(rows for _, rows in results), strict=True), in_order[here], strict=True):
+            assert sorted(row for rows in together for row in rows) == sorted(wanted), str(case)
