@@ -101,12 +101,12 @@ def build_mixer(run: RunConfig, context: ParallelContext) -> SequenceMixer:
 def build_recompute(run: RunConfig) -> Recompute | None:
     """Which layers are recomputed in the backward pass, or which parts of them.
 
-    What fused attention would compute again it has not kept.
+    What fused attention of a decoder would compute again it has not kept.
     """
     train = run.train
     if train.recompute_granularity != "full":
         parts = set(train.recomputed_parts)
-        if run.model.fused_attention:
+        if not run.model.keeps_weights_of_attention:
             parts.discard("core_attn")
         return Recompute(parts=frozenset(parts)) if parts else None
     assert train.recompute_method is not None and train.recompute_num_layers is not None, "a rule of the configuration"

@@ -45,12 +45,12 @@ def experts_are_recomputed_once(draft: Draft) -> str:
     return "--moe-layer-recompute with --recompute-granularity full, which recomputes experts too; leave it out"
 
 
-@rule("recompute_granularity", "recompute_modules", "attention_backend", "transformer_impl")
+@rule("recompute_granularity", "recompute_modules", "attention_backend", "transformer_impl", "model_family")
 def fused_attention_keeps_no_scores(draft: Draft) -> str:
     train, model = draft.run.train, draft.run.model
     if train.recompute_granularity != "selective" or "core_attn" not in (train.recompute_modules or ("core_attn",)):
         return ""
-    if not model.fused_attention:
+    if model.keeps_weights_of_attention:
         return ""
     return (
         "selective recomputation of core_attn needs nothing here: fused attention stores no scores, which is what it "

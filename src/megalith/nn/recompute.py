@@ -8,9 +8,9 @@ Of the layers of a stage (with virtual stages, of each of them), as Megatron's `
 | block   | the first N, one by one                 | the input of each of these, and all of the other layers |
 
 Selective recomputation (`--recompute-modules`) instead names parts of every layer: core_attn, the scores and weights of
-an unfused attention; mlp, the feed-forward layer; moe, the one that has experts; shared_experts, those of these that
-take every token; layernorm, the output of the norms (`OutputAgain`); moe_act, what lies between the two projections of
-experts, and mla_up_proj, the heads of multi-latent attention (`OutputsAgain`).
+attention, where they are kept; mlp, the feed-forward layer; moe, the one that has experts; shared_experts, those of
+these that take every token; layernorm, the output of the norms (`OutputAgain`); moe_act, what lies between the two
+projections of experts, and mla_up_proj, the heads of multi-latent attention (`OutputsAgain`).
 
 While a group is recomputed its activations are there too. The second computation is exactly the first: it draws the
 same random numbers, from torch's streams and from the region's own, and all ranks of a region call their collectives

@@ -343,6 +343,12 @@ class ModelConfig(MupSettings, LatentSettings, PredictionSettings, ExpertSetting
         return self.attention_backend in ("flash", "fused")
 
     @property
+    def keeps_weights_of_attention(self) -> bool:
+        """Whether training may keep them for the backward pass: unfused attention does, and on a CPU what sees later
+        keys or has a bias that learns (`kernels.whole_attention`)."""
+        return not self.fused_attention or self.model_family != "gpt"
+
+    @property
     def rotary_kind(self) -> str:
         """How positions turn heads: rope or yarn, "" where they do not."""
         if self.multi_latent_attention:

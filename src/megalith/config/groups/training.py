@@ -176,8 +176,8 @@ class TrainConfig:
     )
     recompute_modules: tuple[str, ...] | None = setting(
         None,
-        help="parts of all layers that --recompute-granularity selective means: the scores of unfused attention "
-        "(core_attn, where nothing is given), the feed-forward layers (mlp), those of these that have experts "
+        help="parts of all layers that --recompute-granularity selective means: the scores of attention where they are "
+        "kept (core_attn, where nothing is given), the feed-forward layers (mlp), those of these that have experts "
         "(moe), the experts of these that take every token (shared_experts), what lies between the projections of "
         "experts (moe_act), the outputs of norms (layernorm), the heads of multi-latent attention (mla_up_proj)",
         choices=("core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts", "mla_up_proj"),
