@@ -26,6 +26,10 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message}; see megalith generate --help")
 
 
+_OF_WRITERS = ("max_new_tokens", "temperature", "top_k", "top_p", "repetition_penalty", "greedy", "stop", "seed")
+"""Options that say nothing of the [MASK] of a BERT."""
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="megalith generate",
@@ -184,9 +188,13 @@ def _fill(trained: Trained, model: Bert, text: str, *, options: argparse.Namespa
     """Print a text with the likeliest token in place of each [MASK], and the candidates with their probabilities."""
     from megalith.evaluate.fill_mask import fill_masks
 
-    if options.stop or options.greedy:
-        flag = "--stop" if options.stop else "--greedy"
-        raise ConfigError(f"{flag} is for models that write text; a BERT finds the likeliest tokens for a [MASK]")
+    unused = [name for name in _OF_WRITERS if getattr(options, name) != _parser().get_default(name)]
+    if unused:
+        flags = ", ".join("--" + name.replace("_", "-") for name in unused)
+        raise ConfigError(
+            f"{flags} {'is' if len(unused) == 1 else 'are'} for models that write text; a BERT finds the likeliest "
+            "tokens for a [MASK]"
+        )
     try:
         filled = fill_masks(model, trained.tokenizer, text, options.num_samples)
     except DataError as error:
