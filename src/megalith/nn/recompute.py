@@ -223,7 +223,7 @@ class _OutputsAgain(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         owner: OutputsAgain = ctx.owner
-        assert ctx.saved_tensors is not None, "of which torch knows when they are changed in place"
+        _ = ctx.saved_tensors  # where torch raises if they were changed in place
         outputs, owner._found = owner._again(), None
         torch.autograd.backward(outputs, grads)
         found = tuple(x.grad for x in owner._inputs)
