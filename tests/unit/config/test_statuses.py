@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from megalith.config import all_settings, load
 from megalith.config.known import known_flags
+from megalith.config.megatron_flags import LAUNCHER, NEED_NOTHING, PARTLY, REFUSED, RENAMED
 from megalith.errors import ConfigError
 
 FILES = "--vocab-file gpt2-vocab.json --merge-file gpt2-merges.txt"
@@ -33,6 +36,10 @@ W6 = (
     f"--tensor-model-parallel-size 8 --pipeline-model-parallel-size 16 --micro-batch-size 1 --global-batch-size 1536 "
     f"--rampup-batch-size 16 16 5859375 --train-iters 500000 --lr-decay-iters 430000 --lr-warmup-fraction .001 "
     f"--lr 6.0e-5 --min-lr 6.0e-6 --fp16 --data-path P {FILES} --save C --save-interval 10000"
+)
+SMALL = (
+    "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 "
+    "--micro-batch-size 1 --train-iters 10 --lr 1e-3 --data-path P --tokenizer-type NullTokenizer --vocab-size 30"
 )
 WORKING_GOLDENS = (
     "gpt2_rampup",
@@ -63,6 +70,64 @@ def test_every_flag_of_the_reference_has_a_status(shared: Path) -> None:
     flags = {flag for row in rows for flag in row.split(" / ")} | set(re.findall(r"`(--[\w-]+)` \S+.*? = ", text))
     assert len(flags) > 750
     assert flags - flags_with_a_status() == set()
+
+
+def test_no_flag_has_two_statuses() -> None:
+    words = [word for family in (*NEED_NOTHING, *REFUSED) for word in family.flags.split()]
+    words += [item.flag for item in PARTLY] + LAUNCHER.split()
+    listed = [word.partition("=")[0].partition(":")[0].rstrip("+*") for word in words] + list(RENAMED)
+    assert [flag for flag, count in Counter(listed).items() if count > 1] == []
+    settings = all_settings().values()
+    assert {f for s in settings for f in (*s.spellings, *s.off_spellings, *s.about.shorthands)} & set(listed) == set()
+
+
+@pytest.mark.parametrize(
+    ("flags", "answer"),
+    [
+        ("--min-scale 2 --fp16", ("precision", "min_loss_scale", 2.0)),
+        ("--fp32-allreduce --fp16", ("precision", "accumulate_allreduce_grads_in_fp32", True)),
+        ("--intermediate-size 48", ("model", "ffn_hidden_size", 48)),
+        (
+            "--vocab words.txt --tokenizer-type GPT2BPETokenizer --merge-file M",
+            ("tokenizer", "vocab_file", "words.txt"),
+        ),
+        ("--override-lr-scheduler --load C", ("schedule", "override_opt_param_scheduler", True)),
+        ("--use-checkpoint-lr-scheduler --load C", ("schedule", "use_checkpoint_opt_param_scheduler", True)),
+        ("--no-weight-decay-cond-type qwen3_next --qk-layernorm", ("optimizer", "decays_qk_layernorm", True)),
+    ],
+)
+def test_older_and_newer_spellings_set_the_same(flags: str, answer: tuple[str, str, object]) -> None:
+    """Megatron of 2019 to 2021 wrote these; the last one is of 2026."""
+    group, name, value = answer
+    run = load(f"{SMALL} {flags}".split(), {}, files=False)
+    assert getattr(getattr(run, group), name) == value
+
+
+@pytest.mark.parametrize(
+    ("flags", "answer"),
+    [
+        ("--scaled-upper-triang-masked-softmax-fusion --bias-dropout-fusion --deep-init", ""),
+        ("--scaled-upper-triang-masked-softmax-fusion True --resume-dataloader --skip-mmap-warmup", ""),
+        ("--activations-checkpoint-method uniform", "it is called --recompute-method now"),
+        ("--train-weighted-split-paths 'T: 1 0:1 A'", "--train-data-path"),
+        ("--glu-activation geglu", "--quick-geglu"),
+        ("--data-loader tfrecords --loose-json", "tools/preprocess_data.py"),
+        ("--export-quant-cfg FP8", "ModelOpt"),
+        ("--rl-generation-lag 1", "reinforcement learning is not built"),
+        ("--genfile out.txt --temperature 0.7", "megalith generate"),
+        ("--temperature 1 --rl-default-top-k -1 --export-model-type GPTModel", ""),
+    ],
+)
+def test_flags_of_all_years_and_forks_are_answered(flags: str, answer: str) -> None:
+    words = [*SMALL.split(), *shlex.split(flags)]
+    if not answer:
+        needless = [flag for note in load(words, {}, files=False).notes for flag in note.needs_nothing]
+        assert needless == [word for word in shlex.split(flags) if word.startswith("--")]
+        return
+    with pytest.raises(ConfigError) as caught:
+        load(words, {}, files=False)
+    (problem,) = caught.value.violations
+    assert answer in problem and "not a flag" not in problem
 
 
 def test_every_flag_of_the_goldens_has_a_status(shared: Path) -> None:

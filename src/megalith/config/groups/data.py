@@ -130,7 +130,7 @@ class TokenizerConfig:
         later=("MultimodalTokenizer", "NullMultimodalTokenizer", "SFTTokenizer", "ByteLevelTokenizer"),
         later_with="work on images, instruction tuning and raw bytes, which is not built",
     )
-    vocab_file: str | None = setting(None, help="vocab.json of GPT-2, or vocab.txt of BERT")
+    vocab_file: str | None = setting(None, help="vocab.json of GPT-2, or vocab.txt of BERT", aliases=("--vocab",))
     merge_file: str | None = setting(None, help="merges.txt of the GPT-2 tokenizer")
     tokenizer_model: str | None = setting(
         None,

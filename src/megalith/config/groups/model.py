@@ -50,6 +50,7 @@ class ModelConfig(MupSettings, LatentSettings, PredictionSettings, ExpertSetting
     ffn_hidden_size: int | None = setting(
         None,
         help="width of the feed-forward layers; 4 x hidden, or int(8/3 x hidden / 64) x 64 with --swiglu",
+        aliases=("--intermediate-size",),
         at_least=1,
     )
     kv_channels: int | None = setting(None, help="size of one head; hidden / heads unless given", at_least=1)

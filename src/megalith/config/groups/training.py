@@ -17,10 +17,12 @@ class PrecisionConfig:
     bf16: bool = setting(False, help="bf16 weights and activations")
     loss_scale: float | None = setting(None, help="fixed loss scale; dynamic under --fp16 unless given", above=0)
     initial_loss_scale: float = setting(2**32, help="first dynamic loss scale", above=0)
-    min_loss_scale: float = setting(1.0, help="smallest dynamic loss scale", above=0)
+    min_loss_scale: float = setting(1.0, help="smallest dynamic loss scale", aliases=("--min-scale",), above=0)
     loss_scale_window: float = setting(1000, help="clean steps before the loss scale doubles", unit="steps", at_least=1)
     hysteresis: int = setting(2, help="overflows before the loss scale halves", at_least=1)
-    accumulate_allreduce_grads_in_fp32: bool = setting(False, help="gradients in fp32 (always so with --bf16)")
+    accumulate_allreduce_grads_in_fp32: bool = setting(
+        False, help="gradients in fp32 (always so with --bf16)", aliases=("--fp32-allreduce",)
+    )
     grad_reduce_in_bf16: bool = setting(False, help="gradients of --bf16 in bf16 instead of fp32")
     check_for_nan_in_loss_and_grad: bool = setting(
         True,
@@ -264,7 +266,9 @@ class OptimizerConfig:
     decoupled_min_lr: float | None = setting(None, help="their lowest learning rate; --min-lr unless given", at_least=0)
     apply_wd_to_qk_layernorm: bool = setting(False, help="weight decay of query and key layer norms too")
     no_weight_decay_cond_type: str | None = setting(
-        None, help="another spelling of --apply-wd-to-qk-layernorm", choices=("apply_wd_to_qk_layernorm",)
+        None,
+        help="another spelling of --apply-wd-to-qk-layernorm",
+        choices=("apply_wd_to_qk_layernorm", "qwen3_next"),
     )
     soap_shampoo_beta: float = setting(
         0.95, help="decay of the preconditioners of --optimizer soap", at_least=0, below=1, ours=True
@@ -356,7 +360,7 @@ class OptimizerConfig:
     @property
     def decays_qk_layernorm(self) -> bool:
         """Whether the weight decay acts on query and key layer norms."""
-        return self.apply_wd_to_qk_layernorm or self.no_weight_decay_cond_type == "apply_wd_to_qk_layernorm"
+        return self.apply_wd_to_qk_layernorm or self.no_weight_decay_cond_type is not None
 
     @property
     def stores_rounded(self) -> bool:
@@ -394,8 +398,12 @@ class ScheduleConfig:
         None, help="length of the final WSD decay in runs by samples", unit="samples", at_least=1
     )
     override_opt_param_scheduler: bool = setting(
-        False, help="on resume take the schedule from the flags", aliases=("--override-opt_param-scheduler",)
+        False,
+        help="on resume take the schedule from the flags",
+        aliases=("--override-opt_param-scheduler", "--override-lr-scheduler"),
     )
     use_checkpoint_opt_param_scheduler: bool = setting(
-        False, help="on resume take the schedule from the checkpoint", aliases=("--use-checkpoint-opt_param-scheduler",)
+        False,
+        help="on resume take the schedule from the checkpoint",
+        aliases=("--use-checkpoint-opt_param-scheduler", "--use-checkpoint-lr-scheduler"),
     )

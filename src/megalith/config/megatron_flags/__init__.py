@@ -1,7 +1,7 @@
 """Megatron's flags that have no setting here: which need nothing, and which are refused and why.
 
-Together with the settings of the groups this covers every flag of four Megatron versions (23.06, core 0.8.0, core
-0.12.0 and August 2026), so that none is silently ignored. Notation, one word per flag: `--x` takes no value, `--x=5`
+Together with the settings of the groups this covers every flag of Megatron from its first version (2019) to August
+2026, so that none is silently ignored. Notation, one word per flag: `--x` takes no value, `--x=5`
 one value with Megatron's default 5, `--x=` one value without a default, `--x:3=` three values, `--x+=` one or more,
 `--x*=` any number. A refused flag given with Megatron's default asks for nothing and is accepted.
 """
@@ -22,6 +22,9 @@ RENAMED: dict[str, str] = {
     "--checkpoint-granularity": "--recompute-granularity",
     "--checkpoint-method": "--recompute-method",
     "--checkpoint-num-layers": "--recompute-num-layers",
+    "--activations-checkpoint-method": "--recompute-method",
+    "--activations-checkpoint-num-layers": "--recompute-num-layers",
+    "--eval-batch-size": "--eval-micro-batch-size",
 }
 
 # Flags of torchrun that ended up behind the script name.

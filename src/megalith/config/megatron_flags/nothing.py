@@ -29,6 +29,13 @@ NEED_NOTHING: tuple[Family, ...] = (
         """,
     ),
     Family(
+        "programs of reinforcement learning record by it where tokens were sent and send them there again; in "
+        "pretraining nothing is recorded or replayed, and what tokens choose is written by --moe-routing-trace-path",
+        """
+        --moe-enable-routing-replay
+        """,
+    ),
+    Family(
         "metrics.jsonl has the load of the experts of each layer",
         """
         --moe-per-layer-logging
@@ -54,7 +61,8 @@ NEED_NOTHING: tuple[Family, ...] = (
         --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion --no-persist-layer-norm
         --no-gradient-accumulation-fusion --disable-jit-fuser --no-gradient-reduce-div-fusion
         --cross-entropy-loss-fusion --fused-residual-rmsnorm --use-fused-weighted-squared-relu
-        --mla-down-proj-fusion --no-moe-router-aux-loss-fusion
+        --mla-down-proj-fusion --no-moe-router-aux-loss-fusion --no-scaled-masked-softmax-fusion
+        --scaled-masked-softmax-fusion --scaled-upper-triang-masked-softmax-fusion*= --bias-dropout-fusion
         """,
     ),
     Family(
@@ -100,7 +108,7 @@ NEED_NOTHING: tuple[Family, ...] = (
         --ddp-pad-buckets-for-high-nccl-busbw --no-align-param-gather
         --no-use-layer-wise-param-layout --disable-symmetric-registration --create-all-gather-group
         --suggested-communication-unit-size= --no-delay-grad-reduce --delay-param-gather
-        --overlap-p2p-communication --no-contiguous-buffers-in-local-ddp
+        --overlap-p2p-communication --no-contiguous-buffers-in-local-ddp --use-contiguous-buffers-in-ddp
         """,
     ),
     Family(
@@ -141,6 +149,7 @@ NEED_NOTHING: tuple[Family, ...] = (
         --ckpt-fully-parallel-load-exchange-algo=broadcast --ckpt-fully-parallel-load-per-rank-objects
         --ckpt-fully-parallel-save-process-group=dp --ckpt-fully-parallel-load-process-group=dp
         --distrib-optim-fully-reshardable-mem-efficient --dist-ckpt-workers=1
+        --ckpt-fully-parallel-save-replicate-local --ckpt-fully-parallel-load-replicate-local
         """,
     ),
     Family(
@@ -178,7 +187,19 @@ NEED_NOTHING: tuple[Family, ...] = (
         "datasets are indexed by vectorised code and memory-mapped",
         """
         --mmap-warmup --data-impl=infer --dataloader-fast-cache-load
-        --dataloader-defer-npy-index-mmap --per-dataset-sequences-path=
+        --dataloader-defer-npy-index-mmap --per-dataset-sequences-path= --skip-mmap-warmup
+        """,
+    ),
+    Family(
+        "a resumed run goes on in its data where it stopped, and the order of the samples follows from --seed",
+        """
+        --resume-dataloader --shuffle
+        """,
+    ),
+    Family(
+        "norms are computed in fp32, and projections back to the hidden size begin smaller the deeper the model is",
+        """
+        --fp32-layernorm --deep-init
         """,
     ),
     Family(
@@ -263,7 +284,9 @@ NEED_NOTHING: tuple[Family, ...] = (
         --inference-dynamic-batching-max-tokens= --inference-dynamic-batching-num-cuda-graphs=16
         --decode-only-cuda-graphs --inference-logging-step-interval=0
         --inference-dynamic-batching-buffer-guaranteed-fraction=0.2
-        --inference-dynamic-batching-buffer-overflow-factor=
+        --inference-dynamic-batching-buffer-overflow-factor= --inference-max-batch-size= --disable-chunked-prefill
+        --inference-wandb-logging-step-interval=0 --return-log-probs --skip-prompt-log-probs
+        --use-flashinfer-fused-rope
         """,
     ),
     Family(

@@ -13,8 +13,51 @@ REFUSED: tuple[Family, ...] = (
         --cpu-optimizer --ds-sequence-parallel-size= --create-moe-param-group
         --moe-expert-parallel-size= --moe-loss-coeff= --moe-train-capacity-factor= --moe-eval-capacity-factor=
         --moe-min-capacity= --disable-moe-token-dropping --mlp-type= --topk= --use-tutel --train-tokens=
-        --lr-decay-tokens= --lr-warmup-tokens= --override-lr-scheduler --log-optimizer-states-to-tensorboard
-        --curriculum-learning --use-fused-rmsnorm --tokenizer-name-or-path=
+        --lr-decay-tokens= --lr-warmup-tokens= --log-optimizer-states-to-tensorboard
+        --curriculum-learning --use-fused-rmsnorm --tokenizer-name-or-path= --deepspeed-mpi --deepscale
+        --deepscale-config= --gas=1 --pipe-parallel-size=0 --zero-reduce-scatter --zero-contigious-gradients
+        --zero-reduce-bucket-size=0 --zero-allgather-bucket-size=0 --remote-device=none --use-pin-memory
+        --scattered-embeddings --split-transformers --memory-centric-tiled-linear --tile-factor=1
+        --partition-activations --contigious-checkpointing --checkpoint-in-cpu --synchronize-each-layer
+        --profile-backward --cpu-torch-adam --universal-checkpoint --ds-inference --random-ltd
+        --data-efficiency-curriculum-learning --train-data-exact-num-epochs= --return-data-index
+        --num-key-value-heads= --kd --mos --load-teacher= --num-layers-teacher= --hidden-size-teacher=
+        --num-attention-heads-teacher= --use-flash-attn-v1 --use-flash-attn-v2 --use-flash-attn-triton
+        --use-flash-attn-builder --embedding-dropout=
+        """,
+    ),
+    Family(
+        "it is of BigScience's fork; near to it are --iterations-to-skip for --skip-train-iteration-range, "
+        "--skip-train for --eval-only, --swiglu and --quick-geglu for --glu-activation, --train-data-path, --valid-data-path and "
+        "--test-data-path for the paths with their own parts",
+        """
+        --embed-layernorm --glu-activation= --log-level= --log-level-replica= --log-path= --use-bnb-optimizer
+        --codecarbon-dir= --eval-only= --skip-train-iteration-range+= --train-weighted-split-paths*=
+        --valid-weighted-split-paths*= --test-weighted-split-paths*= --loss-on-targets-only
+        --reweight-loss-based-on-position-frequency
+        """,
+    ),
+    Family(
+        "it is of the loaders of 2019, which read text; now tools/preprocess_data.py makes files of ids, which "
+        "--data-path reads, and --vocab-file, --merge-file or --tokenizer-model name the tokenizer's",
+        """
+        --data-loader= --train-data+= --max-num-samples= --data-epochs= --input-data-sizes-file=sizes.txt --delim=,
+        --text-key=sentence --eval-text-key= --loose-json --presplit-sentences --max-preds-per-seq=
+        --tokenizer-model-type=bert-large-uncased --tokenizer-path=tokenizer.model --cache-dir= --pretrained-bert
+        """,
+    ),
+    Family(
+        "training evaluates by --eval-iters; files and tasks are measured by tasks/main.py or `megalith evaluate`",
+        """
+        --valid-data*= --test-data*= --eval-seq-length= --eval-max-preds-per-seq= --overlapping-eval=32 --cloze-eval
+        --strict-lambada --eval-hf --load-openai
+        """,
+    ),
+    Family(
+        "training writes no texts; `megalith generate` and `megalith serve` do",
+        """
+        --temperature=1.0 --greedy --top-p=0.0 --top-k=0 --out-seq-length=1024 --sample-input-file=
+        --sample-output-file= --num-samples=0 --genfile= --recompute
         """,
     ),
     Family(
@@ -41,18 +84,29 @@ REFUSED: tuple[Family, ...] = (
         """,
     ),
     Family(
-        "this variant of mixtures of experts is not built",
+        "gated layers keep [gate; up] one behind the other, as checkpoints of other programs have them; no kernel here "
+        "wants them in turn",
         """
-        --moe-latent-size= --moe-apply-probs-on-input --moe-shared-expert-glu-interleave-size=
-        --moe-mlp-glu-interleave-size= --moe-router-quantile-balancing-ema=0.0 --moe-router-force-load-balancing
-        --moe-router-force-biased= --moe-expert-rank-capacity-factor=
+        --moe-shared-expert-glu-interleave-size= --moe-mlp-glu-interleave-size=
         """,
     ),
     Family(
-        "routing is not recorded or replayed; metrics.jsonl has the load of every expert",
+        "loads are not made uneven for benchmarks; --moe-router-force-load-balancing makes them even",
         """
-        --moe-enable-routing-replay --moe-routing-trace-path= --moe-routing-trace-capture-hidden-states
-        --moe-routing-trace-dump-weights --moe-routing-trace-max-training-iters= --moe-routing-trace-capture-logits
+        --moe-router-force-biased=
+        """,
+    ),
+    Family(
+        "tokens beyond the room of a process are not dropped; --moe-expert-capacity-factor gives each expert room",
+        """
+        --moe-expert-rank-capacity-factor= --moe-token-dropping
+        """,
+    ),
+    Family(
+        "it is now --moe-router-num-groups with the number of expert-parallel processes and --moe-router-group-topk "
+        "with this number",
+        """
+        --moe-router-topk-limited-devices=
         """,
     ),
     Family(
@@ -155,7 +209,7 @@ REFUSED: tuple[Family, ...] = (
     Family(
         "images are not trained on",
         """
-        --num-classes=1000 --img-h=224 --img-w=224 --num-channels=3 --patch-dim=16 --classes-fraction=1.0
+        --num-classes=1000 --img-h=224 --img-w=224 --img-dim=224 --num-channels=3 --patch-dim=16 --classes-fraction=1.0
         --data-per-class-fraction=1.0 --no-data-sharding --head-lr-mult=1.0 --vision-pretraining
         --vision-pretraining-type=classify --vision-backbone-type=vit --swin-backbone-type=tiny --mask-type=random
         --mask-factor=1.0 --iter-per-epoch=1250 --dino-local-img-size=96 --dino-local-crops-number=10
@@ -173,6 +227,7 @@ REFUSED: tuple[Family, ...] = (
         --retro-cyclic-train-iters= --retro-encoder-layers=2 --retro-encoder-hidden-dropout=0.1
         --retro-encoder-attention-dropout=0.1 --retro-num-neighbors=2 --retro-num-retrieved-chunks=2
         --retro-attention-gate=1 --retro-no-verify-neighbor-count --retro-workdir= --retro-return-doc-ids
+        --report-topk-accuracies+= --faiss-use-gpu
         """,
     ),
     Family(
@@ -182,11 +237,33 @@ REFUSED: tuple[Family, ...] = (
         --grpo-clamp-eps-lower=0.01 --grpo-clamp-eps-upper=0.01 --grpo-kl-beta=0.001 --langrl-env-config=
         --grpo-entropy-term-weight=0.0 --grpo-filter-groups-with-same-reward --grpo-default-temperature=1.0
         --grpo-default-top-p=0 --langrl-inference-server-type=inplace_megatron --langrl-external-server
+        --no-langrl-external-server
         --langrl-inference-server-conversation-template= --rl-prompts-per-eval=32 --rl-partial-rollouts
         --rl-offload-optimizer-during-inference --rl-offload-kv-cache-during-training --rl-reset-cuda-graphs
         --rl-remove-kv-cache-during-training --rl-inference-logprobs-is-correction --rl-use-sequence-packing
         --rl-importance-sampling-truncation-coef= --rl-calculate-intra-group-similarity
-        --rl-sequence-packing-bin-size=8192 --rl-sequence-packing-algo=fifo
+        --rl-sequence-packing-bin-size=8192 --rl-sequence-packing-algo=fifo --no-rl-partial-rollouts
+        --rl-generation-lag= --rl-max-inflight-requests= --rl-submission-granularity=B
+        --rl-consumption-granularity=B --rl-durable-rollout-bank --rl-rollout-bank-dir= --rl-rollout-bank-max-bytes=0
+        --rl-default-temperature=1.0 --rl-default-top-p=0 --rl-default-top-k=-1
+        --rl-sequence-packing-max-sequences-per-bin=50 --rl-training-cuda-graphs
+        --rl-inference-tensor-model-parallel-size= --rl-inference-pipeline-model-parallel-size=
+        --rl-inference-expert-model-parallel-size= --rl-inference-expert-tensor-model-parallel-size=
+        --rl-inference-model-unified-memory-level=0 --rl-offload-inference-model-weights --refit-method=gloo
+        --refit-execution-batch-bytes= --rl-verify-model-weights-swap --rl-skip-bos-token --rl-profile
+        --rl-profile-dir= --rl-inference-parsers*= --rl-kv-cache-management-mode= --rl-persist-cuda-graphs
+        """,
+    ),
+    Family(
+        "finished models are not quantised, distilled or exported here as by ModelOpt; --position-embedding-type yarn "
+        "with its own flags is what --enable-gpt-oss chooses",
+        """
+        --export-model-type=GPTModel --export-legacy-megatron --export-te-mcore-model --export-force-local-attention
+        --export-kv-cache-quant=none --export-real-quant-cfg=None --export-quant-cfg= --export-kd-teacher-load=
+        --export-kd-teacher-model-config= --teacher-model-config= --export-kd-teacher-ckpt-format= --export-kd-cfg=
+        --export-default-te-spec --export-qk-l2-norm --export-moe-apply-probs-on-input --export-offline-model
+        --export-num-medusa-heads=0 --export-num-eagle-layers=0 --modelopt-enabled --enable-gpt-oss
+        --finetune-hf-dataset= --finetune-data-split=train
         """,
     ),
     Family(
@@ -342,7 +419,7 @@ REFUSED: tuple[Family, ...] = (
     Family(
         "the embedding is in the dtype of the model; --fp32-residual-connection keeps what is added to it in fp32",
         """
-        --embedding-weights-in-fp32
+        --embedding-weights-in-fp32 --fp32-embedding --fp32-tokentypes
         """,
     ),
     Family(
@@ -351,7 +428,7 @@ REFUSED: tuple[Family, ...] = (
         --logits-save-top-k= --logits-save-top-p= --logits-save-top-p-min-k=1 --logits-save-dir=
         --logits-save-dtype=fp16 --logits-load-dir= --logits-load-decode-threads=4
         --logits-load-prefetch-factor=3 --logits-load-msc-prefetch-depth=2 --logits-load-kd-loss-alpha=1.0
-        --logits-load-ignore-errors
+        --logits-load-ignore-errors --logits-save-inputs --logits-load-reverse-kl
         """,
     ),
     Family(
