@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 from turns import in_processes, seconds_in_turns
 
+from megalith.cli.host_memory import keep_freed_memory
 from megalith.config import ModelConfig, OptimizerConfig, PrecisionConfig
 from megalith.models.families import model_class
 from megalith.models.initialise import initialise
@@ -92,6 +93,7 @@ def _config(family: str) -> ModelConfig:
 
 
 def megalith_step(family: str, size: int) -> Step:
+    keep_freed_memory(1)  # as `megalith train` does
     config = _config(family)
     model = model_class(config)(config, VOCABULARY[family])
     initialise(model, 1)

@@ -10,6 +10,8 @@ Contenders, on the same threads, dtype and token ids:
                        autocast over fp32 parameters (the same state as ours)
   huggingface-pure     (bf16 only) parameters, gradients and moments all in bf16: less state and less precision
 
+Each contender has a process of its own, as users run them, and they take their steps in turns.
+
 The machine's peak is the best square matmul of 1024, 2048 and 4096 in the dtype. FLOPs of a step, counted once:
 6 x non-embedding parameters x tokens + 6 x hidden x vocabulary x tokens (logits) + 12 x layers x hidden x sequence x
 tokens (attention over the full square). Each round measures the peak and one step of each contender; a ratio is the
@@ -20,6 +22,7 @@ process had before the model was built.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import platform
@@ -33,7 +36,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from turns import in_processes
 
+from megalith.cli.host_memory import keep_freed_memory
 from megalith.config import ModelConfig, OptimizerConfig, PrecisionConfig
 from megalith.models.gpt import GPT
 from megalith.models.initialise import initialise
@@ -45,7 +50,7 @@ STEP_FLOPS = (
     6 * LAYERS * 12 * HIDDEN**2 * TOKENS + 6 * HIDDEN * VOCABULARY * TOKENS + 12 * LAYERS * HIDDEN * SEQUENCE * TOKENS
 )
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-Step = Callable[[], float]
+Step = Callable[[], object]
 
 
 def _batch() -> tuple[torch.Tensor, torch.Tensor]:
@@ -54,6 +59,7 @@ def _batch() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def megalith_step(dtype: str, *, compiled: bool = False) -> Step:
+    keep_freed_memory(1)  # as `megalith train` does
     config = ModelConfig(
         num_layers=LAYERS,
         hidden_size=HIDDEN,
@@ -113,13 +119,19 @@ def huggingface_step(dtype: str, *, pure: bool = False) -> Step:
 
 
 def contenders(dtype: str, *, compiled: bool) -> dict[str, Callable[[], Step]]:
-    table: dict[str, Callable[[], Step]] = {"megalith": lambda: megalith_step(dtype)}
+    table: dict[str, Callable[[], Step]] = {"megalith": functools.partial(megalith_step, dtype)}
     if compiled:
-        table["megalith-compiled"] = lambda: megalith_step(dtype, compiled=True)
-    table["huggingface"] = lambda: huggingface_step(dtype)
+        table["megalith-compiled"] = functools.partial(megalith_step, dtype, compiled=True)
+    table["huggingface"] = functools.partial(huggingface_step, dtype)
     if dtype == "bf16":
-        table["huggingface-pure"] = lambda: huggingface_step(dtype, pure=True)
+        table["huggingface-pure"] = functools.partial(huggingface_step, dtype, pure=True)
     return table
+
+
+def build(contender: Callable[[], Step], threads: int) -> Step:
+    """The step of a contender, in a process that has done nothing yet."""
+    torch.set_num_threads(threads)
+    return contender()
 
 
 def _seconds(work: Callable[[], Any]) -> float:
@@ -139,16 +151,20 @@ def peak_flops(dtype: str, repeats: int = 3) -> float:
     return best
 
 
-def measure(dtype: str, rounds: int, *, compiled: bool) -> dict[str, Any]:
-    steps = {name: build() for name, build in contenders(dtype, compiled=compiled).items()}
-    for step in steps.values():
-        step(), step()  # warm up
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    peaks: list[float] = []
-    for _ in range(rounds):
-        peaks.append(peak_flops(dtype))
-        for name, step in steps.items():
-            seconds[name].append(_seconds(step))
+def measure(dtype: str, rounds: int, threads: int, *, compiled: bool) -> dict[str, Any]:
+    builders = {
+        name: functools.partial(build, contender, threads)
+        for name, contender in contenders(dtype, compiled=compiled).items()
+    }
+    with in_processes(builders) as steps:
+        for step in steps.values():
+            step(), step()  # warm up
+        seconds: dict[str, list[float]] = {name: [] for name in steps}
+        peaks: list[float] = []
+        for _ in range(rounds):
+            peaks.append(peak_flops(dtype))
+            for name, step in steps.items():
+                seconds[name].append(_seconds(step))
     best = {name: STEP_FLOPS / min(values) / max(peaks) for name, values in seconds.items()}
     of_peak = {
         name: statistics.median(STEP_FLOPS / value / peak for value, peak in zip(values, peaks, strict=True))
@@ -216,7 +232,7 @@ def main() -> None:
         "step_tflop": round(STEP_FLOPS / 1e12, 4),
     }
     for dtype in options.dtypes:
-        result[dtype] = measure(dtype, options.rounds, compiled=options.compile)
+        result[dtype] = measure(dtype, options.rounds, options.threads, compiled=options.compile)
         result[dtype]["peak_memory_mib"] = {
             name: _memory_in_child(dtype, name, options.threads) for name in contenders(dtype, compiled=options.compile)
         }

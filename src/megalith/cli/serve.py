@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from megalith.cli.host_memory import keep_freed_memory
 from megalith.cli.threads import keep_native_code_quiet, share_cores, wait_asleep
 from megalith.config import LaunchConfig, RunConfig, TokenizerConfig
 from megalith.config.environment import first_of_machine, read_launch
@@ -242,6 +243,8 @@ def _serve(launch: _Launch) -> int:
             for note in [*([threads] if threads else []), *launch.notes]:
                 _say(f"note: {note}")
         watch.at("load", 0)
+        if context.device.type == "cpu":
+            keep_freed_memory(ranks.local_world_size or 1)
         code = _on_rank(launch, context, listener, watch)
         # What still held a process group would keep the interpreter waiting for the others at its end.
         gc.collect()

@@ -20,6 +20,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megalith.cli.host_memory import keep_freed_memory
 from megalith.cli.launch import command_line, starts_ranks, supervise
 from megalith.cli.threads import keep_native_code_quiet, share_cores, wait_asleep
 from megalith.cli.train_convert import convert_instead
@@ -140,6 +141,8 @@ def _train(config: RunConfig, argv: Sequence[str], stop: StopSignals, began: flo
         watch = build_watch(config)
         device = choose_device(config.train.device, config.launch)
         _settle_kernels(config, device)
+        if device.type == "cpu":
+            keep_freed_memory(config.launch.local_world_size or 1)
         clock = WaitClock(device) if _reports(config) else None
         context = stack.enter_context(join_ranks(config, watch, clock, lambda: stop.requested is not None))
         first = context.rank == 0
