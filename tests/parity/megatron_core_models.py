@@ -5,7 +5,8 @@
 A case is {"family", "seed", "config": fields of TransformerConfig, "model": arguments of the model's constructor}. For
 each, FOLDER/N.safetensors gets the initial weights (`initial.NAME`), those that it computes with (`weight.NAME`: the
 initial ones and noise, so that biases and norms count), the inputs, the losses of the tokens, the logits of a GPT and
-the scores of BERT's order of texts, and every gradient (`gradient.NAME`) of their sum. No code of Megalith runs here.
+the scores of BERT's order of texts, and every gradient (`gradient.NAME`) of their sum. Of relative positions only the
+initial weights: Megatron's local layers do not compute with them. No code of Megalith runs here.
 """
 
 from __future__ import annotations
@@ -45,6 +46,24 @@ class NoStream:
         return lambda *_, **__: self
 
 
+class DuplicatedLinear(torch.nn.Module):
+    """What TransformerEngine's linear layer is where all tensor-parallel ranks have the same weights."""
+
+    def __init__(
+        self, input_size: int, output_size: int, *, config: Any, init_method: Any, bias: bool, **_: Any
+    ) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype))
+        self.bias = torch.nn.Parameter(torch.zeros(output_size, dtype=config.params_dtype)) if bias else None
+        init_method(self.weight)
+        for parameter in self.parameters():
+            told: Any = parameter
+            told.allreduce, told.sequence_parallel = True, config.sequence_parallel
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        return torch.nn.functional.linear(x, self.weight, self.bias), None
+
+
 def stub_streams() -> None:
     """What the dispatchers of experts ask of CUDA without asking whether it is there; nothing changes arithmetic."""
     cuda: Any = torch.cuda
@@ -54,8 +73,9 @@ def stub_streams() -> None:
     tensor: Any = torch.Tensor
     tensor.record_stream = lambda *_: None
     from megatron.core.tensor_parallel import layers, random
-    from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.moe import moe_layer, moe_utils
 
+    moe_layer.HAVE_TE, moe_layer.TELinear = True, DuplicatedLinear
     random.CudaRNGStatesTracker.fork = lambda *_, **__: contextlib.nullcontext()
     moe_utils.te_general_gemm = None
     # One rank: the conjugate pair is the identity. Its views refuse the biases that experts add in place.
@@ -162,6 +182,8 @@ def run(case: dict[str, Any], path: Path) -> None:
     model = build(case).train()
     named = dict(model.named_parameters())
     kept = {f"initial.{name}": parameter.detach().clone() for name, parameter in named.items()}
+    if case["model"]["position_embedding_type"] == "relative":
+        return save_file(kept, path)
     generator = torch.Generator().manual_seed(case["seed"])
     for name, parameter in named.items():
         parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator)

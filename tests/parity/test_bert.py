@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megalith.config import ModelConfig
 from megalith.models.bert import Bert
+from megalith.models.initialise import initialise_as_megatron_cpu
 
 from .goldens import Goldens
 
@@ -21,11 +22,8 @@ def _golden(golden: Goldens, part: str) -> dict[str, Tensor]:
     return load_file(golden.path(f"bert_t5/{CASE}_{part}.safetensors"))
 
 
-@pytest.mark.parametrize("implementation", ["local", "transformer_engine"])
-def test_forward_and_every_gradient(golden: Goldens, implementation: str) -> None:
-    """The unfused kernel and SDPA give the same; padding is seen by nobody in either."""
-    case: dict[str, Any] = golden.case("bert_t5", CASE)
-    sizes, wanted = case["config"], _golden(golden, "io")
+def _model(case: dict[str, Any], implementation: str = "local") -> Bert:
+    sizes = case["config"]
     config = ModelConfig(
         model_family="bert",
         num_layers=sizes["num_layers"],
@@ -39,7 +37,22 @@ def test_forward_and_every_gradient(golden: Goldens, implementation: str) -> Non
         bias_gelu_fusion=False,
         transformer_impl=implementation,
     )
-    model = Bert(config, sizes["vocab"])
+    return Bert(config, sizes["vocab"])
+
+
+def test_initial_weights(golden: Goldens) -> None:
+    """Those of --use-cpu-initialization, bit for bit."""
+    model = _model(golden.case("bert_t5", CASE))
+    initialise_as_megatron_cpu(model, torch.Generator().manual_seed(1234))
+    wanted = _golden(golden, "weights")
+    assert [name for name, parameter in model.named_parameters() if not torch.equal(parameter, wanted[name])] == []
+
+
+@pytest.mark.parametrize("implementation", ["local", "transformer_engine"])
+def test_forward_and_every_gradient(golden: Goldens, implementation: str) -> None:
+    """The unfused kernel and SDPA give the same; padding is seen by nobody in either."""
+    case: dict[str, Any] = golden.case("bert_t5", CASE)
+    wanted, model = _golden(golden, "io"), _model(case, implementation)
     model.load_state_dict(_golden(golden, "weights"))
     inputs = model.prepare({name: tensor for name, tensor in wanted.items() if name in _FIELDS})
     words, order = model.losses(inputs, None)

@@ -56,6 +56,14 @@ class Draw:
         elif kind == "t5":
             self.model["decoder_layers"] = self._one(1, 2, 3)
             self.fields.pop("num_query_groups", None)
+            if self._now(0.2):
+                self.model.pop("rotary_percent", None)
+                self.model |= {
+                    "position_embedding_type": "relative",
+                    "relative_attention_num_buckets": self._one(8, 32),
+                }
+        if self._now(0.3):
+            self.fields["embedding_init_method_std"] = 1.0
 
     def _now(self, probability: float) -> bool:
         return self.random.random() < probability
@@ -127,10 +135,13 @@ class Draw:
             "moe_token_dispatcher_type": "alltoall",
             "moe_layer_freq": self._one(1, [0] * (self.layers > 1) + [1] * (self.layers - (self.layers > 1))),
         }
+        self.fields |= {"moe_latent_size": self._one(8, 20)} if self._now(0.3) else {}
         if balance == "sinkhorn":
             return
         if self._now(0.5):
             self.fields |= {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": self._now(0.6)}
+        if chosen == 1 and self._now(0.5):
+            self.fields["moe_apply_probs_on_input"] = True
         self.fields["moe_router_pre_softmax"] = chosen == 1 or self._now(0.4)
         self.fields |= {"moe_router_topk_scaling_factor": 2.5} if self._now(0.3) else {}
         if chosen == 2 and self._now(0.5):
@@ -210,13 +221,14 @@ def compare(kind: str, draw: Draw, seed: int, kept: dict[str, Tensor]) -> None:
     config = config_of(kind, draw)
     model: GPT | Bert | T5 = {"bert": Bert, "t5": T5}.get(kind, GPT)(config, VOCABULARY)
     named = dict(model.train().named_parameters())
-    weights = {name.removeprefix("weight."): value for name, value in kept.items() if name.startswith("weight.")}
-    assert set(named) == set(weights)
-    if isinstance(model, GPT):
-        initialise_as_megatron_cpu(model, torch.Generator().manual_seed(seed))
-        assert all(torch.equal(parameter, kept[f"initial.{name}"]) for name, parameter in named.items())
+    initial = {name.removeprefix("initial."): value for name, value in kept.items() if name.startswith("initial.")}
+    assert set(named) == set(initial)
+    initialise_as_megatron_cpu(model, torch.Generator().manual_seed(seed))
+    assert [name for name, parameter in named.items() if not torch.equal(parameter, initial[name])] == []
+    if config.position_embedding_type == "relative":
+        return
     for name, parameter in named.items():
-        parameter.data.copy_(weights[name])
+        parameter.data.copy_(kept[f"weight.{name}"])
     losses, result = _losses(model, kept)
     _close(losses, kept["losses"], "losses")
     result.backward()

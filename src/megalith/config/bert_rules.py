@@ -57,11 +57,6 @@ BERT_RULES: tuple[Rule, ...] = (
         "softmax_type", lambda run: run.model.softmax_type != "vanilla", f"BERT has no attention sinks; {_LEAVE_OUT}"
     ),
     _without(
-        "use_cpu_initialization",
-        lambda run: run.model.use_cpu_initialization,
-        f"Megatron's order of draws is known for GPT only; {_LEAVE_OUT}",
-    ),
-    _without(
         "calculate_per_token_loss",
         lambda run: run.model.calculate_per_token_loss,
         f"BERT's two losses have other numbers of terms, as in Megatron; {_LEAVE_OUT}",

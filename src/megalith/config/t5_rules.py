@@ -163,12 +163,6 @@ T5_RULES: tuple[Rule, ...] = (
         "T5 has learned_absolute, relative, rope or none",
     ),
     _without(
-        "cpu_initialization",
-        lambda run: run.model.use_cpu_initialization,
-        "use_cpu_initialization",
-        "Megatron's order of draws is known for GPT only; leave it out",
-    ),
-    _without(
         "mock_data",
         lambda run: run.data.mock_data,
         "mock_data",

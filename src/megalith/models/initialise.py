@@ -1,10 +1,10 @@
 """Initial weights: by name, so that every layout starts alike, or exactly as Megatron draws them on a CPU.
 
 Rules (Megatron's): weights and embeddings N(0, std); the projections that end a residual branch (linear_proj,
-linear_fc2) N(0, std / sqrt(2 L)) with L layers in all (Radford et al. 2019); biases of routers N(0, std), all others
-0; norm weights 1, kept as 0 where they are kept around one. Under muP all standard deviations but those of embeddings
-are divided by the root of the width multiplier. Under --init-method-xavier-uniform all matrices are uniform up to
-sqrt(6 / (rows + columns)) of the whole matrix (Glorot and Bengio 2010), and embeddings too unless
+linear_fc2, fc2_latent_proj) N(0, std / sqrt(2 L)) with L layers in all (Radford et al. 2019); biases of routers
+N(0, std), all others 0; norm weights 1, kept as 0 where they are kept around one. Under muP all standard deviations but
+those of embeddings are divided by the root of the width multiplier. Under --init-method-xavier-uniform all matrices are
+uniform up to sqrt(6 / (rows + columns)) of the whole matrix (Glorot and Bengio 2010), and embeddings too unless
 --embedding-init-method-std is given.
 Every weight is drawn in fp32 (fp64 stays fp64) at its full shape and then cast.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections.abc import Sequence
 
 import torch
@@ -23,21 +24,28 @@ from megalith.nn.moe.experts import name_among_all, region_of
 from megalith.nn.placement import Placement, global_shape, local_part
 from megalith.nn.precision import at_least_fp32
 
-RESIDUAL_WEIGHTS = ("linear_proj.weight", "linear_fc2.weight")
+RESIDUAL_WEIGHTS = ("linear_proj.weight", "linear_fc2.weight", "fc2_latent_proj.weight")
 ROUTER_BIAS = "mlp.router.bias"
 SINKS = "core_attention.softmax_offset"
 OUTPUT_LAYER = "output_layer.weight"
 POSITION_EMBEDDINGS = "embedding.position_embeddings.weight"
+TYPE_EMBEDDINGS = "embedding.tokentype_embeddings.weight"
+_EMBEDDINGS = (WORD_EMBEDDINGS, POSITION_EMBEDDINGS, TYPE_EMBEDDINGS)
+_RELATIVE = tuple(f"{stack}_relative_pos_emb.relative_attention_bias.weight" for stack in ("encoder", "decoder"))
 _PROJECTIONS = (
     *("linear_proj", "linear_qkv", "linear_q_proj", "linear_q_down_proj", "linear_q_up_proj"),
     *("linear_kv_down_proj", "linear_kv_up_proj"),
 )
 """Of attention, in Megatron's order of construction."""
+_OF_CROSS_ATTENTION = ("linear_proj", "linear_q", "linear_kv")
+_LINEARS_OF_TORCH = ("lm_head.dense.weight", "binary_head.weight", "pooler.dense.weight")
+_HEADS = (_LINEARS_OF_TORCH[0], OUTPUT_LAYER, f"lm_head.{OUTPUT_LAYER}", *_LINEARS_OF_TORCH[1:])
+_LAYER = re.compile(r"(encoder|decoder)\.layers\.\d+\.")
 
 
 def _std(model: LanguageModel, name: str) -> float:
     config = model.config
-    if name in (WORD_EMBEDDINGS, POSITION_EMBEDDINGS) or name == model.copied_weight:
+    if name in _EMBEDDINGS or name == model.copied_weight:
         own = config.embedding_init_method_std
         return config.init_method_std if own is None else own
     of_hidden = config.init_method_std / math.sqrt(config.width_multiplier)
@@ -45,7 +53,7 @@ def _std(model: LanguageModel, name: str) -> float:
 
 
 def _is_uniform(model: LanguageModel, name: str, shape: Sequence[int]) -> bool:
-    config, embeds = model.config, name in (WORD_EMBEDDINGS, POSITION_EMBEDDINGS) or name == model.copied_weight
+    config, embeds = model.config, name in _EMBEDDINGS or name == model.copied_weight
     own = embeds and config.embedding_init_method_std is not None
     return config.init_method_xavier_uniform and len(shape) == 2 and not own
 
@@ -104,22 +112,32 @@ def initialise(model: LanguageModel, seed: int) -> None:
 def megatron_draw_order(model: LanguageModel) -> list[str]:
     """The names of the drawn weights of this stage in Megatron's order of construction.
 
-    Source: spec/training-behaviour.md section 4, checked bit for bit against real initial weights.
+    Source: spec/training-behaviour.md section 4, checked bit for bit against real initial weights of all families.
     """
     here = [name for name, _ in model.named_parameters()]
     feed_forwards = [name for name in here if ".mlp." in name]
-    names = [name for name in (WORD_EMBEDDINGS, POSITION_EMBEDDINGS) if name in here]
-    layers = [f"decoder.layers.{layer}." for layer in model.stage.layers]
+    names = [name for name in (*_EMBEDDINGS, *_RELATIVE) if name in here]
+    layers = list(dict.fromkeys(found[0] for name in here if (found := _LAYER.match(name))))
     layers += [f"mtp.layers.{layer}.transformer_layer." for layer in range(model.config.predictions)]
     for layer in layers:
         names += [name for name in here if name == f"{layer.removesuffix('transformer_layer.')}eh_proj.weight"]
         if model.config.softmax_type == "learnable":
             names += [name for name in here if name == f"{layer}self_attention.{SINKS}"]
-        projections = (f"{layer}self_attention.{part}.weight" for part in _PROJECTIONS)
+        projections = [f"{layer}self_attention.{part}.weight" for part in _PROJECTIONS]
+        projections += [f"{layer}cross_attention.{part}.weight" for part in _OF_CROSS_ATTENTION]
         names += [name for name in projections if name in here]
         drawn = [name for name in feed_forwards if name.startswith(layer) and _is_drawn(name)]
         names += sorted(drawn, key=lambda name: name.endswith("gate_weight"))
-    return [*names, OUTPUT_LAYER] if OUTPUT_LAYER in here else names
+    return [*names, *(name for name in _HEADS if name in here)]
+
+
+def _draw_for_nothing(name: str, shape: Sequence[int], dtype: torch.dtype, generator: Generator) -> None:
+    """What the constructors of torch's own modules draw, before Megatron draws the weight that it keeps."""
+    if name in (POSITION_EMBEDDINGS, TYPE_EMBEDDINGS, *_RELATIVE):
+        _normal(shape, 1.0, dtype, generator)
+    elif name in _LINEARS_OF_TORCH:
+        for of_torch in (shape, shape[:1]):  # the weight and the bias
+            torch.empty(of_torch, dtype=at_least_fp32(dtype)).uniform_(generator=generator)
 
 
 @torch.no_grad()
@@ -129,13 +147,11 @@ def initialise_as_megatron_cpu(model: LanguageModel, generator: Generator) -> No
     Each tensor-parallel rank draws the whole weights and keeps its part. A pipeline stage draws its own layers only,
     from a stream seeded with the seed + 100 x the stage, the chunks of virtual stages one after another. The copy of a
     tied embedding is drawn for nothing: Megatron, and so the caller, overwrites it with the embedding.
-
-    The constructor of the position embedding draws once for nothing before the kept draw.
     """
     _fill_constants(model)
     parameters = {name: (parameter, placement) for name, parameter, placement in named_placements(model)}
     for name in megatron_draw_order(model):
         parameter, placement = parameters[name]
-        if name == POSITION_EMBEDDINGS:
-            _normal(parameter.shape, 1.0, parameter.dtype, generator)
+        shape = global_shape(parameter.shape, placement, region_of(name, model).size)
+        _draw_for_nothing(name, shape, parameter.dtype, generator)
         _keep_part(parameter, placement, model, name, generator)

@@ -280,8 +280,28 @@ TABLE: list[tuple[str, tuple[str, ...]]] = [
         "--num-experts 4 --moe-router-load-balancing-type sinkhorn --moe-expert-capacity-factor 1.5",
         ("--moe-expert-capacity-factor 1.5 with sinkhorn",),
     ),
+    ("--num-experts 4 --moe-latent-size 0", ("--moe-latent-size 0",)),
     ("--num-experts 4 --moe-pad-expert-input-to-capacity", ("needs --moe-expert-capacity-factor",)),
-    ("--num-experts 4 --moe-router-load-balancing-type quantile_balancing", ("quantile_balancing: comes with",)),
+    (
+        "--num-experts 4 --moe-router-load-balancing-type quantile_balancing aux_loss --moe-aux-loss-coeff 0 0.1",
+        ("quantile_balancing balances by the choice itself", "leave --moe-aux-loss-coeff out"),
+    ),
+    (
+        "--num-experts 4 --moe-router-load-balancing-type quantile_balancing --moe-router-num-groups 2 "
+        "--moe-router-group-topk 1",
+        ("--moe-router-num-groups 2 with", "quantile_balancing, which chooses among all"),
+    ),
+    (
+        "--num-experts 4 --moe-router-load-balancing-type quantile_balancing --moe-router-enable-expert-bias "
+        "--moe-router-score-function sigmoid",
+        ("--moe-router-enable-expert-bias with", "offsets of its own"),
+    ),
+    (
+        "--num-experts 4 --moe-router-load-balancing-type quantile_balancing --moe-router-topk 4",
+        ("--moe-router-topk 4 of --num-experts 4", "every token goes to all"),
+    ),
+    ("--num-experts 4 --moe-router-quantile-balancing-ema 1", ("--moe-router-quantile-balancing-ema 1",)),
+    ("--num-experts 4 --moe-apply-probs-on-input", ("needs --moe-router-topk 1, and --moe-router-topk 2",)),
     # unknown, renamed, refused
     ("--num-layer 2", ("--num-layer is not a flag; did you mean --num-layers?",)),
     ("-num-layers=2", ("-num-layers is not a flag; did you mean --num-layers?",)),
@@ -290,7 +310,17 @@ TABLE: list[tuple[str, tuple[str, ...]]] = [
     ("--batch-size 8", ("--batch-size 8: it is called --micro-batch-size now",)),
     ("--checkpoint-activations", ("it is called --recompute-activations now",)),
     ("--nnodes 2", ("--nnodes 2: it belongs to torchrun",)),
-    ("--moe-latent-size 8 --moe-apply-probs-on-input", ("--moe-latent-size 8, --moe-apply-probs-on-input: this",)),
+    (
+        "--moe-mlp-glu-interleave-size 8 --moe-shared-expert-glu-interleave-size 8",
+        ("--moe-mlp-glu-interleave-size 8, --moe-shared-expert-glu-interleave-size 8: gated layers keep",),
+    ),
+    ("--moe-router-force-biased 0.1", ("--moe-router-force-load-balancing makes them even",)),
+    ("--moe-token-dropping", ("--moe-expert-capacity-factor gives each expert room",)),
+    ("--moe-router-topk-limited-devices 2", ("--moe-router-group-topk",)),
+    (
+        "--num-experts 4 --moe-routing-trace-path t --moe-routing-trace-max-training-iters 0",
+        ("--moe-routing-trace-max-training-iters 0",),
+    ),
     (
         "--num-experts 8 --moe-use-upcycling",
         ("--moe-use-upcycling: a checkpoint with experts is made", "convert --upcycle N"),
@@ -609,7 +639,6 @@ TABLE: list[tuple[str, tuple[str, ...]]] = [
         f"{_T5} --position-embedding-type yarn --yarn-original-max-position-embeddings 32 --kv-channels 8",
         ("T5 has learned_absolute, relative, rope or none",),
     ),
-    (f"{_T5} --use-cpu-initialization", ("--use-cpu-initialization: Megatron's order of draws",)),
     (
         f"--model-family t5 {_WORD_PIECE} --vocab-extra-ids 100 --decoder-seq-length 32",
         ("T5 learns from text in sentences", "--split-sentences"),
@@ -625,7 +654,6 @@ TABLE: list[tuple[str, tuple[str, ...]]] = [
     (f"{_BERT} --num-experts 2", ("--num-experts 2: mixtures of experts are for GPT",)),
     (f"{_BERT} --window-size 8,0", ("--window-size 8,0: BERT sees all positions",)),
     (f"{_BERT} --softmax-type off-by-one", ("BERT has no attention sinks",)),
-    (f"{_BERT} --use-cpu-initialization", ("--use-cpu-initialization: Megatron's order of draws",)),
     (f"{_BERT} --calculate-per-token-loss", ("--calculate-per-token-loss: BERT's two losses",)),
     (
         _BERT_ALONE,
@@ -718,7 +746,7 @@ def test_the_table_breaks_every_rule(data: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_all_mistakes_are_reported_at_once(data: Path) -> None:
     changes = (
-        "--hidden-size 1000 --num-attention-heads 12 --adam-beta2 1.0 --lr-decay-style cosin --moe-latent-size 8 "
+        "--hidden-size 1000 --num-attention-heads 12 --adam-beta2 1.0 --lr-decay-style cosin --fp8-format e4m3 "
         "--hiden-dropout 0.1 --tensor-model-parallel-size 8 --global-batch-size 9 --train-iters x --split a"
     )
     with pytest.raises(ConfigError) as caught:

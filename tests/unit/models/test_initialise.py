@@ -9,9 +9,11 @@ import torch
 
 from megalith.config import ModelConfig
 from megalith.distributed.context import Axis
+from megalith.models.bert import Bert
 from megalith.models.gpt import GPT
-from megalith.models.initialise import initialise, initialise_as_megatron_cpu
-from megalith.models.language_model import Stage, named_placements
+from megalith.models.initialise import initialise, initialise_as_megatron_cpu, megatron_draw_order
+from megalith.models.language_model import LanguageModel, Stage, named_placements
+from megalith.models.t5 import T5
 from megalith.nn.placement import local_part
 from megalith.nn.region import Region
 from megalith.parallel.tensor import TensorParallel
@@ -27,6 +29,12 @@ LLAMA = dataclasses.replace(
     num_query_groups=2,
 )
 STYLES = {"gpt2": GPT2, "llama": LLAMA}
+FAMILIES = {
+    **STYLES,
+    "bert": dataclasses.replace(GPT2, model_family="bert"),
+    "t5": dataclasses.replace(GPT2, model_family="t5", decoder_num_layers=2, position_embedding_type="relative"),
+}
+CLASSES = {"bert": Bert, "t5": T5}
 VOCABULARY = 27
 
 
@@ -34,7 +42,11 @@ def _rank(index: int, size: int = 4) -> Region:
     return TensorParallel(Axis("tp", tuple(range(size)), index))
 
 
-def _draw(model: GPT, as_megatron: bool, seed: int = 3) -> GPT:
+def _whole_or_part(style: str, region: Region | None = None) -> LanguageModel:
+    return CLASSES.get(style, GPT)(FAMILIES[style], VOCABULARY, region=region)
+
+
+def _draw(model: LanguageModel, as_megatron: bool, seed: int = 3) -> LanguageModel:
     if as_megatron:
         initialise_as_megatron_cpu(model, torch.Generator().manual_seed(seed))
     else:
@@ -43,11 +55,11 @@ def _draw(model: GPT, as_megatron: bool, seed: int = 3) -> GPT:
 
 
 @pytest.mark.parametrize("as_megatron", [False, True])
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("style", FAMILIES)
 def test_every_rank_holds_its_part_of_the_same_weights(style: str, as_megatron: bool) -> None:
-    whole = dict(_draw(GPT(STYLES[style], VOCABULARY), as_megatron).named_parameters())
+    whole = dict(_draw(_whole_or_part(style), as_megatron).named_parameters())
     for index in range(4):
-        model = _draw(GPT(STYLES[style], VOCABULARY, region=_rank(index)), as_megatron)
+        model = _draw(_whole_or_part(style, _rank(index)), as_megatron)
         for name, parameter, placement in named_placements(model):
             assert torch.equal(parameter, local_part(whole[name], placement, 4, index)), name
 
@@ -65,6 +77,21 @@ def test_stages_hold_the_weights_of_the_whole_model(style: str) -> None:
             assert torch.equal(parameter, local_part(whole[origin], placement, 4, 1)), name
             names.add(origin)
     assert names == set(whole)
+
+
+@pytest.mark.parametrize("style", ["bert", "t5"])
+def test_every_matrix_is_drawn_as_megatron(style: str) -> None:
+    model = _whole_or_part(style)
+    matrices = {name for name, parameter in model.named_parameters() if parameter.dim() > 1}
+    assert set(megatron_draw_order(model)) == matrices
+
+
+def test_embeddings_may_have_a_deviation_of_their_own() -> None:
+    config = dataclasses.replace(FAMILIES["bert"], embedding_init_method_std=5.0)
+    for as_megatron in (False, True):
+        model = _draw(Bert(config, VOCABULARY), as_megatron)
+        wide = {name for name, parameter in model.named_parameters() if float(parameter.detach().abs().max()) > 1.5}
+        assert wide == {f"embedding.{kind}_embeddings.weight" for kind in ("word", "position", "tokentype")}
 
 
 def test_stages_draw_as_megatron_their_own_layers_from_their_own_stream() -> None:

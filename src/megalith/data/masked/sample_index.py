@@ -58,7 +58,7 @@ def build_sample_index(
             break
     wide = len(lengths) > np.iinfo(np.uint32).max
     index = np.array(rows, np.uint64).astype(np.uint64 if wide else np.uint32).reshape(-1, 3)
-    return cast("NDArray[np.uint32 | np.uint64]", index[shuffled(len(index), seed + 1)])
+    return cast("NDArray[np.uint32 | np.uint64]", index[shuffled(len(index), _after(seed))])
 
 
 def _usable(document_index: NDArray[np.int64], lengths: NDArray[np.int32], fewest: int) -> list[tuple[int, list[int]]]:
@@ -85,6 +85,11 @@ def _targets(longest: int, short_probability: float, seed: int) -> Iterator[int]
         draws = generator.randint(0, 1 << 32, _DRAWN_AT_ONCE, dtype=np.uint32)  # all bits: the words of the generator
         short = 2 + draws % np.uint32(longest - 1)
         yield from np.where(draws % np.uint32(ratio) == 0, short, np.uint32(longest)).tolist()
+
+
+def _after(seed: int) -> int:
+    """The next seed, as Megatron's C++ has it in 32 bits: -2147483648 follows 2147483647."""
+    return seed + 1 if seed != np.iinfo(np.int32).max else int(np.iinfo(np.int32).min)
 
 
 def _rounded(value: float) -> int:
