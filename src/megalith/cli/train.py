@@ -128,19 +128,18 @@ def _train(config: RunConfig, argv: Sequence[str], stop: StopSignals, began: flo
     from megalith.assemble.ranks import build_watch, join_ranks
     from megalith.checkpoint import DirectoryStore
     from megalith.checkpoint.crew import Crew
-    from megalith.cli.train_hooks import dump_groups, hooks_of, open_folder, rank_screen, run_folder
+    from megalith.cli.train_hooks import dump_groups, hooks_of, open_folder, rank_screen, run_folder, straggler_report
     from megalith.cli.train_start import start
     from megalith.compat.megatron import console
     from megalith.distributed import comm
     from megalith.distributed.wait_clock import WaitClock
     from megalith.train.hooks import Hooks
     from megalith.train.loop import train
-    from megalith.train.straggler import StragglerReport
 
     with ExitStack() as stack:
         watch = build_watch(config)
         device = choose_device(config.train.device, config.launch)
-        _settle_kernels(config, device)
+        settle_kernels(config, device)
         if device.type == "cpu":
             keep_freed_memory(config.launch.local_world_size or 1)
         clock = WaitClock(device) if _reports(config) else None
@@ -165,8 +164,7 @@ def _train(config: RunConfig, argv: Sequence[str], stop: StopSignals, began: flo
                 dump_groups(config.optimizer.dump_param_to_param_group_map, started.run.state)
             hooks = hooks_of(config, folder, screen, started)
             if clock is not None:
-                named = config.log.straggler_minmax_count
-                hooks.append(StragglerReport(context.world, clock, screen.say, named))
+                hooks.append(straggler_report(config, context.world, clock, screen.say))
             started.run.hook = Hooks(hooks)
             stack.callback(started.run.hook.close)
             if config.train.skip_train:
@@ -192,7 +190,7 @@ def _train(config: RunConfig, argv: Sequence[str], stop: StopSignals, began: flo
         return _last_words(ending, config, argv, screen, folder)
 
 
-def _settle_kernels(config: RunConfig, device: torch.device) -> None:
+def settle_kernels(config: RunConfig, device: torch.device) -> None:
     """`--deterministic-mode` on a GPU: kernels that give the same bits each time. On a CPU all of ours do."""
     if config.train.deterministic_mode and device.type == "cuda":
         import torch

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from functools import partial
@@ -18,6 +18,7 @@ from megalith.compat.megatron.screen import MegatronConsole, RankLog, Screen, Si
 from megalith.config import RunConfig
 from megalith.config.saved_args import megatron_args
 from megalith.distributed import comm
+from megalith.distributed.context import Axis
 from megalith.errors import ConfigError
 from megalith.train.hooks import Hook
 from megalith.train.memory import memory_in_use
@@ -25,7 +26,9 @@ from megalith.train.metrics import MetricsWriter
 from megalith.train.profiler import MemoryHistory, Profile, build_profiler
 from megalith.train.progress import ProgressLog
 from megalith.train.records import Recorded, Records, Sink
+from megalith.train.routing_trace import RoutingTrace
 from megalith.train.state import TrainState
+from megalith.train.straggler import Clock, StragglerReport
 from megalith.train.tensorboard import TensorBoard, require_tensorboard
 from megalith.train.weights_and_biases import WandB, require_wandb
 
@@ -58,6 +61,9 @@ def open_folder(config: RunConfig, command: str, folder: Path) -> Screen:
         require_tensorboard()
         with _naming("--tensorboard-dir", config.log.tensorboard_dir):
             _try_to_write(Path(config.log.tensorboard_dir))
+    if (traced := config.log.moe_routing_trace_path) is not None:
+        with _naming("--moe-routing-trace-path", traced):
+            _try_to_write(Path(traced))
     save = config.checkpoint.save
     with _naming("--save", save) if save else _naming("the folder of a run without --save,", str(folder)):
         _try_to_write(folder)
@@ -114,7 +120,14 @@ def hooks_of(config: RunConfig, folder: Path, screen: Screen, started: Started) 
     if first:
         hooks += _records(config, folder, screen, started)
     hooks += _profiles(config, folder, screen, started)
+    if config.log.moe_routing_trace_path and config.model.mixture:
+        hooks.append(_routing_trace(config, started))
     return hooks
+
+
+def straggler_report(config: RunConfig, world: Axis, clock: Clock, say: Callable[[str], None]) -> Hook:
+    """The report of slow ranks, on all ranks."""
+    return StragglerReport(world, clock, say, config.log.straggler_minmax_count)
 
 
 def dump_groups(path: str, state: TrainState) -> None:
@@ -190,6 +203,20 @@ def _records(config: RunConfig, folder: Path, screen: Screen, started: Started) 
         spent, job = started.run.plan.flops_per_step * world, os.environ.get("SLURM_JOB_ID", "")
         hooks.append(ProgressLog(path, world, state.flops, spent, job))
     return hooks
+
+
+def _routing_trace(config: RunConfig, started: Started) -> Hook:
+    log, state = config.log, started.run.state
+    assert log.moe_routing_trace_path is not None
+    return RoutingTrace(
+        Path(log.moe_routing_trace_path),
+        state.context.rank,
+        state.chunks,
+        log.moe_routing_trace_max_training_iters,
+        hidden_states=log.moe_routing_trace_capture_hidden_states,
+        logits=log.moe_routing_trace_capture_logits,
+        weights=log.moe_routing_trace_dump_weights,
+    )
 
 
 def _profiles(config: RunConfig, folder: Path, screen: Screen, started: Started) -> list[Hook]:

@@ -47,14 +47,9 @@ from megalith.tokenizers import Tokenizer, build_tokenizer
 from megalith.tokenizers.padding import padded_vocab_size, padding_message
 from megalith.train.agreement import StopRequest
 from megalith.train.background import BackgroundSaver
-from megalith.train.checkpointing import (
-    CheckpointSaver,
-    FoundCheckpoint,
-    Identity,
-    check_fits,
-    find_checkpoint,
-    restore,
-)
+from megalith.train.checkpoint_fit import FoundCheckpoint, Identity, check_fits, find_checkpoint
+from megalith.train.checkpoint_restore import restore
+from megalith.train.checkpoint_saver import CheckpointSaver
 from megalith.train.faults import Probe
 from megalith.train.hooks import Hook
 from megalith.train.loop import HeldOut, Plan, TrainingRun
@@ -164,7 +159,7 @@ def start(
         timers=timers,
         valid_sets=valid_sets,
         sources=loaders.sources,
-        care=_care(config, state, spoils),
+        care=care(config, state, spoils),
     )
     return Started(run, loaders, None if found is None else state.iteration, changes)
 
@@ -182,7 +177,7 @@ def _validation_sets(config: RunConfig, loaders: Loaders) -> Sequence[HeldOut]:
     return [HeldOut(*held_out) for held_out in zip(names, batches, lengths, strict=True)]
 
 
-def _care(config: RunConfig, state: TrainState, spoils: Sequence[Spoil]) -> Care:
+def care(config: RunConfig, state: TrainState, spoils: Sequence[Spoil]) -> Care:
     """What is done about bad steps."""
     precision = config.precision
     state.check.not_finite = precision.stop_on_nan
