@@ -68,6 +68,17 @@ class LogConfig:
     )
     pytorch_profiler_collect_shapes: bool = setting(False, help="shapes in the profile", aliases=("--record-shapes",))
     pytorch_profiler_collect_callstack: bool = setting(False, help="call stacks in the profile")
+    moe_routing_trace_path: str | None = setting(
+        None, help="folder for the experts that the tokens of each step chose, a file of each process"
+    )
+    moe_routing_trace_max_training_iters: int | None = setting(
+        None, help="iterations to trace from the start of the run on; all unless given", unit="iterations", at_least=1
+    )
+    moe_routing_trace_capture_hidden_states: bool = setting(False, help="trace what routers are given")
+    moe_routing_trace_capture_logits: bool = setting(False, help="trace the logits of routers")
+    moe_routing_trace_dump_weights: bool = setting(
+        False, help="write the weights of routers that the first traced iteration has"
+    )
     record_memory_history: bool = setting(
         False, help="record what allocates memory of the GPU, for pytorch.org/memory_viz"
     )

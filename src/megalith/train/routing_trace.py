@@ -1,0 +1,134 @@
+"""Traces of routing: which experts the tokens of each step chose, in files that are analysed afterwards.
+
+Each rank writes `router_trace_rankN.jsonl`, one record for a layer and a micro-batch, with the experts of the tokens
+that this rank routed. What a record speaks of beside that lies in files of bf16 numbers, at the offset and in the shape
+that it says. Weights of routers are those before the first step that is traced.
+
+Source: Megatron-LM pull request 5220 (June 2026), whose `tools/moe_routing` reads such files.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor, nn
+
+from megalith.models.language_model import LanguageModel
+from megalith.nn.moe.router import Router
+from megalith.nn.moe.routing import Choice
+from megalith.train.experts import routers
+from megalith.train.hooks import Hook
+from megalith.train.results import StepResult
+
+
+class RoutingTrace(Hook):
+    """Writes what the routers of this rank choose in training; evaluations and repeated forward passes are left out.
+
+    Args:
+        folder: of the files; it is made.
+        rank: this one.
+        chunks: whose routers.
+        steps: to trace; all if None.
+        hidden_states: write what the routers are given.
+        logits: write theirs.
+        weights: write theirs, `router_state_rankN.pt`.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        chunks: Sequence[LanguageModel],
+        steps: int | None = None,
+        *,
+        hidden_states: bool = False,
+        logits: bool = False,
+        weights: bool = False,
+    ) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._rank, self._step, self._steps = rank, 0, steps
+        self._records: list[tuple[dict[str, Any], Tensor]] = []
+        self._lines = (folder / f"router_trace_rank{rank}.jsonl").open("w", encoding="utf-8")
+        self._states = (folder / f"hidden_states_rank{rank}.bin").open("wb") if hidden_states else None
+        self._logits = (folder / f"logits_rank{rank}.bin").open("wb") if logits else None
+        layers = chunks[0].config.num_layers
+        here = routers(chunks)
+        self._places: dict[int, dict[str, Any]] = {
+            id(router): {"block": "decoder", "layer": router.layer}
+            if router.layer < layers
+            else {"block": "mtp", "layer": 0, "mtp_idx": router.layer - layers}
+            for router in here
+        }
+        self._handles = [router.register_forward_hook(self._chosen) for router in here]
+        if weights:
+            own = {router.layer: _weights(router) for router in here if router.layer < layers}
+            torch.save(own, folder / f"router_state_rank{rank}.pt")
+
+    @torch.no_grad()
+    def _chosen(self, router: nn.Module, inputs: tuple[Tensor, ...], choice: Choice) -> None:
+        assert isinstance(router, Router)
+        if not router.training or router.auxiliary.again:
+            return
+        place = self._places[id(router)]
+        experts_TK = choice.experts_TK.sort(dim=-1).values.to("cpu", torch.int32)
+        tokens, chosen = experts_TK.shape
+        record = {"step": self._step, "stage": "pre_dispatch", **place, "rank": self._rank}
+        record |= {"num_tokens": tokens, "topk": chosen}
+        x_TD = inputs[0].reshape(tokens, -1)
+        if self._states is not None:
+            record |= _append(self._states, x_TD, "hs")
+        if self._logits is not None:
+            record |= _append(self._logits, router.logits(x_TD), "logit")
+        self._records.append((record, experts_TK))
+
+    def after_step(self, result: StepResult) -> None:
+        self._write()
+        self._step += 1
+        if self._step == self._steps:
+            self._stop()
+
+    def close(self) -> None:
+        self._stop()
+        self._write()
+        for file in (self._lines, self._states, self._logits):
+            if file is not None:
+                file.close()
+
+    def _stop(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _write(self) -> None:
+        for record, experts_TK in self._records:
+            self._lines.write(json.dumps({**record, "top_indices": experts_TK.tolist()}) + "\n")
+        self._records.clear()
+        for file in (self._lines, self._states, self._logits):
+            if file is not None and not file.closed:
+                file.flush()
+
+
+def _append(file: BinaryIO, x: Tensor, name: str) -> dict[str, Any]:
+    """Write numbers in bf16; where they are in the file."""
+    start = file.tell()
+    size = file.write(x.to("cpu", torch.bfloat16).contiguous().view(torch.int16).numpy().tobytes())
+    return {f"{name}_offset": start, f"{name}_bytes": size, f"{name}_shape": list(x.shape)}
+
+
+def _weights(router: Router) -> dict[str, Any]:
+    def copy(x: Tensor | None) -> Tensor | None:
+        return None if x is None else x.detach().to("cpu", torch.float32, copy=True)
+
+    rule = router.settings.rule
+    return {
+        "weight": copy(router.weight),
+        "expert_bias": copy(router.expert_bias),
+        "score_function": rule.score,
+        "topk": rule.top_k,
+    }
