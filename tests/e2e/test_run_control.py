@@ -101,3 +101,17 @@ def test_an_error_is_in_the_log_of_its_rank(warm: WarmProcess, tmp_path: Path) -
     assert finished.code != 0
     log = (tmp_path / "c/run/log.txt").read_text()
     assert "Traceback (most recent call last)" in log or "Error" in log
+
+
+def test_weights_to_begin_with(warm: WarmProcess, tmp_path: Path) -> None:
+    """Those of --pretrained-checkpoint, unless --load holds a checkpoint."""
+    first, save = tmp_path / "a", tmp_path / "b"
+    trained = warm.run(command(first, *SHORT, "--eval-iters", 2), tmp_path)
+    begin = ["--pretrained-checkpoint", first]
+    words = command(save, *SHORT, "--eval-iters", 2, "--lr", 0, "--min-lr", 0, "--weight-decay", 0)
+    runs = [warm.run([*words, *begin], tmp_path), warm.run([*words, *begin], tmp_path)]
+    assert [run.code for run in runs] == [0, 0], runs[0].text
+    assert "only evaluating" in runs[1].text  # its own checkpoint comes first
+    fresh = warm.run(command(tmp_path / "c", *words[len(command(save)) :]), tmp_path)
+    losses = [re.findall(r"on test set \| lm loss value: (\S+)", run.text)[0] for run in (trained, runs[0], fresh)]
+    assert losses[0] == losses[1] != losses[2]

@@ -56,3 +56,17 @@ def test_what_only_the_checkpoint_says_is_not_held_against_the_user(tmp_path: Pa
     assert [note.text for note in quiet.notes if "has no effect" in note.text] == []
     (said,) = [note.text for note in run_from(tmp_path, "--moe-router-topk 2").notes if "has no effect" in note.text]
     assert said.startswith("--moe-router-topk 2 has no effect")
+
+
+def test_the_layout_too_where_it_is_asked_for() -> None:
+    model = ModelConfig(2, 16, 4, 32)
+    args = {
+        **weights_args(model, PrecisionConfig(), TokenizerConfig("NullTokenizer", vocab_size=9)),
+        **{"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
+    }
+    sizes = []
+    for flags in ("", "--use-mp-args-from-checkpoint-args"):
+        words = f"{RUN} --global-batch-size 4 --tokenizer-type NullTokenizer --vocab-size 9 {flags}".split()
+        run = load(words, {"WORLD_SIZE": "4", "RANK": "0"}, files=False, saved_args=lambda where, step: args)
+        sizes.append((run.parallel.tensor_model_parallel_size, run.parallel.pipeline_model_parallel_size))
+    assert sizes == [(1, 1), (2, 2)]

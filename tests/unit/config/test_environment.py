@@ -170,3 +170,10 @@ def test_nproc_sets_the_world_of_the_parent_and_of_the_children() -> None:
 )
 def test_the_longest_wait(flags: str, seconds: float) -> None:
     assert load([*MODEL.split(), *flags.split()], {}).parallel.timeout_seconds == seconds
+
+
+def test_where_the_processes_meet() -> None:
+    launch = load(MODEL.split(), {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "6000"}, files=False).launch
+    assert (launch.master_addr, launch.master_port, launch.one_host) == ("10.0.0.1", 6000, False)
+    launch = load(MODEL.split(), {}, files=False).launch
+    assert (launch.master_addr, launch.master_port, launch.one_host) == ("127.0.0.1", 29500, True)
