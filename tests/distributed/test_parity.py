@@ -85,6 +85,23 @@ MODELS = {
         "--position-embedding-type rope --ffn-hidden-size 24",
         fields=_MIXTURE | {"moe_aux_loss_coeff": (0.05,), "moe_router_pre_softmax": True, "num_experts": 8},
     ),
+    "mixture-latent": Model(
+        "--position-embedding-type rope --ffn-hidden-size 24",
+        fields=_MIXTURE | {"moe_aux_loss_coeff": (0.05,), "moe_latent_size": 6, "moe_router_score_function": "sigmoid"},
+    ),
+    "mixture-quantiles": Model(
+        "--position-embedding-type rope --ffn-hidden-size 24",
+        fields=_MIXTURE
+        | {
+            "moe_router_load_balancing_type": ("quantile_balancing",),
+            "moe_router_quantile_balancing_ema": 0.3,
+            "moe_router_score_function": "sigmoid",
+        },
+    ),
+    "mixture-weighed-inputs": Model(
+        "--position-embedding-type rope --ffn-hidden-size 24",
+        fields=_MIXTURE | {"moe_apply_probs_on_input": True, "moe_router_topk": 1, "moe_router_pre_softmax": True},
+    ),
     "mixture-per-token": Model(
         "--calculate-per-token-loss --swiglu --ffn-hidden-size 24",
         fields=_MIXTURE | {"moe_aux_loss_coeff": (0.05,)},
@@ -323,6 +340,33 @@ EXPERT_PARALLEL = [
     Case(Layout(dp=2), "mixture", fsdp="zero3", recompute="parts-moe_act+shared_experts"),
 ]
 """Experts divided over ranks; the first three rows are always run."""
+EXPERTS_OF_LATENT_VECTORS = [
+    Case(Layout(tp=2, dp=2, ep=2), "mixture-latent", sequence_parallel=True, dispatcher="alltoall", zero1=True),
+    Case(Layout(tp=2), "mixture-latent"),
+    Case(Layout(tp=2, pp=2), "mixture-latent", sequence_parallel=True, virtual_stages=2),
+    Case(Layout(tp=2, dp=2, ep=2, etp=1), "mixture-latent", sequence_parallel=True, zero1=True),
+    Case(Layout(cp=2, dp=2, ep=4), "mixture-latent", dispatcher="alltoall"),
+    Case(Layout(dp=2, etp=2), "mixture-latent", zero1=True),
+    Case(Layout(pp=2, dp=2, ep=2), "mixture-latent", schedule="zb-h1"),
+    Case(Layout(dp=2), "mixture-latent", fsdp="zero3"),
+    Case(Layout(dp=2, ep=2), "mixture-latent", dispatcher="alltoall", recompute="uniform-2"),
+    Case(Layout(tp=2, dp=2, ep=2), "mixture-latent", sequence_parallel=True, recompute="parts-moe+layernorm"),
+    Case(Layout(tp=2), "mixture-latent", sequence_parallel=True, recompute="parts-moe_act+shared_experts+layernorm"),
+    Case(Layout(tp=2), "mixture-latent", sequence_parallel=True, compiled=True),
+]
+"""Projections around the experts; the first row is always run."""
+EXPERTS_BY_QUANTILES = [
+    Case(Layout(tp=2, dp=2, ep=2), "mixture-quantiles", sequence_parallel=True, dispatcher="alltoall", zero1=True),
+    Case(Layout(tp=2), "mixture-quantiles"),
+    Case(Layout(cp=2, dp=2, ep=2), "mixture-quantiles", dispatcher="alltoall"),
+    Case(Layout(pp=2, dp=2), "mixture-quantiles", virtual_stages=2, zero1=True),
+    Case(Layout(dp=2), "mixture-quantiles", recompute="uniform-2"),
+    Case(Layout(tp=2), "mixture-quantiles", sequence_parallel=True, recompute="parts-moe"),
+    Case(Layout(dp=2), "mixture-quantiles", fsdp="zero3"),
+    Case(Layout(tp=2, dp=2, ep=2, etp=1), "mixture-weighed-inputs", sequence_parallel=True, zero1=True),
+    Case(Layout(dp=2, etp=2), "mixture-weighed-inputs", recompute="parts-moe_act"),
+]
+"""Offsets of experts from quantiles, and experts that weigh their inputs; the first row is always run."""
 EXPERT_TENSOR = [
     Case(Layout(tp=2, dp=2, ep=2, etp=1), "mixture", sequence_parallel=True, zero1=True),
     Case(Layout(dp=4, ep=2, etp=2), "mixture-biases", dispatcher="alltoall", zero1=True),
@@ -906,6 +950,8 @@ ALWAYS = (
     | set(T5[:2])
     | set(EXPERT_PARALLEL[:3])
     | set(EXPERT_TENSOR[:2])
+    | set(EXPERTS_OF_LATENT_VECTORS[:1])
+    | set(EXPERTS_BY_QUANTILES[:1])
     | set(PREDICTION[:3])
     | set(COMPILED[:1])
 )
@@ -919,6 +965,8 @@ ALL = [
     *EXPERTS,
     *EXPERT_PARALLEL,
     *EXPERT_TENSOR,
+    *EXPERTS_OF_LATENT_VECTORS,
+    *EXPERTS_BY_QUANTILES,
     *LATENT,
     *PREDICTION,
     *BERT,

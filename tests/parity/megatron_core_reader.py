@@ -133,6 +133,10 @@ def main() -> None:
     from megatron.core import dist_checkpointing, parallel_state
 
     parallel_state.initialize_model_parallel(request["tp"], request["pp"])
+    if request["config"].get("num_moe_experts"):
+        from megatron_core_models import stub_streams
+
+        stub_streams()
     config, model = build(request)
     optimizer = build_optimizer(request, config, model) if request["optimizer"] else None
     if request.get("per_rank"):

@@ -43,6 +43,16 @@ LLAMA_CONFIG = {
     "ffn_hidden_size": 48,
     "num_query_groups": 2,
 }
+LATENT = (
+    *(*LLAMA, "--num-experts", 4, "--moe-ffn-hidden-size", 24, "--moe-layer-freq", "[0,1,1,0]", "--moe-latent-size", 8),
+    *("--moe-router-score-function", "sigmoid", "--moe-router-enable-expert-bias"),
+)
+LATENT_CONFIG = {
+    **LLAMA_CONFIG,
+    **{"num_moe_experts": 4, "moe_ffn_hidden_size": 24, "moe_layer_freq": [0, 1, 1, 0], "moe_latent_size": 8},
+    **{"moe_router_topk": 2, "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
+    "moe_token_dispatcher_type": "alltoall",
+}
 TP2, PP2 = ("--tensor-model-parallel-size", 2), ("--pipeline-model-parallel-size", 2)
 CASES: dict[str, tuple[int, tuple[Any, ...], bool]] = {
     "gpt2": (1, (), False),
@@ -50,6 +60,7 @@ CASES: dict[str, tuple[int, tuple[Any, ...], bool]] = {
     "gpt2-dp2-zero1-bf16": (2, ("--use-distributed-optimizer", "--bf16"), False),
     "llama-pp2": (2, (*PP2, *LLAMA), True),
     "llama-bf16": (1, ("--bf16", *LLAMA), True),
+    "latent-experts-tp2-bf16": (2, (*TP2, "--sequence-parallel", "--bf16", *LATENT), True),
 }
 READERS = {"one": (1, 1), "tp2": (2, 1), "pp2": (1, 2)}
 
@@ -108,6 +119,12 @@ def expected(space: ModelSpace, whole: dict[str, torch.Tensor], name: str, layer
     return local_part(tensor, space.placements[ours], *place)
 
 
+def config_of(flags: tuple[Any, ...], *, llama: bool) -> dict[str, Any]:
+    """Megatron's names of what the flags say of the model."""
+    of_llama = LATENT_CONFIG if "--moe-latent-size" in flags else LLAMA_CONFIG
+    return of_llama if llama else {}
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("case", CASES)
@@ -124,7 +141,7 @@ def test_megatron_loads_what_is_saved_here(
     tp, pp = READERS[reader]
     request = {
         "folder": str(store.folder(3)),
-        "config": {"num_layers": 4, "hidden_size": 16, "num_attention_heads": 4, **(LLAMA_CONFIG if llama else {})},
+        "config": {"num_layers": 4, "hidden_size": 16, "num_attention_heads": 4, **config_of(flags, llama=llama)},
         "vocab_size": args["padded_vocab_size"],
         "positions": 16,
         "tied": not llama,
@@ -152,6 +169,7 @@ PER_RANK: dict[str, tuple[int, tuple[int, int], tuple[Any, ...], bool]] = {
     "gpt2-pp2-zero1-bf16": (2, (1, 2), (*PP2, *ZERO1, "--bf16"), False),
     "llama-pp2": (2, (1, 2), (*PP2, *LLAMA), True),
     "llama-tp2-zero1-bf16": (2, (2, 1), (*TP2, *ZERO1, "--bf16", *LLAMA), True),
+    "latent-experts-pp2": (2, (1, 2), (*PP2, *LATENT), True),
 }
 """Name -> ranks, (tensor, pipeline) sizes, flags, whether it is a Llama."""
 
@@ -170,7 +188,7 @@ def test_megatron_loads_per_rank_files(case: str, core: Path, tmp_path: Path, wa
     space = model_space_of(args, "ours")
     request = {
         "folder": str(store.folder(3)),
-        "config": {"num_layers": 4, "hidden_size": 16, "num_attention_heads": 4, **(LLAMA_CONFIG if llama else {})},
+        "config": {"num_layers": 4, "hidden_size": 16, "num_attention_heads": 4, **config_of(flags, llama=llama)},
         "vocab_size": args["padded_vocab_size"],
         "positions": 16,
         "tied": not llama,

@@ -55,6 +55,8 @@ MIXTURE = (
     *("--num-experts", 4, "--moe-ffn-hidden-size", 24, "--moe-router-topk", 2, "--moe-layer-freq", "[0,1,1,0]"),
     *("--moe-token-dispatcher-type", "alltoall", "--moe-aux-loss-coeff", 0.01),
 )
+LATENT = (*MIXTURE, "--moe-latent-size", 8)
+LATENT_CONFIG = {**MIXTURE_CONFIG, "moe_latent_size": 8}
 LAYOUTS = {
     "one": (1, 1, 1, 1),
     "tp2": (2, 2, 1, 1),
@@ -150,7 +152,8 @@ class Written:
     Attributes:
         number: of ranks.
         tp, pp, vpp, ep, etp: of its layout; vpp 1 without virtual stages.
-        model: "gpt2" tied, "llama" untied or "mixture" of experts in two of four layers.
+        model: "gpt2" tied, "llama" untied or "mixture" of experts in two of four layers, "mixture-latent" with
+            projections around them.
         dtype: bf16, fp16 or fp32.
         sharding: how the optimizer is divided, "" not; "per_rank..." for files by rank.
         bucket_size: elements from which on a bucket is closed.
@@ -180,7 +183,8 @@ class Written:
 
 def check(written: Written, core: Path, folder: Path) -> dict[str, torch.Tensor]:
     """Have Megatron write, and compare every tensor; those that were found."""
-    own = {"gpt2": ((), {}), "llama": (LLAMA, LLAMA_CONFIG), "mixture": (MIXTURE, MIXTURE_CONFIG)}[written.model]
+    mixtures = {"mixture": (MIXTURE, MIXTURE_CONFIG), "mixture-latent": (LATENT, LATENT_CONFIG)}
+    own = {"gpt2": ((), {}), "llama": (LLAMA, LLAMA_CONFIG), **mixtures}[written.model]
     flags = f"--tensor-model-parallel-size {written.tp} --pipeline-model-parallel-size {written.pp}"
     flags += f" --num-virtual-stages-per-pipeline-rank {written.vpp}" if written.vpp > 1 else ""
     flags += " --use-distributed-optimizer" if written.zero1 else ""
@@ -200,7 +204,7 @@ def check(written: Written, core: Path, folder: Path) -> dict[str, torch.Tensor]
         "config": {
             **{"num_layers": 4, "hidden_size": 16, "num_attention_heads": 4},
             **own[1],
-            **(parallel if written.model == "mixture" else {}),
+            **(parallel if written.model in mixtures else {}),
         },
         "vocab_size": ROWS,
         "positions": 16,
@@ -267,6 +271,23 @@ OF_EXPERTS = [
 @pytest.mark.full
 @pytest.mark.parametrize("written", [replace(one, model="mixture") for one in OF_EXPERTS], ids=str)
 def test_what_megatron_writes_of_experts_is_read(written: Written, core: Path, tmp_path: Path) -> None:
+    check(written, core, tmp_path)
+
+
+OF_LATENT = [
+    Written(4, tp=2, ep=2, etp=1, dtype="bf16", sharding="dp_reshardable", bucket_size=500),
+    Written(4, pp=2, ep=2, dtype="bf16", sharding="per_rank_zero1"),
+    Written(2, ep=2, dtype="bf16", sharding="fully_reshardable"),
+    Written(2, tp=2, etp=2, sharding="per_rank"),
+    Written(2, ep=2, sharding="dp_reshardable", fused=True),
+]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("written", [replace(one, model="mixture-latent") for one in OF_LATENT], ids=str)
+def test_what_megatron_writes_of_experts_on_latent_vectors_is_read(
+    written: Written, core: Path, tmp_path: Path
+) -> None:
     check(written, core, tmp_path)
 
 

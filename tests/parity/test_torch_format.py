@@ -597,7 +597,7 @@ def test_another_model_than_the_args_say(unpack: Callable[..., Path]) -> None:
     message = with_args(ffn_hidden_size=32)
     assert "decoder.layers.0.mlp.linear_fc1.weight has shape [64, 16] instead of [32, 16]" in message
     assert "mtp.layers.1.eh_proj.weight is missing" in with_args(mtp_num_layers=2)
-    assert "--moe-latent-size" in with_args(moe_latent_size=2)
+    assert "--hybrid-override-pattern" in with_args(hybrid_override_pattern="M*")
     del args["padded_vocab_size"]
     assert "lack 'padded_vocab_size'" in with_args()
     torch.save({key: value for key, value in body.items() if key != "args"}, file)

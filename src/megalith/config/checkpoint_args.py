@@ -87,6 +87,8 @@ MODEL_SETTINGS = (
     "moe_ffn_hidden_size",
     "moe_shared_expert_intermediate_size",
     "moe_shared_expert_gate",
+    "moe_latent_size",
+    "moe_apply_probs_on_input",
     "moe_router_topk",
     "moe_router_score_function",
     "moe_router_pre_softmax",

@@ -92,17 +92,50 @@ def each_balancing_loss_has_a_coefficient(draft: Draft) -> str:
 
 
 @rule("moe_router_load_balancing_type", "moe_aux_loss_coeff", "num_experts")
-def sinkhorn_balances_alone(draft: Draft) -> str:
+def choices_balance_alone(draft: Draft) -> str:
     model = draft.run.model
-    kinds = model.moe_router_load_balancing_type
-    if not model.num_experts or "sinkhorn" not in kinds:
+    kinds, by = model.moe_router_load_balancing_type, model.chooses_by
+    if not model.num_experts or not by:
         return ""
     if len(kinds) > 1 or any(model.moe_aux_loss_coeff):
         return (
-            f"{show(draft, 'moe_router_load_balancing_type')} with {show(draft, 'moe_aux_loss_coeff')}: sinkhorn "
+            f"{show(draft, 'moe_router_load_balancing_type')} with {show(draft, 'moe_aux_loss_coeff')}: {by} "
             "balances by the choice itself and takes no loss beside it; leave --moe-aux-loss-coeff out"
         )
     return ""
+
+
+@rule("moe_router_load_balancing_type", "moe_router_num_groups", "moe_router_enable_expert_bias", "num_experts")
+def quantiles_are_of_all_experts(draft: Draft) -> str:
+    model = draft.run.model
+    if not model.num_experts or model.chooses_by != "quantile_balancing":
+        return ""
+    beside = [name for name in ("moe_router_num_groups", "moe_router_enable_expert_bias") if getattr(model, name)]
+    if not beside:
+        return ""
+    return (
+        f"{' and '.join(show(draft, name) for name in beside)} with --moe-router-load-balancing-type "
+        "quantile_balancing, which chooses among all experts by offsets of its own; leave it out"
+    )
+
+
+@rule("moe_router_load_balancing_type", "moe_router_topk", "num_experts")
+def quantiles_need_an_expert_that_is_left(draft: Draft) -> str:
+    model = draft.run.model
+    if model.chooses_by != "quantile_balancing" or model.moe_router_topk != model.num_experts:
+        return ""
+    return (
+        f"{show(draft, 'moe_router_topk')} of {show(draft, 'num_experts')} with quantile_balancing: every token goes "
+        "to all experts, whose load is the same; use --moe-router-load-balancing-type none"
+    )
+
+
+@rule("moe_apply_probs_on_input", "moe_router_topk", "num_experts")
+def inputs_are_weighed_for_one_expert(draft: Draft) -> str:
+    model = draft.run.model
+    if not model.num_experts or not model.moe_apply_probs_on_input or model.moe_router_topk == 1:
+        return ""
+    return f"--moe-apply-probs-on-input needs --moe-router-topk 1, and {show(draft, 'moe_router_topk')} is given"
 
 
 @rule("moe_expert_capacity_factor", "moe_router_load_balancing_type", "num_experts")
@@ -136,6 +169,16 @@ def a_coefficient_without_a_loss(draft: Draft) -> str:
     )
 
 
+@rule("moe_router_quantile_balancing_ema", "moe_router_load_balancing_type")
+def offsets_without_quantiles(draft: Draft) -> str:
+    if "moe_router_quantile_balancing_ema" not in draft.given or draft.run.model.chooses_by == "quantile_balancing":
+        return ""
+    return (
+        f"{show(draft, 'moe_router_quantile_balancing_ema')} has no effect without --moe-router-load-balancing-type "
+        "quantile_balancing"
+    )
+
+
 EXPERT_RULES: tuple[Rule, ...] = (
     tokens_find_enough_experts,
     one_expert_keeps_a_gradient,
@@ -143,7 +186,10 @@ EXPERT_RULES: tuple[Rule, ...] = (
     groups_divide_the_experts,
     the_bias_corrects_separate_scores,
     each_balancing_loss_has_a_coefficient,
-    sinkhorn_balances_alone,
+    choices_balance_alone,
+    quantiles_are_of_all_experts,
+    quantiles_need_an_expert_that_is_left,
+    inputs_are_weighed_for_one_expert,
     capacity_is_for_weighed_choices,
     padding_needs_a_capacity,
 )
@@ -152,6 +198,9 @@ _OF_MIXTURES = (
     "moe_layer_freq",
     "moe_ffn_hidden_size",
     "moe_shared_expert_intermediate_size",
+    "moe_latent_size",
+    "moe_apply_probs_on_input",
+    "moe_router_force_load_balancing",
     "moe_router_topk",
     "moe_router_score_function",
     "moe_router_pre_softmax",
@@ -168,10 +217,20 @@ _OF_MIXTURES = (
     "expert_tensor_parallel_size",
 )
 
+_OF_TRACES = (
+    "moe_routing_trace_max_training_iters",
+    "moe_routing_trace_capture_hidden_states",
+    "moe_routing_trace_capture_logits",
+    "moe_routing_trace_dump_weights",
+)
+
 EXPERT_NOTICES: tuple[Rule, ...] = (
     a_coefficient_without_a_loss,
+    offsets_without_quantiles,
     *(idle_without(name, "num_experts", "--num-experts is not given, no layer has experts") for name in _OF_MIXTURES),
     idle_without("moe_shared_expert_gate", "moe_shared_expert_intermediate_size", "there is no shared expert"),
     idle_without("moe_router_bias_update_rate", "moe_router_enable_expert_bias", "no expert has a bias"),
+    idle_without("moe_routing_trace_path", "num_experts", "--num-experts is not given, nothing is routed"),
+    *(idle_without(name, "moe_routing_trace_path", "nothing is traced") for name in _OF_TRACES),
     idle_without("moe_token_drop_policy", "moe_expert_capacity_factor", "experts take every token"),
 )

@@ -22,8 +22,6 @@ _NOT_USED: tuple[Any, ...] = (None, False, 0, 0.0, 1.0, "", "none", [])
 _UNKNOWN_HERE = {
     "hybrid_override_pattern": "--hybrid-override-pattern",
     "heterogeneous_layers_config_path": "--heterogeneous-layers-config-path",
-    "moe_latent_size": "--moe-latent-size",
-    "moe_apply_probs_on_input": "--moe-apply-probs-on-input",
 }
 
 

@@ -29,7 +29,8 @@ def mixture(config: ModelConfig) -> MoESettings:
         groups=config.moe_router_num_groups,
         top_groups=config.moe_router_group_topk,
         scaling=config.moe_router_topk_scaling_factor,
-        sinkhorn="sinkhorn" in config.moe_router_load_balancing_type,
+        sinkhorn=config.chooses_by == "sinkhorn",
+        quantiles=config.chooses_by == "quantile_balancing",
         capacity_factor=config.moe_expert_capacity_factor,
         drop_by_position=config.moe_token_drop_policy == "position",
     )
@@ -41,12 +42,15 @@ def mixture(config: ModelConfig) -> MoESettings:
         jitter=config.moe_input_jitter_eps,
         dtype=_ROUTER_DTYPES[config.moe_router_dtype],
         bias=config.add_bias_linear,
+        random=config.moe_router_force_load_balancing,
     )
     return MoESettings(
         router,
         config.expert_size,
         shared_size=config.moe_shared_expert_intermediate_size,
         shared_gate=config.moe_shared_expert_gate,
+        latent_size=config.moe_latent_size,
+        weigh_inputs=config.moe_apply_probs_on_input,
     )
 
 

@@ -1,5 +1,5 @@
-"""Hugging Face's config.json and our `ModelConfig`, either way: GPT-2, Llama, Mistral, Qwen2, Qwen3, BERT, T5,
-Mixtral, Qwen3-MoE and DeepSeek-V3 (`huggingface_bert`, `huggingface_t5`, `huggingface_experts`,
+"""Hugging Face's config.json and our `ModelConfig`, either way: GPT-2, Llama, Mistral, Qwen2, Qwen3, BERT (also
+Megatron's), T5, Mixtral, Qwen3-MoE and DeepSeek-V3 (`huggingface_bert`, `huggingface_t5`, `huggingface_experts`,
 `huggingface_deepseek`).
 
 Reading is strict. Whatever a config.json asks for that the model here has not is an error that names it, and so is a
@@ -68,7 +68,10 @@ FAMILIES = {
         Family("mixtral", "MixtralForCausalLM", huggingface_experts.ABSENT["mixtral"]),
         Family("qwen3_moe", "Qwen3MoeForCausalLM", huggingface_experts.ABSENT["qwen3_moe"]),
         Family(huggingface_deepseek.KIND, huggingface_deepseek.ARCHITECTURE, huggingface_deepseek.ABSENT),
-        Family("bert", "BertForPreTraining", huggingface_bert.ABSENT, (huggingface_bert.MASKED_LM,)),
+        *(
+            Family(kind, architecture, huggingface_bert.ABSENT, (huggingface_bert.MASKED_LM[kind],))
+            for kind, architecture in huggingface_bert.ARCHITECTURES.items()
+        ),
         *(Family(kind, huggingface_t5.ARCHITECTURES[kind], absent) for kind, absent in huggingface_t5.ABSENT.items()),
     )
 }
@@ -115,11 +118,11 @@ def model_of_config(config: Any, where: str) -> HuggingFaceModel:
 
 
 def _model(reading: Reading, kind: str) -> ModelConfig:
-    if kind == "bert":
+    if kind in huggingface_bert.ARCHITECTURES:
         dropouts = ("hidden_dropout_prob", "attention_probs_dropout_prob")
         hidden, attention = (_probability(reading, key, 0.1) for key in dropouts)
         std = _probability(reading, "initializer_range", 0.02)
-        model = huggingface_bert.read(reading)
+        model = huggingface_bert.read(reading, kind)
         return dataclasses.replace(model, hidden_dropout=hidden, attention_dropout=attention, init_method_std=std)
     if kind == huggingface_deepseek.KIND:
         model = huggingface_deepseek.read(reading)
@@ -261,6 +264,11 @@ def family_for(model: ModelConfig, wanted: str | None = None) -> Family:
     raise CheckpointError("\n  ".join(["no model of Hugging Face is like this one:", *lines]))
 
 
+def _family_here(kind: str) -> str:
+    """The --model-family of a `model_type`."""
+    return "bert" if kind in huggingface_bert.ARCHITECTURES else "t5" if kind in huggingface_t5.ABSENT else "gpt"
+
+
 def _unlike(model: ModelConfig, kind: str) -> list[str]:
     """What keeps a family from being this model."""
     wanted: dict[str, Any] = {
@@ -277,9 +285,9 @@ def _unlike(model: ModelConfig, kind: str) -> list[str]:
         "activation_func_clamp_value": None,
         "glu_linear_offset": 0.0,
     }
-    wanted["model_family"] = "bert" if kind == "bert" else "t5" if kind in huggingface_t5.ABSENT else "gpt"
-    if kind == "bert":
-        of_bert, fits = huggingface_bert.unlike(model)
+    wanted["model_family"] = _family_here(kind)
+    if kind in huggingface_bert.ARCHITECTURES:
+        of_bert, fits = huggingface_bert.unlike(model, kind)
         wanted |= of_bert
     elif kind in huggingface_t5.ABSENT:
         of_t5, fits = huggingface_t5.unlike(model, kind)
@@ -357,8 +365,8 @@ def config_of_model(
         name = "torch_dtype" if "torch_dtype" in kept and "dtype" not in kept else "dtype"
         ahead = {NEXT: model.predictions} if NEXT in kept else {}
         return {**kept, "vocab_size": vocab_size, name: dtype, **ahead}
-    if family.model_type == "bert":
-        described = huggingface_bert.config_of(model)
+    if family.model_type in huggingface_bert.ARCHITECTURES:
+        described = huggingface_bert.config_of(model, family.model_type)
     elif family.model_type in huggingface_t5.ABSENT:
         roles = special or {}
         described = huggingface_t5.config_of(model, roles.get("bos", roles.get("pad")))
@@ -420,10 +428,10 @@ _DECIDES_LOGITS = words(
     attention_output_gate softmax_type softmax_scale windows rotated_layers rotary_size
     rotary_seq_len_interpolation_factor experts expert_size moe_router_topk moe_router_pre_softmax
     moe_router_score_function moe_router_num_groups moe_router_group_topk moe_router_topk_scaling_factor
-    moe_shared_expert_intermediate_size moe_shared_expert_gate moe_expert_capacity_factor
-    moe_router_enable_expert_bias multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim
-    v_head_dim rotary_kind t5_scaled_logits num_decoder_layers relative_attention_num_buckets
-    relative_attention_max_distance
+    moe_shared_expert_intermediate_size moe_shared_expert_gate moe_latent_size moe_expert_capacity_factor
+    moe_router_enable_expert_bias chooses_by moe_apply_probs_on_input multi_latent_attention q_lora_rank kv_lora_rank
+    qk_head_dim qk_pos_emb_head_dim v_head_dim rotary_kind t5_scaled_logits num_decoder_layers
+    relative_attention_num_buckets relative_attention_max_distance
     """
 )
 

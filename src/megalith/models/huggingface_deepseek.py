@@ -161,6 +161,9 @@ def unlike(model: ModelConfig) -> tuple[dict[str, Any], dict[str, bool]]:
         "moe_router_enable_expert_bias": True,
         "moe_shared_expert_gate": False,
         "moe_expert_capacity_factor": None,
+        "moe_latent_size": None,
+        "moe_apply_probs_on_input": False,
+        "chooses_by": "",
     }
     if not model.mixture:
         return wanted, {}

@@ -99,7 +99,8 @@ def unlike(model: ModelConfig, kind: str) -> dict[str, bool]:
         "weights that are a softmax": model.moe_router_score_function == "softmax"
         and model.moe_router_topk_scaling_factor is None
         and model.moe_router_group_topk is None
-        and "sinkhorn" not in model.moe_router_load_balancing_type,
+        and not model.chooses_by,
+        "experts of hidden states": model.moe_latent_size is None and not model.moe_apply_probs_on_input,
         "experts without a capacity": model.moe_expert_capacity_factor is None,
         "no expert that takes every token": model.moe_shared_expert_intermediate_size is None,
     }

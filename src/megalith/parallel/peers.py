@@ -57,5 +57,11 @@ class TokenPeers:
             x = comm.all_reduce(x, axis)
         return x
 
+    def all_of_micro_batch(self, x: Tensor) -> Tensor:
+        x = x.detach()
+        for axis in self._sharing:
+            x = comm.all_gather(x, axis)
+        return x
+
     def sum_of_step(self, x: Tensor) -> Tensor:
         return comm.all_reduce(self.sum_of_micro_batch(x), self._replicas)

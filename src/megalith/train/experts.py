@@ -1,4 +1,4 @@
-"""What a step does for mixtures of experts beside the gradients: their losses are collected, their biases moved."""
+"""What a step does for mixtures of experts beside the gradients: losses are collected, biases and offsets moved."""
 
 from __future__ import annotations
 
@@ -80,6 +80,23 @@ def _of_all_layers(sums: Tensor, chunks: Sequence[LanguageModel], context: Paral
 
 def _sum(auxiliary: Auxiliary, name: str) -> float:
     return sum(float(value) for value in auxiliary.recorded.get(name, {}).values())
+
+
+@torch.no_grad()
+def set_offsets(chunks: Sequence[LanguageModel], context: ParallelContext, memory: float) -> None:
+    """Set the offsets of experts that quantiles balance, to those that this step asked for.
+
+    These are means over the micro-batches of all replicas, of which the share `memory` of what was before is kept. What
+    all experts have in common is taken away, for it decides nothing.
+
+    Source: Megatron-LM pull request 5349 (June 2026).
+    """
+    for router in routers(chunks):
+        if router.qb_beta is not None:
+            batches = max(router.offset_batches, 1) * context.dp.size
+            asked_E = comm.all_reduce(router.offsets_E / batches, context.dp)
+            offsets_E = memory * router.qb_beta + (1.0 - memory) * asked_E
+            router.qb_beta.copy_(offsets_E - offsets_E.mean())
 
 
 @torch.no_grad()

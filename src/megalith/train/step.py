@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megalith.parallel import pipeline
 from megalith.schedules.pipeline import default_schedule, make_schedule
-from megalith.train.experts import auxiliary_losses, begin_step, expert_load, loss_names, move_biases
+from megalith.train.experts import auxiliary_losses, begin_step, expert_load, loss_names, move_biases, set_offsets
 from megalith.train.faults import Probe, no_probe
 from megalith.train.results import StepResult
 from megalith.train.spoil import Spoiler
@@ -131,6 +131,7 @@ def train_step(
     if outcome.applied:
         state.schedule_samples += work.num_samples * replicas
         move_biases(state.chunks, state.context, model.moe_router_bias_update_rate)
+        set_offsets(state.chunks, state.context, model.moe_router_quantile_balancing_ema)
     state.updating = False
     return StepResult(
         iteration=step,

@@ -32,7 +32,7 @@ def step_flops(
     hidden, gate = model.hidden_size, 1.5 if model.gated else 1.0
     attention = _attention(model, seq_length)
     layers = (*model.experts, *model.experts[-1:] * model.predictions)  # those of prediction are like the last one
-    feed_forward = [2 * hidden * _width(model, experts) * gate for experts in layers]
+    feed_forward = [2 * _feed_forward(model, experts) for experts in layers]
     products = seq_length * sum(2 * attention + layer for layer in feed_forward)
     predicted = seq_length
     if model.model_family == "t5":
@@ -60,11 +60,15 @@ def _attention(model: ModelConfig, seq_length: int) -> float:
     return (queries + others + seq_length / 2 * heads * (size + model.v_head_dim)) / 2
 
 
-def _width(model: ModelConfig, experts: int) -> int:
-    """Of the feed-forward layer that a token goes through, all its experts together."""
+def _feed_forward(model: ModelConfig, experts: int) -> float:
+    """Of the feed-forward layer that a token goes through, half the multiplications of a forward pass."""
+    hidden, gate = model.hidden_size, 1.5 if model.gated else 1.0
     if not experts:
-        return model.ffn_size
-    return model.moe_router_topk * model.expert_size + (model.moe_shared_expert_intermediate_size or 0)
+        return hidden * model.ffn_size * gate
+    routed, shared = model.moe_router_topk * model.expert_size, model.moe_shared_expert_intermediate_size or 0
+    if model.moe_latent_size is None:
+        return hidden * (routed + shared) * gate
+    return (model.moe_latent_size * routed + hidden * shared) * gate + hidden * model.moe_latent_size
 
 
 def measure_peak(device: torch.device, dtype: torch.dtype, budget_seconds: float = 0.25) -> float:

@@ -48,6 +48,9 @@ def draw_model(random: random.Random) -> dict[str, Any]:
         args["moe_layer_freq"] = random.choice((1, [0, 1] * (args["num_layers"] // 2)))
         args["moe_router_enable_expert_bias"] = random.random() < 0.4
         args |= {"moe_router_score_function": "sigmoid"} if args["moe_router_enable_expert_bias"] else {}
+        args |= {"moe_latent_size": 6} if random.random() < 0.3 else {}
+        if not args["moe_router_enable_expert_bias"] and random.random() < 0.3:
+            args["moe_router_load_balancing_type"] = "quantile_balancing"
         if not args["add_bias_linear"] and random.random() < 0.5:
             args |= {"moe_shared_expert_intermediate_size": 16, "moe_shared_expert_gate": random.random() < 0.5}
     if random.random() < 0.3:

@@ -8,6 +8,7 @@ from megalith.compat.megatron.console import timing_lines
 from megalith.compat.megatron.memory import memory_line, theory, theory_lines
 from megalith.compat.megatron.screen import duration
 from megalith.config import RunConfig, from_values
+from megalith.models.gpt import GPT
 
 
 def run(layers: int, hidden: int, heads: int, length: int, **more: object) -> RunConfig:
@@ -41,6 +42,18 @@ def test_of_a_model_of_experts_every_expert_counts() -> None:
     some = theory(run(2, 16, 4, 32, **parts, moe_layer_freq="[0,1]"), 512).transformer
     every = theory(run(2, 16, 4, 32, **parts), 512).transformer
     assert every - some == 3 * 16 * 48 * 3  # three experts less in the first layer
+
+
+def test_experts_on_latent_vectors_are_narrow() -> None:
+    parts = {"position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True, "add_bias_linear": False}
+    parts |= {"num_experts": 4, "moe_ffn_hidden_size": 24, "moe_shared_expert_intermediate_size": 8}
+    parts |= {"ffn_hidden_size": 48}
+    settings = run(2, 16, 4, 32, **parts, moe_latent_size=6, moe_layer_freq="[0,1]")
+    model = GPT(settings.model, 512)
+    routers = 4 * 16  # which Megatron's formula leaves out
+    embedding = 512 * 16
+    whole = sum(parameter.numel() for parameter in model.parameters()) - routers - embedding
+    assert theory(settings, 512).transformer == whole
 
 
 def test_of_t5_both_stacks_count() -> None:

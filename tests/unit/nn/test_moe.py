@@ -16,7 +16,15 @@ from megalith.nn.moe.balance import Alone, Auxiliary, balancing_scores, switch_l
 from megalith.nn.moe.layer import MoE, MoESettings
 from megalith.nn.moe.permutation import from_experts, order_by_expert, to_experts
 from megalith.nn.moe.router import Router, RouterSettings
-from megalith.nn.moe.routing import Choice, RoutingRule, best_experts, choose, sinkhorn_plan, within_capacity
+from megalith.nn.moe.routing import (
+    Choice,
+    RoutingRule,
+    best_experts,
+    choose,
+    quantile_offsets,
+    sinkhorn_plan,
+    within_capacity,
+)
 from megalith.nn.placement import Split
 from megalith.nn.region import SOLO
 
@@ -68,6 +76,54 @@ def test_groups_are_ranked_by_the_sum_of_their_best() -> None:
     rule = RoutingRule(experts=6, top_k=2, groups=3, top_groups=1)
     scores = torch.tensor([[0.9, 0.0, 0.5, 0.5, 0.6, 0.1]])
     assert sorted(best_experts(scores, rule)[0].tolist()) == [2, 3]  # not expert 0, the best of all
+
+
+def test_quantiles_fill_every_expert_with_its_share() -> None:
+    rule, logits = RoutingRule(experts=4, quantiles=True), _logits(tokens=400)
+    logits[:, 1] += 2.0
+    offsets = torch.zeros(4)
+
+    def loads() -> list[int]:
+        return torch.bincount(choose(logits, rule, bias_E=offsets).experts_TK.flatten(), minlength=4).tolist()
+
+    assert max(loads()) > 300
+    for _ in range(20):
+        offsets = quantile_offsets(logits, rule, offsets)
+    assert all(abs(load - 200) <= 4 for load in loads())
+    choice = choose(logits, rule, bias_E=offsets)
+    assert torch.equal(choice.weights_TK, logits.gather(1, choice.experts_TK).softmax(-1))  # of the plain logits
+    for score, weigh in (("sigmoid", torch.sigmoid), ("softmax", lambda x: x.softmax(-1))):
+        other = dataclasses.replace(rule, score=score, pre_softmax=True, top_k=1)
+        chosen = choose(logits, other, bias_E=offsets)
+        assert torch.equal(chosen.experts_TK, (logits - offsets).argmax(-1, keepdim=True))
+        assert torch.equal(chosen.weights_TK, weigh(logits).gather(1, chosen.experts_TK))
+
+
+def test_offsets_are_those_of_a_sort() -> None:
+    rule, logits, offsets = RoutingRule(experts=4, quantiles=True), _logits(tokens=10), torch.tensor([0.5, -0.5, 0, 0])
+    third = (logits - offsets).sort(-1, descending=True).values[:, 2:3]
+    wanted = (logits - third).sort(0, descending=True).values[5]  # 10 tokens x 2 / 4 experts stand above
+    assert torch.equal(quantile_offsets(logits, rule, offsets), wanted)
+
+
+def test_inputs_that_are_weighed_are_not_weighed_again() -> None:
+    rule = RoutingRule(experts=4, top_k=1, pre_softmax=True)
+    layer = _layer(MoESettings(RouterSettings(rule), 6, weigh_inputs=True))
+    x = torch.randn(5, 2, 8, dtype=torch.float64)
+    choice, tokens, found = layer.router(x), x.view(10, 8), layer(x).view(10, 8)
+    for token, (expert, weight) in enumerate(zip(choice.experts_TK.flatten(), choice.weights_TK, strict=True)):
+        torch.testing.assert_close(found[token], layer.experts.local_experts[int(expert)](weight * tokens[token]))
+
+
+def test_random_choices_load_all_experts_and_the_router_still_learns() -> None:
+    layer = _layer(MoESettings(RouterSettings(RULE, random=True), 6))
+    with torch.no_grad():
+        layer.router.weight[1] += 100.0
+    x = torch.ones(2000, 1, 8, dtype=torch.float64)
+    counts = torch.bincount(layer.router(x).experts_TK.flatten(), minlength=4)
+    assert (counts - 1000).abs().max() < 150
+    layer(x).square().sum().backward()
+    assert layer.router.weight.grad is not None and layer.router.weight.grad.abs().sum() > 0
 
 
 def test_a_plan_gives_all_experts_equal_shares() -> None:
@@ -157,6 +213,20 @@ def test_a_layer_is_the_weighted_sum_of_its_experts(shared: int | None) -> None:
         if layer.shared_experts is not None:
             wanted = wanted + layer.shared_experts(flat[token : token + 1])
         assert torch.allclose(found[token], wanted[0])
+
+
+def test_experts_take_and_give_latent_vectors() -> None:
+    layer = _layer(MoESettings(RouterSettings(RULE), 6, shared_size=4, latent_size=3))
+    shapes = {name.split(".", 1)[1]: tuple(x.shape) for name, x in layer.experts.local_experts.named_parameters()}
+    assert shapes == {"linear_fc1.weight": (12, 3), "linear_fc2.weight": (3, 6)}
+    x = torch.randn(5, 2, 8, dtype=torch.float64)
+    choice, down, up = layer.router(x), layer.fc1_latent_proj, layer.fc2_latent_proj
+    assert down is not None and up is not None and layer.shared_experts is not None
+    z, y = down(x).reshape(10, 3), torch.zeros(10, 3, dtype=torch.float64)
+    for token in range(10):
+        for expert, weight in zip(choice.experts_TK[token].tolist(), choice.weights_TK[token], strict=True):
+            y[token] += weight * layer.experts.local_experts[expert](z[token])
+    torch.testing.assert_close(layer(x), up(y).view(5, 2, 8) + layer.shared_experts(x))
 
 
 def test_a_token_without_room_passes_by() -> None:

@@ -115,6 +115,11 @@ EFFECTS = [
     # experts
     (BY_ITERS, "--num-experts 4"),
     (EXPERTS, "--moe-router-topk 3"),
+    (EXPERTS, "--moe-latent-size 4"),
+    (EXPERTS, "--moe-router-force-load-balancing"),
+    (EXPERTS, "--moe-router-load-balancing-type quantile_balancing"),
+    (f"{EXPERTS} --moe-router-load-balancing-type quantile_balancing", "--moe-router-quantile-balancing-ema 0.9"),
+    (f"{EXPERTS} --moe-router-topk 1 --moe-router-pre-softmax", "--moe-apply-probs-on-input"),
     (EXPERTS, "--moe-router-topk-scaling-factor 3"),
     (EXPERTS, "--moe-router-score-function sigmoid"),
     (EXPERTS, "--moe-router-pre-softmax"),

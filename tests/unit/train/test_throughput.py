@@ -30,6 +30,17 @@ def test_flops_are_those_of_the_matrices() -> None:
     assert step_flops(model, vocabulary, sequence, batch) == pytest.approx(6 * batch * sequence * a_token)
 
 
+def test_flops_of_experts_on_latent_vectors_are_those_of_the_matrices() -> None:
+    hidden, latent, ffn, shared, sequence = 64, 24, 40, 32, 32
+    sizes = {"num_layers": 2, "hidden_size": hidden, "num_attention_heads": 4, "max_position_embeddings": sequence}
+    sizes |= {"swiglu": True, "ffn_hidden_size": 96, "num_experts": 8, "moe_router_topk": 3, "moe_layer_freq": "[0,1]"}
+    sizes |= {"moe_ffn_hidden_size": ffn, "moe_shared_expert_intermediate_size": shared}
+    dense = step_flops(ModelConfig(**{**sizes, "num_experts": None}), 512, sequence, 1)
+    found = step_flops(ModelConfig(**sizes, moe_latent_size=latent), 512, sequence, 1) - dense
+    of_token = 2 * hidden * latent + 3 * 3 * latent * ffn + 3 * hidden * shared - 3 * hidden * 96
+    assert found == pytest.approx(6 * sequence * of_token)
+
+
 def test_flops_of_t5_are_those_of_both_stacks() -> None:
     hidden, heads, encoder, decoder, vocabulary, batch = 64, 4, 48, 16, 512, 2
     model = ModelConfig(

@@ -63,6 +63,7 @@ class Stacking:
         attention: the linear modules of self-attention.
         latent: whether that makes its heads out of latent vectors.
         fused: whether files have the keys of TransformerEngine's modules rather than of Megatron's own.
+        projected: whether mixtures have projections around their experts.
     """
 
     stacks: Mapping[str, tuple[int, ...]]
@@ -72,6 +73,7 @@ class Stacking:
     attention: tuple[str, ...] = ("linear_proj", "linear_qkv")
     latent: bool = False
     fused: bool = False
+    projected: bool = False
 
     def slot(self, name: str) -> Slot:
         """Where a parameter stands.
@@ -174,6 +176,8 @@ class Stacking:
             for expert in range(experts):
                 name = f"{prefix}mlp.experts.experts.{linear}"
                 yield _object_key(name, (*index, expert), (*extents, experts))
+            if experts and self.projected:
+                yield _object_key(f"{prefix}mlp.{linear.removeprefix('linear_')}_latent_proj", index, extents)
             if experts and self.shared:
                 yield _object_key(f"{prefix}mlp.shared_experts.{linear}", index, extents)
 
@@ -196,8 +200,8 @@ def is_of_experts(key: str) -> bool:
 
 
 def stays_fp32(key: str) -> bool:
-    """Whether a weight's key is of what has fp32 in a model of any dtype: the bias for the choice of experts."""
-    return key.endswith(".mlp.router.expert_bias")
+    """Whether a weight's key is of what has fp32 in a model of any dtype: what is added for the choice of experts."""
+    return key.endswith((".mlp.router.expert_bias", ".mlp.router.qb_beta"))
 
 
 def dense(num_layers: int) -> Stacking:
@@ -218,6 +222,7 @@ def stacking_of(model: ModelConfig) -> Stacking:
         _linears_of_attention(model),
         model.multi_latent_attention,
         model.transformer_impl != "local",
+        model.moe_latent_size is not None,
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from megalith.config.fields import setting
 from megalith.config.patterns import read_pattern
 
-_WORK_MODELS = "the work on more models"
+_BY_CHOICE = ("sinkhorn", "quantile_balancing")
 _KERNELS = "which kernels move and multiply tokens is decided here, and the numbers do not change"
 
 
@@ -30,6 +30,19 @@ class ExpertSettings:
         None, help="width of the shared experts together, which take every token; none unless given", at_least=1
     )
     moe_shared_expert_gate: bool = setting(False, help="a gate for each token before the shared experts' output")
+    moe_latent_size: int | None = setting(
+        None,
+        help="tokens are projected to this size before they go to experts, and what these give is projected back; "
+        "experts take hidden states as they are unless given",
+        at_least=1,
+    )
+    moe_apply_probs_on_input: bool = setting(
+        False, help="weigh what an expert takes and not what it computes (with --moe-router-topk 1)"
+    )
+    moe_router_force_load_balancing: bool = setting(
+        False,
+        help="for benchmarks: experts are chosen by random numbers in place of the router's, and nothing is learned",
+    )
     moe_router_topk: int = setting(2, help="experts that each token goes to", at_least=1)
     moe_router_score_function: str = setting(
         "softmax",
@@ -52,9 +65,13 @@ class ExpertSettings:
     moe_router_load_balancing_type: tuple[str, ...] = setting(
         ("aux_loss",),
         help="what balances the load of the experts",
-        choices=("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"),
-        later=("quantile_balancing",),
-        later_with=_WORK_MODELS,
+        choices=("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "quantile_balancing", "none"),
+    )
+    moe_router_quantile_balancing_ema: float = setting(
+        0.0,
+        help="with quantile_balancing, the share of the offsets of the steps before in those of the next",
+        at_least=0,
+        below=1,
     )
     moe_aux_loss_coeff: tuple[float, ...] = setting((0.0,), help="coefficient of each balancing loss", at_least=0)
     moe_z_loss_coeff: float | None = setting(
@@ -102,7 +119,12 @@ class ExpertSettings:
         if len(kinds) == 1:
             coefficients = coefficients[:1]
         pairs = zip(kinds, coefficients, strict=len(kinds) > 1)
-        return {kind: value for kind, value in pairs if value > 0 and kind not in ("none", "sinkhorn")}
+        return {kind: value for kind, value in pairs if value > 0 and kind not in ("none", *_BY_CHOICE)}
+
+    @property
+    def chooses_by(self) -> str:
+        """What balances the load by the choice itself: sinkhorn, quantile_balancing or nothing."""
+        return next((kind for kind in _BY_CHOICE if kind in self.moe_router_load_balancing_type), "")
 
     def experts_of(self, num_layers: int) -> tuple[int, ...]:
         """Experts of each layer, 0 where it is dense. A frequency counts from the first layer."""

@@ -58,6 +58,10 @@ class Peers(Protocol):
         """The sum of `x` over the ranks that share the micro-batch; no gradient passes."""
         ...
 
+    def all_of_micro_batch(self, x: Tensor) -> Tensor:
+        """The rows of `x` [T, ...] of all ranks that share the micro-batch, in any order; no gradient passes."""
+        ...
+
     def sum_of_step(self, x: Tensor) -> Tensor:
         """The sum of `x` over all ranks with tokens of their own; no gradient passes."""
         ...
@@ -73,6 +77,9 @@ class Alone:
 
     def sum_of_micro_batch(self, x: Tensor) -> Tensor:
         return x
+
+    def all_of_micro_batch(self, x: Tensor) -> Tensor:
+        return x.detach()
 
     def sum_of_step(self, x: Tensor) -> Tensor:
         return x

@@ -24,6 +24,7 @@ class Experts(nn.Module):
         here: the numbers of these experts among all of the layer.
         total: how many the layer has on all ranks.
         region: the ranks that share each expert.
+        weigh_inputs: multiply rows by their weights before, and not what is between the projections.
         inner_again: compute what lies between their projections again in the backward pass.
 
     Attributes:
@@ -42,12 +43,14 @@ class Experts(nn.Module):
         *,
         bias: bool,
         inner_again: bool = False,
+        weigh_inputs: bool = False,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         super().__init__()
         self.first, self.total = here.start, total
         self.region, self.activation, self.inner_again = region, activation, inner_again
+        self.weigh_inputs = weigh_inputs
         layers = [
             FeedForward(hidden_size, ffn_size, activation, region, bias=bias, dtype=dtype, device=device) for _ in here
         ]
@@ -60,6 +63,9 @@ class Experts(nn.Module):
     def forward(self, x_ND: Tensor, counts: list[int], weights_N: Tensor) -> Tensor:
         """Expert k computes its `counts[k]` rows, and its result is multiplied by the weight of each row: the state
         between the projections is, as in Megatron, and the bias of the second."""
+        if self.weigh_inputs:
+            x_ND = (x_ND * weights_N.unsqueeze(-1)).to(x_ND.dtype)
+            weights_N = torch.ones_like(weights_N)
         up_NF = add_biases(grouped(x_ND, counts, self._ups), counts, self._ups)
         if self.inner_again and self.training and torch.is_grad_enabled():
             inner = OutputsAgain(self._inner, up_NF, weights_N)

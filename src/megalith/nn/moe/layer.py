@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from megalith.nn.feed_forward import Activation, FeedForward
+from megalith.nn.linear import Linear
 from megalith.nn.moe.balance import Auxiliary, Peers
 from megalith.nn.moe.experts import Experts
 from megalith.nn.moe.router import Router, RouterSettings
@@ -27,12 +29,17 @@ class MoESettings:
         ffn_size: F, width of one expert.
         shared_size: width of the expert that takes every token; none if None.
         shared_gate: its output is weighed by a sigmoid of a linear function of the token (Qwen2-MoE).
+        latent_size: of the vectors that the experts take and give, which linear layers make of hidden states and turn
+            back into some; hidden states themselves if None. Router and shared expert take those in any case.
+        weigh_inputs: what an expert takes is multiplied by the weight of the choice, not what it computes.
     """
 
     router: RouterSettings
     ffn_size: int
     shared_size: int | None = None
     shared_gate: bool = False
+    latent_size: int | None = None
+    weigh_inputs: bool = False
 
 
 class MoE(nn.Module):
@@ -68,16 +75,24 @@ class MoE(nn.Module):
         self.settings, self.dispatcher = settings, peers.dispatcher
         self.region, self.recompute_shared = peers.region_of_experts or region, "shared_experts" in recompute
         self.router = Router(settings.router, layer, hidden_size, region, peers, auxiliary, dtype=dtype, device=device)
+        self.fc1_latent_proj: Linear | None = None
+        self.fc2_latent_proj: Linear | None = None
+        expert_input = hidden_size if settings.latent_size is None else settings.latent_size
+        if settings.latent_size is not None:
+            projection = partial(Linear, placement=Replicated(), bias=bias, dtype=dtype, device=device)
+            self.fc1_latent_proj = projection(hidden_size, expert_input)
+            self.fc2_latent_proj = projection(expert_input, hidden_size)
         total = settings.router.rule.experts
         self.experts = Experts(
             self.dispatcher.here(total),
             total,
-            hidden_size,
+            expert_input,
             settings.ffn_size,
             activation,
             self.region,
             bias=bias,
             inner_again="moe_act" in recompute,
+            weigh_inputs=settings.weigh_inputs,
             dtype=dtype,
             device=device,
         )
@@ -100,13 +115,14 @@ class MoE(nn.Module):
         choice, rule = self.router(x_SBD), self.settings.router.rule
         kept_TK = None if rule.capacity_factor is None else within_capacity(choice, rule)
         experts_TK = choice.experts_TK if kept_TK is None else choice.experts_TK.where(kept_TK, rule.experts)
-        whole_SBD = enter(x_SBD, self.region)
+        whole_SBD = enter(x_SBD if self.fc1_latent_proj is None else self.fc1_latent_proj(x_SBD), self.region)
         weights_TK = enter(choice.weights_TK, self.region)
         experts_TK = self.region.spread(experts_TK).wait()
         whole_TD = whole_SBD.reshape(-1, whole_SBD.shape[-1])
         delivery = self.dispatcher.deliver(whole_TD, experts_TK, weights_TK, rule.experts)
         rows_ND = self.experts(delivery.rows_ND, delivery.counts, delivery.weights_N)
         y_SBD = leave(delivery.home(rows_ND).view_as(whole_SBD), self.region)
+        y_SBD = y_SBD if self.fc2_latent_proj is None else self.fc2_latent_proj(y_SBD)
         return y_SBD if self.shared_experts is None else y_SBD + self._shared(self.shared_experts, x_SBD)
 
     def _shared(self, experts: SharedExpert, x_SBD: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megalith.nn.moe.balance import Auxiliary, Peers, balancing_scores, switch_loss, z_loss
-from megalith.nn.moe.routing import Choice, RoutingRule, choose
+from megalith.nn.moe.routing import Choice, RoutingRule, choose, quantile_offsets
 from megalith.nn.placement import Placement, Replicated
 from megalith.nn.region import Region
 
@@ -35,6 +35,7 @@ class RouterSettings:
         jitter: inputs are multiplied in training by uniform numbers from 1 - jitter to 1 + jitter; none if None.
         dtype: in which logits and scores are computed; that of the hidden states if None.
         bias: the projection to logits has a learned bias.
+        random: logits are random numbers, for benchmarks of equal loads; gradients pass as if they were its own.
     """
 
     rule: RoutingRule
@@ -44,6 +45,7 @@ class RouterSettings:
     jitter: float | None = None
     dtype: torch.dtype | None = None
     bias: bool = False
+    random: bool = False
 
 
 class Router(nn.Module):
@@ -59,6 +61,8 @@ class Router(nn.Module):
 
     Attributes:
         expert_bias: [E] fp32 buffer, where the choice is biased.
+        qb_beta: [E] fp32 buffer, where quantiles decide: what is taken from the logits for the choice.
+        offsets_E, offset_batches: the offsets that the micro-batches of this step ask for, summed, and of how many.
         load_E: choices of each expert here in the micro-batches of this step, fp32.
         step_load_E, micro_batches: the same of all ranks, for the balance over the step, and how many they are.
         mean_loads: of the micro-batches whose forward pass may be repeated, which comes in their order.
@@ -86,6 +90,11 @@ class Router(nn.Module):
         none_yet = torch.zeros(experts, dtype=torch.float32, device=device)
         self.expert_bias: Tensor | None
         self.register_buffer("expert_bias", none_yet if settings.biased else None)
+        self.qb_beta: Tensor | None
+        self.register_buffer("qb_beta", none_yet.clone() if settings.rule.quantiles else None)
+        self.offsets_E: Tensor
+        self.register_buffer("offsets_E", none_yet.clone(), persistent=False)
+        self.offset_batches = 0
         self.load_E: Tensor
         self.register_buffer("load_E", none_yet.clone(), persistent=False)
         self.step_load_E: Tensor
@@ -102,6 +111,8 @@ class Router(nn.Module):
         self.load_E.zero_()
         self.step_load_E.zero_()
         self.micro_batches = 0
+        self.offsets_E.zero_()
+        self.offset_batches = 0
         self.mean_loads.clear()
 
     def forward(self, x_SBD: Tensor) -> Choice:
@@ -112,21 +123,36 @@ class Router(nn.Module):
         if settings.jitter is not None and self.training:
             with self.region.hidden_draws(settings.jitter):
                 x_TD = x_TD * torch.empty_like(x_TD).uniform_(1.0 - settings.jitter, 1.0 + settings.jitter)
-        dtype = settings.dtype or x_TD.dtype
-        bias_E = None if self.bias is None else self.bias.to(dtype)
-        logits_TE = torch.nn.functional.linear(x_TD.to(dtype), self.weight.to(dtype), bias_E)
+        logits_TE = self.logits(x_TD)
+        if settings.random:
+            with self.region.hidden_draws(1.0):
+                logits_TE = logits_TE + (torch.randn_like(logits_TE) - logits_TE).detach()
         if learning and settings.z_coefficient is not None:
             part = z_loss(logits_TE) / self.peers.sharing
             logits_TE = self._attach(logits_TE, part, settings.z_coefficient, "z_loss", len(x_TD))
-        choice = choose(logits_TE, settings.rule, bias_E=self.expert_bias, training=self.training)
+        bias_E = self.expert_bias if self.qb_beta is None else self.qb_beta
+        choice = choose(logits_TE, settings.rule, bias_E=bias_E, training=self.training)
         if not learning:
             return choice
         if not self.auxiliary.again:
+            self._count_offsets(logits_TE)
             self.load_E += torch.bincount(choice.experts_TK.flatten(), minlength=settings.rule.experts)
         if not settings.balancing:
             return choice
         weights_TK = self._balanced(choice.weights_TK, logits_TE, x_SBD.shape[0])
         return Choice(choice.experts_TK, weights_TK)
+
+    def logits(self, x_TD: Tensor) -> Tensor:
+        """[T, D] -> [T, E], in the dtype that routing computes in."""
+        dtype = self.settings.dtype or x_TD.dtype
+        bias_E = None if self.bias is None else self.bias.to(dtype)
+        return torch.nn.functional.linear(x_TD.to(dtype), self.weight.to(dtype), bias_E)
+
+    def _count_offsets(self, logits_TE: Tensor) -> None:
+        if self.qb_beta is not None:
+            everywhere_TE = self.peers.all_of_micro_batch(logits_TE)
+            self.offsets_E += quantile_offsets(everywhere_TE, self.settings.rule, self.qb_beta)
+            self.offset_batches += 1
 
     def _balanced(self, weights_TK: Tensor, logits_TE: Tensor, length: int) -> Tensor:
         """The weights, with the balancing losses of these tokens attached."""

@@ -4,7 +4,9 @@ Shapes: T tokens, E experts, K experts for each token, G groups of experts.
 
 Scores are a softmax over all experts, a softmax over the chosen ones (Mixtral, arXiv:2401.04088), or those of each
 expert by itself: sigmoids (DeepSeek-V3, arXiv:2412.19437) or square roots of softplus (DeepSeek-V4). `sinkhorn` routes
-by an optimal-transport normalisation of the logits (arXiv:2103.16716) and weighs by the plain scores.
+by an optimal-transport normalisation of the logits (arXiv:2103.16716) and weighs by the plain scores. With quantiles
+the choice goes by the logits less an offset of each expert, which `quantile_offsets` would make such that all experts
+are chosen alike, and the weights are those of the plain logits (https://openathena.ai/blog/quantile-balancing).
 """
 
 from __future__ import annotations
@@ -44,6 +46,7 @@ class RoutingRule:
             with the greatest sum of their `top_k // top_groups` best scores.
         scaling: the weights are multiplied by this.
         sinkhorn: the choice in training follows `sinkhorn_plan` of the logits.
+        quantiles: the choice follows the logits less an offset of each expert.
         capacity_factor: an expert takes at most `ceil(T K / E x factor)` tokens; no limit if None.
         drop_by_position: beyond its capacity an expert takes the first tokens, not those with the greatest weights.
     """
@@ -56,6 +59,7 @@ class RoutingRule:
     top_groups: int | None = None
     scaling: float | None = None
     sinkhorn: bool = False
+    quantiles: bool = False
     capacity_factor: float | None = None
     drop_by_position: bool = False
 
@@ -79,25 +83,30 @@ def choose(logits_TE: Tensor, rule: RoutingRule, *, bias_E: Tensor | None = None
     Args:
         logits_TE: in the dtype that routing computes in.
         rule: how.
-        bias_E: added to scores of experts by themselves for the choice, but not for the weights (arXiv:2408.15664).
+        bias_E: added to scores of experts by themselves for the choice, but not for the weights (arXiv:2408.15664);
+            with quantiles what is taken from the logits.
         training: whether `sinkhorn` decides.
     """
     if rule.sinkhorn:
         return _choose_by_sinkhorn(logits_TE, rule, training=training)
+    chosen_TK = None
+    if rule.quantiles and bias_E is not None:
+        chosen_TK = (at_least(logits_TE.detach()) - bias_E).topk(rule.top_k, dim=-1).indices
     if rule.score in SEPARATE_SCORES:
         scores_TE = SEPARATE_SCORES[rule.score](at_least(logits_TE)).to(logits_TE.dtype)
-        experts_TK = best_experts(scores_TE if bias_E is None else scores_TE + bias_E, rule)
-        weights_TK = scores_TE.gather(1, experts_TK)
+        if chosen_TK is None:
+            chosen_TK = best_experts(scores_TE if bias_E is None else scores_TE + bias_E, rule)
+        weights_TK = scores_TE.gather(1, chosen_TK)
         if rule.top_k > 1:
             weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + _EPSILON)
     elif rule.pre_softmax:
         scores_TE = _softmax(logits_TE)
-        experts_TK = best_experts(scores_TE, rule)
-        weights_TK = scores_TE.gather(1, experts_TK)
+        chosen_TK = best_experts(scores_TE, rule) if chosen_TK is None else chosen_TK
+        weights_TK = scores_TE.gather(1, chosen_TK)
     else:
-        experts_TK = best_experts(logits_TE, rule)
-        weights_TK = _softmax(logits_TE.gather(1, experts_TK))
-    return Choice(experts_TK, weights_TK if rule.scaling is None else weights_TK * rule.scaling)
+        chosen_TK = best_experts(logits_TE, rule) if chosen_TK is None else chosen_TK
+        weights_TK = _softmax(logits_TE.gather(1, chosen_TK))
+    return Choice(chosen_TK, weights_TK if rule.scaling is None else weights_TK * rule.scaling)
 
 
 def at_least(x: Tensor) -> Tensor:
@@ -120,6 +129,21 @@ def best_experts(scores_TE: Tensor, rule: RoutingRule) -> Tensor:
         chosen_TG.scatter_(1, of_group_TG.topk(rule.top_groups, dim=-1).indices, True)
         scores_TE = scores_TGN.masked_fill(~chosen_TG.unsqueeze(-1), -math.inf).view_as(scores_TE)
     return scores_TE.topk(rule.top_k, dim=-1).indices
+
+
+def quantile_offsets(logits_TE: Tensor, rule: RoutingRule, offsets_E: Tensor) -> Tensor:
+    """What would have to be taken from the logits of each expert for all to be chosen alike by these tokens, [E].
+
+    A token chooses an expert whose logit is above what the best of the others that it leaves has, with `offsets_E`
+    taken from all. By how much each expert is above that is looked at over the tokens; the T K / E of them where it is
+    most would fill the expert with its share, and the next one is the offset.
+
+    Source: Megatron-LM pull request 5349 (June 2026), one step of dual coordinate descent.
+    """
+    logits_TE = at_least(logits_TE.detach())
+    first_left_T1 = (logits_TE - offsets_E).topk(rule.top_k + 1, dim=-1).values[:, -1:]
+    share = len(logits_TE) * rule.top_k // rule.experts
+    return (logits_TE - first_left_T1).topk(share + 1, dim=0).values[-1]
 
 
 def _choose_by_sinkhorn(logits_TE: Tensor, rule: RoutingRule, *, training: bool) -> Choice:
