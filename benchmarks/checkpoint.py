@@ -48,7 +48,9 @@ from megalith.distributed.context import ParallelContext
 from megalith.distributed.rng import RandomStreams
 from megalith.models.initialise import initialise
 from megalith.train.background import BackgroundSaver
-from megalith.train.checkpointing import CheckpointSaver, Identity, find_checkpoint, restore
+from megalith.train.checkpoint_fit import Identity, find_checkpoint
+from megalith.train.checkpoint_restore import restore
+from megalith.train.checkpoint_saver import CheckpointSaver
 from megalith.train.state import TrainState
 
 VOCABULARY = 50304

@@ -31,7 +31,9 @@ from megalith.distributed.rng import RandomStreams
 from megalith.layout import Layout
 from megalith.tokenizers.null import NullTokenizer
 from megalith.train.agreement import Agreement, NeverStop
-from megalith.train.checkpointing import CheckpointSaver, find_checkpoint, restore
+from megalith.train.checkpoint_fit import find_checkpoint
+from megalith.train.checkpoint_restore import restore
+from megalith.train.checkpoint_saver import CheckpointSaver
 from megalith.train.state import TrainState
 from megalith.train.step import train_step
 

@@ -38,7 +38,9 @@ from megalith.models.saved import saved_tensors, whole_names
 from megalith.nn.placement import global_shape, local_part
 from megalith.train.agreement import Agreement, NeverStop
 from megalith.train.background import BackgroundSaver
-from megalith.train.checkpointing import CheckpointSaver, Identity, find_checkpoint, restore
+from megalith.train.checkpoint_fit import Identity, find_checkpoint
+from megalith.train.checkpoint_restore import restore
+from megalith.train.checkpoint_saver import CheckpointSaver
 from megalith.train.state import TrainState
 from megalith.train.step import train_step
 from megalith.train.work import Batch

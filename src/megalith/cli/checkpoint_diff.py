@@ -86,7 +86,7 @@ def _architecture(args: Mapping[str, Any]) -> Mapping[str, Any]:
     """The settings of the model; what the args do not say is not compared."""
     from megalith.config.foreign_args import model_of
     from megalith.errors import CheckpointError
-    from megalith.train.checkpointing import architecture
+    from megalith.train.checkpoint_fit import architecture
 
     try:
         return architecture(model_of(args))

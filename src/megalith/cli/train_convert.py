@@ -64,7 +64,7 @@ def _check_architecture(config: RunConfig, args: Mapping[str, Any], found: Path)
         CheckpointError: names every difference.
     """
     from megalith.config.foreign_args import model_of
-    from megalith.train.checkpointing import ARCHITECTURE, architecture
+    from megalith.train.checkpoint_fit import ARCHITECTURE, architecture
 
     was, now = architecture(model_of(args)), architecture(config.model)
     lines = [

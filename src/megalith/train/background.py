@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 
 from megalith.checkpoint import PendingSave, Staging
-from megalith.train.checkpointing import CheckpointSaver, saved_checkpoint
+from megalith.train.checkpoint_saver import CheckpointSaver, saved_checkpoint
 from megalith.train.results import SavedCheckpoint, ScheduledSave
 from megalith.train.state import TrainState
 

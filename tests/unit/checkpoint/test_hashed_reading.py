@@ -14,7 +14,7 @@ from megalith.checkpoint import CheckpointContent, DirectoryStore, hashed_readin
 from megalith.checkpoint.hashed_reading import HashedReading, ReadThrough
 from megalith.checkpoint.hashing import FileRecord, hash_files
 from megalith.errors import DamagedCheckpointError
-from megalith.train.checkpointing import find_checkpoint
+from megalith.train.checkpoint_fit import find_checkpoint
 
 MakeContent = Callable[..., CheckpointContent]
 Same = Callable[[CheckpointContent, CheckpointContent], bool]

@@ -18,7 +18,7 @@ from megalith.checkpoint.convert import Wanted, convert
 from megalith.checkpoint.locate import locate
 from megalith.checkpoint.safe_loading import load_tensors_and_plain_data, map_tensors
 from megalith.errors import CheckpointError, DamagedCheckpointError, OtherModelError
-from megalith.train.checkpointing import find_checkpoint
+from megalith.train.checkpoint_fit import find_checkpoint
 
 MakeContent = Callable[[int], CheckpointContent]
 AGAIN = "copy the folder again from where it was written, or take another checkpoint"

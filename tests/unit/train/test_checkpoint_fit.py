@@ -12,7 +12,8 @@ from megalith.config import RunConfig
 from megalith.config.load import from_values
 from megalith.config.saved_args import megatron_args
 from megalith.errors import CheckpointError
-from megalith.train.checkpointing import FoundCheckpoint, Identity, check_fits, strictness_notes
+from megalith.train.checkpoint_fit import FoundCheckpoint, Identity, check_fits
+from megalith.train.checkpoint_restore import strictness_notes
 
 VALUES: dict[str, Any] = {
     **{"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "max_position_embeddings": 8, "seq_length": 8},

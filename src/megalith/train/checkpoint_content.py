@@ -1,0 +1,210 @@
+"""What of a run's state goes into a checkpoint, tensor by tensor, and where each tensor stands in it."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Parameter
+
+from megalith.checkpoint import CheckpointContent, Chunk
+from megalith.checkpoint.content import share_of
+from megalith.checkpoint.formats.megatron_optimizer import decays
+from megalith.checkpoint.formats.stacking import is_of_experts, stacking_of
+from megalith.checkpoint.formats.torch_dist import (
+    CHECKPOINT_VERSION,
+    CONTENT_METADATA,
+    WORD_EMBEDDINGS,
+    Whole,
+    optimizer_chunks,
+    optimizer_common,
+    rng_object_key,
+    weight_chunks,
+    with_expert_groups,
+)
+from megalith.config import RunConfig
+from megalith.config.saved_args import megatron_args
+from megalith.distributed import comm
+from megalith.distributed.context import Axis
+from megalith.models.language_model import named_placements
+from megalith.models.saved import saved_tensors, whole_names
+from megalith.nn.placement import Placement, Replicated
+from megalith.optim.optimizer import StateBox
+from megalith.train.state import TrainState
+
+EXPERTS = ".mlp.experts."
+"""In the names of the parameters of experts."""
+STEP_CHECK = "megalith_step_check"
+"""Key of what `TrainState.check` remembers, in common.pt; Megatron passes over it."""
+
+
+def content_of(state: TrainState, run: RunConfig) -> CheckpointContent:
+    """Everything of a checkpoint that this rank writes; all ranks call this together."""
+    settings, first, stacking = run.checkpoint, _replicas(state).is_first, stacking_of(run.model)
+    chunks = chunks_to_save(state, run, with_optimizer=not settings.no_save_optim)
+    content = CheckpointContent(
+        chunks=chunks,
+        written_as=stacking.written_keys(chunk.key for chunk in chunks),
+        objects=dict(stacking.extra_state_objects(_layers(state))) if first and state.context.tp.is_first else {},
+        common={
+            "args": _saved_args(state, run),
+            "checkpoint_version": CHECKPOINT_VERSION,
+            "iteration": state.iteration,
+            "num_floating_point_operations_so_far": state.flops,
+            "content_metadata": CONTENT_METADATA,
+            STEP_CHECK: state.check.state(),
+        },
+    )
+    if not settings.no_save_optim:
+        scalars = state.optimizer.scalars()
+        content.common["optimizer"] = optimizer_common(
+            _groups(scalars["param_groups"], state),
+            scalars["step"],
+            scalars["grad_scaler"] if run.precision.dynamic_loss_scale else None,
+            run.precision.params_dtype,
+        )
+        content.common["opt_param_scheduler"] = state.schedule.state_dict(state.schedule_samples)
+    if not settings.no_save_rng:
+        alike = sharing_a_key(state)
+        states = comm.all_gather_objects(state.streams.state(), alike)
+        if alike.is_first:
+            content.objects[rng_key(state)] = states
+    return content
+
+
+def chunks_to_save(state: TrainState, run: RunConfig, *, with_optimizer: bool) -> list[Chunk]:
+    """What this rank writes of the model and its optimizer: over all ranks, each element once.
+
+    The replicas of the model write a share each of what they hold alike; fully sharded they hold nothing alike.
+    """
+    alike, buffers = _model_chunks(state, run, once=True), _buffer_chunks(state, run, once=True)
+    divided = _optimizer_chunks(state, run, once=True) if with_optimizer else []
+    if run.fully_sharded:
+        alike, divided = [], alike + divided
+    elif not run.parallel.divides_states:
+        alike, divided = alike + divided, []
+    shares = []
+    for of_experts, holders in ((False, _replicas(state)), (True, _expert_replicas(state))):
+        part = [chunk for chunk in alike + buffers if is_of_experts(chunk.key) == of_experts]
+        shares += share_of(part, holders.index, holders.size)
+    return shares + divided
+
+
+def chunks_to_load(state: TrainState, run: RunConfig, *, with_optimizer: bool) -> list[Chunk]:
+    """Everything that this rank holds of the model and its optimizer, to be filled in place."""
+    chunks = _model_chunks(state, run, once=False) + _buffer_chunks(state, run, once=False)
+    return chunks + _optimizer_chunks(state, run, once=False) if with_optimizer else chunks
+
+
+def _model_chunks(state: TrainState, run: RunConfig, *, once: bool) -> list[Chunk]:
+    names = _stored_names(state, once=once)
+    boxes = [replace(box, name=names[box.name]) for box in state.optimizer.weight_boxes() if box.name in names]
+    placements, stacking = _stored_placements(state, names), stacking_of(run.model)
+    return [
+        chunk
+        for axis, part in _by_axis(boxes, state)
+        for chunk in weight_chunks(part, placements, stacking, rank=axis.index, size=axis.size, once=once)
+    ]
+
+
+def _by_axis(boxes: Sequence[StateBox], state: TrainState) -> Iterator[tuple[Axis, list[StateBox]]]:
+    """The ranks that share layers with what is cut over them, then those that share experts."""
+    for of_experts, axis in ((False, state.context.tp), (True, state.context.etp)):
+        yield axis, [box for box in boxes if (EXPERTS in box.name) == of_experts]
+
+
+def _buffer_chunks(state: TrainState, run: RunConfig, *, once: bool) -> list[Chunk]:
+    """Of what no optimizer moves: the biases for the choice of experts."""
+    tp, kept = state.context.tp, [item for model in state.chunks for item in saved_tensors(model)]
+    buffers = {name: (tensor, placement) for name, tensor, placement in kept if not isinstance(tensor, Parameter)}
+    boxes = [Whole(name, tensor) for name, (tensor, _) in buffers.items()]
+    placements = {name: placement for name, (_, placement) in buffers.items()}
+    return weight_chunks(boxes, placements, stacking_of(run.model), rank=tp.index, size=tp.size, once=once)
+
+
+def _optimizer_chunks(state: TrainState, run: RunConfig, *, once: bool) -> list[Chunk]:
+    names = _stored_names(state, once=once)
+    boxes = []
+    for box in state.optimizer.state_boxes():
+        kind, _, name = box.name.partition(".")
+        if name in names:
+            boxes.append(replace(box, name=f"{kind}.{names[name]}"))
+    placements, stacking = _stored_placements(state, names), stacking_of(run.model)
+    placements |= {box.name: Replicated() for box in boxes if box.whole}
+    return [
+        chunk
+        for axis, part in _by_axis(boxes, state)
+        for chunk in optimizer_chunks(part, placements, stacking, rank=axis.index, size=axis.size, once=once)
+    ]
+
+
+def _stored_placements(state: TrainState, names: Mapping[str, str]) -> dict[str, Placement]:
+    return {names[name]: placement for name, _, placement in _parameters(state) if name in names}
+
+
+def _parameters(state: TrainState) -> Iterator[tuple[str, Tensor, Placement]]:
+    for model in state.chunks:
+        yield from named_placements(model)
+
+
+def _stored_names(state: TrainState, *, once: bool) -> dict[str, str]:
+    """Parameter name -> the name that it is stored under.
+
+    The second copy of a tied embedding is loaded from the first, and is left out where each element counts once.
+    """
+    copies = {model.copied_weight for model in state.chunks}
+    names = [name for name, _, _ in _parameters(state) if not (once and name in copies)]
+    whole = {name: stored for model in state.chunks for name, stored in whole_names(model).items()}
+    return {name: WORD_EMBEDDINGS if name in copies else whole[name] for name in names}
+
+
+def _layers(state: TrainState) -> list[int]:
+    return [layer for model in state.chunks for layer in model.stage.layers]
+
+
+def _replicas(state: TrainState) -> Axis:
+    """The ranks that hold the same part of the model."""
+    return state.context.join("cp", "dp")
+
+
+def _expert_replicas(state: TrainState) -> Axis:
+    """The ranks that hold the same part of the model and the same experts."""
+    return state.context.edp
+
+
+def _groups(groups: Sequence[Mapping[str, Any]], state: TrainState) -> list[Mapping[str, Any]]:
+    """The groups of the optimizer, with those that Megatron has for experts that are spread over ranks."""
+    if not state.context.experts_apart:
+        return list(groups)
+    kinds = {decays(name, tensor.shape) for name, tensor, _ in _parameters(state) if EXPERTS in name}
+    return with_expert_groups(groups, kinds)
+
+
+def _by_experts(state: TrainState) -> bool:
+    """Whether random states have a key for each expert-parallel rank of a (tensor, pipeline) place. Where experts are
+    shared by other ranks than layers are, these are no axis beside the two."""
+    return state.context.layout.expert_tp == state.context.layout.tp
+
+
+def sharing_a_key(state: TrainState) -> Axis:
+    """The ranks whose random states stand under one key."""
+    return _expert_replicas(state) if _by_experts(state) else _replicas(state)
+
+
+def rng_key(state: TrainState) -> str:
+    tp, pp = state.context.tp, state.context.pp
+    ep = (state.context.ep.index, state.context.ep.size) if _by_experts(state) else (0, 1)
+    return rng_object_key(tp.index, tp.size, pp.index, pp.size, *ep)
+
+
+def _saved_args(state: TrainState, run: RunConfig) -> Namespace:
+    return Namespace(
+        **megatron_args(run),
+        padded_vocab_size=state.model.vocab_size,
+        consumed_train_samples=state.consumed_samples,
+        consumed_valid_samples=state.consumed_valid_samples,
+        skipped_train_samples=state.skipped_samples,
+    )

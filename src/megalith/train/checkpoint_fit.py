@@ -1,0 +1,209 @@
+"""Which checkpoint a run goes on from, and whether it fits what the command line asks for."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from megalith.checkpoint import Store
+from megalith.config import ModelConfig, RunConfig
+from megalith.config.checkpoint_args import MODEL_SETTINGS
+from megalith.config.foreign_args import model_of
+from megalith.config.run import all_settings
+from megalith.errors import CheckpointError
+from megalith.tokenizers.card import card_differences, side_by_side
+
+# Arguments that decide the shape or the meaning of the weights, with the flag that a user knows each by.
+ARCHITECTURE = {name: all_settings()[name].flag for name in MODEL_SETTINGS if name != "make_vocab_size_divisible_by"}
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What a run reads besides its configuration; a checkpoint keeps it so that a resume can compare.
+
+    Attributes:
+        tokenizer: the tokenizer's card.
+        tokenizer_files: file name -> content; laid into every checkpoint so that it can be used alone.
+        data: the fingerprint of the training data.
+    """
+
+    tokenizer: Mapping[str, Any]
+    tokenizer_files: Mapping[str, bytes]
+    data: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class FoundCheckpoint:
+    """A sound checkpoint to continue from.
+
+    Attributes:
+        notes: what the user must hear about the way to it: damaged or missing checkpoints passed over.
+        args: Megatron's arguments of the run that wrote it.
+        manifest: None if another program wrote it.
+        weights_only: it is weights to begin from, not the state of a run.
+    """
+
+    iteration: int
+    notes: tuple[str, ...]
+    args: Mapping[str, Any]
+    manifest: Mapping[str, Any] | None
+    weights_only: bool = False
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding, kept over all resumes: the padding logits take part in the loss."""
+        with reading(self.iteration):
+            return int(self.args["padded_vocab_size"])
+
+
+def find_checkpoint(store: Store, step: int | None = None, *, thorough: bool = False) -> FoundCheckpoint | None:
+    """The checkpoint to continue from: the newest sound one, or that of iteration `step`.
+
+    Args:
+        store: where to look.
+        step: which one; by default the newest that is sound.
+        thorough: read all its files through. Otherwise `restore` does that with the files of its tensors, and what it
+            finds damaged is passed over by a thorough search.
+
+    Returns:
+        None if the store holds none at all.
+
+    Raises:
+        CheckpointError: there are checkpoints and none of them can be used.
+    """
+    notes: list[str] = []
+    iteration: int | None = step
+    if step is not None:
+        if problems := store.verify(step, deferred=not thorough):
+            raise CheckpointError("\n  ".join([f"--ckpt-step {step}: that checkpoint is damaged:", *problems]))
+    else:
+        iteration, notes = store.newest_verified(deferred=not thorough)
+    if iteration is None:
+        if notes:
+            raise CheckpointError(
+                "\n  ".join(
+                    [
+                        "no checkpoint here can be used; give another --load, or move these away to start afresh:",
+                        *notes,
+                    ]
+                )
+            )
+        return None
+    args = store.common(iteration).get("args", Namespace())
+    weights_only = store.weights_only(iteration)
+    return FoundCheckpoint(iteration, tuple(notes), vars(args), store.manifest(iteration), weights_only)
+
+
+def check_fits(found: FoundCheckpoint, run: RunConfig, identity: Identity) -> tuple[str, ...]:
+    """Compare a checkpoint with what the command line asks for.
+
+    Returns:
+        What the user must hear: the changes of the data that `--accept-data-change` accepts.
+
+    Raises:
+        CheckpointError: it is of another architecture, tokenizer or (unless `--finetune` or `--accept-data-change`)
+            data; names every difference.
+    """
+    with reading(found.iteration):
+        was, now = architecture(model_of(found.args)), architecture(run.model)
+    model = [
+        f"{flag}: {was[name]} in the checkpoint, {now[name]} here"
+        for name, flag in ARCHITECTURE.items()
+        if was[name] != now[name]
+    ]
+    ids, rows = int(identity.tokenizer.get("vocab_size", 0)), found.args.get("padded_vocab_size")
+    if rows is not None and ids > rows:
+        model.append(f"the tokenizer has {ids} ids, and the embedding of the checkpoint {rows} rows")
+    data: list[str] = []
+    if found.manifest is not None:
+        model += _other_tokenizer(found.manifest.get("tokenizer") or {}, identity.tokenizer)
+        begins = found.iteration in run.train.phase_ends  # with data of its own
+        if not (run.checkpoint.finetune or found.weights_only or begins):
+            data = _changes("the training data", found.manifest.get("data", {}), identity.data)
+    if model or (data and not run.checkpoint.accept_data_change):
+        remedy = (
+            "give the flags, tokenizer and data of that run (--use-checkpoint-args takes the flags), or another --load"
+        )
+        if not model:
+            remedy = (
+                "give the data of that run, another --load, --accept-data-change to go on with this data from the "
+                "sample where that run stood, or --finetune to start anew from its weights"
+            )
+        head = f"the checkpoint of iteration {found.iteration} in {run.checkpoint.load} is of another run:"
+        raise CheckpointError("\n  ".join([head, *model, *data, remedy]))
+    return tuple(f"{change}; --accept-data-change: going on with it" for change in data)
+
+
+def architecture(model: ModelConfig) -> dict[str, Any]:
+    """The settings of `ARCHITECTURE`, derived ones filled in, and those without effect as if they were not given."""
+    values = {name: getattr(model, name) for name in ARCHITECTURE}
+    values |= _of_experts(model)
+    values |= {
+        "num_query_groups": model.query_groups,
+        "group_query_attention": model.query_groups != model.num_attention_heads,
+        "kv_channels": model.head_size,
+        "ffn_hidden_size": model.ffn_size,
+        "add_qkv_bias": model.qkv_bias,
+    }
+    if model.multi_latent_attention:
+        values |= {"kv_channels": None, "rope_type": model.rotary_kind}
+    else:
+        values |= dict.fromkeys(
+            ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "rope_type")
+        )
+    if not model.activation.startswith("gelu_") or not model.add_bias_linear:
+        values["bias_gelu_fusion"] = None
+    if not model.use_rope_scaling:
+        values["rope_scaling_factor"] = None
+    if model.rotary_size == 0:
+        values |= dict.fromkeys(("rotary_base", "rotary_percent", "rotary_interleaved"))
+    if model.rotary_kind != "yarn":
+        values |= dict.fromkeys(name for name in values if name.startswith(("yarn_", "mscale", "rotary_scaling")))
+    return values
+
+
+def _of_experts(model: ModelConfig) -> dict[str, Any]:
+    """The settings of mixtures of experts as they are compared; None where there are none."""
+    names = [name for name in ARCHITECTURE if name.startswith("moe_") or name == "num_experts"]
+    if not model.mixture:
+        return dict.fromkeys(names)
+    pattern = "".join("1" if experts else "0" for experts in model.experts)
+    given = {name: getattr(model, name) for name in names}
+    return {**given, "moe_layer_freq": pattern, "moe_ffn_hidden_size": model.expert_size}
+
+
+def _other_tokenizer(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
+    """Both cards side by side, where they differ; nothing where the checkpoint has none."""
+    differing = card_differences(saved, own) if saved else {}
+    if not differing:
+        return []
+    rows = side_by_side(("the checkpoint", "this run"), differing)
+    return ["the tokenizer is another (what is equal is left out):", *(f"  {row}" for row in rows)]
+
+
+def _changes(what: str, saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
+    # What has a digest is described completely, and may differ in what there is to describe.
+    complete = "digest" in saved and "digest" in own
+    names = dict.fromkeys((*saved, *own)) if complete else [name for name in saved if name in own]
+    pairs = [(name, saved.get(name, "not there"), own.get(name, "not there")) for name in names if name != "digest"]
+    return [f"{what}: {name} was {before} and is {now}" for name, before, now in pairs if before != now]
+
+
+@contextmanager
+def reading(iteration: int) -> Iterator[None]:
+    """Turn what Python raises on values that are not there, or are of another kind, into a word about the file.
+
+    Raises:
+        CheckpointError: names the key.
+    """
+    try:
+        yield
+    except KeyError as error:
+        raise CheckpointError(f"the checkpoint of iteration {iteration}: its common.pt has no {error}") from error
+    except (AttributeError, IndexError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"the checkpoint of iteration {iteration}: its common.pt has a value of another kind than expected: {error}"
+        ) from error

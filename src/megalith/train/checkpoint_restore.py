@@ -1,0 +1,140 @@
+"""The state of a run, filled from a checkpoint.
+
+A resumed run continues bit for bit: parameters, moments, loss scaler, schedule, random streams and the position in the
+data all come from the checkpoint. Where files are, and that they are whole, is the store's business.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megalith.checkpoint import CheckpointContent, LoadedContent, Store
+from megalith.checkpoint.formats.torch_dist import OPTIMIZER_PREFIX, is_rng_object, read_optimizer_common
+from megalith.config import RunConfig
+from megalith.errors import CheckpointError
+from megalith.schedules.parameters import ResumedSchedule, resume_schedule
+from megalith.train.checkpoint_content import STEP_CHECK, chunks_to_load, rng_key, sharing_a_key
+from megalith.train.checkpoint_fit import FoundCheckpoint, reading
+from megalith.train.faults import Probe, no_probe
+from megalith.train.state import TrainState
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What a resume restored, for the console.
+
+    Attributes:
+        schedule: None if the schedule starts afresh.
+        notes: what the user must hear.
+    """
+
+    iteration: int
+    version: float
+    schedule: ResumedSchedule | None
+    notes: tuple[str, ...] = ()
+
+
+def restore(
+    store: Store, found: FoundCheckpoint, state: TrainState, run: RunConfig, probe: Probe = no_probe
+) -> Resumed:
+    """Fill the state from the checkpoint; its model has the checkpoint's padded vocabulary. All ranks call it together.
+
+    Raises:
+        DamagedCheckpointError: a file of its tensors is not as it was saved; the state must not be used.
+        CheckpointError: the checkpoint holds other tensors than the model needs, or another schedule than the flags
+            ask for without a flag that says which counts.
+    """
+    settings = run.checkpoint
+    anew = settings.finetune or found.weights_only
+    with_optimizer = not (anew or settings.no_load_optim or run.train.skip_train)
+    with_streams = not (anew or settings.no_load_rng)
+    content = CheckpointContent(chunks_to_load(state, run, with_optimizer=with_optimizer))
+    if with_streams and _holds_streams(store, found, state):
+        content.objects[rng_key(state)] = None
+    with reading(found.iteration):
+        schedule = _resumed_schedule(store, found, state, run) if with_optimizer else None
+        probe("load", found.iteration)
+        loaded = store.load(found.iteration, content)
+        if with_optimizer:
+            scalars = read_optimizer_common(loaded.common["optimizer"])
+            state.optimizer.load_scalars({"step": scalars.step, "grad_scaler": scalars.scaler})
+        else:
+            state.optimizer.reload_main_params()
+        if schedule is not None:
+            state.schedule, state.schedule_samples = schedule.schedule, schedule.num_samples
+        notes = _load_streams(loaded, found, state, run) if with_streams else ()
+        if not anew:
+            state.iteration = int(loaded.common["iteration"])
+            state.consumed_samples = int(found.args["consumed_train_samples"])
+            state.consumed_valid_samples = int(found.args["consumed_valid_samples"])
+            state.skipped_samples = int(found.args.get("skipped_train_samples") or 0)
+            state.check.load_state(loaded.common.get(STEP_CHECK, {}))
+            state.flops = float(loaded.common.get("num_floating_point_operations_so_far", 0.0))
+        notes += _precision_notes(found, run) + strictness_notes(loaded, run, with_optimizer=with_optimizer)
+        return Resumed(state.iteration, float(loaded.common["checkpoint_version"]), schedule, notes)
+
+
+def strictness_notes(loaded: LoadedContent, run: RunConfig, *, with_optimizer: bool) -> tuple[str, ...]:
+    """What `--dist-ckpt-strictness` says about tensors that were not asked for.
+
+    Main parameters beside weights in fp32 are the same numbers, and random states of other places no tensors.
+
+    Raises:
+        CheckpointError: it says that there must be none.
+    """
+    how = run.checkpoint.dist_ckpt_strictness
+    beside = f"{OPTIMIZER_PREFIX}fp32_param." if with_optimizer else OPTIMIZER_PREFIX
+    unexpected = [key for key in loaded.unexpected if not key.startswith(beside) and not is_rng_object(key)]
+    if how in ("assume_ok_unexpected", "ignore_all") or not unexpected:
+        return ()
+    text = f"the checkpoint holds what this run does not ask for: {', '.join(unexpected)}"
+    if how.startswith("raise"):
+        raise CheckpointError(f"{text}; --dist-ckpt-strictness {how} refuses it")
+    return (text,)
+
+
+def _precision_notes(found: FoundCheckpoint, run: RunConfig) -> tuple[str, ...]:
+    """What the user must hear where the run that wrote the checkpoint computed in another precision."""
+    was, now = str(found.args.get("params_dtype", "")).removeprefix("torch."), run.precision.params_dtype
+    return () if was in ("", now) else (f"the checkpoint is of a run in {was}; this one goes on from it in {now}",)
+
+
+def _holds_streams(store: Store, found: FoundCheckpoint, state: TrainState) -> bool:
+    """Whether to ask for the random states of this place: not if there are those of other places, or were before the
+    checkpoint was converted.
+    """
+    objects = store.contents(found.iteration).objects
+    converted = "converted_from" in (found.manifest or {})
+    return rng_key(state) in objects or not (converted or any(map(is_rng_object, objects)))
+
+
+def _load_streams(loaded: LoadedContent, found: FoundCheckpoint, state: TrainState, run: RunConfig) -> tuple[str, ...]:
+    """Continue this rank's random streams if the checkpoint has them; returns what the user must hear if not.
+
+    Megatron's replicas have one state in common, unless told otherwise.
+    """
+    states, replicas = loaded.objects.get(rng_key(state), ()), sharing_a_key(state)
+    if len(states) == replicas.size:
+        state.streams.load_state(states[replicas.index])
+    elif len(states) == 1 and found.manifest is None:
+        state.streams.load_state(states[0])
+    elif run.model.hidden_dropout > 0.0 or run.model.attention_dropout > 0.0:
+        seed = run.train.seed
+        return (f"the random states of the checkpoint are those of another layout: dropout starts from --seed {seed}",)
+    return ()
+
+
+def _resumed_schedule(store: Store, found: FoundCheckpoint, state: TrainState, run: RunConfig) -> ResumedSchedule:
+    common = store.common(found.iteration)
+    missing = [key for key in ("optimizer", "opt_param_scheduler") if key not in common]
+    if missing:
+        raise CheckpointError(
+            f"the checkpoint of iteration {found.iteration} has no optimizer state (saved with --no-save-optim); "
+            "add --no-load-optim to start with a fresh one"
+        )
+    return resume_schedule(
+        state.schedule,
+        common["opt_param_scheduler"],
+        override=run.schedule.override_opt_param_scheduler,
+        use_checkpoint=run.schedule.use_checkpoint_opt_param_scheduler,
+    )
