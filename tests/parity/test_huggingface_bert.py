@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,11 @@ from megalith.checkpoint.convert import Wanted, convert
 from megalith.checkpoint.huggingface_export import Export, Weights, export
 from megalith.checkpoint.model_space import model_space_of
 from megalith.checkpoint.source import open_source
+from megalith.config import ModelConfig
 from megalith.errors import CheckpointError, DataError
 from megalith.evaluate.fill_mask import fill_masks
 from megalith.models.bert import Bert
+from megalith.models.huggingface import config_of_model, family_for, model_of_config
 
 transformers = pytest.importorskip("transformers")
 
@@ -30,7 +33,8 @@ VOCABULARY = ["[PAD]", "[unused1]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *map(ch
 def _hub_folder(path: Path, kind: str, **changes: Any) -> tuple[Path, Any]:
     """A model as the cache of the hub has it, whose files are links; and the model."""
     sizes = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 24}
-    config = transformers.BertConfig(vocab_size=len(VOCABULARY), max_position_embeddings=12, **sizes, **changes)
+    of_kind = transformers.MegatronBertConfig if kind.startswith("Megatron") else transformers.BertConfig
+    config = of_kind(vocab_size=len(VOCABULARY), max_position_embeddings=12, **sizes, **changes)
     torch.manual_seed(1)
     model = getattr(transformers, kind)(config).eval()
     for parameter in model.parameters():
@@ -47,7 +51,12 @@ def _hub_folder(path: Path, kind: str, **changes: Any) -> tuple[Path, Any]:
 
 @pytest.mark.parametrize(
     ("kind", "changes"),
-    [("BertForPreTraining", {}), ("BertForMaskedLM", {})],
+    [
+        ("BertForPreTraining", {}),
+        ("BertForMaskedLM", {}),
+        ("MegatronBertForPreTraining", {}),
+        ("MegatronBertForMaskedLM", {"layer_norm_eps": 1e-5}),
+    ],
 )
 def test_there_and_back(tmp_path: Path, kind: str, changes: dict[str, Any]) -> None:
     snapshot, theirs = _hub_folder(tmp_path / "models--bert", kind, **changes)
@@ -60,11 +69,15 @@ def test_there_and_back(tmp_path: Path, kind: str, changes: dict[str, Any]) -> N
         wanted = theirs(tokens, token_type_ids=types, attention_mask=(~padding).long())
         hidden = trained.model.hidden_states(tokens, types_BS=types, padding_BS=padding)
         logits = trained.model.logits(hidden).transpose(0, 1)[..., : len(VOCABULARY)]
-    words = wanted.logits if kind == "BertForMaskedLM" else wanted.prediction_logits
+    words = wanted.logits if kind.endswith("MaskedLM") else wanted.prediction_logits
     torch.testing.assert_close(logits[~padding], words[~padding], rtol=1e-5, atol=1e-5)
-    if kind == "BertForPreTraining":
+    if kind.endswith("PreTraining"):
         orders = trained.model.order_logits(hidden)
         torch.testing.assert_close(orders, wanted.seq_relationship_logits, rtol=1e-5, atol=1e-5)
+    source = open_source(made)
+    space = model_space_of(args_of(source.common()), str(made))
+    difference = compare_logits(snapshot, Weights(source), space, len(VOCABULARY)).difference
+    assert difference is not None and difference <= 1e-5
     back = export(made, tmp_path / "back", Export())
     assert back.architecture == kind and back.vocab_size == len(VOCABULARY)
     assert (back.path / "model.safetensors").read_bytes() == (snapshot / "model.safetensors").read_bytes()
@@ -92,15 +105,21 @@ def test_the_names_of_tensorflow_are_read(tmp_path: Path) -> None:
     assert difference is not None and difference <= 1e-5
 
 
-def test_a_bert_with_norms_before_the_layers_is_none_of_theirs(tmp_path: Path) -> None:
-    from megalith.config import ModelConfig
-    from megalith.models.huggingface import family_for
-
-    model = ModelConfig(
-        model_family="bert", num_layers=1, hidden_size=8, num_attention_heads=2, max_position_embeddings=8
-    )
-    with pytest.raises(CheckpointError, match="bert: it has apply_residual_connection_post_layernorm True"):
+def test_where_the_norms_stand_decides_which_of_theirs_it_is() -> None:
+    sizes = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "max_position_embeddings": 8}
+    model = ModelConfig(model_family="bert", **sizes)
+    with pytest.raises(CheckpointError) as caught:
         family_for(model)
+    assert "  bert: it has apply_residual_connection_post_layernorm True, the model False" in str(caught.value)
+    assert "  megatron-bert: it has the exact GELU\n" in str(caught.value)
+    for published, found in ((False, "megatron-bert"), (True, "bert")):
+        exact = replace(model, bias_gelu_fusion=False, apply_residual_connection_post_layernorm=published)
+        assert family_for(exact).model_type == found
+        for head, name in ((True, "ForPreTraining"), (False, "ForMaskedLM")):
+            own = replace(exact, bert_binary_head=head, bert_token_types=not head)
+            config = config_of_model(family_for(own), own, 24, "float32")
+            assert config["architectures"][0].endswith(f"Bert{name}")
+            assert model_of_config(config, "").family.model_type == found
 
 
 def test_masks_are_filled_as_theirs(tmp_path: Path) -> None:

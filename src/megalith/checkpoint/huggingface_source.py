@@ -112,7 +112,7 @@ class HuggingFaceSource:
             CheckpointError: it is no model that can be read, or asks for what this version has not.
         """
         found = model_of_config(self.config, str(self.path / CONFIG_FILE))
-        if found.family.model_type == "bert" and not self._has_order_head:
+        if found.model.model_family == "bert" and not self._has_order_head:
             model = replace(found.model, bert_binary_head=False, bert_token_types=True)
             return replace(found, model=model)
         if found.model.predictions and not self._predicts_ahead(found.model.num_layers):
@@ -134,7 +134,7 @@ class HuggingFaceSource:
     def vocab_size(self) -> int:
         """Rows of the embedding here: BERT's tokenizer has two more ids than its files, as in Megatron."""
         rows = self.about.vocab_size
-        if self.about.family.model_type != "bert":
+        if self.about.model.model_family != "bert":
             return rows
         return -(-(rows + _IDS_MORE) // _DIVISIBLE_BY) * _DIVISIBLE_BY
 
@@ -224,7 +224,7 @@ class HuggingFaceSource:
     @property
     def tokenizer(self) -> TokenizerConfig:
         """The tokenizer in the folder; where there is none that can be read, one that says so when it is built."""
-        if self.about.family.model_type == "bert" and (self.path / _BERT_FILE).is_file():
+        if self.about.model.model_family == "bert" and (self.path / _BERT_FILE).is_file():
             lower = _lower_case(self.path / _TOKENIZER_CONFIG)
             kind = "BertWordPieceLowerCase" if lower else "BertWordPieceCase"
             return TokenizerConfig(kind, vocab_file=str(self.path.absolute() / _BERT_FILE))

@@ -1,12 +1,14 @@
-"""BERT in Hugging Face's config.json and in our `ModelConfig`, either way.
+"""BERT in Hugging Face's config.json and in our `ModelConfig`, either way: as published, and as Megatron has it.
 
-Theirs is BERT as published: a norm behind the embedding and behind each residual sum. With the residual branch taken
+`bert` is BERT as published: a norm behind the embedding and behind each residual sum. With the residual branch taken
 behind a norm (`--apply-residual-connection-post-layernorm`) the layers of Megatron are the same layers, and their norms
 stand one place further on:
 
     embeddings.LayerNorm                       input_layernorm of the first layer
     layer l attention.output.LayerNorm         pre_mlp_layernorm of layer l
     layer l output.LayerNorm                   input_layernorm of layer l + 1; behind the last layer final_layernorm
+
+`megatron-bert` is that of Megatron: the norms stand before the branches, and there is one behind the last layer.
 
 `BertForPreTraining` has the head that tells two texts apart; `BertForMaskedLM` has the types of tokens and no such
 head.
@@ -21,7 +23,10 @@ from megalith.models.huggingface_reading import Reading
 
 ABSENT = {"tie_word_embeddings": True, "layer_norm_eps": 1e-12, "type_vocab_size": 2}
 """What a key that is not in config.json means."""
-MASKED_LM = "BertForMaskedLM"
+MEGATRON = "megatron-bert"
+ARCHITECTURES = {"bert": "BertForPreTraining", MEGATRON: "MegatronBertForPreTraining"}
+"""By `model_type`."""
+MASKED_LM = {"bert": "BertForMaskedLM", MEGATRON: "MegatronBertForMaskedLM"}
 
 _OF_THE_POOLER = (
     *("directionality", "pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers"),
@@ -29,7 +34,7 @@ _OF_THE_POOLER = (
 )
 
 
-def read(reading: Reading) -> ModelConfig:
+def read(reading: Reading, kind: str) -> ModelConfig:
     """The architecture; with the head that tells two texts apart, of which a config.json says nothing."""
     for key in _OF_THE_POOLER:
         reading.get(key)
@@ -48,14 +53,14 @@ def read(reading: Reading) -> ModelConfig:
         ffn_hidden_size=reading.size("intermediate_size"),
         norm_epsilon=reading.number("layer_norm_eps"),
         bias_gelu_fusion=False,
-        apply_residual_connection_post_layernorm=True,
+        apply_residual_connection_post_layernorm=kind == "bert",
     )
 
 
-def unlike(model: ModelConfig) -> tuple[dict[str, Any], dict[str, bool]]:
+def unlike(model: ModelConfig, kind: str) -> tuple[dict[str, Any], dict[str, bool]]:
     """What a model must be to be one of theirs: settings with their values, and what is to hold."""
     wanted = {
-        "apply_residual_connection_post_layernorm": True,
+        "apply_residual_connection_post_layernorm": kind == "bert",
         "position_embedding_type": "learned_absolute",
         "normalization": "LayerNorm",
         "gated": False,
@@ -72,10 +77,10 @@ def unlike(model: ModelConfig) -> tuple[dict[str, Any], dict[str, bool]]:
     return wanted, fits
 
 
-def config_of(model: ModelConfig) -> dict[str, Any]:
+def config_of(model: ModelConfig, kind: str) -> dict[str, Any]:
     """The keys of config.json that say what the model is."""
     return {
-        **({} if model.bert_binary_head else {"architectures": [MASKED_LM]}),
+        **({} if model.bert_binary_head else {"architectures": [MASKED_LM[kind]]}),
         "attention_probs_dropout_prob": model.attention_dropout,
         "hidden_act": "gelu",
         "hidden_dropout_prob": model.hidden_dropout,

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from megalith.config import ModelConfig
 from megalith.models.huggingface import Family
+from megalith.models.huggingface_bert import ARCHITECTURES as BERT
 from megalith.models.huggingface_deepseek import KIND as DEEPSEEK
 from megalith.models.huggingface_deepseek import PROJECTIONS
 from megalith.models.huggingface_experts import NAMES, projections
@@ -89,7 +90,7 @@ def tensors_of(family: Family, model: ModelConfig, vocab_size: int) -> list[Thei
         model: the architecture.
         vocab_size: rows of the embedding in their files.
     """
-    if family.model_type == "bert":
+    if family.model_type in BERT:
         return list(_bert(model, vocab_size))
     if family.model_type in T5:
         return list(_t5(model, vocab_size))
@@ -122,9 +123,13 @@ def _bert(model: ModelConfig, vocab_size: int) -> Iterator[TheirTensor]:
     positions = (model.max_position_embeddings, hidden)
     yield _whole(f"{embeddings}position_embeddings.weight", positions, "embedding.position_embeddings.weight")
     yield _whole(f"{embeddings}token_type_embeddings.weight", (2, hidden), "embedding.tokentype_embeddings.weight")
-    yield from _norm(f"{embeddings}LayerNorm", (hidden,), "encoder.layers.0.input_layernorm", bias=True)
+    published = model.apply_residual_connection_post_layernorm
+    if published:
+        yield from _norm(f"{embeddings}LayerNorm", (hidden,), "encoder.layers.0.input_layernorm", bias=True)
     for layer in range(layers):
-        yield from _bert_layer(model, layer)
+        yield from _bert_layer(model, layer, published=published)
+    if not published:
+        yield from _norm("bert.encoder.ln", (hidden,), "encoder.final_layernorm", bias=True)
     if model.bert_binary_head:
         yield from _linear("bert.pooler.dense", (hidden, hidden), "pooler.dense", bias=True)
     yield _whole("cls.predictions.bias", (vocab_size,), "output_layer.bias")
@@ -134,21 +139,26 @@ def _bert(model: ModelConfig, vocab_size: int) -> Iterator[TheirTensor]:
         yield from _linear("cls.seq_relationship", (2, hidden), "binary_head", bias=True)
 
 
-def _bert_layer(model: ModelConfig, layer: int) -> Iterator[TheirTensor]:
+def _bert_layer(model: ModelConfig, layer: int, *, published: bool) -> Iterator[TheirTensor]:
+    """A layer; the norms of BERT as published stand behind the residual sums, those of Megatron before the branches."""
     theirs, ours, hidden = f"bert.encoder.layer.{layer}.", f"encoder.layers.{layer}.", model.hidden_size
-    behind = f"encoder.layers.{layer + 1}.input_layernorm"
+    last, behind = layer == model.num_layers - 1, f"encoder.layers.{layer + 1}.input_layernorm"
+    if not published:
+        yield from _norm(f"{theirs}attention.ln", (hidden,), f"{ours}input_layernorm", bias=True)
     for letter, name in (("q", "query"), ("k", "key"), ("v", "value")):
         for kind, columns in (("weight", (hidden,)), ("bias", ())):
             parts = _heads(model, letter, 0, f"{ours}self_attention.linear_qkv.{kind}")
             yield TheirTensor(f"{theirs}attention.self.{name}.{kind}", (hidden, *columns), parts)
     attention, square = f"{theirs}attention.output.", (hidden, hidden)
     yield from _linear(f"{attention}dense", square, f"{ours}self_attention.linear_proj", bias=True)
-    yield from _norm(f"{attention}LayerNorm", (hidden,), f"{ours}pre_mlp_layernorm", bias=True)
+    norm = f"{attention}LayerNorm" if published else f"{theirs}ln"
+    yield from _norm(norm, (hidden,), f"{ours}pre_mlp_layernorm", bias=True)
     ffn = model.ffn_size
     yield from _linear(f"{theirs}intermediate.dense", (ffn, hidden), f"{ours}mlp.linear_fc1", bias=True)
     yield from _linear(f"{theirs}output.dense", (hidden, ffn), f"{ours}mlp.linear_fc2", bias=True)
-    last = layer == model.num_layers - 1
-    yield from _norm(f"{theirs}output.LayerNorm", (hidden,), "encoder.final_layernorm" if last else behind, bias=True)
+    if published:
+        norm = "encoder.final_layernorm" if last else behind
+        yield from _norm(f"{theirs}output.LayerNorm", (hidden,), norm, bias=True)
 
 
 def _t5(model: ModelConfig, vocab_size: int) -> Iterator[TheirTensor]:

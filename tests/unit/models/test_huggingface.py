@@ -170,6 +170,23 @@ BERT_BASE_CHINESE = {
     "type_vocab_size": 2,
     "vocab_size": 21128,
 }
+MEGATRON_BERT: dict[str, Any] = {  # the defaults of its class, which are those of the model of 345M
+    "architectures": ["MegatronBertForPreTraining"],
+    "attention_probs_dropout_prob": 0.1,
+    "hidden_act": "gelu",
+    "hidden_dropout_prob": 0.1,
+    "hidden_size": 1024,
+    "initializer_range": 0.02,
+    "intermediate_size": 4096,
+    "layer_norm_eps": 1e-12,
+    "max_position_embeddings": 512,
+    "model_type": "megatron-bert",
+    "num_attention_heads": 16,
+    "num_hidden_layers": 24,
+    "pad_token_id": 0,
+    "type_vocab_size": 2,
+    "vocab_size": 29056,
+}
 MIXTRAL: dict[str, Any] = {  # mistralai/Mixtral-8x7B-v0.1
     "architectures": ["MixtralForCausalLM"],
     "attention_dropout": 0.0,
@@ -329,6 +346,7 @@ ALL = {
     "qwen2": QWEN2,
     "qwen3": QWEN3,
     "bert": BERT_BASE_CHINESE,
+    "megatron-bert": MEGATRON_BERT,
 }
 OF_LLAMA = {"position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True, "add_bias_linear": False}
 
@@ -393,6 +411,16 @@ WANTED: dict[str, dict[str, Any]] = {
         "apply_residual_connection_post_layernorm": True,
         "max_position_embeddings": 512,
         "qkv_bias": True,
+        "untie_embeddings_and_output_weights": False,
+    },
+    "megatron-bert": {
+        "model_family": "bert",
+        "num_layers": 24,
+        "hidden_size": 1024,
+        "activation": "gelu_erf",
+        "norm_epsilon": 1e-12,
+        "final_layernorm": True,
+        "apply_residual_connection_post_layernorm": False,
         "untie_embeddings_and_output_weights": False,
     },
     "gpt2": {
