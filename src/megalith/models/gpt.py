@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from megalith.config import ModelConfig
+from megalith.models.frozen import FrozenLayers
 from megalith.models.language_model import WORD_EMBEDDINGS, Inputs, LanguageModel, Loss, Stage
 from megalith.models.layer_options import rotations
 from megalith.models.prediction import Ahead, Prediction, PredictionLayer, ahead, shifted
@@ -226,11 +227,13 @@ class GPT(LanguageModel):
         position_ids_BS: Tensor | None = None,
         cache: KVCache | None = None,
         documents: Documents | None = None,
+        layers: FrozenLayers | None = None,
     ) -> Tensor:
         """The hidden states [S, B, D] behind the last layer that is here, the final norm applied where it is.
 
         Where logits have a factor (muP) the states before them have it, of which logits are a linear map.
-        Arguments as of `forward`; for whoever wants the logits of a few positions only.
+        Arguments as of `forward`; for whoever wants the logits of a few positions only. With a cache, `layers` may
+        stand for those of the decoder.
         """
         positions_S, turn = self._positions(tokens_BS, cache)
         if position_ids_BS is None:
@@ -238,6 +241,10 @@ class GPT(LanguageModel):
         if self.stage.embeds:
             assert self.embedding is not None
             hidden_SBD = self.embedding(tokens_BS, position_ids_BS)
-        states_SBD: Tensor = self.decoder(hidden_SBD, turn, cache, documents)
+        if layers is None or cache is None:
+            states_SBD: Tensor = self.decoder(hidden_SBD, turn, cache, documents)
+        else:
+            assert hidden_SBD is not None and documents is None
+            states_SBD = layers(hidden_SBD, turn, cache)
         scaled = self.stage.predicts and self.config.logits_multiplier != 1.0
         return states_SBD * self.config.logits_multiplier if scaled else states_SBD

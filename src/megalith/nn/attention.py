@@ -201,7 +201,8 @@ class SelfAttention(nn.Module):
         q, gate, k, v = grouped.split((queries, gates, 1, 1), dim=3)
         return q.flatten(2, 3), k.squeeze(3), v.squeeze(3), gate.flatten(2, 3) if gates else None
 
-    def _rule(self, q: Tensor, documents: Documents | None = None, mask: Mask | None = None) -> AttentionRule:
+    def rule_for(self, q: Tensor, documents: Documents | None = None, mask: Mask | None = None) -> AttentionRule:
+        """The layer's rule with what a micro-batch changes of it, and its sinks."""
         rule = self.rule
         if documents is not None or mask is not None:
             rule = replace(rule, documents=documents, mask=mask)
@@ -235,9 +236,9 @@ class SelfAttention(nn.Module):
         if turn is not None:
             q, k = (rotate(x, turn, interleaved=self.shape.rotary_interleaved) for x in (q, k))
         context = (
-            mix_heads(self, q, k, v, self._rule(q, documents, mask))
+            mix_heads(self, q, k, v, self.rule_for(q, documents, mask))
             if cache is None
-            else self.mixer.recall(cache, q, k, v, self._rule(q, mask=mask))
+            else self.mixer.recall(cache, q, k, v, self.rule_for(q, mask=mask))
         )
         if gate is not None:
             context = (context * torch.sigmoid(gate.to(at_least_fp32(gate.dtype)))).to(context.dtype)

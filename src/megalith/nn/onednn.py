@@ -34,18 +34,19 @@ _THERE = _found()
 _FEWEST_ROWS = 2 if _of_intel() else 1
 
 
+def least_rows(weight: Tensor) -> int | None:
+    """From how many rows of x on x W^T is to be computed here; None where never. The weight is not trained."""
+    if not _THERE or weight.dtype != torch.float32 or weight.device.type != "cpu":
+        return None
+    return max(_FEWEST_ROWS, 1 if weight.numel() >= _LARGE_WEIGHT else -(-_MUCH_WORK // max(1, weight.numel())))
+
+
 def applies(x: Tensor, weight: Tensor) -> bool:
     """Whether x W^T is to be computed here."""
-    rows = x.numel() // x.shape[-1]
-    return (
-        _THERE
-        and not weight.requires_grad
-        and x.dtype == weight.dtype == torch.float32
-        and weight.device.type == "cpu"
-        and (weight.numel() >= _LARGE_WEIGHT or weight.numel() * rows >= _MUCH_WORK)
-        and rows >= _FEWEST_ROWS
-        and not x.requires_grad
-    )
+    if x.dtype != torch.float32 or weight.requires_grad or x.requires_grad:
+        return False
+    least = least_rows(weight)
+    return least is not None and x.numel() // x.shape[-1] >= least
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

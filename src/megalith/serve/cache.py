@@ -48,6 +48,7 @@ class BlockCache:
         shape = (num_layers, groups, num_blocks * block_size, head_size)
         self.keys = torch.empty(shape, dtype=dtype, device=device)
         self.values = torch.empty(shape, dtype=dtype, device=device)
+        self.layer_keys, self.layer_values = self.keys.unbind(0), self.values.unbind(0)
 
     @property
     def bytes(self) -> int:
@@ -100,7 +101,21 @@ class Reading:
         together = rows[-1] - rows[0] == len(rows) - 1 and len(self.spans) == 1
         self.rows: slice | Tensor = slice(rows[0], rows[-1] + 1) if together else torch.tensor(rows, device=device)
         self.masks: dict[tuple[int, int], Tensor] = {}
-        self.layers = [LayerReading(self, keys, values) for keys, values in zip(cache.keys, cache.values, strict=True)]
+        self.layers = [
+            LayerReading(self, *buffers) for buffers in zip(cache.layer_keys, cache.layer_values, strict=True)
+        ]
+        if len(rows) == 1:
+            self._read_one(cache, rows[0])
+
+    def _read_one(self, cache: BlockCache, row: int) -> None:
+        """One new token, whose sequence is one stretch: its views of all layers are made at once."""
+        place = self.spans[0].place
+        if isinstance(place, slice):
+            buffers = (cache.keys, cache.values)
+            new = [buffer[:, None, None, :, row].unbind(0) for buffer in buffers]
+            held = [buffer[:, None, :, place].unbind(0) for buffer in buffers]
+            for layer, *views in zip(self.layers, *new, *held, strict=True):
+                layer.one = tuple(views)
 
     def mask(self, new: int, length: int) -> Tensor:
         """[new, length], True where the last `new` positions may look; the same for all layers."""
@@ -138,10 +153,13 @@ class LayerReading:
 
     def __init__(self, reading: Reading, keys_GRK: Tensor, values_GRK: Tensor) -> None:
         self.reading, self.keys, self.values = reading, keys_GRK, values_GRK
+        self.one: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
 
     def attend(self, q_SBHK: Tensor, k_SBGK: Tensor, v_SBGK: Tensor, rule: AttentionRule = PLAIN) -> Tensor:
         """See `nn.cache.LayerCache.attend`; B is 1."""
         reading = self.reading
+        if self.one is not None and rule.sees_all(reading.length) and product_dtype(q_SBHK) == q_SBHK.dtype:
+            return self._attend_one(*self.one, q_SBHK, k_SBGK, v_SBGK, rule)
         q_THK = q_SBHK.squeeze(1)
         for buffer, new in ((self.keys, k_SBGK), (self.values, v_SBGK)):
             buffer[:, reading.rows] = new.squeeze(1).transpose(0, 1)
@@ -150,6 +168,27 @@ class LayerReading:
         found = [self._attend(q_THK[span.begin : span.end], span, rule) for span in reading.spans]
         return torch.cat(found).unsqueeze(1)
 
+    @staticmethod
+    def _attend_one(
+        new_k_11GK: Tensor,
+        new_v_11GK: Tensor,
+        k_1GSK: Tensor,
+        v_1GSK: Tensor,
+        q_11HK: Tensor,
+        k_11GK: Tensor,
+        v_11GK: Tensor,
+        rule: AttentionRule,
+    ) -> Tensor:
+        """What `attend` does for one token. The queries of a group see the same keys: they take positions' place."""
+        new_k_11GK.copy_(k_11GK)
+        new_v_11GK.copy_(v_11GK)
+        _, _, heads, size = q_11HK.shape
+        groups = k_1GSK.shape[1]
+        q_1GQK = q_11HK.view(1, groups, heads // groups, size)
+        return scaled_dot_product_attention(q_1GQK, k_1GSK, v_1GSK, scale=rule.scale_of(size)).reshape(
+            1, 1, heads, size
+        )
+
     def _attend(self, q_QHK: Tensor, span: _Span, rule: AttentionRule) -> Tensor:
         """Causal attention of the last Q positions of a sequence. [Q, H, K] -> [Q, H, K]."""
         k_GSK, v_GSK = self._held(span.place)
@@ -157,7 +196,7 @@ class LayerReading:
         if rule.mask is not None and rule.mask.bias_HQS is not None:
             bias_HQS = rule.mask.bias_HQS[:, span.begin : span.end, : span.length]
             rule = replace(rule, mask=Mask(None, bias_HQS))
-        if rule.limits(span.length) or rule.sink_H is not None or rule.mask is not None:
+        if not rule.sees_all(span.length):
             k, v = (expand_groups(x.transpose(0, 1)[:, None], heads) for x in (k_GSK, v_GSK))
             return attend_fused(q_QHK[:, None], k, v, 0.0, rule).squeeze(1)
         scale = rule.scale_of(size)

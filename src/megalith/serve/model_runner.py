@@ -11,6 +11,7 @@ from torch import Tensor
 from megalith.distributed import comm, p2p
 from megalith.distributed.context import ParallelContext
 from megalith.errors import LayoutError, PeerError
+from megalith.models.frozen import frozen
 from megalith.models.gpt import GPT
 from megalith.models.t5 import T5
 from megalith.models.transformer import Block
@@ -69,6 +70,7 @@ class ModelRunner:
             dtype=model.dtype,
             device=model.device,
         )
+        self._layers = frozen(model.decoder) if isinstance(model, GPT) else None
         self._crossings = model.crossings() if isinstance(model, T5) else []
 
     def run(self, batch: Batch) -> Tensor:
@@ -81,7 +83,7 @@ class ModelRunner:
             tokens_1S, reading = torch.tensor([tokens], device=self.model.device), self.cache.read(batch)
             if isinstance(self.model, T5):
                 return self.model.decode(tokens_1S, self._texts(self.model, batch, reading), cache=reading)
-            return self.model.hidden_states(tokens_1S, hidden_SBD=hidden_S1D, cache=reading)
+            return self.model.hidden_states(tokens_1S, hidden_SBD=hidden_S1D, cache=reading, layers=self._layers)
 
     def _texts(self, model: T5, batch: Batch, reading: Reading) -> Texts:
         """The texts of all pieces; those that are new are read, each by itself."""

@@ -1,0 +1,81 @@
+"""Layers with frozen weights give what the layers themselves give."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from megalith.models.frozen import frozen
+from megalith.models.gpt import GPT
+from megalith.models.initialise import initialise
+from megalith.serve.model_runner import ModelRunner
+from megalith.serve.runner import Batch, Piece
+
+from .models import GPT2, LLAMA, STYLES
+
+VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
+    **{style: (config, {}) for style, config in STYLES.items()},
+    "one key-value head": (GPT2, {"group_query_attention": True, "num_query_groups": 1}),
+    "a window": (GPT2, {"window_size": "3,0"}),
+    "sinks": (GPT2, {"softmax_type": "learnable"}),
+    "a sink": (LLAMA, {"softmax_type": "off-by-one"}),
+    "norms of heads": (LLAMA, {"qk_layernorm": True}),
+    "gated heads": (LLAMA, {"attention_output_gate": True}),
+    "norms around one": (GPT2, {"apply_layernorm_1p": True}),
+    "residuals of norms": (GPT2, {"apply_residual_connection_post_layernorm": True}),
+    "a wide residual stream": (GPT2, {"fp32_residual_connection": True}),
+    "part of a head turned": (LLAMA, {"rotary_percent": 0.5, "rotary_interleaved": True}),
+    "layers without positions": (LLAMA, {"no_rope_freq": "2"}),
+    "layer scaling": (GPT2, {"apply_query_key_layer_scaling": True}),
+}
+BATCHES = (
+    Batch([Piece([3, 1, 4, 1, 5], 0, [0, 1]), Piece([9, 2], 0, [5])]),
+    Batch([Piece([6], 5, [0, 1])]),  # one token of a sequence in one stretch
+    Batch([Piece([5], 2, [5]), Piece([3], 6, [0, 1])]),
+    Batch([Piece([5, 8, 9], 7, [0, 1, 4], wanted=3)]),
+    Batch([Piece([7], 10, [0, 1, 4])]),  # its blocks do not follow one another
+)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_frozen_layers_are_the_layers(variant: str, dtype: torch.dtype) -> None:
+    config, options = VARIANTS[variant]
+    model = GPT(dataclasses.replace(config, **options), 32, dtype=dtype)
+    initialise(model, 5)
+    model.eval().requires_grad_(False)
+    plain, lean = (ModelRunner(model, 8, 4) for _ in range(2))
+    plain._layers = None
+    for batch in BATCHES:
+        expected, found = plain.run(batch), lean.run(batch)
+        assert expected.isfinite().all()
+        exact = dtype == torch.float64
+        torch.testing.assert_close(found, expected, rtol=0.0 if exact else None, atol=1e-12 if exact else None)
+
+
+@pytest.mark.parametrize("style", ["gpt2", "llama"])
+def test_a_token_goes_by_frozen_layers_and_no_other_way(style: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = GPT(STYLES[style], 32)
+    initialise(model, 5)
+    runner = ModelRunner(model.requires_grad_(False), 8, 4)
+    assert frozen(model.decoder) is not None
+
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("a layer was called")
+
+    for module in (model.decoder, *(part for layer in model.decoder.layers.values() for part in layer.modules())):
+        if "Norm" not in type(module).__name__:
+            monkeypatch.setattr(module, "forward", never)
+    assert runner.run(BATCHES[0]).shape == (2, 32)
+
+
+def test_weights_that_change_in_place_count() -> None:
+    model = GPT(STYLES["gpt2"], 32, dtype=torch.float64)
+    initialise(model, 5)
+    runner = ModelRunner(model.requires_grad_(False), 8, 4)
+    before = runner.run(BATCHES[0])
+    initialise(model, 6)
+    assert not torch.equal(runner.run(BATCHES[0]), before)
