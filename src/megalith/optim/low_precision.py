@@ -18,8 +18,8 @@ from torch import Tensor
 from megalith.nn.precision import at_least_fp32
 from megalith.optim.rules import UpdateRule, Work
 
-PIECE_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 24}
-"""Of a piece by device: with its companions in fp32 4 MiB, within the cache of a core, and 256 MiB."""
+PIECE_ON_CPU, PIECE_ELEMENTS = 1 << 18, 1 << 24
+"""Of a piece: with its companions in fp32 4 MiB on a CPU, within the cache of a core, and 256 MiB elsewhere."""
 
 
 @dataclass
@@ -48,7 +48,7 @@ class Widened:
 
         Both are done while a piece is in the cache: in passes of their own they would take half as long again.
         """
-        piece = PIECE_ELEMENTS[work.params[0].device.type]
+        piece = PIECE_ON_CPU if work.params[0].device.type == "cpu" else PIECE_ELEMENTS
         for number, name in enumerate(work.names):
             held = [work.params[number], work.grads[number], *(work.states[kind][number] for kind in self.kinds)]
             flat = [tensor.view(-1) for tensor in held]
