@@ -81,7 +81,7 @@ class AttentionRule:
 
     def sees_all(self, num_keys: int) -> bool:
         """Whether the last of so many positions sees all of them, and nothing else."""
-        return self.sink_H is None and self.mask is None and not self.limits(num_keys)
+        return self.sink_H is None and self.mask is None and (self.window is None or not self.limits(num_keys))
 
     def hidden(self, num_queries: int, num_keys: int, device: torch.device) -> Tensor:
         """Where a query may not look: [Q, S], or [B, 1, 1 or Q, S] where a mask hides something.

@@ -108,9 +108,9 @@ class Reading:
             self._read_one(cache, rows[0])
 
     def _read_one(self, cache: BlockCache, row: int) -> None:
-        """One new token, whose sequence is one stretch: its views of all layers are made at once."""
+        """One new token, if its sequence is one stretch: its views of all layers are made at once."""
         place = self.spans[0].place
-        if isinstance(place, slice):
+        if isinstance(place, slice) and product_dtype(cache.keys) == cache.keys.dtype:
             buffers = (cache.keys, cache.values)
             new = [buffer[:, None, None, :, row].unbind(0) for buffer in buffers]
             held = [buffer[:, None, :, place].unbind(0) for buffer in buffers]
@@ -153,13 +153,13 @@ class LayerReading:
 
     def __init__(self, reading: Reading, keys_GRK: Tensor, values_GRK: Tensor) -> None:
         self.reading, self.keys, self.values = reading, keys_GRK, values_GRK
-        self.one: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
+        self.one: tuple[Tensor, Tensor, Tensor, Tensor] | None = None  # see Reading._read_one
 
     def attend(self, q_SBHK: Tensor, k_SBGK: Tensor, v_SBGK: Tensor, rule: AttentionRule = PLAIN) -> Tensor:
         """See `nn.cache.LayerCache.attend`; B is 1."""
         reading = self.reading
-        if self.one is not None and rule.sees_all(reading.length) and product_dtype(q_SBHK) == q_SBHK.dtype:
-            return self._attend_one(*self.one, q_SBHK, k_SBGK, v_SBGK, rule)
+        if self.one is not None and rule.sees_all(reading.length):
+            return self._attend_one(q_SBHK, k_SBGK, v_SBGK, rule.scale_of(q_SBHK.shape[3]))
         q_THK = q_SBHK.squeeze(1)
         for buffer, new in ((self.keys, k_SBGK), (self.values, v_SBGK)):
             buffer[:, reading.rows] = new.squeeze(1).transpose(0, 1)
@@ -168,26 +168,15 @@ class LayerReading:
         found = [self._attend(q_THK[span.begin : span.end], span, rule) for span in reading.spans]
         return torch.cat(found).unsqueeze(1)
 
-    @staticmethod
-    def _attend_one(
-        new_k_11GK: Tensor,
-        new_v_11GK: Tensor,
-        k_1GSK: Tensor,
-        v_1GSK: Tensor,
-        q_11HK: Tensor,
-        k_11GK: Tensor,
-        v_11GK: Tensor,
-        rule: AttentionRule,
-    ) -> Tensor:
+    def _attend_one(self, q_11HK: Tensor, k_11GK: Tensor, v_11GK: Tensor, scale: float) -> Tensor:
         """What `attend` does for one token. The queries of a group see the same keys: they take positions' place."""
+        assert self.one is not None
+        new_k_11GK, new_v_11GK, k_1GSK, v_1GSK = self.one
         new_k_11GK.copy_(k_11GK)
         new_v_11GK.copy_(v_11GK)
-        _, _, heads, size = q_11HK.shape
-        groups = k_1GSK.shape[1]
+        heads, groups, size = q_11HK.shape[2], k_1GSK.shape[1], q_11HK.shape[3]
         q_1GQK = q_11HK.view(1, groups, heads // groups, size)
-        return scaled_dot_product_attention(q_1GQK, k_1GSK, v_1GSK, scale=rule.scale_of(size)).reshape(
-            1, 1, heads, size
-        )
+        return scaled_dot_product_attention(q_1GQK, k_1GSK, v_1GSK, scale=scale).reshape(1, 1, heads, size)
 
     def _attend(self, q_QHK: Tensor, span: _Span, rule: AttentionRule) -> Tensor:
         """Causal attention of the last Q positions of a sequence. [Q, H, K] -> [Q, H, K]."""
