@@ -14,6 +14,9 @@ measures all contenders, one after the other; a ratio is the median over rounds 
                `megalith serve` takes for this model (serving_threads)
   load         clients who come at random (Poisson) with 0.5, 0.7 and 0.9 of the tokens per second that `concurrent`
                reached, over HTTP: percentiles of the time to the first token, between tokens, to the last; --plot
+  crowd        500 clients who come at once, and again every half second until they are served, to a server of the 1M
+               model that works on 4 and lets 8 wait: what `/health` takes meanwhile; it ends within a minute. Once,
+               whatever --size says
   cache        memory of the cache against 2 x layers x groups x head size x bytes for each token that it can hold, and
                how many of the blocks in use are really filled
 """
@@ -52,7 +55,8 @@ SIZES = {"1M": (2, 16, 2), "10M": (6, 128, 4), "10M-deep": (12, 144, 4), "124M":
 REQUESTS = 16
 GREEDY = Sampling(temperature=0.0)
 LOADS, CLIENTS = (0.5, 0.7, 0.9), 32
-PARTS = ("single", "concurrent", "http", "load", "cache")
+PARTS = ("single", "concurrent", "http", "load", "cache", "crowd")
+CROWD, CROWD_SECONDS = 500, 60.0
 
 
 class Numbers:
@@ -204,8 +208,8 @@ def mixed_requests() -> list[Request]:
     ]
 
 
-def build_engine(model: GPT) -> Engine:
-    return Engine(ModelRunner(model, REQUESTS * 32, 16), cast("Any", Numbers()), Limits(running=REQUESTS))
+def build_engine(model: GPT, limits: Limits | None = None) -> Engine:
+    return Engine(ModelRunner(model, REQUESTS * 32, 16), cast("Any", Numbers()), limits or Limits(running=REQUESTS))
 
 
 def forget(engine: Engine) -> None:
@@ -256,6 +260,17 @@ def serving_engine(size: str, threads: int) -> Engine:
     """The engine of the server's process."""
     torch.set_num_threads(threads)
     return build_engine(build_model(size))
+
+
+def crowded_engine() -> Engine:
+    """The engine of the server that a crowd comes to: of a small model, and with a short queue."""
+    torch.set_num_threads(1)
+    return build_engine(build_model("1M"), Limits(running=4, waiting=8))
+
+
+def crowd() -> dict[str, Any]:
+    with serve_http.server(crowded_engine, CONTEXT) as port:
+        return serve_http.crowd(port, CROWD, CROWD_SECONDS)
 
 
 def count_threads(engine: Engine, _: Sequence[Request]) -> int:
@@ -364,6 +379,13 @@ def measure(size: str, parts: Sequence[str], options: argparse.Namespace) -> Ite
             yield "load", load(port, tokens_per_second)
 
 
+def write(path: Path | None, results: dict[str, Any]) -> None:
+    """Write the figures, if they are wanted."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(results, indent=1) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, action="append", help="may be repeated; 10M and 124M by default")
@@ -389,18 +411,22 @@ def main() -> None:
         "load_before": os.getloadavg()[0],
     }
     pictured = {}
-    for size in options.size or ["10M", "124M"]:
+    parts = list(options.only or PARTS)
+    if "crowd" in parts:
+        parts.remove("crowd")
+        results["crowd"] = crowd()
+        print("crowd", json.dumps(results["crowd"], indent=1), flush=True)
+        write(options.out, results)
+    for size in (options.size or ["10M", "124M"]) if parts else ():
         found = results[size] = {}
-        for name, value in measure(size, options.only or PARTS, options):
+        for name, value in measure(size, parts, options):
             if name == "load":
                 pictured[size] = value
                 value = {share: {k: serve_http.percentiles(v) for k, v in row.items()} for share, row in value.items()}
             found[name] = value
             print(size, name, json.dumps(value, indent=1), flush=True)
             results["load_after"] = os.getloadavg()[0]
-            if options.out:
-                options.out.parent.mkdir(parents=True, exist_ok=True)
-                options.out.write_text(json.dumps(results, indent=1) + "\n")
+            write(options.out, results)
     if options.plot and pictured:
         serve_http.draw(options.plot, pictured)
 

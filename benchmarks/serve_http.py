@@ -151,6 +151,57 @@ def ask_all(port: int, requests: Sequence[Request], dues: Sequence[float]) -> li
     return asyncio.run(run())
 
 
+async def _exchange(port: int, method: str, path: str, body: bytes = b"") -> int:
+    """One request on a connection of its own; its status."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    head = f"{method} {path} HTTP/1.1\r\nHost: localhost:{port}\r\nContent-Type: application/json\r\n"
+    writer.write(f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body)
+    answer = await reader.read()
+    writer.close()
+    return int(answer.split(b" ", 2)[1])
+
+
+def crowd(port: int, clients: int, seconds: float) -> dict[str, Any]:
+    """So many clients at once, each of which comes again every half second until it is served; `/health` meanwhile.
+
+    After so many seconds those who were not served go away.
+    """
+    body = json.dumps({"prompt": [1, 2, 3], "max_tokens": 8, "temperature": 0, "ignore_eos": True}).encode()
+    statuses, health = list[int](), list[float]()
+
+    async def one(end: float) -> None:
+        while time.perf_counter() < end:
+            statuses.append(await _exchange(port, "POST", "/v1/completions", body))
+            if statuses[-1] == 200:
+                return
+            await asyncio.sleep(0.5)
+
+    async def look() -> None:
+        while True:
+            began = time.perf_counter()
+            assert await _exchange(port, "GET", "/health") == 200
+            health.append(time.perf_counter() - began)
+            await asyncio.sleep(0.05)
+
+    async def run() -> float:
+        began = time.perf_counter()
+        looking = asyncio.ensure_future(look())
+        await asyncio.gather(*(one(began + seconds) for _ in range(clients)))
+        looking.cancel()
+        return time.perf_counter() - began
+
+    took = asyncio.run(run())
+    return {
+        "clients": clients,
+        "served": statuses.count(200),
+        "refused": statuses.count(429),
+        "others": len(statuses) - statuses.count(200) - statuses.count(429),
+        "seconds": round(took, 2),
+        "looks": len(health),
+        "health_seconds": percentiles(health, (50, 99, 100)),
+    }
+
+
 def poisson(count: int, per_second: float, seed: int) -> list[float]:
     """When so many clients come who know nothing of one another."""
     chance, now, dues = Random(seed), 0.0, list[float]()
