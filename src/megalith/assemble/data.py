@@ -58,7 +58,7 @@ def run_sizes(run: RunConfig, iteration: int = 0) -> Sizes:
         if grows and run.train.train_samples is None
         else run.train.train_samples,
         eval_interval=run.train.eval_interval,
-        eval_iters=run.train.eval_iters,
+        eval_iters=run.train.eval_batches,
         global_batch_size=run.global_batch_size,
         eval_batch_size=run.eval_batch_size,
     )
@@ -119,7 +119,7 @@ def build_loaders(
     _refuse_too_few(run, datasets.train, iteration, consumed_train - before, last)
     train = _loader(run, datasets.train, replica, consumed_train - before, run.train.micro_batch_size)
     sources = datasets.train.sources if isinstance(datasets.train, BlendedDataset) else ()
-    if not run.train.eval_iters:
+    if not run.train.eval_batches:
         return Loaders(train, None, None, consumed_valid, sources=sources)
     test = None if datasets.test is None else _loader(run, datasets.test, replica, 0, run.eval_micro_batch_size)
     sets = () if datasets.valid is None else (datasets.valid, *datasets.further_valid)
@@ -133,7 +133,7 @@ def build_loaders(
         passes = tuple(order.iterations(run.data_parallel_size) for order in orders)
         return Loaders(train, next(iter(loaders), None), test, consumed_valid, tuple(loaders[1:]), passes, sources)
     to_come = run.train_iters // run.train.eval_interval - iteration // run.train.eval_interval + 1
-    needed = consumed_valid + to_come * run.train.eval_iters * run.eval_batch_size
+    needed = consumed_valid + to_come * run.train.eval_batches * run.eval_batch_size
     if _ends(run) and any(needed > len(dataset) for dataset in sets):
         consumed_valid = 0
     loaders = [_loader(run, dataset, replica, consumed_valid, run.eval_micro_batch_size) for dataset in sets]

@@ -41,6 +41,11 @@ _OTHER = {
     "pretrain_vlm.py": "images are not trained on",
     "train_rl.py": "reinforcement learning is not built",
 }
+# Programs whose command lines run here unchanged, beside those of training.
+_UNCHANGED = (
+    *("preprocess_data.py", "merge_datasets.py", "convert.py", "checkpoint_util.py", "main.py"),
+    *("run_text_generation_server.py", "text_generation_cli.py"),
+)
 _RECIPE_FILE = "recipe.toml"
 
 
@@ -57,15 +62,35 @@ def run(argv: Sequence[str]) -> int:
         raise ConfigError(f"{path}: {reason}; give a launch script of bash") from error
     script = read_script(text, argv[1:], os.environ)
     launches = find_launch(script)
-    training = [launch for launch in launches if launch.name in _TRAINING]
-    if not training:
-        return _without_training(path, launches)
     for line in script.notes:
         print(f"note: {path}: {line}", file=sys.stderr)
+    training = [launch for launch in launches if _meant(launch) is not None]
+    if not training:
+        return _without_training(path, launches)
     if len(training) > 1:
         lines = ", ".join(str(launch.line) for launch in training)
         print(f"note: {path} starts {len(training)} trainings (lines {lines}); the last one is shown", file=sys.stderr)
     return _show(path, training[-1], script)
+
+
+def _meant(launch: Launch) -> tuple[str, ...] | None:
+    """The flags that a training program stands for; None for any other program.
+
+    Forks name their own: one whose name begins with `pretrain`, or that is given a model and a length, is taken for
+    Megatron's of the same kind of model.
+    """
+    if launch.name in _TRAINING:
+        return _TRAINING[launch.name]
+    if launch.name in _OTHER or launch.name in _UNCHANGED:
+        return None
+    given = {word.partition("=")[0].replace("_", "-") for word in launch.flags}
+    trains = "--num-layers" in given and bool({"--train-iters", "--train-samples"} & given)
+    if not (launch.name.startswith("pretrain") or trains):
+        return None
+    words = launch.name.removesuffix(".py").split("_")
+    return _TRAINING[
+        "pretrain_bert.py" if "bert" in words else "pretrain_t5.py" if "t5" in words else "pretrain_gpt.py"
+    ]
 
 
 def _without_training(path: Path, launches: Sequence[Launch]) -> int:
@@ -77,9 +102,14 @@ def _without_training(path: Path, launches: Sequence[Launch]) -> int:
     for launch in launches:
         if launch.name in _OTHER:
             raise ConfigError(f"{path}, line {launch.line}: {launch.program}: {_OTHER[launch.name]}")
-    if not launches:
-        raise ConfigError(f"{path}: no program of Megatron is started in it (such as pretrain_gpt.py by torchrun)")
-    for launch in launches:
+    known = [launch for launch in launches if launch.name in _UNCHANGED]
+    if not known:
+        others = ", ".join(dict.fromkeys(launch.name for launch in launches))
+        raise ConfigError(
+            f"{path}: no program of Megatron is started in it (such as pretrain_gpt.py by torchrun)"
+            + (f"; {others} is none that is known here" if others else "")
+        )
+    for launch in known:
         print(f"# {path}, line {launch.line} starts {launch.name}, whose command line runs here unchanged:")
         print(shlex.join(["python", launch.program, *launch.flags]))
     return 0
@@ -88,7 +118,9 @@ def _without_training(path: Path, launches: Sequence[Launch]) -> int:
 def _show(path: Path, launch: Launch, script: Script) -> int:
     processes, hosts = launch.processes, launch.hosts
     world = (processes or 1) * (hosts or 1)
-    flags = (*_TRAINING[launch.name], *launch.flags)
+    flags = (*(_meant(launch) or ()), *launch.flags)
+    if launch.name not in _TRAINING:
+        print(f"note: {launch.name} is taken for Megatron's own program of this kind of model", file=sys.stderr)
     reading = read_command_line(flags)
     print(f"# What {path} asks for (line {launch.line}). Start it by:")
     for line in _commands(launch):

@@ -169,7 +169,7 @@ def _validation_sets(config: RunConfig, loaders: Loaders) -> Sequence[HeldOut]:
     if loaders.valid is None or not (loaders.further_valid or loaders.passes):
         return ()
     batches = (loaders.valid, *loaders.further_valid)
-    lengths = loaders.passes or (config.train.eval_iters,) * len(batches)
+    lengths = loaders.passes or (config.train.eval_batches,) * len(batches)
     numbers = [str(number) for number in range(len(batches))]
     names = [f"validation-{name}" for name in config.data.validation_set_names or numbers]
     if not loaders.further_valid:
@@ -508,7 +508,7 @@ def _plan(config: RunConfig, model: LanguageModel, context: ParallelContext) -> 
         num_micro_batches=config.num_micro_batches,
         log_interval=config.log.log_interval,
         eval_interval=train.eval_interval,
-        eval_iterations=train.eval_iters,
+        eval_iterations=train.eval_batches,
         eval_batch_size=config.eval_batch_size,
         eval_micro_batches=config.eval_micro_batches,
         flops_per_step=flops / context.world.size,

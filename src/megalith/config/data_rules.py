@@ -229,7 +229,7 @@ def reset_positions_are_learned_ones(draft: Draft) -> str:
 
 @rule("split", "eval_iters", "full_validation")
 def full_validation_counts_by_itself(draft: Draft) -> str:
-    if not draft.run.data.full_validation or "eval_iters" not in draft.given or not draft.run.train.eval_iters:
+    if not draft.run.data.full_validation or "eval_iters" not in draft.given or not draft.run.train.eval_batches:
         return ""
     return f"{show(draft, 'eval_iters')} counts for the test alone: --full-validation goes over the whole split"
 

@@ -58,6 +58,15 @@ def test_smaller_batches_that_need_more_samples_than_there_are() -> None:
     assert build_loaders(run_of(2), datasets(30, 24), iteration=5, consumed_train=20).train is not None
 
 
+@pytest.mark.parametrize("number", [0, -1])
+def test_no_evaluation(number: int) -> None:
+    run = run_of(4)
+    run = dataclasses.replace(run, train=dataclasses.replace(run.train, eval_iters=number))
+    assert run_sizes(run, 0) == (40, 0, 0)
+    loaders = build_loaders(run, datasets(40, 24), iteration=0, consumed_train=0)
+    assert loaders.valid is None
+
+
 class Numbers(Samples):
     """Samples that hold their numbers."""
 

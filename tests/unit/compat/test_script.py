@@ -10,7 +10,7 @@ import pytest
 
 from megalith.cli.main import main
 from megalith.compat.megatron.script import find_launch, read_script
-from megalith.compat.megatron.script.expand import Variables
+from megalith.compat.megatron.script.expand import Variables, plain
 from megalith.compat.megatron.script.words import tokens
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -46,6 +46,8 @@ ECHOES = [
     "export A=5 B=6; echo $A$B",
     "echo --output-prefix dir/name\\\n   --next",
     "for x in p q; do echo $x; break; done",
+    "N=4; echo $(( ($N > 1) ? 1 : 0 )) $((N<1?2:N==4?3:5)) $((N>=4 && N!=5)) $((!N || N<=3))",
+    "N=4; if [ $(( N > 1 ? 1 : 0 )) -eq 1 ]; then Y=yes; fi; echo $Y",
 ]
 
 
@@ -102,7 +104,26 @@ def test_functions_that_call_themselves_come_to_an_end() -> None:
 def test_a_sum_calls_nothing() -> None:
     variables = Variables()
     (word,) = tokens("$((__import__('os').getpid()))")
-    assert variables.expand(word) == ["$((__import__('os').getpid()))"]  # type: ignore[arg-type]
+    (found,) = variables.expand(word)  # type: ignore[arg-type]
+    assert plain(found) == "$((__import__('os').getpid()))"
+
+
+def test_what_is_left_stays_one_piece_through_texts_that_are_read_again() -> None:
+    text = 'D="out_$(date "+%Y %m")"\nRUN="torchrun pretrain_gpt.py --save $D --fp16"\neval $RUN | tee log\n'
+    (launch,) = find_launch(read_script(text))
+    assert launch.flags == ("--save", 'out_$(date "+%Y %m")', "--fp16")
+    script = read_script('if [ "$(date)" = now ]; then X=1; else X=2; fi\necho $X\n')
+    assert script.notes[0] == "line 1: this `if` needs a shell; what it guards is passed over"
+
+
+def test_other_scripts_are_named() -> None:
+    script = read_script(". conf/base.sh\nmpirun -np 8 bash entry.sh pretrain_llama_x.py ' --lr 1 --fp16 '\n")
+    assert script.notes == [
+        "line 1: conf/base.sh is read there, and not here",
+        "line 2: it starts entry.sh, which is not read",
+    ]
+    (launch,) = find_launch(script)
+    assert (launch.name, launch.processes, launch.flags) == ("pretrain_llama_x.py", 8, ("--lr", "1", "--fp16"))
 
 
 def test_the_launch_of_the_arrays() -> None:
@@ -195,6 +216,9 @@ def test_scripts_without_a_training(capsys: pytest.CaptureFixture[str], tmp_path
     assert "python tools/preprocess_data.py --input a.jsonl" in capsys.readouterr().out
     assert main(["from-megatron", str(tmp_path / "none.sh")]) == 2
     capsys.readouterr()
+    script.write_text("python mean.py a.txt")
+    assert main(["from-megatron", str(script)]) == 2
+    assert "mean.py is none that is known here" in capsys.readouterr().err
     script.write_text("torchrun pretrain_vlm.py --lr 1")
     assert main(["from-megatron", str(script)]) == 2
     assert "pretrain_vlm.py: images are not trained on" in capsys.readouterr().err
@@ -202,6 +226,26 @@ def test_scripts_without_a_training(capsys: pytest.CaptureFixture[str], tmp_path
     assert main(["from-megatron", str(script)]) == 2
     out, err = capsys.readouterr()
     assert 'model_family = "bert"' in out and "--num-layers is required" in err
+
+
+@pytest.mark.parametrize(
+    ("command", "family"),
+    [
+        ("pretrain_gpt2.py --lr 1", ""),
+        ("pretrain_bert_x.py --lr 1", 'model_family = "bert"'),
+        ("finetune_deepseek.py --num-layers 2 --train-iters 3 --lr 1 --save $1", ""),
+    ],
+)
+def test_programs_of_forks_are_taken_for_megatrons(
+    command: str, family: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(f"torchrun {command}")
+    assert main(["from-megatron", str(script)]) == 2
+    out, err = capsys.readouterr()
+    assert f"{command.split()[0]} is taken for Megatron's own program" in err
+    assert "lr = 1" in out and ("model_family" in out) == bool(family) and family in out
+    assert ("the arguments of the script can stand behind its name" in err) == ("$1" in command)
 
 
 def test_of_another_fork_its_flags_are_named(capsys: pytest.CaptureFixture[str]) -> None:

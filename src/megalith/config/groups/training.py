@@ -125,7 +125,9 @@ class TrainConfig:
     )
     seed: int = setting(1234, help="seed of weights, dropout and data order", at_least=1)
     eval_interval: int = setting(1000, help="iterations between evaluations", unit="iterations", at_least=1)
-    eval_iters: int = setting(100, help="global batches of one evaluation", unit="iterations", at_least=0)
+    eval_iters: int = setting(
+        100, help="global batches of one evaluation; 0 or -1 for no evaluation", unit="iterations", at_least=-1
+    )
     start_eval_at_iter: int | None = setting(
         None, help="no evaluation before this iteration", unit="iterations", at_least=1
     )
@@ -197,6 +199,11 @@ class TrainConfig:
         at_least=0,
         nothing="the loop makes no reference cycles to collect",
     )
+
+    @property
+    def eval_batches(self) -> int:
+        """Global batches of one evaluation, 0 for none."""
+        return max(0, self.eval_iters)
 
     @property
     def recomputed_parts(self) -> frozenset[str]:

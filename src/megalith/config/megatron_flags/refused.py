@@ -28,8 +28,8 @@ REFUSED: tuple[Family, ...] = (
     ),
     Family(
         "it is of BigScience's fork; near to it are --iterations-to-skip for --skip-train-iteration-range, "
-        "--skip-train for --eval-only, --swiglu and --quick-geglu for --glu-activation, --train-data-path, --valid-data-path and "
-        "--test-data-path for the paths with their own parts",
+        "--skip-train for --eval-only, --swiglu and --quick-geglu for --glu-activation, --train-data-path, "
+        "--valid-data-path and --test-data-path for the paths with their own parts",
         """
         --embed-layernorm --glu-activation= --log-level= --log-level-replica= --log-path= --use-bnb-optimizer
         --codecarbon-dir= --eval-only= --skip-train-iteration-range+= --train-weighted-split-paths*=
@@ -66,7 +66,14 @@ REFUSED: tuple[Family, ...] = (
         "--moe-shared-expert-intermediate-size N, and an optimizer on the host --optimizer-cpu-offload",
         """
         --patch-tokenizer-type= --extra-vocab-size= --max-padding-length= --train-mode= --dataset=
-        --enable-shared-expert --num-shared-experts= --optimizer-offload-policy=
+        --enable-shared-expert --num-shared-experts= --optimizer-offload-policy= --shared-moe-ffn-hidden-size=
+        """,
+    ),
+    Family(
+        "it is of Pai-Megatron-Patch; heads of multi-latent attention are --qk-head-dim (the part without "
+        "positions) and --qk-pos-emb-head-dim, further tokens are predicted by --mtp-num-layers",
+        """
+        --qk-nope-head-dim= --qk-rope-head-dim= --use-multi-token-prediction --num-mtp-predictor=
         """,
     ),
     Family(
@@ -161,6 +168,8 @@ REFUSED: tuple[Family, ...] = (
         --dsa-kernel-backend=none --dsa-indexer-rope-interleaved --dsa-indexer-k-norm-epsilon=
         --dsa-indexer-k-norm-fp32 --linear-conv-kernel-dim=4 --linear-key-head-dim=128
         --linear-value-head-dim=128 --linear-num-key-heads=16 --linear-num-value-heads=32
+        --csa-window-size= --csa-compress-ratio-for-c= --csa-compress-ratio-for-h= --csa-compress-rotary-base=
+        --o-groups= --o-lora-rank=
         --enable-mhc-connections --mhc-num-residual-streams=4 --mhc-sinkhorn-iterations=20
         --mhc-init-gating-factor=0.01 --mhc-recompute-layer-num= --gdp-num-householder=3 --gdp-cutedsl-kernel
         --gdp-num-chunk-states-to-recompute=2 --mamba-training-ssm-states-dtype= --linear-attention-freq=

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePath
 
-from megalith.compat.megatron.script.expand import Variables
+from megalith.compat.megatron.script.expand import Variables, is_known, plain
 from megalith.compat.megatron.script.words import Operator, Part, Token, Word, tokens
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=", re.DOTALL)
@@ -72,9 +72,20 @@ def read_script(text: str, arguments: Sequence[str] = (), environ: Mapping[str, 
     reader.read(text)
     script = reader.script
     if missing := reader.variables.missing:
-        script.notes.append(f"{', '.join(missing)}: set nowhere in the script, taken as empty")
+        numbered = any(name[1:].isdigit() for name in missing)
+        hint = "; the arguments of the script can stand behind its name" if numbered else ""
+        script.notes.append(f"{', '.join(missing)}: set nowhere in the script, taken as empty{hint}")
     if commands := list(dict.fromkeys(reader.variables.commands)):
         script.notes.append(f"left as it stands, for it needs a shell: {', '.join(commands)}")
+    script.exported = {name: plain(value) for name, value in script.exported.items()}
+    script.commands = [
+        Command(
+            tuple(plain(word) for word in command.words),
+            {name: plain(value) for name, value in command.variables.items()},
+            command.line,
+        )
+        for command in script.commands
+    ]
     return script
 
 
@@ -277,8 +288,17 @@ class _Interpreter:
         elif document and any(PurePath(word).name in _READ_SCRIPTS for word in words):
             self.script.directives |= _directives(document)
             self._text(document, line, (), words)
+        elif words[:1] in (["."], ["source"]) and len(words) > 1:
+            self.script.notes.append(f"line {self._line or line}: {plain(words[1])} is read there, and not here")
         elif words:
+            self._other_scripts(words, line)
             self.script.commands.append(Command((*self._outside, *words), own, self._line or line))
+
+    def _other_scripts(self, words: Sequence[str], line: int) -> None:
+        """Say which scripts a command starts, which are files of their own."""
+        for word in words:
+            if word.endswith(".sh") and words[0] not in ("echo", "printf", "chmod", "cp", "mv"):
+                self.script.notes.append(f"line {self._line or line}: it starts {plain(word)}, which is not read")
 
     def _assign(self, match: re.Match[str], rest: list[Token], own: dict[str, str], declaring: str) -> None:
         """Take `NAME=value` or `NAME=(...)` off the statement."""
@@ -388,7 +408,7 @@ def _is_command(rest: Sequence[Token]) -> bool:
 
 def _holds(words: list[str]) -> bool | None:
     """Whether a test of texts or numbers holds; None where it needs a shell."""
-    if words[:1] not in (["["], ["[["], ["test"]):
+    if words[:1] not in (["["], ["[["], ["test"]) or not all(is_known(word) for word in words):
         return None
     inside = [word for word in words[1:] if word not in ("]", "]]")]
     negated = inside[:1] == ["!"]

@@ -108,8 +108,8 @@ class Variables:
 
     def _referred(self, reference: re.Match[str]) -> str:
         if reference["command"] is not None or reference["ticks"] is not None:
-            self.commands.append(reference[0])
-            return reference[0]
+            self.commands.append(plain(reference[0]))
+            return _kept(reference[0])
         if reference["sum"] is not None:
             return self._sum(reference["sum"])
         if reference["special"] is not None:
@@ -185,14 +185,63 @@ class Variables:
     def _sum(self, text: str) -> str:
         named = re.sub(r"\$?\{?\b([A-Za-z_]\w*)\}?", lambda match: self._named(match[1]) or "0", self._text(text))
         try:
-            return str(_number(ast.parse(named.strip(), mode="eval").body))
+            return str(_value_of(named))
         except (SyntaxError, ValueError, ZeroDivisionError):
             self.commands.append(f"$(({text}))")
-            return f"$(({text}))"
+            return _kept(f"$(({text}))")
+
+
+# What is left as it stands stays one piece of a word wherever it goes, into a text that is read again too: the
+# characters that mean something to a shell are kept as others, of Unicode's private area, until the end.
+_SHELLS_OWN = " \t\n\"'$`()|;&<>\\#*?[]{}=-"
+_KEPT = {ord(mark): 0xE000 + ord(mark) for mark in _SHELLS_OWN}
+_PLAIN = {kept: mark for mark, kept in _KEPT.items()}
+
+
+def _kept(text: str) -> str:
+    return text.translate(_KEPT)
+
+
+def plain(text: str) -> str:
+    """A text with what was left as it stands as it was written."""
+    return text.translate(_PLAIN)
+
+
+def is_known(text: str) -> bool:
+    """Whether nothing in a text was left for a shell."""
+    return text == plain(text)
+
+
+def _value_of(text: str) -> int:
+    """The value of what stands between `$((` and `))`, with C's operators.
+
+    Raises:
+        SyntaxError, ValueError: it is something else.
+    """
+    condition, question, branches = text.partition("?")
+    if question:
+        open_questions = 1
+        for place, mark in enumerate(branches):
+            open_questions += {"?": 1, ":": -1}.get(mark, 0)
+            if not open_questions:
+                return _value_of(branches[:place] if _value_of(condition) else branches[place + 1 :])
+        raise ValueError("a question without its second answer")
+    pythons = re.sub(r"!(?!=)", " not ", text.replace("&&", " and ").replace("||", " or "))
+    return _number(ast.parse(pythons.strip(), mode="eval").body)
+
+
+_TESTS: Mapping[type[ast.cmpop], Callable[[int, int], bool]] = {
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+}
 
 
 def _number(node: ast.expr) -> int:
-    """The value of a sum of whole numbers.
+    """The value of a sum or a test of whole numbers; a test gives 0 or 1.
 
     Raises:
         ValueError: it is something else.
@@ -201,8 +250,14 @@ def _number(node: ast.expr) -> int:
         return node.value
     if isinstance(node, ast.BinOp) and type(node.op) in _SUMS:
         return _SUMS[type(node.op)](_number(node.left), _number(node.right))
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        return -_number(node.operand)
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.Not):
+        value = _number(node.operand)
+        return -value if isinstance(node.op, ast.USub) else int(not value)
+    if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in _TESTS:
+        return int(_TESTS[type(node.ops[0])](_number(node.left), _number(node.comparators[0])))
+    if isinstance(node, ast.BoolOp):
+        values = [_number(value) for value in node.values]
+        return int(all(values) if isinstance(node.op, ast.And) else any(values))
     raise ValueError("not a sum of whole numbers")
 
 

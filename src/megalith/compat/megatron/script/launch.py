@@ -70,6 +70,8 @@ def _launch(command: Command, directives: Mapping[str, str]) -> Launch | None:
     if program is None or words[0] in _SAYING:
         return None
     before, flags = words[:program], words[program + 1 :]
+    if any(word.endswith(".sh") for word in before):  # a script that hands its arguments on, which may be one text
+        flags = [piece for word in flags for piece in (word.split() if word.lstrip().startswith("--") else [word])]
     launcher = next((PurePath(word).name for word in before if PurePath(word).name in _LAUNCHERS), "")
     launcher = launcher or next((PurePath(word).name for word in before if PurePath(word).name in _TASKS), "")
     runs = any(PurePath(word).name.startswith("python") for word in before) or program == 0
