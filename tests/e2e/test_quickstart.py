@@ -106,6 +106,7 @@ def test_own_texts_in_the_folder_of_an_earlier_run(told: tuple[Path, str], tmp_p
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "2 files" in ended.stdout
     assert "  import " in ended.stdout
+    assert "--prompt 'import ' --max-new-tokens 200" in ended.stdout, "what to try next is of these texts too"
     assert json.loads((tmp_path / "mine" / "report.json").read_text(encoding="utf-8"))["resume"]["num_repeated"] > 0
 
 

@@ -130,7 +130,7 @@ class Quickstart:
         self.generate(corpus)
         self.draw(trained, plan)
         self.folder.report.write_text(json.dumps({**report, "seconds": time.perf_counter() - started}, indent=2) + "\n")
-        self.say_next(plan, time.perf_counter() - started)
+        self.say_next(corpus, time.perf_counter() - started)
 
     def clear_folder(self) -> None:
         """Make the output folder; an earlier quickstart's output in it is removed, anything else is left alone."""
@@ -248,11 +248,15 @@ class Quickstart:
         """Let the model continue a prompt."""
         log = self.folder.logs / "generate.log"
         with self.screen.step("generate", "continuing a prompt") as line:
-            prompt = self.wishes.prompt or (start_of(corpus.documents[-1]) if self.wishes.files else CODE_PROMPT)
+            prompt = self._prompt(corpus, CODE_PROMPT)
             run_command(COMMAND, generate_arguments(self.folder, prompt, NEW_TOKENS), log)
             line.text = "the model continues a prompt:"
         lines = log.read_text(encoding="utf-8", errors="replace").strip("\n").splitlines()
         self.screen.text([f"  {text}" for text in lines[:SAMPLE_LINES]], style="green")
+
+    def _prompt(self, corpus: Corpus, of_code: str) -> str:
+        """What the model continues: what the user wishes, or how the last of the texts begins; of Python `of_code`."""
+        return self.wishes.prompt or (start_of(corpus.documents[-1]) if self.wishes.files else of_code)
 
     def draw(self, trained: Trained, plan: Plan) -> None:
         """Draw the loss curve on the screen and as a PNG."""
@@ -265,10 +269,11 @@ class Quickstart:
         self.screen.line("loss", f"of training, {where}")
         self.screen.text(draw(curve, self.screen.width, CURVE_HEIGHT, braille=self.screen.has_braille))
 
-    def say_next(self, plan: Plan, seconds: float) -> None:
+    def say_next(self, corpus: Corpus, seconds: float) -> None:
         """End with what to try now."""
+        prompt = self._prompt(corpus, "class ").split("\n", 1)[0]
         self.screen.title(f"Done in {seconds / 60.0:.1f} minutes; everything is in {self.folder.root}/. Next:")
-        self.screen.command("ask the model", as_typed(generate_arguments(self.folder, "class ", 200)))
+        self.screen.command("ask the model", as_typed(generate_arguments(self.folder, prompt, 200)))
         self.screen.command(
             "read, change and run again what was run, with Megatron's flags", f"cat {self.folder.commands}"
         )
