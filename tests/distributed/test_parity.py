@@ -102,6 +102,19 @@ MODELS = {
         "--position-embedding-type rope --ffn-hidden-size 24",
         fields=_MIXTURE | {"moe_apply_probs_on_input": True, "moe_router_topk": 1, "moe_router_pre_softmax": True},
     ),
+    "mixture-sinkhorn": Model(
+        "--position-embedding-type rope --ffn-hidden-size 24",
+        fields=_MIXTURE | {"moe_router_load_balancing_type": ("sinkhorn",), "moe_router_topk": 1},
+    ),
+    "mixture-capacity": Model(
+        "--swiglu --disable-bias-linear --ffn-hidden-size 24",
+        fields=_MIXTURE
+        | {
+            "moe_expert_capacity_factor": 0.7,
+            "moe_router_load_balancing_type": ("seq_aux_loss", "aux_loss"),
+            "moe_aux_loss_coeff": (0.05, 0.02),
+        },
+    ),
     "mixture-per-token": Model(
         "--calculate-per-token-loss --swiglu --ffn-hidden-size 24",
         fields=_MIXTURE | {"moe_aux_loss_coeff": (0.05,)},
@@ -355,6 +368,15 @@ EXPERTS_OF_LATENT_VECTORS = [
     Case(Layout(tp=2), "mixture-latent", sequence_parallel=True, compiled=True),
 ]
 """Projections around the experts; the first row is always run."""
+WHOLE_SEQUENCES_OF_EXPERTS = [
+    Case(Layout(tp=2, dp=2, ep=2), "mixture-capacity", zero1=True),
+    Case(Layout(tp=2, dp=2, ep=2), "mixture-sinkhorn"),
+    Case(Layout(dp=4, ep=4), "mixture-capacity", dispatcher="alltoall"),
+    Case(Layout(pp=2, dp=2, ep=2), "mixture-sinkhorn", dispatcher="alltoall", zero1=True),
+    Case(Layout(dp=2, ep=2), "mixture-capacity", recompute="uniform-2"),
+    Case(Layout(tp=2), "mixture-sinkhorn", recompute="parts-moe"),
+]
+"""Choices that look at all tokens of a sequence, in layouts that keep these together; the first row is always run."""
 EXPERTS_BY_QUANTILES = [
     Case(Layout(tp=2, dp=2, ep=2), "mixture-quantiles", sequence_parallel=True, dispatcher="alltoall", zero1=True),
     Case(Layout(tp=2), "mixture-quantiles"),
@@ -952,6 +974,7 @@ ALWAYS = (
     | set(EXPERT_TENSOR[:2])
     | set(EXPERTS_OF_LATENT_VECTORS[:1])
     | set(EXPERTS_BY_QUANTILES[:1])
+    | set(WHOLE_SEQUENCES_OF_EXPERTS[:1])
     | set(PREDICTION[:3])
     | set(COMPILED[:1])
 )
@@ -967,6 +990,7 @@ ALL = [
     *EXPERT_TENSOR,
     *EXPERTS_OF_LATENT_VECTORS,
     *EXPERTS_BY_QUANTILES,
+    *WHOLE_SEQUENCES_OF_EXPERTS,
     *LATENT,
     *PREDICTION,
     *BERT,

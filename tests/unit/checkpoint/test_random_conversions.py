@@ -81,9 +81,9 @@ def draw_form(random: random.Random, args: dict[str, Any]) -> Wanted:
 
 
 def drawn_source(args: dict[str, Any], seed: int) -> MemorySource:
-    """A model whose bias for the choice of experts, which no optimizer moves, has fp32 and no moments."""
+    """A model whose bias or offset for the choice of experts, which no optimizer moves, has fp32 and no moments."""
     source = model_source(args, seed=seed)
-    for key in [key for key in source.tensors if key.endswith(".router.expert_bias")]:
+    for key in [key for key in source.tensors if key.endswith((".router.expert_bias", ".router.qb_beta"))]:
         tensor = source.tensors.pop(key)
         if not key.startswith("optimizer."):
             source.tensors[key] = tensor.float()
