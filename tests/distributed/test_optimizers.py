@@ -29,6 +29,11 @@ CASES = {
     "soap-tp2": (2, f"{TP2} {LLAMA} --optimizer soap --bf16 --soap-precondition-frequency 2", SOAP | MAIN),
     "mup-tp2": (2, f"{TP2} {LLAMA} --use-mup --mup-base-hidden-size 8", MOMENTS),
     "rounded-zero1": (2, f"{ZERO} {ROUNDED} --main-params-dtype fp16", MOMENTS | MAIN),
+    "grads-fsdp": (
+        2,
+        "--use-megatron-fsdp --bf16 --grad-reduce-in-bf16 --megatron-fsdp-main-grads-dtype fp32",
+        MOMENTS | MAIN,
+    ),
     "lion-fsdp": (2, f"{FSDP} --optimizer lion --bf16", {"exp_avg"} | MAIN),
     "fp16-pp2": (2, f"{PP2} --fp16 --initial-loss-scale 65536 --loss-scale-window 2", MOMENTS | MAIN),
 }

@@ -19,7 +19,6 @@ _WITHOUT = {
     "rotary_interleaved": (False, "it always turns neighbouring channels"),
     "use_rope_scaling": (False, "its positions are stretched by --rope-type yarn and --rotary-scaling-factor"),
     "rotary_seq_len_interpolation_factor": (None, "its positions are stretched by --rope-type yarn"),
-    "kv_channels": (None, "its heads have --qk-head-dim, --qk-pos-emb-head-dim and --v-head-dim"),
 }
 
 
@@ -63,14 +62,27 @@ def rope_type_is_of_latent_attention(draft: Draft) -> str:
     return f"{show(draft, 'rope_type')} is of --multi-latent-attention; else use --position-embedding-type yarn"
 
 
+@rule("multi_latent_attention", "kv_channels")
+def latent_heads_have_their_own_sizes(draft: Draft) -> str:
+    if not draft.run.model.multi_latent_attention or "kv_channels" not in draft.given:
+        return ""
+    return (
+        f"{show(draft, 'kv_channels')} has no effect: the heads of --multi-latent-attention have --qk-head-dim, "
+        "--qk-pos-emb-head-dim and --v-head-dim"
+    )
+
+
 LATENT_RULES: tuple[Rule, ...] = (
     latent_attention_is_for_gpt,
     latent_positions_turn_pairs,
     rope_type_is_of_latent_attention,
     *map(_not_with, _WITHOUT),
 )
-LATENT_NOTICES: tuple[Rule, ...] = tuple(
-    idle_without(field.name, "multi_latent_attention", "--multi-latent-attention is not given")
-    for field in fields(LatentSettings)
-    if field.name != "multi_latent_attention"
+LATENT_NOTICES: tuple[Rule, ...] = (
+    latent_heads_have_their_own_sizes,
+    *(
+        idle_without(field.name, "multi_latent_attention", "--multi-latent-attention is not given")
+        for field in fields(LatentSettings)
+        if field.name != "multi_latent_attention"
+    ),
 )

@@ -180,6 +180,30 @@ def one_number_format_of_gradients(draft: Draft) -> str:
     return "--grad-reduce-in-bf16 and --accumulate-allreduce-grads-in-fp32 exclude each other; use one of them"
 
 
+def _format_of_gradients(name: str) -> Rule:
+    """What a format of Megatron's own FSDP asks for is what is done here."""
+
+    @rule(name, "use_megatron_fsdp", "bf16", "grad_reduce_in_bf16")
+    def check(draft: Draft) -> str:
+        precision = draft.run.precision
+        asked = getattr(precision, name)
+        if asked == "auto":
+            return ""
+        if not draft.run.parallel.use_megatron_fsdp:
+            return f"{show(draft, name)} is of --use-megatron-fsdp; add that or leave it out"
+        kept = "fp32" if precision.grads_in_fp32 else "bf16" if precision.bf16 else "fp16"
+        if asked == kept:
+            return ""
+        more = (
+            ""
+            if asked != "bf16" or not precision.bf16 or precision.grad_reduce_in_bf16
+            else "add --grad-reduce-in-bf16, or "
+        )
+        return f"{show(draft, name)}: gradients are kept and summed in {kept} here; {more}use auto or {kept}"
+
+    return Rule(f"gradients_have_{name}", check.needs, check.check)
+
+
 @rule("loss_scale", "fp16", "bf16")
 def loss_scale_without_half_precision(draft: Draft) -> str:
     precision = draft.run.precision
@@ -271,6 +295,8 @@ TRAINING_RULES: tuple[Rule, ...] = (
     micro_batches_fill_every_batch,
     micro_batches_fill_an_evaluation,
     one_number_format_of_gradients,
+    _format_of_gradients("megatron_fsdp_main_grads_dtype"),
+    _format_of_gradients("megatron_fsdp_grad_comm_dtype"),
 )
 
 TRAINING_NOTICES: tuple[Rule, ...] = (

@@ -140,6 +140,19 @@ TABLE: list[tuple[str, tuple[str, ...]]] = [
     ),
     ("--decoupled-lr 1e-4 --decoupled-min-lr 1e-3", ("--decoupled-min-lr 0.001 is above --decoupled-lr 0.0001",)),
     ("--bf16 --grad-reduce-in-bf16 --accumulate-allreduce-grads-in-fp32", ("exclude each other",)),
+    (
+        "--bf16 --megatron-fsdp-main-grads-dtype fp32",
+        ("--megatron-fsdp-main-grads-dtype fp32 is of --use-megatron-fsdp", "leave it out"),
+    ),
+    (
+        "--bf16 --use-megatron-fsdp --megatron-fsdp-main-grads-dtype bf16",
+        ("--megatron-fsdp-main-grads-dtype bf16", "kept and summed in fp32", "add --grad-reduce-in-bf16"),
+    ),
+    (
+        "--bf16 --use-megatron-fsdp --grad-reduce-in-bf16 --megatron-fsdp-main-grads-dtype fp32 "
+        "--megatron-fsdp-grad-comm-dtype bf16",
+        ("--megatron-fsdp-grad-comm-dtype bf16", "kept and summed in fp32", "use auto or fp32"),
+    ),
     # choices
     ("--lr-decay-style cosin", ("--lr-decay-style cosin: not one of", "inverse-square-root", "did you mean cosine?")),
     ("--normalization rmsnorm", ("--normalization rmsnorm: not one of", "did you mean RMSNorm?")),
@@ -633,7 +646,6 @@ TABLE: list[tuple[str, tuple[str, ...]]] = [
         f"{_LATENT} --rotary-seq-len-interpolation-factor 2",
         ("with --rotary-seq-len-interpolation-factor 2", "--rope-type yarn"),
     ),
-    (f"{_LATENT} --kv-channels 8", ("with --kv-channels 8", "--qk-head-dim")),
     (f"{_T5} --position-embedding-type rope --kv-channels 8 --no-rope-freq 2", ("two stacks are alike",)),
     (
         f"{_T5} --position-embedding-type yarn --yarn-original-max-position-embeddings 32 --kv-channels 8",

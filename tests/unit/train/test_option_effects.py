@@ -107,6 +107,7 @@ EFFECTS = [
     (BY_ITERS, "--use-precision-aware-optimizer --main-grads-dtype bf16"),
     (f"{BY_ITERS} --bf16", "--use-precision-aware-optimizer --main-params-dtype fp16"),
     (f"{BY_ITERS} --bf16", "--grad-reduce-in-bf16"),
+    (f"{BY_ITERS} --bf16 --use-megatron-fsdp --grad-reduce-in-bf16", "--megatron-fsdp-main-grads-dtype fp32"),
     (f"{BY_ITERS} --fp16 --loss-scale 8", "--accumulate-allreduce-grads-in-fp32"),
     (f"{BY_ITERS} --bf16", "--fp32-residual-connection"),
     # loss
@@ -174,6 +175,18 @@ def test_the_flag_changes_the_weights(base: str, option: str) -> None:
 def test_the_same_flags_give_the_same_weights() -> None:
     """A difference that is there anyway would make the table hold for everything."""
     assert torch.equal(_trained(EXPERTS), _trained(EXPERTS))
+
+
+def test_fp32_gradients_of_megatron_fsdp_are_those_without_the_flag_for_bf16() -> None:
+    fsdp = f"{BY_ITERS} --bf16 --use-megatron-fsdp"
+    asked = "--grad-reduce-in-bf16 --megatron-fsdp-main-grads-dtype fp32 --megatron-fsdp-grad-comm-dtype fp32"
+    assert torch.equal(_trained(f"{fsdp} {asked}"), _trained(fsdp))
+
+
+def test_kv_channels_are_not_those_of_latent_heads() -> None:
+    latent = f"{BY_ITERS} --multi-latent-attention --position-embedding-type rope --kv-lora-rank 8"
+    latent = f"{latent} --qk-head-dim 4 --qk-pos-emb-head-dim 4 --v-head-dim 4"
+    assert torch.equal(_trained(f"{latent} --kv-channels 16"), _trained(latent))
 
 
 def test_the_groups_of_all_weights_are_written(tmp_path: Path) -> None:

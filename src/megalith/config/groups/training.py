@@ -24,6 +24,16 @@ class PrecisionConfig:
         False, help="gradients in fp32 (always so with --bf16)", aliases=("--fp32-allreduce",)
     )
     grad_reduce_in_bf16: bool = setting(False, help="gradients of --bf16 in bf16 instead of fp32")
+    megatron_fsdp_main_grads_dtype: str = setting(
+        "auto",
+        help="under --use-megatron-fsdp and --grad-reduce-in-bf16: fp32 keeps gradients in fp32 all the same",
+        choices=("auto", "fp32", "bf16", "fp16"),
+    )
+    megatron_fsdp_grad_comm_dtype: str = setting(
+        "auto",
+        help="the number format that gradients travel in, which is the one that they are kept in",
+        choices=("auto", "fp32", "bf16", "fp16"),
+    )
     check_for_nan_in_loss_and_grad: bool = setting(
         True,
         help="act when loss or gradients are not finite, as --nan-policy says (not under a dynamic loss scale, which "
@@ -71,7 +81,7 @@ class PrecisionConfig:
     @property
     def grads_in_fp32(self) -> bool:
         """Whether gradients accumulate in fp32."""
-        if self.accumulate_allreduce_grads_in_fp32:
+        if self.accumulate_allreduce_grads_in_fp32 or self.megatron_fsdp_main_grads_dtype == "fp32":
             return True
         return not (self.fp16 or (self.bf16 and self.grad_reduce_in_bf16))
 

@@ -206,12 +206,16 @@ REFUSED: tuple[Family, ...] = (
         """,
     ),
     Family(
-        "hybrid sharding, its number formats of gradients and its checkpoints are not built: all data-parallel "
-        "processes divide what --data-parallel-sharding-strategy says, with main parameters in fp32 and gradients as "
-        "--grad-reduce-in-bf16 says",
+        "hybrid sharding and its checkpoints are not built: all data-parallel processes divide what "
+        "--data-parallel-sharding-strategy says",
         """
         --outer-dp-sharding-strategy=no_shard --enable-full-sharding-in-hsdp --no-strict-fsdp-dtensor-load
-        --megatron-fsdp-main-grads-dtype=auto --megatron-fsdp-grad-comm-dtype=auto
+        """,
+    ),
+    Family(
+        "the main parameters of half-precision weights are in fp32; --use-precision-aware-optimizer "
+        "--main-params-dtype fp16 stores less of them",
+        """
         --megatron-fsdp-main-params-dtype=fp32
         """,
     ),
