@@ -144,7 +144,8 @@ def test_library_agrees_on_real_text(
 
 def test_gpt2_takes_the_fast_path(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("megalith.tokenizers.gpt2_bpe._reference_encoder")
-    GPT2BPETokenizer(shared / "data/gpt2/gpt2-vocab.json", shared / "data/gpt2/gpt2-merges.txt")
+    tokenizer = GPT2BPETokenizer(shared / "data/gpt2/gpt2-vocab.json", shared / "data/gpt2/gpt2-merges.txt")
+    assert tokenizer.encode("as it is") == [292, 340, 318]
 
 
 # Text as it is, text in which words and spaces are likely, and runs of the same.

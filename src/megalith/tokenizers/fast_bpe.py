@@ -9,6 +9,7 @@ it is trusted, and now and then after that, its ids are compared with tiktoken's
 from __future__ import annotations
 
 import importlib.util
+import json
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -75,7 +76,7 @@ class BytePairArrays:
     """An `ArrayEncoder` over a byte-level BPE that changes over to gigatoken.
 
     Args:
-        vocabulary: reads the vocabulary, which is not kept for the processes that never load it.
+        vocabulary: of the tokenizer.
         encode: its ids as a list, by tiktoken.
         expected_bytes: of text, as far as it shows; if that is much, gigatoken is loaded at once.
         worth_loading: characters that are encoded before gigatoken is loaded otherwise.
@@ -83,7 +84,7 @@ class BytePairArrays:
 
     def __init__(
         self,
-        vocabulary: Callable[[], BytePairVocabulary],
+        vocabulary: BytePairVocabulary,
         encode: Callable[[str], list[int]],
         *,
         expected_bytes: int = 0,
@@ -131,7 +132,7 @@ class BytePairArrays:
         except ImportError:
             return None
         try:
-            text = _as_tokenizer_json(self._vocabulary())
+            text = _as_tokenizer_json(self._vocabulary)
             self._make = lambda: library.Tokenizer.from_json(text).encode
             fast = self._make()
             wrong = [text for text in _PROBES if fast(text).tolist() != self._encode(text)]
@@ -193,11 +194,7 @@ def _resident_bytes() -> int:
 
 
 def _as_tokenizer_json(vocabulary: BytePairVocabulary) -> str:
-    from tokenizers import Tokenizer
-    from tokenizers.models import BPE
-    from tokenizers.pre_tokenizers import ByteLevel
-
-    made = Tokenizer(BPE(vocab=vocabulary.ids, merges=vocabulary.merges))
-    made.pre_tokenizer = ByteLevel(add_prefix_space=False)
-    text: str = made.to_str()
-    return text
+    """What the library `tokenizers` writes for this model, without loading it."""
+    model = {"type": "BPE", "vocab": vocabulary.ids, "merges": vocabulary.merges}
+    split = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    return json.dumps({"version": "1.0", "added_tokens": [], "pre_tokenizer": split, "model": model})

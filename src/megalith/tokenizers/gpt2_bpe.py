@@ -10,6 +10,7 @@ Who encodes many texts gets them faster still (`fast_bpe`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -41,14 +42,23 @@ class GPT2BPETokenizer(TokenizerWithRoles):
         Raises:  DataError if a file is missing, damaged, or does not belong to the other.
         """
         self._vocab_file, self._merge_file = str(vocab_file), str(merge_file)
-        vocabulary = read_byte_pair_vocabulary(self._vocab_file, self._merge_file)
-        ranked = _ranked_encoder(vocabulary)
-        self._encode, self._ranked = ranked or _reference_encoder(vocabulary), ranked is not None
+        self._vocabulary = vocabulary = read_byte_pair_vocabulary(self._vocab_file, self._merge_file)
         eod = vocabulary.ids[END_OF_TEXT]
         self._roles = Roles(len(vocabulary.ids), eod, {"eod": eod})
-        self._bytes = [b""] * len(vocabulary.ids)
-        for token, number in vocabulary.ids.items():
-            self._bytes[number] = bytes_of(token)
+
+    # Made when they are first needed: training, and the process that leads others in preprocessing, need neither.
+    @cached_property
+    def _ranked(self) -> Encoder | None:
+        return _ranked_encoder(self._vocabulary)
+
+    @cached_property
+    def _encode(self) -> Encoder:
+        return self._ranked or _reference_encoder(self._vocabulary)
+
+    @cached_property
+    def _bytes(self) -> list[bytes]:
+        ids = self._vocabulary.ids
+        return list(map(bytes_of, sorted(ids, key=ids.__getitem__)))
 
     def encode(self, text: str) -> list[int]:
         try:
@@ -58,13 +68,9 @@ class GPT2BPETokenizer(TokenizerWithRoles):
 
     def array_encoder(self, expected_bytes: int = 0) -> ArrayEncoder:
         """As `fast_bpe.array_encoder` asks for it: the encoder of a process that encodes so much text."""
-        if not self._ranked:
+        if self._ranked is None:
             return lambda texts: [np.array(self.encode(text), np.uint32) for text in texts]
-        return BytePairArrays(
-            lambda: read_byte_pair_vocabulary(self._vocab_file, self._merge_file),
-            self.encode,
-            expected_bytes=expected_bytes,
-        )
+        return BytePairArrays(self._vocabulary, self.encode, expected_bytes=expected_bytes)
 
     def decode(self, ids: Sequence[int]) -> str:
         require_ids(ids, self.vocab_size)

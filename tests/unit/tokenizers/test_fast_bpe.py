@@ -33,7 +33,7 @@ def tokenizer(shared: Path) -> GPT2BPETokenizer:
 def arrays(tokenizer: GPT2BPETokenizer) -> Callable[[int], BytePairArrays]:
     files = tokenizer.files()
     vocabulary = read_byte_pair_vocabulary(str(files["vocab.json"]), str(files["merges.txt"]))
-    return lambda worth: BytePairArrays(lambda: vocabulary, tokenizer.encode, worth_loading=worth)
+    return lambda worth: BytePairArrays(vocabulary, tokenizer.encode, worth_loading=worth)
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, encode: Callable[[str], list[int]], no_text: str = "\ud800") -> list[str]:

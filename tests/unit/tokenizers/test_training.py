@@ -25,7 +25,7 @@ def test_a_trained_tokenizer_reads_back_and_shortens_its_text(tmp_path: Path) ->
 
 def test_a_trained_tokenizer_takes_the_fast_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("megalith.tokenizers.gpt2_bpe._reference_encoder")
-    GPT2BPETokenizer(*train_byte_level_bpe(DOCUMENTS, 280, tmp_path))
+    assert GPT2BPETokenizer(*train_byte_level_bpe(DOCUMENTS, 280, tmp_path)).encode(DOCUMENTS[0])
 
 
 def test_the_same_text_gives_the_same_files(tmp_path: Path) -> None:
