@@ -155,7 +155,7 @@ def test_processes_that_have_nothing_to_do_are_not_started(tmp_path: Path) -> No
         (b'{"text": "1 -2"}', "token -2 does not fit uint16"),
         (b'{"text": "70000"}', "token 70000 does not fit uint16"),
         (b"[" * 100_000, "nested too deeply"),
-        (b'{"id": ' + b"9" * 5000 + b', "text": "1"}', "no JSON: Exceeds the limit"),
+        (b'{"text": ' + b"9" * 5000 + b"}", 'the value of "text" is not text but Infinity'),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("chunk_bytes", [16, 1 << 19])

@@ -201,7 +201,7 @@ BAD = [
     (b'{"text": null}', "not text but null"),
     (b'{"id": "1"}', 'no key "text"'),
     (b'{"text": "70000"}', "token 70000 does not fit uint16"),
-    (b'{"text": "1", "text2": "' + b"x" * 3000 + b'"}', "more than 2000 (--max-document-bytes)"),
+    (b'{"text": "1", "text2": "' + b"x" * 7000 + b'"}', "more than 6000 (--max-document-bytes)"),
     (b'{"text": "a\\ud800"}', "NullTokenizer takes whole numbers"),
     (b'{"text": "1"}\x00', "no JSON"),
 ]
@@ -209,7 +209,7 @@ GOOD = [
     b'{"text": "1 2"}',
     b"",
     b'{"text": "3", "x": NaN}\r',
-    b'{"text": "4", "n": ' + b"9" * 400 + b"}",
+    b'{"text": "4", "n": ' + b"9" * 5000 + b"}",
     b'{"text": ["5"]}',
 ]
 
@@ -219,7 +219,7 @@ def test_bad_documents_are_left_out_counted_and_located(workers: int, tmp_path: 
     """F23: what a line can have wrong; CRLF, blank lines, NaN and long numbers are not wrong."""
     content = [*GOOD, *(line for line, _ in BAD), *GOOD] * 2
     (tmp_path / "in.jsonl").write_bytes(b"\n".join(content))
-    limits = Limits(chunk_bytes=50, max_document_bytes=2000)
+    limits = Limits(chunk_bytes=50, max_document_bytes=6000)
     said = Recorder()
     options = options_for(
         tmp_path, source=SourceOptions(limits=limits), append_eod=False, skip_bad=True, workers=workers

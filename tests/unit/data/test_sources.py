@@ -132,7 +132,7 @@ def test_a_bomb_is_refused_in_little_memory(tmp_path: Path) -> None:
 
 
 def test_one_json_array(tmp_path: Path) -> None:
-    objects = [{"text": text, "n": number} for number, text in enumerate(CHINESE)]
+    objects = [{"text": text, "n": 10 ** (1400 * number)} for number, text in enumerate(CHINESE)]
     for indent in (None, 2):
         (tmp_path / "a.json").write_text(json.dumps(objects, indent=indent, ensure_ascii=False), encoding="utf-8")
         assert documents(opened(tmp_path / "a.json", limits=SMALL)) == one_key(CHINESE)

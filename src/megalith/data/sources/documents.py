@@ -13,6 +13,7 @@ Document = list[str | list[str]]
 """For each key the text of a document, or its texts where the value is a list."""
 
 _SHOWN = 60
+_LONGEST_NUMBER = 4000  # digits; below the limit of `int`
 _BYTES_AT_ONCE = 1 << 15  # of lines; what is made of them stays in the cache of a core
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
@@ -97,9 +98,18 @@ def _fast_parser() -> Callable[[bytes], Any] | None:
     return loads
 
 
+def _whole_number(digits: str) -> int | float:
+    """A whole number of a JSON; one that Python's `int` finds too long is no less a number, and no text either."""
+    return int(digits) if len(digits) <= _LONGEST_NUMBER else float(digits)
+
+
+PATIENT = json.JSONDecoder(parse_int=_whole_number)
+"""Takes all that Python's json takes, and whole numbers of any length."""
+
+
 def _document_of_line(line: bytes, keys: tuple[str, ...], encoding: str) -> Document | BadDocument:
     try:
-        parsed = json.loads(line.removeprefix(_BYTE_ORDER_MARK).decode())  # files with marks, put together
+        parsed = PATIENT.decode(line.removeprefix(_BYTE_ORDER_MARK).decode())  # files with marks, put together
     except UnicodeDecodeError as error:
         return BadDocument(f"byte {error.start} of the line is no {encoding} (--encoding names another)")
     except RecursionError:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import codecs
-import json
 import re
 from collections.abc import Iterator
 from typing import Any
 
-from megalith.data.sources.documents import BadDocument, Document, document_of
+from megalith.data.sources.documents import PATIENT, BadDocument, Document, document_of
 from megalith.data.sources.protocol import Chunk
 from megalith.data.sources.rows import Row, chunks_of, size_of
 from megalith.data.sources.streams import TextFile
@@ -52,7 +51,7 @@ class ArraySource:
 
         Raises:  DataError where the JSON breaks: nothing after such a place can be told apart.
         """
-        decoder, blocks = json.JSONDecoder(), self._texts()
+        blocks = self._texts()
         number, text, at, disk, wanted = 0, "", 0, 0, 1
         expected, trouble = "[", "the file ends within the array: it is cut short"
         while True:
@@ -76,7 +75,7 @@ class ArraySource:
                 if text[at] == "]" and number == 0:
                     return
                 try:
-                    element, end = decoder.raw_decode(text, at)
+                    element, end = PATIENT.raw_decode(text, at)
                 except RecursionError:
                     raise self._broken(number, "it is nested too deeply") from None
                 except ValueError as error:
