@@ -18,6 +18,7 @@ from megalith.tokenizers.card import card_differences, side_by_side
 
 # Arguments that decide the shape or the meaning of the weights, with the flag that a user knows each by.
 ARCHITECTURE = {name: all_settings()[name].flag for name in MODEL_SETTINGS if name != "make_vocab_size_divisible_by"}
+ARCHITECTURE |= {"chooses_by": "--moe-router-load-balancing-type"}
 
 
 @dataclass(frozen=True)
@@ -167,12 +168,13 @@ def architecture(model: ModelConfig) -> dict[str, Any]:
 
 def _of_experts(model: ModelConfig) -> dict[str, Any]:
     """The settings of mixtures of experts as they are compared; None where there are none."""
-    names = [name for name in ARCHITECTURE if name.startswith("moe_") or name == "num_experts"]
+    names = [name for name in ARCHITECTURE if name.startswith("moe_") or name in ("num_experts", "chooses_by")]
     if not model.mixture:
         return dict.fromkeys(names)
     pattern = "".join("1" if experts else "0" for experts in model.experts)
     given = {name: getattr(model, name) for name in names}
-    return {**given, "moe_layer_freq": pattern, "moe_ffn_hidden_size": model.expert_size}
+    by = "quantile_balancing" if model.chooses_by == "quantile_balancing" else "another"  # only that has offsets
+    return {**given, "moe_layer_freq": pattern, "moe_ffn_hidden_size": model.expert_size, "chooses_by": by}
 
 
 def _other_tokenizer(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:

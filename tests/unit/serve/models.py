@@ -31,7 +31,7 @@ LLAMA = dataclasses.replace(
     ffn_hidden_size=48,
 )
 EXPERTS = dataclasses.replace(
-    LLAMA, num_experts=4, moe_ffn_hidden_size=24, moe_router_topk=2, moe_shared_expert_intermediate_size=16
+    LLAMA, num_experts=4, moe_ffn_hidden_size=24, moe_shared_expert_intermediate_size=16, moe_latent_size=12
 )
 LATENT = dataclasses.replace(
     LLAMA,

@@ -50,6 +50,18 @@ def test_a_setting_without_effect_does_not_matter() -> None:
     check_fits(found_of(run_of(swiglu=True, ffn_hidden_size=16, bias_gelu_fusion=False)), gated, IDENTITY)
 
 
+def test_offsets_of_experts_are_not_lost_unheard() -> None:
+    runs = [
+        run_of(num_experts=4, moe_router_load_balancing_type=(kind,), moe_latent_size=latent)
+        for kind, latent in (("aux_loss", None), ("none", None), ("quantile_balancing", None), ("aux_loss", 4))
+    ]
+    check_fits(found_of(runs[0]), runs[1], IDENTITY)
+    told = "--moe-router-load-balancing-type: quantile_balancing in the checkpoint, another here"
+    for was, now, text in ((2, 0, told), (0, 2, "another in the checkpoint"), (3, 0, "--moe-latent-size: 4 in the")):
+        with pytest.raises(CheckpointError, match=text):
+            check_fits(found_of(runs[was]), runs[now], IDENTITY)
+
+
 def test_finetune_is_a_remedy_for_other_data_only() -> None:
     other = replace(IDENTITY, data={"seq_length": 4})
     with pytest.raises(CheckpointError, match="or --finetune to start anew"):
