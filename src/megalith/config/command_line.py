@@ -118,7 +118,7 @@ class _Parser:
         setting, reading = spelling.setting, self.reading
         if spelling.constant is not None:
             if given is not None:
-                reading.problems.append(f"{flag}={given[0]}: {flag} takes no value")
+                reading.problems.append(f"{flag}={given[0]}: {flag} takes no value; write it alone")
                 reading.faulty.add(setting.name)
                 return
             self._store(flag, setting, spelling.constant)

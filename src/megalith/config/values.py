@@ -71,10 +71,12 @@ def closest(word: str, candidates: Iterable[str], cutoff: float = 0.72) -> str:
 
 
 def _from_word(setting: Setting, word: str) -> Any:
-    if setting.kind is int:
-        return _whole_number(word)
-    if setting.kind is float:
-        return _number(word)
+    if setting.kind in (int, float):
+        try:
+            return _whole_number(word) if setting.kind is int else _number(word)
+        except BadValue as error:
+            legal = legal_range(setting)
+            raise BadValue(f"{error}; it must be {legal}" if legal else str(error)) from None
     if not word:
         raise BadValue("the value is empty; is it a variable that is not set?")
     return _chosen(setting, word)
