@@ -126,6 +126,8 @@ def settings_from(args: Mapping[str, Any], *, layout: bool) -> dict[str, Any]:
     values = {name: getattr(model, name) for name in MODEL_SETTINGS}
     if model.apply_query_key_layer_scaling:  # of fp16 runs of 2023, whose scores may overflow without it
         values["apply_query_key_layer_scaling"] = True
+    if model.chooses_by == "quantile_balancing":  # whose offsets decide the choice; losses are the run's own matter
+        values["moe_router_load_balancing_type"] = model.moe_router_load_balancing_type
     if args.get("seq_length"):
         values["seq_length"] = int(args["seq_length"])
     if tokenizer.tokenizer_type and "tokenizer_type" in args:

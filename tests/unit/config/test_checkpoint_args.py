@@ -70,3 +70,12 @@ def test_the_layout_too_where_it_is_asked_for() -> None:
         run = load(words, {"WORLD_SIZE": "4", "RANK": "0"}, files=False, saved_args=lambda where, step: args)
         sizes.append((run.parallel.tensor_model_parallel_size, run.parallel.pipeline_model_parallel_size))
     assert sizes == [(1, 1), (2, 2)]
+
+
+@pytest.mark.parametrize(("kind", "taken"), [("quantile_balancing", "quantile_balancing"), ("aux_loss", "none")])
+def test_offsets_of_experts_are_taken_and_losses_are_not(kind: str, taken: str) -> None:
+    model = ModelConfig(2, 16, 4, 32, num_experts=4, moe_latent_size=8, moe_router_load_balancing_type=(kind,))
+    args = weights_args(model, PrecisionConfig(), TokenizerConfig("NullTokenizer", vocab_size=9))
+    words = f"{RUN} --tokenizer-type NullTokenizer --vocab-size 9 --moe-router-load-balancing-type none".split()
+    run = load(words, {}, files=False, saved_args=lambda where, step: args)
+    assert run.model.moe_router_load_balancing_type == (taken,) and run.model.moe_latent_size == 8
