@@ -38,7 +38,35 @@ OPTIONS: dict[str, tuple[list[object], int]] = {
         + ["--lr-wsd-decay-iters", 4, "--attention-dropout", 0.1, "--train-iters", 9],
         9,
     ),
+    "soap between two bases, inverse square root": (
+        ["--optimizer", "soap", "--soap-precondition-frequency", 3, "--hidden-dropout", 0.1, "--train-iters", 8]
+        + ["--lr-decay-style", "inverse-square-root", "--lr-warmup-iters", 6, "--lr-warmup-init", 1e-3]
+        + ["--log-gradient-noise-scale"],
+        8,
+    ),
+    "adaptive muon with lion, a scale that moves": (
+        ["--optimizer", "adaptive_muon", "--muon-scalar-optimizer", "lion", "--fp16", "--loss-scale-window", 3]
+        + ["--initial-loss-scale", 2.0**18, "--hysteresis", 3, "--train-iters", 9],
+        9,
+    ),
+    "fp16 main parameters, bf16 gradients": (
+        ["--bf16", "--use-precision-aware-optimizer", "--main-params-dtype", "fp16", "--main-grads-dtype", "bf16"]
+        + ["--exp-avg-dtype", "bf16", "--train-iters", 8, "--calculate-per-token-loss", "--label-smoothing", 0.1],
+        8,
+    ),
+    "prediction of more tokens, recomputed with dropout": (
+        ["--mtp-num-layers", 1, "--position-embedding-type", "rope", "--recompute-granularity", "full"]
+        + ["--recompute-method", "uniform", "--recompute-num-layers", 1, "--hidden-dropout", 0.1]
+        + ["--train-iters", 8],
+        8,
+    ),
 }
+
+
+def noise_of(save: Path) -> list[dict[str, object]]:
+    """What `--log-gradient-noise-scale` reported, and when."""
+    records = [record for record in read_metrics(save / "run/metrics.jsonl") if record["event"] == "gradient noise"]
+    return [{name: value for name, value in record.items() if name != "time"} for record in records]
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -54,8 +82,23 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been_stopped(warm: WarmProcess, 
         assert finished.code == 0, finished.text
     assert curve_of(straight) == curve_of(stopped)
     assert len(curve_of(straight)) == steps
+    assert noise_of(straight) == noise_of(stopped)
+    assert len(noise_of(straight)) == steps * ("--log-gradient-noise-scale" in options)
     last = max(int(path.name[-7:]) for path in straight.glob("iter_*"))
     assert_same(state_of(straight, last), state_of(stopped, last))
+
+
+def test_a_phase_that_is_stopped_goes_on_where_it_was(warm: WarmProcess, tmp_path: Path) -> None:
+    """Each phase begins its data anew; a stop inside one does not."""
+    words = [*MODEL, "--data-path", write_text(tmp_path), "--device", "cpu", "--save-interval", 100]
+    words += ["--train-iters", 9, "--phase-transition-iterations", "5"]
+    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
+    for folder, more in ((straight, []), (straight, []), *[(stopped, ["--exit-interval", 3])] * 4):
+        finished = warm.run([*words, "--save", folder, "--load", folder, *more], tmp_path)
+        assert finished.code == 0, finished.text
+    assert curve_of(straight) == curve_of(stopped)
+    assert len(curve_of(straight)) == 9
+    assert_same(state_of(straight, 9), state_of(stopped, 9))
 
 
 def test_a_bad_step_stops_the_run_and_the_message_says_where(warm: WarmProcess, tmp_path: Path) -> None:

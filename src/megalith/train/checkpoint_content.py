@@ -39,6 +39,8 @@ EXPERTS = ".mlp.experts."
 """In the names of the parameters of experts."""
 STEP_CHECK = "megalith_step_check"
 """Key of what `TrainState.check` remembers, in common.pt; Megatron passes over it."""
+NOISE = "megalith_gradient_noise"
+"""Likewise of `TrainState.noise`."""
 
 
 def content_of(state: TrainState, run: RunConfig) -> CheckpointContent:
@@ -56,6 +58,7 @@ def content_of(state: TrainState, run: RunConfig) -> CheckpointContent:
             "num_floating_point_operations_so_far": state.flops,
             "content_metadata": CONTENT_METADATA,
             STEP_CHECK: state.check.state(),
+            NOISE: state.noise.state(),
         },
     )
     if not settings.no_save_optim:

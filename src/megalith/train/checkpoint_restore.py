@@ -13,7 +13,7 @@ from megalith.checkpoint.formats.torch_dist import OPTIMIZER_PREFIX, is_rng_obje
 from megalith.config import RunConfig
 from megalith.errors import CheckpointError
 from megalith.schedules.parameters import ResumedSchedule, resume_schedule
-from megalith.train.checkpoint_content import STEP_CHECK, chunks_to_load, rng_key, sharing_a_key
+from megalith.train.checkpoint_content import NOISE, STEP_CHECK, chunks_to_load, rng_key, sharing_a_key
 from megalith.train.checkpoint_fit import FoundCheckpoint, reading
 from megalith.train.faults import Probe, no_probe
 from megalith.train.state import TrainState
@@ -69,6 +69,7 @@ def restore(
             state.consumed_valid_samples = int(found.args["consumed_valid_samples"])
             state.skipped_samples = int(found.args.get("skipped_train_samples") or 0)
             state.check.load_state(loaded.common.get(STEP_CHECK, {}))
+            state.noise.load_state(loaded.common.get(NOISE, {}))
             state.flops = float(loaded.common.get("num_floating_point_operations_so_far", 0.0))
         notes += _precision_notes(found, run) + strictness_notes(loaded, run, with_optimizer=with_optimizer)
         return Resumed(state.iteration, float(loaded.common["checkpoint_version"]), schedule, notes)

@@ -21,7 +21,6 @@ from megalith.train.agreement import Agreement, NeverStop, StopRequest
 from megalith.train.evaluation import evaluate
 from megalith.train.faults import Probe, no_probe
 from megalith.train.hooks import Hook
-from megalith.train.noise import NoiseScale
 from megalith.train.results import Ending, GradientNoise, SavedCheckpoint, ScheduledSave, StepResult, Window
 from megalith.train.state import TrainState
 from megalith.train.step import nothing_before, train_step
@@ -161,7 +160,6 @@ class TrainingRun:
         sources: names of the datasets of a blend that is trained on; none without a blend.
         background: saves beside the training, but for the last save; None for none.
         timers: where the time goes.
-        noise: the gradient noise scale so far.
         care: what is done about bad steps; the run stops at one by default.
         ending: why the loop ended; None while it runs.
         agreement: what all ranks decide alike.
@@ -182,7 +180,6 @@ class TrainingRun:
     timers: Timers = field(default_factory=Timers)
     valid_sets: Sequence[HeldOut] = ()
     sources: Sequence[str] = ()
-    noise: NoiseScale = field(default_factory=NoiseScale)
     care: Care = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
@@ -312,7 +309,7 @@ def _small_step(run: TrainingRun, take: Callable[..., StepResult]) -> tuple[Iter
 def _tell_noise(run: TrainingRun, small: StepResult, large: StepResult) -> None:
     assert small.grad_norm is not None and large.grad_norm is not None
     found = small.num_samples, small.grad_norm, large.num_samples, large.grad_norm
-    scale = run.noise.add(*found)
+    scale = run.state.noise.add(*found)
     run.hook.after_noise(
         GradientNoise(large.iteration, small.num_samples, large.num_samples, small.grad_norm, large.grad_norm, scale)
     )

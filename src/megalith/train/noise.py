@@ -11,7 +11,8 @@ Source: McCandlish et al. 2018, arXiv:1812.06162, section 2.2 and appendix A.1.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 
 DECAY = 0.9  # of the running averages, from one report to the next
 
@@ -44,3 +45,11 @@ class NoiseScale:
         self.signal += (1.0 - DECAY) * (signal - self.signal)
         self.noise += (1.0 - DECAY) * (noise - self.noise)
         return max(0.0, self.noise) / self.signal if self.signal > 0.0 else None
+
+    def state(self) -> dict[str, float]:
+        """For a checkpoint."""
+        return asdict(self)
+
+    def load_state(self, state: Mapping[str, float]) -> None:
+        """Of `state`; of a checkpoint without it the averages begin anew."""
+        self.signal, self.noise = float(state.get("signal", 0.0)), float(state.get("noise", 0.0))

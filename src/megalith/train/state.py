@@ -12,6 +12,7 @@ from megalith.models.language_model import LanguageModel
 from megalith.optim.optimizer import Optimizer
 from megalith.parallel.deferred import DeferredSink
 from megalith.schedules.parameters import ParameterSchedule
+from megalith.train.noise import NoiseScale
 from megalith.train.step_check import StepCheck
 
 
@@ -42,6 +43,7 @@ class TrainState:
         updating: an update of the weights is under way, so that the state is between two iterations.
         check: what makes a step a bad one, and what it remembers of the last steps.
         skipped_samples: samples drawn and passed over (`--iterations-to-skip`).
+        noise: the gradient noise scale so far (`--log-gradient-noise-scale`).
     """
 
     chunks: Sequence[LanguageModel]
@@ -58,6 +60,7 @@ class TrainState:
     deferred: DeferredSink | None = None
     check: StepCheck = field(default_factory=StepCheck)
     skipped_samples: int = 0
+    noise: NoiseScale = field(default_factory=NoiseScale)
 
     @property
     def model(self) -> LanguageModel:
