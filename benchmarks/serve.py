@@ -40,6 +40,7 @@ import serve_http
 import torch
 from torch import Tensor
 
+from megalith.cli.host_memory import keep_freed_memory
 from megalith.config import ModelConfig
 from megalith.models.gpt import GPT
 from megalith.models.initialise import initialise
@@ -400,6 +401,7 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, help="a PNG of the latencies under load")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    keep_freed_memory(1)  # as `megalith serve` does; the peer has it too
     import transformers
 
     transformers.logging.set_verbosity_error()

@@ -10,13 +10,13 @@ Shapes: S new tokens of all sequences, D hidden, G key-value heads, K head size.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear as plain_linear
 
 from megalith.models.transformer import Block, Transformer
 from megalith.nn import onednn
@@ -73,10 +73,14 @@ def _linear(layer: Linear) -> _Map:
     weight, bias = layer.weight.detach(), None if layer.bias is None else layer.bias.detach()
     if weight.dtype in (torch.float16, torch.bfloat16):  # two roundings
         return partial(linear, weight=weight, bias=bias, sink=None)
-    least = onednn.least_rows(weight)
-    if least is None:
-        return lambda x: plain_linear(x, weight, bias)
-    return lambda x: plain_linear(x, weight, bias) if x.shape[0] < least else onednn.linear(x, weight, bias)
+    transposed, least = weight.t(), onednn.least_rows(weight) or sys.maxsize
+
+    def product(x: Tensor) -> Tensor:
+        if x.shape[0] >= least:
+            return onednn.linear(x, weight, bias)
+        return torch.mm(x, transposed) if bias is None else torch.addmm(bias, x, transposed)
+
+    return product
 
 
 def _norm(norm: nn.Module) -> _Map:
