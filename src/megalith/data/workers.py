@@ -243,6 +243,7 @@ def _serve(settings: EncodeSettings, parent: Connection[Any, Any]) -> None:
             else:
                 chunks.append(encoder.encode(message))
                 parent.send(chunks[-1].report)
+        os._exit(0)  # the parent waits for the end, and to take the encoder apart takes a tenth of a second
     except DataError as error:
         parent.send(str(error))
     except (EOFError, OSError):
