@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 from megalith.cli.main import main
+from megalith.tokenizers.word_piece import WordPieceTokenizer
 
-from ..chinese import SIZE, write_text, write_vocabulary
+from ..chinese import SIZE, documents, write_text, write_vocabulary
 from .test_serve import started
 from .warm import WarmProcess, free_port
 
@@ -176,6 +177,35 @@ def test_t5_as_published(work: Path, warm: WarmProcess, capsys: pytest.CaptureFi
     assert main(["checkpoint", "export", str(work / "P"), str(tmp_path / "HF")]) == 0
     compared = "logits equal those of transformers" if find_spec("transformers") else "logits not compared"
     assert compared in capsys.readouterr().out
+    assert main(["checkpoint", "import", str(tmp_path / "HF"), str(tmp_path / "I"), "--no-compare"]) == 0
+    prompt = ["--prompt", "\u4e00\u4e03<extra_id_0>\u4e0e", "--temperature", "5", "--max-new-tokens", "6"]
+    capsys.readouterr()
+    answers = []
+    for folder in (work / "P", tmp_path / "HF", tmp_path / "I"):
+        assert main(["generate", str(folder), *prompt]) == 0
+        answers.append(capsys.readouterr().out)
+    assert answers[0].strip() and answers == [answers[0]] * 3, "with the tokenizer that the folder brings"
+    assert main(["checkpoint", "export", str(tmp_path / "I"), str(tmp_path / "again"), "--no-compare"]) == 0
+    for name in ("tokenizer.json", "tokenizer_config.json", "vocab.txt"):
+        assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "HF" / name).read_bytes()
+    _read_by_transformers(tmp_path / "HF", work / "vocab.txt")
+
+
+def _read_by_transformers(folder: Path, vocabulary: Path) -> None:
+    """The ids of transformers' tokenizer of a folder are ours, and it knows the sentinels."""
+    if find_spec("transformers") is None:
+        return
+    from transformers import AutoTokenizer
+
+    theirs = AutoTokenizer.from_pretrained(str(folder))
+    ours = WordPieceTokenizer(vocabulary, lower_case=True, vocab_extra_ids=20)
+    for text in documents(5, seed=3):
+        assert theirs(text).input_ids == ours.encode(text)
+    mixed = "\u4e00<extra_id_3>\u4e03"
+    assert theirs(mixed).input_ids == [*ours.encode("\u4e00"), ours.extra_ids[3], *ours.encode("\u4e03")]
+    assert (theirs.pad_token_id, theirs.bos_token_id, theirs.eos_token_id) == tuple(
+        ours.special[role] for role in ("pad", "bos", "eos")
+    )
 
 
 def test_masks_are_filled(bert: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -35,7 +35,10 @@ from megalith.errors import CheckpointError, ConfigError
 from megalith.models.huggingface import DTYPES, Family, config_of_model, family_for
 from megalith.models.huggingface_tensors import TheirTensor, tensors_of
 from megalith.tokenizers.byte_level import END_OF_TEXT
+from megalith.tokenizers.huggingface import TOKENIZER_FILE
 from megalith.tokenizers.sentence_piece import MODEL_FILE, load_model
+from megalith.tokenizers.word_piece import WordPieceTokenizer
+from megalith.tokenizers.word_piece_files import tokenizer_config, tokenizer_json
 
 MAX_SHARD_SIZE = "5GB"
 
@@ -304,11 +307,20 @@ def _further_files(
         special = dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)
         files[_TOKENIZER_CONFIG] = _json({"tokenizer_class": "GPT2Tokenizer", **special})
     elif "vocab.txt" in files and not {"tokenizer.json", _TOKENIZER_CONFIG} & set(files):
-        lower = card.get("class", "") != "BertWordPieceCase"
-        files[_TOKENIZER_CONFIG] = _json({"tokenizer_class": "BertTokenizer", "do_lower_case": lower})
+        files |= _of_word_pieces(found / "vocab.txt", card)
     elif MODEL_FILE in files and not {"tokenizer.json", _TOKENIZER_CONFIG} & set(files):
         files[_TOKENIZER_CONFIG] = _json(_of_sentence_piece(found / MODEL_FILE, card))
     return {**files, CONFIG_FILE: _json(config)}
+
+
+def _of_word_pieces(path: Path, card: Mapping[str, Any]) -> dict[str, bytes]:
+    """The same for a vocabulary of WordPiece; with sentinels, as T5 has them, it takes a tokenizer.json."""
+    lower, extra_ids = card.get("class", "") != "BertWordPieceCase", card.get("settings", {}).get("vocab_extra_ids", 0)
+    if not extra_ids:
+        return {_TOKENIZER_CONFIG: _json({"tokenizer_class": "BertTokenizer", "do_lower_case": lower})}
+    tokenizer = WordPieceTokenizer(path, lower_case=lower, vocab_extra_ids=extra_ids)
+    content = tokenizer_json(tokenizer).encode("utf-8")
+    return {TOKENIZER_FILE: content, _TOKENIZER_CONFIG: _json(tokenizer_config(tokenizer))}
 
 
 def _of_sentence_piece(path: Path, card: Mapping[str, Any]) -> dict[str, Any]:

@@ -34,6 +34,7 @@ from megalith.models.huggingface_t5 import with_own_output
 from megalith.models.huggingface_tensors import GPT2_PREFIX, Part, TheirTensor, follows_from_config, tensors_of
 from megalith.tokenizers.huggingface import TOKENIZER_FILE, holds_tokenizer, tokenizer_files
 from megalith.tokenizers.sentence_piece import MODEL_FILE
+from megalith.tokenizers.word_piece_files import EXTRA_IDS
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -224,10 +225,9 @@ class HuggingFaceSource:
     @property
     def tokenizer(self) -> TokenizerConfig:
         """The tokenizer in the folder; where there is none that can be read, one that says so when it is built."""
-        if self.about.model.model_family == "bert" and (self.path / _BERT_FILE).is_file():
-            lower = _lower_case(self.path / _TOKENIZER_CONFIG)
-            kind = "BertWordPieceLowerCase" if lower else "BertWordPieceCase"
-            return TokenizerConfig(kind, vocab_file=str(self.path.absolute() / _BERT_FILE))
+        found = _word_pieces(self.path, self.about.model.model_family) if (self.path / _BERT_FILE).is_file() else None
+        if found is not None:
+            return found
         vocabulary, merges = (self.path.absolute() / name for name in _GPT2_FILES)
         alone = not (self.path / TOKENIZER_FILE).is_file() and self.about.family.model_type == "gpt2"
         if alone and vocabulary.is_file() and merges.is_file():
@@ -319,10 +319,21 @@ def _spellings(name: str) -> tuple[str, ...]:
     return name, name.removeprefix(GPT2_PREFIX), of_tensorflow
 
 
-def _lower_case(path: Path) -> bool:
-    """Whether BERT's tokenizer takes capitals off, which it does unless its configuration says otherwise."""
-    found = _json(path) if path.is_file() else {}
-    return bool(found.get("do_lower_case", True)) if isinstance(found, dict) else True
+def _word_pieces(folder: Path, family: str) -> TokenizerConfig | None:
+    """The tokenizer of a vocab.txt, for BERT and for a T5 whose configuration counts its sentinels.
+
+    It takes capitals off unless its configuration says otherwise.
+    """
+    file = folder / _TOKENIZER_CONFIG
+    read = _json(file) if file.is_file() else {}
+    found = read if isinstance(read, dict) else {}
+    kind = "BertWordPieceLowerCase" if bool(found.get("do_lower_case", True)) else "BertWordPieceCase"
+    vocabulary, extra_ids = str(folder.absolute() / _BERT_FILE), found.get(EXTRA_IDS)
+    if family == "bert":
+        return TokenizerConfig(kind, vocab_file=vocabulary)
+    if family == "t5" and isinstance(extra_ids, int) and extra_ids > 0:
+        return TokenizerConfig(kind, vocab_file=vocabulary, vocab_extra_ids=extra_ids)
+    return None
 
 
 def files_of_tokenizer(folder: Path) -> dict[str, Path]:

@@ -25,7 +25,7 @@ from megalith.tokenizers.text import require_ids, require_text
 VOCABULARY_FILE = "vocab.txt"
 """The name of the vocabulary beside a checkpoint."""
 
-_LONGEST_WORD = 200  # characters; above it a word is unknown
+LONGEST_WORD = 200  # characters; above it a word is unknown
 _REMEMBERED_WORDS = 1 << 17  # then all are forgotten, so that no text fills the memory
 _UNKNOWN = "[UNK]"
 _ROLES = {"cls": "[CLS]", "sep": "[SEP]", "pad": "[PAD]", "mask": "[MASK]"}
@@ -53,7 +53,8 @@ class WordPieceTokenizer(TokenizerWithRoles):
     """
 
     def __init__(self, vocab_file: str | Path, *, lower_case: bool, vocab_extra_ids: int = 0) -> None:
-        self._vocab_file, self._lower_case, self._vocab_extra_ids = str(vocab_file), lower_case, vocab_extra_ids
+        self._vocab_file, self._vocab_extra_ids = str(vocab_file), vocab_extra_ids
+        self.lower_case = lower_case
         self._ids = _read_vocabulary(Path(vocab_file))
         extra = [f"<extra_id_{number}>" for number in range(vocab_extra_ids)]
         for token in (_BEGIN, _END, *extra):
@@ -84,7 +85,7 @@ class WordPieceTokenizer(TokenizerWithRoles):
     def card(self) -> dict[str, Any]:
         settings = {"vocab_extra_ids": self._vocab_extra_ids} if self._vocab_extra_ids else {}
         return {
-            "class": f"BertWordPiece{'LowerCase' if self._lower_case else 'Case'}",
+            "class": f"BertWordPiece{'LowerCase' if self.lower_case else 'Case'}",
             "vocab_size": self.vocab_size,
             "special": {"eod": self.eod, **self.special},
             "files": self._hashes,
@@ -95,7 +96,7 @@ class WordPieceTokenizer(TokenizerWithRoles):
         return {
             "class": "_BertWordPieceTokenizer",
             "tokenizer_path": [self._vocab_file],
-            "lower_case": str(self._lower_case),
+            "lower_case": str(self.lower_case),
             "vocab_extra_ids": str(self._vocab_extra_ids),
         }
 
@@ -104,13 +105,13 @@ class WordPieceTokenizer(TokenizerWithRoles):
 
     def _take_apart(self, word: str) -> tuple[int, ...]:
         """Ids of what stands between two spaces, which are remembered."""
-        if self._lower_case:
+        if self.lower_case:
             plain = unicodedata.normalize("NFD", word.lower())
             parts = plain.translate(_WITHOUT_ACCENTS).split()
         else:
             parts = word.translate(_PUNCTUATION_APART).split()
         ids = tuple(number for part in parts for number in self._pieces(part))
-        if len(word) <= _LONGEST_WORD:
+        if len(word) <= LONGEST_WORD:
             if len(self._words) >= _REMEMBERED_WORDS:
                 self._words.clear()
             self._words[word] = ids
@@ -118,7 +119,7 @@ class WordPieceTokenizer(TokenizerWithRoles):
 
     def _pieces(self, word: str) -> list[int]:
         """The longest token that the word begins with, then the longest that goes on from there, and so on."""
-        if len(word) > _LONGEST_WORD:
+        if len(word) > LONGEST_WORD:
             return [self.special["unk"]]
         ids, begin, mark = list[int](), 0, ""
         while begin < len(word):
