@@ -161,9 +161,6 @@ def unlike(model: ModelConfig) -> tuple[dict[str, Any], dict[str, bool]]:
         "moe_router_enable_expert_bias": True,
         "moe_shared_expert_gate": False,
         "moe_expert_capacity_factor": None,
-        "moe_latent_size": None,
-        "moe_apply_probs_on_input": False,
-        "chooses_by": "",
     }
     if not model.mixture:
         return wanted, {}
@@ -173,6 +170,8 @@ def unlike(model: ModelConfig) -> tuple[dict[str, Any], dict[str, bool]]:
     fits = {
         "experts in all layers behind the first dense ones": not any(model.experts[:dense]),
         "experts that take every token": shared > 0 and shared % model.expert_size == 0,
+        "experts of hidden states": model.moe_latent_size is None,
+        "a choice by scores and biases alone": not model.chooses_by,
         "several experts for a token": model.moe_router_topk > 1,
         "groups chosen by two scores": groups is None or model.moe_router_topk // groups == _BEST_OF_A_GROUP,
     }

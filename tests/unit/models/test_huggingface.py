@@ -642,3 +642,21 @@ def test_a_family_that_is_asked_for() -> None:
         family_for(model_of_config(GPT2, "").model, "bloom")
     with pytest.raises(CheckpointError, match="it has rotary positions"):
         family_for(model_of_config(GPT2, "").model, "llama")
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"moe_latent_size": 64}, "it has experts of hidden states"),
+        (
+            {"moe_router_load_balancing_type": ("quantile_balancing",)},
+            "it has (a choice by|weights that are a softmax)",
+        ),
+    ],
+)
+def test_mixtures_that_a_family_does_not_have(kind: str, changes: dict[str, Any], said: str) -> None:
+    model = model_of_config(ALL[kind], "").model
+    assert family_for(model, kind).model_type == kind
+    with pytest.raises(CheckpointError, match=said):
+        family_for(dataclasses.replace(model, **changes), kind)
