@@ -161,7 +161,7 @@ MODELS = {
         "--ffn-hidden-size 24",
         fields=_MIXTURE | {"moe_aux_loss_coeff": (0.05,), "moe_layer_freq": "[1,0,1,1]"},
     ),
-    "prediction-learned": Model("--mtp-num-layers 1 --label-smoothing 0.1"),
+    "prediction-learned": Model("--mtp-num-layers 1 --label-smoothing 0.1 --openai-gelu --no-bias-gelu-fusion"),
     "t5": Model("", vocab_size=43, fields={"model_family": "t5", "decoder_num_layers": 3}),
     "t5-relative": Model(
         "--swiglu --normalization RMSNorm --disable-bias-linear --ffn-hidden-size 24 "
@@ -646,6 +646,9 @@ COMPILED = [
         Case(Layout(tp=2), "yarn", recompute="parts-core_attn"),
         Case(Layout(dp=2), "mixture", recompute="parts-moe_act+shared_experts"),
         Case(Layout(tp=2), "latent", recompute="parts-mla_up_proj"),
+        Case(Layout(tp=2), "llama", data="documents", sequence_parallel=True),
+        Case(Layout(cp=2), data="documents"),
+        Case(Layout(pp=2), "latent", data="documents"),
     )
 ]
 """Layers that are compiled; the first row is always run."""
@@ -1064,6 +1067,18 @@ def _check_curve(case: Case, precision: str, ranks: Any) -> None:
 @pytest.mark.parametrize(("case", "precision"), SAMPLE_OF_CURVES, ids=str)
 def test_curves_of_fifty_steps(case: Case, precision: str, ranks: Any) -> None:
     _check_curve(case, precision, ranks)
+
+
+def test_residuals_in_fp32_stay_so_between_stages(ranks: Any) -> None:
+    """Of the first step, before sums of gradients differ in their order, the loss is the same to the last bit."""
+    losses = {}
+    for flags in ("--bf16", "--bf16 --fp32-residual-connection"):
+        alone = _run(Case(Layout()), flags, 1)["steps"][0]
+        (loss, norm), *_ = ranks.run(2, _run, Case(Layout(pp=2), virtual_stages=2), flags, 1)[0]["steps"]
+        assert loss == alone[0]
+        assert norm == pytest.approx(alone[1], rel=1e-5)
+        losses[flags] = loss
+    assert len(set(losses.values())) == 2
 
 
 @pytest.mark.full
