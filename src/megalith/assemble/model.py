@@ -215,7 +215,7 @@ def build_run_optimizer(run: RunConfig, chunks: Sequence[LanguageModel], context
     )
     if run.train.compile:
         for chunk in chunks:
-            chunk.compile_blocks()
+            chunk.compile_blocks(documents=run.data.masks_documents)
     return optimizer
 
 

@@ -207,15 +207,6 @@ def _weights(words: Sequence[str]) -> tuple[float, ...] | None:
         return None
 
 
-@rule("compile", "reset_attention_mask", "dataloader_inter_document_masking")
-def documents_are_not_compiled(draft: Draft) -> str:
-    data = draft.run.data
-    if not draft.run.train.compile or not data.masks_documents:
-        return ""
-    flag = "--reset-attention-mask" if data.reset_attention_mask else "--dataloader-inter-document-masking"
-    return f"--compile with {flag}: each new place of the documents would be compiled anew; leave out one of them"
-
-
 @rule("reset_position_ids", "position_embedding_type")
 def reset_positions_are_learned_ones(draft: Draft) -> str:
     kind = draft.run.model.position_embedding_type
@@ -243,7 +234,6 @@ DATA_RULES: tuple[Rule, ...] = (
     full_validation_needs_no_weights,
     validation_sets_are_named,
     validation_sets_have_as_many_names,
-    documents_are_not_compiled,
     documents_end_in_one_way,
     split_is_three_parts,
 )

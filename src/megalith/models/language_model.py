@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -15,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from megalith.config import ModelConfig
-from megalith.nn.attention import LocalMixer, SequenceMixer
+from megalith.nn.attention import LocalMixer, SelfAttention, SequenceMixer
 from megalith.nn.documents import Documents
+from megalith.nn.latent_attention import LatentAttention
 from megalith.nn.moe.balance import Auxiliary
 from megalith.nn.moe.layer import MoE
 from megalith.nn.placement import Placement
@@ -166,12 +168,16 @@ class LanguageModel(nn.Module, ABC):
         """Of `length` tokens of each sequence that are here, how many rows the hidden states between layers have."""
         return length // self.region.size if self.region.partial_gradients else length
 
-    def compile_blocks(self) -> None:
+    def compile_blocks(self, *, documents: bool = False) -> None:
         """Compile each block with torch.compile; blocks that are alike share a compilation.
 
         Their weight gradients come from autograd then: a compiled graph cannot write to a sink. Mixtures of experts,
         the embedding and the loss are not compiled and keep theirs. Call it after the optimizer has attached its sink.
-        Graphs end where ranks communicate.
+        Graphs end where ranks communicate, and around attention that stays inside documents, whose lengths are others
+        in each micro-batch.
+
+        Args:
+            documents: whether attention stays inside of them.
         """
         for block in self.blocks():
             attach_sink(block, None)
@@ -179,6 +185,9 @@ class LanguageModel(nn.Module, ABC):
                 if isinstance(module, MoE):  # its experts have other numbers of rows in each step
                     attach_sink(module, self.sink)
                     module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign]
+                elif documents and isinstance(module, SelfAttention | LatentAttention):
+                    module.mixer = copy(module.mixer)
+                    module.mixer.mix = torch.compiler.disable(module.mixer.mix)  # type: ignore[method-assign]
             block.compile()
 
 

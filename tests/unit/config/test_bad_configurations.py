@@ -421,7 +421,6 @@ TABLE: list[tuple[str, tuple[str, ...]]] = [
         "--reset-attention-mask --reset-position-ids --dataloader-inter-document-masking",
         ("--reset-attention-mask and --reset-position-ids with --dataloader-inter-document-masking", "use one of them"),
     ),
-    ("--reset-attention-mask --compile", ("--compile with --reset-attention-mask", "compiled anew")),
     ("--mid-level-dataset-surplus -0.1", ("--mid-level-dataset-surplus -0.1: must be at least 0",)),
     ("--split 1,2,3,4", ("--split 1,2,3,4: 4 parts", "949,50,1")),
     ("--split 0,50,50", ("--split 0,50,50: nothing is left for training",)),

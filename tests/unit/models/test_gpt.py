@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+from functools import partialmethod
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from megalith.config import ModelConfig, OptimizerConfig, PrecisionConfig
 from megalith.models.gpt import GPT
 from megalith.models.initialise import initialise, initialise_as_megatron_cpu
 from megalith.models.language_model import named_placements
+from megalith.nn.documents import Documents
 from megalith.nn.placement import Fused, Replicated, Split
 from megalith.optim import build_optimizer
 from megalith.serve.model_runner import ModelRunner
@@ -28,6 +30,15 @@ LLAMA = dataclasses.replace(
     group_query_attention=True,
     num_query_groups=2,
     ffn_hidden_size=48,
+)
+LATENT = dataclasses.replace(
+    GPT2,
+    position_embedding_type="rope",
+    multi_latent_attention=True,
+    kv_lora_rank=8,
+    qk_head_dim=4,
+    qk_pos_emb_head_dim=4,
+    v_head_dim=4,
 )
 STYLES = {
     "gpt2": GPT2,
@@ -158,6 +169,31 @@ def test_compiled_blocks_give_the_same_steps() -> None:
             losses.append(loss.item())
     assert losses[:3] == pytest.approx(losses[3:], rel=1e-9 if exact else 1e-5)
     assert losses[2] < losses[0]
+
+
+@pytest.mark.parametrize("latent", [False, True])
+def test_documents_are_never_compiled_anew(latent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many graphs whatever the documents are; by the compiler's front end alone, which is quick."""
+    import torch._dynamo
+
+    monkeypatch.setattr(torch.nn.Module, "compile", partialmethod(torch.nn.Module.compile, backend="aot_eager"))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    config = LATENT if latent else LLAMA
+    plain, compiled = (_model(config, torch.float64) for _ in range(2))
+    compiled.compile_blocks(documents=True)
+    tokens, graphs = _tokens(), []
+    for ends in ((3,), (1, 2, 6), (4, 5)):
+        ids = torch.tensor([sum(place >= end for end in ends) for place in range(tokens.shape[1])])
+        documents = Documents.of(ids.expand_as(tokens).contiguous())
+        losses = [model(tokens, labels_BS=tokens.flip(1), documents=documents).mean() for model in (plain, compiled)]
+        for loss in losses:
+            loss.backward()
+        assert torch.equal(*losses)
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert graphs[0] > 0 and len(set(graphs)) == 1
+    for one, other in zip(plain.parameters(), compiled.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-12, atol=1e-14)
 
 
 def test_dropout_acts_in_training_only() -> None:
