@@ -61,7 +61,7 @@ def open_folder(config: RunConfig, command: str, folder: Path) -> Screen:
         require_tensorboard()
         with _naming("--tensorboard-dir", config.log.tensorboard_dir):
             _try_to_write(Path(config.log.tensorboard_dir))
-    if (traced := config.log.moe_routing_trace_path) is not None:
+    if (traced := config.log.moe_routing_trace_path) is not None and config.model.mixture:
         with _naming("--moe-routing-trace-path", traced):
             _try_to_write(Path(traced))
     save = config.checkpoint.save
