@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
-from megalith.checkpoint.dcp import Written
+from megalith.checkpoint.dcp_writing import Written
 from megalith.checkpoint.hashing import WritingCancelled
 from megalith.checkpoint.saving import Saving
 from megalith.errors import CheckpointError

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from megalith.checkpoint.boxes import fill
 from megalith.checkpoint.content import CheckpointContent, Chunk, by_key, volume
-from megalith.checkpoint.dcp import read_sharded
+from megalith.checkpoint.dcp_reading import read_sharded
 from megalith.checkpoint.fit import Contents, StoredTensor
 from megalith.checkpoint.formats.buffers import Place, bucket_limits, coalesced_places, places
 from megalith.checkpoint.formats.megatron_optimizer import BUFFERS, UnreadableState

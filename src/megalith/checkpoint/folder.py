@@ -24,7 +24,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 from megalith.checkpoint import manifest as manifests
 from megalith.checkpoint.commit import write_durably
 from megalith.checkpoint.content import CheckpointContent, LoadedContent
-from megalith.checkpoint.dcp import METADATA_FILE, Written, encode_objects, write_metadata
+from megalith.checkpoint.dcp_tensors import METADATA_FILE
+from megalith.checkpoint.dcp_writing import Written, encode_objects, write_metadata
 from megalith.checkpoint.fit import Contents, fitted, listing
 from megalith.checkpoint.hashed_reading import ReadThrough
 from megalith.checkpoint.hashing import FileRecord, hash_files

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from megalith.checkpoint import manifest as manifests
 from megalith.checkpoint.commit import check_space, write_durably
 from megalith.checkpoint.content import CheckpointContent, renamed, volume
-from megalith.checkpoint.dcp import RankWriter, Written, merged_metadata
+from megalith.checkpoint.dcp_writing import RankWriter, Written, merged_metadata
 from megalith.checkpoint.folder import EncodedContent, check_further_files, finish_folder
 from megalith.checkpoint.formats.per_rank import FilesOnDisk
 from megalith.checkpoint.formats.per_rank_layout import target_of

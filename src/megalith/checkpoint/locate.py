@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megalith.checkpoint.dcp import METADATA_FILE
+from megalith.checkpoint.dcp_tensors import METADATA_FILE
 from megalith.checkpoint.source import is_huggingface, no_save_folder
 from megalith.checkpoint.store import RELEASE, DirectoryStore, split_path
 from megalith.errors import CheckpointError

@@ -27,7 +27,7 @@ from typing import Any
 from megalith.checkpoint.commit import Building, begin_building, check_space, clear_leftovers, naming_full_disk
 from megalith.checkpoint.content import CheckpointContent
 from megalith.checkpoint.crew import Crew
-from megalith.checkpoint.dcp import Written
+from megalith.checkpoint.dcp_writing import Written
 from megalith.checkpoint.folder_writer import FolderWriter, MakeWriter, SharedFiles, TorchDistWriter
 from megalith.checkpoint.staging import Staging
 from megalith.errors import CheckpointError

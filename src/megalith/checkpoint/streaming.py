@@ -21,7 +21,8 @@ from megalith.checkpoint import manifest as manifests
 from megalith.checkpoint.adapted import args_of
 from megalith.checkpoint.commit import building, check_space, clear_leftovers, naming_full_disk, write_durably
 from megalith.checkpoint.content import CheckpointContent, Chunk, by_key, renamed
-from megalith.checkpoint.dcp import ChunkSavePlanner, GlobalTensor, RankWriter, merged_metadata
+from megalith.checkpoint.dcp_tensors import GlobalTensor
+from megalith.checkpoint.dcp_writing import ChunkSavePlanner, RankWriter, merged_metadata
 from megalith.checkpoint.fit import Contents, fitted, keys_of, listing
 from megalith.checkpoint.folder import EncodedContent, finish_folder
 from megalith.checkpoint.formats.megatron_names import CORE

@@ -28,7 +28,8 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from megalith.checkpoint.boxes import fill, rounds
 from megalith.checkpoint.bucket_space import BucketSpace, in_bucket_space, is_bucket
 from megalith.checkpoint.content import CheckpointContent, Chunk, volume
-from megalith.checkpoint.dcp import SAVE_ID_PREFIX, open_metadata, read_sharded
+from megalith.checkpoint.dcp_reading import open_metadata, read_sharded
+from megalith.checkpoint.dcp_tensors import SAVE_ID_PREFIX
 from megalith.checkpoint.fit import Contents, StoredTensor
 from megalith.checkpoint.formats.family_by_names import with_family
 from megalith.checkpoint.formats.megatron_optimizer import UnreadableState

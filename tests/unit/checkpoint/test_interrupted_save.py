@@ -247,7 +247,7 @@ def test_a_disk_that_fills_up_during_the_save(
 
     with monkeypatch.context() as patch:
         patch.setattr(hashing.os, "write", filling)
-        patch.setattr("megalith.checkpoint.dcp._WRITE_BUFFER", 512)
+        patch.setattr("megalith.checkpoint.dcp_writing._WRITE_BUFFER", 512)
         with pytest.raises(CheckpointError, match=r"No space left on device.*needs \d+ bytes .*\d+ bytes .* are free"):
             store.save(20, make_content(20), {})
     assert names(tmp_path) == {"iter_0000010", "latest_checkpointed_iteration.txt"}
