@@ -173,7 +173,10 @@ class _Parser:
 
     def _stray(self, word: str) -> None:
         shown = word or "''"
-        self.reading.problems.append(f"{shown} belongs to no flag (is an empty variable or a missing -- before it?)")
+        hint = "is an empty variable or a missing -- before it?"
+        if "<" in word or ">" in word:
+            hint = "is it of a place in < > that is to be filled in?"
+        self.reading.problems.append(f"{shown} belongs to no flag ({hint})")
 
     def _following(self, flag: str, arity: str) -> list[str]:
         limit = int(arity) if arity.isdigit() else len(self.words)

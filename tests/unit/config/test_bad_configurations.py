@@ -62,6 +62,7 @@ TABLE: list[tuple[str, tuple[str, ...]]] = [
     ("--split ,", ("--split ,: 0 parts", "949,50,1")),
     ("--save '' --save-interval 5", ("--save '': the value is empty",)),
     ("--config {data}/empty.toml --config b.toml", ("--config b.toml: one recipe is read already",)),
+    ("'file>'", ("file> belongs to no flag", "to be filled in")),
     ("stray", ("stray belongs to no flag",)),
     ("''", ("'' belongs to no flag", "empty variable")),
     # values outside the legal range
