@@ -228,6 +228,10 @@ REFUSED: tuple[Family, ...] = (
         --mask-factor=1.0 --iter-per-epoch=1250 --dino-local-img-size=96 --dino-local-crops-number=10
         --dino-head-hidden-size=2048 --dino-bottleneck-size=256 --dino-freeze-last-layer=1 --dino-norm-last-layer
         --dino-warmup-teacher-temp=0.04 --dino-teacher-temp=0.07 --dino-warmup-teacher-temp-epochs=30
+        --language-model-type= --vision-model-type= --freeze-LM --freeze-ViT --disable-vision-class-token
+        --image-tag-type= --dataset-config= --prompt-path= --tokenizer-prompt-format= --use-tiling --max-num-tiles=1
+        --use-thumbnail --pixel-shuffle --num-frames=1 --dataloader-save= --dataloader-seq-length=
+        --allow-missing-vision-projection-checkpoint
         """,
     ),
     Family(
@@ -418,7 +422,7 @@ REFUSED: tuple[Family, ...] = (
     ),
     Family(
         "weights that stay as they are serve the saving of logits for distillation, which is not built; --skip-train "
-        "evaluates a checkpoint as it is",
+        "evaluates a checkpoint as it is, and --lr 0 goes through the steps without changing it",
         """
         --freeze-all-layers
         """,
