@@ -6,9 +6,9 @@ Every contender runs in processes of its own: a few steps (forward and backward,
 without dropout, or of the loss alone in bf16. Memory is the peak of what torch has allocated in one step, above what it
 had before it, as its profiler records every allocation; `saved_mib` is that of the contender it is compared with less
 its own. The peak resident size of the process (VmHWM, with an allocator that gives back what is freed) stands beside
-it: it hides 30 to 50 % of what is saved, since it is reached where the libraries take their scratch memory. Time is
-measured in other processes, whose allocator is as it is. The theory counts what is kept between the passes, with T
-tokens a micro-batch, D hidden, H heads, S sequence, V vocabulary, 4 bytes a number:
+it: it hides 30 to 50 % of what is saved, since it is reached where the libraries take their scratch memory. Time is the
+processor's, of all threads, in other processes, whose allocator is as it is. The theory counts what is kept between the
+passes, with T tokens a micro-batch, D hidden, H heads, S sequence, V vocabulary, 4 bytes a number:
 
     a layer with fused attention     16 T D      both inputs and outputs of norms 4, q k v 3, context 1, inside MLP 8
     a layer with unfused attention   + T H S + T D   the weights, and the queries times their scale
@@ -173,13 +173,13 @@ def _peak_allocated_mib(step: Callable[[], None]) -> float:
 
 
 def run_one(name: str, steps: int) -> dict[str, Any]:
-    """Peak MiB and the seconds of each step but the first, in this process."""
+    """Peak MiB and the processor seconds of each step but the first, in this process."""
     step = _step_of(name)
     seconds = []
     for _ in range(steps + 1):
-        started = time.perf_counter()
+        started = time.process_time()
         step()
-        seconds.append(time.perf_counter() - started)
+        seconds.append(time.process_time() - started)
     resident = _peak_resident_mib()
     return {"resident_mib": resident, "peak_mib": _peak_allocated_mib(_step_of(name)), "seconds": seconds[1:]}
 
@@ -225,7 +225,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--out", type=Path, help="write the result as JSON")
