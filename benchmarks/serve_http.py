@@ -20,6 +20,7 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from megalith.cli.host_memory import keep_freed_memory
 from megalith.cli.threads import wait_asleep
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ def _serve(build: Callable[[], Engine], context_length: int, connection: Any) ->
     from megalith.serve.http.settings import Limits, ServerSettings
     from megalith.serve.worker import Worker
 
+    keep_freed_memory(1)  # as `megalith serve` does
     engine = build()
     settings = ServerSettings(port=0, log_prompts=False, limits=Limits(drain_seconds=0.0))
     listener = bind(settings)
@@ -72,6 +74,7 @@ Found = TypeVar("Found")
 
 def _compute(build: Callable[[], Engine], direct: Callable[[Engine, Sequence[Request]], Any], connection: Any) -> None:
     """The process of an engine without a server."""
+    keep_freed_memory(1)
     engine = build()
     connection.send("ready")
     while True:

@@ -82,6 +82,12 @@ def test_a_prompt_longer_than_the_context_names_both_lengths(saved: Path) -> Non
     assert "the model reads 32" in done.stderr
 
 
+def test_an_answer_that_the_context_ends_says_so(saved: Path) -> None:
+    done = _generate(saved, "--prompt", "king " * 28, "--greedy", "--max-new-tokens", 50)
+    assert done.returncode == 0
+    assert done.stderr.startswith("note: the text ends after ") and "--max-new-tokens" in done.stderr
+
+
 def test_a_folder_without_checkpoints(tmp_path: Path) -> None:
     done = _generate(tmp_path, "--prompt", "x")
     assert done.returncode == 4

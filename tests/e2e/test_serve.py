@@ -393,7 +393,7 @@ def _stream(server: Server, tokens: int, headers: dict[str, str] = JSON) -> http
 
 
 def test_a_client_that_leaves_frees_its_place(server: Server) -> None:
-    left_before = server.metric("client_disconnects_total")
+    left_before, tokens_before = server.metric("client_disconnects_total"), server.metric("generated_tokens_total")
     answer = _stream(server, 4000)
     assert answer.readline().startswith(b"data: ")
     answer.close()
@@ -402,6 +402,7 @@ def test_a_client_that_leaves_frees_its_place(server: Server) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.05)
     assert server.metric("client_disconnects_total") == left_before + 1
+    assert server.metric("generated_tokens_total") - tokens_before < 1000  # 1 or 2 on a quiet machine, not all 4000
 
 
 def test_slow_senders_and_readers_hold_up_nobody(saved: Path) -> None:

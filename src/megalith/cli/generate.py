@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NoReturn
 from megalith.config.tokenizer_flags import add_tokenizer_flags, tokenizer_of_flags
 from megalith.errors import ConfigError, DataError, MegalithError
 from megalith.serve.request import Finished, Request, RequestError, Sampling, Token
+from megalith.train.streams import warn
 
 if TYPE_CHECKING:
     from megalith.assemble.trained import Trained
@@ -254,12 +255,13 @@ def _continue(trained: Trained, engine: Engine, text: str, *, sampling: Sampling
 
 def _write(engine: Engine, request: Request, shown: str) -> None:
     """Print the samples of an answer behind what it continues, the first as it grows, the others behind it."""
-    answers, begun = [""] * request.n, False
+    answers, begun, full = [""] * request.n, False, False
     try:
         for event in engine.run(request):
             if isinstance(event, Finished) and event.reason == "error":
                 raise MegalithError(event.message)
             if not isinstance(event, Token):
+                full |= isinstance(event, Finished) and event.reason == "length"
                 continue
             if event.sample == 0:
                 sys.stdout.write(event.text if begun else shown + event.text)
@@ -272,3 +274,6 @@ def _write(engine: Engine, request: Request, shown: str) -> None:
     sys.stdout.write("\n")
     for answer in answers[1:]:
         sys.stdout.write(f"{shown}{answer}\n")
+    room = engine.room(len(request.prompt))
+    if full and room < request.max_new_tokens:
+        warn(f"note: the text ends after {room} tokens, with the context of the model; --max-new-tokens is more")
