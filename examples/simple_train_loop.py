@@ -24,7 +24,9 @@ from megalith.distributed.context import ParallelContext
 from megalith.distributed.rng import RandomStreams
 from megalith.tokenizers import build_tokenizer
 from megalith.train.agreement import Agreement, NeverStop
-from megalith.train.checkpointing import content_of, find_checkpoint, restore
+from megalith.train.checkpoint_content import content_of
+from megalith.train.checkpoint_fit import find_checkpoint
+from megalith.train.checkpoint_restore import restore
 from megalith.train.state import TrainState
 from megalith.train.step import train_step
 
@@ -40,8 +42,7 @@ def build(run: RunConfig, context: ParallelContext) -> TrainState:
     streams = RandomStreams(run.train.seed, context)
     chunks = build_chunks(run, VOCABULARY, context, streams.own)
     draw_weights(run, chunks, streams, context)
-    optimizer = build_run_optimizer(run, chunks, context)
-    return TrainState(chunks, optimizer, streams, build_schedule(run), context=context)
+    return TrainState(chunks, build_run_optimizer(run, chunks, context), streams, build_schedule(run), context=context)
 
 
 def train(run: RunConfig, state: TrainState) -> None:
