@@ -123,7 +123,8 @@ class _Parser:
                 return
             self._store(flag, setting, spelling.constant)
             return
-        words = given if given is not None else self._following(flag, "+" if setting.many else "1")
+        several = setting.many or setting.about.per_layer
+        words = given if given is not None else self._following(flag, "+" if several else "1")
         if not words:
             reading.problems.append(f"{flag} needs a value ({setting.about.help})")
             reading.faulty.add(setting.name)
@@ -131,6 +132,10 @@ class _Parser:
         bare = [_without_quotes(word) for word in words]
         if bare != words:
             reading.notes.append(f"{flag} {' '.join(words)}: its quotes are taken off (the shell has kept them)")
+        if setting.about.per_layer and len(set(bare)) > 1:
+            reading.problems.append(f"{flag} {' '.join(words)}: it is the same in all layers here; give one of them")
+            reading.faulty.add(setting.name)
+            return
         try:
             self._store(flag, setting, value_from_words(setting, bare))
         except BadValue as error:

@@ -34,6 +34,7 @@ class Declaration:
         at_least, above, at_most, below: legal range of a number.
         nothing: why this setting needs nothing here, empty when it has an effect.
         ours: true for settings that Megatron does not have.
+        per_layer: true where Megatron takes a value for each layer, too; here all of them must be equal.
         from_environment: the environment variable that sets it, empty for none.
         flagless: true where only the environment can set it.
         library: true where no command line or recipe can set it yet, only a program that uses the class.
@@ -54,6 +55,7 @@ class Declaration:
     below: float | None = None
     nothing: str = ""
     ours: bool = False
+    per_layer: bool = False
     from_environment: str = ""
     flagless: bool = False
     library: bool = False

@@ -156,6 +156,26 @@ def test_who_profiles_a_gpu(tmp_path: Path) -> None:
     assert isinstance(build_profiler(_run("--profile --use-pytorch-profiler").log, CUDA, 0, tmp_path), TorchProfiler)
 
 
+@pytest.mark.parametrize(
+    ("flags", "kept"),
+    [
+        ("", {"hidden_states": False, "logits": False, "weights": False}),
+        ("--moe-routing-trace-capture-hidden-states", {"hidden_states": True, "logits": False, "weights": False}),
+        ("--moe-routing-trace-capture-logits", {"hidden_states": False, "logits": True, "weights": False}),
+        ("--moe-routing-trace-dump-weights", {"hidden_states": False, "logits": False, "weights": True}),
+    ],
+)
+def test_what_a_trace_of_routing_keeps(
+    flags: str, kept: dict[str, bool], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[dict[str, bool]] = []
+    monkeypatch.setattr(train_hooks, "RoutingTrace", lambda *where, **what: asked.append(what))
+    started = _started()
+    started.run.state.chunks = ()
+    train_hooks._routing_trace(_run(f"--num-experts 2 --moe-routing-trace-path {tmp_path} {flags}"), started)
+    assert asked == [kept]
+
+
 @pytest.fixture
 def snapshots(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Files that torch was asked to write the history of a GPU's memory to; it would need one for it."""

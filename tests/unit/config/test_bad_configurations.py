@@ -62,6 +62,7 @@ TABLE: list[tuple[str, tuple[str, ...]]] = [
     ("--split ,", ("--split ,: 0 parts", "949,50,1")),
     ("--save '' --save-interval 5", ("--save '': the value is empty",)),
     ("--config {data}/empty.toml --config b.toml", ("--config b.toml: one recipe is read already",)),
+    ("--cp-comm-type p2p a2a", ("--cp-comm-type p2p a2a: it is the same in all layers here", "give one of them")),
     ("'file>'", ("file> belongs to no flag", "to be filled in")),
     ("stray", ("stray belongs to no flag",)),
     ("''", ("'' belongs to no flag", "empty variable")),

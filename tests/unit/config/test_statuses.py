@@ -86,6 +86,7 @@ def test_no_flag_has_two_statuses() -> None:
     [
         ("--min-scale 2 --fp16", ("precision", "min_loss_scale", 2.0)),
         ("--fp32-allreduce --fp16", ("precision", "accumulate_allreduce_grads_in_fp32", True)),
+        ("--cp-comm-type a2a a2a --lazy-mpu-init True", ("parallel", "cp_comm_type", "a2a")),
         ("--intermediate-size 48", ("model", "ffn_hidden_size", 48)),
         (
             "--vocab words.txt --tokenizer-type GPT2BPETokenizer --merge-file M",

@@ -49,6 +49,7 @@ class ParallelConfig:
     )
     cp_comm_type: str = setting(
         "p2p",
+        per_layer=True,
         help="context parallelism by a ring (p2p) or by exchanging heads for sequence parts (a2a)",
         choices=("p2p", "a2a"),
         later=("allgather", "a2a+p2p"),

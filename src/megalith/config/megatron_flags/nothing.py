@@ -103,8 +103,8 @@ NEED_NOTHING: tuple[Family, ...] = (
         --pipeline-model-parallel-comm-backend= --no-tp-comm-bulk-wgrad --no-tp-comm-bulk-dgrad
         --no-tp-comm-overlap-ag --no-tp-comm-overlap-rs --tp-comm-overlap-rs-dgrad --no-tp-comm-split-ag
         --no-tp-comm-split-rs --tp-comm-bootstrap-backend=nccl --delay-wgrad-compute --wgrad-deferral-limit=0
-        --overlap-p2p-communication-warmup-flush --no-align-grad-reduce --lazy-mpu-init
-        --nccl-communicator-config-path= --use-sharp --sharp-enabled-group= --high-priority-stream-groups+=
+        --overlap-p2p-communication-warmup-flush --no-align-grad-reduce --lazy-mpu-init*=
+        --nccl-communicator-config-path= --use-sharp --sharp-enabled-group= --high-priority-stream-groups*=
         --ddp-pad-buckets-for-high-nccl-busbw --no-align-param-gather
         --no-use-layer-wise-param-layout --disable-symmetric-registration --create-all-gather-group
         --suggested-communication-unit-size= --no-delay-grad-reduce --delay-param-gather
