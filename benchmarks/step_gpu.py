@@ -10,6 +10,8 @@ halved until it fits. Seconds are the median of the steps, the device waited for
 dense bf16 rate of the datasheet, or that of --peak-tflops. A share above 1 is no result but a mistake, and ends the
 program. Where the time goes is the device time of one more step under torch's profiler, by kinds of operations. Memory
 is the peak of what torch has allocated and reserved.
+What offload or recomputation save and cost shows beside a run with --flags=--optimizer-cpu-offload or
+--flags='--recompute-granularity full --recompute-method uniform --recompute-num-layers 1'.
 """
 
 from __future__ import annotations
@@ -179,7 +181,7 @@ def main() -> None:
     parser.add_argument("--micro-batch", type=int, default=8, help="samples, halved until they fit")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--flags", default="", help="more flags of the run, such as '--compile'")
+    parser.add_argument("--flags", default="", help="more flags of the run: --flags=--compile")
     parser.add_argument("--peak-tflops", type=float, help="of the device, where its name is not known")
     parser.add_argument("--out", type=Path, help="write the result as JSON")
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
