@@ -127,6 +127,18 @@ def test_wandb_gets_the_same_names_once(wandb: list[Any], tmp_path: Path, monkey
     assert end == "finish"
 
 
+def test_wandb_itself_keeps_the_curves_offline(tmp_path: Path) -> None:
+    pytest.importorskip("wandb", reason="the package wandb of the extra `track` is not installed")
+    log = LogConfig(wandb_project="p", wandb_exp_name="n")
+    records = Records([WandB(log, tmp_path, {"num_layers": 2}, {"WANDB_MODE": "offline"})])
+    records.after_step(STEP)
+    records.after_evaluation(Evaluation(3, 12, "validation", 3.0, 8, 0.1, final=False))
+    records.close()
+    (kept,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    for name in (b"lm loss", b"learning-rate", b"grad-norm", b"samples vs steps", b"lm loss validation"):
+        assert name in kept.read_bytes()
+
+
 def test_a_service_that_does_not_begin_is_an_error(
     wandb: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
