@@ -142,7 +142,7 @@ def test_whole_validation_sets_one_by_one(warm: WarmProcess, tmp_path: Path, sou
     """Every layout and batch size sees each sample of each set once: without training the losses are the same."""
     one, other = sources
     data = ["--train-data-path", one, "--valid-data-path", one, other, "--full-validation", "--eval-interval", 4]
-    sets = ["--multiple-validation-sets", "--validation-set-names", "short", "long", "--lr", 0]
+    sets = ["--multiple-validation-sets", "--validation-set-names", "short", "long", "--lr", 0, "--eval-iters", 0]
     losses = []
     for number, batches in ((1, "1 4"), (2, "3 12")):
         micro, whole = batches.split()

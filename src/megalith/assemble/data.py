@@ -119,9 +119,10 @@ def build_loaders(
     _refuse_too_few(run, datasets.train, iteration, consumed_train - before, last)
     train = _loader(run, datasets.train, replica, consumed_train - before, run.train.micro_batch_size)
     sources = datasets.train.sources if isinstance(datasets.train, BlendedDataset) else ()
-    if not run.train.eval_batches:
+    if not run.train.eval_batches and not run.data.full_validation:
         return Loaders(train, None, None, consumed_valid, sources=sources)
-    test = None if datasets.test is None else _loader(run, datasets.test, replica, 0, run.eval_micro_batch_size)
+    tested = datasets.test if run.train.eval_batches else None
+    test = None if tested is None else _loader(run, tested, replica, 0, run.eval_micro_batch_size)
     sets = () if datasets.valid is None else (datasets.valid, *datasets.further_valid)
     if run.data.full_validation:
         _refuse_empty(sets)

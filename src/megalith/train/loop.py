@@ -353,18 +353,20 @@ def _late(run: TrainingRun) -> bool:
 
 def _validate(run: TrainingRun) -> None:
     """The evaluation in the middle of training. Its samples count as drawn even if a signal cuts it short."""
-    if not run.plan.eval_iterations or not _validation_sets(run):
+    if not (sets := _validation_sets(run)):
         return
-    for held_out in _validation_sets(run):
+    for held_out in sets:
         if not _evaluate(run, held_out, final=False):
             break
     run.state.consumed_valid_samples += run.plan.eval_iterations * run.plan.samples_of_evaluation
 
 
 def _validation_sets(run: TrainingRun) -> Sequence[HeldOut]:
-    if run.valid is None:
-        return run.valid_sets
-    return (HeldOut("validation", run.valid, run.plan.eval_iterations),)
+    """Those that an evaluation goes through; whole sets have their own lengths, whatever `--eval-iters` says."""
+    sets = run.valid_sets
+    if run.valid is not None:
+        sets = (HeldOut("validation", run.valid, run.plan.eval_iterations),)
+    return [held_out for held_out in sets if held_out.iterations]
 
 
 def _evaluate(run: TrainingRun, held_out: HeldOut, *, final: bool) -> bool:
@@ -443,13 +445,13 @@ def _proceed(run: TrainingRun, saver: BackgroundSaver) -> None:
 
 def _finish(run: TrainingRun) -> None:
     """Every iteration is done: evaluate on both held-out splits once more, saying which."""
-    if run.plan.eval_iterations:
-        test = () if run.test is None else (HeldOut("test", run.test, run.plan.eval_iterations),)
-        for held_out in (*_validation_sets(run), *test):
-            if not _evaluate(run, held_out, final=True):
-                if not _ended(run):
-                    run.ending = Ending("duration", run.state.iteration, str(_minutes(run)))
-                assert run.ending is not None
-                run.hook.on_exit(run.ending)
-                return
+    lasting = run.plan.eval_iterations
+    test = [HeldOut("test", run.test, lasting)] if run.test is not None and lasting else []
+    for held_out in (*_validation_sets(run), *test):
+        if not _evaluate(run, held_out, final=True):
+            if not _ended(run):
+                run.ending = Ending("duration", run.state.iteration, str(_minutes(run)))
+            assert run.ending is not None
+            run.hook.on_exit(run.ending)
+            return
     run.ending = Ending("finished", run.state.iteration)
