@@ -9,7 +9,6 @@ weights as torch_dist under iter_0000005, and FOLDER/N.safetensors the same by n
 from __future__ import annotations
 
 import json
-import os
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -21,7 +20,7 @@ from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).parent))
 from megatron_core_models import build, stub_streams
-from megatron_core_reader import stub_cuda
+from megatron_core_reader import join_alone
 
 
 def write(case: dict[str, Any], folder: Path) -> None:
@@ -42,12 +41,7 @@ def write(case: dict[str, Any], folder: Path) -> None:
 
 def main() -> None:
     cases, folder = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
-    stub_cuda()
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    dist.init_process_group("gloo", rank=0, world_size=1)
-    from megatron.core import parallel_state
-
-    parallel_state.initialize_model_parallel(1, 1)
+    join_alone()
     stub_streams()
     for number, case in enumerate(cases):
         write(case, folder / str(number))

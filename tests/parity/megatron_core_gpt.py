@@ -19,10 +19,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent))
-from megatron_core_reader import stub_cuda
+from megatron_core_reader import join_alone
 
 SECONDS = 2  # a split without tokens of which samples are asked keeps Megatron in a loop without end
 INDICES = ("document_index", "sample_index", "shuffle_index")
@@ -60,10 +59,7 @@ def kept_of(dataset: Any, items: list[int]) -> dict[str, Any]:
 
 def write(case: dict[str, Any], path: Path) -> None:
     arrays: dict[str, Any] = {}
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    from megatron.core import parallel_state
-
-    parallel_state.initialize_model_parallel(1, 1)
+    join_alone()
     try:
         for name, dataset in zip(("train", "valid", "test"), build(case), strict=True):
             kept = {} if dataset is None else kept_of(dataset, case["items"])
@@ -75,7 +71,6 @@ def write(case: dict[str, Any], path: Path) -> None:
 
 def main() -> None:
     cases, folder = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
-    stub_cuda()
     importlib.import_module("megatron.core.datasets.gpt_dataset")  # once, not in each child
     for number, case in enumerate(cases):
         child = os.fork()

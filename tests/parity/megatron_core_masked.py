@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import sys
 from collections import OrderedDict
 from pathlib import Path
@@ -21,7 +20,7 @@ import numpy as np
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent))
-from megatron_core_reader import stub_cuda
+from megatron_core_reader import join_alone
 
 
 class WordPieces:
@@ -78,12 +77,7 @@ def kept_of(dataset: Any, items: list[int]) -> dict[str, Any]:
 
 def main() -> None:
     cases, folder = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
-    stub_cuda()
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    dist.init_process_group("gloo", rank=0, world_size=1)
-    from megatron.core import parallel_state
-
-    parallel_state.initialize_model_parallel(1, 1)
+    join_alone()
     np.random.choice = choose_repeatably  # type: ignore[assignment]
     for number, case in enumerate(cases):
         splits = dict(zip(("train", "valid", "test"), build(case), strict=True))

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
-from megatron_core_reader import stub_cuda
+from megatron_core_reader import join_alone
 
 VOCABULARY, LENGTH, DECODED, ROWS, PADDED = 96, 32, 12, 2, 3
 ACTIVATIONS = {
@@ -197,12 +196,7 @@ def run(case: dict[str, Any], path: Path) -> None:
 
 def main() -> None:
     cases, folder = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
-    stub_cuda()
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    dist.init_process_group("gloo", rank=0, world_size=1)
-    from megatron.core import parallel_state
-
-    parallel_state.initialize_model_parallel(1, 1)
+    join_alone()
     stub_streams()
     for number, case in enumerate(cases):
         run(case, folder / f"{number}.safetensors")

@@ -36,6 +36,15 @@ def stub_cuda() -> None:
     )
 
 
+def join_alone() -> None:
+    """Megatron's groups of a single process, without a GPU."""
+    stub_cuda()
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel(1, 1)
+
+
 def on_cpu(make: Any) -> Any:
     """A factory of tensors that takes the device "cuda" for "cpu"."""
 

@@ -10,7 +10,6 @@ of the weights, FOLDER/N.json its groups, norms and counts. No code of Megalith 
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +20,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).parent))
-from megatron_core_reader import stub_cuda
+from megatron_core_reader import join_alone
 
 VOCABULARY, LENGTH = 48, 16
 
@@ -137,12 +136,7 @@ def optimizer(case: dict[str, Any], path: Path) -> None:
 
 def main() -> None:
     cases, folder = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
-    stub_cuda()
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    dist.init_process_group("gloo", rank=0, world_size=1)
-    from megatron.core import parallel_state
-
-    parallel_state.initialize_model_parallel(1, 1)
+    join_alone()
     results = {
         "schedules": [schedule(case) for case in cases["schedules"]],
         "batch_sizes": [batch_sizes(case) for case in cases["batch_sizes"]],
