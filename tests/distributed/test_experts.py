@@ -118,7 +118,8 @@ def _each(cases: list[Case]) -> list[str]:
     return found
 
 
-def test_a_repetition_gives_the_same_bits_and_flex_is_all_to_all(ranks: Any) -> None:
-    cases = [Case(Layout(dp=2, ep=2), "mixture", dispatcher=name, zero1=True) for name in ("alltoall", "flex")]
-    for first, second in ranks.run(2, _each, cases):
-        assert first == second
+def test_a_repetition_gives_the_same_bits_and_other_names_are_all_to_all(ranks: Any) -> None:
+    names = ("alltoall", "flex", "alltoall_seq")
+    cases = [Case(Layout(dp=2, ep=2), "mixture", dispatcher=name, zero1=True) for name in names]
+    for first, second, third in ranks.run(2, _each, cases):
+        assert first == second == third

@@ -6,6 +6,7 @@ import argparse
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from megalith.config.known import known_flags
 from megalith.config.tokenizer_flags import add_tokenizer_flags
 from megalith.data.sources import END_OF_TEXT_SEPARATOR, FORMATS, Limits
 from megalith.errors import ConfigError
@@ -26,15 +27,30 @@ class OtherFlag:
     refused: bool = False
 
 
+def _as_in_training(name: str) -> OtherFlag:
+    """A flag of the tokenizer that says the same here as in training, for the reason that is given there."""
+    known = known_flags()[name]
+    return OtherFlag(known.arity, known.why or known.refusal, refused=not known.why)
+
+
+_OF_THE_TOKENIZER = (
+    *("--trust-remote-code", "--tokenizer-metadata", "--tokenizer-sentencepiece-legacy", "--use-gigatoken"),
+    *("--no-tokenizer-sentencepiece-ignore-extra-whitespaces", "--tokenizer-hf-no-use-fast"),
+)
+_OF_THE_MODEL = "concerns the model; the data is the same for any value"
 _MEASURE = "nothing to find: without --workers all cores work, and more processes than cores bring nothing"
 OTHER_FLAGS = {
     "--dataset-impl": OtherFlag("1", "obsolete; datasets are always memory-mapped"),
     "--chunk-size": OtherFlag("1", "obsolete; the work is cut by size"),
     "--legacy-tokenizer": OtherFlag("0", "the tokenizers give the same ids with and without it"),
-    "--make-vocab-size-divisible-by": OtherFlag("1", "concerns the model; the data is the same for any value"),
+    "--make-vocab-size-divisible-by": OtherFlag("1", _OF_THE_MODEL),
+    "--padded-vocab-size": OtherFlag("1", _OF_THE_MODEL),
+    "--no-pad-vocab-size": OtherFlag("0", "concerns the model; the data is the same with and without it"),
     "--find-optimal-num-workers": OtherFlag("0", _MEASURE, refused=True),
     "--workers-to-check": OtherFlag("+", _MEASURE, refused=True),
     "--max-documents": OtherFlag("1", f"belongs to --find-optimal-num-workers; {_MEASURE}", refused=True),
+    "--performance-dir": OtherFlag("1", f"belongs to --find-optimal-num-workers; {_MEASURE}", refused=True),
+    **{name: _as_in_training(name) for name in _OF_THE_TOKENIZER},
 }
 
 

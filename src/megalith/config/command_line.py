@@ -125,7 +125,7 @@ class _Parser:
             return
         several = setting.many or setting.about.per_layer
         words = given if given is not None else self._following(flag, "+" if several else "1")
-        if not words:
+        if not words and not setting.about.may_be_empty:
             reading.problems.append(f"{flag} needs a value ({setting.about.help})")
             reading.faulty.add(setting.name)
             return

@@ -159,14 +159,21 @@ def nothing_to_dispatch(draft: Draft) -> str:
     )
 
 
+_ALL_TO_ALL = {
+    "flex": "the kernels that Megatron has for some machines (DeepEP, HybridEP) change no number",
+    "alltoall_seq": "that Megatron gathered sequences in another order changed no number",
+}
+
+
 @rule("moe_token_dispatcher_type", "expert_model_parallel_size")
-def flex_is_all_to_all(draft: Draft) -> str:
+def other_dispatchers_are_all_to_all(draft: Draft) -> str:
     run = draft.run
-    if run.model.moe_token_dispatcher_type != "flex" or run.parallel.expert_model_parallel_size == 1:
+    named = run.model.moe_token_dispatcher_type
+    if named not in _ALL_TO_ALL or run.parallel.expert_model_parallel_size == 1:
         return ""
     return (
-        "--moe-token-dispatcher-type flex: tokens travel by torch's all-to-all, as with alltoall; the kernels that "
-        "Megatron has for some machines (DeepEP, HybridEP) change no number"
+        f"{show(draft, 'moe_token_dispatcher_type')}: tokens travel by torch's all-to-all, as with alltoall; "
+        f"{_ALL_TO_ALL[named]}"
     )
 
 
@@ -182,4 +189,4 @@ EXPERT_LAYOUT_RULES: tuple[Rule, ...] = (
     experts_divide_over_tensor_ranks,
 )
 
-EXPERT_LAYOUT_NOTICES: tuple[Rule, ...] = (nothing_to_dispatch, flex_is_all_to_all)
+EXPERT_LAYOUT_NOTICES: tuple[Rule, ...] = (nothing_to_dispatch, other_dispatchers_are_all_to_all)

@@ -14,8 +14,13 @@ def tokens_find_enough_experts(draft: Draft) -> str:
     if not model.num_experts or model.moe_router_topk <= model.num_experts:
         return ""
     return (
-        f"{show(draft, 'moe_router_topk')} is more than {show(draft, 'num_experts')}; a token goes to different experts"
+        f"{show(draft, 'moe_router_topk')} is more than {show(draft, 'num_experts')}, and a token goes to different "
+        f"experts; use --moe-router-topk {_up_to(model.num_experts)}"
     )
+
+
+def _up_to(number: int) -> str:
+    return "1" if number == 1 else f"1 to {number}"
 
 
 @rule("moe_router_topk", "num_experts", "moe_router_pre_softmax", "moe_router_score_function")

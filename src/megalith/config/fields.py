@@ -35,6 +35,7 @@ class Declaration:
         nothing: why this setting needs nothing here, empty when it has an effect.
         ours: true for settings that Megatron does not have.
         per_layer: true where Megatron takes a value for each layer, too; here all of them must be equal.
+        may_be_empty: true where the flag without a value means an empty list, which differs from no flag.
         from_environment: the environment variable that sets it, empty for none.
         flagless: true where only the environment can set it.
         library: true where no command line or recipe can set it yet, only a program that uses the class.
@@ -56,6 +57,7 @@ class Declaration:
     nothing: str = ""
     ours: bool = False
     per_layer: bool = False
+    may_be_empty: bool = False
     from_environment: str = ""
     flagless: bool = False
     library: bool = False

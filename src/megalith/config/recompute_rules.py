@@ -48,7 +48,8 @@ def experts_are_recomputed_once(draft: Draft) -> str:
 @rule("recompute_granularity", "recompute_modules", "attention_backend", "transformer_impl", "model_family")
 def fused_attention_keeps_no_scores(draft: Draft) -> str:
     train, model = draft.run.train, draft.run.model
-    if train.recompute_granularity != "selective" or "core_attn" not in (train.recompute_modules or ("core_attn",)):
+    named = ("core_attn",) if train.recompute_modules is None else train.recompute_modules
+    if train.recompute_granularity != "selective" or "core_attn" not in named:
         return ""
     if model.keeps_weights_of_attention:
         return ""
@@ -89,7 +90,7 @@ def latent_heads_are_there_to_be_recomputed(draft: Draft) -> str:
 @rule("recompute_granularity", "recompute_modules", "moe_layer_recompute")
 def modules_are_recomputed_selectively(draft: Draft) -> str:
     train = draft.run.train
-    if not train.recompute_modules or train.recompute_granularity == "selective" or train.moe_layer_recompute:
+    if train.recompute_modules is None or train.recompute_granularity == "selective" or train.moe_layer_recompute:
         return ""
     return f"{show(draft, 'recompute_modules')} has no effect without --recompute-granularity selective"
 

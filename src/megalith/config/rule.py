@@ -46,7 +46,7 @@ def show(draft: Draft, name: str) -> str:
     setting = all_settings()[name]
     value = getattr(getattr(draft.run, setting.group), name)
     text = " ".join(map(str, value)) if setting.many else f"{value:g}" if isinstance(value, float) else str(value)
-    words = setting.positive_flag if value is True else f"{setting.positive_flag} {text}"
+    words = setting.positive_flag if value is True else f"{setting.positive_flag} {text}".rstrip()
     return words if name in draft.given else f"{words} (the default)"
 
 

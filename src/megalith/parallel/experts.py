@@ -98,6 +98,7 @@ DISPATCHERS: Mapping[str, Callable[[Axis], Dispatcher]] = {
     "allgather": AllGather,
     "alltoall": AllToAll,
     "flex": AllToAll,  # Megatron's kernels for some machines do the same
+    "alltoall_seq": AllToAll,  # the same in another order of gathering
 }
 """By `--moe-token-dispatcher-type`."""
 

@@ -86,6 +86,7 @@ TABLE: list[tuple[str, tuple[str, ...]]] = [
     ("--fp16 --loss-scale 0", ("--loss-scale 0.0: must be above 0",)),
     ("--init-method-std -1", ("--init-method-std -1.0: must be at least 0",)),
     # batch sizes
+    ("--rampup-batch-size", ("--rampup-batch-size needs a value (START INCREMENT SAMPLES",)),
     ("--rampup-batch-size 4 4", ("--rampup-batch-size 4 4: 2 numbers; give three",)),
     ("--rampup-batch-size 4 3 100", ("no multiple of the increment 3", "use an increment of 1 or 2 or 4")),
     ("--rampup-batch-size 8 8 100", ("starts at 8, and --global-batch-size 8 is not above it",)),
@@ -274,7 +275,10 @@ TABLE: list[tuple[str, tuple[str, ...]]] = [
     ("--num-experts 4 --moe-dispatch-fwd-dtype fp8", ("--moe-dispatch-fwd-dtype", "in the dtype of the hidden states")),
     # experts
     ("--num-experts -1", ("--num-experts -1: must be at least 0",)),
-    ("--num-experts 2 --moe-router-topk 3", ("--moe-router-topk 3 is more than --num-experts 2",)),
+    (
+        "--num-experts 2 --moe-router-topk 3",
+        ("--moe-router-topk 3 is more than --num-experts 2", "use --moe-router-topk 1 to 2"),
+    ),
     ("--num-experts 4 --moe-router-topk 1", ("--moe-router-topk 1", "--moe-router-pre-softmax")),
     ("--num-experts 4 --moe-layer-freq [1]", ("--moe-layer-freq [1] is a list for 1 layers", "give 2 entries")),
     ("--num-experts 4 --moe-router-num-groups 2", ("--moe-router-num-groups 2 needs --moe-router-group-topk",)),

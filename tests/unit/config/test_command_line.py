@@ -174,6 +174,7 @@ def test_some_values_of_a_flag_may_need_nothing() -> None:
             )
             for words in ("--recompute-activations", "--recompute-granularity selective --recompute-modules core_attn")
         ),
+        ("--recompute-modules", "--recompute-modules has no effect without --recompute-granularity selective"),
         (
             "--recompute-modules mlp",
             "--recompute-modules mlp has no effect without --recompute-granularity selective",

@@ -116,6 +116,11 @@ def test_older_and_newer_spellings_set_the_same(flags: str, answer: tuple[str, s
         ("--export-quant-cfg FP8", "ModelOpt"),
         ("--rl-generation-lag 1", "reinforcement learning is not built"),
         ("--genfile out.txt --temperature 0.7", "megalith generate"),
+        ("--projection-dim 128 --shared-query-context-model --pool-type max", "retrieval models"),
+        ("--expert-parallel", "--expert-model-parallel-size"),
+        ("--load-model-opt-format", "ModelOpt"),
+        ("--heterogeneous-context-parallel --max-seqlen-per-cp-rank 8", "this kind of layout"),
+        ("--enable-onelogger --inference-dynamic-batching-chunk-size 512", ""),
         ("--temperature 1 --rl-default-top-k -1 --export-model-type GPTModel", ""),
     ],
 )
@@ -198,3 +203,18 @@ def test_w6_on_two_processes_is_one_message_with_everything_that_does_not_fit() 
         "--tensor-model-parallel-size 8 x --pipeline-model-parallel-size 16 needs a multiple of 128 processes and 2 "
         "processes were started"
     )
+
+
+def test_no_module_is_recomputed_where_the_flag_has_no_value() -> None:
+    words = [*SMALL.split(), "--recompute-granularity", "selective", "--attention-backend", "unfused"]
+    assert load(words, {}, files=False).train.recomputed_parts == {"core_attn"}
+    assert load([*words, "--recompute-modules"], {}, files=False).train.recomputed_parts == frozenset()
+    assert load([*words, "--recompute-modules", "--seed", "2"], {}, files=False).train.recomputed_parts == frozenset()
+
+
+@pytest.mark.parametrize("name", ["flex", "alltoall_seq"])
+def test_other_dispatchers_of_tokens_are_all_to_all(name: str) -> None:
+    experts = f"--num-experts 2 --expert-model-parallel-size 2 --moe-token-dispatcher-type {name}"
+    words = f"{SMALL} {experts} --global-batch-size 2".split()
+    notes = [str(note) for note in load(words, {"RANK": "0", "WORLD_SIZE": "2"}, files=False).notes]
+    assert [note for note in notes if note.startswith(f"--moe-token-dispatcher-type {name}: ")]

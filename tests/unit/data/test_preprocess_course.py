@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from megalith.cli.main import main
+from megalith.cli.preprocess import parse
 from megalith.config import TokenizerConfig
 from megalith.data.indexed import IndexedDataset
 from megalith.data.preprocess import PreprocessOptions, preprocess
@@ -260,3 +261,16 @@ def test_a_dataset_without_a_token_is_pointed_out(tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text("{}\n")
     with pytest.raises(DataError, match=r"in\.jsonl holds no document that can be read; 1 were left out"):
         preprocess(options_for(tmp_path, skip_bad=True))
+
+
+def test_flags_of_the_tokenizer_that_training_knows_have_the_same_answers_here() -> None:
+    words = ["--input", "in.jsonl", "--output-prefix", "out", "--tokenizer-type", "NullTokenizer", "--vocab-size", "9"]
+    harmless = ["--trust-remote-code", "--use-gigatoken", "--padded-vocab-size", "16", "--no-pad-vocab-size"]
+    with pytest.raises(ConfigError) as caught:
+        parse([*words, *harmless, "--tokenizer-metadata", "M", "--tokenizer-hf-no-use-fast", "--performance-dir", "D"])
+    said = [problem for problem in caught.value.violations if "in.jsonl" not in problem]
+    assert [problem.split(":")[0] for problem in said] == [
+        "--performance-dir",
+        "--tokenizer-metadata",
+        "--tokenizer-hf-no-use-fast",
+    ]

@@ -34,9 +34,17 @@ _HUGGINGFACE = ("llama_mistral", "llama2_hf", "mixtral_hf")
 _REFUSED_LOADERS = {
     "llava": "models of images are not part of this program",
 }
+_EXPORT = "`megalith checkpoint export SAVE_DIR HF_DIR` writes Hugging Face folders, with their tokenizer"
 _REFUSED_SAVERS = {
     "hf_llava": "models of images are not part of this program",
     "llava": "models of images are not part of this program",
+    **dict.fromkeys(("hf", "llama_hf", "llama2_hf", "llama3_hf", "mixtral_hf", "qwen2_hf"), _EXPORT),
+}
+# Flags of plugins that are not here, Megatron's own and of its forks.
+_REFUSED_FLAGS = {
+    "hf_tokenizer_path": _EXPORT,
+    "save_dtype": f"{_EXPORT}; --dtype says in which format",
+    "vit_dummy_head_count": "models of images are not part of this program",
 }
 # What the tools inherit of a checkpoint and say so.
 _INHERITED = (
@@ -60,6 +68,7 @@ _WITHOUT_EFFECT = {
     "megatron_path": "Megatron is not imported",
     "model_size": "config.json says it",
     "loader_transformer_impl": "the names in the files say it",
+    "sequential_save": "a tensor is read when it is written, and no model is held",
 }
 
 
@@ -169,6 +178,9 @@ def _parser(tool: Tool) -> argparse.ArgumentParser:
     add("--make-vocab-size-divisible-by", type=int, metavar="N", help="of --loader llama_mistral")
     add("--bf16", action="store_true", help="of --loader llama_mistral: write bfloat16")
     add("--fp16", action="store_true", help="of --loader llama_mistral: write float16")
+    add("--sequential-save", action="store_true", help="no effect")
+    for name in _REFUSED_FLAGS:
+        add(f"--{name.replace('_', '-')}", help=argparse.SUPPRESS)
     return parser
 
 
@@ -192,6 +204,9 @@ def _refuse(options: argparse.Namespace) -> None:
     if options.loader == "llama_mistral" and options.checkpoint_type != "hf":
         given = options.checkpoint_type or "is not given and"
         wrong.append(f"--checkpoint-type {given} cannot be read; use hf, and --load-dir a Hugging Face folder")
+    for name, reason in _REFUSED_FLAGS.items():
+        if (value := getattr(options, name)) is not None:
+            wrong.append(f"--{name.replace('_', '-')} {value}: {reason}")
     if options.vocab_file is not None and not options.vocab_file.is_file():
         wrong.append(f"--vocab-file {options.vocab_file} does not exist")
     if options.make_vocab_size_divisible_by is not None:

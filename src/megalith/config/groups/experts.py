@@ -99,9 +99,9 @@ class ExpertSettings:
     )
     moe_token_dispatcher_type: str = setting(
         "allgather",
-        help="how tokens reach experts of other processes: all tokens to all, or each to its experts; flex is alltoall "
-        "here",
-        choices=("allgather", "alltoall", "flex"),
+        help="how tokens reach experts of other processes: all tokens to all, or each to its experts; flex and "
+        "alltoall_seq (Megatron until 2025) are alltoall here",
+        choices=("allgather", "alltoall", "flex", "alltoall_seq"),
     )
     moe_grouped_gemm: bool = setting(False, help="one kernel for all experts", nothing=_KERNELS)
     moe_permute_fusion: bool = setting(False, help="one kernel to sort tokens", nothing=_KERNELS)

@@ -190,11 +190,13 @@ class TrainConfig:
     )
     recompute_modules: tuple[str, ...] | None = setting(
         None,
-        help="parts of all layers that --recompute-granularity selective means: the scores of attention where they are "
-        "kept (core_attn, where nothing is given), the feed-forward layers (mlp), those of these that have experts "
-        "(moe), the experts of these that take every token (shared_experts), what lies between the projections of "
-        "experts (moe_act), the outputs of norms (layernorm), the heads of multi-latent attention (mla_up_proj)",
+        help="parts of all layers that --recompute-granularity selective means, none where no value follows: the "
+        "scores of attention where they are kept (core_attn, where the flag is not given), the feed-forward layers "
+        "(mlp), those of these that have experts (moe), the experts of these that take every token (shared_experts), "
+        "what lies between the projections of experts (moe_act), the outputs of norms (layernorm), the heads of "
+        "multi-latent attention (mla_up_proj)",
         choices=("core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts", "mla_up_proj"),
+        may_be_empty=True,
     )
     moe_layer_recompute: bool = setting(
         False, help="older spelling of --recompute-granularity selective with moe among --recompute-modules"
@@ -222,7 +224,8 @@ class TrainConfig:
             return frozenset()
         experts = {"moe"} if self.moe_layer_recompute else set()
         chosen = self.recompute_granularity == "selective" or bool(experts)
-        return frozenset({*(self.recompute_modules or ("core_attn",)), *experts}) if chosen else frozenset()
+        named = ("core_attn",) if self.recompute_modules is None else self.recompute_modules
+        return frozenset({*named, *experts}) if chosen else frozenset()
 
     def ramp_reaches(self, final: int) -> bool:
         """Whether --rampup-batch-size leads to a batch of this size in whole increments."""

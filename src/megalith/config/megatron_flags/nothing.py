@@ -205,7 +205,7 @@ NEED_NOTHING: tuple[Family, ...] = (
     Family(
         "nothing is reported to anyone outside",
         """
-        --no-one-logger --enable-one-logger --one-logger-entity= --one-logger-project=megatron-lm
+        --no-one-logger --enable-one-logger --enable-onelogger --one-logger-entity= --one-logger-project=megatron-lm
         --one-logger-run-name= --one-logger-async
         --app-tag-run-name= --app-tag-run-version=0.0.0
         """,
@@ -280,7 +280,8 @@ NEED_NOTHING: tuple[Family, ...] = (
         --flash-decode --inference-batch-times-seqlen-threshold=-1 --max-tokens-to-oom=12000
         --use-legacy-static-engine --inference-max-requests=8 --inference-max-seq-length=2560
         --inference-dynamic-batching --inference-dynamic-batching-buffer-size-gb=40.0
-        --inference-dynamic-batching-block-size=256 --inference-dynamic-batching-max-requests=
+        --inference-dynamic-batching-block-size=256 --inference-dynamic-batching-chunk-size=256
+        --inference-dynamic-batching-max-requests=
         --inference-dynamic-batching-max-tokens= --inference-dynamic-batching-num-cuda-graphs=16
         --decode-only-cuda-graphs --inference-logging-step-interval=0
         --inference-dynamic-batching-buffer-guaranteed-fraction=0.2

@@ -125,6 +125,12 @@ REFUSED: tuple[Family, ...] = (
         """,
     ),
     Family(
+        "it divided experts over all data-parallel processes; give their number to --expert-model-parallel-size",
+        """
+        --expert-parallel
+        """,
+    ),
+    Family(
         "a checkpoint with experts is made of a dense one by `megalith checkpoint convert --upcycle N`, then loaded",
         """
         --moe-use-upcycling --moe-upcycling-granularity=1
@@ -244,7 +250,7 @@ REFUSED: tuple[Family, ...] = (
         --retro-cyclic-train-iters= --retro-encoder-layers=2 --retro-encoder-hidden-dropout=0.1
         --retro-encoder-attention-dropout=0.1 --retro-num-neighbors=2 --retro-num-retrieved-chunks=2
         --retro-attention-gate=1 --retro-no-verify-neighbor-count --retro-workdir= --retro-return-doc-ids
-        --report-topk-accuracies+= --faiss-use-gpu
+        --report-topk-accuracies+= --faiss-use-gpu --projection-dim=0 --shared-query-context-model --pool-type=cls-token
         """,
     ),
     Family(
@@ -280,7 +286,7 @@ REFUSED: tuple[Family, ...] = (
         --export-kd-teacher-model-config= --teacher-model-config= --export-kd-teacher-ckpt-format= --export-kd-cfg=
         --export-default-te-spec --export-qk-l2-norm --export-moe-apply-probs-on-input --export-offline-model
         --export-num-medusa-heads=0 --export-num-eagle-layers=0 --modelopt-enabled --enable-gpt-oss
-        --finetune-hf-dataset= --finetune-data-split=train
+        --finetune-hf-dataset= --finetune-data-split=train --load-model-opt-format
         """,
     ),
     Family(
@@ -347,6 +353,7 @@ REFUSED: tuple[Family, ...] = (
         --hierarchical-context-parallel-sizes+= --microbatch-group-size-per-virtual-pipeline-stage=
         --pipeline-model-parallel-layout= --num-distributed-optimizer-instances=1
         --standalone-embedding-stage --tensor-parallel-num-weight-shards= --max-seqlen-per-dp-cp-rank=
+        --max-seqlen-per-cp-rank= --heterogeneous-context-parallel
         --overlap-dispatch-backward-with-experts-wgrad --ddp-reduce-scatter-with-fp32-accumulation
         --gtp-remat-reduce-scatter-with-fp32-accumulation
         --ddp-param-name-patterns-for-fp32-local-accumulation+= --gtp-remat-nccl-ub --gtp-expert-remat-nccl-ub
