@@ -1,4 +1,4 @@
-"""The flags of NVIDIA's own files of 2021, 2023, 2024 and 2025: each has a status, its default and its choices."""
+"""The flags of NVIDIA's own files (nvidia_flags.txt): each has a status, Megatron's default and its choices."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ _WORD = re.compile(r"(--[\w-]+)([+*]?)(?:(=)([^{]*)(?:\{(.*)\})?)?$")
 OTHER_DEFAULTS = {
     "--dataloader-type": "Megatron makes single of None",
     "--local_rank": "0 is the same as none",
+    "--split": "969,30,1, which was the default until 2024, is what Megatron makes of None",
     "--tokenizer-type": "Megatron requires it; here files alone are those of GPT-2",
     "--profile-ranks": "rank 0 where none is given, too",
     "--data-parallel-sharding-strategy": "that of Megatron since late 2025",
