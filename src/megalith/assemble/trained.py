@@ -139,7 +139,7 @@ def _trained(
     args = vars(store.common(found).get("args", Namespace()))
     precision = precision_of(args)
     saved_config = replace(model_of(args), mtp_num_layers=None)  # layers that only training has use for
-    model_config, about_experts = _without_capacity(saved_config)
+    model_config, about_experts = _for_any_batch(saved_config)
     model = model_class(model_config)(
         model_config,
         _vocab_size(args, store.folder(found)),
@@ -182,17 +182,22 @@ def _own_tokenizer(folder: Path, args: Mapping[str, Any]) -> Tokenizer:
         ) from error
 
 
-def _without_capacity(config: ModelConfig) -> tuple[ModelConfig, list[str]]:
-    """The architecture with experts that take every token, and what the user must hear of it.
+def _for_any_batch(config: ModelConfig) -> tuple[ModelConfig, list[str]]:
+    """The architecture with experts that are chosen by the router and take every token, and what the user must hear.
 
-    A capacity drops tokens by what else is in their batch: what a text gives would depend on the texts of others, and
-    on how it is cut into steps.
+    A capacity drops tokens by what else is in their batch, and random choices, for benchmarks, differ from call to
+    call: what a text gives would depend on the texts of others, and on how it is cut into steps.
     """
-    factor = config.moe_expert_capacity_factor
-    if factor is None:
-        return config, []
-    note = f"the capacity of the experts (--moe-expert-capacity-factor {factor:g}) is of training: no token is dropped"
-    return replace(config, moe_expert_capacity_factor=None), [note]
+    notes, factor = [], config.moe_expert_capacity_factor
+    if factor is not None:
+        of_training = f"the capacity of the experts (--moe-expert-capacity-factor {factor:g}) is of training"
+        notes.append(f"{of_training}: no token is dropped")
+    if config.moe_router_force_load_balancing:
+        notes.append(
+            "the random choices of experts (--moe-router-force-load-balancing) are of training: the router chooses, "
+            "which has not learned to"
+        )
+    return replace(config, moe_expert_capacity_factor=None, moe_router_force_load_balancing=False), notes
 
 
 def _stage(num_layers: int, context: ParallelContext) -> Stage:

@@ -67,7 +67,7 @@ class GlobalTensor:
 
 
 def global_tensors(chunks: Sequence[Chunk]) -> dict[str, Any]:
-    """Key -> `GlobalTensor`: what the planners below take."""
+    """Key -> `GlobalTensor`: what the planners of writing and reading take."""
     return {key: GlobalTensor(parts) for key, parts in by_key(chunks).items()}
 
 

@@ -25,7 +25,8 @@ def keep_freed_memory(processes: int) -> bool:
 
     Only addresses are taken here, half of the machine's memory divided among its processes: a page takes memory when
     it is first written. Beyond that the heap grows as it needs to, in small pages. Nothing changes where the C library
-    is another than glibc, where the user has set it up (GLIBC_TUNABLES, MALLOC_...), and where addresses are limited.
+    is another than glibc, where the user has set it up (GLIBC_TUNABLES, MALLOC_...) or preloads libraries, which may
+    bring an allocator of their own (LD_PRELOAD), and where addresses are limited.
 
     Args:
         processes: of this job on this machine.
@@ -39,9 +40,9 @@ def keep_freed_memory(processes: int) -> bool:
     libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
     libc.free.argtypes = [ctypes.c_void_p]
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    libc.mallopt(_TRIM_THRESHOLD, -1)  # as a size: no limit
-    libc.mallopt(_TOP_PAD, _GROWTH)
-    libc.mallopt(_MMAP_MAX, 0)
+    settings = ((_TRIM_THRESHOLD, -1), (_TOP_PAD, _GROWTH), (_MMAP_MAX, 0))  # -1 as a size: no limit
+    if not all([libc.mallopt(name, value) for name, value in settings]):
+        return False
     # What is taken and freed stays at the end of the heap, so that huge pages can be asked for before they are touched.
     libc.free(libc.malloc(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // (2 * processes)))
     for start, stop in _heap():
@@ -50,7 +51,7 @@ def keep_freed_memory(processes: int) -> bool:
 
 
 def _settled_by_user() -> bool:
-    return any(name == "GLIBC_TUNABLES" or name.startswith("MALLOC_") for name in os.environ)
+    return any(name in ("GLIBC_TUNABLES", "LD_PRELOAD") or name.startswith("MALLOC_") for name in os.environ)
 
 
 def _addresses_limited() -> bool:

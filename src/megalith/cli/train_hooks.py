@@ -216,6 +216,7 @@ def _routing_trace(config: RunConfig, started: Started) -> Hook:
         hidden_states=log.moe_routing_trace_capture_hidden_states,
         logits=log.moe_routing_trace_capture_logits,
         weights=log.moe_routing_trace_dump_weights,
+        start=state.iteration,
     )
 
 

@@ -120,7 +120,7 @@ def _by_axis(boxes: Sequence[StateBox], state: TrainState) -> Iterator[tuple[Axi
 
 
 def _buffer_chunks(state: TrainState, run: RunConfig, *, once: bool) -> list[Chunk]:
-    """Of what no optimizer moves: the biases for the choice of experts."""
+    """Of what no optimizer moves: the biases and offsets for the choice of experts."""
     tp, kept = state.context.tp, [item for model in state.chunks for item in saved_tensors(model)]
     buffers = {name: (tensor, placement) for name, tensor, placement in kept if not isinstance(tensor, Parameter)}
     boxes = [Whole(name, tensor) for name, (tensor, _) in buffers.items()]

@@ -11,6 +11,7 @@ Source: McCandlish et al. 2018, arXiv:1812.06162, section 2.2 and appendix A.1.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
@@ -37,9 +38,12 @@ class NoiseScale:
             small_norm, large_norm: of their gradients.
 
         Returns:
-            The noise scale in samples; None while the average of |G|^2 is not positive.
+            The noise scale in samples; None while the average of |G|^2 is not positive, and for norms that are no
+            numbers, which are left out.
         """
         assert 0 < small < large
+        if not (math.isfinite(small_norm) and math.isfinite(large_norm)):
+            return None
         signal = (large * large_norm**2 - small * small_norm**2) / (large - small)
         noise = (small_norm**2 - large_norm**2) / (1.0 / small - 1.0 / large)
         self.signal += (1.0 - DECAY) * (signal - self.signal)

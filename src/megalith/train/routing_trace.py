@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,16 +26,27 @@ from megalith.train.hooks import Hook
 from megalith.train.results import StepResult
 
 
+@dataclass(frozen=True)
+class _Record:
+    """A layer and a micro-batch, on the CPU: its line so far, its choices, what it was given and its logits in bf16."""
+
+    line: dict[str, Any]
+    experts_TK: Tensor
+    states_TD: Tensor | None
+    logits_TE: Tensor | None
+
+
 class RoutingTrace(Hook):
     """Writes what the routers of this rank choose in training; evaluations and repeated forward passes are left out.
 
     Args:
         folder: of the files; it is made.
         rank: this one.
+        start: steps that the run has behind it; behind those of its files it goes on, and a new run begins them anew.
         chunks: whose routers.
-        steps: to trace; all if None.
+        steps: to trace from here on; all if None.
         hidden_states: write what the routers are given.
-        logits: write theirs.
+        logits: write theirs, of what they are given: before noise, and where choices are random the router's own.
         weights: write theirs, `router_state_rankN.pt`.
 
     Raises:
@@ -51,13 +63,16 @@ class RoutingTrace(Hook):
         hidden_states: bool = False,
         logits: bool = False,
         weights: bool = False,
+        start: int = 0,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._rank, self._step, self._steps = rank, 0, steps
-        self._records: list[tuple[dict[str, Any], Tensor]] = []
-        self._lines = (folder / f"router_trace_rank{rank}.jsonl").open("w", encoding="utf-8")
-        self._states = (folder / f"hidden_states_rank{rank}.bin").open("wb") if hidden_states else None
-        self._logits = (folder / f"logits_rank{rank}.bin").open("wb") if logits else None
+        self._rank, self._step, self._end = rank, start, None if steps is None else start + steps
+        self._pass = -1
+        self._records: list[_Record] = []
+        how = "a" if start else "w"
+        self._lines = (folder / f"router_trace_rank{rank}.jsonl").open(how, encoding="utf-8")
+        self._states = _opened(folder / f"hidden_states_rank{rank}.bin", how) if hidden_states else None
+        self._logits = _opened(folder / f"logits_rank{rank}.bin", how) if logits else None
         layers = chunks[0].config.num_layers
         here = routers(chunks)
         self._places: dict[int, dict[str, Any]] = {
@@ -76,22 +91,23 @@ class RoutingTrace(Hook):
         assert isinstance(router, Router)
         if not router.training or router.auxiliary.again:
             return
+        if router.begun != self._pass:  # the step is computed anew: what it was before does not count
+            self._pass = router.begun
+            self._records.clear()
         place = self._places[id(router)]
         experts_TK = choice.experts_TK.sort(dim=-1).values.to("cpu", torch.int32)
         tokens, chosen = experts_TK.shape
         record = {"step": self._step, "stage": "pre_dispatch", **place, "rank": self._rank}
         record |= {"num_tokens": tokens, "topk": chosen}
         x_TD = inputs[0].reshape(tokens, -1)
-        if self._states is not None:
-            record |= _append(self._states, x_TD, "hs")
-        if self._logits is not None:
-            record |= _append(self._logits, router.logits(x_TD), "logit")
-        self._records.append((record, experts_TK))
+        states = None if self._states is None else x_TD.to("cpu", torch.bfloat16, copy=True)
+        logits = None if self._logits is None else router.logits(x_TD).to("cpu", torch.bfloat16)
+        self._records.append(_Record(record, experts_TK, states, logits))
 
     def after_step(self, result: StepResult) -> None:
         self._write()
         self._step += 1
-        if self._step == self._steps:
+        if self._step == self._end:
             self._stop()
 
     def close(self) -> None:
@@ -106,24 +122,37 @@ class RoutingTrace(Hook):
             handle.remove()
 
     def _write(self) -> None:
-        for record, experts_TK in self._records:
-            self._lines.write(json.dumps({**record, "top_indices": experts_TK.tolist()}) + "\n")
+        for found in self._records:
+            line = found.line
+            if self._states is not None and found.states_TD is not None:
+                line |= _append(self._states, found.states_TD, "hs")
+            if self._logits is not None and found.logits_TE is not None:
+                line |= _append(self._logits, found.logits_TE, "logit")
+            self._lines.write(json.dumps({**line, "top_indices": found.experts_TK.tolist()}) + "\n")
         self._records.clear()
         for file in (self._lines, self._states, self._logits):
             if file is not None and not file.closed:
                 file.flush()
 
 
+def _opened(path: Path, how: str) -> BinaryIO:
+    return cast("BinaryIO", path.open(f"{how}b"))
+
+
 def _append(file: BinaryIO, x: Tensor, name: str) -> dict[str, Any]:
-    """Write numbers in bf16; where they are in the file."""
+    """Write numbers of bf16; where they are in the file."""
     start = file.tell()
-    size = file.write(x.to("cpu", torch.bfloat16).contiguous().view(torch.int16).numpy().tobytes())
+    size = file.write(x.contiguous().view(torch.int16).numpy().tobytes())
     return {f"{name}_offset": start, f"{name}_bytes": size, f"{name}_shape": list(x.shape)}
 
 
 def _weights(router: Router) -> dict[str, Any]:
-    def copy(x: Tensor | None) -> Tensor | None:
-        return None if x is None else x.detach().to("cpu", torch.float32, copy=True)
+    def copy(x: Any) -> Tensor | None:
+        if x is None:
+            return None
+        # Where weights are fully sharded all ranks are here, and each gets the whole.
+        whole: Tensor = x.detach().full_tensor() if hasattr(x, "full_tensor") else x.detach()
+        return whole.to("cpu", torch.float32, copy=True)
 
     rule = router.settings.rule
     return {

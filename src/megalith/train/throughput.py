@@ -32,7 +32,7 @@ def step_flops(
     hidden, gate = model.hidden_size, 1.5 if model.gated else 1.0
     attention = _attention(model, seq_length)
     layers = (*model.experts, *model.experts[-1:] * model.predictions)  # those of prediction are like the last one
-    feed_forward = [2 * _feed_forward(model, experts) for experts in layers]
+    feed_forward = [2 * feed_forward_weights(model, model.moe_router_topk if experts else 0) for experts in layers]
     products = seq_length * sum(2 * attention + layer for layer in feed_forward)
     predicted = seq_length
     if model.model_family == "t5":
@@ -60,12 +60,14 @@ def _attention(model: ModelConfig, seq_length: int) -> float:
     return (queries + others + seq_length / 2 * heads * (size + model.v_head_dim)) / 2
 
 
-def _feed_forward(model: ModelConfig, experts: int) -> float:
-    """Of the feed-forward layer that a token goes through, half the multiplications of a forward pass."""
+def feed_forward_weights(model: ModelConfig, experts: int) -> float:
+    """Half the weights of a feed-forward layer with so many experts, 0 where it is dense; with the experts of a token,
+    half the multiplications of its forward pass.
+    """
     hidden, gate = model.hidden_size, 1.5 if model.gated else 1.0
     if not experts:
         return hidden * model.ffn_size * gate
-    routed, shared = model.moe_router_topk * model.expert_size, model.moe_shared_expert_intermediate_size or 0
+    routed, shared = experts * model.expert_size, model.moe_shared_expert_intermediate_size or 0
     if model.moe_latent_size is None:
         return hidden * (routed + shared) * gate
     return (model.moe_latent_size * routed + hidden * shared) * gate + hidden * model.moe_latent_size

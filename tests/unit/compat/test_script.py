@@ -47,6 +47,7 @@ ECHOES = [
     "echo --output-prefix dir/name\\\n   --next",
     "for x in p q; do echo $x; break; done",
     "N=4; echo $(( ($N > 1) ? 1 : 0 )) $((N<1?2:N==4?3:5)) $((N>=4 && N!=5)) $((!N || N<=3))",
+    "N=4; echo $((!0 + 1)) $((!N == 0)) $((-N - 3 % 2)) $((-7 % 2)) $((-7 / 2))",
     "N=4; if [ $(( N > 1 ? 1 : 0 )) -eq 1 ]; then Y=yes; fi; echo $Y",
 ]
 

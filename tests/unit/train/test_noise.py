@@ -28,6 +28,13 @@ def test_without_a_signal_there_is_no_scale() -> None:
     assert NoiseScale().add(1, 10.0, 4, 1.0) is None
 
 
+@pytest.mark.parametrize("norm", [float("inf"), float("nan")])
+def test_norms_that_are_no_numbers_are_left_out(norm: float) -> None:
+    found = NoiseScale(2.0, 3.0)
+    assert found.add(1, 1.0, 8, norm) is None and found.add(1, norm, 8, 1.0) is None
+    assert found == NoiseScale(2.0, 3.0)
+
+
 def test_a_run_reports_it_and_is_not_changed_by_it(make_plan: Callable[..., Plan]) -> None:
     class Reports(Hook):
         def __init__(self) -> None:

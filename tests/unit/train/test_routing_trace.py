@@ -100,3 +100,26 @@ def test_a_repeated_forward_pass_is_traced_once(model: GPT, tmp_path: Path) -> N
     trace.close()
     assert [record["layer"] for record in lines(tmp_path)] == [1, 2, 0]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["router_trace_rank3.jsonl"]
+
+
+def test_of_a_step_that_is_computed_anew_the_last_time_counts(model: GPT, tmp_path: Path) -> None:
+    trace = RoutingTrace(tmp_path, 3, [model])
+    for micro_batches in (1, 2):  # as for the gradient noise, or where a step is doubted
+        step(model, micro_batches)
+    trace.after_step(None)  # type: ignore[arg-type]
+    step(model)
+    trace.close()
+    assert [record["step"] for record in lines(tmp_path)] == [0] * 6 + [1] * 3
+
+
+def test_a_resumed_run_goes_on_behind_its_trace(model: GPT, tmp_path: Path) -> None:
+    for start in (0, 1):
+        trace = RoutingTrace(tmp_path, 3, [model], 1, logits=True, start=start)
+        for _ in range(2):
+            step(model)
+            trace.after_step(None)  # type: ignore[arg-type]
+        trace.close()
+    found = lines(tmp_path)
+    assert [record["step"] for record in found] == [0] * 3 + [1] * 3
+    size = found[0]["logit_bytes"]
+    assert [record["logit_offset"] for record in found] == [size * number for number in range(6)]

@@ -19,6 +19,7 @@ from megalith.distributed import comm
 from megalith.distributed.context import ParallelContext
 from megalith.train.hooks import Hook
 from megalith.train.results import WindowReport
+from megalith.train.throughput import feed_forward_weights
 
 _MB = 1024.0 * 1024.0
 _REPLICATED_BYTES = 18.0
@@ -85,18 +86,7 @@ def _layers(model: ModelConfig, experts: Sequence[int]) -> float:
     """Parameters of layers of a decoder with so many experts each, 0 where it is dense."""
     hidden = model.hidden_size
     norm = (1 if model.normalization == "RMSNorm" else 2) * hidden
-    return sum(2 * (hidden * _attention(model) + _feed_forward(model, number)) + 2 * norm for number in experts)
-
-
-def _feed_forward(model: ModelConfig, experts: int) -> float:
-    """Half the parameters of a feed-forward layer with so many experts, 0 where it is dense."""
-    hidden, gate = model.hidden_size, 1.5 if model.gated else 1.0
-    if not experts:
-        return hidden * model.ffn_size * gate
-    routed, shared = model.expert_size * experts, model.moe_shared_expert_intermediate_size or 0
-    if model.moe_latent_size is None:
-        return hidden * (routed + shared) * gate
-    return (model.moe_latent_size * routed + hidden * shared) * gate + hidden * model.moe_latent_size
+    return sum(2 * (hidden * _attention(model) + feed_forward_weights(model, number)) + 2 * norm for number in experts)
 
 
 def _attention(model: ModelConfig) -> float:

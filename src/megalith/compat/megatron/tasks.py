@@ -35,7 +35,7 @@ REFUSED = {
     "MSDP-EVAL-F1": "multi-stage dialogue prompting is not part of this program",
 }
 _OF_OTHER_TASKS = (
-    *("--qa-data-dev", "--qa-data-test", "--faiss-use-gpu", "--faiss-match", "--faiss-topk-retrievals"),
+    *("--qa-data-dev", "--qa-data-test", "--faiss-match", "--faiss-topk-retrievals"),
     *("--train-with-neg", "--train-hard-neg", "--val-av-rank-hard-neg", "--val-av-rank-other-neg"),
 )
 _WITHOUT_EFFECT = {"train_data": "nothing is trained", "epochs": "nothing is trained", "keep_last": "no batch is left"}

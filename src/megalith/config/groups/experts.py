@@ -41,7 +41,7 @@ class ExpertSettings:
     )
     moe_router_force_load_balancing: bool = setting(
         False,
-        help="for benchmarks: experts are chosen by random numbers in place of the router's, and nothing is learned",
+        help="for benchmarks: experts are chosen by random numbers in place of the router's logits",
     )
     moe_router_topk: int = setting(2, help="experts that each token goes to", at_least=1)
     moe_router_score_function: str = setting(

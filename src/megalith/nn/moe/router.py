@@ -100,6 +100,7 @@ class Router(nn.Module):
         self.step_load_E: Tensor
         self.register_buffer("step_load_E", none_yet.clone(), persistent=False)
         self.micro_batches = 0
+        self.begun = 0
         self.mean_loads: deque[Tensor] = deque()
 
     def placements(self) -> dict[str, Placement]:
@@ -107,7 +108,8 @@ class Router(nn.Module):
         return {name: Replicated() for name, _ in self.named_parameters()}
 
     def begin_step(self) -> None:
-        """Forget the load of the step before."""
+        """Forget the load of the step before, or of what was computed of this one."""
+        self.begun += 1
         self.load_E.zero_()
         self.step_load_E.zero_()
         self.micro_batches = 0

@@ -25,7 +25,7 @@ _SUMS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
     ast.Mult: operator.mul,
     ast.FloorDiv: operator.floordiv,
     ast.Div: lambda a, b: int(a / b),
-    ast.Mod: operator.mod,
+    ast.Mod: lambda a, b: a - b * int(a / b),
 }
 
 
@@ -226,7 +226,10 @@ def _value_of(text: str) -> int:
             if not open_questions:
                 return _value_of(branches[:place] if _value_of(condition) else branches[place + 1 :])
         raise ValueError("a question without its second answer")
-    pythons = re.sub(r"!(?!=)", " not ", text.replace("&&", " and ").replace("||", " or "))
+    if "~" in text:
+        raise ValueError("bits")
+    # Python's ~ binds as C's ! does, and its `not` does not.
+    pythons = re.sub(r"!(?!=)", "~", text.replace("&&", " and ").replace("||", " or "))
     return _number(ast.parse(pythons.strip(), mode="eval").body)
 
 
@@ -250,7 +253,7 @@ def _number(node: ast.expr) -> int:
         return node.value
     if isinstance(node, ast.BinOp) and type(node.op) in _SUMS:
         return _SUMS[type(node.op)](_number(node.left), _number(node.right))
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.Not):
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.Invert):
         value = _number(node.operand)
         return -value if isinstance(node.op, ast.USub) else int(not value)
     if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in _TESTS:
