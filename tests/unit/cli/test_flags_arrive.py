@@ -168,12 +168,12 @@ def test_who_profiles_a_gpu(tmp_path: Path) -> None:
 def test_what_a_trace_of_routing_keeps(
     flags: str, kept: dict[str, bool], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    asked: list[dict[str, bool]] = []
+    asked: list[dict[str, int]] = []
     monkeypatch.setattr(train_hooks, "RoutingTrace", lambda *where, **what: asked.append(what))
     started = _started()
-    started.run.state.chunks = ()
+    started.run.state.chunks, started.run.state.iteration = (), 7
     train_hooks._routing_trace(_run(f"--num-experts 2 --moe-routing-trace-path {tmp_path} {flags}"), started)
-    assert asked == [kept]
+    assert asked == [{**kept, "start": 7}]
 
 
 @pytest.fixture
