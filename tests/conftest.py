@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import tarfile
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,12 +28,14 @@ def repository() -> Path:
 
 
 @pytest.fixture(scope="session")
-def shared() -> Path:
-    """The folder of goldens and corpora beside the working tree; tests that need it are skipped where it is absent."""
-    folder = _REPOSITORY.parent / "shared"
-    if not folder.is_dir():
-        pytest.skip(f"the folder of goldens and corpora is not at {folder}")
-    return folder
+def shared() -> Iterator[Path]:
+    """The archives of `tests/parity/fixtures`, unpacked: `golden/<topic>` and `data/<corpus>`."""
+    with tempfile.TemporaryDirectory(prefix="megalith-fixtures-") as folder:
+        for kind in ("golden", "data"):
+            for path in (_REPOSITORY / "tests/parity/fixtures" / kind).glob("*.tar.xz"):
+                with tarfile.open(path) as archive:
+                    archive.extractall(Path(folder, kind), filter="data")
+        yield Path(folder)
 
 
 @pytest.fixture(scope="session")

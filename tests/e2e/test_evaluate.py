@@ -33,9 +33,6 @@ class Work:
 @pytest.fixture(scope="module")
 def work(warm: WarmProcess, repository: Path, shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Work:
     data = shared / "data"
-    for needed in ("gpt2/gpt2-vocab.json", "tinyshakespeare/input.txt", "wikitext-2/test.txt"):
-        if not (data / needed).is_file():
-            pytest.skip(f"{data / needed} is absent")
     folder = tmp_path_factory.mktemp("evaluate")
     text = (data / "tinyshakespeare/input.txt").read_text()[:60_000]
     (folder / "text.txt").write_text(text)

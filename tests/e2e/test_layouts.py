@@ -300,7 +300,7 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def texts(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[object]]:
+def texts(repository: Path, shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[object]]:
     """The flags of some of Shakespeare's text; with GPT-2's tokenizer it is prepared as a user would."""
     prepared: dict[str, list[object]] = {}
 
@@ -308,25 +308,22 @@ def texts(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Callabl
         if kind not in prepared:
             folder = tmp_path_factory.mktemp("text")
             small = kind == "a small vocabulary"
-            prepared[kind] = ready_text(repository, folder) if small else prepare_text(repository, folder)
+            prepared[kind] = ready_text(shared, folder) if small else prepare_text(repository, shared, folder)
         return prepared[kind]
 
     return flags
 
 
-def ready_text(repository: Path, folder: Path) -> list[object]:
-    data = repository / "tests/parity/fixtures/golden/train/data"
+def ready_text(shared: Path, folder: Path) -> list[object]:
+    data = shared / "golden/train/data"
     return [
         *("--data-path", data / "shakes_text_document", "--data-cache-path", folder / "cache"),
         *("--vocab-file", data / "vocab.json", "--merge-file", data / "merges.txt", "--split", "90,5,5"),
     ]
 
 
-def prepare_text(repository: Path, folder: Path) -> list[object]:
-    shared = repository.parent / "shared"
-    if not shared.is_dir():
-        pytest.skip(f"the texts and GPT-2's tokenizer are not at {shared}")
-    speeches = (shared / "data/tinyshakespeare/input.txt").read_text()[:200_000].split("\n\n")
+def prepare_text(repository: Path, shared: Path, folder: Path) -> list[object]:
+    speeches = (shared / "data/tinyshakespeare/input.txt").read_text().split("\n\n")
     (folder / "plays.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in speeches))
     gpt2 = shared / "data/gpt2"
     files = ["--vocab-file", gpt2 / "gpt2-vocab.json", "--merge-file", gpt2 / "gpt2-merges.txt"]

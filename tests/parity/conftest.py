@@ -1,4 +1,4 @@
-"""Where the goldens are."""
+"""The goldens of the real Megatron."""
 
 from __future__ import annotations
 
@@ -10,9 +10,6 @@ from .goldens import Goldens
 
 
 @pytest.fixture(scope="session")
-def golden(repository: Path) -> Goldens:
-    """All goldens where the folder `shared` lies beside the working tree, else those that are part of it."""
-    everything = repository.parent / "shared/golden"
-    if everything.is_dir():
-        return Goldens(everything, complete=True)
-    return Goldens(repository / "tests/parity/fixtures/golden", complete=False)
+def golden(shared: Path) -> Goldens:
+    """All goldens, unpacked."""
+    return Goldens(shared / "golden")

@@ -1,4 +1,4 @@
-"""What the real Megatron wrote and computed: all of it beside the working tree, or the few cases of `fixtures`."""
+"""What the real Megatron wrote and computed."""
 
 from __future__ import annotations
 
@@ -7,28 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 
 @dataclass(frozen=True)
 class Goldens:
-    """A folder of goldens, one folder a topic, each with a manifest of its cases.
-
-    Attributes:
-        root: the folder.
-        complete: whether every golden is there; where not, a test that asks for a missing one is skipped.
-    """
+    """A folder of goldens, one folder a topic, each with a manifest of its cases."""
 
     root: Path
-    complete: bool
 
     def path(self, name: str) -> Path:
         """A file or folder, such as `train/gpt2/log_tp0_pp0.json`; a file that equals another is that one."""
         topic, _, file = name.partition("/")
-        path = self.root / topic / self._aliases(topic).get(file, file)
-        if not self.complete and not path.exists():
-            self.skip(name)
-        return path
+        return self.root / topic / self._aliases(topic).get(file, file)
 
     def _aliases(self, topic: str) -> dict[str, str]:
         manifest = self.root / topic / "manifest.json"
@@ -37,16 +26,10 @@ class Goldens:
         return aliases
 
     def cases(self, topic: str) -> dict[str, dict[str, Any]]:
-        """The cases of a topic that are here, by name."""
+        """The cases of a topic, by name."""
         cases = json.loads((self.root / topic / "manifest.json").read_text())["cases"]
         return {case["name"]: case for case in cases}
 
     def case(self, topic: str, name: str) -> dict[str, Any]:
-        """What a manifest says of one case."""
-        cases = self.cases(topic)
-        if not self.complete and name not in cases:
-            self.skip(f"{topic}: {name}")
-        return cases[name]
-
-    def skip(self, what: str) -> None:
-        pytest.skip(f"of the goldens, only those in tests/parity/fixtures are here, and not {what}")
+        """The manifest's entry for one case."""
+        return self.cases(topic)[name]
