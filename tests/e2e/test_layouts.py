@@ -33,20 +33,20 @@ VPP2 = f"{PP2} --num-virtual-stages-per-pipeline-rank 2"
 DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
 
 
-def model(repository: Path, folder: Path) -> list[object]:
+def model(shared: Path, folder: Path) -> list[object]:
     """A GPT of four layers on Shakespeare, the indices of the data kept in the folder."""
     return [
         *("--num-layers", 4, "--hidden-size", 16, "--num-attention-heads", 4, "--seq-length", 16),
         *("--max-position-embeddings", 16, "--micro-batch-size", 1, "--global-batch-size", 4, "--num-workers", 1),
         *("--lr", 1e-2, "--lr-decay-style", "cosine", "--min-lr", 1e-3, "--lr-warmup-iters", 2, "--weight-decay", 0.1),
-        *(*ready_text(repository, folder), "--eval-iters", 1, "--log-interval", 1),
+        *(*ready_text(shared, folder), "--eval-iters", 1, "--log-interval", 1),
         *("--make-vocab-size-divisible-by", 8, "--distributed-backend", "gloo", "--device", "cpu"),
     ]
 
 
 @pytest.fixture(scope="module")
-def words(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> list[object]:
-    return model(repository, tmp_path_factory.mktemp("data"))
+def words(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> list[object]:
+    return model(shared, tmp_path_factory.mktemp("data"))
 
 
 def text_of(finished: list[Finished], codes: int = 0) -> str:
