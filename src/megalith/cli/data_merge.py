@@ -28,6 +28,19 @@ def add_arguments(commands: Any) -> None:
     parser.set_defaults(run=run)
 
 
+def check(options: argparse.Namespace) -> None:
+    """Check the flags, without a look at the files.
+
+    Raises:
+        ConfigError: not exactly one of the ways to name the parts is used, or --remove with parts that are named.
+    """
+    ways = [bool(options.prefixes), options.input is not None, options.shares]
+    if sum(ways) != 1:
+        raise ConfigError("name the parts in one way: PREFIX ..., or --input DIR, or --shares")
+    if options.remove and not options.shares:
+        raise ConfigError("--remove is for --shares; parts that you name stay")
+
+
 def run(options: argparse.Namespace) -> int:
     """Merge.
 
@@ -38,11 +51,7 @@ def run(options: argparse.Namespace) -> int:
     from megalith.data.merge import merge, pairs_in
     from megalith.data.shares import find_shares
 
-    ways = [bool(options.prefixes), options.input is not None, options.shares]
-    if sum(ways) != 1:
-        raise ConfigError("name the parts in one way: PREFIX ..., or --input DIR, or --shares")
-    if options.remove and not options.shares:
-        raise ConfigError("--remove is for --shares; parts that you name stay")
+    check(options)
     if options.shares:
         wanted = find_shares(options.output_prefix)
     else:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path, PurePath
+from typing import TypeVar
 
 from megalith.compat.megatron.script import Launch, Script, find_launch, read_script
 from megalith.config import load
@@ -20,7 +22,9 @@ Reads a launch script of Megatron-LM (bash) and prints the recipe of its run, th
 there is to say about it. The script itself runs unchanged, too. Nothing of it is executed: variables, arrays, comments
 and continued lines are followed, functions, and scripts inside the script (bash -c, here-documents of sbatch); what
 only a shell could know is left as it stands. Exit code 2: it asks for something that does not fit; the recipe is
-printed all the same."""
+printed all the same. Command lines of Megatron's tools are checked and shown."""
+
+_Entry = TypeVar("_Entry")
 
 # Program -> the flags that it stands for.
 _TRAINING: dict[str, tuple[str, ...]] = {
@@ -40,12 +44,57 @@ _OTHER = {
     "pretrain_vision_inpaint.py": "images are not trained on",
     "pretrain_vlm.py": "images are not trained on",
     "train_rl.py": "reinforcement learning is not built",
+    "tasks/msdp/*.py": "multi-stage dialogue prompting is not built",
+    "tasks/*/*.py": "of Megatron's tasks those of tasks/main.py are built (LAMBADA and WIKITEXT103)",
 }
-# Programs whose command lines run here unchanged, beside those of training.
-_UNCHANGED = (
-    *("preprocess_data.py", "merge_datasets.py", "convert.py", "checkpoint_util.py", "main.py"),
-    *("run_text_generation_server.py", "text_generation_cli.py"),
-)
+
+
+def _check_preprocessing(flags: Sequence[str]) -> None:
+    from megalith.cli.preprocess import parse
+
+    parse(flags, {}, files=False)
+
+
+def _check_merge(flags: Sequence[str]) -> None:
+    from megalith.cli.data import make_parser
+    from megalith.cli.data_merge import check
+
+    check(make_parser().parse_args(["merge", *flags]))
+
+
+def _check_conversion(flags: Sequence[str], *, tool: str) -> None:
+    from megalith.compat.megatron.convert import read_flags
+
+    read_flags(tool, flags, files=False)
+
+
+def _check_evaluation(flags: Sequence[str]) -> None:
+    from megalith.compat.megatron.tasks import read_flags
+
+    read_flags(flags, files=False)
+
+
+def _check_server(flags: Sequence[str]) -> None:
+    from megalith.cli.serve import check_flags
+
+    check_flags(flags)
+
+
+def _check_dialogue(flags: Sequence[str]) -> None:
+    if len(flags) != 1:
+        raise ConfigError(f"{shlex.join(flags) or 'no argument'}: one is taken, HOST:PORT")
+
+
+# Path of a program, from its end -> check of its flags. They have command lines of their own, which run unchanged here.
+_TOOLS: dict[str, Callable[[Sequence[str]], None]] = {
+    "preprocess_data.py": _check_preprocessing,
+    "merge_datasets.py": _check_merge,
+    "checkpoint/convert.py": partial(_check_conversion, tool="convert.py"),
+    "checkpoint_util.py": partial(_check_conversion, tool="checkpoint_util.py"),
+    "tasks/main.py": _check_evaluation,
+    "run_text_generation_server.py": _check_server,
+    "text_generation_cli.py": _check_dialogue,
+}
 _RECIPE_FILE = "recipe.toml"
 
 
@@ -81,7 +130,7 @@ def _meant(launch: Launch) -> tuple[str, ...] | None:
     """
     if launch.name in _TRAINING:
         return _TRAINING[launch.name]
-    if launch.name in _OTHER or launch.name in _UNCHANGED:
+    if _entry(launch, _OTHER) or _entry(launch, _TOOLS):
         return None
     given = {word.partition("=")[0].replace("_", "-") for word in launch.flags}
     trains = "--num-layers" in given and bool({"--train-iters", "--train-samples"} & given)
@@ -93,25 +142,39 @@ def _meant(launch: Launch) -> tuple[str, ...] | None:
     ]
 
 
+def _entry(launch: Launch, table: Mapping[str, _Entry]) -> _Entry | None:
+    """The entry of a program in a table of paths."""
+    return next((entry for path, entry in table.items() if PurePath(launch.program).match(path)), None)
+
+
 def _without_training(path: Path, launches: Sequence[Launch]) -> int:
-    """A script that trains nothing: say what it does.
+    """A script that trains nothing: check and show what it starts.
 
     Raises:
-        ConfigError: nothing that is known here is started.
+        ConfigError: nothing that is known here is started, or a command line does not run here.
     """
     for launch in launches:
-        if launch.name in _OTHER:
-            raise ConfigError(f"{path}, line {launch.line}: {launch.program}: {_OTHER[launch.name]}")
-    known = [launch for launch in launches if launch.name in _UNCHANGED]
+        if reason := _entry(launch, _OTHER):
+            raise ConfigError(f"{path}, line {launch.line}: {launch.program}: {reason}")
+    known = [(launch, check) for launch in launches if (check := _entry(launch, _TOOLS))]
     if not known:
         others = ", ".join(dict.fromkeys(launch.name for launch in launches))
         raise ConfigError(
             f"{path}: no program of Megatron is started in it (such as pretrain_gpt.py by torchrun)"
             + (f"; {others} is none that is known here" if others else "")
         )
-    for launch in known:
+    wrong = []
+    for launch, check in known:
+        try:
+            check(launch.flags)
+        except ConfigError as error:
+            wrong += [f"{path}, line {launch.line}: {launch.name}: {violation}" for violation in error.violations]
+            continue
         print(f"# {path}, line {launch.line} starts {launch.name}, whose command line runs here unchanged:")
         print(shlex.join(["python", launch.program, *launch.flags]))
+    if wrong:
+        sys.stdout.flush()
+        raise ConfigError(wrong)
     return 0
 
 

@@ -35,12 +35,13 @@ class CommandLine(NamedTuple):
     notes: list[str]
 
 
-def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> CommandLine:
+def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None, *, files: bool = True) -> CommandLine:
     """Understand a command line.
 
     Args:
         argv: its words.
         environ: the environment, where a launcher tells the share, and NLTK_DATA where nltk's data are.
+        files: whether files and folders are checked.
 
     Raises:
         ConfigError: with everything that is wrong with it.
@@ -75,7 +76,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Comm
         skip_bad=given.bad_lines == "skip",
         restart=given.restart,
     )
-    violations += find_violations(options)
+    violations += find_violations(options, files=files)
     if violations:
         raise ConfigError(violations)
     notes += _notes(options, given)

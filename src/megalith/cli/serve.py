@@ -166,6 +166,20 @@ def run(argv: Sequence[str]) -> int:
     )
 
 
+def check_flags(argv: Sequence[str]) -> None:
+    """Check a command line of tools/run_text_generation_server.py, without a look at its files.
+
+    Raises:
+        ConfigError: everything that is wrong with it.
+    """
+    from megalith.compat.megatron.text_generation import read_flags
+
+    flags = read_flags(argv, _server_parser())
+    if flags.server.api_key_file is not None:
+        flags.server.api_key_file, flags.server.api_key = None, ["key"]
+    _settings(flags.server, flags.checkpoint)
+
+
 def _settings(options: argparse.Namespace, checkpoint: Path) -> ServerSettings:
     """How the server is reached.
 

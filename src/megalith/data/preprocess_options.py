@@ -61,8 +61,14 @@ class PreprocessOptions:
         return {key: f"{self.stem}{partition}_{key}_{level}" for key in self.source.keys}
 
 
-def find_violations(options: PreprocessOptions) -> list[str]:
-    """What keeps these options from working, as far as it shows without reading all of the text."""
+def find_violations(options: PreprocessOptions, *, files: bool = True) -> list[str]:
+    """What keeps these options from working, as far as it shows without reading all of the text.
+
+    Args:
+        files: whether files and folders are looked at; those of a script may lie on another machine.
+    """
+    if not files:
+        return _value_violations(options)
     return option_violations(options) + plan_sources(options).violations
 
 
@@ -76,23 +82,13 @@ def plan_sources(options: PreprocessOptions) -> Plan:
 
 def option_violations(options: PreprocessOptions) -> list[str]:
     """What keeps these options from working, the inputs aside."""
-    violations = tokenizer_violations(options.tokenizer)
+    violations = _value_violations(options)
     for name, file in options.tokenizer.named_files.items():
         flag = "--" + name.replace("_", "-")
         if not Path(file).is_file():
             violations.append(f"{flag} {file}: {'is a folder' if Path(file).is_dir() else 'no such file'}")
         elif not os.access(file, os.R_OK):
             violations.append(f"{flag} {file}: no permission to read it")
-    violations += _source_violations(options.source)
-    if options.workers < 1:
-        violations.append(f"--workers {options.workers} is below 1")
-    if options.partitions < 1:
-        violations.append(f"--partitions {options.partitions} is below 1")
-    if options.partitions > 1 and options.share.count > 1:
-        violations.append(
-            f"--partitions {options.partitions} together with a share of the input ({options.share.reason}): each "
-            "share keeps the order of its documents; leave out --partitions"
-        )
     if options.sentences is not None:
         try:
             options.sentences.splitter()
@@ -102,6 +98,21 @@ def option_violations(options: PreprocessOptions) -> list[str]:
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         violations.append(f"--output-prefix {options.output_prefix}: the folder {existing} cannot be written")
+    return violations
+
+
+def _value_violations(options: PreprocessOptions) -> list[str]:
+    """What keeps these options from working, whatever files there are."""
+    violations = tokenizer_violations(options.tokenizer) + _source_violations(options.source)
+    if options.workers < 1:
+        violations.append(f"--workers {options.workers} is below 1")
+    if options.partitions < 1:
+        violations.append(f"--partitions {options.partitions} is below 1")
+    if options.partitions > 1 and options.share.count > 1:
+        violations.append(
+            f"--partitions {options.partitions} together with a share of the input ({options.share.reason}): each "
+            "share keeps the order of its documents; leave out --partitions"
+        )
     return violations
 
 

@@ -69,14 +69,14 @@ class Request:
     settings: Mapping[str, Any] = field(default_factory=dict)
     stated: Mapping[str, Any] = field(default_factory=dict)
 
-    def violations(self) -> list[str]:
-        """What is wrong with it, in the words of the flags."""
+    def violations(self, *, files: bool = True) -> list[str]:
+        """What is wrong with it, in the words of the flags; with `files` also whether the file of the task exists."""
         found = []
         if self.task not in TASKS:
             found.append(f"--task {self.task} is not known; it measures {', '.join(TASKS)}")
         elif self.data is None and self.task != "cloze":
             found.append(f"--task {self.task} needs a file to measure on (--data FILE; of tasks/main.py: --valid-data)")
-        if self.data is not None and not self.data.is_file() and not self._is_dataset:
+        if files and self.data is not None and not self.data.is_file() and not self._is_dataset:
             found.append(f"{self.data} is no file to measure on{_where_from(self.task)}")
         for flag, given, tasks in (
             ("--samples", self.samples, tuple(MASKED_TASKS)),

@@ -212,9 +212,6 @@ def test_scripts_without_a_training(capsys: pytest.CaptureFixture[str], tmp_path
     script.write_text("echo hello")
     assert main(["from-megatron", str(script)]) == 2
     assert "no program of Megatron is started in it" in capsys.readouterr().err
-    script.write_text("python tools/preprocess_data.py --input a.jsonl")
-    assert main(["from-megatron", str(script)]) == 0
-    assert "python tools/preprocess_data.py --input a.jsonl" in capsys.readouterr().out
     assert main(["from-megatron", str(tmp_path / "none.sh")]) == 2
     capsys.readouterr()
     script.write_text("python mean.py a.txt")
@@ -227,6 +224,55 @@ def test_scripts_without_a_training(capsys: pytest.CaptureFixture[str], tmp_path
     assert main(["from-megatron", str(script)]) == 2
     out, err = capsys.readouterr()
     assert 'model_family = "bert"' in out and "--num-layers is required" in err
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "tools/preprocess_data.py --input a.jsonl --output-prefix out --vocab-file v --merge-file m --workers 2",
+        "/opt/Megatron-LM/tools/merge_datasets.py --input parts --output-prefix whole",
+        "tools/checkpoint/convert.py --model-type GPT --load-dir a --save-dir b --vocab-file none.json",
+        "tools/checkpoint_util.py --model-type GPT --load-dir a --save-dir b",
+        "tasks/main.py --task LAMBADA --valid-data none.jsonl --load C",
+        "tools/run_text_generation_server.py --load C --host 0.0.0.0 --api-key-file none",
+        "tools/text_generation_cli.py localhost:5000",
+    ],
+)
+def test_a_tools_command_line_that_runs_unchanged_is_shown(
+    command: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(f"python {command}")
+    assert main(["from-megatron", str(script)]) == 0
+    assert f"\npython {command}\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("command", "named"),
+    [
+        ("tools/preprocess_data.py --input a.jsonl --find-optimal-num-workers", "--find-optimal-num-workers"),
+        ("tools/preprocess_data.py --input a.jsonl", "--output-prefix"),
+        ("tools/merge_datasets.py --input parts --output-prefix whole --bogus", "--bogus"),
+        ("tools/merge_datasets.py --output-prefix whole", "--input"),
+        ("tools/checkpoint/convert.py --model-type GPT --load-dir a --save-dir b --saver hf", "--saver hf"),
+        ("tools/checkpoint_util.py --model-type GPT --load-dir a --save-dir b --bogus 3", "--bogus 3"),
+        ("tasks/main.py --task RACE --load C", "--task RACE"),
+        ("tasks/msdp/main.py --task MSDP-PROMPT --num-layers 2 --train-iters 3", "tasks/msdp/main.py"),
+        ("tasks/vision/main.py --task CLASSIFY", "tasks/vision/main.py"),
+        ("tools/run_text_generation_server.py --load C --export-te-mcore-model", "--export-te-mcore-model"),
+        ("tools/run_text_generation_server.py --load C --host 0.0.0.0", "--host 0.0.0.0"),
+        ("tools/text_generation_cli.py", "HOST:PORT"),
+        ("convert.py --model-type GPT --load-dir a --save-dir b", "convert.py"),
+    ],
+)
+def test_a_tools_command_line_that_would_be_refused_is_refused(
+    command: str, named: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(f"\npython {command}")
+    assert main(["from-megatron", str(script)]) == 2
+    out, err = capsys.readouterr()
+    assert named in err and "unchanged" not in out
 
 
 @pytest.mark.parametrize(

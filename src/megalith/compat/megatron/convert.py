@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from megalith.checkpoint.adapted import args_of
 from megalith.checkpoint.content import Chunk
@@ -108,9 +108,7 @@ def run_tool(name: str, argv: Sequence[str], say: Callable[[str], None] = print)
         CheckpointError: the source is missing or damaged, or the result cannot be written.
         LayoutError: the model does not divide so.
     """
-    tool = TOOLS[name]
-    options = _parser(tool).parse_args(argv)
-    _refuse(options)
+    tool, options = TOOLS[name], read_flags(name, argv)
     wanted = _wanted(tool, options)
     found = locate(options.load_dir)
     source = open_source(found)
@@ -148,8 +146,29 @@ def run_tool(name: str, argv: Sequence[str], say: Callable[[str], None] = print)
     return 0
 
 
-def _parser(tool: Tool) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; see {self.prog} --help")
+
+
+def read_flags(name: str, argv: Sequence[str], *, files: bool = True) -> argparse.Namespace:
+    """Read and check the flags of one of Megatron's tools.
+
+    Args:
+        name: a key of `TOOLS`.
+        argv: its flags.
+        files: whether the vocabulary file is looked for.
+
+    Raises:
+        ConfigError: a flag asks for what is not here.
+    """
+    options = _parser(TOOLS[name]).parse_args(argv)
+    _refuse(options, files)
+    return options
+
+
+def _parser(tool: Tool) -> _Parser:
+    parser = _Parser(
         prog=tool.name,
         allow_abbrev=False,
         description="Megatron's converter of checkpoints: weights only, one file for each tensor and pipeline place. "
@@ -184,7 +203,7 @@ def _parser(tool: Tool) -> argparse.ArgumentParser:
     return parser
 
 
-def _refuse(options: argparse.Namespace) -> None:
+def _refuse(options: argparse.Namespace, files: bool) -> None:
     """Refuse what is not here, all of it at once.
 
     Raises:
@@ -207,7 +226,7 @@ def _refuse(options: argparse.Namespace) -> None:
     for name, reason in _REFUSED_FLAGS.items():
         if (value := getattr(options, name)) is not None:
             wrong.append(f"--{name.replace('_', '-')} {value}: {reason}")
-    if options.vocab_file is not None and not options.vocab_file.is_file():
+    if files and options.vocab_file is not None and not options.vocab_file.is_file():
         wrong.append(f"--vocab-file {options.vocab_file} does not exist")
     if options.make_vocab_size_divisible_by is not None:
         wrong.append("--make-vocab-size-divisible-by is not taken here; give --true-vocab-size")

@@ -85,8 +85,12 @@ def _parser() -> _Parser:
     return parser
 
 
-def read_flags(argv: Sequence[str]) -> tuple[Request, Path | None, bool, list[str]]:
+def read_flags(argv: Sequence[str], *, files: bool = True) -> tuple[Request, Path | None, bool, list[str]]:
     """What a command line of tasks/main.py asks for.
+
+    Args:
+        argv: its flags.
+        files: whether the file to measure on is looked for.
 
     Returns:
         The evaluation, the file of --json, --fail-on-alarm, and notes: flags without effect.
@@ -132,7 +136,7 @@ def read_flags(argv: Sequence[str]) -> tuple[Request, Path | None, bool, list[st
         settings={name: given[name] for name in _OF_LAUNCH if name in given},
         stated=stated_architecture(given),
     )
-    problems += request.violations()
+    problems += request.violations(files=files)
     if problems:
         raise ConfigError(problems)
     return request, options.json, options.fail_on_alarm, _notes(options, reading.notes, given, reading.nothing)
