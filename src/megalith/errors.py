@@ -42,6 +42,10 @@ class DamagedCheckpointError(CheckpointError):
     """The files of a checkpoint are not as they were saved; another one may be sound."""
 
 
+class NewerFormatError(CheckpointError):
+    """A later version wrote the checkpoint: it is sound as far as this version can tell, and not to be touched."""
+
+
 class OtherModelError(CheckpointError):
     """The files of a checkpoint may be sound; what they hold is no model that this version has."""
 

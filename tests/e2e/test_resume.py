@@ -277,3 +277,21 @@ def test_a_checkpoint_holds_what_generation_needs(uninterrupted: Path) -> None:
     assert manifest["config"]["model"]["num_layers"] == 2
     assert manifest["tokenizer"] and manifest["data"]["digest"]
     assert manifest["tokenizer_files"] == []  # a NullTokenizer has none
+
+
+def test_a_checkpoint_of_a_newer_version_stops_the_run(warm: WarmProcess, tmp_path: Path) -> None:
+    """It was passed over, and replaced or pruned, as if it were damaged."""
+    save = tmp_path / "C"
+    run = command(save, "--train-iters", 9, "--save-interval", 3, "--keep-last", 1)
+    assert warm.run([*run, "--exit-interval", 3], tmp_path).code == 0
+    newer = save / "iter_0000006"
+    shutil.copytree(save / "iter_0000003", newer)
+    manifest = newer / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 2').replace("blake2b", "blake3"))
+    (save / "latest_checkpointed_iteration.txt").write_text("6")
+    before = {path: path.read_bytes() for path in newer.iterdir()}
+    for more in ([], ["--async-save"], ["--load", tmp_path / "nothing"]):
+        stopped = warm.run([*run, *more], tmp_path)
+        assert stopped.code == 4 and "format 2" in stopped.text, stopped.text
+    assert {path: path.read_bytes() for path in newer.iterdir()} == before
+    assert (save / "iter_0000003").is_dir()

@@ -13,7 +13,7 @@ from megalith.checkpoint.folder import damaged
 from megalith.checkpoint.locate import nothing_in
 from megalith.config import ModelConfig, RunConfig, all_settings, from_values
 from megalith.config.foreign_args import model_of
-from megalith.errors import CheckpointError, ConfigError, OtherModelError
+from megalith.errors import CheckpointError, ConfigError, NewerFormatError, OtherModelError
 
 
 def saved_args(checkpoint: Path, iteration: int | None = None) -> Mapping[str, Any]:
@@ -38,7 +38,7 @@ def saved_args(checkpoint: Path, iteration: int | None = None) -> Mapping[str, A
     for number in candidates:
         try:
             return vars(store.common(number).get("args", Namespace()))
-        except OtherModelError:
+        except (NewerFormatError, OtherModelError):
             raise
         except CheckpointError as error:
             if number == candidates[-1]:

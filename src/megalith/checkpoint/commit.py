@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from megalith.checkpoint import manifest
 from megalith.checkpoint.owner import Owner, holds_claim
 from megalith.errors import CheckpointError
 
@@ -90,7 +91,12 @@ class Building:
 
 
 def begin_building(final: Path) -> Building:
-    """Make an empty folder beside `final`; who makes it sees that it is committed or abandoned."""
+    """Make an empty folder beside `final`; the caller commits or abandons it.
+
+    Raises:
+        NewerFormatError: a checkpoint of a later version is in that place.
+    """
+    manifest.refuse_newer(final)
     path = final.parent / f"{_SAVING}{final.name}{_suffix(Owner.this_process())}"
     if path.exists():
         shutil.rmtree(path)

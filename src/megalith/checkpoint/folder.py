@@ -33,7 +33,7 @@ from megalith.checkpoint.manifest import MANIFEST_FILE
 from megalith.checkpoint.safe_loading import dump_bytes
 from megalith.checkpoint.source import Source, open_source
 from megalith.checkpoint.torch_dist_source import COMMON_FILE, FORMAT_FILE, TorchDistSource
-from megalith.errors import CheckpointError, DamagedCheckpointError, OtherModelError
+from megalith.errors import CheckpointError, DamagedCheckpointError, NewerFormatError, OtherModelError
 
 _FORMAT = {
     "sharded_backend": "torch_dist",
@@ -127,6 +127,7 @@ class CheckpointFolder:
         path: the folder.
 
     Raises:
+        NewerFormatError: a later version wrote it.
         CheckpointError: there is no such folder.
     """
 
@@ -189,6 +190,7 @@ class CheckpointFolder:
             deferred: leave the hashes of `read_through` to the load.
 
         Raises:
+            NewerFormatError: a later version wrote it.
             OtherModelError: there may be nothing wrong, but it is no model that can be read.
         """
         try:
@@ -201,7 +203,7 @@ class CheckpointFolder:
             later = self.read_through()
             now = {name: record for name, record in records.items() if name not in later}
             return manifests.missing(self.path, body) + manifests.compare(self.path, _share(now, part, parts))
-        except OtherModelError:
+        except (NewerFormatError, OtherModelError):
             raise
         except CheckpointError as error:
             return [str(error)]

@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import megalith
 from megalith.checkpoint.hashing import HASH_NAME, FileRecord, hash_files
-from megalith.errors import CheckpointError
+from megalith.errors import CheckpointError, NewerFormatError
 
 MANIFEST_FILE = "manifest.json"
 _FORMAT = 1
@@ -43,32 +44,82 @@ def _text(body: dict[str, Any]) -> bytes:
 
 
 def read(folder: Path) -> dict[str, Any] | None:
-    """The manifest of a checkpoint folder, or None where there is none.
+    """Read the manifest of a checkpoint folder; None where there is none.
 
     Raises:
-        CheckpointError: it is damaged, or of a later format.
+        NewerFormatError: a later version wrote it.
+        CheckpointError: it is damaged.
+    """
+    data = _bytes(folder)
+    if data is None:
+        return None
+    body, intact = _parsed(data)
+    _check_format(folder, data)
+    if not intact:
+        raise CheckpointError(f"{folder / MANIFEST_FILE} is damaged")
+    return body
+
+
+def refuse_newer(folder: Path) -> None:
+    """Refuse a checkpoint folder that a later version wrote; any other passes, damaged or missing.
+
+    Raises:
+        NewerFormatError: names the format and the version that wrote it.
+    """
+    try:
+        data = _bytes(folder)
+    except CheckpointError:
+        return
+    if data is not None:
+        _check_format(folder, data)
+
+
+def _bytes(folder: Path) -> bytes | None:
+    """The bytes of a manifest, None where there is none.
+
+    Raises:
+        CheckpointError: it cannot be read.
     """
     path = folder / MANIFEST_FILE
     try:
-        data = path.read_bytes()
-    except FileNotFoundError:
+        return path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _parsed(data: bytes) -> tuple[dict[str, Any], bool]:
+    """The content of a manifest without its own hash, empty if it is no JSON object, and whether the hash agrees."""
     try:
         body = json.loads(data)
-        intact = isinstance(body, dict) and body.pop("manifest_hash") and _with_own_hash(body) == data
-    except (ValueError, KeyError, RecursionError):
-        intact = False
-    if not intact:
-        raise CheckpointError(f"{path} is damaged")
-    if body["format"] != _FORMAT or body["hash"] != HASH_NAME:
-        raise CheckpointError(
-            f"{path} has format {body['format']} with hash {body['hash']}; this version reads format {_FORMAT} with "
-            f"{HASH_NAME}; load it with the version that wrote it ({body.get('megalith_version', 'unknown')})"
+    except (ValueError, RecursionError):
+        return {}, False
+    if not isinstance(body, dict):
+        return {}, False
+    hashed = body.pop("manifest_hash", None) is not None
+    return body, hashed and _with_own_hash(body) == data
+
+
+def _check_format(folder: Path, data: bytes) -> None:
+    """Refuse a later format. This version need not understand the hash that such a manifest carries of itself.
+
+    Raises:
+        NewerFormatError: it is one, and not one of this version in which only that number is damaged.
+    """
+    body, intact = _parsed(data)
+    found, method = body.get("format"), body.get("hash", "unknown")
+    if isinstance(found, int) and found > _FORMAT and not intact:
+        newer = not _parsed(data.replace(b'"format": %d' % found, b'"format": %d' % _FORMAT, 1))[1]
+    else:
+        newer = intact and (found, method) != (_FORMAT, HASH_NAME)
+    if newer:
+        writer = body.get("megalith_version", "unknown")
+        raise NewerFormatError(
+            f"{folder} has checkpoint format {found} with hash {method}, written by Megalith {writer}; this version "
+            f"({megalith.__version__}) reads format {_FORMAT} with {HASH_NAME} and leaves the folder as it is: use the "
+            "version that wrote it, or a later one"
         )
-    found: dict[str, Any] = body
-    return found
 
 
 def records_of(body: Mapping[str, Any]) -> dict[str, FileRecord]:

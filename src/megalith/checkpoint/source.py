@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from megalith.checkpoint.content import CheckpointContent
 from megalith.checkpoint.fit import Contents
+from megalith.checkpoint.manifest import refuse_newer
 from megalith.errors import CheckpointError
 
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
@@ -82,12 +83,14 @@ def open_source(path: Path) -> Source:
         path: a folder `iter_*` or `release` of Megatron's formats, or a Hugging Face model folder.
 
     Raises:
+        NewerFormatError: a later version of Megalith wrote it.
         CheckpointError: there is no such folder, or nothing in it that a reader knows.
     """
     from megalith.checkpoint.torch_dist_source import TorchDistSource
 
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a checkpoint folder: it does not exist")
+    refuse_newer(path)
     if not (path / ".metadata").exists() and any(path.glob("mp_rank_*")):
         from megalith.checkpoint.per_rank_source import PerRankSource
 

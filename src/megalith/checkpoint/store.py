@@ -41,7 +41,7 @@ from megalith.checkpoint.source import TRACKER_FILE as TRACKER_FILE
 from megalith.checkpoint.source import is_huggingface, no_save_folder
 from megalith.checkpoint.staging import Staging
 from megalith.distributed.context import ParallelContext
-from megalith.errors import CheckpointError
+from megalith.errors import CheckpointError, NewerFormatError
 from megalith.layout import Layout
 
 RELEASE = "release"
@@ -160,6 +160,9 @@ class Store(Protocol):
 
         Args:
             deferred: sound so far as is seen without reading what a load reads; `load` says whether the rest is.
+
+        Raises:
+            NewerFormatError: a checkpoint of a later version would be passed over.
         """
         ...
 
@@ -228,9 +231,22 @@ class DirectoryStore:
 
     @contextmanager
     def claim(self) -> Iterator[None]:
+        self._crew.first(self._refuse_newer)
         with ExitStack() as stack:
             self._crew.first(lambda: stack.enter_context(claim(self.path)))
             yield
+
+    def _refuse_newer(self) -> None:
+        """Refuse to save beside checkpoints of a later version, which this one could only replace, prune or ignore.
+
+        Raises:
+            NewerFormatError: there is one.
+        """
+        for iteration in self._iterations():
+            try:
+                manifests.refuse_newer(self.folder(iteration))
+            except NewerFormatError as error:
+                raise NewerFormatError(f"--save {self.path}: {error}") from error
 
     def save(
         self,
@@ -308,7 +324,10 @@ class DirectoryStore:
             folder = self.folder(iteration)
             if not folder.is_symlink():
                 try:
+                    manifests.refuse_newer(folder)
                     asides.append(set_aside(folder))
+                except NewerFormatError as error:
+                    _log.warning("%s", error)
                 except OSError as error:
                     _log.warning("%s cannot be deleted: %s", folder, error.strerror or error)
         if beside and asides:

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from megalith.errors import CheckpointError
+from megalith.errors import CheckpointError, NewerFormatError
 
 _DAMAGED = CheckpointError.exit_code
 
@@ -20,7 +20,7 @@ def add_arguments(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Verify one checkpoint, or all of a save folder; returns 4 if one is damaged.
+    """Verify one checkpoint, or all of a save folder; returns 4 if one is damaged or of a newer format.
 
     Raises:
         CheckpointError: there is no checkpoint at the given place.
@@ -49,15 +49,18 @@ def _verify(path: Path, console: Any) -> bool:
     from megalith.checkpoint.folder import CheckpointFolder
 
     name = escape(str(path))
+    word = "[bold red]damaged[/]  "
     try:
         folder = CheckpointFolder(path)
         problems, manifest = folder.problems(), None
         if not problems:
             manifest = folder.manifest()
+    except NewerFormatError as error:
+        word, problems = "[bold yellow]newer[/]    ", [str(error)]
     except CheckpointError as error:
         problems = [str(error)]
     if problems:
-        console.print(f"[bold red]damaged[/]  {name}")
+        console.print(f"{word}{name}")
         for problem in problems:
             console.print(f"         {escape(problem)}")
     elif manifest is None:
