@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from megalith.checkpoint import DirectoryStore
+from megalith.tokenizers import train_byte_level_bpe
 from megalith.train.metrics import read_metrics
 
 from .test_resume import MODEL, command
@@ -166,3 +167,18 @@ def test_missing_data_is_a_message(warm: WarmProcess, tmp_path: Path) -> None:
     words[words.index("--mock-data")] = "--data-path=nowhere"
     refused = warm.run(words, tmp_path)
     assert refused.code == 2 and "nowhere" in refused.text and "Traceback" not in refused.text
+
+
+def test_a_run_whose_steps_were_all_skipped_says_so(warm: WarmProcess, tmp_path: Path) -> None:
+    """fp16 overflows in every step of the first run, long before its loss scale is small enough."""
+    vocab, merges = train_byte_level_bpe(["the king and the queen"], 300, tmp_path)
+    tokenizer = ["--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", vocab, "--merge-file", merges]
+    words = [*MODEL[: MODEL.index("--tokenizer-type")], *tokenizer, *SHORT, "--eval-iters", 0, "--num-workers", 0]
+    scale = ["--fp16", "--initial-loss-scale", 2.0**40]
+    in_vain = warm.run([*words, "--save", tmp_path / "c", *scale], tmp_path)
+    assert in_vain.code == 0 and "WARNING: all 3 steps were skipped" in in_vain.text, in_vain.text
+    assert "applied step" not in in_vain.text and "megalith generate" not in in_vain.text
+    trained = warm.run([*words, "--save", tmp_path / "d"], tmp_path)
+    steps = [record for record in read_metrics(tmp_path / "d" / "run" / "metrics.jsonl") if record["event"] == "step"]
+    assert f"loss {steps[0]['loss']:.4g} -> {steps[-1]['loss']:.4g} in 3 applied steps\n" in trained.text
+    assert "all 3 steps" not in trained.text and "megalith generate" in trained.text

@@ -177,6 +177,7 @@ def unknown_lines(text: str, printed: str) -> list[str]:
         "[Rank 1] (after",
         "data/shakes_text_document has no tokenizer card",
         "metrics and the",
+        "loss ",
         "try it",
     )
     # Times and memory, which the golden log was stripped of; their words are tested in tests/unit/compat.

@@ -38,6 +38,7 @@ from megalith.train.streams import warn
 if TYPE_CHECKING:
     import torch
 
+    from megalith.cli.train_start import Started
     from megalith.compat.megatron.screen import Screen
     from megalith.distributed.watch import Watch
     from megalith.train.results import Ending
@@ -175,8 +176,11 @@ def _train(config: RunConfig, argv: Sequence[str], stop: StopSignals, began: flo
                 screen.say("training ...")
                 screen.say(console.milestone_line("before the start of training step", datetime.now()))
                 screen.note(f"start-up took {time.monotonic() - began:.2f} s")
-            for _ in train(started.run):
-                pass
+            try:
+                for _ in train(started.run):
+                    pass
+            finally:
+                _say_progress(started, screen)
         except MegalithError as error:
             screen.note(f"{type(error).__name__}: {error}")
             raise
@@ -187,7 +191,17 @@ def _train(config: RunConfig, argv: Sequence[str], stop: StopSignals, began: flo
         assert ending is not None
         if summary := started.run.care.summary():
             screen.say(summary)
-        return _last_words(ending, config, argv, screen, folder)
+        return _last_words(ending, config, argv, screen, folder, learnt=not started.run.progress.in_vain)
+
+
+def _say_progress(started: Started, screen: Screen) -> None:
+    """Say how far the loss came, or that no step was applied."""
+    progress = started.run.progress
+    if progress.in_vain:
+        which = "initial ones" if started.resumed_at is None else "loaded ones, unchanged"
+        screen.warn(f"WARNING: all {progress.skipped} steps were skipped: the weights are the {which}")
+    elif progress.applied:
+        screen.say(str(progress))
 
 
 def settle_kernels(config: RunConfig, device: torch.device) -> None:
@@ -281,12 +295,15 @@ def _words_to_resume(config: RunConfig, argv: Sequence[str], iteration: int, sav
     return words
 
 
-def _last_words(ending: Ending, config: RunConfig, argv: Sequence[str], screen: Screen, folder: Path) -> int:
-    """Say where things are and how to go on; returns the exit code."""
+def _last_words(
+    ending: Ending, config: RunConfig, argv: Sequence[str], screen: Screen, folder: Path, *, learnt: bool
+) -> int:
+    """Say where things are and how to continue; returns the exit code. `learnt`: some step was applied."""
     save = config.checkpoint.save
     if ending.kind == "finished":
         screen.say(f"metrics and the full log are in {folder}")
-        if save and config.tokenizer.tokenizer_type != "NullTokenizer" and config.model.model_family != "bert":
+        generates = config.tokenizer.tokenizer_type != "NullTokenizer" and config.model.model_family != "bert"
+        if save and generates and learnt:
             screen.say(f"try it: megalith generate {save} --prompt 'Once upon a time'")
         return EXIT_FINISHED
     if save is None:

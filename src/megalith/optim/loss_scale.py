@@ -21,6 +21,11 @@ class LossScale(Protocol):
     @property
     def inverse(self) -> float: ...
 
+    @property
+    def is_lowest(self) -> bool:
+        """Whether an overflow cannot lower the scale any further."""
+        ...
+
     def update(self, overflow: bool) -> None:
         """Learn whether the gradients of this step held an infinity or a NaN."""
         ...
@@ -32,6 +37,8 @@ class LossScale(Protocol):
 
 class ConstantLossScale:
     """A fixed scale: 1 without fp16, or what --loss-scale says."""
+
+    is_lowest = True
 
     def __init__(self, value: float) -> None:
         self.value = float(np.float32(value))
@@ -75,6 +82,10 @@ class DynamicLossScale:
     @property
     def inverse(self) -> float:
         return float(np.float32(1.0 / float(self._scale)))
+
+    @property
+    def is_lowest(self) -> bool:
+        return self.value <= self.minimum
 
     def update(self, overflow: bool) -> None:
         if overflow:

@@ -21,7 +21,7 @@ from megalith.train.agreement import Agreement, NeverStop, StopRequest
 from megalith.train.evaluation import evaluate
 from megalith.train.faults import Probe, no_probe
 from megalith.train.hooks import Hook
-from megalith.train.results import Ending, GradientNoise, SavedCheckpoint, ScheduledSave, StepResult, Window
+from megalith.train.results import Ending, GradientNoise, Progress, SavedCheckpoint, ScheduledSave, StepResult, Window
 from megalith.train.state import TrainState
 from megalith.train.step import nothing_before, train_step
 from megalith.train.timers import Timers, over_ranks
@@ -163,6 +163,7 @@ class TrainingRun:
         care: what is done about bad steps; the run stops at one by default.
         ending: why the loop ended; None while it runs.
         agreement: what all ranks decide alike.
+        progress: the steps taken so far.
     """
 
     plan: Plan
@@ -181,6 +182,7 @@ class TrainingRun:
     valid_sets: Sequence[HeldOut] = ()
     sources: Sequence[str] = ()
     care: Care = None  # type: ignore[assignment]
+    progress: Progress = field(default_factory=Progress)
 
     def __post_init__(self) -> None:
         self.care = self.care or Care(
@@ -219,6 +221,7 @@ def train(run: TrainingRun) -> Iterator[StepResult]:
             break
         unsaved = True
         window.add(result)
+        run.progress.add(result)
         run.hook.after_step(result)
         if state.iteration % plan.log_interval == 0:
             steps = len(window.results)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -248,6 +249,40 @@ class Ending:
     kind: str
     iteration: int
     detail: str = ""
+
+
+@dataclass
+class Progress:
+    """The steps that this process took, in short.
+
+    Attributes:
+        applied, skipped: number of steps.
+        first_loss, last_loss: of the applied ones.
+    """
+
+    applied: int = 0
+    skipped: int = 0
+    first_loss: float = math.nan
+    last_loss: float = math.nan
+
+    def add(self, result: StepResult) -> None:
+        """Count one more step."""
+        if not result.applied:
+            self.skipped += 1
+            return
+        if not self.applied:
+            self.first_loss = result.loss
+        self.applied, self.last_loss = self.applied + 1, result.loss
+
+    @property
+    def in_vain(self) -> bool:
+        """Whether there were steps and every one was skipped."""
+        return self.skipped > 0 and not self.applied
+
+    def __str__(self) -> str:
+        skipped = f" ({self.skipped} skipped)" if self.skipped else ""
+        steps = f"{self.applied} applied step{'' if self.applied == 1 else 's'}"
+        return f"loss {self.first_loss:.4g} -> {self.last_loss:.4g} in {steps}{skipped}"
 
 
 @dataclass

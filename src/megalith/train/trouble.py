@@ -23,7 +23,15 @@ from megalith.train.state import Moment, TrainState
 from megalith.train.step_check import is_injected
 from megalith.train.work import Batch
 
-MOST_IN_A_ROW = 20  # skipped steps after which skipping is no remedy
+MOST_IN_A_ROW = 20  # skipped steps after which skipping is no remedy, at the smallest loss scale too
+_NEVER_RECOVER = (
+    "Weights that are not finite never recover: go on from the last checkpoint (--load), or, in a "
+    "new run, with a smaller --init-method-std"
+)
+_NO_SCALE_HELPS = (
+    "No loss scale helps against this overflow: use --bf16 or fp32 instead of --fp16, lower --lr or --init-method-std, "
+    "or start again from an earlier checkpoint (--load, --ckpt-step)"
+)
 
 Take = Callable[[Iterator[Batch], list[Tensor], bool], StepResult]
 """Computes a step on micro-batches, appends the loss sums of each of them here, and applies it or not."""
@@ -70,6 +78,7 @@ class Care:
     num_different: int = 0
     num_compared: int = 0
     _in_a_row: int = 0
+    _overflows: int = 0
 
     def step(self, batches: Iterator[Batch], take: Take, tell: Callable[[BadStep], None]) -> StepResult:
         """Take a step; what is bad about it is told.
@@ -79,7 +88,7 @@ class Care:
         """
         state, before = self.state, self.state.moment()
         drawn, sums = list[Batch](), list[Tensor]()
-        step = state.iteration + 1
+        step, lowest = state.iteration + 1, state.optimizer.scaler.is_lowest
         injected = self.injection.strikes(step)
         doubted = injected and self.injection.kind == "correct_result"
         if injected and not doubted and self.spoiler is not None:
@@ -100,6 +109,9 @@ class Care:
             self._in_a_row = 0
             if result.applied:
                 state.check.remember(result.loss, result.grad_norm)
+            self._overflows = self._overflows + 1 if lowest and not result.applied else 0
+            if self._overflows == MOST_IN_A_ROW:
+                self._give_up(result, drawn, sums, tell, before)
         return result
 
     def summary(self) -> str:
@@ -157,6 +169,26 @@ class Care:
             return result
         raise BadStepError(_last_words(report, result, self.policy, self._in_a_row))
 
+    def _give_up(
+        self,
+        result: StepResult,
+        drawn: Sequence[Batch],
+        sums: Sequence[Tensor],
+        tell: Callable[[BadStep], None],
+        before: Moment,
+    ) -> None:
+        """Stop a run that skips every step though its loss scale cannot get any smaller."""
+        samples = self._samples(result, drawn, sums)
+        self.state.go_back(before)
+        first = find_first_bad(self.state, drawn, self.schedule, self.spoiler)
+        self.num_bad += 1
+        scale = f"at the smallest loss scale, {result.loss_scale:g} (the loss is {result.loss}),"
+        reason = f"{MOST_IN_A_ROW} steps in a row are skipped {scale}"
+        report = self._report(replace(result, bad=reason), "stop", samples, first, "")
+        tell(report)
+        remedy = _NEVER_RECOVER if first is not None and first.weight else _NO_SCALE_HELPS
+        raise BadStepError(f"{report}; nothing of this step is saved. {remedy}")
+
     def _report(
         self, result: StepResult, action: str, samples: tuple[int, int], first: FirstBad | None, again: str
     ) -> BadStep:
@@ -209,7 +241,7 @@ def _last_words(report: BadStep, result: StepResult, policy: str, in_a_row: int)
         f"{result.learning_rate:g}); nothing of this step is saved. "
     )
     if report.first is not None and report.first.weight:
-        return text + "Weights that are not finite never recover: go on from the last checkpoint (--load)"
+        return text + _NEVER_RECOVER
     if policy == "skip":
         return text + f"It is bad step {in_a_row} in a row: --nan-policy skip does not help here"
     return text + (

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megalith.config import PrecisionConfig
 from megalith.errors import ConfigError
 from megalith.train.loop import Plan, TrainingRun, train
 from megalith.train.records import Records
@@ -25,10 +26,14 @@ from .test_loop import Recorder
 
 
 def _run(
-    spoils: Sequence[str] = (), steps: int = 4, check: StepCheck | None = None, **care: object
+    spoils: Sequence[str] = (),
+    steps: int = 4,
+    check: StepCheck | None = None,
+    precision: PrecisionConfig | None = None,
+    **care: object,
 ) -> tuple[list[StepResult], list[BadStep], Care]:
     """Steps of two micro-batches of two samples each."""
-    state = make_state()
+    state = make_state(precision)
     state.check = check or state.check
     spoiler = Spoiler([parse_spoil(text) for text in spoils], state.chunks, 0)
     told: list[BadStep] = []
@@ -142,6 +147,29 @@ def test_skipping_for_ever_is_no_remedy() -> None:
     spoils = [f"nan@step={step},point=loss" for step in range(1, 30)]
     with pytest.raises(BadStepError, match="bad step 20 in a row"):
         _run(spoils, steps=29, policy="skip")
+
+
+FP16 = PrecisionConfig(fp16=True, initial_loss_scale=4.0, hysteresis=1)
+
+
+def test_overflows_at_the_smallest_loss_scale_end_the_run() -> None:
+    spoils = [f"inf@step={step},point=grad,module=decoder.layers.0.mlp" for step in range(1, 40)]
+    results, told, care = _run(spoils, steps=21, check=StepCheck(not_finite=False), precision=FP16)
+    assert not any(result.applied for result in results) and not told, "two lower the scale from 4 to 1, then 19"
+    with pytest.raises(BadStepError, match="decoder.layers.0.mlp is not finite.*--bf16"):
+        _run(spoils, steps=22, check=StepCheck(not_finite=False), precision=FP16)
+
+
+def test_an_applied_step_between_overflows_lets_the_run_continue() -> None:
+    spoils = [f"inf@step={step},point=loss" for step in range(1, 42) if step != 21]
+    results, _, _ = _run(spoils, steps=40, check=StepCheck(not_finite=False), precision=FP16)
+    assert [result.iteration for result in results if result.applied] == [21]
+
+
+def test_steps_that_are_skipped_for_ever_stop_without_a_scaler_too() -> None:
+    spoils = [f"nan@step={step},point=loss" for step in range(1, 30)]
+    with pytest.raises(BadStepError):
+        _run(spoils, steps=20, check=StepCheck(not_finite=False))
 
 
 def test_injected_errors_are_told_apart() -> None:
