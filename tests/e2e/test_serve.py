@@ -468,6 +468,48 @@ def test_the_page_in_a_browser(server: Server, tmp_path: Path) -> None:
         page.close()
 
 
+ENDLESS_STREAM = """
+window.asked = [];
+window.fetch = async (path, { body, signal }) => {
+  asked.push({ path, signal, ...JSON.parse(body) });
+  const part = { choices: [{ text: "late", delta: { content: "late" }, logprobs: null, finish_reason: null }] };
+  const start = (stream) => {
+    stream.enqueue(new TextEncoder().encode(`data: ${JSON.stringify(part)}\n\n`));
+    signal.addEventListener("abort", () => stream.error(signal.reason));
+  };
+  return new Response(new ReadableStream({ start }));
+};
+const $ = (id) => document.getElementById(id);
+"""
+
+
+@pytest.mark.parametrize(("mode", "button"), [("chat", "clear"), ("chat", "mode-complete"), ("complete", "mode-chat")])
+def test_a_text_that_is_cleared_while_it_streams_is_gone(
+    server: Server, tmp_path: Path, mode: str, button: str
+) -> None:
+    program = find_chromium()
+    if program is None:
+        pytest.skip("there is no Chromium on this machine (Debian: apt-get install chromium)")
+    page = Chromium(program, tmp_path / "profile")
+    try:
+        page.call("Page.navigate", url=f"http://127.0.0.1:{server.port}/")
+        page.wait("document.readyState == 'complete' && !!document.getElementById('model').textContent.match(/reads/)")
+        page.run(ENDLESS_STREAM)
+        page.run(f"$('mode-{mode}').click(); $('prompt').value = 'first'; $('go').click()")
+        page.wait("$('output').innerText.includes('late')")
+        page.run(f"$('{button}').click()")
+        assert page.run("asked[0].signal.aborted") is True
+        page.run("new Promise((done) => setTimeout(done))")  # the aborted stream has ended
+        assert page.run("$('output').innerText") == ""
+        assert page.run("[$('go').disabled, $('halt').disabled]") == [False, True]
+        page.run("$('mode-chat').click(); $('prompt').value = 'second'; $('go').click()")
+        assert page.run("asked[1].messages") == [{"role": "user", "content": "second"}]
+        assert page.run("[$('go').disabled, $('halt').disabled]") == [True, False]
+        assert not [event for event in page.events if event["method"] == "Runtime.exceptionThrown"]
+    finally:
+        page.close()
+
+
 def test_sigterm_takes_no_new_work_and_a_second_one_ends_what_runs(server: Server) -> None:
     """The last test with this server."""
     answer = _stream(server, 4000)

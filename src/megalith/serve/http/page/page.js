@@ -106,23 +106,24 @@ function show(place, found, waiting) {
 
 async function generate(event) {
   if (event) event.preventDefault();
+  if (!state.model) await connect();
   if (state.running) return;
   const prompt = at("prompt").value || (state.chat ? "" : at("prompt").placeholder);
   if (!prompt) return;
-  if (!state.model) await connect();
   problem("");
   const output = at("output");
+  const { chat, messages } = state; // Clear replaces the list, so that a late answer does not enter the next dialogue
   const body = settings();
   let path, place;
-  if (state.chat) {
-    state.messages.push({ role: "user", content: prompt });
+  if (chat) {
+    messages.push({ role: "user", content: prompt });
     const asked = node(output, "div", "turn");
     node(asked, "b", "", "You");
     node(asked, "span", "", prompt);
     place = node(output, "div", "turn");
     node(place, "b", "", state.model ? state.model.id : "Model");
     path = "/v1/chat/completions";
-    Object.assign(body, { messages: state.messages, max_completion_tokens: Number(at("max-tokens").value), logprobs: true, top_logprobs: 5 });
+    Object.assign(body, { messages, max_completion_tokens: Number(at("max-tokens").value), logprobs: true, top_logprobs: 5 });
   } else {
     output.replaceChildren();
     node(output, "span", "given", prompt);
@@ -142,6 +143,7 @@ async function generate(event) {
     if (!response.ok) throw new Error(await refusal(response));
     const waiting = [];
     for await (const item of events(response)) {
+      control.signal.throwIfAborted(); // several events may have come in one read
       if (item.error) throw new Error(item.error.message);
       if (item.usage) counts = item.usage;
       for (const choice of item.choices) {
@@ -160,20 +162,24 @@ async function generate(event) {
     at("speed").textContent += `, first after ${Math.round(first - began)} ms, ${all} s in all` +
       (counts ? `, prompt of ${counts.prompt_tokens}` : "");
     if (ended && ended !== "stop") node(place, "span", "end", ` [${ended}]`);
-    if (state.chat) at("prompt").value = "";
+    if (chat) at("prompt").value = "";
   } catch (error) {
     if (error.name === "AbortError") node(place, "span", "end", " [stopped]");
-    else problem(error.message);
-    if (state.chat && !text) {
-      state.messages.pop();
-      if (error.name !== "AbortError") { place.previousSibling.remove(); place.remove(); }
+    else if (state.running === control) problem(error.message);
+    if (chat && !text) {
+      messages.pop();
+      if (error.name !== "AbortError") { place.previousSibling?.remove(); place.remove(); }
     }
   } finally {
-    if (state.chat && text) state.messages.push({ role: "assistant", content: text });
-    state.running = null;
-    at("go").disabled = false;
-    at("halt").disabled = true;
+    if (chat && text) messages.push({ role: "assistant", content: text });
+    if (state.running === control) release();
   }
+}
+
+function release() {
+  state.running = null;
+  at("go").disabled = false;
+  at("halt").disabled = true;
 }
 
 function choose(chat) {
@@ -187,6 +193,8 @@ function choose(chat) {
 }
 
 function clear() {
+  if (state.running) state.running.abort();
+  release();
   state.messages = [];
   at("output").replaceChildren();
   problem("");
