@@ -3,6 +3,7 @@
 # Variables:  PYTHON=python3.12     the interpreter that makes .venv
 #             CONSTRAINTS=          install the newest versions instead of the tested ones
 #             PIP_FLAGS='-i URL'    anything for pip; PIP_INDEX_URL and the other PIP_* variables work as usual
+#             EXTRAS=serve,track    extras beside those that a target installs (docs/install.md)
 #             TEST_WORKERS=         run the tests one by one (by default as many files at once as there are cores)
 #             WHEELHOUSE=wheelhouse install from that folder only, without network (docs/install.md)
 
@@ -10,11 +11,17 @@ PYTHON ?= python3
 CONSTRAINTS ?= constraints.txt
 PIP_FLAGS ?=
 WHEELHOUSE ?=
+EXTRAS ?=
 ARGS ?=
 TEST_WORKERS ?= -n auto --maxprocesses 8 --dist loadfile
 BIN := .venv/bin
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check $(if $(WHEELHOUSE),--no-index --find-links $(WHEELHOUSE)) \
 	$(if $(CONSTRAINTS),-c $(CONSTRAINTS)) $(PIP_FLAGS)
+
+comma := ,
+with_extras = $(subst $() ,$(comma),$(strip $(1) $(EXTRAS)))
+unknown_extras := $(strip $(foreach extra,$(subst $(comma), ,$(EXTRAS)),$(if $(shell grep -E '^$(extra) = \[' pyproject.toml),,$(extra))))
+$(if $(unknown_extras),$(error EXTRAS names $(unknown_extras), which pyproject.toml does not have))
 
 .DEFAULT_GOAL := help
 .PHONY: help quickstart install dev test test-full test-gpu check format bench docs wheelhouse clean
@@ -22,11 +29,11 @@ PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check $(if $(W
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /|/' | awk -F'|' '{printf "  make %-12s %s\n", $$1, $$2}'
 
-quickstart: .venv/.installed-plot ## Install, then train, kill, resume and sample a GPT on this machine (minutes)
+quickstart: .venv/.installed-$(call with_extras,plot) ## Install, then train, kill, resume and sample a GPT on this machine (minutes)
 	@$(BIN)/megalith quickstart $(ARGS)
 
-install: .venv/.installed-plot ## Install megalith into .venv
-dev: .venv/.installed-dev ## Install megalith with everything that tests and checks need
+install: .venv/.installed-$(call with_extras,plot) ## Install megalith into .venv
+dev: .venv/.installed-$(call with_extras,dev) ## Install megalith with everything that tests and checks need
 
 test: .venv/.installed-dev ## Run the tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(TEST_WORKERS) $(ARGS)
@@ -55,7 +62,7 @@ docs: .venv/.installed-dev ## Write the generated pages
 
 wheelhouse: | $(BIN)/python ## Collect all files for an install without network (docs/install.md)
 	$(BIN)/python -m pip wheel $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) $(PIP_FLAGS) -w wheelhouse \
-		'.[dev,track]' hatchling editables pip
+		'.[$(call with_extras,dev track)]' hatchling editables pip
 	@echo 'wheelhouse/ is complete. On the machine without network: make install WHEELHOUSE=wheelhouse'
 
 clean: ## Remove the environment, caches and the quickstart's output

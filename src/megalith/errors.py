@@ -5,7 +5,10 @@ A message names the flag or file, the value, the rule and the remedy. `assert` i
 
 from __future__ import annotations
 
+import shlex
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 
 class MegalithError(Exception):
@@ -64,3 +67,16 @@ class PeerError(MegalithError):
     def __init__(self, message: str, *, said: bool = False) -> None:
         self.said = said
         super().__init__(message)
+
+
+def install_command(extra: str) -> str:
+    """Return the command that installs an extra of this package from its clone.
+
+    No public index is named: Megalith is published on none, and anyone could register the name there.
+    """
+    clone = Path(__file__).resolve().parents[2]
+    if not (clone / "pyproject.toml").is_file():  # a plain wheel
+        return f"pip install 'CLONE[{extra}]' (CLONE: the folder of a clone of Megalith)"
+    if Path(sys.prefix) == clone / ".venv":
+        return f"make -C {shlex.quote(str(clone))} install EXTRAS={extra}"
+    return f"pip install -e {shlex.quote(f'{clone}[{extra}]')}"

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+
+from megalith import errors
+from megalith.errors import install_command
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/**/*.md")]
@@ -38,3 +44,43 @@ def test_dockerfile_copies_what_is_there() -> None:
     assert not ignored & set(copied)
     scripts = {path.name for path in ROOT.glob("pretrain_*.py")} | {"tools", "tasks", "recipes", "examples"}
     assert scripts <= set(copied)
+
+
+INSTALLABLE = ("src", "docs", "examples", "recipes", "tools", "tasks", "benchmarks", "Dockerfile", "Makefile", ".ci")
+OURS_FROM_AN_INDEX = re.compile(
+    r"pip3? (?:install|download|wheel)\b(?![^\n]*--no-index)[^\n`]*[ '\"]megalith\b(?![/.])|megalith\[\w"
+)
+
+
+def test_nobody_is_told_to_install_megalith_from_an_index() -> None:
+    """The name is registered on no public index: whoever takes it would run code on our users' machines."""
+    places = [*ROOT.glob("*.md"), *(ROOT / name for name in INSTALLABLE)]
+    files = [file for place in places for file in ([place] if place.is_file() else place.rglob("*"))]
+    texts = {file: file.read_text("utf-8", "ignore") for file in files if file.is_file() and file.suffix != ".pyc"}
+    assert len(texts) > 400
+    found = [f"{file}: {match[0]}" for file, text in texts.items() for match in OURS_FROM_AN_INDEX.finditer(text)]
+    assert found == []
+
+
+@pytest.mark.parametrize("line", ["pip install megalith", "pip install 'megalith[eval]'", 'pip3 install -U "megalith"'])
+def test_the_search_for_our_name_finds_it(line: str) -> None:
+    assert OURS_FROM_AN_INDEX.search(f"not installed: {line}")
+
+
+def test_an_extra_is_installed_from_the_clone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert install_command("eval") == f"pip install -e '{ROOT}[eval]'" or Path(sys.prefix) == (ROOT / ".venv")
+    monkeypatch.setattr(sys, "prefix", str(ROOT / ".venv"))
+    assert install_command("eval") == f"make -C {ROOT} install EXTRAS=eval"
+    monkeypatch.setattr(errors, "__file__", str(tmp_path / "lib/python3/megalith/errors.py"))
+    assert install_command("eval").startswith("pip install 'CLONE[eval]'")
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make here")
+def test_make_installs_the_extras_that_are_named() -> None:
+    def dry_run(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(["make", "-n", "-B", *words], cwd=ROOT, capture_output=True, text=True)
+
+    assert "-e '.[plot,eval,track]'" in dry_run("install", "EXTRAS=eval,track").stdout
+    assert "-e '.[plot]'" in dry_run("install", "EXTRAS=").stdout
+    unknown = dry_run("install", "EXTRAS=eval,bogus")
+    assert unknown.returncode != 0 and "bogus" in unknown.stderr and "eval" not in unknown.stderr

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megalith.checkpoint.huggingface_export import Weights
 from megalith.checkpoint.model_space import ModelSpace
-from megalith.errors import CheckpointError
+from megalith.errors import CheckpointError, install_command
 from megalith.models.families import model_class
 from megalith.models.saved import saved_tensors
 
@@ -38,7 +38,7 @@ class Comparison:
 
     def __str__(self) -> str:
         if self.difference is None:
-            return "logits not compared: transformers is not installed (pip install 'megalith[hf]')"
+            return f"logits not compared: transformers is not installed ({install_command('hf')})"
         return f"logits equal those of transformers: largest difference {self.difference:.1e} of the largest logit"
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megalith import __version__
-from megalith.errors import ConfigError
+from megalith.errors import ConfigError, install_command
 
 if TYPE_CHECKING:
     import torch
@@ -225,7 +225,7 @@ def _extras() -> Iterator[Finding]:
         if importlib.util.find_spec(package) is not None:
             yield Finding("ok", f"{package} {_version(package)}: {use}")
         else:
-            yield Finding("note", f"{package} is missing: {use} (pip install 'megalith[{extra}]')")
+            yield Finding("note", f"{package} is missing: {use} ({install_command(extra)})")
 
 
 def _version(package: str) -> str:

@@ -21,7 +21,7 @@ from megalith.cli.threads import keep_native_code_quiet, share_cores, wait_aslee
 from megalith.config import LaunchConfig, RunConfig, TokenizerConfig
 from megalith.config.environment import first_of_machine, read_launch
 from megalith.config.tokenizer_flags import add_tokenizer_flags, tokenizer_of_flags
-from megalith.errors import CheckpointError, ConfigError, MegalithError, PeerError
+from megalith.errors import CheckpointError, ConfigError, MegalithError, PeerError, install_command
 from megalith.serve.http.settings import Defaults, Limits, ServerSettings
 from megalith.train.streams import warn
 
@@ -229,7 +229,7 @@ def _serve(launch: _Launch) -> int:
     first = first_of_machine(os.environ)
     missing = [name for name in ("fastapi", "uvicorn") if importlib.util.find_spec(name) is None]
     if missing:
-        raise ConfigError(f"{' and '.join(missing)} are not installed: pip install 'megalith[serve]'")
+        raise ConfigError(f"{' and '.join(missing)} are not installed: {install_command('serve')}")
     place = read_launch(os.environ)
     ranks = LaunchConfig(
         launcher=place.get("MEGALITH_LAUNCHER", ""),

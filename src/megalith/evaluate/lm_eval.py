@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import sys
 
+from megalith.errors import MegalithError, install_command
+
 
 def main() -> int:
     """Run lm-eval; returns its exit code."""
     try:
         from lm_eval.__main__ import cli_evaluate
     except ImportError as error:
-        print(f"lm-eval is not installed ({error}): pip install 'megalith[eval]'", file=sys.stderr)
+        print(f"lm-eval is not installed ({error}): {install_command('eval')}", file=sys.stderr)
         return 2
     import megalith.evaluate.harness  # noqa: F401  # registers the model
-    from megalith.errors import MegalithError
     from megalith.evaluate.harness import leave_ranks
 
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from megalith.errors import DataError
+from megalith.errors import DataError, install_command
 
 
 def import_for(tokenizer: str, module: str, extra: str) -> Any:
@@ -23,5 +23,5 @@ def import_for(tokenizer: str, module: str, extra: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise DataError(
-            f'{tokenizer} needs the package {module}, which is not installed here: pip install "megalith[{extra}]"'
+            f"{tokenizer} needs the package {module}, which is not installed here: {install_command(extra)}"
         ) from error

@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
-from megalith.errors import ConfigError
+from megalith.errors import ConfigError, install_command
 
 
 def require_tensorboard() -> None:
@@ -16,7 +16,7 @@ def require_tensorboard() -> None:
         ConfigError: the package is not installed.
     """
     if importlib.util.find_spec("tensorboard") is None:
-        raise ConfigError("--tensorboard-dir needs the package tensorboard: pip install 'megalith[track]'")
+        raise ConfigError(f"--tensorboard-dir needs the package tensorboard: {install_command('track')}")
 
 
 class TensorBoard:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megalith.config.groups import LogConfig
-from megalith.errors import ConfigError
+from megalith.errors import ConfigError, install_command
 
 _HOST = "api.wandb.ai"
 
@@ -25,7 +25,7 @@ def require_wandb() -> None:
         ConfigError: the package is not installed.
     """
     if importlib.util.find_spec("wandb") is None:
-        raise ConfigError("--wandb-project needs the package wandb: pip install 'megalith[track]'")
+        raise ConfigError(f"--wandb-project needs the package wandb: {install_command('track')}")
 
 
 def mode(environ: Mapping[str, str], home: Path) -> str:

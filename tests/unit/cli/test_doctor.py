@@ -9,6 +9,7 @@ import torch
 
 from megalith.cli import doctor
 from megalith.cli.main import main
+from megalith.errors import install_command
 
 
 def test_a_sound_installation(capsys: pytest.CaptureFixture[str]) -> None:
@@ -34,7 +35,7 @@ def test_what_is_missing_is_said_with_its_use(
     assert main(["doctor"]) == 1
     out = capsys.readouterr().out
     assert "WRONG   tiktoken is missing: pip install tiktoken" in out
-    assert "no_such_package is missing: nothing at all (pip install 'megalith[track]')" in out
+    assert f"no_such_package is missing: nothing at all ({install_command('track')})" in out
     assert out.endswith("1 things are wrong\n")
 
 

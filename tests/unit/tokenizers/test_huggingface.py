@@ -272,7 +272,7 @@ def test_a_folder_for_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert (tokenizer.eod, set(tokenizer.card()["files"])) == (257, {"vocab.txt"})
     assert asked == [((str(folder),), {"local_files_only": True, "trust_remote_code": False})]
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(DataError, match=r"\(vocab.txt alone is not enough\).*AutoTokenizer.*megalith\[hf\]"):
+    with pytest.raises(DataError, match=r"\(vocab.txt alone is not enough\).*AutoTokenizer.*\bhf\b"):
         HuggingFaceTokenizer(tmp_path)
 
 

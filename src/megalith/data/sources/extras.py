@@ -6,7 +6,7 @@ import importlib
 from pathlib import Path
 from typing import Any
 
-from megalith.errors import DataError
+from megalith.errors import DataError, install_command
 
 
 def import_for(path: Path, module: str) -> Any:
@@ -24,5 +24,5 @@ def import_for(path: Path, module: str) -> Any:
     except ImportError as error:
         package = module.split(".")[0]
         raise DataError(
-            f'{path}: reading it needs the package {package}, which is not installed: pip install "megalith[data]"'
+            f"{path}: reading it needs the package {package}, which is not installed: {install_command('data')}"
         ) from error
