@@ -86,9 +86,18 @@ def compare_tokenizers(run: RunConfig, card: Mapping[str, Any]) -> list[str]:
     return notes if len(notes) < 2 else [f"{notes[0]}; the same holds for {len(notes) - 1} more of the datasets"]
 
 
-def build_datasets(run: RunConfig, tokenizer: Tokenizer, iteration: int = 0) -> Datasets:
-    """The datasets of all three splits, sized for the run, or for its phase after so many iterations."""
-    return family_of(run.model).build_datasets(run, tokenizer, run_sizes(run, iteration))
+def build_datasets(
+    run: RunConfig, tokenizer: Tokenizer, iteration: int = 0, *, cache_is_checked: bool = False
+) -> Datasets:
+    """Build the datasets of all three splits.
+
+    Args:
+        run: names the data.
+        tokenizer: made them.
+        iteration: the datasets are sized for the run, or for its phase after so many iterations.
+        cache_is_checked: another rank of this start has built them, and checked their index caches.
+    """
+    return family_of(run.model).build_datasets(run, tokenizer, run_sizes(run, iteration), cache_is_checked)
 
 
 def build_loaders(

@@ -20,8 +20,8 @@ from megalith.data.splits import Sizes
 from megalith.models.families import MODELS
 from megalith.tokenizers import Tokenizer
 
-DatasetsBuilder = Callable[[RunConfig, Tokenizer, Sizes], Datasets]
-"""(run, tokenizer, samples that it draws of each split) -> the datasets of its splits."""
+DatasetsBuilder = Callable[[RunConfig, Tokenizer, Sizes, bool], Datasets]
+"""(run, tokenizer, samples drawn from each split, index cache checked by another rank) -> its datasets."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,9 @@ class Family:
     build_datasets: DatasetsBuilder
 
 
-def _gpt_datasets(run: RunConfig, tokenizer: Tokenizer, sizes: Sizes) -> Datasets:
-    return build_gpt_datasets(run.data, tokenizer, sizes=sizes, seed=run.train.seed)
+def _gpt_datasets(run: RunConfig, tokenizer: Tokenizer, sizes: Sizes, cache_is_checked: bool) -> Datasets:
+    seed = run.train.seed
+    return build_gpt_datasets(run.data, tokenizer, sizes=sizes, seed=seed, cache_is_checked=cache_is_checked)
 
 
 def masked_samples(data: DataConfig, model: ModelConfig, tokenizer: Tokenizer, seed: int) -> SampleRule:
@@ -68,8 +69,9 @@ def masked_samples(data: DataConfig, model: ModelConfig, tokenizer: Tokenizer, s
 _LONGEST_NGRAM, _LONGEST_SPAN = 3, 10  # words that BERT and T5 guess together at most
 
 
-def _masked_datasets(run: RunConfig, tokenizer: Tokenizer, sizes: Sizes) -> Datasets:
-    return build_datasets(run.data, masked_samples(run.data, run.model, tokenizer, run.train.seed), sizes=sizes)
+def _masked_datasets(run: RunConfig, tokenizer: Tokenizer, sizes: Sizes, cache_is_checked: bool) -> Datasets:
+    rule = masked_samples(run.data, run.model, tokenizer, run.train.seed)
+    return build_datasets(run.data, rule, sizes=sizes, cache_is_checked=cache_is_checked)
 
 
 _DATASETS: Mapping[str, DatasetsBuilder] = {"gpt": _gpt_datasets, "bert": _masked_datasets, "t5": _masked_datasets}

@@ -1,8 +1,9 @@
-"""`megalith data verify PREFIX ...`: whether the two files of a dataset can be true, field by field."""
+"""`megalith data verify PREFIX ...`: check the two files of a dataset field by field, and its index caches."""
 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 from megalith.errors import DataError
@@ -12,13 +13,17 @@ def add_arguments(commands: Any) -> None:
     """Declare the sub-command."""
     parser = commands.add_parser(
         "verify",
-        help="check the structure of datasets, and their tokens against the vocabulary",
-        description="Check every field of the index, the size of the tokens' file and, where the dataset has a card or "
-        "--vocab-size is given, every token. Memory stays small whatever the files claim.",
+        help="check the structure of datasets, their tokens against the vocabulary, and their index caches",
+        description="Check every field of the index, the size of the tokens' file, the checksums of the index caches "
+        "and, where the dataset has a card or --vocab-size is given, every token. Memory stays small whatever the "
+        "files claim.",
     )
     parser.add_argument("prefixes", nargs="+", metavar="PREFIX", help="datasets, without .bin and .idx")
     parser.add_argument("--vocab-size", type=int, metavar="N", help="ids are below it; that of the card by default")
     parser.add_argument("--structure-only", action="store_true", help="do not read the tokens")
+    parser.add_argument(
+        "--data-cache-path", metavar="DIR", help="check the index caches of this folder too; default: beside the data"
+    )
     parser.add_argument("--multimodal", action="store_true", help="the indices end with modes")
     parser.set_defaults(run=run)
 
@@ -26,6 +31,10 @@ def add_arguments(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Verify; returns 3 if one is damaged."""
     sound = [_verify(prefix, options) for prefix in options.prefixes]
+    folders = [folder for prefix in options.prefixes for folder in sorted(Path(prefix, "cache").glob("*_indices"))]
+    if options.data_cache_path is not None:
+        folders.append(Path(options.data_cache_path))
+    sound += [_verify_caches(folder) for folder in folders]
     return 0 if all(sound) else DataError.exit_code
 
 
@@ -56,6 +65,25 @@ def _verify(prefix: str, options: argparse.Namespace) -> bool:
         return False
     print(f"sound    {prefix}: {dataset.num_documents} documents, {dataset.num_tokens} tokens; {'; '.join(said)}")
     return True
+
+
+def _verify_caches(folder: Path) -> bool:
+    """Whether no index cache of a folder is damaged."""
+    from megalith.data.index_cache import verify_caches
+
+    try:
+        if not folder.is_dir():
+            raise NotADirectoryError(0, "no such folder")
+        found = verify_caches(folder)
+    except OSError as error:
+        print(f"damaged  {folder}: {error.strerror}")
+        return False
+    for path in found.damaged:
+        print(f"damaged  {path}: differs from its checksum; the next run that reads it builds it again")
+    without = f"; {found.without_checksums} have no checksums, the next run that reads them checks them"
+    more = without if found.without_checksums else ""
+    print(f"{'damaged' if found.damaged else 'sound  '}  {folder}: {found.intact} index caches intact{more}")
+    return not found.damaged
 
 
 def _empty(dataset: Any) -> int:

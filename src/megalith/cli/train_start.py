@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -486,16 +487,17 @@ def _loaders(config: RunConfig, tokenizer: Tokenizer, state: TrainState, screen:
 
 
 def _datasets(config: RunConfig, tokenizer: Tokenizer, state: TrainState) -> Datasets:
-    """The datasets; the first rank builds their indices, and the others find them in the cache where there is one."""
+    """Build the datasets. The first rank builds or checks their indices, the others load them from the same cache."""
     crew, built = Crew(state.context.world), list[Datasets]()
+    has_cache = config.data.names_sources or config.data.data_cache_path is not None
 
-    def build() -> None:
+    def build(*, cache_is_checked: bool) -> None:
         if not built:
-            built.append(build_datasets(config, tokenizer, state.iteration))
+            built.append(build_datasets(config, tokenizer, state.iteration, cache_is_checked=cache_is_checked))
 
-    if config.data.names_sources or config.data.data_cache_path:
-        crew.first(build)
-    crew.all(build)
+    if has_cache:
+        crew.first(partial(build, cache_is_checked=False))
+    crew.all(partial(build, cache_is_checked=has_cache))
     return built[0]
 
 

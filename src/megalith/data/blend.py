@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalith.data.blend_index import MOST_DATASETS, build_blending_index, build_exhaustive_blending_index
-from megalith.data.index_cache import Arrays, load_or_build
+from megalith.data.index_cache import Arrays, Recipe, load_or_build
 from megalith.data.samples import SplitDataset
 from megalith.errors import DataError
 
@@ -54,6 +54,7 @@ class BlendedDataset:
         *,
         cache_folder: Path | None,
         written_ns: int | None = None,
+        cache_is_checked: bool = False,
     ) -> None:
         """Load the index arrays from the cache, or build them and save them there.
 
@@ -62,7 +63,8 @@ class BlendedDataset:
             weights: how much of each; their sizes if `size` is None.
             size: number of samples; None for every sample of every dataset once.
             cache_folder: folder of the cache, None to keep nothing.
-            written_ns: as for `GPTDataset`, of the newest of them.
+            written_ns: as of `Portion`, of the newest of them.
+            cache_is_checked: as of `Portion`.
 
         Raises:
             DataError: a dataset has fewer samples than the blend takes of it.
@@ -78,15 +80,8 @@ class BlendedDataset:
             "weights": self.weights,
             "size": size,
         }
-        cached = load_or_build(
-            cache_folder,
-            f"BlendedDataset-{self.name}",
-            self.description,
-            _ARRAYS,
-            self._build,
-            self._fit,
-            written_ns,
-        )
+        recipe = Recipe(f"BlendedDataset-{self.name}", self.description, _ARRAYS, self._build)
+        cached = load_or_build(cache_folder, recipe, written_ns, is_checked=cache_is_checked)
         self.dataset_index: NDArray[np.int16] = cached.arrays["dataset_index"]
         self.dataset_sample_index: NDArray[np.int64] = cached.arrays["dataset_sample_index"]
         problems = [cached.problem, *(dataset.cache_problem for dataset in datasets)]
@@ -146,23 +141,6 @@ class BlendedDataset:
             return dict(zip(_ARRAYS, build_exhaustive_blending_index(sizes), strict=True))
         weights = np.array(self.weights, np.float64)
         return dict(zip(_ARRAYS, build_blending_index(weights, self.requested), strict=True))
-
-    def _fit(self, arrays: Arrays) -> bool:
-        """Whether arrays from files can be the ones of this blend: all but the order of the datasets is checked."""
-        datasets, samples = (arrays[name] for name in _ARRAYS)
-        size = int(sum(self.weights)) if self.requested is None else self.requested
-        if not (
-            datasets.shape == samples.shape == (size,) and datasets.dtype == np.int16 and samples.dtype == np.int64
-        ):
-            return False
-        if not size:
-            return True
-        if int(datasets.min()) < 0 or int(datasets.max()) >= len(self.datasets):
-            return False
-        # Each dataset gives its samples in order: together the sum of 0 to count - 1.
-        counts = np.bincount(datasets, minlength=len(self.datasets)).astype(np.float64)
-        sums = np.bincount(datasets, weights=samples, minlength=len(self.datasets))
-        return bool((sums == counts * (counts - 1) / 2).all())
 
     def _refuse_too_few(self) -> None:
         problems = [

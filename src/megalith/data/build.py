@@ -46,7 +46,9 @@ class Datasets:
         return iter((self.train, self.valid, self.test))
 
 
-def build_gpt_datasets(data: DataConfig, tokenizer: Tokenizer, *, sizes: Sizes, seed: int) -> Datasets:
+def build_gpt_datasets(
+    data: DataConfig, tokenizer: Tokenizer, *, sizes: Sizes, seed: int, cache_is_checked: bool = False
+) -> Datasets:
     """`build_datasets` of GPT.
 
     Args:
@@ -54,25 +56,37 @@ def build_gpt_datasets(data: DataConfig, tokenizer: Tokenizer, *, sizes: Sizes, 
         tokenizer: the tokenizer that made the data.
         sizes: samples that the run draws from each split, None for one epoch.
         seed: seed of the sample order.
+        cache_is_checked: as of `build_datasets`.
     """
     if not data.mock_data:
-        return build_datasets(data, _GPTSamples(data, tokenizer, seed), sizes=sizes)
+        rule = _GPTSamples(data, tokenizer, seed)
+        return build_datasets(data, rule, sizes=sizes, cache_is_checked=cache_is_checked)
     mock, documents = _GPTSamples(data, tokenizer, seed, "MockGPTDataset"), MockDocuments(tokenizer)
-    builder = _Builder(data, mock, _shares(MOCK_SPLIT))
+    builder = _Builder(data, mock, _shares(MOCK_SPLIT), cache_is_checked)
     train, valid, test = (
-        mock.dataset(documents, Portion(split, sizes[split], builder.shares, cache_folder=builder.blend_cache))
+        mock.dataset(
+            documents,
+            Portion(
+                split,
+                sizes[split],
+                builder.shares,
+                cache_folder=builder.blend_cache,
+                cache_is_checked=cache_is_checked,
+            ),
+        )
         for split in range(3)
     )
     return _warned(Datasets(train, valid, test))
 
 
-def build_datasets(data: DataConfig, rule: SampleRule, *, sizes: Sizes) -> Datasets:
+def build_datasets(data: DataConfig, rule: SampleRule, *, sizes: Sizes, cache_is_checked: bool = False) -> Datasets:
     """Build every split that has a share, whether samples are asked of it or not.
 
     Args:
         data: paths, split and sample length.
         rule: how samples are made of sequences.
         sizes: samples that the run draws from each split, None for one epoch.
+        cache_is_checked: another rank of this start has built these datasets, and checked their index caches.
 
     Raises:
         ConfigError: no data, or no share for training.
@@ -81,13 +95,13 @@ def build_datasets(data: DataConfig, rule: SampleRule, *, sizes: Sizes) -> Datas
     sources = data_sources(data)
     if sources.splits is not None:
         by_split = [
-            _build_split(_Builder(data, rule, _shares(None)), blend, split, sizes[split])
+            _build_split(_Builder(data, rule, _shares(None), cache_is_checked), blend, split, sizes[split])
             for split, blend in enumerate(sources.splits)
         ]
         train, valid, test = (sets[0] if sets else None for sets in by_split)
         return _warned(Datasets(train, valid, test, tuple(by_split[_VALIDATION][1:])))
     if sources.whole is not None:
-        builder = _Builder(data, rule, _shares(data.split))
+        builder = _Builder(data, rule, _shares(data.split), cache_is_checked)
         _refuse_no_training(builder.shares, sizes)
         train, valid, test = _build_blend(builder, sources.whole, sizes)
         return _warned(Datasets(train, valid, test))
@@ -142,6 +156,7 @@ class _Builder:
     data: DataConfig
     rule: SampleRule
     shares: Shares
+    cache_is_checked: bool
 
     @property
     def blend_cache(self) -> Path | None:
@@ -161,8 +176,9 @@ class _Builder:
         documents = IndexedDataset(prefix, mmap_bin=self.data.mmap_bin_files)
         folder = self.blend_cache or Path(prefix) / "cache" / f"{self.rule.class_name}_indices"
         written = idx_path(prefix).stat().st_mtime_ns
+        where = (prefix, folder, written, self.cache_is_checked)
         return [
-            self.rule.dataset(documents, Portion(split, wanted[split], self.shares, prefix, folder, written))
+            self.rule.dataset(documents, Portion(split, wanted[split], self.shares, *where))
             if self._is_built(split, only)
             else None
             for split in range(3)
@@ -186,7 +202,14 @@ class _Builder:
         """A blend of datasets of one split."""
         prefixes = [dataset.prefix for dataset in datasets if dataset.prefix is not None]
         written = max(idx_path(prefix).stat().st_mtime_ns for prefix in prefixes)
-        return BlendedDataset(datasets, weights, size, cache_folder=self.blend_cache, written_ns=written)
+        return BlendedDataset(
+            datasets,
+            weights,
+            size,
+            cache_folder=self.blend_cache,
+            written_ns=written,
+            cache_is_checked=self.cache_is_checked,
+        )
 
     def _is_built(self, split: int, only: int | None) -> bool:
         if only is not None:

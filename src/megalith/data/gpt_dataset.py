@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import zlib
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 
 from megalith.data import gpt_index
 from megalith.data.gpt_index import EpochPlan
-from megalith.data.index_cache import Arrays, load_or_build
+from megalith.data.index_cache import Arrays, Recipe, load_or_build
 from megalith.data.masks import document_ids, numbers_of_parts, restarted_positions
 from megalith.data.samples import Portion
 from megalith.errors import DataError
@@ -126,15 +127,10 @@ class GPTDataset:
         self._positions = _shared(np.arange(options.sequence_length, dtype=np.int64))
         self.plan = self._plan()
         self.identity = self._identify(class_name, tokenizer)
-        cached = load_or_build(
-            portion.cache_folder,
-            f"{class_name}-{self.name}",
-            self.description,
-            _ARRAYS,
-            self._build,
-            self._fit,
-            portion.written_ns,
+        recipe = Recipe(
+            f"{class_name}-{self.name}", self.description, _ARRAYS, self._build, self._source, self._is_sound
         )
+        cached = load_or_build(portion.cache_folder, recipe, portion.written_ns, is_checked=portion.cache_is_checked)
         self.cache_problem, arrays = cached.problem, cached.arrays
         logger.info("> total number of samples: %d", self.num_samples)
         logger.info("> total number of epochs: %d", self.num_epochs)
@@ -313,21 +309,23 @@ class GPTDataset:
         shuffle_index = gpt_index.build_shuffle_index(self.plan, rng)
         return dict(zip(_ARRAYS, (document_index, sample_index, shuffle_index), strict=True))
 
-    def _fit(self, arrays: Arrays) -> bool:
-        """Whether arrays from a file can be the ones of this dataset: all but the order of documents and samples."""
-        num_samples, split = self.plan.num_samples, self.documents_of_split
-        shapes = [(self.plan.num_epochs * len(split),), (num_samples + 1, 2), (num_samples,)]
-        if [arrays[name].shape for name in _ARRAYS] != shapes:
-            return False
+    def _source(self) -> str:
+        """Digest of what the indices depend on besides their description."""
+        lengths, options = np.ascontiguousarray(self._documents.lengths), self._options
+        partial = self.name == "valid" and not options.drop_last_partial_validation
+        return f"{len(lengths)} lengths {zlib.crc32(lengths):08x}, extra {self._extra}, partial {int(partial)}"
+
+    def _is_sound(self, arrays: Arrays) -> bool:
+        """Check every entry of arrays of unknown origin: all but the order of documents and samples is determined."""
         document_index, sample_index, shuffle_index = (arrays[name] for name in _ARRAYS)
         return (
-            all(array.dtype.kind in "iu" for array in arrays.values())
-            and _within(document_index, split.start, split.stop)
-            and _within(shuffle_index, 0, num_samples)
+            gpt_index.document_index_fits(document_index, self.documents_of_split, self.plan)
+            and gpt_index.shuffle_index_fits(shuffle_index, self.plan)
             and gpt_index.sample_index_fits(
                 sample_index,
                 self._documents.lengths,
                 document_index,
+                self.plan.num_samples,
                 self._options.sequence_length,
                 extra=self._extra,
             )
@@ -337,7 +335,3 @@ class GPTDataset:
 def _shared(array: NDArray[Any]) -> NDArray[Any]:
     array.setflags(write=False)
     return array
-
-
-def _within(values: NDArray[Any], start: int, stop: int) -> bool:
-    return not len(values) or (int(values.min()) >= start and int(values.max()) < stop)

@@ -86,6 +86,34 @@ def build_document_index(documents: range, plan: EpochPlan, rng: np.random.Rando
     return np.concatenate(shuffled)
 
 
+def document_index_fits(document_index: NDArray[Any], documents: range, plan: EpochPlan) -> bool:
+    """Whether `build_document_index` can return this: each part holds every document once per epoch."""
+    parts = (plan.num_epochs - 1, 1) if plan.separate_last else (plan.num_epochs,)
+    if document_index.shape != (plan.num_epochs * len(documents),) or document_index.dtype != np.int32:
+        return False
+    done = 0
+    for epochs in parts:
+        part = document_index[done : done + epochs * len(documents)]
+        if not _holds_each(part, documents.start, len(documents), epochs):
+            return False
+        done += len(part)
+    return True
+
+
+def _holds_each(values: NDArray[Any], start: int, count: int, times: int) -> bool:
+    """Whether `values`, `times` * `count` numbers, are start to start + count - 1, each so many times, in any order."""
+    if not len(values):
+        return True
+    if int(values.min()) < start or int(values.max()) >= start + count:
+        return False
+    if times == 1:
+        seen = np.zeros(count, bool)
+        for first in range(0, len(values), _SAMPLES_AT_ONCE):
+            seen[values[first : first + _SAMPLES_AT_ONCE].astype(np.int64) - start] = True
+        return bool(seen.all())
+    return bool((np.bincount(values.astype(np.int64) - start, minlength=count) == times).all())
+
+
 def build_sample_index(
     lengths: NDArray[np.int32], document_index: NDArray[np.int32], num_samples: int, sequence_length: int, *, extra: int
 ) -> NDArray[Any]:
@@ -131,6 +159,7 @@ def sample_index_fits(
     sample_index: NDArray[Any],
     lengths: NDArray[np.int32],
     document_index: NDArray[Any],
+    num_samples: int,
     sequence_length: int,
     *,
     extra: int,
@@ -140,6 +169,8 @@ def sample_index_fits(
     Each sample starts `sequence_length` tokens after the one before it, counted through the documents, inside the
     document that it names. `document_index` must hold numbers of documents.
     """
+    if sample_index.shape != (num_samples + 1, 2) or sample_index.dtype not in (np.int32, np.int64):
+        return False
     if sample_index[0].any():
         return False
     of_document = lengths[document_index]
@@ -169,3 +200,14 @@ def build_shuffle_index(plan: EpochPlan, rng: np.random.RandomState) -> NDArray[
     last = np.arange(plan.shuffled_first, plan.num_samples, dtype=dtype)
     rng.shuffle(last)
     return np.concatenate([first, last])
+
+
+def shuffle_index_fits(shuffle_index: NDArray[Any], plan: EpochPlan) -> bool:
+    """Whether `build_shuffle_index` can return this: both parts are permutations."""
+    dtype = np.uint32 if plan.num_samples < _UINT32_LIMIT else np.int64
+    if shuffle_index.shape != (plan.num_samples,) or shuffle_index.dtype != dtype:
+        return False
+    border = plan.shuffled_first
+    return _holds_each(shuffle_index[:border], 0, border, 1) and _holds_each(
+        shuffle_index[border:], border, plan.num_samples - border, 1
+    )

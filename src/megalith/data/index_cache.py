@@ -1,7 +1,13 @@
-"""Index arrays kept on the disk under Megatron's names, so that the second run loads what the first one built.
+"""Index arrays cached on disk under Megatron's names, so that the second run loads what the first one built.
 
 A set of arrays is one entry: `{md5}-{class}-{split}-{name}.npy` for each array and `...-description.txt`, the text
 whose md5 names them. Arrays are loaded without pickle, as memory maps.
+
+`...-checksums.json` beside them is ours: the CRC-32 of each file and a digest of the documents that the arrays were
+built from. Every start verifies both, on one rank; the other ranks of that start rely on the size and time of the files
+that it verified, which the same file records. An entry without checksums, written by Megatron or by an older version,
+is checked exactly where arrays can be checked without being built, else built anew; then it has checksums. Megatron
+reads entries of ours and ignores the checksums.
 
 Several processes may build the same entry at the same time. On one machine, or a file system with locks across
 machines, the first of them builds while the others wait and then load. Elsewhere each builds the same arrays, and the
@@ -14,10 +20,13 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import json
 import logging
 import os
 import secrets
+import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -33,6 +42,9 @@ Arrays = dict[str, NDArray[Any]]
 
 _TEMPORARY = "partial"
 _ABANDONED_SECONDS = 3600.0  # a temporary file that has not grown for so long belongs to no one
+_RECORD_FORMAT = 1
+_BLOCK = 1 << 24  # bytes that are read at once for a checksum
+_TELL_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -47,54 +59,95 @@ class Cached:
     problem: str | None = None
 
 
+@dataclass(frozen=True)
+class Recipe:
+    """How the arrays of an entry are made.
+
+    Attributes:
+        label: class and split, such as `GPTDataset-train`.
+        description: the text whose md5 names the entry, Megatron's.
+        names: of the arrays.
+        build: makes them.
+        source: digest of everything else that they depend on, above all the lengths of the documents.
+        is_sound: whether arrays of unknown origin can be the ones that `build` makes, checked entry by entry; None if
+            only building them tells.
+    """
+
+    label: str
+    description: str
+    names: tuple[str, ...]
+    build: Callable[[], Arrays]
+    source: Callable[[], str] = lambda: ""
+    is_sound: Callable[[Arrays], bool] | None = None
+
+    @property
+    def title(self) -> str:
+        """For the log."""
+        return f"{self.label.replace('-', ' ')} indices"
+
+
 def load_or_build(
-    folder: Path | None,
-    label: str,
-    description: str,
-    names: tuple[str, ...],
-    build: Callable[[], Arrays],
-    fit: Callable[[Arrays], bool],
-    newer_than: int | None = None,
+    folder: Path | None, recipe: Recipe, written_ns: int | None = None, *, is_checked: bool = False
 ) -> Cached:
-    """The arrays of an entry: from its files where there are sound ones, else built, once over all processes.
+    """Load the arrays of an entry if they are intact; else build them, once over all processes, and save them.
 
     Args:
         folder: of the cache, None to keep nothing.
-        label: class and split, such as `GPTDataset-train`.
-        description: everything that determines the arrays, as text.
-        names: of the arrays.
-        build: makes them.
-        fit: whether arrays from files can be the ones that `build` makes.
-        newer_than: as in `IndexCache.load`.
+        recipe: of the arrays.
+        written_ns: when the documents were written, as `st_mtime_ns`; part of what the checked files are known by.
+        is_checked: another rank of this start has loaded the entry: do not read files again whose size and time are
+            those that were checked last.
     """
-    kind = label.replace("-", " ")
     if folder is None:
-        logger.info("Build and save the %s indices", kind)
-        return Cached(build())
-    cache, problem = IndexCache(folder, label, description), None
-
-    def load() -> Arrays | None:
-        arrays = cache.load(names, newer_than)
-        if arrays is not None and not fit(arrays):
-            logger.warning("the cached %s indices do not fit their dataset: built again", kind)
-            return None
-        if arrays is not None:
-            logger.info("Load the %s indices", kind)
-        return arrays
-
-    arrays = load() if cache.complete(names) else None
+        return Cached(_built(recipe))
+    cache, problem = IndexCache(folder, recipe.label, recipe.description), None
+    arrays = cache.load(recipe, written_ns, is_checked=is_checked)
     if arrays is not None:
         return Cached(arrays)
     with cache.claim() as waited:
-        arrays = load() if waited and cache.complete(names) else None
+        arrays = cache.load(recipe, written_ns, is_checked=is_checked) if waited else None
         if arrays is None:
-            logger.info("Build and save the %s indices", kind)
-            arrays = build()
+            arrays = _built(recipe)
             try:
-                cache.save(arrays)
+                cache.save(arrays, recipe.source(), written_ns)
             except OSError as error:
                 problem = f"{cache.stem.parent}: {error.strerror}"
     return Cached(arrays, problem)
+
+
+def _built(recipe: Recipe) -> Arrays:
+    logger.info("Build and save the %s", recipe.title)
+    with _reported(f"build the {recipe.title}"):
+        return recipe.build()
+
+
+@dataclass(frozen=True)
+class _Record:
+    """What the checksum file of an entry says.
+
+    Attributes:
+        crc32: of each file, by the name of its array.
+        source: digest of what the arrays were built from.
+        checked: size and time in ns of each file, and when the documents were written, at the last check.
+    """
+
+    crc32: dict[str, int]
+    source: str
+    checked: dict[str, Any]
+
+    @classmethod
+    def read(cls, path: Path, names: tuple[str, ...]) -> _Record | None:
+        """Return the record, or None if the file is missing, damaged or about other arrays."""
+        try:
+            content = json.loads(path.read_bytes())
+            record = cls(dict(content["crc32"]), str(content["source"]), dict(content["checked"]))
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            return None
+        return record if content.get("format") == _RECORD_FORMAT and set(record.crc32) == set(names) else None
+
+    def content(self) -> bytes:
+        fields = {"format": _RECORD_FORMAT, "crc32": self.crc32, "source": self.source, "checked": self.checked}
+        return json.dumps(fields, indent=1).encode() + b"\n"
 
 
 class IndexCache:
@@ -121,38 +174,83 @@ class IndexCache:
         return self.stem.with_name(f"{self.stem.name}-{name}.npy")
 
     def complete(self, names: tuple[str, ...]) -> bool:
-        """Whether all files of the entry are there."""
+        """Whether all files of the entry that Megatron needs exist."""
         return self._description_path.is_file() and all(self.path(name).is_file() for name in names)
 
-    def load(self, names: tuple[str, ...], newer_than: int | None = None) -> Arrays | None:
-        """The arrays of the entry, or None where a file is missing, damaged or too old.
+    def load(self, recipe: Recipe, written_ns: int | None = None, *, is_checked: bool = False) -> Arrays | None:
+        """Return the arrays of the entry, or None where a file is missing, damaged or of other documents.
 
-        Args:
-            names: the arrays.
-            newer_than: time in ns (as `st_mtime_ns`) after which every array must have been written, because the
-                description names where the data are, not what they hold; None for any time.
+        Args: as of `load_or_build`.
         """
-        if not self.complete(names):
+        if not self.complete(recipe.names):
             return None
         try:
-            if newer_than is not None and any(self.path(name).stat().st_mtime_ns <= newer_than for name in names):
-                logger.warning("index cache %s-*: older than the dataset, built again", self.stem)
-                return None
-            return {name: np.load(self.path(name), mmap_mode="r", allow_pickle=False) for name in names}
-        except (OSError, ValueError, EOFError) as error:
-            logger.warning("index cache %s-*: damaged (%s), built again", self.stem, error)
-            return None
+            with _reported(f"check the {recipe.title} in {self.stem.parent}"):
+                problem = self._problem(recipe, written_ns, is_checked=is_checked)
+            if problem is None:
+                logger.info("Load the %s", recipe.title)
+                return self._mapped(recipe.names)
+        except Exception as error:  # numpy's reader of damaged headers raises whatever Python's tokenizer does
+            problem = f"damaged ({type(error).__name__}: {error})"
+        logger.warning("index cache %s-*: %s, built again", self.stem, problem)
+        return None
 
-    def save(self, arrays: Mapping[str, NDArray[Any]]) -> None:
+    def save(self, arrays: Mapping[str, NDArray[Any]], source: str = "", written_ns: int | None = None) -> None:
         """Write the entry.
 
         Raises:  OSError if the folder cannot be written.
         """
         self.stem.parent.mkdir(parents=True, exist_ok=True)
-        self._description_path.unlink(missing_ok=True)  # an entry that is replaced is none until it is whole again
+        for path in (self._description_path, self._record_path):  # no entry until all of it is replaced
+            path.unlink(missing_ok=True)
         for name, array in arrays.items():
             _write(self.path(name), partial(np.save, arr=array, allow_pickle=False))
+        self._record(tuple(arrays), source, written_ns)
         _write(self._description_path, lambda file: file.write(self._description.encode()))
+
+    def _problem(self, recipe: Recipe, written_ns: int | None, *, is_checked: bool) -> str | None:
+        """Why the files cannot be used, None if they can."""
+        record = _Record.read(self._record_path, recipe.names)
+        if record is None:
+            return self._problem_without_checksums(recipe, written_ns)
+        state = self._state(recipe.names, written_ns)
+        if is_checked and record.checked == state:
+            return None
+        if damaged := self._damaged(record):
+            return f"{', '.join(damaged)} damaged (another checksum)"
+        if record.source != recipe.source():
+            return "built from other documents"
+        if record.checked != state:
+            self._write_record(_Record(record.crc32, record.source, state))
+        return None
+
+    def _problem_without_checksums(self, recipe: Recipe, written_ns: int | None) -> str | None:
+        if recipe.is_sound is None:
+            return "without checksums"
+        if not recipe.is_sound(self._mapped(recipe.names)):
+            return "damaged, or built from other documents"
+        with contextlib.suppress(OSError):
+            self._record(recipe.names, recipe.source(), written_ns)
+        return None
+
+    def _mapped(self, names: tuple[str, ...]) -> Arrays:
+        return {name: np.load(self.path(name), mmap_mode="r", allow_pickle=False) for name in names}
+
+    def _damaged(self, record: _Record) -> list[str]:
+        return [self.path(name).name for name, crc32 in record.crc32.items() if _crc32(self.path(name)) != crc32]
+
+    def _record(self, names: tuple[str, ...], source: str, written_ns: int | None) -> None:
+        state = self._state(names, written_ns)
+        self._write_record(_Record({name: _crc32(self.path(name)) for name in names}, source, state))
+
+    def _write_record(self, record: _Record) -> None:
+        with contextlib.suppress(OSError):
+            _write(self._record_path, lambda file: file.write(record.content()))
+
+    def _state(self, names: tuple[str, ...], written_ns: int | None) -> dict[str, Any]:
+        """What the files are known by once they have been checked."""
+        found = {name: self.path(name).stat() for name in names}
+        return {**{name: [one.st_size, one.st_mtime_ns] for name, one in found.items()}, "documents": written_ns}
 
     @contextlib.contextmanager
     def claim(self) -> Iterator[bool]:
@@ -180,6 +278,68 @@ class IndexCache:
     @property
     def _description_path(self) -> Path:
         return self.stem.with_name(f"{self.stem.name}-description.txt")
+
+    @property
+    def _record_path(self) -> Path:
+        return self.stem.with_name(f"{self.stem.name}-checksums.json")
+
+
+@dataclass(frozen=True)
+class CacheReport:
+    """What the entries of a cache folder are worth.
+
+    Attributes:
+        intact: entries whose files agree with their checksums.
+        without_checksums: entries that only a run can check, because it knows what they are made from.
+        damaged: files that differ from their checksums.
+    """
+
+    intact: int
+    without_checksums: int
+    damaged: list[Path]
+
+
+def verify_caches(folder: Path) -> CacheReport:
+    """Compare every file of a cache folder with its checksum.
+
+    Raises:  OSError if a file cannot be read.
+    """
+    intact, without, damaged = 0, 0, list[Path]()
+    for description in sorted(folder.glob("*-description.txt")):
+        stem = description.name.removesuffix("description.txt")
+        files = {path.name[len(stem) : -len(".npy")]: path for path in folder.glob(f"{stem}*.npy")}
+        record = _Record.read(folder / f"{stem}checksums.json", tuple(files))
+        changed = [] if record is None else [path for name, path in files.items() if _crc32(path) != record.crc32[name]]
+        without += record is None
+        intact += record is not None and not changed
+        damaged += changed
+    return CacheReport(intact, without, damaged)
+
+
+def _crc32(path: Path) -> int:
+    checksum = 0
+    with path.open("rb", buffering=0) as file:
+        while block := file.read(_BLOCK):
+            checksum = zlib.crc32(block, checksum)
+    return checksum
+
+
+@contextlib.contextmanager
+def _reported(what: str) -> Iterator[None]:
+    """Log what a block does at intervals, should it take long."""
+    done, started = threading.Event(), time.monotonic()
+
+    def report() -> None:
+        while not done.wait(_TELL_SECONDS):
+            logger.warning("%s: %.0f s so far", what, time.monotonic() - started)
+
+    thread = threading.Thread(target=report, name="megalith-index-progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 def _locked(path: Path) -> tuple[IO[bytes], bool]:

@@ -49,8 +49,8 @@ class Portion:
         shares: of the splits.
         path: prefix of the files as the user wrote it, None for made-up data.
         cache_folder: of the index cache, None to keep nothing.
-        written_ns: when the documents were written, as `st_mtime_ns`; indices of that time or older belong to what
-            stood there before. None if they never change.
+        written_ns: when the documents were written, as `st_mtime_ns`. None if they never change.
+        cache_is_checked: another rank of this start has checked the index cache.
     """
 
     split: int
@@ -59,6 +59,7 @@ class Portion:
     path: str | None = None
     cache_folder: Path | None = None
     written_ns: int | None = None
+    cache_is_checked: bool = False
 
     @property
     def name(self) -> str:

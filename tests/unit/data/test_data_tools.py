@@ -11,6 +11,8 @@ import pytest
 
 from megalith.cli.main import main
 from megalith.cli.preprocess import parse
+from megalith.config import DataConfig
+from megalith.data.build import build_gpt_datasets
 from megalith.data.encoding import SentenceSettings
 from megalith.data.indexed import IndexedDataset, IndexedWriter
 from megalith.data.punkt import SentenceSplitter
@@ -18,6 +20,7 @@ from megalith.data.punkt_parameters import find_parameters
 from megalith.data.survey import survey
 from megalith.errors import DataError
 from megalith.tokenizers.card import read_card, write_card
+from megalith.tokenizers.null import NullTokenizer
 
 CARD = {"class": "NullTokenizer", "vocab_size": 100, "special": {"eod": 99}, "files": {}}
 
@@ -72,6 +75,29 @@ def test_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "short.bin has 3 bytes, but" in screen
     assert main(["data", "verify", good, "--structure-only"]) == 0
     assert main(["data", "verify", good, "--vocab-size", "501"]) == 0
+
+
+def test_verify_reads_the_index_caches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prefix = write(tmp_path / "a", [[1, 2, 3, 99]] * 20)
+    for folder in (None, str(tmp_path / "cache")):
+        data = DataConfig(seq_length=4, data_path=(prefix,), split="1,0,0", data_cache_path=folder)
+        build_gpt_datasets(data, NullTokenizer(99), sizes=(30, 0, 0), seed=1)
+    caches = {"beside": Path(prefix, "cache", "GPTDataset_indices"), "apart": tmp_path / "cache"}
+    assert main(["data", "verify", prefix, "--data-cache-path", str(caches["apart"])]) == 0
+    capsys.readouterr()
+    for place, folder in caches.items():
+        (path,) = folder.glob("*-shuffle_index.npy")
+        content = path.read_bytes()
+        path.write_bytes(content[:-4] + bytes([content[-4] ^ 1]) + content[-3:])
+        assert main(["data", "verify", prefix, "--data-cache-path", str(caches["apart"])]) == 3, place
+        shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith("damaged")]
+        assert any(str(path) in line for line in shown) and not any(prefix + ".bin" in line for line in shown)
+        path.write_bytes(content)
+    (record,) = caches["beside"].glob("*-checksums.json")
+    record.unlink()
+    assert main(["data", "verify", prefix]) == 0
+    assert "1 have no checksums" in capsys.readouterr().out
+    assert main(["data", "verify", prefix, "--data-cache-path", str(tmp_path / "absent")]) == 3
 
 
 def test_merge(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

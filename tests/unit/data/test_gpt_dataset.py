@@ -148,9 +148,9 @@ def test_what_changes_the_samples_changes_the_names(tmp_path: Path) -> None:
     dataset([30, 20], 4, 25, cache_folder=tmp_path)
     for number, arguments in enumerate([([30, 20], 5, 25), ([30, 20], 4, 26)], start=2):
         dataset(*arguments, cache_folder=tmp_path)
-        assert len(list(tmp_path.iterdir())) == 4 * number
+        assert len(list(tmp_path.iterdir())) == 5 * number
     dataset([30, 20], 4, 25, tokenizer=NullTokenizer(99), cache_folder=tmp_path)
-    assert len(list(tmp_path.iterdir())) == 4 * 4
+    assert len(list(tmp_path.iterdir())) == 5 * 4
 
 
 def damaged_caches() -> dict[str, Any]:
@@ -162,17 +162,27 @@ def damaged_caches() -> dict[str, Any]:
         "sample_index: another shape": lambda path: np.save(path, np.zeros((3, 2), np.int32)),
         "sample_index: other places": lambda path: np.save(path, np.maximum(np.load(path) - [0, 1], 0)),
         "document_index: out of range": lambda path: np.save(path, np.load(path) + 2),
+        "shuffle_index: one sample twice": lambda path: np.save(path, np.maximum(np.load(path), 1)),
+        "document_index: one document twice": lambda path: np.save(path, np.maximum(np.load(path), 1)),
+        "sample_index: a header that is no Python": lambda path: path.write_bytes(
+            path.read_bytes().replace(b"(", b"\\")
+        ),
         "shuffle_index: floats": lambda path: np.save(path, np.load(path).astype(float)),
     }
 
 
+@pytest.mark.parametrize("has_checksums", [True, False])
 @pytest.mark.parametrize("damage", damaged_caches())
-def test_a_damaged_cache_is_built_again(damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_cache_is_built_again(
+    damage: str, has_checksums: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     whole = dataset([30, 20], 4, 25, cache_folder=tmp_path)
     expected = [whole[item]["tokens"].tolist() for item in range(len(whole))]
     name, _, _ = damage.partition(":")
     (file,) = tmp_path.glob(f"*{name}.npy")
     damaged_caches()[damage](file)
+    if not has_checksums:
+        next(tmp_path.glob("*-checksums.json")).unlink()
     for run in ("repairs", "loads"):
         caplog.clear()
         built = dataset([30, 20], 4, 25, cache_folder=tmp_path)
@@ -213,8 +223,7 @@ def test_indices_of_an_overwritten_dataset_are_built_again(
     caplog.clear()
     assert text_of(data, 25) == expected
     warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert len(warnings) == 1
-    assert ("do not fit" if keeps_time else "older than the dataset") in warnings[0]
+    assert len(warnings) == 1 and "built from other documents" in warnings[0]
 
 
 def make_older(path: Path) -> None:

@@ -1,9 +1,10 @@
-"""The index cache under several builders at once, and after one that was killed."""
+"""The index cache: flipped bits, files of other documents, several builders at once, and a builder that was killed."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import random
 import time
 from collections.abc import Callable
 from functools import partial
@@ -13,7 +14,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megalith.data.index_cache import Arrays, IndexCache, load_or_build
+from megalith.data import index_cache
+from megalith.data.blend import BlendedDataset
+from megalith.data.gpt_dataset import GPTDataset, GPTDatasetOptions
+from megalith.data.index_cache import Arrays, IndexCache, Recipe, load_or_build
+from megalith.data.indexed import IndexedDataset, IndexedWriter
+from megalith.data.masked.dataset import MaskedDataset, MaskedOptions
+from megalith.data.masked.ngrams import Masking
+from megalith.data.samples import Portion, Shares
+from megalith.tokenizers.null import NullTokenizer
 
 NAMES = ("first", "second")
 
@@ -34,7 +43,11 @@ def counted(folder: Path, seconds: float) -> Arrays:
 
 
 def get(folder: Path, build: Callable[[], Arrays]) -> Arrays:
-    return load_or_build(folder / "cache", "Kind-train", "what it is", NAMES, build, whole).arrays
+    return load_or_build(folder / "cache", recipe(build)).arrays
+
+
+def recipe(build: Callable[[], Arrays] = arrays, source: str = "") -> Recipe:
+    return Recipe("Kind-train", "what it is", NAMES, build, lambda: source)
 
 
 def _builder(folder: Path, ready: Any, go: Any) -> None:
@@ -68,7 +81,7 @@ def test_of_several_processes_one_builds(tmp_path: Path) -> None:
         builder.join(60)
     assert [builder.exitcode for builder in builders] == [0] * 4
     assert len(list(tmp_path.glob("mark *"))) == 1
-    assert len(list((tmp_path / "cache").iterdir())) == 3, "no lock and no temporary file is left"
+    assert len(list((tmp_path / "cache").iterdir())) == 4, "no lock and no temporary file is left"
 
 
 def test_a_killed_builder_holds_no_one_up(tmp_path: Path) -> None:
@@ -81,7 +94,7 @@ def test_a_killed_builder_holds_no_one_up(tmp_path: Path) -> None:
     builder.join()
     assert whole(get(tmp_path, arrays))
     names = {path.suffix for path in (tmp_path / "cache").iterdir()}
-    assert names == {".npy", ".txt", ""}, "the lock of the killed one was taken over and removed"
+    assert names == {".npy", ".txt", ".json", ""}, "the lock of the killed one was taken over and removed"
 
 
 def test_what_a_killed_builder_left_is_removed_when_it_is_old(tmp_path: Path) -> None:
@@ -106,9 +119,9 @@ def test_without_locks_all_build_and_the_entry_is_whole(tmp_path: Path, monkeypa
     monkeypatch.setattr("fcntl.flock", no_locks)
     assert whole(get(tmp_path, arrays))
     cache = IndexCache(tmp_path / "cache", "Kind-train", "what it is")
-    loaded = cache.load(NAMES)
+    loaded = cache.load(recipe())
     assert loaded is not None and whole(loaded)
-    assert len(list((tmp_path / "cache").iterdir())) == 3, "no lock is left"
+    assert len(list((tmp_path / "cache").iterdir())) == 4, "no lock is left"
 
 
 def test_an_entry_that_is_replaced_is_none_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,4 +136,135 @@ def test_an_entry_that_is_replaced_is_none_meanwhile(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(os, "replace", watched)
     cache.save(arrays())
-    assert seen == [False, False, True]
+    assert seen == [False, False, False, True]
+
+
+class Sentences(MaskedDataset):
+    """The index of BERT and T5, without their samples."""
+
+    def _sample(self, sentences: list[Any], target: int, random: Any) -> dict[str, Any]:
+        raise NotImplementedError
+
+
+def _gpt(prefix: str, folder: Path, requested: int | None = 390, **place: Any) -> GPTDataset:
+    # The run uses so little of the last epoch that it is shuffled apart.
+    portion = Portion(0, requested, Shares.parse("1"), prefix, folder, **place)
+    return GPTDataset(IndexedDataset(prefix), portion, options=GPTDatasetOptions(4, 7), tokenizer=NullTokenizer(99))
+
+
+def _indices(kind: str, prefix: str, folder: Path) -> list[Any]:
+    """All index arrays of a dataset, from `folder` where they are intact."""
+    if kind == "masked":
+        sentences = Sentences(
+            IndexedDataset(prefix),
+            Portion(0, 40, Shares.parse("1"), prefix, folder),
+            options=MaskedOptions(16, 7, Masking(0.15, 3)),
+            tokenizer=NullTokenizer(99),
+            class_name="T5MaskedWordPieceDataset",
+            longest=14,
+            fewest_sentences=1,
+            further={},
+        )
+        return [sentences.sample_index]
+    gpt = _gpt(prefix, folder)
+    if kind == "gpt":
+        assert gpt.plan.separate_last
+        return [gpt.document_index, gpt.sample_index, gpt.shuffle_index]
+    blend = BlendedDataset([gpt, _gpt(prefix, folder, 391)], [0.3, 0.7], 300, cache_folder=folder)
+    return [blend.dataset_index, blend.dataset_sample_index, gpt.shuffle_index]
+
+
+def write_documents(prefix: Path, lengths: list[int]) -> str:
+    with IndexedWriter(str(prefix), "uint16") as writer:
+        for length in lengths:
+            writer.add_document(np.arange(length), [length // 2, length - length // 2])
+        writer.finalize()
+    return str(prefix)
+
+
+@pytest.mark.parametrize("has_checksums", [True, False])
+@pytest.mark.parametrize("kind", ["gpt", "blend", "masked"])
+def test_no_flipped_bit_changes_an_index(kind: str, has_checksums: bool, tmp_path: Path) -> None:
+    """Over all files of the cache, those of Megatron too, which have no checksums."""
+    prefix, folder = write_documents(tmp_path / "data", [5, 9, 14, 30, 12, 7]), tmp_path / "cache"
+    clean = [np.array(array) for array in _indices(kind, prefix, folder)]
+    files = {path: path.read_bytes() for path in folder.iterdir()}
+    draw = random.Random(17)
+    for _ in range(60):
+        path = draw.choice([file for file in files if has_checksums or file.suffix != ".json"])
+        content = bytearray(files[path])
+        content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+        path.write_bytes(content)
+        if not has_checksums:
+            for record in folder.glob("*-checksums.json"):
+                record.unlink()
+        found = _indices(kind, prefix, folder)
+        for array, wanted in zip(found, clean, strict=True):
+            np.testing.assert_array_equal(array, wanted)
+            assert array.dtype == wanted.dtype
+        for file, content in files.items():
+            file.write_bytes(content)
+
+
+def test_a_cache_without_checksums_is_used_and_then_has_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    prefix = write_documents(tmp_path / "data", [5, 9, 14])
+    _gpt(prefix, tmp_path / "cache")
+    files = {path.name: path.read_bytes() for path in (tmp_path / "cache").iterdir()}
+    (record,) = (tmp_path / "cache").glob("*-checksums.json")
+    record.unlink()
+    caplog.clear()
+    _gpt(prefix, tmp_path / "cache")
+    assert "Load the GPTDataset train indices" in caplog.text and "Build" not in caplog.text
+    assert {path.name: path.read_bytes() for path in (tmp_path / "cache").iterdir()} == files
+
+
+def test_indices_of_other_documents_are_built_again(tmp_path: Path) -> None:
+    """Intact files, with the checksums that they were written with."""
+    get(tmp_path, arrays)
+    built = []
+
+    def build() -> Arrays:
+        built.append(True)
+        return arrays()
+
+    for source in ("", "other documents", "other documents"):
+        load_or_build(tmp_path / "cache", recipe(build, source))
+    assert len(built) == 1
+
+
+def test_ranks_after_the_first_rely_on_what_it_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    get(tmp_path, arrays)
+    folder = tmp_path / "cache"
+    read: list[Path] = []
+    checksum = index_cache._crc32
+    monkeypatch.setattr(index_cache, "_crc32", lambda path: read.append(path) or checksum(path))
+    for is_checked, wanted in ((False, 2), (True, 0)):
+        read.clear()
+        assert whole(load_or_build(folder, recipe(), is_checked=is_checked).arrays)
+        assert len(read) == wanted
+    # Files of another size or time, or a changed dataset, are read whoever has checked them.
+    (path,) = folder.glob("*-second.npy")
+    for written_ns in (None, 5):
+        os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))
+        read.clear()
+        assert whole(load_or_build(folder, recipe(), written_ns, is_checked=True).arrays)
+        assert len(read) == 2
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 1
+    path.write_bytes(content)
+    assert whole(load_or_build(folder, recipe(), is_checked=True).arrays)
+
+
+def test_what_takes_long_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(index_cache, "_TELL_SECONDS", 0.01)
+
+    def build() -> Arrays:
+        while not caplog.records:
+            time.sleep(0.01)
+        return arrays()
+
+    load_or_build(tmp_path, recipe(build))
+    assert "Kind train" in caplog.text

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ import numpy as np
 from numpy.random import RandomState
 from numpy.typing import NDArray
 
-from megalith.data.index_cache import Arrays, load_or_build
+from megalith.data.index_cache import Arrays, Recipe, load_or_build
 from megalith.data.indexed import IndexedDataset
 from megalith.data.masked.ngrams import Masking
 from megalith.data.masked.sample_index import LONGEST_SENTENCE, build_sample_index
@@ -113,7 +114,10 @@ class MaskedDataset(ABC):
         }
         description = json.dumps(self.identity, indent=4)
         cached = load_or_build(
-            portion.cache_folder, class_name, description, _ARRAYS, self._build, self._fits, portion.written_ns
+            portion.cache_folder,
+            Recipe(class_name, description, _ARRAYS, self._build, self._source),
+            portion.written_ns,
+            is_checked=portion.cache_is_checked,
         )
         self.cache_problem = cached.problem
         self.sample_index: NDArray[Any] = cached.arrays["sample_index"]
@@ -180,19 +184,10 @@ class MaskedDataset(ABC):
             )
         }
 
-    def _fits(self, arrays: Arrays) -> bool:
-        """Whether an array from a file can be the one of this dataset: all but the choice of sentences."""
-        index = arrays["sample_index"]
-        if index.ndim != 2 or index.shape[1] != 3 or index.dtype.kind != "u" or len(index) < (self.requested or 0):
-            return False
-        bounds = self._documents.document_index[[self._own.start, self._own.stop]]
-        first, stop, target = index.astype(np.int64).T
-        return not len(index) or bool(
-            first.min() >= bounds[0]
-            and stop.max() <= bounds[1]
-            and (stop - first).min() >= self._fewest
-            and target.max() <= self._longest
-        )
+    def _source(self) -> str:
+        """Digest of what the index depends on besides its description: the lengths and borders of the documents."""
+        parts = (self._documents.lengths, self._documents.document_index)
+        return ", ".join(f"{len(part)} entries {zlib.crc32(np.ascontiguousarray(part)):08x}" for part in parts)
 
     def _nothing(self, where: str) -> str:
         asked = f"the {self.name} split of {self.prefix} has no sample, but {self.requested} are asked of it"
