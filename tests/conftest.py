@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import tarfile
 import tempfile
@@ -9,6 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+
+from megalith.assemble.nvidia import find_driver
 
 from .e2e.warm import WarmProcess
 
@@ -17,6 +21,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # nohup
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+if not torch.cuda.is_available() and find_driver() is not None:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # else each command would say that torch cannot use this machine's GPU
 
 _REPOSITORY = Path(__file__).resolve().parents[1]
 

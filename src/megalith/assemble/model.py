@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
+from megalith.assemble.nvidia import unused_gpu
 from megalith.config import LaunchConfig, PrecisionConfig, RunConfig
 from megalith.distributed import comm
 from megalith.distributed.context import ParallelContext
@@ -34,19 +35,24 @@ _COMPILERS = ("g++", "clang++", "c++")
 
 
 def choose_device(wanted: str, launch: LaunchConfig | None = None) -> torch.device:
-    """Where to compute: what `--device` says, CUDA under "auto" where there is one.
+    """Return the device to compute on: what `--device` says, under "auto" CUDA where there is a GPU.
 
     Args:
         wanted: auto, cpu or cuda.
         launch: the place of this process on its machine; alone if None.
 
     Raises:
-        ConfigError: CUDA is asked for and not there, or there are more processes than GPUs; on all of them alike.
+        ConfigError: there is an NVIDIA GPU that torch cannot use, CUDA is asked for and absent, or there are more
+            processes than GPUs; on all of them alike.
     """
     launch = launch or LaunchConfig()
-    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+    if wanted == "cpu":
         return torch.device("cpu")
+    if unused := unused_gpu():
+        raise ConfigError(f"--device {wanted}: {unused}; --device cpu computes on the CPU")
     if not torch.cuda.is_available():
+        if wanted == "auto":
+            return torch.device("cpu")
         raise ConfigError("--device cuda: torch sees no CUDA device here; use --device cpu or auto")
     seen, processes = torch.cuda.device_count(), max(launch.local_world_size or 1, launch.local_rank + 1)
     # srun and mpirun may have given each process a GPU of its own, which is then the only one that it sees.

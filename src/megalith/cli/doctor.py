@@ -119,11 +119,17 @@ def _devices() -> Iterator[Finding]:
     except Exception as error:  # whatever a broken installation raises
         yield Finding("bad", f"torch cannot be imported: {error}")
         return
+    from megalith.assemble.nvidia import unused_gpu
+
     yield from _device(torch.device("cpu"), f"cpu, {torch.get_num_threads()} threads, torch {torch.__version__}")
+    unused = unused_gpu()
+    if unused:
+        yield Finding("bad", f"{unused}. Until then only --device cpu works")
     if not torch.cuda.is_available():
         built = torch.version.cuda
         why = f"torch is built for CUDA {built} and finds none" if built else "torch is built without CUDA"
-        yield Finding("note", f"no CUDA device: {why}")
+        if not unused:
+            yield Finding("note", f"no CUDA device: {why}")
         yield _compiler(torch.device("cpu"))
         return
     yield Finding("ok", f"CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}")

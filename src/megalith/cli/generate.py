@@ -62,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="of a T5 whose layers N processes of torchrun share; a GPT over several processes is served",
     )
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to compute")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="device to compute on")
     add_tokenizer_flags(parser, about="where the checkpoint does not have its own")
     return parser
 

@@ -83,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--iteration", type=int, metavar="N", help="which checkpoint; the newest sound one if absent")
     add("--tp", "--tensor-model-parallel-size", type=int, default=1, metavar="N", help="processes that share layers")
     add("--pp", "--pipeline-model-parallel-size", type=int, default=1, metavar="N", help="processes in a pipeline")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to compute")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="device to compute on")
     add("--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights; that of the checkpoint if absent")
     add_tokenizer_flags(parser, about="where the checkpoint does not have its own")
     return parser

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megalith.assemble import nvidia
 from megalith.assemble.model import choose_device
 from megalith.config import LaunchConfig
 from megalith.errors import ConfigError
@@ -20,6 +21,8 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 def _sees(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "get_arch_list", list)
+    monkeypatch.setattr(nvidia, "find_driver", lambda root: None)
 
 
 @pytest.mark.usefixtures("gpus")

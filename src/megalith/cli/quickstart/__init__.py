@@ -30,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--minutes", type=float, default=3.0, help="time to train for (%(default)s)")
     parser.add_argument("--out", type=Path, default=Path("quickstart"), help="folder for all output (%(default)s)")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="device to compute on")
     parser.add_argument("--prompt", help="text to continue at the end (by default one that fits the data)")
 
 
@@ -53,7 +54,10 @@ def run(argv: Sequence[str]) -> int:
     if not 0.0 < arguments.minutes <= 24 * 60:
         raise ConfigError(f"--minutes {arguments.minutes:g} is not between 0 and 1440 (a day)")
 
+    from megalith.assemble.model import choose_device
     from megalith.cli.quickstart.story import Quickstart, Wishes  # rich is not needed for --help
+
+    choose_device(arguments.device)  # refused before the output of an earlier quickstart is removed
 
     wait_asleep()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # the training is stopped, too
@@ -65,6 +69,7 @@ def run(argv: Sequence[str]) -> int:
             seconds=arguments.minutes * 60.0,
             out=arguments.out,
             prompt=arguments.prompt,
+            device=arguments.device,
         )
     ).run()
     return 0

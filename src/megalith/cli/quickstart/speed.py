@@ -24,14 +24,16 @@ PROBE_SECONDS = 3.0
 FEWEST_PROBES = 5  # so that a pause of the machine does not pass for a slow step
 
 
-def device_here() -> torch.device:
-    """The device that training will choose."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+def measure_machine(wanted: str = "auto") -> Machine:
+    """Multiply matrices in each precision and pick the one to train in.
 
+    Args:
+        wanted: as of `--device`.
 
-def measure_machine() -> Machine:
-    """Multiply matrices in each precision and pick the one to train in."""
-    device = device_here()
+    Raises:
+        ConfigError: there is no such device, or there is a GPU that torch cannot use.
+    """
+    device = choose_device(wanted)
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
     if device.type == "cuda":
         dtypes["fp16"] = torch.float16

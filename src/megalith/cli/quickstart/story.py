@@ -65,6 +65,7 @@ class Wishes:
         seconds: time to train for.
         out: folder of all output.
         prompt: text to continue, or None.
+        device: of `--device`.
     """
 
     files: tuple[Path, ...]
@@ -73,6 +74,7 @@ class Wishes:
     seconds: float
     out: Path
     prompt: str | None
+    device: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -164,7 +166,7 @@ class Quickstart:
         with self.screen.step("machine", "multiplying matrices") as line:
             from megalith.cli.quickstart.speed import measure_machine
 
-            machine = measure_machine()
+            machine = measure_machine(self.wishes.device)
             line.text = f"{machine.name}: {machine.flops / 1e9:,.0f} GFLOP/s in {machine.precision}"
         return machine
 
@@ -174,7 +176,7 @@ class Quickstart:
             from megalith.cli.quickstart.speed import measure_step
 
             def step_time(size: ModelSize) -> float:
-                return measure_step(size, train_arguments(self.folder, size, machine.precision, FEWEST_ITERATIONS)[1:])
+                return measure_step(size, self._train_arguments(size, machine.precision, FEWEST_ITERATIONS)[1:])
 
             num_tokens = corpus.num_characters / CHARACTERS_PER_TOKEN
             size, seconds = choose_model(machine, self.wishes.seconds, num_tokens, step_time)
@@ -203,8 +205,8 @@ class Quickstart:
 
     def train(self, plan: Plan) -> Trained:
         """Train to the half, kill the process, start the same command again and train to the end."""
-        arguments = train_arguments(self.folder, plan.size, plan.machine.precision, plan.iterations)
-        lines = [preprocess_arguments(self.folder), arguments, generate_arguments(self.folder, "def ", NEW_TOKENS)]
+        arguments = self._train_arguments(plan.size, plan.machine.precision, plan.iterations)
+        lines = [preprocess_arguments(self.folder), arguments, self._generate_arguments("def ", NEW_TOKENS)]
         self.folder.commands.write_text(script(lines), encoding="utf-8")
         tail, log = MetricsTail(self.folder.metrics), self.folder.logs / "train.log"
         started = time.perf_counter()
@@ -249,10 +251,20 @@ class Quickstart:
         log = self.folder.logs / "generate.log"
         with self.screen.step("generate", "continuing a prompt") as line:
             prompt = self._prompt(corpus, CODE_PROMPT)
-            run_command(COMMAND, generate_arguments(self.folder, prompt, NEW_TOKENS), log)
+            run_command(COMMAND, self._generate_arguments(prompt, NEW_TOKENS), log)
             line.text = "the model continues a prompt:"
         lines = log.read_text(encoding="utf-8", errors="replace").strip("\n").splitlines()
         self.screen.text([f"  {text}" for text in lines[:SAMPLE_LINES]], style="green")
+
+    def _train_arguments(self, size: ModelSize, precision: str, iterations: int) -> list[str]:
+        return [*train_arguments(self.folder, size, precision, iterations), *self._device]
+
+    def _generate_arguments(self, prompt: str, num_tokens: int) -> list[str]:
+        return [*generate_arguments(self.folder, prompt, num_tokens), *self._device]
+
+    @property
+    def _device(self) -> list[str]:
+        return [] if self.wishes.device == "auto" else ["--device", self.wishes.device]
 
     def _prompt(self, corpus: Corpus, of_code: str) -> str:
         """What the model continues: what the user wishes, or how the last of the texts begins; of Python `of_code`."""
@@ -273,7 +285,7 @@ class Quickstart:
         """End with what to try now."""
         prompt = self._prompt(corpus, "class ").split("\n", 1)[0]
         self.screen.title(f"Done in {seconds / 60.0:.1f} minutes; everything is in {self.folder.root}/. Next:")
-        self.screen.command("ask the model", as_typed(generate_arguments(self.folder, prompt, 200)))
+        self.screen.command("ask the model", as_typed(self._generate_arguments(prompt, 200)))
         self.screen.command(
             "read, change and run again what was run, with Megatron's flags", f"cat {self.folder.commands}"
         )

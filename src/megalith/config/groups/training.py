@@ -164,7 +164,10 @@ class TrainConfig:
         False, help="save and stop on a signal", nothing="signals are always answered by finishing the step and saving"
     )
     device: str = setting(
-        "auto", help="where to compute: auto takes CUDA where there is one", choices=("auto", "cpu", "cuda"), ours=True
+        "auto",
+        help="device to compute on: auto takes CUDA where there is a GPU, and stops where torch cannot use it",
+        choices=("auto", "cpu", "cuda"),
+        ours=True,
     )
     deterministic_mode: bool = setting(
         False, help="the same bits from run to run on a GPU too, by slower kernels there; on a CPU they always are"

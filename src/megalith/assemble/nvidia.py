@@ -1,0 +1,151 @@
+"""Why torch cannot use the NVIDIA GPUs of this machine, so that `--device auto` does not take the CPU without a word.
+
+Looking for a GPU costs a few file names. `nvidia-smi` is asked only where there is a GPU that torch does not see.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+_ROOT = Path("/")
+_WSL = "usr/lib/wsl/lib/nvidia-smi"
+_NVIDIA_SMI_SECONDS = 20.0
+_OLDEST_DRIVERS = {11: "450", 12: "525", 13: "580"}
+"""CUDA's major version -> the oldest driver for all its minor versions (NVIDIA, "CUDA Compatibility", minor version
+compatibility)."""
+
+
+@dataclass(frozen=True)
+class Driver:
+    """The NVIDIA driver of this machine.
+
+    Attributes:
+        version: such as 535.129.03; empty where it is not known.
+        cuda: the newest CUDA that it supports, such as 12.2; empty where it is not known.
+        gpus: names of the GPUs.
+        nodes: whether this process has device files of them.
+    """
+
+    version: str
+    cuda: str
+    gpus: tuple[str, ...]
+    nodes: bool = True
+
+    def __str__(self) -> str:
+        names = ", ".join(f"{self.gpus.count(name)} x {name}" for name in dict.fromkeys(self.gpus)) or "an NVIDIA GPU"
+        supported = f", CUDA {self.cuda}" if self.cuda else ""
+        return f"{names} (driver {self.version or 'of unknown version'}{supported})"
+
+
+def find_driver(root: Path = _ROOT) -> Driver | None:
+    """Return the driver and GPUs that `/proc`, `/dev` and `nvidia-smi` show; None without an NVIDIA GPU."""
+    nodes = any(root.glob("dev/nvidia[0-9]*"))
+    about = sorted(root.glob("proc/driver/nvidia/gpus/*/information"))
+    wsl = (root / _WSL).exists()
+    if not (nodes or about or wsl):
+        return None
+    told = _ask(str(root / _WSL) if wsl else "nvidia-smi")
+    found = re.search(r"(?:Driver|KMD) Version:\s*([\d.]+)", told)
+    version = found[1] if found else _kernel_module(root / "proc/driver/nvidia/version")
+    gpus = [match[1] for path in about if (match := re.search(r"^Model:\s*(.+?)\s*$", path.read_text(), re.M))]
+    gpus = gpus or re.findall(r"^\|\s+\d+\s+(\S.*?)\s+(?:On|Off|N/A)\s+\|", told, re.M)
+    if wsl and not gpus:
+        return None
+    cuda = re.search(r"CUDA (?:UMD )?Version:\s*([\d.]+)", told)
+    return Driver(version, cuda[1] if cuda else "", tuple(gpus), nodes or wsl)
+
+
+def _kernel_module(file: Path) -> str:
+    """The version in `NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.129.03  Thu Oct 19 ...`."""
+    found = re.search(r"^NVRM version:.*?\s(\d+\.\d+(?:\.\d+)?)\s", file.read_text(), re.M) if file.exists() else None
+    return found[1] if found else ""
+
+
+def _ask(command: str) -> str:
+    try:
+        return subprocess.run([command], capture_output=True, text=True, timeout=_NVIDIA_SMI_SECONDS).stdout
+    except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
+        return ""
+
+
+def is_hidden(environ: Mapping[str, str] = os.environ) -> bool:
+    """Tell whether the GPUs are withheld from this process on purpose, by its user or by the scheduler."""
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    return visible in ("", "-1", "NoDevFiles") or environ.get("NVIDIA_VISIBLE_DEVICES") in ("void", "none")
+
+
+def unused_gpu(root: Path | None = None, environ: Mapping[str, str] = os.environ) -> str:
+    """Say which GPU of this machine torch cannot use, why, and what to do; empty where there is none.
+
+    Args:
+        root: of the file system.
+        environ: of the process.
+    """
+    if torch.cuda.is_available():
+        return _without_kernels() if torch.version.cuda else ""
+    if is_hidden(environ) or torch.version.hip or (driver := find_driver(root or _ROOT)) is None:
+        return ""
+    return f"this machine has {driver}, and torch {torch.__version__} cannot use it: {_reason(driver, environ)}"
+
+
+def _reason(driver: Driver, environ: Mapping[str, str]) -> str:
+    built = torch.version.cuda
+    if built is None:
+        for_it = f" for CUDA {driver.cuda} or older" if driver.cuda else ""
+        return f"it is built without CUDA. Install a build of torch{for_it}"
+    if driver.cuda and _major(driver.cuda) < _major(built):
+        oldest = _OLDEST_DRIVERS.get(_major(built))
+        newer = f"to {oldest} or newer" if oldest else "to a newer one"
+        return (
+            f"it is built for CUDA {built}, which is newer than the driver. Update the driver {newer}, or install a "
+            f"build of torch for CUDA {_major(driver.cuda)}"
+        )
+    if not driver.nodes:
+        return "there are no /dev/nvidia* here. Start the container with its GPUs (docker run --gpus all)"
+    if visible := environ.get("CUDA_VISIBLE_DEVICES"):
+        return f"CUDA_VISIBLE_DEVICES={visible} selects no GPU that works. Correct or unset it"
+    try:
+        torch.cuda.init()
+        said = "it finds no CUDA device"
+    except (RuntimeError, AssertionError) as error:
+        said = str(error).strip().splitlines()[0].rstrip(".")
+    return f"{said}. See whether nvidia-smi works, and whether driver and torch (built for CUDA {built}) fit"
+
+
+def _major(version: str) -> int:
+    return int(version.split(".")[0])
+
+
+def _without_kernels() -> str:
+    """What is to be said where this build of torch has no kernels for one of the visible GPUs."""
+    built = torch.cuda.get_arch_list()
+    for number in range(torch.cuda.device_count()) if built else ():
+        capability = torch.cuda.get_device_capability(number)
+        if not any(_runs(arch, capability) for arch in built):
+            name, wanted = torch.cuda.get_device_name(number), f"sm_{capability[0]}{capability[1]}"
+            return (
+                f"torch {torch.__version__} (built for CUDA {torch.version.cuda}) has no kernels for {name}, which is "
+                f"{wanted}: it has {', '.join(built)}. Install a build of torch that has {wanted}, or hide this GPU "
+                "by CUDA_VISIBLE_DEVICES"
+            )
+    return ""
+
+
+def _runs(arch: str, capability: tuple[int, int]) -> bool:
+    """Whether code for an architecture runs on a GPU: binaries within one major version, PTX on all later ones."""
+    match = re.fullmatch(r"(sm|compute)_(\d+)(\d)([a-z]?)", arch)
+    if match is None:
+        return True
+    major, minor, specific = int(match[2]), int(match[3]), match[4] == "a"
+    if specific:
+        return (major, minor) == capability
+    if match[1] == "compute":
+        return (major, minor) <= capability
+    return major == capability[0] and minor <= capability[1]
