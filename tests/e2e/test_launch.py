@@ -11,9 +11,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from megalith.checkpoint import DirectoryStore
 from megalith.tokenizers.byte_level import BYTE_OF_CHARACTER, END_OF_TEXT
@@ -55,12 +57,17 @@ except MegalithError as error:
 def meet(*environments: dict[str, str], port: int | None = None, join: float = 1.5) -> list[tuple[int, str]]:
     """Start one process with each of these environments; returns exit codes and outputs."""
     port = port or free_port()
-    started = []
-    for variables in environments:
-        bare = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "OMPI_", "PMI_"))}
-        environ = {**bare, "MASTER_PORT": str(port), **variables}
-        script = MEET.replace("JOIN", str(join))
-        started.append(subprocess.Popen([sys.executable, "-c", script], env=environ, stdout=subprocess.PIPE, text=True))
+    return await_ends([send_to_meeting(variables, port, join) for variables in environments])
+
+
+def send_to_meeting(variables: dict[str, str], port: int, join: float) -> subprocess.Popen[str]:
+    bare = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "OMPI_", "PMI_"))}
+    environ = {**bare, "MASTER_PORT": str(port), **variables}
+    script = MEET.replace("JOIN", str(join))
+    return subprocess.Popen([sys.executable, "-c", script], env=environ, stdout=subprocess.PIPE, text=True)
+
+
+def await_ends(started: Sequence[subprocess.Popen[str]]) -> list[tuple[int, str]]:
     return [(process.wait(), text) for process in started for text in [process.communicate(timeout=60)[0]]]
 
 
@@ -69,6 +76,7 @@ def place(rank: int, size: int = 2, **more: str) -> dict[str, str]:
 
 
 SLURM = {"SLURM_NTASKS": "2", "SLURM_TASKS_PER_NODE": "2", "SLURM_NODEID": "0", "SLURM_JOB_ID": "4711"}
+SLURM["SLURM_STEP_ID"] = "0"
 OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
 
 
@@ -80,6 +88,45 @@ def test_srun_and_mpirun(warm: WarmProcess, tmp_path: Path, text: Path, common: 
     ends = [running.finish() for running in started]
     assert [end.code for end in ends] == [0, 0], ends
     assert "using world size: 2, data-parallel size: 2" in ends[0].text and ends[1].text == ""
+
+
+@pytest.fixture
+def agents_store() -> dist.TCPStore:
+    """The store that torchrun's agents keep over all restarts of the ranks."""
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def elastic(rank: int, restarts: int) -> dict[str, str]:
+    by_agents = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "run", "LOCAL_WORLD_SIZE": "1"}
+    return place(rank, **by_agents, TORCHELASTIC_RESTART_COUNT=str(restarts))
+
+
+def test_ranks_meet_again_though_each_agent_counts_its_own_restarts(agents_store: dist.TCPStore) -> None:
+    """A worker that dies counts on its own node; on the other one the membership has changed, which is no restart."""
+    for counts in ((0, 0), (0, 1)):
+        places = [elastic(rank, count) for rank, count in enumerate(counts)]
+        met = meet(*places, port=agents_store.port, join=30)
+        assert [code for code, _ in met] == [0, 0], met
+
+
+def test_ranks_meet_though_an_earlier_rank_0_died_while_it_waited(agents_store: dist.TCPStore) -> None:
+    first = send_to_meeting(elastic(0, 0), agents_store.port, 30)
+    agents_store.wait(["megalith/round"], timedelta(seconds=30))
+    first.kill()
+    first.communicate()
+    met = meet(elastic(0, 0), elastic(1, 0), port=agents_store.port, join=30)
+    assert [code for code, _ in met] == [0, 0], met
+
+
+def test_a_rank_that_dies_when_it_was_admitted_is_replaced(agents_store: dist.TCPStore) -> None:
+    """Rank 0 has let it in and waits for it to sign in; another process of that rank comes instead."""
+    others = dist.PrefixStore("megalith/round-1", agents_store)
+    others.set("asks/1", "a process that is dead")
+    started = [send_to_meeting(elastic(0, 0), agents_store.port, 30)]
+    others.wait(["closed"], timedelta(seconds=30))
+    started.append(send_to_meeting(elastic(1, 1), agents_store.port, 30))
+    met = await_ends(started)
+    assert [code for code, _ in met] == [0, 0], met
 
 
 def test_a_rank_that_never_comes() -> None:

@@ -36,6 +36,7 @@ PATIENCE_SECONDS = 20.0
 _NAMED_RANKS = 16
 _SECONDS_TO_LEAVE = 10.0
 _SECONDS_TO_HEAR = 3.0
+_ROUNDS, _ROUND = "megalith/rounds", "megalith/round"  # in a store that outlives the ranks: how many, and which one
 
 
 @dataclass(frozen=True)
@@ -189,22 +190,97 @@ class _Meeting:
     ) -> None:
         self._launch, self._facts, self._say, self._environ = launch, facts, say, environ
         self._asked_to_stop = asked_to_stop
+        self._agent_holds_it = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        self._address, self._prefix = (launch.master_addr, launch.master_port), ""
         self._began = time.monotonic()
         self._join_seconds = join_seconds
         self._next_word = min(PATIENCE_SECONDS, 0.5 * join_seconds)
 
     def hold(self) -> dist.Store:
-        """Returns when all ranks are there."""
-        store = self._of_attempt(self._open())
+        """Return the store once all ranks have signed in.
+
+        Raises:
+            PeerError: the store does not answer any more.
+        """
+        try:
+            opened = self._open()
+            store = self._round(opened)
+            while not self._sign_in(store, opened):
+                store = self._round(opened)
+        except dist.DistError as error:
+            host, port = self._address
+            raise PeerError(
+                f"{self._me()}: the store of the run at {host}:{port} stopped answering while the ranks met ({error})"
+            ) from error
+        return store
+
+    def _sign_in(self, store: dist.Store, opened: dist.Store) -> bool:
+        """Wait until all ranks have signed in; False if this round was given up for a newer one."""
         self._announce(store)
-        pause = 0.002
-        while store.add("here", 0) < self._launch.world_size:
+        for pause in _pauses():
+            if store.add("here", 0) >= self._launch.world_size:
+                return True
             if store.check(["refused"]):
                 self._leave_refused(store, store.get("refused").decode())
-            self._late(lambda: f"{_ranks(self._missing(store))} of {self._launch.world_size}, which did not come")
-            pause = min(2 * pause, 0.5)
+            if self._given_up(store, opened):
+                return False
+            self._late(lambda: self._missing(store, "who"))
             time.sleep(pause)
-        return store
+        raise AssertionError
+
+    def _round(self, opened: dist.Store) -> dist.Store:
+        """Return the part of the store that belongs to this start of the ranks.
+
+        torchrun's agents keep one store over all restarts, and each agent counts only its own (a change of membership
+        is none), so that TORCHELASTIC_RESTART_COUNT differs between nodes. The store itself counts: rank 0 opens the
+        next round, and admits the process of each rank that asked last.
+        """
+        if not self._agent_holds_it:
+            self._prefix = "megalith"
+            return dist.PrefixStore(self._prefix, opened)
+        token = f"{socket.gethostname()} {os.getpid()} {time.time_ns()}"
+        number = self._open_round(opened, token) if self._launch.rank == 0 else self._join_round(opened, token)
+        self._prefix = _round_prefix(number)
+        return dist.PrefixStore(self._prefix, opened)
+
+    def _open_round(self, opened: dist.Store, token: str) -> str:
+        number = str(opened.add(_ROUNDS, 1))
+        store, ranks = dist.PrefixStore(_round_prefix(number), opened), range(self._launch.world_size)
+        store.set("asks/0", token)
+        opened.set(_ROUND, number)
+        for pause in _pauses():
+            if store.check([f"asks/{rank}" for rank in ranks]):
+                break
+            self._late(lambda: self._missing(store, "asks"))
+            time.sleep(pause)
+        for rank in ranks:
+            store.set(f"admitted/{rank}", store.get(f"asks/{rank}"))
+        store.set("closed", "1")
+        return number
+
+    def _join_round(self, opened: dist.Store, token: str) -> str:
+        rank, asked = self._launch.rank, ""
+        for pause in _pauses():
+            number = opened.get(_ROUND).decode() if opened.check([_ROUND]) else ""
+            store = dist.PrefixStore(_round_prefix(number), opened)
+            if number and number != asked:
+                store.set(f"asks/{rank}", token)
+                asked = number
+            if number and store.check(["closed"]):
+                if store.get(f"admitted/{rank}").decode() == token:
+                    return number
+                store.set("given up", "1")  # an earlier process of this rank was admitted, and is dead
+            self._late(lambda: "rank 0, which has not opened a new round since this process was started")
+            time.sleep(pause)
+        raise AssertionError
+
+    def _given_up(self, store: dist.Store, opened: dist.Store) -> bool:
+        """Whether a process of this round was started again before all had signed in."""
+        if not self._agent_holds_it:
+            return False
+        if self._launch.rank == 0:
+            return store.check(["given up"])
+        return _round_prefix(opened.get(_ROUND).decode()) != self._prefix
 
     def turn_to_the_others(self, store: dist.Store) -> None:
         """Let gloo listen on the interface that leads to the other hosts, unless the user has named one."""
@@ -220,17 +296,12 @@ class _Meeting:
 
     def second_connection(self) -> dist.Store:
         """The store once more: a thread that uses it need not wait for what the first connection is asked."""
-        return dist.PrefixStore("run", self._of_attempt(self._store(*self._address, None)))
-
-    def _of_attempt(self, store: dist.Store) -> dist.Store:
-        """torchrun keeps its store when it starts the processes again."""
-        return dist.PrefixStore(f"megalith/{self._environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        return dist.PrefixStore("run", dist.PrefixStore(self._prefix, self._store(*self._address, None)))
 
     def _open(self) -> dist.Store:
-        agent_holds_it = self._environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        host = LOOPBACK if self._launch.one_host and not agent_holds_it else self._launch.master_addr
+        host = LOOPBACK if self._launch.one_host and not self._agent_holds_it else self._launch.master_addr
         self._address = (host, self._launch.master_port)
-        if self._launch.rank == 0 and not agent_holds_it:
+        if self._launch.rank == 0 and not self._agent_holds_it:
             listener = self._listen(host if self._launch.one_host else "")
             self._address = (host, listener.getsockname()[1])
             return self._store(*self._address, listener.detach())
@@ -344,8 +415,10 @@ class _Meeting:
             heard = store.add("heard", 0)
         raise ConfigError(message)
 
-    def _missing(self, store: dist.Store) -> list[int]:
-        return [rank for rank in range(self._launch.world_size) if not store.check([f"who/{rank}"])]
+    def _missing(self, store: dist.Store, key: str) -> str:
+        size = self._launch.world_size
+        missing = [rank for rank in range(size) if not store.check([f"{key}/{rank}"])]
+        return f"{_ranks(missing)} of {size}, which did not come"
 
 
 @dataclass(frozen=True)
@@ -363,6 +436,18 @@ def _closed(host: str, port: int) -> _Closed | None:
     except OSError as error:
         return _Closed(error.strerror or str(error), isinstance(error, socket.gaierror))
     return None
+
+
+def _pauses() -> Iterator[float]:
+    """Seconds between two looks at the store: short at first, as most ranks come together."""
+    pause = 0.002
+    while True:
+        pause = min(2 * pause, 0.5)
+        yield pause
+
+
+def _round_prefix(number: str) -> str:
+    return f"megalith/round-{number}"
 
 
 def _text(text: str | Callable[[], str]) -> str:
