@@ -1,7 +1,7 @@
 """What launched this process, in torchrun's words: the variables of srun and mpirun are turned into those of torchrun.
 
 A variable of torchrun that is set holds, whatever else is there: torchrun runs inside SLURM jobs, and a user exports
-MASTER_PORT by hand. Nothing is read here but the mapping that is given.
+MASTER_PORT by hand. Nothing is read here but the mapping that is given, and the host file that it names.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
 
 from megalith.errors import ConfigError
 
@@ -30,8 +32,7 @@ def read_launch(environ: Mapping[str, str]) -> dict[str, str]:
         return {**_complete(own), "MEGALITH_LAUNCHER": by}
     if "OMPI_COMM_WORLD_RANK" in environ:
         return {**_mpi(environ, _OPEN_MPI), **own}
-    # `sbatch` sets the number of tasks in its script too, where only the step of an `srun` has those tasks.
-    if "SLURM_PROCID" in environ and _slurm_tasks(environ) > 1:
+    if _in_slurm_step(environ) and _slurm_tasks(environ) > 1:
         return {**_slurm(environ), **own}
     if "PMI_RANK" in environ and "PMI_SIZE" in environ:
         return {**_mpi(environ, _PMI), **own}
@@ -43,7 +44,8 @@ def first_of_machine(environ: Mapping[str, str]) -> bool:
     return next((environ[name] for name in _PLACES if name in environ), "0") == "0"
 
 
-_PLACES = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "RANK")
+# Not RANK: a pod that is told its RANK alone has its own output, which nobody else fills.
+_PLACES = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
 _OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _OPEN_MPI = {
     "RANK": "OMPI_COMM_WORLD_RANK",
@@ -57,6 +59,7 @@ _PMI = {
     "LOCAL_RANK": "MPI_LOCALRANKID",
     "LOCAL_WORLD_SIZE": "MPI_LOCALNRANKS",
 }
+_OF_A_STEP = ("SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NUM_TASKS")
 _JOB_OF_MPI = ("SLURM_JOB_ID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID")
 
 
@@ -85,6 +88,16 @@ def _mpi(environ: Mapping[str, str], names: Mapping[str, str]) -> dict[str, str]
     return variables
 
 
+def tasks_without_srun(environ: Mapping[str, str]) -> int:
+    """Return the tasks of a SLURM job whose batch script runs this process itself; 1 where srun or another started it."""
+    return 1 if _in_slurm_step(environ) or read_launch(environ) else _slurm_tasks(environ)
+
+
+def _in_slurm_step(environ: Mapping[str, str]) -> bool:
+    """Whether srun has started this process: a batch script has SLURM_PROCID and SLURM_NTASKS too, but no step."""
+    return "SLURM_PROCID" in environ and any(name in environ for name in _OF_A_STEP)
+
+
 def _slurm_tasks(environ: Mapping[str, str]) -> int:
     """Tasks of the step, or of the job where there is no word of a step."""
     text = environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS") or environ.get("SLURM_NPROCS") or "1"
@@ -107,11 +120,25 @@ def _slurm(environ: Mapping[str, str]) -> dict[str, str]:
         variables["MASTER_ADDR"] = LOOPBACK
         return variables
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST")
-    if nodes:
+    if host := _first_of_host_file(environ):
+        variables["MASTER_ADDR"] = host
+    elif nodes:
         variables["MASTER_ADDR"] = first_host(nodes)
     elif "MASTER_ADDR" not in environ:
         raise ConfigError("SLURM_JOB_NODELIST is not set, so that the host of rank 0 is unknown: export MASTER_ADDR")
     return variables
+
+
+def _first_of_host_file(environ: Mapping[str, str]) -> str:
+    """The host of rank 0 under `srun --distribution=arbitrary`: the first line of SLURM_HOSTFILE, not of the node list.
+
+    Empty for other distributions, and where the file cannot be read.
+    """
+    if not environ.get("SLURM_DISTRIBUTION", "").startswith("arbitrary"):
+        return ""
+    with suppress(OSError, UnicodeDecodeError):
+        return next(iter(Path(environ.get("SLURM_HOSTFILE", "")).read_text(encoding="utf-8").split()), "")
+    return ""
 
 
 def first_host(nodes: str) -> str:

@@ -66,9 +66,15 @@ def _mistakes() -> Iterator[KnownFlag]:
     for old, new in RENAMED.items():
         arity = "0" if old == "--checkpoint-activations" else "1"
         yield KnownFlag(old, arity, "", refusal=f"it is called {new} now", work=False)
-    of_torchrun = "it belongs to torchrun; put it before the name of the script, or give --nproc N without torchrun"
+    of_torchrun = "it belongs to torchrun; put it before the name of the script"
     for word in LAUNCHER.split():
-        yield _read(word, refusal=of_torchrun, work=False)
+        # --nproc is no answer to a flag that is about several machines.
+        other = (
+            ", or give --nproc N without torchrun"
+            if word.startswith("--nproc")
+            else ": torchrun, srun and mpirun start processes on several machines, --nproc N on this one only"
+        )
+        yield _read(word, refusal=of_torchrun + other, work=False)
 
 
 def _read(

@@ -9,7 +9,7 @@ from typing import Any
 
 from megalith.config.checkpoint_args import settings_from
 from megalith.config.command_line import read_command_line
-from megalith.config.environment import read_launch
+from megalith.config.environment import read_launch, tasks_without_srun
 from megalith.config.file_rules import FILE_RULES
 from megalith.config.reading import Reading
 from megalith.config.recipe import read_recipe
@@ -54,10 +54,16 @@ def load(
     """
     flags = read_command_line(argv)
     recipe = read_recipe(Path(flags.recipe)) if flags.recipe else Reading()
-    launch = _read_environment(os.environ if environ is None else environ)
+    environ = os.environ if environ is None else environ
+    launch = _read_environment(environ)
     nproc = flags.values.get("nproc", recipe.values.get("nproc"))
     if nproc is not None and "rank" not in launch.values:
         launch.values["world_size"] = launch.values["local_world_size"] = nproc
+    elif not launch.problems and (tasks := tasks_without_srun(environ)) > 1:
+        launch.notes.append(
+            f"SLURM_NTASKS={tasks}, but srun did not start this process: it trains alone; `srun` before the command "
+            "starts all tasks, --nproc N starts N processes on this node"
+        )
     readings: tuple[Reading, ...] = (launch, recipe, flags)
     asked = {name: value for reading in readings for name, value in reading.values.items()}
     if saved_args is not None:

@@ -328,7 +328,8 @@ TABLE: list[tuple[str, tuple[str, ...]]] = [
     ("--gibberish 1 2", ("--gibberish is not a flag", "megalith config --flags")),
     ("--batch-size 8", ("--batch-size 8: it is called --micro-batch-size now",)),
     ("--checkpoint-activations", ("it is called --recompute-activations now",)),
-    ("--nnodes 2", ("--nnodes 2: it belongs to torchrun",)),
+    ("--nproc-per-node 2", ("--nproc-per-node 2: it belongs to torchrun", "--nproc N")),
+    ("--nproc 2 --nnodes 2", ("--nnodes 2: it belongs to torchrun", "--nproc N on this one only")),
     (
         "--moe-mlp-glu-interleave-size 8 --moe-shared-expert-glu-interleave-size 8",
         ("--moe-mlp-glu-interleave-size 8, --moe-shared-expert-glu-interleave-size 8: gated layers keep",),

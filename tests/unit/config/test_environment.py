@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -59,6 +60,35 @@ def test_a_step_has_its_own_number_of_tasks() -> None:
     assert read_launch({**SRUN, "SLURM_STEP_NUM_TASKS": "6"})["WORLD_SIZE"] == "6"
 
 
+BATCH = {name: value for name, value in SRUN.items() if name != "SLURM_STEP_ID"} | {"SLURM_PROCID": "0"}
+
+
+def test_a_batch_script_without_srun_is_one_process() -> None:
+    """SLURM sets the number of tasks and SLURM_PROCID=0 for the script too, which runs once."""
+    assert read_launch(BATCH) == {}
+    config = load(MODEL.split(), BATCH)
+    assert config.launch.world_size == 1
+    assert any("SLURM_NTASKS=7" in note.text and "srun" in note.text for note in config.notes)
+    for nothing_to_say in ({**BATCH, "SLURM_NTASKS": "1"}, {**BATCH, "RANK": "0", "WORLD_SIZE": "1"}):
+        assert not any("srun" in note.text for note in load(MODEL.split(), nothing_to_say).notes)
+    with_launcher = load([*MODEL.split(), "--nproc", "2"], BATCH)
+    assert with_launcher.launch.world_size == 2 and not any("srun" in note.text for note in with_launcher.notes)
+
+
+@pytest.mark.parametrize("of_step", ["SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NUM_TASKS"])
+def test_any_variable_of_a_step_means_srun(of_step: str) -> None:
+    assert read_launch({**BATCH, of_step: "7"})["WORLD_SIZE"] == "7"
+
+
+def test_rank_0_of_an_arbitrary_distribution_is_on_the_first_host_of_the_host_file(tmp_path: Path) -> None:
+    hosts = tmp_path / "hosts"
+    hosts.write_text("gpu09-ib\ngpu03-ib\ngpu03-ib\n")
+    arbitrary = {**SRUN, "SLURM_DISTRIBUTION": "arbitrary", "SLURM_HOSTFILE": str(hosts)}
+    assert read_launch(arbitrary)["MASTER_ADDR"] == "gpu09-ib"
+    for usual in ({"SLURM_DISTRIBUTION": "block"}, {"SLURM_HOSTFILE": "/no/such/file"}, {"SLURM_HOSTFILE": ""}):
+        assert read_launch({**arbitrary, **usual})["MASTER_ADDR"] == "gpu03-ib"
+
+
 def test_torchrun_inside_a_slurm_job() -> None:
     own = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "none"}
     found = read_launch({**SRUN, **own})
@@ -92,7 +122,8 @@ def test_mpirun_on_several_hosts_needs_an_address() -> None:
         (OPEN_MPI, False),
         ({**SRUN, "SLURM_LOCALID": "0"}, True),
         ({"RANK": "4", "LOCAL_RANK": "0"}, True),
-        ({"RANK": "1"}, False),
+        ({"RANK": "1"}, True),  # a pod of its own, as PyTorchJob starts them
+        ({"RANK": "1", "LOCAL_RANK": "1"}, False),
     ],
 )
 def test_the_first_of_a_machine_speaks(environ: dict[str, str], first: bool) -> None:
