@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from megalith.checkpoint.source import refuse_model_folder
 from megalith.errors import CheckpointError
 
 LOCK_FILE = ".megalith-lock"
@@ -131,8 +132,10 @@ def claim(folder: Path, *, heartbeat: float = HEARTBEAT_SECONDS) -> Iterator[Non
         heartbeat: seconds between signs of life.
 
     Raises:
-        CheckpointError: another run holds it (the message names process, machine and age), or it is not writable.
+        CheckpointError: another run holds it (the message names process, machine and age), it is not writable, or it
+            is the folder of a Hugging Face model.
     """
+    refuse_model_folder(folder)
     path = folder / LOCK_FILE
     mine = _Claim(Owner.this_process(), uuid.uuid4().hex, time.strftime("%Y-%m-%d %H:%M:%S %z"))
     try:

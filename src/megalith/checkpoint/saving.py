@@ -29,6 +29,7 @@ from megalith.checkpoint.content import CheckpointContent
 from megalith.checkpoint.crew import Crew
 from megalith.checkpoint.dcp_writing import Written
 from megalith.checkpoint.folder_writer import FolderWriter, MakeWriter, SharedFiles, TorchDistWriter
+from megalith.checkpoint.source import refuse_model_folder
 from megalith.checkpoint.staging import Staging
 from megalith.errors import CheckpointError
 
@@ -179,6 +180,7 @@ class Saving:
         """Make the folder; its name, since other hosts may have the save folder elsewhere."""
         self._writer.merge(plans)
         parent = self._final.parent
+        refuse_model_folder(parent)
         with naming_full_disk(parent, self._needed):
             parent.mkdir(parents=True, exist_ok=True)
             clear_leftovers(parent)

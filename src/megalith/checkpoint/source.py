@@ -16,10 +16,9 @@ from typing import Any, Protocol
 from megalith.checkpoint.content import CheckpointContent
 from megalith.checkpoint.fit import Contents
 from megalith.checkpoint.manifest import refuse_newer
+from megalith.config.file_rules import TRACKER_FILE as TRACKER_FILE
+from megalith.config.file_rules import is_huggingface as is_huggingface
 from megalith.errors import CheckpointError
-
-TRACKER_FILE = "latest_checkpointed_iteration.txt"
-"""In a save folder: the iteration of its last checkpoint."""
 
 
 class Source(Protocol):
@@ -102,6 +101,19 @@ def open_source(path: Path) -> Source:
     return TorchDistSource(path)
 
 
+def refuse_model_folder(path: Path) -> None:
+    """Refuse to save into the folder of a Hugging Face model, which would then be read as neither.
+
+    Raises:
+        CheckpointError: it is one.
+    """
+    if is_huggingface(path):
+        raise CheckpointError(
+            f"{path} is the folder of a Hugging Face model, which would lie among the checkpoints; save into a folder "
+            "of its own"
+        )
+
+
 def no_save_folder(path: Path) -> str | None:
     """What a folder is that holds parts of a checkpoint where folders of checkpoints should be; None if it does not."""
     if any(any(path.glob(pattern)) for pattern in (".metadata", "__*_*.distcp", "mp_rank_*")):
@@ -118,14 +130,3 @@ def _describes_a_model(config: Path) -> bool:
     except OSError:
         return False
     return '"model_type"' in text or '"architectures"' in text
-
-
-def is_huggingface(path: Path) -> bool:
-    """Whether a folder is as Hugging Face's `save_pretrained` writes it: config.json beside weights or their index.
-
-    One into which a run has saved since is the save folder of that run.
-    """
-    weights = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*")
-    if (path / TRACKER_FILE).exists() or not (path / "config.json").is_file():
-        return False
-    return any(any(path.glob(pattern)) for pattern in weights)

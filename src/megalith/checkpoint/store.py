@@ -40,6 +40,7 @@ from megalith.checkpoint.saving import Saving
 from megalith.checkpoint.source import TRACKER_FILE as TRACKER_FILE
 from megalith.checkpoint.source import is_huggingface, no_save_folder
 from megalith.checkpoint.staging import Staging
+from megalith.config.values import remote
 from megalith.distributed.context import ParallelContext
 from megalith.errors import CheckpointError, NewerFormatError
 from megalith.layout import Layout
@@ -194,6 +195,9 @@ class DirectoryStore:
         ctx: the ranks that share it; this process alone by default.
         retention: which checkpoints stay when one is saved.
         save_format: torch_dist or torch.
+
+    Raises:
+        CheckpointError: the path is not one of the file system.
     """
 
     def __init__(
@@ -204,6 +208,8 @@ class DirectoryStore:
         *,
         save_format: str = "torch_dist",
     ) -> None:
+        if problem := remote(str(path)):
+            raise CheckpointError(f"{path}: {problem}")
         ctx = ctx or ParallelContext.solo()
         self.path, self._retention = Path(path), retention
         self._layout, self._crew = ctx.layout, Crew(ctx.world)

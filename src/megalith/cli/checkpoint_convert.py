@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
+
+from megalith.config.values import local_path
 
 
 def add_arguments(commands: Any) -> None:
@@ -15,8 +16,8 @@ def add_arguments(commands: Any) -> None:
         description="Reads a checkpoint of any format and writes it in another format, layout or precision, one tensor "
         "at a time. The source is not changed.",
     )
-    convert.add_argument("source", type=Path, metavar="SRC", help="a save folder, or one checkpoint folder")
-    convert.add_argument("destination", type=Path, metavar="DST", help="the save folder to put the result into")
+    convert.add_argument("source", type=local_path, metavar="SRC", help="a save folder, or one checkpoint folder")
+    convert.add_argument("destination", type=local_path, metavar="DST", help="the save folder to put the result into")
     convert.add_argument("--format", default="torch_dist", metavar="F", help="torch_dist (default) or torch")
     convert.add_argument("--tp", type=int, metavar="N", help="tensor-parallel size; by default that of SRC")
     convert.add_argument("--pp", type=int, metavar="N", help="pipeline-parallel size; by default that of SRC")

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megalith.config.values import local_path
+
 _DIFFERENT = 1
 
 
@@ -18,8 +20,10 @@ def add_arguments(commands: Any) -> None:
         description="Compares the tensors of two checkpoints layer by layer, and what stands beside them. Exit code 0: "
         "equal bit by bit; 1: different.",
     )
-    diff.add_argument("one", type=Path, metavar="A", help="a save folder, or one checkpoint folder, of any format")
-    diff.add_argument("other", type=Path, metavar="B", help="the other one")
+    diff.add_argument(
+        "one", type=local_path, metavar="A", help="a save folder, or one checkpoint folder, of any format"
+    )
+    diff.add_argument("other", type=local_path, metavar="B", help="the other one")
     diff.add_argument("--iteration", type=int, metavar="N", help="of save folders, this checkpoint")
     diff.add_argument("--weights", action="store_true", help="the weights and the architecture alone")
     diff.add_argument("--all", action="store_true", help="show every difference, not the first 20 of each kind")

@@ -10,6 +10,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megalith.config.values import local_path
 from megalith.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -24,8 +25,12 @@ def add_arguments(commands: Any) -> None:
         description="Reads a model of a family that docs/huggingface.md names from safetensors and writes weights to "
         "begin from: SAVE_DIR/release, which --load SAVE_DIR starts with. (--load takes such a folder itself, too.)",
     )
-    bring.add_argument("source", type=Path, metavar="HF_DIR", help="a folder with config.json and safetensors files")
-    bring.add_argument("destination", type=Path, metavar="SAVE_DIR", help="the save folder to put the result into")
+    bring.add_argument(
+        "source", type=local_path, metavar="HF_DIR", help="a folder with config.json and safetensors files"
+    )
+    bring.add_argument(
+        "destination", type=local_path, metavar="SAVE_DIR", help="the save folder to put the result into"
+    )
     bring.add_argument(
         "--iteration",
         type=int,
@@ -40,8 +45,8 @@ def add_arguments(commands: Any) -> None:
         description="Writes the weights of a checkpoint of any format as safetensors, with config.json and the "
         "tokenizer's files.",
     )
-    take.add_argument("source", type=Path, metavar="DIR", help="a save folder, or one checkpoint folder")
-    take.add_argument("destination", type=Path, metavar="HF_DIR", help="the folder to make")
+    take.add_argument("source", type=local_path, metavar="DIR", help="a save folder, or one checkpoint folder")
+    take.add_argument("destination", type=local_path, metavar="HF_DIR", help="the folder to make")
     take.add_argument("--iteration", type=int, metavar="N", help="of a save folder, this checkpoint")
     take.add_argument("--dtype", metavar="D", help="of the weights: float32, bfloat16 or float16")
     take.add_argument(

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megalith.config.values import local_path
 from megalith.errors import MegalithError
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ _UNITS = "KMGTPE"
 def add_arguments(commands: Any) -> None:
     """Declare the sub-command."""
     inspect = commands.add_parser("inspect", help="show files, settings and tensors")
-    inspect.add_argument("dir", type=Path, metavar="DIR", help="a save folder, or one checkpoint folder")
+    inspect.add_argument("dir", type=local_path, metavar="DIR", help="a save folder, or one checkpoint folder")
     inspect.add_argument("--iteration", type=int, metavar="N", help="of a save folder, this checkpoint")
     inspect.add_argument("--all", action="store_true", help="list the optimizer's tensors too")
     inspect.set_defaults(run=run)

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from megalith.config.values import local_path
 from megalith.errors import CheckpointError, NewerFormatError
 
 _DAMAGED = CheckpointError.exit_code
@@ -14,7 +15,7 @@ _DAMAGED = CheckpointError.exit_code
 def add_arguments(commands: Any) -> None:
     """Declare the sub-command."""
     verify = commands.add_parser("verify", help="compare every file with the hashes of the manifest")
-    verify.add_argument("dir", type=Path, metavar="DIR", help="a save folder, or one checkpoint folder")
+    verify.add_argument("dir", type=local_path, metavar="DIR", help="a save folder, or one checkpoint folder")
     verify.add_argument("--iteration", type=int, metavar="N", help="only this checkpoint of a save folder")
     verify.set_defaults(run=run)
 

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from megalith.config.values import local_name, local_path
 from megalith.errors import ConfigError
 
 
@@ -18,8 +19,10 @@ def add_arguments(commands: Any) -> None:
         "given, or the shares that several machines made of one command.",
     )
     parser.add_argument("prefixes", nargs="*", metavar="PREFIX", help="datasets, without .bin and .idx")
-    parser.add_argument("--input", type=Path, metavar="DIR", help="a folder: all datasets in it")
-    parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help="of the whole, without .bin and .idx")
+    parser.add_argument("--input", type=local_path, metavar="DIR", help="a folder: all datasets in it")
+    parser.add_argument(
+        "--output-prefix", type=local_name, required=True, metavar="PREFIX", help="of the whole, without .bin and .idx"
+    )
     parser.add_argument(
         "--shares", action="store_true", help="the shares of this output prefix, as `megalith preprocess` made them"
     )

@@ -19,6 +19,7 @@ from megalith.config import LaunchConfig, RunConfig
 from megalith.config.bert_rules import SHORTEST_SAMPLE
 from megalith.config.environment import first_of_machine, read_launch
 from megalith.config.tokenizer_flags import add_tokenizer_flags, tokenizer_of_flags
+from megalith.config.values import local_path
 from megalith.errors import ConfigError, MegalithError
 from megalith.evaluate.request import DEFAULT_BATCH, DETOKENIZER_CHOICES, MASKED_TASKS, TASKS, Request
 from megalith.train.streams import warn
@@ -57,11 +58,11 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("checkpoint", type=Path, help="what --save named, one iter_* folder in it, or a Hugging Face folder")
+    add("checkpoint", type=local_path, help="what --save named, one iter_* folder in it, or a Hugging Face folder")
     add("--task", required=True, choices=tuple(TASKS), help="what to measure")
     add(
         "--data",
-        type=Path,
+        type=local_path,
         metavar="FILE",
         help="the file to measure on: jsonl with a text in each line, or txt; of masked and spans also the prefix of a "
         "dataset of preprocess --split-sentences",
@@ -80,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="device to compute on")
     add("--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights; that of the checkpoint if absent")
     add_tokenizer_flags(parser, about="where the checkpoint does not have its own")
-    add("--json", type=Path, metavar="FILE", help="write the result there too")
+    add("--json", type=local_path, metavar="FILE", help="write the result there too")
     add("--fail-on-alarm", action="store_true", help=f"end with code {EXIT_ALARM} if the result cannot be right")
     return parser
 

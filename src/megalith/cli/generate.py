@@ -7,10 +7,10 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from megalith.config.tokenizer_flags import add_tokenizer_flags, tokenizer_of_flags
+from megalith.config.values import local_path
 from megalith.errors import ConfigError, DataError, MegalithError
 from megalith.serve.request import Finished, Request, RequestError, Sampling, Token
 from megalith.train.streams import warn
@@ -40,7 +40,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "checkpoint", type=Path, help="what --save named, one iter_* folder in it, or a Hugging Face folder"
+        "checkpoint", type=local_path, help="what --save named, one iter_* folder in it, or a Hugging Face folder"
     )
     parser.add_argument("--prompt", help="the text to continue; - reads it from standard input; asked for if absent")
     parser.add_argument("--max-new-tokens", type=int, default=100, help="tokens to add at most (default: 100)")

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 from megalith.config.known import known_flags
 from megalith.config.tokenizer_flags import add_tokenizer_flags
+from megalith.config.values import local_name
 from megalith.data.sources import END_OF_TEXT_SEPARATOR, FORMATS, Limits
 from megalith.errors import ConfigError
 
@@ -89,7 +90,7 @@ def _add_output(parser: Parser) -> None:
         help="files, folders and globs: jsonl, one JSON array, txt, csv, parquet, arrow, datasets of Hugging Face; "
         "also .gz, .xz, .zst, .bz2",
     )
-    add("--output-prefix", metavar="PREFIX", help="beginning of the output paths")
+    add("--output-prefix", type=local_name, metavar="PREFIX", help="beginning of the output paths")
     add("--json-keys", metavar="KEY", nargs="+", default=["text"], help="keys or columns, a dataset for each (text)")
     add("--append-eod", action="store_true", help="end each document with the end-of-document token")
 

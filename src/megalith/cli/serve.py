@@ -21,6 +21,7 @@ from megalith.cli.threads import keep_native_code_quiet, share_cores, wait_aslee
 from megalith.config import LaunchConfig, RunConfig, TokenizerConfig
 from megalith.config.environment import first_of_machine, read_launch
 from megalith.config.tokenizer_flags import add_tokenizer_flags, tokenizer_of_flags
+from megalith.config.values import local_path
 from megalith.errors import CheckpointError, ConfigError, MegalithError, PeerError, install_command
 from megalith.serve.http.settings import Defaults, Limits, ServerSettings
 from megalith.train.streams import warn
@@ -51,13 +52,13 @@ def _server_parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("the server").add_argument
     add("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
     add("--port", type=int, default=5000, help="port to listen on; 0 takes a free one (default: 5000)")
-    add("--api-key-file", type=Path, metavar="FILE", help="keys that open the API, one a line")
+    add("--api-key-file", type=local_path, metavar="FILE", help="keys that open the API, one a line")
     add("--api-key", action="append", default=[], metavar="KEY", help="the same; other users see it in `ps`")
     add("--allowed-host", action="append", default=[], metavar="NAME", help="another name of this server")
     add("--allowed-origin", action="append", default=[], metavar="URL", help="a web page that may use the API")
     add("--i-know-it-is-open", action="store_true", help="listen beyond this machine without a key")
     add("--served-model-name", metavar="NAME", help="name in the API (default: that of the folder)")
-    add("--chat-template", type=Path, metavar="FILE", help="in Jinja; instead of that of the tokenizer")
+    add("--chat-template", type=local_path, metavar="FILE", help="in Jinja; instead of that of the tokenizer")
     add("--max-batch", type=int, metavar="N", help="sequences that are worked on at once (default: 64)")
     add("--max-queue", type=int, default=limits.waiting, metavar="N", help="sequences that may wait (default: 256)")
     add("--cache-mib", type=int, metavar="N", help="memory of keys and values on each rank (default: at most 2048)")
@@ -79,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("checkpoint", type=Path, help="what --save named, one iter_* folder in it, or a Hugging Face folder")
+    add("checkpoint", type=local_path, help="what --save named, one iter_* folder in it, or a Hugging Face folder")
     add("--iteration", type=int, metavar="N", help="which checkpoint; the newest sound one if absent")
     add("--tp", "--tensor-model-parallel-size", type=int, default=1, metavar="N", help="processes that share layers")
     add("--pp", "--pipeline-model-parallel-size", type=int, default=1, metavar="N", help="processes in a pipeline")

@@ -7,13 +7,36 @@ from pathlib import Path
 from megalith.config.data_sources import SPLIT_FLAGS, data_sources
 from megalith.config.rule import Draft, Rule, rule, show
 from megalith.config.run import all_settings
-from megalith.config.values import closest
+from megalith.config.values import closest, remote
 from megalith.errors import ConfigError
+
+TRACKER_FILE = "latest_checkpointed_iteration.txt"
+"""In a save folder: the iteration of its last checkpoint."""
+
+
+_NO_PATHS = ("wandb_project", "wandb_exp_name", "wandb_entity", "tokenizer_special_tokens", "validation_set_names")
+_PATHS = tuple(
+    setting.name
+    for setting in all_settings().values()
+    if setting.kind is str and not setting.about.choices and setting.name not in _NO_PATHS
+)
+
+
+@rule(*_PATHS)
+def paths_are_local(draft: Draft) -> str:
+    """Refuse `scheme://`, which would become a folder of that name."""
+    found: dict[str, list[str]] = {}
+    for setting in map(all_settings().__getitem__, _PATHS):
+        value = getattr(getattr(draft.run, setting.group), setting.name)
+        for word in filter(None, value if setting.many else (value,)):
+            if problem := remote(str(word)):
+                found.setdefault(problem, []).append(f"{setting.positive_flag} {word}")
+    return "; ".join(f"{', '.join(words)}: {problem}" for problem, words in found.items())
 
 
 def _file_problem(draft: Draft, name: str) -> str:
     path = draft.run.tokenizer.named_files.get(name)
-    if path is None or Path(path).is_file():
+    if path is None or remote(path) or Path(path).is_file():
         return ""
     what = "is a folder" if Path(path).is_dir() else f"no such file{_from_here(path)}"
     return f"{show(draft, name)}: {what}{_near(Path(path))}"
@@ -59,7 +82,9 @@ def datasets_exist(draft: Draft) -> str:
         sources = data_sources(draft.run.data)
     except ConfigError as error:
         in_file = draft.run.data.data_args_path or draft.run.data.per_split_data_args_path
-        return str(error) if in_file else ""  # what stands on the command line has a rule of its own
+        return (
+            str(error) if in_file and not remote(in_file) else ""
+        )  # what stands on the command line has a rule of its own
     return "; ".join(filter(None, (_missing_dataset(_naming(draft, prefix), prefix) for prefix in sources.prefixes)))
 
 
@@ -73,7 +98,7 @@ def _naming(draft: Draft, prefix: str) -> str:
 
 def _missing_dataset(flag: str, prefix: str) -> str:
     missing = [prefix + ending for ending in (".bin", ".idx") if not Path(prefix + ending).is_file()]
-    if not missing:
+    if not missing or remote(prefix):
         return ""
     found = _prefix_that_was_meant(prefix)
     hint = f"; did you mean {flag} {found}?" if found else "; make them with `megalith preprocess`"
@@ -104,6 +129,29 @@ def _folder_is_no_file(name: str) -> Rule:
     return Rule(f"{name}_is_a_folder", (name,), check)
 
 
+@rule("save", "non_persistent_global_ckpt_dir", "non_persistent_local_ckpt_dir")
+def save_is_no_model_folder(draft: Draft) -> str:
+    for name in ("save", "non_persistent_global_ckpt_dir", "non_persistent_local_ckpt_dir"):
+        path = getattr(draft.run.checkpoint, name)
+        if path is not None and is_huggingface(Path(path)):
+            return (
+                f"{show(draft, name)} is the folder of a Hugging Face model, which would lie among the checkpoints; "
+                f"give a folder of its own (to begin with that model: --load {path})"
+            )
+    return ""
+
+
+def is_huggingface(path: Path) -> bool:
+    """Whether a folder is as Hugging Face's `save_pretrained` writes it: config.json beside weights or their index.
+
+    One into which a run has saved since is the save folder of that run.
+    """
+    weights = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*")
+    if (path / TRACKER_FILE).exists() or not (path / "config.json").is_file():
+        return False
+    return any(any(path.glob(pattern)) for pattern in weights)
+
+
 FILE_RULES: tuple[Rule, ...] = (
     vocabulary_file_exists,
     merges_file_exists,
@@ -116,4 +164,5 @@ FILE_RULES: tuple[Rule, ...] = (
             *("data_cache_path", "tensorboard_dir"),
         )
     ),
+    save_is_no_model_folder,
 )

@@ -12,6 +12,7 @@ from megalith.config.checkpoint_rules import CHECKPOINT_NOTICES, CHECKPOINT_RULE
 from megalith.config.data_rules import DATA_NOTICES, DATA_RULES
 from megalith.config.expert_layout_rules import EXPERT_LAYOUT_NOTICES, EXPERT_LAYOUT_RULES
 from megalith.config.expert_rules import EXPERT_NOTICES, EXPERT_RULES
+from megalith.config.file_rules import paths_are_local
 from megalith.config.latent_rules import LATENT_NOTICES, LATENT_RULES
 from megalith.config.launch_rules import LAUNCH_NOTICES, LAUNCH_RULES
 from megalith.config.layout_rules import LAYOUT_NOTICES, LAYOUT_RULES
@@ -28,6 +29,7 @@ from megalith.config.tokenizer_rules import TOKENIZER_NOTICES, TOKENIZER_RULES
 from megalith.config.training_rules import TRAINING_NOTICES, TRAINING_RULES
 
 RULES: tuple[Rule, ...] = (
+    paths_are_local,
     *MODEL_RULES,
     *LATENT_RULES,
     *MUP_RULES,

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import math
+import re
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from megalith.config.fields import Setting
@@ -12,6 +15,37 @@ from megalith.config.fields import Setting
 
 class BadValue(ValueError):
     """A value that a setting cannot take; the message completes `--flag value: ...`."""
+
+
+# With one slash too, as pathlib writes it, where no folder of such a name is likely.
+_REMOTE = re.compile(
+    r"[A-Za-z][A-Za-z0-9+.-]*://|(?:s3a?|gs|gcs|az|abfss?|wasbs?|hdfs|oci|msc|hf|https?|ftp|file):/", re.IGNORECASE
+)
+
+
+def remote(path: str) -> str:
+    """What is wrong with a path that names another machine or an object store; empty for one of the file system."""
+    found = _REMOTE.match(path)
+    if found is None:
+        return ""
+    if found[0].lower().startswith("file:"):
+        return f"give the path without {found[0]}"
+    return (
+        f"{found[0]} is not read or written here, only paths of the file system: mount the store (s3fs, gcsfuse, "
+        "blobfuse2, NFS) and give the folder where it is mounted, or copy the files there and back"
+    )
+
+
+def local_name(text: str) -> str:
+    """Take an argument of a command that begins a path, for argparse."""
+    if problem := remote(text):
+        raise argparse.ArgumentTypeError(f"{text}: {problem}")
+    return text
+
+
+def local_path(text: str) -> Path:
+    """Take an argument of a command that is a path, for argparse."""
+    return Path(local_name(text))
 
 
 def value_from_words(setting: Setting, words: list[str]) -> Any:

@@ -17,6 +17,7 @@ from megalith.checkpoint import CheckpointContent, DirectoryStore
 from megalith.checkpoint.convert import Wanted, convert
 from megalith.checkpoint.locate import locate
 from megalith.checkpoint.safe_loading import load_tensors_and_plain_data, map_tensors
+from megalith.cli.main import main
 from megalith.errors import CheckpointError, DamagedCheckpointError, OtherModelError
 from megalith.train.checkpoint_fit import find_checkpoint
 
@@ -133,3 +134,37 @@ def test_a_config_of_another_program_leaves_a_folder_empty(tmp_path: Path) -> No
 def test_an_iteration_that_is_not_there(whole: Path) -> None:
     with pytest.raises(CheckpointError, match="holds no iteration 5; it holds 10$"):
         saved_args(whole, 5)
+
+
+@pytest.mark.parametrize("path", ["s3://b/c", Path("s3://b/c"), "gs://b/iter_0000001", "file:///c", "HTTPS://b/c"])
+def test_a_store_is_on_a_file_system(path: str | Path) -> None:
+    with pytest.raises(CheckpointError, match=":/"):
+        DirectoryStore(path)
+
+
+def test_a_folder_with_a_colon_is_a_folder(tmp_path: Path, make_content: MakeContent) -> None:
+    store = DirectoryStore(tmp_path / "s3:" / "b")
+    store.save(1, make_content(1), {})
+    assert store.iterations() == [1]
+
+
+@pytest.mark.parametrize("command", ["generate", "evaluate", "serve", "checkpoint verify", "checkpoint inspect"])
+def test_no_command_takes_a_remote_path(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code = main([*command.split(), "s3://b/c"])
+    except SystemExit as ended:
+        code = int(ended.code or 0)
+    assert code == 2 and "s3://b/c" in capsys.readouterr().err
+
+
+def test_no_checkpoint_goes_into_a_model_folder(whole: Path, tmp_path: Path, make_content: MakeContent) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (model / name).write_text("{}")
+    store = DirectoryStore(model)
+    with pytest.raises(CheckpointError, match="Hugging Face"):
+        store.save(1, make_content(1), {})
+    with pytest.raises(CheckpointError, match="Hugging Face"), store.claim():
+        pass
+    assert sorted(path.name for path in model.iterdir()) == ["config.json", "model.safetensors"]

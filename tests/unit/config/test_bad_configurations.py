@@ -580,6 +580,19 @@ TABLE: list[tuple[str, tuple[str, ...]]] = [
         ("--tokenizer-model {data}/vocab.model: no such file", "did you mean {data}/vocab.json?"),
     ),
     ("--save {data}/real.bin --save-interval 5", ("--save {data}/real.bin is a file; give a folder",)),
+    ("--save {data}/hf --save-interval 5", ("--save {data}/hf is the folder of a Hugging Face", "--load {data}/hf")),
+    ("--save s3://b/c --save-interval 5", ("--save s3://b/c: s3:// is not", "mount")),
+    ("--load GS://b/c", ("--load GS://b/c: GS:// is not", "mount")),
+    ("--save file:///c --save-interval 5", ("--save file:///c: give the path without file://",)),
+    ("-mock-data --data-path 0.5 s3://b/c 0.5 {data}/real", ("--data-path s3://b/c: s3:// is not",)),
+    ("-mock-data --train-data-path hdfs://b/c --save hdfs://b --save-interval 5", ("--train-data-path hdfs", "--save")),
+    ("-mock-data --data-args-path s3://b/c", ("--data-args-path s3://b/c",)),
+    ("--data-cache-path msc://b/c", ("--data-cache-path msc://b/c",)),
+    ("--tensorboard-dir s3://b/c", ("--tensorboard-dir s3://b/c",)),
+    (
+        "-tokenizer-type -vocab-size --tokenizer-type HuggingFaceTokenizer --tokenizer-model hf://org/name",
+        ("--tokenizer-model hf://org/name",),
+    ),
     ("--load {data}/real.bin", ("--load {data}/real.bin is a file; give a folder",)),
     (
         "--load {data} --non-persistent-ckpt-type global --non-persistent-global-ckpt-dir {data}/real.bin",
@@ -697,6 +710,9 @@ def data(tmp_path: Path) -> Path:
         "empty.toml",
     ):
         (tmp_path / name).touch()
+    (tmp_path / "hf").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / "hf" / name).touch()
     (tmp_path / "words").write_text(f"0.3 {tmp_path}/real 0.7 {tmp_path}/real\n")
     (tmp_path / "reels").write_text(f"0.3 {tmp_path}/real 0.7 {tmp_path}/reel\n")
     (tmp_path / "splits").write_text(f'{{"train": [1, "{tmp_path}/real"]}}')

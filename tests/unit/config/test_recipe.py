@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megalith.config import load
+from megalith.config import from_values, load
 from megalith.config.render import recipe_text
 from megalith.errors import ConfigError
 
@@ -101,3 +101,13 @@ def test_the_printed_recipe_gives_the_same_configuration(tmp_path: Path) -> None
     assert load(["--config", str(printed)], {}) == run
     assert 'lr_decay_style = "WSD"  # default linear\n' in recipe_text(run)
     assert "# lr_decay_iters is not set\n" in recipe_text(run)
+
+
+def test_remote_paths_are_refused_in_recipes_and_by_the_library(tmp_path: Path) -> None:
+    """They became folders called `s3:`."""
+    (message,) = violations(tmp_path, RECIPE + '[checkpoint]\nsave = "s3://b/c"\nsave_interval = 1\n')
+    assert "--save s3://b/c" in message
+    values = load(["--config", str(tmp_path / "r.toml"), "--save", "c"], {}).to_dict()
+    flat = {name: value for group in values.values() for name, value in group.items() if value is not None}
+    with pytest.raises(ConfigError, match="--load gs://b/c"):
+        from_values({**flat, "load": "gs://b/c"}, files=False)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megalith.cli.threads import wait_asleep
+from megalith.config.values import local_path
 from megalith.errors import ConfigError
 
 
@@ -20,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--data",
         nargs="+",
-        type=Path,
+        type=local_path,
         metavar="FILE",
         help="train on these .jsonl or .txt files (also .gz, .xz, ...) instead of Python's standard library",
     )
@@ -29,7 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--encoding", default="auto", help="of these files, such as gb18030; by default it is found out"
     )
     parser.add_argument("--minutes", type=float, default=3.0, help="time to train for (%(default)s)")
-    parser.add_argument("--out", type=Path, default=Path("quickstart"), help="folder for all output (%(default)s)")
+    parser.add_argument(
+        "--out", type=local_path, default=Path("quickstart"), help="folder for all output (%(default)s)"
+    )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="device to compute on")
     parser.add_argument("--prompt", help="text to continue at the end (by default one that fits the data)")
 

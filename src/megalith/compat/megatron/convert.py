@@ -14,7 +14,6 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from pathlib import Path
 from typing import Any, NoReturn
 
 from megalith.checkpoint.adapted import args_of
@@ -26,6 +25,7 @@ from megalith.checkpoint.source import open_source
 from megalith.compat.megatron import console
 from megalith.config import all_settings
 from megalith.config.foreign_args import model_of
+from megalith.config.values import local_path
 from megalith.errors import ConfigError
 
 _MEGATRON = ("core", "mcore", "megatron", "legacy")
@@ -178,13 +178,13 @@ def _parser(tool: Tool) -> _Parser:
     add("--model-type", required=True, metavar="TYPE", help="GPT or BERT")
     add("--loader", default="megatron", metavar="NAME", help=f"{', '.join(_MEGATRON)}; {', '.join(_HUGGINGFACE)}")
     add("--saver", default="megatron", metavar="NAME", help="core, mcore or megatron, which are one; legacy")
-    add("--load-dir", required=True, type=Path, metavar="DIR", help="the save folder to convert")
-    add("--save-dir", required=True, type=Path, metavar="DIR", help="the save folder to write")
+    add("--load-dir", required=True, type=local_path, metavar="DIR", help="the save folder to convert")
+    add("--save-dir", required=True, type=local_path, metavar="DIR", help="the save folder to write")
     add("--max-queue-size", type=int, metavar="N", help="no effect")
     add("--no-checking", action="store_true", help="no effect")
     add("--megatron-path", metavar="DIR", help="no effect")
     add("--true-vocab-size", type=int, metavar="N", help="tokens of the vocabulary")
-    add("--vocab-file", type=Path, metavar="FILE", help="vocabulary whose tokens are counted")
+    add("--vocab-file", type=local_path, metavar="FILE", help="vocabulary whose tokens are counted")
     add("--target-tensor-parallel-size", type=int, metavar="N", help="by default that of the checkpoint")
     add("--target-pipeline-parallel-size", type=int, metavar="N", help="by default that of the checkpoint")
     add("--target-expert-parallel-size", type=int, default=1, metavar="N", help="by default 1")

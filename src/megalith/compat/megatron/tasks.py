@@ -15,6 +15,7 @@ from megalith.config import all_settings
 from megalith.config.command_line import read_command_line
 from megalith.config.foreign_args import model_of
 from megalith.config.tokenizer_flags import TOKENIZER_SETTINGS, tokenizer_from
+from megalith.config.values import local_path
 from megalith.errors import ConfigError
 from megalith.evaluate.request import DEFAULT_BATCH, Request
 
@@ -80,7 +81,7 @@ def _parser() -> _Parser:
     add("--train-data", nargs="+", metavar="FILE", help="no effect: nothing is trained")
     add("--epochs", type=int, metavar="N", help="no effect: nothing is trained")
     add("--keep-last", action="store_true", help="no effect: no batch is left out")
-    add("--json", type=Path, metavar="FILE", help="write the result there too (not Megatron's)")
+    add("--json", type=local_path, metavar="FILE", help="write the result there too (not Megatron's)")
     add("--fail-on-alarm", action="store_true", help="end with code 7 if the result cannot be right (not Megatron's)")
     return parser
 
