@@ -89,7 +89,7 @@ def _mpi(environ: Mapping[str, str], names: Mapping[str, str]) -> dict[str, str]
 
 
 def tasks_without_srun(environ: Mapping[str, str]) -> int:
-    """Return the tasks of a SLURM job whose batch script runs this process itself; 1 where srun or another started it."""
+    """Return the number of tasks of a SLURM job whose batch script runs this process itself; 1 under a launcher."""
     return 1 if _in_slurm_step(environ) or read_launch(environ) else _slurm_tasks(environ)
 
 
