@@ -2,10 +2,11 @@
 
 Rules (Megatron's): weights and embeddings N(0, std); the projections that end a residual branch (linear_proj,
 linear_fc2, fc2_latent_proj) N(0, std / sqrt(2 L)) with L layers in all (Radford et al. 2019); biases of routers
-N(0, std), all others 0; norm weights 1, kept as 0 where they are kept around one. Under muP all standard deviations but
-those of embeddings are divided by the root of the width multiplier. Under --init-method-xavier-uniform all matrices are
-uniform up to sqrt(6 / (rows + columns)) of the whole matrix (Glorot and Bengio 2010), and embeddings too unless
---embedding-init-method-std is given.
+N(0, std), all others 0; norm weights, the one-dimensional ones, 1, kept as 0 where they are kept around one. Under muP
+all standard deviations but those of embeddings are divided by the root of the width multiplier. Under
+--init-method-xavier-uniform all matrices are uniform up to sqrt(6 / (rows + columns)) of the whole matrix (Glorot and
+Bengio 2010), and embeddings too unless --embedding-init-method-std is given. A parameter of another name than weight
+and bias, which only models of others have, keeps the values that its module gave it.
 Every weight is drawn in fp32 (fp64 stays fp64) at its full shape and then cast.
 """
 
@@ -19,6 +20,7 @@ from collections.abc import Sequence
 import torch
 from torch import Generator, Tensor, nn
 
+from megalith.errors import ConfigError
 from megalith.models.language_model import WORD_EMBEDDINGS, LanguageModel, named_placements
 from megalith.nn.moe.experts import name_among_all, region_of
 from megalith.nn.placement import Placement, global_shape, local_part
@@ -58,16 +60,19 @@ def _is_uniform(model: LanguageModel, name: str, shape: Sequence[int]) -> bool:
     return config.init_method_xavier_uniform and len(shape) == 2 and not own
 
 
-def _is_drawn(name: str) -> bool:
-    is_norm = "layernorm" in name or "layer_norm" in name or name.endswith((".enorm.weight", ".hnorm.weight"))
-    return (name.endswith((".weight", ".gate_weight")) and not is_norm) or name.endswith((SINKS, ROUTER_BIAS))
+def _is_drawn(name: str, parameter: Tensor) -> bool:
+    of_norm = parameter.dim() == 1
+    return (name.endswith((".weight", ".gate_weight")) and not of_norm) or name.endswith((SINKS, ROUTER_BIAS))
 
 
 def _fill_constants(model: LanguageModel) -> None:
-    norm_weight = 0.0 if model.config.apply_layernorm_1p else 1.0
     for name, parameter in model.named_parameters():
-        if not _is_drawn(name):
-            nn.init.constant_(parameter, norm_weight if name.endswith(".weight") else 0.0)
+        owner, _, own = name.rpartition(".")
+        if own == "weight" and not _is_drawn(name, parameter):
+            around_one = getattr(model.get_submodule(owner), "around_one", False)
+            nn.init.constant_(parameter, 0.0 if around_one else 1.0)
+        elif own == "bias" and not _is_drawn(name, parameter):
+            nn.init.zeros_(parameter)
 
 
 def _normal(shape: Sequence[int], std: float, dtype: torch.dtype, generator: Generator) -> Tensor:
@@ -104,7 +109,7 @@ def initialise(model: LanguageModel, seed: int) -> None:
     """
     _fill_constants(model)
     for name, parameter, placement in named_placements(model):
-        if _is_drawn(name):
+        if _is_drawn(name, parameter):
             origin = WORD_EMBEDDINGS if name == model.copied_weight else name_among_all(name, model)
             _keep_part(parameter, placement, model, name, generator_for(seed, origin))
 
@@ -114,7 +119,7 @@ def megatron_draw_order(model: LanguageModel) -> list[str]:
 
     Source: spec/training-behaviour.md section 4, checked bit for bit against real initial weights of all families.
     """
-    here = [name for name, _ in model.named_parameters()]
+    here = dict(model.named_parameters())
     feed_forwards = [name for name in here if ".mlp." in name]
     names = [name for name in (*_EMBEDDINGS, *_RELATIVE) if name in here]
     layers = list(dict.fromkeys(found[0] for name in here if (found := _LAYER.match(name))))
@@ -126,7 +131,7 @@ def megatron_draw_order(model: LanguageModel) -> list[str]:
         projections = [f"{layer}self_attention.{part}.weight" for part in _PROJECTIONS]
         projections += [f"{layer}cross_attention.{part}.weight" for part in _OF_CROSS_ATTENTION]
         names += [name for name in projections if name in here]
-        drawn = [name for name in feed_forwards if name.startswith(layer) and _is_drawn(name)]
+        drawn = [name for name in feed_forwards if name.startswith(layer) and _is_drawn(name, here[name])]
         names += sorted(drawn, key=lambda name: name.endswith("gate_weight"))
     return [*names, *(name for name in _HEADS if name in here)]
 
@@ -147,10 +152,20 @@ def initialise_as_megatron_cpu(model: LanguageModel, generator: Generator) -> No
     Each tensor-parallel rank draws the whole weights and keeps its part. A pipeline stage draws its own layers only,
     from a stream seeded with the seed + 100 x the stage, the chunks of virtual stages one after another. The copy of a
     tied embedding is drawn for nothing: Megatron, and so the caller, overwrites it with the embedding.
+
+    Raises:
+        ConfigError: the model has weights that no model of Megatron has.
     """
     _fill_constants(model)
     parameters = {name: (parameter, placement) for name, parameter, placement in named_placements(model)}
-    for name in megatron_draw_order(model):
+    order = megatron_draw_order(model)
+    unknown = [name for name in parameters if _is_drawn(name, parameters[name][0]) and name not in order]
+    if unknown:
+        raise ConfigError(
+            f"--use-cpu-initialization draws the weights that Megatron's models have, and {', '.join(unknown)} "
+            "is none of them; leave the flag out"
+        )
+    for name in order:
         parameter, placement = parameters[name]
         shape = global_shape(parameter.shape, placement, region_of(name, model).size)
         _draw_for_nothing(name, shape, parameter.dtype, generator)

@@ -9,12 +9,14 @@ import torch
 
 from megalith.config import ModelConfig
 from megalith.distributed.context import Axis
+from megalith.errors import ConfigError
 from megalith.models.bert import Bert
 from megalith.models.gpt import GPT
 from megalith.models.initialise import initialise, initialise_as_megatron_cpu, megatron_draw_order
 from megalith.models.language_model import LanguageModel, Stage, named_placements
 from megalith.models.t5 import T5
-from megalith.nn.placement import local_part
+from megalith.nn.norm import LayerNorm, RMSNorm
+from megalith.nn.placement import Placement, Replicated, local_part
 from megalith.nn.region import Region
 from megalith.parallel.tensor import TensorParallel
 
@@ -84,6 +86,59 @@ def test_every_matrix_is_drawn_as_megatron(style: str) -> None:
     model = _whole_or_part(style)
     matrices = {name for name, parameter in model.named_parameters() if parameter.dim() > 1}
     assert set(megatron_draw_order(model)) == matrices
+
+
+class _WithNorms(GPT):
+    """A model of someone else's: norms of any name and kind, and a parameter that is neither weight nor bias."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config, VOCABULARY)
+        self.decoder.norm = _Placed(RMSNorm(8, 1e-5, dtype=torch.float32, device=torch.device("cpu")))
+        self.decoder.before = _Placed(torch.nn.LayerNorm(8))
+        self.decoder.layernorm_mixer = _Placed(torch.nn.Linear(8, 8, bias=False))
+        self.decoder.gate = _Placed(torch.nn.Module())
+        self.decoder.gate.inner.gamma = torch.nn.Parameter(torch.full((8,), 0.25))
+
+
+class _Placed(torch.nn.Module):
+    """A module that has its parameters on every rank."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def placements(self) -> dict[str, Placement]:
+        return {f"inner.{name}": Replicated() for name, _ in self.inner.named_parameters()}
+
+
+@pytest.mark.parametrize("around_one", [False, True])
+def test_what_a_weight_is_does_not_hang_on_its_name(around_one: bool) -> None:
+    model = _draw(_WithNorms(dataclasses.replace(GPT2, apply_layernorm_1p=around_one)), False)
+    parameters = dict(model.named_parameters())
+    own = {name: parameters[f"decoder.{name}"].detach() for name in ("norm.inner.weight", "before.inner.weight")}
+    assert all(weight.unique().tolist() == [1.0] for weight in own.values()), "neither is kept around one"
+    assert parameters["decoder.before.inner.bias"].count_nonzero() == 0
+    assert parameters["decoder.final_layernorm.weight"].unique().tolist() == [0.0 if around_one else 1.0]
+    assert 0.005 < float(parameters["decoder.layernorm_mixer.inner.weight"].detach().std()) < 0.05, (
+        "drawn, whatever its name"
+    )
+    assert parameters["decoder.gate.inner.gamma"].unique().tolist() == [0.25], "as its module has set it"
+
+
+def test_megatrons_stream_is_refused_for_weights_that_megatron_has_not() -> None:
+    with pytest.raises(ConfigError, match=r"--use-cpu-initialization.*layernorm_mixer"):
+        _draw(_WithNorms(GPT2), True)
+
+
+@pytest.mark.parametrize("around_one", [False, True])
+@pytest.mark.parametrize("style", FAMILIES)
+def test_norms_begin_as_identities(style: str, around_one: bool) -> None:
+    config = dataclasses.replace(FAMILIES[style], apply_layernorm_1p=around_one, qk_layernorm=style == "llama")
+    model = _draw(CLASSES.get(style, GPT)(config, VOCABULARY), False)
+    norms = [module for module in model.modules() if isinstance(module, LayerNorm | RMSNorm)]
+    assert norms
+    for norm in norms:
+        assert torch.equal(norm.weight + float(norm.around_one), torch.ones_like(norm.weight))
 
 
 def test_embeddings_may_have_a_deviation_of_their_own() -> None:
