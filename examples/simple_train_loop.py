@@ -23,7 +23,6 @@ from megalith.distributed import comm
 from megalith.distributed.context import ParallelContext
 from megalith.distributed.rng import RandomStreams
 from megalith.tokenizers import build_tokenizer
-from megalith.train.agreement import Agreement, NeverStop
 from megalith.train.checkpoint_content import content_of
 from megalith.train.checkpoint_fit import find_checkpoint
 from megalith.train.checkpoint_restore import restore
@@ -48,9 +47,8 @@ def build(run: RunConfig, context: ParallelContext) -> TrainState:
 def train(run: RunConfig, state: TrainState) -> None:
     context = state.context
     batches = build_loaders(run, build_datasets(run, build_tokenizer(run.tokenizer)), context.dp.index).train
-    totals = Agreement(NeverStop(), context, counts=state.speaks).totals
     for _ in range(run.train_iters):
-        result = train_step(state, batches, run.num_micro_batches, totals=totals)
+        result = train_step(state, batches, run.num_micro_batches)
         if context.rank == 0:
             print(f"step {result.iteration}: loss {result.loss:.4f}, gradient norm {result.grad_norm:.3f}")
     batches.close()

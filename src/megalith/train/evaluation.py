@@ -11,7 +11,7 @@ from megalith.train.faults import Probe, no_probe
 from megalith.train.hooks import Hook
 from megalith.train.results import Evaluation
 from megalith.train.state import TrainState
-from megalith.train.step import Totals, mean_losses, own_totals, run_pipeline
+from megalith.train.step import Totals, mean_losses, run_pipeline, totals_of
 from megalith.train.work import Batch, StageWork
 
 
@@ -24,7 +24,7 @@ def evaluate(
     num_micro_batches: int,
     final: bool = False,
     hook: Hook,
-    totals: Totals = own_totals,
+    totals: Totals | None = None,
     should_stop: Callable[[], bool] = lambda: False,
     probe: Probe = no_probe,
 ) -> Evaluation | None:
@@ -33,7 +33,7 @@ def evaluate(
     Args:
         state: its counters are left alone; the model is back in training mode afterwards.
         batches: the split's micro-batches, those of this replica.
-        totals: sums over all ranks; needed where there are several.
+        totals: as of `train_step`.
         should_stop: asked after each global batch; the evaluation is given up when it says so.
 
     Returns:
@@ -43,7 +43,7 @@ def evaluate(
     global batch, then added to the running total.
     """
     started = time.perf_counter()
-    num_samples = 0
+    num_samples, totals = 0, totals or totals_of(state)
     _, *further = state.model.loss_names
     total = torch.zeros(2 * len(further) + 2, device=state.context.device)
     for chunk in state.chunks:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megalith.parallel import pipeline
 from megalith.schedules.pipeline import default_schedule, make_schedule
+from megalith.train.agreement import Agreement, NeverStop
 from megalith.train.experts import auxiliary_losses, begin_step, expert_load, loss_names, move_biases, set_offsets
 from megalith.train.faults import Probe, no_probe
 from megalith.train.results import StepResult
@@ -26,9 +27,9 @@ Totals = Callable[[Tensor], Tensor]
 NOTHING = -1.0  # no gradient has a norm as small
 
 
-def own_totals(sums: Tensor) -> Tensor:
-    """Of one process alone."""
-    return sums
+def totals_of(state: TrainState) -> Totals:
+    """Return the sum over all ranks of a run that counts each token once; all ranks call it together."""
+    return Agreement(NeverStop(), state.context, counts=state.speaks).totals
 
 
 def nothing_before() -> None:
@@ -41,7 +42,7 @@ def train_step(
     num_micro_batches: int,
     *,
     schedule: str | None = None,
-    totals: Totals = own_totals,
+    totals: Totals | None = None,
     before_update: Callable[[], None] = nothing_before,
     with_params_norm: bool = False,
     probe: Probe = no_probe,
@@ -64,7 +65,7 @@ def train_step(
         batches: the micro-batches of this replica.
         num_micro_batches: of this step and this replica.
         schedule: the order of a pipeline's work (schedules.pipeline); the usual one if None.
-        totals: sums over all ranks; needed where there are several.
+        totals: sums over all ranks, and whatever else they agree on meanwhile; `totals_of(state)` if None.
         before_update: called when the gradients are there and before anything that a checkpoint holds changes.
         with_params_norm: compute the norm of the parameters too.
         probe: called at the points of the step.
@@ -107,7 +108,9 @@ def train_step(
     mine = [work.total(), _samples_by_source(work, state, len(sources)), auxiliary.to(work.total())]
     mine.append(load.flatten().to(work.total()))
     _, *further = state.model.loss_names
-    parts = totals(torch.cat(mine)).split((2 * len(further) + 2, len(sources), len(names), load.numel()))
+    parts = (totals or totals_of(state))(torch.cat(mine)).split(
+        (2 * len(further) + 2, len(sources), len(names), load.numel())
+    )
     (losses, samples_of, auxiliary, chosen), check = parts, state.check
     loss, *others = mean_losses(losses)
     if sums is not None:
