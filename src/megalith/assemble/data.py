@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megalith.assemble.family import family_of
-from megalith.config import RunConfig
+from megalith.config import RunConfig, check_run
 from megalith.config.data_sources import data_sources
 from megalith.data.blend import BlendedDataset
 from megalith.data.build import Dataset, Datasets
@@ -96,7 +96,12 @@ def build_datasets(
         tokenizer: made them.
         iteration: the datasets are sized for the run, or for its phase after so many iterations.
         cache_is_checked: another rank of this start has built them, and checked their index caches.
+
+    Raises:
+        ConfigError: the run was changed by hand and breaks a rule.
+        DataError: a dataset is missing or damaged, or too small for a split.
     """
+    check_run(run)
     return family_of(run.model).build_datasets(run, tokenizer, run_sizes(run, iteration), cache_is_checked)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from megalith.assemble.nvidia import unused_gpu
-from megalith.config import LaunchConfig, PrecisionConfig, RunConfig
+from megalith.config import LaunchConfig, PrecisionConfig, RunConfig, check_groups
 from megalith.distributed import comm
 from megalith.distributed.context import ParallelContext
 from megalith.distributed.rng import RandomStreams, Stream
@@ -137,8 +137,9 @@ def build_chunks(
         dtype: of the weights; what the precision of the run says if None.
 
     Raises:
-        ConfigError: as of `require_compiler`.
+        ConfigError: the run was changed by hand and breaks a rule; or as of `require_compiler`.
     """
+    check_groups(run.model, run.parallel, run.precision, run.train, run.launch)
     require_compiler(run, context.device)
     region, mixer = build_region(run, context, stream), build_mixer(run, context)
     layers = run.stages[context.pp.index]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megalith.config import RunConfig
+from megalith.config import RunConfig, check_groups
 from megalith.schedules.learning_rate import LearningRateSchedule
 from megalith.schedules.parameters import ParameterSchedule
 from megalith.schedules.weight_decay import WeightDecaySchedule
@@ -19,6 +19,7 @@ def build_schedule(run: RunConfig) -> ParameterSchedule:
     Raises:
         ConfigError: the lengths or rates contradict each other.
     """
+    check_groups(run.schedule, run.optimizer, run.train, run.parallel, run.launch)
     settings, samples_of = run.schedule, run.batch_sizes.consumed_after
     if run.train.train_iters is not None:
         total = samples_of(run.train.train_iters)

@@ -13,7 +13,7 @@ from megalith.config.groups import (
     TokenizerConfig,
     TrainConfig,
 )
-from megalith.config.load import from_values, load
+from megalith.config.load import check_groups, check_run, from_values, load
 from megalith.config.run import Note, RunConfig, all_settings, group_from_dict, group_types
 from megalith.config.saved_args import megatron_args
 
@@ -32,6 +32,8 @@ __all__ = [
     "TokenizerConfig",
     "TrainConfig",
     "all_settings",
+    "check_groups",
+    "check_run",
     "from_values",
     "group_from_dict",
     "group_types",

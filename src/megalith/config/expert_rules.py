@@ -23,12 +23,13 @@ def _up_to(number: int) -> str:
     return "1" if number == 1 else f"1 to {number}"
 
 
-@rule("moe_router_topk", "num_experts", "moe_router_pre_softmax", "moe_router_score_function")
+@rule("moe_router_topk", "num_experts", "moe_router_pre_softmax", "moe_router_score_function", "lr")
 def one_expert_keeps_a_gradient(draft: Draft) -> str:
     model = draft.run.model
     learns = model.moe_router_pre_softmax or model.moe_router_score_function != "softmax"
     routed = "sinkhorn" in model.moe_router_load_balancing_type
-    if not model.num_experts or model.moe_router_topk > 1 or learns or routed:
+    trains = draft.run.schedule.lr > 0  # a model that is only read need not learn
+    if not model.num_experts or model.moe_router_topk > 1 or learns or routed or not trains:
         return ""
     return (
         "--moe-router-topk 1: the softmax over one chosen expert is always 1, and the router learns nothing; add "

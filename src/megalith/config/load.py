@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from megalith.config.checkpoint_args import settings_from
 from megalith.config.command_line import read_command_line
 from megalith.config.environment import read_launch, tasks_without_srun
+from megalith.config.fields import Setting
 from megalith.config.file_rules import FILE_RULES
 from megalith.config.reading import Reading
 from megalith.config.recipe import read_recipe
 from megalith.config.rule import Draft
 from megalith.config.rules import NOTICES, RULES
 from megalith.config.run import Note, RunConfig, all_settings, group_types
-from megalith.config.values import BadValue, out_of_range, value_from_words
+from megalith.config.values import BadValue, checked_value, closest, out_of_range, value_from_words
 from megalith.errors import ConfigError
 
 ArgsReader = Callable[[str, int | None], Mapping[str, Any] | None]
@@ -105,27 +107,103 @@ def _read_checkpoint(given: Mapping[str, Any], saved_args: ArgsReader) -> Readin
 def from_values(
     values: Mapping[str, Any], *, environ: Mapping[str, str] | None = None, files: bool = True
 ) -> RunConfig:
-    """A checked configuration from a flat mapping, setting name -> value, for use as a library.
+    """Return the configuration of a flat mapping, setting name -> value, checked like a command line.
 
     Args:
-        values: what is not here takes its default.
+        values: what is not here takes its default. A list setting takes a list, a tuple or one value.
         environ: where a launcher's variables are, such as `os.environ`; one process if None.
         files: whether data and tokenizer files must exist.
 
     Raises:
-        ConfigError: with every violation found, and every name that is not a setting.
+        ConfigError: with every violation found: unknown names, values of a wrong type, illegal values, broken rules.
     """
     launch = _read_environment(environ or {})
-    problems = [*launch.problems, *(f"no setting is called {name}" for name in values if name not in all_settings())]
-    known = launch.values | {
-        name: tuple(value) if all_settings()[name].many else value
-        for name, value in values.items()
-        if name in all_settings()
-    }
-    run, more_problems = _build(known, launch.faulty, files=files)
-    if problems + more_problems:
-        raise ConfigError(problems + more_problems)
-    return run
+    mapping = _read_mapping(values)
+    given = launch.values | mapping.values
+    faulty = (launch.faulty - set(mapping.values)) | mapping.faulty
+    run, problems = _build(given, faulty, files=files)
+    if problems := [*launch.problems, *mapping.problems, *problems]:
+        raise ConfigError(problems)
+    return RunConfig(**_groups_of(run), notes=_notes((mapping,), run, given), given=frozenset(given))
+
+
+def _read_mapping(values: Mapping[str, Any]) -> Reading:
+    """Read settings by name; nothing is raised, what is wrong is in the `problems` of the result."""
+    reading = Reading()
+    for name, value in values.items():
+        setting = all_settings().get(name)
+        if setting is None:
+            near = closest(name.lstrip("-").replace("-", "_"), all_settings())
+            hint = f"did you mean {near}?" if near else "see `megalith config --flags` for all of them"
+            reading.problems.append(f"no setting is called {name}; {hint}")
+            reading.faulty |= {near} if near else set()  # say no more of what was probably meant
+            continue
+        try:
+            reading.values[name] = checked_value(setting, value)
+        except BadValue as error:
+            reading.problems.append(f"{name} = {value!r}: {error}")
+            reading.faulty.add(name)
+            continue
+        if setting.about.nothing and value != setting.default:
+            reading.needs_nothing(name, setting.about.nothing)
+    return reading
+
+
+def check_groups(*groups: object) -> None:
+    """Refuse groups of settings that hold an illegal value, or that break a rule among themselves.
+
+    `load` and `from_values` return checked groups; this is for those that a program constructs or changes itself, and
+    is called where a model, an optimizer, a schedule or a dataset is built from them.
+
+    Args:
+        groups: such as a `ModelConfig`; rules that need other groups than these do not apply.
+
+    Raises:
+        ConfigError: with every violation found.
+    """
+    here = {name: group for name, kind in group_types().items() for group in groups if isinstance(group, kind)}
+    settings = [setting for setting in all_settings().values() if setting.group in here]
+    values = {setting.name: getattr(here[setting.group], setting.name) for setting in settings}
+    problems, unusable = [], {setting.name for setting in all_settings().values() if setting.group not in here}
+    for setting in settings:
+        if complaint := _illegal(setting, values[setting.name]):
+            problems.append(f"{setting.name} = {values[setting.name]!r}: {complaint}")
+            unusable.add(setting.name)
+    absent: Any = _Absent()
+    run = RunConfig(**{name: here.get(name, absent) for name in group_types()})
+    draft = Draft(run, frozenset(setting.name for setting in settings if values[setting.name] != setting.default))
+    for rule in RULES:
+        with suppress(_AbsentError):
+            problems += [message] if (message := rule.broken(draft, unusable)) else []
+    if problems:
+        raise ConfigError(problems)
+
+
+def check_run(run: RunConfig) -> None:
+    """Refuse a configuration that was constructed or changed by hand, as `check_groups` does, by all rules."""
+    check_groups(*_groups_of(run).values())
+
+
+def _illegal(setting: Setting, value: Any) -> str:
+    """What is wrong with the value that a group holds, empty if nothing."""
+    if setting.many and value is not None and not isinstance(value, list | tuple):
+        return "not a tuple"
+    try:
+        checked_value(setting, value)
+    except BadValue as error:
+        return str(error)
+    return out_of_range(setting, value)
+
+
+class _AbsentError(Exception):
+    """A rule reads a group that is not there."""
+
+
+class _Absent:
+    """Stands for a group that is not there."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise _AbsentError(name)
 
 
 def _build(given: Mapping[str, Any], faulty: set[str], *, files: bool) -> tuple[RunConfig, list[str]]:

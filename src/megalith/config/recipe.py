@@ -9,7 +9,7 @@ from typing import Any
 from megalith.config.fields import Setting
 from megalith.config.reading import Reading
 from megalith.config.run import all_settings, group_types
-from megalith.config.values import BadValue, closest, value_from_toml
+from megalith.config.values import BadValue, checked_value, closest
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -58,7 +58,7 @@ def _setting(reading: Reading, path: Path, section: str, key: str, value: Any) -
         _blame(reading, setting or all_settings().get(closest(key, all_settings())))
         return
     try:
-        reading.values[key] = value_from_toml(setting, value)
+        reading.values[key] = checked_value(setting, value)
     except BadValue as error:
         reading.problems.append(f"{path}: [{section}] {key} = {value!r}: {error}")
         reading.faulty.add(key)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import difflib
 import math
+import os
 import re
 from collections.abc import Iterable
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -58,16 +60,18 @@ def value_from_words(setting: Setting, words: list[str]) -> Any:
     return tuple(values) if setting.many else values[0]
 
 
-def value_from_toml(setting: Setting, value: Any) -> Any:
-    """The value that a TOML value stands for; a whole number is taken for a float, a single value for a list.
+def checked_value(setting: Setting, value: Any) -> Any:
+    """Return a TOML or Python value in the type of a setting: a whole number for a float, one value for a list of one.
 
     Raises:
-        BadValue: if the type is another one, or the value is not one of the choices.
+        BadValue: the type is another one, or the value is not one of the choices.
     """
+    if value is None and setting.optional:
+        return None
     if setting.many:
-        items = value if isinstance(value, list) else [value]
-        return tuple(_from_toml(setting, item) for item in items)
-    return _from_toml(setting, value)
+        items = value if isinstance(value, list | tuple) else [value]
+        return tuple(_checked(setting, item) for item in items)
+    return _checked(setting, value)
 
 
 def out_of_range(setting: Setting, value: Any) -> str:
@@ -116,16 +120,16 @@ def _from_word(setting: Setting, word: str) -> Any:
     return _chosen(setting, word)
 
 
-def _from_toml(setting: Setting, value: Any) -> Any:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+def _checked(setting: Setting, value: Any) -> Any:
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
     if setting.kind is bool and isinstance(value, bool):
         return value
     if setting.kind is int and is_number:
         return _whole_number(str(value))
     if setting.kind is float and is_number:
-        return _number(str(value))
-    if setting.kind is str and isinstance(value, str):
-        return _chosen(setting, value)
+        return _number(str(value) if isinstance(value, Integral) else repr(float(value)))
+    if setting.kind is str and isinstance(value, str | os.PathLike):
+        return _chosen(setting, os.fspath(value))
     kinds = {bool: "true or false", int: "a whole number", float: "a number", str: "a text in quotes"}
     raise BadValue(f"not {kinds[setting.kind]}")
 

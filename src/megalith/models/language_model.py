@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from megalith.config import ModelConfig
+from megalith.config import ModelConfig, check_groups
 from megalith.nn.attention import LocalMixer, SelfAttention, SequenceMixer
 from megalith.nn.documents import Documents
 from megalith.nn.latent_attention import LatentAttention
@@ -96,6 +96,7 @@ class LanguageModel(nn.Module, ABC):
         device: torch.device | str,
     ) -> None:
         super().__init__()
+        check_groups(config)
         self.config, self.vocab_size = config, vocab_size
         self.region: Region = region or Solo()
         self.mixer: SequenceMixer = mixer or LocalMixer()

@@ -12,7 +12,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalith.config import ModelConfig, RunConfig, all_settings, from_values, group_types, load, megatron_args
+from megalith.config import (
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    RunConfig,
+    all_settings,
+    check_groups,
+    check_run,
+    from_values,
+    group_types,
+    load,
+    megatron_args,
+)
 from megalith.config.fields import Setting, settings_of
 from megalith.errors import ConfigError
 
@@ -136,9 +149,91 @@ def test_what_is_saved_may_be_older_but_not_foreign() -> None:
 def test_values_are_checked_like_flags() -> None:
     with pytest.raises(ConfigError) as caught:
         from_values({**VALUES, "hidden_size": 18, "colour": 1})
-    assert caught.value.violations[0] == "no setting is called colour"
+    assert caught.value.violations[0].startswith("no setting is called colour")
     assert caught.value.violations[1].startswith("--hidden-size 18 is not divisible")
     assert len(caught.value.violations) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("optimizer", "adamw", ("not one of", "did you mean adam?")),
+        ("optimizer", "myopt", ("not one of", "sgd")),
+        ("position_embedding_type", "ropee", ("did you mean rope?",)),
+        ("normalization", "LayerNrom", ("did you mean LayerNorm?",)),
+        ("bf16", "no", ("not true or false",)),
+        ("bf16", 1, ("not true or false",)),
+        ("num_layers", "2", ("not a whole number",)),
+        ("num_layers", 2.5, ("not a whole number",)),
+        ("num_layers", True, ("not a whole number",)),
+        ("num_layers", None, ("not a whole number",)),
+        ("lr", float("nan"), ("not a finite number",)),
+        ("lr", "1e-3", ("not a number",)),
+        ("rampup_batch_size", (2, "2", 8), ("not a whole number",)),
+        ("mock_data", "false", ("not true or false",)),
+    ],
+)
+def test_values_have_the_types_and_choices_of_flags(name: str, value: Any, words: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        from_values({**VALUES, name: value})
+    (violation,) = caught.value.violations
+    assert violation.startswith(f"{name} = {value!r}: ") and all(word in violation for word in words)
+
+
+def test_a_name_near_a_setting_is_one_violation() -> None:
+    values = {name: value for name, value in VALUES.items() if name != "num_layers"}
+    with pytest.raises(ConfigError) as caught:
+        from_values({**values, "num_layer": 2, "optimizer": "adamw", "hidden_size": 18})
+    name, optimizer, size = sorted(caught.value.violations, key=len)
+    assert "num_layer;" in name and "num_layers" in name, "and not that --num-layers is required"
+    assert "adamw" in optimizer and "--hidden-size 18" in size
+
+
+def test_values_of_python_become_those_of_flags(tmp_path: Path) -> None:
+    one = from_values({**VALUES, "mock_data": False, "data_path": tmp_path / "x", "lr": 1}, files=False)
+    assert one.data.data_path == (str(tmp_path / "x"),), "one prefix, not its letters"
+    assert isinstance(one.schedule.lr, float)
+    assert from_values({**VALUES, "loss_scale": None}).precision.loss_scale is None
+
+
+def test_what_has_no_effect_is_noted_for_programs_too() -> None:
+    run = from_values({**VALUES, "lr_wsd_decay_style": "cosine"})
+    assert any("--lr-wsd-decay-style" in str(note) for note in run.notes)
+    assert from_values(VALUES).notes == ()
+
+
+MODEL = {name: VALUES[name] for name in ("num_layers", "num_attention_heads", "max_position_embeddings")}
+
+
+@pytest.mark.parametrize(
+    ("groups", "names"),
+    [
+        ([ModelConfig(**MODEL, hidden_size=66)], ["--hidden-size 66"]),
+        ([ModelConfig(**MODEL, hidden_size=66, normalization="LayerNrom")], ["LayerNrom", "--hidden-size 66"]),
+        ([ModelConfig(**MODEL, hidden_size=0)], ["hidden_size = 0"]),
+        ([ModelConfig(**MODEL, hidden_size="64")], ["hidden_size = '64'"]),  # type: ignore[arg-type]
+        ([OptimizerConfig(optimizer="myopt")], ["myopt"]),
+        ([PrecisionConfig(fp16=True, bf16=True)], ["--fp16 and --bf16"]),
+        ([DataConfig(seq_length=64, data_path="/data/x")], ["data_path = '/data/x'"]),  # type: ignore[arg-type]
+        (
+            [DataConfig(seq_length=65, mock_data=True), ModelConfig(**MODEL, hidden_size=64)],
+            ["--max-position-embeddings 64"],
+        ),
+    ],
+)
+def test_groups_by_hand_are_checked(groups: list[Any], names: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_groups(*groups)
+    assert len(caught.value.violations) == len(names)
+    for name, violation in zip(names, caught.value.violations, strict=True):
+        assert name in violation
+
+
+def test_a_run_changed_by_hand_is_checked_by_all_rules() -> None:
+    run = from_values(VALUES)
+    check_run(run)
+    with pytest.raises(ConfigError, match="--global-batch-size 3 is not divisible"):
+        check_run(dataclasses.replace(run, train=dataclasses.replace(run.train, global_batch_size=3)))
 
 
 def test_values_with_what_a_launcher_says() -> None:

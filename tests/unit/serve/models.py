@@ -36,7 +36,7 @@ EXPERTS = dataclasses.replace(
 LATENT = dataclasses.replace(
     LLAMA,
     group_query_attention=False,
-    num_query_groups=None,
+    num_query_groups=1,
     multi_latent_attention=True,
     q_lora_rank=10,
     kv_lora_rank=8,
