@@ -10,7 +10,8 @@ elements. What a step decides by (overflow, norm) is agreed over the ranks, so t
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -18,9 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megalith.config import OptimizerConfig, PrecisionConfig
+from megalith.config import OptimizerConfig, PrecisionConfig, check_groups
 from megalith.distributed.comm import all_reduce
 from megalith.distributed.context import ParallelContext
+from megalith.errors import ConfigError
 from megalith.models.language_model import LanguageModel, named_placements
 from megalith.nn.placement import Placement
 from megalith.nn.precision import at_least_fp32
@@ -135,6 +137,7 @@ class Optimizer:
         offload: float = 0.0,
         scaling: WidthScaling | None = None,
     ) -> None:
+        check_groups(config, precision)
         modules = [modules] if isinstance(modules, nn.Module) else modules
         context = context or ParallelContext.solo()
         self._config, self._count_zeros, self._world = config, count_zeros, context.world
@@ -172,6 +175,7 @@ class Optimizer:
         self._scales = precision.fp16
         self._squares: set[str] = set()
         self._state = self._zero_state()
+        self._follow_loads(modules)
 
     def _zero_state(self) -> dict[str, dict[str, Tensor]]:
         """Kind of state -> parameter name -> zeros."""
@@ -314,12 +318,39 @@ class Optimizer:
         """L2 norm of all main parameters of all ranks."""
         return self._counted.norm({name: self._main[name].to(self.gradients.device) for name in self._ordered})
 
+    @torch.no_grad()
     def reload_main_params(self) -> None:
-        """Take the main parameters from the model's weights, after these were loaded without optimizer state."""
+        """Take the main parameters from the model's weights, after these were written without optimizer state.
+
+        `load_state_dict` of the model does so by itself.
+        """
         self.settle()
         if self._has_main:
             for name, main in self._main.items():
                 main.copy_(self._owned[name])
+
+    def _follow_loads(self, modules: Sequence[nn.Module]) -> None:
+        """Refresh the main parameters, which the next step would write over the weights, after `load_state_dict`."""
+        for root in modules:
+            for prefix, module in root.named_modules():
+                names = {name: f"{prefix}.{name}".lstrip(".") for name, _ in module.named_parameters(recurse=False)}
+                if names:
+                    follower = _LoadFollower(self, names)
+                    module.register_load_state_dict_pre_hook(follower.before)
+                    module.register_load_state_dict_post_hook(follower.after)
+
+    @torch.no_grad()
+    def _loaded(self, module: nn.Module, names: Mapping[str, str]) -> None:
+        """Weights of a module were loaded; `names` are those of its parameters in the model."""
+        for own, name in names.items():
+            if not self._sharded and module._parameters[own] is not self._params.get(name, module._parameters[own]):
+                raise ConfigError(
+                    f"{name}: load_state_dict(assign=True) replaces parameters that an optimizer updates; leave assign "
+                    "out, or build the optimizer behind it"
+                )
+            if self._has_main and name in self._main:
+                main, weight = self._main[name], self._owned[name]
+                weight.copy_(main) if self._sharded else main.copy_(weight)  # the former are what FSDP2 gathers from
 
     def _states(self) -> dict[str, dict[str, Tensor]]:
         """The live state of what is owned: kind -> parameter name -> tensor."""
@@ -389,6 +420,32 @@ class Optimizer:
         self._step_count = int(scalars["step"])
         if self._scales and scalars.get("grad_scaler"):
             self.scaler.load_state(scalars["grad_scaler"])
+
+
+class _LoadFollower:
+    """Tells an optimizer of `load_state_dict` of a module; copies and pickles of the module have no optimizer."""
+
+    def __init__(self, optimizer: Optimizer, names: Mapping[str, str]) -> None:
+        self._optimizer: Callable[[], Optimizer | None] = weakref.ref(optimizer)  # the module may outlive it
+        self._names = names
+
+    def before(self, *_: Any) -> None:
+        """Let no update that is on its way from another rank arrive on top of weights that are loaded."""
+        if (optimizer := self._optimizer()) is not None:
+            optimizer.settle()
+
+    def after(self, module: nn.Module, _: Any) -> None:
+        if (optimizer := self._optimizer()) is not None:
+            optimizer._loaded(module, self._names)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _LoadFollower._of_none, (self._names,)
+
+    @classmethod
+    def _of_none(cls, names: Mapping[str, str]) -> _LoadFollower:
+        follower = cls.__new__(cls)
+        follower._optimizer, follower._names = type(None), names
+        return follower
 
 
 def _named(modules: Sequence[nn.Module]) -> dict[str, nn.Parameter]:

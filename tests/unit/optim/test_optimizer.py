@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import math
+import pickle
 from typing import Any
 
 import pytest
@@ -11,6 +14,7 @@ from torch import Tensor, nn
 
 from megalith.config import ModelConfig, OptimizerConfig, PrecisionConfig
 from megalith.distributed.context import ParallelContext
+from megalith.errors import ConfigError
 from megalith.models.t5 import T5
 from megalith.optim import Optimizer, build_optimizer
 from megalith.optim.groups import make_groups
@@ -360,7 +364,7 @@ def test_states_in_half_precision_follow_those_in_fp32() -> None:
 
 def test_the_norm_of_rounded_gradients_is_taken_in_fp32() -> None:
     model = nn.Linear(4096, 1, bias=False)
-    optimizer = build_optimizer(model, ROUNDED, PrecisionConfig())
+    optimizer = build_optimizer(model, dataclasses.replace(ROUNDED, main_params_dtype="fp32"), PrecisionConfig())
     optimizer.zero_grad()
     model(torch.full((1, 4096), 1.0 + 2**-7)).sum().backward()
     assert optimizer.step(0.0, 0.0).grad_norm == pytest.approx(64.0 * (1.0 + 2**-7), rel=1e-6)
@@ -486,6 +490,44 @@ def test_a_restored_optimizer_continues_bit_for_bit(precision: PrecisionConfig, 
     assert other.scalars()["step"] == 6
     for name, value in other.state_tensors().items():
         assert torch.equal(value, optimizer.state_tensors()[name]), name
+
+
+@pytest.mark.parametrize("part", ["whole", "layer"])
+def test_weights_loaded_behind_the_optimizer_are_not_undone(part: str) -> None:
+    model, other = _model(torch.bfloat16), _model(torch.bfloat16)
+    optimizer = build_optimizer(model, OptimizerConfig(), PrecisionConfig(bf16=True))
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.fill_(2.0)
+    before = copy.deepcopy(model.state_dict())
+    if part == "whole":
+        model.load_state_dict(other.state_dict())
+    else:
+        model[0].load_state_dict(other[0].state_dict())
+    _step(model, optimizer, lr=0.0)
+    for name, parameter in model.named_parameters():
+        loaded = part == "whole" or name.startswith("0.")
+        assert torch.equal(parameter, torch.full_like(parameter, 2.0) if loaded else before[name]), name
+
+
+def test_parameters_cannot_be_replaced_behind_the_optimizer() -> None:
+    model = _model(torch.bfloat16)
+    optimizer = build_optimizer(model, OptimizerConfig(), PrecisionConfig(bf16=True))
+    with pytest.raises(ConfigError, match="assign"):
+        model.load_state_dict(_model(torch.bfloat16).state_dict(), assign=True)
+    assert optimizer.step_count == 0
+
+
+def test_a_copy_of_a_model_has_no_optimizer() -> None:
+    model = _model(torch.bfloat16)
+    optimizer = build_optimizer(model, OptimizerConfig(), PrecisionConfig(bf16=True))
+    main = optimizer.state_tensors()["fp32_param.0.weight"]
+    with torch.no_grad():
+        main += 1e-4  # below the precision of the weights
+    wanted = main.clone()
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        twin.load_state_dict(_model(torch.bfloat16).state_dict())
+    assert torch.equal(main, wanted)
 
 
 def test_main_parameters_are_taken_from_loaded_weights() -> None:
