@@ -18,6 +18,7 @@ SOURCE = Path(__file__).resolve().parents[2] / "src" / "megalith"
 FLOORS = {
     "": -1,  # megalith/__init__.py
     "errors": -2,  # under all others
+    "datasheet": -1,  # a table
     "layout": -1,  # pure integers, which the rules of the configuration use
     "config": 0,
     "schedules": -1,  # pure functions, which the rules of the configuration use
@@ -40,7 +41,7 @@ FLOORS = {
 }
 """Folder (or module) directly under src/megalith -> floor."""
 
-WITHOUT_TORCH = ("errors", "config", "layout", "schedules", "tokenizers")
+WITHOUT_TORCH = ("errors", "config", "datasheet", "layout", "schedules", "tokenizers")
 """Folders that never import torch: what they do must be quick to start and to test."""
 
 MAY_IMPORT_TORCH_DISTRIBUTED = {

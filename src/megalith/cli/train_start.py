@@ -57,7 +57,7 @@ from megalith.train.loop import HeldOut, Plan, TrainingRun
 from megalith.train.spoil import Spoiler
 from megalith.train.spoil_text import Spoil
 from megalith.train.state import TrainState
-from megalith.train.throughput import measure_peak, step_flops
+from megalith.train.throughput import datasheet_peak, measure_peak, step_flops
 from megalith.train.timers import Timers, over_ranks
 from megalith.train.trouble import Care, Injection
 
@@ -135,7 +135,7 @@ def start(
     screen.say(console.milestone_line("after model, optimizer, and learning rate scheduler are built", datetime.now()))
     with timers.time("train/valid/test-data-iterators-setup"):
         loaders = _loaders(config, tokenizer, state, screen)
-    plan = _plan(config, state.model, context)
+    plan = _plan(config, state.model, context, screen)
     screen.say(console.milestone_line("after dataloaders are built", datetime.now()))
     screen.note("done with setup ...")
     _say_times(config, screen, context, timers.take())
@@ -501,8 +501,18 @@ def _datasets(config: RunConfig, tokenizer: Tokenizer, state: TrainState) -> Dat
     return built[0]
 
 
-def _plan(config: RunConfig, model: LanguageModel, context: ParallelContext) -> Plan:
+def _peaks(config: RunConfig, device: torch.device, screen: Screen) -> tuple[float, float | None]:
+    """FLOP/s of a matrix product as measured and by the datasheet, both noted in the log."""
+    dtype = params_dtype(config.precision)
+    measured, known = measure_peak(device, dtype), datasheet_peak(device, dtype)
+    by_datasheet = f"; {known[1] / 1e12:.4g} by the datasheet ({known[0]}, dense)" if known else ""
+    screen.note(f"peak of a matrix product, TFLOP/s: {measured / 1e12:.3g} measured{by_datasheet}")
+    return measured, None if known is None else known[1]
+
+
+def _plan(config: RunConfig, model: LanguageModel, context: ParallelContext, screen: Screen) -> Plan:
     train, batch = config.train, config.num_micro_batches * config.batch_sizes.unit
+    measured, by_datasheet = _peaks(config, context.device, screen)
     flops = step_flops(config.model, model.vocab_size, config.data.seq_length, batch, config.data.decoder_seq_length)
     return Plan(
         train_iterations=config.train_iters,
@@ -514,7 +524,8 @@ def _plan(config: RunConfig, model: LanguageModel, context: ParallelContext) -> 
         eval_batch_size=config.eval_batch_size,
         eval_micro_batches=config.eval_micro_batches,
         flops_per_step=flops / context.world.size,
-        peak_flops=measure_peak(context.device, params_dtype(config.precision)),
+        peak_flops=measured,
+        datasheet_flops=by_datasheet,
         save_interval=config.checkpoint.save_interval,
         passing_save_interval=config.checkpoint.non_persistent_save_interval,
         exit_interval=train.exit_interval,

@@ -44,7 +44,8 @@ class Plan:
         phase_ends: save and stop at these iterations.
         exit_minutes: save and stop after this time.
         flops_per_step: model FLOPs of one step on this device.
-        peak_flops: FLOP/s of its best matrix product.
+        peak_flops: FLOP/s of its best matrix product, as measured.
+        datasheet_flops: the same by its datasheet; None where the device is not known.
         pipeline_schedule: order of the work of a pipeline; the usual one if None.
         log_noise: measure the gradient noise scale every `log_interval`.
         skip_training: only evaluate.
@@ -74,6 +75,7 @@ class Plan:
     first_evaluation: int = 0
     eval_batch_size: int | None = None
     eval_micro_batches: int | None = None
+    datasheet_flops: float | None = None
 
     @property
     def samples_of_evaluation(self) -> int:
@@ -226,7 +228,7 @@ def train(run: TrainingRun) -> Iterator[StepResult]:
         if state.iteration % plan.log_interval == 0:
             steps = len(window.results)
             flops = plan.flops_of(sum(result.num_samples for result in window.results)) / steps
-            run.hook.after_window(window.close(plan.train_iterations, flops, plan.peak_flops))
+            run.hook.after_window(window.close(plan.train_iterations, flops, plan.peak_flops, plan.datasheet_flops))
             if run.timers.level:
                 _tell_times(run, run.timers.take(), steps=steps)
         _go_on_saving(run)

@@ -84,7 +84,8 @@ class MetricsWriter(Hook):
             iteration=report.iteration,
             tokens_per_second=report.tokens_per_second,
             teraflops=report.teraflops,
-            utilisation=report.utilisation,
+            mfu_datasheet=report.mfu_datasheet,
+            mfu_measured=report.mfu_measured,
             **self._memory(),
         )
 

@@ -143,8 +143,9 @@ class WindowReport:
         loss: mean over the applied steps, in single precision as Megatron sums it; None if none was applied.
         teraflops: TFLOP/s of this device over the window, model FLOPs counted once.
         tokens_per_second: training tokens over wall time, evaluation and saving left out.
-        utilisation: share of the measured matmul peak; None where the run was faster than that peak, which then was
-            measured while something else used the machine.
+        mfu_measured: model FLOPs utilisation, of the matmul peak that was measured at the start. Above 1 where
+            something else used the machine then.
+        mfu_datasheet: the same, of the peak in the device's datasheet; None where the device is not known.
         num_nan: skipped steps whose loss was not finite.
         The rest: of the last step, as in `StepResult`.
     """
@@ -155,7 +156,8 @@ class WindowReport:
     seconds_per_step: float
     teraflops: float
     tokens_per_second: float
-    utilisation: float | None
+    mfu_measured: float
+    mfu_datasheet: float | None
     learning_rate: float
     global_batch_size: int
     loss: float | None
@@ -295,13 +297,16 @@ class Window:
         """Take one more step."""
         self.results.append(result)
 
-    def close(self, train_iterations: int, flops_per_step: float, peak_flops: float) -> WindowReport:
+    def close(
+        self, train_iterations: int, flops_per_step: float, peak_flops: float, datasheet_flops: float | None = None
+    ) -> WindowReport:
         """Report on the steps taken and start afresh.
 
         Args:
             train_iterations: iterations of the whole run.
             flops_per_step: model FLOPs of one step on this device.
-            peak_flops: FLOP/s of the best matmul.
+            peak_flops: FLOP/s of the best matmul, as measured.
+            datasheet_flops: the same by the datasheet; None where the device is not known.
         """
         results, self.results = self.results, []
         last, applied = results[-1], [result for result in results if result.applied]
@@ -314,7 +319,8 @@ class Window:
             seconds_per_step=seconds / len(results),
             teraflops=achieved / 1e12,
             tokens_per_second=sum(result.num_tokens for result in results) / seconds,
-            utilisation=achieved / peak_flops if achieved <= peak_flops else None,
+            mfu_measured=achieved / peak_flops,
+            mfu_datasheet=achieved / datasheet_flops if datasheet_flops else None,
             learning_rate=last.learning_rate,
             global_batch_size=last.num_samples,
             loss=_mean_in_single_precision([result.loss for result in applied]),

@@ -1,14 +1,19 @@
-"""How fast a run is, and how fast it could be: model FLOPs against the measured rate of a matrix product."""
+"""How fast a run is, and how fast it could be: model FLOPs against the rate of a matrix product, by datasheet and as
+measured."""
 
 from __future__ import annotations
 
+import itertools
 import time
 
 import torch
 
 from megalith.config import ModelConfig
+from megalith.datasheet import find_accelerator
+from megalith.nn.precision import product_dtype
 
-_PEAK_SIZES = {"cpu": (1024, 2048), "cuda": (2048, 4096, 8192)}
+_PEAK_SIZES = {"cpu": (512, 1024, 2048), "cuda": (2048, 4096, 8192)}
+_WARM_UPS, _FEWEST_SAMPLES = 2, 3
 
 
 def step_flops(
@@ -73,36 +78,58 @@ def feed_forward_weights(model: ModelConfig, experts: int) -> float:
     return (model.moe_latent_size * routed + hidden * shared) * gate + hidden * model.moe_latent_size
 
 
+def datasheet_peak(device: torch.device, dtype: torch.dtype) -> tuple[str, float] | None:
+    """Name and FLOP/s of a device's products in a dtype by its datasheet; None where it is not known."""
+    known = find_accelerator(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    if known is None:
+        return None
+    tf32 = torch.get_float32_matmul_precision() != "highest"
+    name = {torch.float32: "tf32" if tf32 else "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype]
+    rate = known.teraflops.get(name)
+    return None if rate is None else (f"{known.name}, {name}", rate * 1e12)
+
+
 def measure_peak(device: torch.device, dtype: torch.dtype, budget_seconds: float = 0.25) -> float:
-    """FLOP/s of the best square matrix product on this device, measured now within about the budget.
+    """FLOP/s of the best square matrix product on this device: the best of several samples within about the budget.
 
-    On a CPU fp16 is multiplied in fp32 (its native product is hundreds of times slower), so fp32 is what counts there.
+    The first products of each size start threads, open libraries and choose kernels: they do not count. Operands are
+    random, because constant ones let a GPU clock higher. Where a dtype has no fast product, the one that stands in for
+    it is measured (`nn.precision.product_dtype`).
     """
-    if device.type == "cpu" and dtype == torch.float16:
-        dtype = torch.float32
-    best, sizes = 0.0, _PEAK_SIZES[device.type]
-    deadline = time.perf_counter() + budget_seconds
-    for index, size in enumerate(sizes, start=1):
-        a = torch.full((size, size), 0.5, dtype=dtype, device=device)
-        out = torch.empty_like(a)
-        seconds = _time_product(a, out)  # the first also wakes threads and opens the library
-        share = time.perf_counter() + (deadline - time.perf_counter()) / (len(sizes) - index + 1)
-        while True:
-            best = max(best, 2 * size**3 / seconds)
-            if time.perf_counter() + seconds > share:
-                break
-            seconds = _time_product(a, out)
-        if time.perf_counter() + 8 * seconds > deadline:  # a size twice as large does eight times the work
+    dtype = product_dtype(torch.empty(0, dtype=dtype, device=device))
+    best, last, deadline = 0.0, 0.0, time.perf_counter() + budget_seconds
+    products: list[_Product] = []
+    for size in _PEAK_SIZES[device.type]:
+        cost = 8 * last * (_WARM_UPS + _FEWEST_SAMPLES)  # a size twice as large does eight times the work
+        if products and time.perf_counter() + cost > deadline:
             break
-    return best
+        products.append(_Product(size, dtype, device))
+        for _ in range(_WARM_UPS):
+            products[-1].seconds()
+        last = min(products[-1].seconds() for _ in range(_FEWEST_SAMPLES))
+        best = max(best, products[-1].flops / last)
+    for product in itertools.cycle(products):
+        if time.perf_counter() >= deadline:
+            return best
+        best = max(best, product.flops / product.seconds())
+    raise AssertionError("there is always a size")
 
 
-def _time_product(a: torch.Tensor, out: torch.Tensor) -> float:
-    _wait(a.device)
-    started = time.perf_counter()
-    torch.mm(a, a, out=out)
-    _wait(a.device)
-    return time.perf_counter() - started
+class _Product:
+    """A square matrix product."""
+
+    def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.flops = 2.0 * size**3
+        self._a, self._b = (torch.rand(size, size, device=device).sub_(0.5).to(dtype) for _ in range(2))
+        self._out = torch.empty_like(self._a)
+
+    def seconds(self) -> float:
+        """Multiply once, and wait for the result."""
+        _wait(self._a.device)
+        started = time.perf_counter()
+        torch.mm(self._a, self._b, out=self._out)
+        _wait(self._a.device)
+        return time.perf_counter() - started
 
 
 def _wait(device: torch.device) -> None:

@@ -98,13 +98,15 @@ def test_each_window_is_of_its_own_steps(make_plan: Callable[..., Plan]) -> None
     assert [window.iteration for window in recorder.windows] == [2, 4, 6]
     for window, pair in zip(recorder.windows, (losses[:2], losses[2:4], losses[4:]), strict=True):
         assert window.loss == pytest.approx(sum(pair) / 2, rel=1e-6)
-        assert window.utilisation is not None and 0 < window.utilisation <= 1
+        assert 0 < window.mfu_measured <= 1 and window.mfu_datasheet is None
 
 
-def test_a_share_of_more_than_the_peak_is_never_claimed(make_plan: Callable[..., Plan]) -> None:
-    run, recorder = make_run(make_plan(peak_flops=1.0))
+def test_utilisation_is_of_each_peak(make_plan: Callable[..., Plan]) -> None:
+    run, recorder = make_run(make_plan(peak_flops=1e6, datasheet_flops=4e6))
     list(train(run))
-    assert {window.utilisation for window in recorder.windows} == {None}
+    for window in recorder.windows:
+        assert window.mfu_measured == pytest.approx(window.teraflops * 1e6)
+        assert window.mfu_datasheet == pytest.approx(window.mfu_measured / 4)
 
 
 def test_a_signal_ends_the_run_after_the_step_and_saves(make_plan: Callable[..., Plan]) -> None:

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from megalith.config import ModelConfig
+from megalith.datasheet import ACCELERATORS, find_accelerator
+from megalith.train import throughput
 from megalith.train.throughput import measure_peak, step_flops
 
 
@@ -66,3 +68,73 @@ def test_the_peak_is_measured_within_its_budget(dtype: torch.dtype) -> None:
     peak = measure_peak(torch.device("cpu"), dtype, budget_seconds=0.1)
     assert peak > 1e8
     assert time.perf_counter() - started < 2.0
+
+
+class Clock:
+    """A clock that only products move, at 1 TFLOP/s, and a library that needs 0.1 s for the first two of each size."""
+
+    def __init__(self) -> None:
+        self.now, self.calls, self.operands = 0.0, 0, list[torch.Tensor]()
+        self._of_size: dict[int, int] = {}
+
+    def mm(self, a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor) -> None:
+        size = a.shape[0]
+        self.operands += [a, b]
+        self._of_size[size] = seen = self._of_size.get(size, 0) + 1
+        noise = 40.0 if seen % 3 else 1.0  # two of three samples are taken while something else runs
+        self.now += 2 * size**3 / 1e12 * noise + (0.1 if seen <= 2 else 0.0)
+        out.zero_()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(torch, "mm", made.mm)
+    monkeypatch.setattr(time, "perf_counter", lambda: made.now)
+    return made
+
+
+@pytest.mark.parametrize("budget", [0.0, 0.25, 2.0])
+def test_a_slow_start_and_noise_do_not_lower_the_peak(clock: Clock, budget: float) -> None:
+    assert measure_peak(torch.device("cpu"), torch.float32, budget) == pytest.approx(1e12)
+    assert clock.now >= budget, "samples are spread over the whole budget"
+
+
+def test_the_operands_are_random(clock: Clock) -> None:
+    measure_peak(torch.device("cpu"), torch.float32)
+    assert all(operand.unique().numel() > 1000 for operand in clock.operands)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "found"),
+    [
+        ("NVIDIA H100 80GB HBM3", torch.bfloat16, ("H100 SXM, bf16", 989.4e12)),
+        ("NVIDIA H100 PCIe", torch.float16, ("H100 PCIe, fp16", 756e12)),
+        ("NVIDIA GH200 480GB", torch.float32, ("GH200, fp32", 66.9e12)),
+        ("NVIDIA A100-SXM4-80GB", torch.bfloat16, ("A100, bf16", 312e12)),
+        ("NVIDIA A10G", torch.bfloat16, ("A10G, bf16", 70e12)),
+        ("NVIDIA L40S", torch.bfloat16, ("L40S, bf16", 362.05e12)),
+        ("NVIDIA L4", torch.bfloat16, ("L4, bf16", 121e12)),
+        ("Tesla V100-SXM2-16GB", torch.float16, ("V100 SXM, fp16", 125e12)),
+        ("Tesla V100-SXM2-16GB", torch.bfloat16, None),
+        ("NVIDIA GeForce RTX 4090", torch.bfloat16, ("RTX 4090, bf16", 165.2e12)),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", torch.bfloat16, None),
+        ("NVIDIA B200", torch.bfloat16, ("B200, bf16", 2250e12)),
+        ("NVIDIA GB200", torch.bfloat16, ("GB200, bf16", 2500e12)),
+        ("NVIDIA GeForce GTX 1080", torch.float32, None),
+    ],
+)
+def test_the_datasheet_is_found_by_the_drivers_name(
+    monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype, found: tuple[str, float] | None
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    peak = throughput.datasheet_peak(torch.device("cuda", 0), dtype)
+    assert peak == (found and (found[0], pytest.approx(found[1])))
+    assert throughput.datasheet_peak(torch.device("cpu"), dtype) is None
+
+
+def test_each_format_of_an_accelerator_is_at_least_as_fast_as_the_wider_one() -> None:
+    for known in ACCELERATORS:
+        rates = [known.teraflops[name] for name in ("fp32", "tf32", "fp16", "fp8") if name in known.teraflops]
+        assert rates == sorted(rates), known.name
+        assert all(find_accelerator(f"NVIDIA {known.name}") is not None for known in ACCELERATORS)

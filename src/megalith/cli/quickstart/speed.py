@@ -20,6 +20,7 @@ from megalith.models.language_model import LanguageModel
 from megalith.optim.optimizer import Optimizer
 from megalith.train.throughput import measure_peak
 
+PEAK_SECONDS = 2.0  # for each precision: one noisy moment must not decide how large the model is
 PROBE_SECONDS = 3.0
 FEWEST_PROBES = 5  # so that a pause of the machine does not pass for a slow step
 
@@ -37,7 +38,7 @@ def measure_machine(wanted: str = "auto") -> Machine:
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
     if device.type == "cuda":
         dtypes["fp16"] = torch.float16
-    flops = {name: measure_peak(device, dtype) for name, dtype in dtypes.items()}
+    flops = {name: measure_peak(device, dtype, PEAK_SECONDS) for name, dtype in dtypes.items()}
     precision = choose_precision(flops)
     return Machine(device_name(device), precision, flops[precision])
 

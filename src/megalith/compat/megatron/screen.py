@@ -232,12 +232,10 @@ class MegatronConsole(Hook):
 
 
 def speed_line(report: WindowReport) -> str:
-    """Tokens a second, TFLOP/s, the share of the measured peak of a matrix product, and the time that is left."""
-    share = (
-        f"{report.utilisation:.0%} of the matmul peak measured at the start"
-        if report.utilisation is not None
-        else "more than the matmul peak measured at the start, when the machine was busy"
-    )
+    """Tokens a second, TFLOP/s, MFU by each of the peaks, and the time that is left."""
+    by_datasheet = "" if report.mfu_datasheet is None else f"{report.mfu_datasheet:.0%} of the datasheet's peak, "
+    busy = ", when the machine was busy" if report.mfu_measured > 1 else ""
+    share = f"MFU {by_datasheet}{report.mfu_measured:.0%} of the matmul peak measured at the start{busy}"
     left = f"; {duration(report.seconds_left)} left" if report.seconds_left else ""
     return f" speed: {report.tokens_per_second:,.0f} tokens/s, {report.teraflops:.3g} TFLOP/s, {share}{left}"
 
