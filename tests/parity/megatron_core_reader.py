@@ -8,10 +8,13 @@ model and, with the version's own optimizer, for the optimizer's, and writes wha
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import json
 import os
 import sys
+import types
+import typing
 from typing import Any
 
 import torch
@@ -22,6 +25,7 @@ UNSET = -7.0
 
 def stub_cuda() -> None:
     """What megatron.core calls without asking whether there is a GPU; nothing of it changes arithmetic."""
+    stub_missing()
     cuda: Any = torch.cuda
     cuda.current_device = lambda: "cpu"
     cuda.set_device = lambda *_, **__: None
@@ -34,6 +38,17 @@ def stub_cuda() -> None:
     tensor.type = lambda self, *to, **options: (
         kind_of(self, *to, **options) if to or options else kind_of(self).replace("torch.", "torch.cuda.")
     )
+
+
+def stub_missing() -> None:
+    """Supply what newer megatron-core imports without asking: Python 3.12's `override`, and kernels of Triton."""
+    if not hasattr(typing, "override"):
+        typing.override = lambda method: method  # type: ignore[attr-defined]
+    if importlib.util.find_spec("triton") is None:
+        kernels: Any = types.ModuleType("megatron.core.transformer.moe.ops.paged_stash")
+        kernels.GLOBAL_BLOCK_SIZE = 1024
+        kernels.paged_stash_copy_kernel = kernels.paged_stash_pop_kernel = None
+        sys.modules[kernels.__name__] = kernels
 
 
 def join_alone() -> None:
@@ -126,6 +141,8 @@ def build_optimizer(request: dict[str, Any], config: Any, model: Any) -> Any:
     settings = OptimizerConfig(
         optimizer="adam",
         lr=1e-3,
+        min_lr=0.0,
+        decoupled_lr=request.get("decoupled_lr"),
         weight_decay=0.1,
         bf16=request["bf16"],
         params_dtype=torch.bfloat16 if request["bf16"] else torch.float32,

@@ -120,6 +120,7 @@ def main() -> None:
         OptimizerConfig(
             optimizer="adam",
             lr=1e-3,
+            min_lr=0.0,
             weight_decay=0.1,
             bf16=request["bf16"],
             fp16=request["fp16"],

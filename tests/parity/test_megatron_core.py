@@ -2,9 +2,9 @@
 
 Never a dependency: the tests run where MEGALITH_MEGATRON_CORE names a folder that holds it, made for example by
 
-    pip install --no-deps --target /tmp/core megatron-core==0.16.1 psutil
+    pip install --no-deps --target /tmp/core megatron-core==0.19.2 psutil typing_extensions
 
-Verified with 0.12.3 and 0.16.1.
+(with --ignore-requires-python on Python 3.11 and older). Verified with 0.16.1, 0.17.1, 0.18.2 and 0.19.2.
 """
 
 from __future__ import annotations
@@ -43,6 +43,15 @@ LLAMA_CONFIG = {
     "ffn_hidden_size": 48,
     "num_query_groups": 2,
 }
+MIXTURE = (
+    *(*LLAMA, "--num-experts", 4, "--moe-ffn-hidden-size", 24, "--moe-layer-freq", "[0,1,1,0]"),
+    *("--moe-router-topk", 2, "--moe-token-dispatcher-type", "alltoall"),
+)
+MIXTURE_CONFIG = {
+    **LLAMA_CONFIG,
+    **{"num_moe_experts": 4, "moe_ffn_hidden_size": 24, "moe_layer_freq": [0, 1, 1, 0], "moe_router_topk": 2},
+    "moe_token_dispatcher_type": "alltoall",
+}
 LATENT = (
     *(*LLAMA, "--num-experts", 4, "--moe-ffn-hidden-size", 24, "--moe-layer-freq", "[0,1,1,0]", "--moe-latent-size", 8),
     *("--moe-router-score-function", "sigmoid", "--moe-router-enable-expert-bias"),
@@ -60,6 +69,9 @@ CASES: dict[str, tuple[int, tuple[Any, ...], bool]] = {
     "gpt2-dp2-zero1-bf16": (2, ("--use-distributed-optimizer", "--bf16"), False),
     "llama-pp2": (2, (*PP2, *LLAMA), True),
     "llama-bf16": (1, ("--bf16", *LLAMA), True),
+    "gpt2-tp2-pp2-bf16": (4, (*TP2, *PP2, "--bf16"), False),
+    "gpt2-decoupled": (1, ("--decoupled-lr", 5e-4), False),
+    "experts-tp2-pp2": (4, (*TP2, *PP2, "--sequence-parallel", *MIXTURE), True),
     "latent-experts-tp2-bf16": (2, (*TP2, "--sequence-parallel", "--bf16", *LATENT), True),
 }
 READERS = {"one": (1, 1), "tp2": (2, 1), "pp2": (1, 2)}
@@ -72,6 +84,17 @@ def core() -> Path:
     if not named:
         pytest.skip("MEGALITH_MEGATRON_CORE names no folder with megatron-core")
     return Path(named)
+
+
+def version_of(core: Path) -> tuple[int, int]:
+    """The version of megatron-core, as (0, 19)."""
+    major, minor, *_ = next(core.glob("megatron_core-*")).name.split("-")[1].split(".")
+    return int(major), int(minor)
+
+
+def skip_if_unreadable(case: str, core: Path) -> None:
+    if "decoupled" in case and version_of(core) < (0, 19):
+        pytest.skip("megatron-core 0.16 to 0.18 cannot load its own checkpoints with --decoupled-lr either")
 
 
 def read_by_megatron(core: Path, out: Path, layout: tuple[int, int], request: dict[str, Any]) -> list[dict[str, Any]]:
@@ -122,6 +145,7 @@ def expected(space: ModelSpace, whole: dict[str, torch.Tensor], name: str, layer
 def config_of(flags: tuple[Any, ...], *, llama: bool) -> dict[str, Any]:
     """Megatron's names of what the flags say of the model."""
     of_llama = LATENT_CONFIG if "--moe-latent-size" in flags else LLAMA_CONFIG
+    of_llama = MIXTURE_CONFIG if flags[-len(MIXTURE) :] == MIXTURE else of_llama
     return of_llama if llama else {}
 
 
@@ -131,6 +155,7 @@ def config_of(flags: tuple[Any, ...], *, llama: bool) -> dict[str, Any]:
 def test_megatron_loads_what_is_saved_here(
     case: str, reader: str, core: Path, tmp_path: Path, warm: WarmProcess
 ) -> None:
+    skip_if_unreadable(case, core)
     number, flags, llama = CASES[case]
     words = [*MODEL, *flags, "--save", tmp_path / "c"]
     ended = warm.run_ranks(number, words, tmp_path) if number > 1 else [warm.run(words, tmp_path)]
@@ -148,6 +173,7 @@ def test_megatron_loads_what_is_saved_here(
         "position_embedding_type": "rope" if llama else "learned_absolute",
         "bf16": "--bf16" in flags,
         "optimizer": True,
+        "decoupled_lr": 5e-4 if "--decoupled-lr" in flags else None,
     }
     compared = set()
     for rank, result in enumerate(read_by_megatron(core, tmp_path / "read", READERS[reader], request)):
@@ -169,6 +195,7 @@ PER_RANK: dict[str, tuple[int, tuple[int, int], tuple[Any, ...], bool]] = {
     "gpt2-pp2-zero1-bf16": (2, (1, 2), (*PP2, *ZERO1, "--bf16"), False),
     "llama-pp2": (2, (1, 2), (*PP2, *LLAMA), True),
     "llama-tp2-zero1-bf16": (2, (2, 1), (*TP2, *ZERO1, "--bf16", *LLAMA), True),
+    "gpt2-decoupled": (1, (1, 1), ("--decoupled-lr", 5e-4), False),
     "latent-experts-pp2": (2, (1, 2), (*PP2, *LATENT), True),
 }
 """Name -> ranks, (tensor, pipeline) sizes, flags, whether it is a Llama."""
@@ -178,6 +205,7 @@ PER_RANK: dict[str, tuple[int, tuple[int, int], tuple[Any, ...], bool]] = {
 @pytest.mark.parametrize("case", PER_RANK)
 def test_megatron_loads_per_rank_files(case: str, core: Path, tmp_path: Path, warm: WarmProcess) -> None:
     """Model and optimizer of the real Megatron take the dicts in the files, strictly."""
+    skip_if_unreadable(case, core)
     number, (tp, pp), flags, llama = PER_RANK[case]
     words = [*MODEL, *flags, "--save", tmp_path / "c", "--ckpt-format", "torch"]
     ended = warm.run_ranks(number, words, tmp_path) if number > 1 else [warm.run(words, tmp_path)]
@@ -195,6 +223,7 @@ def test_megatron_loads_per_rank_files(case: str, core: Path, tmp_path: Path, wa
         "position_embedding_type": "rope" if llama else "learned_absolute",
         "bf16": "--bf16" in flags,
         "optimizer": True,
+        "decoupled_lr": 5e-4 if "--decoupled-lr" in flags else None,
         "per_rank": True,
         "distributed": "--use-distributed-optimizer" in flags,
     }

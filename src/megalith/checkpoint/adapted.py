@@ -16,7 +16,7 @@ import torch
 
 from megalith.checkpoint.content import CheckpointContent, Chunk
 from megalith.checkpoint.fit import Contents, StoredTensor, fitted, keys_of, short
-from megalith.checkpoint.formats.megatron_optimizer import decays
+from megalith.checkpoint.formats.megatron_optimizer import decays, with_rates
 from megalith.checkpoint.formats.stacking import is_of_experts, stacked_axes, stays_fp32
 from megalith.checkpoint.formats.torch_dist import (
     OPTIMIZER_PREFIX,
@@ -130,6 +130,7 @@ class InPrecision(Adapter):
             scaler = scalars.scaler if precision == "float16" else None
             # Experts that are spread over ranks have groups of their own, with the settings of the others.
             groups = [group for group in scalars.param_groups if not group.get("is_expert_parallel")]
+            groups = with_rates(groups, common.get("opt_param_scheduler"), args)
             common["optimizer"] = optimizer_common(groups, scalars.step, scaler, precision)
         return common
 

@@ -351,7 +351,7 @@ class PerRankSource:
         for number, (state, part) in enumerate(zip(states, parts, strict=True)):
             if not is_distributed(state):
                 together = {name: tuple(tensor.shape) for one in part for name, tensor in one.items()}
-                yield from state_tensors(state, together, where)
+                yield from state_tensors(state, together, self._args.get("decoupled_lr"), where)
             elif number or place[2] == 0:  # of the dense part only one expert-parallel rank has the buffers
                 file = self._file(place, BUFFER_FILE)
                 body = map_tensors(file)

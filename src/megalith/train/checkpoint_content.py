@@ -12,7 +12,7 @@ from torch.nn import Parameter
 
 from megalith.checkpoint import CheckpointContent, Chunk
 from megalith.checkpoint.content import share_of
-from megalith.checkpoint.formats.megatron_optimizer import decays
+from megalith.checkpoint.formats.megatron_optimizer import decays, with_rates
 from megalith.checkpoint.formats.stacking import is_of_experts, stacking_of
 from megalith.checkpoint.formats.torch_dist import (
     CHECKPOINT_VERSION,
@@ -62,14 +62,15 @@ def content_of(state: TrainState, run: RunConfig) -> CheckpointContent:
         },
     )
     if not settings.no_save_optim:
-        scalars = state.optimizer.scalars()
+        scalars, scheduler = state.optimizer.scalars(), state.schedule.state_dict(state.schedule_samples)
+        groups = with_rates(scalars["param_groups"], scheduler, vars(content.common["args"]))
         content.common["optimizer"] = optimizer_common(
-            _groups(scalars["param_groups"], state),
+            _groups(groups, state),
             scalars["step"],
             scalars["grad_scaler"] if run.precision.dynamic_loss_scale else None,
             run.precision.params_dtype,
         )
-        content.common["opt_param_scheduler"] = state.schedule.state_dict(state.schedule_samples)
+        content.common["opt_param_scheduler"] = scheduler
     if not settings.no_save_rng:
         alike = sharing_a_key(state)
         states = comm.all_gather_objects(state.streams.state(), alike)

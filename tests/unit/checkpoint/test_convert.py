@@ -18,7 +18,7 @@ from megalith.checkpoint.convert import Wanted, convert, divided_args
 from megalith.checkpoint.diff import compared, tensor_differences
 from megalith.checkpoint.folder import CheckpointFolder
 from megalith.checkpoint.locate import locate
-from megalith.checkpoint.safe_loading import read_metadata
+from megalith.checkpoint.safe_loading import load_tensors_and_plain_data, read_metadata
 from megalith.checkpoint.source import Source, open_source
 from megalith.checkpoint.streaming import write_torch_dist
 from megalith.errors import CheckpointError, ConfigError, LayoutError
@@ -400,6 +400,39 @@ def test_optimizer_state_that_no_group_has_is_not_lost(tmp_path: Path) -> None:
     save = written(MemorySource(source.tensors, common), tmp_path / "a")
     with pytest.raises(CheckpointError, match=r"(?s)optimizer.*decoder\.final_layernorm\.weight"):
         convert(save, tmp_path / "b", Wanted(format="torch"))
+
+
+def test_groups_of_older_checkpoints_are_converted_to_those_that_megatron_looks_for(tmp_path: Path) -> None:
+    source = model_source({**GPT2, "decoupled_lr": 5e-4})
+    common = source.common()
+    common["opt_param_scheduler"] |= {"min_lr": 1e-5}
+    plain, without = common["optimizer"]["param_groups"]
+    old = [{**plain, "is_decoupled_lr": False}, {**without, "lr_mult": 0.5}, {**plain, "is_decoupled_lr": True}]
+    common["optimizer"]["param_groups"] = old
+    made = convert(written(MemorySource(source.tensors, common), tmp_path / "a"), tmp_path / "b", Wanted())
+    groups = open_source(made.path).common()["optimizer"]["param_groups"]
+    keys = ("wd_mult", "max_lr", "min_lr", "lr_mult", "is_decoupled_lr", "default_config")
+    assert [tuple(group[key] for key in keys) for group in groups] == [
+        (1.0, 1e-3, 1e-5, 1.0, False, True),
+        (0.0, 5e-4, 5e-6, 1.0, False, False),
+        (1.0, 5e-4, 1e-5, 1.0, False, False),
+    ]
+
+
+def test_files_by_rank_keep_the_groups_of_a_decoupled_rate(tmp_path: Path) -> None:
+    """In megatron-core 0.16 and newer only max_lr tells them from the rest; back and forth nothing is lost."""
+    source = model_source({**GPT2, "decoupled_lr": 5e-4})
+    common = source.common()
+    plain, without = common["optimizer"]["param_groups"]
+    apart = {**plain, "max_lr": 5e-4, "default_config": False}
+    common["optimizer"]["param_groups"] = [{**plain, "max_lr": 1e-3}, without, apart]
+    save = written(MemorySource(source.tensors, common), tmp_path / "a")
+    made = convert(save, tmp_path / "b", Wanted(format="torch"))
+    groups = load_tensors_and_plain_data(made.path / "mp_rank_00/model_optim_rng.pt")["optimizer"]["param_groups"]
+    assert [(group["wd_mult"], group.get("max_lr")) for group in groups] == [(1.0, 1e-3), (1.0, 5e-4), (0.0, 1e-3)]
+    assert len(groups[1]["params"]) == 1  # the tied embedding
+    convert(tmp_path / "b", tmp_path / "c", Wanted(format="torch_dist"))
+    assert differences(save, tmp_path / "c") == []
 
 
 def test_groups_that_files_by_rank_cannot_tell_apart_are_refused(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from megalith.cli.train_hooks import dump_groups
 from megalith.config import RunConfig, load
 from megalith.distributed.context import ParallelContext
 from megalith.distributed.rng import RandomStreams
+from megalith.train.checkpoint_content import content_of
 from megalith.train.state import TrainState
 from megalith.train.step import train_step
 from megalith.train.work import Batch
@@ -187,6 +188,39 @@ def test_kv_channels_are_not_those_of_latent_heads() -> None:
     latent = f"{BY_ITERS} --multi-latent-attention --position-embedding-type rope --kv-lora-rank 8"
     latent = f"{latent} --qk-head-dim 4 --qk-pos-emb-head-dim 4 --v-head-dim 4"
     assert torch.equal(_trained(f"{latent} --kv-channels 16"), _trained(latent))
+
+
+IDENTITY = ("end_wd", "max_lr", "min_lr", "optimizer", "start_wd", "wd_mult", "lr_mult")
+IDENTITY = (*IDENTITY, "is_expert_parallel", "is_decoupled_lr", "default_config")
+"""By what megatron-core 0.19.2 finds a group, what 0.16 to 0.18 do being among it, and whose rate it logs."""
+DEFAULT_GROUP = (None, 1e-2, 1e-3, None, None, 1.0, 1.0, False, False, True)
+WITHOUT_DECAY = (*DEFAULT_GROUP[:5], 0.0, *DEFAULT_GROUP[6:])
+GROUP_KEYS = {"wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr", "max_lr", "min_lr", "default_config"}
+GROUP_KEYS |= {"lr", "weight_decay", "betas", "eps", "decoupled_weight_decay"}
+GROUP_KEYS |= {"amsgrad", "capturable", "differentiable", "foreach", "fused", "maximize"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "identities"),
+    [
+        ("", [DEFAULT_GROUP, WITHOUT_DECAY]),
+        ("--decoupled-lr 2e-3", [DEFAULT_GROUP, WITHOUT_DECAY, (None, 2e-3, 1e-3, *DEFAULT_GROUP[3:9], False)]),
+        (
+            "--decoupled-lr 3e-2 --decoupled-min-lr 1e-5",
+            [DEFAULT_GROUP, WITHOUT_DECAY, (None, 3e-2, 1e-5, *DEFAULT_GROUP[3:9], False)],
+        ),
+        (
+            "--use-mup --mup-base-hidden-size 8",
+            [DEFAULT_GROUP, WITHOUT_DECAY, (None, 5e-3, 5e-4, *DEFAULT_GROUP[3:9], False)],
+        ),
+    ],
+)
+def test_saved_groups_are_those_that_megatron_looks_for(flags: str, identities: list[tuple[object, ...]]) -> None:
+    config = load([*BASE.split(), *BY_ITERS.split(), *flags.split()], {}, files=False)
+    groups = content_of(_state(config), config).common["optimizer"]["param_groups"]
+    assert [set(group) for group in groups] == [GROUP_KEYS] * len(groups)
+    found = [tuple(group.get(key) for key in IDENTITY) for group in groups]
+    assert sorted(found, key=str) == sorted(identities, key=str)
 
 
 def test_the_groups_of_all_weights_are_written(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@
                   {buckets_coalesced: True, chunk: {(dtype, dtype): {param, exp_avg, exp_avg_sq, numel_unpadded}}}
 
 Position i counts through the groups: those of a group are its members in the order of the model's dict. Groups are
-known by what they hold (`wd_mult`, `is_decoupled_lr`), as their order is not that of every version.
+known by what they hold (`wd_mult`, `max_lr`, `is_decoupled_lr`), as their order is not that of every version.
 Source: spec/formats-checkpoint.md sections 5 and 9.
 """
 
@@ -55,6 +55,36 @@ def inner(state: Mapping[str, Any]) -> Mapping[str, Any]:
     return state
 
 
+def with_rates(
+    groups: Sequence[Mapping[str, Any]], scheduler: Mapping[str, Any] | None, args: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """Return the parameter groups with the keys by which megatron-core 0.16 and newer identify them.
+
+    0.16.1 to 0.18.2 find a group by wd_mult, lr_mult, is_expert_parallel and is_decoupled_lr. 0.19.2 adds max_lr,
+    min_lr, start_wd, end_wd and optimizer, of which it leaves out those that no override sets. All of them express
+    `--decoupled-lr` and muP as max_lr and min_lr, with an lr_mult of 1, and log the rate of the first group with
+    default_config.
+
+    Args:
+        groups: of an older version; those with max_lr are returned unchanged.
+        scheduler: the `opt_param_scheduler` of the checkpoint; without one nothing is added.
+        args: of the run, for the rates of `--decoupled-lr`.
+    """
+    if not scheduler or "max_lr" not in scheduler:
+        return [dict(group) for group in groups]
+    plain = {key: float(scheduler.get(key) or 0.0) for key in ("max_lr", "min_lr")}
+    apart = {key: args.get(name) for key, name in (("max_lr", "decoupled_lr"), ("min_lr", "decoupled_min_lr"))}
+    apart = {key: rate if apart[key] is None else float(apart[key]) for key, rate in plain.items()}
+    return [dict(group) if "max_lr" in group else _with_rates(group, plain, apart) for group in groups]
+
+
+def _with_rates(group: Mapping[str, Any], plain: Mapping[str, float], apart: Mapping[str, float]) -> dict[str, Any]:
+    decoupled, factor = bool(group.get("is_decoupled_lr")), float(group.get("lr_mult", 1.0))
+    rates = {key: rate * factor for key, rate in (apart if decoupled else plain).items()}
+    default = not decoupled and factor == 1.0
+    return {**group, **rates, "lr_mult": 1.0, "is_decoupled_lr": False, "default_config": default}
+
+
 def is_distributed(state: Mapping[str, Any]) -> bool:
     """Whether the tensors are in `distrib_optim.pt`."""
     groups = inner(state).get("param_groups", ())
@@ -91,8 +121,16 @@ def scalars_common(state: Mapping[str, Any]) -> dict[str, Any]:
     return {"optimizer": found, "grad_scaler": state.get("grad_scaler")}
 
 
-def state_tensors(state: Mapping[str, Any], shapes: Shapes, where: str) -> Iterator[tuple[str, str, Tensor]]:
+def state_tensors(
+    state: Mapping[str, Any], shapes: Shapes, decoupled_lr: float | None, where: str
+) -> Iterator[tuple[str, str, Tensor]]:
     """The tensors of an optimizer that is not distributed.
+
+    Args:
+        state: in the file.
+        shapes: of the parameters that it belongs to.
+        decoupled_lr: as of `members`.
+        where: names the file in errors.
 
     Yields:
         Kind, parameter name, tensor.
@@ -102,7 +140,7 @@ def state_tensors(state: Mapping[str, Any], shapes: Shapes, where: str) -> Itera
     """
     body = inner(state)
     groups = body["param_groups"]
-    found = _checked_members(groups, shapes, where)
+    found = _checked_members(groups, shapes, decoupled_lr, where)
     moments, main = body.get("state", {}), next((state[key] for key in _MAIN_KEYS if key in state), None)
     for number, (group, names) in enumerate(zip(groups, found, strict=True)):
         for position, (index, name) in enumerate(zip(group["params"], names, strict=True)):
@@ -118,24 +156,41 @@ def state_tensors(state: Mapping[str, Any], shapes: Shapes, where: str) -> Itera
                 yield kind, name, tensor
 
 
-def members(groups: Sequence[Mapping[str, Any]], shapes: Shapes) -> list[list[str]]:
-    """The names of the parameters of each group, in the order of the model's dict."""
-    apart = any(group.get("is_decoupled_lr") for group in groups)
+def members(groups: Sequence[Mapping[str, Any]], shapes: Shapes, decoupled_lr: float | None) -> list[list[str]]:
+    """The names of the parameters of each group, in the order of the model's dict.
+
+    Args:
+        groups: of the optimizer.
+        shapes: of its parameters.
+        decoupled_lr: `--decoupled-lr` of the saved args, by which groups of megatron-core 0.16 and newer are known.
+    """
+    of_group = [_is_decoupled(group, decoupled_lr) for group in groups]
+    apart = any(of_group)
     kind_of = {name: (decays(name, shape), apart and name.startswith(_TABLES)) for name, shape in shapes.items()}
     kinds = [
-        (bool(group.get("wd_mult", group.get("weight_decay", 0.0))), bool(group.get("is_decoupled_lr")))
-        for group in groups
+        (bool(group.get("wd_mult", group.get("weight_decay", 0.0))), decoupled)
+        for group, decoupled in zip(groups, of_group, strict=True)
     ]
     return [[name for name in shapes if kind_of[name] == kind] for kind in kinds]
 
 
-def _checked_members(groups: Sequence[Mapping[str, Any]], shapes: Shapes, where: str) -> list[list[str]]:
+def _is_decoupled(group: Mapping[str, Any], decoupled_lr: float | None) -> bool:
+    """Whether a group has the rate of `--decoupled-lr`: older versions flag it, newer ones override its max_lr."""
+    overrides = not group.get("default_config", True)
+    return bool(group.get("is_decoupled_lr")) or (
+        overrides and decoupled_lr is not None and group.get("max_lr") == decoupled_lr
+    )
+
+
+def _checked_members(
+    groups: Sequence[Mapping[str, Any]], shapes: Shapes, decoupled_lr: float | None, where: str
+) -> list[list[str]]:
     """`members` that are as many as the groups say.
 
     Raises:
         UnreadableState: the groups are others than those of this model.
     """
-    found = members(groups, shapes)
+    found = members(groups, shapes, decoupled_lr)
     if [len(names) for names in found] != [len(group["params"]) for group in groups]:
         raise UnreadableState(
             f"{where}: its optimizer has groups of {[len(group['params']) for group in groups]} parameters, where the "

@@ -316,7 +316,9 @@ class PlaceFiles:
         if self._target.distributed:
             return {"optimizer": {"param_groups": [{**group, "step": float(step)} for group in groups]}, **scaler}
         shapes = {name: shape for part in parts for name, shape in part.items()}
-        names = members(groups, shapes)
+        # Megatron pairs the groups in these files by position: the one without weight decay is its last.
+        groups = sorted(groups, key=lambda group: not group.get("wd_mult", group.get("weight_decay", 0.0)))
+        names = members(groups, shapes, vars(self._target.common["args"]).get("decoupled_lr"))
         if sum(map(len, names)) > len({name for part in names for name in part}):
             raise CheckpointError(
                 "files of format torch tell groups apart by their weight decay and --decoupled-lr alone, and the "
