@@ -54,17 +54,19 @@ except MegalithError as error:
 """
 
 
-def meet(*environments: dict[str, str], port: int | None = None, join: float = 1.5) -> list[tuple[int, str]]:
+def meet(
+    *environments: dict[str, str], port: int | None = None, join: float = 1.5, script: str = MEET
+) -> list[tuple[int, str]]:
     """Start one process with each of these environments; returns exit codes and outputs."""
     port = port or free_port()
-    return await_ends([send_to_meeting(variables, port, join) for variables in environments])
+    return await_ends([send_to_meeting(variables, port, join, script) for variables in environments])
 
 
-def send_to_meeting(variables: dict[str, str], port: int, join: float) -> subprocess.Popen[str]:
+def send_to_meeting(variables: dict[str, str], port: int, join: float, script: str = MEET) -> subprocess.Popen[str]:
     bare = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "OMPI_", "PMI_"))}
     environ = {**bare, "MASTER_PORT": str(port), **variables}
-    script = MEET.replace("JOIN", str(join))
-    return subprocess.Popen([sys.executable, "-c", script], env=environ, stdout=subprocess.PIPE, text=True)
+    words = [sys.executable, "-c", script.replace("JOIN", str(join))]
+    return subprocess.Popen(words, env=environ, stdout=subprocess.PIPE, text=True)
 
 
 def await_ends(started: Sequence[subprocess.Popen[str]]) -> list[tuple[int, str]]:
@@ -73,6 +75,20 @@ def await_ends(started: Sequence[subprocess.Popen[str]]) -> list[tuple[int, str]
 
 def place(rank: int, size: int = 2, **more: str) -> dict[str, str]:
     return {"RANK": str(rank), "WORLD_SIZE": str(size), **more}
+
+
+def test_a_process_joins_its_ranks_again(tmp_path: Path) -> None:
+    again = MEET.replace("try:", "try:\n  for number in range(3):").replace(" was there", " was there, {number}")
+    for rank, (code, output) in enumerate(meet(place(0), place(1), join=20, script=again)):
+        assert code == 0, output
+        assert output.splitlines() == [f"rank {rank} of 2 was there, {number}" for number in range(3)]
+
+
+def test_two_joins_at_once_are_refused_with_what_to_do() -> None:
+    within = "torch.distributed.barrier()\n        with launch.connect(config, torch.device('cpu'), 'gloo', timedelta(seconds=5)):\n            print"
+    for code, output in meet(place(0), place(1), join=20, script=MEET.replace("print(f", f"{within}(f")):
+        assert code == 2 and "ConfigError" in output and "ParallelContext.create" in output
+        assert "--node_rank" not in output
 
 
 SLURM = {"SLURM_NTASKS": "2", "SLURM_TASKS_PER_NODE": "2", "SLURM_NODEID": "0", "SLURM_JOB_ID": "4711"}

@@ -39,6 +39,25 @@ _SECONDS_TO_HEAR = 3.0
 _ROUNDS, _ROUND = "megalith/rounds", "megalith/round"  # in a store that outlives the ranks: how many, and which one
 
 
+@dataclass
+class _Held:
+    """The store of ranks that this process has joined before. Rank 0 keeps it open: it cannot listen there twice.
+
+    Attributes:
+        store: that is open.
+        address: host and port of it.
+        times: how often this process has joined.
+    """
+
+    store: dist.Store
+    address: tuple[str, int]
+    times: int = 0
+
+
+_HELD: dict[tuple[int, str, int], _Held] = {}
+"""Rank, host and port -> store; of the process, as `torch.distributed`'s own default group is."""
+
+
 @dataclass(frozen=True)
 class Meeting:
     """The ranks of a run that have met.
@@ -85,6 +104,7 @@ def connect(
     """Initialise torch.distributed for this process, and take it down behind the block. One process needs neither.
 
     An exception that leaves the block ends the process for good: Python prints it, and nothing more is waited for.
+    Blocks may follow one another, and all ranks then join as often.
 
     Args:
         launch: place of this process and where rank 0 is.
@@ -98,12 +118,19 @@ def connect(
         environ: of this process.
 
     Raises:
-        ConfigError: two processes have the same rank, ranks disagree on their number or facts, the port is taken.
+        ConfigError: two processes have the same rank, ranks disagree on their number or facts, the port is taken, or
+            this process is within such a block, or has called `init_process_group` itself.
         PeerError: not all ranks came, or the wait was ended.
     """
     if launch.world_size == 1:
         yield Meeting()
         return
+    if dist.is_initialized():
+        raise ConfigError(
+            "torch.distributed is initialised in this process already, and ranks join it once at a time: leave "
+            "init_process_group to join_ranks, and inside its block make groups of another layout of the same ranks by "
+            "ParallelContext.create(run.layout, context.device)"
+        )
     backend = backend if device.type == "cuda" else "gloo"
     join_seconds = (join or timeout).total_seconds()
     environ = os.environ if environ is None else environ
@@ -191,7 +218,7 @@ class _Meeting:
         self._launch, self._facts, self._say, self._environ = launch, facts, say, environ
         self._asked_to_stop = asked_to_stop
         self._agent_holds_it = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        self._address, self._prefix = (launch.master_addr, launch.master_port), ""
+        self._address, self._prefix, self._times = (launch.master_addr, launch.master_port), "", 0
         self._began = time.monotonic()
         self._join_seconds = join_seconds
         self._next_word = min(PATIENCE_SECONDS, 0.5 * join_seconds)
@@ -203,7 +230,7 @@ class _Meeting:
             PeerError: the store does not answer any more.
         """
         try:
-            opened = self._open()
+            opened = self._hold_open()
             store = self._round(opened)
             while not self._sign_in(store, opened):
                 store = self._round(opened)
@@ -236,7 +263,7 @@ class _Meeting:
         next round, and admits the process of each rank that asked last.
         """
         if not self._agent_holds_it:
-            self._prefix = "megalith"
+            self._prefix = f"megalith/{self._times}"
             return dist.PrefixStore(self._prefix, opened)
         token = f"{socket.gethostname()} {os.getpid()} {time.time_ns()}"
         number = self._open_round(opened, token) if self._launch.rank == 0 else self._join_round(opened, token)
@@ -297,6 +324,19 @@ class _Meeting:
     def second_connection(self) -> dist.Store:
         """The store once more: a thread that uses it need not wait for what the first connection is asked."""
         return dist.PrefixStore("run", dist.PrefixStore(self._prefix, self._store(*self._address, None)))
+
+    def _hold_open(self) -> dist.Store:
+        """Return the store that this process has joined before, or open it."""
+        if self._agent_holds_it:
+            return self._open()
+        key = (self._launch.rank, self._launch.master_addr, self._launch.master_port)
+        if key not in _HELD:
+            opened = self._open()
+            _HELD[key] = _Held(opened, self._address)
+        held = _HELD[key]
+        held.times += 1
+        self._address, self._times = held.address, held.times
+        return held.store
 
     def _open(self) -> dist.Store:
         host = LOOPBACK if self._launch.one_host and not self._agent_holds_it else self._launch.master_addr
