@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -17,6 +18,7 @@ from uvicorn.server import ServerState
 
 from megalith.serve.http.connection import bounded_connection
 from megalith.serve.http.guard import App, Guard
+from megalith.serve.http.server import bind, serve
 from megalith.serve.http.settings import Limits, ServerSettings
 from megalith.serve.runner import FakeRunner
 
@@ -36,13 +38,15 @@ async def _nothing(scope: Any, receive: Any, send: Any) -> None:
 
 
 @asynccontextmanager
-async def listening(limits: Limits, draining: bool = False, app: App = _nothing) -> AsyncIterator[int]:
+async def listening(
+    limits: Limits, draining: bool = False, app: App = _nothing, stopping: Callable[[], bool] = lambda: False
+) -> AsyncIterator[int]:
     """The port of the guard behind real sockets."""
     guard = Guard(app, ServerSettings(api_keys=("k",), limits=limits), lambda: draining)
     config = uvicorn.Config(
         guard, log_config=None, access_log=False, lifespan="off", h11_max_incomplete_event_size=limits.header_bytes
     )
-    state, kind = ServerState(), bounded_connection(limits)
+    state, kind = ServerState(), bounded_connection(limits, stopping)
     server = await asyncio.get_running_loop().create_server(
         lambda: kind(config, state, {}), "127.0.0.1", 0, backlog=256
     )
@@ -100,6 +104,72 @@ def test_an_answer_that_leaves_a_body_unread_arrives(head: bytes, status: int) -
     assert answer.endswith(b"}") or status == 405
 
 
+_TEN = b"Content-Length: 10\r\n"
+_CHUNKS = b"Transfer-Encoding: chunked\r\n"
+
+
+@pytest.mark.parametrize(
+    ("head", "said"),
+    [
+        (HEAD + KEY + JSON + _TEN + _CHUNKS + b"\r\n", b"Transfer-Encoding"),
+        (HEAD + KEY + JSON + b"transfer-encoding: chunked\r\nCONTENT-LENGTH: 0\r\n\r\n", b"Transfer-Encoding"),
+        (HEAD.replace(b"HTTP/1.1", b"HTTP/1.0") + KEY + JSON + _CHUNKS + b"\r\n", b"Transfer-Encoding"),
+        ((HEAD + KEY + JSON + _TEN + b"\r\n").replace(b"\r\n", b"\n"), b"CRLF"),
+        (HEAD + b"X: a\n" + KEY + JSON + _TEN + b"\r\n", b"CRLF"),
+        (HEAD + KEY + JSON + _TEN + b"\n", b"CRLF"),
+        (HEAD + KEY + JSON + b"X: a\r\n b\r\n" + _TEN + b"\r\n", b"folded"),
+        (HEAD + KEY + JSON + b"X: a\r\n\tContent-Length: 5\r\n" + _TEN + b"\r\n", b"folded"),
+    ],
+    ids=["CL TE", "TE CL", "HTTP/1.0 TE", "LF", "one LF", "empty line of LF", "obs-fold", "obs-fold of a length"],
+)
+@pytest.mark.parametrize("before", [b"", HEAD + KEY + JSON + b"Content-Length: 2\r\n\r\n{}"], ids=["", "pipelined"])
+@pytest.mark.parametrize("pieces", [1, 3])
+def test_a_request_that_a_proxy_may_frame_otherwise_is_refused(
+    head: bytes, said: bytes, before: bytes, pieces: int
+) -> None:
+    """Nothing of it, or behind it, is taken for a request: that would be request smuggling."""
+    seen: list[str] = []
+
+    async def noted(scope: Any, receive: Any, send: Any) -> None:
+        seen.append(scope["method"])
+        await _nothing(scope, receive, send)
+
+    def send(port: int) -> bytes:
+        whole = before + head + b"{}        GET /smuggled HTTP/1.1\r\nHost: localhost\r\n" + KEY + b"\r\n"
+        size = -(-len(whole) // pieces)
+        with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            for start in range(0, len(whole), size):
+                connection.sendall(whole[start : start + size])
+            answer = b""
+            while part := connection.recv(65536):
+                answer += part
+            return answer
+
+    async def run() -> bytes:
+        async with listening(LIMITS, app=noted) as port:
+            return await asyncio.to_thread(send, port)
+
+    answer = asyncio.run(run())
+    assert seen == ["POST"] * bool(before)
+    assert answer.count(b"HTTP/1.1 400 ") == 1 and said in answer, answer
+
+
+def test_a_body_may_hold_what_headers_may_not() -> None:
+    body = json.dumps({"a": [1, 2]}, indent=1).encode() + b"\n\n transfer-encoding: chunked\n"
+
+    def send(port: int) -> bytes:
+        with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+            connection.sendall(HEAD + KEY + JSON + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+            return connection.recv(65536)
+
+    async def run() -> bytes:
+        async with listening(LIMITS) as port:
+            return await asyncio.to_thread(send, port)
+
+    assert b" 405 " in asyncio.run(run())
+
+
 def test_a_server_that_stops_says_so_to_those_who_send() -> None:
     async def run() -> bytes:
         async with listening(LIMITS, draining=True) as port:
@@ -152,8 +222,11 @@ def test_nobody_is_listened_to_for_ever(limits: Limits) -> None:
     assert asyncio.run(run()) > 0
 
 
-def test_a_stream_that_nobody_reads_is_cut_off_and_holds_up_nobody() -> None:
-    limits, tokens = Limits(stalled_seconds=0.2), 8000
+@pytest.mark.parametrize("stops", [False, True], ids=["serving", "stopping"])
+def test_a_stream_that_nobody_reads_is_cut_off_and_holds_up_nobody(stops: bool) -> None:
+    """Nor does it hold up the end of the server, which does not wait as long for a reader."""
+    limits, tokens = Limits(stalled_seconds=600.0 if stops else 0.2), 8000
+    stopping = asyncio.Event()
     asked = {"prompt": "a", "max_tokens": tokens, "stream": True, "ignore_eos": True, "logprobs": 20}
 
     def request(body: dict[str, Any]) -> bytes:
@@ -164,7 +237,7 @@ def test_a_stream_that_nobody_reads_is_cut_off_and_holds_up_nobody() -> None:
         runner = FakeRunner(len(ALPHABET) + 1, tokens + 1, follow=next_letter, block_size=64)
         async with (
             served(runner=runner, context_length=tokens + 1) as server,
-            listening(limits, app=server.app) as port,
+            listening(limits, app=server.app, stopping=stopping.is_set) as port,
         ):
             with socket.socket() as stalled:
                 stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -174,6 +247,8 @@ def test_a_stream_that_nobody_reads_is_cut_off_and_holds_up_nobody() -> None:
                 writer.write(request({"prompt": "a", "max_tokens": 2}))
                 assert b" 200 " in await reader.readline()
                 writer.close()
+                if stops:
+                    stopping.set()
                 while not server.service.metrics.disconnects or server.service.worker.stats().running:
                     await asyncio.sleep(0.01)
             assert server.service.metrics.active == 0
@@ -205,3 +280,38 @@ def test_a_probe_does_not_wait_for_a_crowd() -> None:
     assert order.index("/health") < 40
     order.remove("/health")
     assert order == [f"/{number}" for number in range(80)]
+
+
+def test_a_server_ends_without_those_who_never_send_or_read(caplog: pytest.LogCaptureFixture) -> None:
+    """Idle, half-sent and unread connections are ended; a task that had to be cancelled would leave a traceback."""
+
+    async def run() -> bool:
+        gone = asyncio.Event()
+
+        async def failed() -> str:
+            await gone.wait()
+            return "the test is over"
+
+        async with served() as server:
+            listener = bind(ServerSettings(port=0))
+            port = listener.getsockname()[1]
+            serving = asyncio.ensure_future(
+                serve(server.app, server.service, listener, failed=failed, say=server.lines.append, greeting=["ready"])
+            )
+            while "ready" not in server.lines:
+                await asyncio.sleep(0.01)
+            clients = [socket.create_connection(("127.0.0.1", port), timeout=60) for _ in range(4)]
+            clients[1].sendall(HEAD)
+            clients[2].sendall(HEAD + JSON + b"Content-Length: 100\r\n\r\n{")
+            clients[3].setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            clients[3].sendall(b"GET /page.js HTTP/1.1\r\nHost: localhost\r\n\r\n" * 300)
+            await asyncio.sleep(0.3)
+            gone.set()
+            fine = await serving
+            for client in clients:
+                client.close()
+            return fine
+
+    with caplog.at_level(logging.ERROR):
+        assert asyncio.run(asyncio.wait_for(run(), 60))
+    assert not caplog.records, caplog.text

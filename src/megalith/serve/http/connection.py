@@ -7,12 +7,16 @@ answered in step with all others, so that everybody waited for everybody: here t
 time, and a probe of /health before them. Where an answer leaves a body unread, the connection ends in
 stages (RFC 9112, 9.6): a socket closed with unread bytes resets the connection, and what the client had not read of
 the answer is lost.
+
+Requests are parsed by h11, which tolerates forms that a proxy may frame otherwise (request smuggling):
+a bare LF as the end of a line, folded headers, and Content-Length beside Transfer-Encoding. They are refused here.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import re
 import sys
 from collections import deque
 from collections.abc import Callable
@@ -26,6 +30,15 @@ from megalith.serve.http.settings import Limits
 
 _AT_A_TIME = 8
 _PROBE = b"GET /health "
+_PATIENCE_WHEN_STOPPING = 2.0
+"""Seconds that a client may leave its socket unread while the server stops; one that reads slowly is waited for."""
+_SECONDS_BETWEEN_LOOKS = 0.25
+
+_END_OF_HEADERS = re.compile(rb"\n\r?\n")
+_BARE_LF = re.compile(rb"(?<!\r)\n")
+_FOLDED_LINE = re.compile(rb"\n[ \t]")
+_LENGTH = re.compile(rb"\ncontent-length[ \t]*:", re.IGNORECASE)
+_CODING = re.compile(rb"\ntransfer-encoding[ \t]*:", re.IGNORECASE)
 
 
 class _Turns:
@@ -108,17 +121,54 @@ class _Parting(asyncio.Transport):
         return self._transport.get_extra_info(name, default)
 
 
-def bounded_connection(limits: Limits) -> type[H11Protocol]:
-    """The class of connections with these limits."""
+class _AmbiguousRequest(h11.RemoteProtocolError):
+    """Headers that another HTTP implementation may understand otherwise."""
+
+
+class _StrictParser(h11.Connection):
+    """h11's parser, without its leniency."""
+
+    def next_event(self) -> Any:
+        if self.their_state is h11.IDLE:
+            _require_clear_headers(self.trailing_data[0])
+        return super().next_event()
+
+
+def _require_clear_headers(received: bytes) -> None:
+    """Check the headers at the beginning of what was received, as far as they have come.
+
+    Raises:
+        _AmbiguousRequest: names the rule of RFC 9112.
+    """
+    end = _END_OF_HEADERS.search(received)
+    headers = received[: end.end()] if end else received
+    if _BARE_LF.search(headers):
+        raise _AmbiguousRequest("a line of the headers ends in LF; it must end in CRLF (RFC 9112, 2.2)")
+    if _FOLDED_LINE.search(headers):
+        raise _AmbiguousRequest("a header is folded over two lines; write it in one (RFC 9112, 5.2)")
+    if end and _CODING.search(headers):
+        if _LENGTH.search(headers):
+            raise _AmbiguousRequest("Content-Length and Transfer-Encoding exclude each other (RFC 9112, 6.3)")
+        if b" HTTP/1.0\r\n" in headers:
+            raise _AmbiguousRequest("HTTP/1.0 has no Transfer-Encoding (RFC 9112, 6.1)")
+
+
+def bounded_connection(limits: Limits, stopping: Callable[[], bool] = lambda: False) -> type[H11Protocol]:
+    """Return the class of connections with these limits.
+
+    Args:
+        stopping: whether the server takes no new work any more: clients that do not read are then given up soon.
+    """
     turns = _Turns()
 
     class Bounded(H11Protocol):
         _headers_due: asyncio.TimerHandle | None = None
         _stalled: asyncio.TimerHandle | None = None
-        _is_new = True
+        _is_new, _is_refused = True, False
 
         def connection_made(self, transport: Any) -> None:
             self.transport: _Parting
+            self.conn = _StrictParser(h11.SERVER, self.config.h11_max_incomplete_event_size or limits.header_bytes)
             super().connection_made(_Parting(transport, limits, self._still_sends))
             if len(self.connections) > limits.connections:
                 transport.abort()
@@ -157,7 +207,16 @@ def bounded_connection(limits: Limits) -> type[H11Protocol]:
         def pause_writing(self) -> None:
             super().pause_writing()
             self._flows()
-            self._stalled = self.loop.call_later(limits.stalled_seconds, self.transport.abort)
+            self._watch_stall(self.loop.time())
+
+        def _watch_stall(self, since: float) -> None:
+            """Abort the connection when its client has not read for too long."""
+            patience = min(limits.stalled_seconds, _PATIENCE_WHEN_STOPPING if stopping() else limits.stalled_seconds)
+            left = since + patience - self.loop.time()
+            if left <= 0.0:
+                self.transport.abort()
+                return
+            self._stalled = self.loop.call_later(min(left, _SECONDS_BETWEEN_LOOKS), self._watch_stall, since)
 
         def resume_writing(self) -> None:
             self._flows()
@@ -168,8 +227,11 @@ def bounded_connection(limits: Limits) -> type[H11Protocol]:
             if self.conn.our_state is not h11.IDLE and self.conn.our_state is not h11.SEND_RESPONSE:
                 self.transport.abort()
                 return
-            status = getattr(sys.exc_info()[1], "error_status_hint", 400)  # 431: more headers than h11 takes
-            content = ApiError(status, "the headers are too long" if status == 431 else msg).content
+            error = sys.exc_info()[1]
+            status = getattr(error, "error_status_hint", 400)  # 431: more headers than h11 takes
+            said = str(error) if isinstance(error, _AmbiguousRequest) else msg
+            content = ApiError(status, "the headers are too long" if status == 431 else said).content
+            self._is_refused = True
             headers = [("content-type", "application/json"), ("content-length", str(len(content)))]
             response = h11.Response(status_code=status, headers=[*headers, ("connection", "close")])
             for event in (response, h11.Data(data=content), h11.EndOfMessage()):
@@ -181,7 +243,8 @@ def bounded_connection(limits: Limits) -> type[H11Protocol]:
                 self.cycle.message_event.set()
 
         def _still_sends(self) -> bool:
-            return self.conn.their_state in (h11.SEND_BODY, h11.ERROR) or self.flow.read_paused
+            unread = self._is_refused or self.conn.their_state in (h11.SEND_BODY, h11.ERROR)
+            return unread or self.flow.read_paused
 
         def _expect_headers(self) -> None:
             self._headers_due = self.loop.call_later(limits.header_seconds, self.transport.abort)

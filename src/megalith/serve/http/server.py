@@ -87,7 +87,7 @@ async def serve(
     limits = service.settings.limits
     config = uvicorn.Config(
         app,
-        http=bounded_connection(limits),
+        http=bounded_connection(limits, lambda: service.draining),
         ws="none",
         lifespan="off",
         log_config=None,
@@ -137,6 +137,7 @@ async def serve(
             service.cancel_all()
             await _quiet(service, _SECONDS_TO_SAY_SO)
         server.should_exit = True
+        loop.call_later(_SECONDS_TO_SAY_SO, _abort_connections, server)
         with suppress(asyncio.CancelledError):
             await serving
         return service.failure is None
@@ -145,6 +146,12 @@ async def serve(
         failure.cancel()
         for number in kept:
             loop.remove_signal_handler(number)
+
+
+def _abort_connections(server: uvicorn.Server) -> None:
+    """End what idle connections did not: requests that never came whole, and answers that nobody reads."""
+    for connection in list(server.server_state.connections):
+        connection.transport.abort()
 
 
 async def _quiet(service: Service, seconds: float, enough: Callable[[], bool] = lambda: False) -> None:
