@@ -487,7 +487,10 @@ def _loaders(config: RunConfig, tokenizer: Tokenizer, state: TrainState, screen:
 
 
 def _datasets(config: RunConfig, tokenizer: Tokenizer, state: TrainState) -> Datasets:
-    """Build the datasets. The first rank builds or checks their indices, the others load them from the same cache."""
+    """Build the datasets. The first rank builds or checks their indices, the others load them from the same cache.
+
+    The first rank of every machine checks too: its cache is another one where the file system is not shared.
+    """
     crew, built = Crew(state.context.world), list[Datasets]()
     has_cache = config.data.names_sources or config.data.data_cache_path is not None
 
@@ -497,7 +500,7 @@ def _datasets(config: RunConfig, tokenizer: Tokenizer, state: TrainState) -> Dat
 
     if has_cache:
         crew.first(partial(build, cache_is_checked=False))
-    crew.all(partial(build, cache_is_checked=has_cache))
+    crew.all(partial(build, cache_is_checked=has_cache and config.launch.local_rank != 0))
     return built[0]
 
 
