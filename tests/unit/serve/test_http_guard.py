@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import time
 from collections.abc import AsyncIterator
@@ -247,7 +248,8 @@ def test_the_place_of_a_client_that_leaves_is_free_again(stream: bool) -> None:
     async def run() -> None:
         async with served(context_length=4000, runner=slow()) as server:
             body = json.dumps({**BODY, "max_tokens": 3000, "stream": stream}).encode()
-            left, sent = asyncio.Event(), list[Any]()
+            left, sent, reported = asyncio.Event(), list[Any](), list[Any]()
+            asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
             messages = [{"type": "http.request", "body": body, "more_body": False}]
 
             async def receive() -> Any:
@@ -283,6 +285,9 @@ def test_the_place_of_a_client_that_leaves_is_free_again(stream: bool) -> None:
             await _left(server)
             assert server.service.worker.stats().generated_tokens <= at_leaving + 2
             assert server.service.metrics.disconnects == 1 and server.service.metrics.active == 0
+            del asked
+            gc.collect()
+            assert reported == []  # a traceback on the console of each client that leaves
 
     asyncio.run(run())
 

@@ -230,6 +230,7 @@ class Service:
             work.cancel()
             left.cancel()
             self.release(answers)
+            await asyncio.gather(work, left, return_exceptions=True)  # else asyncio reports a cancelled gather
 
     async def _collect(self, answer: Answer, began: float) -> Collected:
         found = Collected([])
