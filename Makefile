@@ -24,7 +24,7 @@ unknown_extras := $(strip $(foreach extra,$(subst $(comma), ,$(EXTRAS)),$(if $(s
 $(if $(unknown_extras),$(error EXTRAS names $(unknown_extras), which pyproject.toml does not have))
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart install dev test test-full test-gpu check format bench docs wheelhouse clean
+.PHONY: help quickstart install dev test test-full test-gpu campaign check format bench docs wheelhouse clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /|/' | awk -F'|' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -43,6 +43,9 @@ test-full: .venv/.installed-dev ## Run all tests, the slow ones too
 
 test-gpu: .venv/.installed-dev ## Run the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu $(ARGS)
+
+campaign: .venv/.installed-dev ## Random kills, bit flips and API fuzzing (ARGS='kill --kills 10 --seed 1')
+	$(BIN)/python -m tests.campaigns $(ARGS)
 
 check: .venv/.installed-dev ## Formatting, lint, types and floors
 	$(BIN)/ruff format --check .
