@@ -196,6 +196,58 @@ def test_six_csv_files_in_natural_order_without_a_header(tmp_path: Path) -> None
     assert documents(opened(tmp_path, csv_header="no"))[0] == ["content"]
 
 
+LONG = [f"some longer text that is number {number}" for number in range(5)]
+
+
+def test_each_csv_decides_about_its_own_header(tmp_path: Path) -> None:
+    """Five files with a header and one without, which is first, last or amid them."""
+    for without in (0, 3, 5):
+        for number in range(6):
+            rows = LONG if number == without else ["content", *LONG]
+            (tmp_path / f"{number}.csv").write_text(csv_text([[text] for text in rows]), newline="")
+        assert documents(opened(tmp_path)) == one_key(LONG * 6), without
+    (tmp_path / "5.csv").write_text("\u7b2c\u4e00\u7ae0\n" + csv_text([[text] for text in LONG]), encoding="utf-8")
+    assert documents(opened(tmp_path)) == one_key([*LONG * 5, "\u7b2c\u4e00\u7ae0", *LONG]), "a title is no name"
+
+
+@pytest.mark.parametrize(
+    ("files", "header"),
+    [
+        ([["content", *LONG]], True),
+        ([LONG], False),
+        ([["content", *LONG], LONG], True),
+        ([["content", "a b", "c"], ["content", "d e"]], True),  # shared, though short texts stand below
+        ([["content", *LONG], ["Hello", *LONG]], None),  # two headers, or two first texts
+        ([["content"] + ["a"]], None),
+        ([["apple", "banana", "cherry"]], None),
+        ([["apple", "pear"], ["banana", "plum"], ["cherry", "fig"]], False),
+        ([["\u7b2c\u4e00\u7ae0", *LONG]], None),
+        ([["\u5185\u5bb9", *LONG], ["\u5185\u5bb9", *LONG]], True),
+    ],
+)
+def test_headers_of_a_column(files: list[list[str]], header: bool | None, tmp_path: Path) -> None:
+    for number, texts in enumerate(files):
+        (tmp_path / f"{number}.csv").write_text(csv_text([[text] for text in texts]), encoding="utf-8", newline="")
+    plan = find_sources([str(tmp_path)], SourceOptions())
+    if header is None:
+        assert plan.violations and all("--csv-header" in violation for violation in plan.violations)
+        assert "0.csv" in plan.violations[0]
+        return
+    assert documents(plan.sources)[0] == [files[0][int(header)]]
+
+
+@pytest.mark.parametrize("options", [{}, {"text_column": "content"}, {"keys": ("content",)}])
+def test_tables_with_the_same_column_are_read_alike(options: dict[str, Any], tmp_path: Path) -> None:
+    """Under the same key, which names the dataset."""
+    parquet = pytest.importorskip("pyarrow.parquet")
+    table = pytest.importorskip("pyarrow").table({"content": LONG})
+    parquet.write_table(table, tmp_path / "a.parquet")
+    (tmp_path / "a.csv").write_text(csv_text([[text] for text in ("content", *LONG)]), newline="")
+    for kind in ("csv", "parquet"):
+        keys = options.get("keys", ("text",))
+        assert documents(opened(tmp_path / f"a.{kind}", **options), keys) == one_key(LONG)
+
+
 @pytest.mark.parametrize(
     ("content", "options", "reason"),
     [

@@ -18,6 +18,7 @@ from megalith.errors import DataError
 
 _DELIMITERS = ",\t;|"
 _NAME = re.compile(r"[^\W\d][\w .:/()\[\]#%-]{0,39}")
+_IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,29}")
 _LOOKED_AT = 1 << 16
 _LINES_LOOKED_AT = 200
 _ROWS_LOOKED_AT = 50
@@ -51,27 +52,46 @@ def look_at(file: TextFile, delimiter: str | None) -> Look:
     return Look(found, (rows[:-1] if len(beginning) == _LOOKED_AT and len(rows) > 1 else rows)[:_ROWS_LOOKED_AT])
 
 
-def has_header(look: Look, others: Sequence[Look], wanted: Sequence[str]) -> bool:
-    """Whether the first row names the columns.
+def has_header(look: Look, others: Sequence[Look], wanted: Sequence[str]) -> bool | None:
+    """Whether the first row of a file names its columns; None if that cannot be told.
 
     Args:
         look: at this file.
-        others: at the other files of the same command; a first row that all share is a header.
+        others: at the other files of the same command.
         wanted: names of columns that the user asks for.
     """
-    first = [cell.strip() for cell in look.rows[0]]
+    first = _names(look)
     if set(first) & set(wanted):
         return True
-    names = first[1:] if not first[0] and len(first) > 1 else first  # pandas leaves the name of its index empty
-    if len(set(names)) < len(names) or not all(_NAME.fullmatch(name) for name in names):
+    if not _can_be_names(first):
         return False
-    if others:
-        return all(other.rows[0] == look.rows[0] for other in others)
+    rows = [_names(other) for other in others]
+    sharing = 1 + rows.count(first)
+    are_identifiers = all(_IDENTIFIER.fullmatch(name) for name in first if name)
+    if sharing > 1 and (are_identifiers or 2 * sharing > 1 + len(rows)):
+        return True
+    # Files of one command mostly have the same header, so another one speaks against this row.
+    is_contradicted = any(row != first and _can_be_names(row) for row in rows)
+    if not _stands_above_content(first, look):
+        return None if are_identifiers and not is_contradicted else False
+    if is_contradicted:
+        return None if are_identifiers else False
+    return True if are_identifiers or len(first) > 1 else None
+
+
+def _names(look: Look) -> list[str]:
+    return [cell.strip() for cell in look.rows[0]]
+
+
+def _can_be_names(row: list[str]) -> bool:
+    names = row[1:] if not row[0] and len(row) > 1 else row  # pandas leaves the name of its index empty
+    return len(set(names)) == len(names) and all(_NAME.fullmatch(name) for name in names)
+
+
+def _stands_above_content(first: list[str], look: Look) -> bool:
+    """Whether below one of the names stand longer texts, or numbers."""
     rest = [row for row in look.rows[1:] if len(row) == len(first)]
-    if not rest:
-        return False
-    # Below a name stand longer things, or numbers.
-    return any(
+    return bool(rest) and any(
         sorted(map(len, column))[len(column) // 2] > 2 * len(name) or all(_is_number(cell) for cell in column)
         for name, column in zip(first, zip(*rest, strict=True), strict=True)
         if name

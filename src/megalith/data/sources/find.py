@@ -159,6 +159,8 @@ def _source(path: Path, kind: str, text: TextFile | None, looks: dict[Path, Look
         header = {"yes": True, "no": False}.get(options.csv_header)
         if header is None:
             header = has_header(looks[path], others, wanted)
+        if header is None:
+            raise DataError(_header_unknown(path, looks[path], len(others)))
         return CsvSource(text, looks[path], options, header=header)
     if kind == ARRAY:
         return ArraySource(text, options.keys)
@@ -168,6 +170,15 @@ def _source(path: Path, kind: str, text: TextFile | None, looks: dict[Path, Look
         raise DataError(f"{path} is plain text, which has no keys; leave out --json-keys {' '.join(options.keys)}")
     separator = options.document_separator or find_separator(_beginning(text))
     return TextSource(text, is_json=False, separator=separator)
+
+
+def _header_unknown(path: Path, look: Look, num_others: int) -> str:
+    row = ", ".join(repr(cell[:40]) for cell in look.rows[0])
+    mixed = "; that holds for every csv of the command, so give files of the other kind the same header first"
+    return (
+        f"{path}: its first row ({row}) may name the columns or be text, and nothing in the files decides it; give "
+        f"--csv-header yes or --csv-header no{mixed if num_others else ''}"
+    )
 
 
 def _beginning(text: TextFile) -> Iterator[bytes]:
