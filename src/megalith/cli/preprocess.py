@@ -116,6 +116,7 @@ def _source(given: argparse.Namespace, numbers: Mapping[str, int | None]) -> Sou
         input_format=given.input_format,
         encoding=given.encoding,
         document_separator=_unescaped(given.document_separator),
+        one_document_per_file=given.one_document_per_file,
         text_column=given.text_column,
         csv_header=given.csv_header,
         csv_delimiter=_unescaped(given.csv_delimiter),

@@ -105,6 +105,7 @@ def _add_sources(parser: Parser) -> None:
         help=r"what separates the documents of a txt, \n is a line break; by default "
         f"{END_OF_TEXT_SEPARATOR} if the file has any, else blank lines",
     )
+    add("--one-document-per-file", action="store_true", help="each txt is one document, blank lines included")
     add("--text-column", metavar="COLUMN", help="column of a table with the text, by name or by number from 1")
     add("--csv-header", default="auto", metavar="WHETHER", help="yes, no or auto: whether the first row names columns")
     add("--csv-delimiter", metavar="CHAR", help=r"between the cells of a csv; \t is a tabulator")

@@ -128,6 +128,8 @@ def _source_violations(source: SourceOptions) -> list[str]:
         violations.append(f"--text-column {source.text_column}: one column cannot be several keys ({keys})")
     if source.document_separator == "":
         violations.append("--document-separator is empty; leave it out to find the separator")
+    if source.document_separator is not None and source.one_document_per_file:
+        violations.append("--document-separator and --one-document-per-file contradict each other; leave out one")
     if source.input_format not in ("auto", *FORMATS):
         violations.append(f"--input-format {source.input_format}: known are auto, {', '.join(FORMATS)}")
     if source.csv_header not in ("auto", "yes", "no"):

@@ -9,6 +9,8 @@ import io
 import json
 import lzma
 import resource
+import tarfile
+import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,10 +20,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from megalith.cli.preprocess import parse
 from megalith.data.shares import Share, chunks_of_share
 from megalith.data.sources import BadDocument, Limits, Source, SourceOptions, find_sources
 from megalith.data.sources.encodings import find_encoding
-from megalith.errors import DataError
+from megalith.errors import ConfigError, DataError
 
 CHINESE = [
     "\u4eca\u5929\u5929\u6c14\u5f88\u597d\uff0c\u6211\u4eec\u53bb\u516c\u56ed\u6563\u6b65\u3002",
@@ -372,3 +375,62 @@ def test_neither_cuts_nor_shares_nor_going_on_change_the_documents(
         assert len(later) == len(places) - number
     if kind == "jsonl":
         assert expected == one_key(texts) * 2
+
+
+def archive(kind: str, member: Path, path: Path) -> None:
+    if kind == "zip":
+        with zipfile.ZipFile(path, "w") as packed:
+            packed.write(member, "a.txt")
+        return
+    form = tarfile.USTAR_FORMAT if kind == "ustar" else tarfile.GNU_FORMAT
+    with tarfile.open(path, "w:gz" if kind == "tar.gz" else "w", format=form) as tape:
+        tape.add(member, "a.txt")
+
+
+@pytest.mark.parametrize("kind", ["tar", "ustar", "tar.gz", "zip"])
+@pytest.mark.parametrize("input_format", ["auto", "txt", "jsonl", "csv"])
+def test_archives_are_no_text(kind: str, input_format: str, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("some text\n")
+    for name in ("b.txt", "b." + kind):
+        archive(kind, tmp_path / "a.txt", tmp_path / name)
+        plan = find_sources([str(tmp_path / name)], SourceOptions(input_format=input_format))
+        (violation,) = plan.violations
+        assert name in violation and ("zip" if kind == "zip" else "tar") in violation and "unpack" in violation
+
+
+def test_text_is_no_archive(tmp_path: Path) -> None:
+    for number, text in enumerate(("PK is short for Phil Katz", "ustar " * 200, "7z", "0" * 2000, "x")):
+        (tmp_path / f"{number}.txt").write_text(text)
+        assert documents(opened(tmp_path / f"{number}.txt")) == [[text]] or text.endswith(" ")
+
+
+def test_a_folder_names_what_it_leaves_out(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(lines(["text"]))
+    (tmp_path / "sub").mkdir()
+    (tmp_path / ".hidden").write_text("x")
+    (note,) = find_sources([str(tmp_path)], SourceOptions()).notes
+    assert "left out" not in note
+    (tmp_path / "notes.md").write_text("more text")
+    (tmp_path / "sub" / "b.tar").write_text("x")
+    plan = find_sources([str(tmp_path)], SourceOptions())
+    assert documents(plan.sources) == [["text"]]
+    assert "notes.md" in plan.notes[0] and "sub/b.tar" in plan.notes[0] and ".hidden" not in plan.notes[0]
+
+
+def test_a_txt_may_be_one_document(tmp_path: Path) -> None:
+    texts = ["one\n\ntwo\n\n\nthree", "four<|endoftext|>five"]
+    for number, text in enumerate(texts):
+        (tmp_path / f"{number}.txt").write_text(text)
+    for limits in (SMALL, Limits()):
+        assert documents(opened(tmp_path, one_document_per_file=True, limits=limits)) == one_key(texts)
+    assert len(documents(opened(tmp_path))) == 5
+    options = ["--output-prefix", str(tmp_path / "out"), "--tokenizer-type", "NullTokenizer", "--vocab-size", "9"]
+    with pytest.raises(ConfigError, match="--one-document-per-file"):
+        both = ["--one-document-per-file", "--document-separator", "x"]
+        parse(["--input", str(tmp_path), *options, *both])
+
+
+@pytest.mark.parametrize("url", ["https://host/a.jsonl", "s3://bucket/a", "hf://datasets/a/b", "smb://host/a.txt"])
+def test_urls_are_not_fetched(url: str) -> None:
+    (violation,) = find_sources([url], SourceOptions()).violations
+    assert url in violation and "fetch it first" in violation

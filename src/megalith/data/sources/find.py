@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,10 +27,11 @@ from megalith.data.sources.json_array import ArraySource
 from megalith.data.sources.lines import TextSource
 from megalith.data.sources.protocol import Source, SourceOptions
 from megalith.data.sources.separators import find_separator
-from megalith.data.sources.streams import TextFile, open_text
+from megalith.data.sources.streams import TextFile, open_text, refuse_archive
 from megalith.data.sources.tables import ArrowSource, ParquetSource
 from megalith.errors import DataError
 
+_URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://")
 _LOOKED_AT = 1 << 28  # bytes; documents are shorter
 
 
@@ -88,6 +90,7 @@ def _without_effect(options: SourceOptions, kinds: Sequence[str]) -> list[str]:
         "--csv-header": (options.csv_header != "auto", {CSV}, "csv"),
         "--csv-delimiter": (options.csv_delimiter is not None, {CSV}, "csv"),
         "--document-separator": (options.document_separator is not None, {TXT}, "txt"),
+        "--one-document-per-file": (options.one_document_per_file, {TXT}, "txt"),
         "--encoding": (options.encoding != "auto", {CSV, JSONL, ARRAY, TXT}, "text"),
     }
     return [
@@ -99,6 +102,8 @@ def _without_effect(options: SourceOptions, kinds: Sequence[str]) -> list[str]:
 
 def _files(name: str, options: SourceOptions, plan: Plan) -> list[Path]:
     """The files that one word of `--input` means."""
+    if url := _URL.match(name):
+        raise DataError(f"{name}: only local files are read; fetch it first{_fetching(name, url['scheme'])}")
     path = Path(name)
     if path.is_dir():
         files, about = files_of(path, options.dataset_split)
@@ -123,6 +128,20 @@ def _files(name: str, options: SourceOptions, plan: Plan) -> list[Path]:
     raise DataError(f"{name}: no such file{hint}")
 
 
+def _fetching(url: str, scheme: str) -> str:
+    """The command that fetches a URL, for an error message."""
+    commands = {
+        "http": f"curl -LO {url}",
+        "https": f"curl -LO {url}",
+        "ftp": f"curl -O {url}",
+        "s3": f"aws s3 cp --recursive {url} DIR",
+        "gs": f"gcloud storage cp --recursive {url} DIR",
+        "hf": "hf download --repo-type dataset NAME --local-dir DIR",
+    }
+    command = commands.get(scheme.lower())
+    return f": {command}" if command else " and give its path"
+
+
 def _format(path: Path, options: SourceOptions, plan: Plan) -> str | None:
     """What a file holds, as the user says or by name and content; None with a violation where it cannot be used."""
     try:
@@ -130,6 +149,7 @@ def _format(path: Path, options: SourceOptions, plan: Plan) -> str | None:
             raise DataError(f"{path}: no permission to read it")
         if path.stat().st_size == 0:
             raise DataError(f"{path}: the file is empty")
+        refuse_archive(path, options.limits)
         if options.input_format not in ("auto", JSONL):
             return options.input_format
         by_name = JSONL if options.input_format == JSONL else format_by_name(path)
@@ -168,6 +188,8 @@ def _source(path: Path, kind: str, text: TextFile | None, looks: dict[Path, Look
         return TextSource(text, is_json=True, separator="\n")
     if options.keys != ("text",):
         raise DataError(f"{path} is plain text, which has no keys; leave out --json-keys {' '.join(options.keys)}")
+    if options.one_document_per_file:
+        return TextSource(text, is_json=False, separator=None)
     separator = options.document_separator or find_separator(_beginning(text))
     return TextSource(text, is_json=False, separator=separator)
 

@@ -15,6 +15,7 @@ _SPLITS = re.compile(r"(?:^|[-_.])(train|training|test|testing|validation|valid|
 _SAME = {"training": "train", "testing": "test", "valid": "validation", "val": "validation", "dev": "validation"}
 _NUMBERED = re.compile(r"(?:^|-)(?P<split>[A-Za-z_][\w]*)-\d{5}-of-\d{5}\.")
 _OF_NO_DATA = re.compile(r"(readme|license|licence|copying|changelog|notice|requirements)\b.*|cache-.*\.arrow", re.I)
+_NAMED = 5  # files that a note names
 _DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 
 
@@ -73,18 +74,30 @@ def _loose(folder: Path, split: str) -> tuple[list[Path], str]:
         )
     splits = {path: _split_of(path) for path in files}
     found = sorted({name for name in splits.values() if name})
+    others = _left_out(folder, files)
     if len(found) < 2:
-        return files, f"folder with {len(files)} files"
+        return files, f"folder with {len(files)} files{others}"
     chosen = _choose(folder, found, split)
     taken = [path for path in files if splits[path] == chosen]
-    return taken, f"folder, split {chosen} with {len(taken)} of {len(files)} files"
+    return taken, f"folder, split {chosen} with {len(taken)} of {len(files)} files{others}"
 
 
 def _is_data(path: Path, folder: Path) -> bool:
-    inside = path.relative_to(folder)
-    hidden = any(part.startswith(".") for part in inside.parts)
-    left_out = path.name in _DESCRIPTIONS or _OF_NO_DATA.fullmatch(path.name)
-    return not hidden and not left_out and format_by_name(path) is not None and path.is_file()
+    is_description = path.name in _DESCRIPTIONS or _OF_NO_DATA.fullmatch(path.name)
+    return not _is_hidden(path, folder) and not is_description and format_by_name(path) is not None and path.is_file()
+
+
+def _is_hidden(path: Path, folder: Path) -> bool:
+    return any(part.startswith(".") for part in path.relative_to(folder).parts)
+
+
+def _left_out(folder: Path, files: Iterable[Path]) -> str:
+    """The files of a folder that are not data, for the note about it."""
+    data = set(files)
+    others = [path for path in folder.rglob("*") if path not in data and not _is_hidden(path, folder)]
+    names = sorted((str(path.relative_to(folder)) for path in others if path.is_file()), key=natural)
+    more = ", ..." if len(names) > _NAMED else ""
+    return f"; left out: {', '.join(names[:_NAMED])}{more} ({len(names)} in all)" if names else ""
 
 
 def _split_of(path: Path) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tarfile
 from pathlib import Path
 
 JSONL, ARRAY, TXT, CSV, PARQUET, ARROW = "jsonl", "json", "txt", "csv", "parquet", "arrow"
@@ -22,6 +23,13 @@ _OF_ENDING = {
 GZIP, XZ, ZSTD, BZIP2 = "gz", "xz", "zst", "bz2"
 _MAGIC = {b"\x1f\x8b": GZIP, b"\xfd7zXZ\x00": XZ, b"\x28\xb5\x2f\xfd": ZSTD, b"BZh": BZIP2}
 _COMPRESSED_ENDINGS = (".gz", ".xz", ".zst", ".zstd", ".bz2")
+_ARCHIVE_MAGIC = {
+    b"PK\x03\x04": "zip",
+    b"PK\x05\x06": "zip",
+    b"PK\x07\x08": "zip",
+    b"7z\xbc\xaf\x27\x1c": "7z",
+    b"Rar!\x1a\x07": "rar",
+}
 _PARQUET_MAGIC, _ARROW_MAGIC = b"PAR1", b"ARROW1"
 
 
@@ -30,6 +38,18 @@ def compression_of(path: Path) -> str | None:
     with path.open("rb") as file:
         beginning = file.read(8)
     return next((name for magic, name in _MAGIC.items() if beginning.startswith(magic)), None)
+
+
+def archive_of(beginning: bytes) -> str | None:
+    """The kind of archive that begins so (decompressed, 512 bytes at least); None if it is none."""
+    for magic, kind in _ARCHIVE_MAGIC.items():
+        if beginning.startswith(magic):
+            return kind
+    try:
+        tarfile.TarInfo.frombuf(beginning[: tarfile.BLOCKSIZE], "utf-8", "surrogateescape")  # it has a checksum
+    except tarfile.HeaderError:
+        return None
+    return "tar"
 
 
 def name_without_compression(path: Path) -> str:

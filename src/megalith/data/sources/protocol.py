@@ -34,6 +34,7 @@ class SourceOptions:
         input_format: one of `formats.FORMATS`, or auto to go by name and content.
         encoding: name of a text encoding, or auto to find it.
         document_separator: what separates the documents of a txt; None finds out.
+        one_document_per_file: each txt is one document, whatever is in it.
         text_column: column of a table that has the text, by name or by number from 1; None goes by `keys`.
         csv_header: yes, no, or auto to find out.
         csv_delimiter: character between the cells of a csv; None finds out.
@@ -45,6 +46,7 @@ class SourceOptions:
     input_format: str = "auto"
     encoding: str = "auto"
     document_separator: str | None = None
+    one_document_per_file: bool = False
     text_column: str | None = None
     csv_header: str = "auto"
     csv_delimiter: str | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bz2
 import gzip
 import lzma
+import tarfile
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from typing import IO, Any
 
 from megalith.data.sources.encodings import Encoding, find_encoding, named_encoding, transcode
 from megalith.data.sources.extras import import_for
-from megalith.data.sources.formats import BZIP2, GZIP, XZ, ZSTD, compression_of
+from megalith.data.sources.formats import BZIP2, GZIP, XZ, ZSTD, archive_of, compression_of
 from megalith.data.sources.protocol import Limits
 from megalith.data.sources.zstd_frames import require_whole
 from megalith.errors import DataError
@@ -135,6 +136,24 @@ def open_text(path: Path, encoding: str, limits: Limits) -> TextFile:
             "as gb18030, big5, shift_jis, euc_kr, cp1252 or koi8-r"
         )
     return TextFile(path, compression, found, limits)
+
+
+def refuse_archive(path: Path, limits: Limits) -> None:
+    """Stop where a file, decompressed if it is compressed, is an archive of other files.
+
+    Raises:  DataError if it is one, or cannot be read.
+    """
+    try:
+        compression = compression_of(path)
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from error
+    kind = archive_of(TextFile(path, compression, Encoding("utf-8", "UTF-8"), limits).beginning(tarfile.BLOCKSIZE))
+    if kind is None:
+        return
+    command = {"tar": f"tar -xf {path} -C DIR", "zip": f"unzip {path} -d DIR"}.get(kind)
+    how = f" ({command})" if command else ""
+    named = f"{kind} archive" + (f", compressed with {compression}" if compression else "")
+    raise DataError(f"{path} is a {named}, not text; unpack it first{how} and give the folder: --input DIR")
 
 
 def _samples(raw: TextFile) -> list[bytes]:
