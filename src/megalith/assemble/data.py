@@ -14,7 +14,7 @@ from megalith.data.build import Dataset, Datasets
 from megalith.data.loader import BatchLoader
 from megalith.data.sampler import Cyclic, Order, Sequential, WholePasses
 from megalith.data.splits import Sizes, target_sizes
-from megalith.errors import DataError
+from megalith.errors import ConfigError, DataError
 from megalith.tokenizers import Tokenizer
 from megalith.tokenizers.card import require_tokenizer_of_data
 
@@ -126,8 +126,10 @@ def build_loaders(
             interval was changed in between), they start at the head of the split again; the result says so.
 
     Raises:
+        ConfigError: the batch of the next step does not divide over the replicas.
         DataError: the training samples do not do for the remaining steps.
     """
+    _require_whole_batches(run, consumed_train)
     assert datasets.train is not None, "a run without training data is refused when the datasets are built"
     before, last = _samples_before_the_phase(run, iteration, consumed_train)
     _refuse_too_few(run, datasets.train, iteration, consumed_train - before, last)
@@ -153,6 +155,22 @@ def build_loaders(
         consumed_valid = 0
     loaders = [_loader(run, dataset, replica, consumed_valid, run.eval_micro_batch_size) for dataset in sets]
     return Loaders(train, next(iter(loaders), None), test, consumed_valid, tuple(loaders[1:]), sources=sources)
+
+
+def _require_whole_batches(run: RunConfig, consumed: int) -> None:
+    """Where the batch grows and a checkpoint is loaded, the first sizes may have been those of fewer replicas."""
+    sizes = run.batch_sizes
+    size = sizes.asked(consumed)
+    if len(sizes.stages) == 1 or sizes.fills(size) or (run.train.decrease_batch_size_if_needed and size >= sizes.unit):
+        return
+    later = next((stage for stage in sizes.stages if stage.start > consumed and sizes.fills(stage.size)), None)
+    until = "" if later is None else f"; from {later.start} samples on they are {later.size}, which do"
+    name = "--rampup-batch-size" if run.train.rampup_batch_size else "--step-batch-size-schedule"
+    raise ConfigError(
+        f"{name}: after {consumed} samples global batches have {size} samples, which do not divide into "
+        f"--micro-batch-size {run.train.micro_batch_size} on each of {run.data_parallel_size} data-parallel replicas"
+        f"{until}; start with fewer replicas or smaller micro-batches, or give other sizes"
+    )
 
 
 def _refuse_empty(sets: Sequence[Dataset]) -> None:

@@ -147,7 +147,8 @@ def virtual_stages_need_a_pipeline(draft: Draft) -> str:
 def interleaving_needs_rounds_of_micro_batches(draft: Draft) -> str:
     run = draft.run
     pp, sizes = run.parallel.pipeline_model_parallel_size, run.batch_sizes
-    wrong = [stage.size for stage in sizes.stages if stage.size // sizes.unit % pp] if run.layout.dp else []
+    counts = {stage.size: stage.size // sizes.unit for stage in sizes.stages if stage.size >= sizes.unit}
+    wrong = [size for size, count in counts.items() if count % pp] if run.layout.dp else []
     if run.parallel.virtual_stages(run.model.num_layers) == 1 or pp == 1 or not wrong:
         return ""
     size = show(draft, "global_batch_size") if len(sizes.stages) == 1 else f"a global batch of {wrong[0]} samples"

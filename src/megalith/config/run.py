@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import typing
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any
@@ -118,7 +119,8 @@ class RunConfig:
         train, unit = self.train, self.train.micro_batch_size * max(1, self.data_parallel_size)
         steps = read_steps(train.step_batch_size_schedule or "")
         if steps is not None:
-            return stepped(steps, self.data.seq_length, unit)
+            with suppress(ValueError):
+                return stepped(steps, self.data.seq_length, unit)
         final = train.global_batch_size or unit
         if train.ramp_reaches(final):
             start, increment, samples = train.rampup_batch_size

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import dropwhile
+
 from megalith.config.idle import idle_without
 from megalith.config.layout_rules import MODEL_PARALLEL
 from megalith.config.rule import Draft, Rule, divisors, multiples, rule, show
-from megalith.schedules.batch_size import read_steps
+from megalith.config.run import RunConfig
+from megalith.schedules.batch_size import Stage, read_steps, stepped
 
 
 @rule("fp16", "bf16")
@@ -23,6 +27,19 @@ def loss_scale_starts_above_its_minimum(draft: Draft) -> str:
         f"{show(draft, 'min_loss_scale')} is above {show(draft, 'initial_loss_scale')}; "
         f"use --min-loss-scale of at most {precision.initial_loss_scale:g}"
     )
+
+
+def stages_to_come(run: RunConfig) -> Sequence[Stage]:
+    """The stages of the batch size that the run may go through.
+
+    A run that loads a checkpoint may be past the first ones, which fewer replicas have gone through; those that do not
+    fit its own replicas are left out, and refused when the checkpoint proves not to be past them.
+    """
+    sizes = run.batch_sizes
+    if not run.checkpoint.load:
+        return sizes.stages
+    coming = list(dropwhile(lambda stage: not sizes.fills(stage.size), sizes.stages))
+    return coming or sizes.stages
 
 
 def _replicas(draft: Draft) -> int:
@@ -62,6 +79,7 @@ def one_length_of_the_run(draft: Draft) -> str:
     "micro_batch_size",
     "rampup_batch_size",
     "step_batch_size_schedule",
+    "seq_length",
     "world_size",
     *MODEL_PARALLEL,
 )
@@ -94,17 +112,19 @@ def ramp_leads_to_the_global_batch(draft: Draft) -> str:
     )
 
 
-@rule("step_batch_size_schedule", "global_batch_size", "rampup_batch_size")
+@rule("step_batch_size_schedule", "global_batch_size", "rampup_batch_size", "seq_length")
 def one_schedule_of_the_batch_size(draft: Draft) -> str:
     train = draft.run.train
     if train.step_batch_size_schedule is None:
         return ""
     shown = show(draft, "step_batch_size_schedule")
-    if read_steps(train.step_batch_size_schedule) is None:
-        return (
-            f"{shown}: not of the form TOKENS:SIZE TOKENS:SIZE ... with ascending numbers of tokens, the first of "
-            "them 0; for instance '0:768 250B:1536'"
-        )
+    steps = read_steps(train.step_batch_size_schedule)
+    if steps is None:
+        return f"{shown}: not of the form TOKENS:SIZE TOKENS:SIZE ...; for instance '0:768 250B:1536'"
+    try:
+        stepped(steps, draft.run.data.seq_length)
+    except ValueError as error:
+        return f"{shown}: {error}"
     others = [name for name in ("global_batch_size", "rampup_batch_size") if getattr(train, name)]
     if not others:
         return ""
@@ -116,6 +136,8 @@ def one_schedule_of_the_batch_size(draft: Draft) -> str:
     "step_batch_size_schedule",
     "decrease_batch_size_if_needed",
     "micro_batch_size",
+    "seq_length",
+    "load",
     "world_size",
     *MODEL_PARALLEL,
 )
@@ -127,8 +149,8 @@ def micro_batches_fill_every_batch(draft: Draft) -> str:
     unit = sizes.unit
     wrong = [
         stage.size
-        for stage in sizes.stages
-        if stage.size < unit or (stage.size % unit and not train.decrease_batch_size_if_needed)
+        for stage in stages_to_come(draft.run)
+        if stage.size < unit or not (sizes.fills(stage.size) or train.decrease_batch_size_if_needed)
     ]
     if not wrong or not getattr(train, name):
         return ""

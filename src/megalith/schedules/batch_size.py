@@ -35,6 +35,10 @@ class BatchSizes:
     stages: tuple[Stage, ...]
     unit: int = 1
 
+    def fills(self, size: int) -> bool:
+        """Whether so many samples are whole micro-batches on all replicas, and at least one on each."""
+        return size > 0 and size % self.unit == 0
+
     @property
     def final(self) -> int:
         """Samples of a step at the end, as asked for."""
@@ -121,33 +125,49 @@ def ramped(start: int, increment: int, samples: int, final: int, unit: int = 1) 
 def stepped(steps: Sequence[tuple[int, int]], seq_length: int, unit: int = 1) -> BatchSizes:
     """Sizes from thresholds in tokens on (`--step-batch-size-schedule`).
 
+    A threshold takes effect at the last whole sample before it, as in Megatron.
+
     Args:
-        steps: (tokens, size), the first from 0 tokens on, ascending.
+        steps: (tokens, size) in ascending order, as of `read_steps`.
         seq_length: tokens of a sample.
         unit: as of `BatchSizes`.
+
+    Raises:
+        ValueError: the first threshold is not within the first sample, or two are within one; says which.
     """
-    return BatchSizes(tuple(Stage(-(-tokens // seq_length), size) for tokens, size in steps), unit)
+    stages = tuple(Stage(tokens // seq_length, size) for tokens, size in steps)
+    if stages[0].start:
+        raise ValueError(f"the smallest threshold is {steps[0][0]} tokens; begin with 0:SIZE")
+    for before, after, (tokens, _) in zip(stages, stages[1:], steps[1:], strict=False):
+        if before.start == after.start:
+            raise ValueError(
+                f"the threshold of {tokens} tokens and the one before it are within one sample of {seq_length} tokens; "
+                "leave one of them out"
+            )
+    return BatchSizes(stages, unit)
 
 
 _MULTIPLES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 def read_steps(text: str) -> list[tuple[int, int]] | None:
-    """Read `0:768 250B:1536` (tokens:size, by blanks or commas); None if it is not of that form.
+    """Read `0:768 250B:1536` (tokens:size, by blanks or commas) into ascending order; None if it is not of that form.
 
-    The first threshold is 0, the others ascend, and sizes are positive.
+    Both numbers may have a suffix and a fraction, which is cut off, as in Megatron.
     """
     steps: list[tuple[int, int]] = []
     for word in text.replace(",", " ").split():
-        tokens, colon, size = word.partition(":")
-        factor = _MULTIPLES.get(tokens[-1:].upper(), 1)
-        number = tokens[:-1] if tokens[-1:].upper() in _MULTIPLES else tokens
-        try:
-            threshold = float(number) * factor
-        except ValueError:
+        tokens, _, size = word.partition(":")
+        threshold, samples = _number(tokens), _number(size)
+        if threshold is None or samples is None or threshold < 0 or samples < 1:
             return None
-        if not colon or not size.isdigit() or int(size) < 1 or threshold < 0 or threshold != int(threshold):
-            return None
-        steps.append((int(threshold), int(size)))
-    ascending = all(before[0] < after[0] for before, after in zip(steps, steps[1:], strict=False))
-    return steps if steps and steps[0][0] == 0 and ascending else None
+        steps.append((threshold, samples))
+    return sorted(steps, key=lambda step: step[0]) or None
+
+
+def _number(text: str) -> int | None:
+    factor = _MULTIPLES.get(text[-1:].upper(), 1)
+    try:
+        return int(float(text[:-1] if factor > 1 else text) * factor)
+    except (ValueError, OverflowError):  # no number, or an infinite one
+        return None

@@ -14,7 +14,7 @@ from megalith.config import RunConfig
 from megalith.config.load import from_values
 from megalith.data.build import Datasets
 from megalith.data.gpt_dataset import GPTDataset
-from megalith.errors import DataError
+from megalith.errors import ConfigError, DataError
 from megalith.tokenizers.card import write_card
 
 
@@ -28,13 +28,13 @@ class Samples:
         return self._number
 
 
-def run_of(batch: int) -> RunConfig:
+def run_of(batch: int, environ: dict[str, str] | None = None, **more: Any) -> RunConfig:
     values: dict[str, Any] = {
         **{"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "max_position_embeddings": 8, "seq_length": 8},
         **{"micro_batch_size": 2, "global_batch_size": batch, "train_iters": 10, "lr": 1e-3, "mock_data": True},
         **{"tokenizer_type": "NullTokenizer", "vocab_size": 10, "eval_interval": 5, "eval_iters": 2, "num_workers": 0},
     }
-    return from_values(values)
+    return from_values({**values, **more}, environ=environ)
 
 
 def datasets(train: int, valid: int) -> Datasets:
@@ -56,6 +56,30 @@ def test_smaller_batches_that_need_more_samples_than_there_are() -> None:
     with pytest.raises(DataError, match=r"20 of its 25 samples .* 10 more are needed.*was another before \(then 4\)"):
         build_loaders(run_of(2), datasets(25, 24), iteration=5, consumed_train=20)
     assert build_loaders(run_of(2), datasets(30, 24), iteration=5, consumed_train=20).train is not None
+
+
+GROWING = {"global_batch_size": None, "step_batch_size_schedule": "0:2 160:8"}  # 8 after 20 samples
+
+
+@pytest.mark.parametrize(("consumed", "legal"), [(0, False), (18, False), (20, True), (28, True)])
+def test_batches_too_small_for_the_replicas_are_refused_until_they_are_passed(consumed: int, legal: bool) -> None:
+    run = run_of(8, **GROWING, load="there", environ={"WORLD_SIZE": "4", "RANK": "0"})
+    many = datasets(500, 500)
+    if legal:
+        build_loaders(run, many, consumed_train=consumed).close()
+        return
+    with pytest.raises(
+        ConfigError, match=r"--step-batch-size-schedule: after \d+ samples .* have 2 samples.* from 20 "
+    ):
+        build_loaders(run, many, consumed_train=consumed)
+
+
+def test_only_a_resumed_run_may_be_past_them() -> None:
+    four = {"WORLD_SIZE": "4", "RANK": "0"}
+    with pytest.raises(ConfigError, match="global batches of 2 samples"):
+        run_of(8, **GROWING, environ=four)
+    with pytest.raises(ConfigError, match="global batches of 10 samples"):
+        run_of(8, **{**GROWING, "step_batch_size_schedule": "0:2 160:8 320:10"}, load="there", environ=four)
 
 
 @pytest.mark.parametrize("number", [0, -1])

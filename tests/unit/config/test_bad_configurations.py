@@ -96,8 +96,12 @@ TABLE: list[tuple[str, tuple[str, ...]]] = [
         "WORLD_SIZE=2 --rampup-batch-size 2 2 100",
         ("global batches of 2, 6 samples", "times data-parallel size 2", "multiples of 4"),
     ),
-    ("--step-batch-size-schedule 0:4,9:8", ("--step-batch-size-schedule 0:4,9:8 and --global-batch-size 8 exclude",)),
-    ("-global-batch-size --step-batch-size-schedule 1K:4", ("not of the form TOKENS:SIZE", "'0:768 250B:1536'")),
+    (
+        "--step-batch-size-schedule 0:4,900:8",
+        ("--step-batch-size-schedule 0:4,900:8 and --global-batch-size 8 exclude",),
+    ),
+    ("-global-batch-size --step-batch-size-schedule 0:x", ("not of the form TOKENS:SIZE", "'0:768 250B:1536'")),
+    ("-global-batch-size --step-batch-size-schedule 1K:4", ("1000 tokens", "begin with 0:SIZE")),
     ("-global-batch-size --step-batch-size-schedule 0:4,1K:7", ("global batches of 7 samples", "multiples of 2")),
     (
         "--phase-transition-iterations 4,x",

@@ -50,9 +50,21 @@ def test_a_long_run_is_counted_at_once() -> None:
 def test_sizes_by_tokens_are_read() -> None:
     assert read_steps("0:768 250B:1536") == [(0, 768), (250 * 10**9, 1536)]
     assert read_steps("0:4,1.5K:8") == [(0, 4), (1500, 8)]
-    for wrong in ("", "4", "0:4 0:8", "5:4", "0:4 1K:0", "0:4 x:8", "0:4 9:8 3:16", "0:4 0.5:8"):
+    assert read_steps("0:1K 2M:1.5k") == [(0, 1000), (2 * 10**6, 1500)]
+    assert read_steps("0:4 9:8 3:16") == [(0, 4), (3, 16), (9, 8)], "in any order"
+    for wrong in ("", "4", "0:4 1K:0", "0:4 x:8", "0:", ":4", "-1:4", "0:4 infK:8", "nan:4", "0:1K1"):
         assert read_steps(wrong) is None, wrong
-    assert stepped([(0, 4), (100, 8)], seq_length=16).stages == (Stage(0, 4), Stage(7, 8))
+    assert stepped([(0, 4), (100, 8)], seq_length=16).stages == (Stage(0, 4), Stage(6, 8))
+    assert stepped([(4, 4), (8, 8)], seq_length=8).stages == (Stage(0, 4), Stage(1, 8))
+    for wrong_steps in ([(16, 4)], [(0, 4), (15, 8)], [(0, 4), (0, 8)]):
+        with pytest.raises(ValueError, match="tokens"):
+            stepped(wrong_steps, seq_length=16)
+
+
+def test_sizes_by_tokens_are_megatrons() -> None:
+    """A threshold is tokens // sequence length there; after 437 samples 3500 tokens at length 8 are reached."""
+    sizes = stepped(read_steps("0:8 1K:12 3500:16") or [], seq_length=8)
+    assert [sizes.asked(consumed) for consumed in (0, 124, 125, 436, 437)] == [8, 8, 12, 12, 16]
 
 
 def test_what_replicas_cannot_share_is_rounded_down() -> None:
