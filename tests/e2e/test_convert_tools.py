@@ -68,7 +68,7 @@ def test_merging_with_the_tool_of_2023(
         repository,
         folder,
         f"python {UTIL} --model-type GPT --load-dir A --save-dir B --target-tensor-parallel-size 1 "
-        "--target-pipeline-parallel-size 1 --true-vocab-size 100",
+        "--target-pipeline-parallel-size 1",
     )
     assert done.returncode == 0, done.stderr
     assert tree(folder / "B") == [
@@ -132,7 +132,7 @@ def test_names_from_before_megatron_core(
     assert main(["checkpoint", "convert", str(save), str(folder / f"core-{norm}"), *back]) == 0
     body = torch.load(folder / f"core-{norm}/iter_0000005/mp_rank_00_001/model_optim_rng.pt", weights_only=False)
     assert body["args"].use_legacy_models is False and "output_layer.weight" in body["model"]
-    assert main(["checkpoint", "diff", str(folder / "A"), str(folder / f"core-{norm}"), "--weights"]) == 0
+    assert main(["checkpoint", "diff", str(folder / "one"), str(folder / f"core-{norm}"), "--weights"]) == 0
     capfd.readouterr()
 
 
@@ -206,7 +206,7 @@ def test_an_in_run_conversion(
         ("--model-type GPT --target-expert-parallel-size 2", "has no experts; leave --ep out"),
         ("--model-type GPT --vocab-file none.json", "--vocab-file none.json does not exist"),
         ("--model-type GPT --position-embedding-type rope", "the model in {A} has learned_absolute"),
-        ("--model-type GPT --target-tensor-parallel-size 3", "do not divide"),
+        ("--model-type GPT --target-tensor-parallel-size 3", "does not divide over 3"),
     ],
 )
 def test_what_is_not_here_is_refused(

@@ -13,9 +13,10 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megalith.checkpoint.content import CheckpointContent, Chunk
-from megalith.checkpoint.fit import Contents, StoredTensor, fitted, keys_of, short
+from megalith.checkpoint.fit import Contents, fitted, keys_of, short
 from megalith.checkpoint.formats.megatron_optimizer import decays, with_rates
 from megalith.checkpoint.formats.stacking import is_of_experts, stacked_axes, stays_fp32
 from megalith.checkpoint.formats.torch_dist import (
@@ -174,16 +175,17 @@ class ForExpertRanks(Adapter):
 
 
 class Repadded(Adapter):
-    """With another number of rows in the vocabulary: what is too much goes, what is missing is zero.
+    """With another number of rows in the vocabulary: what is too much goes, what is missing is added.
 
     Args:
         source: what is presented.
         rows: of the embedding and the output layer, and of the state that the optimizer has of them.
+        repeat_last: fill the added rows with the last row, as Megatron's converters do, instead of zeros.
     """
 
-    def __init__(self, source: Source, rows: int) -> None:
+    def __init__(self, source: Source, rows: int, *, repeat_last: bool = False) -> None:
         super().__init__(source)
-        self._rows = rows
+        self._rows, self._repeat_last = rows, repeat_last
 
     def contents(self) -> Contents:
         held = self.held
@@ -199,16 +201,27 @@ class Repadded(Adapter):
 
     def read(self, content: CheckpointContent) -> dict[str, Any]:
         held = self.held.tensors
-        parts = [self._within(chunk, held) if over_vocabulary(chunk.key) else chunk for chunk in content.chunks]
-        return self.source.read(replace(content, chunks=[chunk for chunk in parts if chunk is not None]))
-
-    @staticmethod
-    def _within(chunk: Chunk, held: Mapping[str, StoredTensor]) -> Chunk | None:
-        """The part of a chunk that is stored; the rest of it is filled with zeros."""
-        shape = held[chunk.key].shape
-        rows = max(0, min(chunk.tensor.shape[0], shape[0] - chunk.offset[0]))
-        chunk.tensor[rows:].zero_()
-        return Chunk(chunk.key, chunk.tensor[:rows], chunk.offset, shape) if rows else None
+        chunks: list[Chunk] = []
+        added: list[tuple[Tensor, Tensor]] = []
+        for chunk in content.chunks:
+            if not over_vocabulary(chunk.key):
+                chunks.append(chunk)
+                continue
+            shape = held[chunk.key].shape
+            rows = max(0, min(chunk.tensor.shape[0], shape[0] - chunk.offset[0]))
+            if rows:
+                chunks.append(Chunk(chunk.key, chunk.tensor[:rows], chunk.offset, shape))
+            missing = chunk.tensor[rows:]
+            if self._repeat_last and len(missing):
+                last = torch.empty_like(missing[:1])
+                chunks.append(Chunk(chunk.key, last, (shape[0] - 1, *chunk.offset[1:]), shape))
+                added.append((missing, last))
+            else:
+                missing.zero_()
+        read = self.source.read(replace(content, chunks=chunks))
+        for missing, last in added:
+            missing.copy_(last.expand_as(missing))
+        return read
 
 
 def over_vocabulary(key: str) -> bool:

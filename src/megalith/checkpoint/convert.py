@@ -87,7 +87,8 @@ class Wanted:
         tp, pp, ep: the layout; by default that of the source.
         optimizer: with the optimizer's state, where there is one.
         dtype: of the weights: float32, bfloat16 or float16; by default that of the source.
-        true_vocab_size: tokens of the vocabulary, which is then padded for the layout as Megatron pads it.
+        true_vocab_size: tokens of the vocabulary, padded for the layout as Megatron pads them; by default those of
+            the checkpoint's tokenizer.
         run_args: Megatron's arguments of a run whose layers are to be divided in its way; tp, pp and ep are among them.
         release: weights without an iteration, under `release/`.
         iteration: of the result; by default that of the source.
@@ -161,7 +162,7 @@ def convert(
         raise damaged(found, problems)
     _check_tokens(folder, wanted)
     notes: list[str] = []
-    source, layout = adapted(folder.source, wanted, str(found), notes)
+    source, layout = adapted(folder.source, wanted, str(found), notes, known_tokens(folder))
     if on_read is not None:
         source = Watched(source, on_read)
     if wanted.iteration is not None:
@@ -210,12 +211,29 @@ def _check_tokens(folder: CheckpointFolder, wanted: Wanted) -> None:
     Raises:
         CheckpointError: the tokenizer that the manifest speaks of has more.
     """
-    tokens = ((folder.manifest() or {}).get("tokenizer") or {}).get("vocab_size")
-    if wanted.true_vocab_size is not None and tokens is not None and wanted.true_vocab_size < int(tokens):
+    tokens = _tokenizer_size(folder)
+    if wanted.true_vocab_size is not None and tokens is not None and wanted.true_vocab_size < tokens:
         raise CheckpointError(
             f"--true-vocab-size {wanted.true_vocab_size} is less than the {tokens} tokens of the tokenizer of "
             f"{folder.path}; give {tokens} or more"
         )
+
+
+def _tokenizer_size(folder: CheckpointFolder) -> int | None:
+    """The number of tokens of the checkpoint's tokenizer, where its manifest says it."""
+    size = ((folder.manifest() or {}).get("tokenizer") or {}).get("vocab_size")
+    return None if size is None else int(size)
+
+
+def known_tokens(folder: CheckpointFolder) -> int | None:
+    """The number of tokens that the rows of a checkpoint are padded from; None where it is not known.
+
+    Rows that somebody chose, by --padded-vocab-size or as a model of Hugging Face has them, are not padding.
+    """
+    manifest = folder.manifest() or {}
+    chosen = ((manifest.get("config") or {}).get("data") or {}).get("padded_vocab_size")
+    foreign = isinstance(folder.source, HuggingFaceSource) or manifest.get("huggingface")
+    return None if chosen or foreign else _tokenizer_size(folder)
 
 
 def _check_place(final: Path, found: Path, *, replace: bool) -> None:
@@ -225,7 +243,9 @@ def _check_place(final: Path, found: Path, *, replace: bool) -> None:
         raise CheckpointError(f"{final} is there already; give another folder, or --replace to put the result there")
 
 
-def adapted(source: Source, wanted: Wanted, where: str, notes: list[str]) -> tuple[Source, Layout]:
+def adapted(
+    source: Source, wanted: Wanted, where: str, notes: list[str], tokens: int | None = None
+) -> tuple[Source, Layout]:
     """The source as the result is to be, and the layout of that.
 
     Args:
@@ -233,6 +253,7 @@ def adapted(source: Source, wanted: Wanted, where: str, notes: list[str]) -> tup
         wanted: what is asked.
         where: names the source in errors.
         notes: what the user must hear is added.
+        tokens: as of `known_tokens`.
 
     Raises:
         CheckpointError: its args are missing, or of a model that this version does not have.
@@ -273,10 +294,15 @@ def adapted(source: Source, wanted: Wanted, where: str, notes: list[str]) -> tup
             "loads the result with --no-load-rng"
         )
     rows = int(args["padded_vocab_size"])
-    padded = _padded(args, wanted, layout, where)
+    padded = _padded(args, wanted, layout, where, tokens)
     if padded != rows:
         notes.append(f"the vocabulary is padded to {padded} rows instead of {rows}")
-        result = Repadded(result, padded)
+        result = Repadded(result, padded, repeat_last=wanted.true_vocab_size is None and rows > (tokens or rows))
+    elif wanted.true_vocab_size is None and tokens is None and layout.tp != _size(args, "tensor"):
+        notes.append(
+            f"the vocabulary keeps its {rows} rows, since the checkpoint does not say how many tokens they are padded "
+            f"from; Megatron may build another number at --tp {layout.tp}: --true-vocab-size N pads N tokens for it"
+        )
     if ep > 1:
         result = ForExpertRanks(result)
     of_run = {name: value for name, value in wanted.run_args.items() if name in _DIVIDING}
@@ -319,16 +345,19 @@ def _generation(args: Mapping[str, Any], wanted: Wanted) -> dict[str, Any]:
     return {name: value for name, value in said.items() if legacy or name in args}
 
 
-def _padded(args: Mapping[str, Any], wanted: Wanted, layout: Layout, where: str) -> int:
+def _padded(args: Mapping[str, Any], wanted: Wanted, layout: Layout, where: str, known: int | None) -> int:
     """The rows of the vocabulary in the result.
 
     Raises:
         CheckpointError: those of the source do not divide over the layout, and how many are tokens is not told.
     """
     rows = int(args["padded_vocab_size"])
-    if wanted.true_vocab_size is not None:
+    tokens = wanted.true_vocab_size
+    if tokens is None and known is not None and known <= rows and not wanted.run_args:
+        tokens = known
+    if tokens is not None:
         divisor = int(args.get("make_vocab_size_divisible_by") or 128)
-        return padded_vocab_size(wanted.true_vocab_size, divisor, layout.tp)
+        return padded_vocab_size(tokens, divisor, layout.tp)
     if rows % layout.tp:
         raise CheckpointError(
             f"the embedding of {where} has {rows} rows, which do not divide over --tp {layout.tp}; give "

@@ -26,7 +26,10 @@ def add_arguments(commands: Any) -> None:
     convert.add_argument("--dtype", metavar="D", help="of the weights: float32, bfloat16 or float16")
     convert.add_argument("--iteration", type=int, metavar="N", help="of a save folder, this checkpoint")
     convert.add_argument(
-        "--true-vocab-size", type=int, metavar="N", help="tokens of the vocabulary; it is padded anew for --tp"
+        "--true-vocab-size",
+        type=int,
+        metavar="N",
+        help="tokens of the vocabulary, which are padded for --tp; by default those of SRC's tokenizer",
     )
     convert.add_argument("--release", action="store_true", help="write weights to begin from, without an iteration")
     convert.add_argument(

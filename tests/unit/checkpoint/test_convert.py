@@ -194,6 +194,49 @@ def test_tokens_are_not_left_out(tmp_path: Path) -> None:
         convert(tmp_path / "a", tmp_path / "b", Wanted(true_vocab_size=44))
 
 
+PADDED: dict[str, Any] = {**ARGS, "make_vocab_size_divisible_by": 8}
+
+
+def padded_for_one_rank(save: Path, **facts: Any) -> MemorySource:
+    """Write a checkpoint of 48 rows, that is 42 tokens padded to a multiple of 8, and return its content."""
+    source = model_source(PADDED)
+    facts = {"megalith_version": "0", "created": "", **facts}
+    write_torch_dist(source, save / "iter_0000007", facts=facts, files={}, publish=lambda: None)
+    return source
+
+
+def test_the_tokens_of_the_tokenizer_are_padded_for_the_target(tmp_path: Path) -> None:
+    source = padded_for_one_rank(tmp_path / "a", tokenizer={"vocab_size": 42})
+    made = convert(tmp_path / "a", tmp_path / "b", Wanted(tp=4, format="torch"))
+    found = open_source(made.path)
+    assert args_of(found.common())["padded_vocab_size"] == 64
+    assert any("64" in note and "48" in note for note in made.notes)
+    for key in ("embedding.word_embeddings.weight", "optimizer.state.exp_avg.output_layer.weight"):
+        whole = torch.empty(64, 16)
+        found.read(CheckpointContent([Chunk(key, whole, (0, 0), (64, 16))]))
+        assert torch.equal(whole[:48], source.tensors[key])
+        assert torch.equal(whole[48:], source.tensors[key][-1:].expand(16, 16))  # as the padding that was trained
+    convert(tmp_path / "b", tmp_path / "c", Wanted(tp=1))
+    assert args_of(open_source(locate(tmp_path / "c")).common())["padded_vocab_size"] == 48
+    assert differences(tmp_path / "a", tmp_path / "c") == []
+
+
+@pytest.mark.parametrize(
+    ("facts", "hinted"),
+    [
+        ({}, True),
+        ({"tokenizer": {"vocab_size": 42}, "huggingface": {"config": {}}}, True),
+        ({"tokenizer": {"vocab_size": 42}, "config": {"data": {"padded_vocab_size": 48}}}, True),
+        ({"tokenizer": {"vocab_size": 50}}, False),  # more tokens than rows: nothing is padding
+    ],
+)
+def test_rows_that_are_not_known_to_be_padding_are_kept(facts: dict[str, Any], hinted: bool, tmp_path: Path) -> None:
+    padded_for_one_rank(tmp_path / "a", **facts)
+    made = convert(tmp_path / "a", tmp_path / "b", Wanted(tp=4))
+    assert args_of(open_source(made.path).common())["padded_vocab_size"] == 48
+    assert any("--true-vocab-size" in note for note in made.notes) == hinted
+
+
 def test_the_chunks_of_a_layout_are_those_that_its_ranks_hold(models: dict[str, Path], tmp_path: Path) -> None:
     made = convert(models["gpt2"], tmp_path, Wanted(tp=2, pp=2)).path
     tensors = open_source(made).contents().tensors
@@ -244,7 +287,7 @@ def test_the_vocabulary_is_padded_anew_and_back(form: str, models: dict[str, Pat
 
 def test_a_checkpoint_without_optimizer_is_converted_and_said_to_have_none(tmp_path: Path) -> None:
     save = written(model_source(states=False), tmp_path / "a")
-    made = convert(save, tmp_path / "b", Wanted(tp=2))
+    made = convert(save, tmp_path / "b", Wanted())
     assert made.notes == ["the checkpoint has no optimizer state: the result is weights only"]
 
 

@@ -18,7 +18,8 @@ from typing import Any, NoReturn
 
 from megalith.checkpoint.adapted import args_of
 from megalith.checkpoint.content import Chunk
-from megalith.checkpoint.convert import Wanted, convert
+from megalith.checkpoint.convert import Wanted, convert, known_tokens
+from megalith.checkpoint.folder import CheckpointFolder
 from megalith.checkpoint.formats.megatron_names import CORE
 from megalith.checkpoint.locate import locate
 from megalith.checkpoint.source import open_source
@@ -125,7 +126,7 @@ def run_tool(name: str, argv: Sequence[str], say: Callable[[str], None] = print)
         say(line)
     iteration = int(common.get("iteration") or 0)
     say(console.loading_line(str(options.load_dir), iteration, distributed=source.format == "torch_dist"))
-    if wanted.true_vocab_size is None:
+    if wanted.true_vocab_size is None and known_tokens(CheckpointFolder(found)) is None:
         say("Original vocab size not specified, leaving embedding table as-is.")
     progress = Progress(say)
     made = convert(options.load_dir, options.save_dir, wanted, on_read=progress)
@@ -183,7 +184,7 @@ def _parser(tool: Tool) -> _Parser:
     add("--max-queue-size", type=int, metavar="N", help="no effect")
     add("--no-checking", action="store_true", help="no effect")
     add("--megatron-path", metavar="DIR", help="no effect")
-    add("--true-vocab-size", type=int, metavar="N", help="tokens of the vocabulary")
+    add("--true-vocab-size", type=int, metavar="N", help="tokens of the vocabulary; by default the tokenizer's")
     add("--vocab-file", type=local_path, metavar="FILE", help="vocabulary whose tokens are counted")
     add("--target-tensor-parallel-size", type=int, metavar="N", help="by default that of the checkpoint")
     add("--target-pipeline-parallel-size", type=int, metavar="N", help="by default that of the checkpoint")
