@@ -28,6 +28,8 @@ from megalith.cli.main import main
 from megalith.errors import CheckpointError
 from megalith.models.gpt import GPT
 from megalith.nn.rope import LongContext
+from megalith.tokenizers import train_byte_level_bpe
+from megalith.tokenizers.gpt2_bpe import GPT2BPETokenizer
 
 from .goldens import Goldens
 
@@ -194,10 +196,32 @@ def _there_and_back(folder: Path, **options: Any) -> Path:
     return export(folder.parent / "saved", folder.parent / "out", Export(**options)).path
 
 
+def test_transformers_reads_an_exported_byte_level_tokenizer_as_the_training_did(build: Build) -> None:
+    """Llama with GPT-2's tokenizer, whose files alone transformers took for a Llama's."""
+    folder = build("llama")
+    texts = ["the cat sat", " the  hat!\n\n\tand 1234 mats", "naïve café, 漢字 🙂", "it's they'll"]
+    files = train_byte_level_bpe([*texts, "the cat sat on the mat"] * 3, 280, folder)
+    out = _there_and_back(folder)
+    theirs, reference = transformers.AutoTokenizer.from_pretrained(out), GPT2BPETokenizer(*files)
+    assert [theirs(text)["input_ids"] for text in texts] == [reference.encode(text) for text in texts]
+    assert (theirs.eos_token_id, len(theirs)) == (reference.eod, reference.vocab_size)
+    assert theirs.decode(reference.encode(texts[1])) == texts[1]
+    generation, config = (
+        transformers.GenerationConfig.from_pretrained(out),
+        transformers.AutoConfig.from_pretrained(out),
+    )
+    assert generation.eos_token_id == config.eos_token_id
+
+
 def _assert_same_files(one: Path, other: Path) -> None:
     names = sorted(path.name for path in one.iterdir())
     assert names == sorted(path.name for path in other.iterdir())
-    assert [name for name in names if (one / name).read_bytes() != (other / name).read_bytes()] == []
+    different = [name for name in names if (one / name).read_bytes() != (other / name).read_bytes()]
+    was, now = (json.loads((folder / "config.json").read_text()) for folder in (one, other))
+    if was["model_type"] == "gpt2":  # n_ctx is added, which llama.cpp's converter needs and transformers does not write
+        assert now == {**was, "n_ctx": was["n_positions"]}
+        different.remove("config.json")
+    assert different == []
 
 
 def _space(folder: Path) -> ModelSpace:

@@ -34,18 +34,20 @@ from megalith.config import ModelConfig
 from megalith.errors import CheckpointError, ConfigError
 from megalith.models.huggingface import DTYPES, Family, config_of_model, family_for
 from megalith.models.huggingface_tensors import TheirTensor, tensors_of
-from megalith.tokenizers.byte_level import END_OF_TEXT
+from megalith.tokenizers.byte_level import END_OF_TEXT, read_byte_pair_vocabulary, tokenizer_json
 from megalith.tokenizers.huggingface import TOKENIZER_FILE
 from megalith.tokenizers.sentence_piece import MODEL_FILE, load_model
 from megalith.tokenizers.word_piece import WordPieceTokenizer
-from megalith.tokenizers.word_piece_files import tokenizer_config, tokenizer_json
+from megalith.tokenizers.word_piece_files import tokenizer_config
+from megalith.tokenizers.word_piece_files import tokenizer_json as word_piece_json
 
 MAX_SHARD_SIZE = "5GB"
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}  # in the order of the library
 _ALIGNMENT = 8
-_TOKENIZER_CONFIG = "tokenizer_config.json"
+_TOKENIZER_CONFIG, _GENERATION_CONFIG = "tokenizer_config.json", "generation_config.json"
+_TOKENS_OF_GENERATION = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 
 
 @dataclass(frozen=True)
@@ -304,13 +306,34 @@ def _further_files(
     if not files:
         notes.append("the checkpoint has no files of a tokenizer; copy those that belong to it into the folder")
     elif "merges.txt" in files and not {"tokenizer.json", _TOKENIZER_CONFIG} & set(files):
-        special = dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)
-        files[_TOKENIZER_CONFIG] = _json({"tokenizer_class": "GPT2Tokenizer", **special})
+        files |= _of_byte_pairs(found, config)
     elif "vocab.txt" in files and not {"tokenizer.json", _TOKENIZER_CONFIG} & set(files):
         files |= _of_word_pieces(found / "vocab.txt", card)
     elif MODEL_FILE in files and not {"tokenizer.json", _TOKENIZER_CONFIG} & set(files):
         files[_TOKENIZER_CONFIG] = _json(_of_sentence_piece(found / MODEL_FILE, card))
+    if _generates(config):
+        named = {key: config[key] for key in _TOKENS_OF_GENERATION if config.get(key) is not None}
+        files.setdefault(_GENERATION_CONFIG, _json({"_from_model_config": True, **named}))
     return {**files, CONFIG_FILE: _json(config)}
+
+
+def _generates(config: Mapping[str, Any]) -> bool:
+    """Whether the class of transformers that config.json names continues texts."""
+    architecture = next(iter(config.get("architectures") or ()), "")
+    return str(architecture).endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration"))
+
+
+def _of_byte_pairs(folder: Path, config: Mapping[str, Any]) -> dict[str, bytes]:
+    """What transformers, `tokenizers` and converters read of GPT-2's vocab.json and merges.txt."""
+    vocabulary = read_byte_pair_vocabulary(*(str(folder / name) for name in ("vocab.json", "merges.txt")))
+    settings = {
+        "tokenizer_class": "GPT2Tokenizer",
+        **dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT),
+        "add_prefix_space": False,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": config.get("n_positions", config.get("max_position_embeddings")),
+    }
+    return {TOKENIZER_FILE: tokenizer_json(vocabulary).encode("utf-8"), _TOKENIZER_CONFIG: _json(settings)}
 
 
 def _of_word_pieces(path: Path, card: Mapping[str, Any]) -> dict[str, bytes]:
@@ -319,7 +342,7 @@ def _of_word_pieces(path: Path, card: Mapping[str, Any]) -> dict[str, bytes]:
     if not extra_ids:
         return {_TOKENIZER_CONFIG: _json({"tokenizer_class": "BertTokenizer", "do_lower_case": lower})}
     tokenizer = WordPieceTokenizer(path, lower_case=lower, vocab_extra_ids=extra_ids)
-    content = tokenizer_json(tokenizer).encode("utf-8")
+    content = word_piece_json(tokenizer).encode("utf-8")
     return {TOKENIZER_FILE: content, _TOKENIZER_CONFIG: _json(tokenizer_config(tokenizer))}
 
 

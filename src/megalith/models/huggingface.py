@@ -364,7 +364,8 @@ def config_of_model(
     if kept is not None:
         name = "torch_dtype" if "torch_dtype" in kept and "dtype" not in kept else "dtype"
         ahead = {NEXT: model.predictions} if NEXT in kept else {}
-        return {**kept, "vocab_size": vocab_size, name: dtype, **ahead}
+        context = {"n_ctx": model.max_position_embeddings} if family.model_type == "gpt2" else {}
+        return {**context, **kept, "vocab_size": vocab_size, name: dtype, **ahead}
     if family.model_type in huggingface_bert.ARCHITECTURES:
         described = huggingface_bert.config_of(model, family.model_type)
     elif family.model_type in huggingface_t5.ABSENT:
@@ -442,6 +443,7 @@ def _gpt2_config(model: ModelConfig) -> dict[str, Any]:
         "attn_pdrop": model.attention_dropout,
         "embd_pdrop": model.hidden_dropout,
         "layer_norm_epsilon": model.norm_epsilon,
+        "n_ctx": model.max_position_embeddings,  # llama.cpp's converter asks for it
         "n_embd": model.hidden_size,
         "n_head": model.num_attention_heads,
         "n_inner": model.ffn_size,

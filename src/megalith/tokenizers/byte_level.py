@@ -12,6 +12,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megalith.errors import DataError
 
@@ -142,3 +143,28 @@ def _plain_tokens(tokens: Iterable[str]) -> list[str]:
     """Tokens without the brackets (<...> or [...]) by which special tokens are known; those need no merge."""
     brackets = (("<", ">"), ("[", "]"))
     return [token for token in tokens if not any(token.startswith(a) and token.endswith(b) for a, b in brackets)]
+
+
+def tokenizer_json(vocabulary: BytePairVocabulary) -> str:
+    """Return the content of tokenizer.json: the same ids, with `<|endoftext|>` as a special token as in GPT-2's own."""
+    engine = byte_level_tokenizer(vocabulary, (END_OF_TEXT,))
+    text: str = engine.to_str(pretty=True)
+    return text + "\n"
+
+
+def byte_level_tokenizer(vocabulary: BytePairVocabulary, special: Iterable[str]) -> Any:
+    """Build the `tokenizers.Tokenizer` that transformers makes of GPT-2's two files.
+
+    Args:
+        vocabulary: what the files hold.
+        special: tokens that become their ids where a text spells them out.
+    """
+    from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers, processors
+    from tokenizers.models import BPE
+
+    engine = Tokenizer(BPE(vocab=vocabulary.ids, merges=vocabulary.merges))
+    engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    engine.decoder = decoders.ByteLevel()
+    engine.post_processor = processors.ByteLevel(trim_offsets=False)
+    engine.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    return engine

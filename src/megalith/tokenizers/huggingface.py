@@ -17,9 +17,11 @@ from typing import Any
 from megalith.errors import DataError
 from megalith.tokenizers.card import file_hashes
 from megalith.tokenizers.huggingface_engines import (
+    BYTE_LEVEL_FILES,
     SLOW_FILES,
     TOKENIZER_FILE,
     Engine,
+    byte_level_engine,
     fast_engine,
     sentence_piece_engine,
     transformers_engine,
@@ -48,7 +50,8 @@ def tokenizer_files(folder: Path) -> dict[str, Path]:
 
 def holds_tokenizer(folder: Path) -> bool:
     """Whether a folder holds a tokenizer that is told by its files."""
-    return (folder / TOKENIZER_FILE).is_file() or all((folder / name).is_file() for name in (MODEL_FILE, _CONFIGS[0]))
+    alone = ((TOKENIZER_FILE,), (MODEL_FILE, _CONFIGS[0]), (*BYTE_LEVEL_FILES, _CONFIGS[0]))
+    return any(all((folder / name).is_file() for name in names) for names in alone)
 
 
 def find_folder(named: str) -> Path:
@@ -201,7 +204,8 @@ class HuggingFaceTokenizer:
         is_llama = str(settings.get("tokenizer_class", "LlamaTokenizer")).startswith("LlamaTokenizer")
         if MODEL_FILE in slow and is_llama and not self._special_tokens:
             return sentence_piece_engine(folder, settings, self._named_tokens, around=self._around)
-        return transformers_engine(folder, slow, self._special_tokens, around=self._around)
+        own = byte_level_engine(folder, settings, self._named_tokens, self._special_tokens, around=self._around)
+        return own or transformers_engine(folder, slow, self._special_tokens, around=self._around)
 
     def _end(self, ids: Mapping[str, int]) -> int:
         """The id that ends a text: the eos_token, else the model's eos_token_id, else a token of a usual name."""

@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megalith.errors import DataError
+from megalith.tokenizers.byte_level import END_OF_TEXT, byte_level_tokenizer, read_byte_pair_vocabulary
 from megalith.tokenizers.extras import import_for
 from megalith.tokenizers.sentence_piece import MODEL_FILE, load_model
 
 TOKENIZER_FILE = "tokenizer.json"
 SLOW_FILES = (MODEL_FILE, "vocab.json", "vocab.txt", "spiece.model", "merges.txt")
 """Files of tokenizers without tokenizer.json."""
+BYTE_LEVEL_FILES = ("vocab.json", "merges.txt")
 
 
 class Engine(Protocol):
@@ -100,6 +102,44 @@ def transformers_engine(
     except Exception as error:  # whatever the many classes there raise for files that they do not know
         raise DataError(f"{without}; transformers makes none of it: {error}") from error
     return _Fast(tokenizer, tuple(slow_files), special_tokens, around=around)
+
+
+def byte_level_engine(
+    folder: Path,
+    settings: Mapping[str, Any],
+    named_tokens: Callable[[str], Iterable[str]],
+    special_tokens: Sequence[str],
+    *,
+    around: bool,
+) -> Engine | None:
+    """The tokenizer of a folder with GPT-2's vocab.json and merges.txt and no tokenizer.json.
+
+    Args:
+        folder: with the files.
+        settings: what its tokenizer_config.json says.
+        named_tokens: the tokens that the files name for a role such as "bos_token".
+        special_tokens: further ones, which get the next ids.
+        around: whether what the tokenizer puts around every text is there.
+
+    Returns:
+        None where the folder has other files or settings, which transformers understands.
+
+    Raises:
+        DataError: a file is damaged, or does not belong to the other.
+    """
+    paths = [folder / name for name in BYTE_LEVEL_FILES]
+    others = ("add_prefix_space", "add_bos_token", "added_tokens_decoder")
+    if (
+        not all(path.is_file() for path in paths)
+        or settings.get("tokenizer_class") not in ("GPT2Tokenizer", "GPT2TokenizerFast")
+        or any(settings.get(name) for name in others)
+        or (folder / "added_tokens.json").is_file()
+    ):
+        return None
+    vocabulary = read_byte_pair_vocabulary(*map(str, paths))
+    named = [token for role in ("bos_token", "eos_token", "unk_token", "pad_token") for token in named_tokens(role)]
+    special = [token for token in dict.fromkeys((END_OF_TEXT, *named)) if token in vocabulary.ids]
+    return _Fast(byte_level_tokenizer(vocabulary, special), BYTE_LEVEL_FILES, special_tokens, around=around)
 
 
 class _LlamaPieces:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,9 @@ from megalith.errors import CheckpointError, ConfigError
 from megalith.models.gpt import GPT
 from megalith.models.huggingface_tensors import tensors_of
 from megalith.models.language_model import named_placements
+from megalith.tokenizers import train_byte_level_bpe
+from megalith.tokenizers.gpt2_bpe import GPT2BPETokenizer
+from megalith.tokenizers.huggingface import HuggingFaceTokenizer
 
 from .huggingface_folders import GPT2, LLAMA, VOCAB, write_folder, write_tokenizer
 
@@ -69,7 +73,10 @@ def test_mixed_dtypes_keep_their_order(tmp_path: Path) -> None:
 def test_the_tokenizer_and_the_config_come_along(saved: Path, tmp_path: Path) -> None:
     made = export(saved, tmp_path / "out", Export())
     files = _files(tmp_path / "out")
-    assert set(files) == {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    names = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "generation_config.json"}
+    assert set(files) == names
+    config, generation = json.loads(files["config.json"]), json.loads(files["generation_config.json"])
+    assert generation.get("eos_token_id") == config.get("eos_token_id")
     assert files["tokenizer.json"] == _files(tmp_path / "hf")["tokenizer.json"]
     assert made.notes == [] and made.vocab_size == VOCAB
 
@@ -149,15 +156,44 @@ def test_a_family_of_choice(saved: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "none").exists()
 
 
-def test_gpt2_files_of_a_tokenizer_are_named(tmp_path: Path) -> None:
-    write_folder(tmp_path / "hf", "gpt2", GPT2)
-    (tmp_path / "hf/vocab.json").write_text("{}")
-    (tmp_path / "hf/merges.txt").write_text("")
+TEXTS = ("the cat sat", " the  hat!\n\n\tand 1234 mats", "naïve café, 漢字 🙂", "", "it's they'll")
+
+
+@pytest.mark.parametrize(("kind", "model"), [("gpt2", GPT2), ("llama", LLAMA)])
+def test_a_byte_level_tokenizer_needs_no_transformers(
+    kind: str, model: ModelConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    write_folder(tmp_path / "hf", kind, model)
+    vocab_file, merge_file = train_byte_level_bpe([*TEXTS, "the cat sat on the mat"] * 3, 280, tmp_path / "hf")
     convert(tmp_path / "hf", tmp_path / "saved", Wanted(release=True))
     export(tmp_path / "saved", tmp_path / "out", Export())
     files = _files(tmp_path / "out")
-    assert {"vocab.json", "merges.txt"} <= set(files)
-    assert json.loads(files["tokenizer_config.json"])["tokenizer_class"] == "GPT2Tokenizer"
+    assert {"vocab.json", "merges.txt", "tokenizer.json", "generation_config.json"} <= set(files)
+    settings = json.loads(files["tokenizer_config.json"])
+    assert (settings["tokenizer_class"], settings["eos_token"]) == ("GPT2Tokenizer", "<|endoftext|>")
+    assert settings["model_max_length"] == model.max_position_embeddings
+    reference = GPT2BPETokenizer(vocab_file, merge_file)
+    for _ in range(2):  # then as exports were that have no tokenizer.json
+        found = HuggingFaceTokenizer(tmp_path / "out")
+        assert [found.encode(text) for text in TEXTS] == [reference.encode(text) for text in TEXTS]
+        assert [found.decode(found.encode(text)) for text in TEXTS] == list(TEXTS)
+        assert (found.vocab_size, found.eod) == (reference.vocab_size, reference.eod)
+        assert found.encode("a<|endoftext|>")[-1] == reference.eod
+        (tmp_path / "out/tokenizer.json").unlink(missing_ok=True)
+    convert(tmp_path / "out", tmp_path / "again", Wanted(release=True))
+    assert {"vocab.json", "merges.txt"} <= set(_files(tmp_path / "again/release"))
+
+
+def test_converters_find_the_context_of_gpt2(tmp_path: Path) -> None:
+    """llama.cpp's asks for n_ctx, which transformers no longer writes."""
+    write_folder(tmp_path / "hf", "gpt2", GPT2)
+    config = json.loads((tmp_path / "hf/config.json").read_text())
+    assert config.pop("n_ctx") == config["n_positions"]
+    (tmp_path / "hf/config.json").write_text(json.dumps(config))
+    convert(tmp_path / "hf", tmp_path / "saved", Wanted(release=True))
+    export(tmp_path / "saved", tmp_path / "out", Export())
+    assert json.loads((tmp_path / "out/config.json").read_text()) == {**config, "n_ctx": config["n_positions"]}
 
 
 def test_a_refusal_leaves_nothing(saved: Path, tmp_path: Path) -> None:
