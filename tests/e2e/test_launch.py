@@ -22,6 +22,7 @@ from megalith.tokenizers.byte_level import BYTE_OF_CHARACTER, END_OF_TEXT
 
 from .checkpoints import assert_same, state_of
 from .small_run import MODEL, write_text
+from .test_hangs import boards_of
 from .test_signals import processes_with, wait_for
 from .warm import Finished, WarmProcess, free_port
 
@@ -171,6 +172,53 @@ def test_a_port_in_use() -> None:
     assert re.search(rf"rank 0 cannot listen on port {port} of \S+: Address already in use", text)
 
 
+def test_a_mute_listener_at_the_port_of_rank_0() -> None:
+    """It takes connections and never answers; torch would wait in native code, longer than it was told."""
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        port, began = mute.getsockname()[1], time.monotonic()
+        ((code, text),) = meet(place(1), port=port, join=2)
+    assert code == 6 and time.monotonic() - began < 30
+    assert re.search(rf"PeerError rank 1 .*127\.0\.0\.1:{port} says nothing; give every run its own MASTER_PORT", text)
+    assert "frame #" not in text
+
+
+def test_an_interface_that_does_not_exist_ends_all_ranks() -> None:
+    met = meet(place(0), place(1, GLOO_SOCKET_IFNAME="eth77"), join=30)
+    assert [code for code, _ in met] == [2, 2], met
+    for _, text in met:
+        assert re.search(
+            r"ConfigError rank 1 on \S+: GLOO_SOCKET_IFNAME=eth77: there is no .* there are .*\blo\b", text
+        )
+
+
+CONNECT = MEET.replace(
+    "try:", "import time\nif config.rank == 1:\n    launch.dist.init_process_group = lambda *a, **k: FAULT\ntry:", 1
+)
+
+
+@pytest.mark.parametrize("fault", ["time.sleep(60)", "exec('raise RuntimeError(\"no way\\\\nframe #0: x\")')"])
+def test_ranks_that_meet_and_cannot_connect_all_end(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    """As with an interface that leads nowhere: one rank gets an exception, others wait in native code."""
+    monkeypatch.setattr(sys.modules[__name__], "MEET", CONNECT.replace("FAULT", fault))
+    began = time.monotonic()
+    met = meet(place(0, GLOO_SOCKET_IFNAME="lo"), place(1, GLOO_SOCKET_IFNAME="lo"), join=6)
+    assert [code for code, _ in met] == [6, 6] and time.monotonic() - began < 30, met
+    for _, text in met:
+        assert "GLOO_SOCKET_IFNAME" in text and "frame #" not in text
+        assert re.search(r"  rank 0 on \S+: lo 127\.0\.0\.1.*\n  rank 1 on \S+: lo 127\.0\.0\.1", text), text
+
+
+def test_master_addr_localhost_on_rank_0_alone() -> None:
+    """Some operators tell rank 0 `localhost` and the others the name of a service."""
+    met = meet(place(0, MASTER_ADDR="localhost"), place(1, MASTER_ADDR="127.0.0.2"), join=20)
+    assert [code for code, _ in met] == [0, 0], met
+
+
+def test_rank_0_doubts_an_address_that_is_not_its_own() -> None:
+    ((code, text),) = meet(place(0, MASTER_ADDR="192.0.2.1"))
+    assert code == 6 and "MASTER_ADDR=192.0.2.1 is not an address of " in text
+
+
 def start(warm: WarmProcess, cwd: Path, text: Path, *places: tuple[int, int, Sequence[object]]) -> list[Finished]:
     """Start ranks one by one with (rank, number of ranks, flags)."""
     started, port = [], str(free_port())
@@ -317,8 +365,9 @@ def test_a_stop_saves_on_all_ranks(repository: Path, tmp_path: Path, text: Path,
     running = supervised(repository, tmp_path, command(text, save, "--train-iters", 100000, "--save-interval", 100000))
     try:
         wait_for(log, "iteration        3/")
+        ranks = [int(pid) for pid in processes_with(str(save)) if int(pid) != running.pid]
+        assert boards_of(ranks)
         if how == "sigterm to one rank":
-            ranks = [int(pid) for pid in processes_with(str(save)) if int(pid) != running.pid]
             os.kill(max(ranks), signal.SIGTERM)
         else:
             running.send_signal(signal.SIGUSR1 if "usr1" in how else signal.SIGKILL)
@@ -327,6 +376,7 @@ def test_a_stop_saves_on_all_ranks(repository: Path, tmp_path: Path, text: Path,
     finally:
         running.kill()
     assert_no_one_is_left(save)
+    assert boards_of(ranks) == []
     assert (DirectoryStore(save).latest() or 0) >= 3
     told = log.read_text().count("SIGUSR1: finishing this step and saving; once more to leave at once")
     assert told == ("usr1" in how)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import socket
 import struct
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 _SIOCGIFADDR = 0x8915  # linux/sockios.h: the IPv4 address of an interface
@@ -42,30 +43,76 @@ def own_address(towards: str) -> str:
     return "" if own.startswith("127.") or own == "::1" else own
 
 
+def is_own_address(host: str) -> bool:
+    """Whether a name or address is one of this machine's; that of a service in front of it is not."""
+    with suppress(OSError):
+        for family, kind, _, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM):
+            with suppress(OSError), socket.socket(family, kind) as probe:
+                probe.bind(address)
+                return True
+    return False
+
+
 def interface_with(address: str) -> str:
     """The name of the interface that has an address of this machine; empty where that cannot be found out."""
-    if not address or sys.platform != "linux":
+    address = address.partition("%")[0]
+    return next((name for name, addresses in interfaces().items() if address in addresses), "")
+
+
+def interfaces() -> dict[str, list[str]]:
+    """The interfaces of this machine with their addresses; without addresses where those cannot be found out."""
+    v6 = _v6_addresses()
+    names = dict.fromkeys([*(name for _, name in socket.if_nameindex()), *v6])
+    return {name: [*_v4_of(name), *v6.get(name, [])] for name in names}
+
+
+def unusable_interfaces(backend: str, environ: Mapping[str, str]) -> str:
+    """Return what is wrong with the interfaces that the user names for a backend; empty if nothing is.
+
+    GLOO_SOCKET_IFNAME is a list of names. NCCL_SOCKET_IFNAME is one of prefixes, of names behind "=", and of what to
+    leave out behind "^".
+    """
+    variable = interface_variable(backend)
+    text, names = environ.get(variable, ""), list(interfaces())
+    if not text:
         return ""
-    found = _with_v6(address) if ":" in address else _with_v4(address)
-    return next(iter(found), "")
+    if backend == "gloo":
+        missing = [name for name in text.split(",") if name.partition(":")[0] not in names]
+    else:
+        missing = [] if _chosen_by_nccl(text, names) else [text]
+    if not missing:
+        return ""
+    return f"{variable}={text}: there is no interface {', '.join(missing)} here; there are {', '.join(names)}"
 
 
-def _with_v4(address: str) -> list[str]:
+def interface_variable(backend: str) -> str:
+    """The variable that names the network interfaces of a backend."""
+    return f"{backend.upper()}_SOCKET_IFNAME"
+
+
+def _chosen_by_nccl(text: str, names: Sequence[str]) -> list[str]:
+    words = text.lstrip("^=").split(",")
+    if text.startswith(("=", "^=")):
+        found = [name for name in names if name in words]
+    else:
+        found = [name for name in names if name.startswith(tuple(words))]
+    return [name for name in names if name not in found] if text.startswith("^") else found
+
+
+def _v4_of(name: str) -> list[str]:
+    if sys.platform != "linux":
+        return []
     import fcntl
 
-    wanted, found = socket.inet_aton(address), []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        for _, name in socket.if_nameindex():
-            try:
-                answer = fcntl.ioctl(asking.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()))
-            except OSError:  # it has none
-                continue
-            if answer[20:24] == wanted:
-                found.append(name)
-    return found
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking, suppress(OSError):  # it has none
+        answer = fcntl.ioctl(asking.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()))
+        return [socket.inet_ntoa(answer[20:24])]
+    return []
 
 
-def _with_v6(address: str) -> list[str]:
-    wanted = socket.inet_pton(socket.AF_INET6, address.partition("%")[0]).hex()
+def _v6_addresses() -> dict[str, list[str]]:
     lines = _ADDRESSES_V6.read_text().splitlines() if _ADDRESSES_V6.is_file() else []
-    return [fields[-1] for fields in map(str.split, lines) if fields[0] == wanted]
+    found: dict[str, list[str]] = {}
+    for digits, *_, name in map(str.split, lines):
+        found.setdefault(name, []).append(socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits)))
+    return found

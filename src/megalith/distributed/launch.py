@@ -15,10 +15,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import chain
+from pathlib import Path
 from typing import NoReturn
 
 import torch
@@ -27,7 +29,15 @@ import torch.distributed as dist
 from megalith.config.environment import LOOPBACK
 from megalith.config.groups import LaunchConfig
 from megalith.distributed.agreement import Facts, difference
-from megalith.distributed.interface import interface_towards, own_address
+from megalith.distributed.board import BoardGone, StoreBoard
+from megalith.distributed.interface import (
+    interface_towards,
+    interface_variable,
+    interfaces,
+    is_own_address,
+    own_address,
+    unusable_interfaces,
+)
 from megalith.errors import ConfigError, MegalithError, PeerError
 
 PATIENCE_SECONDS = 20.0
@@ -36,6 +46,9 @@ PATIENCE_SECONDS = 20.0
 _NAMED_RANKS = 16
 _SECONDS_TO_LEAVE = 10.0
 _SECONDS_TO_HEAR = 3.0
+_SECONDS_BETWEEN_LOOKS = 0.5
+_GAP_SECONDS = 15.0  # more than any single wait here, such as that for a name to be resolved
+_UNCONNECTED = "unconnected"
 _ROUNDS, _ROUND = "megalith/rounds", "megalith/round"  # in a store that outlives the ranks: how many, and which one
 
 
@@ -134,22 +147,24 @@ def connect(
     backend = backend if device.type == "cuda" else "gloo"
     join_seconds = (join or timeout).total_seconds()
     environ = os.environ if environ is None else environ
-    meeting = _Meeting(launch, join_seconds, facts or {}, asked_to_stop, say, environ)
+    meeting = _Meeting(launch, join_seconds, facts or {}, asked_to_stop, say, environ, backend)
     store = meeting.hold()
+    connection = meeting.second_connection()
     if backend == "gloo":
-        _stay_on_this_machine() if launch.one_host else meeting.turn_to_the_others(store)
+        _stay_on_this_machine() if meeting.one_host else meeting.turn_to_the_others(store)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group(
-        backend,
-        store=dist.PrefixStore("group", store),
-        rank=launch.rank,
-        world_size=launch.world_size,
-        timeout=timeout,
-        device_id=device if backend == "nccl" else None,
-    )
     try:
-        yield Meeting(launch.rank, launch.world_size, launch.one_host, meeting.second_connection())
+        with meeting.connecting(connection):
+            dist.init_process_group(
+                backend,
+                store=dist.PrefixStore("group", store),
+                rank=launch.rank,
+                world_size=launch.world_size,
+                timeout=timeout,
+                device_id=device if backend == "nccl" else None,
+            )
+        yield Meeting(launch.rank, launch.world_size, meeting.one_host, connection)
     except BaseException as error:
         _break_off(backend, error)
         raise
@@ -204,7 +219,11 @@ def _leave_together(store: dist.Store, launch: LaunchConfig) -> None:
 
 
 class _Meeting:
-    """The wait for all ranks at the store."""
+    """The wait for all ranks at the store, and for their connections to each other.
+
+    Attributes:
+        one_host: whether all ranks are on this machine, and each of them knows that; set by `hold`.
+    """
 
     def __init__(
         self,
@@ -214,12 +233,15 @@ class _Meeting:
         asked_to_stop: Callable[[], bool],
         say: Callable[[str], None],
         environ: Mapping[str, str],
+        backend: str,
     ) -> None:
         self._launch, self._facts, self._say, self._environ = launch, facts, say, environ
+        self._backend, self.one_host = backend, launch.one_host
+        self._interfaces: dict[int, str] = {}
         self._asked_to_stop = asked_to_stop
         self._agent_holds_it = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         self._address, self._prefix, self._times = (launch.master_addr, launch.master_port), "", 0
-        self._began = time.monotonic()
+        self._clock = _AwakeClock()
         self._join_seconds = join_seconds
         self._next_word = min(PATIENCE_SECONDS, 0.5 * join_seconds)
 
@@ -237,7 +259,8 @@ class _Meeting:
         except dist.DistError as error:
             host, port = self._address
             raise PeerError(
-                f"{self._me()}: the store of the run at {host}:{port} stopped answering while the ranks met ({error})"
+                f"{self._me()}: the store of the run at {host}:{port} stopped answering while the ranks met "
+                f"({_first_line(error)})"
             ) from error
         return store
 
@@ -246,6 +269,7 @@ class _Meeting:
         self._announce(store)
         for pause in _pauses():
             if store.add("here", 0) >= self._launch.world_size:
+                self.one_host = store.add("several hosts", 0) == 0
                 return True
             if store.check(["refused"]):
                 self._leave_refused(store, store.get("refused").decode())
@@ -342,28 +366,62 @@ class _Meeting:
         host = LOOPBACK if self._launch.one_host and not self._agent_holds_it else self._launch.master_addr
         self._address = (host, self._launch.master_port)
         if self._launch.rank == 0 and not self._agent_holds_it:
-            listener = self._listen(host if self._launch.one_host else "")
-            self._address = (host, listener.getsockname()[1])
+            listener = self._listen(LOOPBACK if self._stays_on_loopback() else "")
+            self._address = (LOOPBACK, listener.getsockname()[1])  # MASTER_ADDR may be a service that leads here later
             return self._store(*self._address, listener.detach())
         self._reach(*self._address)
         return self._store(*self._address, None)
 
+    def _stays_on_loopback(self) -> bool:
+        """Whether no other host can have ranks. MASTER_ADDR=localhost does not say so: some operators give it to rank 0
+        alone, and the name of a service to the others."""
+        launch = self._launch
+        if launch.local_world_size is not None:
+            return launch.local_world_size == launch.world_size
+        return "MASTER_ADDR" not in self._environ
+
     def _store(self, host: str, port: int, listener: int | None) -> dist.Store:
+        """Open the store, or connect to it.
+
+        In a thread: torch waits in native code for the answer of whoever listens there, longer than it is told.
+
+        Raises:
+            PeerError: what listens there is not a store, or says nothing.
+        """
+        opened = Future[dist.Store]()
+
+        def open_store() -> None:
+            try:
+                timeout = timedelta(seconds=self._join_seconds)
+                store = dist.TCPStore(
+                    host,
+                    port,
+                    self._launch.world_size,
+                    listener is not None,
+                    timeout,
+                    wait_for_workers=False,
+                    master_listen_fd=listener,
+                )
+            except Exception as error:
+                opened.set_exception(error)
+            else:
+                opened.set_result(store)
+
+        threading.Thread(target=open_store, name="open-store", daemon=True).start()
+        remedy = "give every run its own MASTER_PORT (torchrun --master_port, or --standalone)"
         try:
-            return dist.TCPStore(
-                host,
-                port,
-                self._launch.world_size,
-                listener is not None,
-                timedelta(seconds=self._join_seconds),
-                wait_for_workers=False,
-                master_listen_fd=listener,
-            )
+            for pause in _pauses():
+                if wait([opened], pause).done:
+                    return opened.result()
+                self._late(f"the store of the run: what listens at {host}:{port} says nothing; {remedy}")
         except dist.DistError as error:
             raise PeerError(
-                f"{self._me()}: what answers at {host}:{port} is not rank 0 of a run ({error}); give every run its own "
-                "MASTER_PORT (torchrun --master_port, or --standalone)"
+                f"{self._me()}: what answers at {host}:{port} is not rank 0 of a run ({_first_line(error)}); {remedy}"
             ) from error
+        except PeerError as error:
+            atexit.register(_end_now, error.exit_code)  # the thread is still in native code
+            raise
+        raise AssertionError
 
     def _listen(self, host: str) -> socket.socket:
         if "MEGALITH_STORE_FD" in self._environ:  # the supervisor has opened it, so that no one could take its port
@@ -380,7 +438,7 @@ class _Meeting:
     def _reach(self, host: str, port: int) -> None:
         """Wait until someone listens at the address of rank 0."""
         while why := _closed(host, port):
-            if why.unknown_host and time.monotonic() - self._began > self._next_word:
+            if why.unknown_host and self._clock.elapsed() > self._next_word:
                 raise PeerError(
                     f"{self._me()}: MASTER_ADDR={host} is not the name of a host that is known here ({why.text}); give "
                     "the name or the address of the host of rank 0"
@@ -395,7 +453,7 @@ class _Meeting:
 
     def _late(self, whom: str | Callable[[], str]) -> None:
         """Say who is waited for, after 20 s and then every minute; give up at the end."""
-        waited = time.monotonic() - self._began
+        waited = self._clock.elapsed()
         if self._asked_to_stop():
             raise PeerError(f"{self._me()} was asked to stop while it waited for {_text(whom)}")
         if waited > self._join_seconds:
@@ -433,6 +491,11 @@ class _Meeting:
                 "first, 1 on the second and so on (without the flag it is 0 everywhere)",
             )
         store.set(f"who/{launch.rank}", json.dumps(me))
+        if problem := unusable_interfaces(self._backend, self._environ):
+            self._refuse(store, f"{self._me()}: {problem}")
+        place = _place()
+        if not launch.one_host or store.compare_set("place", "", place).decode() != place:
+            store.add("several hosts", 1)
         self._compare(store)
         store.add("here", 1)
 
@@ -458,7 +521,89 @@ class _Meeting:
     def _missing(self, store: dist.Store, key: str) -> str:
         size = self._launch.world_size
         missing = [rank for rank in range(size) if not store.check([f"{key}/{rank}"])]
-        return f"{_ranks(missing)} of {size}, which did not come"
+        return f"{_ranks(missing)} of {size}, which did not come{self._where_they_look()}"
+
+    def _where_they_look(self) -> str:
+        """A doubt about MASTER_ADDR, for rank 0 to say: it listens on its own host whatever the others were told."""
+        host = self._launch.master_addr
+        if self._launch.rank != 0 or self.one_host or self._agent_holds_it or is_own_address(host):
+            return ""
+        return f"; MASTER_ADDR={host} is not an address of {socket.gethostname()}: do they find rank 0 there?"
+
+    # The connections of the ranks to each other.
+
+    @contextmanager
+    def connecting(self, connection: dist.Store) -> Iterator[None]:
+        """See that the block, in which the ranks connect to each other, ends on all of them within the timeout.
+
+        Where the interface is a wrong one, some ranks get an exception of the backend and others wait in native code.
+
+        Args:
+            connection: to the store, for the thread that looks after the block.
+
+        Raises:
+            PeerError: the backend failed.
+        """
+        board, done = StoreBoard(connection, self._launch.rank), threading.Event()
+        with suppress(BoardGone):
+            board.write(f"interface-{self._launch.rank}", self._interface())
+        looking = threading.Thread(target=self._limit, args=(board, done), name="connecting", daemon=True)
+        looking.start()
+        try:
+            yield
+        except RuntimeError as error:
+            self._read_interfaces(board)
+            text = self._not_connected(_first_line(error))
+            with suppress(BoardGone):
+                board.write(_UNCONNECTED, text)
+                time.sleep(_SECONDS_TO_HEAR)  # the store may end with this process
+            raise PeerError(f"{self._me()}: {text}") from error
+        finally:
+            done.set()
+            looking.join(2.0 * _SECONDS_BETWEEN_LOOKS)
+
+    def _limit(self, board: StoreBoard, done: threading.Event) -> None:
+        """End this process when the time is over, or another rank has failed to connect."""
+        clock = _AwakeClock()
+        while not done.wait(_SECONDS_BETWEEN_LOOKS):
+            text, waited = "", clock.elapsed()
+            self._read_interfaces(board)
+            with suppress(BoardGone):
+                text = board.read(_UNCONNECTED) or ""
+            if waited > self._join_seconds:
+                text = text or self._not_connected(f"after {waited:.0f} s (--distributed-timeout-minutes)")
+            if self._asked_to_stop():
+                text = "asked to stop while the ranks connected to each other"
+            if text and not done.is_set():
+                with suppress(BoardGone):
+                    board.write(_UNCONNECTED, text)
+                self._say(f"{self._me()}: {text}")
+                _end_now(PeerError.exit_code)
+
+    def _interface(self) -> str:
+        """The interfaces of this rank that the backend uses, with their addresses, as far as that is known."""
+        named, found = os.environ.get(interface_variable(self._backend), ""), interfaces()
+        addresses = [f"{name} {' '.join(found[name])}".strip() for name in named.split(",") if name in found]
+        return f"{socket.gethostname()}: {', '.join(addresses) or named or 'chosen by ' + self._backend}"
+
+    def _read_interfaces(self, board: StoreBoard) -> None:
+        """Note what the first ranks say of their interfaces, while the store still answers."""
+        with suppress(BoardGone):
+            for rank in range(min(self._launch.world_size, _NAMED_RANKS)):
+                if rank not in self._interfaces and (text := board.read(f"interface-{rank}")):
+                    self._interfaces[rank] = text
+
+    def _not_connected(self, why: str) -> str:
+        lines = [f"  rank {rank} on {text}" for rank, text in sorted(self._interfaces.items())]
+        variable = interface_variable(self._backend)
+        return "\n".join(
+            [
+                f"all ranks met at {self._launch.master_addr}:{self._address[1]}, but could not connect to each other "
+                f"over {self._backend} ({why}); {variable} names the interface that leads to the other hosts, and a "
+                "firewall must let them through. Interfaces and addresses tried:",
+                *lines,
+            ]
+        )
 
 
 @dataclass(frozen=True)
@@ -478,12 +623,40 @@ def _closed(host: str, port: int) -> _Closed | None:
     return None
 
 
+class _AwakeClock:
+    """Seconds since it was made, without those in which this process was stopped or its machine suspended."""
+
+    def __init__(self) -> None:
+        self._elapsed, self._seen = 0.0, time.monotonic()
+
+    def elapsed(self) -> float:
+        """To be called every few seconds: a longer gap does not count."""
+        now = time.monotonic()
+        gap, self._seen = now - self._seen, now
+        self._elapsed += gap if gap < _GAP_SECONDS else 0.0
+        return self._elapsed
+
+
 def _pauses() -> Iterator[float]:
     """Seconds between two looks at the store: short at first, as most ranks come together."""
     pause = 0.002
     while True:
         pause = min(2 * pause, 0.5)
         yield pause
+
+
+def _place() -> str:
+    """What is equal for processes that can signal each other, share memory, and reach each other over loopback."""
+    names = [socket.gethostname()]
+    with suppress(OSError):
+        names.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+        names += [os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net", "mnt")]
+    return " ".join(names)
+
+
+def _first_line(error: BaseException) -> str:
+    """What went wrong, without the native stack that torch puts behind it."""
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
 def _round_prefix(number: str) -> str:

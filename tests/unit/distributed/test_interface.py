@@ -9,7 +9,13 @@ from pathlib import Path
 import pytest
 
 from megalith.distributed import interface
-from megalith.distributed.interface import interface_towards, interface_with, own_address
+from megalith.distributed.interface import (
+    interface_towards,
+    interface_with,
+    is_own_address,
+    own_address,
+    unusable_interfaces,
+)
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="interfaces are asked for as Linux answers")
 
@@ -49,3 +55,33 @@ def test_a_route_gives_the_address_of_this_machine() -> None:
     """Where there is a route at all, the address is one that an interface here has."""
     own = own_address("192.0.2.1")
     assert own == "" or interface_with(own) in {name for _, name in socket.if_nameindex()}
+
+
+def test_own_addresses() -> None:
+    assert is_own_address("127.0.0.1") and is_own_address("localhost")
+    assert not is_own_address("192.0.2.1") and not is_own_address("no-such-host.invalid")
+
+
+@pytest.mark.parametrize(
+    ("backend", "text", "usable"),
+    [
+        ("gloo", "", True),
+        ("gloo", "eth0", True),
+        ("gloo", "eth0:1,lo", True),
+        ("gloo", "eth0,eth7", False),
+        ("gloo", "eth", False),
+        ("nccl", "eth", True),
+        ("nccl", "=eth", False),
+        ("nccl", "=eth0", True),
+        ("nccl", "ib", False),
+        ("nccl", "^ib", True),
+        ("nccl", "^lo,eth,docker", False),
+        ("nccl", "^=lo,eth", True),
+    ],
+)
+def test_interfaces_that_a_user_names(monkeypatch: pytest.MonkeyPatch, backend: str, text: str, usable: bool) -> None:
+    monkeypatch.setattr(interface, "interfaces", lambda: {"lo": [], "eth0": [], "docker0": []})
+    complaint = unusable_interfaces(backend, {f"{backend.upper()}_SOCKET_IFNAME": text})
+    assert (complaint == "") is usable
+    if complaint:
+        assert f"{backend.upper()}_SOCKET_IFNAME={text}" in complaint and "docker0" in complaint
