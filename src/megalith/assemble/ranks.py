@@ -10,13 +10,13 @@ from megalith.assemble.facts import facts_of
 from megalith.assemble.model import choose_device, require_compiler
 from megalith.config import RunConfig
 from megalith.distributed.board import Board, open_board
-from megalith.distributed.context import Observer, ParallelContext
+from megalith.distributed.context import Axis, Observer, ParallelContext
 from megalith.distributed.debug import CollectiveCheck, Observers
 from megalith.distributed.launch import connect
 from megalith.distributed.watch import Watch
 
-_AFTER_THE_WATCH = timedelta(seconds=3)
-"""The watch speaks before torch gives up: it knows which rank is missing."""
+_AFTER_THE_WATCH = timedelta(days=1)
+"""The watch speaks before torch gives up: it knows which rank is missing, and that a suspended job was not waiting."""
 
 
 def build_watch(run: RunConfig) -> Watch:
@@ -68,7 +68,10 @@ def join_ranks(
             return
         observers: list[Observer] = [watch, *([clock] if clock else []), *([CollectiveCheck(device)] if debug else [])]
         observer = observers[0] if len(observers) == 1 else Observers(observers)
-        yield ParallelContext.create(run.layout, device, timeout=timeout, observer=observer)
+        watch.before("new_group", Axis("all ranks"), None)
+        context = ParallelContext.create(run.layout, device, timeout=timeout, observer=observer)
+        watch.after("new_group", Axis("all ranks"))
+        yield context
 
 
 def _close(boards: list[Board], *, failed: bool) -> None:

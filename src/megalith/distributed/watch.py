@@ -44,6 +44,10 @@ one."""
 _GONE = ("dead", "left", "stopped", "silent")
 """States of a rank that all others wait for in vain, the surest sign first."""
 
+_FROZEN_SECONDS = 5.0
+"""A pause of the thread that looks, beyond its own, after which this process was not running: it was stopped, or its
+machine suspended, and most likely the other ranks with it."""
+
 _STACK_FRAMES = 10
 _SECONDS_FOR_STACKS = 2.5
 _SECONDS_FOR_CAUSE = 3.0
@@ -113,6 +117,7 @@ class Watch:
         self._identity, self._size = Identity(0, os.uname().nodename, os.getpid()), 1
         self._done, self._changed = False, threading.Event()
         self._first_rank = "rank 0"
+        self._awake_since = 0.0  # `time.monotonic()` at the end of the last time that this process did not run
         self._leaving = threading.RLock()  # the thread that has it ends this process
 
     # What the run tells.
@@ -192,8 +197,10 @@ class Watch:
         with suppress(BoardGone):
             self._first_rank = str(read_identity(board, 0))
         while not self._done:
+            before = time.monotonic()
             if self._changed.wait(self._pause) and not self._done:
                 time.sleep(max(0.05, self._size / 2000.0))  # a store hears of a change soon, but not of every one
+            self._notice_gap(time.monotonic() - before)
             self._changed.clear()
             self._beat += 1
             with suppress(BoardGone):
@@ -201,12 +208,17 @@ class Watch:
                 if not self._done and board.read(ALARM):
                     self._answer()
             status = self.status()
-            waited = time.monotonic() - status.since if status.waits else 0.0
+            waited = time.monotonic() - max(status.since, self._awake_since) if status.waits else 0.0
             if waited > _SECONDS_TO_FOLLOW:
                 with suppress(BoardGone):
                     self._follow(board)
             if waited > (self._start_timeout if self._starting else self.timeout):
                 self.sound_alarm()
+
+    def _notice_gap(self, slept: float) -> None:
+        """Begin a new period if this process did not run: the others could not answer it meanwhile."""
+        if slept > self._pause + min(_FROZEN_SECONDS, 0.5 * self.timeout):
+            self._awake_since = time.monotonic()
 
     # A hang.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -173,3 +174,32 @@ def test_the_rank_that_broke_a_connection_is_blamed(tmp_path: Path, fate: str) -
     else:
         verb = "died while serving" if fate == "dead" else "failed first, while serving: no memory"
         assert said is not None and said.startswith(f"{culprit} of 2 {verb}")
+
+
+WAIT = """
+import sys, time
+from pathlib import Path
+from megalith.distributed.board import FolderBoard
+from megalith.distributed.context import Axis
+from megalith.distributed.watch import Watch
+watch = Watch(2.0)
+with watch.attend(FolderBoard(Path(sys.argv[1]), 0), 0, 1):
+    watch.at("fwd", 1), watch.at("fwd", 2)
+    watch.before("all_reduce", Axis("dp"), None)
+    for _ in range(10):
+        print("waiting", flush=True)
+        time.sleep(0.1)
+    watch.after("all_reduce", Axis("dp"))
+"""
+
+
+def test_time_in_which_the_process_was_stopped_is_no_wait(tmp_path: Path) -> None:
+    """A suspended job: the others were stopped too, and could not have answered."""
+    command = [sys.executable, "-c", WAIT, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as waiting:
+        assert waiting.stdout and waiting.stdout.readline() == "waiting\n"
+        waiting.send_signal(signal.SIGSTOP)
+        time.sleep(4.0)
+        waiting.send_signal(signal.SIGCONT)
+        _, errors = waiting.communicate(timeout=60)
+    assert waiting.returncode == 0, errors
