@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from megalith.distributed.memory_limit import memory_limit
+
 _PIECE = 2**24  # asked for in one call, which returns when the disk has taken the order
 _THREADS = 8  # at most, as those of a load
 _SHARE_OF_MEMORY = 16  # of the machine's, for each process: with eight of them half of it
@@ -28,7 +30,7 @@ class Prefetch:
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._stopped = threading.Event()
-        room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // _SHARE_OF_MEMORY
+        room = memory_limit() // _SHARE_OF_MEMORY
         threads = min(_THREADS, len(paths)) if hasattr(os, "posix_fadvise") else 0  # macOS has none
         for number in range(threads):
             own = (paths[number::threads], room // threads)

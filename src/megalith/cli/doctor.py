@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megalith import __version__
+from megalith.distributed.memory_limit import machine_memory, memory_limit
 from megalith.errors import ConfigError, install_command
 
 if TYPE_CHECKING:
@@ -96,7 +97,10 @@ def _installation() -> Iterator[Finding]:
 def _machine() -> Iterator[Finding]:
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = os.environ.get("OMP_NUM_THREADS")
-    memory = f"{_gigabytes(_memory()):.1f} GB memory"
+    limit, machine = memory_limit(), machine_memory()
+    memory = f"{_gigabytes(machine):.1f} GB memory"
+    if limit < machine:
+        memory += f", of which a process here may hold {_gigabytes(limit):.2f} GB (control group or ulimit -v)"
     yield Finding("ok", f"{platform.system()} {platform.machine()}, {usable} cores, {memory}")
     if threads:
         yield Finding("note", f"OMP_NUM_THREADS={threads}: tensor operations use so many of the {usable} cores")
@@ -239,14 +243,6 @@ def _version(package: str) -> str:
         return importlib.metadata.version(package.replace("_", "-"))
     except importlib.metadata.PackageNotFoundError:
         return ""
-
-
-def _memory() -> int:
-    """Bytes of memory of the machine, 0 where it is not known."""
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError):
-        return 0
 
 
 def _gigabytes(number: float) -> float:

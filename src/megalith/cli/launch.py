@@ -37,8 +37,8 @@ class _Failed:
     saved: int | None
 
     def repeats(self, other: _Failed | None) -> bool:
-        """Whether the same has happened again though nothing more is saved."""
-        if other is None:
+        """Whether the same fault has happened again though nothing more is saved."""
+        if other is None or self.cause.from_outside:
             return False
         same = (self.cause.kind, self.cause.step) == (other.cause.kind, other.cause.step)
         return same and self.saved == other.saved

@@ -16,6 +16,7 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -72,7 +73,8 @@ def run(argv: Sequence[str]) -> int:
     launched = supervised or "TORCHELASTIC_RUN_ID" in os.environ
     # torchrun forwards to each rank the Ctrl-C that the terminal has already sent to it; one of them answers.
     answers = not supervised and (not launched or first_of_machine(os.environ))
-    stop = StopSignals(_FORWARDED_WITHIN_SECONDS if launched else 0.0, _acknowledge if answers else None)
+    acknowledge = _Acknowledgement()
+    stop = StopSignals(_FORWARDED_WITHIN_SECONDS if launched else 0.0, acknowledge if answers else None)
     try:
         config = load(argv, saved_args=_saved_args)
         if config.checkpoint.ckpt_convert_format is not None:
@@ -87,7 +89,7 @@ def run(argv: Sequence[str]) -> int:
         threads = share_cores(config.launch)
         if not faulthandler.is_enabled():
             faulthandler.enable(file=2)  # a crash in native code then shows where Python was
-        return _train(config, argv, stop, began, threads)
+        return _train(config, argv, stop, acknowledge, began, threads)
     finally:
         stop.close()
 
@@ -110,9 +112,19 @@ def _saved_args(folder: str, step: int | None) -> Mapping[str, Any] | None:
     return vars(common["args"]) if "args" in common else {}
 
 
-def _acknowledge(signal_name: str) -> None:
-    """Answer a signal at once: the end of the step may be a while away."""
-    warn(f"\n{signal_name}: finishing this step and saving; once more to leave at once")
+@dataclass
+class _Acknowledgement:
+    """Answers a signal at once: the end of the step may be a while away.
+
+    Attributes:
+        training: whether there is a step to finish, and something to save.
+    """
+
+    training: bool = False
+
+    def __call__(self, signal_name: str) -> None:
+        doing = "finishing this step and saving" if self.training else "stopping before the first step"
+        warn(f"\n{signal_name}: {doing}; once more to leave at once")
 
 
 def _stop_with_parent() -> None:
@@ -124,7 +136,14 @@ def _stop_with_parent() -> None:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _train(config: RunConfig, argv: Sequence[str], stop: StopSignals, began: float, threads: str) -> int:
+def _train(
+    config: RunConfig,
+    argv: Sequence[str],
+    stop: StopSignals,
+    acknowledge: _Acknowledgement,
+    began: float,
+    threads: str,
+) -> int:
     from megalith.assemble.model import choose_device
     from megalith.assemble.ranks import build_watch, join_ranks
     from megalith.checkpoint import DirectoryStore
@@ -176,6 +195,7 @@ def _train(config: RunConfig, argv: Sequence[str], stop: StopSignals, began: flo
                 screen.say("training ...")
                 screen.say(console.milestone_line("before the start of training step", datetime.now()))
                 screen.note(f"start-up took {time.monotonic() - began:.2f} s")
+            acknowledge.training = True
             try:
                 for _ in train(started.run):
                     pass

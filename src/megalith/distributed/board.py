@@ -18,7 +18,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TextIO, TypeVar
 
 T = TypeVar("T")
 
@@ -26,6 +26,8 @@ _SIZE = 256
 _MEMORY = Path("/dev/shm")
 _ROOM = 2**20  # a page for each status and document of a hundred ranks; containers have 64 MiB for all they run
 _STORE_SECONDS = 2.0
+_PREFIX, _IN_USE = "megalith-", "in-use"
+_SECONDS_TO_MARK = 60.0
 
 
 @dataclass(frozen=True)
@@ -154,13 +156,18 @@ class FolderBoard:
         folder: it exists.
         rank: of this process; None for one that only reads.
         of_size: number of the ranks that share it and see to its removal; None where someone else does.
+        supervised_size: number of the ranks that see to its removal only if their supervisor is dead.
     """
 
     immediate = True
 
-    def __init__(self, folder: Path, rank: int | None = None, *, of_size: int | None = None) -> None:
+    def __init__(
+        self, folder: Path, rank: int | None = None, *, of_size: int | None = None, supervised_size: int = 0
+    ) -> None:
         self.folder, self._rank, self._of_size = folder, rank, of_size
+        self._supervised_size = supervised_size
         self._own: mmap.mmap | None = None
+        self._in_use = _mark_in_use(folder)
         if rank is not None:
             path = folder / f"rank-{rank}"
             path.write_bytes(b"\0" * _SIZE)
@@ -197,6 +204,8 @@ class FolderBoard:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def close(self, *, failed: bool) -> None:
+        if self._of_size is None and self._supervised_size and _supervisor_is_gone():
+            self._of_size = self._supervised_size
         if self._rank != 0 and not failed:
             return
         # After a failure rank 0 may be dead and the last one removes the board. No one waits then: the connections of a
@@ -213,6 +222,10 @@ class FolderBoard:
         status = Status.decode(self.status(rank))
         ended = status is not None and status.phase in ("left", "failed")
         return not ended and process_state(read_identity(self, rank).pid) not in ("", "Z")
+
+
+def _supervisor_is_gone() -> bool:
+    return os.getppid() != int(os.environ.get("MEGALITH_SUPERVISOR") or os.getppid())
 
 
 class Store(Protocol):
@@ -300,7 +313,7 @@ def open_board(rank: int, size: int, store: Store | None, *, one_host: bool) -> 
     """The board of a run: the supervisor's, one in memory on one machine, or the store of the run."""
     given = os.environ.get("MEGALITH_BOARD")
     if given:
-        return FolderBoard(Path(given), rank)
+        return FolderBoard(Path(given), rank, supervised_size=size)
     assert store is not None, "one process alone has a board only under a supervisor"
     if not one_host:
         return StoreBoard(store, rank)
@@ -310,6 +323,32 @@ def open_board(rank: int, size: int, store: Store | None, *, one_host: bool) -> 
 
 
 def make_folder() -> str:
-    """A new folder that only this user can read, in memory where the system has such a place and room there."""
+    """Return a new folder that only this user can read, in memory where the system has such a place and room there.
+
+    Folders that killed processes have left in memory are removed first.
+    """
+    _remove_abandoned()
     roomy = os.access(_MEMORY, os.W_OK) and shutil.disk_usage(_MEMORY).free >= _ROOM
-    return tempfile.mkdtemp(prefix="megalith-", dir=_MEMORY if roomy else None)
+    return tempfile.mkdtemp(prefix=_PREFIX, dir=_MEMORY if roomy else None)
+
+
+def _mark_in_use(folder: Path) -> TextIO:
+    """Hold a lock in the folder for as long as this process lives; the kernel releases it however the process ends."""
+    import fcntl
+
+    file = (folder / _IN_USE).open("a", encoding="utf-8")
+    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    return file
+
+
+def _remove_abandoned() -> None:
+    """Remove the boards of this user that no living process uses; a new one gets time to be marked."""
+    import fcntl
+
+    for folder in _MEMORY.glob(f"{_PREFIX}*"):
+        with suppress(OSError):
+            if folder.stat().st_uid != os.getuid() or time.time() - folder.stat().st_mtime < _SECONDS_TO_MARK:
+                continue
+            with (folder / _IN_USE).open("r+", encoding="utf-8") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)

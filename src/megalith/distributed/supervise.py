@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import signal
 import socket
 import subprocess
@@ -22,12 +21,14 @@ from types import FrameType
 
 from megalith.config.environment import LOOPBACK
 from megalith.distributed.board import FolderBoard, Identity, Status, make_folder
+from megalith.distributed.memory_limit import memory_limit, oom_kills
 
 SECOND_SIGNAL = 130
 PEER_FAILED = 6
 STOPPED = 75
 
 _GRACE_SECONDS = 10.0  # for the others to find out what happened, after the first rank has failed
+_GRACE_AFTER_DEATH = 1.0  # the same after a signal: the first cause is known
 _GRACE_OF_SECOND_SIGNAL = 1.5
 _DEBOUNCE_SECONDS = 1.1  # workers take two signals within a second for one
 _POLL_SECONDS = 0.02
@@ -63,6 +64,7 @@ class Cause:
         kind: what is equal when the same thing happens again.
         step: at which it happened, 0 for before the first.
         hopeless: it was a mistake that a restart cannot mend.
+        from_outside: somebody killed a rank, which says nothing about the program.
     """
 
     text: str
@@ -70,17 +72,25 @@ class Cause:
     kind: str
     step: int
     hopeless: bool = False
+    from_outside: bool = False
 
 
 @dataclass
 class Signals:
-    """The signals that the supervisor has been sent and not yet passed on."""
+    """The signals that the supervisor has been sent and not yet passed on.
+
+    Attributes:
+        taken: those that ask for a stop.
+        received: of these.
+        suspended: whether Ctrl-Z was pressed.
+    """
 
     taken: Sequence[signal.Signals]
     received: list[signal.Signals] = field(default_factory=list)
+    suspended: bool = False
 
     def __enter__(self) -> Signals:
-        kept = [number for number in self.taken if signal.getsignal(number) is not signal.SIG_IGN]
+        kept = [number for number in (*self.taken, signal.SIGTSTP) if signal.getsignal(number) is not signal.SIG_IGN]
         self._previous = {number: signal.signal(number, self._receive) for number in kept}
         return self
 
@@ -89,7 +99,10 @@ class Signals:
             signal.signal(number, handler)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        self.received.append(signal.Signals(number))
+        if number == signal.SIGTSTP:
+            self.suspended = True
+        else:
+            self.received.append(signal.Signals(number))
 
 
 class Attempt:
@@ -112,7 +125,7 @@ class Attempt:
         self.signals: list[signal.Signals] = []
         self._killed: set[int] = set()
         self._signalled_at = 0.0
-        self._oom_kills = _oom_kills()
+        self._oom_kills = oom_kills()
         self._running: dict[int, subprocess.Popen[bytes]] = {}
         with socket.create_server((LOOPBACK, 0), backlog=1024) as listener:
             listener.set_inheritable(True)
@@ -147,6 +160,9 @@ class Attempt:
         """Wait until all have ended, passing signals on; after a failure the others get some seconds to follow."""
         try:
             while self._running:
+                if signals.suspended:
+                    signals.suspended = False
+                    self._suspend()
                 self._pass_on(signals, say)
                 self._reap()
                 if self._out_of_patience():
@@ -159,11 +175,26 @@ class Attempt:
                 with suppress(ProcessLookupError, PermissionError):
                     os.killpg(pid, signal.SIGKILL)
 
+    def _suspend(self) -> None:
+        """Stop all ranks and then this process, until somebody continues it (`fg`, `bg`, SIGCONT).
+
+        By SIGSTOP: the ranks are in sessions of their own, where the kernel ignores what a terminal would send.
+        """
+        self._signal_groups(signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        self._signal_groups(signal.SIGCONT)
+
+    def _signal_groups(self, number: signal.Signals) -> None:
+        for process in self._running.values():
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, number)
+
     def _pass_on(self, signals: Signals, say: Callable[[str], None]) -> None:
         if not signals.received:
             return
         if not self.signals:
-            say(f"\n{signals.received[0].name}: finishing this step and saving; once more to leave at once")
+            doing = "finishing this step and saving" if self._step_of_all() else "stopping before the first step"
+            say(f"\n{signals.received[0].name}: {doing}; once more to leave at once")
         elif time.monotonic() - self._signalled_at < _DEBOUNCE_SECONDS:
             return
         number = signals.received.pop(0)
@@ -191,13 +222,13 @@ class Attempt:
         if len(self.signals) > 1:
             return now - self._signalled_at > _GRACE_OF_SECOND_SIGNAL
         failed = [end.at for end in self.ended if end.code not in (0, STOPPED)]
-        return bool(failed) and now - min(failed) > _GRACE_SECONDS
+        died = [end.at for end in self.ended if end.code < 0]
+        late = bool(failed) and now - min(failed) > _GRACE_SECONDS
+        return late or (bool(died) and now - min(died) > _GRACE_AFTER_DEATH)
 
     def _kill(self) -> None:
-        for rank, process in self._running.items():
-            self._killed.add(rank)
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+        self._killed.update(self._running)
+        self._signal_groups(signal.SIGKILL)
 
     # Why.
 
@@ -255,41 +286,24 @@ class Attempt:
         text = f"{self._name(end)} was killed by signal {number.value} ({number.name}) {status.place}"
         if number == signal.SIGKILL:
             text += f", {self._memory(end)}"
-        return Cause(text, 128 + number.value, f"signal {number.value}", status.step)
+        outside = number in (signal.SIGKILL, *self._stop_signals) and not self._kernel_killed()
+        return Cause(text, 128 + number.value, f"signal {number.value}", status.step, from_outside=outside)
 
     def _odd_end(self, end: Ended) -> Cause:
         status, mistake = self._status(end.rank), 2 <= end.code <= 5  # before the watch began: it has said so itself
         text = "" if mistake else f"{self._name(end)} ended with exit code {end.code} {status.place}"
         return Cause(text, end.code, f"exit code {end.code}", status.step, hopeless=mistake)
 
+    def _kernel_killed(self) -> bool:
+        """Whether the kernel has killed a process for want of memory since the ranks were started."""
+        return oom_kills() > self._oom_kills
+
     def _memory(self, end: Ended) -> str:
         total = memory_limit()
         held = f"{_gib(end.peak_bytes)} of {_gib(total)}"
-        if _oom_kills() > self._oom_kills or end.peak_bytes * self.count > 0.7 * total:
+        if self._kernel_killed() or end.peak_bytes * self.count > 0.7 * total:
             return f"likely out of memory: RSS {held}"
         return f"by someone, or for want of memory: RSS {held}"
-
-
-def memory_limit() -> int:
-    """Bytes that a process may hold: of the machine, its control group, and `ulimit -v`."""
-    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    address_space = resource.getrlimit(resource.RLIMIT_AS)[0]
-    if address_space != resource.RLIM_INFINITY:
-        limits.append(address_space)
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):
-        with suppress(OSError, ValueError):
-            limits.append(int((Path("/sys/fs/cgroup") / name).read_text()))
-    return min(limits)
-
-
-def _oom_kills() -> int:
-    """How many processes the kernel has killed for want of memory since it started; 0 where it does not say."""
-    with suppress(OSError, ValueError):
-        for line in Path("/proc/vmstat").read_text().splitlines():
-            name, _, value = line.partition(" ")
-            if name == "oom_kill":
-                return int(value)
-    return 0
 
 
 def _gib(size: int) -> str:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -26,3 +30,25 @@ def test_the_board_is_elsewhere_without_shared_memory(tmp_path: Path, monkeypatc
     monkeypatch.setattr(board, "_MEMORY", tmp_path / "none")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert Path(board.make_folder()).parent == tmp_path
+
+
+HOLD = "import sys, time, pathlib; from megalith.distributed.board import FolderBoard; "
+HOLD += "board = FolderBoard(pathlib.Path(sys.argv[1]), 0); print('held', flush=True); time.sleep(60)"
+
+
+def test_what_a_killed_process_leaves_is_removed_by_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(board, "_MEMORY", tmp_path)
+    folder = Path(board.make_folder())
+    command = [sys.executable, "-c", HOLD, str(folder)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holding:
+        assert holding.stdout and holding.stdout.readline() == "held\n"
+        an_hour_ago = time.time() - 3600.0
+        os.utime(folder, (an_hour_ago, an_hour_ago))
+        another = Path(board.make_folder())
+        assert (folder / "rank-0").exists(), "a process uses it"
+        holding.kill()
+    third = Path(board.make_folder())
+    assert not folder.exists()
+    assert another.exists() and third.exists(), "those are new"

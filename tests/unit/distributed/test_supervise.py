@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from megalith.cli.launch import _Failed
 from megalith.distributed.board import Status, process_state
 from megalith.distributed.supervise import Attempt, Cause, Signals
 from megalith.train.signals import STOP_SIGNALS
@@ -76,6 +78,33 @@ def test_a_rank_that_held_most_of_the_memory_was_out_of_memory(
     monkeypatch.setattr("megalith.distributed.supervise.memory_limit", lambda: 24 << 20)
     _, cause = run("os.kill(os.getpid(), signal.SIGKILL)", signals, 1)
     assert cause is not None and re.search(r"likely out of memory: RSS \S+ GiB of 0\.02 GiB$", cause.text)
+
+
+@pytest.mark.parametrize(("kills_of_kernel", "outside"), [((0, 0), True), ((3, 4), False)])
+def test_a_kill_from_outside_is_no_fault_of_the_program(
+    signals: Signals, monkeypatch: pytest.MonkeyPatch, kills_of_kernel: tuple[int, int], outside: bool
+) -> None:
+    counts = iter((*kills_of_kernel, *[kills_of_kernel[1]] * 9))
+    monkeypatch.setattr("megalith.distributed.supervise.oom_kills", lambda: next(counts))
+    _, cause = run("os.kill(os.getpid(), signal.SIGKILL)", signals, 1)
+    assert cause is not None and cause.from_outside is outside
+    assert ("likely out of memory" in cause.text) is not outside
+    failed = _Failed(cause, saved=None)
+    assert failed.repeats(failed) is not outside
+
+
+def test_a_crash_is_a_fault_of_the_program(signals: Signals) -> None:
+    _, cause = run("os.kill(os.getpid(), signal.SIGSEGV)", signals, 1)
+    assert cause is not None and not cause.from_outside
+    assert _Failed(cause, saved=2).repeats(_Failed(cause, saved=2))
+
+
+def test_the_others_get_little_time_after_a_rank_has_died(signals: Signals) -> None:
+    """They may still be starting, and know nothing of it."""
+    ranks, cause = run("os.kill(os.getpid(), signal.SIGKILL) if rank else time.sleep(60)", signals)
+    assert cause is not None and cause.exit_code == 137 and cause.text.startswith("rank 1 ")
+    first, second = ranks.ended
+    assert second.by_us and second.at - first.at < 2.0
 
 
 def test_the_first_failure_is_the_cause(signals: Signals) -> None:
@@ -175,6 +204,48 @@ while True:
     ranks.wait(signals, lambda text: None)
     ranks.board.remove()
     assert ranks.stopped == 130 and time.monotonic() - before < 4.0
+
+
+def test_a_signal_before_the_first_step_promises_no_save(signals: Signals) -> None:
+    ranks = attempt("signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))\nat(0, 'start')\ntime.sleep(60)", signals)
+    said: list[str] = []
+    while any(Status.decode(ranks.board.status(rank)) is None for rank in range(2)):
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGTERM)
+    ranks.wait(signals, said.append)
+    ranks.board.remove()
+    assert len(said) == 1 and "SIGTERM" in said[0] and "saving" not in said[0]
+
+
+SUSPENDED = """
+import os, sys
+from megalith.distributed.supervise import Attempt, Signals
+from megalith.train.signals import STOP_SIGNALS
+with Signals(STOP_SIGNALS) as signals:
+    ranks = Attempt([sys.executable, "-c", "import time; time.sleep(60)"], 2, 0, os.environ, signals)
+    print(*[process.pid for process in ranks._running.values()], flush=True)
+    ranks.wait(signals, print)
+"""
+
+
+def test_ctrl_z_stops_the_ranks_too() -> None:
+    command = [sys.executable, "-c", SUSPENDED]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as supervisor:
+        assert supervisor.stdout
+        pids = [supervisor.pid, *map(int, supervisor.stdout.readline().split())]
+
+        def wait_until(stopped: bool) -> None:
+            deadline = time.monotonic() + 20.0
+            while [process_state(pid) == "T" for pid in pids] != [stopped] * 3:
+                assert time.monotonic() < deadline, [process_state(pid) for pid in pids]
+                time.sleep(0.01)
+
+        for _ in range(2):
+            supervisor.send_signal(signal.SIGTSTP)
+            wait_until(stopped=True)
+            supervisor.send_signal(signal.SIGCONT)
+            wait_until(stopped=False)
+        supervisor.send_signal(signal.SIGTERM)
 
 
 def test_a_data_file_that_shrinks(tmp_path: Path) -> None:
