@@ -120,7 +120,10 @@ class _Product:
 
     def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
         self.flops = 2.0 * size**3
-        self._a, self._b = (torch.rand(size, size, device=device).sub_(0.5).to(dtype) for _ in range(2))
+        generator = torch.Generator(device).manual_seed(0)  # the global one belongs to the run, which saves its state
+        self._a, self._b = (
+            torch.rand(size, size, generator=generator, device=device).sub_(0.5).to(dtype) for _ in range(2)
+        )
         self._out = torch.empty_like(self._a)
 
     def seconds(self) -> float:

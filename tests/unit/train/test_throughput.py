@@ -138,3 +138,9 @@ def test_each_format_of_an_accelerator_is_at_least_as_fast_as_the_wider_one() ->
         rates = [known.teraflops[name] for name in ("fp32", "tf32", "fp16", "fp8") if name in known.teraflops]
         assert rates == sorted(rates), known.name
         assert all(find_accelerator(f"NVIDIA {known.name}") is not None for known in ACCELERATORS)
+
+
+def test_a_measurement_leaves_the_random_state_of_the_run() -> None:
+    before = torch.get_rng_state()
+    measure_peak(torch.device("cpu"), torch.float32, budget_seconds=0.01)
+    assert torch.equal(torch.get_rng_state(), before)
