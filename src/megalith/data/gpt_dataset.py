@@ -244,7 +244,7 @@ class GPTDataset:
         split = self.documents_of_split
         tokens = int(self._documents.lengths[split.start : split.stop].sum(dtype=np.int64))
         needed = self._needed
-        if self.requested and tokens <= self._extra:
+        if self.requested and not tokens:
             raise DataError(self._too_small(tokens))
         if 0 < tokens < needed:
             logger.warning(
@@ -274,7 +274,7 @@ class GPTDataset:
         return f"{self.requested} samples of {length} + {self._extra} tokens"
 
     def _too_small(self, tokens: int) -> str:
-        """The arithmetic of a split that cannot serve a single label."""
+        """Explain why a split without a token cannot serve samples."""
         where = self._portion.said(len(self._documents.lengths))
         remedy = "Add documents" if self._portion.shares.matrix is None else "Give it a larger share, add documents"
         return (

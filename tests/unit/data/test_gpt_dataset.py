@@ -262,16 +262,25 @@ def test_tokens_of_another_vocabulary_are_found() -> None:
     assert seen == 1
 
 
-@pytest.mark.parametrize("lengths", [[10, 10, 0], [10, 10, 1]])
-def test_too_little_for_a_single_label_is_explained(lengths: list[int]) -> None:
-    """F24: no token, and one."""
+def test_a_split_without_a_token_is_explained() -> None:
+    """F24: no token."""
     with pytest.raises(DataError) as caught:
-        dataset(lengths, 16, 8, split="2,0,1", number=2)
+        dataset([10, 10, 0], 16, 8, split="2,0,1", number=2)
     assert str(caught.value) == (
-        f"the test split of data has {lengths[2]} tokens, but 8 samples of 16 + 1 tokens are asked of it: "
+        "the test split of data has 0 tokens, but 8 samples of 16 + 1 tokens are asked of it: "
         "--split 2,0,1 gives test documents round(0.666667 * 3) = 2 to round(1 * 3) = 3, which is 1 of 3. Give it a "
         "larger share, add documents, or ask for no samples (--eval-iters 0)"
     )
+
+
+def test_a_split_of_one_token_repeats_it(caplog: pytest.LogCaptureFixture) -> None:
+    """F24: as many epochs as Megatron's formula gives, 8 * 16 + 1."""
+    built = dataset([10, 10, 1], 16, 8, split="2,0,1", number=2)
+    assert (len(built), built.num_epochs) == (8, 129)
+    for item in range(8):
+        assert built[item]["tokens"].tolist() == built[item]["labels"].tolist() == [21] * 16
+        assert built[item]["loss_mask"].sum() == 16
+    assert "has 1 tokens, a sample needs 17: each sample repeats the text" in caplog.text
 
 
 def test_less_than_a_sample_is_repeated_and_said(caplog: pytest.LogCaptureFixture) -> None:
