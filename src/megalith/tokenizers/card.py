@@ -1,7 +1,10 @@
 """The card of a tokenizer: who it is, wherever its files lie. Kept beside datasets and in checkpoints, and compared.
 
 Token ids mean nothing without the tokenizer that made them, and a wrong one trains without a complaint. A card holds
-the class, the number of ids, the special ids, the hash of each file and the settings that change ids.
+the class, the number of ids, a hash of the vocabulary (id -> token), the special ids, the hash of each file and the
+settings that change ids. Two cards with the same vocabulary agree, whatever the classes and files are called: a model
+imported from Hugging Face reads data made by GPT2BPETokenizer. Cards of older versions have no hash of the vocabulary;
+against those, classes, files and settings are compared.
 
 Beside a dataset PREFIX.bin, PREFIX.idx it is PREFIX.card, JSON. The one ending matters: Megatron's own
 tools/merge_datasets.py takes every file of a folder for half of a pair, and finds the pair of this one.
@@ -12,15 +15,16 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from megalith.errors import DataError
 
 _ABSENT = "-"
-_ORDER = ("class", "vocab_size", "special", "setting", "file")
+_ORDER = ("class", "vocabulary", "vocab_size", "special", "setting", "file")
 _SHOWN_OF_HASH = 12
+_BY_CASE = "BertWordPiece"  # BertWordPieceCase and BertWordPieceLowerCase give one text different ids of one vocabulary
 
 
 def card_path(prefix: str) -> Path:
@@ -31,6 +35,19 @@ def card_path(prefix: str) -> Path:
 def file_hashes(files: Mapping[str, Path]) -> dict[str, str]:
     """The sha256 of each file, by the name that it has in the card."""
     return {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()}
+
+
+def vocabulary_hash(tokens: Iterable[tuple[str, int]]) -> str:
+    """Return the sha256 of a vocabulary, whatever order it comes in.
+
+    Args:
+        tokens: each token as the vocabulary file of its kind spells it, and its id; without the tokens of
+            `--vocab-extra-ids`, which are in no text.
+    """
+    digest = hashlib.sha256()
+    for token, number in sorted(tokens, key=lambda entry: (entry[1], entry[0])):
+        digest.update(f"{number}\t{token}\n".encode("utf-8", "surrogatepass"))
+    return digest.hexdigest()
 
 
 def write_card(prefix: str, card: Mapping[str, Any]) -> None:
@@ -67,17 +84,33 @@ def read_card(prefix: str) -> dict[str, Any] | None:
 
 
 def card_differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
-    """What differs between two cards, by name of the entry; empty where they are the same tokenizer.
+    """Return what differs between two cards, by name of the entry; empty where ids mean the same tokens.
 
     A special id that only one card names is no difference: cards name more of them from version to version.
     """
     left, right = _flat(one), _flat(other)
+    is_known = left.get("vocabulary") is not None and right.get("vocabulary") is not None
+    is_same = is_known and left["vocabulary"] == right["vocabulary"]
     differing = {}
     for name in sorted(dict.fromkeys((*left, *right)), key=_place):
         values = left.get(name), right.get(name)
-        if values[0] != values[1] and not (name.startswith("special ") and None in values):
-            differing[name] = (_shown(values[0]), _shown(values[1]))
+        kind = name.partition(" ")[0]
+        if values[0] == values[1] or (kind == "special" and None in values):
+            continue
+        if (name == "vocabulary" and not is_known) or (is_same and not _changes_ids(kind, one, other)):
+            continue
+        differing[name] = (_shown(values[0]), _shown(values[1]))
     return differing
+
+
+def _changes_ids(kind: str, one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether a difference of this kind matters between cards with the same vocabulary."""
+    classes = str(one.get("class")), str(other.get("class"))
+    if kind == "class":
+        return all(name.startswith(_BY_CASE) for name in classes)
+    if kind == "setting":
+        return classes[0] == classes[1]
+    return kind != "file"
 
 
 def side_by_side(names: tuple[str, str], differences: Mapping[str, tuple[str, str]]) -> list[str]:
@@ -127,10 +160,20 @@ def require_tokenizer_of_data(prefix: str, here: Mapping[str, Any]) -> str | Non
         (prefix, "this run"),
         _without_sentinels(card),
         _without_sentinels(here),
-        "give this run the tokenizer that made the data, or make the data anew with this one. If you know that both "
-        f"give the same ids, remove {card_path(prefix)}: then nothing is compared",
+        _remedy(prefix, card),
     )
     return None
+
+
+def _remedy(prefix: str, card: Mapping[str, Any]) -> str:
+    remedy = "give this run the tokenizer that made the data, or make the data anew with this one"
+    if card.get("vocabulary") is not None:
+        return f"{remedy} (the tokenizer of the data is described in {card_path(prefix)})"
+    return (
+        f"{remedy}. {card_path(prefix)} was written by an older version, which did not record the vocabulary, so that "
+        "classes and files are compared instead. If you know that both give the same ids, remove it: then nothing is "
+        "compared"
+    )
 
 
 def _without_sentinels(card: Mapping[str, Any]) -> Mapping[str, Any]:

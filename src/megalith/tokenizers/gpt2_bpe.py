@@ -9,7 +9,7 @@ Who encodes many texts gets them faster still (`fast_bpe`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -79,6 +79,7 @@ class GPT2BPETokenizer(TokenizerWithRoles):
     def card(self) -> dict[str, Any]:
         return {
             "class": "GPT2BPETokenizer",
+            "vocabulary": self._vocabulary_hash,
             "vocab_size": self.vocab_size,
             "special": dict(self.special),
             "files": self._hashes,
@@ -89,6 +90,9 @@ class GPT2BPETokenizer(TokenizerWithRoles):
 
     def files(self) -> dict[str, Path]:
         return {"vocab.json": Path(self._vocab_file), "merges.txt": Path(self._merge_file)}
+
+    def _tokens(self) -> Iterable[tuple[str, int]]:
+        return self._vocabulary.ids.items()
 
 
 def _ranked_encoder(vocabulary: BytePairVocabulary) -> Encoder | None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megalith.errors import DataError
-from megalith.tokenizers.card import file_hashes
+from megalith.tokenizers.card import file_hashes, vocabulary_hash
 from megalith.tokenizers.huggingface_engines import (
     BYTE_LEVEL_FILES,
     SLOW_FILES,
@@ -169,6 +169,7 @@ class HuggingFaceTokenizer:
     def card(self) -> dict[str, Any]:
         card: dict[str, Any] = {
             "class": "HuggingFaceTokenizer",
+            "vocabulary": self._vocabulary_hash,
             "vocab_size": self.vocab_size,
             "special": dict(self.special),
             "files": self._hashes,
@@ -179,6 +180,10 @@ class HuggingFaceTokenizer:
         if self._special_tokens:
             settings["special_tokens"] = list(self._special_tokens)
         return {**card, "settings": settings} if settings else card
+
+    @cached_property
+    def _vocabulary_hash(self) -> str:
+        return vocabulary_hash(self._engine.ids.items())
 
     @cached_property
     def _hashes(self) -> dict[str, str]:

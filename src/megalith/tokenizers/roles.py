@@ -6,12 +6,12 @@ What is the same in all of them follows from that; how text becomes ids is their
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from megalith.tokenizers.card import file_hashes
+from megalith.tokenizers.card import file_hashes, vocabulary_hash
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,14 @@ class TokenizerWithRoles(ABC):
     @abstractmethod
     def files(self) -> dict[str, Path]:
         """The files that make this tokenizer."""
+
+    @abstractmethod
+    def _tokens(self) -> Iterable[tuple[str, int]]:
+        """Tokens and their ids, for the card: without those of `--vocab-extra-ids`."""
+
+    @cached_property
+    def _vocabulary_hash(self) -> str:
+        return vocabulary_hash(self._tokens())
 
     @cached_property
     def _hashes(self) -> dict[str, str]:

@@ -13,8 +13,9 @@ Source:  Megatron-LM megatron/training/tokenizer/tokenizer.py; spec/formats-data
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,7 @@ class _SentencePiece(TokenizerWithRoles):
     def card(self) -> dict[str, Any]:
         return {
             "class": type(self).__name__,
+            "vocabulary": self._vocabulary_hash,
             "vocab_size": self.vocab_size,
             "special": {"eod": self.eod, **self.special},
             "files": self._hashes,
@@ -69,6 +71,9 @@ class _SentencePiece(TokenizerWithRoles):
 
     def files(self) -> dict[str, Path]:
         return {MODEL_FILE: Path(self._model_file)}
+
+    def _tokens(self) -> Iterable[tuple[str, int]]:
+        return ((self._model.id_to_piece(number), number) for number in range(self._model_size))
 
     def _pieces(self, text: str) -> list[int]:
         ids: list[int] = self._model.encode(text)
@@ -160,6 +165,10 @@ class SentencePieceTokenizer(_SentencePiece):
 
     def card(self) -> dict[str, Any]:
         return {**super().card(), "settings": {"vocab_extra_ids": self._vocab_extra_ids}}
+
+    def _tokens(self) -> Iterable[tuple[str, int]]:
+        added = ((token, number) for token, number in self._ids.items() if number >= self._model_size)
+        return itertools.chain(super()._tokens(), (entry for entry in added if entry[1] not in self.extra_ids))
 
 
 def load_model(tokenizer: str, path: Path) -> Any:

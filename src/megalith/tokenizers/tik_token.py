@@ -9,12 +9,14 @@ Source:  Megatron-LM CustomTikTokenizer; spec/formats-dataset.md section 10, poi
 from __future__ import annotations
 
 import base64
+import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from megalith.errors import DataError
+from megalith.tokenizers.byte_level import BYTE_OF_CHARACTER
 from megalith.tokenizers.roles import Roles, TokenizerWithRoles
 from megalith.tokenizers.text import require_ids, require_text
 
@@ -88,6 +90,7 @@ class TikTokenizer(TokenizerWithRoles):
     def card(self) -> dict[str, Any]:
         return {
             "class": "TikTokenizer",
+            "vocabulary": self._vocabulary_hash,
             "vocab_size": self.vocab_size,
             "special": {"eod": self.eod, **self.special},
             "files": self._hashes,
@@ -106,6 +109,13 @@ class TikTokenizer(TokenizerWithRoles):
 
     def files(self) -> dict[str, Path]:
         return {VOCABULARY_FILE: Path(self._vocab_file)}
+
+    def _tokens(self) -> Iterable[tuple[str, int]]:
+        # Spelt as in the files of byte-level vocabularies, which are one character a byte.
+        names = (token.decode() for token in self._bytes[: self._num_special])
+        character_of = {byte: character for character, byte in BYTE_OF_CHARACTER.items()}
+        ranked = ("".join(map(character_of.__getitem__, token)) for token in self._bytes[self._num_special :])
+        return ((token, number) for number, token in enumerate(itertools.chain(names, ranked)))
 
 
 def _read_ranks(path: Path, vocab_size: int, num_special: int) -> list[bytes]:

@@ -13,7 +13,7 @@ words above 200 characters instead of 100. Classes of characters are those of th
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +86,7 @@ class WordPieceTokenizer(TokenizerWithRoles):
         settings = {"vocab_extra_ids": self._vocab_extra_ids} if self._vocab_extra_ids else {}
         return {
             "class": f"BertWordPiece{'LowerCase' if self.lower_case else 'Case'}",
+            "vocabulary": self._vocabulary_hash,
             "vocab_size": self.vocab_size,
             "special": {"eod": self.eod, **self.special},
             "files": self._hashes,
@@ -102,6 +103,9 @@ class WordPieceTokenizer(TokenizerWithRoles):
 
     def files(self) -> dict[str, Path]:
         return {VOCABULARY_FILE: Path(self._vocab_file)}
+
+    def _tokens(self) -> Iterable[tuple[str, int]]:
+        return ((token, number) for number, token in enumerate(self.tokens) if number not in self.extra_ids)
 
     def _take_apart(self, word: str) -> tuple[int, ...]:
         """Ids of what stands between two spaces, which are remembered."""

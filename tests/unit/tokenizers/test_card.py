@@ -15,6 +15,7 @@ from megalith.tokenizers.card import (
     read_card,
     require_same,
     require_tokenizer_of_data,
+    vocabulary_hash,
     write_card,
 )
 
@@ -66,6 +67,53 @@ def test_megatron_takes_the_card_for_a_half_of_the_pair(tmp_path: Path) -> None:
 )
 def test_differences(change: dict[str, Any], differing: dict[str, tuple[str, str]]) -> None:
     assert card_differences(CARD, {**CARD, **change}) == differing
+
+
+VOCABULARY = {**CARD, "vocabulary": HASH}
+IMPORTED = {
+    "class": "HuggingFaceTokenizer",
+    "vocabulary": HASH,
+    "vocab_size": 512,
+    "special": {"eod": 511, "bos": 511},
+    "files": {"tokenizer.json": "a" * 64},
+    "settings": {"include_special_tokens": False},
+}
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "differing"),
+    [
+        (VOCABULARY, IMPORTED, set()),
+        (VOCABULARY, {**IMPORTED, "vocabulary": "a" * 64}, {"class", "vocabulary", "file tokenizer.json"}),
+        (VOCABULARY, {**IMPORTED, "special": {"eod": 3}}, {"special eod"}),
+        (IMPORTED, {**IMPORTED, "settings": {}}, {"setting include_special_tokens"}),
+        (VOCABULARY, CARD, set()),  # of an older version, which had no hash of the vocabulary
+        (CARD, IMPORTED, {"class", "file tokenizer.json", "setting include_special_tokens"}),
+        (
+            {**VOCABULARY, "class": "BertWordPieceCase"},
+            {**VOCABULARY, "class": "BertWordPieceLowerCase"},
+            {"class"},
+        ),
+    ],
+)
+def test_cards_with_the_same_vocabulary_agree(one: dict[str, Any], other: dict[str, Any], differing: set[str]) -> None:
+    for found in (card_differences(one, other), card_differences(other, one)):
+        assert differing <= set(found) and bool(found) == bool(differing)
+
+
+def test_a_vocabulary_is_hashed_by_id() -> None:
+    tokens = {"a": 0, "b": 1, "\ud800": 2}
+    assert vocabulary_hash(tokens.items()) == vocabulary_hash(reversed(tokens.items()))
+    assert vocabulary_hash(tokens.items()) != vocabulary_hash({"a": 1, "b": 0, "\ud800": 2}.items())
+
+
+def test_an_older_card_says_that_classes_are_compared(tmp_path: Path) -> None:
+    prefix = str(tmp_path / "data")
+    for card, older in ((CARD, True), ({**VOCABULARY, "vocabulary": "a" * 64}, False)):
+        write_card(prefix, card)
+        with pytest.raises(DataError) as caught:
+            require_tokenizer_of_data(prefix, IMPORTED)
+        assert ("older version" in str(caught.value)) == older
 
 
 def test_side_by_side() -> None:

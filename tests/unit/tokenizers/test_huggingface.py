@@ -15,7 +15,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from megalith.config import TokenizerConfig
 from megalith.errors import ConfigError, DataError
 from megalith.tokenizers import build_tokenizer
-from megalith.tokenizers.card import card_differences
+from megalith.tokenizers.card import card_differences, require_tokenizer_of_data, write_card
+from megalith.tokenizers.gpt2_bpe import GPT2BPETokenizer
 from megalith.tokenizers.huggingface import HuggingFaceTokenizer, hub_cache
 from megalith.tokenizers.sentence_piece import Llama2Tokenizer
 
@@ -199,7 +200,12 @@ def test_nothing_around_a_text_and_more_special_tokens(tmp_path: Path) -> None:
     assert plain.encode("a") == [256, *tokenizer.encode("a")]
     assert tokenizer.encode("<extra_id_0></s>") == [258, 257]
     differing = card_differences(plain.card(), tokenizer.card())
-    assert set(differing) == {"vocab_size", "setting include_special_tokens", "setting special_tokens"}
+    assert set(differing) == {
+        "vocabulary",
+        "vocab_size",
+        "setting include_special_tokens",
+        "setting special_tokens",
+    }
 
 
 def test_special_ids_by_role(tmp_path: Path) -> None:
@@ -282,3 +288,30 @@ def test_transformers_itself(tmp_path: Path) -> None:
     tokenizer = HuggingFaceTokenizer(_bert_folder(tmp_path))
     assert tokenizer.encode("Who are\u4e2d?") == [2, 5, 6, 8, 9, 3]
     assert tokenizer.eod == 3
+
+
+def test_an_export_reads_the_data_of_the_original(tmp_path: Path) -> None:
+    """The ids of vocab.json and merges.txt are those of the tokenizer.json that transformers makes of them."""
+    ids = {letter: number for number, letter in enumerate(sorted(LETTERS))}
+    ids |= {"th": 256, "the": 257, "<|endoftext|>": 258}
+    (tmp_path / "vocab.json").write_text(json.dumps(ids), encoding="utf-8")
+    (tmp_path / "merges.txt").write_text("#version: 0.2\nt h\nth e\n", encoding="utf-8")
+    original = GPT2BPETokenizer(tmp_path / "vocab.json", tmp_path / "merges.txt")
+    folder = tmp_path / "export"
+    folder.mkdir()
+    made = Tokenizer(models.BPE({token: ids[token] for token in ids if ids[token] < 258}, [("t", "h"), ("th", "e")]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.add_special_tokens([AddedToken("<|endoftext|>", special=True)])
+    made.save(str(folder / "tokenizer.json"))
+    _say(folder, "tokenizer_config.json", eos_token="<|endoftext|>")
+    imported = HuggingFaceTokenizer(folder)
+    assert imported.encode("the") == original.encode("the") == [257]
+    write_card(str(tmp_path / "data"), original.card())
+    assert require_tokenizer_of_data(str(tmp_path / "data"), imported.card()) is None
+    # The same number of ids for other tokens is another tokenizer.
+    other = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    vocabulary = other["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    (folder / "tokenizer.json").write_text(json.dumps(other), encoding="utf-8")
+    with pytest.raises(DataError, match="vocabulary"):
+        require_tokenizer_of_data(str(tmp_path / "data"), HuggingFaceTokenizer(folder).card())

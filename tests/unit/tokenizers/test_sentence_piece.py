@@ -79,7 +79,7 @@ def test_cards_and_identities(tmp_path: Path) -> None:
     assert llama.identity()["class"] == "_Llama2Tokenizer" and set(llama.files()) == {"tokenizer.model"}
     differing = card_differences(t5.card(), SentencePieceTokenizer(model, 5).card())
     assert set(differing) == {"vocab_size", "setting vocab_extra_ids"}
-    assert set(card_differences(llama.card(), GPTSentencePieceTokenizer(model).card())) == {"class"}
+    assert not card_differences(llama.card(), GPTSentencePieceTokenizer(model).card()), "ids mean the same pieces"
 
 
 @pytest.mark.parametrize(
