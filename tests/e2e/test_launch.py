@@ -86,7 +86,8 @@ def test_a_process_joins_its_ranks_again(tmp_path: Path) -> None:
 
 
 def test_two_joins_at_once_are_refused_with_what_to_do() -> None:
-    within = "torch.distributed.barrier()\n        with launch.connect(config, torch.device('cpu'), 'gloo', timedelta(seconds=5)):\n            print"
+    again = "with launch.connect(config, torch.device('cpu'), 'gloo', timedelta(seconds=5)):"
+    within = f"torch.distributed.barrier()\n        {again}\n            print"
     for code, output in meet(place(0), place(1), join=20, script=MEET.replace("print(f", f"{within}(f")):
         assert code == 2 and "ConfigError" in output and "ParallelContext.create" in output
         assert "--node_rank" not in output

@@ -192,10 +192,22 @@ def test_another_schedule_needs_a_word_from_the_user(warm: WarmProcess, tmp_path
     refused = warm.run(longer, tmp_path)
     assert refused.code == 4
     assert "class input value 40 and checkpointvalue 32 for total number of iterations do not match" in refused.text
+    assert "--train-iters 8 -> 10" in refused.text
+    assert "--override-opt-param-scheduler" in refused.text and "--use-checkpoint-opt-param-scheduler" in refused.text
     overridden = warm.run([*longer, "--override-opt-param-scheduler"], tmp_path)
     assert overridden.code == 0, overridden.text
     assert " > overriding total number of iterations value to 40" in overridden.text
     assert DirectoryStore(save).latest() == 10
+
+
+def test_a_longer_run_with_the_decay_of_before_needs_none(warm: WarmProcess, tmp_path: Path) -> None:
+    save = tmp_path / "c"
+    finished = command(save, "--train-iters", 2, "--lr-decay-iters", 6, "--save-interval", 2)
+    assert warm.run(finished, tmp_path).code == 0
+    longer = command(save, "--train-iters", 3, "--lr-decay-iters", 6, "--save-interval", 3)
+    continued = warm.run(longer, tmp_path)
+    assert continued.code == 0, continued.text
+    assert DirectoryStore(save).latest() == 3
 
 
 def test_finetune_takes_the_weights_and_starts_anew(warm: WarmProcess, tmp_path: Path, uninterrupted: Path) -> None:

@@ -198,8 +198,7 @@ def _say_changes(config: RunConfig, found: FoundCheckpoint | None, screen: Scree
     """Tell what is asked for in another way than when the checkpoint was written; weights to begin from say nothing."""
     if found is None or found.weights_only or config.checkpoint.finetune:
         return ()
-    saved = found.args if found.manifest is None else found.manifest.get("config", {})
-    changes = changes_since(saved, config)
+    changes = changes_since(found.saved_settings, config)
     for line in changes_lines(changes, found.iteration):
         screen.say(line)
     return tuple(changes)

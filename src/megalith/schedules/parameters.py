@@ -5,7 +5,7 @@ The keys and the refusal text are Megatron's, so that its checkpoints and its us
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -85,16 +85,33 @@ class ResumedSchedule:
     overridden: bool
 
 
+def _without_effect(values: Mapping[str, Any]) -> set[str]:
+    """The keys of a schedule whose values do not change what it gives."""
+    idle = {"lr_decay_steps", "min_lr"} if values["lr_decay_style"] == "constant" else set()
+    if values["start_wd"] == values["end_wd"]:
+        idle |= {"wd_incr_steps", "wd_incr_style"}
+    return idle
+
+
 def resume_schedule(
-    current: ParameterSchedule, saved: Mapping[str, Any], *, override: bool = False, use_checkpoint: bool = False
+    current: ParameterSchedule,
+    saved: Mapping[str, Any],
+    *,
+    override: bool = False,
+    use_checkpoint: bool = False,
+    changed: Sequence[str] = (),
 ) -> ResumedSchedule:
     """Bring the command line's schedule and a checkpoint's together.
+
+    A value that has no effect in either, such as the length over which a constant weight decay grows, may differ,
+    other than in Megatron; that of the command line is kept.
 
     Args:
         current: what the command line asks for.
         saved: the checkpoint's `opt_param_scheduler`.
         override: the command line wins (`--override-opt-param-scheduler`).
         use_checkpoint: the checkpoint wins (`--use-checkpoint-opt-param-scheduler`).
+        changed: the flags that schedules follow from and whose values have changed since, for the message.
 
     Raises:
         CheckpointError: without either flag the values differ; names every difference.
@@ -104,6 +121,7 @@ def resume_schedule(
     stored = {key: saved.get(key, own[key]) for key in REPORTED_NAMES}
     if override:
         return _resumed(current, saved["num_steps"], own, overridden=True)
+    stored |= {key: own[key] for key in _without_effect(own) & _without_effect(stored)}
     differences = [
         f"OptimizerParamScheduler: class input value {own[key]} and checkpointvalue {stored[key]} "
         f"for {name} do not match"
@@ -111,15 +129,19 @@ def resume_schedule(
         if own[key] != stored[key]
     ]
     if differences and not use_checkpoint:
-        differences.append(
-            "add --override-opt-param-scheduler to go on with the values of the command line, or "
-            "--use-checkpoint-opt-param-scheduler to go on with those of the checkpoint"
-        )
-        if own["lr_decay_steps"] != stored["lr_decay_steps"]:
+        if changed:
+            differences.append(f"changed since the checkpoint, from which this follows: {', '.join(changed)}")
+        lengths = [key for key in ("lr_decay_steps", "wd_incr_steps") if own[key] != stored[key]]
+        if lengths:
+            give = {"lr_decay_steps": "the decay, unless --lr-decay-iters or --lr-decay-samples gives it"}
+            what = [give.get(key, "the growth of the weight decay") for key in lengths]
             differences.append(
-                "(the length of the decay, counted in samples, follows the length of the run and the batch size unless "
-                "--lr-decay-iters or --lr-decay-samples gives it)"
+                f"(the length of the run times the batch size is the length, in samples, of {' and of '.join(what)})"
             )
+        differences.append(
+            "add --override-opt-param-scheduler to continue with the values of the command line, or "
+            "--use-checkpoint-opt-param-scheduler to continue with those of the checkpoint"
+        )
         raise CheckpointError("\n".join(differences))
     return _resumed(current.with_values(stored), saved["num_steps"], stored, overridden=False)
 

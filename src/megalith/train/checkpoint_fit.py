@@ -54,6 +54,11 @@ class FoundCheckpoint:
     weights_only: bool = False
 
     @property
+    def saved_settings(self) -> Mapping[str, Any]:
+        """The configuration of the run that wrote it, or Megatron's arguments where another program did."""
+        return self.args if self.manifest is None else self.manifest.get("config", {})
+
+    @property
     def padded_vocab_size(self) -> int:
         """Rows of the embedding, kept over all resumes: the padding logits take part in the loss."""
         with reading(self.iteration):

@@ -10,13 +10,24 @@ from dataclasses import dataclass
 
 from megalith.checkpoint import CheckpointContent, LoadedContent, Store
 from megalith.checkpoint.formats.torch_dist import OPTIMIZER_PREFIX, is_rng_object, read_optimizer_common
-from megalith.config import RunConfig
+from megalith.config import RunConfig, all_settings
+from megalith.config.changes import HARMLESS, changes_since
 from megalith.errors import CheckpointError
 from megalith.schedules.parameters import ResumedSchedule, resume_schedule
 from megalith.train.checkpoint_content import NOISE, STEP_CHECK, chunks_to_load, rng_key, sharing_a_key
 from megalith.train.checkpoint_fit import FoundCheckpoint, reading
 from megalith.train.faults import Probe, no_probe
 from megalith.train.state import TrainState
+
+_OF_SCHEDULES = {
+    setting.positive_flag
+    for setting in all_settings().values()
+    if setting.group == "schedule"
+    or "weight_decay" in setting.name
+    or setting.name.endswith(("batch_size", "batch_size_schedule"))
+    or setting.name in ("train_iters", "train_samples")
+}
+"""The flags that the schedules of a run follow from."""
 
 
 @dataclass(frozen=True)
@@ -138,4 +149,9 @@ def _resumed_schedule(store: Store, found: FoundCheckpoint, state: TrainState, r
         common["opt_param_scheduler"],
         override=run.schedule.override_opt_param_scheduler,
         use_checkpoint=run.schedule.use_checkpoint_opt_param_scheduler,
+        changed=[
+            str(change)
+            for change in changes_since(found.saved_settings, run)
+            if change.flag in _OF_SCHEDULES and change.effect != HARMLESS
+        ],
     )

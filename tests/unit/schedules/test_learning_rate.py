@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -65,8 +67,29 @@ def test_a_refused_resume_names_every_difference_and_both_remedies() -> None:
     lines = str(raised.value).splitlines()
     assert len(lines) == 4
     assert "learning rate" in lines[0] and "total number of iterations" in lines[1]
-    assert "--override-opt-param-scheduler" in lines[2] and "--use-checkpoint-opt-param-scheduler" in lines[2]
-    assert "--lr-decay-iters" in lines[3]
+    assert "--lr-decay-iters" in lines[2]
+    assert "--override-opt-param-scheduler" in lines[3] and "--use-checkpoint-opt-param-scheduler" in lines[3]
+
+
+def test_a_value_without_effect_stops_nobody() -> None:
+    longer = replace(make_schedule(), weight_decay=WeightDecaySchedule(0.1, 0.1, 90, "constant"))
+    resumed = resume_schedule(longer, make_schedule().state_dict(37))
+    assert resumed.schedule == longer, "the length of the command line is kept"
+    flat = LearningRateSchedule(1e-3, 1e-5, 80, "constant", 10)
+    other = replace(flat, decay_samples=160, min_lr=0.0)
+    constants = (replace(make_schedule(), learning_rate=rate) for rate in (other, flat))
+    assert resume_schedule(next(constants), next(constants).state_dict(37)).schedule.learning_rate == other
+
+
+@pytest.mark.parametrize("style", ["linear", "cosine"])
+def test_the_length_of_a_weight_decay_that_grows_has_an_effect(style: str) -> None:
+    saved, longer = (
+        replace(make_schedule(), weight_decay=WeightDecaySchedule(0.0, 0.1, length, style)) for length in (60, 90)
+    )
+    with pytest.raises(CheckpointError, match="weight decay iterations") as raised:
+        resume_schedule(longer, saved.state_dict(37), changed=["--train-iters 15 -> 22"])
+    for words in ("--train-iters 15 -> 22", "--override-opt-param-scheduler", "--use-checkpoint-opt-param-scheduler"):
+        assert words in str(raised.value)
 
 
 def test_a_resume_reports_the_nine_values_in_order() -> None:
