@@ -117,7 +117,7 @@ def test_another_architecture_is_refused_with_every_flag(warm: WarmProcess, fold
     tokenizer = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", folder]
     done = warm.run([*FLAGS[:-3], "--ffn-hidden-size", 32, *tokenizer, *RUN, *STILL, "--load", folder], tmp_path)
     assert done.code == 4
-    assert "--qk-layernorm: True in the checkpoint, False here" in done.text
+    assert "--qk-layernorm: given in the checkpoint, not given here" in done.text
     assert "--ffn-hidden-size: 24 in the checkpoint, 32 here" in done.text
 
 

@@ -29,7 +29,7 @@ _PLACES = (
 def facts_of(run: RunConfig) -> dict[str, str]:
     """Settings by flag, and the versions of what runs them."""
     settings = {
-        setting.positive_flag: str(getattr(getattr(run, setting.group), setting.name))
+        setting.flag: setting.as_given(getattr(getattr(run, setting.group), setting.name))
         for setting in all_settings().values()
         if setting.group not in _OF_EACH_RANK and setting.name not in _PLACES
     }

@@ -104,7 +104,9 @@ def changes_since(saved: Mapping[str, Any], run: RunConfig) -> list[Change]:
             continue
         was, now = there[setting.name], here[setting.name]
         if was != now:
-            changes.append(Change(setting.positive_flag, _words(was), _words(now), effect_of(setting)))
+            if setting.flag != setting.positive_flag:  # the flag switches off what is on by default
+                was, now = not was, not now
+            changes.append(Change(setting.flag, _words(was), _words(now), effect_of(setting)))
     return changes
 
 

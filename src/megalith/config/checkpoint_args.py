@@ -1,7 +1,7 @@
 """`--use-checkpoint-args`: the settings that a run takes from the checkpoint that it loads.
 
-Those that Megatron takes, by its names; here a checkpoint's value always counts, whatever the command line says, and
-every one is said.
+Those that Megatron takes, by its names; here a checkpoint's value counts, whatever the command line says, and every one
+is said. A tokenizer that the command line names is kept.
 """
 
 from __future__ import annotations

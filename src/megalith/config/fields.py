@@ -107,6 +107,12 @@ class Setting:
         """The spelling that sets the value or switches a boolean on."""
         return self.about.flag or "--" + self.name.replace("_", "-")
 
+    def as_given(self, value: Any) -> str:
+        """Return a value in the words that go with `flag`: of a boolean, whether that flag is given."""
+        if self.kind is bool and isinstance(value, bool):
+            return "given" if value is not self.default else "not given"
+        return str(value)
+
     @property
     def spellings(self) -> tuple[str, ...]:
         """Spellings that take a value, or switch a boolean on."""

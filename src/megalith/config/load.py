@@ -98,10 +98,27 @@ def _read_checkpoint(given: Mapping[str, Any], saved_args: ArgsReader) -> Readin
         reading.values.pop("tokenizer_model", None)
         if "tokenizer_type" in given:
             reading.values.pop("tokenizer_type", None)
+    reading.notes += _keep_tokenizer(reading.values, given)
     for name, value in reading.values.items():
         said = f" (the command line says {given[name]})" if given.get(name, value) != value else ""
         reading.notes.append(f"Setting {name} to {value} from checkpoint{said}")
     return reading
+
+
+def _keep_tokenizer(taken: dict[str, Any], given: Mapping[str, Any]) -> list[str]:
+    """Take out of the settings of a checkpoint what is given of the tokenizer; returns what the user must hear."""
+    names = ("tokenizer_type", "tokenizer_model")
+    kept = [name for name in names if name in given and given[name] != taken.get(name, given[name])]
+    if "tokenizer_type" in kept:  # the folder that the checkpoint names is of another kind of tokenizer
+        taken.pop("tokenizer_model", None)
+    said = [
+        f"{all_settings()[name].flag} {given[name]}: kept; the checkpoint has {taken[name]}"
+        for name in kept
+        if name in taken
+    ]
+    for name in kept:
+        taken.pop(name, None)
+    return said
 
 
 def from_values(

@@ -47,6 +47,8 @@ def show(draft: Draft, name: str) -> str:
     value = getattr(getattr(draft.run, setting.group), name)
     text = " ".join(map(str, value)) if setting.many else f"{value:g}" if isinstance(value, float) else str(value)
     words = setting.positive_flag if value is True else f"{setting.positive_flag} {text}".rstrip()
+    if value is False:
+        words = setting.flag if setting.default is True else f"no {setting.flag}"
     return words if name in draft.given else f"{words} (the default)"
 
 

@@ -116,7 +116,7 @@ def check_fits(found: FoundCheckpoint, run: RunConfig, identity: Identity) -> tu
     with reading(found.iteration):
         was, now = architecture(model_of(found.args)), architecture(run.model)
     model = [
-        f"{flag}: {was[name]} in the checkpoint, {now[name]} here"
+        f"{flag}: {_as_given(name, was[name])} in the checkpoint, {_as_given(name, now[name])} here"
         for name, flag in ARCHITECTURE.items()
         if was[name] != now[name]
     ]
@@ -141,6 +141,11 @@ def check_fits(found: FoundCheckpoint, run: RunConfig, identity: Identity) -> tu
         head = f"the checkpoint of iteration {found.iteration} in {run.checkpoint.load} is of another run:"
         raise CheckpointError("\n  ".join([head, *model, *data, remedy]))
     return tuple(f"{change}; --accept-data-change: going on with it" for change in data)
+
+
+def _as_given(name: str, value: Any) -> str:
+    setting = all_settings().get(name)
+    return str(value) if setting is None else setting.as_given(value)
 
 
 def architecture(model: ModelConfig) -> dict[str, Any]:

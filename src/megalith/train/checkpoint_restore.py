@@ -20,7 +20,7 @@ from megalith.train.faults import Probe, no_probe
 from megalith.train.state import TrainState
 
 _OF_SCHEDULES = {
-    setting.positive_flag
+    setting.flag
     for setting in all_settings().values()
     if setting.group == "schedule"
     or "weight_decay" in setting.name

@@ -48,6 +48,11 @@ def test_each_change_is_told_with_its_meaning() -> None:
         assert {str(change): change.effect for change in changes_since(saved, now)} == expected
 
 
+def test_a_flag_that_switches_off_is_shown_as_typed() -> None:
+    (change,) = changes_since(run().to_dict(), run(bias_gelu_fusion=False))
+    assert str(change) == "--no-bias-gelu-fusion off -> on"
+
+
 def test_what_only_concerns_this_start_is_no_change() -> None:
     assert changes_since(run().to_dict(), run(load="elsewhere", finetune=True, ckpt_step=3)) == []
 

@@ -28,13 +28,14 @@ def run_from(folder: Path, flags: str) -> RunConfig:
 
 
 def test_model_and_tokenizer_are_those_of_the_checkpoint(tmp_path: Path) -> None:
-    run = run_from(tmp_path, "--hidden-size 24 --tokenizer-type NullTokenizer --vocab-size 9")
+    run = run_from(tmp_path, "--hidden-size 24")
     assert (run.model.hidden_size, run.model.num_layers) == (16, 2)
     assert (run.tokenizer.tokenizer_type, run.tokenizer.tokenizer_model) == ("HuggingFaceTokenizer", str(tmp_path))
     said = [note.text for note in run.notes]
     assert "Setting hidden_size to 16 from checkpoint (the command line says 24)" in said
 
 
+@pytest.mark.parametrize("said_twice", [True, False])
 @pytest.mark.parametrize(
     ("flags", "kind", "model"),
     [
@@ -43,12 +44,20 @@ def test_model_and_tokenizer_are_those_of_the_checkpoint(tmp_path: Path) -> None
         ("--tokenizer-model elsewhere", "HuggingFaceTokenizer", "elsewhere"),
     ],
 )
-def test_a_tokenizer_of_the_flags_is_kept_where_they_say_so(
-    tmp_path: Path, flags: str, kind: str, model: str | None
+def test_a_tokenizer_of_the_flags_is_kept(
+    tmp_path: Path, flags: str, kind: str, model: str | None, said_twice: bool
 ) -> None:
-    run = run_from(tmp_path, f"{flags} {LEFT}")
+    run = run_from(tmp_path, f"{flags} {LEFT}" if said_twice else flags)
     assert (run.tokenizer.tokenizer_type, run.tokenizer.tokenizer_model) == (kind, model)
     assert run.model.hidden_size == 16
+    told = [str(note) for note in run.notes if "kept" in str(note) and flags.split()[0] in str(note)]
+    assert bool(told) is not (said_twice or "HuggingFaceTokenizer" in flags)
+
+
+def test_a_tokenizer_that_is_typed_as_the_checkpoint_has_it_needs_no_word(tmp_path: Path) -> None:
+    run = run_from(tmp_path, "--tokenizer-type HuggingFaceTokenizer")
+    assert run.tokenizer.tokenizer_model == str(tmp_path)
+    assert not any("kept" in str(note) for note in run.notes)
 
 
 def test_what_only_the_checkpoint_says_is_not_held_against_the_user(tmp_path: Path) -> None:

@@ -45,6 +45,17 @@ def test_another_arithmetic_is_another_architecture(changes: dict[str, object], 
     assert flag in str(raised.value) and "--finetune" not in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("changes", "flag"),
+    [({"add_bias_linear": False}, "--disable-bias-linear"), ({"qk_layernorm": True}, "--qk-layernorm")],
+)
+def test_flags_are_shown_as_typed(changes: dict[str, object], flag: str) -> None:
+    with pytest.raises(CheckpointError, match=f"{flag}: given in the checkpoint, not given here"):
+        check_fits(found_of(run_of(**changes)), run_of(), IDENTITY)
+    with pytest.raises(CheckpointError, match=f"{flag}: not given in the checkpoint, given here"):
+        check_fits(found_of(run_of()), run_of(**changes), IDENTITY)
+
+
 def test_a_setting_without_effect_does_not_matter() -> None:
     gated = run_of(swiglu=True, ffn_hidden_size=16)
     check_fits(found_of(run_of(swiglu=True, ffn_hidden_size=16, bias_gelu_fusion=False)), gated, IDENTITY)

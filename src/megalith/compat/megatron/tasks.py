@@ -174,9 +174,10 @@ def contradictions(stated: Mapping[str, Any], args: Mapping[str, Any]) -> list[s
         if name == "bias_gelu_fusion" and model.swiglu:
             continue  # there is no GELU
         if held != value:
+            setting = settings[name]
             found.append(
-                f"{settings[name].positive_flag} {value} contradicts the checkpoint, which has {held}; leave the flag "
-                "out (the checkpoint knows), or give the checkpoint that was meant"
+                f"{setting.flag} {setting.as_given(value)} contradicts the checkpoint ({setting.as_given(held)}); leave "
+                "it out (the checkpoint knows), or give the checkpoint that was meant"
             )
     return found
 
