@@ -176,8 +176,8 @@ def contradictions(stated: Mapping[str, Any], args: Mapping[str, Any]) -> list[s
         if held != value:
             setting = settings[name]
             found.append(
-                f"{setting.flag} {setting.as_given(value)} contradicts the checkpoint ({setting.as_given(held)}); leave "
-                "it out (the checkpoint knows), or give the checkpoint that was meant"
+                f"{setting.flag} {setting.as_given(value)} contradicts the checkpoint ({setting.as_given(held)}); "
+                "leave it out (the checkpoint knows), or give the checkpoint that was meant"
             )
     return found
 
