@@ -125,6 +125,9 @@ def test_dialogues_become_the_ids_of_transformers(tmp_path: Path, kind: str, bes
     trained = load_trained(tmp_path, torch.device("cpu"))
     template = template_beside(trained.tokenizer)
     assert template is not None
+    assert trained.tokenizer.special_ids == set(theirs.convert_tokens_to_ids(KINDS[kind][1]))
+    ends = stop_ids_beside(trained.tokenizer, template)
+    assert ends and theirs.convert_tokens_to_ids({"llama": "<|eot_id|>", "chatml": "<|im_end|>"}[kind]) in ends
     options: list[dict[str, Any]] = [{}, {"date_string": "26 Jul 2024"}, {"enable_thinking": False}]
     for said in DIALOGUES:
         for extra in options:
@@ -150,7 +153,7 @@ def test_the_answer_is_that_of_transformers(tmp_path: Path, kind: str) -> None:
         found = ask(tmp_path, {"messages": said, "temperature": 0, "max_completion_tokens": 12, "logprobs": True})
         (choice,) = found["choices"]
         assert found["usage"]["prompt_tokens"] == ids["input_ids"].shape[1]
-        assert choice["message"]["content"] == theirs.decode(new[:-1] if stopped else new)
+        assert choice["message"]["content"] == theirs.decode(new, skip_special_tokens=True)
         assert choice["finish_reason"] == ("stop" if stopped else "length")
         assert len(choice["logprobs"]["content"]) == len(new)
         again = [*said, choice["message"], {"role": "user", "content": "And then?"}]  # as clients send it back
@@ -175,8 +178,8 @@ def ask(folder: Path, body: Mapping[str, Any]) -> dict[str, Any]:
             512,
             ServerSettings(),
             RequestLog(lambda _: None),
-            template=template_beside(tokenizer),
-            stop_ids=stop_ids_beside(tokenizer),
+            template=(template := template_beside(tokenizer)),
+            stop_ids=stop_ids_beside(tokenizer, template),
         )
         transport = httpx.ASGITransport(build_app(service))
         try:

@@ -60,12 +60,24 @@ def _server_parser() -> argparse.ArgumentParser:
     add("--served-model-name", metavar="NAME", help="name in the API (default: that of the folder)")
     add("--chat-template", type=local_path, metavar="FILE", help="in Jinja; instead of that of the tokenizer")
     add("--max-batch", type=int, metavar="N", help="sequences that are worked on at once (default: 64)")
-    add("--max-queue", type=int, default=limits.waiting, metavar="N", help="sequences that may wait (default: 256)")
+    add(
+        "--max-queue",
+        type=int,
+        default=limits.waiting,
+        metavar="N",
+        help="sequences that may wait (default: %(default)s)",
+    )
     add("--cache-mib", type=int, metavar="N", help="memory of keys and values on each rank (default: at most 2048)")
     add("--max-body-bytes", type=int, default=limits.body_bytes, metavar="N", help="of one request (default: 4 MiB)")
-    add("--max-connections", type=int, default=limits.connections, metavar="N", help="at a time (default: 1024)")
-    add("--request-timeout", type=float, default=limits.request_seconds, metavar="S", help="seconds (default: 600)")
-    add("--drain-timeout", type=float, default=limits.drain_seconds, metavar="S", help="seconds (default: 30)")
+    add("--max-connections", type=int, default=limits.connections, metavar="N", help="at a time (default: %(default)s)")
+    add(
+        "--request-timeout",
+        type=float,
+        default=limits.request_seconds,
+        metavar="S",
+        help="seconds (default: %(default)g)",
+    )
+    add("--drain-timeout", type=float, default=limits.drain_seconds, metavar="S", help="seconds (default: %(default)g)")
     add("--no-request-log", action="store_true", help="prompts of PUT /api are not printed")
     return parser
 
@@ -424,7 +436,7 @@ async def _answer(
         launch.server,
         RequestLog(_say, prompts=launch.server.log_prompts),
         template=template,
-        stop_ids=stop_ids_beside(tokenizer),
+        stop_ids=stop_ids_beside(tokenizer, template),
         first_seed=launch.seed,
         answering=None if engine.opening is None else Answering(partial(text_ids, tokenizer), engine.room),
     )

@@ -198,7 +198,7 @@ class Engine:
         end = self.tokenizer.eod if self.opening is None else self.opening.end
         stop_ids = (end,) if request.stop_ids is None else request.stop_ids
         first = self._sequence(request, width)
-        first.owner = job = _Job(ticket, frozenset(stop_ids), len(first.tokens))
+        first.owner = job = _Job(ticket, frozenset((*stop_ids, *request.more_stop_ids)), len(first.tokens))
         if request.beam_width:
             beams = BeamSearch(request.beam_width, request.length_penalty, job.stop_ids)
             job.search = _Search(ticket, beams, [first])
@@ -229,7 +229,7 @@ class Engine:
             ticket,
             index,
             Random(f"{seed}/{index}"),
-            TextStream(self.tokenizer.decode, ticket.continued),
+            TextStream(self.tokenizer.decode, ticket.continued, request.hidden_ids),
             StopTexts(request.stop_texts),
             sequence,
         )

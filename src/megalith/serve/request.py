@@ -43,6 +43,8 @@ class Sampling:
         top_k: Only the k most likely tokens are candidates; 0 for all.
         top_p: Only the most likely tokens that together have this probability are candidates (Holtzman et al. 2020,
             arXiv:1904.09751); 0 or 1 for all.
+        min_p: Only tokens at least this many times as likely as the likeliest are candidates (Nguyen et al. 2024,
+            arXiv:2407.01082); 0 for all. Probabilities are those after the temperature.
         top_p_decay: top_p is multiplied by it after each token (Lee et al. 2022, arXiv:2206.04624); 0 for never.
         top_p_bound: The decayed top_p does not fall below it.
         repetition_penalty: Logits of tokens of the prompt and the answer are divided by it where they are positive and
@@ -57,6 +59,7 @@ class Sampling:
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 0.0
+    min_p: float = 0.0
     top_p_decay: float = 0.0
     top_p_bound: float = 0.0
     repetition_penalty: float = 1.0
@@ -103,6 +106,7 @@ class Sampling:
             ),
             ("top_k", "is negative; 0 allows every token, 40 the 40 most likely", self.top_k >= 0),
             ("top_p", "is not between 0 and 1; 0 allows every token", 0.0 <= self.top_p <= 1.0),
+            ("min_p", "is not between 0 and 1; 0 allows every token", 0.0 <= self.min_p <= 1.0),
             ("top_p_decay", "is not between 0 and 1; 0 keeps top-p as it is", 0.0 <= self.top_p_decay <= 1.0),
             ("top_p_bound", "is not between 0 and top-p", 0.0 <= self.top_p_bound <= max(self.top_p, 0.0)),
             (
@@ -129,6 +133,8 @@ class Request:
         seed: Of the choices; the same seed gives the same answer whatever else is served. Unpredictable if None.
         n: How many samples are drawn.
         stop_ids: Tokens that end the answer; that which ends a document if None, none if empty.
+        more_stop_ids: Tokens that end the answer besides those.
+        hidden_ids: Tokens that are left out of the text of the answer.
         stop_texts: Texts that end the answer, which is cut before them.
         logprobs: None, or how many of the most likely tokens come with each token, besides its own log-probability.
         prompt_logprobs: Whether the tokens of the prompt are scored too.
@@ -142,6 +148,8 @@ class Request:
     seed: int | None = None
     n: int = 1
     stop_ids: tuple[int, ...] | None = None
+    more_stop_ids: tuple[int, ...] = ()
+    hidden_ids: frozenset[int] = frozenset()
     stop_texts: tuple[str, ...] = ()
     logprobs: int | None = None
     prompt_logprobs: bool = False

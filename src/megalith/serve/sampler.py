@@ -163,7 +163,8 @@ def _candidates(row: Row, size: int) -> int:
         return 1
     if sampling.top_k:
         return min(sampling.top_k, size)
-    return min(_FIRST_LOOK, size) if 0.0 < sampling.top_p_at(len(row.answer)) < 1.0 else 0
+    cuts = 0.0 < sampling.top_p_at(len(row.answer)) < 1.0 or sampling.min_p > 0.0
+    return min(_FIRST_LOOK, size) if cuts else 0
 
 
 def _draw(logits_BV: Tensor, rows: Sequence[Row], count: int) -> list[int]:
@@ -189,6 +190,7 @@ def _draw(logits_BV: Tensor, rows: Sequence[Row], count: int) -> list[int]:
     p_B1 = torch.tensor([[p if 0.0 < p < 1.0 else 2.0] for p in p], **like)
     # The candidates are those before whom less than p has been reached.
     kept_B1 = (cumulated_BN < p_B1).sum(-1, keepdim=True)
+    kept_B1 = torch.minimum(kept_B1, _last_by_min_p(values_BN, [row.sampling.min_p for row in rows]))
     enough = ((kept_B1 < count).squeeze(1) | torch.tensor(by_k, device=logits_BV.device)).tolist()
     mass_B1 = cumulated_BN.gather(1, kept_B1.clamp(max=count - 1))
     places = torch.tensor(_first_beyond(cumulated_BN, u_B1 * mass_B1), device=logits_BV.device)[:, None]
@@ -197,6 +199,15 @@ def _draw(logits_BV: Tensor, rows: Sequence[Row], count: int) -> list[int]:
         if not done and count < logits_BV.shape[1]:  # a flat distribution: look at all
             (chosen[index],) = _draw(logits_BV[index : index + 1], rows[index : index + 1], logits_BV.shape[1])
     return chosen
+
+
+def _last_by_min_p(values_BN: Tensor, min_p: Sequence[float]) -> Tensor:
+    """The place of the last candidate [B, 1] that min_p keeps, of logits in falling order; N where it keeps all."""
+    ratio_B1 = torch.tensor([[math.log(p) if p else -math.inf] for p in min_p], dtype=torch.float64).to(
+        values_BN.device
+    )
+    kept_B1 = (values_BN.double() - values_BN[:, :1].double() >= ratio_B1).sum(-1, keepdim=True)
+    return torch.where(kept_B1 < values_BN.shape[1], (kept_B1 - 1).clamp(min=0), kept_B1)
 
 
 def _first_beyond(cumulated_BN: Tensor, share_B1: Tensor) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 _CONTEXT = 6  # ids before the first, for tokenizers that join words by what stands before them
 _UNFINISHED = "\ufffd"  # ends the text of ids that end within a character
@@ -18,16 +18,21 @@ class TextStream:
     Args:
         decode: Text of ids.
         before: What the ids continue.
+        hidden: Ids that have no text here.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], before: Sequence[int] = ()) -> None:
-        self._decode = decode
+    def __init__(
+        self, decode: Callable[[Sequence[int]], str], before: Sequence[int] = (), hidden: Collection[int] = ()
+    ) -> None:
+        self._decode, self._hidden = decode, hidden
         self._ids = list(before[-_CONTEXT:])
         self._shown_ids = len(self._ids)
         self._shown = len(decode(self._ids)) if self._ids else 0
 
     def push(self, token: int) -> str:
         """The text that is whole with one more id."""
+        if token in self._hidden:
+            return ""
         self._ids.append(token)
         text = self._decode(self._ids)
         if text.endswith(_UNFINISHED) and len(self._ids) - self._shown_ids < _LONGEST_CHARACTER:

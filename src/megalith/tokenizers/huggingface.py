@@ -149,6 +149,10 @@ class HuggingFaceTokenizer:
     def special(self) -> Mapping[str, int]:
         return {"eod": self._eod, **self._special}
 
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        return (self._engine.special_ids | set(self.special.values())) - set(self.extra_ids)
+
     @property
     def extra_ids(self) -> tuple[int, ...]:
         ids, found = self._engine.ids, list[int]()

@@ -31,6 +31,10 @@ class Engine(Protocol):
         """Token -> id, added tokens too."""
 
     @property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of the tokens that the files flag as special."""
+
+    @property
     def files(self) -> tuple[str, ...]:
         """Names of the files in the folder that decide the ids."""
 
@@ -54,6 +58,8 @@ class _Fast:
             tokenizer.add_special_tokens(list(special_tokens))
         self._tokenizer, self._around, self.files = tokenizer, around, files
         self.ids: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
+        added = tokenizer.get_added_tokens_decoder()
+        self.special_ids = frozenset(number for number, token in added.items() if token.special)
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=self._around).ids
@@ -155,6 +161,7 @@ class _LlamaPieces:
             self.ids.setdefault(token, number)
         special = [token for token in dict.fromkeys((*special, *_added_tokens(settings).values())) if token in self.ids]
         self._token_of = {self.ids[token]: token for token in special}
+        self.special_ids = frozenset(self._token_of)
         self._written_out = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or r"(?!)")
         begins = around and settings.get("add_bos_token", True) and self._model.bos_id() >= 0
         ends = around and settings.get("add_eos_token", False) and self._model.eos_id() >= 0

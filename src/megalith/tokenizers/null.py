@@ -47,6 +47,10 @@ class NullTokenizer:
         return {"eod": self._eod} if self._pad is None else {"eod": self._eod, "pad": self._pad}
 
     @property
+    def special_ids(self) -> frozenset[int]:
+        return frozenset(self.special.values())
+
+    @property
     def extra_ids(self) -> tuple[int, ...]:
         return ()
 

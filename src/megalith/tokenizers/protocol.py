@@ -27,6 +27,10 @@ class Tokenizer(Protocol):
         """Ids with a role, by its name: eod, bos, eos, pad, unk, cls, sep, mask, as far as the tokenizer has them."""
 
     @property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of all special tokens, with a role or without, except `extra_ids`, which are part of answers."""
+
+    @property
     def extra_ids(self) -> tuple[int, ...]:
         """Ids of `<extra_id_0>`, `<extra_id_1>` and so on, which stand for the spans that T5 leaves out."""
 

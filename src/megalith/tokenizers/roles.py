@@ -55,6 +55,10 @@ class TokenizerWithRoles(ABC):
         return self._roles.special
 
     @property
+    def special_ids(self) -> frozenset[int]:
+        return frozenset((self.eod, *self.special.values()))
+
+    @property
     def extra_ids(self) -> tuple[int, ...]:
         return self._roles.extra_ids
 

@@ -80,6 +80,10 @@ class TikTokenizer(TokenizerWithRoles):
             "megalith", pat_str=PATTERNS[pattern], mergeable_ranks=ranks, special_tokens={}
         )
 
+    @property
+    def special_ids(self) -> frozenset[int]:
+        return frozenset(range(self._num_special))
+
     def encode(self, text: str) -> list[int]:
         return self._encoding.encode_ordinary(require_text(text))
 

@@ -32,6 +32,8 @@ class LetterTokenizer:
     vocab_size = len(ALPHABET) + 1
     eod = EOD
     pad = None
+    special = {"eod": EOD}
+    special_ids = frozenset({EOD})
 
     def encode(self, text: str) -> list[int]:
         unknown = next((letter for letter in text if letter not in ALPHABET), None)

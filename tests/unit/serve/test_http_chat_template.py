@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -75,5 +76,36 @@ def test_a_model_that_chats_may_end_its_answers_in_several_ways(tmp_path: Path) 
     tokenizer = _WithFiles(tmp_path, {"generation_config.json": {"eos_token_id": [3, LetterTokenizer.eod, 5]}})
     assert stop_ids_beside(tokenizer) == (LetterTokenizer.eod, 3, 5)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 3}')
-    assert stop_ids_beside(tokenizer) is None
+    assert stop_ids_beside(tokenizer) == (LetterTokenizer.eod, 3), "one that is not the tokenizer's"
     assert stop_ids_beside(LetterTokenizer()) is None
+
+
+class _Brackets(LetterTokenizer):
+    """With <s>, which begins every text, and <t>, which ends a turn."""
+
+    special = {"eod": LetterTokenizer.eod, "bos": LetterTokenizer.vocab_size}
+    special_ids = frozenset(range(LetterTokenizer.eod, LetterTokenizer.eod + 3))
+
+    def encode(self, text: str) -> list[int]:
+        begin, turn = self.special["bos"], self.special["bos"] + 1
+        parts = re.split("(<t>|<s>)", text)
+        ids = [[turn] if part == "<t>" else [begin] if part == "<s>" else super(_Brackets, self).encode(part)
+               for part in parts]  # fmt: skip
+        return [begin, *(number for some in ids for number in some)]
+
+
+@pytest.mark.parametrize(
+    ("source", "more"),
+    [
+        ("{% for m in messages %}{{ m.content }}<t>\n{% endfor %}", [LetterTokenizer.vocab_size + 1]),
+        ("{% for m in messages %}{{ m.role }}<t>{{ m.content }}\n{% endfor %}", []),
+        ("{% for m in messages %}<s>{{ m.content }}<t>{% if loop.last %}<s>{% endif %}{% endfor %}",
+         [LetterTokenizer.vocab_size + 1]),
+        ("{{ raise_exception('system first') }}", []),
+        ("no content", []),
+        ("{% for m in messages %}{{ m.content }} END {% endfor %}", []),
+    ],
+)  # fmt: skip
+def test_what_the_template_writes_behind_an_answer_ends_it(source: str, more: list[int]) -> None:
+    found = stop_ids_beside(_Brackets(), ChatTemplate(source))
+    assert found == ((LetterTokenizer.eod, *more) if more else None)

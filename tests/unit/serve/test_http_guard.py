@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import re
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from megalith.cli.serve import _server_parser
 from megalith.errors import PeerError
 from megalith.serve.engine import Limits as EngineLimits
 from megalith.serve.http.settings import Limits, ServerSettings
@@ -385,3 +388,19 @@ def test_no_path_leads_elsewhere(path: str) -> None:
     answer = ask("GET", path)
     assert answer.status_code == 404
     assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+
+
+def test_the_bounds_have_one_number_in_code_help_and_docs(repository: Path) -> None:
+    flags = {
+        "--max-queue": Limits().waiting,
+        "--max-connections": Limits().connections,
+        "--request-timeout": Limits().request_seconds,
+        "--drain-timeout": Limits().drain_seconds,
+    }
+    assert EngineLimits().waiting == Limits().waiting
+    help_text = " ".join(_server_parser().format_help().split())
+    page = (repository / "docs/serving.md").read_text()
+    for flag, value in flags.items():
+        assert re.search(rf"{flag} \w+ [^()]*\(default: {value:g}\)", help_text), flag
+        said = [line for line in page.splitlines() if f"`{flag}`" in line]
+        assert any(re.search(rf"\b{value:g}\b", line) for line in said), flag

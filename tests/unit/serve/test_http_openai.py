@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
+from megalith.serve.engine import Limits as EngineLimits
 from megalith.serve.http import openai_completions
 from megalith.serve.http.chat_template import ChatTemplate
 from megalith.serve.http.schemas import CompletionRequest
 from megalith.serve.http.service import Collected, Sample
-from megalith.serve.http.settings import ServerSettings
+from megalith.serve.http.settings import Limits, ServerSettings
 
 from .http_client import ALPHABET, EOD, LetterTokenizer, served
 
@@ -64,7 +65,106 @@ def test_the_end_of_a_text_is_a_stop_that_is_not_shown() -> None:
     _, found = post({"prompt": "x", **GREEDY})
     assert (found["choices"][0]["text"], found["choices"][0]["finish_reason"]) == ("yz", "stop")
     assert found["usage"]["completion_tokens"] == 3
-    assert post({"prompt": "x", "ignore_eos": True, "max_tokens": 5, **GREEDY})[1]["choices"][0]["text"] == "yz<end>ab"
+
+
+@pytest.mark.parametrize("extra", [{}, {"logprobs": 1}])
+def test_special_tokens_are_shown_only_where_asked_for(extra: dict[str, Any]) -> None:
+    body = {"prompt": "x", "ignore_eos": True, "max_tokens": 5, **extra, **GREEDY}
+    for more, text in (({}, "yzab"), ({"skip_special_tokens": False}, "yz<end>ab")):
+        (choice,) = post({**body, **more})[1]["choices"]
+        assert (choice["text"], choice["finish_reason"]) == (text, "length")
+        assert "".join(part["choices"][0]["text"] for part in stream({**body, **more})) == text
+        if extra:
+            table = choice["logprobs"]
+            assert table["tokens"] == ["y", "z", "<end>", "a", "b"], "each token has its row"
+            assert table["text_offset"][-1] == text.index("b")
+
+
+def test_a_special_token_that_is_not_shown_is_a_stop_text_nevertheless() -> None:
+    for more in ({}, {"skip_special_tokens": False}):
+        body = {"prompt": "x", "ignore_eos": True, "max_tokens": 5, "stop": ["<end>"], **more, **GREEDY}
+        (choice,) = post(body)[1]["choices"]
+        assert (choice["text"], choice["finish_reason"]) == ("yz", "stop")
+
+
+def test_stop_token_ids_end_an_answer_besides_its_usual_end() -> None:
+    stop = {"stop_token_ids": [ALPHABET.index("d"), ALPHABET.index("q")], **GREEDY}
+    for more in ({}, {"ignore_eos": True}):
+        (choice,) = post({"prompt": "a", **stop, **more})[1]["choices"]
+        assert (choice["text"], choice["finish_reason"]) == ("bc", "stop")
+        assert choice["stop_reason"] == ALPHABET.index("d")
+    assert post({"prompt": "x", **stop})[1]["choices"][0]["text"] == "yz"
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"user": "u", "metadata": {"a": "b"}, "store": True, "service_tier": "auto", "safety_identifier": "s"},
+        {"top_k": 1, "temperature": 1.0},
+        {"top_k": -1, "min_p": 1.0, "temperature": 1.0},
+    ],
+    ids=str,
+)
+def test_fields_that_clients_send_by_habit_are_taken(extra: dict[str, Any]) -> None:
+    status, found = post({"prompt": "a", "max_tokens": 3, **GREEDY, **extra})
+    assert (status, found["choices"][0]["text"]) == (200, "bcd"), found
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"tools": [], "tool_choice": "none", "parallel_tool_calls": True, "functions": []},
+        {"tools": None, "tool_choice": "auto", "reasoning_effort": "low", "verbosity": "low", "modalities": ["text"]},
+        {"store": False, "metadata": {}, "user": "u", "service_tier": "default", "response_format": {"type": "text"}},
+    ],
+    ids=str,
+)
+def test_a_dialogue_takes_what_openais_client_sends(extra: dict[str, Any]) -> None:
+    back = {"refusal": None, "annotations": None, "audio": None, "function_call": None, "tool_calls": None}
+    said = [
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": None, **back},
+        {"role": "user", "content": "hello"},
+    ]
+    options = {"template": ChatTemplate(TEMPLATE), "follow": after_colon, "path": "/v1/chat/completions"}
+    status, found = post({"messages": said, **GREEDY, **extra}, **options)
+    assert status == 200, found
+    assert found["usage"]["prompt_tokens"] == len("u:hello\na:\nu:hello\na:"), "null is an empty content"
+
+
+@pytest.mark.parametrize(
+    ("extra", "field"),
+    [
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"response_format": {"type": "json_object"}}, "response_format.type"),
+        ({"guided_json": {}}, "guided_json"),
+        ({"use_beam_search": True}, "use_beam_search"),
+        ({"min_tokens": 3}, "min_tokens"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages.0"),
+        ({"messages": [{"role": "assistant", "content": "a", "tool_calls": [{}]}]}, "messages.0.tool_calls"),
+        ({"min_p": 1.5}, "min_p"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids.0"),
+        ({"stop_token_ids": [999]}, "stop_token_ids"),
+    ],
+    ids=str,
+)
+def test_fields_that_would_change_the_answer_are_refused(extra: dict[str, Any], field: str) -> None:
+    options = {"template": ChatTemplate(TEMPLATE), "follow": after_colon, "path": "/v1/chat/completions"}
+    status, found = post({"messages": [{"role": "user", "content": "a"}], **extra}, **options)
+    assert (status, found["error"]["param"]) == (400, field), found
+    assert "did you mean" not in found["message"], "there is no like field"
+
+
+def test_what_no_queue_can_take_is_no_reason_to_come_back() -> None:
+    """128 prompts of 128 samples are refused for good; what fits an empty queue is served."""
+    status, found = post({"prompt": ["a"] * 128, "n": 128, "max_tokens": 1})
+    assert (status, found["error"]["param"], found["error"]["code"]) == (400, "prompt", "invalid_value")
+    assert "16384" in found["message"] and "--max-queue" in found["message"]
+    few = {"settings": ServerSettings(limits=Limits(waiting=4)), "limits": EngineLimits(waiting=4)}
+    assert post({"prompt": ["a"] * 3, "n": 2, "max_tokens": 1}, **few)[0] == 400
+    assert post({"prompt": ["a"] * 2, "n": 2, "max_tokens": 1}, **few)[0] == 200
+    assert post({"prompt": "a", "n": 8, "max_tokens": 1}, **few)[0] == 200
 
 
 def test_a_stop_text_is_not_shown_and_is_named() -> None:
@@ -106,6 +206,9 @@ def test_log_probabilities_with_the_prompt_as_lm_eval_reads_them() -> None:
         for own, top in list(zip(table["token_logprobs"], table["top_logprobs"], strict=True))[1:]
     ]
     assert greedy == [True, False, True]  # q does not follow b
+    for token, own, top in list(zip(table["tokens"], table["token_logprobs"], table["top_logprobs"], strict=True))[1:]:
+        assert top[token] == own, "the token itself is listed too, however unlikely"
+    assert len(table["top_logprobs"][2]) == 3 and len(table["top_logprobs"][1]) == 2
     scored = post({**body, "max_tokens": 0})[1]["choices"][0]
     assert scored["text"] == "abq" and scored["logprobs"]["token_logprobs"] == table["token_logprobs"][:3]
 
@@ -244,6 +347,24 @@ def test_what_is_wrong_is_named(body: dict[str, Any], field: str | None) -> None
         assert found["error"]["param"] == field
         assert field.split(".")[0] in found["error"]["message"]
     assert found["error"]["message"].isprintable()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "place"),
+    [
+        ([-1], "prompt[0]: -1"),
+        ([3, 4, -7], "prompt[2]: -7"),
+        ([[1], [2, -9]], "prompt[1][1]: -9"),
+        (["a", ""], "prompt[1]: ''"),
+        (["a", 1], "prompt[1]: 1"),
+        ([1.5], "prompt[0]: 1.5"),
+    ],
+    ids=str,
+)
+def test_the_item_of_a_prompt_that_is_wrong_is_named(prompt: Any, place: str) -> None:
+    status, found = post({"prompt": prompt})
+    assert (status, found["error"]["param"]) == (400, "prompt")
+    assert found["message"].startswith(place)
 
 
 def test_a_near_name_is_guessed() -> None:

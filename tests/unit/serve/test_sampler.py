@@ -46,6 +46,16 @@ def test_a_diverged_model_is_named_for_those_whom_it_concerns(bad: float, sampli
         (Sampling(temperature=0.5), [25 / 36.5, 9 / 36.5, 2.25 / 36.5, 0.25 / 36.5]),
         (Sampling(top_p=0.01), [1, 0, 0, 0]),
         (Sampling(top_k=3, top_p=0.6), [0.625, 0.375, 0, 0]),
+        (Sampling(min_p=0.4), [0.625, 0.375, 0, 0]),
+        (Sampling(min_p=0.59), [0.625, 0.375, 0, 0]),
+        (Sampling(min_p=0.61), [1, 0, 0, 0]),
+        (Sampling(min_p=1.0), [1, 0, 0, 0]),
+        (Sampling(temperature=0.5, min_p=0.31), [25 / 34, 9 / 34, 0, 0]),
+        (Sampling(top_k=3, min_p=0.2), [0.5 / 0.95, 0.3 / 0.95, 0.15 / 0.95, 0]),
+        (Sampling(top_k=2, min_p=0.1), [0.625, 0.375, 0, 0]),
+        (Sampling(top_p=0.9, min_p=0.4), [0.625, 0.375, 0, 0]),
+        (Sampling(top_p=0.6, min_p=0.2), [0.625, 0.375, 0, 0]),
+        (Sampling(banned=(0,), min_p=0.6), [0, 1, 0, 0]),
         (Sampling(banned=(0,)), [0, 0.6, 0.3, 0.1]),
         (Sampling(banned_after=((7, 0),)), [0, 0.6, 0.3, 0.1]),
         (Sampling(banned_after=((8, 0),)), [0.5, 0.3, 0.15, 0.05]),
@@ -86,6 +96,13 @@ def test_a_flat_distribution_is_cut_where_top_p_says() -> None:
     assert max(tokens) in range(495, 501) and min(tokens) <= 2
 
 
+def test_min_p_keeps_more_candidates_than_are_looked_at_first() -> None:
+    logits = torch.zeros(1000, dtype=torch.float64)
+    logits[600:] = math.log(0.05)
+    rows = [_row(Sampling(min_p=0.1), (index + 0.5) / 600) for index in range(600)]
+    assert sorted(_chosen(logits, *rows)) == list(range(600))
+
+
 def test_the_last_share_is_never_a_token_without_probability() -> None:
     logits = torch.tensor([1.0, 2.0, 1.5, -math.inf])
     almost_one = math.nextafter(1.0, 0.0)
@@ -98,6 +115,7 @@ SAMPLINGS = st.builds(
     temperature=st.sampled_from([0.0, 0.5, 1.0, 3.0]),
     top_k=st.sampled_from([0, 1, 3, 300]),
     top_p=st.sampled_from([0.0, 0.3, 0.95, 1.0]),
+    min_p=st.sampled_from([0.0, 0.01, 0.5]),
     repetition_penalty=st.sampled_from([1.0, 1.3]),
     frequency_penalty=st.sampled_from([0.0, 0.2]),
     banned=st.sampled_from([(), (3, 5)]),
@@ -135,6 +153,8 @@ def test_log_probabilities_are_those_of_the_model() -> None:
         (Sampling(temperature=math.nan), "--temperature"),
         (Sampling(top_k=-1), "--top-k"),
         (Sampling(top_p=1.5), "--top-p"),
+        (Sampling(min_p=1.5), "--min-p"),
+        (Sampling(min_p=math.nan), "--min-p"),
         (Sampling(repetition_penalty=0.0), "--repetition-penalty"),
         (Sampling(top_p=0.5, top_p_bound=0.6), "--top-p-bound"),
     ],

@@ -21,6 +21,7 @@ from megalith.tokenizers import Tokenizer
 
 _CONFIG, _TEMPLATE, _GENERATION = "tokenizer_config.json", "chat_template.jinja", "generation_config.json"
 _SPECIAL = "special_tokens_map.json"
+_MARK = "ANSWER"
 
 
 class BadDialogue(ValueError):
@@ -96,13 +97,32 @@ def template_beside(tokenizer: Tokenizer) -> ChatTemplate | None:
     return ChatTemplate(source, _special_tokens(folder)) if isinstance(source, str) else None
 
 
-def stop_ids_beside(tokenizer: Tokenizer) -> tuple[int, ...] | None:
-    """The ids that end an answer where the model's folder names several, as for models that chat; None otherwise."""
+def stop_ids_beside(tokenizer: Tokenizer, template: ChatTemplate | None = None) -> tuple[int, ...] | None:
+    """Return the ids that end an answer where there are others than the end of a document; None otherwise.
+
+    They are those of generation_config.json, and the special tokens that the template writes behind an answer.
+    """
     folder = _folder(tokenizer)
     ends = _object(folder / _GENERATION).get("eos_token_id") if folder else None
+    ends = [ends] if isinstance(ends, int) else ends
     if not isinstance(ends, list) or not all(isinstance(end, int) and 0 <= end < tokenizer.vocab_size for end in ends):
-        return None
-    return tuple(dict.fromkeys([tokenizer.eod, *ends]))
+        ends = []
+    found = tuple(dict.fromkeys([tokenizer.eod, *ends, *_ends_of_turn(tokenizer, template)]))
+    return None if len(found) == 1 else found
+
+
+def _ends_of_turn(tokenizer: Tokenizer, template: ChatTemplate | None) -> list[int]:
+    """The special tokens that a template writes behind what an assistant says."""
+    if template is None:
+        return []
+    dialogue = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _MARK}]
+    try:
+        _, marked, behind = template.render(dialogue, add_generation_prompt=False).rpartition(_MARK)
+        ids = tokenizer.encode(behind) if marked else []
+    except (BadDialogue, DataError):  # it wants other messages, or writes what is no text of this tokenizer
+        return []
+    begins = tokenizer.special.get("bos")  # some tokenizers put it before every text
+    return [number for number in ids if number in tokenizer.special_ids and number != begins]
 
 
 def read_template(path: Path, tokenizer: Tokenizer) -> ChatTemplate:

@@ -15,7 +15,7 @@ from megalith.serve.http.errors import ApiError
 from megalith.serve.http.openai_completions import usage
 from megalith.serve.http.schemas import ChatRequest
 from megalith.serve.http.service import Sample, Service, request_violation, too_long
-from megalith.serve.http.shared_fields import sampling_of, stop_ids_of, token_texts
+from megalith.serve.http.shared_fields import sampling_of, text_fields_of, token_texts
 from megalith.serve.http.strict_json import printable
 from megalith.serve.request import Finished, Request, Token
 from megalith.tokenizers import Tokenizer
@@ -57,9 +57,8 @@ async def plan(service: Service, body: ChatRequest) -> _Plan:
         sampling=sampling_of(body, service.tokenizer.vocab_size),
         seed=service.next_seed() if body.seed is None else body.seed,
         n=body.n or 1,
-        stop_ids=stop_ids_of(body, service),
-        stop_texts=body.stops,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        **text_fields_of(body, service),
     )
     head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": service.settings.model_name}
     return _Plan(body, request, head)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from starlette.types import Receive
 from megalith.serve.http.errors import ApiError
 from megalith.serve.http.schemas import CompletionRequest
 from megalith.serve.http.service import Answer, Collected, Sample, Service, request_violation
-from megalith.serve.http.shared_fields import sampling_of, stop_ids_of, token_texts
+from megalith.serve.http.shared_fields import sampling_of, text_fields_of, token_texts
 from megalith.serve.request import Finished, Request, Scores, Token, Top
 
 _DEFAULT_TOKENS = 16
@@ -59,7 +59,7 @@ async def plan(service: Service, body: CompletionRequest) -> _Plan:
     for ids, _ in prompts:
         room = max(1, service.room(ids)) if body.max_tokens is None else new_tokens
         request_violation(service, ids, min(new_tokens, room), "prompt", "max_tokens")
-    sampling, stop_ids = sampling_of(body, service.tokenizer.vocab_size), stop_ids_of(body, service)
+    sampling, about_text = sampling_of(body, service.tokenizer.vocab_size), text_fields_of(body, service)
     requests = [
         Request(
             prompt=ids,
@@ -67,10 +67,9 @@ async def plan(service: Service, body: CompletionRequest) -> _Plan:
             sampling=sampling,
             seed=service.next_seed() if body.seed is None else body.seed,
             n=body.n or 1,
-            stop_ids=stop_ids,
-            stop_texts=body.stops,
             logprobs=body.logprobs,
             prompt_logprobs=bool(body.echo and body.logprobs is not None) or new_tokens == 0,
+            **about_text,
         )
         for ids, _ in prompts
     ]
@@ -128,8 +127,14 @@ async def submit_all(
     """Hand several requests to the engine: all of them, or none.
 
     Raises:
-        ApiError: one of them was refused.
+        ApiError: one of them was refused, or together they are more than may ever wait.
     """
+    sequences, most = sum(request.n for request in requests), service.settings.limits.waiting
+    if len(requests) > 1 and sequences > most:
+        prompts, n = field_of("prompt"), requests[0].n
+        each = f" with {field_of('n')} {n}" if n > 1 else ""
+        rule = f"{len(requests)} prompts{each} are {sequences} sequences, and at most {most} may wait (--max-queue)"
+        raise ApiError(400, f"{prompts}: {rule}; divide the request", prompts, "invalid_value")
     answers: list[Answer] = []
     try:
         for request in requests:
@@ -153,7 +158,8 @@ def _choice(
         table = _Table(service, made.body.logprobs)
         if made.body.echo:
             table.add_prompt(made.requests[number].prompt, collected.scores)
-        table.add(sample.tokens, service.before(made.requests[number].prompt))
+        request = made.requests[number]
+        table.add(sample.tokens, service.before(request.prompt), request.hidden_ids)
         logprobs = table.json
     return {
         "index": number * made.n + position,
@@ -175,27 +181,33 @@ class _Table:
         """The tokens of a prompt; a request that was cancelled before it was read has no scores."""
         scores = scores or Scores((None,) * len(ids), ((),) * len(ids))
         texts = token_texts(self._service.tokenizer, ids)
-        for text, logprob, top in zip(texts, scores.logprobs, scores.top, strict=True):
-            self._row(text, logprob, top if logprob is not None else None)
+        before: int | None = None
+        for number, text, logprob, top in zip(ids, texts, scores.logprobs, scores.top, strict=True):
+            self._row(text, before, logprob, top)
+            self._offset += len(text)
+            before = number
 
-    def add(self, tokens: Sequence[Token], before: int | None) -> None:
+    def add(self, tokens: Sequence[Token], before: int | None, hidden: Collection[int] = ()) -> None:
+        """The tokens of an answer; hidden ones have no place in its text."""
         ids = [token.id for token in tokens]
         for text, token in zip(token_texts(self._service.tokenizer, ids, before), tokens, strict=True):
-            self._row(text, token.logprob, token.top)
+            self._row(text, before, token.logprob, token.top)
+            self._offset += 0 if token.id in hidden else len(text)
+            before = token.id
 
-    def _row(self, text: str, logprob: float | None, top: Top | None) -> None:
+    def _row(self, text: str, before: int | None, logprob: float | None, top: Top) -> None:
         json = self.json
         json["tokens"].append(text)
         json["token_logprobs"].append(logprob)
-        json["top_logprobs"].append(None if top is None else self._likeliest(top))
+        json["top_logprobs"].append(None if logprob is None else {**self._likeliest(top, before), text: logprob})
         json["text_offset"].append(self._offset)
-        self._offset += len(text)
 
-    def _likeliest(self, top: Top) -> dict[str, float]:
-        """By text; of two tokens with one text (parts of characters) the likelier counts."""
+    def _likeliest(self, top: Top, before: int | None) -> dict[str, float]:
+        """By text, as it would stand there; of two tokens with one text (parts of characters) the likelier counts."""
         found: dict[str, float] = {}
         for number, logprob in top[: max(1, self._top)]:
-            found.setdefault(self._service.tokenizer.decode([number]), logprob)
+            (text,) = token_texts(self._service.tokenizer, [number], before)
+            found.setdefault(text, logprob)
         return found
 
     @property
@@ -258,7 +270,7 @@ async def pieces(
         logprobs = None
         if made.body.logprobs is not None:
             table = _Table(service, made.body.logprobs, stream.offset)
-            table.add([event], stream.last)
+            table.add([event], stream.last, made.requests[number].hidden_ids)
             stream.offset, stream.last, logprobs = table.offset, event.id, table.json
         if event.text or logprobs is not None:
             yield chunk(index, event.text, logprobs)

@@ -7,9 +7,10 @@ each item in each form that a list may have, which are seconds for a body of som
 from __future__ import annotations
 
 import difflib
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from megalith.serve.http.errors import ApiError
@@ -21,6 +22,36 @@ Text = Annotated[str, Field(min_length=1)]
 StopText = Annotated[str, Field(min_length=1, max_length=256)]
 _BIASES = 1024
 Bias = Annotated[float, Field(ge=-100.0, le=100.0)]
+
+_NO_EFFECT = "accepted; has no effect here"
+_NO_TOOLS = "tools are not supported: the model's answer is text"
+_NO_GRAMMAR = "constrained decoding is not supported; ask for the form in the prompt and check the answer"
+_UNSUPPORTED = {
+    "tools": _NO_TOOLS,
+    "tool_choice": _NO_TOOLS,
+    "functions": _NO_TOOLS,
+    "function_call": _NO_TOOLS,
+    "response_format": _NO_GRAMMAR,
+    **dict.fromkeys(
+        ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"), _NO_GRAMMAR
+    ),
+    "modalities": "answers are text",
+    "audio": "answers are text",
+    "prediction": "predicted outputs are not supported; leave it out",
+    "web_search_options": "the server reaches no other one; leave it out",
+    "suffix": "the model continues texts, it does not fill gaps",
+    "use_beam_search": "beam search is served by PUT /api, as beam_width",
+    "length_penalty": "it belongs to beam search, which is served by PUT /api as beam_width",
+    "min_tokens": "not supported; ignore_eos goes on to max_tokens",
+    "prompt_logprobs": "not supported; echo with logprobs scores the prompt",
+    "bad_words": "not supported; logit_bias of -100 bans a token",
+    "include_stop_str_in_output": "not supported; stop_reason names the stop text",
+    "truncate_prompt_tokens": "not supported; shorten the prompt",
+    "add_generation_prompt": "set it in chat_template_kwargs",
+    "continue_final_message": "not supported; render the dialogue yourself and use /v1/completions",
+    "chat_template": "a template is set at the start, by --chat-template FILE",
+}
+"""Fields of OpenAI's and vLLM's requests that would change the answer, with what to do instead."""
 
 _FORMS = {
     "prompt": "a text, a list of texts, a list of token ids, or a list of lists of token ids, none of them empty",
@@ -45,7 +76,8 @@ class _Generation(_Strict):
     model: str | None = Field(None, max_length=512)
     temperature: float | None = Field(None, ge=0.0, le=100.0, description="0 takes the most likely token; default 1")
     top_p: float | None = Field(None, ge=0.0, le=1.0)
-    top_k: int | None = Field(None, ge=0, le=1_000_000, description="not OpenAI's; 0 allows every token")
+    top_k: int | None = Field(None, ge=-1, le=1_000_000, description="not OpenAI's; 0 or -1 allows every token")
+    min_p: float | None = Field(None, ge=0.0, le=1.0, description="not OpenAI's; relative to the likeliest token")
     repetition_penalty: float | None = Field(None, gt=0.0, le=10.0, description="not OpenAI's")
     presence_penalty: float | None = Field(None, ge=-2.0, le=2.0)
     frequency_penalty: float | None = Field(None, ge=-2.0, le=2.0)
@@ -53,10 +85,19 @@ class _Generation(_Strict):
     n: int | None = Field(None, ge=1, le=128)
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
     stop: StopText | Annotated[list[StopText], Field(max_length=16, fail_fast=True)] | None = None
-    ignore_eos: bool = Field(False, description="not OpenAI's: go on after the end of a text")
+    stop_token_ids: Annotated[list[Id], Field(max_length=128, fail_fast=True)] | None = Field(
+        None, description="not OpenAI's: tokens that end the answer, besides the model's own"
+    )
+    skip_special_tokens: bool = Field(True, description="not OpenAI's: false shows special tokens in the text")
+    ignore_eos: bool = Field(False, description="not OpenAI's: continue after the end of a text")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: str | None = Field(None, description="has no effect here")
+    user: str | None = Field(None, description=_NO_EFFECT)
+    metadata: dict[str, str] | None = Field(None, description=_NO_EFFECT)
+    store: bool | None = Field(None, description=_NO_EFFECT)
+    service_tier: str | None = Field(None, description=_NO_EFFECT)
+    safety_identifier: str | None = Field(None, description=_NO_EFFECT)
+    prompt_cache_key: str | None = Field(None, description=_NO_EFFECT)
 
     @field_validator("logit_bias", mode="before")
     @classmethod
@@ -96,17 +137,29 @@ class TextPart(_Strict):
 
 
 class ChatMessage(_Strict):
-    """One message of a dialogue."""
+    """One message of a dialogue. Empty fields are those that OpenAI's client sends back with an answer."""
 
     role: str = Field(min_length=1, max_length=64)
-    content: str | Annotated[list[TextPart], Field(max_length=1024, fail_fast=True)]
+    content: str | Annotated[list[TextPart], Field(max_length=1024, fail_fast=True)] | None
     name: str | None = Field(None, max_length=256)
-    refusal: None = Field(None, description="as the answers of this server have it, which clients send back")
+    refusal: None = None
+    audio: None = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    function_call: None = None
+    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
+
+    @model_validator(mode="after")
+    def _has_content(self) -> ChatMessage:
+        if self.content is None and self.role != "assistant":
+            raise PydanticCustomError("no_content", "null is the content of an assistant only")
+        return self
 
     @property
     def text(self) -> str:
         """The content as one text."""
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        if isinstance(self.content, list):
+            return "".join(part.text for part in self.content)
+        return self.content or ""
 
 
 class ResponseFormat(_Strict):
@@ -124,6 +177,14 @@ class ChatRequest(_Generation):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     response_format: ResponseFormat | None = None
+    tools: Annotated[list[Any], Field(max_length=0)] | None = Field(None, description="empty: there are no tools")
+    tool_choice: Literal["none", "auto"] | None = Field(None, description=_NO_EFFECT)
+    functions: Annotated[list[Any], Field(max_length=0)] | None = Field(None, description="empty: there are no tools")
+    function_call: Literal["none", "auto"] | None = Field(None, description=_NO_EFFECT)
+    parallel_tool_calls: bool | None = Field(None, description=_NO_EFFECT)
+    reasoning_effort: str | None = Field(None, max_length=64, description=_NO_EFFECT)
+    verbosity: str | None = Field(None, max_length=64, description=_NO_EFFECT)
+    modalities: list[Literal["text"]] | None = Field(None, description="text is the only one")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="not OpenAI's: variables of the template")
 
 
@@ -149,13 +210,16 @@ def validated(kind: type[Model], found: Any) -> Model:
 
 def _unknown(kind: type[BaseModel], name: str) -> ApiError:
     known, shown = list(kind.model_fields), printable(name)
-    guess = difflib.get_close_matches(name[:64], known, n=1)
+    if name in _UNSUPPORTED:
+        return ApiError(400, f"{shown}: {_UNSUPPORTED[name]}", shown, "unsupported_field")
+    guess = difflib.get_close_matches(name[:64], known, n=1, cutoff=0.8)
     hint = f"; did you mean {guess[0]}?" if guess else f"; this endpoint has {', '.join(known)}"
     return ApiError(400, f"{shown}: no such field here{hint}", shown, "unknown_field")
 
 
 def _refusal(kind: type[BaseModel], error: ValidationError) -> ApiError:
-    first = error.errors(include_url=False, include_context=False)[0]
+    found = error.errors(include_url=False, include_context=False)
+    first = found[0]
     place = list(first["loc"])
     names = [str(part) for part in place if not _is_branch(part)]
     field = printable(".".join(names)) or "body"
@@ -163,9 +227,26 @@ def _refusal(kind: type[BaseModel], error: ValidationError) -> ApiError:
         return ApiError(400, f"{field}: no such field here", field, "unknown_field")
     form = next((_FORMS[name] for name in reversed(names) if name in _FORMS and first["type"] != "missing"), None)
     if form is not None:
-        return ApiError(400, f"{field}: must be {form}", field, "invalid_value")
+        return ApiError(400, f"{_culprit(found, field)}must be {form}", field, "invalid_value")
+    if place and place[0] in _UNSUPPORTED:
+        return ApiError(400, f"{field}: {_UNSUPPORTED[str(place[0])]}", field, "unsupported_field")
     code = "missing_field" if first["type"] == "missing" else "invalid_value"
     return ApiError(400, f"{field}: {_said(first['msg'])}{_given(first)}", field, code)
+
+
+def _culprit(errors: Sequence[Any], field: str) -> str:
+    """Name the item of a field that fits none of its forms: of the form that most of the items before it fit."""
+
+    def progress(error: Any) -> tuple[bool, list[int]]:
+        return not error["type"].endswith("_type"), [part for part in error["loc"] if isinstance(part, int)]
+
+    nearest = max((error for error in errors if error["loc"][0] == errors[0]["loc"][0]), key=progress)
+    where = "".join(f"[{part}]" for part in progress(nearest)[1]) if field == str(nearest["loc"][0]) else ""
+    value = nearest["input"]
+    shown = (
+        f"{printable(repr(value), 60)} is not valid; {field} " if where and not isinstance(value, (dict, list)) else ""
+    )
+    return f"{field}{where}: {shown}"
 
 
 def _is_branch(part: str | int) -> bool:

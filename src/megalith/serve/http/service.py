@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 from starlette.types import Receive
@@ -130,6 +131,11 @@ class Service:
     def failure(self) -> str | None:
         """Says why nothing can be served any more; None while all is well."""
         return self.worker.failure
+
+    @cached_property
+    def special_texts(self) -> dict[str, int]:
+        """The special tokens by their texts."""
+        return {self.tokenizer.decode([number]): number for number in sorted(self.tokenizer.special_ids)}
 
     def next_seed(self) -> int | None:
         """The seed of a request that names none."""

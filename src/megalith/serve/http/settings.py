@@ -22,7 +22,7 @@ class Limits:
         parting_seconds: that a client may go on to send after an answer that leaves its body unread.
         parting_bytes: that it may send meanwhile.
         connections: open at a time; one more is closed at once.
-        waiting: sequences admitted at a time, those that run included; one more is answered 429.
+        waiting: sequences that may wait for a place; one more is answered 429.
         request_seconds: that one request may take in all.
         samples: continuations that one request may ask for.
         retry_seconds: what Retry-After says.
@@ -38,7 +38,7 @@ class Limits:
     parting_seconds: float = 30.0
     parting_bytes: int = 64 * _MEBIBYTE
     connections: int = 1024
-    waiting: int = 128
+    waiting: int = 256
     request_seconds: float = 600.0
     samples: int = 128
     retry_seconds: int = 2

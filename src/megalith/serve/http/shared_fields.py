@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from megalith.serve.http.errors import ApiError
 from megalith.serve.http.schemas import ChatRequest, CompletionRequest
@@ -25,7 +26,8 @@ def sampling_of(body: CompletionRequest | ChatRequest, vocab_size: int) -> Sampl
         bias[int(name)] = value
     return Sampling(
         temperature=1.0 if body.temperature is None else body.temperature,
-        top_k=min(body.top_k or 0, vocab_size),
+        top_k=min(max(body.top_k or 0, 0), vocab_size),
+        min_p=body.min_p or 0.0,
         top_p=1.0 if body.top_p is None else body.top_p or 1e-9,  # OpenAI's 0 is the likeliest alone, the engine's all
         repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
         presence_penalty=body.presence_penalty or 0.0,
@@ -34,9 +36,24 @@ def sampling_of(body: CompletionRequest | ChatRequest, vocab_size: int) -> Sampl
     )
 
 
-def stop_ids_of(body: CompletionRequest | ChatRequest, service: Service) -> tuple[int, ...] | None:
-    """The ids that end the answer."""
-    return () if body.ignore_eos else service.stop_ids
+def text_fields_of(body: CompletionRequest | ChatRequest, service: Service) -> dict[str, Any]:
+    """Fields of `Request` about where the text ends and what it shows.
+
+    Raises:
+        ApiError: 400, a token of stop_token_ids is none.
+    """
+    stop_ids, size = list(body.stop_token_ids or ()), service.tokenizer.vocab_size
+    if bad := [number for number in stop_ids if number >= size]:
+        rule = f"stop_token_ids: {bad[0]} is no token id below {size}"
+        raise ApiError(400, rule, "stop_token_ids", "invalid_value")
+    if body.skip_special_tokens:  # a special token that is not shown is never found in the text
+        stop_ids += [number for text in body.stops if (number := service.special_texts.get(text)) is not None]
+    return {
+        "stop_ids": () if body.ignore_eos else service.stop_ids,
+        "more_stop_ids": tuple(stop_ids),
+        "hidden_ids": service.tokenizer.special_ids if body.skip_special_tokens else frozenset(),
+        "stop_texts": body.stops,
+    }
 
 
 def token_texts(tokenizer: Tokenizer, ids: Sequence[int], before: int | None = None) -> list[str]:
