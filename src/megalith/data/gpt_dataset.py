@@ -313,7 +313,7 @@ class GPTDataset:
         """Digest of what the indices depend on besides their description."""
         lengths, options = np.ascontiguousarray(self._documents.lengths), self._options
         partial = self.name == "valid" and not options.drop_last_partial_validation
-        return f"{len(lengths)} lengths {zlib.crc32(lengths):08x}, extra {self._extra}, partial {int(partial)}"
+        return f"{len(lengths)} lengths {zlib.crc32(lengths.data):08x}, extra {self._extra}, partial {int(partial)}"
 
     def _is_sound(self, arrays: Arrays) -> bool:
         """Check every entry of arrays of unknown origin: all but the order of documents and samples is determined."""

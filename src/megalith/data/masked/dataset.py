@@ -187,7 +187,7 @@ class MaskedDataset(ABC):
     def _source(self) -> str:
         """Digest of what the index depends on besides its description: the lengths and borders of the documents."""
         parts = (self._documents.lengths, self._documents.document_index)
-        return ", ".join(f"{len(part)} entries {zlib.crc32(np.ascontiguousarray(part)):08x}" for part in parts)
+        return ", ".join(f"{len(part)} entries {zlib.crc32(np.ascontiguousarray(part).data):08x}" for part in parts)
 
     def _nothing(self, where: str) -> str:
         asked = f"the {self.name} split of {self.prefix} has no sample, but {self.requested} are asked of it"
