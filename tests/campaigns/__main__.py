@@ -1,4 +1,4 @@
-"""Long campaigns of random faults: `make campaign`, or `python -m tests.campaigns [kill|flip|fuzz ...] [options]`.
+"""Long campaigns of random faults: `make campaign`, or `python -m tests.campaigns [NAME ...] [options]`.
 
 They are no part of `make test`. Each prints its seed and a table, and the exit code is 1 where one has found something.
 """
@@ -15,11 +15,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from . import flip, fuzz, kill
+from .cluster import cases
 from .material import print_table
 
 CAMPAIGNS: dict[str, Callable[[argparse.Namespace, Path], tuple[list[list[str]], list[str]]]] = {
     "kill": lambda options, folder: kill.run(options.kills, options.seed, folder),
     "flip": lambda options, folder: flip.run(options.flips, options.seed, folder),
+    "cluster": lambda options, folder: cases.run(folder),
     "fuzz": lambda options, folder: fuzz.run(options.minutes, options.seed, folder),
 }
 
