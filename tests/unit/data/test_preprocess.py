@@ -230,7 +230,6 @@ def test_all_violations_come_at_once(tmp_path: Path) -> None:
         preprocess(options)
     assert [violation.split(":")[0] for violation in caught.value.violations] == [
         "--merge-file is missing",
-        f"--vocab-file {tmp_path}",
         "--json-keys a a b/c",
         "--json-keys b/c",
         "--text-column t",
@@ -238,6 +237,7 @@ def test_all_violations_come_at_once(tmp_path: Path) -> None:
         "--input-format xml",
         "--csv-delimiter '",
         "--workers 0 is below 1",
+        f"--vocab-file {tmp_path}",
         f"--output-prefix {tmp_path}/file/out",
     ]
     inputs = ("none.jsonl", "empty.jsonl", "*.csv", "org/name", ".")
