@@ -3,6 +3,11 @@
 Names beginning with a dot belong to savers: `.saving-iter_0000010.<place>.<pid>.<born>` is being built, and
 `.replaced-iter_0000010...` was moved aside by a rename in progress, and `.removing-iter_0000010...` is being deleted.
 What a dead saver left is cleared by the next.
+
+A run that has claimed the save folder keeps these in a workspace, `.claimed-run.<place>.<pid>.<born>`, and whatever it
+shows or takes away is one rename out of the workspace or into it. Who takes the folder over empties and removes the
+workspace of the one before: should that one only have been frozen, between a check and a rename even, the rename
+fails. So nobody replaces or deletes what a later owner wrote.
 """
 
 from __future__ import annotations
@@ -18,12 +23,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megalith.checkpoint import manifest
-from megalith.checkpoint.owner import Owner, holds_claim
+from megalith.checkpoint.owner import Owner, check_claim, claim, holds_claim
 from megalith.errors import CheckpointError
 
 _SAVING = ".saving-"
 _REPLACED = ".replaced-"
 _REMOVING = ".removing-"
+_CLAIMED = ".claimed-"
+_ROUNDS = 100  # a frozen saver that wakes up may add something while its workspace is being emptied
 _log = logging.getLogger("megalith.checkpoint")
 
 
@@ -35,18 +42,48 @@ def _suffix(owner: Owner) -> str:
     return f".{owner.place}.{owner.pid}.{owner.born}"
 
 
+def workspace_of(parent: Path) -> Path:
+    """The folder for what this process has under way in a save folder that it has claimed."""
+    return parent / f"{_CLAIMED}run{_suffix(Owner.this_process())}"
+
+
+def _aside(path: Path, prefix: str, *, claimed: bool) -> Path:
+    """A name for something that is on its way to or from its place."""
+    room = workspace_of(path.parent) if claimed else path.parent
+    return room / f"{prefix}{path.name}{_suffix(Owner.this_process())}"
+
+
+@contextmanager
+def claimed(folder: Path) -> Iterator[None]:
+    """Hold a save folder for this process, alone, while the context lasts; arguments and errors as of `owner.claim`."""
+    with claim(folder):
+        workspace = workspace_of(folder)
+        try:
+            workspace.mkdir(exist_ok=True)
+            left = clear_leftovers(folder)
+        except OSError as error:
+            raise CheckpointError(f"{folder} cannot be used for saving: {error.strerror or error}") from error
+        if left:
+            raise CheckpointError(f"{folder} cannot be used for saving: {left[0]} of a former run cannot be removed")
+        try:
+            yield
+        finally:
+            shutil.rmtree(workspace, ignore_errors=True)
+
+
 def _left_by_the_dead(parent: Path, prefix: str) -> list[Path]:
-    """What savers that are gone left under a prefix.
+    """What savers that are gone left under a prefix, in the save folder and in their workspaces.
 
     Of this system that can be asked. Of another it is known only while this process holds the claim of the folder:
     a container that is started again is another system, so leftovers would pile up otherwise.
     """
     alone, me = holds_claim(parent), Owner.this_process()
     found = []
-    for path in parent.glob(f"{prefix}*"):
-        owner = _owner_of(path, me.host)
-        if owner is not None and owner != me and (owner.is_dead() or alone):
-            found.append(path)
+    for pattern in (f"{prefix}*", f"{_CLAIMED}*/{prefix}*"):
+        for path in parent.glob(pattern):
+            owner = _owner_of(path if path.parent == parent else path.parent, me.host)
+            if owner is not None and owner != me and (owner.is_dead() or alone):
+                found.append(path)
     return found
 
 
@@ -59,10 +96,17 @@ def _owner_of(path: Path, host: str) -> Owner | None:
 
 @dataclass(frozen=True)
 class Building:
-    """A folder under construction and the place that it is meant for."""
+    """A folder under construction and the place that it is meant for.
+
+    Attributes:
+        path: where it is.
+        final: where it is to appear.
+        claimed: whether this process has claimed the folder that it is to appear in.
+    """
 
     path: Path
     final: Path
+    claimed: bool = False
 
     def commit(self) -> None:
         """Make the folder durable and move it to its place; what stood there is removed afterwards.
@@ -72,14 +116,15 @@ class Building:
         """
         sync_folder(self.path)
         parent = self.final.parent
-        aside = parent / f"{_REPLACED}{self.final.name}{_suffix(Owner.this_process())}"
+        aside = _aside(self.final, _REPLACED, claimed=self.claimed)
         if self.final.exists():
             self.final.rename(aside)
         try:
             self.path.rename(self.final)
         except OSError:
             if aside.exists():
-                aside.rename(self.final)
+                with contextlib.suppress(OSError):  # a later owner has put it back
+                    aside.rename(self.final)
             raise
         sync_folder(parent)
         if aside.exists():
@@ -90,24 +135,24 @@ class Building:
         shutil.rmtree(self.path, ignore_errors=True)
 
 
-def begin_building(final: Path) -> Building:
-    """Make an empty folder beside `final`; the caller commits or abandons it.
+def begin_building(final: Path, *, claimed: bool = False) -> Building:
+    """Make an empty folder on the file system of `final`; the caller commits or abandons it.
 
     Raises:
         NewerFormatError: a checkpoint of a later version is in that place.
     """
     manifest.refuse_newer(final)
-    path = final.parent / f"{_SAVING}{final.name}{_suffix(Owner.this_process())}"
+    path = _aside(final, _SAVING, claimed=claimed)
     if path.exists():
         shutil.rmtree(path)
-    path.mkdir(parents=True)
-    return Building(path, final)
+    path.mkdir(parents=not claimed)
+    return Building(path, final, claimed)
 
 
 @contextmanager
 def building(final: Path) -> Iterator[Building]:
-    """Make an empty folder beside `final`; it is removed on any error, and stays on none until `commit`."""
-    new = begin_building(final)
+    """Make an empty folder for `final`; it is removed on any error, and stays on none until `commit`."""
+    new = begin_building(final, claimed=holds_claim(final.parent))
     try:
         yield new
     except BaseException:
@@ -115,12 +160,12 @@ def building(final: Path) -> Iterator[Building]:
         raise
 
 
-def set_aside(folder: Path) -> Path:
+def set_aside(folder: Path, *, claimed: bool = False) -> Path:
     """Give a folder that is to be deleted a name that nobody takes for a checkpoint; returns where it is now.
 
     Deleting it where it stands would show half a checkpoint if this process died meanwhile.
     """
-    aside = folder.parent / f"{_REMOVING}{folder.name}{_suffix(Owner.this_process())}"
+    aside = _aside(folder, _REMOVING, claimed=claimed)
     if aside.exists():
         shutil.rmtree(aside)
     folder.rename(aside)
@@ -132,24 +177,42 @@ def delete(asides: Iterable[Path]) -> None:
     for aside in asides:
         try:
             shutil.rmtree(aside)
+        except FileNotFoundError:
+            pass  # the end of the run has removed it
         except OSError as error:
             _log.warning("%s cannot be deleted: %s", aside, error)
 
 
-def clear_leftovers(parent: Path) -> None:
-    """Remove what savers that are gone left in a save folder."""
-    put_back_replaced(parent)
-    for prefix in (_SAVING, _REPLACED, _REMOVING):
-        for path in _left_by_the_dead(parent, prefix):
-            _remove(path)
+def clear_leftovers(parent: Path) -> list[Path]:
+    """Remove what savers that are gone left in a save folder; returns the workspaces of theirs that still exist."""
+    left: list[Path] = []
+    for _ in range(_ROUNDS):
+        put_back_replaced(parent)
+        for prefix in (_SAVING, _REPLACED, _REMOVING):
+            for path in _left_by_the_dead(parent, prefix):
+                _remove(parent, path)
+        if not (left := [path for path in _left_by_the_dead(parent, _CLAIMED) if path.parent == parent]):
+            break
+        for workspace in left:
+            for path in workspace.iterdir():
+                if not path.name.startswith(_REPLACED):
+                    _remove(parent, path)
+            with contextlib.suppress(OSError):  # not empty: its owner lives, and has added something
+                workspace.rmdir()
+    return left
 
 
-def _remove(path: Path) -> None:
-    """Remove a folder, or the temporary file of a tracker."""
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
+def _remove(parent: Path, path: Path) -> None:
+    """Remove a folder, or the temporary file of a tracker; its owner, should it live, must not show half of it."""
+    workspace = workspace_of(parent)
+    room = workspace if workspace.is_dir() else parent
+    aside = room / f"{_REMOVING}{path.name.strip('.').partition('.')[0]}{_suffix(Owner.this_process())}"
+    with contextlib.suppress(OSError):
+        path.rename(aside)
+        if aside.is_dir():
+            shutil.rmtree(aside, ignore_errors=True)
+        else:
+            aside.unlink(missing_ok=True)
 
 
 def put_back_replaced(parent: Path) -> None:
@@ -169,9 +232,9 @@ def write_durably(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def replace_durably(path: Path, data: bytes) -> None:
+def replace_durably(path: Path, data: bytes, *, claimed: bool = False) -> None:
     """Replace a small file so that a reader finds the old or the new content, never a mixture."""
-    temporary = path.parent / f"{_SAVING}{path.name}{_suffix(Owner.this_process())}"
+    temporary = _aside(path, _SAVING, claimed=claimed)
     temporary.unlink(missing_ok=True)
     write_durably(temporary, data)
     temporary.replace(path)
@@ -197,16 +260,19 @@ def free_bytes(folder: Path) -> int:
 
 
 @contextmanager
-def naming_full_disk(folder: Path, needed: int) -> Iterator[None]:
+def naming_full_disk(folder: Path, needed: int, *, claimed: bool = False) -> Iterator[None]:
     """Translate what a full or unwritable disk raises into a CheckpointError with the numbers.
 
     Args:
         folder: where the files go.
         needed: bytes that are about to be written.
+        claimed: whether this process has claimed the folder, which may be the reason.
     """
     try:
         yield
     except OSError as error:
+        if claimed:
+            check_claim(folder, workspace_of(folder))
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise CheckpointError(_full(folder, needed, free_bytes(folder), error.strerror or "disk full")) from error
         raise CheckpointError(f"{folder} cannot be written: {error.strerror or error}") from error

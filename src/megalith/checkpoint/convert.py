@@ -26,7 +26,7 @@ from megalith.checkpoint.adapted import (
     WithArgs,
     args_of,
 )
-from megalith.checkpoint.commit import replace_durably
+from megalith.checkpoint.commit import claimed, replace_durably
 from megalith.checkpoint.content import Chunk
 from megalith.checkpoint.folder import CheckpointFolder, damaged
 from megalith.checkpoint.formats.megatron_names import CORE
@@ -34,7 +34,6 @@ from megalith.checkpoint.formats.torch_dist import CHECKPOINT_VERSION, CONTENT_M
 from megalith.checkpoint.huggingface_source import HuggingFaceSource, files_of_tokenizer
 from megalith.checkpoint.locate import locate
 from megalith.checkpoint.model_space import model_space_of
-from megalith.checkpoint.owner import claim
 from megalith.checkpoint.safe_loading import ForeignEnum
 from megalith.checkpoint.source import Source
 from megalith.checkpoint.store import RELEASE, TRACKER_FILE, facts_of, provenance
@@ -175,9 +174,11 @@ def convert(
     _check_place(final, found, replace=wanted.replace)
 
     def publish() -> None:
-        replace_durably(destination / TRACKER_FILE, (RELEASE if released else str(number)).encode("ascii"))
+        replace_durably(
+            destination / TRACKER_FILE, (RELEASE if released else str(number)).encode("ascii"), claimed=True
+        )
 
-    with claim(destination):
+    with claimed(destination):
         facts, files = _facts(folder, number, layout), further_files(folder)
         write = write_torch_dist if wanted.format == "torch_dist" else partial(write_torch, names=wanted.names)
         size = write(source, final, facts=facts, files=files, publish=publish, check=check)

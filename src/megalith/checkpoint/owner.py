@@ -1,8 +1,11 @@
 """Who writes here: the identity of a process, its liveness, and the lock of a save folder.
 
 Two runs that save into one folder would delete each other's work, so a run claims the folder first. A claim is a
-small JSON file. Its owner is known to be dead when the process is gone (same machine), or when the file has not been
-touched for a while although its owner touches it every few seconds (another machine); clocks are not compared.
+small JSON file, on which its owner holds a `flock` for as long as it lives: the kernel releases it when the process
+ends, however that happens, and keeps it for one that is frozen. Where that says nothing (another machine, a file system
+without locks) an owner is taken for dead when the file has not been touched for a while although its owner touches it
+every few seconds; clocks are not compared. An owner that was only frozen may wake up after that, so what it then does
+must not harm: see `commit`.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import errno
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import socket
 import threading
@@ -19,7 +23,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from megalith.checkpoint.source import refuse_model_folder
@@ -28,7 +32,9 @@ from megalith.errors import CheckpointError
 LOCK_FILE = ".megalith-lock"
 HEARTBEAT_SECONDS = 10.0
 _SILENT_BEATS = 3
+_LEASE_BEATS = 12  # a file server keeps the locks of a machine that is gone for a minute or two
 _GUARD_SECONDS = 5.0
+_log = logging.getLogger("megalith.checkpoint")
 
 
 @dataclass(frozen=True)
@@ -95,20 +101,57 @@ def _alive(pid: int, born: str) -> bool:
 
 def holds_claim(folder: Path) -> bool:
     """Whether this process has claimed a save folder: then whatever another process left there is left for good."""
-    try:
-        held = _Claim.parse((folder / LOCK_FILE).read_text("utf-8", "replace"))
-    except OSError:
-        return False
+    held = _claim_of(folder)
     return held is not None and held.owner == Owner.this_process()
+
+
+def check_claim(folder: Path, workspace: Path) -> None:
+    """Check that this process, which claimed a save folder, still has it.
+
+    Args:
+        folder: the save folder.
+        workspace: the folder in it that whoever takes it over removes.
+
+    Raises:
+        CheckpointError: another run took it over, or it was renamed or removed; nothing may be saved any more.
+    """
+    held = _claim_of(folder)
+    if held is not None and held.owner != Owner.this_process():
+        raise CheckpointError(
+            f"{folder} was taken over by another run while this one gave no sign of life: process {held.owner.pid} on "
+            f"{held.owner.host}, since {held.since}; this run saves nothing more and ends"
+        )
+    if workspace.is_dir():
+        return
+    if folder.is_dir():
+        what = "was taken over by another run, which has ended since, or put in the place of the folder of this run"
+    else:
+        what = "was renamed or removed while this run was saving into it"
+    raise CheckpointError(f"{folder} {what}; this run saves nothing more and ends")
+
+
+def _claim_of(folder: Path) -> _Claim | None:
+    try:
+        return _Claim.parse((folder / LOCK_FILE).read_text("utf-8", "replace"))
+    except OSError:
+        return None
 
 
 @dataclass(frozen=True)
 class _Claim:
-    """The content of the lock file."""
+    """The content of the lock file.
+
+    Attributes:
+        owner: whose it is.
+        token: unique to this claim.
+        since: when it was made, for people.
+        domain: the system and file system on which the owner holds a lock on the file; "" where it holds none.
+    """
 
     owner: Owner
     token: str
     since: str
+    domain: str = ""
 
     def text(self) -> str:
         return json.dumps(asdict(self))
@@ -118,8 +161,8 @@ class _Claim:
         """None for an empty or torn file: its writer died within a few microseconds of making it."""
         try:
             body = json.loads(text)
-            return _Claim(Owner(**body["owner"]), body["token"], body["since"])
-        except (ValueError, KeyError, TypeError):
+            return _Claim(Owner(**body["owner"]), body["token"], body["since"], body.get("domain", ""))
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return None
 
 
@@ -140,38 +183,170 @@ def claim(folder: Path, *, heartbeat: float = HEARTBEAT_SECONDS) -> Iterator[Non
     mine = _Claim(Owner.this_process(), uuid.uuid4().hex, time.strftime("%Y-%m-%d %H:%M:%S %z"))
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _take(path, mine, heartbeat)
+        lock = _take(path, mine, heartbeat)
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be used for saving: {error.strerror or error}") from error
+    # A lock is released when the last copy of the open file is closed; a child must not keep that of a killed run.
+    os.register_at_fork(after_in_child=lock.release)
+    if not lock.enforced:
+        _log.warning("%s: the file system has no locks; another run in it is known by its signs of life only", folder)
     stop = threading.Event()
-    beat = threading.Thread(target=_beat, args=(path, stop, heartbeat), name="save-folder-heartbeat", daemon=True)
+    beat = threading.Thread(target=_beat, args=(path, mine, stop, heartbeat), name="save-folder-heartbeat", daemon=True)
     beat.start()
     try:
         yield
     finally:
         stop.set()
         beat.join()
-        _drop(path, mine)
+        with contextlib.suppress(OSError):
+            if _has(path, mine):
+                path.unlink()
+        lock.release()
 
 
-def _take(path: Path, mine: _Claim, heartbeat: float) -> None:
-    with _guarded(path) as fd:
-        held = _Claim.parse(os.pread(fd, 65536, 0).decode("utf-8", "replace"))
-        if held is not None and _is_live(path, held, heartbeat):
-            age = time.time() - os.fstat(fd).st_mtime
-            raise CheckpointError(
-                f"{path.parent} is being saved to by another run: process {held.owner.pid} on {held.owner.host}, "
-                f"since {held.since}, last sign of life {max(age, 0):.0f} s ago; stop that run or give another --save"
-            )
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, mine.text().encode(), 0)
-        os.fsync(fd)
+class _Lock:
+    """The lock file, open, and locked as far as the file system can.
+
+    Args:
+        path: the file, made if missing.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._fds = [os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)]
+        self.taken = self.enforced = False
+        try:
+            self.taken = _flock(self.fd)
+            self.enforced = self.taken and not _locks_twice(path)
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+                self.release()
+                raise
+            self.taken = True  # two runs that start in the same instant are not told apart
+
+    @property
+    def fd(self) -> int:
+        return self._fds[0]
+
+    @property
+    def domain(self) -> str:
+        """The system and file system that the lock holds in; "" where it holds in none."""
+        return f"{_boot()}.{os.fstat(self.fd).st_dev}" if self.enforced else ""
+
+    def is_of(self, path: Path) -> bool:
+        """Whether the file is still the one at its place."""
+        return path.exists() and os.path.samestat(os.fstat(self.fd), path.stat())
+
+    def read(self) -> _Claim | None:
+        return _Claim.parse(os.pread(self.fd, 65536, 0).decode("utf-8", "replace"))
+
+    def write(self, claim: _Claim) -> None:
+        os.ftruncate(self.fd, 0)
+        os.pwrite(self.fd, claim.text().encode(), 0)
+        os.fsync(self.fd)
+
+    def release(self) -> None:
+        while self._fds:
+            os.close(self._fds.pop())
 
 
-def _is_live(path: Path, held: _Claim, heartbeat: float) -> bool:
+def _flock(fd: int) -> bool:
+    """Take the lock if nobody has it.
+
+    Raises:
+        OSError: the file system has no locks.
+    """
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.EAGAIN, errno.EACCES):
+            raise
+        return False
+    return True
+
+
+def _locks_twice(path: Path) -> bool:
+    """Whether a file that is locked can be locked again: some file systems accept locks and keep none."""
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        return _flock(fd)
+    finally:
+        os.close(fd)
+
+
+def _boot() -> str:
+    """Identifies the running kernel, in whatever container."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:
+        boot = socket.gethostname()
+    return hashlib.blake2b(boot.encode(), digest_size=8).hexdigest()
+
+
+def _take(path: Path, mine: _Claim, heartbeat: float) -> _Lock:
+    """Lock the file and write the claim into it.
+
+    Raises:
+        CheckpointError: another run has it.
+    """
+    began = time.monotonic()
+    while True:
+        lock = _Lock(path)
+        try:
+            held = lock.read()
+            if lock.taken:
+                refused = held is not None and _is_live(path, held, lock, heartbeat)
+            else:
+                refused = _is_refused(path, held, lock, heartbeat, time.monotonic() - began)
+            if not lock.is_of(path):  # its owner has ended and removed it
+                lock.release()
+                continue
+            if refused:
+                raise _refusal(path, held)
+            if lock.taken:
+                lock.write(replace(mine, domain=lock.domain))
+                return lock
+        except BaseException:
+            lock.release()
+            raise
+        lock.release()
+        time.sleep(0.05)
+
+
+def _is_live(path: Path, held: _Claim, lock: _Lock, heartbeat: float) -> bool:
+    """Whether the owner of a claim may be alive, although the lock could be taken here."""
     if held.owner.is_here():
         return not held.owner.is_dead()
-    # Another machine: watch for its next sign of life. Opening the file makes network file systems look again.
+    if held.domain and held.domain == lock.domain:
+        return False  # it was in another container of this machine
+    return _beats(path, heartbeat)
+
+
+def _is_refused(path: Path, held: _Claim | None, lock: _Lock, heartbeat: float, waited: float) -> bool:
+    """Whether to wait no longer for a lock that another process has, or has just released by removing the file."""
+    if lock.taken:
+        return False
+    if held is None or held.owner.is_dead():
+        return waited > _GUARD_SECONDS  # its owner is about to write it, or to remove it
+    here = held.owner.is_here() or held.domain == f"{_boot()}.{os.fstat(lock.fd).st_dev}"
+    return here or _beats(path, heartbeat) or waited > _LEASE_BEATS * heartbeat
+
+
+def _refusal(path: Path, held: _Claim | None) -> CheckpointError:
+    try:
+        age = max(time.time() - path.stat().st_mtime, 0)
+    except OSError:
+        age = 0
+    who = "a process that does not say its name"
+    if held is not None:
+        who = f"process {held.owner.pid} on {held.owner.host}, since {held.since}, last sign of life {age:.0f} s ago"
+    return CheckpointError(
+        f"{path.parent} is being saved to by another run: {who}; stop that run or give another --save (if it is "
+        f"certainly gone: remove {path})"
+    )
+
+
+def _beats(path: Path, heartbeat: float) -> bool:
+    """Watch for the next sign of life of an owner. Opening the file makes network file systems look again."""
     before = _touched(path)
     for _ in range(_SILENT_BEATS):
         time.sleep(heartbeat)
@@ -181,47 +356,21 @@ def _is_live(path: Path, held: _Claim, heartbeat: float) -> bool:
 
 
 def _touched(path: Path) -> int:
-    with path.open("rb") as file:
-        return os.fstat(file.fileno()).st_mtime_ns
+    try:
+        with path.open("rb") as file:
+            return os.fstat(file.fileno()).st_mtime_ns
+    except FileNotFoundError:  # its owner has ended
+        return 0
 
 
-@contextmanager
-def _guarded(path: Path) -> Iterator[int]:
-    """The lock file, open, and with no other process between reading and writing it."""
-    while True:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            _exclusive(fd)
-            current = path.exists() and os.path.samestat(os.fstat(fd), path.stat())
-            if current:  # else the previous owner removed it in between
-                yield fd
-                return
-        finally:
-            os.close(fd)  # releases the guard
-
-
-def _exclusive(fd: int) -> None:
-    deadline = time.monotonic() + _GUARD_SECONDS
-    while True:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except OSError as error:
-            if error.errno in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
-                return  # a file system without locks: two runs that start in the same instant are not told apart
-            if error.errno not in (errno.EAGAIN, errno.EACCES) or time.monotonic() > deadline:
-                raise
-        time.sleep(0.05)
-
-
-def _beat(path: Path, stop: threading.Event, heartbeat: float) -> None:
+def _beat(path: Path, mine: _Claim, stop: threading.Event, heartbeat: float) -> None:
     while not stop.wait(heartbeat):
         with contextlib.suppress(OSError):  # a full or briefly unreachable disk must not end the run
-            os.utime(path)
+            if _has(path, mine):  # else it would give signs of life for the one that took it over
+                os.utime(path)
 
 
-def _drop(path: Path, mine: _Claim) -> None:
-    with contextlib.suppress(OSError), _guarded(path) as fd:
-        held = _Claim.parse(os.pread(fd, 65536, 0).decode("utf-8", "replace"))
-        if held is None or held.token == mine.token:
-            path.unlink()
+def _has(path: Path, mine: _Claim) -> bool:
+    """Whether the file says that the claim is this one."""
+    held = _Claim.parse(path.read_text("utf-8", "replace"))
+    return held is None or held.token == mine.token

@@ -24,11 +24,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megalith.checkpoint.commit import Building, begin_building, check_space, clear_leftovers, naming_full_disk
+from megalith.checkpoint.commit import (
+    Building,
+    begin_building,
+    check_space,
+    clear_leftovers,
+    naming_full_disk,
+    workspace_of,
+)
 from megalith.checkpoint.content import CheckpointContent
 from megalith.checkpoint.crew import Crew
 from megalith.checkpoint.dcp_writing import Written
 from megalith.checkpoint.folder_writer import FolderWriter, MakeWriter, SharedFiles, TorchDistWriter
+from megalith.checkpoint.owner import check_claim
 from megalith.checkpoint.source import refuse_model_folder
 from megalith.checkpoint.staging import Staging
 from megalith.errors import CheckpointError
@@ -70,6 +78,7 @@ class Saving:
         publish: points the tracker to the folder; called on the first rank when it is in its place.
         staging: for copies of the tensors, where these may change before they are written.
         writer: makes the writer of the format.
+        claimed: whether this run has claimed the folder that it saves into (`commit.claimed`).
     """
 
     def __init__(
@@ -83,11 +92,13 @@ class Saving:
         publish: Callable[[], None],
         staging: Staging | None = None,
         writer: MakeWriter = TorchDistWriter,
+        *,
+        claimed: bool = False,
     ) -> None:
         self._crew, self._final, self._facts = crew, final, facts
         self._content, self._files = content, files
         self._on_point, self._publish, self._staging = on_point, publish, staging
-        self._make_writer = writer
+        self._make_writer, self._claimed = writer, claimed
         self._writer: FolderWriter
         self._new: Building | None = None
         self._name = ""
@@ -181,12 +192,23 @@ class Saving:
         self._writer.merge(plans)
         parent = self._final.parent
         refuse_model_folder(parent)
-        with naming_full_disk(parent, self._needed):
-            parent.mkdir(parents=True, exist_ok=True)
+        self._check_claim()
+        with naming_full_disk(parent, self._needed, claimed=self._claimed):
+            if not self._claimed:
+                parent.mkdir(parents=True, exist_ok=True)
             clear_leftovers(parent)
             check_space(parent, self._needed)
-            self._new = begin_building(self._final)
-        return self._new.path.name
+            self._new = begin_building(self._final, claimed=self._claimed)
+        return str(self._new.path.relative_to(parent))
+
+    def _check_claim(self) -> None:
+        """Check that the folder is still this run's; whoever took it over makes the renames fail that are under way.
+
+        Raises:
+            CheckpointError: it is not.
+        """
+        if self._claimed:
+            check_claim(self._final.parent, workspace_of(self._final.parent))
 
     def _lay_out(self, shared: SharedFiles) -> None:
         with self._in_folder() as path:
@@ -226,7 +248,7 @@ class Saving:
             CheckpointError: the disk refused.
         """
         path = self._final.parent / self._name
-        with naming_full_disk(path.parent, self._needed):
+        with naming_full_disk(self._final.parent, self._needed, claimed=self._claimed and self._crew.is_first):
             _wait_for(path)
             yield path
 
@@ -244,14 +266,16 @@ class Saving:
             return 0
         assert self._new is not None
         path = self._new.path
-        with naming_full_disk(path.parent, self._needed):
+        with naming_full_disk(self._final.parent, self._needed, claimed=self._claimed):
             for part in written[1:]:
                 for name, record in part.records.items():
                     _wait_for(path / name, record.size)
             size = self._writer.finish(path, self._final.name, written, self._facts)
             self._on_point("pre_commit")
+            self._check_claim()
             self._new.commit()
             self._on_point("mid_commit")
+            self._check_claim()
             self._publish()
         return size
 

@@ -26,14 +26,22 @@ import torch
 import megalith
 from megalith.checkpoint import manifest as manifests
 from megalith.checkpoint.background import BackgroundSave, PendingSave, SaveReport
-from megalith.checkpoint.commit import delete, no_point, put_back_replaced, replace_durably, set_aside
+from megalith.checkpoint.commit import (
+    claimed,
+    delete,
+    no_point,
+    put_back_replaced,
+    replace_durably,
+    set_aside,
+    workspace_of,
+)
 from megalith.checkpoint.content import CheckpointContent, LoadedContent
 from megalith.checkpoint.crew import Crew
 from megalith.checkpoint.fit import Contents, keys_of
 from megalith.checkpoint.folder import CheckpointFolder, Reading, Signature, damaged
 from megalith.checkpoint.folder_writer import MakeWriter, PerRankWriter, TorchDistWriter
 from megalith.checkpoint.manifest import MANIFEST_FILE
-from megalith.checkpoint.owner import claim
+from megalith.checkpoint.owner import check_claim
 from megalith.checkpoint.prefetch import Prefetch
 from megalith.checkpoint.retention import KEEP_ALL, Retention
 from megalith.checkpoint.saving import Saving
@@ -195,6 +203,8 @@ class DirectoryStore:
         ctx: the ranks that share it; this process alone by default.
         retention: which checkpoints stay when one is saved.
         save_format: torch_dist or torch.
+        claimed: whether this run holds the claim of the folder while it uses the store: then nothing is saved or
+            deleted once another run has taken it over, or the folder was renamed or removed.
 
     Raises:
         CheckpointError: the path is not one of the file system.
@@ -207,11 +217,12 @@ class DirectoryStore:
         retention: Retention = KEEP_ALL,
         *,
         save_format: str = "torch_dist",
+        claimed: bool = False,
     ) -> None:
         if problem := remote(str(path)):
             raise CheckpointError(f"{path}: {problem}")
         ctx = ctx or ParallelContext.solo()
-        self.path, self._retention = Path(path), retention
+        self.path, self._retention, self._claimed = Path(path), retention, claimed
         self._layout, self._crew = ctx.layout, Crew(ctx.world)
         self._writer: MakeWriter = TorchDistWriter
         if save_format == "torch":
@@ -239,7 +250,7 @@ class DirectoryStore:
     def claim(self) -> Iterator[None]:
         self._crew.first(self._refuse_newer)
         with ExitStack() as stack:
-            self._crew.first(lambda: stack.enter_context(claim(self.path)))
+            self._crew.first(lambda: stack.enter_context(claimed(self.path)))
             yield
 
     def _refuse_newer(self) -> None:
@@ -297,14 +308,25 @@ class DirectoryStore:
 
         def publish() -> None:
             before = self._latest()
-            replace_durably(self.path / TRACKER_FILE, str(iteration).encode("ascii"))
+            replace_durably(self.path / TRACKER_FILE, str(iteration).encode("ascii"), claimed=self._claimed)
             there = self._iterations()
             superseded = self._retention.superseded(iteration, before, there, self._is_complete)
             self._delete(superseded, beside=staging is not None)
 
         self._sound.pop(iteration, None)
         final = self.folder(iteration)
-        return Saving(self._crew, final, content, files, facts, on_point, publish, staging, self._writer)
+        return Saving(
+            self._crew,
+            final,
+            content,
+            files,
+            facts,
+            on_point,
+            publish,
+            staging,
+            self._writer,
+            claimed=self._claimed,
+        )
 
     def _is_complete(self, iteration: int) -> bool:
         """Whether every file of a checkpoint is there with its size; to hash them all would take too long."""
@@ -324,6 +346,9 @@ class DirectoryStore:
         Args:
             iterations: which.
             beside: let a thread do it, since that may take a while.
+
+        Raises:
+            CheckpointError: the folder is no longer this run's.
         """
         asides = []
         for iteration in iterations:
@@ -331,10 +356,12 @@ class DirectoryStore:
             if not folder.is_symlink():
                 try:
                     manifests.refuse_newer(folder)
-                    asides.append(set_aside(folder))
+                    asides.append(set_aside(folder, claimed=self._claimed))
                 except NewerFormatError as error:
                     _log.warning("%s", error)
                 except OSError as error:
+                    if self._claimed:
+                        check_claim(self.path, workspace_of(self.path))
                     _log.warning("%s cannot be deleted: %s", folder, error.strerror or error)
         if beside and asides:
             threading.Thread(target=delete, args=(asides,), name="checkpoint-removal").start()

@@ -217,12 +217,13 @@ def _saver(config: RunConfig, context: ParallelContext, identity: Identity, prob
         context,
         Retention(keep_last=settings.keep_last, retain_interval=settings.save_retain_interval),
         save_format=settings.ckpt_format,
+        claimed=True,
     )
     folder = settings.passing_folder(settings.save) if settings.non_persistent_save_interval else None
     passing = (
         None
         if folder is None
-        else DirectoryStore(folder, context, Retention(keep_last=1), save_format=settings.ckpt_format)
+        else DirectoryStore(folder, context, Retention(keep_last=1), save_format=settings.ckpt_format, claimed=True)
     )
     return CheckpointSaver(store, config, identity, probe, passing)
 
