@@ -11,9 +11,11 @@ Why not BLAKE2b alone: 1.1 GB/s per thread where one thread writes 4 GB/s to an 
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
 import os
+import stat
 import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -27,6 +29,17 @@ from megalith.checkpoint.checksums import joined
 HASH_NAME = "crc32-1MiB/blake2b-128"
 BLOCK_SIZE = 2**20
 _SEGMENT_SIZE = 64 * BLOCK_SIZE  # what one thread reads in sequence, so that the system's read-ahead works
+
+
+def require_file(path: Path) -> None:
+    """Refuse a pipe or a device in the place of a file: to open it may wait for ever.
+
+    Raises:
+        OSError: it is none, or it is missing.
+    """
+    if not stat.S_ISREG(mode := path.stat().st_mode):
+        kind = "is a folder" if stat.S_ISDIR(mode) else "is a pipe, a socket or a device"
+        raise OSError(errno.EINVAL, f"it {kind}, not a file", str(path))
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from megalith.checkpoint.boxes import fill
 from megalith.checkpoint.content import CheckpointContent, Chunk, volume
 from megalith.checkpoint.fit import Contents, StoredTensor, listing, short
 from megalith.checkpoint.formats.torch_dist import CHECKPOINT_VERSION, WORD_EMBEDDINGS
+from megalith.checkpoint.hashing import require_file
 from megalith.checkpoint.model_space import ModelSpace, model_space
 from megalith.config.groups import PrecisionConfig, TokenizerConfig
 from megalith.config.saved_args import weights_args
@@ -45,6 +46,11 @@ _AGAIN = "download or copy the folder again"
 _GPT2_FILES = ("vocab.json", "merges.txt")
 _BERT_FILE, _TOKENIZER_CONFIG = "vocab.txt", "tokenizer_config.json"
 _ORDER_HEAD = "cls.seq_relationship.weight"
+_COUNTS = (
+    *("n_layer", "num_hidden_layers", "num_layers", "num_decoder_layers", "num_nextn_predict_layers"),
+    *("num_local_experts", "num_experts", "n_routed_experts", "n_shared_experts"),
+)
+_PLAUSIBLE = 4096  # layers or experts; above it the weights are counted first
 _IDS_MORE = 2  # [BOS] and [EOS] of Megatron's BertWordPieceTokenizer
 _DIVISIBLE_BY = 128  # --make-vocab-size-divisible-by
 _OF_THE_VOCABULARY = {
@@ -112,6 +118,7 @@ class HuggingFaceSource:
         Raises:
             CheckpointError: it is no model that can be read, or asks for what this version has not.
         """
+        self._check_counts()
         found = model_of_config(self.config, str(self.path / CONFIG_FILE))
         if found.model.model_family == "bert" and not self._has_order_head:
             model = replace(found.model, bert_binary_head=False, bert_token_types=True)
@@ -121,6 +128,20 @@ class HuggingFaceSource:
         if found.model.model_family == "t5":
             return replace(found, model=with_own_output(found.model, own=OUTPUT_LAYER in self._stored))
         return found
+
+    def _check_counts(self) -> None:
+        """Refuse more layers or experts than there are tensors, before anything is made for each of them.
+
+        Raises:
+            CheckpointError: names the key of config.json.
+        """
+        for key in _COUNTS:
+            count = self.config.get(key)
+            if isinstance(count, (int, float)) and count > _PLAUSIBLE and count > len(self._stored):
+                raise CheckpointError(
+                    f"{self.path / CONFIG_FILE} says {key} {count}, and the weights beside it are {len(self._stored)} "
+                    f"tensors; {_AGAIN}"
+                )
 
     def _predicts_ahead(self, layers: int) -> bool:
         """Whether anything of the layers behind the last one is in the files; transformers writes none of it."""
@@ -387,6 +408,7 @@ def _naming(file: Path) -> Iterator[None]:
 
 def _json(path: Path) -> Any:
     try:
+        require_file(path)
         return json.loads(path.read_bytes())
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing; {_AGAIN}") from error

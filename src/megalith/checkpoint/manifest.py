@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import megalith
-from megalith.checkpoint.hashing import HASH_NAME, FileRecord, hash_files
+from megalith.checkpoint.hashing import HASH_NAME, FileRecord, hash_files, require_file
 from megalith.errors import CheckpointError, NewerFormatError
 
 MANIFEST_FILE = "manifest.json"
@@ -82,6 +82,7 @@ def _bytes(folder: Path) -> bytes | None:
     """
     path = folder / MANIFEST_FILE
     try:
+        require_file(path)
         return path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         return None

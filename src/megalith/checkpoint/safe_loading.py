@@ -13,6 +13,7 @@ import argparse
 import io
 import pathlib
 import pickle
+import pickletools
 import re
 import signal
 import zipfile
@@ -25,6 +26,7 @@ import numpy as np
 import torch
 from torch.distributed.checkpoint import filesystem, metadata, planner
 
+from megalith.checkpoint.hashing import require_file
 from megalith.errors import CheckpointError
 
 
@@ -158,6 +160,7 @@ def read_metadata(path: Path) -> metadata.Metadata:
     """
 
     def load(file: IO[bytes]) -> Any:
+        _check_memo(file)
         return RestrictedUnpickler(file, METADATA_TYPES).load()
 
     found = _guarded(path, load)
@@ -219,11 +222,55 @@ def dump_bytes(value: object, name: str) -> bytes:
     return stream.getvalue()
 
 
+def _check_memo(file: IO[bytes]) -> None:
+    """Refuse a pickle whose memo would be larger than itself: the C unpickler makes an array up to the largest index.
+
+    Raises:
+        UnpicklingError: an index is larger than the number of bytes.
+    """
+    data = file.read()
+    file.seek(0)
+    for operation, argument, _ in pickletools.genops(data):
+        if operation.name in ("PUT", "LONG_BINPUT") and int(argument) > len(data):
+            raise pickle.UnpicklingError(f"memo index {argument} in a pickle of {len(data)} bytes")
+
+
+def _check_archive(file: IO[bytes] | Path) -> None:
+    """Refuse an archive that unpacks to much more than its own size; torch compresses nothing.
+
+    Raises:
+        BadZipFile: it does.
+    """
+    if isinstance(file, Path):
+        size = file.stat().st_size
+    else:
+        place = file.tell()
+        size = file.seek(0, io.SEEK_END) - place
+        file.seek(place)
+        if file.read(len(_ARCHIVE)) != _ARCHIVE:
+            file.seek(place)
+            return
+    try:
+        with zipfile.ZipFile(file) as archive:
+            unpacked = sum(entry.file_size for entry in archive.infolist())
+    except (zipfile.BadZipFile, NotImplementedError, ValueError):
+        return  # torch says what is wrong with it
+    finally:
+        if not isinstance(file, Path):
+            file.seek(place)
+    if unpacked > size + _UNPACKED_MORE:
+        raise zipfile.BadZipFile(
+            f"an archive of {size:,} bytes that would unpack to {unpacked:,}; torch writes none of that kind"
+        )
+
+
+_UNPACKED_MORE = 2**24
 _ARCHIVE = b"PK\x03\x04"  # how a ZIP begins
 
 
 def _weights_only(file: IO[bytes] | Path) -> Any:
     """The value in a file; of one that is given by its path the tensors are mapped."""
+    _check_archive(file)
     listed: list[Any] = [(item, name) for name, item in COMMON_TYPES.items()]
     with torch.serialization.safe_globals(listed):
         return torch.load(file, map_location="cpu", weights_only=True, mmap=isinstance(file, Path))
@@ -231,6 +278,7 @@ def _weights_only(file: IO[bytes] | Path) -> Any:
 
 def _guarded(path: Path, load: Callable[[IO[bytes]], Any]) -> Any:
     try:
+        require_file(path)
         with path.open("rb") as file:
             return load(file)
     except FileNotFoundError as error:
@@ -244,6 +292,7 @@ def _guarded(path: Path, load: Callable[[IO[bytes]], Any]) -> Any:
 def _cut(path: Path) -> str | None:
     """That the end of a file is missing, where that can be seen: torch's archives have their directory there."""
     try:
+        require_file(path)
         size = path.stat().st_size
         with path.open("rb") as file:
             is_archive = file.read(len(_ARCHIVE)) == _ARCHIVE

@@ -40,6 +40,7 @@ from megalith.checkpoint.crew import Crew
 from megalith.checkpoint.fit import Contents, keys_of
 from megalith.checkpoint.folder import CheckpointFolder, Reading, Signature, damaged
 from megalith.checkpoint.folder_writer import MakeWriter, PerRankWriter, TorchDistWriter
+from megalith.checkpoint.hashing import require_file
 from megalith.checkpoint.manifest import MANIFEST_FILE
 from megalith.checkpoint.owner import check_claim
 from megalith.checkpoint.prefetch import Prefetch
@@ -481,6 +482,7 @@ class DirectoryStore:
 
     def _tracker_text(self) -> str | None:
         try:
+            require_file(self.path / TRACKER_FILE)
             return (self.path / TRACKER_FILE).read_text("ascii", "replace").strip()
         except OSError:
             return None

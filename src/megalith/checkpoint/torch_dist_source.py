@@ -35,6 +35,7 @@ from megalith.checkpoint.formats.family_by_names import with_family
 from megalith.checkpoint.formats.megatron_optimizer import UnreadableState
 from megalith.checkpoint.formats.torch_dist import OPTIMIZER_PREFIX
 from megalith.checkpoint.hashed_reading import ReadThrough
+from megalith.checkpoint.hashing import require_file
 from megalith.checkpoint.safe_loading import load_tensors_and_plain_data
 from megalith.errors import CheckpointError
 
@@ -209,8 +210,9 @@ class TorchDistSource:
         metadata = self._metadata
         self.common()
         try:
+            require_file(self.path / FORMAT_FILE)
             json.loads((self.path / FORMAT_FILE).read_text("utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             return [f"{self.path / FORMAT_FILE} is missing or damaged: {error}"]
         ours = metadata.storage_meta is not None and str(metadata.storage_meta.save_id).startswith(SAVE_ID_PREFIX)
         return [f"{self.path / 'manifest.json'} is missing"] if ours else []

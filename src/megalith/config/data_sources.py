@@ -131,7 +131,7 @@ def _splits_of_file(path: Path) -> tuple[Blend | None, Blend | None, Blend | Non
     where = f"--per-split-data-args-path {path}"
     try:
         content = json.loads(_read(path, where))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where}: not JSON ({error})") from error
     if not isinstance(content, dict) or not set(content) <= set(SPLIT_KEYS):
         raise ConfigError(f'{where}: not an object with lists "train", "valid" and "test"')

@@ -26,7 +26,7 @@ def read_recipe(path: Path) -> Reading:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         reading.problems.append(f"--config {path}: {reason}")
         return reading
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         reading.problems.append(f"--config {path}: not TOML: {error}")
         return reading
     for section, content in sections.items():

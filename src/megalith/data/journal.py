@@ -66,7 +66,7 @@ class Journal:
             found = json.loads(self.path.read_bytes())
         except FileNotFoundError:
             return None, None
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return None, f"{self.path} is damaged: starting from the beginning"
         if not isinstance(found, dict) or found.get("version") != _VERSION:
             return None, f"{self.path} is of another version: starting from the beginning"

@@ -112,7 +112,7 @@ def _from_json(path: Path) -> PunktParameters:
             starters=frozenset(found["sent_starters"]),
             orthography={word: int(flags) for word, flags in found["ortho_context"].items()},
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(
             f"--punkt-parameters {path}: expected JSON with abbrev_types, collocations, sent_starters and "
             f"ortho_context ({error!r})"

@@ -51,7 +51,7 @@ def read_texts(path: Path) -> list[str]:
 def _text_of(line: str, path: Path, number: int) -> str:
     try:
         found = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path}:{number} is no JSON: {error}") from error
     text = found.get("text") if isinstance(found, dict) else None
     if not isinstance(text, str):

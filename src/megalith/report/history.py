@@ -167,7 +167,7 @@ def read_history(folder: Path) -> History:
             history.take(record)
     try:
         history.config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError):
+    except (OSError, ValueError, RecursionError):
         history.config = {}
     return history
 
@@ -178,7 +178,7 @@ def _records(lines: Iterable[str], history: History) -> Iterator[Mapping[str, An
             continue
         try:
             record = json.loads(line)
-        except json.JSONDecodeError:
+        except (json.JSONDecodeError, RecursionError):
             history.unreadable += 1
             continue
         if isinstance(record, dict):

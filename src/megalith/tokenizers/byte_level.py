@@ -94,7 +94,7 @@ def _parse_vocab(file: str, text: str) -> dict[str, int]:
         )
     try:
         ids = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{file} is cut short or damaged: {error}; {_AGAIN}") from error
     if not isinstance(ids, dict) or not all(type(number) is int for number in ids.values()):
         raise DataError(f"{file} is no vocab.json: expected one JSON object of token: id; {_AGAIN}")

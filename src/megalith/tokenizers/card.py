@@ -76,7 +76,7 @@ def read_card(prefix: str) -> dict[str, Any] | None:
         card = json.loads(path.read_bytes())
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path} is damaged: {error}; without it nothing is compared") from error
     if not isinstance(card, dict) or not isinstance(card.get("class"), str):
         raise DataError(f"{path} is no tokenizer card; without it nothing is compared")

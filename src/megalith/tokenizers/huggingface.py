@@ -253,7 +253,7 @@ def _object(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_bytes())
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path} is damaged: {error}") from error
     if not isinstance(found, dict):
         raise DataError(f"{path} is damaged: it holds no JSON object")

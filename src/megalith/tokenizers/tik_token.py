@@ -128,7 +128,7 @@ def _read_ranks(path: Path, vocab_size: int, num_special: int) -> list[bytes]:
         entries = json.loads(path.read_bytes())
     except OSError as error:
         raise DataError(f"cannot read --tokenizer-model {path} (TikTokenizer): {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"--tokenizer-model {path} is cut short or damaged: {error}; {_AGAIN}") from error
     needed = vocab_size - num_special
     if not isinstance(entries, list):

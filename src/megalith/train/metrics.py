@@ -124,7 +124,7 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
         for line in lines:
             try:
                 record = json.loads(line)
-            except json.JSONDecodeError:
+            except (json.JSONDecodeError, RecursionError):
                 continue
             if record["event"] == "start":
                 records = []

@@ -263,7 +263,7 @@ def _vocabulary(options: argparse.Namespace) -> int | None:
         return size
     try:
         tokens = json.loads(options.vocab_file.read_text("utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"--vocab-file {options.vocab_file} is no JSON vocabulary: {error}") from error
     if options.true_vocab_size not in (None, len(tokens)):
         raise ConfigError(

@@ -120,7 +120,7 @@ def _choose(folder: Path, splits: Iterable[str], wanted: str) -> str:
 def _object(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path} is damaged: {error}") from error
     if not isinstance(found, dict):
         raise DataError(f"{path} is damaged: it holds no JSON object")
