@@ -82,7 +82,8 @@ def test_a_process_joins_its_ranks_again(tmp_path: Path) -> None:
     again = MEET.replace("try:", "try:\n  for number in range(3):").replace(" was there", " was there, {number}")
     for rank, (code, output) in enumerate(meet(place(0), place(1), join=20, script=again)):
         assert code == 0, output
-        assert output.splitlines() == [f"rank {rank} of 2 was there, {number}" for number in range(3)]
+        there = [line for line in output.splitlines() if " was there" in line]  # a late rank is waited for
+        assert there == [f"rank {rank} of 2 was there, {number}" for number in range(3)]
 
 
 def test_two_joins_at_once_are_refused_with_what_to_do() -> None:
@@ -198,11 +199,10 @@ CONNECT = MEET.replace(
 
 
 @pytest.mark.parametrize("fault", ["time.sleep(60)", "exec('raise RuntimeError(\"no way\\\\nframe #0: x\")')"])
-def test_ranks_that_meet_and_cannot_connect_all_end(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+def test_ranks_that_meet_and_cannot_connect_all_end(fault: str) -> None:
     """As with an interface that leads nowhere: one rank gets an exception, others wait in native code."""
-    monkeypatch.setattr(sys.modules[__name__], "MEET", CONNECT.replace("FAULT", fault))
-    began = time.monotonic()
-    met = meet(place(0, GLOO_SOCKET_IFNAME="lo"), place(1, GLOO_SOCKET_IFNAME="lo"), join=6)
+    began, script = time.monotonic(), CONNECT.replace("FAULT", fault)
+    met = meet(place(0, GLOO_SOCKET_IFNAME="lo"), place(1, GLOO_SOCKET_IFNAME="lo"), join=6, script=script)
     assert [code for code, _ in met] == [6, 6] and time.monotonic() - began < 30, met
     for _, text in met:
         assert "GLOO_SOCKET_IFNAME" in text and "frame #" not in text

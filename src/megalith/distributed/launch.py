@@ -552,7 +552,10 @@ class _Meeting:
         try:
             yield
         except RuntimeError as error:
-            self._read_interfaces(board)
+            clock, shown = _AwakeClock(), min(self._launch.world_size, _NAMED_RANKS)
+            while len(self._interfaces) < shown and clock.elapsed() < _SECONDS_TO_HEAR:  # the others may not be there yet
+                self._read_interfaces(board)
+                time.sleep(0.1)
             text = self._not_connected(_first_line(error))
             with suppress(BoardGone):
                 board.write(_UNCONNECTED, text)
