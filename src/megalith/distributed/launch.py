@@ -553,7 +553,7 @@ class _Meeting:
             yield
         except RuntimeError as error:
             clock, shown = _AwakeClock(), min(self._launch.world_size, _NAMED_RANKS)
-            while len(self._interfaces) < shown and clock.elapsed() < _SECONDS_TO_HEAR:  # the others may not be there yet
+            while len(self._interfaces) < shown and clock.elapsed() < _SECONDS_TO_HEAR:  # others may come later
                 self._read_interfaces(board)
                 time.sleep(0.1)
             text = self._not_connected(_first_line(error))
