@@ -77,7 +77,7 @@ def test_the_first_rank_of_a_machine_speaks_of_a_bad_configuration(
 ) -> None:
     waited: list[float] = []
     monkeypatch.setattr(cli.time, "sleep", waited.append)
-    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("LOCAL_RANK", "1")
     command.outcome = errors.ConfigError(["one", "two"])
     assert cli.main(["paint"]) == 2
     assert capsys.readouterr().err == ""
