@@ -16,6 +16,7 @@ import contextlib
 import errno
 import logging
 import os
+import resource
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -31,6 +32,7 @@ _REPLACED = ".replaced-"
 _REMOVING = ".removing-"
 _CLAIMED = ".claimed-"
 _ROUNDS = 100  # a frozen saver that wakes up may add something while its workspace is being emptied
+_UNTOUCHED = "nothing was left there, and earlier checkpoints are untouched"
 _log = logging.getLogger("megalith.checkpoint")
 
 
@@ -274,8 +276,28 @@ def naming_full_disk(folder: Path, needed: int, *, claimed: bool = False) -> Ite
         if claimed:
             check_claim(folder, workspace_of(folder))
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise CheckpointError(_full(folder, needed, free_bytes(folder), error.strerror or "disk full")) from error
+            raise CheckpointError(_refused(folder, needed, error)) from error
         raise CheckpointError(f"{folder} cannot be written: {error.strerror or error}") from error
+
+
+def _refused(folder: Path, needed: int, error: OSError) -> str:
+    """Say which limit of the disk was met: its space, its number of files, the user's share or the size of a file."""
+    reason = error.strerror or "disk full"
+    if error.errno == errno.EFBIG:
+        soft = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+        limit = "the largest file that it can hold" if soft == resource.RLIM_INFINITY else f"{soft} bytes (ulimit -f)"
+        return (
+            f"a file of the checkpoint is larger than {folder} takes ({reason}): {limit}; {_UNTOUCHED}; raise the "
+            "limit or save elsewhere with --save"
+        )
+    status = os.statvfs(folder)
+    if error.errno == errno.ENOSPC and status.f_files and not status.f_favail:
+        return (
+            f"the checkpoint does not fit in {folder} ({reason}): all {status.f_files} inodes of the file system are "
+            f"used, though {free_bytes(folder)} bytes are free; {_UNTOUCHED}; delete files there, many small ones "
+            "above all, or save elsewhere with --save"
+        )
+    return _full(folder, needed, free_bytes(folder), reason)
 
 
 def check_space(folder: Path, needed: int) -> None:
@@ -288,6 +310,6 @@ def check_space(folder: Path, needed: int) -> None:
 def _full(folder: Path, needed: int, available: int, reason: str) -> str:
     return (
         f"the checkpoint does not fit in {folder} ({reason}): it needs {needed} bytes ({needed / 2**30:.2f} GiB), "
-        f"{available} bytes ({available / 2**30:.2f} GiB) are free; nothing was left there, and earlier checkpoints "
-        "are untouched; free some space or save elsewhere with --save"
+        f"{available} bytes ({available / 2**30:.2f} GiB) are free; {_UNTOUCHED}; free some space or save elsewhere "
+        "with --save"
     )

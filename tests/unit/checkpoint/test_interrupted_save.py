@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -220,7 +221,7 @@ def test_too_little_space_is_refused_before_the_first_byte(
     tmp_path: Path, make_content: MakeContent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(commit, "free_bytes", lambda _: 1000)
-    with pytest.raises(CheckpointError, match=r"needs \d{7} bytes .* 1000 bytes .* are free"):
+    with pytest.raises(CheckpointError, match=r"needs \d+ bytes .* 1000 bytes .* are free"):
         DirectoryStore(tmp_path).save(1, make_content(1), {}, on_point=lambda point: refuse_after(point))
     assert names(tmp_path) == set()
 
@@ -256,6 +257,46 @@ def test_a_disk_that_fills_up_during_the_save(
     assert store.newest_verified() == (20, [])
 
 
+def test_a_disk_without_inodes_is_not_called_full(
+    tmp_path: Path, make_content: MakeContent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = DirectoryStore(tmp_path)
+    store.save(10, make_content(10), {})
+    real = os.statvfs(tmp_path)
+
+    def without_inodes(_: object) -> SimpleNamespace:
+        return SimpleNamespace(f_bavail=real.f_bavail, f_frsize=real.f_frsize, f_files=1234, f_favail=0)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(commit.os, "statvfs", without_inodes)
+        patch.setattr(commit.Path, "mkdir", refuse)
+        with pytest.raises(CheckpointError, match="1234 inodes") as caught:
+            store.save(20, make_content(20), {})
+    assert "free some space" not in str(caught.value)
+    assert store.newest_verified() == (10, [])
+
+
+@pytest.mark.parametrize("shape", [(4,), (64, 64)])
+@pytest.mark.parametrize("count", [1, 100])
+def test_the_space_that_is_asked_for_is_about_what_a_save_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, shape: tuple[int, ...]
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(commit, "free_bytes", lambda _: 2**62)
+    for module in ("saving", "folder_writer"):
+        monkeypatch.setattr(f"megalith.checkpoint.{module}.check_space", lambda _, needed: asked.append(needed))
+    chunks = [
+        Chunk(f"decoder.layers.mlp.linear_fc1.weight{number}", torch.ones(shape), (0,) * len(shape), shape)
+        for number in range(count)
+    ]
+    DirectoryStore(tmp_path).save(1, CheckpointContent(chunks), {})
+    taken = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
+    assert taken <= asked[0] <= 1.25 * taken + 2**17
+
+
 @pytest.mark.parametrize("beside", [False, True], ids=["", "beside"])
 @pytest.mark.parametrize("limit", [1, 700, 5000, 12000])
 def test_a_real_limit_of_the_file_size(
@@ -267,6 +308,7 @@ def test_a_real_limit_of_the_file_size(
     assert run_script(LIMITED_SAVE, str(store.path), limit, str(tmp_path / "answer"), beside) == 0
     message = (tmp_path / "answer").read_text()
     assert "File too large" in message and "earlier checkpoints are untouched" in message
+    assert f"{limit} bytes" in message and "ulimit -f" in message and "free some space" not in message
     assert names(store.path) == {"iter_0000010", "latest_checkpointed_iteration.txt"}
 
 

@@ -34,7 +34,7 @@ from megalith.checkpoint.source import Source
 from megalith.errors import CheckpointError
 
 _ENTRY_OVERHEAD = 512  # bytes of an archive around one tensor
-_FIXED_OVERHEAD = 2**20
+_FIXED_OVERHEAD = 2**17
 
 
 class FilesOnDisk:
