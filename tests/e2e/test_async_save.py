@@ -250,3 +250,18 @@ def test_a_save_folder_that_is_a_loop_of_links_is_refused_before_the_first_step(
     refused = warm.run(command(tmp_path / "c", *words), tmp_path)
     assert refused.code == 4 and f"{tmp_path / 'loop'} cannot be used for saving: " in refused.text
     assert "iteration        1/" not in refused.text and "Traceback" not in refused.text
+
+
+@pytest.mark.parametrize("words", [[], ["--async-save"]], ids=["", "beside"])
+def test_a_save_folder_that_is_renamed_under_the_run_ends_it(
+    warm: WarmProcess, tmp_path: Path, words: list[object]
+) -> None:
+    """It was made again without a lock, with exit code 0."""
+    save = tmp_path / "c"
+    running = warm.start(command(save, "--train-iters", 100000, "--save-interval", 100000, *words), tmp_path)
+    running.wait_for("iteration        1/")
+    save.rename(tmp_path / "elsewhere")
+    running.send(signal.SIGTERM)
+    finished = running.finish()
+    assert finished.code == 4 and str(save) in finished.text, finished.text
+    assert not save.exists()
