@@ -15,7 +15,7 @@ from megalith.config.fields import Setting
 from megalith.config.known import KnownFlag, known_flags
 from megalith.config.reading import Reading
 from megalith.config.run import all_settings
-from megalith.config.values import BadValue, closest, value_from_words
+from megalith.config.values import BadValue, closest, expanded, value_from_words
 
 RECIPE_FLAG = "--config"
 _NEGATIVE_NUMBER = re.compile(r"-(\.?\d|inf)")
@@ -199,7 +199,10 @@ class _Parser:
         elif self.reading.recipe:
             self.reading.problems.append(f"{RECIPE_FLAG} {words[0]}: one recipe is read already, {self.reading.recipe}")
         else:
-            self.reading.recipe = words[0]
+            try:
+                self.reading.recipe = expanded(words[0])
+            except BadValue as error:
+                self.reading.problems.append(f"{RECIPE_FLAG} {words[0]}: {error}")
 
 
 def _exists(flag: str) -> bool:

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 from megalith.config.data_sources import SPLIT_FLAGS, data_sources
 from megalith.config.rule import Draft, Rule, rule, show
 from megalith.config.run import all_settings
-from megalith.config.values import closest, remote
+from megalith.config.values import closest, holds_paths, remote
 from megalith.errors import ConfigError
 
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
 """In a save folder: the iteration of its last checkpoint."""
 
 
-_NO_PATHS = ("wandb_project", "wandb_exp_name", "wandb_entity", "tokenizer_special_tokens", "validation_set_names")
-_PATHS = tuple(
-    setting.name
-    for setting in all_settings().values()
-    if setting.kind is str and not setting.about.choices and setting.name not in _NO_PATHS
-)
+_PATHS = tuple(setting.name for setting in all_settings().values() if holds_paths(setting))
 
 
 @rule(*_PATHS)
@@ -136,7 +132,7 @@ def save_is_no_model_folder(draft: Draft) -> str:
         if path is not None and is_huggingface(Path(path)):
             return (
                 f"{show(draft, name)} is the folder of a Hugging Face model, which would lie among the checkpoints; "
-                f"give a folder of its own (to begin with that model: --load {path})"
+                f"give a folder of its own (to begin with that model: --load {shlex.quote(path)})"
             )
     return ""
 

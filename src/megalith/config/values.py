@@ -38,11 +38,37 @@ def remote(path: str) -> str:
     )
 
 
+_VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
+_NO_PATHS = ("wandb_project", "wandb_exp_name", "wandb_entity", "tokenizer_special_tokens", "validation_set_names")
+
+
+def holds_paths(setting: Setting) -> bool:
+    """Whether the text of a setting may be a path."""
+    return setting.kind is str and not setting.about.choices and setting.name not in _NO_PATHS
+
+
+def expanded(path: str) -> str:
+    """Replace `~` and `$VAR` in a path, which quotes, `--flag=~/x` and recipes hide from the shell.
+
+    Raises:
+        BadValue: a variable is not set.
+    """
+    if os.path.lexists(path):
+        return path
+    names = [one or other for one, other in _VARIABLE.findall(path)]
+    if unset := [name for name in names if name not in os.environ]:
+        raise BadValue(f"the variable {unset[0]} is not set")
+    return os.path.expanduser(os.path.expandvars(path))
+
+
 def local_name(text: str) -> str:
     """Take an argument of a command that begins a path, for argparse."""
     if problem := remote(text):
         raise argparse.ArgumentTypeError(f"{text}: {problem}")
-    return text
+    try:
+        return expanded(text)
+    except BadValue as error:
+        raise argparse.ArgumentTypeError(f"{text}: {error}") from error
 
 
 def local_path(text: str) -> Path:
@@ -160,7 +186,9 @@ def _number(word: str) -> float:
 
 def _chosen(setting: Setting, word: str) -> str:
     about = setting.about
-    if not about.choices or word in about.choices:
+    if not about.choices:
+        return expanded(word) if holds_paths(setting) else word
+    if word in about.choices:
         return word
     choices = ", ".join(about.choices)
     if word in about.later:
