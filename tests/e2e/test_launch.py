@@ -328,6 +328,35 @@ def command(text: Path, save: Path, *more: object) -> list[object]:
     return [*MODEL, "--data-path", text, "--save", save, *more]
 
 
+MINE = """
+import sys, threading
+from megalith.cli.main import main
+codes = []
+thread = threading.Thread(target=lambda: codes.append(main(["train", *sys.argv[2:], "--nproc", sys.argv[1]])))
+if sys.argv[1] == "0":
+    thread = threading.Thread(target=lambda: codes.append(main(["train", *sys.argv[2:]])))
+thread.start()
+thread.join()
+print("the end of my program")
+sys.exit(codes[0])
+"""
+
+
+@pytest.mark.parametrize("nproc", [0, 2])
+def test_main_runs_in_a_thread_of_another_program(repository: Path, tmp_path: Path, text: Path, nproc: int) -> None:
+    (tmp_path / "mine.py").write_text(MINE)
+    save = tmp_path / "c"
+    words = ["mine.py", nproc, *MODEL, "--data-path", text, "--train-iters", 2, "--save", save]
+    words += ["--save-interval", 2, "--device", "cpu"]
+    environ = {**os.environ, "PYTHONPATH": str(repository / "src")}
+    done = subprocess.run(
+        [sys.executable, *map(str, words)], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("the end of my program") == 1, "its ranks are Megalith's, not this program again"
+    assert DirectoryStore(save).latest() == 2
+
+
 def assert_no_one_is_left(word: Path) -> None:
     deadline = time.monotonic() + 10
     while left := processes_with(str(word)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -105,6 +106,60 @@ def test_help_lists_the_commands_that_are_there(
     assert cli.main([]) == 0
     text = capsys.readouterr().out
     assert "  paint          paint a wall\n" in text and "quickstart" not in text
+
+
+@pytest.mark.parametrize("words", [["version"], ["-V"], ["--version"]])
+def test_the_version(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(words) == 0
+    assert capsys.readouterr().out == f"megalith {cli.__version__}\n"
+
+
+def test_help_of_a_command_is_its_own(command: types.SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["help", "paint"]) == 0
+    assert command.argv == ["--help"]
+    assert cli.main(["help"]) == 0 == cli.main(["--help"])
+    assert cli.main(["help", "pant"]) == 2
+    assert "megalith paint" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        (["tra"], {"train"}),
+        (["help", "tra"], {"train"}),
+        (["train", "--num-layers-per"], {"--num-layers-per-virtual-pipeline-stage"}),
+        (["train", "--disable-bias"], {"--disable-bias-linear"}),
+        (["serve", "--he"], {"--help"}),
+        (["train", "some"], set()),
+    ],
+)
+def test_tab_completes_commands_and_flags(
+    typed: list[str], offered: set[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["completion", "bash"]) == 0
+    words = f"COMP_WORDS=(megalith {' '.join(typed)}); COMP_CWORD={len(typed)}; _megalith; echo ${{COMPREPLY[@]}}"
+    script = f"{capsys.readouterr().out}\n{words}"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+    assert set(done.stdout.split()) == offered
+
+
+def test_completion_is_for_a_shell_that_it_knows(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["completion", "fish"]) == 2
+    assert "bash or zsh" in capsys.readouterr().err
+    assert cli.main(["completion", "zsh"]) == 0
+    assert capsys.readouterr().out.startswith("autoload -Uz bashcompinit")
+
+
+@pytest.mark.parametrize(("term", "colored"), [("dumb", False), ("xterm-256color", True)])
+def test_a_dumb_terminal_gets_no_colours(
+    term: str, colored: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", term)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert cli.main(["schedule", "--pp", "2", "--microbatches", "2"]) == 0
+    assert ("\x1b[" in capsys.readouterr().out) is colored
 
 
 def test_config_prints_a_recipe_and_notes(capsys: pytest.CaptureFixture[str]) -> None:

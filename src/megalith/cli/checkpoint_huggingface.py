@@ -7,6 +7,7 @@ differ.
 from __future__ import annotations
 
 import argparse
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -92,7 +93,7 @@ def run_import(options: argparse.Namespace) -> int:
     print(f"{made.path}: {made.bytes / 2**20:.1f} MiB in {made.seconds:.1f} s")
     _say(compared[0] if compared else None)
     finetune = "" if options.iteration is None else " --finetune"
-    print(f"start with these weights: --load {options.destination}{finetune}")
+    print(f"start with these weights: --load {shlex.quote(str(options.destination))}{finetune}")
     return 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -121,7 +122,7 @@ def _answer_together(sampling: Sampling, options: argparse.Namespace) -> int:
         require_text_model(model, options.checkpoint, f"--tp {options.tp} is for a T5; a continuation")
         raise ConfigError(
             f"--tp {options.tp} is for a T5; a GPT over several processes is served: torchrun --nproc_per_node "
-            f"{options.tp} -m megalith serve {options.checkpoint} --tp {options.tp}"
+            f"{options.tp} -m megalith serve {shlex.quote(str(options.checkpoint))} --tp {options.tp}"
         )
     settings = {"tensor_model_parallel_size": options.tp, "device": options.device}
     tokenizer = tokenizer_of_flags(options)

@@ -60,7 +60,7 @@ def supervise(config: RunConfig, argv: Sequence[str], resume: Resume) -> int:
     previous: _Failed | None = None
     with Signals(STOP_SIGNALS) as signals:
         for number in range(restarts + 1):
-            attempt = Attempt(_command(words), config.launch.nproc, number, os.environ, signals)
+            attempt = Attempt(_command(words), config.launch.nproc, number, _environment(), signals)
             try:
                 attempt.wait(signals, warn)
                 if attempt.stopped is not None:
@@ -105,24 +105,31 @@ def _from(saved: int | None) -> str:
     return "from the beginning: nothing is saved" if saved is None else f"from iteration {saved}"
 
 
+_SCRIPTS = ("pretrain_gpt.py", "pretrain_bert.py", "pretrain_t5.py")
+
+
 def command_line(argv: Sequence[str]) -> str:
     """The command as the user can type it again, without the launcher."""
     program = Path(sys.argv[0]).name
     if program == "__main__.py":
         return shlex.join(["python", "-m", "megalith", "train", *argv])
-    if program.endswith(".py"):
+    if program in _SCRIPTS:
         return shlex.join(["python", sys.argv[0], *argv])
     return shlex.join(["megalith", "train", *argv])
 
 
 def _command(words: Sequence[str]) -> list[str]:
-    """The command of a rank: that of this process."""
+    """Return the command of a rank: that of this process, or the module where another program has called `main`."""
     program = Path(sys.argv[0])
-    if program.name == "__main__.py":
-        return [sys.executable, "-m", "megalith", "train", *words]
-    if program.suffix == ".py":
+    if program.name in _SCRIPTS:
         return [sys.executable, str(program), *words]
-    return [sys.executable, str(program), "train", *words]
+    return [sys.executable, "-m", "megalith", "train", *words]
+
+
+def _environment() -> dict[str, str]:
+    """Return the environment of the ranks, which find the package where this process has found it."""
+    source = str(Path(__file__).resolve().parents[2])
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (source, os.environ.get("PYTHONPATH"))))}
 
 
 def _data_sizes(config: RunConfig) -> dict[Path, int]:

@@ -34,13 +34,25 @@ COMMANDS: dict[str, str] = {
     "report": "one page of a run for the browser: curves, changes of the configuration, saves and restarts",
     "doctor": "what this installation and this machine have, and what is missing for what",
     "schedule": "draw a pipeline schedule with its bubble and its memory",
+    "completion": "print what lets Tab complete commands and flags in bash or zsh",
 }
 
 _INTERRUPTED = 130
 _READER_LEFT = 141  # what a shell reports for a program that SIGPIPE ended
 _SECONDS_FOR_THE_FIRST_TO_SPEAK = 5.0
 # Commands whose output is all they do.
-_ONLY_PRINTING = ("config", "checkpoint", "generate", "schedule", "from-megatron", "doctor")
+_ONLY_PRINTING = (
+    "--version",
+    "-V",
+    "version",
+    "completion",
+    "config",
+    "checkpoint",
+    "generate",
+    "schedule",
+    "from-megatron",
+    "doctor",
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,13 +62,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     a signal after saving, 130 interrupted, 141 the reader of the output left before the work was done.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    if not words or words[0] in ("-h", "--help", "help"):
-        print(_help())
-        return 0
-    if words[0] == "--version":
-        print(f"megalith {__version__}")
-        return 0
+    if words[:1] == ["help"]:
+        words = [*words[1:2], "--help"]
+    words = words or ["--help"]
     try:
+        if words[0] in ("-h", "--help"):
+            print(_help())
+            return 0
+        if words[0] in ("--version", "-V", "version"):
+            print(f"megalith {__version__}")
+            return 0
         return _run(words[0], words[1:])
     except MegalithError as error:
         _report(error, words[0])
@@ -99,7 +114,8 @@ def _help() -> str:
             "",
             *commands,
             "",
-            "`megalith COMMAND --help` describes a command; `megalith --version` names this version.",
+            "`megalith help COMMAND` describes a command; `megalith version` names this version;",
+            '`eval "$(megalith completion bash)"` (or zsh) lets Tab complete commands and flags.',
         ]
     )
 

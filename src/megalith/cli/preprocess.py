@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -101,7 +102,7 @@ def run(argv: Sequence[str]) -> int:
     if share.count > 1:
         print(
             f"This was share {share.number + 1} of {share.count}. When all are there: "
-            f"megalith data merge --shares --output-prefix {command.options.output_prefix}"
+            f"megalith data merge --shares --output-prefix {shlex.quote(str(command.options.output_prefix))}"
         )
     return 0
 

@@ -115,4 +115,5 @@ def _width(columns: int | None) -> int | None:
 
 
 def _colored(choice: str) -> bool:
-    return choice == "always" or (choice == "auto" and sys.stdout.isatty() and "NO_COLOR" not in os.environ)
+    capable = sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+    return choice == "always" or (choice == "auto" and capable)

@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -291,7 +292,8 @@ def _on_rank(launch: _Launch, context: ParallelContext, listener: socket.socket 
         _try_out(trained, engine)
         sys.setswitchinterval(_SECONDS_BETWEEN_THREADS)
         return asyncio.run(_answer(launch, trained, engine, listener, watch if context.world.size > 1 else None))
-    for number in _STOP_SIGNALS:  # the first rank hears them too, and lets this one go
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    for number in _STOP_SIGNALS if in_main_thread else ():  # the first rank hears them too, and lets this one go
         signal.signal(number, signal.SIG_IGN)
     runner.follow()
     return 0

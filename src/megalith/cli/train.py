@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -241,8 +242,10 @@ def _reports(config: RunConfig) -> bool:
 def _probe(config: RunConfig, watch: Watch, screen: Screen) -> Probe:
     """What hears of each point of a step: the watch, and a fault where a test puts one in."""
 
+    trains = threading.current_thread()
+
     def at(point: str, iteration: int) -> None:
-        if threading.current_thread() is threading.main_thread():  # the watch is of that one, not of a saving thread
+        if threading.current_thread() is trains:  # the watch is of that one, not of a saving thread
             watch.at(point, iteration)
 
     text = os.environ.get("MEGALITH_FAULT")
@@ -324,7 +327,7 @@ def _last_words(
         screen.say(f"metrics and the full log are in {folder}")
         generates = config.tokenizer.tokenizer_type != "NullTokenizer" and config.model.model_family != "bert"
         if save and generates and learnt:
-            screen.say(f"try it: megalith generate {save} --prompt 'Once upon a time'")
+            screen.say(f"try it: megalith generate {shlex.quote(save)} --prompt 'Once upon a time'")
         return EXIT_FINISHED
     if save is None:
         screen.say("nothing is saved: the run has no --save")

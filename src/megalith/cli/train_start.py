@@ -6,6 +6,7 @@ users never read goes to the log only.
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -431,8 +432,8 @@ def _load(
     if store is None:
         if save and (held := DirectoryStore(save).iterations()):
             screen.warn(
-                f"WARNING: {save} already holds checkpoints up to iteration {held[-1]}; without --load {save} this run "
-                "starts from random and replaces them"
+                f"WARNING: {save} already holds checkpoints up to iteration {held[-1]}; without --load "
+                f"{shlex.quote(save)} this run starts from random and replaces them"
             )
         return
     if found is None:
@@ -456,8 +457,8 @@ def _load(
     if held and held[-1] > state.iteration and (load != save or anew):
         screen.warn(
             f"WARNING: {save} already holds checkpoints up to iteration {held[-1]}; this run starts at iteration "
-            f"{state.iteration} and replaces them. To go on from there, give --load {save} without "
-            "--finetune or --ckpt-step"
+            f"{state.iteration} and replaces them. To go on from there, give --load {shlex.quote(save)} "
+            "without --finetune or --ckpt-step"
         )
 
 

@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -90,7 +91,8 @@ class Signals:
     suspended: bool = False
 
     def __enter__(self) -> Signals:
-        kept = [number for number in (*self.taken, signal.SIGTSTP) if signal.getsignal(number) is not signal.SIG_IGN]
+        wanted = (*self.taken, signal.SIGTSTP) if threading.current_thread() is threading.main_thread() else ()
+        kept = [number for number in wanted if signal.getsignal(number) is not signal.SIG_IGN]
         self._previous = {number: signal.signal(number, self._receive) for number in kept}
         return self
 

@@ -20,7 +20,9 @@ SECOND_SIGNAL_EXIT_CODE = 130
 
 
 class StopSignals:
-    """Listens for `STOP_SIGNALS` from construction to `close`. Made once, in the main thread, before anything slow.
+    """Listens for `STOP_SIGNALS` from construction to `close`. Made once, before anything slow.
+
+    Python lets only the main thread of a process take signals: in another one nothing is listened for.
 
     A closed terminal (SIGHUP) is a request like the others, unless `nohup` has had it ignored.
 
@@ -35,9 +37,11 @@ class StopSignals:
         self._debounce, self._on_request = debounce_seconds, on_request
         self._first: signal.Signals | None = None
         self._first_at = 0.0
+        self._closed = threading.current_thread() is not threading.main_thread()
+        if self._closed:
+            return
         self._read_end, self._write_end = os.pipe()
         os.set_blocking(self._write_end, False)
-        self._closed = False
         under_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
         self._taken = tuple(number for number in STOP_SIGNALS if number is not signal.SIGHUP or not under_nohup)
         self._previous = {number: signal.signal(number, _ignore) for number in self._taken}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -63,7 +64,8 @@ def run(argv: Sequence[str]) -> int:
     choose_device(arguments.device)  # refused before the output of an earlier quickstart is removed
 
     wait_asleep()
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # the training is stopped, too
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # the training is stopped, too
     Quickstart(
         Wishes(
             files=tuple(arguments.data or ()),

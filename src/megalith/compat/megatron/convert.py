@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -141,7 +142,7 @@ def run_tool(name: str, argv: Sequence[str], say: Callable[[str], None] = print)
     for line in _last_words(tool, options):
         say(line)
     if "optimizer" in common:
-        command = f"megalith checkpoint convert {options.load_dir} DIR --tp {tensor} --pp {pipeline}"
+        command = f"megalith checkpoint convert {shlex.quote(str(options.load_dir))} DIR --tp {tensor} --pp {pipeline}"
         say(f"weights only, as Megatron's tool writes them; with the optimizer: {command} [--format torch]")
     say("Done!")
     return 0

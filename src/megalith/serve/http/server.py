@@ -6,6 +6,7 @@ import asyncio
 import logging
 import signal
 import socket
+import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
@@ -116,7 +117,8 @@ async def serve(
         stopping.set()
         first_at = loop.time()
 
-    signals = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    in_main_thread = threading.current_thread() is threading.main_thread()  # only that one may take signals
+    signals = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP) if in_main_thread else ()
     kept = [number for number in signals if signal.getsignal(number) is not signal.SIG_IGN]
     for number in kept:
         loop.add_signal_handler(number, asked, number.name)

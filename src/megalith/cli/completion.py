@@ -1,0 +1,48 @@
+"""`megalith completion`: a script by which bash and zsh complete commands, and the flags of training."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from megalith.cli.main import available_commands
+from megalith.config.run import all_settings
+from megalith.errors import ConfigError
+
+_HELP = """usage: megalith completion {bash,zsh}
+
+Print the script that completes `megalith`. Put this line into ~/.bashrc or ~/.zshrc:
+
+  eval "$(megalith completion bash)"        or zsh
+"""
+
+_BASH = """_megalith() {{
+    local current="${{COMP_WORDS[COMP_CWORD]}}"
+    COMPREPLY=()
+    if [ "$COMP_CWORD" -eq 1 ]; then
+        COMPREPLY=($(compgen -W "{commands} help version" -- "$current"))
+    elif [ "${{COMP_WORDS[1]}}" = help ]; then
+        COMPREPLY=($(compgen -W "{commands}" -- "$current"))
+    elif [ "${{current:0:2}}" = "--" ]; then
+        case "${{COMP_WORDS[1]}}" in
+            train|config) COMPREPLY=($(compgen -W "{flags}" -- "$current")) ;;
+            *) COMPREPLY=($(compgen -W "--help" -- "$current")) ;;
+        esac
+    fi
+}}
+complete -o default -F _megalith megalith
+"""
+_ZSH = "autoload -Uz bashcompinit && bashcompinit\n"
+
+
+def run(argv: Sequence[str]) -> int:
+    """Print the script of a shell."""
+    if "-h" in argv or "--help" in argv:
+        print(_HELP, end="")
+        return 0
+    if list(argv) not in (["bash"], ["zsh"]):
+        raise ConfigError(f"megalith completion {' '.join(argv)}: name the shell, bash or zsh")
+    flags = sorted({"--config", "--help", *(word for s in all_settings().values() for word in (*s.spellings, s.flag))})
+    script = _BASH.format(commands=" ".join(available_commands()), flags=" ".join(flags))
+    sys.stdout.write(_ZSH + script if argv[0] == "zsh" else script)
+    return 0
