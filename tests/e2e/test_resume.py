@@ -208,6 +208,7 @@ def test_a_longer_run_with_the_decay_of_before_needs_none(warm: WarmProcess, tmp
     continued = warm.run(longer, tmp_path)
     assert continued.code == 0, continued.text
     assert DirectoryStore(save).latest() == 3
+    assert (DirectoryStore(save).manifest(3) or {})["threads"] == 1 and "OMP_NUM_THREADS" not in continued.text
 
 
 def test_finetune_takes_the_weights_and_starts_anew(warm: WarmProcess, tmp_path: Path, uninterrupted: Path) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from megalith.checkpoint import CheckpointContent, LoadedContent, Store
 from megalith.checkpoint.formats.torch_dist import OPTIMIZER_PREFIX, is_rng_object, read_optimizer_common
 from megalith.config import RunConfig, all_settings
@@ -82,6 +84,7 @@ def restore(
             state.check.load_state(loaded.common.get(STEP_CHECK, {}))
             state.noise.load_state(loaded.common.get(NOISE, {}))
             state.flops = float(loaded.common.get("num_floating_point_operations_so_far", 0.0))
+        notes += thread_notes(found, state.context.device)
         notes += _precision_notes(found, run) + strictness_notes(loaded, run, with_optimizer=with_optimizer)
         return Resumed(state.iteration, float(loaded.common["checkpoint_version"]), schedule, notes)
 
@@ -103,6 +106,18 @@ def strictness_notes(loaded: LoadedContent, run: RunConfig, *, with_optimizer: b
     if how.startswith("raise"):
         raise CheckpointError(f"{text}; --dist-ckpt-strictness {how} refuses it")
     return (text,)
+
+
+def thread_notes(found: FoundCheckpoint, device: torch.device) -> tuple[str, ...]:
+    """What the user must hear where a CPU computed the checkpoint with another number of threads: sums are divided
+    over threads, and rounded in another order."""
+    was, now = (found.manifest or {}).get("threads"), torch.get_num_threads()
+    if device.type != "cpu" or was in (None, now):
+        return ()
+    return (
+        f"the checkpoint was computed with {was} thread{'s' if was != 1 else ''} on each rank, and this run has {now}: "
+        f"the same numbers up to rounding; OMP_NUM_THREADS={was} keeps the bits, on a processor of the same kind",
+    )
 
 
 def _precision_notes(found: FoundCheckpoint, run: RunConfig) -> tuple[str, ...]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from megalith.checkpoint import Chunk, PendingSave, SaveReport, Staging, Store
 from megalith.config import RunConfig
 from megalith.train.checkpoint_content import chunks_to_save, content_of
@@ -48,7 +50,7 @@ class CheckpointSaver:
         report = self._store_for(state, persistent=persistent).save(
             state.iteration,
             content_of(state, self._run),
-            self._manifest(),
+            self._manifest(state),
             files=self._identity.tokenizer_files,
             on_point=self._points(state.iteration),
         )
@@ -64,7 +66,7 @@ class CheckpointSaver:
         return self._store_for(state, persistent=persistent).schedule(
             state.iteration,
             content_of(state, self._run),
-            self._manifest(),
+            self._manifest(state),
             staging=staging,
             files=self._identity.tokenizer_files,
             on_point=self._points(state.iteration),
@@ -90,12 +92,13 @@ class CheckpointSaver:
     def _points(self, iteration: int) -> Callable[[str], None]:
         return lambda point: self._probe(point, iteration)
 
-    def _manifest(self) -> dict[str, Any]:
+    def _manifest(self, state: TrainState) -> dict[str, Any]:
         return {
             "config": self._run.to_dict(),
             "tokenizer": dict(self._identity.tokenizer),
             "tokenizer_files": sorted(self._identity.tokenizer_files),
             "data": dict(self._identity.data),
+            "threads": torch.get_num_threads() if state.context.device.type == "cpu" else None,
         }
 
 

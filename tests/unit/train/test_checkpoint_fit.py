@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from megalith.checkpoint.content import LoadedContent
 from megalith.config import RunConfig
@@ -13,7 +14,7 @@ from megalith.config.load import from_values
 from megalith.config.saved_args import megatron_args
 from megalith.errors import CheckpointError
 from megalith.train.checkpoint_fit import FoundCheckpoint, Identity, check_fits
-from megalith.train.checkpoint_restore import strictness_notes
+from megalith.train.checkpoint_restore import strictness_notes, thread_notes
 
 VALUES: dict[str, Any] = {
     **{"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "max_position_embeddings": 8, "seq_length": 8},
@@ -71,6 +72,17 @@ def test_offsets_of_experts_are_not_lost_unheard() -> None:
     for was, now, text in ((2, 0, told), (0, 2, "another in the checkpoint"), (3, 0, "--moe-latent-size: 4 in the")):
         with pytest.raises(CheckpointError, match=text):
             check_fits(found_of(runs[was]), runs[now], IDENTITY)
+
+
+def test_another_number_of_threads_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = found_of(run_of())
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    computed = {threads: replace(found, manifest={"threads": threads}) for threads in (1, 2, None)}
+    (note,) = thread_notes(computed[1], torch.device("cpu"))
+    assert "1 thread " in note and "has 2" in note and "OMP_NUM_THREADS=1" in note
+    assert thread_notes(computed[1], torch.device("cuda")) == ()
+    for same in (computed[2], computed[None], replace(found, manifest=None)):
+        assert thread_notes(same, torch.device("cpu")) == ()
 
 
 def test_finetune_is_a_remedy_for_other_data_only() -> None:
