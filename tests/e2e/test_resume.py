@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -308,3 +311,40 @@ def test_a_checkpoint_of_a_newer_version_stops_the_run(warm: WarmProcess, tmp_pa
         assert stopped.code == 4 and "format 2" in stopped.text, stopped.text
     assert {path: path.read_bytes() for path in newer.iterdir()} == before
     assert (save / "iter_0000003").is_dir()
+
+
+WANDB = """
+import json, os, types
+
+class Error(Exception): ...
+
+def setup():
+    return types.SimpleNamespace(settings=types.SimpleNamespace(mode="online"))
+
+def login(prompt=True, verify=True):
+    return True
+
+def init(**words):
+    with open(os.environ["ASKED"], "a") as file:
+        file.write(json.dumps({name: words[name] for name in ("id", "resume") if name in words}) + "\\n")
+    return types.SimpleNamespace(id=words.get("id", "first-run"), log=lambda *_, **__: None, finish=lambda: None)
+"""
+
+
+@pytest.mark.parametrize("form", ["torch_dist", "torch"])
+def test_a_resume_continues_the_wandb_run(form: str, tmp_path: Path) -> None:
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site/wandb.py").write_text(WANDB)
+    path = os.pathsep.join([str(tmp_path / "site"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+    environ |= {"PYTHONPATH": path, "ASKED": str(tmp_path / "asked"), "OMP_NUM_THREADS": "1"}
+    words = [*command(tmp_path / "c"), "--ckpt-format", form, "--save-interval", 2]
+    words += ["--wandb-project", "p", "--wandb-exp-name", "n"]
+    for target in (2, 4):
+        flags = ["--train-iters", 4, "--lr-decay-iters", 4, "--exit-interval", target]
+        argv = [sys.executable, "-m", "megalith", "train", *map(str, [*words, *flags])]
+        done = subprocess.run(argv, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "records offline" not in done.stdout
+    asked = [json.loads(line) for line in (tmp_path / "asked").read_text().splitlines()]
+    assert asked == [{}, {"id": "first-run", "resume": "allow"}]

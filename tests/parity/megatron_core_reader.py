@@ -41,14 +41,15 @@ def stub_cuda() -> None:
 
 
 def stub_missing() -> None:
-    """Supply what newer megatron-core imports without asking: Python 3.12's `override`, and kernels of Triton."""
+    """Supply what newer megatron-core imports without asking: Python 3.12's `override`, and Triton."""
     if not hasattr(typing, "override"):
         typing.override = lambda method: method  # type: ignore[attr-defined]
     if importlib.util.find_spec("triton") is None:
-        kernels: Any = types.ModuleType("megatron.core.transformer.moe.ops.paged_stash")
-        kernels.GLOBAL_BLOCK_SIZE = 1024
-        kernels.paged_stash_copy_kernel = kernels.paged_stash_pop_kernel = None
-        sys.modules[kernels.__name__] = kernels
+        unused: Any = types.ModuleType("megatron.core.transformer.moe.paged_stash")
+        names = ("paged_stash_reset", "paged_stash_init_chunk_handler", "paged_stash_group_start")
+        names += ("paged_stash_group_commit", "paged_stash_set_last_layer", "get_paged_stash_context")
+        vars(unused).update(dict.fromkeys(names))
+        sys.modules[unused.__name__] = unused
 
 
 def join_alone() -> None:

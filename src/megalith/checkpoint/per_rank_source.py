@@ -45,6 +45,7 @@ from megalith.checkpoint.formats.megatron_optimizer import (
 from megalith.checkpoint.formats.per_rank_layout import (
     BUFFER_FILE,
     MODEL_FILE,
+    OWN_KEYS,
     Place,
     check_expert_tensor_size,
     chunk_key,
@@ -436,6 +437,7 @@ class PerRankSource:
             "checkpoint_version": float(body.get("checkpoint_version", 0)),
             "iteration": int(body.get("iteration", 0)),
             "num_floating_point_operations_so_far": float(body.get("num_floating_point_operations_so_far", 0.0)),
+            **{key: value for key, value in body.items() if str(key).startswith(OWN_KEYS)},
         }
         schedule = body.get("opt_param_scheduler", body.get("lr_scheduler"))
         if schedule is not None:

@@ -187,12 +187,14 @@ def _records(config: RunConfig, folder: Path, screen: Screen, started: Started) 
         )
         sinks.append(board)
     if log.wandb_project:
-        curves = WandB(log, folder, megatron_args(config), os.environ)
+        curves = WandB(log, folder, megatron_args(config), os.environ, state.wandb_run_id)
+        state.wandb_run_id = curves.run_id
         sinks.append(curves)
         if curves.mode == "offline":
+            why = " (not logged in: set WANDB_API_KEY or run `wandb login`)" if curves.logged_in is False else ""
             screen.say(
-                f"W&B records offline, in {curves.folder} (no key is known: WANDB_API_KEY or `wandb login`); send it "
-                f"later by: wandb sync {curves.folder}/wandb/offline-run-*"
+                f"W&B records offline, in {curves.folder}{why}; send it later with: wandb sync "
+                f"{curves.folder}/wandb/offline-run-*"
             )
     if sinks:
         recorded = Recorded.of(log, state.context.world.size)

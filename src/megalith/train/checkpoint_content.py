@@ -41,6 +41,8 @@ STEP_CHECK = "megalith_step_check"
 """Key of what `TrainState.check` remembers, in common.pt; Megatron passes over it."""
 NOISE = "megalith_gradient_noise"
 """Likewise of `TrainState.noise`."""
+WANDB_RUN = "megalith_wandb_run_id"
+"""Likewise of `TrainState.wandb_run_id`; absent without one."""
 
 
 def content_of(state: TrainState, run: RunConfig) -> CheckpointContent:
@@ -61,6 +63,8 @@ def content_of(state: TrainState, run: RunConfig) -> CheckpointContent:
             NOISE: state.noise.state(),
         },
     )
+    if state.wandb_run_id is not None:
+        content.common[WANDB_RUN] = state.wandb_run_id
     if not settings.no_save_optim:
         scalars, scheduler = state.optimizer.scalars(), state.schedule.state_dict(state.schedule_samples)
         groups = with_rates(scalars["param_groups"], scheduler, vars(content.common["args"]))

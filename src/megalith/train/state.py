@@ -44,6 +44,7 @@ class TrainState:
         check: what makes a step a bad one, and what it remembers of the last steps.
         skipped_samples: samples drawn and passed over (`--iterations-to-skip`).
         noise: the gradient noise scale so far (`--log-gradient-noise-scale`).
+        wandb_run_id: of the W&B run that records this one, on the first rank (`--wandb-project`).
     """
 
     chunks: Sequence[LanguageModel]
@@ -61,6 +62,7 @@ class TrainState:
     check: StepCheck = field(default_factory=StepCheck)
     skipped_samples: int = 0
     noise: NoiseScale = field(default_factory=NoiseScale)
+    wandb_run_id: str | None = None
 
     @property
     def model(self) -> LanguageModel:

@@ -118,6 +118,13 @@ def test_half_precision_has_main_parameters_and_counts_the_steps_of_groups(
     assert {value.dtype for value in body["model"].values() if value is not None} == {getattr(torch, precision)}
 
 
+def test_what_a_resume_needs_beside_megatrons_keys_is_kept(store: DirectoryStore) -> None:
+    content = content_of(3)
+    content.common["megalith_step_check"] = {"losses": [2.5], "norms": [0.5]}
+    store.save(3, content, {})
+    assert store.common(3)["megalith_step_check"] == {"losses": [2.5], "norms": [0.5]}
+
+
 def test_a_changed_byte_is_found_and_the_checkpoint_before_taken(store: DirectoryStore) -> None:
     store.save(3, content_of(3), {})
     store.save(4, content_of(4), {})

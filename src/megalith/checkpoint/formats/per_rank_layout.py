@@ -163,6 +163,10 @@ def target_of(
     )
 
 
+OWN_KEYS = "megalith_"
+"""How keys of the common state begin that Megatron does not know and passes over."""
+
+
 def check_expert_tensor_size(args: Mapping[str, Any], where: str) -> None:
     """Refuse experts that are divided over other tensor-parallel ranks than the rest of the model.
 
@@ -271,7 +275,7 @@ class PlaceFiles:
         if rng in target.objects:
             body["rng_state"] = target.objects[rng]
         body["num_floating_point_operations_so_far"] = common.get("num_floating_point_operations_so_far", 0.0)
-        return body
+        return {**body, **{key: value for key, value in common.items() if str(key).startswith(OWN_KEYS)}}
 
     def _model(self, chunk: int) -> dict[str, Tensor | None]:
         stages, target = self._target.stages, self._target

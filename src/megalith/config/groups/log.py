@@ -48,7 +48,9 @@ class LogConfig:
     tensorboard_queue_size: int = setting(
         1000, help="TensorBoard records that wait for the disk at most", unit="records", at_least=1
     )
-    wandb_project: str = setting("", help="record in this project of Weights & Biases; offline where no key is known")
+    wandb_project: str = setting(
+        "", help="record in this project of Weights & Biases; offline where nobody is logged in"
+    )
     wandb_exp_name: str = setting("", help="name of the run in --wandb-project")
     wandb_save_dir: str = setting("", help="folder of W&B's files; wandb in the run folder unless given")
     wandb_entity: str | None = setting(None, help="user or team that --wandb-project belongs to")
