@@ -305,7 +305,7 @@ class _Meeting:
             self._late(lambda: self._missing(store, "asks"))
             time.sleep(pause)
         for rank in ranks:
-            store.set(f"admitted/{rank}", store.get(f"asks/{rank}"))
+            store.set(f"admitted/{rank}", store.get(f"asks/{rank}").decode())
         store.set("closed", "1")
         return number
 
