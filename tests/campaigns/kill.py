@@ -108,7 +108,7 @@ def _compare(warm: WarmProcess, kind: str, place: Path, whole: Whole) -> str | N
     try:
         assert_same(state_of(theirs, LAST), state_of(ours, LAST))
     except AssertionError as error:
-        return f"another state: {error}"
+        return f"another state {error}"
     if curve_of(theirs) != curve_of(ours):
         return "other losses"
     names = [sorted(path.name for path in save.iterdir()) for save in (theirs, ours)]
