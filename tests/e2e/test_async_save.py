@@ -137,7 +137,7 @@ def test_a_disk_that_takes_no_more(warm: WarmProcess, tmp_path: Path, uninterrup
     )
     text = done.stdout + done.stderr
     assert done.returncode == 4, text
-    assert "does not fit in" in text and "File too large" in text and " are free; nothing was left there" in text
+    assert "ulimit -f" in text and "File too large" in text and "nothing was left there" in text
     assert "Traceback" not in text
     assert names(save) == {"iter_0000003", "latest_checkpointed_iteration.txt", "run"}
     assert warm.run(words, tmp_path).code == 0
