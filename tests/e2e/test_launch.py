@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -326,6 +327,27 @@ def supervised(
 
 def command(text: Path, save: Path, *more: object) -> list[object]:
     return [*MODEL, "--data-path", text, "--save", save, *more]
+
+
+NO_IPV4 = ["unshare", "--net", "sh", "-c", 'ip link set lo up && ip addr del 127.0.0.1/8 dev lo && exec "$@"', "sh"]
+
+
+@pytest.fixture
+def without_ipv4() -> list[str]:
+    """The words before a command that let it see a loopback interface of IPv6 only."""
+    if not (shutil.which("unshare") and shutil.which("ip")):
+        pytest.skip("needs unshare and ip")
+    if subprocess.run([*NO_IPV4, "grep", "-q", "0001 01", "/proc/net/if_inet6"], capture_output=True).returncode:
+        pytest.skip("needs the right to make a network namespace, and IPv6")
+    return NO_IPV4
+
+
+def test_ranks_meet_over_ipv6_alone(repository: Path, tmp_path: Path, text: Path, without_ipv4: list[str]) -> None:
+    words = [*MODEL, "--data-path", text, "--train-iters", 2, "--device", "cpu", "--nproc", 2]
+    command = [*without_ipv4, sys.executable, str(repository / "pretrain_gpt.py"), *map(str, words)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " iteration        2/       2 " in done.stdout
 
 
 MINE = """

@@ -1,12 +1,14 @@
 """What launched this process, in torchrun's words: the variables of srun and mpirun are turned into those of torchrun.
 
 A variable of torchrun that is set holds, whatever else is there: torchrun runs inside SLURM jobs, and a user exports
-MASTER_PORT by hand. Nothing is read here but the mapping that is given, and the host file that it names.
+MASTER_PORT by hand. Nothing is read here but the mapping that is given, the host file that it names, and
+which loopback address there is.
 """
 
 from __future__ import annotations
 
 import re
+import socket
 import zlib
 from collections.abc import Mapping
 from contextlib import suppress
@@ -14,10 +16,27 @@ from pathlib import Path
 
 from megalith.errors import ConfigError
 
-LOOPBACK = "127.0.0.1"
 _BRACKETS = re.compile(r"\[(\d+)[^]]*\]")
 _REPEATED = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 _FIRST_PORT, _PORTS = 12288, 16384  # below the ports that Linux gives to clients
+
+
+def loopback() -> str:
+    """Return the loopback address of this machine: 127.0.0.1, or ::1 where it has no other."""
+    for family, address in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")):
+        with suppress(OSError), socket.socket(family) as trial:
+            trial.bind((address, 0))
+            return address
+    return "127.0.0.1"
+
+
+def listen(host: str, port: int, backlog: int) -> socket.socket:
+    """Open a listening socket at an address of either family; an empty host means all interfaces of both."""
+    if not host and socket.has_dualstack_ipv6():
+        with suppress(OSError):  # IPv6 may be switched off
+            return socket.create_server((host, port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=backlog)
 
 
 def read_launch(environ: Mapping[str, str]) -> dict[str, str]:
@@ -79,7 +98,7 @@ def _mpi(environ: Mapping[str, str], names: Mapping[str, str]) -> dict[str, str]
     variables["MASTER_PORT"] = _port(" ".join(environ.get(name, "") for name in _JOB_OF_MPI))
     one_host = variables.get("LOCAL_WORLD_SIZE") == variables.get("WORLD_SIZE")
     if one_host:
-        variables["MASTER_ADDR"] = LOOPBACK
+        variables["MASTER_ADDR"] = loopback()
     elif "MASTER_ADDR" not in environ:
         raise ConfigError(
             "mpirun over several hosts does not say where rank 0 is: export MASTER_ADDR, the name of the first host, "
@@ -117,7 +136,7 @@ def _slurm(environ: Mapping[str, str]) -> dict[str, str]:
     elif environ.get("SLURM_NNODES") == "1":
         variables["LOCAL_WORLD_SIZE"] = str(tasks)
     if variables.get("LOCAL_WORLD_SIZE") == str(tasks):
-        variables["MASTER_ADDR"] = LOOPBACK
+        variables["MASTER_ADDR"] = loopback()
         return variables
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST")
     if host := _first_of_host_file(environ):

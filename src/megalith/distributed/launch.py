@@ -26,7 +26,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from megalith.config.environment import LOOPBACK
+from megalith.config.environment import listen, loopback
 from megalith.config.groups import LaunchConfig
 from megalith.distributed.agreement import Facts, difference
 from megalith.distributed.board import BoardGone, StoreBoard
@@ -175,9 +175,9 @@ def connect(
 def _stay_on_this_machine() -> None:
     """Let gloo listen on the loopback interface, unless the user has named another one."""
     names = {name for _, name in socket.if_nameindex()}
-    for loopback in ("lo", "lo0"):
-        if loopback in names:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+    for name in ("lo", "lo0"):
+        if name in names:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 def _break_off(backend: str, error: BaseException) -> None:
@@ -363,11 +363,14 @@ class _Meeting:
         return held.store
 
     def _open(self) -> dist.Store:
-        host = LOOPBACK if self._launch.one_host and not self._agent_holds_it else self._launch.master_addr
+        host = loopback() if self._launch.one_host and not self._agent_holds_it else self._launch.master_addr
         self._address = (host, self._launch.master_port)
         if self._launch.rank == 0 and not self._agent_holds_it:
-            listener = self._listen(LOOPBACK if self._stays_on_loopback() else "")
-            self._address = (LOOPBACK, listener.getsockname()[1])  # MASTER_ADDR may be a service that leads here later
+            listener = self._listen(loopback() if self._stays_on_loopback() else "")
+            self._address = (
+                loopback(),
+                listener.getsockname()[1],
+            )  # MASTER_ADDR may be a service that leads here later
             return self._store(*self._address, listener.detach())
         self._reach(*self._address)
         return self._store(*self._address, None)
@@ -428,7 +431,7 @@ class _Meeting:
             return socket.socket(fileno=int(self._environ["MEGALITH_STORE_FD"]))
         port = self._launch.master_port
         try:
-            return socket.create_server((host, port), backlog=4096)
+            return listen(host, port, 4096)
         except OSError as error:
             raise ConfigError(
                 f"rank 0 cannot listen on port {port} of {socket.gethostname()}: {os.strerror(error.errno or 0)}; is "

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from megalith.config.environment import LOOPBACK
+from megalith.config.environment import listen, loopback
 from megalith.distributed.board import FolderBoard, Identity, Status, make_folder
 from megalith.distributed.memory_limit import memory_limit, oom_kills
 
@@ -129,7 +129,7 @@ class Attempt:
         self._signalled_at = 0.0
         self._oom_kills = oom_kills()
         self._running: dict[int, subprocess.Popen[bytes]] = {}
-        with socket.create_server((LOOPBACK, 0), backlog=1024) as listener:
+        with listen(loopback(), 0, 1024) as listener:
             listener.set_inheritable(True)
             for rank in range(count):
                 self._running[rank] = subprocess.Popen(
@@ -147,7 +147,7 @@ class Attempt:
             "WORLD_SIZE": self.count,
             "LOCAL_RANK": rank,
             "LOCAL_WORLD_SIZE": self.count,
-            "MASTER_ADDR": LOOPBACK,
+            "MASTER_ADDR": loopback(),
             "MASTER_PORT": listener.getsockname()[1],
             "MEGALITH_LAUNCHER": "megalith",
             "MEGALITH_SUPERVISOR": os.getpid(),
