@@ -10,6 +10,8 @@ Contenders, on the same threads, dtype and token ids:
                        autocast over fp32 parameters (the same state as ours)
   huggingface-pure     (bf16 only) parameters, gradients and moments all in bf16: less state and less precision
 
+On a processor without fast bf16 products a step of Hugging Face's in bf16 takes minutes: there it does not contend.
+
 Each contender has a process of its own, as users run them, and they take their steps in turns.
 
 The machine's peak is the best square matmul of 1024, 2048 and 4096 in the dtype. FLOPs of a step, counted once:
@@ -42,6 +44,7 @@ from megalith.cli.host_memory import keep_freed_memory
 from megalith.config import ModelConfig, OptimizerConfig, PrecisionConfig
 from megalith.models.gpt import GPT
 from megalith.models.initialise import initialise
+from megalith.nn.precision import product_dtype_on
 from megalith.optim import build_optimizer
 
 LAYERS, HIDDEN, HEADS, SEQUENCE, BATCH, VOCABULARY = 12, 768, 12, 512, 2, 50304
@@ -122,6 +125,8 @@ def contenders(dtype: str, *, compiled: bool) -> dict[str, Callable[[], Step]]:
     table: dict[str, Callable[[], Step]] = {"megalith": functools.partial(megalith_step, dtype)}
     if compiled:
         table["megalith-compiled"] = functools.partial(megalith_step, dtype, compiled=True)
+    if product_dtype_on("cpu", DTYPES[dtype]) != DTYPES[dtype]:
+        return table
     table["huggingface"] = functools.partial(huggingface_step, dtype)
     if dtype == "bf16":
         table["huggingface-pure"] = functools.partial(huggingface_step, dtype, pure=True)
@@ -141,10 +146,10 @@ def _seconds(work: Callable[[], Any]) -> float:
 
 
 def peak_flops(dtype: str, repeats: int = 3) -> float:
-    """Best FLOP/s of square matmuls in the dtype."""
-    best = 0.0
+    """Best FLOP/s of square matmuls in the dtype, or in the one that Megalith multiplies it in."""
+    best, multiplied = 0.0, product_dtype_on("cpu", DTYPES[dtype])
     for size in (1024, 2048, 4096):
-        a, b = (torch.randn(size, size).to(DTYPES[dtype]) for _ in "ab")
+        a, b = (torch.randn(size, size).to(multiplied) for _ in "ab")
         out = torch.empty_like(a)
         seconds = min(_seconds(lambda: torch.mm(a, b, out=out)) for _ in range(repeats + 1))  # noqa: B023
         best = max(best, 2 * size**3 / seconds)

@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
+from megalith.assemble.model import params_dtype
 from megalith.config import RunConfig
 from megalith.config.run import all_settings
 from megalith.distributed.agreement import versions
+from megalith.nn.precision import product_dtype_on
 from megalith.tokenizers.card import entries
 
 _OF_EACH_RANK = ("launch",)
@@ -26,14 +30,23 @@ _PLACES = (
 )
 
 
-def facts_of(run: RunConfig) -> dict[str, str]:
-    """Settings by flag, and the versions of what runs them."""
+def facts_of(run: RunConfig, device: torch.device) -> dict[str, str]:
+    """Settings by flag, the versions of what runs them, and how half-precision products are computed."""
     settings = {
         setting.flag: setting.as_given(getattr(getattr(run, setting.group), setting.name))
         for setting in all_settings().values()
         if setting.group not in _OF_EACH_RANK and setting.name not in _PLACES
     }
-    return {**settings, **versions()}
+    return {**settings, **versions(), **_products(run, device)}
+
+
+def _products(run: RunConfig, device: torch.device) -> dict[str, str]:
+    dtype = params_dtype(run.precision)
+    computed = product_dtype_on(device.type, dtype)
+    if not run.precision.bf16:
+        return {}
+    how = "in bf16" if computed == dtype else "in fp32, without fast bf16 instructions"
+    return {"bf16 products (ONEDNN_MAX_CPU_ISA=AVX2 on all ranks: in fp32)": how}
 
 
 def content_facts(tokenizer: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, str]:

@@ -54,7 +54,7 @@ def join_ranks(
     boards: list[Board] = []
     with ExitStack() as stack:
         stack.push(lambda kind, *_: _close(boards, failed=kind is not None))  # behind the connections
-        backend, facts = run.parallel.distributed_backend, facts_of(run) if launch.world_size > 1 else None
+        backend, facts = run.parallel.distributed_backend, facts_of(run, device) if launch.world_size > 1 else None
         meeting = stack.enter_context(
             connect(launch, device, backend, timeout, join=join, facts=facts, asked_to_stop=asked_to_stop)
         )

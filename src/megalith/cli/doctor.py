@@ -158,6 +158,8 @@ def _precision(device: torch.device, dtype: torch.dtype) -> Finding:
     """Whether a product in this format is right, and what a run in it does here."""
     import torch
 
+    from megalith.nn.precision import product_dtype_on
+
     short = str(dtype).removeprefix("torch.")
     flag = {"float32": "default", "bfloat16": "--bf16", "float16": "--fp16"}[short]
     try:
@@ -170,8 +172,8 @@ def _precision(device: torch.device, dtype: torch.dtype) -> Finding:
             "bad", f"    {short} ({flag}): a product is off by {error:g}; the device or its driver is broken"
         )
     remark = ""
-    if device.type == "cpu" and short == "float16":
-        remark = ": kept in fp16 and multiplied in fp32, which is much faster here"
+    if product_dtype_on(device.type, dtype) != dtype:
+        remark = f": kept in {short} and multiplied in fp32, for which this processor has fast instructions"
     elif device.type == "cuda" and short == "bfloat16" and not torch.cuda.is_bf16_supported(including_emulation=False):
         return Finding("note", "    bfloat16 (--bf16): only emulated by this GPU, and slow; use --fp16")
     return Finding("ok", f"    {short} ({flag}){remark}")

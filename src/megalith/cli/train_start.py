@@ -49,7 +49,14 @@ from megalith.tokenizers import Tokenizer, build_tokenizer
 from megalith.tokenizers.padding import padded_vocab_size, padding_message
 from megalith.train.agreement import StopRequest
 from megalith.train.background import BackgroundSaver
-from megalith.train.checkpoint_fit import FoundCheckpoint, Identity, check_fits, find_checkpoint
+from megalith.train.checkpoint_fit import (
+    FoundCheckpoint,
+    Identity,
+    check_fits,
+    find_checkpoint,
+    other_products,
+    products_of,
+)
 from megalith.train.checkpoint_restore import restore
 from megalith.train.checkpoint_saver import CheckpointSaver
 from megalith.train.faults import Probe
@@ -110,7 +117,7 @@ def start(
     for note in compare_tokenizers(config, identity.tokenizer):
         screen.say(note)
     store, found = _find(config, context)
-    _check_fits(config, found, identity, screen)
+    _check_fits(config, found, identity, screen, context.device)
     changes = _say_changes(config, found, screen)
     padded = _padded_vocabulary(config, tokenizer, found)
     screen.say(padding_message(tokenizer.vocab_size, padded))
@@ -125,7 +132,7 @@ def start(
     loading = time.perf_counter()
     if not _loads(config, store, found, state, screen, probe):
         store, found = _find(config, context, thorough=True)
-        _check_fits(config, found, identity, screen)
+        _check_fits(config, found, identity, screen, context.device)
         if _padded_vocabulary(config, tokenizer, found) != padded:
             padded = _padded_vocabulary(config, tokenizer, found)
             state = _state(config, padded, streams, context, screen, fresh=False)
@@ -244,7 +251,7 @@ def _say_configuration(config: RunConfig, screen: Screen, device: torch.device) 
     screen.note(f"Number of virtual stages per pipeline stage: {virtual if virtual > 1 else None}")
     count = torch.get_num_threads()
     threads = f", {count} thread{'s' if count > 1 else ''}" if device.type == "cpu" else ""
-    screen.say(f"running on {_device_name(device)}{threads}, torch {torch.__version__}")
+    screen.say(f"running on {_device_name(device)}{threads}, torch {torch.__version__}{_products(config, device)}")
     nccl_asked_for = "distributed_backend" in config.given and parallel.distributed_backend == "nccl"
     if device.type == "cpu" and nccl_asked_for:
         screen.say("no GPU here: --distributed-backend nccl becomes gloo")
@@ -269,6 +276,14 @@ def _say_configuration(config: RunConfig, screen: Screen, device: torch.device) 
         screen.note(console.train_iterations_line(config.train_iters))
 
 
+def _products(config: RunConfig, device: torch.device) -> str:
+    """What to say where half precision is multiplied in fp32; nothing where it is not."""
+    if not (config.precision.bf16 or config.precision.fp16) or products_of(config, device.type) != "float32":
+        return ""
+    kept = "bf16" if config.precision.bf16 else "fp16"
+    return f"; no fast {kept} products on this processor: computed in fp32 and rounded to {kept}"
+
+
 def _device_name(device: torch.device) -> str:
     return "cpu" if device.type == "cpu" else f"{device} ({torch.cuda.get_device_name(device)})"
 
@@ -281,8 +296,12 @@ def _identity(config: RunConfig, tokenizer: Tokenizer) -> Identity:
     )
 
 
-def _check_fits(config: RunConfig, found: FoundCheckpoint | None, identity: Identity, screen: Screen) -> None:
+def _check_fits(
+    config: RunConfig, found: FoundCheckpoint | None, identity: Identity, screen: Screen, device: torch.device
+) -> None:
     if found is not None:
+        if differing := other_products(found, config, device.type):
+            screen.warn(f"WARNING: {differing}")
         for note in check_fits(found, config, identity):
             screen.warn(f"WARNING: {note}")
 

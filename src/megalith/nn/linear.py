@@ -38,6 +38,9 @@ from megalith.nn.precision import product_dtype
 from megalith.nn.region import Region
 from megalith.nn.sink import GradientSink
 
+_FEW_ROWS = 64  # of a product in which widening the weight costs more than multiplying with it
+_WIDENED_AT_ONCE = 1 << 18  # elements
+
 
 def _weight_gradient(weight: nn.Parameter, sink: GradientSink | None, grad_TO: Tensor, x_TI: Tensor) -> Tensor | None:
     """dW, unless a sink takes it."""
@@ -138,11 +141,27 @@ def _affine(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x W^T + b: one rounding in fp32 and above, two (product, sum) in half precision."""
     dtype = product_dtype(x)
     if x.dtype in (torch.float16, torch.bfloat16):
-        product = nn.functional.linear(x.to(dtype), weight.to(dtype)).to(x.dtype)
+        if dtype != x.dtype and not torch.is_grad_enabled() and x.numel() <= _FEW_ROWS * x.shape[-1]:
+            product = _few_rows(x, weight, dtype)
+        else:
+            product = nn.functional.linear(x.to(dtype), weight.to(dtype)).to(x.dtype)
         return product if bias is None else product.add_(bias)
     if onednn.applies(x, weight):
         return onednn.linear(x, weight, bias)
     return nn.functional.linear(x, weight, bias)
+
+
+def _few_rows(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """x W^T in a wider dtype for the few tokens of a step of generation, where reading the weight is the work.
+
+    One row of bf16 goes through torch's own product of a matrix and a vector, which reads the weight as it is and sums
+    in fp32. For more rows the weight is widened part by part, so that the copy stays in the processor's cache.
+    """
+    if x.numel() == x.shape[-1] and x.dtype == torch.bfloat16:
+        return torch.mv(weight, x.reshape(-1)).view(*x.shape[:-1], -1)
+    rows = max(1, _WIDENED_AT_ONCE // weight.shape[1])
+    wide = x.to(dtype)
+    return torch.cat([nn.functional.linear(wide, part.to(dtype)).to(x.dtype) for part in weight.split(rows)], dim=-1)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, sink: GradientSink | None) -> Tensor:

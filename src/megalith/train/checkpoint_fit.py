@@ -8,17 +8,22 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from megalith.checkpoint import Store
 from megalith.config import ModelConfig, RunConfig
 from megalith.config.checkpoint_args import MODEL_SETTINGS
 from megalith.config.foreign_args import model_of
 from megalith.config.run import all_settings
 from megalith.errors import CheckpointError
+from megalith.nn.precision import product_dtype_on
 from megalith.tokenizers.card import card_differences, side_by_side
 
 # Arguments that decide the shape or the meaning of the weights, with the flag that a user knows each by.
 ARCHITECTURE = {name: all_settings()[name].flag for name in MODEL_SETTINGS if name != "make_vocab_size_divisible_by"}
 ARCHITECTURE |= {"chooses_by": "--moe-router-load-balancing-type"}
+PRODUCTS = "matrix_products"
+"""In the manifest: the dtype that matrix products were computed in, which for half precision depends on the device."""
 
 
 @dataclass(frozen=True)
@@ -146,6 +151,23 @@ def check_fits(found: FoundCheckpoint, run: RunConfig, identity: Identity) -> tu
 def _as_given(name: str, value: Any) -> str:
     setting = all_settings().get(name)
     return str(value) if setting is None else setting.as_given(value)
+
+
+def products_of(run: RunConfig, device_type: str) -> str:
+    """Name of the dtype that this run computes its matrix products in."""
+    dtype: torch.dtype = getattr(torch, run.precision.params_dtype)
+    return str(product_dtype_on(device_type, dtype)).removeprefix("torch.")
+
+
+def other_products(found: FoundCheckpoint, run: RunConfig, device_type: str) -> str:
+    """What the user must hear where the run that wrote a checkpoint computed its products otherwise; empty if not."""
+    was, now = (found.manifest or {}).get(PRODUCTS), products_of(run, device_type)
+    if was in (None, now) or found.weights_only or run.checkpoint.finetune:
+        return ""
+    return (
+        f"matrix products were computed in {was} when the checkpoint of iteration {found.iteration} was written, and "
+        f"are computed in {now} here: results will differ from an uninterrupted run from this step on"
+    )
 
 
 def architecture(model: ModelConfig) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import torch
 from megalith.checkpoint import Chunk, PendingSave, SaveReport, Staging, Store
 from megalith.config import RunConfig
 from megalith.train.checkpoint_content import chunks_to_save, content_of
-from megalith.train.checkpoint_fit import Identity
+from megalith.train.checkpoint_fit import PRODUCTS, Identity, products_of
 from megalith.train.faults import Probe, no_probe
 from megalith.train.results import SavedCheckpoint
 from megalith.train.state import TrainState
@@ -99,6 +99,7 @@ class CheckpointSaver:
             "tokenizer_files": sorted(self._identity.tokenizer_files),
             "data": dict(self._identity.data),
             "threads": torch.get_num_threads() if state.context.device.type == "cpu" else None,
+            PRODUCTS: products_of(self._run, state.context.device.type),
         }
 
 

@@ -16,6 +16,7 @@ from megalith.nn.moe.experts import Experts
 from megalith.nn.moe.router import Router, RouterSettings
 from megalith.nn.moe.routing import within_capacity
 from megalith.nn.placement import Placement, Replicated
+from megalith.nn.precision import product_dtype
 from megalith.nn.recompute import recomputed
 from megalith.nn.region import Region, enter, leave
 
@@ -158,4 +159,6 @@ class SharedExpert(FeedForward):
         y_SBD = super().forward(x_SBD)
         if self.gate_weight is None:
             return y_SBD
-        return y_SBD * torch.sigmoid(torch.nn.functional.linear(x_SBD, self.gate_weight))
+        dtype = product_dtype(x_SBD)
+        gate_SB1 = torch.nn.functional.linear(x_SBD.to(dtype), self.gate_weight.to(dtype)).to(x_SBD.dtype)
+        return y_SBD * torch.sigmoid(gate_SB1)

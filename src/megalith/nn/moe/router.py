@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from megalith.nn.moe.balance import Auxiliary, Peers, balancing_scores, switch_loss, z_loss
 from megalith.nn.moe.routing import Choice, RoutingRule, choose, quantile_offsets
 from megalith.nn.placement import Placement, Replicated
+from megalith.nn.precision import product_dtype_on
 from megalith.nn.region import Region
 
 NAMES = {
@@ -147,8 +148,9 @@ class Router(nn.Module):
     def logits(self, x_TD: Tensor) -> Tensor:
         """[T, D] -> [T, E], in the dtype that routing computes in."""
         dtype = self.settings.dtype or x_TD.dtype
-        bias_E = None if self.bias is None else self.bias.to(dtype)
-        return torch.nn.functional.linear(x_TD.to(dtype), self.weight.to(dtype), bias_E)
+        wide = product_dtype_on(x_TD.device.type, dtype)
+        bias_E = None if self.bias is None else self.bias.to(wide)
+        return torch.nn.functional.linear(x_TD.to(wide), self.weight.to(wide), bias_E).to(dtype)
 
     def _count_offsets(self, logits_TE: Tensor) -> None:
         if self.qb_beta is not None:

@@ -1,0 +1,43 @@
+"""How bf16 is multiplied is in the log and in the checkpoint, and a resume that multiplies otherwise says so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megalith.assemble.facts import facts_of
+from megalith.cli.main import main
+from megalith.config import load
+from megalith.nn import precision
+
+BASE = (
+    "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 256 --max-position-embeddings 256 --bf16 "
+    "--micro-batch-size 1 --train-iters 3 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 60 "
+    "--eval-iters 0 --num-workers 0 --device cpu"
+)
+RUN = f"train {BASE} --save c --load c --save-interval 1 --exit-interval 1"
+
+
+def test_a_resume_on_another_kind_of_processor_says_that_results_differ(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    said = []
+    for computed in (torch.bfloat16, torch.float32, torch.float32):
+        monkeypatch.setattr(precision, "_BF16_ON_CPU", computed)
+        assert main(RUN.split()) == 0
+        said.append(capsys.readouterr())
+    assert ["products on this processor: computed in fp32" in text.out for text in said] == [False, True, True]
+    assert ["results will differ" in text.err for text in said] == [False, True, False]
+    assert "computed in bfloat16 when" in said[1].err and "in float32 here" in said[1].err
+
+
+def test_ranks_that_multiply_otherwise_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, device, found = load(BASE.split(), {}, files=False), torch.device("cpu"), []
+    for computed in (torch.bfloat16, torch.float32):
+        monkeypatch.setattr(precision, "_BF16_ON_CPU", computed)
+        found.append(facts_of(run, device))
+    names = [name for name in found[0] if found[0][name] != found[1][name]]
+    assert len(names) == 1 and "bf16" in names[0]
