@@ -231,7 +231,7 @@ def _check_memo(file: IO[bytes]) -> None:
     data = file.read()
     file.seek(0)
     for operation, argument, _ in pickletools.genops(data):
-        if operation.name in ("PUT", "LONG_BINPUT") and int(argument) > len(data):
+        if operation.name in ("PUT", "LONG_BINPUT") and int(argument or 0) > len(data):
             raise pickle.UnpicklingError(f"memo index {argument} in a pickle of {len(data)} bytes")
 
 

@@ -250,7 +250,7 @@ def test_too_little_space_is_an_error_of_the_scheduling(
     tmp_path: Path, make_content: MakeContent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("megalith.checkpoint.commit.free_bytes", lambda _: 1000)
-    with pytest.raises(CheckpointError, match=r"needs \d{7} bytes .* 1000 bytes .* are free"):
+    with pytest.raises(CheckpointError, match=r"needs \d+ bytes .* 1000 bytes .* are free"):
         DirectoryStore(tmp_path).schedule(1, make_content(1), {}, staging=Staging())
     assert names(tmp_path) == set()
 
