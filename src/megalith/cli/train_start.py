@@ -473,7 +473,7 @@ def _load(
     screen.say(console.loaded_line(where, found.iteration, tensor=layout.tp, pipeline=layout.pp))
     held = DirectoryStore(save).iterations() if save else []
     anew = config.checkpoint.finetune or config.checkpoint.ckpt_step is not None
-    if held and held[-1] > state.iteration and (load != save or anew):
+    if save and held and held[-1] > state.iteration and (load != save or anew):
         screen.warn(
             f"WARNING: {save} already holds checkpoints up to iteration {held[-1]}; this run starts at iteration "
             f"{state.iteration} and replaces them. To go on from there, give --load {shlex.quote(save)} "

@@ -178,7 +178,9 @@ def check_groups(*groups: object) -> None:
     Raises:
         ConfigError: with every violation found.
     """
-    here = {name: group for name, kind in group_types().items() for group in groups if isinstance(group, kind)}
+    here: dict[str, Any] = {
+        name: group for name, kind in group_types().items() for group in groups if isinstance(group, kind)
+    }
     settings = [setting for setting in all_settings().values() if setting.group in here]
     values = {setting.name: getattr(here[setting.group], setting.name) for setting in settings}
     problems, unusable = [], {setting.name for setting in all_settings().values() if setting.group not in here}
