@@ -73,8 +73,8 @@ def with_rates(
     if not scheduler or "max_lr" not in scheduler:
         return [dict(group) for group in groups]
     plain = {key: float(scheduler.get(key) or 0.0) for key in ("max_lr", "min_lr")}
-    apart = {key: args.get(name) for key, name in (("max_lr", "decoupled_lr"), ("min_lr", "decoupled_min_lr"))}
-    apart = {key: rate if apart[key] is None else float(apart[key]) for key, rate in plain.items()}
+    given = {"max_lr": args.get("decoupled_lr"), "min_lr": args.get("decoupled_min_lr")}
+    apart = plain | {key: float(rate) for key, rate in given.items() if rate is not None}
     return [dict(group) if "max_lr" in group else _with_rates(group, plain, apart) for group in groups]
 
 
