@@ -4,7 +4,7 @@ Never a dependency: the tests run where MEGALITH_MEGATRON_CORE names a folder th
 
     pip install --no-deps --target /tmp/core megatron-core==0.19.2 psutil typing_extensions
 
-(with --ignore-requires-python on Python 3.11 and older). Verified with 0.16.1, 0.17.1, 0.18.2 and 0.19.2.
+(with --ignore-requires-python on Python 3.11 and older). Verified with 0.12.3, 0.16.1, 0.17.1, 0.18.2 and 0.19.2.
 """
 
 from __future__ import annotations
