@@ -104,6 +104,23 @@ def test_every_rank_has_the_scores_of_one_process(
         assert len(told) == (2 if layout.dp == 2 else 4)
 
 
+def scored_without_padding(folder: str, layout: Layout) -> list[list[float]]:
+    """Of a table of which more than half is padding: with two ranks one of them has no token at all."""
+    context = ParallelContext.solo() if layout == Layout() else ParallelContext.create(layout, torch.device("cpu"))
+    trained = load_trained(Path(folder), context.device, context=context, dtype=torch.float64)
+    scorer = Scorer(trained.model, context, batch_size=2, num_tokens=VOCABULARY // 3)
+    few = [Sample([number % (VOCABULARY // 3) for number in sample.ids], sample.num_targets) for sample in samples()]
+    return [score.logprobs.tolist() for score in scorer(few)]
+
+
+def test_a_rank_whose_rows_are_all_padding(ranks: Ranks, tmp_path: Path) -> None:
+    folder, layout = save(tmp_path / "saved", {}), Layout(tp=2)
+    alone = scored_without_padding(str(folder), Layout())
+    for found in ranks.run(layout.world_size, scored_without_padding, str(folder), layout):
+        for ours, theirs in zip(found, alone, strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=1e-10)
+
+
 def with_other_data(folder: str) -> str:
     context = ParallelContext.create(Layout(tp=2), torch.device("cpu"))
     trained = load_trained(Path(folder), context.device, context=context)

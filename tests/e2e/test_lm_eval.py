@@ -102,6 +102,7 @@ def _run(folder: Path, args: str, ranks: int = 1) -> dict[str, Any]:
         },
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "rolling windows: 100%" in done.stderr, "a long document is not scored in silence"
     found: dict[str, Any] = {}
     for kind in KINDS:
         file = sorted(out.rglob(f"samples_local_{kind}_*.jsonl"))[0]

@@ -19,6 +19,7 @@ import torch
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows
+from tqdm import tqdm
 
 from megalith.assemble.ranks import join_ranks
 from megalith.assemble.reading import model_in, ranks_of, saved_args
@@ -28,7 +29,7 @@ from megalith.distributed import comm
 from megalith.errors import ConfigError, MegalithError
 from megalith.evaluate.alarms import never_trained
 from megalith.evaluate.request import DEFAULT_BATCH
-from megalith.evaluate.score import Sample, Scorer
+from megalith.evaluate.score import Sample, Score, Scorer
 from megalith.serve.engine import Engine, Limits
 from megalith.serve.model_runner import ModelRunner, RankRunner, blocks_for
 from megalith.serve.request import Finished, Request, Sampling, Token
@@ -93,7 +94,9 @@ class MegalithLM(TemplateLM):
             _log.warning("%s", note)
         self._trained = trained
         size = int(str(batch_size)) if str(batch_size).isdigit() else DEFAULT_BATCH  # lm-eval also says "auto"
-        self._scorer = Scorer(trained.gpt, self._context, batch_size=size)
+        # A folder of Hugging Face has no padded rows: what its table has beyond its tokenizer counts there too.
+        num_tokens = None if trained.from_huggingface else trained.tokenizer.vocab_size
+        self._scorer = Scorer(trained.gpt, self._context, batch_size=size, num_tokens=num_tokens)
         self._max_length = min(max_length or self._scorer.context_length, self._scorer.context_length)
         self._max_gen_toks = max_gen_toks
         self._device = self._context.device
@@ -148,7 +151,8 @@ class MegalithLM(TemplateLM):
             samples[number] = Sample(ids, min(len(continuation), len(ids) - 1))
         # Samples of like length need little padding; the longest come first, so that memory runs out at once or never.
         order = sorted(samples, key=lambda number: -len(samples[number].ids))
-        scores = dict(zip(order, self._scorer([samples[number] for number in order]), strict=True))
+        ordered = [samples[number] for number in order]
+        scores = dict(zip(order, self._score(ordered, "log-likelihoods", disable_tqdm), strict=True))
         answers = []
         for number, (texts, _, _) in enumerate(requests):
             score = scores.get(number)
@@ -170,11 +174,19 @@ class MegalithLM(TemplateLM):
                 samples.append(Sample([*read, predicted[-1]], len(predicted)))
                 of_text.append(number)
         totals = [0.0] * len(requests)
-        for number, score in zip(of_text, self._scorer(samples), strict=True):
+        for number, score in zip(of_text, self._score(samples, "rolling windows", disable_tqdm), strict=True):
             totals[number] += score.total
         for request, total in zip(requests, totals, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
         return totals
+
+    def _score(self, samples: list[Sample], what: str, quiet: bool) -> list[Score]:
+        """Score samples under a progress bar, which moves before each batch."""
+        with tqdm(total=len(samples), desc=what, disable=quiet or self._context.rank > 0) as bar:
+            replicas = self._context.dp.size
+            scores = self._scorer(samples, lambda batch: bar.update(batch * replicas * self._scorer.batch_size - bar.n))
+            bar.update(len(samples) - bar.n)
+        return scores
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         answers = self._on_all(requests)

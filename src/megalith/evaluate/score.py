@@ -2,7 +2,8 @@
 
 The ranks of a replica run their batches through the pipeline interpreter; replicas take batches in turn. Batches are
 padded on the right, which a causal model does not see. All of the vocabulary table counts in the normalisation, its
-padding too, as it does in the loss of training (and in Megatron's evaluation).
+padding too, as it does in the loss of training (and in Megatron's evaluation), unless the caller names the number of
+tokens: then padded rows have no probability, as in an exported model.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from megalith.schedules.pipeline import Op, make_schedule
 Ids = Sequence[int] | NDArray[np.int64]
 
 _BATCHES_AT_ONCE = 256  # of one pipeline program, whose results are kept on the device until it ends
-_LOGITS_AT_ONCE = 1 << 26
+_LOGITS_AT_ONCE = 1 << 24  # on a CPU twice as fast as 1 << 26, whose memory is new pages each time
 
 
 @dataclass(frozen=True)
@@ -71,11 +72,20 @@ class Scorer:
         context: the ranks that share the model and the samples; this process alone if None. All of them call together,
             with equal samples, and get all scores.
         batch_size: samples of one forward pass.
+        num_tokens: rows of the vocabulary table that are tokens; the padded ones behind them get no probability. All
+            rows count if None.
     """
 
-    def __init__(self, model: GPT, context: ParallelContext | None = None, *, batch_size: int = 8) -> None:
+    def __init__(
+        self,
+        model: GPT,
+        context: ParallelContext | None = None,
+        *,
+        batch_size: int = 8,
+        num_tokens: int | None = None,
+    ) -> None:
         assert batch_size >= 1, batch_size
-        self.model, self.batch_size = model, batch_size
+        self.model, self.batch_size, self.num_tokens = model, batch_size, num_tokens
         self.context = context or ParallelContext.solo(model.device)
 
     @property
@@ -100,7 +110,9 @@ class Scorer:
         found: dict[int, Score] = {}
         for first in range(0, len(own), _BATCHES_AT_ONCE):
             part = own[first : first + _BATCHES_AT_ONCE]
-            work = _Work(self.model, [[samples[index] for index in batch] for batch in part], on_batch, first)
+            work = _Work(
+                self.model, [[samples[index] for index in batch] for batch in part], on_batch, first, self.num_tokens
+            )
             schedule = make_schedule("forward", self.context.pp.size, 1, len(part))
             pipeline.run(schedule.program(self.context.pp.index), work, self.context.links)
             numbers = [index for batch in part for index in batch]
@@ -110,7 +122,10 @@ class Scorer:
     def _check(self, samples: Sequence[Sample]) -> None:
         for sample in samples:
             assert 0 < sample.num_targets < len(sample.ids) <= self.context_length + 1, "the caller cuts samples"
-            largest, rows = int(np.max(sample.ids)), self.model.vocab_size
+            largest, rows = (
+                int(np.max(sample.ids)),
+                min(self.num_tokens or self.model.vocab_size, self.model.vocab_size),
+            )
             if largest >= rows:
                 raise DataError(
                     f"the tokenizer gives the id {largest}, and the model has {rows} rows in its vocabulary table: it "
@@ -139,8 +154,14 @@ class _Work:
     """The batches of one program: a `pipeline.StageRunner`."""
 
     def __init__(
-        self, model: GPT, batches: Sequence[Sequence[Sample]], on_batch: Callable[[int], None], first: int
+        self,
+        model: GPT,
+        batches: Sequence[Sequence[Sample]],
+        on_batch: Callable[[int], None],
+        first: int,
+        num_tokens: int | None,
     ) -> None:
+        self._num_tokens = num_tokens
         self._model, self._batches, self._on_batch, self._first = model, batches, on_batch, first
         self._results: list[tuple[Tensor, Tensor]] = []
 
@@ -161,7 +182,16 @@ class _Work:
         places, targets = _targets(batch)
         states_TD = states_SBD.transpose(0, 1).flatten(0, 1)[torch.from_numpy(places).to(model.device)]
         wanted = torch.from_numpy(targets).to(model.device)
-        self._results.append(score_targets(states_TD, model.output_weight, wanted, model.region, model.vocab_size))
+        self._results.append(
+            score_targets(
+                states_TD,
+                model.output_weight,
+                wanted,
+                model.region,
+                model.vocab_size,
+                num_tokens=self._num_tokens,
+            )
+        )
         return states_TD.new_zeros(())
 
     def end(self, micro_batch: int) -> None:
@@ -204,15 +234,18 @@ def score_targets(
     region: Region,
     vocab_size: int,
     bias_V: Tensor | None = None,
+    *,
+    num_tokens: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The log-probability of each target, and whether no token is more likely (of equals the first counts).
 
     Shapes: states [T, D], alike on all ranks of the region; weight [V, D] and bias [V] of the logits, the rows that are
-        here; targets [T] -> 2 x [T], alike on all ranks. Logarithms are taken in at least fp32.
+        here; targets [T] -> 2 x [T], alike on all ranks. Logarithms are taken in at least fp32. The first
+        `num_tokens` rows of the table count, all if None.
     """
     rows = max(1, _LOGITS_AT_ONCE // weight_VD.shape[0])
     parts = [
-        _score_some(states, weight_VD, targets, region, vocab_size, bias_V)
+        _score_some(states, weight_VD, targets, region, vocab_size, bias_V, num_tokens or vocab_size)
         for states, targets in zip(states_TD.split(rows), targets_T.split(rows), strict=True)
     ]
     return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
@@ -225,17 +258,28 @@ def _score_some(
     region: Region,
     vocab_size: int,
     bias_V: Tensor | None,
+    num_tokens: int,
 ) -> tuple[Tensor, Tensor]:
     part = region.shard(vocab_size, even=False)
-    logits_TV = linear(states_TD, weight_VD, bias_V, None)
+    logits_TV = linear(states_TD, weight_VD, bias_V, None).detach()
     logits_TV = logits_TV.to(at_least_fp32(logits_TV.dtype))
-    likeliest_T = logits_TV.argmax(dim=-1)
+    if num_tokens < part.stop:
+        logits_TV[:, max(0, num_tokens - part.start) :] = -torch.inf
+    likeliest_T = _argmax(logits_TV)
     own_peak_T = logits_TV.gather(1, likeliest_T[:, None]).squeeze(1)
     here_T = (targets_T >= part.start) & (targets_T < part.stop)
     rows_T = torch.where(here_T, targets_T - part.start, 0)
-    chosen_T = logits_TV.gather(1, rows_T[:, None]).squeeze(1) * here_T
+    chosen_T = torch.where(here_T, logits_TV.gather(1, rows_T[:, None]).squeeze(1), 0.0)
     peak_T = region.largest(own_peak_T)
-    total_T, target_T = region.total(torch.stack(((logits_TV - peak_T[:, None]).exp().sum(dim=-1), chosen_T)))
+    sums_T = logits_TV.sub_(peak_T[:, None]).exp_().sum(dim=-1)
+    total_T, target_T = region.total(torch.stack((sums_T, chosen_T)))
     first_T = torch.where(own_peak_T == peak_T, likeliest_T + part.start, vocab_size)
     best_T = -region.largest(-first_T)
     return target_T - peak_T - total_T.log(), best_T == targets_T
+
+
+def _argmax(logits_TV: Tensor) -> Tensor:
+    """The first largest logit of each row; on a CPU by numpy, whose search takes a fraction of torch's time."""
+    if logits_TV.device.type != "cpu":
+        return logits_TV.argmax(dim=-1)
+    return torch.from_numpy(logits_TV.numpy().argmax(-1))

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megalith.errors import DataError
 from megalith.evaluate.perplexity import TextLoss, Windows, score_texts
 from megalith.evaluate.score import Sample, Scorer
 
@@ -99,3 +100,17 @@ def test_greedy_is_the_argmax() -> None:
     wrong = ids[:4] + [(best[3] + 1) % VOCABULARY]
     scores = Scorer(model)([Sample(right, 1), Sample(wrong, 1)])
     assert [bool(score.greedy[0]) for score in scores] == [True, False]
+
+
+def test_padded_rows_count_unless_the_number_of_tokens_is_named() -> None:
+    """As in Megatron's tasks with them, as in an exported model, which lacks them, without them."""
+    model, tokens = small_model(), 50
+    ids = torch.randint(0, tokens, (9,), generator=torch.Generator().manual_seed(3))
+    logits = model(ids[None, :-1])[0]
+    for num_tokens, rows in ((None, VOCABULARY), (tokens, tokens), (VOCABULARY + 5, VOCABULARY)):
+        (score,) = Scorer(model, num_tokens=num_tokens)([Sample(ids.tolist(), 8)])
+        wanted = logits[:, :rows].log_softmax(-1).gather(1, ids[1:, None]).squeeze(1)
+        np.testing.assert_allclose(score.logprobs, wanted.numpy(), rtol=1e-12)
+        np.testing.assert_array_equal(score.greedy, (logits[:, :rows].argmax(-1) == ids[1:]).numpy())
+    with pytest.raises(DataError, match="50 rows"):
+        Scorer(model, num_tokens=tokens)([Sample([1, 55], 1)])
