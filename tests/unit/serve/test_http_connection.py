@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import logging
 import socket
@@ -16,7 +17,7 @@ pytest.importorskip("uvicorn", reason="the serve extra is not installed")
 import uvicorn
 from uvicorn.server import ServerState
 
-from megalith.serve.http.connection import bounded_connection
+from megalith.serve.http.connection import _Parting, bounded_connection
 from megalith.serve.http.guard import App, Guard
 from megalith.serve.http.server import bind, serve
 from megalith.serve.http.settings import Limits, ServerSettings
@@ -255,6 +256,31 @@ def test_a_stream_that_nobody_reads_is_cut_off_and_holds_up_nobody(stops: bool) 
             assert server.service.worker.stats().generated_tokens < tokens
 
     asyncio.run(asyncio.wait_for(run(), 120))
+
+
+def test_a_client_that_has_reset_its_connection_is_let_go() -> None:
+    """Its last bytes are read before the reset is noticed, which only shows when the connection is shut down."""
+
+    class Reset(asyncio.Transport):
+        aborted = False
+
+        def is_closing(self) -> bool:
+            return self.aborted
+
+        def write_eof(self) -> None:
+            raise OSError(errno.ENOTCONN, "Transport endpoint is not connected")
+
+        def abort(self) -> None:
+            self.aborted = True
+
+    async def run() -> bool:
+        transport = Reset()
+        parting = _Parting(transport, LIMITS, lambda: True)
+        parting.close()
+        parting.lost()
+        return transport.aborted
+
+    assert asyncio.run(run())
 
 
 def test_a_probe_does_not_wait_for_a_crowd() -> None:

@@ -87,8 +87,12 @@ class _Parting(asyncio.Transport):
             self._transport.close()
             return
         self._due = asyncio.get_running_loop().call_later(self._limits.parting_seconds, self._transport.abort)
-        self._transport.write_eof()
-        self._transport.resume_reading()
+        try:
+            self._transport.write_eof()
+        except OSError:  # the client has reset the connection
+            self._transport.abort()
+        else:
+            self._transport.resume_reading()
 
     def discard(self, size: int) -> None:
         """Count bytes that came after the answer."""
