@@ -160,6 +160,28 @@ def test_two_ranks_and_a_tokenizer_from_elsewhere_give_the_same(folder: Path) ->
             assert float(one[0]) == pytest.approx(float(other[0]), abs=1e-4)
 
 
+def test_only_the_tokens_of_a_checkpoint_have_probability(folder: Path) -> None:
+    """Not the padded rows of its table; a Hugging Face folder has none, and all of its rows count as they do there."""
+    from megalith.cli.main import main
+    from megalith.evaluate.harness import MegalithLM
+
+    assert main(["checkpoint", "import", str(folder / "hf"), str(folder / "native"), "--no-compare"]) == 0
+    found = []
+    for name in ("hf", "native"):
+        model = MegalithLM(checkpoint=str(folder / name), device="cpu")
+        ids = model.tok_encode(DOCUMENTS[0]["page"])[: CONTEXT - 1]
+        found.append(
+            (
+                model._scorer.num_tokens,
+                model._loglikelihood_tokens([(("", ""), ids[:2], ids[2:])], disable_tqdm=True)[0],
+            )
+        )
+        model.close()
+    (all_rows, hf), (num_tokens, native) = found
+    assert all_rows is None and num_tokens == VOCABULARY
+    assert native[0] == pytest.approx(hf[0], rel=1e-6) and native[1] == hf[1]
+
+
 def test_the_entry_point_names_the_model_class(repository: Path) -> None:
     """By which versions of lm-eval that look for plugins find it."""
     from importlib.metadata import EntryPoint
