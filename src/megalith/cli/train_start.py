@@ -520,7 +520,9 @@ def _datasets(config: RunConfig, tokenizer: Tokenizer, state: TrainState) -> Dat
 
     if has_cache:
         crew.first(partial(build, cache_is_checked=False))
-    crew.all(partial(build, cache_is_checked=has_cache and config.launch.local_rank != 0))
+        # The first of each machine before its others, which rely on the check and would not see a damaged file.
+        crew.all(partial(build, cache_is_checked=False) if config.launch.local_rank == 0 else lambda: None)
+    crew.all(partial(build, cache_is_checked=has_cache))
     return built[0]
 
 
