@@ -23,7 +23,8 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from pathlib import Path
 
 from megalith.checkpoint.source import refuse_model_folder
@@ -48,7 +49,7 @@ class Owner:
         born: start of the process in the system's own ticks; "" where the system does not tell.
     """
 
-    host: str
+    host: str = field(compare=False)
     place: str
     pid: int
     born: str
@@ -67,8 +68,12 @@ class Owner:
         return self.is_here() and not _alive(self.pid, self.born)
 
 
+@cache
 def _place() -> str:
-    """Host, boot and PID namespace: two containers on one host number their processes separately."""
+    """Host, boot and PID namespace: two containers on one host number their processes separately.
+
+    Taken once, as a machine may be given another name (by DHCP) while the run holds a claim.
+    """
     parts = [socket.gethostname()]
     for source in (
         lambda: Path("/proc/sys/kernel/random/boot_id").read_text(),

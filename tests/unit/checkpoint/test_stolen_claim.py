@@ -281,6 +281,21 @@ def test_a_folder_that_goes_away_is_not_made_again(
     assert not folder.exists() or not any(folder.iterdir())
 
 
+def test_a_machine_that_gets_another_name_keeps_its_claim(
+    tmp_path: Path, make_content: MakeContent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = DirectoryStore(tmp_path, claimed=True)
+    with store.claim():
+        store.save(1, make_content(1), {})
+        monkeypatch.setattr(owner.socket, "gethostname", lambda: "named-by-dhcp")
+        store.save(2, make_content(2), {})
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "iter_0000001",
+        "iter_0000002",
+        "latest_checkpointed_iteration.txt",
+    }
+
+
 def test_a_claim_by_an_older_version_is_read(tmp_path: Path) -> None:
     body = {"owner": Owner("far", "00000000", 1, "1").__dict__, "token": "x", "since": "2026-01-01"}
     (tmp_path / LOCK_FILE).write_text(json.dumps(body))
