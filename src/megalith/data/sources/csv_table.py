@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from megalith.data.sources.columns import choose_columns
 from megalith.data.sources.documents import BadDocument, Document
@@ -36,6 +37,11 @@ class Look:
     delimiter: str
     rows: list[list[str]]
 
+    @cached_property
+    def names(self) -> list[str]:
+        """The cells of the first row, which may name the columns."""
+        return [cell.strip() for cell in self.rows[0]]
+
 
 def look_at(file: TextFile, delimiter: str | None) -> Look:
     """Read the beginning of a csv.
@@ -60,12 +66,12 @@ def has_header(look: Look, others: Sequence[Look], wanted: Sequence[str]) -> boo
         others: at the other files of the same command.
         wanted: names of columns that the user asks for.
     """
-    first = _names(look)
+    first = look.names
     if set(first) & set(wanted):
         return True
     if not _can_be_names(first):
         return False
-    rows = [_names(other) for other in others]
+    rows = [other.names for other in others]
     sharing = 1 + rows.count(first)
     are_identifiers = all(_IDENTIFIER.fullmatch(name) for name in first if name)
     if sharing > 1 and (are_identifiers or 2 * sharing > 1 + len(rows)):
@@ -77,10 +83,6 @@ def has_header(look: Look, others: Sequence[Look], wanted: Sequence[str]) -> boo
     if is_contradicted:
         return None if are_identifiers else False
     return True if are_identifiers or len(first) > 1 else None
-
-
-def _names(look: Look) -> list[str]:
-    return [cell.strip() for cell in look.rows[0]]
 
 
 def _can_be_names(row: list[str]) -> bool:
