@@ -79,7 +79,8 @@ def _verify_caches(folder: Path) -> bool:
         print(f"damaged  {folder}: {error.strerror}")
         return False
     for path in found.damaged:
-        print(f"damaged  {path}: differs from its checksum; the next run that reads it builds it again")
+        what = "differs from its checksum" if path.exists() else "is missing"
+        print(f"damaged  {path}: {what}; the next run that reads it builds it again")
     without = f"; {found.without_checksums} have no checksums, the next run that reads them checks them"
     more = without if found.without_checksums else ""
     print(f"{'damaged' if found.damaged else 'sound  '}  {folder}: {found.intact} index caches intact{more}")

@@ -136,14 +136,15 @@ class _Record:
     checked: dict[str, Any]
 
     @classmethod
-    def read(cls, path: Path, names: tuple[str, ...]) -> _Record | None:
-        """Return the record, or None if the file is missing, damaged or about other arrays."""
+    def read(cls, path: Path, names: tuple[str, ...] | None = None) -> _Record | None:
+        """Return the record, or None if the file is missing, damaged or about other arrays than `names`."""
         try:
             content = json.loads(path.read_bytes())
             record = cls(dict(content["crc32"]), str(content["source"]), dict(content["checked"]))
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return None
-        return record if content.get("format") == _RECORD_FORMAT and set(record.crc32) == set(names) else None
+        is_known = content.get("format") == _RECORD_FORMAT and set(record.crc32) == set(names or record.crc32)
+        return record if is_known else None
 
     def content(self) -> bytes:
         fields = {"format": _RECORD_FORMAT, "crc32": self.crc32, "source": self.source, "checked": self.checked}
@@ -196,7 +197,7 @@ class IndexCache:
         return None
 
     def save(self, arrays: Mapping[str, NDArray[Any]], source: str = "", written_ns: int | None = None) -> None:
-        """Write the entry.
+        """Write the entry; files that hold the arrays already stay.
 
         Raises:  OSError if the folder cannot be written.
         """
@@ -204,9 +205,18 @@ class IndexCache:
         for path in (self._description_path, self._record_path):  # no entry until all of it is replaced
             path.unlink(missing_ok=True)
         for name, array in arrays.items():
-            _write(self.path(name), partial(np.save, arr=array, allow_pickle=False))
+            if not self._holds(name, array):
+                _write(self.path(name), partial(np.save, arr=array, allow_pickle=False))
         self._record(tuple(arrays), source, written_ns)
         _write(self._description_path, lambda file: file.write(self._description.encode()))
+
+    def _holds(self, name: str, array: NDArray[Any]) -> bool:
+        """Whether the file of an array is there and sound: another run may have it mapped, and loses it over NFS."""
+        try:
+            found = np.load(self.path(name), mmap_mode="r", allow_pickle=False)
+            return bool(found.dtype == array.dtype and np.array_equal(found, array))
+        except Exception:  # as in `load`
+            return False
 
     def _problem(self, recipe: Recipe, written_ns: int | None, *, is_checked: bool) -> str | None:
         """Why the files cannot be used, None if they can."""
@@ -291,7 +301,7 @@ class CacheReport:
     Attributes:
         intact: entries whose files agree with their checksums.
         without_checksums: entries that only a run can check, because it knows what they are made from.
-        damaged: files that differ from their checksums.
+        damaged: files that differ from their checksums, or are missing.
     """
 
     intact: int
@@ -307,9 +317,9 @@ def verify_caches(folder: Path) -> CacheReport:
     intact, without, damaged = 0, 0, list[Path]()
     for description in sorted(folder.glob("*-description.txt")):
         stem = description.name.removesuffix("description.txt")
-        files = {path.name[len(stem) : -len(".npy")]: path for path in folder.glob(f"{stem}*.npy")}
-        record = _Record.read(folder / f"{stem}checksums.json", tuple(files))
-        changed = [] if record is None else [path for name, path in files.items() if _crc32(path) != record.crc32[name]]
+        record = _Record.read(folder / f"{stem}checksums.json")
+        recorded = {} if record is None else {folder / f"{stem}{name}.npy": crc for name, crc in record.crc32.items()}
+        changed = [path for path, crc32 in recorded.items() if not path.is_file() or _crc32(path) != crc32]
         without += record is None
         intact += record is not None and not changed
         damaged += changed

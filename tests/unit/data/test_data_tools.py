@@ -92,6 +92,9 @@ def test_verify_reads_the_index_caches(tmp_path: Path, capsys: pytest.CaptureFix
         assert main(["data", "verify", prefix, "--data-cache-path", str(caches["apart"])]) == 3, place
         shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith("damaged")]
         assert any(str(path) in line for line in shown) and not any(prefix + ".bin" in line for line in shown)
+        path.unlink()
+        assert main(["data", "verify", prefix, "--data-cache-path", str(caches["apart"])]) == 3, place
+        assert f"{path}: is missing" in capsys.readouterr().out
         path.write_bytes(content)
     (record,) = caches["beside"].glob("*-checksums.json")
     record.unlink()

@@ -135,8 +135,27 @@ def test_an_entry_that_is_replaced_is_none_meanwhile(tmp_path: Path, monkeypatch
         seen.append(cache.complete(NAMES))
 
     monkeypatch.setattr(os, "replace", watched)
-    cache.save(arrays())
+    cache.save({name: array + 1 for name, array in arrays().items()})
     assert seen == [False, False, False, True]
+
+
+def test_files_that_prove_sound_are_not_replaced(tmp_path: Path) -> None:
+    """A run on another host that has them mapped would lose them over NFS."""
+    get(tmp_path, arrays)
+    first, second = (next((tmp_path / "cache").glob(f"*-{name}.npy")) for name in NAMES)
+    (record,) = (tmp_path / "cache").glob("*-checksums.json")
+    record.unlink()
+    content = bytearray(second.read_bytes())
+    content[-8] ^= 1
+    second.write_bytes(content)
+    before = [path.stat().st_ino for path in (first, second)]
+    held = second.open("rb")  # keeps its inode from being used again
+    assert whole(get(tmp_path, partial(counted, tmp_path, 0)))
+    assert len(list(tmp_path.glob("mark *"))) == 1 and record.is_file()
+    assert [path.stat().st_ino == inode for path, inode in zip((first, second), before, strict=True)] == [True, False]
+    held.close()
+    loaded = IndexCache(tmp_path / "cache", "Kind-train", "what it is").load(recipe())
+    assert loaded is not None and whole(loaded)
 
 
 class Sentences(MaskedDataset):
