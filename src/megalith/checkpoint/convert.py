@@ -47,6 +47,7 @@ FORMATS = ("torch", "torch_dist")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 _KEPT_FACTS = ("config", "tokenizer", "tokenizer_files", "data", "huggingface")
+_USUAL_TENSOR_PARALLEL = (1, 2, 4, 8, 16, 32, 64)
 _COMMON = (
     "args",
     "checkpoint_version",
@@ -229,12 +230,23 @@ def _tokenizer_size(folder: CheckpointFolder) -> int | None:
 def known_tokens(folder: CheckpointFolder) -> int | None:
     """The number of tokens that the rows of a checkpoint are padded from; None where it is not known.
 
-    Rows that somebody chose, by --padded-vocab-size or as a model of Hugging Face has them, are not padding.
+    Rows that somebody chose, by --padded-vocab-size or as a model of Hugging Face has them, are not padding. A run that
+    began with such a model has its rows, which no layout would be padded to.
     """
     manifest = folder.manifest() or {}
     chosen = ((manifest.get("config") or {}).get("data") or {}).get("padded_vocab_size")
     foreign = isinstance(folder.source, HuggingFaceSource) or manifest.get("huggingface")
-    return None if chosen or foreign else _tokenizer_size(folder)
+    tokens = None if chosen or foreign else _tokenizer_size(folder)
+    args = args_of(folder.source.common())
+    rows = int(args.get("padded_vocab_size") or 0)
+    if tokens is None or rows < tokens:
+        return tokens
+    sizes = (_size(args, "tensor"), *_USUAL_TENSOR_PARALLEL)
+    return tokens if any(padded_vocab_size(tokens, _divisor(args), tp) == rows for tp in sizes) else None
+
+
+def _divisor(args: Mapping[str, Any]) -> int:
+    return int(args.get("make_vocab_size_divisible_by") or 128)
 
 
 def _check_place(final: Path, found: Path, *, replace: bool) -> None:
@@ -301,7 +313,7 @@ def adapted(
         result = Repadded(result, padded, repeat_last=wanted.true_vocab_size is None and rows > (tokens or rows))
     elif wanted.true_vocab_size is None and tokens is None and layout.tp != _size(args, "tensor"):
         notes.append(
-            f"the vocabulary keeps its {rows} rows, since the checkpoint does not say how many tokens they are padded "
+            f"the vocabulary keeps its {rows} rows, since the checkpoint does not tell how many tokens they are padded "
             f"from; Megatron may build another number at --tp {layout.tp}: --true-vocab-size N pads N tokens for it"
         )
     if ep > 1:
@@ -357,8 +369,7 @@ def _padded(args: Mapping[str, Any], wanted: Wanted, layout: Layout, where: str,
     if tokens is None and known is not None and known <= rows and not wanted.run_args:
         tokens = known
     if tokens is not None:
-        divisor = int(args.get("make_vocab_size_divisible_by") or 128)
-        return padded_vocab_size(tokens, divisor, layout.tp)
+        return padded_vocab_size(tokens, _divisor(args), layout.tp)
     if rows % layout.tp:
         raise CheckpointError(
             f"the embedding of {where} has {rows} rows, which do not divide over --tp {layout.tp}; give "

@@ -227,6 +227,7 @@ def test_the_tokens_of_the_tokenizer_are_padded_for_the_target(tmp_path: Path) -
         ({}, True),
         ({"tokenizer": {"vocab_size": 42}, "huggingface": {"config": {}}}, True),
         ({"tokenizer": {"vocab_size": 42}, "config": {"data": {"padded_vocab_size": 48}}}, True),
+        ({"tokenizer": {"vocab_size": 30}}, True),  # from a model of Hugging Face: 8, 16, 32 or 64 would pad to others
         ({"tokenizer": {"vocab_size": 50}}, False),  # more tokens than rows: nothing is padding
     ],
 )
