@@ -92,7 +92,7 @@ def restore(
             state.noise.load_state(loaded.common.get(NOISE, {}))
             state.wandb_run_id = loaded.common.get(WANDB_RUN)
             state.flops = float(loaded.common.get("num_floating_point_operations_so_far", 0.0))
-        notes += thread_notes(found, state.context.device)
+            notes += thread_notes(found, state.context.device)
         notes += _precision_notes(found, run) + strictness_notes(loaded, run, with_optimizer=with_optimizer)
         return Resumed(state.iteration, float(loaded.common["checkpoint_version"]), schedule, notes)
 
