@@ -138,6 +138,8 @@ class _Record:
     @classmethod
     def read(cls, path: Path, names: tuple[str, ...] | None = None) -> _Record | None:
         """Return the record, or None if the file is missing, damaged or about other arrays than `names`."""
+        if not path.is_file():  # to open a pipe may wait for ever
+            return None
         try:
             content = json.loads(path.read_bytes())
             record = cls(dict(content["crc32"]), str(content["source"]), dict(content["checked"]))

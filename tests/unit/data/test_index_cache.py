@@ -139,6 +139,15 @@ def test_an_entry_that_is_replaced_is_none_meanwhile(tmp_path: Path, monkeypatch
     assert seen == [False, False, False, True]
 
 
+def test_a_pipe_in_the_place_of_the_checksums_holds_no_one_up(tmp_path: Path) -> None:
+    get(tmp_path, arrays)
+    (record,) = (tmp_path / "cache").glob("*-checksums.json")
+    record.unlink()
+    os.mkfifo(record)
+    assert whole(get(tmp_path, arrays))
+    assert record.is_file()
+
+
 def test_files_that_prove_sound_are_not_replaced(tmp_path: Path) -> None:
     """A run on another host that has them mapped would lose them over NFS."""
     get(tmp_path, arrays)
