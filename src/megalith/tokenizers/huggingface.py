@@ -213,6 +213,7 @@ class HuggingFaceTokenizer:
         is_llama = str(settings.get("tokenizer_class", "LlamaTokenizer")).startswith("LlamaTokenizer")
         if MODEL_FILE in slow and is_llama and not self._special_tokens:
             return sentence_piece_engine(folder, settings, self._named_tokens, around=self._around)
+        settings = {**_object(folder / _CONFIGS[1]), **settings}
         own = byte_level_engine(folder, settings, self._named_tokens, self._special_tokens, around=self._around)
         return own or transformers_engine(folder, slow, self._special_tokens, around=self._around)
 

@@ -21,6 +21,13 @@ TOKENIZER_FILE = "tokenizer.json"
 SLOW_FILES = (MODEL_FILE, "vocab.json", "vocab.txt", "spiece.model", "merges.txt")
 """Files of tokenizers without tokenizer.json."""
 BYTE_LEVEL_FILES = ("vocab.json", "merges.txt")
+_BEYOND_BYTE_LEVEL = (
+    *("add_prefix_space", "add_bos_token", "added_tokens_decoder"),
+    *("additional_special_tokens", "extra_special_tokens"),
+)
+_MATCHING = ("lstrip", "rstrip", "single_word")  # how an added token is found in a text
+_ROLES_OF_GPT2 = ("bos_token", "eos_token", "unk_token")
+_SPECIAL_ROLES = (*_ROLES_OF_GPT2, "pad_token", "cls_token", "sep_token", "mask_token")
 
 
 class Engine(Protocol):
@@ -122,7 +129,7 @@ def byte_level_engine(
 
     Args:
         folder: with the files.
-        settings: what its tokenizer_config.json says.
+        settings: what its tokenizer_config.json and special_tokens_map.json say.
         named_tokens: the tokens that the files name for a role such as "bos_token".
         special_tokens: further ones, which get the next ids.
         around: whether what the tokenizer puts around every text is there.
@@ -134,18 +141,25 @@ def byte_level_engine(
         DataError: a file is damaged, or does not belong to the other.
     """
     paths = [folder / name for name in BYTE_LEVEL_FILES]
-    others = ("add_prefix_space", "add_bos_token", "added_tokens_decoder")
     if (
         not all(path.is_file() for path in paths)
         or settings.get("tokenizer_class") not in ("GPT2Tokenizer", "GPT2TokenizerFast")
-        or any(settings.get(name) for name in others)
+        or any(settings.get(name) for name in _BEYOND_BYTE_LEVEL)
+        or any(isinstance(token, dict) and any(map(token.get, _MATCHING)) for token in settings.values())
         or (folder / "added_tokens.json").is_file()
     ):
         return None
     vocabulary = read_byte_pair_vocabulary(*map(str, paths))
-    named = [token for role in ("bos_token", "eos_token", "unk_token", "pad_token") for token in named_tokens(role)]
-    special = [token for token in dict.fromkeys((END_OF_TEXT, *named)) if token in vocabulary.ids]
-    return _Fast(byte_level_tokenizer(vocabulary, special), BYTE_LEVEL_FILES, special_tokens, around=around)
+    special: list[str] = []
+    for role in _SPECIAL_ROLES:
+        by_default = (END_OF_TEXT,) if role in _ROLES_OF_GPT2 and role not in settings else ()
+        named = dict.fromkeys(named_tokens(role)) or by_default
+        if len(named) > 1 or any(token not in vocabulary.ids for token in named):
+            return None  # transformers gives one that is not in the vocabulary the next id
+        special += named
+    return _Fast(
+        byte_level_tokenizer(vocabulary, dict.fromkeys(special)), BYTE_LEVEL_FILES, special_tokens, around=around
+    )
 
 
 class _LlamaPieces:

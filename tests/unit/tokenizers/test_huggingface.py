@@ -315,3 +315,34 @@ def test_an_export_reads_the_data_of_the_original(tmp_path: Path) -> None:
     (folder / "tokenizer.json").write_text(json.dumps(other), encoding="utf-8")
     with pytest.raises(DataError, match="vocabulary"):
         require_tokenizer_of_data(str(tmp_path / "data"), HuggingFaceTokenizer(folder).card())
+
+
+@pytest.mark.parametrize(
+    ("file", "said"),
+    [
+        ("tokenizer_config.json", {"additional_special_tokens": ["the"]}),
+        ("special_tokens_map.json", {"additional_special_tokens": ["<new>"]}),
+        ("tokenizer_config.json", {"extra_special_tokens": {"image_token": "<image>"}}),
+        ("tokenizer_config.json", {"pad_token": "[PAD]"}),
+        ("special_tokens_map.json", {"mask_token": {"content": "the", "lstrip": True}}),
+        ("tokenizer_config.json", {"bos_token": "the"}),
+        ("tokenizer_config.json", {"sep_token": "the", "unk_token": None}),
+    ],
+)
+def test_special_tokens_of_byte_pairs_are_those_of_transformers(
+    file: str, said: dict[str, Any], tmp_path: Path
+) -> None:
+    """Those that only transformers understands are left to it: other ids would come out of the same text."""
+    transformers = pytest.importorskip("transformers", reason="the extra hf is not installed")
+    ids = {letter: number for number, letter in enumerate(sorted(LETTERS))}
+    ids |= {"th": 256, "the": 257, "<|endoftext|>": 258}
+    (tmp_path / "vocab.json").write_text(json.dumps(ids), encoding="utf-8")
+    (tmp_path / "merges.txt").write_text("#version: 0.2\nt h\nth e\n", encoding="utf-8")
+    settings = {"tokenizer_class": "GPT2Tokenizer", "eos_token": "<|endoftext|>"}
+    _say(tmp_path, "tokenizer_config.json", **settings)
+    _say(tmp_path, file, **{**(settings if file == "tokenizer_config.json" else {}), **said})
+    text = "then the  the<|endoftext|>[PAD]<new><image>"
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
+    ours = HuggingFaceTokenizer(tmp_path)
+    assert ours.encode(text) == theirs.encode(text, add_special_tokens=False)
+    assert ours.vocab_size == len(theirs)
