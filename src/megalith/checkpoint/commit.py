@@ -119,12 +119,12 @@ class Building:
         sync_folder(self.path)
         parent = self.final.parent
         aside = _aside(self.final, _REPLACED, claimed=self.claimed)
-        if self.final.exists():
-            self.final.rename(aside)
         try:
+            if self.final.exists():
+                self.final.rename(aside)
             self.path.rename(self.final)
-        except OSError:
-            if aside.exists():
+        except BaseException:  # Ctrl-C too: the end of the claim removes the workspace with what is aside
+            if aside.exists() and not self.final.exists():
                 with contextlib.suppress(OSError):  # a later owner has put it back
                     aside.rename(self.final)
             raise

@@ -312,6 +312,36 @@ def test_a_real_limit_of_the_file_size(
     assert names(store.path) == {"iter_0000010", "latest_checkpointed_iteration.txt"}
 
 
+@pytest.mark.parametrize("claims", [False, True])
+def test_ctrl_c_between_the_renames_keeps_the_old_checkpoint(
+    tmp_path: Path, make_content: MakeContent, same_tensors: Same, monkeypatch: pytest.MonkeyPatch, *, claims: bool
+) -> None:
+    store, rename = DirectoryStore(tmp_path, claimed=claims), Path.rename
+
+    def interrupted(path: Path, target: Path) -> Path:
+        moved = rename(path, target)
+        if target.name.startswith(".replaced-"):
+            raise KeyboardInterrupt
+        return moved
+
+    def replace() -> None:
+        store.save(5, make_content(1), {})
+        monkeypatch.setattr(Path, "rename", interrupted)
+        store.save(5, make_content(2), {})
+
+    with pytest.raises(KeyboardInterrupt):
+        if claims:
+            with store.claim():
+                replace()
+        else:
+            replace()
+    monkeypatch.undo()
+    loaded = make_content(3)
+    assert store.newest_verified() == (5, [])
+    store.load(5, loaded)
+    assert same_tensors(loaded, make_content(1))
+
+
 def test_an_unusable_save_folder(tmp_path: Path, make_content: MakeContent) -> None:
     (tmp_path / "file").write_bytes(b"")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
