@@ -118,7 +118,8 @@ def check_claim(folder: Path, workspace: Path) -> None:
         workspace: the folder in it that whoever takes it over removes.
 
     Raises:
-        CheckpointError: another run took it over, or it was renamed or removed; nothing may be saved any more.
+        CheckpointError: another run took it over, or it was renamed or removed; nothing may be saved any more. Or it
+            cannot be read.
     """
     held = _claim_of(folder)
     if held is not None and held.owner != Owner.this_process():
@@ -126,9 +127,13 @@ def check_claim(folder: Path, workspace: Path) -> None:
             f"{folder} was taken over by another run while this one gave no sign of life: process {held.owner.pid} on "
             f"{held.owner.host}, since {held.since}; this run saves nothing more and ends"
         )
-    if workspace.is_dir():
-        return
-    if folder.is_dir():
+    try:
+        if workspace.is_dir():
+            return
+        is_there = folder.is_dir()
+    except OSError as error:  # a file server that does not answer, or a stale handle
+        raise CheckpointError(f"{folder} cannot be read: {error.strerror or error}") from error
+    if is_there:
         what = "was taken over by another run, which has ended since, or put in the place of the folder of this run"
     else:
         what = "was renamed or removed while this run was saving into it"

@@ -191,9 +191,9 @@ class Saving:
         """Make the folder; its name, since other hosts may have the save folder elsewhere."""
         self._writer.merge(plans)
         parent = self._final.parent
-        refuse_model_folder(parent)
-        self._check_claim()
         with naming_full_disk(parent, self._needed, claimed=self._claimed):
+            refuse_model_folder(parent)
+            self._check_claim()
             if not self._claimed:
                 parent.mkdir(parents=True, exist_ok=True)
             clear_leftovers(parent)

@@ -296,6 +296,22 @@ def test_a_machine_that_gets_another_name_keeps_its_claim(
     }
 
 
+def test_a_file_server_that_does_not_answer_is_named(
+    tmp_path: Path, make_content: MakeContent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stale(path: Path) -> bool:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+
+    store = DirectoryStore(tmp_path, claimed=True)
+    with store.claim():
+        store.save(1, make_content(1), {})
+        monkeypatch.setattr(Path, "is_dir", stale)
+        with pytest.raises(CheckpointError, match=f"{tmp_path}.*{os.strerror(errno.ESTALE)}"):
+            store.save(2, make_content(2), {})
+        monkeypatch.undo()
+        store.save(2, make_content(2), {})
+
+
 def test_a_claim_by_an_older_version_is_read(tmp_path: Path) -> None:
     body = {"owner": Owner("far", "00000000", 1, "1").__dict__, "token": "x", "since": "2026-01-01"}
     (tmp_path / LOCK_FILE).write_text(json.dumps(body))
