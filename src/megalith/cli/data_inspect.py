@@ -7,6 +7,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from megalith.config.tokenizer_flags import add_tokenizer_flags, tokenizer_of_flags
+from megalith.config.values import local_name
 
 if TYPE_CHECKING:
     from megalith.data.indexed import IndexedDataset
@@ -20,7 +21,7 @@ _SHOWN_TOKENS = 200
 def add_arguments(commands: Any) -> None:
     """Declare the sub-command."""
     parser = commands.add_parser("inspect", help="counts, lengths, tokenizer card and documents of a dataset")
-    parser.add_argument("prefix", metavar="PREFIX", help="of the dataset, without .bin and .idx")
+    parser.add_argument("prefix", type=local_name, metavar="PREFIX", help="of the dataset, without .bin and .idx")
     parser.add_argument("--documents", type=int, default=3, metavar="N", help="documents to show (3)")
     parser.add_argument("--first", type=int, default=0, metavar="I", help="the first of them, from 0")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")

@@ -18,7 +18,9 @@ def add_arguments(commands: Any) -> None:
         description="Put datasets together: those of a folder in the order of their names, those named in the order "
         "given, or the shares that several machines made of one command.",
     )
-    parser.add_argument("prefixes", nargs="*", metavar="PREFIX", help="datasets, without .bin and .idx")
+    parser.add_argument(
+        "prefixes", nargs="*", type=local_name, metavar="PREFIX", help="datasets, without .bin and .idx"
+    )
     parser.add_argument("--input", type=local_path, metavar="DIR", help="a folder: all datasets in it")
     parser.add_argument(
         "--output-prefix", type=local_name, required=True, metavar="PREFIX", help="of the whole, without .bin and .idx"

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from megalith.config.values import local_name, local_path
 from megalith.errors import DataError
 
 
@@ -18,11 +19,16 @@ def add_arguments(commands: Any) -> None:
         "and, where the dataset has a card or --vocab-size is given, every token. Memory stays small whatever the "
         "files claim.",
     )
-    parser.add_argument("prefixes", nargs="+", metavar="PREFIX", help="datasets, without .bin and .idx")
+    parser.add_argument(
+        "prefixes", nargs="+", type=local_name, metavar="PREFIX", help="datasets, without .bin and .idx"
+    )
     parser.add_argument("--vocab-size", type=int, metavar="N", help="ids are below it; that of the card by default")
     parser.add_argument("--structure-only", action="store_true", help="do not read the tokens")
     parser.add_argument(
-        "--data-cache-path", metavar="DIR", help="check the index caches of this folder too; default: beside the data"
+        "--data-cache-path",
+        type=local_path,
+        metavar="DIR",
+        help="check the index caches of this folder too; default: beside the data",
     )
     parser.add_argument("--multimodal", action="store_true", help="the indices end with modes")
     parser.set_defaults(run=run)
@@ -33,7 +39,7 @@ def run(options: argparse.Namespace) -> int:
     sound = [_verify(prefix, options) for prefix in options.prefixes]
     folders = [folder for prefix in options.prefixes for folder in sorted(Path(prefix, "cache").glob("*_indices"))]
     if options.data_cache_path is not None:
-        folders.append(Path(options.data_cache_path))
+        folders.append(options.data_cache_path)
     sound += [_verify_caches(folder) for folder in folders]
     return 0 if all(sound) else DataError.exit_code
 

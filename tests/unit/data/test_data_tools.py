@@ -103,6 +103,13 @@ def test_verify_reads_the_index_caches(tmp_path: Path, capsys: pytest.CaptureFix
     assert main(["data", "verify", prefix, "--data-cache-path", str(tmp_path / "absent")]) == 3
 
 
+@pytest.mark.parametrize("command", [["inspect"], ["verify"], ["verify", "a", "--data-cache-path"], ["merge", "a"]])
+def test_remote_paths_are_refused(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    more = ["--output-prefix", "whole"] if command[0] == "merge" else []
+    assert main(["data", *command, "s3://bucket/corpus", *more]) == 2
+    assert "mount" in capsys.readouterr().err
+
+
 def test_merge(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "parts"
     folder.mkdir()

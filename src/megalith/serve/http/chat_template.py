@@ -158,7 +158,7 @@ def _object(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_bytes())
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path} is damaged: {error}") from error
     return found if isinstance(found, dict) else {}
 
