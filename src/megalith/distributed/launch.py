@@ -19,7 +19,7 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import chain
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import NoReturn
 
@@ -47,8 +47,9 @@ _NAMED_RANKS = 16
 _SECONDS_TO_LEAVE = 10.0
 _SECONDS_TO_HEAR = 3.0
 _SECONDS_BETWEEN_LOOKS = 0.5
-_GAP_SECONDS = 15.0  # more than any single wait here, such as that for a name to be resolved
+_GAP_SECONDS = 15.0  # more than most single waits here
 _UNCONNECTED = "unconnected"
+_STACK = ("Exception raised from ", "frame #", "C++ CapturedTraceback")  # begins what torch puts behind a message
 _ROUNDS, _ROUND = "megalith/rounds", "megalith/round"  # in a store that outlives the ranks: how many, and which one
 
 
@@ -381,7 +382,7 @@ class _Meeting:
         launch = self._launch
         if launch.local_world_size is not None:
             return launch.local_world_size == launch.world_size
-        return "MASTER_ADDR" not in self._environ
+        return launch.one_host and "MASTER_ADDR" not in self._environ
 
     def _store(self, host: str, port: int, listener: int | None) -> dist.Store:
         """Open the store, or connect to it.
@@ -559,7 +560,7 @@ class _Meeting:
             while len(self._interfaces) < shown and clock.elapsed() < _SECONDS_TO_HEAR:  # others may come later
                 self._read_interfaces(board)
                 time.sleep(0.1)
-            text = self._not_connected(_first_line(error))
+            text = self._not_connected(_without_stack(error))
             with suppress(BoardGone):
                 board.write(_UNCONNECTED, text)
                 time.sleep(_SECONDS_TO_HEAR)  # the store may end with this process
@@ -630,16 +631,16 @@ def _closed(host: str, port: int) -> _Closed | None:
 
 
 class _AwakeClock:
-    """Seconds since it was made, without those in which this process was stopped or its machine suspended."""
+    """Seconds since it was made, without most of those in which this process or its machine was suspended."""
 
     def __init__(self) -> None:
         self._elapsed, self._seen = 0.0, time.monotonic()
 
     def elapsed(self) -> float:
-        """To be called every few seconds: a longer gap does not count."""
+        """To be called every few seconds. Of a longer gap a part counts: it may have been a wait for a name server."""
         now = time.monotonic()
         gap, self._seen = now - self._seen, now
-        self._elapsed += gap if gap < _GAP_SECONDS else 0.0
+        self._elapsed += min(gap, _GAP_SECONDS)
         return self._elapsed
 
 
@@ -663,6 +664,12 @@ def _place() -> str:
 def _first_line(error: BaseException) -> str:
     """What went wrong, without the native stack that torch puts behind it."""
     return next(iter(str(error).splitlines()), "") or type(error).__name__
+
+
+def _without_stack(error: BaseException) -> str:
+    """All that the backend says: NCCL names the cause, such as two ranks on one GPU, in its last lines."""
+    lines = takewhile(lambda line: not line.startswith(_STACK), str(error).splitlines())
+    return " ".join(filter(None, map(str.strip, lines))) or type(error).__name__
 
 
 def _round_prefix(number: str) -> str:

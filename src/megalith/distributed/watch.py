@@ -194,7 +194,8 @@ class Watch:
     def _look(self) -> None:
         board = self._board
         assert board is not None
-        with suppress(BoardGone):
+        troubled = False
+        with suppress(BoardGone, RuntimeError):
             self._first_rank = str(read_identity(board, 0))
         while not self._done:
             before = time.monotonic()
@@ -202,18 +203,37 @@ class Watch:
                 time.sleep(max(0.05, self._size / 2000.0))  # a store hears of a change soon, but not of every one
             self._notice_gap(time.monotonic() - before)
             self._changed.clear()
-            self._beat += 1
+            try:
+                self._beat_once(board)
+            except Exception:  # such as no thread left to ask the store with; torch alone would wait for a day
+                if not troubled or self._overdue:
+                    self._say(f"{self._identity}, {self.status().doing}: {traceback.format_exc()}")
+                if self._overdue:
+                    self._leave()
+                troubled = True
+
+    def _beat_once(self, board: Board) -> None:
+        """Post the status, read whether there is an alarm, and sound one if this rank has waited too long."""
+        self._beat += 1
+        with suppress(BoardGone):
+            board.post(self.status().encode())
+            if not self._done and board.read(ALARM):
+                self._answer()
+        if self._waited > _SECONDS_TO_FOLLOW:
             with suppress(BoardGone):
-                board.post(self.status().encode())
-                if not self._done and board.read(ALARM):
-                    self._answer()
-            status = self.status()
-            waited = time.monotonic() - max(status.since, self._awake_since) if status.waits else 0.0
-            if waited > _SECONDS_TO_FOLLOW:
-                with suppress(BoardGone):
-                    self._follow(board)
-            if waited > (self._start_timeout if self._starting else self.timeout):
-                self.sound_alarm()
+                self._follow(board)
+        if self._overdue:
+            self.sound_alarm()
+
+    @property
+    def _waited(self) -> float:
+        """Seconds that this rank has waited for others, without those in which it did not run."""
+        status = self.status()
+        return time.monotonic() - max(status.since, self._awake_since) if status.waits else 0.0
+
+    @property
+    def _overdue(self) -> bool:
+        return self._waited > (self._start_timeout if self._starting else self.timeout)
 
     def _notice_gap(self, slept: float) -> None:
         """Begin a new period if this process did not run: the others could not answer it meanwhile."""

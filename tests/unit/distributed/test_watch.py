@@ -203,3 +203,33 @@ def test_time_in_which_the_process_was_stopped_is_no_wait(tmp_path: Path) -> Non
         waiting.send_signal(signal.SIGCONT)
         _, errors = waiting.communicate(timeout=60)
     assert waiting.returncode == 0, errors
+
+
+NO_ROOM = """
+import sys
+from pathlib import Path
+from megalith.distributed import watch
+from megalith.distributed.board import FolderBoard
+from megalith.distributed.context import Axis
+class Board(FolderBoard):
+    calls = 0
+    def read(self, name):
+        self.calls += 1
+        if self.calls == 3 or self.calls > 3 and sys.argv[2] == "always":
+            raise RuntimeError("can't start new thread")
+        return super().read(name)
+looks = watch.Watch(1.0)
+with looks.attend(Board(Path(sys.argv[1]), 0), 0, 1):
+    looks.at("data", 1), looks.at("data", 2)
+    looks.before("all_reduce", Axis("dp"), None)
+    watch.time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("how_often", ["once", "always"])
+def test_the_watch_survives_a_look_that_fails(tmp_path: Path, how_often: str) -> None:
+    """Nobody else ends a hang: torch's own timeout is far behind."""
+    command = [sys.executable, "-c", NO_ROOM, str(tmp_path), how_often]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50)
+    assert done.returncode == 6, done.stderr
+    assert "can't start new thread" in done.stderr and "waiting in all_reduce" in done.stderr
