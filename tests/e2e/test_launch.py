@@ -19,6 +19,7 @@ import pytest
 import torch.distributed as dist
 
 from megalith.checkpoint import DirectoryStore
+from megalith.distributed.launch import _AwakeClock
 from megalith.tokenizers.byte_level import BYTE_OF_CHARACTER, END_OF_TEXT
 
 from .checkpoints import assert_same, state_of
@@ -199,7 +200,10 @@ CONNECT = MEET.replace(
 )
 
 
-@pytest.mark.parametrize("fault", ["time.sleep(60)", "exec('raise RuntimeError(\"no way\\\\nframe #0: x\")')"])
+@pytest.mark.parametrize(
+    "fault",
+    ["time.sleep(60)", "exec('raise RuntimeError(\"no way\\\\nLast error:\\\\nDuplicate GPU\\\\nframe #0: x\")')"],
+)
 def test_ranks_that_meet_and_cannot_connect_all_end(fault: str) -> None:
     """As with an interface that leads nowhere: one rank gets an exception, others wait in native code."""
     began, script = time.monotonic(), CONNECT.replace("FAULT", fault)
@@ -207,6 +211,7 @@ def test_ranks_that_meet_and_cannot_connect_all_end(fault: str) -> None:
     assert [code for code, _ in met] == [6, 6] and time.monotonic() - began < 30, met
     for _, text in met:
         assert "GLOO_SOCKET_IFNAME" in text and "frame #" not in text
+        assert "exec" not in fault or "no way Last error: Duplicate GPU" in text
         assert re.search(r"  rank 0 on \S+: lo 127\.0\.0\.1.*\n  rank 1 on \S+: lo 127\.0\.0\.1", text), text
 
 
@@ -214,6 +219,30 @@ def test_master_addr_localhost_on_rank_0_alone() -> None:
     """Some operators tell rank 0 `localhost` and the others the name of a service."""
     met = meet(place(0, MASTER_ADDR="localhost"), place(1, MASTER_ADDR="127.0.0.2"), join=20)
     assert [code for code, _ in met] == [0, 0], met
+
+
+def test_a_place_that_is_given_by_hand() -> None:
+    """Without variables of a launcher the group says whether other hosts can have ranks."""
+    by_hand = MEET.replace("read_launch(os.environ).items()", "read_launch(given).items()")
+    by_hand = by_hand.replace(
+        "launch.PATIENCE_SECONDS", "given = {n: os.environ.pop(n) for n in PLACE}\nlaunch.PATIENCE_SECONDS"
+    )
+    by_hand = by_hand.replace("PLACE", "('RANK', 'WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT')")
+    met = meet(*(place(rank, MASTER_ADDR="127.0.0.2") for rank in range(2)), join=20, script=by_hand)
+    assert [code for code, _ in met] == [0, 0], met
+
+
+def test_a_wait_ends_though_each_look_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as one for a name server that does not answer; only what is longer than such waits was a suspension."""
+    now = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    clock = _AwakeClock()
+    for _ in range(4):
+        now += 40.0
+        clock.elapsed()
+    assert clock.elapsed() >= 50.0
+    now += 10_000.0
+    assert clock.elapsed() < 100.0
 
 
 def test_rank_0_doubts_an_address_that_is_not_its_own() -> None:
@@ -377,6 +406,7 @@ def test_main_runs_in_a_thread_of_another_program(repository: Path, tmp_path: Pa
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("the end of my program") == 1, "its ranks are Megalith's, not this program again"
     assert DirectoryStore(save).latest() == 2
+    assert ("mine.py is not run by the ranks" in done.stderr) == (nproc > 0)
 
 
 def assert_no_one_is_left(word: Path) -> None:

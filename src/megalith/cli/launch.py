@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import os
 import shlex
+import site
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -123,13 +124,19 @@ def _command(words: Sequence[str]) -> list[str]:
     program = Path(sys.argv[0])
     if program.name in _SCRIPTS:
         return [sys.executable, str(program), *words]
+    if program.name == "megalith" and program.is_file():  # with -m, modules of the working folder would come first
+        return [sys.executable, str(program), "train", *words]
+    if (program.parent.name, program.name) != ("megalith", "__main__.py"):
+        warn(f"{program} is not run by the ranks: each of them is a `python -m megalith train`")
     return [sys.executable, "-m", "megalith", "train", *words]
 
 
-def _environment() -> dict[str, str]:
+def _environment() -> Mapping[str, str]:
     """Return the environment of the ranks, which find the package where this process has found it."""
-    source = str(Path(__file__).resolve().parents[2])
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (source, os.environ.get("PYTHONPATH"))))}
+    source = Path(__file__).resolve().parents[2]
+    if source in [Path(folder).resolve() for folder in (*site.getsitepackages(), site.getusersitepackages())]:
+        return os.environ  # found there anyway; in PYTHONPATH it would hide what the user's own PYTHONPATH replaces
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(source), os.environ.get("PYTHONPATH"))))}
 
 
 def _data_sizes(config: RunConfig) -> dict[Path, int]:

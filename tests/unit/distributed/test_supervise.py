@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import site
 import subprocess
 import sys
 import time
@@ -13,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from megalith.cli.launch import _Failed
+from megalith.cli import launch
+from megalith.cli.launch import _command, _environment, _Failed
 from megalith.distributed.board import Status, process_state
 from megalith.distributed.supervise import Attempt, Cause, Signals
 from megalith.train.signals import STOP_SIGNALS
@@ -257,3 +259,19 @@ def test_a_data_file_that_shrinks(tmp_path: Path) -> None:
     assert _shrunk(before) == ""
     file.write_bytes(b"x" * 40)
     assert _shrunk(before) == f"; {file} has shrunk from 100 to 40 bytes while it was in use"
+
+
+def test_ranks_import_what_their_launcher_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = tmp_path / "megalith"
+    installed.touch()
+    monkeypatch.setattr(sys, "argv", [str(installed), "train", "--nproc", "2"])
+    assert _command(["--x"]) == [sys.executable, str(installed), "train", "--x"], "-m puts the working folder first"
+    monkeypatch.setattr(sys, "argv", ["mine.py"])
+    assert _command(["--x"]) == [sys.executable, "-m", "megalith", "train", "--x"]
+
+    monkeypatch.setenv("PYTHONPATH", "/of/the/user")
+    source = Path(launch.__file__).resolve().parents[2]
+    monkeypatch.setattr(site, "getsitepackages", lambda: ["/usr/lib"])
+    assert _environment()["PYTHONPATH"] == f"{source}{os.pathsep}/of/the/user"
+    monkeypatch.setattr(site, "getsitepackages", lambda: [str(source)])
+    assert _environment()["PYTHONPATH"] == "/of/the/user", "packages that it replaces stay replaced"
