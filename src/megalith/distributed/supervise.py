@@ -180,10 +180,13 @@ class Attempt:
     def _suspend(self) -> None:
         """Stop all ranks and then this process, until somebody continues it (`fg`, `bg`, SIGCONT).
 
-        By SIGSTOP: the ranks are in sessions of their own, where the kernel ignores what a terminal would send.
+        The ranks by SIGSTOP: they are in sessions of their own, where the kernel ignores what a terminal would send.
+        This process by SIGTSTP, which the kernel ignores where no shell could continue it (`ssh -t HOST megalith ...`).
         """
         self._signal_groups(signal.SIGSTOP)
-        os.kill(os.getpid(), signal.SIGSTOP)
+        taken = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTSTP)
+        signal.signal(signal.SIGTSTP, taken)
         self._signal_groups(signal.SIGCONT)
 
     def _signal_groups(self, number: signal.Signals) -> None:

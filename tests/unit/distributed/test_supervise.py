@@ -230,24 +230,36 @@ with Signals(STOP_SIGNALS) as signals:
 """
 
 
-def test_ctrl_z_stops_the_ranks_too() -> None:
+@pytest.fixture(params=["with a shell", "without"])
+def suspended(request: pytest.FixtureRequest) -> Iterator[tuple[subprocess.Popen[str], list[int], bool]]:
+    """A supervisor, the processes of it and its ranks, and whether there is a shell of its session to continue it."""
+    has_shell = request.param == "with a shell"
+    apart = os.setpgrp if has_shell else os.setsid
     command = [sys.executable, "-c", SUSPENDED]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as supervisor:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=apart) as supervisor:
         assert supervisor.stdout
-        pids = [supervisor.pid, *map(int, supervisor.stdout.readline().split())]
+        yield supervisor, [supervisor.pid, *map(int, supervisor.stdout.readline().split())], has_shell
+        supervisor.send_signal(signal.SIGCONT)
+        supervisor.send_signal(signal.SIGTERM)
 
-        def wait_until(stopped: bool) -> None:
-            deadline = time.monotonic() + 20.0
-            while [process_state(pid) == "T" for pid in pids] != [stopped] * 3:
-                assert time.monotonic() < deadline, [process_state(pid) for pid in pids]
-                time.sleep(0.01)
 
-        for _ in range(2):
-            supervisor.send_signal(signal.SIGTSTP)
+def test_ctrl_z_stops_the_ranks_too(suspended: tuple[subprocess.Popen[str], list[int], bool]) -> None:
+    supervisor, pids, has_shell = suspended
+
+    def wait_until(stopped: bool) -> None:
+        deadline = time.monotonic() + 20.0
+        while [process_state(pid) == "T" for pid in pids] != [stopped] * 3:
+            assert time.monotonic() < deadline, [process_state(pid) for pid in pids]
+            time.sleep(0.01)
+
+    for _ in range(2):
+        supervisor.send_signal(signal.SIGTSTP)
+        if has_shell:
             wait_until(stopped=True)
             supervisor.send_signal(signal.SIGCONT)
-            wait_until(stopped=False)
-        supervisor.send_signal(signal.SIGTERM)
+        else:
+            time.sleep(0.3)
+        wait_until(stopped=False)
 
 
 def test_a_data_file_that_shrinks(tmp_path: Path) -> None:
