@@ -44,7 +44,8 @@ _NO_PATHS = ("wandb_project", "wandb_exp_name", "wandb_entity", "tokenizer_speci
 
 def holds_paths(setting: Setting) -> bool:
     """Whether the text of a setting may be a path."""
-    return setting.kind is str and not setting.about.choices and setting.name not in _NO_PATHS
+    about = setting.about
+    return setting.kind is str and not (about.choices or about.from_environment) and setting.name not in _NO_PATHS
 
 
 def expanded(path: str) -> str:

@@ -61,3 +61,5 @@ def test_names_and_what_exists_stay_as_they_are(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "$UNSET").mkdir()
     run = load([*RUN.split(), "--mock-data", "--save", "$UNSET", "--wandb-exp-name", "~$5"], {}, files=False)
     assert (run.checkpoint.save, run.log.wandb_exp_name) == ("$UNSET", "~$5")
+    variables = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "tcp://host"}  # not a path, and no flag either
+    assert load([*RUN.split(), "--mock-data", "--save", "c"], variables, files=False).launch.master_addr == "tcp://host"
