@@ -150,6 +150,14 @@ def test_a_rank_that_dies_when_it_was_admitted_is_replaced(agents_store: dist.TC
     assert [code for code, _ in met] == [0, 0], met
 
 
+def test_all_ranks_under_torchrun_name_the_one_that_does_not_come(agents_store: dist.TCPStore) -> None:
+    def at(rank: int) -> dict[str, str]:
+        return {**elastic(rank, 0), "WORLD_SIZE": "3"}
+
+    for code, text in meet(at(0), at(1), port=agents_store.port, join=6):
+        assert code == 6 and re.search(r"PeerError rank [01] .* for rank 2 of 3, which did not come", text), text
+
+
 def test_a_rank_that_never_comes() -> None:
     ((code, text),) = meet(place(0, 3))
     assert code == 6

@@ -19,6 +19,7 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from itertools import chain, takewhile
 from pathlib import Path
 from typing import NoReturn
@@ -322,9 +323,17 @@ class _Meeting:
                 if store.get(f"admitted/{rank}").decode() == token:
                     return number
                 store.set("given up", "1")  # an earlier process of this rank was admitted, and is dead
-            self._late(lambda: "rank 0, which has not opened a new round since this process was started")
+            self._late(partial(self._who_keeps_a_round_open, store if number else None))
             time.sleep(pause)
         raise AssertionError
+
+    def _who_keeps_a_round_open(self, store: dist.Store | None) -> str:
+        """Say for whom this rank waits in a round, or where there is none that it could join."""
+        if store is None or store.check(["closed"]):
+            return "rank 0, which has not opened a new round since this process was started"
+        if store.check([f"asks/{rank}" for rank in range(self._launch.world_size)]):
+            return "rank 0, which does not admit the ranks that came"
+        return self._missing(store, "asks")
 
     def _given_up(self, store: dist.Store, opened: dist.Store) -> bool:
         """Whether a process of this round was started again before all had signed in."""
