@@ -77,7 +77,7 @@ def unusable_interfaces(backend: str, environ: Mapping[str, str]) -> str:
     if not text:
         return ""
     if backend == "gloo":
-        missing = [name for name in text.split(",") if name.partition(":")[0] not in names]
+        missing = [name for name in text.split(",") if name and name.partition(":")[0] not in names]
     else:
         missing = [] if _chosen_by_nccl(text, names) else [text]
     if not missing:
@@ -92,6 +92,7 @@ def interface_variable(backend: str) -> str:
 
 def _chosen_by_nccl(text: str, names: Sequence[str]) -> list[str]:
     words = text.lstrip("^=").split(",")
+    words = [name for word in words if (name := word.partition(":")[0])]  # NCCL takes a port behind each
     if text.startswith(("=", "^=")):
         found = [name for name in names if name in words]
     else:
