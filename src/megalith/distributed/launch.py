@@ -1,8 +1,8 @@
 """From what a launcher says to processes that can talk: the meeting of all ranks, the process group, and its end.
 
 All ranks meet at a store before anything else, so that a rank that never comes, comes twice or counts another number of
-ranks is named instead of waited for. On one host nothing listens on an interface that others can reach; over several
-hosts the store and gloo trust their network, as all of torch.distributed does.
+ranks is named instead of waited for. Where a launcher says that all ranks are on one host, nothing listens on an
+interface that others can reach; else the store and gloo trust their network, as all of torch.distributed does.
 """
 
 from __future__ import annotations
