@@ -84,5 +84,10 @@ ACCELERATORS = (
 
 
 def find_accelerator(device_name: str) -> Accelerator | None:
-    """Return the accelerator that a driver calls by this name, None for one that is not in the table."""
+    """Return the accelerator that a driver calls by this name, None for one that is not in the table.
+
+    An instance of a partitioned GPU ("NVIDIA A100-SXM4-40GB MIG 1g.5gb") has a part of the rate of the whole: None.
+    """
+    if re.search(r"\bMIG\b", device_name):
+        return None
     return next((known for known in ACCELERATORS if re.search(known.pattern, device_name)), None)

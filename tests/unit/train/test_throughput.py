@@ -112,6 +112,8 @@ def test_the_operands_are_random(clock: Clock) -> None:
         ("NVIDIA H100 PCIe", torch.float16, ("H100 PCIe, fp16", 756e12)),
         ("NVIDIA GH200 480GB", torch.float32, ("GH200, fp32", 66.9e12)),
         ("NVIDIA A100-SXM4-80GB", torch.bfloat16, ("A100, bf16", 312e12)),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", torch.bfloat16, None),
+        ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", torch.float16, None),
         ("NVIDIA A10G", torch.bfloat16, ("A10G, bf16", 70e12)),
         ("NVIDIA L40S", torch.bfloat16, ("L40S, bf16", 362.05e12)),
         ("NVIDIA L4", torch.bfloat16, ("L4, bf16", 121e12)),
