@@ -31,6 +31,7 @@ import torch
 from megalith.assemble.model import build_chunks, build_run_optimizer, choose_device, draw_weights
 from megalith.assemble.schedule import build_schedule
 from megalith.config import RunConfig, load
+from megalith.datasheet import find_accelerator
 from megalith.distributed.context import ParallelContext
 from megalith.distributed.rng import RandomStreams
 from megalith.train.memory import memory_in_use
@@ -42,9 +43,6 @@ from megalith.train.work import Batch
 MODELS = {"124M": "12x768x12", "345M": "24x1024x16", "1.3B": "24x2048x16"}
 """Layers x hidden size x heads."""
 VOCABULARY, MICRO_BATCHES, OUT_OF_MEMORY = 50304, 2, 3
-PEAKS = {"H100 PCIe": 756.0, "H100": 989.4, "H200": 989.4, "H800": 989.4, "A100": 312.0, "A800": 312.0, "L40S": 362.05}
-PEAKS |= {"RTX 4090": 165.2, "RTX 3090": 71.0}
-"""TFLOP/s of dense bf16 by a part of the device's name, from NVIDIA's datasheets; the first that fits counts."""
 KINDS = {
     "attention": ("flash", "attention", "fmha", "sdpa"),
     "matrix products": ("gemm", "matmul", "aten::mm", "addmm", "cutlass", "nvjet", "xmma"),
@@ -60,9 +58,9 @@ def datasheet_peak(name: str) -> float:
     Raises:
         SystemExit: it is not known.
     """
-    for part, tflops in PEAKS.items():
-        if part in name:
-            return tflops * 1e12
+    known = find_accelerator(name)
+    if known is not None and "bf16" in known.teraflops:
+        return known.teraflops["bf16"] * 1e12
     raise SystemExit(f"the bf16 peak of {name} is not known here; give it by --peak-tflops")
 
 
