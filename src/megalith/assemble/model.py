@@ -48,13 +48,14 @@ def choose_device(wanted: str, launch: LaunchConfig | None = None) -> torch.devi
     launch = launch or LaunchConfig()
     if wanted == "cpu":
         return torch.device("cpu")
-    if unused := unused_gpu():
+    processes = max(launch.local_world_size or 1, launch.local_rank + 1)
+    if unused := unused_gpu(processes=processes):
         raise ConfigError(f"--device {wanted}: {unused}; --device cpu computes on the CPU")
     if not torch.cuda.is_available():
         if wanted == "auto":
             return torch.device("cpu")
         raise ConfigError("--device cuda: torch sees no CUDA device here; use --device cpu or auto")
-    seen, processes = torch.cuda.device_count(), max(launch.local_world_size or 1, launch.local_rank + 1)
+    seen = torch.cuda.device_count()
     # srun and mpirun may have given each process a GPU of its own, which is then the only one that it sees.
     bound = seen == 1 and launch.launcher in ("srun", "mpirun")
     if processes > seen and not bound:

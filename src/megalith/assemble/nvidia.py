@@ -81,15 +81,17 @@ def is_hidden(environ: Mapping[str, str] = os.environ) -> bool:
     return visible in ("", "-1", "NoDevFiles") or environ.get("NVIDIA_VISIBLE_DEVICES") in ("void", "none")
 
 
-def unused_gpu(root: Path | None = None, environ: Mapping[str, str] = os.environ) -> str:
+def unused_gpu(root: Path | None = None, environ: Mapping[str, str] = os.environ, processes: int = 1) -> str:
     """Say which GPU of this machine torch cannot use, why, and what to do; empty where there is none.
 
     Args:
         root: of the file system.
         environ: of the process.
+        processes: how many GPUs are needed, the first ones, so that an old card for the screen behind them stops
+            nobody.
     """
     if torch.cuda.is_available():
-        return _without_kernels() if torch.version.cuda else ""
+        return _without_kernels(processes) if torch.version.cuda else ""
     if is_hidden(environ) or torch.version.hip or (driver := find_driver(root or _ROOT)) is None:
         return ""
     return f"this machine has {driver}, and torch {torch.__version__} cannot use it: {_reason(driver, environ)}"
@@ -123,10 +125,10 @@ def _major(version: str) -> int:
     return int(version.split(".")[0])
 
 
-def _without_kernels() -> str:
-    """What is to be said where this build of torch has no kernels for one of the visible GPUs."""
-    built = torch.cuda.get_arch_list()
-    for number in range(torch.cuda.device_count()) if built else ():
+def _without_kernels(processes: int) -> str:
+    """What is to be said where this build of torch has no kernels for one of the GPUs that are needed."""
+    built, seen = torch.cuda.get_arch_list(), torch.cuda.device_count()
+    for number in range(min(seen, processes)) if built else ():
         capability = torch.cuda.get_device_capability(number)
         if not any(_runs(arch, capability) for arch in built):
             name, wanted = torch.cuda.get_device_name(number), f"sm_{capability[0]}{capability[1]}"

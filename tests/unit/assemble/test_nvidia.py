@@ -13,6 +13,7 @@ from megalith.assemble import nvidia
 from megalith.assemble.model import choose_device
 from megalith.assemble.nvidia import Driver, find_driver, unused_gpu
 from megalith.cli.main import main
+from megalith.config import LaunchConfig
 from megalith.errors import ConfigError
 
 V100 = """\
@@ -198,6 +199,23 @@ def test_a_gpu_without_kernels(
         return
     with pytest.raises(ConfigError, match=f"a card.*sm_{capability[0]}{capability[1]}.*--device cpu"):
         choose_device("auto")
+
+
+def test_an_old_card_behind_those_that_are_needed_stops_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    _built(monkeypatch, "2.13.0+cu130", "13.0")
+    for name, value in {
+        "is_available": True,
+        "device_count": 2,
+        "get_arch_list": ["sm_80"],
+        "set_device": None,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda number: (8, 9) if number == 0 else (3, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: ("RTX 4090", "GT 710")[number])
+    assert choose_device("auto") == torch.device("cuda", 0)
+    for rank in range(2):
+        with pytest.raises(ConfigError, match="GT 710"):
+            choose_device("auto", LaunchConfig(local_rank=rank, local_world_size=2))
 
 
 TRAIN = (
