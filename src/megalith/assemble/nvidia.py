@@ -46,7 +46,7 @@ class Driver:
 
 def find_driver(root: Path = _ROOT) -> Driver | None:
     """Return the driver and GPUs that `/proc`, `/dev` and `nvidia-smi` show; None without an NVIDIA GPU."""
-    nodes = any(root.glob("dev/nvidia[0-9]*"))
+    nodes = _has_nodes(root)
     about = sorted(root.glob("proc/driver/nvidia/gpus/*/information"))
     wsl = (root / _WSL).exists()
     if not (nodes or about or wsl):
@@ -62,6 +62,10 @@ def find_driver(root: Path = _ROOT) -> Driver | None:
     return Driver(version, cuda[1] if cuda else "", tuple(gpus), nodes or wsl)
 
 
+def _has_nodes(root: Path) -> bool:
+    return any(root.glob("dev/nvidia[0-9]*"))
+
+
 def _kernel_module(file: Path) -> str:
     """The version in `NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.129.03  Thu Oct 19 ...`."""
     found = re.search(r"^NVRM version:.*?\s(\d+\.\d+(?:\.\d+)?)\s", file.read_text(), re.M) if file.exists() else None
@@ -75,10 +79,15 @@ def _ask(command: str) -> str:
         return ""
 
 
-def is_hidden(environ: Mapping[str, str] = os.environ) -> bool:
-    """Tell whether the GPUs are withheld from this process on purpose, by its user or by the scheduler."""
-    visible = environ.get("CUDA_VISIBLE_DEVICES")
-    return visible in ("", "-1", "NoDevFiles") or environ.get("NVIDIA_VISIBLE_DEVICES") in ("void", "none")
+def is_hidden(root: Path, environ: Mapping[str, str]) -> bool:
+    """Tell whether the GPUs are withheld from this process on purpose, by its user or by the scheduler.
+
+    NVIDIA_VISIBLE_DEVICES says so only where there are no device files: the Container Device Interface (Podman,
+    Kubernetes) sets it to "void" in containers that it has given GPUs, so that the older hook adds no others.
+    """
+    if environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles"):
+        return True
+    return environ.get("NVIDIA_VISIBLE_DEVICES") in ("", "void", "none") and not _has_nodes(root)
 
 
 def unused_gpu(root: Path | None = None, environ: Mapping[str, str] = os.environ, processes: int = 1) -> str:
@@ -92,7 +101,8 @@ def unused_gpu(root: Path | None = None, environ: Mapping[str, str] = os.environ
     """
     if torch.cuda.is_available():
         return _without_kernels(processes) if torch.version.cuda else ""
-    if is_hidden(environ) or torch.version.hip or (driver := find_driver(root or _ROOT)) is None:
+    root = root or _ROOT
+    if is_hidden(root, environ) or torch.version.hip or (driver := find_driver(root)) is None:
         return ""
     return f"this machine has {driver}, and torch {torch.__version__} cannot use it: {_reason(driver, environ)}"
 

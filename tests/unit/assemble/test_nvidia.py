@@ -161,13 +161,29 @@ def test_what_torch_says_is_passed_on(machine: Machine, monkeypatch: pytest.Monk
         choose_device("auto")
 
 
-@pytest.mark.parametrize(("name", "value"), [("CUDA_VISIBLE_DEVICES", ""), ("NVIDIA_VISIBLE_DEVICES", "void")])
+@pytest.mark.parametrize(
+    ("name", "value", "nodes"),
+    [
+        ("CUDA_VISIBLE_DEVICES", "", True),
+        ("NVIDIA_VISIBLE_DEVICES", "void", False),
+        ("NVIDIA_VISIBLE_DEVICES", "", False),
+    ],
+)
 def test_a_gpu_that_is_hidden_on_purpose(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch, name: str, value: str
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, name: str, value: str, nodes: bool
 ) -> None:
-    machine(V100, NVRM, ("Tesla V100-SXM2-16GB",))
+    machine(V100, NVRM, ("Tesla V100-SXM2-16GB",), nodes=nodes)
     monkeypatch.setenv(name, value)
     assert choose_device("auto") == torch.device("cpu")
+
+
+def test_a_container_that_was_given_its_gpus_by_cdi(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There NVIDIA_VISIBLE_DEVICES=void stops the older hook from adding others: nothing is hidden."""
+    machine(V100, NVRM, ("Tesla V100-SXM2-16GB",))
+    _built(monkeypatch, "2.13.0+cpu", None)
+    monkeypatch.setenv("NVIDIA_VISIBLE_DEVICES", "void")
+    with pytest.raises(ConfigError, match="Tesla V100"):
+        choose_device("auto")
 
 
 @pytest.mark.parametrize(
