@@ -101,6 +101,7 @@ def test_stop_token_ids_end_an_answer_besides_its_usual_end() -> None:
     [
         {"user": "u", "metadata": {"a": "b"}, "store": True, "service_tier": "auto", "safety_identifier": "s"},
         {"top_k": 1, "temperature": 1.0},
+        {"suffix": None, "tools": None, "guided_json": None, "response_format": None, "stop": None},
         {"top_k": -1, "min_p": 1.0, "temperature": 1.0},
     ],
     ids=str,
@@ -139,6 +140,7 @@ def test_a_dialogue_takes_what_openais_client_sends(extra: dict[str, Any]) -> No
         ({"tool_choice": "required"}, "tool_choice"),
         ({"response_format": {"type": "json_object"}}, "response_format.type"),
         ({"guided_json": {}}, "guided_json"),
+        ({"guided_json": None, "no_such_field": None}, "no_such_field"),
         ({"use_beam_search": True}, "use_beam_search"),
         ({"min_tokens": 3}, "min_tokens"),
         ({"messages": [{"role": "user", "content": None}]}, "messages.0"),
@@ -235,7 +237,7 @@ def test_a_prompt_of_one_token_has_no_score_and_one_that_was_never_read_none_eit
 def test_a_stream_adds_up_to_the_whole_answer(extra: dict[str, Any]) -> None:
     body = {"prompt": ["uv", "c"], "max_tokens": 6, "stop": "gh", **(extra if "n" in extra else {**GREEDY, **extra})}
     whole = post(body)[1]
-    parts = stream({**body, "stream_options": {"include_usage": True}})
+    parts = stream({**body, "stream_options": {"include_usage": True, "include_obfuscation": False}})
     assert parts[-1]["choices"] == [] and parts[-1]["usage"] == whole["usage"]
     assert all(part["usage"] is None for part in parts[:-1])
     for choice in whole["choices"]:

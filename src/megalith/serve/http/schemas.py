@@ -68,6 +68,7 @@ class StreamOptions(_Strict):
     """What a stream has besides the text."""
 
     include_usage: bool = False
+    include_obfuscation: bool | None = Field(None, description=_NO_EFFECT)
 
 
 class _Generation(_Strict):
@@ -199,9 +200,13 @@ def validated(kind: type[Model], found: Any) -> Model:
     """
     if not isinstance(found, dict):
         raise ApiError(400, "the body is no JSON object", "body")
-    unknown = next((name for name in found if name not in kind.model_fields), None)
+    others = [name for name in found if name not in kind.model_fields]
+    unset = {name for name in others if found[name] is None and name in _UNSUPPORTED}  # some clients write every field
+    unknown = next((name for name in others if name not in unset), None)
     if unknown is not None:
         raise _unknown(kind, unknown)
+    if unset:
+        found = {name: value for name, value in found.items() if name not in unset}
     try:
         return kind.model_validate(found)
     except ValidationError as error:
