@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from megalith.serve.engine import Limits as EngineLimits
-from megalith.serve.http import openai_completions
+from megalith.serve.http import openai_chat, openai_completions
 from megalith.serve.http.chat_template import ChatTemplate
-from megalith.serve.http.schemas import CompletionRequest
+from megalith.serve.http.schemas import ChatRequest, CompletionRequest
 from megalith.serve.http.service import Collected, Sample
 from megalith.serve.http.settings import Limits, ServerSettings
+from megalith.serve.request import Token
 
 from .http_client import ALPHABET, EOD, LetterTokenizer, served
 
@@ -265,6 +266,27 @@ def test_a_dialogue() -> None:
     assert parts[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
     assert "".join(part["choices"][0]["delta"].get("content", "") for part in parts) == "cdef"
     assert parts[-1]["choices"][0]["finish_reason"] == "stop"
+
+
+def test_likely_tokens_of_a_dialogue_are_spelt_as_the_token_itself() -> None:
+    """Some tokenizers drop a space at the beginning of a text: a token alone has another text than where it stands."""
+
+    class Words(LetterTokenizer):
+        def decode(self, ids: Sequence[int]) -> str:
+            return super().decode(ids).removeprefix(" ")
+
+    class Spoken:
+        tokenizer = Words()
+        body = ChatRequest(messages=[{"role": "user", "content": "a"}], logprobs=True, top_logprobs=2)
+
+    space, letter = ALPHABET.index(" "), ALPHABET.index("b")
+    tokens = [Token(space, "", -0.1, ((space, -0.1), (letter, -2.0))), Token(space, "", -0.1, ((space, -0.1),))]
+    for before in (letter, None):
+        found = openai_chat._logprobs(cast(Any, Spoken), cast(Any, Spoken), tokens, before)
+        assert found is not None
+        for row in found["content"]:
+            assert row["token"] == row["top_logprobs"][0]["token"]
+    assert found["content"][0]["top_logprobs"][1]["token"] == "b"
 
 
 def test_a_dialogue_without_a_template_says_what_to_do() -> None:

@@ -124,10 +124,12 @@ def _logprobs(service: Service, made: _Plan, tokens: Sequence[Token], before: in
     texts = token_texts(service.tokenizer, [token.id for token in tokens], before)
     for text, token in zip(texts, tokens, strict=True):
         top = [
-            {"token": (shown := service.tokenizer.decode([number])), "logprob": value, "bytes": _bytes(shown)}
+            {"token": (shown := token_texts(service.tokenizer, [number], before)[0]), "logprob": value}
+            | {"bytes": _bytes(shown)}
             for number, value in token.top[: made.body.top_logprobs or 0]
         ]
         rows.append({"token": text, "logprob": token.logprob, "bytes": _bytes(text), "top_logprobs": top})
+        before = token.id
     return {"content": rows, "refusal": None}
 
 
