@@ -31,12 +31,15 @@ class Driver:
         cuda: the newest CUDA that it supports, such as 12.2; empty where it is not known.
         gpus: names of the GPUs.
         nodes: whether this process has device files of them.
+        forbidden: one of these files where this process may open none: those that a job was not given (SLURM's
+            ConstrainDevices), or whose group the user is not in.
     """
 
     version: str
     cuda: str
     gpus: tuple[str, ...]
     nodes: bool = True
+    forbidden: str = ""
 
     def __str__(self) -> str:
         names = ", ".join(f"{self.gpus.count(name)} x {name}" for name in dict.fromkeys(self.gpus)) or "an NVIDIA GPU"
@@ -59,11 +62,24 @@ def find_driver(root: Path = _ROOT) -> Driver | None:
     if wsl and not gpus:
         return None
     cuda = re.search(r"CUDA (?:UMD )?Version:\s*([\d.]+)", told)
-    return Driver(version, cuda[1] if cuda else "", tuple(gpus), nodes or wsl)
+    return Driver(version, cuda[1] if cuda else "", tuple(gpus), nodes or wsl, _forbidden(root))
 
 
 def _has_nodes(root: Path) -> bool:
     return any(root.glob("dev/nvidia[0-9]*"))
+
+
+def _forbidden(root: Path) -> str:
+    found = sorted(root.glob("dev/nvidia[0-9]*"))
+    for node in found:
+        try:
+            os.close(os.open(node, os.O_RDWR))
+        except PermissionError:  # a control group refuses what the mode of the file would allow: only trying tells
+            continue
+        except OSError:
+            pass
+        return ""
+    return str(found[0]) if found else ""
 
 
 def _kernel_module(file: Path) -> str:
@@ -121,6 +137,11 @@ def _reason(driver: Driver, environ: Mapping[str, str]) -> str:
         )
     if not driver.nodes:
         return "there are no /dev/nvidia* here. Start the container with its GPUs (docker run --gpus all)"
+    if driver.forbidden:
+        return (
+            f"this process may not open {driver.forbidden}. Ask the scheduler for a GPU (srun --gres=gpu:1), or have "
+            "the group of that file"
+        )
     if visible := environ.get("CUDA_VISIBLE_DEVICES"):
         return f"CUDA_VISIBLE_DEVICES={visible} selects no GPU that works. Correct or unset it"
     try:

@@ -147,6 +147,19 @@ def test_a_container_without_its_gpus(machine: Machine, monkeypatch: pytest.Monk
         choose_device("auto")
 
 
+def test_a_job_that_was_given_no_gpu(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control group of a SLURM job refuses the files, whatever their mode."""
+
+    def refuse(path: Path, flags: int) -> int:
+        raise PermissionError(1, "Operation not permitted", str(path))
+
+    machine(BROKEN, NVRM_OPEN, ("NVIDIA L4",))
+    _built(monkeypatch, "2.13.0+cu126", "12.6")
+    monkeypatch.setattr("os.open", refuse)
+    with pytest.raises(ConfigError, match=r"may not open .*nvidia0.*--gres"):
+        choose_device("auto")
+
+
 def test_what_torch_says_is_passed_on(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails() -> None:
         raise RuntimeError("Unexpected error from cudaGetDeviceCount(). Error 803: system has unsupported drivers\n...")
