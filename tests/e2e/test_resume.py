@@ -340,11 +340,12 @@ def test_a_resume_continues_the_wandb_run(form: str, tmp_path: Path) -> None:
     environ |= {"PYTHONPATH": path, "ASKED": str(tmp_path / "asked"), "OMP_NUM_THREADS": "1"}
     words = [*command(tmp_path / "c"), "--ckpt-format", form, "--save-interval", 2]
     words += ["--wandb-project", "p", "--wandb-exp-name", "n"]
-    for target in (2, 4):
-        flags = ["--train-iters", 4, "--lr-decay-iters", 4, "--exit-interval", target]
+    branch = ["--load", tmp_path / "c", "--save", tmp_path / "d", "--ckpt-step", 2, "--wandb-exp-name", "another"]
+    for target, more in ((2, []), (4, []), (4, branch)):
+        flags = ["--train-iters", 4, "--lr-decay-iters", 4, "--exit-interval", target, *more]
         argv = [sys.executable, "-m", "megalith", "train", *map(str, [*words, *flags])]
         done = subprocess.run(argv, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stdout + done.stderr
         assert "records offline" not in done.stdout
     asked = [json.loads(line) for line in (tmp_path / "asked").read_text().splitlines()]
-    assert asked == [{}, {"id": "first-run", "resume": "allow"}]
+    assert asked == [{}, {"id": "first-run", "resume": "allow"}, {}], "another name begins another run"

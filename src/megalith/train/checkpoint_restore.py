@@ -90,11 +90,19 @@ def restore(
             state.skipped_samples = int(found.args.get("skipped_train_samples") or 0)
             state.check.load_state(loaded.common.get(STEP_CHECK, {}))
             state.noise.load_state(loaded.common.get(NOISE, {}))
-            state.wandb_run_id = loaded.common.get(WANDB_RUN)
+            state.wandb_run_id = loaded.common.get(WANDB_RUN) if _records_the_same(found, run) else None
             state.flops = float(loaded.common.get("num_floating_point_operations_so_far", 0.0))
             notes += thread_notes(found, state.context.device)
         notes += _precision_notes(found, run) + strictness_notes(loaded, run, with_optimizer=with_optimizer)
         return Resumed(state.iteration, float(loaded.common["checkpoint_version"]), schedule, notes)
+
+
+def _records_the_same(found: FoundCheckpoint, run: RunConfig) -> bool:
+    """Whether the W&B run of a checkpoint is continued. A run of another name is another experiment: W&B would drop its
+    first steps, which the former one has recorded."""
+    saved = found.saved_settings.get("log", {})
+    names = ("wandb_project", "wandb_exp_name")
+    return all(saved.get(name) == getattr(run.log, name) for name in names)
 
 
 def strictness_notes(loaded: LoadedContent, run: RunConfig, *, with_optimizer: bool) -> tuple[str, ...]:
