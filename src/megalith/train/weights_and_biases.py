@@ -35,7 +35,7 @@ def chosen_mode(wandb: Any, environ: Mapping[str, str]) -> str | None:
 
 
 def is_logged_in(wandb: Any) -> bool:
-    """Ask the package, which knows its hosts and its files, for credentials. Nobody is prompted and nothing is sent."""
+    """Ask the package, which knows its hosts and its files, for credentials, without a prompt or a verification."""
     if "prompt" in inspect.signature(wandb.login).parameters:
         return bool(wandb.login(prompt=False, verify=False))
     return bool(wandb.api.api_key)  # before 0.31
