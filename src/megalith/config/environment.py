@@ -51,6 +51,8 @@ def read_launch(environ: Mapping[str, str]) -> dict[str, str]:
         return {**_complete(own), "MEGALITH_LAUNCHER": by}
     if "OMPI_COMM_WORLD_RANK" in environ:
         return {**_mpi(environ, _OPEN_MPI), **own}
+    if "PMI_RANK" in environ and "MPI_LOCALRANKID" in environ:  # Hydra: in a SLURM job its proxies are an srun step
+        return {**_mpi(environ, _PMI), **own}
     if _in_slurm_step(environ) and _slurm_tasks(environ) > 1:
         return {**_slurm(environ), **own}
     if "PMI_RANK" in environ and "PMI_SIZE" in environ:
@@ -64,7 +66,8 @@ def first_of_machine(environ: Mapping[str, str]) -> bool:
 
 
 # Not RANK: a pod that is told its RANK alone has its own output, which nobody else fills.
-_PLACES = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
+# SLURM last: what mpirun starts in a SLURM job inherits SLURM_LOCALID=0.
+_PLACES = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
 _OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _OPEN_MPI = {
     "RANK": "OMPI_COMM_WORLD_RANK",
@@ -108,18 +111,32 @@ def _mpi(environ: Mapping[str, str], names: Mapping[str, str]) -> dict[str, str]
 
 
 def tasks_without_srun(environ: Mapping[str, str]) -> int:
-    """Return the number of tasks of a SLURM job whose batch script runs this process itself; 1 under a launcher."""
-    return 1 if _in_slurm_step(environ) or read_launch(environ) else _slurm_tasks(environ)
+    """Return the number of tasks of a SLURM job whose script or shell runs this process itself; 1 under a launcher."""
+    return 1 if "WORLD_SIZE" in read_launch(environ) else _count(environ, "SLURM_NTASKS", "SLURM_NPROCS")
 
 
 def _in_slurm_step(environ: Mapping[str, str]) -> bool:
-    """Whether srun has started this process: a batch script has SLURM_PROCID and SLURM_NTASKS too, but no step."""
-    return "SLURM_PROCID" in environ and any(name in environ for name in _OF_A_STEP)
+    """Whether srun has started this process: a batch script has SLURM_PROCID and SLURM_NTASKS too, but no step.
+
+    A script that a task of another step has given to sbatch inherits the variables of that step, but not SLURM_GTIDS,
+    which lists the tasks that were started with this process on its node.
+    """
+    if "SLURM_PROCID" not in environ or not any(name in environ for name in _OF_A_STEP):
+        return False
+    per_node = tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    node, started = environ.get("SLURM_NODEID", ""), environ.get("SLURM_GTIDS", "")
+    if not (started and node.isdigit() and int(node) < len(per_node)):
+        return True
+    return len(started.split(",")) == per_node[int(node)]
 
 
 def _slurm_tasks(environ: Mapping[str, str]) -> int:
-    """Tasks of the step, or of the job where there is no word of a step."""
-    text = environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS") or environ.get("SLURM_NPROCS") or "1"
+    """Tasks of the step, or of the job where the step's are not given."""
+    return _count(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
+
+
+def _count(environ: Mapping[str, str], *names: str) -> int:
+    text = next((environ[name] for name in names if environ.get(name)), "1")
     return int(text) if text.isdigit() else 1
 
 
@@ -139,24 +156,29 @@ def _slurm(environ: Mapping[str, str]) -> dict[str, str]:
         variables["MASTER_ADDR"] = loopback()
         return variables
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST")
-    if host := _first_of_host_file(environ):
+    arbitrary = environ.get("SLURM_DISTRIBUTION", "").startswith("arbitrary")
+    host = _first_of_host_file(environ) if arbitrary else first_host(nodes or "")
+    if host:
         variables["MASTER_ADDR"] = host
-    elif nodes:
-        variables["MASTER_ADDR"] = first_host(nodes)
     elif "MASTER_ADDR" not in environ:
-        raise ConfigError("SLURM_JOB_NODELIST is not set, so that the host of rank 0 is unknown: export MASTER_ADDR")
+        raise ConfigError(
+            "srun --distribution=arbitrary without a SLURM_HOSTFILE that this node can read does not say where rank 0 "
+            "is: export SLURM_HOSTFILE, with its whole path, in place of -w, or MASTER_ADDR"
+            if arbitrary
+            else "SLURM_JOB_NODELIST is not set, so that the host of rank 0 is unknown: export MASTER_ADDR"
+        )
     return variables
 
 
 def _first_of_host_file(environ: Mapping[str, str]) -> str:
-    """The host of rank 0 under `srun --distribution=arbitrary`: the first line of SLURM_HOSTFILE, not of the node list.
+    """Return the first host of SLURM_HOSTFILE, which has rank 0 under `srun --distribution=arbitrary`.
 
-    Empty for other distributions, and where the file cannot be read.
+    Empty where the file cannot be read. Its lines may end in `*COUNT` or a comment.
     """
-    if not environ.get("SLURM_DISTRIBUTION", "").startswith("arbitrary"):
-        return ""
     with suppress(OSError, UnicodeDecodeError):
-        return next(iter(Path(environ.get("SLURM_HOSTFILE", "")).read_text(encoding="utf-8").split()), "")
+        for line in Path(environ.get("SLURM_HOSTFILE", "")).read_text(encoding="utf-8").splitlines():
+            if hosts := line.partition("#")[0].partition("*")[0].strip():
+                return first_host(hosts)
     return ""
 
 

@@ -69,6 +69,8 @@ def test_a_batch_script_without_srun_is_one_process() -> None:
     config = load(MODEL.split(), BATCH)
     assert config.launch.world_size == 1
     assert any("SLURM_NTASKS=7" in note.text and "srun" in note.text for note in config.notes)
+    with_address = load(MODEL.split(), {**BATCH, "MASTER_ADDR": "gpu03-ib", "MASTER_PORT": "6000"})
+    assert any("srun" in note.text for note in with_address.notes)
     for nothing_to_say in ({**BATCH, "SLURM_NTASKS": "1"}, {**BATCH, "RANK": "0", "WORLD_SIZE": "1"}):
         assert not any("srun" in note.text for note in load(MODEL.split(), nothing_to_say).notes)
     with_launcher = load([*MODEL.split(), "--nproc", "2"], BATCH)
@@ -80,13 +82,88 @@ def test_any_variable_of_a_step_means_srun(of_step: str) -> None:
     assert read_launch({**BATCH, of_step: "7"})["WORLD_SIZE"] == "7"
 
 
-def test_rank_0_of_an_arbitrary_distribution_is_on_the_first_host_of_the_host_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("text", "first"),
+    [
+        ("gpu09-ib\ngpu03-ib\ngpu03-ib\n", "gpu09-ib"),
+        ("# order\n\n gpu09-ib*2 # rank 0\ngpu03-ib\n", "gpu09-ib"),
+        ("gpu[09,03]-ib,gpu04-ib\n", "gpu09-ib"),
+    ],
+)
+def test_rank_0_of_an_arbitrary_distribution_is_on_the_first_host_of_the_host_file(
+    tmp_path: Path, text: str, first: str
+) -> None:
     hosts = tmp_path / "hosts"
-    hosts.write_text("gpu09-ib\ngpu03-ib\ngpu03-ib\n")
+    hosts.write_text(text)
     arbitrary = {**SRUN, "SLURM_DISTRIBUTION": "arbitrary", "SLURM_HOSTFILE": str(hosts)}
-    assert read_launch(arbitrary)["MASTER_ADDR"] == "gpu09-ib"
-    for usual in ({"SLURM_DISTRIBUTION": "block"}, {"SLURM_HOSTFILE": "/no/such/file"}, {"SLURM_HOSTFILE": ""}):
-        assert read_launch({**arbitrary, **usual})["MASTER_ADDR"] == "gpu03-ib"
+    assert read_launch(arbitrary)["MASTER_ADDR"] == first
+    assert read_launch({**arbitrary, "SLURM_DISTRIBUTION": "block"})["MASTER_ADDR"] == "gpu03-ib"
+
+
+@pytest.mark.parametrize("file", [{}, {"SLURM_HOSTFILE": "/no/such/file"}, {"SLURM_HOSTFILE": ""}])
+def test_an_arbitrary_distribution_without_its_host_file_needs_an_address(file: dict[str, str]) -> None:
+    """`srun -m arbitrary -w LIST` sets no SLURM_HOSTFILE, and the node list that it sets is sorted."""
+    arbitrary = {**SRUN, "SLURM_DISTRIBUTION": "arbitrary", **file}
+    with pytest.raises(ConfigError, match="SLURM_HOSTFILE.*MASTER_ADDR"):
+        read_launch(arbitrary)
+    assert read_launch({**arbitrary, "MASTER_ADDR": "gpu09-ib"})["MASTER_ADDR"] == "gpu09-ib"
+    one_host = {**arbitrary, "SLURM_NODEID": "0", "SLURM_TASKS_PER_NODE": "7"}
+    assert read_launch(one_host)["MASTER_ADDR"] == "127.0.0.1"
+
+
+# Recorded from SLURM 22.05.8 (`env` in each), less what names the cluster, the user and ports.
+SRUN_2205 = {  # srun -n 4 -N 2, task 3
+    "SLURMD_NODENAME": "beta", "SLURM_CPUS_ON_NODE": "1", "SLURM_GTIDS": "3", "SLURM_JOBID": "1", "SLURM_JOB_ID": "1",
+    "SLURM_JOB_CPUS_PER_NODE": "3,1", "SLURM_JOB_NODELIST": "alpha,beta", "SLURM_JOB_NUM_NODES": "2",
+    "SLURM_LOCALID": "0", "SLURM_NNODES": "2", "SLURM_NODEID": "1", "SLURM_NODELIST": "alpha,beta",
+    "SLURM_NPROCS": "4", "SLURM_NTASKS": "4", "SLURM_PROCID": "3", "SLURM_STEPID": "0", "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NODELIST": "alpha,beta", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_TASKS_PER_NODE": "3,1", "SLURM_TASKS_PER_NODE": "3,1",
+}  # fmt: skip
+BATCH_2205 = {  # sbatch --ntasks 4, in the script
+    "SLURMD_NODENAME": "alpha", "SLURM_CPUS_ON_NODE": "4", "SLURM_GTIDS": "0", "SLURM_JOBID": "2", "SLURM_JOB_ID": "2",
+    "SLURM_JOB_CPUS_PER_NODE": "4", "SLURM_JOB_NODELIST": "alpha", "SLURM_JOB_NUM_NODES": "1",
+    "SLURM_LOCALID": "0", "SLURM_NNODES": "1", "SLURM_NODEID": "0", "SLURM_NODELIST": "alpha",
+    "SLURM_NPROCS": "4", "SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_TASKS_PER_NODE": "4",
+}  # fmt: skip
+OF_A_STEP_2205 = {  # what a script inherits where task 0 of `srun -n 2` calls sbatch
+    "SLURM_STEPID": "0", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "alpha", "SLURM_STEP_NUM_NODES": "1",
+    "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2",
+}  # fmt: skip
+SHELL_2205 = {  # the shell of `salloc -n 4` under LaunchParameters=use_interactive_step
+    **BATCH_2205, "SLURM_STEPID": "4294967290", "SLURM_STEP_ID": "4294967290", "SLURM_STEP_NODELIST": "alpha",
+    "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1",
+}  # fmt: skip
+HYDRA_2205 = {  # rank 2 of MPICH's `mpiexec -n 4` in `sbatch -N 2`: srun has started one proxy on each node
+    **SRUN_2205, "SLURMD_NODENAME": "alpha", "SLURM_GTIDS": "0", "SLURM_NODEID": "0", "SLURM_PROCID": "0",
+    "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_TASKS_PER_NODE": "1(x2)",
+    "PMI_RANK": "2", "PMI_SIZE": "4", "MPI_LOCALRANKID": "2", "MPI_LOCALNRANKS": "3",
+}  # fmt: skip
+
+
+def test_recorded_srun() -> None:
+    found = read_launch(SRUN_2205)
+    assert (found["RANK"], found["WORLD_SIZE"], found["LOCAL_RANK"]) == ("3", "4", "0")
+    assert (found["LOCAL_WORLD_SIZE"], found["MASTER_ADDR"]) == ("1", "alpha")
+    # srun -E -n 2 in a job of 4 tasks keeps the numbers of the job beside those of the step
+    kept = {**BATCH_2205, **OF_A_STEP_2205, "SLURM_GTIDS": "0,1"}
+    assert read_launch(kept)["WORLD_SIZE"] == "2"
+    pmi = {**SRUN_2205, "PMI_RANK": "3", "PMI_SIZE": "4", "PMI_FD": "12"}  # srun --mpi=pmi2
+    assert read_launch(pmi) == found
+
+
+@pytest.mark.parametrize("environ", [BATCH_2205, {**BATCH_2205, **OF_A_STEP_2205}, SHELL_2205])
+def test_recorded_scripts_and_shells_are_one_process(environ: dict[str, str]) -> None:
+    assert read_launch(environ) == {}
+    assert any("SLURM_NTASKS=4" in note.text for note in load(MODEL.split(), environ).notes)
+
+
+def test_mpirun_inside_a_slurm_job() -> None:
+    hydra = read_launch({**HYDRA_2205, "MASTER_ADDR": "alpha"})
+    assert (hydra["RANK"], hydra["WORLD_SIZE"], hydra["LOCAL_RANK"]) == ("2", "4", "2")
+    open_mpi = {**BATCH_2205, **OPEN_MPI}
+    assert read_launch(open_mpi)["MEGALITH_LAUNCHER"] == "mpirun"
+    assert not first_of_machine(HYDRA_2205) and not first_of_machine(open_mpi)
 
 
 def test_torchrun_inside_a_slurm_job() -> None:
