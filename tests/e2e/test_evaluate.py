@@ -160,9 +160,8 @@ def test_flags_that_contradict_the_checkpoint(work: Work, capsys: pytest.Capture
     line = ["evaluate", "tasks/main.py", "--task", "WIKITEXT103", "--valid-data", str(work.wiki), *words]
     assert main([*line, "--load", str(work.checkpoint)]) == 2
     said = capsys.readouterr().err
-    assert "--num-layers 12 contradicts the checkpoint, which has 2" in said
-    assert "--hidden-size 768 contradicts the checkpoint, which has 32" in said
-    assert "--swiglu True contradicts the checkpoint, which has False" in said
+    for given, held in (("--num-layers 12", "2"), ("--hidden-size 768", "32"), ("--swiglu given", "not given")):
+        assert re.search(rf"{given} .*checkpoint.*\b{held}\b", said), said
     assert "--seq-length 1024 is longer than the 64 positions of the model" in said
 
 

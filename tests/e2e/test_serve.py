@@ -668,7 +668,7 @@ def test_flags_that_contradict_the_checkpoint_and_a_port_in_use(saved: Path, rep
     script = repository / "tools/run_text_generation_server.py"
     with started([script, "--load", saved, "--num-layers", 24]) as server:
         assert server.end() == 2
-        assert "--num-layers 24 contradicts the checkpoint, which has 2" in server.text
+        assert re.search(r"--num-layers 24 .*checkpoint.*\b2\b", server.text)
     with started([script, "--load", saved.parent]) as server:
         assert server.end() == 4 and "holds no checkpoint" in server.text
     with socket.create_server(("127.0.0.1", 0)) as taken:

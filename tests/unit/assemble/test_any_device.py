@@ -23,6 +23,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+import megalith
+
 DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
 CASES = {
     "gpt2": ("gpt2", f"--bf16 {DROPOUT}", "parts-core_attn+mlp+layernorm"),
@@ -93,7 +95,8 @@ def _error_of(act: Callable[[], None]) -> str:
     try:
         act()
     except Exception as error:
-        own = [frame for frame in traceback.extract_tb(error.__traceback__) if "/megalith/" in frame.filename]
+        package = str(Path(megalith.__file__).parent)  # the clone may be called megalith too
+        own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(package)]
         place = f" at {own[-1].filename}:{own[-1].lineno}: {error}" if own else ""
         return f"{type(error).__name__}{place}"
     return ""
