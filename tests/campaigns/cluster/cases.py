@@ -1,10 +1,15 @@
-"""Training over two hosts: equal to one host, also after kills; wrong addresses and interfaces end with their names."""
+"""Training over two hosts: equal to one host, also after kills; wrong addresses and interfaces end with their names.
+
+The cases under SLURM and MPI run where their programs are installed (Debian: slurm-wlm munge openmpi-bin mpich).
+"""
 
 from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -13,12 +18,15 @@ from pathlib import Path
 
 from ...e2e.checkpoints import assert_same, state_of
 from ..material import REPOSITORY, TRAIN, prepare_data
-from .hosts import Cluster, cluster
+from . import slurm
+from .hosts import Cluster, Host, cluster
 
 LAST = 12
 PORT = 29400
 _SCRIPT = REPOSITORY / "pretrain_gpt.py"
 _PATIENCE_SECONDS = 240.0
+_FROZEN_SECONDS = 75.0  # longer than the timeout of a minute
+_LONG = 300  # iterations, so that a run is still under way when something happens to it
 _MUTE = "import socket, time; s = socket.create_server(('', {port})); time.sleep(600)"
 Case = Callable[[Cluster, Path], None]
 
@@ -32,8 +40,11 @@ def run(folder: Path) -> tuple[list[list[str]], list[str]]:
     prepare_data(folder)
     rows, findings = [["case", "seconds", "result"]], list[str]()
     _whole_run(folder)
-    for case in CASES:
+    for case, programs in CASES.items():
         name, began = case.__name__.replace("_", " ").strip(), time.monotonic()
+        if missing := [program for program in programs if shutil.which(program) is None]:
+            rows.append([name, "-", f"skipped, not installed: {', '.join(missing)}"])
+            continue
         place = folder / case.__name__
         place.mkdir()
         for shared in ("data", "cache"):
@@ -83,14 +94,19 @@ def _log(place: Path, number: int) -> Path:
 
 
 def _text(place: Path) -> str:
-    return "".join(_log(place, number).read_text(errors="replace") for number in range(2))
+    logs = [_log(place, number) for number in range(2)]
+    return "".join(log.read_text(errors="replace") for log in logs if log.exists())
 
 
 def _wait_for_iteration(place: Path, iteration: int) -> None:
+    _wait_for_text(place, rf"successfully saved checkpoint from iteration +{iteration} ")
+
+
+def _wait_for_text(place: Path, pattern: str) -> None:
     deadline = time.monotonic() + _PATIENCE_SECONDS
-    while not re.search(rf"successfully saved checkpoint from iteration +{iteration} ", _text(place)):
+    while not re.search(pattern, _text(place)):
         if time.monotonic() > deadline:
-            raise TimeoutError(f"iteration {iteration} was not saved:\n{_text(place)}")
+            raise TimeoutError(f"{pattern} was not printed:\n{_text(place)}")
         time.sleep(0.1)
 
 
@@ -150,8 +166,8 @@ def a_node_that_crashes_and_comes_again(hosts: Cluster, place: Path) -> None:
 
 
 def _killed_under_torchrun(hosts: Cluster, place: Path, *, again: bool) -> None:
-    slow, last = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if again else {}, 300
-    words = _words("c", "--keep-last", 2, last=last)
+    slow = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if again else {}
+    words = _words("c", "--keep-last", 2, last=_LONG)
     agents = [_agent(hosts, place, number, words, **slow) for number in range(2)]
     _wait_for_iteration(place, 3)
     if again:
@@ -166,12 +182,190 @@ def _killed_under_torchrun(hosts: Cluster, place: Path, *, again: bool) -> None:
     _require(codes == [0, 0] and bool(loaded), f"exit codes {codes}", place)
 
 
-CASES: tuple[Case, ...] = (
-    two_hosts_by_hand,
-    localhost_on_rank_0,
-    an_interface_that_leads_nowhere,
-    an_interface_that_does_not_exist,
-    a_mute_listener_at_the_port,
-    a_killed_worker_under_torchrun,
-    a_node_that_crashes_and_comes_again,
-)
+def a_batch_script_without_srun(hosts: Cluster, place: Path) -> None:
+    with slurm.slurm(hosts, place) as commands:
+        _without_srun(commands, place)
+
+
+def a_script_that_a_task_submits(hosts: Cluster, place: Path) -> None:
+    """It inherits the variables of the task's step."""
+    with slurm.slurm(hosts, place) as commands:
+        _without_srun(commands, place, by=["srun", "--ntasks", 2, "--nodes", 1, "sh", "-c"])
+
+
+def _without_srun(commands: slurm.Slurm, place: Path, by: Sequence[object] = ()) -> None:
+    """In a script of four tasks each command is one process, `--nproc` aside."""
+    (place / "text.txt").write_text("\n\n".join(f"at den {number} fill gow" for number in range(2000)))
+    lines = ["#!/bin/sh -ex", _command("-m", "megalith", "preprocess", *_preprocess("batch"))]
+    lines += [
+        _command(_SCRIPT, *_words("alone", last=3)),
+        _command("-m", "megalith", "train", "--nproc", 2, *_words("c")),
+    ]
+    script = place / "script.sh"
+    script.write_text("\n".join(lines))
+    submit = ["sbatch", "--wait", "--ntasks", 4, "--output", _log(place, 0), script]
+    if by:
+        submit = [*by, f"[ $SLURM_PROCID != 0 ] || {shlex.join(map(str, submit))}"]
+    code = commands.start(submit, _log(place, 1)).wait(_PATIENCE_SECONDS)
+    _require(code == 0, f"exit code {code}", place)
+    _require("SLURM_NTASKS=4" in _text(place), "no word of the tasks that srun did not start", place)
+    state_of(place / "alone", 3)
+    _equal_to_one_host(place)
+    _require(_datasets(place, "batch*") == ["batch_text_document.idx"], "not one dataset", place)
+
+
+def srun_over_two_hosts(hosts: Cluster, place: Path) -> None:
+    (place / "text.txt").write_text("\n\n".join(f"at den {number} fill gow" for number in range(120_000)))
+    preprocess = ["-m", "megalith", "preprocess"]
+    with slurm.slurm(hosts, place) as commands:
+        for words in ([_SCRIPT, *_words("c")], [*preprocess, *_preprocess("shares")]):
+            _require(_srun(commands, place, words) == 0, "srun failed", place)
+        merge = ["-m", "megalith", "data", "merge", "--shares", "--output-prefix", "shares"]
+        for words in ([*preprocess, *_preprocess("whole")], merge):
+            code = commands.start([sys.executable, *words], _log(place, 1)).wait(_PATIENCE_SECONDS)
+            _require(code == 0, f"exit code {code}", place)
+    _equal_to_one_host(place)
+    _require(len(_datasets(place, "shares_share*")) == 2, "not two shares", place)
+    for end in ("idx", "bin"):
+        shares, whole = (place / f"{name}_text_document.{end}" for name in ("shares", "whole"))
+        _require(shares.read_bytes() == whole.read_bytes(), f"{end} differs", place)
+
+
+def srun_with_rank_0_on_the_second_host(hosts: Cluster, place: Path) -> None:
+    beta, alpha = hosts.hosts[1].name, hosts.hosts[0].name
+    order = place / "order.txt"
+    order.write_text(f"# rank 0 first\n{beta}*1\n{alpha}\n")
+    arbitrary = ["--distribution", "arbitrary"]
+    with slurm.slurm(hosts, place) as commands:
+        code = _srun(commands, place, [_SCRIPT, *_words("c")], *arbitrary, SLURM_HOSTFILE=str(order))
+        _require(code == 0, f"exit code {code}", place)
+        by_list = [*arbitrary, "--nodelist", f"{beta},{alpha}"]
+        code = _srun(commands, place, [_SCRIPT, *_words("refused")], *by_list)
+        _require(code == 2 and "SLURM_HOSTFILE" in _text(place), f"exit code {code}", place)
+        code = _srun(commands, place, [_SCRIPT, *_words("named")], *by_list, MASTER_ADDR=beta)
+        _require(code == 0, f"exit code {code}", place)
+    _equal_to_one_host(place)
+
+
+def scancel_while_waiting_and_training(hosts: Cluster, place: Path) -> None:
+    words = [sys.executable, _SCRIPT, *_words("c", last=3000)]
+    late = f"[ $SLURM_PROCID = 0 ] || sleep 600; exec {shlex.join(map(str, words))}"
+    with slurm.slurm(hosts, place) as commands:
+        waiting = commands.start(["srun", "--ntasks", 2, "--nodes", 2, "sh", "-c", late], _log(place, 0))
+        _wait_for_text(place, "has waited")
+        began = time.monotonic()
+        commands.ask("scancel", commands.job())
+        waiting.wait(_PATIENCE_SECONDS)
+        _require(time.monotonic() - began < 20, "waited on", place)
+        _require("SIGTERM" in _text(place) and "finishing this step" not in _text(place), "wrong words", place)
+        training = commands.start(["srun", "--ntasks", 2, "--nodes", 2, *words], _log(place, 1))
+        _wait_for_iteration(place, 3)
+        commands.ask("scancel", commands.job())
+        training.wait(_PATIENCE_SECONDS)
+    saved = [int(path.name[5:]) for path in (place / "c").glob("iter_*")]
+    _require(any(number % 3 for number in saved), f"no checkpoint for the signal, only {saved}", place)
+
+
+def a_suspended_job(hosts: Cluster, place: Path) -> None:
+    """`scontrol suspend` for longer than the timeout."""
+    words = [_SCRIPT, *_words("c", "--keep-last", 2, last=_LONG)]
+    with slurm.slurm(hosts, place) as commands:
+        running = commands.start(["srun", "--ntasks", 2, "--nodes", 2, sys.executable, *words], _log(place, 0))
+        _wait_for_iteration(place, 3)
+        job = commands.job()
+        commands.ask("scontrol", "suspend", job)
+        _wait_until_stopped(hosts.hosts)
+        time.sleep(_FROZEN_SECONDS)
+        _require(running.poll() is None, "ended before it was suspended", place)
+        commands.ask("scontrol", "resume", job)
+        code = running.wait(_PATIENCE_SECONDS)
+    _require(code == 0, f"exit code {code}", place)
+    state_of(place / "c", _LONG)
+
+
+def a_frozen_launcher_and_its_ranks(hosts: Cluster, place: Path) -> None:
+    words = [sys.executable, "-m", "megalith", "train", "--nproc", 2, *_words("c", "--keep-last", 2, last=_LONG)]
+    running = hosts.hosts[0].start(words, _log(place, 0), place)
+    _wait_for_iteration(place, 3)
+    for number in (signal.SIGSTOP, signal.SIGCONT):
+        for pid in [*hosts.hosts[0].pids("megalith"), running.pid]:  # nsenter stops with what it has started
+            os.kill(pid, number)
+        if number == signal.SIGSTOP:
+            _wait_until_stopped(hosts.hosts[:1])
+            time.sleep(_FROZEN_SECONDS)
+    code = running.wait(_PATIENCE_SECONDS)
+    _require(code == 0, f"exit code {code}", place)
+    state_of(place / "c", _LONG)
+
+
+def open_mpi(hosts: Cluster, place: Path) -> None:
+    words = ["orterun", "--allow-run-as-root", "--oversubscribe", "-n", 2, sys.executable, _SCRIPT, *_words("c")]
+    code = hosts.hosts[0].start(words, _log(place, 0), place).wait(_PATIENCE_SECONDS)
+    _require(code == 0, f"exit code {code}", place)
+    _equal_to_one_host(place)
+
+
+def mpi_in_a_batch_script(hosts: Cluster, place: Path) -> None:
+    """Open MPI on the host of the script; MPICH on both, where its proxies are a step of srun."""
+    script, train = place / "script.sh", _command(_SCRIPT, *_words("open"))
+    lines = ["#!/bin/sh -ex", f"orterun --allow-run-as-root --oversubscribe --host localhost:2 -n 2 {train}"]
+    lines += [f"mpiexec.hydra -genv MASTER_ADDR {hosts.hosts[0].name} -n 2 -ppn 1 {_command(_SCRIPT, *_words('c'))}"]
+    script.write_text("\n".join(lines))
+    with slurm.slurm(hosts, place) as commands:
+        submit = ["sbatch", "--wait", "--nodes", 2, "--ntasks", 2, "--output", _log(place, 0), script]
+        code = commands.start(submit, _log(place, 1)).wait(_PATIENCE_SECONDS)
+    _require(code == 0, f"exit code {code}", place)
+    _equal_to_one_host(place)
+    assert_same(state_of(place.parent / "whole", LAST), state_of(place / "open", LAST))
+
+
+def _srun(commands: slurm.Slurm, place: Path, words: Sequence[object], *options: object, **env: str) -> int:
+    """Run a Python program as two tasks on two hosts. Returns the exit code."""
+    srun = ["srun", "--ntasks", 2, "--nodes", 2, *options, sys.executable, *words]
+    return commands.start(srun, _log(place, 0), env).wait(_PATIENCE_SECONDS)
+
+
+def _command(*words: object) -> str:
+    return shlex.join([sys.executable, *map(str, words)])
+
+
+def _preprocess(prefix: str) -> list[object]:
+    words: list[object] = ["--input", "text.txt", "--output-prefix", prefix, "--workers", 1, "--append-eod"]
+    words += ["--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", "data/vocab.json"]
+    return [*words, "--merge-file", "data/merges.txt"]
+
+
+def _datasets(place: Path, pattern: str) -> list[str]:
+    return sorted(path.name for path in place.glob(f"{pattern}.idx"))
+
+
+def _wait_until_stopped(hosts: Sequence[Host]) -> None:
+    """Wait until all Python processes of hosts are stopped."""
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    folders = [Path("/proc", str(pid)) for host in hosts for pid in host.pids(sys.executable)]
+    python = [folder for folder in folders if (folder / "cmdline").read_text().startswith(sys.executable)]
+    while not all("State:\tT" in (folder / "status").read_text() for folder in python):
+        if time.monotonic() > deadline:
+            raise TimeoutError("processes were not stopped")
+        time.sleep(0.1)
+
+
+CASES: dict[Case, tuple[str, ...]] = {
+    two_hosts_by_hand: (),
+    localhost_on_rank_0: (),
+    an_interface_that_leads_nowhere: (),
+    an_interface_that_does_not_exist: (),
+    a_mute_listener_at_the_port: (),
+    a_killed_worker_under_torchrun: (),
+    a_node_that_crashes_and_comes_again: (),
+    a_frozen_launcher_and_its_ranks: (),
+    open_mpi: ("orterun",),
+    a_batch_script_without_srun: slurm.PROGRAMS,
+    a_script_that_a_task_submits: slurm.PROGRAMS,
+    srun_over_two_hosts: slurm.PROGRAMS,
+    srun_with_rank_0_on_the_second_host: slurm.PROGRAMS,
+    scancel_while_waiting_and_training: slurm.PROGRAMS,
+    a_suspended_job: slurm.PROGRAMS,
+    mpi_in_a_batch_script: (*slurm.PROGRAMS, "orterun", "mpiexec.hydra"),
+}
+"""The cases, and the programs that each needs."""
