@@ -7,7 +7,7 @@ is here and names no family: `prepare` a micro-batch, `part` of the way through 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass
 from typing import ClassVar
@@ -189,7 +189,20 @@ class LanguageModel(nn.Module, ABC):
                 elif documents and isinstance(module, SelfAttention | LatentAttention):
                     module.mixer = copy(module.mixer)
                     module.mixer.mix = torch.compiler.disable(module.mixer.mix)  # type: ignore[method-assign]
-            block.compile()
+            block.compile(options=_compile_options(self.device))
+
+
+_VECTOR_BITS = {"AVX2": 256, "AVX512": 512}
+
+
+def _compile_options(device: torch.device) -> dict[str, str | int | bool | Callable[..., object]] | None:
+    """Name the vector width to torch.compile, as its cache on disk does not tell processors apart.
+
+    With torch 2.13 a graph that was compiled for AVX-512 gives NaN or corrupts the heap where the same cache is used
+    with AVX2, as on a file system that nodes share. Options are part of the cache's key.
+    """
+    width = _VECTOR_BITS.get(torch.backends.cpu.get_cpu_capability()) if device.type == "cpu" else None
+    return None if width is None else {"cpp.simdlen": width}
 
 
 def named_placements(model: LanguageModel) -> Iterator[tuple[str, nn.Parameter, Placement]]:
