@@ -310,13 +310,14 @@ def mpi_in_a_batch_script(hosts: Cluster, place: Path) -> None:
     """Open MPI on the host of the script; MPICH on both, where its proxies are a step of srun."""
     script, train = place / "script.sh", _command(_SCRIPT, *_words("open"))
     lines = ["#!/bin/sh -ex", f"orterun --allow-run-as-root --oversubscribe --host localhost:2 -n 2 {train}"]
-    lines += [f"mpiexec.hydra -genv MASTER_ADDR {hosts.hosts[0].name} -n 2 -ppn 1 {_command(_SCRIPT, *_words('c'))}"]
+    four = _command(_SCRIPT, *_words("c", "--tensor-model-parallel-size", 2))
+    lines += [f"mpiexec.hydra -genv MASTER_ADDR {hosts.hosts[0].name} -n 4 -ppn 2 {four}"]
     script.write_text("\n".join(lines))
     with slurm.slurm(hosts, place) as commands:
-        submit = ["sbatch", "--wait", "--nodes", 2, "--ntasks", 2, "--output", _log(place, 0), script]
+        submit = ["sbatch", "--wait", "--nodes", 2, "--ntasks-per-node", 2, "--output", _log(place, 0), script]
         code = commands.start(submit, _log(place, 1)).wait(_PATIENCE_SECONDS)
     _require(code == 0, f"exit code {code}", place)
-    _equal_to_one_host(place)
+    state_of(place / "c", LAST)
     assert_same(state_of(place.parent / "whole", LAST), state_of(place / "open", LAST))
 
 
