@@ -319,17 +319,22 @@ def test_unequal_settings_and_data_of_a_run(warm: WarmProcess, tmp_path: Path, t
                 assert found and len(set(found.groups())) >= 2, end.text
 
 
-def test_a_stop_while_ranks_are_waited_for_promises_no_save(warm: WarmProcess, tmp_path: Path, text: Path) -> None:
-    words = [*MODEL, "--train-iters", 2, "--data-path", text]
-    waiting = warm.start(words, tmp_path, RANK="0", LOCAL_RANK="0", WORLD_SIZE="2", MASTER_PORT=str(free_port()))
-    caught, deadline = 0, time.monotonic() + 30.0
-    while not caught >> (signal.SIGTERM - 1) & 1:  # its handler is installed
-        assert time.monotonic() < deadline
-        status = Path(f"/proc/{waiting.pid}/status").read_text()
-        caught = int(re.findall(r"SigCgt:\s*(\w+)", status)[0], 16)
-    waiting.send(signal.SIGTERM)
-    end = waiting.finish()
-    assert end.code == 6 and "SIGTERM: " in end.text and "saving" not in end.text
+def test_a_stop_while_ranks_are_waited_for_promises_no_save(tmp_path: Path, text: Path) -> None:
+    words = ["-m", "megalith", "train", *map(str, MODEL), "--train-iters", "2", "--data-path", str(text)]
+    places = {**os.environ, **place(0), "LOCAL_RANK": "0", "MASTER_PORT": str(free_port())}
+    log = (tmp_path / "log.txt").open("w+")
+    waiting = subprocess.Popen([sys.executable, *words], env=places, cwd=tmp_path, stdout=log, stderr=log)
+    try:
+        caught, deadline = 0, time.monotonic() + 60.0
+        while not caught >> (signal.SIGTERM - 1) & 1 and time.monotonic() < deadline:  # its handler is installed
+            status = Path(f"/proc/{waiting.pid}/status").read_text()
+            caught = int(re.findall(r"SigCgt:\s*(\w+)", status)[0], 16)
+        waiting.send_signal(signal.SIGTERM)
+        assert waiting.wait(60) == 6
+    finally:
+        waiting.kill()
+    said = (tmp_path / "log.txt").read_text()
+    assert "SIGTERM: " in said and "saving" not in said
 
 
 def test_a_slow_rank_is_reported_with_its_cost(warm: WarmProcess, tmp_path: Path, text: Path) -> None:
