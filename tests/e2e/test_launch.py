@@ -19,6 +19,8 @@ import pytest
 import torch.distributed as dist
 
 from megalith.checkpoint import DirectoryStore
+from megalith.cli import train
+from megalith.config import RunConfig, load
 from megalith.distributed.launch import _AwakeClock
 from megalith.tokenizers.byte_level import BYTE_OF_CHARACTER, END_OF_TEXT
 
@@ -335,6 +337,23 @@ def test_a_stop_while_ranks_are_waited_for_promises_no_save(tmp_path: Path, text
         waiting.kill()
     said = (tmp_path / "log.txt").read_text()
     assert "SIGTERM: " in said and "saving" not in said
+
+
+def test_a_stop_before_the_ranks_are_started_starts_none(
+    text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped_meanwhile(*words: object, **settings: object) -> RunConfig:
+        os.kill(os.getpid(), signal.SIGTERM)
+        deadline = time.monotonic() + 10.0
+        while "SIGTERM" not in (told := capsys.readouterr().err) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert "SIGTERM: stopping before the first step" in told
+        return load(*words, **settings)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(train, "load", stopped_meanwhile)
+    words = [*MODEL, "--train-iters", 2, "--data-path", text, "--nproc", 2]
+    assert train.run([str(word) for word in words]) == 128 + signal.SIGTERM
+    assert capsys.readouterr().out == ""
 
 
 def test_a_slow_rank_is_reported_with_its_cost(warm: WarmProcess, tmp_path: Path, text: Path) -> None:

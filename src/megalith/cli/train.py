@@ -78,10 +78,13 @@ def run(argv: Sequence[str]) -> int:
     stop = StopSignals(_FORWARDED_WITHIN_SECONDS if launched else 0.0, acknowledge if answers else None)
     try:
         config = load(argv, saved_args=_saved_args)
-        if config.checkpoint.ckpt_convert_format is not None:
-            return convert_instead(config)
-        if starts_ranks(config):
+        converts = config.checkpoint.ckpt_convert_format is not None
+        if converts or starts_ranks(config):
             stop.close()
+            if stop.requested is not None:
+                return 128 + signal.Signals[stop.requested].value
+            if converts:
+                return convert_instead(config)
             return supervise(config, argv, lambda: _saved_and_words(config, argv))
         if launched:
             _stop_with_parent()

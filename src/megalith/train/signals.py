@@ -44,8 +44,9 @@ class StopSignals:
         os.set_blocking(self._write_end, False)
         under_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
         self._taken = tuple(number for number in STOP_SIGNALS if number is not signal.SIGHUP or not under_nohup)
-        self._previous = {number: signal.signal(number, _ignore) for number in self._taken}
+        # The pipe comes first: a signal between a handler and its pipe would be taken and never counted.
         self._previous_wakeup = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
+        self._previous = {number: signal.signal(number, _ignore) for number in self._taken}
         # A forked data worker shares the pipe: its own signals must not count as ours, and SIGTERM must end it.
         os.register_at_fork(after_in_child=self._detach)
         threading.Thread(target=self._listen, name="stop-signals", daemon=True).start()
@@ -60,9 +61,9 @@ class StopSignals:
         if self._closed:
             return
         self._closed = True
-        signal.set_wakeup_fd(self._previous_wakeup)
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+        signal.set_wakeup_fd(self._previous_wakeup)
         os.close(self._write_end)
 
     def _listen(self) -> None:

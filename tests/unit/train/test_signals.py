@@ -19,6 +19,27 @@ def wait_for(stop: StopSignals, seconds: float = 2.0) -> str | None:
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_a_signal_is_counted_as_soon_as_it_no_longer_kills(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install = signal.signal
+
+    def signal_at_once(installed: signal.Signals, handler: object) -> object:
+        before = install(installed, handler)  # type: ignore[arg-type]
+        if installed is number:
+            os.kill(os.getpid(), number)
+        return before
+
+    monkeypatch.setattr(signal, "signal", signal_at_once)
+    stop = StopSignals()
+    monkeypatch.undo()
+    try:
+        assert wait_for(stop) == number.name
+    finally:
+        stop.close()
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_the_first_signal_is_a_request(number: signal.Signals) -> None:
     heard: list[str] = []
     stop = StopSignals(on_request=heard.append)
