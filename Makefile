@@ -44,7 +44,7 @@ test-full: .venv/.installed-dev ## Run all tests, the slow ones too
 test-gpu: .venv/.installed-dev ## Run the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu $(ARGS)
 
-campaign: .venv/.installed-dev ## Random kills, bit flips and API fuzzing (ARGS='kill --kills 10 --seed 1')
+campaign: .venv/.installed-dev ## Random kills, bit flips, API fuzzing, simulated clusters as root (ARGS='kill --kills 10 --seed 1')
 	$(BIN)/python -m tests.campaigns $(ARGS)
 
 check: .venv/.installed-dev ## Formatting, lint, types and floors

@@ -287,6 +287,6 @@ def _too_long(word: bytes | None, begins: int, limits: Limits) -> str:
     kind = f"no {word.decode()!r} ends" if word else "nothing separates"
     return (
         f"{kind} the document that begins at byte {begins} within {limits.max_document_bytes} bytes "
-        f"(--max-document-bytes); name what separates the documents of this file with --document-separator, "
-        f"such as '\\n'"
+        "(--max-document-bytes); raise the limit, or name what separates the documents of this file with "
+        "--document-separator, such as '\\n', in place of --one-document-per-file"
     )
