@@ -1,7 +1,7 @@
 """Which rank does what, in pure integers: rank <-> coordinates, groups, shards of dimensions, layers of stages.
 
-Rank order is Megatron's, fastest first: tensor, context, data, pipeline (spec/features.md). With world size
-tp * cp * dp * pp,
+Rank order is Megatron's, fastest first: tensor, context, data, pipeline. With world size tp * cp * dp * pp
+(docs/reference/checkpoints.md#layer-placement),
 
     rank = tp_index + tp * (cp_index + cp * (dp_index + dp * pp_index))
 

@@ -10,7 +10,7 @@ Without expert parallelism the places are those of tensor parallelism, fastest, 
 an optimizer of their own, `chained_1`, with the places of expert-tensor parallelism, expert parallelism and pipeline;
 before core 0.10, which had no expert-tensor parallelism, of tensor parallelism, pipeline and expert parallelism. A
 chunk without experts has no buffer there. What stands where in a buffer: `formats.buffers`, `formats.registered`.
-Source: spec/formats-checkpoint.md section 9, and megatron-core 0.9.0 to 0.16.1, whose checkpoints
+Source: docs/reference/checkpoints.md#optimizer-in-torch_dist, and megatron-core 0.9.0 to 0.16.1, whose checkpoints
 `tests/parity/test_megatron_core_written.py` reads.
 """
 

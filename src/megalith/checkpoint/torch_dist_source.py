@@ -7,7 +7,7 @@
     gathered            optimizer.distributed.dp_group_idx_<i>.param_state              the same, whole, in an object
 
 The common state is `common.pt`, or the object `common_state` of later versions.
-Source: spec/formats-checkpoint.md sections 4 and 9.
+Source: docs/reference/checkpoints.md#torch_dist.
 """
 
 from __future__ import annotations

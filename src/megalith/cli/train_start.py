@@ -1,6 +1,6 @@
 """The start of a training run: from a configuration to a `TrainingRun`, said step by step on the screen.
 
-The composition root of training. The order of the lines is Megatron's (spec/training-behaviour.md section 7); what its
+The composition root of training. The order of the lines is Megatron's (docs/reference/console.md#start-up); what its
 users never read goes to the log only.
 """
 

@@ -1,9 +1,9 @@
 """Sending and receiving between pipeline stages.
 
 One communicator for each directed edge: NCCL matches messages by their order in a communicator (gloo by tag), and with
-one communicator for a pair of stages two messages that cross wait for each other for ever (design.md section 7;
-schedules/simulator.py proves both). The usual remedy, one batch of the messages that cross, makes each of them wait
-for the others; edges of their own need no batch and let every message travel by itself.
+one communicator for a pair of stages two messages that cross wait for each other for ever (schedules/simulator.py
+proves both). The usual remedy, one batch of the messages that cross, makes each of them wait for the others; edges of
+their own need no batch and let every message travel by itself (docs/decisions/0007-pipeline.md).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The random streams of a process as an object that is saved, loaded and passed on.
 
-Seeds follow Megatron (spec/training-behaviour.md section 4): the base seed, which depends on the pipeline stage, feeds
-Python, numpy and torch on the CPU and on the device; the model-parallel stream is derived from it.
+Seeds follow Megatron: the base seed, which depends on the pipeline stage, feeds Python, numpy and torch on the CPU and
+on the device; the model-parallel stream is derived from it (docs/reference/training.md#random-streams).
 
 | draws                                                    | stream  | alike on                      |
 |----------------------------------------------------------|---------|-------------------------------|

@@ -2,7 +2,9 @@
 
 WikiText, the Penn Treebank and LAMBADA are distributed as words between single spaces. A model that reads subwords is
 measured on the text behind them; its loss per subword is then taken over the number of the benchmark's words. What is
-replaced, and in which order, is what Megatron replaces (spec/serving.md section 3), so that numbers can be compared.
+replaced, and in which order, is what Megatron replaces, so that numbers can be compared.
+
+Source: docs/reference/evaluation.md#wikitext-103.
 """
 
 from __future__ import annotations

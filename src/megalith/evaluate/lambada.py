@@ -2,7 +2,7 @@
 
 A file has one JSON object a line, whose "text" ends with the word to be found. As in Megatron the target is the last
 token of the text, or, strictly, all tokens of its last word; a text counts as right if every target token is the most
-likely one given the text before it. Source: spec/serving.md section 3.
+likely one given the text before it. Source: docs/reference/evaluation.md#lambada.
 """
 
 from __future__ import annotations

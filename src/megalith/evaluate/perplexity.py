@@ -8,7 +8,8 @@ only its last s, which have at least L - s tokens of context:
     window 1      . . . x x
     window 2          . . . x x
 
-So every token but the first is scored once, and the loss is their mean. Source: spec/serving.md section 3.
+So every token but the first is scored once, and the loss is their mean.
+Source: docs/reference/evaluation.md#wikitext-103.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ def initialise(model: LanguageModel, seed: int) -> None:
 def megatron_draw_order(model: LanguageModel) -> list[str]:
     """The names of the drawn weights of this stage in Megatron's order of construction.
 
-    Source: spec/training-behaviour.md section 4, checked bit for bit against real initial weights of all families.
+    Source: docs/reference/training.md#initial-weights, checked bit for bit against real weights of all families.
     """
     here = dict(model.named_parameters())
     feed_forwards = [name for name in here if ".mlp." in name]

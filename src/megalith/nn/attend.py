@@ -190,7 +190,7 @@ def attend_unfused(
     """The same, with every intermediate rounded as Megatron's local implementation rounds it.
 
     Shapes: [Q, B, H, K], 2 x [S, B, H, K] -> [Q, B, H, K].
-    Source: spec/training-behaviour.md section 11, point 11.
+    Source: docs/reference/training.md#loss.
     """
     if rule.documents is not None:
         return by_document(partial(attend_unfused, softmax_in_fp32=softmax_in_fp32), q, k, v, dropout, rule)

@@ -2,9 +2,9 @@
 
 Half-precision tensors keep their storage and their rounding, but a device without fast arithmetic for them multiplies
 in fp32 and rounds the result: on a CPU fp16 products run at 0 to 3 GFLOP/s and fp32-then-round at 6 times that and more
-(design.md section 7). bf16 products are as slow on a processor without instructions for them: with AVX2 1 to 10 GFLOP/s
-and with the first AVX-512 processors 30, where fp32 runs at 150. Reductions go up to fp32 and never down, so that fp64
-stays fp64.
+(one thread, torch 2.13). bf16 products are as slow on a processor without instructions for them: with AVX2 1 to 10
+GFLOP/s and with the first AVX-512 processors 30, where fp32 runs at 150. Reductions go up to fp32 and never down, so
+that fp64 stays fp64.
 
 The processor's features decide, never a measurement, so that a run is the same each time.
 """

@@ -1,6 +1,6 @@
 """The factor that lifts fp16 gradients out of the range where they vanish (Micikevicius et al. 2018, arXiv:1710.03740).
 
-Arithmetic is in fp32 as Megatron's, so that traces repeat (spec/training-behaviour.md sections 2 and 11, point 8).
+Arithmetic is in fp32 as Megatron's, so that traces repeat (docs/reference/training.md#loss-scale).
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class CountedOnce:
         """The L2 norm.
 
         Of each tensor in at least fp32, then of the stack of these, squared; the sum over ranks; the root in double
-        precision (spec/training-behaviour.md section 11, point 4).
+        precision (docs/reference/training.md#optimizers).
         """
         squared = _squared_norm(self._counted(tensors), self._dtype, self._device)
         return math.sqrt(float(all_reduce(squared, self._holders)))

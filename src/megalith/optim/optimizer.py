@@ -1,6 +1,6 @@
 """A step over the main parameters: unscale, check, norm, clip, update, copy back.
 
-The order and the arithmetic of a step are Megatron's (spec/training-behaviour.md sections 2 and 11). With fp16 and
+The order and the arithmetic of a step are Megatron's (docs/reference/training.md#optimizers). With fp16 and
 bf16 the model's weights are rounded copies of fp32 main parameters, which the optimizer owns.
 
 A rank updates the part of each parameter that it owns: all of it, or under ZeRO-1 one piece, a range of its flattened

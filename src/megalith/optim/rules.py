@@ -109,7 +109,7 @@ class AdamW:
 class SGD:
     """Stochastic gradient descent with momentum, and with the weight decay in the gradient, as Megatron's is.
 
-    Source: spec/training-behaviour.md section 11, point 14.
+    Source: docs/reference/training.md#optimizers.
     """
 
     momentum: float

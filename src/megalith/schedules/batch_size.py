@@ -4,7 +4,7 @@ Whatever the form, it is a row of stages: from so many consumed samples on, so m
 samples are turned into each other by walking over the stages, not over the steps, so that a run of millions of steps
 costs nothing. Knows nothing of configuration or of torch.
 
-Source: spec/training-behaviour.md section 3; the golden `schedulers/microbatches`.
+Source: docs/reference/training.md#batch-size; golden `schedulers`.
 """
 
 from __future__ import annotations

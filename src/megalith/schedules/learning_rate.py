@@ -41,7 +41,7 @@ class LearningRateSchedule:
     Raises:
         ConfigError: the values contradict each other (all contradictions at once).
 
-    Source: spec/training-behaviour.md section 1, checked against the golden `schedulers`.
+    Source: docs/reference/training.md#learning-rate; golden `schedulers`.
     """
 
     max_lr: float

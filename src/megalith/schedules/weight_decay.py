@@ -17,7 +17,7 @@ class WeightDecaySchedule:
     Raises:
         ConfigError: unknown style, or a start and end that the style cannot connect.
 
-    Source: spec/training-behaviour.md section 1.
+    Source: docs/reference/training.md#weight-decay.
     """
 
     start: float

@@ -8,7 +8,7 @@ They share the model file and differ in what stands around and between the piece
                                 model lacks of <PAD>, <BOS>, <EOS>, and <extra_id_0> and on); written out in a text
                                 they are their ids, and what stands between them is encoded by itself
 
-Source:  Megatron-LM megatron/training/tokenizer/tokenizer.py; spec/formats-dataset.md section 10, point 8.
+Source:  Megatron-LM megatron/training/tokenizer/tokenizer.py; docs/reference/tokenizers.md#sentencepiece.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The file is a list of {"rank": 0, "token_bytes": base64, "token_str": ...} in order of rank; the first 256 are the
 bytes. Of a vocabulary of N ids the first S are special and the others the first N - S ranks.
 
-Source:  Megatron-LM CustomTikTokenizer; spec/formats-dataset.md section 10, point 9.
+Source:  Megatron-LM CustomTikTokenizer; docs/reference/tokenizers.md#tiktokenizer.
 """
 
 from __future__ import annotations

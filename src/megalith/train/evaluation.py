@@ -39,8 +39,8 @@ def evaluate(
     Returns:
         The result, or None if it was given up.
 
-    Source: spec/training-behaviour.md section 11, points 9 and 10: single-precision sums over the micro-batches of a
-    global batch, then added to the running total.
+    Source: docs/reference/training.md#the-loop: single-precision sums over the micro-batches of a global batch, then
+    added to the running total.
     """
     started = time.perf_counter()
     num_samples, totals = 0, totals or totals_of(state)

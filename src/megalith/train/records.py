@@ -3,7 +3,7 @@
 A drawer that fails (a full disk, a service that is gone) is left with one warning; the run goes on. Every number is in
 metrics.jsonl too.
 
-Source: spec/training-behaviour.md section 9.
+Source: docs/reference/console.md#tensorboard-and-wb.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ def train_step(
         spoiler: puts in wrong numbers, for tests.
         sources: names of the datasets of a blend, whose samples say which one they are of.
 
-    Source: spec/training-behaviour.md sections 2, 5 and 11 (points 7, 9, 12).
+    Source: docs/reference/training.md#optimizers, docs/reference/training.md#loss.
     """
     started = time.perf_counter()
     step, timers = state.iteration + 1, timers or Timers()

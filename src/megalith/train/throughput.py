@@ -32,7 +32,7 @@ def step_flops(
         global_batch_size: samples of the step.
         decoder_length: tokens that the decoder of T5 reads.
 
-    Source: spec/training-behaviour.md section 5; `num_floating_point_operations_so_far` of the goldens.
+    Source: docs/reference/training.md#flops; `num_floating_point_operations_so_far` of golden `pretrain`.
     """
     hidden, gate = model.hidden_size, 1.5 if model.gated else 1.0
     attention = _attention(model, seq_length)

@@ -1,8 +1,8 @@
 """The flat buffers of Megatron's distributed optimizer: where each parameter stands in them.
 
 A (tensor, pipeline) place has its parameters in reverse order, each from the next multiple of 64 elements, in one
-buffer or in several buckets of one; a bucket is padded at its end (spec/formats-checkpoint.md section 9, verified on
-checkpoints of core 0.16.1). What stands in the gaps is undefined.
+buffer or in several buckets of one; a bucket is padded at its end. What stands in the gaps is undefined. Source:
+docs/reference/checkpoints.md#optimizer-in-torch_dist, verified on checkpoints of core 0.16.1.
 """
 
 from __future__ import annotations

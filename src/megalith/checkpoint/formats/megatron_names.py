@@ -8,7 +8,8 @@ virtual chunk. Three generations are read:
     before core (2019 to 2023)   language_model.encoder.layers.0.input_norm.weight, in nested dicts
 
 Written are the names of core with local modules, which are our own, or where a converter is told to (`--saver legacy`)
-those from before core, of either of the two generations in `LEGACY`. Source: spec/formats-checkpoint.md section 3.
+those from before core, of either of the two generations in `LEGACY`.
+Source: docs/reference/checkpoints.md#parameter-names.
 """
 
 from __future__ import annotations

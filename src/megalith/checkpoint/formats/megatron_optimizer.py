@@ -7,7 +7,7 @@
 
 Position i counts through the groups: those of a group are its members in the order of the model's dict. Groups are
 known by what they hold (`wd_mult`, `max_lr`, `is_decoupled_lr`), as their order is not that of every version.
-Source: spec/formats-checkpoint.md sections 5 and 9.
+Source: docs/reference/checkpoints.md#optimizer-in-format-torch.
 """
 
 from __future__ import annotations

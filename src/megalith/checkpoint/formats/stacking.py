@@ -8,7 +8,7 @@ layers are not alike, each has keys of its own, with its number in them, and onl
 layers of multi-token prediction. T5 has two stacks of layers, `encoder` and `decoder`.
 
 Names are those of a whole model: the number of an expert counts through all ranks. The layer norms carry the names of
-TransformerEngine's fused modules, whichever modules computed them. Source: spec/formats-checkpoint.md sections 4 and 9.
+TransformerEngine's fused modules, whichever modules computed them. Source: docs/reference/checkpoints.md#keys.
 """
 
 from __future__ import annotations

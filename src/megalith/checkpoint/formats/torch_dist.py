@@ -2,7 +2,7 @@
 
 Optimizer state stands in model space: each state tensor is keyed and cut like the parameter that it belongs to.
 
-This module touches no file. Source: spec/formats-checkpoint.md sections 4 and 9, verified on checkpoints of
+This module touches no file. Source: docs/reference/checkpoints.md#torch_dist, verified on checkpoints of
 Megatron-LM core 0.16.1.
 """
 

@@ -1,8 +1,7 @@
 """Megatron's console lines as pure functions: values in, one text out. Nothing here prints or reads a clock.
 
 The wording is that of the newest form (0.16.1 and the head of its repository), blanks at the ends included, because
-users search and parse these lines. Source: spec/training-behaviour.md sections 6 to 8 and 11,
-spec/formats-checkpoint.md section 6, golden `pretrain`.
+users search and parse these lines. Source: docs/reference/console.md; golden `pretrain`.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Both are told loader and saver plugins by name; here there is one converter, which sees by itself what the source is.
 Like Megatron's, these write weights only, keep the iteration, and pad the vocabulary anew. What they print is what
 happens: there is no second process and no queue.
-Source: spec/formats-checkpoint.md section 7.
+Source: docs/reference/checkpoints.md#converters.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What an evaluation prints: the lines of Megatron's tasks/main.py, and what is said beside them.
 
-Source: spec/serving.md section 3.
+Source: docs/reference/evaluation.md.
 """
 
 from __future__ import annotations

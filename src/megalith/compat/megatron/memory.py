@@ -5,8 +5,8 @@ gradient and two moments) whatever the precision is, every expert on every rank,
 is printed for those who compare runs. What is measured here stands in the line below. Of T5 Megatron counts the encoder
 alone; here the decoder with its two attentions counts too, and activations are left out, for there is no formula.
 
-Source: Korthikanti et al. 2022, arXiv:2205.05198, table 2; coverage row C071 (124M: 0.1236 billion, 2121.85 MB); the
-log_rank0.txt of golden `pretrain` (experts, and activations without sequence parallelism).
+Source: Korthikanti et al. 2022, arXiv:2205.05198, table 2; docs/reference/console.md#memory-report; the log_rank0.txt
+of golden `pretrain` (experts, and activations without sequence parallelism).
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 Together with the settings of the groups this covers the flags of the sources that were compared, so that none of them
 is silently ignored: NVIDIA's arguments.py of about 2019/20, late 2020, early and autumn 2021, 2022, early, autumn and
-end of 2023, spring 2024, early and mid 2025 and October 2025; the specification of 23.06, core 0.8, core 0.12 and
-August 2026; BigScience's forks for 2021. A flag that came and went between two of these may be missing, and is an error
-then. tests/unit/config/nvidia_flags.txt has those of 2021 and 2023 to 2025.
+end of 2023, spring 2024, early and mid 2025 and October 2025; docs/reference/megatron-flags.md for 23.06, core 0.8,
+core 0.12 and August 2026; BigScience's forks for 2021. A flag that came and went between two of these may be missing,
+and is an error then. tests/unit/config/nvidia_flags.txt has those of 2021 and 2023 to 2025.
 
 Notation, one word per flag: `--x` takes no value, `--x=5` one value with Megatron's default 5, `--x=` one value without
 a default, `--x:3=` three values, `--x+=` one or more, `--x*=` any number. A refused flag given with Megatron's default

@@ -3,8 +3,9 @@
 Each row of the index is (first sentence, one behind the last, longest length in tokens). Some samples, by chance, are
 closed at a shorter length, so that the model sees short sequences too.
 
-Source:  Megatron-LM helpers `build_mapping`; spec/formats-dataset.md section 5. Its generators are `std::mt19937`,
-which numpy's legacy generator seeds alike, and `std::mt19937_64`.
+Its generators are `std::mt19937`, which numpy's legacy generator seeds alike, and `std::mt19937_64`.
+
+Source:  Megatron-LM helpers `build_mapping`; docs/reference/datasets.md#masked-datasets.
 """
 
 from __future__ import annotations
