@@ -1,13 +1,18 @@
-"""Look-up of Megatron's flags that have no setting here; `megatron_flags` holds the table."""
+"""Megatron's flags that have no setting here, by megatron_flags.toml: accepted without effect, or refused."""
 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
+from importlib.resources import files
 
-from megalith.config.megatron_flags import LAUNCHER, NEED_NOTHING, PARTLY, REFUSED, RENAMED
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 _WORD = re.compile(r"(?P<flag>--[\w-]+)(?P<arity>[+*]|:\d)?(?P<value>=(?P<default>\S*))?$")
 
@@ -20,9 +25,9 @@ class KnownFlag:
         flag: its spelling.
         arity: how many values it takes: a number, "+" for one or more, "*" for any.
         default: Megatron's default value, empty for none.
-        why: why it needs nothing, empty where every use is refused.
-        refusal: what it would need, empty where no use is refused.
-        accepted: with both of these, the values that need nothing.
+        why: why it has no effect, empty where every use is refused.
+        refusal: why it is refused and what to use instead, empty where no use is refused.
+        accepted: with both of these, the values without effect.
         work: whether the refusal is of something that comes with later work, not of a mistake.
     """
 
@@ -35,7 +40,7 @@ class KnownFlag:
     work: bool = True
 
     def needs_nothing(self, values: tuple[str, ...]) -> str:
-        """Why these values need nothing; empty when they are refused."""
+        """Return why these values have no effect, or an empty string if they are refused."""
         if not self.refusal or (values and all(value in self.accepted for value in values)):
             return self.why
         if self.default and all(_same(value, self.default) for value in values):
@@ -45,45 +50,34 @@ class KnownFlag:
 
 @cache
 def known_flags() -> Mapping[str, KnownFlag]:
-    """Spelling -> flag, for every flag of Megatron that is not a setting here."""
-    flags = [*_families(), *_partly(), *_mistakes()]
-    return {flag.flag: flag for flag in flags}
+    """Map the spelling of every flag of Megatron that is not a setting here to what is known of it."""
+    return {flag.flag: flag for flag in listed_flags()}
 
 
-def _families() -> Iterator[KnownFlag]:
-    for family in NEED_NOTHING:
-        yield from (_read(word, why=family.reason) for word in family.flags.split())
-    for family in REFUSED:
-        yield from (_read(word, refusal=family.reason) for word in family.flags.split())
-
-
-def _partly() -> Iterator[KnownFlag]:
-    for item in PARTLY:
-        yield _read(item.flag, why=item.why, refusal=item.refused, accepted=tuple(item.accepted.split()))
-
-
-def _mistakes() -> Iterator[KnownFlag]:
-    for old, new in RENAMED.items():
-        arity = "0" if old == "--checkpoint-activations" else "1"
-        yield KnownFlag(old, arity, "", refusal=f"it is called {new} now", work=False)
-    of_torchrun = "it belongs to torchrun; put it before the name of the script"
-    for word in LAUNCHER.split():
-        # --nproc is no answer to a flag that is about several machines.
-        other = (
-            ", or give --nproc N without torchrun"
-            if word.startswith("--nproc")
-            else ": torchrun, srun and mpirun start processes on several machines, --nproc N on this one only"
-        )
-        yield _read(word, refusal=of_torchrun + other, work=False)
+def listed_flags() -> Iterator[KnownFlag]:
+    """Yield the flags in the order of the file."""
+    tables = tomllib.loads(files("megalith.config").joinpath("megatron_flags.toml").read_text(encoding="utf-8"))
+    for family in tables["accepted"]:
+        yield from _read(family["flags"], why=family["reason"])
+    for family in tables["refused"]:
+        yield from _read(family["flags"], refusal=family["reason"], work="mistake" not in family)
+    for family in tables["partly"]:
+        accepted = tuple(family["accepted"].split())
+        yield from _read(family["flags"], why=family["reason"], refusal=family["refused"], accepted=accepted)
+    for old, new in tables["renamed"].items():
+        yield from _read(old, refusal=f"it is called {new} now", work=False)
 
 
 def _read(
-    word: str, *, why: str = "", refusal: str = "", accepted: tuple[str, ...] = (), work: bool = True
-) -> KnownFlag:
-    match = _WORD.match(word)
-    assert match, f"not in the notation of megatron_flags: {word}"
-    arity = (match["arity"] or ":1").lstrip(":") if match["value"] else "0"
-    return KnownFlag(match["flag"], arity, match["default"] or "", why, refusal, accepted, work)
+    words: str, *, why: str = "", refusal: str = "", accepted: tuple[str, ...] = (), work: bool = True
+) -> Iterator[KnownFlag]:
+    """Yield flags in the notation of the file that share a reason, which may be wrapped there."""
+    for word in words.split():
+        match = _WORD.match(word)
+        assert match, f"not in the notation of megatron_flags.toml: {word}"
+        arity = (match["arity"] or ":1").lstrip(":") if match["value"] else "0"
+        reasons = " ".join(why.split()), " ".join(refusal.split())
+        yield KnownFlag(match["flag"], arity, match["default"] or "", *reasons, accepted, work)
 
 
 def _same(value: str, default: str) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 
 from megalith.config.command_line import RECIPE_FLAG
 from megalith.config.fields import Setting
-from megalith.config.megatron_flags import LAUNCHER, NEED_NOTHING, PARTLY, REFUSED, RENAMED
+from megalith.config.known import known_flags
 from megalith.config.run import RunConfig, all_settings, group_types
 from megalith.config.values import legal_range
 
@@ -134,24 +134,18 @@ def _page_row(setting: Setting) -> str:
 
 
 def _page_others() -> Iterator[str]:
+    accepted: dict[str, list[str]] = {}
+    refused: dict[str, list[str]] = {}
+    for flag in known_flags().values():
+        values = f" with {', '.join(f'`{value}`' for value in flag.accepted)}" if flag.accepted else ""
+        if flag.why:
+            accepted.setdefault(flag.why, []).append(f"`{flag.flag}`{values}")
+        if flag.refusal:
+            refused.setdefault(flag.refusal, []).append(f"`{flag.flag}`{' with another value' if values else ''}")
     yield from ("", "## Accepted, nothing needed", "")
-    for family in NEED_NOTHING:
-        yield f"- {_flag_list(family.flags)}: {family.reason}."
-    for item in PARTLY:
-        yield f"- {_flag_list(item.flag)} with {', '.join(f'`{v}`' for v in item.accepted.split())}: {item.why}."
+    yield from (f"- {', '.join(flags)}: {why}." for why, flags in accepted.items())
     yield from ("", "## Refused in this version", "", "With Megatron's default value these are accepted.", "")
-    for family in REFUSED:
-        yield f"- {_flag_list(family.flags)}: {family.reason}."
-    for item in PARTLY:
-        yield f"- {_flag_list(item.flag)} with another value: {item.refused}."
-    for old, new in RENAMED.items():
-        yield f"- `{old}`: it is called `{new}` now."
-    yield f"- {_flag_list(LAUNCHER)}: flags of torchrun, which stand before the name of the script."
-
-
-def _flag_list(words: str) -> str:
-    """Flags in the notation of `megatron_flags` as a list without their arities and defaults."""
-    return ", ".join(f"`{word.partition('=')[0].partition(':')[0].rstrip('+*')}`" for word in words.split())
+    yield from (f"- {', '.join(flags)}: {reason}." for reason, flags in refused.items())
 
 
 def _terminal_lines(setting: Setting) -> list[str]:
