@@ -1,37 +1,42 @@
-"""Rules of the data."""
+"""Rules of the data and of its tokenizer."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 
-from megalith.config.data_sources import parse_blend
-from megalith.config.idle import idle_without
-from megalith.config.rule import Draft, Rule, rule, show
+from megalith.config.data_sources import PATHS, parse_blend
+from megalith.config.rule import Draft, Rule, idle_without, notice, rule, show, value_of
 from megalith.config.run import all_settings
+from megalith.config.values import holds_paths, remote
 from megalith.errors import ConfigError
 
 _SEPARATORS_OF_SPLIT = re.compile(r"[.0-9]+")
 
-_PATHS = (
-    "data_path",
-    "data_args_path",
-    "train_data_path",
-    "valid_data_path",
-    "test_data_path",
-    "per_split_data_args_path",
-)
-_BY_SPLIT = ("train_data_path", "valid_data_path", "test_data_path")
+_BY_SPLIT = PATHS[2:5]
+_NAMES_OF_PATHS = tuple(setting.name for setting in all_settings().values() if holds_paths(setting))
+
+
+@rule(*_NAMES_OF_PATHS)
+def paths_are_local(draft: Draft) -> str:
+    """Refuse `scheme://`, which would become a folder of that name."""
+    found: dict[str, list[str]] = {}
+    for setting in map(all_settings().__getitem__, _NAMES_OF_PATHS):
+        value = value_of(draft, setting.name)
+        for word in filter(None, value if setting.many else (value,)):
+            if problem := remote(str(word)):
+                found.setdefault(problem, []).append(f"{setting.positive_flag} {word}")
+    return "; ".join(f"{', '.join(words)}: {problem}" for problem, words in found.items())
 
 
 def flag_of(name: str) -> str:
     return all_settings()[name].positive_flag
 
 
-@rule(*_PATHS, "mock_data")
+@rule(*PATHS, "mock_data")
 def one_source_of_data(draft: Draft) -> str:
     data = draft.run.data
-    ways = [names for names in (_PATHS[:1], _PATHS[1:2], _BY_SPLIT, _PATHS[5:]) if any(getattr(data, n) for n in names)]
+    ways = [names for names in (PATHS[:1], PATHS[1:2], _BY_SPLIT, PATHS[5:]) if any(getattr(data, n) for n in names)]
     flags = [flag_of(next(name for name in names if getattr(data, name))) for names in ways]
     flags += ["--mock-data"] if data.mock_data else []
     if not flags:
@@ -54,7 +59,7 @@ def _blend_is_readable(name: str) -> Rule:
     return Rule(f"{name}_is_a_blend", (name,), check)
 
 
-@rule(*_PATHS)
+@rule(*PATHS)
 def training_has_data(draft: Draft) -> str:
     data = draft.run.data
     given = [flag_of(name) for name in _BY_SPLIT if getattr(data, name)]
@@ -83,7 +88,7 @@ def data_is_loaded_here(draft: Draft) -> str:
     )
 
 
-@rule("full_validation", *_PATHS, "multiple_validation_sets")
+@rule("full_validation", *PATHS, "multiple_validation_sets")
 def full_validation_needs_no_weights(draft: Draft) -> str:
     data = draft.run.data
     words = data.valid_data_path if any(data.paths_of_splits) else data.data_path
@@ -146,7 +151,7 @@ def split_is_three_parts(draft: Draft) -> str:
     return ""
 
 
-@rule("split", "mock_data")
+@notice("split", "mock_data")
 def split_without_validation(draft: Draft) -> str:
     parts = [float(part) for part in _SEPARATORS_OF_SPLIT.findall(draft.run.data.split)]
     if draft.run.data.mock_data or (len(parts) > 1 and parts[1] > 0):
@@ -154,14 +159,14 @@ def split_without_validation(draft: Draft) -> str:
     return f"--split {draft.run.data.split} has no part for validation: there is no evaluation while training"
 
 
-@rule("split", "mock_data")
+@notice("split", "mock_data")
 def split_of_mock_data(draft: Draft) -> str:
     if "split" not in draft.given or not draft.run.data.mock_data:
         return ""
     return f"{show(draft, 'split')} has no effect: --mock-data gives each split a third, as in Megatron"
 
 
-@rule("split", "data_path", "data_args_path")
+@notice("split", "data_path", "data_args_path")
 def split_by_default(draft: Draft) -> str:
     data = draft.run.data
     if "split" in draft.given or not (data.data_path or data.data_args_path):
@@ -181,7 +186,7 @@ def documents_end_in_one_way(draft: Draft) -> str:
     )
 
 
-@rule("multiple_validation_sets", "valid_data_path")
+@notice("multiple_validation_sets", "valid_data_path")
 def weights_of_validation_sets_do_nothing(draft: Draft) -> str:
     data = draft.run.data
     if not data.multiple_validation_sets or _weights(data.valid_data_path) is None:
@@ -189,7 +194,7 @@ def weights_of_validation_sets_do_nothing(draft: Draft) -> str:
     return f"the weights of {show(draft, 'valid_data_path')} have no effect: --multiple-validation-sets blends nothing"
 
 
-@rule("mid_level_dataset_surplus", *_PATHS)
+@notice("mid_level_dataset_surplus", *PATHS)
 def surplus_is_of_weighted_blends(draft: Draft) -> str:
     data = draft.run.data
     in_a_file = data.data_args_path is not None or data.per_split_data_args_path is not None
@@ -207,7 +212,7 @@ def _weights(words: Sequence[str]) -> tuple[float, ...] | None:
         return None
 
 
-@rule("reset_position_ids", "position_embedding_type")
+@notice("reset_position_ids", "position_embedding_type")
 def reset_positions_are_learned_ones(draft: Draft) -> str:
     kind = draft.run.model.position_embedding_type
     if not draft.run.data.reset_position_ids or kind == "learned_absolute":
@@ -218,33 +223,60 @@ def reset_positions_are_learned_ones(draft: Draft) -> str:
     )
 
 
-@rule("split", "eval_iters", "full_validation")
+@notice("split", "eval_iters", "full_validation")
 def full_validation_counts_by_itself(draft: Draft) -> str:
     if not draft.run.data.full_validation or "eval_iters" not in draft.given or not draft.run.train.eval_batches:
         return ""
     return f"{show(draft, 'eval_iters')} counts for the test alone: --full-validation goes over the whole split"
 
 
-DATA_RULES: tuple[Rule, ...] = (
-    one_source_of_data,
-    *(_blend_is_readable(name) for name in (_PATHS[0], *_BY_SPLIT)),
-    training_has_data,
-    no_split_of_splits,
-    data_is_loaded_here,
-    full_validation_needs_no_weights,
-    validation_sets_are_named,
-    validation_sets_have_as_many_names,
-    documents_end_in_one_way,
-    split_is_three_parts,
-)
+blends_are_readable = tuple(map(_blend_is_readable, (PATHS[0], *_BY_SPLIT)))
+names_of_sets_are_read = idle_without("multiple_validation_sets", "there is one validation set", "validation_set_names")
 
-DATA_NOTICES: tuple[Rule, ...] = (
-    split_by_default,
-    split_of_mock_data,
-    split_without_validation,
-    reset_positions_are_learned_ones,
-    full_validation_counts_by_itself,
-    weights_of_validation_sets_do_nothing,
-    surplus_is_of_weighted_blends,
-    idle_without("validation_set_names", "multiple_validation_sets", "there is one validation set"),
+
+@rule("tokenizer_type", "vocab_file", "merge_file", "vocab_size", "tokenizer_model")
+def tokenizer_has_what_it_needs(draft: Draft) -> str:
+    tokenizer = draft.run.tokenizer
+    lacking = tokenizer.lacking
+    if not lacking:
+        return ""
+    if lacking == ("--vocab-size",):
+        return "--tokenizer-type NullTokenizer requires --vocab-size N"
+    if lacking == ("--tokenizer-model",):
+        what = "DIR, a folder with tokenizer.json" if tokenizer.tokenizer_type == "HuggingFaceTokenizer" else "FILE"
+        return f"--tokenizer-type {tokenizer.tokenizer_type} requires --tokenizer-model {what}"
+    verb = "is" if len(lacking) == 1 else "are"
+    mock = " (or, with --mock-data, --tokenizer-type NullTokenizer --vocab-size N)" if draft.run.data.mock_data else ""
+    return f"{' and '.join(lacking)} {verb} required by {show(draft, 'tokenizer_type')}{mock}"
+
+
+@rule(
+    *("tokenizer_type", "vocab_size", "tokenizer_special_tokens", "tiktoken_num_special_tokens"),
+    *("null_tokenizer_eod_id", "null_tokenizer_pad_id"),
+)
+def tokenizer_flags_agree(draft: Draft) -> str:
+    return "; ".join(draft.run.tokenizer.contradictions)
+
+
+def _read_by_its_kind(name: str) -> Rule:
+    """Make the notice for a setting of the tokenizer that its kind does not look at."""
+
+    @notice("tokenizer_type", name)
+    def check(draft: Draft) -> str:
+        kind = draft.run.tokenizer.tokenizer_type
+        if name not in draft.given or name in draft.run.tokenizer.taken:
+            return ""
+        because = ": the vocabulary is that of its files" if name == "vocab_size" else ""
+        return f"{show(draft, name)} has no effect with --tokenizer-type {kind}{because}"
+
+    return check
+
+
+tokenizer_settings_are_read = tuple(
+    _read_by_its_kind(name)
+    for name in (
+        *("vocab_file", "merge_file", "tokenizer_model", "vocab_size", "vocab_extra_ids", "tiktoken_pattern"),
+        *("tiktoken_num_special_tokens", "tokenizer_hf_no_include_special_tokens"),
+        *("null_tokenizer_eod_id", "null_tokenizer_pad_id"),
+    )
 )

@@ -13,6 +13,12 @@ from megalith.errors import ConfigError
 if TYPE_CHECKING:
     from megalith.config.groups.data import DataConfig
 
+PATHS = (
+    *("data_path", "data_args_path"),
+    *("train_data_path", "valid_data_path", "test_data_path"),
+    "per_split_data_args_path",
+)
+"""Settings that name datasets."""
 SPLIT_FLAGS = ("--train-data-path", "--valid-data-path", "--test-data-path")
 SPLIT_KEYS = ("train", "valid", "test")
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from megalith.config.idle import idle_without
-from megalith.config.rule import Draft, Rule, divisors, rule, show
+from megalith.config.rule import Draft, divisors, idle_without, notice, rule, show
 
 _LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 
@@ -162,7 +161,7 @@ def padding_needs_a_capacity(draft: Draft) -> str:
     return "--moe-pad-expert-input-to-capacity needs --moe-expert-capacity-factor, which says how much that is"
 
 
-@rule("moe_router_load_balancing_type", "moe_aux_loss_coeff", "num_experts")
+@notice("moe_router_load_balancing_type", "moe_aux_loss_coeff", "num_experts")
 def a_coefficient_without_a_loss(draft: Draft) -> str:
     model = draft.run.model
     if not model.num_experts or "moe_aux_loss_coeff" not in draft.given or not any(model.moe_aux_loss_coeff):
@@ -175,7 +174,7 @@ def a_coefficient_without_a_loss(draft: Draft) -> str:
     )
 
 
-@rule("moe_router_quantile_balancing_ema", "moe_router_load_balancing_type")
+@notice("moe_router_quantile_balancing_ema", "moe_router_load_balancing_type")
 def offsets_without_quantiles(draft: Draft) -> str:
     if "moe_router_quantile_balancing_ema" not in draft.given or draft.run.model.chooses_by == "quantile_balancing":
         return ""
@@ -185,58 +184,25 @@ def offsets_without_quantiles(draft: Draft) -> str:
     )
 
 
-EXPERT_RULES: tuple[Rule, ...] = (
-    tokens_find_enough_experts,
-    one_expert_keeps_a_gradient,
-    groups_and_their_number_go_together,
-    groups_divide_the_experts,
-    the_bias_corrects_separate_scores,
-    each_balancing_loss_has_a_coefficient,
-    choices_balance_alone,
-    quantiles_are_of_all_experts,
-    quantiles_need_an_expert_that_is_left,
-    inputs_are_weighed_for_one_expert,
-    capacity_is_for_weighed_choices,
-    padding_needs_a_capacity,
-)
-
-_OF_MIXTURES = (
-    "moe_layer_freq",
-    "moe_ffn_hidden_size",
-    "moe_shared_expert_intermediate_size",
-    "moe_latent_size",
-    "moe_apply_probs_on_input",
-    "moe_router_force_load_balancing",
-    "moe_router_topk",
-    "moe_router_score_function",
-    "moe_router_pre_softmax",
-    "moe_router_num_groups",
-    "moe_router_group_topk",
-    "moe_router_topk_scaling_factor",
-    "moe_router_dtype",
-    "moe_router_load_balancing_type",
-    "moe_aux_loss_coeff",
-    "moe_z_loss_coeff",
-    "moe_router_enable_expert_bias",
-    "moe_input_jitter_eps",
-    "moe_expert_capacity_factor",
-    "expert_tensor_parallel_size",
-)
-
-_OF_TRACES = (
-    "moe_routing_trace_max_training_iters",
-    "moe_routing_trace_capture_hidden_states",
-    "moe_routing_trace_capture_logits",
-    "moe_routing_trace_dump_weights",
-)
-
-EXPERT_NOTICES: tuple[Rule, ...] = (
-    a_coefficient_without_a_loss,
-    offsets_without_quantiles,
-    *(idle_without(name, "num_experts", "--num-experts is not given, no layer has experts") for name in _OF_MIXTURES),
-    idle_without("moe_shared_expert_gate", "moe_shared_expert_intermediate_size", "there is no shared expert"),
-    idle_without("moe_router_bias_update_rate", "moe_router_enable_expert_bias", "no expert has a bias"),
-    idle_without("moe_routing_trace_path", "num_experts", "--num-experts is not given, nothing is routed"),
-    *(idle_without(name, "moe_routing_trace_path", "nothing is traced") for name in _OF_TRACES),
-    idle_without("moe_token_drop_policy", "moe_expert_capacity_factor", "experts take every token"),
+settings_of_experts_are_read = (
+    *idle_without(
+        "num_experts",
+        "--num-experts is not given, no layer has experts",
+        *("moe_layer_freq", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_latent_size"),
+        *("moe_apply_probs_on_input", "moe_router_force_load_balancing", "moe_router_topk"),
+        *("moe_router_score_function", "moe_router_pre_softmax", "moe_router_num_groups", "moe_router_group_topk"),
+        *("moe_router_topk_scaling_factor", "moe_router_dtype", "moe_router_load_balancing_type"),
+        *("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_enable_expert_bias", "moe_input_jitter_eps"),
+        *("moe_expert_capacity_factor", "expert_tensor_parallel_size"),
+    ),
+    *idle_without("moe_shared_expert_intermediate_size", "there is no shared expert", "moe_shared_expert_gate"),
+    *idle_without("moe_router_enable_expert_bias", "no expert has a bias", "moe_router_bias_update_rate"),
+    *idle_without("moe_expert_capacity_factor", "experts take every token", "moe_token_drop_policy"),
+    *idle_without("num_experts", "--num-experts is not given, nothing is routed", "moe_routing_trace_path"),
+    *idle_without(
+        "moe_routing_trace_path",
+        "nothing is traced",
+        *("moe_routing_trace_max_training_iters", "moe_routing_trace_capture_hidden_states"),
+        *("moe_routing_trace_capture_logits", "moe_routing_trace_dump_weights"),
+    ),
 )

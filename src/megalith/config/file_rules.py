@@ -5,37 +5,24 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from megalith.config.data_sources import SPLIT_FLAGS, data_sources
-from megalith.config.rule import Draft, Rule, rule, show
-from megalith.config.run import all_settings
-from megalith.config.values import closest, holds_paths, remote
+from megalith.config.data_sources import PATHS, SPLIT_FLAGS, data_sources
+from megalith.config.rule import Draft, Rule, rule, show, value_of
+from megalith.config.values import closest, remote
 from megalith.errors import ConfigError
 
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
 """In a save folder: the iteration of its last checkpoint."""
 
 
-_PATHS = tuple(setting.name for setting in all_settings().values() if holds_paths(setting))
+def _file_exists(name: str) -> Rule:
+    def check(draft: Draft) -> str:
+        path = draft.run.tokenizer.named_files.get(name)
+        if path is None or remote(path) or Path(path).is_file():
+            return ""
+        what = "is a folder" if Path(path).is_dir() else f"no such file{_from_here(path)}"
+        return f"{show(draft, name)}: {what}{_near(Path(path))}"
 
-
-@rule(*_PATHS)
-def paths_are_local(draft: Draft) -> str:
-    """Refuse `scheme://`, which would become a folder of that name."""
-    found: dict[str, list[str]] = {}
-    for setting in map(all_settings().__getitem__, _PATHS):
-        value = getattr(getattr(draft.run, setting.group), setting.name)
-        for word in filter(None, value if setting.many else (value,)):
-            if problem := remote(str(word)):
-                found.setdefault(problem, []).append(f"{setting.positive_flag} {word}")
-    return "; ".join(f"{', '.join(words)}: {problem}" for problem, words in found.items())
-
-
-def _file_problem(draft: Draft, name: str) -> str:
-    path = draft.run.tokenizer.named_files.get(name)
-    if path is None or remote(path) or Path(path).is_file():
-        return ""
-    what = "is a folder" if Path(path).is_dir() else f"no such file{_from_here(path)}"
-    return f"{show(draft, name)}: {what}{_near(Path(path))}"
+    return Rule(f"{name}_exists", (name,), check)
 
 
 def _from_here(path: str) -> str:
@@ -50,29 +37,10 @@ def _near(path: Path) -> str:
     return f"; did you mean {path.parent / guess}?" if guess and guess != path.name else ""
 
 
-@rule("vocab_file")
-def vocabulary_file_exists(draft: Draft) -> str:
-    return _file_problem(draft, "vocab_file")
+files_of_the_tokenizer_exist = tuple(map(_file_exists, ("vocab_file", "merge_file", "tokenizer_model")))
 
 
-@rule("merge_file")
-def merges_file_exists(draft: Draft) -> str:
-    return _file_problem(draft, "merge_file")
-
-
-@rule("tokenizer_model")
-def tokenizer_model_exists(draft: Draft) -> str:
-    return _file_problem(draft, "tokenizer_model")
-
-
-@rule(
-    "data_path",
-    "data_args_path",
-    "train_data_path",
-    "valid_data_path",
-    "test_data_path",
-    "per_split_data_args_path",
-)
+@rule(*PATHS)
 def datasets_exist(draft: Draft) -> str:
     try:
         sources = data_sources(draft.run.data)
@@ -115,19 +83,23 @@ def _prefix_that_was_meant(prefix: str) -> str:
     return str(folder / guess) if guess and guess != Path(prefix).name else ""
 
 
-def _folder_is_no_file(name: str) -> Rule:
+def _is_a_folder(name: str) -> Rule:
     def check(draft: Draft) -> str:
-        path = getattr(getattr(draft.run, all_settings()[name].group), name)
-        if path is None or not Path(path).is_file():
-            return ""
-        return f"{show(draft, name)} is a file; give a folder"
+        path = value_of(draft, name)
+        return f"{show(draft, name)} is a file; give a folder" if path is not None and Path(path).is_file() else ""
 
     return Rule(f"{name}_is_a_folder", (name,), check)
 
 
-@rule("save", "non_persistent_global_ckpt_dir", "non_persistent_local_ckpt_dir")
+_FOLDERS_OF_CHECKPOINTS = ("save", "non_persistent_global_ckpt_dir", "non_persistent_local_ckpt_dir")
+folders_are_no_files = tuple(
+    map(_is_a_folder, ("load", *_FOLDERS_OF_CHECKPOINTS, "data_cache_path", "tensorboard_dir"))
+)
+
+
+@rule(*_FOLDERS_OF_CHECKPOINTS)
 def save_is_no_model_folder(draft: Draft) -> str:
-    for name in ("save", "non_persistent_global_ckpt_dir", "non_persistent_local_ckpt_dir"):
+    for name in _FOLDERS_OF_CHECKPOINTS:
         path = getattr(draft.run.checkpoint, name)
         if path is not None and is_huggingface(Path(path)):
             return (
@@ -146,19 +118,3 @@ def is_huggingface(path: Path) -> bool:
     if (path / TRACKER_FILE).exists() or not (path / "config.json").is_file():
         return False
     return any(any(path.glob(pattern)) for pattern in weights)
-
-
-FILE_RULES: tuple[Rule, ...] = (
-    vocabulary_file_exists,
-    merges_file_exists,
-    tokenizer_model_exists,
-    datasets_exist,
-    *(
-        _folder_is_no_file(name)
-        for name in (
-            *("save", "load", "non_persistent_global_ckpt_dir", "non_persistent_local_ckpt_dir"),
-            *("data_cache_path", "tensorboard_dir"),
-        )
-    ),
-    save_is_no_model_folder,
-)

@@ -1,13 +1,85 @@
-"""Rules of layouts: what divides by what, and which combinations run."""
+"""Rules of layouts: what divides by what, which combinations run, and what the launcher starts."""
 
 from __future__ import annotations
 
-from math import prod
+from itertools import product
+from math import log, prod
 
-from megalith.config.idle import idle_without
-from megalith.config.layout_choices import MODEL_PARALLEL, SHARDING, fitting_layouts, fitting_sizes, sizes_of
-from megalith.config.rule import Draft, Rule, divisors, multiples, rule, show
+from megalith.config.rule import Draft, divisors, exclusive, idle_without, multiples, notice, rule, show
 from megalith.errors import LayoutError
+
+SHARDING = (
+    "use_distributed_optimizer",
+    "use_torch_fsdp2",
+    "use_megatron_fsdp",
+    "data_parallel_sharding_strategy",
+)
+"""Settings of what data-parallel processes divide."""
+MODEL_PARALLEL = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+
+_MOST = 3
+
+
+def sizes_of(draft: Draft) -> dict[str, int]:
+    """The sizes of the kinds of parallelism that divide the model, by the name of their setting."""
+    return {name: getattr(draft.run.parallel, name) for name in MODEL_PARALLEL}
+
+
+def fitting_sizes(draft: Draft, name: str) -> str:
+    """The sizes of one kind of parallelism next to the given one that the model allows: `1 or 2 or 4`.
+
+    They also fill the processes that were started, if the other sizes allow any that do.
+    """
+    world, sizes = draft.run.launch.world_size, sizes_of(draft)
+    others, given = prod(sizes.values()) // sizes[name], sizes[name]
+    allowed = [size for size in range(1, 4 * given + 1) if _model_allows(draft, name, size)]
+    filling = [size for size in allowed if world % (size * others) == 0]
+    nearest = sorted(filling or allowed, key=lambda size: abs(size - given))[:_MOST]
+    return " or ".join(map(str, sorted(nearest)))
+
+
+def fitting_layouts(draft: Draft) -> str:
+    """The layouts next to the given one that the processes and the model allow, as flags; empty if none divides.
+
+    Those that keep most processes at work on one copy of the model come first.
+    """
+    world, given = draft.run.launch.world_size, sizes_of(draft)
+    names = [name for name, size in given.items() if size > 1]
+    choices = [
+        [
+            size
+            for size in range(1, min(given[name], world) + 1)
+            if world % size == 0 and _model_allows(draft, name, size)
+        ]
+        for name in names
+    ]
+    fitting = [sizes for sizes in product(*choices) if world % prod(sizes) == 0 and prod(sizes) > 1]
+    asked = tuple(given[name] for name in names)
+    nearest = sorted(fitting, key=lambda sizes: (-prod(sizes), _distance(sizes, asked)))[:_MOST]
+    return ", or ".join(
+        " ".join(f"--{name.replace('_', '-')} {size}" for name, size in zip(names, sizes, strict=True) if size > 1)
+        for sizes in nearest
+    )
+
+
+def _distance(sizes: tuple[int, ...], others: tuple[int, ...]) -> float:
+    return max(abs(log(one / other)) for one, other in zip(sizes, others, strict=True))
+
+
+def _model_allows(draft: Draft, name: str, size: int) -> bool:
+    """Whether the model divides by this size; of settings that are missing nothing is said."""
+    model, parallel, length = draft.run.model, draft.run.parallel, draft.run.data.seq_length
+    if name == "pipeline_model_parallel_size":
+        own_split = parallel.decoder_first_pipeline_num_layers or parallel.decoder_last_pipeline_num_layers
+        return bool(own_split) or not model.num_layers or model.num_layers % size == 0
+    if name == "context_parallel_size":
+        return size == 1 or not length or length % (2 * size) == 0
+    heads, hidden = model.num_attention_heads, model.hidden_size
+    if not heads or not hidden:
+        return True
+    groups = model.query_groups
+    return heads % size == 0 and model.ffn_size % size == 0 and (groups % size == 0 or size % groups == 0)
+
 
 _SPLIT = (
     "num_layers_per_virtual_pipeline_stage",
@@ -175,23 +247,14 @@ def schedule_fits_the_stages(draft: Draft) -> str:
     return ""
 
 
-@rule("use_torch_fsdp2", "use_distributed_optimizer")
-def optimizer_state_is_sharded_once(draft: Draft) -> str:
-    parallel = draft.run.parallel
-    if not (parallel.use_torch_fsdp2 and parallel.use_distributed_optimizer):
-        return ""
-    return (
-        "--use-torch-fsdp2 and --use-distributed-optimizer exclude each other: the former shards the optimizer state "
-        "too; use one of them"
-    )
-
-
-@rule("use_torch_fsdp2", "use_megatron_fsdp")
-def one_way_to_shard(draft: Draft) -> str:
-    parallel = draft.run.parallel
-    if not (parallel.use_torch_fsdp2 and parallel.use_megatron_fsdp):
-        return ""
-    return "--use-torch-fsdp2 and --use-megatron-fsdp exclude each other, and do the same here; use one of them"
+optimizer_state_is_sharded_once = exclusive(
+    "use_torch_fsdp2",
+    "use_distributed_optimizer",
+    "exclude each other: the former shards the optimizer state too; use one of them",
+)
+one_way_to_shard = exclusive(
+    "use_torch_fsdp2", "use_megatron_fsdp", "exclude each other, and do the same here; use one of them"
+)
 
 
 @rule("pipeline_schedule", "world_size", *SHARDING, *MODEL_PARALLEL)
@@ -206,7 +269,7 @@ def weight_gradients_of_sharded_weights_are_not_put_off(draft: Draft) -> str:
     )
 
 
-@rule("sequence_parallel", "tensor_model_parallel_size")
+@notice("sequence_parallel", "tensor_model_parallel_size")
 def sequence_parallel_alone(draft: Draft) -> str:
     parallel = draft.run.parallel
     if not parallel.sequence_parallel or parallel.tensor_model_parallel_size > 1:
@@ -214,7 +277,7 @@ def sequence_parallel_alone(draft: Draft) -> str:
     return "--sequence-parallel is off: it divides the work of tensor-parallel processes, and there is one"
 
 
-@rule("world_size", *SHARDING, *MODEL_PARALLEL)
+@notice("world_size", *SHARDING, *MODEL_PARALLEL)
 def distributed_optimizer_alone(draft: Draft) -> str:
     run = draft.run
     if run.parallel.dividing_setting != "use_distributed_optimizer" or run.layout.dp * run.layout.cp > 1:
@@ -222,7 +285,7 @@ def distributed_optimizer_alone(draft: Draft) -> str:
     return "--use-distributed-optimizer has no effect: with one data-parallel process there is nothing to split"
 
 
-@rule("context_parallel_size", "cp_comm_type", "attention_backend", "transformer_impl")
+@notice("context_parallel_size", "cp_comm_type", "attention_backend", "transformer_impl")
 def ring_has_its_own_attention(draft: Draft) -> str:
     run = draft.run
     if run.parallel.context_parallel_size == 1 or run.parallel.cp_comm_type != "p2p" or run.model.fused_attention:
@@ -233,7 +296,7 @@ def ring_has_its_own_attention(draft: Draft) -> str:
     )
 
 
-@rule("torch_fsdp2_reshard_after_forward", "world_size", *SHARDING, *MODEL_PARALLEL)
+@notice("torch_fsdp2_reshard_after_forward", "world_size", *SHARDING, *MODEL_PARALLEL)
 def full_sharding_alone(draft: Draft) -> str:
     run, name = draft.run, draft.run.parallel.dividing_setting
     if not run.parallel.torch_fsdp2_reshard_after_forward and not run.parallel.use_torch_fsdp2:
@@ -243,7 +306,7 @@ def full_sharding_alone(draft: Draft) -> str:
     return f"{show(draft, name)} has no effect: with one data-parallel process there is nothing to split"
 
 
-@rule("use_distributed_optimizer", "use_megatron_fsdp", "data_parallel_sharding_strategy")
+@notice("use_distributed_optimizer", "use_megatron_fsdp", "data_parallel_sharding_strategy")
 def strategy_says_what_is_divided(draft: Draft) -> str:
     parallel = draft.run.parallel
     if not (parallel.use_megatron_fsdp and parallel.data_parallel_sharding_strategy == "no_shard"):
@@ -251,27 +314,218 @@ def strategy_says_what_is_divided(draft: Draft) -> str:
     return f"{show(draft, 'use_megatron_fsdp')} divides nothing: {show(draft, 'data_parallel_sharding_strategy')}"
 
 
-LAYOUT_RULES: tuple[Rule, ...] = (
-    processes_fill_the_layout,
-    heads_divide_over_tensor_ranks,
-    query_groups_divide_over_tensor_ranks,
-    feed_forward_divides_over_tensor_ranks,
-    sequence_divides_over_its_ranks,
-    heads_divide_over_exchanging_ranks,
-    layers_divide_over_the_pipeline,
-    virtual_stages_need_a_pipeline,
-    interleaving_needs_rounds_of_micro_batches,
-    schedule_fits_the_stages,
-    optimizer_state_is_sharded_once,
-    one_way_to_shard,
-    weight_gradients_of_sharded_weights_are_not_put_off,
+the_strategy_is_read = idle_without(
+    "use_megatron_fsdp", "--use-megatron-fsdp is not given", "data_parallel_sharding_strategy"
 )
 
-LAYOUT_NOTICES: tuple[Rule, ...] = (
-    sequence_parallel_alone,
-    distributed_optimizer_alone,
-    ring_has_its_own_attention,
-    full_sharding_alone,
-    strategy_says_what_is_divided,
-    idle_without("data_parallel_sharding_strategy", "use_megatron_fsdp", "--use-megatron-fsdp is not given"),
+
+@rule("expert_model_parallel_size", "num_experts")
+def experts_are_there_to_be_divided(draft: Draft) -> str:
+    if draft.run.parallel.expert_model_parallel_size == 1 or draft.run.model.mixture:
+        return ""
+    return (
+        f"{show(draft, 'expert_model_parallel_size')} divides the experts of the layers, and there are none: give "
+        "--num-experts, or leave it out"
+    )
+
+
+@rule("expert_model_parallel_size", "num_experts")
+def experts_divide_over_their_ranks(draft: Draft) -> str:
+    experts, size = draft.run.model.num_experts, draft.run.parallel.expert_model_parallel_size
+    if not experts or experts % size == 0:
+        return ""
+    return (
+        f"{show(draft, 'num_experts')} is not divisible by {show(draft, 'expert_model_parallel_size')}; use "
+        f"--expert-model-parallel-size {divisors(experts, size)}, or --num-experts {multiples(experts, size)}"
+    )
+
+
+@rule("expert_tensor_parallel_size", "world_size", "num_experts", *MODEL_PARALLEL)
+def expert_tensor_ranks_divide_a_stage(draft: Draft) -> str:
+    run = draft.run
+    layout = run.layout
+    ranks = layout.tp * layout.cp * layout.dp
+    if not run.model.mixture or ranks == 0 or ranks % layout.expert_tp == 0:
+        return ""
+    return (
+        f"{show(draft, 'expert_tensor_parallel_size')}: each expert is shared by so many of the {ranks} processes of a "
+        f"pipeline stage; use --expert-tensor-parallel-size {divisors(ranks, layout.expert_tp)}"
+    )
+
+
+@rule("expert_model_parallel_size", "num_experts", "world_size", "expert_tensor_parallel_size", *MODEL_PARALLEL)
+def expert_ranks_are_those_of_data_and_context(draft: Draft) -> str:
+    run, size = draft.run, draft.run.parallel.expert_model_parallel_size
+    layout = run.layout
+    if layout.expert_tp != layout.tp:
+        return _experts_divide_what_is_left(draft)
+    ranks = layout.dp * layout.cp
+    if not run.model.mixture or ranks == 0 or ranks % size == 0:
+        return ""
+    return (
+        f"{show(draft, 'expert_model_parallel_size')} divides experts over the processes of data and context "
+        f"parallelism, and of those {run.launch.world_size} processes make {ranks}: use "
+        f"--expert-model-parallel-size {divisors(ranks, size)}, or start more processes"
+    )
+
+
+def _experts_divide_what_is_left(draft: Draft) -> str:
+    run = draft.run
+    layout, size = run.layout, run.parallel.expert_model_parallel_size
+    ranks, rest = divmod(layout.tp * layout.cp * layout.dp, layout.expert_tp)
+    if not run.model.mixture or rest or ranks == 0 or ranks % size == 0:
+        return ""
+    return (
+        f"{show(draft, 'expert_model_parallel_size')} divides experts over the processes of a pipeline stage, and of "
+        f"those {show(draft, 'expert_tensor_parallel_size')} leaves {ranks}: use --expert-model-parallel-size "
+        f"{divisors(ranks, size)}, or start more processes"
+    )
+
+
+_APART = ("expert_tensor_parallel_size", "tensor_model_parallel_size", "num_experts")
+
+
+def _apart(draft: Draft) -> bool:
+    """Whether experts are shared by other processes than the layers are."""
+    parallel = draft.run.parallel
+    same = parallel.expert_tensor_parallel_size in (None, parallel.tensor_model_parallel_size)
+    return draft.run.model.mixture and not same
+
+
+@rule(*_APART, "sequence_parallel")
+def processes_of_an_expert_have_their_own_tokens(draft: Draft) -> str:
+    parallel = draft.run.parallel
+    if not _apart(draft) or parallel.tensor_model_parallel_size == 1 or parallel.sequence_parallel:
+        return ""
+    return (
+        f"{show(draft, 'expert_tensor_parallel_size')} differs from {show(draft, 'tensor_model_parallel_size')}, whose "
+        "processes all have the same tokens then; give --sequence-parallel too (as Megatron needs it for experts under "
+        "tensor parallelism), or leave --expert-tensor-parallel-size out"
+    )
+
+
+@rule(*_APART, "ckpt_format", "save")
+def places_of_experts_are_no_folders(draft: Draft) -> str:
+    checkpoint = draft.run.checkpoint
+    if not _apart(draft) or checkpoint.ckpt_format != "torch" or not checkpoint.save:
+        return ""
+    return (
+        f"{show(draft, 'expert_tensor_parallel_size')} with --ckpt-format torch: that has a folder for each tensor-, "
+        "pipeline- and expert-parallel place of layers and experts together; use --ckpt-format torch_dist"
+    )
+
+
+@rule(*_APART, "optimizer")
+def matrices_of_experts_are_orthogonalised_where_layers_are(draft: Draft) -> str:
+    by_matrix = draft.run.optimizer.orthogonalises or draft.run.optimizer.optimizer == "soap"
+    if not _apart(draft) or not by_matrix:
+        return ""
+    return (
+        f"{show(draft, 'expert_tensor_parallel_size')} with {show(draft, 'optimizer')}: its matrices are put together "
+        "over the tensor-parallel processes of the layers; use --optimizer adam, or leave it out"
+    )
+
+
+@rule("expert_model_parallel_size", *_APART, *SHARDING)
+def divided_experts_are_not_fully_sharded(draft: Draft) -> str:
+    parallel = draft.run.parallel
+    divided = parallel.expert_model_parallel_size > 1
+    if not draft.run.model.mixture or not parallel.divides_weights or not (divided or _apart(draft)):
+        return ""
+    name = "expert_model_parallel_size" if divided else "expert_tensor_parallel_size"
+    return (
+        f"{show(draft, parallel.dividing_setting)} cuts all weights over the same processes, and "
+        f"{show(draft, name)} gives them different experts; use --use-distributed-optimizer, "
+        "or leave expert parallelism out"
+    )
+
+
+@rule(
+    "num_experts",
+    "moe_ffn_hidden_size",
+    "moe_shared_expert_intermediate_size",
+    "tensor_model_parallel_size",
+    "expert_tensor_parallel_size",
 )
+def experts_divide_over_tensor_ranks(draft: Draft) -> str:
+    model, parallel = draft.run.model, draft.run.parallel
+    shared = "tensor_model_parallel_size"
+    own = shared if parallel.expert_tensor_parallel_size is None else "expert_tensor_parallel_size"
+    over = {"moe_ffn_hidden_size": own, "moe_shared_expert_intermediate_size": shared}
+    wrong = [name for name, by in over.items() if (getattr(model, name) or 0) % getattr(parallel, by)]
+    if not model.mixture or not wrong:
+        return ""
+    size, flag, by = getattr(model, wrong[0]), f"--{wrong[0].replace('_', '-')}", over[wrong[0]]
+    return (
+        f"{show(draft, wrong[0])} is not divisible by {show(draft, by)}; nearest: {flag} "
+        f"{multiples(size, getattr(parallel, by))}"
+    )
+
+
+@notice("moe_token_dispatcher_type", "expert_model_parallel_size")
+def nothing_to_dispatch(draft: Draft) -> str:
+    if "moe_token_dispatcher_type" not in draft.given or draft.run.parallel.expert_model_parallel_size > 1:
+        return ""
+    return (
+        f"{show(draft, 'moe_token_dispatcher_type')} has no effect without --expert-model-parallel-size: all "
+        "experts are on every process"
+    )
+
+
+_ALL_TO_ALL = {
+    "flex": "the kernels that Megatron has for some machines (DeepEP, HybridEP) change no number",
+    "alltoall_seq": "that Megatron gathered sequences in another order changed no number",
+}
+
+
+@notice("moe_token_dispatcher_type", "expert_model_parallel_size")
+def other_dispatchers_are_all_to_all(draft: Draft) -> str:
+    run = draft.run
+    named = run.model.moe_token_dispatcher_type
+    if named not in _ALL_TO_ALL or run.parallel.expert_model_parallel_size == 1:
+        return ""
+    return (
+        f"{show(draft, 'moe_token_dispatcher_type')}: tokens travel by torch's all-to-all, as with alltoall; "
+        f"{_ALL_TO_ALL[named]}"
+    )
+
+
+@rule("rank", "world_size")
+def rank_is_in_the_world(draft: Draft) -> str:
+    launch = draft.run.launch
+    if launch.rank < launch.world_size:
+        return ""
+    return (
+        f"environment variable RANK={launch.rank} with WORLD_SIZE={launch.world_size}: ranks count from 0 to "
+        f"{launch.world_size - 1}"
+    )
+
+
+@rule("nproc", "world_size")
+def one_launcher(draft: Draft) -> str:
+    launch = draft.run.launch
+    if launch.nproc is None or launch.nproc == launch.world_size:
+        return ""
+    by = "RANK and WORLD_SIZE say that a launcher has" if launch.launcher == "hand" else f"{launch.launcher} has"
+    return (
+        f"--nproc {launch.nproc} starts {launch.nproc} processes itself, and {by} already "
+        f"started {launch.world_size}; leave out one of the two"
+    )
+
+
+@rule("nproc", "max_restarts")
+def restarts_need_a_supervisor(draft: Draft) -> str:
+    launch = draft.run.launch
+    if launch.max_restarts == 0 or launch.nproc is not None:
+        return ""
+    return (
+        f"--max-restarts {launch.max_restarts} needs --nproc N, which starts the processes; that of torchrun stands "
+        "before the name of the script"
+    )
+
+
+@notice("max_restarts", "save")
+def restarts_without_checkpoints(draft: Draft) -> str:
+    if draft.run.launch.max_restarts == 0 or draft.run.checkpoint.save:
+        return ""
+    return "--max-restarts without --save begins at iteration 0 again: give --save FOLDER --save-interval N to go on"

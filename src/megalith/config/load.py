@@ -12,11 +12,10 @@ from megalith.config.checkpoint_args import settings_from
 from megalith.config.command_line import read_command_line
 from megalith.config.environment import read_launch, tasks_without_srun
 from megalith.config.fields import Setting
-from megalith.config.file_rules import FILE_RULES
 from megalith.config.reading import Reading
 from megalith.config.recipe import read_recipe
 from megalith.config.rule import Draft
-from megalith.config.rules import NOTICES, RULES
+from megalith.config.rules import FILE_RULES, NOTICES, RULES
 from megalith.config.run import Note, RunConfig, all_settings, group_types
 from megalith.config.values import BadValue, checked_value, closest, out_of_range, value_from_words
 from megalith.errors import ConfigError

@@ -1,10 +1,24 @@
-"""Rules of the architecture."""
+"""Rules of the architecture, and of what not every model has: latent attention, muP, multi-token prediction."""
 
 from __future__ import annotations
 
-from megalith.config.idle import idle_without
-from megalith.config.patterns import read_pattern, read_window
-from megalith.config.rule import Draft, Rule, divisors, multiples, rule, show
+from dataclasses import fields
+
+from megalith.config.groups.model import LatentSettings, MupSettings
+from megalith.config.rule import (
+    Draft,
+    Rule,
+    divisors,
+    excluded,
+    exclusive,
+    idle,
+    idle_without,
+    multiples,
+    notice,
+    rule,
+    show,
+)
+from megalith.config.values import read_pattern, read_window
 
 ROTARY = ("rope", "yarn")
 
@@ -97,7 +111,7 @@ def leaving_out_the_table_needs_rotary_positions(draft: Draft) -> str:
     return f"--no-position-embedding with {show(draft, 'position_embedding_type')}: use --position-embedding-type rope"
 
 
-@rule("use_rope_scaling", "position_embedding_type")
+@notice("use_rope_scaling", "position_embedding_type")
 def rope_scaling_without_rotary_positions(draft: Draft) -> str:
     model = draft.run.model
     if not model.use_rope_scaling or model.position_embedding_type == "rope":
@@ -118,12 +132,7 @@ def one_activation(draft: Draft) -> str:
     return f"{' and '.join(show(draft, name) for name in given)} name different activations; leave all but one out"
 
 
-@rule("qk_layernorm", "qk_l2_norm")
-def one_norm_of_heads(draft: Draft) -> str:
-    model = draft.run.model
-    if not (model.qk_layernorm and model.qk_l2_norm):
-        return ""
-    return "--qk-layernorm and --qk-l2-norm are two norms of the same heads; leave one of them out"
+one_norm_of_heads = exclusive("qk_layernorm", "qk_l2_norm", "are two norms of the same heads; leave one of them out")
 
 
 def _pattern_of_layers(name: str, marks: str) -> Rule:
@@ -174,7 +183,7 @@ def the_window_is_two_numbers(draft: Draft) -> str:
     return ""
 
 
-@rule("window_size")
+@notice("window_size")
 def the_window_looks_back(draft: Draft) -> str:
     text = draft.run.model.window_size
     if text is None or read_window(text)[1] in (0, -1):
@@ -219,7 +228,7 @@ def wide_residuals_need_half_precision(draft: Draft) -> str:
     return "--fp32-residual-connection needs --fp16 or --bf16: without them all hidden states are in fp32"
 
 
-@rule("apply_query_key_layer_scaling", "attention_backend", "transformer_impl")
+@notice("apply_query_key_layer_scaling", "attention_backend", "transformer_impl")
 def fused_attention_needs_no_layer_scaling(draft: Draft) -> str:
     model = draft.run.model
     if not model.apply_query_key_layer_scaling or not model.fused_attention:
@@ -230,19 +239,7 @@ def fused_attention_needs_no_layer_scaling(draft: Draft) -> str:
     )
 
 
-def _only_with(name: str, types: tuple[str, ...], default: object) -> Rule:
-    """A notice for a setting that only some kinds of positions read."""
-
-    @rule(name, "position_embedding_type", "multi_latent_attention", "rope_type")
-    def check(draft: Draft) -> str:
-        model = draft.run.model
-        idle = model.rotary_kind not in types and getattr(model, name) != default
-        return f"{show(draft, name)} has no effect with {show(draft, 'position_embedding_type')}" if idle else ""
-
-    return Rule(f"{name}_needs_{types[0]}", check.needs, check.check)
-
-
-@rule("glu_linear_offset", "activation_func_clamp_value", "swiglu", "geglu", "quick_geglu")
+@notice("glu_linear_offset", "activation_func_clamp_value", "swiglu", "geglu", "quick_geglu")
 def gates_are_given(draft: Draft) -> str:
     model = draft.run.model
     names = [name for name in ("glu_linear_offset", "activation_func_clamp_value") if getattr(model, name)]
@@ -252,42 +249,200 @@ def gates_are_given(draft: Draft) -> str:
     return f"{shown} {'have' if len(names) > 1 else 'has'} no effect: the feed-forward layers are not gated"
 
 
-MODEL_RULES: tuple[Rule, ...] = (
-    hidden_size_divides_into_heads,
-    heads_divide_into_query_groups,
-    positions_cover_the_sequence,
-    gated_layers_have_a_width,
-    rotary_positions_turn_pairs,
-    leaving_out_the_table_needs_rotary_positions,
-    one_activation,
-    one_norm_of_heads,
+patterns_are_of_layers = (
     _pattern_of_layers("moe_layer_freq", "1 for a layer with experts"),
     _pattern_of_layers("no_rope_freq", "1 for a layer without rotary positions"),
     _pattern_of_layers("window_attn_skip_freq", "1 for a layer with the window"),
-    layers_without_rotation_recur,
-    the_window_is_two_numbers,
-    yarn_knows_the_length_before,
-    yarn_rotates_halves,
-    yarn_leaves_fast_turns_alone,
-    wide_residuals_need_half_precision,
 )
 
-MODEL_NOTICES: tuple[Rule, ...] = (
-    rope_scaling_without_rotary_positions,
-    idle_without("num_query_groups", "group_query_attention", "--group-query-attention is not given"),
-    idle_without("rope_scaling_factor", "use_rope_scaling", "--use-rope-scaling is not given"),
-    idle_without("window_attn_skip_freq", "window_size", "--window-size is not given"),
-    the_window_looks_back,
-    fused_attention_needs_no_layer_scaling,
-    gates_are_given,
-    _only_with("no_rope_freq", ROTARY, None),
-    _only_with("rotary_seq_len_interpolation_factor", ("rope",), None),
-    _only_with("rotary_scaling_factor", ("yarn",), 1.0),
-    _only_with("yarn_original_max_position_embeddings", ("yarn",), None),
-    _only_with("yarn_beta_fast", ("yarn",), None),
-    _only_with("yarn_beta_slow", ("yarn",), None),
-    _only_with("yarn_correction_range_round_to_int", ("yarn",), True),
-    _only_with("mscale", ("yarn",), 1.0),
-    _only_with("mscale_all_dim", ("yarn",), 0.0),
-    _only_with("rotary_percent", ("rope",), 1.0),
+
+def _read_by(kinds: tuple[str, ...], *names: str) -> list[Rule]:
+    """Make notices for settings that only some kinds of rotary positions read."""
+    return idle(
+        names,
+        ("position_embedding_type", "multi_latent_attention", "rope_type"),
+        lambda run: run.model.rotary_kind in kinds,
+        lambda draft: f" with {show(draft, 'position_embedding_type')}",
+    )
+
+
+def _fields(group: type) -> tuple[str, ...]:
+    """Return the names of a group of settings without the first one, which switches them on."""
+    return tuple(field.name for field in fields(group))[1:]
+
+
+settings_are_read = (
+    *idle_without("group_query_attention", "--group-query-attention is not given", "num_query_groups"),
+    *idle_without("use_rope_scaling", "--use-rope-scaling is not given", "rope_scaling_factor"),
+    *idle_without("window_size", "--window-size is not given", "window_attn_skip_freq"),
+    *_read_by(ROTARY, "no_rope_freq"),
+    *_read_by(("rope",), "rotary_seq_len_interpolation_factor", "rotary_percent"),
+    *_read_by(
+        ("yarn",),
+        *("rotary_scaling_factor", "yarn_original_max_position_embeddings", "yarn_beta_fast", "yarn_beta_slow"),
+        *("yarn_correction_range_round_to_int", "mscale", "mscale_all_dim"),
+    ),
+    *idle_without("multi_latent_attention", "--multi-latent-attention is not given", *_fields(LatentSettings)),
+    *idle_without("use_mup", "--use-mup is not given", *_fields(MupSettings)),
+    *idle_without("mtp_num_layers", "--mtp-num-layers is not given", "mtp_loss_scaling_factor"),
+)
+
+
+latent_attention_is_without = excluded(
+    "latent_attention",
+    "multi_latent_attention",
+    lambda run: run.model.multi_latent_attention,
+    {
+        "group_query_attention": "all heads come from one latent vector already; leave it out",
+        "attention_output_gate": "its heads have no gates; leave it out",
+        "add_qkv_bias": "its projections have no biases; leave it out",
+        "qk_l2_norm": "its norms are those of the latent vectors, by --qk-layernorm; leave it out",
+        "softmax_type": "it has no sinks; leave it out",
+        "no_rope_freq": "the turned channels are part of every layer; leave it out",
+        "rotary_interleaved": "it always turns neighbouring channels; leave it out",
+        "use_rope_scaling": "its positions are stretched by --rope-type yarn and --rotary-scaling-factor; leave it out",
+        "rotary_seq_len_interpolation_factor": "its positions are stretched by --rope-type yarn; leave it out",
+    },
+    named=True,
+)
+
+
+other_families_are_without = excluded(
+    "another_family",
+    "model_family",
+    lambda run: run.model.model_family != "gpt",
+    {
+        "multi_latent_attention": "multi-latent attention is for GPT; leave it out",
+        "mtp_num_layers": "multi-token prediction is for GPT; leave it out",
+        "use_mup": "its factors are built for GPT; leave it out",
+    },
+    named=True,
+)
+
+
+@rule("multi_latent_attention", "qk_pos_emb_head_dim", "rotary_percent", "rope_type")
+def latent_positions_turn_pairs(draft: Draft) -> str:
+    model = draft.run.model
+    if not model.multi_latent_attention or (model.rotary_size >= 2 and model.rotary_size % 2 == 0):
+        return ""
+    return (
+        f"{show(draft, 'qk_pos_emb_head_dim')} with {show(draft, 'rotary_percent')} are {model.rotary_size} channels, "
+        f"and positions turn pairs; use --qk-pos-emb-head-dim {multiples(model.qk_pos_emb_head_dim, 2)} and all of them"
+    )
+
+
+@rule("multi_latent_attention", "rope_type")
+def rope_type_is_of_latent_attention(draft: Draft) -> str:
+    model = draft.run.model
+    if model.multi_latent_attention or model.rope_type in (None, "rope"):
+        return ""
+    return f"{show(draft, 'rope_type')} is of --multi-latent-attention; else use --position-embedding-type yarn"
+
+
+@notice("multi_latent_attention", "kv_channels")
+def latent_heads_have_their_own_sizes(draft: Draft) -> str:
+    if not draft.run.model.multi_latent_attention or "kv_channels" not in draft.given:
+        return ""
+    return (
+        f"{show(draft, 'kv_channels')} has no effect: the heads of --multi-latent-attention have --qk-head-dim, "
+        "--qk-pos-emb-head-dim and --v-head-dim"
+    )
+
+
+mup_is_without = excluded(
+    "mup",
+    "use_mup",
+    lambda run: run.model.use_mup,
+    {"multi_latent_attention": "its factors are built for usual attention; leave it out"},
+    named=True,
+)
+
+
+@rule("use_mup", "mup_width_mult", "mup_base_hidden_size", "hidden_size")
+def width_multiplier_follows(draft: Draft) -> str:
+    model = draft.run.model
+    given = model.mup_width_mult
+    # 1 is Megatron's default, which it replaces.
+    if not model.use_mup or given in (None, 1.0) or given == model.width_multiplier:
+        return ""
+    return (
+        f"{show(draft, 'mup_width_mult')} is not {show(draft, 'hidden_size')} / {show(draft, 'mup_base_hidden_size')}, "
+        f"which it follows from; leave it out, or use --mup-width-mult {model.width_multiplier:g}"
+    )
+
+
+@rule("use_mup", "ckpt_format", "save")
+def per_rank_files_have_one_rate(draft: Draft) -> str:
+    checkpoint = draft.run.checkpoint
+    if not draft.run.model.use_mup or checkpoint.ckpt_format != "torch" or checkpoint.save is None:
+        return ""
+    return "--ckpt-format torch is written for groups of one rate, not with --use-mup; use torch_dist"
+
+
+@notice("use_mup", "mup_base_hidden_size")
+def mup_without_a_base(draft: Draft) -> str:
+    model = draft.run.model
+    if not model.use_mup or model.mup_base_hidden_size is not None:
+        return ""
+    return (
+        "--use-mup scales no rate and no initial weight by itself; give the width of the tuned model by "
+        "--mup-base-hidden-size"
+    )
+
+
+@notice("use_mup", "init_method_xavier_uniform")
+def uniform_weights_know_their_width(draft: Draft) -> str:
+    model = draft.run.model
+    if not model.use_mup or not model.init_method_xavier_uniform:
+        return ""
+    return "--use-mup leaves the initial weights of --init-method-xavier-uniform as they are, which know their width"
+
+
+@notice("use_mup", "optimizer", "muon_scale_mode")
+def muon_has_its_scale(draft: Draft) -> str:
+    config = draft.run.optimizer
+    if not draft.run.model.use_mup or not config.orthogonalises or config.muon_scale_mode != "spectral":
+        return ""
+    return (
+        f"--use-mup with {show(draft, 'muon_scale_mode')}: the updates of Muon's matrices grow with the width; "
+        "--muon-scale-mode unit_rms_norm keeps them"
+    )
+
+
+@rule("mtp_num_layers", "seq_length")
+def there_are_tokens_to_predict(draft: Draft) -> str:
+    run = draft.run
+    if run.model.predictions < run.data.seq_length:
+        return ""
+    return (
+        f"{show(draft, 'mtp_num_layers')} looks beyond the {run.data.seq_length} tokens of a sample; give fewer layers "
+        "or a longer --seq-length"
+    )
+
+
+@rule("mtp_num_layers", "position_embedding_type", "pipeline_model_parallel_size")
+def learned_positions_stay_on_one_stage(draft: Draft) -> str:
+    model = draft.run.model
+    pipeline = draft.run.parallel.pipeline_model_parallel_size > 1
+    if not model.predictions or not pipeline or model.position_embedding_type != "learned_absolute":
+        return ""
+    return (
+        f"{show(draft, 'mtp_num_layers')} with --position-embedding-type learned_absolute and "
+        f"{show(draft, 'pipeline_model_parallel_size')}: the last stage would need a second table of positions, which "
+        "Megatron lets go its own way; use --position-embedding-type rope, or no pipeline"
+    )
+
+
+prediction_is_without = excluded(
+    "prediction",
+    "mtp_num_layers",
+    lambda run: run.model.predictions,
+    {
+        **dict.fromkeys(
+            ("window_attn_skip_freq", "no_rope_freq"),
+            "that says something of each of the --num-layers, and nothing of those behind them; leave one of them out",
+        ),
+        "use_mup": "no factor of logits is known for its layers; leave one out",
+    },
+    named=True,
 )

@@ -1,11 +1,10 @@
-"""Rules of the optimizers: what Muon and SOAP can work on, number formats of the states, rates of single groups."""
+"""Rules of the optimizers, the learning rate and weight decay."""
 
 from __future__ import annotations
 
-from megalith.config.idle import idle_without
-from megalith.config.layout_choices import MODEL_PARALLEL, SHARDING
-from megalith.config.rule import Draft, Rule, rule, show
-from megalith.config.run import all_settings
+from megalith.config.layout_rules import MODEL_PARALLEL, SHARDING
+from megalith.config.rule import Draft, Rule, exclusive, idle, idle_without, notice, rule, show
+from megalith.config.run import RunConfig
 
 COEFFICIENT_SETS = {"simple": 1, "quintic": 5, "polar_express": 8}
 """Iterations after which the coefficients of --muon-coefficient-type begin again."""
@@ -129,7 +128,7 @@ def decoupled_rate_has_its_range(draft: Draft) -> str:
     return ""
 
 
-@rule("optimizer")
+@notice("optimizer")
 def every_replica_updates_all(draft: Draft) -> str:
     if draft.run.optimizer.optimizer != "dist_muon":
         return ""
@@ -139,7 +138,7 @@ def every_replica_updates_all(draft: Draft) -> str:
     )
 
 
-@rule("use_precision_aware_optimizer", *_FORMATS)
+@notice("use_precision_aware_optimizer", *_FORMATS)
 def precision_awareness_without_formats(draft: Draft) -> str:
     config = draft.run.optimizer
     if not config.use_precision_aware_optimizer or config.stores_rounded:
@@ -150,55 +149,152 @@ def precision_awareness_without_formats(draft: Draft) -> str:
     )
 
 
-def _only_with(name: str, optimizers: tuple[str, ...]) -> Rule:
-    """A notice for a setting of one optimizer that is given with another."""
+def _read_by(optimizers: tuple[str, ...], *names: str) -> list[Rule]:
+    """Make notices for settings that only some optimizers read."""
 
-    def check(draft: Draft) -> str:
-        config = draft.run.optimizer
-        used = (config.optimizer, config.muon_scalar_optimizer if config.orthogonalises else "")
-        setting = all_settings()[name]
-        default = getattr(config, name) == setting.default
-        if name not in draft.given or default or any(optimizer in used for optimizer in optimizers):
-            return ""
-        return f"{show(draft, name)} has no effect with {show(draft, 'optimizer')}"
+    def used(run: RunConfig) -> bool:
+        config = run.optimizer
+        return config.optimizer in optimizers or (config.orthogonalises and config.muon_scalar_optimizer in optimizers)
 
-    return Rule(f"{name}_with_its_optimizer", (name, "optimizer", "muon_scalar_optimizer"), check)
+    needs = ("optimizer", "muon_scalar_optimizer")
+    return idle(names, needs, used, lambda draft: f" with {show(draft, 'optimizer')}")
 
 
-OPTIMIZER_RULES: tuple[Rule, ...] = (
-    matrices_stay_on_the_device,
-    matrices_are_seen_whole,
-    muon_has_each_key_head_once,
-    muon_uses_all_coefficients,
-    formats_are_asked_for,
-    sharded_weights_are_the_main_parameters,
-    main_parameters_beside_half_precision,
-    per_rank_files_hold_adam,
-    decoupled_rate_has_its_range,
-)
-
-OPTIMIZER_NOTICES: tuple[Rule, ...] = (
-    idle_without("optimizer_offload_fraction", "optimizer_cpu_offload", "--optimizer-cpu-offload is not given"),
-    every_replica_updates_all,
-    precision_awareness_without_formats,
-    idle_without("decoupled_min_lr", "decoupled_lr", "--decoupled-lr is not given"),
-    *(_only_with(name, ("adam", "soap")) for name in ("adam_beta1", "adam_beta2", "adam_eps")),
-    *(_only_with(name, ("soap",)) for name in ("soap_shampoo_beta", "soap_precondition_frequency")),
-    *(_only_with(name, ("lion",)) for name in ("lion_beta1", "lion_beta2")),
-    _only_with("sgd_momentum", ("sgd",)),
-    *(
-        _only_with(name, ("muon", "dist_muon", "adaptive_muon"))
-        for name in (
-            "muon_momentum",
-            "muon_nesterov",
-            "muon_split_qkv",
-            "muon_scale_mode",
-            "muon_extra_scale_factor",
-            "muon_coefficient_type",
-            "muon_num_ns_steps",
-            "muon_tp_mode",
-            "muon_fp32_matmul_prec",
-            "muon_scalar_optimizer",
-        )
+optimizer_settings_are_read = (
+    *idle_without("optimizer_cpu_offload", "--optimizer-cpu-offload is not given", "optimizer_offload_fraction"),
+    *idle_without("decoupled_lr", "--decoupled-lr is not given", "decoupled_min_lr"),
+    *_read_by(("adam", "soap"), "adam_beta1", "adam_beta2", "adam_eps"),
+    *_read_by(("soap",), "soap_shampoo_beta", "soap_precondition_frequency"),
+    *_read_by(("lion",), "lion_beta1", "lion_beta2"),
+    *_read_by(("sgd",), "sgd_momentum"),
+    *_read_by(
+        ("muon", "dist_muon", "adaptive_muon"),
+        *("muon_momentum", "muon_nesterov", "muon_split_qkv", "muon_scale_mode", "muon_extra_scale_factor"),
+        *("muon_coefficient_type", "muon_num_ns_steps", "muon_tp_mode", "muon_fp32_matmul_prec"),
+        "muon_scalar_optimizer",
     ),
 )
+
+
+_BY_ITERS = ("lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters")
+_BY_SAMPLES = ("lr_decay_samples", "lr_warmup_samples", "lr_wsd_decay_samples")
+
+
+@rule("train_iters", "train_samples", *_BY_ITERS, *_BY_SAMPLES)
+def schedule_counts_as_the_run_does(draft: Draft) -> str:
+    train, schedule = draft.run.train, draft.run.schedule
+    if (train.train_iters is None) == (train.train_samples is None):
+        return ""
+    by_iters = train.train_iters is not None
+    wrong, right = (_BY_SAMPLES, "iters") if by_iters else (_BY_ITERS, "samples")
+    shown = [show(draft, name) for name in wrong if getattr(schedule, name)]
+    if not shown:
+        return ""
+    length = "train_iters" if by_iters else "train_samples"
+    return f"{', '.join(shown)}: the run is counted by {show(draft, length)}; use the -{right} flags of the schedule"
+
+
+@rule("min_lr", "lr")
+def lowest_rate_is_not_above_the_peak(draft: Draft) -> str:
+    schedule = draft.run.schedule
+    if schedule.min_lr <= schedule.lr:
+        return ""
+    return f"{show(draft, 'min_lr')} is above {show(draft, 'lr')}; use --min-lr of at most {schedule.lr:g}"
+
+
+@rule("lr_warmup_init", "lr")
+def warm_up_rises(draft: Draft) -> str:
+    schedule = draft.run.schedule
+    if schedule.lr_warmup_init <= schedule.lr:
+        return ""
+    return (
+        f"{show(draft, 'lr_warmup_init')} is above {show(draft, 'lr')}; use --lr-warmup-init of at most {schedule.lr:g}"
+    )
+
+
+@rule("lr_warmup_fraction", "lr_warmup_iters", "lr_warmup_samples")
+def one_length_of_the_warm_up(draft: Draft) -> str:
+    schedule = draft.run.schedule
+    if schedule.lr_warmup_fraction is None:
+        return ""
+    others = [name for name in ("lr_warmup_iters", "lr_warmup_samples") if getattr(schedule, name)]
+    if not others:
+        return ""
+    return f"{show(draft, 'lr_warmup_fraction')} and {show(draft, others[0])} exclude each other; use one of them"
+
+
+def _decay_length(draft: Draft) -> tuple[int, str, str] | None:
+    """Length of the decay, its unit and where it comes from; None when the run has no single length."""
+    train, schedule = draft.run.train, draft.run.schedule
+    if (train.train_iters is None) == (train.train_samples is None):
+        return None
+    unit = "iters" if train.train_iters is not None else "samples"
+    for name, value in (
+        (f"lr_decay_{unit}", getattr(schedule, f"lr_decay_{unit}")),
+        (f"train_{unit}", getattr(train, f"train_{unit}")),
+    ):
+        if value is not None:
+            return value, unit, show(draft, name)
+    return None
+
+
+@rule("train_iters", "train_samples", *_BY_ITERS, *_BY_SAMPLES)
+def warm_up_ends_before_the_decay_does(draft: Draft) -> str:
+    decay = _decay_length(draft)
+    if decay is None:
+        return ""
+    length, unit, source = decay
+    if getattr(draft.run.schedule, f"lr_warmup_{unit}") < length:
+        return ""
+    return (
+        f"{show(draft, f'lr_warmup_{unit}')} is not below the length of the decay, {length} {unit} ({source}); "
+        f"use at most {length - 1}, or a longer --lr-decay-{unit}"
+    )
+
+
+@rule("lr_decay_style", "train_iters", "train_samples", *_BY_ITERS, *_BY_SAMPLES)
+def wsd_has_a_final_decay(draft: Draft) -> str:
+    decay = _decay_length(draft)
+    if draft.run.schedule.lr_decay_style != "WSD" or decay is None:
+        return ""
+    length, unit, source = decay
+    final = getattr(draft.run.schedule, f"lr_wsd_decay_{unit}")
+    if final is None:
+        return f"--lr-decay-style WSD requires --lr-wsd-decay-{unit}, the length of the final decay (at most {length})"
+    if final > length:
+        return f"{show(draft, f'lr_wsd_decay_{unit}')} is longer than the schedule, {source}; use at most {length}"
+    return ""
+
+
+one_source_of_the_schedule_on_resume = exclusive(
+    "override_opt_param_scheduler",
+    "use_checkpoint_opt_param_scheduler",
+    "exclude each other: one takes the schedule from the flags, the other from the checkpoint; use one of them",
+)
+
+
+@rule("weight_decay_incr_style", "start_weight_decay", "end_weight_decay")
+def growing_weight_decay_has_two_ends(draft: Draft) -> str:
+    optimizer = draft.run.optimizer
+    ends = (optimizer.start_weight_decay, optimizer.end_weight_decay)
+    style = show(draft, "weight_decay_incr_style")
+    if optimizer.weight_decay_incr_style == "constant":
+        given = [name for name in ("start_weight_decay", "end_weight_decay") if getattr(optimizer, name) is not None]
+        if not given:
+            return ""
+        shown = ", ".join(show(draft, name) for name in given)
+        return f"{shown} with {style}: use --weight-decay-incr-style linear or cosine, or --weight-decay alone"
+    if None in ends:
+        return f"{style} requires both --start-weight-decay and --end-weight-decay"
+    if ends[0] is not None and ends[1] is not None and ends[0] > ends[1]:
+        return f"{show(draft, 'start_weight_decay')} is above {show(draft, 'end_weight_decay')}; exchange them"
+    return ""
+
+
+@notice("lr_decay_style")
+def wsd_settings_without_wsd(draft: Draft) -> str:
+    names = ("lr_wsd_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples")
+    shown = [show(draft, name) for name in names if name in draft.given]
+    if draft.run.schedule.lr_decay_style == "WSD" or not shown:
+        return ""
+    return f"{', '.join(shown)}: no effect without --lr-decay-style WSD"

@@ -1,10 +1,15 @@
-"""What a rule is: a predicate over the whole configuration with the message of its violation."""
+"""Rules across settings: predicates over the whole configuration, each with the message of its violation.
+
+A notice is a rule whose message is no violation, but says what has no effect.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from typing import Any
 
+from megalith.config.fields import Setting
 from megalith.config.run import RunConfig, all_settings
 
 
@@ -23,28 +28,117 @@ class Draft:
 
 @dataclass(frozen=True)
 class Rule:
-    """A predicate over a draft; `check` returns the message of the violation or an empty text."""
+    """A predicate over a draft.
+
+    Attributes:
+        name: what holds where it is not violated.
+        needs: settings that it reads.
+        check: returns the message of the violation or an empty text.
+        notice: whether its message is a note instead of a violation.
+    """
 
     name: str
     needs: tuple[str, ...]
     check: Callable[[Draft], str]
+    notice: bool = False
 
     def broken(self, draft: Draft, unusable: Collection[str]) -> str:
-        """The message if the rule is violated, else an empty text; empty too when a needed setting is unusable."""
+        """Return the message if the rule is violated, else an empty text, as when a needed setting is unusable."""
         return "" if any(name in unusable for name in self.needs) else self.check(draft)
 
 
-def rule(*needs: str) -> Callable[[Callable[[Draft], str]], Rule]:
+def rule(*needs: str, notice: bool = False) -> Callable[[Callable[[Draft], str]], Rule]:
     """Make a rule of a predicate that reads the settings `needs`; its message is empty where it holds."""
     unknown = [name for name in needs if name not in all_settings()]
     assert not unknown, f"rules name settings that do not exist: {unknown}"
-    return lambda check: Rule(check.__name__, needs, check)
+    return lambda check: Rule(check.__name__, needs, check, notice)
+
+
+def notice(*needs: str) -> Callable[[Callable[[Draft], str]], Rule]:
+    """Make a notice of a predicate, as `rule` makes a rule."""
+    return rule(*needs, notice=True)
+
+
+def exclusive(one: str, other: str, why: str = "exclude each other; use one of them") -> Rule:
+    """Make the rule that two switches are not both on; the message completes `--one and --other ...`."""
+
+    def check(draft: Draft) -> str:
+        both = value_of(draft, one) and value_of(draft, other)
+        return f"{all_settings()[one].positive_flag} and {all_settings()[other].positive_flag} {why}" if both else ""
+
+    return Rule(f"{one}_or_{other}", (one, other), check)
+
+
+def excluded(
+    kind: str, switch: str, where: Callable[[RunConfig], Any], reasons: Mapping[str, str], *, named: bool = False
+) -> list[Rule]:
+    """Make rules against settings that a kind of run has no use for.
+
+    Args:
+        kind: of run, for the names of the rules.
+        switch: the setting that decides `where`.
+        where: whether a run is of that kind.
+        reasons: setting -> why it may not differ from its default, and what to do instead.
+        named: whether the messages name the switch, too.
+    """
+
+    def make(name: str, why: str) -> Rule:
+        def check(draft: Draft) -> str:
+            value = value_of(draft, name)
+            used = value and value != all_settings()[name].default
+            head = f"{show(draft, switch)} with " if named else ""
+            return f"{head}{show(draft, name)}: {why}" if used and where(draft.run) else ""
+
+        return Rule(f"{kind}_is_without_{name}", (switch, name), check)
+
+    return [make(name, why) for name, why in reasons.items()]
+
+
+def idle(
+    names: Collection[str], needs: tuple[str, ...], used: Callable[[RunConfig], Any], why: Callable[[Draft], str]
+) -> list[Rule]:
+    """Make notices for settings that differ from their defaults in a run that does not read them.
+
+    Args:
+        names: the settings.
+        needs: others, which decide `used`.
+        used: whether a run reads them.
+        why: the reason, which completes `--name value has no effect`.
+    """
+
+    def make(setting: Setting) -> Rule:
+        def check(draft: Draft) -> str:
+            is_idle = value_of(draft, setting.name) != setting.default and not used(draft.run)
+            return f"{show(draft, setting.name)} has no effect{why(draft)}" if is_idle else ""
+
+        return Rule(f"{setting.name}_is_read", (setting.name, *needs), check, notice=True)
+
+    return [make(all_settings()[name]) for name in names]
+
+
+def idle_without(other: str, why: str, *names: str) -> list[Rule]:
+    """Make notices for settings that are given while the one that they serve, `other`, is not."""
+
+    def make(name: str) -> Rule:
+        def check(draft: Draft) -> str:
+            if name not in draft.given or value_of(draft, name) in (False, None) or value_of(draft, other):
+                return ""
+            return f"{show(draft, name)} has no effect: {why}"
+
+        return Rule(f"{name}_needs_{other}", (name, other), check, notice=True)
+
+    return [make(name) for name in names]
+
+
+def value_of(draft: Draft, name: str) -> Any:
+    """Return the value of a setting by its name alone."""
+    return getattr(getattr(draft.run, all_settings()[name].group), name)
 
 
 def show(draft: Draft, name: str) -> str:
     """A setting as the user writes it, such as `--hidden-size 1000`; a default is marked as such."""
     setting = all_settings()[name]
-    value = getattr(getattr(draft.run, setting.group), name)
+    value = value_of(draft, name)
     text = " ".join(map(str, value)) if setting.many else f"{value:g}" if isinstance(value, float) else str(value)
     words = setting.positive_flag if value is True else f"{setting.positive_flag} {text}".rstrip()
     if value is False:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from megalith.config.groups import ModelConfig, ParallelConfig, PrecisionConfig, TokenizerConfig
-from megalith.config.patterns import read_pattern, read_window
 from megalith.config.run import RunConfig, all_settings
+from megalith.config.values import read_pattern, read_window
 
 # What this version never varies and Megatron's `--use-checkpoint-args` and converters ask for by name.
 _CONSTANTS: dict[str, Any] = {

@@ -1,21 +1,16 @@
-"""Rules of the training itself: number formats, batch and length."""
+"""Rules of the training itself: precision, batch, length and activation recomputation."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import dropwhile
 
-from megalith.config.idle import idle_without
 from megalith.config.layout_rules import MODEL_PARALLEL
-from megalith.config.rule import Draft, Rule, divisors, multiples, rule, show
+from megalith.config.rule import Draft, Rule, divisors, exclusive, idle_without, multiples, notice, rule, show
 from megalith.config.run import RunConfig
 from megalith.schedules.batch_size import Stage, read_steps, stepped
 
-
-@rule("fp16", "bf16")
-def one_half_precision(draft: Draft) -> str:
-    precision = draft.run.precision
-    return "--fp16 and --bf16 exclude each other; use one of them" if precision.fp16 and precision.bf16 else ""
+one_half_precision = exclusive("fp16", "bf16")
 
 
 @rule("initial_loss_scale", "min_loss_scale")
@@ -194,12 +189,7 @@ def micro_batches_fill_an_evaluation(draft: Draft) -> str:
     )
 
 
-@rule("grad_reduce_in_bf16", "accumulate_allreduce_grads_in_fp32")
-def one_number_format_of_gradients(draft: Draft) -> str:
-    precision = draft.run.precision
-    if not (precision.grad_reduce_in_bf16 and precision.accumulate_allreduce_grads_in_fp32):
-        return ""
-    return "--grad-reduce-in-bf16 and --accumulate-allreduce-grads-in-fp32 exclude each other; use one of them"
+one_precision_of_gradients = exclusive("grad_reduce_in_bf16", "accumulate_allreduce_grads_in_fp32")
 
 
 def _format_of_gradients(name: str) -> Rule:
@@ -226,7 +216,7 @@ def _format_of_gradients(name: str) -> Rule:
     return Rule(f"gradients_have_{name}", check.needs, check.check)
 
 
-@rule("loss_scale", "fp16", "bf16")
+@notice("loss_scale", "fp16", "bf16")
 def loss_scale_without_half_precision(draft: Draft) -> str:
     precision = draft.run.precision
     if precision.loss_scale is None or precision.fp16 or precision.bf16:
@@ -234,7 +224,7 @@ def loss_scale_without_half_precision(draft: Draft) -> str:
     return f"{show(draft, 'loss_scale')} has no effect: the loss is scaled only under --fp16 or --bf16"
 
 
-@rule("nan_policy", "rerun_mode", "check_for_nan_in_loss_and_grad", "fp16", "loss_scale")
+@notice("nan_policy", "rerun_mode", "check_for_nan_in_loss_and_grad", "fp16", "loss_scale")
 def policy_without_checks(draft: Draft) -> str:
     precision = draft.run.precision
     checks = precision.stop_on_nan or precision.check_for_spiky_loss or precision.check_for_large_grads
@@ -245,7 +235,7 @@ def policy_without_checks(draft: Draft) -> str:
     return f"{show(draft, given[0])} has no effect on losses that are not finite: {why}"
 
 
-@rule("error_injection_rate", "rerun_mode")
+@notice("error_injection_rate", "rerun_mode")
 def injection_needs_validation(draft: Draft) -> str:
     precision = draft.run.precision
     if not precision.error_injection_rate or precision.rerun_mode != "disabled":
@@ -253,7 +243,7 @@ def injection_needs_validation(draft: Draft) -> str:
     return f"{show(draft, 'error_injection_rate')} has no effect with {show(draft, 'rerun_mode')}"
 
 
-@rule("iterations_to_skip", "train_iters")
+@notice("iterations_to_skip", "train_iters")
 def skipped_iterations_are_in_the_run(draft: Draft) -> str:
     train = draft.run.train
     beyond = [number for number in train.iterations_to_skip if train.train_iters and number >= train.train_iters]
@@ -294,7 +284,7 @@ def phases_have_one_batch_size(draft: Draft) -> str:
     )
 
 
-@rule("phase_transition_iterations", "save")
+@notice("phase_transition_iterations", "save")
 def the_next_phase_needs_a_checkpoint(draft: Draft) -> str:
     if not draft.run.train.phase_ends or draft.run.checkpoint.save:
         return ""
@@ -304,33 +294,110 @@ def the_next_phase_needs_a_checkpoint(draft: Draft) -> str:
     )
 
 
-TRAINING_RULES: tuple[Rule, ...] = (
-    phases_end_in_the_run,
-    phases_have_one_batch_size,
-    one_half_precision,
-    loss_scale_starts_above_its_minimum,
-    micro_batches_fill_the_global_batch,
-    one_length_of_the_run,
-    samples_make_at_least_one_step,
-    ramp_leads_to_the_global_batch,
-    one_schedule_of_the_batch_size,
-    micro_batches_fill_every_batch,
-    micro_batches_fill_an_evaluation,
-    one_number_format_of_gradients,
+gradients_are_kept_as_asked = (
     _format_of_gradients("megatron_fsdp_main_grads_dtype"),
     _format_of_gradients("megatron_fsdp_grad_comm_dtype"),
 )
 
-TRAINING_NOTICES: tuple[Rule, ...] = (
-    loss_scale_without_half_precision,
-    policy_without_checks,
-    injection_needs_validation,
-    the_next_phase_needs_a_checkpoint,
-    skipped_iterations_are_in_the_run,
-    idle_without("grad_reduce_in_bf16", "bf16", "it is for --bf16; under --fp16 gradients are fp16 by themselves"),
-    idle_without("error_injection_type", "error_injection_rate", "--error-injection-rate is not given"),
-    *(
-        idle_without(name, "fp16", "the loss scale moves only under --fp16")
-        for name in ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+training_settings_are_read = (
+    *idle_without("bf16", "it is for --bf16; under --fp16 gradients are fp16 by themselves", "grad_reduce_in_bf16"),
+    *idle_without("error_injection_rate", "--error-injection-rate is not given", "error_injection_type"),
+    *idle_without(
+        "fp16",
+        "the loss scale moves only under --fp16",
+        *("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"),
     ),
 )
+
+
+_DETAILS = ("recompute_method", "recompute_num_layers")
+
+
+def _given(draft: Draft) -> list[str]:
+    return [name for name in _DETAILS if getattr(draft.run.train, name) is not None]
+
+
+@rule("recompute_granularity", *_DETAILS)
+def whole_layers_are_recomputed_by_a_method(draft: Draft) -> str:
+    given = _given(draft)
+    if draft.run.train.recompute_granularity != "full" or len(given) == len(_DETAILS):
+        return ""
+    missing = {
+        "recompute_method": "--recompute-method uniform (all layers, in groups) or block (the first of each stage)",
+        "recompute_num_layers": "--recompute-num-layers N (layers of a group, or from the first on; 1 was the default "
+        "of older Megatron versions)",
+    }
+    lacking = " and ".join(text for name, text in missing.items() if name not in given)
+    return f"--recompute-granularity full requires {lacking}"
+
+
+@rule("recompute_granularity", *_DETAILS)
+def selective_recomputation_has_no_method(draft: Draft) -> str:
+    given = _given(draft)
+    if draft.run.train.recompute_granularity != "selective" or not given:
+        return ""
+    return (
+        f"{' and '.join(show(draft, name) for name in given)} with --recompute-granularity selective: whole layers are "
+        "recomputed by --recompute-granularity full"
+    )
+
+
+@rule("recompute_granularity", "moe_layer_recompute")
+def experts_are_recomputed_once(draft: Draft) -> str:
+    train = draft.run.train
+    if not train.moe_layer_recompute or train.recompute_granularity != "full":
+        return ""
+    return "--moe-layer-recompute with --recompute-granularity full, which recomputes experts too; leave it out"
+
+
+@notice("recompute_granularity", "recompute_modules", "attention_backend", "transformer_impl", "model_family")
+def fused_attention_keeps_no_scores(draft: Draft) -> str:
+    train, model = draft.run.train, draft.run.model
+    named = ("core_attn",) if train.recompute_modules is None else train.recompute_modules
+    if train.recompute_granularity != "selective" or "core_attn" not in named:
+        return ""
+    if model.keeps_weights_of_attention:
+        return ""
+    return (
+        "selective recomputation of core_attn needs nothing here: fused attention stores no scores, which is what it "
+        "would save; the numbers are the same"
+    )
+
+
+@notice("recompute_modules", "moe_layer_recompute", "num_experts")
+def experts_are_there_to_be_recomputed(draft: Draft) -> str:
+    run = draft.run
+    if run.model.mixture or run.train.recomputed_parts.isdisjoint({"moe", "moe_act", "shared_experts"}):
+        return ""
+    name = "moe_layer_recompute" if run.train.moe_layer_recompute else "recompute_modules"
+    return f"{show(draft, name)}: there are no experts to recompute without --num-experts"
+
+
+@notice("recompute_modules", "moe_shared_expert_intermediate_size")
+def shared_experts_are_there_to_be_recomputed(draft: Draft) -> str:
+    model = draft.run.model
+    lacking = model.mixture and model.moe_shared_expert_intermediate_size is None
+    if not lacking or "shared_experts" not in draft.run.train.recomputed_parts:
+        return ""
+    return (
+        f"{show(draft, 'recompute_modules')}: there are no shared experts without --moe-shared-expert-intermediate-size"
+    )
+
+
+@notice("recompute_modules", "multi_latent_attention")
+def latent_heads_are_there_to_be_recomputed(draft: Draft) -> str:
+    run = draft.run
+    if run.model.multi_latent_attention or "mla_up_proj" not in run.train.recomputed_parts:
+        return ""
+    return f"{show(draft, 'recompute_modules')}: mla_up_proj is a part of --multi-latent-attention alone"
+
+
+@notice("recompute_granularity", "recompute_modules", "moe_layer_recompute")
+def modules_are_recomputed_selectively(draft: Draft) -> str:
+    train = draft.run.train
+    if train.recompute_modules is None or train.recompute_granularity == "selective" or train.moe_layer_recompute:
+        return ""
+    return f"{show(draft, 'recompute_modules')} has no effect without --recompute-granularity selective"
+
+
+recomputation_is_on = idle_without("recompute_granularity", "--recompute-granularity is not given", *_DETAILS)

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from megalith.config import load
-from megalith.config.file_rules import FILE_RULES
 from megalith.config.rule import Draft, Rule
-from megalith.config.rules import RULES
+from megalith.config.rules import FILE_RULES, RULES
 from megalith.errors import ConfigError
 
 GOOD = {
@@ -636,7 +635,7 @@ TABLE: list[tuple[str, tuple[str, ...]]] = [
     (f"{_T5} --softmax-type off-by-one", ("T5 has no attention sinks",)),
     (f"{_T5} --attention-output-gate", ("T5 has no gates of heads",)),
     # multi-token prediction
-    (f"{_T5} --mtp-num-layers 1", ("--mtp-num-layers 1 is for GPT",)),
+    (f"{_T5} --mtp-num-layers 1", ("--mtp-num-layers 1", "is for GPT")),
     ("--mtp-num-layers 64", ("--mtp-num-layers 64 looks beyond the 64 tokens",)),
     ("--mtp-num-layers -1", ("--mtp-num-layers -1: must be at least 0",)),
     (
@@ -654,7 +653,8 @@ TABLE: list[tuple[str, tuple[str, ...]]] = [
     ("--mtp-num-layers 1 --use-mup", ("--mtp-num-layers 1 with --use-mup", "leave one out")),
     ("--mtp-use-repeated-layer", ("this variant of multi-token prediction is not built",)),
     # multi-latent attention
-    (f"{_T5} --multi-latent-attention", ("--multi-latent-attention is for GPT",)),
+    (f"{_T5} --multi-latent-attention", ("--multi-latent-attention", "is for GPT")),
+    (f"{_T5} --use-mup", ("--use-mup", "GPT")),
     (f"{_LATENT} --qk-pos-emb-head-dim 7", ("--qk-pos-emb-head-dim 7", "positions turn pairs", "6 or 8")),
     ("--rope-type yarn", ("--rope-type yarn is of --multi-latent-attention", "--position-embedding-type yarn")),
     (f"{_LATENT} --group-query-attention", ("with --group-query-attention", "one latent vector")),
@@ -679,6 +679,7 @@ TABLE: list[tuple[str, tuple[str, ...]]] = [
         ("T5 learns from text in sentences", "--split-sentences"),
     ),
     (f"{_T5} --reset-attention-mask", ("--reset-attention-mask: a sample of T5 is from one document",)),
+    (f"{_T5} --dataloader-inter-document-masking", ("--dataloader-inter-document-masking: a sample of T5",)),
     # BERT
     (
         "-mock-data --data-path {data}/real --model-family bert",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megalith.config.patterns import of_layers, read_pattern, read_window
+from megalith.config.values import of_layers, read_pattern, read_window
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from megalith.config import ModelConfig
-from megalith.config.patterns import read_pattern
+from megalith.config.values import read_pattern
 from megalith.errors import LayoutError
 
 _LAYER_NAME = re.compile(r"(encoder|decoder)\.layers\.(\d+)\.(.+)")

@@ -6,8 +6,6 @@ from dataclasses import dataclass, fields
 
 from megalith.config.fields import setting
 
-_WORK_DATA = "the complete data path"
-
 
 @dataclass(frozen=True)
 class DataConfig:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megalith.config.fields import setting
-from megalith.config.patterns import read_pattern
+from megalith.config.values import read_pattern
 
 _BY_CHOICE = ("sinkhorn", "quantile_balancing")
 _KERNELS = "which kernels move and multiply tokens is decided here, and the numbers do not change"

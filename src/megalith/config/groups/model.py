@@ -1,4 +1,4 @@
-"""The settings of the architecture."""
+"""The settings of the architecture: of every model, of multi-latent attention, muP and multi-token prediction."""
 
 from __future__ import annotations
 
@@ -6,10 +6,83 @@ from dataclasses import dataclass
 
 from megalith.config.fields import setting
 from megalith.config.groups.experts import ExpertSettings
-from megalith.config.groups.latent import LatentSettings
-from megalith.config.groups.mup import MupSettings
-from megalith.config.groups.prediction import PredictionSettings
-from megalith.config.patterns import of_layers, read_pattern, read_window
+from megalith.config.values import of_layers, read_pattern, read_window
+
+
+@dataclass(frozen=True, kw_only=True)
+class MupSettings:
+    """Weights, rates and factors by the width of the model, so that what was tuned on a narrow one suits a wide one.
+
+    Source: Yang et al. 2022, arXiv:2203.03466; which factor acts where is Megatron's choice.
+    """
+
+    use_mup: bool = setting(
+        False,
+        help="maximal update parametrisation: initial weights, rates and factors that fit any width once they are "
+        "tuned at --mup-base-hidden-size",
+    )
+    mup_base_hidden_size: int | None = setting(
+        None, help="width that rates and initial weights are meant for; --hidden-size unless given", at_least=1
+    )
+    mup_width_mult: float | None = setting(
+        None, help="--hidden-size / --mup-base-hidden-size, which it follows from by itself", above=0
+    )
+    mup_base_head_dim: float | None = setting(
+        None, help="attention scores get the factor sqrt(this) / head size; 1 / head size unless given", above=0
+    )
+    mup_attn_scale_power: float = setting(1.0, help="power of the head size that attention scores are divided by")
+    mup_embedding_mult: float = setting(1.0, help="factor of embeddings", above=0)
+    mup_output_mult: float = setting(
+        1.0, help="factor of logits; --mup-base-hidden-size / --hidden-size unless given", above=0
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentSettings:
+    """Attention whose queries, keys and values come from small latent vectors (DeepSeek-V2, arXiv:2405.04434)."""
+
+    multi_latent_attention: bool = setting(
+        False, help="queries, keys and values of each head out of a small latent vector, as in DeepSeek-V2 and V3"
+    )
+    q_lora_rank: int | None = setting(
+        None, help="size of the latent vector of queries; they are made directly unless given", at_least=1
+    )
+    kv_lora_rank: int = setting(32, help="size of the latent vector of keys and values", at_least=1)
+    qk_head_dim: int = setting(128, help="channels of a query or key head that positions do not turn", at_least=1)
+    qk_pos_emb_head_dim: int = setting(
+        64, help="channels of it that they turn, of keys shared by all heads", at_least=2
+    )
+    v_head_dim: int = setting(128, help="size of a value head", at_least=1)
+    rope_type: str | None = setting(
+        None,
+        help="how positions turn the heads of multi-latent attention; yarn unless given",
+        choices=("rope", "yarn"),
+    )
+
+    @property
+    def latent_query_size(self) -> int:
+        """Size of a query or key head of multi-latent attention."""
+        return self.qk_head_dim + self.qk_pos_emb_head_dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictionSettings:
+    """Layers behind the last one that predict the tokens after the next (DeepSeek-V3, arXiv:2412.19437)."""
+
+    mtp_num_layers: int | None = setting(
+        None,
+        help="layers of multi-token prediction, one for each further token; none unless given",
+        unit="layers",
+        at_least=0,
+    )
+    mtp_loss_scaling_factor: float = setting(
+        0.1, help="what the mean of the losses of these layers is multiplied by", at_least=0
+    )
+
+    @property
+    def predictions(self) -> int:
+        """Tokens after the next one that are predicted in training."""
+        return self.mtp_num_layers or 0
 
 
 @dataclass(frozen=True)

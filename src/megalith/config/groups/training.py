@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from megalith.config.fields import setting
 
-_WORK_TRAINING = "the complete training options"
-
 
 @dataclass(frozen=True)
 class PrecisionConfig:

@@ -1,9 +1,8 @@
-"""Rules of saving: in the background, how many checkpoints stay, and those for a restart only."""
+"""Rules of what a run writes: checkpoints, logs, profiles."""
 
 from __future__ import annotations
 
-from megalith.config.idle import idle_without
-from megalith.config.rule import Draft, Rule, multiples, rule, show
+from megalith.config.rule import Draft, Rule, idle, idle_without, multiples, notice, rule, show
 
 
 @rule("async_save", "ckpt_format")
@@ -75,20 +74,7 @@ def saving_has_an_interval(draft: Draft) -> str:
     return f"{show(draft, 'save')} requires --save-interval N, the iterations between checkpoints"
 
 
-def _folder_of(kind: str) -> Rule:
-    """A notice for the folder of a kind of checkpoints that are not saved."""
-    name = f"non_persistent_{kind}_ckpt_dir"
-
-    def check(draft: Draft) -> str:
-        checkpoint = draft.run.checkpoint
-        if getattr(checkpoint, name) is None or checkpoint.non_persistent_ckpt_type == kind:
-            return ""
-        return f"{show(draft, name)} has no effect: --non-persistent-ckpt-type {kind} is not given"
-
-    return Rule(f"{name}_needs_its_type", (name, "non_persistent_ckpt_type"), check)
-
-
-@rule("use_tokenizer_model_from_checkpoint_args", "use_checkpoint_args", "use_mp_args_from_checkpoint_args")
+@notice("use_tokenizer_model_from_checkpoint_args", "use_checkpoint_args", "use_mp_args_from_checkpoint_args")
 def only_what_is_taken_can_be_left_out(draft: Draft) -> str:
     checkpoint = draft.run.checkpoint
     if (
@@ -103,27 +89,95 @@ def only_what_is_taken_can_be_left_out(draft: Draft) -> str:
     )
 
 
-CHECKPOINT_RULES: tuple[Rule, ...] = (
-    saving_has_an_interval,
-    saving_beside_the_training_is_for_torch_dist,
-    retained_checkpoints_are_saved_ones,
-    non_persistent_saves_have_a_type,
-    non_persistent_saves_outlive_the_processes,
-    a_conversion_has_a_source_and_a_place,
-)
-CHECKPOINT_NOTICES: tuple[Rule, ...] = (
-    *(
-        idle_without(name, "save", "nothing is saved without --save")
-        for name in (
-            *("save_interval", "no_save_optim", "no_save_rng", "async_save", "save_retain_interval", "keep_last"),
-            "non_persistent_save_interval",
-        )
+def _folder_of(kind: str) -> list[Rule]:
+    """Make the notice for the folder of a kind of checkpoints that are not saved."""
+    return idle(
+        (f"non_persistent_{kind}_ckpt_dir",),
+        ("non_persistent_ckpt_type",),
+        lambda run: run.checkpoint.non_persistent_ckpt_type == kind,
+        lambda draft: f": --non-persistent-ckpt-type {kind} is not given",
+    )
+
+
+checkpoint_settings_are_read = (
+    *idle_without(
+        "save",
+        "nothing is saved without --save",
+        *("save_interval", "no_save_optim", "no_save_rng", "async_save", "save_retain_interval", "keep_last"),
+        "non_persistent_save_interval",
     ),
-    _folder_of("global"),
-    _folder_of("local"),
-    only_what_is_taken_can_be_left_out,
-    *(
-        idle_without(name, "load", "nothing is loaded without --load")
-        for name in ("ckpt_step", "no_load_optim", "no_load_rng", "finetune", "exit_on_missing_checkpoint")
+    *_folder_of("global"),
+    *_folder_of("local"),
+    *idle_without(
+        "load",
+        "nothing is loaded without --load",
+        *("ckpt_step", "no_load_optim", "no_load_rng", "finetune", "exit_on_missing_checkpoint"),
+    ),
+)
+
+
+@rule("log_memory_interval", "log_interval")
+def memory_is_printed_with_a_line(draft: Draft) -> str:
+    log = draft.run.log
+    if log.log_memory_interval is None or log.log_memory_interval % log.log_interval == 0:
+        return ""
+    return (
+        f"{show(draft, 'log_memory_interval')} is no multiple of {show(draft, 'log_interval')}; "
+        f"nearest: {multiples(log.log_memory_interval, log.log_interval)}"
+    )
+
+
+@rule("profile", "profile_step_start", "profile_step_end")
+def the_profile_ends_behind_its_start(draft: Draft) -> str:
+    log = draft.run.log
+    if not log.profile or log.profile_step_start < log.profile_step_end:
+        return ""
+    return (
+        f"{show(draft, 'profile_step_end')} is not above {show(draft, 'profile_step_start')}; "
+        f"use at least {log.profile_step_start + 1}"
+    )
+
+
+@rule("profile_ranks", "world_size")
+def profiled_ranks_exist(draft: Draft) -> str:
+    world = draft.run.launch.world_size
+    if draft.run.launch.nproc is not None or all(rank < world for rank in draft.run.log.profile_ranks):
+        return ""
+    return f"{show(draft, 'profile_ranks')}: ranks are 0 to {world - 1}"
+
+
+@rule("wandb_project", "wandb_exp_name")
+def a_project_of_wandb_has_a_run_name(draft: Draft) -> str:
+    log = draft.run.log
+    if not log.wandb_project or log.wandb_exp_name:
+        return ""
+    return f"{show(draft, 'wandb_project')} requires --wandb-exp-name NAME, the name of the run"
+
+
+@notice("tensorboard_dir", "wandb_project")
+def records_without_a_place(draft: Draft) -> str:
+    names = (
+        "log_timers_to_tensorboard",
+        "log_validation_ppl_to_tensorboard",
+        "log_memory_to_tensorboard",
+        "log_world_size_to_tensorboard",
+        "tensorboard_log_interval",
+    )
+    shown = [show(draft, name) for name in names if name in draft.given and getattr(draft.run.log, name)]
+    if draft.run.log.tensorboard_dir or draft.run.log.wandb_project or not shown:
+        return ""
+    return f"{', '.join(shown)}: no effect without --tensorboard-dir or --wandb-project (metrics.jsonl has it all)"
+
+
+log_settings_are_read = (
+    *idle_without("tensorboard_dir", "--tensorboard-dir is not given", "tensorboard_queue_size"),
+    *idle_without("save", "progress.txt is written in the folder of --save", "log_progress"),
+    *idle_without("record_memory_history", "--record-memory-history is not given", "memory_snapshot_path"),
+    *idle_without("wandb_project", "--wandb-project is not given", "wandb_exp_name", "wandb_save_dir", "wandb_entity"),
+    *idle_without(
+        "profile",
+        "--profile is not given",
+        *("profile_step_start", "profile_step_end", "profile_ranks", "use_pytorch_profiler"),
+        *("pytorch_profiler_collect_shapes", "pytorch_profiler_collect_callstack"),
     ),
 )

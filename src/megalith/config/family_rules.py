@@ -1,0 +1,205 @@
+"""Rules of BERT and T5: what they need, and what of GPT they do not have."""
+
+from __future__ import annotations
+
+from megalith.config.rule import Draft, excluded, idle, multiples, notice, rule, show
+from megalith.config.run import RunConfig
+
+SHORTEST_SAMPLE = 8  # tokens: three special ones, and a few words on either side
+_WORD_PIECES = ("BertWordPieceLowerCase", "BertWordPieceCase")
+_NUMBERED = (*_WORD_PIECES, "SentencePieceTokenizer")
+_WITH_SENTINELS = (*_NUMBERED, "HuggingFaceTokenizer")  # the last one has those that its folder names
+
+
+def _is_bert(run: RunConfig) -> bool:
+    return run.model.model_family == "bert"
+
+
+def _is_t5(run: RunConfig) -> bool:
+    return run.model.model_family == "t5"
+
+
+@rule("model_family", "tokenizer_type")
+def bert_has_word_pieces(draft: Draft) -> str:
+    if not _is_bert(draft.run) or draft.run.tokenizer.tokenizer_type in _WORD_PIECES:
+        return ""
+    return (
+        f"{show(draft, 'tokenizer_type')} has no [CLS], [SEP] and [MASK] and does not say which pieces go on a word; "
+        f"BERT needs --tokenizer-type {' or '.join(_WORD_PIECES)}"
+    )
+
+
+@rule("model_family", "seq_length")
+def a_sample_of_bert_has_words(draft: Draft) -> str:
+    if not _is_bert(draft.run) or draft.run.data.seq_length >= SHORTEST_SAMPLE:
+        return ""
+    return f"{show(draft, 'seq_length')}: three tokens of a sample of BERT are special; use at least {SHORTEST_SAMPLE}"
+
+
+_CAUSAL = "context parallelism is for causal attention; use --tensor-model-parallel-size with --sequence-parallel"
+_SENTENCES = (
+    "learns from text in sentences; give --data-path, the prefix of a dataset of megalith preprocess --split-sentences"
+)
+
+bert_is_without = excluded(
+    "bert",
+    "model_family",
+    _is_bert,
+    {
+        "context_parallel_size": _CAUSAL,
+        "num_experts": "mixtures of experts are for GPT; leave it out",
+        "window_size": "BERT sees all positions; leave it out",
+        "softmax_type": "BERT has no attention sinks; leave it out",
+        "calculate_per_token_loss": "BERT's two losses have other numbers of terms, as in Megatron; leave it out",
+        "mock_data": f"BERT {_SENTENCES}",
+        **dict.fromkeys(
+            ("eod_mask_loss", "reset_position_ids", "reset_attention_mask", "dataloader_inter_document_masking"),
+            "a sample of BERT is from one document and has no end of it inside; leave it out",
+        ),
+    },
+)
+
+
+@notice("model_family", "bert_binary_head", "bert_token_types")
+def binary_head_needs_bert(draft: Draft) -> str:
+    model = draft.run.model
+    if _is_bert(draft.run) and model.bert_token_types and model.bert_binary_head:
+        return "--bert-token-types has no effect without --bert-no-binary-head: the head has them"
+    given = [] if model.bert_binary_head else ["--bert-no-binary-head"]
+    given += ["--bert-token-types"] if model.bert_token_types else []
+    if _is_bert(draft.run) or not given:
+        return ""
+    return f"{' and '.join(given)}: no effect, as the model is no BERT"
+
+
+@notice("model_family", "mask_prob", "short_seq_prob")
+def masking_needs_masked_words(draft: Draft) -> str:
+    given = [name for name in ("mask_prob", "short_seq_prob") if name in draft.given]
+    if draft.run.model.model_family in ("bert", "t5") or not given:
+        return ""
+    return f"{' and '.join(show(draft, name) for name in given)}: no effect, as GPT guesses no hidden words"
+
+
+@rule("model_family", "decoder_seq_length")
+def t5_has_a_decoder_length(draft: Draft) -> str:
+    if not _is_t5(draft.run) or draft.run.data.decoder_seq_length is not None:
+        return ""
+    return "--decoder-seq-length is required for T5 (tokens of one sample that its decoder reads, such as 128)"
+
+
+@rule("model_family", "decoder_seq_length", "max_position_embeddings", "position_embedding_type")
+def positions_cover_the_decoder(draft: Draft) -> str:
+    run, length = draft.run, draft.run.data.decoder_seq_length
+    if not _is_t5(run) or length is None or length <= run.model.max_position_embeddings:
+        return ""
+    return (
+        f"{show(draft, 'decoder_seq_length')} is longer than {show(draft, 'max_position_embeddings')}; "
+        f"use --max-position-embeddings {length}, or a decoder sequence of at most {run.model.max_position_embeddings}"
+    )
+
+
+@rule("model_family", "decoder_seq_length", "sequence_parallel", "tensor_model_parallel_size")
+def decoder_sequence_divides_over_its_ranks(draft: Draft) -> str:
+    parallel, length = draft.run.parallel, draft.run.data.decoder_seq_length
+    unit = parallel.tensor_model_parallel_size
+    if not _is_t5(draft.run) or length is None or not parallel.sequence_parallel_here or length % unit == 0:
+        return ""
+    return (
+        f"{show(draft, 'decoder_seq_length')} is not divisible by {show(draft, 'tensor_model_parallel_size')}, which "
+        f"{show(draft, 'sequence_parallel')} needs; nearest: {multiples(length, unit)}"
+    )
+
+
+@rule("model_family", "tokenizer_type", "vocab_extra_ids")
+def t5_has_sentinels(draft: Draft) -> str:
+    tokenizer = draft.run.tokenizer
+    if not _is_t5(draft.run) or tokenizer.tokenizer_type not in _NUMBERED or tokenizer.vocab_extra_ids:
+        return ""
+    return "--vocab-extra-ids is required for T5: tokens that stand for the spans that its decoder guesses, such as 100"
+
+
+@rule("model_family", "tokenizer_type")
+def t5_has_a_tokenizer_with_sentinels(draft: Draft) -> str:
+    if not _is_t5(draft.run) or draft.run.tokenizer.tokenizer_type in _WITH_SENTINELS:
+        return ""
+    return (
+        f"{show(draft, 'tokenizer_type')} has no tokens <extra_id_N>, which stand for the spans that T5 guesses; use "
+        f"--tokenizer-type {' or '.join(_NUMBERED)} with --vocab-extra-ids 100"
+    )
+
+
+@rule("model_family", "position_embedding_type")
+def relative_positions_are_those_of_t5(draft: Draft) -> str:
+    kind = draft.run.model.position_embedding_type
+    if _is_t5(draft.run) and kind == "yarn":
+        return f"{show(draft, 'position_embedding_type')}: T5 has learned_absolute, relative, rope or none"
+    if _is_t5(draft.run) or kind != "relative":
+        return ""
+    return "--position-embedding-type relative is that of T5; use learned_absolute, rope or yarn"
+
+
+@rule("position_embedding_type", "relative_attention_num_buckets", "relative_attention_max_distance")
+def buckets_have_distances(draft: Draft) -> str:
+    model = draft.run.model
+    if model.position_embedding_type != "relative":
+        return ""
+    if model.relative_attention_num_buckets % 2:
+        return (
+            f"{show(draft, 'relative_attention_num_buckets')} is odd, and half of the buckets are for later positions"
+        )
+    exact = model.relative_attention_num_buckets // 2  # of the decoder, which has more of them
+    if model.relative_attention_max_distance > exact:
+        return ""
+    return (
+        f"{show(draft, 'relative_attention_max_distance')}: {exact} distances have a bucket of their own, so that it "
+        f"must be above {exact}"
+    )
+
+
+t5_is_without = excluded(
+    "t5",
+    "model_family",
+    _is_t5,
+    {
+        "pipeline_model_parallel_size": "T5 has no pipeline parallelism, as in Megatron: every layer of the decoder "
+        "needs the encoder's output; use --tensor-model-parallel-size or --use-distributed-optimizer",
+        "context_parallel_size": _CAUSAL,
+        "group_query_attention": "each head of T5's cross attention has its own keys and values, as in Megatron; "
+        "leave it out",
+        "qk_layernorm": "T5 has no norms of heads, as in Megatron; leave it out",
+        "qk_l2_norm": "T5 has no norms of heads, as in Megatron; leave it out",
+        "window_size": "T5 has no window; leave it out",
+        "softmax_type": "T5 has no attention sinks; leave it out",
+        "attention_output_gate": "T5 has no gates of heads; leave it out",
+        "no_rope_freq": "the layers of T5's two stacks are alike; leave it out",
+        "mock_data": f"T5 {_SENTENCES}",
+        "reset_attention_mask": "a sample of T5 is from one document already; leave it out",
+        "dataloader_inter_document_masking": "a sample of T5 is from one document already; leave it out",
+    },
+)
+
+t5_settings_are_read = idle(
+    ("t5_scaled_logits", "decoder_num_layers", "decoder_seq_length"),
+    ("model_family",),
+    _is_t5,
+    lambda draft: ": the model is no T5",
+)
+
+
+@notice("relative_attention_num_buckets", "relative_attention_max_distance", "position_embedding_type", "model_family")
+def buckets_need_relative_positions(draft: Draft) -> str:
+    model = draft.run.model
+    defaults = {"relative_attention_num_buckets": 32, "relative_attention_max_distance": 128}
+    given = [name for name, value in defaults.items() if getattr(model, name) != value]
+    if not given or model.position_embedding_type == "relative":
+        return ""
+    return f"{' and '.join(show(draft, name) for name in given)}: no effect without --position-embedding-type relative"
+
+
+@notice("model_family", "t5_logits_bias", "untie_embeddings_and_output_weights")
+def the_bias_of_logits_is_of_a_tied_t5(draft: Draft) -> str:
+    model = draft.run.model
+    if model.t5_logits_bias or (_is_t5(draft.run) and not model.untie_embeddings_and_output_weights):
+        return ""
+    why = "the output layer of T5 has none where it has weights of its own"
+    return f"--no-t5-logits-bias has no effect: {why if _is_t5(draft.run) else 'the model is no T5'}"
