@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from megalith.cli.threads import keep_native_code_quiet, share_cores, wait_asleep
 from megalith.config import LaunchConfig, RunConfig
-from megalith.config.family_rules import SHORTEST_SAMPLE
 from megalith.config.environment import first_of_machine, read_launch
+from megalith.config.family_rules import SHORTEST_SAMPLE
 from megalith.config.tokenizer_flags import add_tokenizer_flags, tokenizer_of_flags
 from megalith.config.values import local_path
 from megalith.errors import ConfigError, MegalithError

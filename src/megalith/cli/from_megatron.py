@@ -8,11 +8,13 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path, PurePath
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from megalith.compat.megatron.script import Launch, Script, find_launch, read_script
 from megalith.config import load
 from megalith.config.command_line import read_command_line
+from megalith.config.environment import read_launch
+from megalith.config.reading import read_recipe
 from megalith.config.render import given_recipe, notes_lines
 from megalith.errors import ConfigError
 
@@ -22,7 +24,9 @@ Reads a launch script of Megatron-LM (bash) and prints the recipe of its run, th
 there is to say about it. The script itself runs unchanged, too. Nothing of it is executed: variables, arrays, comments
 and continued lines are followed, functions, and scripts inside the script (bash -c, here-documents of sbatch); what
 only a shell could know is left as it stands. Exit code 2: it asks for something that does not fit; the recipe is
-printed all the same. Command lines of Megatron's tools are checked and shown."""
+printed all the same. Command lines of Megatron's tools are checked and shown.
+MEGALITH_EXPLAIN=1 bash SCRIPT.sh lets bash read the script instead: the training programs that it starts then print
+the same about their own command line, on rank 0, and exit."""
 
 _Entry = TypeVar("_Entry")
 
@@ -178,28 +182,59 @@ def _without_training(path: Path, launches: Sequence[Launch]) -> int:
     return 0
 
 
+def explain(argv: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Print what `run` prints of a script, of the command line of this training process alone; only rank 0 prints.
+
+    Raises:
+        ConfigError: it asks for something that does not fit; the recipe is printed by then.
+    """
+    started = read_launch(environ)
+    if started.get("RANK", "0") != "0":
+        return 0
+    reading = read_command_line(argv)
+    values = {**read_recipe(Path(reading.recipe)).values, **reading.values} if reading.recipe else reading.values
+    world = started.get("WORLD_SIZE", str(values.get("nproc", 1)))
+    processes = started.get("LOCAL_WORLD_SIZE", world)
+    hosts = int(world) // int(processes) if world.isdigit() and processes.isdigit() and int(processes) else 1
+    options = {"processes": processes, "hosts": str(hosts), "address": started.get("MASTER_ADDR", "HOST")}
+    options["port"] = started.get("MASTER_PORT", "29500")
+    launch = Launch("", tuple(argv), started.get("MEGALITH_LAUNCHER", "python"), options, 0)
+    _print_recipe("this command line asks for", launch, values)
+    _print_notes(argv, environ)
+    return 0
+
+
 def _show(path: Path, launch: Launch, script: Script) -> int:
     processes, hosts = launch.processes, launch.hosts
     world = (processes or 1) * (hosts or 1)
     flags = (*(_meant(launch) or ()), *launch.flags)
     if launch.name not in _TRAINING:
         print(f"note: {launch.name} is taken for Megatron's own program of this kind of model", file=sys.stderr)
-    reading = read_command_line(flags)
-    print(f"# What {path} asks for (line {launch.line}). Start it by:")
-    for line in _commands(launch):
-        print(f"#   {line}")
-    print(given_recipe(reading.values), end="")
+    _print_recipe(f"{path} asks for (line {launch.line})", launch, read_command_line(flags).values)
     for name, number in (("processes of a host", processes), ("hosts", hosts)):
         if number is None:
             print(f"note: the number of {name} is not in the script; 1 is taken", file=sys.stderr)
     for variable in _needless(script):
         print(f"note: {variable} needs nothing here", file=sys.stderr)
-    # Raises with everything that does not fit; the recipe is printed by then.
-    sys.stdout.flush()
-    configuration = load(flags, {"RANK": "0", "WORLD_SIZE": str(world)}, files=False)
-    for line in notes_lines(configuration):
-        print(f"note: {line}", file=sys.stderr)
+    _print_notes(flags, {"RANK": "0", "WORLD_SIZE": str(world)})
     return 0
+
+
+def _print_recipe(what: str, launch: Launch, values: Mapping[str, Any]) -> None:
+    print(f"# What {what}. Start it by:")
+    for line in _commands(launch):
+        print(f"#   {line}")
+    print(given_recipe(values), end="", flush=True)
+
+
+def _print_notes(flags: Sequence[str], environ: Mapping[str, str]) -> None:
+    """Print what there is to say about a command line.
+
+    Raises:
+        ConfigError: everything in it that does not fit.
+    """
+    for line in notes_lines(load(flags, environ, files=False)):
+        print(f"note: {line}", file=sys.stderr)
 
 
 def _commands(launch: Launch) -> list[str]:

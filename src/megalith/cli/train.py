@@ -58,6 +58,8 @@ _HELP = """usage: megalith train [--nproc N] [--config RECIPE.toml] [flags]
 Trains a GPT, or with --model-family a BERT or T5. Takes Megatron's flags under Megatron's names; a recipe gives
 defaults, flags override it.
 --nproc N starts N processes on this machine; torchrun, srun and mpirun do too.
+With MEGALITH_EXPLAIN=1 in the environment nothing is started: rank 0 prints the recipe of the run and what there is to
+say about it.
 Exit codes: 0 finished, 2 configuration, 3 data, 4 checkpoint, 6 another process failed, 75 stopped by a signal after
 saving: run it again.
 """
@@ -70,6 +72,10 @@ def run(argv: Sequence[str]) -> int:
         print(_HELP)
         print(flags_text(), end="")
         return EXIT_FINISHED
+    if os.environ.get("MEGALITH_EXPLAIN", "0") not in ("", "0"):
+        from megalith.cli.from_megatron import explain
+
+        return explain(argv, os.environ)
     supervised = os.environ.get("MEGALITH_LAUNCHER") == "megalith"
     launched = supervised or "TORCHELASTIC_RUN_ID" in os.environ
     # torchrun forwards to each rank the Ctrl-C that the terminal has already sent to it; one of them answers.

@@ -1,12 +1,14 @@
 """From the arguments that Megatron keeps in its checkpoints back to the groups of a configuration.
 
 The inverse of `saved_args`, for checkpoints of whichever version: an argument that is absent takes the value that it
-had before it existed, one that has no setting here must have the value that means "not used".
+had before it existed, one that has no setting here must have the value that means "not used". `settings_from` chooses
+those that `--use-checkpoint-args` takes, as Megatron does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from megalith.config.fields import Setting, settings_of
@@ -132,3 +134,56 @@ def _value(setting: Setting, value: Any) -> Any:
             )
         return setting.default
     return setting.kind(value)
+
+
+_OF_THE_RUN = (
+    *("moe_router_force_load_balancing", "moe_router_dtype", "moe_router_load_balancing_type"),
+    *("moe_router_quantile_balancing_ema", "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate"),
+    *("moe_input_jitter_eps", "moe_expert_capacity_factor", "moe_token_drop_policy"),
+    *("moe_pad_expert_input_to_capacity", "moe_token_dispatcher_type", "moe_grouped_gemm", "moe_permute_fusion"),
+    *("moe_router_fusion", "mtp_loss_scaling_factor", "mup_width_mult", "add_position_embedding"),
+    *("fp32_residual_connection", "hidden_dropout", "attention_dropout", "attention_softmax_in_fp32"),
+    *("label_smoothing", "calculate_per_token_loss", "apply_query_key_layer_scaling", "init_method_std"),
+    *("embedding_init_method_std", "init_method_xavier_uniform", "use_cpu_initialization", "attention_backend"),
+    "transformer_impl",
+)
+MODEL_SETTINGS = tuple(setting.name for setting in settings_of("model", ModelConfig) if setting.name not in _OF_THE_RUN)
+"""Settings that decide what the weights of a model mean, or how many there are."""
+_LAYOUT = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "num_layers_per_virtual_pipeline_stage",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+)
+
+
+def settings_from(args: Mapping[str, Any], *, layout: bool) -> dict[str, Any]:
+    """The settings that a checkpoint decides, name -> value.
+
+    Args:
+        args: Megatron's arguments of the run that wrote it.
+        layout: whether it decides the tensor and pipeline sizes too.
+
+    Raises:
+        CheckpointError: its model has a part that this version has not.
+        KeyError: an argument that no model is without is missing.
+    """
+    model, tokenizer = model_of(args), tokenizer_of(args)
+    values = {name: getattr(model, name) for name in MODEL_SETTINGS}
+    if model.apply_query_key_layer_scaling:  # of fp16 runs of 2023, whose scores may overflow without it
+        values["apply_query_key_layer_scaling"] = True
+    if model.chooses_by == "quantile_balancing":  # whose offsets decide the choice; losses are the run's own matter
+        values["moe_router_load_balancing_type"] = model.moe_router_load_balancing_type
+    if args.get("seq_length"):
+        values["seq_length"] = int(args["seq_length"])
+    if tokenizer.tokenizer_type and "tokenizer_type" in args:
+        values["tokenizer_type"] = tokenizer.tokenizer_type
+    if tokenizer.tokenizer_type == "HuggingFaceTokenizer" and Path(tokenizer.tokenizer_model or "").is_dir():
+        values["tokenizer_model"] = tokenizer.tokenizer_model  # of a Hugging Face folder, the folder itself
+    if layout:
+        parallel = parallel_of(args)
+        values |= {name: getattr(parallel, name) for name in _LAYOUT}
+    return values

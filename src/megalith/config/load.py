@@ -8,12 +8,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from megalith.config.checkpoint_args import settings_from
 from megalith.config.command_line import read_command_line
 from megalith.config.environment import read_launch, tasks_without_srun
 from megalith.config.fields import Setting
-from megalith.config.reading import Reading
-from megalith.config.recipe import read_recipe
+from megalith.config.foreign_args import settings_from
+from megalith.config.reading import Reading, read_recipe
 from megalith.config.rule import Draft
 from megalith.config.rules import FILE_RULES, NOTICES, RULES
 from megalith.config.run import Note, RunConfig, all_settings, group_types
@@ -154,14 +153,7 @@ def _read_mapping(values: Mapping[str, Any]) -> Reading:
             reading.problems.append(f"no setting is called {name}; {hint}")
             reading.faulty |= {near} if near else set()  # say no more of what was probably meant
             continue
-        try:
-            reading.values[name] = checked_value(setting, value)
-        except BadValue as error:
-            reading.problems.append(f"{name} = {value!r}: {error}")
-            reading.faulty.add(name)
-            continue
-        if setting.about.nothing and value != setting.default:
-            reading.needs_nothing(name, setting.about.nothing)
+        reading.take(setting, value, name, name)
     return reading
 
 

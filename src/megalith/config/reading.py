@@ -1,9 +1,23 @@
-"""What has been read so far from the command line, the recipe and the environment, with everything wrong in it."""
+"""What has been read from the command line, a recipe or a mapping, with everything wrong in it.
+
+A recipe is a complete or partial configuration in TOML, one section per group; flags override it.
+"""
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+from megalith.config.fields import Setting
+from megalith.config.run import all_settings, group_types
+from megalith.config.values import BadValue, checked_value, closest
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 
 @dataclass
@@ -31,3 +45,81 @@ class Reading:
         flags = self.nothing.setdefault(why, [])
         if flag not in flags:
             flags.append(flag)
+
+    def take(self, setting: Setting, value: Any, name: str, shown: str) -> None:
+        """Read a value of a recipe or a mapping.
+
+        Args:
+            setting: whose value it is.
+            value: of whatever type.
+            name, shown: the setting in notes and in complaints.
+        """
+        try:
+            self.values[setting.name] = checked_value(setting, value)
+        except BadValue as error:
+            self.problems.append(f"{shown} = {value!r}: {error}")
+            self.faulty.add(setting.name)
+            return
+        if setting.about.nothing and value != setting.default:
+            self.needs_nothing(name, setting.about.nothing)
+
+
+def read_recipe(path: Path) -> Reading:
+    """Read a recipe; nothing is raised, what is wrong is in the `problems` of the result."""
+    reading = Reading()
+    try:
+        sections = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        reading.problems.append(f"--config {path}: {reason}")
+        return reading
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        reading.problems.append(f"--config {path}: not TOML: {error}")
+        return reading
+    for section, content in sections.items():
+        _section(reading, path, section, content)
+    return reading
+
+
+def _section(reading: Reading, path: Path, section: str, content: Any) -> None:
+    groups = [name for name in group_types() if name != "launch"]
+    if not isinstance(content, dict):
+        setting = all_settings().get(section)
+        where = f"write it under [{setting.group}]" if setting else f"settings stand in sections: {', '.join(groups)}"
+        reading.problems.append(f"{path}: {section} stands outside a section; {where}")
+        _blame(reading, setting)
+        return
+    if section not in groups:
+        guess = closest(section, groups, cutoff=0.6)
+        hint = f"did you mean [{guess}]?" if guess else f"sections are {', '.join(groups)}"
+        reading.problems.append(f"{path}: no section is called [{section}]; {hint}")
+        return
+    for key, value in content.items():
+        _setting(reading, path, section, key, value)
+
+
+def _setting(reading: Reading, path: Path, section: str, key: str, value: Any) -> None:
+    setting = all_settings().get(key)
+    if setting is None or setting.group != section:
+        reading.problems.append(f"{path}: [{section}] has no setting {key}; {_hint(section, key)}")
+        _blame(reading, setting or all_settings().get(closest(key, all_settings())))
+        return
+    reading.take(setting, value, f"[{section}] {key}", f"{path}: [{section}] {key}")
+
+
+def _hint(section: str, key: str) -> str:
+    elsewhere = all_settings().get(key)
+    if elsewhere is not None:
+        return f"it belongs under [{elsewhere.group}]"
+    here = [setting.name for setting in all_settings().values() if setting.group == section]
+    near = closest(key.replace("-", "_"), here)
+    if near:
+        return f"did you mean {near}?"
+    anywhere = all_settings().get(closest(key.replace("-", "_"), all_settings()))
+    return f"did you mean {anywhere.name} under [{anywhere.group}]?" if anywhere else "see `megalith config --flags`"
+
+
+def _blame(reading: Reading, setting: Setting | None) -> None:
+    """Say no more of a setting that was meant by something unreadable."""
+    if setting is not None:
+        reading.faulty.add(setting.name)

@@ -12,8 +12,7 @@ import torch
 
 from megalith.checkpoint import Store
 from megalith.config import ModelConfig, RunConfig
-from megalith.config.checkpoint_args import MODEL_SETTINGS
-from megalith.config.foreign_args import model_of
+from megalith.config.foreign_args import MODEL_SETTINGS, model_of
 from megalith.config.run import all_settings
 from megalith.errors import CheckpointError
 from megalith.nn.precision import product_dtype_on

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from megalith.cli.main import main
 from megalith.compat.megatron.script import find_launch, read_script
-from megalith.compat.megatron.script.expand import Variables, plain
-from megalith.compat.megatron.script.words import tokens
+from megalith.compat.megatron.script_words import Variables, plain, tokens
 
 SCRIPTS = Path(__file__).parent / "scripts"
 
@@ -194,6 +195,55 @@ def test_the_command_prints_a_recipe_that_gives_the_same_configuration(
     assert load(["--config", str(tmp_path / "recipe.toml")], environ, files=False) == load(
         [*family, *launch.flags], environ, files=False
     )
+
+
+SMALL = (
+    "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --max-position-embeddings 16 --micro-batch-size 1 "
+    "--train-iters 10 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 30"
+)
+
+
+def test_a_script_that_bash_runs_is_explained_and_starts_nothing(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, repository: Path
+) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(
+        f"LENGTHS='--seq-length 16 --save {tmp_path}/run --save-interval 5'\n"
+        f"{sys.executable} {repository}/pretrain_gpt.py {SMALL} $LENGTHS --use-flash-attn\n"
+    )
+    assert main(["from-megatron", str(script)]) == 0
+    expected = capsys.readouterr()
+    environ = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    done = subprocess.run(
+        ["bash", str(script)],
+        env={**environ, "MEGALITH_EXPLAIN": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[1:] == expected.out.splitlines()[1:]  # but for the name of the script
+    assert done.stderr == expected.err and "--use-flash-attn" in done.stderr
+    assert [entry.name for entry in tmp_path.iterdir()] == ["run.sh"]
+
+
+@pytest.mark.parametrize(
+    ("environ", "start"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "4"}, "megalith train --nproc 4 --config recipe.toml"),
+        ({"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "h"}, "--nnodes 2"),
+        ({"RANK": "3", "WORLD_SIZE": "4"}, ""),
+    ],
+)
+def test_rank_0_alone_explains(
+    environ: dict[str, str], start: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {**environ, "MEGALITH_EXPLAIN": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["train", "--model-family", "t5", *SMALL.split()]) == (2 if start else 0)
+    out, err = capsys.readouterr()
+    assert start in out and bool(out) == bool(start)
+    assert ('model_family = "t5"' in out) == ("--decoder-seq-length" in err) == bool(start)
 
 
 def test_what_does_not_fit_is_said_behind_the_recipe(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
