@@ -9,69 +9,235 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import Parameter
 
+from megalith.distributed.comm import Pending
 from megalith.distributed.context import Axis, ParallelContext
 from megalith.nn.sink import attach_sink
+from megalith.optim.flat import Bucket, FlatLayout
 from megalith.optim.gradients import GradientBuffers
-from megalith.optim.parameters import ParameterMemory
-from megalith.optim.sharded import ShardedGradients
-from megalith.parallel.data import Copies, Replicated, Zero1
+from megalith.parallel.data import CopiedPart, Copies, DataParallel, Replicated, Zero1, kind_of, sum_copies
 from megalith.parallel.fsdp import FullyShard
 
 
-class Gradients(Protocol):
-    """The gradients of named parameters in the course of a step."""
+class ShardedGradients:
+    """Gradients of parameters that are cut over the replicas by rows: autograd makes them and FSDP2 reduces them.
+
+    What other ranks hold too is summed when the step ends. The interface is that of `GradientBuffers`.
+
+    Args:
+        parts: of the model; their parameters have different names.
+        copies: which parameters other ranks hold too, beside data parallelism, by name.
+    """
+
+    def __init__(self, parts: Sequence[FullyShard], copies: Mapping[str, tuple[Copies, ...]]) -> None:
+        self._parts, self._copies = parts, copies
+        self._part_of = {name: part for part in parts for name in part.shapes}
+        self._pieces: dict[str, Tensor] | None = None
+        kinds = {name: kind_of(copies.get(name, ())) for name in self._part_of}
+        self._alike = [[name for name in kinds if kinds[name] == kind] for kind in sorted(set(kinds.values())) if kind]
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Of the parameters, by name."""
-        ...
+        """Of the parameters before they were cut, by name."""
+        return {name: part.shapes[name] for name, part in self._part_of.items()}
 
     @property
     def device(self) -> torch.device:
         """Where they are."""
-        ...
+        return next(iter(self._parts[0].shards.values())).device
 
     @property
     def dtype(self) -> torch.dtype:
         """That they are held in."""
-        ...
-
-    def owned(self, name: str) -> tuple[int, int]:
-        """The elements [start, stop) of a parameter, flattened, that this rank updates; empty where start is stop."""
-        ...
+        return next(iter(self._parts[0].shards.values())).dtype
 
     @property
     def pieces(self) -> Mapping[str, Tensor]:
-        """After `finish` the gradients of what is owned, in the shape of the parameter where all of it is; the
-        parameters of which nothing is owned may be left out."""
-        ...
+        """After `finish` the gradients of the rows that are here."""
+        assert self._pieces is not None, "the backward passes of the step have not ended"
+        return self._pieces
+
+    def owned(self, name: str) -> tuple[int, int]:
+        """The elements [start, stop) of a parameter, flattened, that are here; empty where start is stop."""
+        return self._part_of[name].owned(name)
 
     def begin(self, num_micro_batches: int | None = None) -> None:
-        """Start a step of so many backward passes."""
-        ...
+        """Start a step.
 
+        Args:
+            num_micro_batches: backward passes of the step; without it every one of them reduces.
+        """
+        self._pieces = None
+        for part in self._parts:
+            part.begin(num_micro_batches)
+
+    @torch.no_grad()
     def finish(self) -> None:
-        """End its backward passes: make the gradients those of all replicas and of all copies."""
-        ...
+        """End the backward passes of a step. Every rank calls this; calling it again does nothing."""
+        if self._pieces is not None:
+            return
+        self._pieces = {name: grad for part in self._parts for name, grad in part.gradients().items()}
+        for names in self._alike:
+            self._sum_copies(names, self._pieces)
+
+    def _sum_copies(self, names: Sequence[str], pieces: Mapping[str, Tensor]) -> None:
+        """Sum what is partial of these parameters, of one kind, in one collective."""
+        flat = torch.cat([pieces[name].reshape(-1) for name in names])
+        parts, origin = [], 0
+        for name in names:
+            shape, (start, stop) = self._part_of[name].shapes[name], self.owned(name)
+            width = prod(shape[1:])
+            for copies in filter(lambda copies: copies.partial, self._copies[name]):
+                ends = (min(max(row * width, start), stop) for row in copies.rows or (0, shape[0]))
+                parts.append(CopiedPart(copies, *(end - start + origin for end in ends)))
+            origin += stop - start
+        sum_copies(flat, parts)
+        for name, part in zip(names, flat.split([pieces[name].numel() for name in names]), strict=True):
+            pieces[name].view(-1).copy_(part)
 
 
-class Memory(Protocol):
-    """How weights that other ranks update come here."""
+class ParameterMemory:
+    """Moves the data of parameters into flat memory; the parameters remain the same objects.
+
+    The memory is laid out as the gradients are, so that updates by other ranks come in place. They may come while the
+    next forward pass has begun: each part of the model then waits, before it is called, for the buckets of the weights
+    it reads. Which part that is cannot be read off a module tree alone, since a weight may be used without a call of
+    the module that holds it (fused linears, the output layer). So the calls of the first step, when nothing is on its
+    way yet, are watched: a weight belongs to the innermost module around it that is called.
+
+    Args:
+        modules: That hold the parameters.
+        parameters: By name, of one dtype.
+        layout: Their places.
+        data_of: Who owns what of a bucket.
+        overlap: Whether `gather` returns at once and the modules wait.
+    """
+
+    def __init__(
+        self,
+        modules: Iterable[nn.Module],
+        parameters: Mapping[str, Parameter],
+        layout: FlatLayout,
+        data_of: Callable[[Bucket], DataParallel],
+        *,
+        overlap: bool,
+    ) -> None:
+        some = next(iter(parameters.values()))
+        self._flat = torch.zeros(layout.size, dtype=some.dtype, device=some.device)
+        self._layout, self._data_of = layout, data_of
+        self._pending: dict[int, Pending] = {}
+        for name, parameter in parameters.items():
+            view = layout.view(self._flat, name)
+            view.copy_(parameter.data)
+            parameter.data = view
+        buckets = {parameters[name]: number for number, bucket in enumerate(layout.buckets) for name in bucket.names}
+        self._calls = _Calls(modules, buckets, self._wait_for) if overlap else None
+        self._order = _order_of_need(modules, buckets, len(layout.buckets))
 
     def gather(self) -> None:
-        """All ranks have updated what they own."""
-        ...
+        """Bring the updated parameters from their owners, what the forward pass needs first before the rest."""
+        for number in self._order:
+            bucket = self._layout.buckets[number]
+            self._pending[number] = self._data_of(bucket).gather(self._flat[bucket.start : bucket.stop])
+        if self._calls is None:
+            self.wait()
+            return
+        for number in self._calls.not_awaited():
+            self._wait_for(number)
 
     def wait(self) -> None:
-        """Until the weights may be read and written other than by a forward pass."""
-        ...
+        """Until all parameters are here."""
+        for number in self._order:
+            self._wait_for(number)
+
+    def _wait_for(self, number: int) -> None:
+        pending = self._pending.pop(number, None)
+        if pending is not None:
+            pending.wait()
+
+
+def _parts(module: nn.Module) -> Iterator[nn.Module]:
+    """A module and its descendants, down to the elements of lists of layers: each of these is one part."""
+    yield module
+    for child in module.children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield from child.children()
+        else:
+            yield from _parts(child)
+
+
+def _order_of_need(modules: Iterable[nn.Module], buckets: Mapping[Parameter, int], count: int) -> list[int]:
+    """The buckets in the order in which their weights are waited for; the same on all replicas, whatever they call.
+
+    Buckets are in reverse order of the modules, but what no call announces must be there from the start.
+    """
+    silent = [part for module in modules for part in _parts(module) if type(part).forward is nn.Module.forward]
+    first = {buckets[parameter] for part in silent for parameter in part.parameters()}
+    return sorted(range(count), key=lambda number: (number not in first, -number))
+
+
+class _Calls:
+    """Watches the calls of the first step; from then on parts of the model wait for their weights when called."""
+
+    def __init__(
+        self, modules: Iterable[nn.Module], buckets: Mapping[Parameter, int], wait: Callable[[int], None]
+    ) -> None:
+        self._buckets, self._wait = buckets, wait
+        self._parts = [part for module in modules for part in _parts(module)]  # outer ones first
+        self._called: set[nn.Module] = set()
+        self._hooks = [part.register_forward_pre_hook(self._on_call) for part in self._parts]
+        self._awaited: dict[nn.Module, list[int]] | None = None
+        self._alone: list[int] = []
+
+    def _on_call(self, part: nn.Module, args: Any) -> None:
+        if self._awaited is None:
+            self._called.add(part)
+            return
+        for number in self._awaited.get(part, ()):
+            self._wait(number)
+
+    def not_awaited(self) -> list[int]:
+        """The buckets that no call waits for; ends the watching."""
+        if self._awaited is None:
+            reader: dict[Parameter, nn.Module] = {}
+            for part in filter(self._called.__contains__, self._parts):
+                reader |= dict.fromkeys(part.parameters(), part)
+            self._awaited = {
+                part: sorted({self._buckets[parameter] for parameter, own in reader.items() if own is part})
+                for part in set(reader.values())
+            }
+            self._alone = sorted({number for parameter, number in self._buckets.items() if parameter not in reader})
+            for part, hook in zip(self._parts, self._hooks, strict=True):
+                if part not in self._awaited:
+                    hook.remove()
+        return self._alone
+
+
+class GatheredWeights:
+    """Weights that the forward passes of fully sharded modules gather; the counterpart of `ParameterMemory`."""
+
+    def __init__(self, parts: Sequence[FullyShard]) -> None:
+        self._parts = parts
+
+    def gather(self) -> None:
+        """Do nothing: they are gathered when they are needed."""
+
+    def wait(self) -> None:
+        """Free what was gathered."""
+        for part in self._parts:
+            part.let_go()
+
+
+Gradients = GradientBuffers | ShardedGradients
+"""The gradients of named parameters in the course of a step."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +257,7 @@ class Holding:
     gradients: Gradients
     weights: dict[str, Tensor]
     main: dict[str, Tensor]
-    memory: Memory | None
+    memory: ParameterMemory | GatheredWeights | None
     holders: Axis
     elsewhere: frozenset[str] = frozenset()
 
@@ -159,19 +325,4 @@ def hold_shards(
     weights = {name: shard.to(part.dtype) for part in parts for name, shard in part.shards.items() if name in main}
     if all(weights[name].dtype == shard.dtype for name, shard in main.items()):
         weights = main
-    return Holding(ShardedGradients(parts, copies), weights, main, _Gathered(parts), ctx.world)
-
-
-class _Gathered:
-    """Weights that the forward passes gather."""
-
-    def __init__(self, parts: Sequence[FullyShard]) -> None:
-        self._parts = parts
-
-    def gather(self) -> None:
-        """Nothing: they are gathered when they are needed."""
-
-    def wait(self) -> None:
-        """Let what was gathered go."""
-        for part in self._parts:
-            part.let_go()
+    return Holding(ShardedGradients(parts, copies), weights, main, GatheredWeights(parts), ctx.world)

@@ -5,40 +5,16 @@ Arithmetic is in fp32 as Megatron's, so that traces repeat (docs/reference/train
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import numpy as np
 
 from megalith.config import PrecisionConfig
 
 
-class LossScale(Protocol):
-    """A loss scale: the loss is multiplied by `value`, the gradients by `inverse`."""
-
-    @property
-    def value(self) -> float: ...
-
-    @property
-    def inverse(self) -> float: ...
-
-    @property
-    def is_lowest(self) -> bool:
-        """Whether an overflow cannot lower the scale any further."""
-        ...
-
-    def update(self, overflow: bool) -> None:
-        """Learn whether the gradients of this step held an infinity or a NaN."""
-        ...
-
-    def state(self) -> dict[str, float | int]: ...
-
-    def load_state(self, state: dict[str, float | int]) -> None: ...
-
-
 class ConstantLossScale:
-    """A fixed scale: 1 without fp16, or what --loss-scale says."""
+    """A fixed scale: 1 without fp16, or what --loss-scale says. The loss is multiplied by `value`, the gradients by
+    `inverse`."""
 
-    is_lowest = True
+    is_lowest = True  # an overflow cannot lower it any further
 
     def __init__(self, value: float) -> None:
         self.value = float(np.float32(value))
@@ -88,6 +64,7 @@ class DynamicLossScale:
         return self.value <= self.minimum
 
     def update(self, overflow: bool) -> None:
+        """Learn whether the gradients of this step held an infinity or a NaN."""
         if overflow:
             self.growth_tracker = 0
             self.hysteresis_tracker -= 1
@@ -110,6 +87,9 @@ class DynamicLossScale:
         self._scale = np.float32(state["scale"])
         self.growth_tracker = int(state["growth_tracker"])
         self.hysteresis_tracker = int(state["hysteresis_tracker"])
+
+
+LossScale = ConstantLossScale | DynamicLossScale
 
 
 def build_loss_scale(precision: PrecisionConfig) -> LossScale:

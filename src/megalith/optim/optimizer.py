@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -24,22 +24,18 @@ from megalith.distributed.comm import all_reduce
 from megalith.distributed.context import ParallelContext
 from megalith.errors import ConfigError
 from megalith.models.language_model import LanguageModel, named_placements
-from megalith.nn.placement import Placement
 from megalith.nn.precision import at_least_fp32
-from megalith.optim.copies import copies_of, experts_of
 from megalith.optim.flat import boxes
-from megalith.optim.groups import Group, make_groups
+from megalith.optim.groups import Group, WidthScaling, make_groups
 from megalith.optim.holding import hold_flat, hold_shards
 from megalith.optim.loss_scale import LossScale, build_loss_scale
-from megalith.optim.low_precision import STATE_DTYPES, Widened
-from megalith.optim.mup import WidthScaling
-from megalith.optim.norms import CountedOnce
-from megalith.optim.offload import choose_hosted, on_host, zeros_on_host
-from megalith.optim.rules import Work
-from megalith.optim.soap import Soap
+from megalith.optim.matrix_rules import Soap
+from megalith.optim.norms import CountedOnce, copies_of, experts_of
+from megalith.optim.rules import STATE_DTYPES, Widened, Work
 from megalith.parallel.data import Copies
 from megalith.parallel.fsdp import FullyShard
 
+HOST = torch.device("cpu")
 CLIP_EPSILON = 1.0e-6  # Megatron's guard of the division by the norm
 
 
@@ -106,17 +102,15 @@ class Optimizer:
         count_zeros: Count exact zeros of the gradients in each step.
         context: The ranks that train the same model.
         zero1: Divide the main parameters and the moments over the data-parallel ranks.
-        copies: Which parameters other ranks hold too, beside data parallelism, by name.
-        experts: Names of the parameters that are divided over expert-parallel ranks.
-        placements: How parameters are divided over the tensor-parallel axis, by name; whole ones may be left out.
+        copies: Which parameters other ranks hold too, beside data parallelism, by name; read from the placements of
+            the models by default, which every module has that shares its layers with other ranks.
         bucket_size: Elements that are reduced at once; Megatron's rule by default.
         overlap_gather: Under ZeRO-1 let `step` return while updated weights are on their way. Forward passes wait for
             them; whoever reads or writes weights otherwise calls `settle` first. Not for compiled modules, which
             a wait would divide.
         sharded: The modules, where these are cut over the data-parallel ranks (ZeRO-2 and ZeRO-3). Their weight
             gradients are autograd's then.
-        offload: Part of the parameters, by elements, whose states and updates are on the host (`optim.offload`).
-        scaling: Of the rates by the width of the model; none by default.
+        offload: Part of the parameters, by elements, whose states and updates are on the host (`choose_hosted`).
     """
 
     def __init__(
@@ -129,21 +123,20 @@ class Optimizer:
         context: ParallelContext | None = None,
         zero1: bool = False,
         copies: Mapping[str, tuple[Copies, ...]] | None = None,
-        experts: Collection[str] = (),
-        placements: Mapping[str, Placement] | None = None,
         bucket_size: int | None = None,
         overlap_gather: bool = False,
         sharded: Sequence[FullyShard] = (),
         offload: float = 0.0,
-        scaling: WidthScaling | None = None,
     ) -> None:
         check_groups(config, precision)
         modules = [modules] if isinstance(modules, nn.Module) else modules
         context = context or ParallelContext.solo()
         self._config, self._count_zeros, self._world = config, count_zeros, context.world
         self._params = _named(modules)
-        self._groups = make_groups(self._params, config, context.tp, placements or {}, scaling)
-        copies = copies or {}
+        models = [module for module in modules if isinstance(module, LanguageModel)]
+        placements = {name: placement for model in models for name, _, placement in named_placements(model)}
+        self._groups = make_groups(self._params, config, context.tp, placements, _width_scaling(models))
+        copies = copies_of(models, context) if copies is None else copies
         self._sharded = bool(sharded)
         if sharded:
             held = hold_shards(sharded, context, copies=copies)
@@ -157,7 +150,7 @@ class Optimizer:
                 work=torch.float16 if config.main_params_dtype == "fp16" else work,
                 grads=work if precision.grads_in_fp32 else dtype,
                 copies=copies,
-                experts=experts,
+                experts=experts_of(models) if context.experts_apart else (),
                 zero1=zero1,
                 bucket_size=bucket_size,
                 overlap_gather=overlap_gather,
@@ -448,6 +441,10 @@ class _LoadFollower:
         return follower
 
 
+build_optimizer = Optimizer
+"""The documented name of the constructor."""
+
+
 def _named(modules: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
     named: dict[str, nn.Parameter] = {}
     for module in modules:
@@ -463,46 +460,44 @@ def _one_dtype(parameters: Mapping[str, Tensor]) -> torch.dtype:
     return dtypes.pop()
 
 
-def build_optimizer(
-    modules: nn.Module | Sequence[nn.Module],
-    config: OptimizerConfig,
-    precision: PrecisionConfig,
-    *,
-    count_zeros: bool = False,
-    context: ParallelContext | None = None,
-    zero1: bool = False,
-    bucket_size: int | None = None,
-    overlap_gather: bool = False,
-    sharded: Sequence[FullyShard] = (),
-    offload: float = 0.0,
-) -> Optimizer:
-    """Build the optimizer that --optimizer names; arguments as `Optimizer`'s.
-
-    What other ranks hold of the parameters too is read from the placements of the model, which every module has
-    that shares its layers with other ranks.
-    """
-    parts = [modules] if isinstance(modules, nn.Module) else modules
-    models = [part for part in parts if isinstance(part, LanguageModel)]
-    return Optimizer(
-        parts,
-        config,
-        precision,
-        count_zeros=count_zeros,
-        context=context,
-        zero1=zero1,
-        copies=None if context is None else copies_of(models, context),
-        experts=experts_of(models) if context is not None and context.experts_apart else (),
-        placements={name: placement for model in models for name, _, placement in named_placements(model)},
-        bucket_size=bucket_size,
-        overlap_gather=overlap_gather,
-        sharded=sharded,
-        offload=offload,
-        scaling=_width_scaling(models),
-    )
-
-
 def _width_scaling(models: Sequence[LanguageModel]) -> WidthScaling:
     """Of the rates of models, which have one architecture."""
     tied = [model.copied_weight for model in models if model.copied_weight is not None]
     widths = {model.config.width_multiplier for model in models}
     return WidthScaling(widths.pop(), tied) if len(widths) == 1 else WidthScaling()
+
+
+def choose_hosted(sizes: Mapping[str, int], fraction: float) -> frozenset[str]:
+    """The first parameters, in order, that together have at most this part of all elements (`--optimizer-cpu-offload`).
+
+    Moments and main parameters of a hosted parameter are in the memory of the host; the device keeps the weights and
+    the gradient. Each step its gradient goes to the host, the update is made there, and the new weights come back:
+
+    | bytes a parameter           | on the device | on the host | each step over the bus |
+    |-----------------------------|---------------|-------------|------------------------|
+    | fp32                        | 8             | 8           | 12                     |
+    | bf16, fp32 gradients        | 6             | 12          | 6                      |
+
+    Norm, overflow check and clipping stay on the device, where the gradients are. Memory that a copy engine reads and
+    writes is pinned where there is CUDA. On a machine without a device of its own there is nothing to move.
+    """
+    left, chosen = fraction * sum(sizes.values()), []
+    for name, size in sizes.items():
+        left -= size
+        if left < -1e-6:
+            break
+        chosen.append(name)
+    return frozenset(chosen)
+
+
+def zeros_on_host(like: Tensor, dtype: torch.dtype) -> Tensor:
+    """Zeros in the shape of a tensor."""
+    return torch.zeros(like.shape, dtype=dtype, device=HOST, pin_memory=torch.cuda.is_available())
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    """The tensor if it is on the host already, else a copy there, which has arrived."""
+    if tensor.device == HOST:
+        return tensor
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=HOST, pin_memory=torch.cuda.is_available())
+    return copy.copy_(tensor)

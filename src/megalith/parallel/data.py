@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -28,32 +27,8 @@ from megalith.distributed.comm import Pending, all_reduce, start_all_gather, sta
 from megalith.distributed.context import Axis, ParallelContext
 
 
-class DataParallel(Protocol):
-    """How the replicas of a model share the work of an update.
-
-    Attributes:
-        axis: the replicas.
-        divides: a rank owns a part of a bucket only.
-    """
-
-    axis: Axis
-    divides: bool
-
-    def owned(self, start: int, stop: int) -> tuple[int, int]:
-        """The part of a bucket [start, stop) that this rank updates."""
-        ...
-
-    def reduce(self, grads: Tensor) -> Pending:
-        """Start making the gradients of a bucket, 1-D, those of all replicas, in place, where this rank owns them."""
-        ...
-
-    def gather(self, parameters: Tensor) -> Pending:
-        """Start collecting the parameters of a bucket, 1-D, in place, from their owners."""
-        ...
-
-
 class _Replicas:
-    """Of the dense parameters, or of the experts."""
+    """The ranks of one axis that share the work of an update of the dense parameters, or of the experts."""
 
     def __init__(self, ctx: ParallelContext, *, experts: bool = False) -> None:
         self.axis = ctx.edp if experts else ctx.join("cp", "dp")
@@ -67,26 +42,28 @@ class _Replicas:
 class Replicated(_Replicas):
     """Every rank updates everything."""
 
-    def __init__(self, ctx: ParallelContext, *, experts: bool = False) -> None:
-        super().__init__(ctx, experts=experts)
-        self.divides = False
+    divides = False
 
     def owned(self, start: int, stop: int) -> tuple[int, int]:
+        """The part of a bucket [start, stop) that this rank updates."""
         return start, stop
 
     def reduce(self, grads: Tensor) -> Pending:
+        """Start making the gradients of a bucket, 1-D, those of all replicas, in place, where this rank owns them."""
         return start_all_reduce(self._weighted(grads), self.axis)
 
     def gather(self, parameters: Tensor) -> Pending:
+        """Start collecting the parameters of a bucket, 1-D, in place, from their owners."""
         return Pending(parameters)
 
 
 class Zero1(_Replicas):
     """Each rank updates an equal part of every bucket (Rajbhandari et al. 2020, arXiv:1910.02054, stage 1)."""
 
-    def __init__(self, ctx: ParallelContext, *, experts: bool = False) -> None:
-        super().__init__(ctx, experts=experts)
-        self.divides = self.axis.size > 1
+    @property
+    def divides(self) -> bool:
+        """Whether a rank owns a part of a bucket only."""
+        return self.axis.size > 1
 
     def owned(self, start: int, stop: int) -> tuple[int, int]:
         size, rest = divmod(stop - start, self.axis.size)
@@ -102,6 +79,10 @@ class Zero1(_Replicas):
     def _own(self, bucket: Tensor) -> Tensor:
         start, stop = self.owned(0, bucket.numel())
         return bucket[start:stop]
+
+
+DataParallel = Replicated | Zero1
+"""How the replicas of a model share the work of an update."""
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from megalith.data.masked.bert import BertSamples
 from megalith.data.masked.t5 import T5Samples
 from megalith.distributed import comm
 from megalith.distributed.context import ParallelContext
-from megalith.optim.muon import Muon
+from megalith.optim.matrix_rules import Muon
 from megalith.train.profiler import NsysMarks, TorchProfiler, build_profiler
 from megalith.train.results import WindowReport
 from megalith.train.step_check import StepCheck

@@ -9,7 +9,7 @@ from torch import nn
 from megalith.config import OptimizerConfig, PrecisionConfig
 from megalith.optim import build_optimizer
 from megalith.optim import optimizer as module
-from megalith.optim.offload import choose_hosted
+from megalith.optim.optimizer import choose_hosted
 
 
 def test_the_first_parameters_up_to_the_part() -> None:
