@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalith.kernels.blocked_attention import blocked_causal_attention
+from megalith.kernels.cpu.attention import blocked_causal_attention
 from megalith.nn.attend import attend_fused, attend_unfused
 
 KERNELS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {

@@ -47,10 +47,9 @@ from megalith.config import RunConfig, load
 from megalith.distributed.context import ParallelContext
 from megalith.distributed.rng import RandomStreams
 from megalith.models.initialise import initialise
-from megalith.train.background import BackgroundSaver
 from megalith.train.checkpoint_fit import Identity, find_checkpoint
 from megalith.train.checkpoint_restore import restore
-from megalith.train.checkpoint_saver import CheckpointSaver
+from megalith.train.checkpoint_saver import BackgroundSaver, CheckpointSaver
 from megalith.train.state import TrainState
 
 VOCABULARY = 50304

@@ -31,8 +31,8 @@ import torch
 from torch import Tensor
 from turns import in_processes, seconds_in_turns
 
-from megalith.cli.host_memory import keep_freed_memory
 from megalith.config import ModelConfig, OptimizerConfig, PrecisionConfig
+from megalith.kernels.cpu.process import keep_freed_memory
 from megalith.models.families import model_class
 from megalith.models.initialise import initialise
 from megalith.optim import build_optimizer

@@ -40,15 +40,15 @@ import serve_http
 import torch
 from torch import Tensor
 
-from megalith.cli.host_memory import keep_freed_memory
 from megalith.config import ModelConfig
+from megalith.kernels.cpu.process import fastest_count, keep_freed_memory
 from megalith.models.gpt import GPT
 from megalith.models.initialise import initialise
 from megalith.nn.linear import linear
 from megalith.serve.engine import Engine, Limits
 from megalith.serve.model_runner import ModelRunner
 from megalith.serve.request import Request, Sampling, Token
-from megalith.serve.thread_count import fastest_count
+from megalith.serve.runner import decoding_step
 
 VOCABULARY, CONTEXT = 50304, 1024
 SIZES = {"1M": (2, 16, 2), "10M": (6, 128, 4), "10M-deep": (12, 144, 4), "124M": (12, 768, 12)}
@@ -276,7 +276,8 @@ def crowd() -> dict[str, Any]:
 
 def count_threads(engine: Engine, _: Sequence[Request]) -> int:
     """Those that `megalith serve` takes."""
-    return fastest_count(engine.runner, torch.get_num_threads(), torch.set_num_threads)
+    step = functools.partial(engine.runner.run, decoding_step(engine.runner))
+    return fastest_count(step, torch.get_num_threads(), torch.set_num_threads)
 
 
 def fresh(requests: Sequence[Request], number: int) -> list[Request]:

@@ -20,8 +20,8 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from megalith.cli.host_memory import keep_freed_memory
 from megalith.cli.threads import wait_asleep
+from megalith.kernels.cpu.process import keep_freed_memory
 
 if TYPE_CHECKING:
     from megalith.serve.engine import Engine

@@ -40,8 +40,8 @@ from typing import Any
 import torch
 from turns import in_processes
 
-from megalith.cli.host_memory import keep_freed_memory
 from megalith.config import ModelConfig, OptimizerConfig, PrecisionConfig
+from megalith.kernels.cpu.process import keep_freed_memory
 from megalith.models.gpt import GPT
 from megalith.models.initialise import initialise
 from megalith.nn.precision import product_dtype_on

@@ -34,11 +34,10 @@ from megalith.config import RunConfig, load
 from megalith.datasheet import find_accelerator
 from megalith.distributed.context import ParallelContext
 from megalith.distributed.rng import RandomStreams
-from megalith.train.memory import memory_in_use
+from megalith.train.metrics import memory_in_use
 from megalith.train.state import TrainState
-from megalith.train.step import train_step
+from megalith.train.step import Batch, train_step
 from megalith.train.throughput import step_flops
-from megalith.train.work import Batch
 
 MODELS = {"124M": "12x768x12", "345M": "24x1024x16", "1.3B": "24x2048x16"}
 """Layers x hidden size x heads."""

@@ -16,7 +16,7 @@ from megalith.checkpoint import CheckpointContent, Chunk, DirectoryStore, Pendin
 from megalith.distributed.context import ParallelContext
 from megalith.errors import MegalithError
 from megalith.layout import Layout
-from megalith.train.agreement import Agreement, NeverStop
+from megalith.train.step import Agreement, NeverStop
 
 ROWS = 4
 

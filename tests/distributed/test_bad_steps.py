@@ -15,14 +15,12 @@ from megalith.assemble.schedule import build_schedule
 from megalith.config import load
 from megalith.distributed.context import ParallelContext
 from megalith.distributed.rng import RandomStreams
-from megalith.train.agreement import Agreement, NeverStop
 from megalith.train.results import BadStep, StepResult
-from megalith.train.spoil import Spoiler
-from megalith.train.spoil_text import parse_spoil
 from megalith.train.state import TrainState
-from megalith.train.step import train_step
+from megalith.train.step import Agreement, Batch, NeverStop, train_step
 from megalith.train.trouble import BadStepError, Care
-from megalith.train.work import Batch
+
+from ..spoil import spoiled
 
 LENGTH, VOCABULARY = 16, 40
 BASE = (
@@ -118,8 +116,7 @@ def _run(case: Case, policy: str, spoil: str = "", steps: int = 3) -> dict[str, 
     optimizer = build_run_optimizer(config, chunks, context)
     deferred = defer_weight_gradients(config, chunks, optimizer)
     state = TrainState(chunks, optimizer, streams, build_schedule(config), context=context, deferred=deferred)
-    spoiler = Spoiler([parse_spoil(f"nan@step=2,{spoil}")], chunks, context.rank) if spoil else None
-    care = Care(state, config.pipeline_schedule, policy=policy, spoiler=spoiler)
+    care = Care(state, config.pipeline_schedule, policy=policy)
     agreement = Agreement(NeverStop(), context, counts=state.speaks)
     batches, told, results, error = _batches(context.dp.index), list[BadStep](), list[StepResult](), ""
 
@@ -132,12 +129,12 @@ def _run(case: Case, policy: str, spoil: str = "", steps: int = 3) -> dict[str, 
             totals=agreement.totals,
             sums=sums,
             apply=apply,
-            spoiler=spoiler,
         )
 
     try:
-        for _ in range(steps):
-            results.append(care.step(batches, take, told.append))
+        with spoiled(state, [f"nan@step=2,{spoil}"] if spoil else []):
+            for _ in range(steps):
+                results.append(care.step(batches, take, told.append))
     except BadStepError as refused:
         error = str(refused)
     return {

@@ -25,12 +25,10 @@ from megalith.layout import Layout
 from megalith.schedules.learning_rate import LearningRateSchedule
 from megalith.schedules.parameters import ParameterSchedule
 from megalith.schedules.weight_decay import WeightDecaySchedule
-from megalith.train.agreement import Agreement, NeverStop
-from megalith.train.evaluation import evaluate
 from megalith.train.hooks import Hook
+from megalith.train.loop import evaluate
 from megalith.train.state import TrainState
-from megalith.train.step import train_step
-from megalith.train.work import Batch
+from megalith.train.step import Agreement, Batch, NeverStop, train_step
 
 BASE = (
     "--num-layers 3 --hidden-size 16 --num-attention-heads 4 --max-position-embeddings 16 --seq-length 16 "

@@ -18,9 +18,8 @@ from megalith.config import load
 from megalith.distributed.context import ParallelContext
 from megalith.distributed.rng import RandomStreams
 from megalith.schedules.parameters import ParameterSchedule
-from megalith.train.agreement import Agreement, NeverStop
 from megalith.train.state import TrainState
-from megalith.train.step import train_step
+from megalith.train.step import Agreement, NeverStop, train_step
 
 from .test_golden_train import _check_gradients, _flags, _loader, _Rates
 

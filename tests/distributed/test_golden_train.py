@@ -26,9 +26,8 @@ from megalith.distributed.context import ParallelContext
 from megalith.distributed.rng import RandomStreams
 from megalith.schedules.parameters import ParameterSchedule
 from megalith.tokenizers.null import NullTokenizer
-from megalith.train.agreement import Agreement, NeverStop
 from megalith.train.state import TrainState
-from megalith.train.step import train_step
+from megalith.train.step import Agreement, NeverStop, train_step
 
 CASES = (
     "gpt2_tp2",

@@ -14,11 +14,10 @@ from megalith.assemble.schedule import build_schedule
 from megalith.config import from_values
 from megalith.distributed.context import ParallelContext
 from megalith.distributed.rng import RandomStreams
-from megalith.train.evaluation import evaluate
 from megalith.train.hooks import Hook
+from megalith.train.loop import evaluate
 from megalith.train.state import TrainState
-from megalith.train.step import train_step
-from megalith.train.work import Batch
+from megalith.train.step import Batch, train_step
 
 LENGTH, VOCABULARY = 16, 32
 VALUES: dict[str, Any] = {

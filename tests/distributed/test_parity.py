@@ -36,8 +36,7 @@ from megalith.schedules.parameters import ParameterSchedule
 from megalith.schedules.weight_decay import WeightDecaySchedule
 from megalith.tokenizers.null import NullTokenizer
 from megalith.train.state import TrainState
-from megalith.train.step import train_step
-from megalith.train.work import Batch
+from megalith.train.step import Batch, train_step
 
 LENGTH, SAMPLES, STEPS, TOLERANCE = 16, 8, 3, 1e-10
 
@@ -826,7 +825,7 @@ def _run(case: Case, flags: str = "", steps: int = STEPS) -> dict[str, Any]:
 
 
 def totals_of(state: TrainState) -> Any:
-    from megalith.train.agreement import Agreement, NeverStop
+    from megalith.train.step import Agreement, NeverStop
 
     return Agreement(NeverStop(), state.context, counts=state.speaks).totals
 

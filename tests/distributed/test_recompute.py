@@ -20,10 +20,8 @@ from megalith.config import load
 from megalith.distributed.context import ParallelContext
 from megalith.distributed.rng import RandomStreams
 from megalith.models.transformer import Block
-from megalith.train.agreement import Agreement, NeverStop
 from megalith.train.state import TrainState
-from megalith.train.step import train_step
-from megalith.train.work import Batch
+from megalith.train.step import Agreement, Batch, NeverStop, train_step
 
 LENGTH, STEPS, VOCABULARY = 16, 2, 40
 BASE = (

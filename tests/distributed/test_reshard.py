@@ -30,12 +30,11 @@ from megalith.distributed.context import ParallelContext
 from megalith.distributed.rng import RandomStreams
 from megalith.layout import Layout
 from megalith.tokenizers.null import NullTokenizer
-from megalith.train.agreement import Agreement, NeverStop
 from megalith.train.checkpoint_fit import find_checkpoint
 from megalith.train.checkpoint_restore import restore
 from megalith.train.checkpoint_saver import CheckpointSaver
 from megalith.train.state import TrainState
-from megalith.train.step import train_step
+from megalith.train.step import Agreement, NeverStop, train_step
 
 from .test_parity import BERT, EXPERT_PARALLEL, EXPERTS, MODELS, T5, Case, batches_of, required_cases
 from .test_train_checkpoint import IDENTITY, build_state, compare_content, expected_here, fill, plain_tensors

@@ -36,14 +36,11 @@ from megalith.models.initialise import generator_for
 from megalith.models.language_model import named_placements
 from megalith.models.saved import saved_tensors, whole_names
 from megalith.nn.placement import global_shape, local_part
-from megalith.train.agreement import Agreement, NeverStop
-from megalith.train.background import BackgroundSaver
 from megalith.train.checkpoint_fit import Identity, find_checkpoint
 from megalith.train.checkpoint_restore import restore
-from megalith.train.checkpoint_saver import CheckpointSaver
+from megalith.train.checkpoint_saver import BackgroundSaver, CheckpointSaver
 from megalith.train.state import TrainState
-from megalith.train.step import train_step
-from megalith.train.work import Batch
+from megalith.train.step import Agreement, Batch, NeverStop, train_step
 
 BASE = (
     "--num-layers 4 --hidden-size 16 --num-attention-heads 4 --max-position-embeddings 32 --seq-length 32 "

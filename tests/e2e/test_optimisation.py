@@ -104,12 +104,12 @@ def test_a_phase_that_is_stopped_goes_on_where_it_was(warm: WarmProcess, tmp_pat
 def test_a_bad_step_stops_the_run_and_the_message_says_where(warm: WarmProcess, tmp_path: Path) -> None:
     words = [*MODEL, "--data-path", write_text(tmp_path), "--train-iters", 4, "--device", "cpu"]
     spoil = "nan@step=3,point=activation,module=decoder.layers.1.mlp,micro_batch=2"
-    stopped = warm.run([*words, "--save", tmp_path / "a", "--save-interval", 1], tmp_path, MEGALITH_FAULT=spoil)
+    stopped = warm.run([*words, "--save", tmp_path / "a", "--save-interval", 1], tmp_path, SPOIL=spoil)
     assert stopped.code == 1, stopped.text
     for text in ("the loss is nan at iteration 3", "the output of decoder.layers.1.mlp", "micro-batch 2", "10 to 10"):
         assert text in stopped.text
     skipping = [*words, "--save", tmp_path / "b", "--save-interval", 4, "--nan-policy", "skip"]
-    skipped = warm.run(skipping, tmp_path, MEGALITH_FAULT=spoil)
+    skipped = warm.run(skipping, tmp_path, SPOIL=spoil)
     assert skipped.code == 0, skipped.text
     assert "the step is skipped" in skipped.text and "number of nan iterations:   1" in skipped.text
     (bad,) = (record for record in read_metrics(tmp_path / "b/run/metrics.jsonl") if record["event"] == "bad step")
@@ -123,7 +123,7 @@ def test_a_resumed_run_skips_the_same_spike(warm: WarmProcess, tmp_path: Path) -
     straight, stopped = tmp_path / "straight", tmp_path / "stopped"
     for folder, more in ((straight, []), (stopped, ["--exit-interval", 12]), (stopped, [])):
         spike = "spike@step=14,point=loss,micro_batch=3"
-        finished = warm.run([*words, "--save", folder, "--load", folder, *more], tmp_path, MEGALITH_FAULT=spike)
+        finished = warm.run([*words, "--save", folder, "--load", folder, *more], tmp_path, SPOIL=spike)
         assert finished.code == 0, finished.text
     assert "training samples 55 to 55; the step is skipped" in finished.text
     assert curve_of(straight) == curve_of(stopped)

@@ -20,7 +20,8 @@ from pathlib import Path
 _TEMPLATE = """
 import json, os, signal, sys
 import megalith.assemble.ranks, megalith.cli.train, megalith.cli.train_start, megalith.cli.train_hooks
-import megalith.train.memory, megalith.train.metrics, megalith.train.tensorboard
+import megalith.train.metrics, megalith.train.records
+from tests.spoil import spoil_runs
 from megalith.cli.main import main
 
 running = set()
@@ -36,6 +37,8 @@ for line in sys.stdin:
         os.dup2(log, 1), os.dup2(log, 2)
         os.chdir(request["cwd"])
         os.environ.update(request["env"])
+        if "SPOIL" in request["env"]:
+            spoil_runs(request["env"]["SPOIL"])
         sys.argv = ["pretrain_gpt.py", *request["argv"]]
         code = 1
         try:
@@ -110,6 +113,7 @@ class WarmProcess:
             stdout=subprocess.PIPE,
             text=True,
             env=environment,
+            cwd=Path(__file__).parents[2],  # where the package of these tests is found
         )
 
     def ask(self, request: Mapping[str, object]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megalith.kernels.varlen_attention import has_varlen
+from megalith.kernels.partial_attention import has_varlen
 from megalith.models.attention_kernels import attend_by_device
 from megalith.nn.attend import AttentionRule, attend_fused
 from megalith.nn.documents import Documents

@@ -12,7 +12,7 @@ import pytest
 # Writes 64 MiB eight times over, freed each time, and prints the pages that were faulted in after the second.
 CHILD = """
 import resource, sys
-from megalith.cli.host_memory import keep_freed_memory
+from megalith.kernels.cpu.process import keep_freed_memory
 print(keep_freed_memory(1) if sys.argv[1] == "keep" else False)
 import numpy
 for turn in range(8):

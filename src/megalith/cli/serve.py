@@ -17,13 +17,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from megalith.cli.host_memory import keep_freed_memory
 from megalith.cli.threads import keep_native_code_quiet, share_cores, wait_asleep
 from megalith.config import LaunchConfig, RunConfig, TokenizerConfig
 from megalith.config.environment import first_of_machine, read_launch
 from megalith.config.tokenizer_flags import add_tokenizer_flags, tokenizer_of_flags
 from megalith.config.values import local_path
 from megalith.errors import CheckpointError, ConfigError, MegalithError, PeerError, install_command
+from megalith.kernels.cpu.process import keep_freed_memory
 from megalith.serve.http.settings import Defaults, Limits, ServerSettings
 from megalith.train.streams import warn
 
@@ -320,10 +320,12 @@ def _settle_threads(runner: ModelRunner, opening: Opening | None) -> None:
     """Take fewer threads than cores where that is faster, and say so."""
     import torch
 
-    from megalith.serve.thread_count import fastest_count
+    from megalith.kernels.cpu.process import fastest_count
+    from megalith.serve.runner import decoding_step
 
     most = torch.get_num_threads()
-    chosen = fastest_count(runner, most, torch.set_num_threads, encodes=opening is not None)
+    step = partial(runner.run, decoding_step(runner, encodes=opening is not None))
+    chosen = fastest_count(step, most, torch.set_num_threads)
     if chosen < most:
         _say(
             f"note: {chosen} of {most} threads, with which a step of this model takes the least time; OMP_NUM_THREADS "

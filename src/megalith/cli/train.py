@@ -22,7 +22,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megalith.cli.host_memory import keep_freed_memory
 from megalith.cli.launch import command_line, starts_ranks, supervise
 from megalith.cli.threads import keep_native_code_quiet, share_cores, wait_asleep
 from megalith.cli.train_convert import convert_instead
@@ -32,9 +31,9 @@ from megalith.config.environment import first_of_machine
 from megalith.config.render import flags_text
 from megalith.config.run import all_settings
 from megalith.errors import MegalithError
+from megalith.kernels.cpu.process import keep_freed_memory
 from megalith.train.faults import Probe, parse_fault
 from megalith.train.signals import StopSignals
-from megalith.train.spoil_text import Spoil, is_spoil, parse_spoil
 from megalith.train.streams import warn
 
 if TYPE_CHECKING:
@@ -162,9 +161,9 @@ def _train(
     from megalith.cli.train_start import start
     from megalith.compat.megatron import console
     from megalith.distributed import comm
-    from megalith.distributed.wait_clock import WaitClock
     from megalith.train.hooks import Hooks
     from megalith.train.loop import train
+    from megalith.train.timers import WaitClock
 
     with ExitStack() as stack:
         watch = build_watch(config)
@@ -186,8 +185,7 @@ def _train(
         if threads:
             screen.say(threads)
         try:
-            probe, spoils = _probe(config, watch, screen), _spoils()
-            started = start(config, context, screen, stop=stop, probe=probe, began=began, spoils=spoils)
+            started = start(config, context, screen, stop=stop, probe=_probe(config, watch, screen), began=began)
             stack.callback(started.loaders.close)
             stack.callback(started.run.close)
             if config.optimizer.dump_param_to_param_group_map:
@@ -261,8 +259,6 @@ def _probe(config: RunConfig, watch: Watch, screen: Screen) -> Probe:
     if not text:
         return at
     screen.warn(f"WARNING: MEGALITH_FAULT={text} is set: this run harms itself at that point, as a test of crashes")
-    if is_spoil(text):
-        return at
     fault = parse_fault(text)
     if not fault.concerns(config.launch.rank, _attempt()):
         return at
@@ -277,12 +273,6 @@ def _probe(config: RunConfig, watch: Watch, screen: Screen) -> Probe:
 def _attempt() -> int:
     """How often the run was started again."""
     return int(os.environ.get("MEGALITH_ATTEMPT") or os.environ.get("TORCHELASTIC_RESTART_COUNT") or "0")
-
-
-def _spoils() -> tuple[Spoil, ...]:
-    """The wrong numbers that a test puts in; a restart meets them no more."""
-    text = os.environ.get("MEGALITH_FAULT", "")
-    return (parse_spoil(text),) if is_spoil(text) and _attempt() == 0 else ()
 
 
 def _last_saved(config: RunConfig) -> int | None:

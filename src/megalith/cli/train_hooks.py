@@ -21,16 +21,21 @@ from megalith.distributed import comm
 from megalith.distributed.context import Axis
 from megalith.errors import ConfigError
 from megalith.train.hooks import Hook
-from megalith.train.memory import memory_in_use
-from megalith.train.metrics import MetricsWriter
+from megalith.train.metrics import MetricsWriter, memory_in_use
 from megalith.train.profiler import MemoryHistory, Profile, build_profiler
-from megalith.train.progress import ProgressLog
-from megalith.train.records import Recorded, Records, Sink
+from megalith.train.records import (
+    ProgressLog,
+    Recorded,
+    Records,
+    Sink,
+    TensorBoard,
+    WandB,
+    require_tensorboard,
+    require_wandb,
+)
 from megalith.train.routing_trace import RoutingTrace
 from megalith.train.state import TrainState
-from megalith.train.straggler import Clock, StragglerReport
-from megalith.train.tensorboard import TensorBoard, require_tensorboard
-from megalith.train.weights_and_biases import WandB, require_wandb
+from megalith.train.timers import StragglerReport, WaitClock
 
 
 def run_folder(config: RunConfig) -> Path:
@@ -125,7 +130,7 @@ def hooks_of(config: RunConfig, folder: Path, screen: Screen, started: Started) 
     return hooks
 
 
-def straggler_report(config: RunConfig, world: Axis, clock: Clock, say: Callable[[str], None]) -> Hook:
+def straggler_report(config: RunConfig, world: Axis, clock: WaitClock, say: Callable[[str], None]) -> Hook:
     """The report of slow ranks, on all ranks."""
     return StragglerReport(world, clock, say, config.log.straggler_minmax_count)
 

@@ -47,8 +47,6 @@ from megalith.errors import CheckpointError, ConfigError, DamagedCheckpointError
 from megalith.models.language_model import LanguageModel
 from megalith.tokenizers import Tokenizer, build_tokenizer
 from megalith.tokenizers.padding import padded_vocab_size, padding_message
-from megalith.train.agreement import StopRequest
-from megalith.train.background import BackgroundSaver
 from megalith.train.checkpoint_fit import (
     FoundCheckpoint,
     Identity,
@@ -58,13 +56,13 @@ from megalith.train.checkpoint_fit import (
     products_of,
 )
 from megalith.train.checkpoint_restore import restore
-from megalith.train.checkpoint_saver import CheckpointSaver
+from megalith.train.checkpoint_saver import BackgroundSaver, CheckpointSaver
 from megalith.train.faults import Probe
 from megalith.train.hooks import Hook
 from megalith.train.loop import HeldOut, Plan, TrainingRun
-from megalith.train.spoil import Spoiler
-from megalith.train.spoil_text import Spoil
+from megalith.train.signals import StopSignals
 from megalith.train.state import TrainState
+from megalith.train.step import NeverStop
 from megalith.train.throughput import datasheet_peak, measure_peak, step_flops
 from megalith.train.timers import Timers, over_ranks
 from megalith.train.trouble import Care, Injection
@@ -90,10 +88,9 @@ def start(
     context: ParallelContext,
     screen: Screen,
     *,
-    stop: StopRequest,
+    stop: StopSignals | NeverStop,
     probe: Probe,
     began: float,
-    spoils: Sequence[Spoil] = (),
 ) -> Started:
     """Build every part of the run that is this rank's and restore its checkpoint if there is one.
 
@@ -104,7 +101,6 @@ def start(
         stop: who may ask the run to stop.
         probe: faults to put in.
         began: `time.monotonic()` at the start of the program.
-        spoils: wrong numbers to put in.
 
     Raises:
         MegalithError: data, tokenizer or checkpoint are missing, damaged or do not fit.
@@ -168,7 +164,7 @@ def start(
         timers=timers,
         valid_sets=valid_sets,
         sources=loaders.sources,
-        care=care(config, state, spoils),
+        care=care(config, state),
     )
     return Started(run, loaders, None if found is None else state.iteration, changes)
 
@@ -186,7 +182,7 @@ def _validation_sets(config: RunConfig, loaders: Loaders) -> Sequence[HeldOut]:
     return [HeldOut(*held_out) for held_out in zip(names, batches, lengths, strict=True)]
 
 
-def care(config: RunConfig, state: TrainState, spoils: Sequence[Spoil]) -> Care:
+def care(config: RunConfig, state: TrainState) -> Care:
     """What is done about bad steps."""
     precision = config.precision
     state.check.not_finite = precision.stop_on_nan
@@ -198,7 +194,6 @@ def care(config: RunConfig, state: TrainState, spoils: Sequence[Spoil]) -> Care:
         policy=precision.bad_step_policy,
         twice=precision.rerun_mode == "report_stats",
         injection=Injection(rate, precision.error_injection_type, config.train.seed),
-        spoiler=Spoiler(spoils, state.chunks, state.context.rank) if spoils or rate else None,
     )
 
 

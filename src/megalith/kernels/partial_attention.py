@@ -25,12 +25,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from megalith.kernels.blocked_attention import BLOCK
+from megalith.kernels.cpu.attention import BLOCK
 from megalith.kernels.dropout import Dropout
+from megalith.kernels.torch_private import flash_backward, flash_forward, has_cpu_flash, varlen_backward, varlen_forward
 
 
 def attend_part(
@@ -61,7 +64,7 @@ def attend_part(
     q, k, v = _arguments(q, k, v)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if flash and dropout is None and hidden is None and has_flash(q):
-        return _flash_forward(q, k, v, causal, scale)
+        return flash_forward(q, k, v, causal, scale)
     return _blocks_forward(q, k, v, _Seen(causal, hidden, scale), dropout)
 
 
@@ -95,7 +98,7 @@ def attend_part_backward(
     grad = _last_dense(grad)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if flash and dropout is None and hidden is None and has_flash(q):
-        dq, dk, dv = _flash_backward(grad, q, k, v, context, lse, causal, scale)
+        dq, dk, dv = flash_backward(grad, q, k, v, context, lse, causal, scale)
     else:
         dq, dk, dv = _blocks_backward(grad, q, k, v, context, lse, _Seen(causal, hidden, scale), dropout)
     return dq, _sum_groups(dk, groups), _sum_groups(dv, groups)
@@ -111,7 +114,7 @@ def merge_parts(context: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) ->
 def has_flash(q: Tensor) -> bool:
     """Whether torch has a flash kernel for such tensors that gives the lse."""
     if q.device.type == "cpu":
-        return hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu")
+        return has_cpu_flash()
     return (
         q.device.type == "cuda"
         and q.dtype in (torch.float16, torch.bfloat16)
@@ -141,29 +144,6 @@ def _last_dense(x: Tensor) -> Tensor:
 def _sum_groups(x: Tensor, groups: int) -> Tensor:
     """[B, H, S, K] -> [B, G, S, K]."""
     return x if x.shape[1] == groups else x.unflatten(1, (groups, -1)).sum(2)
-
-
-def _flash_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    if q.device.type == "cpu":
-        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
-    else:
-        found = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
-    return found[0], found[1]
-
-
-def _flash_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, context: Tensor, lse: Tensor, causal: bool, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    arguments = (grad, q, k, v, context, lse.contiguous())
-    if q.device.type == "cpu":
-        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *arguments, 0.0, causal, scale=scale
-        )
-    else:
-        nothing = torch.empty(2, dtype=torch.uint64, device=q.device)  # the state of a dropout that there is not
-        rest = (None, None, q.shape[2], k.shape[2], 0.0, causal, nothing, nothing)
-        found = torch.ops.aten._scaled_dot_product_flash_attention_backward(*arguments, *rest, scale=scale)
-    return found[0], found[1], found[2]
 
 
 def _blocks(length: int) -> Iterator[slice]:
@@ -228,3 +208,58 @@ def _blocks_backward(
         dq[:, :, rows] = torch.matmul(d_scores, k[:, :, keys])
         dk[:, :, keys] += torch.matmul(d_scores.transpose(2, 3), q[:, :, rows])
     return dq, dk, dv
+
+
+def has_varlen(q: Tensor) -> bool:
+    """Whether torch has this kernel for such tensors."""
+    return q.device.type == "cuda" and has_flash(q)
+
+
+class _VarlenAttention(torch.autograd.Function):
+    """Causal attention inside documents of many lengths at once. Keeps q, k, v, the context, its lse and the state of
+    the dropout."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int, dropout: float, scale: float
+    ) -> Tensor:
+        places = (offsets, offsets, longest, longest, dropout)
+        context, lse, *state = varlen_forward(q, k, v, *places, scale=scale)
+        ctx.save_for_backward(q, k, v, context, lse, offsets, *state)
+        ctx.options = longest, dropout, scale
+        return torch.as_tensor(context)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None, None]:
+        q, k, v, context, lse, offsets, *state = ctx.saved_tensors
+        longest, dropout, scale = ctx.options
+        places = (offsets, offsets, longest, longest, dropout)
+        dq, dk, dv = varlen_backward(grads[0].contiguous(), q, k, v, context, lse, *places, *state, scale=scale)
+        return dq, dk, dv, None, None, None, None
+
+
+def attend_varlen(
+    q_THK: Tensor,
+    k_THK: Tensor,
+    v_THK: Tensor,
+    offsets: Tensor,
+    longest: int,
+    *,
+    dropout: float = 0.0,
+    scale: float,
+) -> Tensor:
+    """Causal softmax(scale q k^T) v inside each document, by torch's flash kernel on GPUs. 3 x [T, H, K] -> [T, H, K].
+
+    T tokens of all documents stand end to end. Reference twin: `nn.attend.by_document`.
+
+    Args:
+        q_THK, k_THK, v_THK: fp16 or bf16 on a GPU.
+        offsets: where each document begins, and the end of the last one, int32 on the same device.
+        longest: tokens of the longest document.
+        dropout: of the probabilities.
+        scale: of the scores.
+    """
+    inputs = (x.contiguous() for x in (q_THK, k_THK, v_THK))
+    context: Tensor = _VarlenAttention.apply(*inputs, offsets, longest, dropout, scale)
+    return context

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from megalith.config import ModelConfig
-from megalith.kernels.blocked_attention import blocked_causal_attention
-from megalith.kernels.varlen_attention import attend_varlen, has_varlen
-from megalith.kernels.whole_attention import whole_attention
+from megalith.kernels.cpu.attention import blocked_causal_attention, whole_attention
+from megalith.kernels.partial_attention import attend_varlen, has_varlen
 from megalith.nn.attend import PLAIN, AttentionKernel, AttentionRule, attend_fused, attend_unfused, by_document
 from megalith.nn.precision import product_dtype
 

@@ -18,8 +18,9 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from megalith.kernels.cpu.products import least_rows
+from megalith.kernels.torch_private import onednn_linear
 from megalith.models.transformer import Block, Transformer
-from megalith.nn import onednn
 from megalith.nn.attention import LocalMixer, SelfAttention
 from megalith.nn.cache import KVCache, LayerCache
 from megalith.nn.feed_forward import ACTIVATIONS, FeedForward
@@ -73,11 +74,11 @@ def _linear(layer: Linear) -> _Map:
     weight, bias = layer.weight.detach(), None if layer.bias is None else layer.bias.detach()
     if weight.dtype in (torch.float16, torch.bfloat16):  # two roundings
         return partial(linear, weight=weight, bias=bias, sink=None)
-    transposed, least = weight.t(), onednn.least_rows(weight) or sys.maxsize
+    transposed, least = weight.t(), least_rows(weight) or sys.maxsize
 
     def product(x: Tensor) -> Tensor:
         if x.shape[0] >= least:
-            return onednn.linear(x, weight, bias)
+            return onednn_linear(x, weight, bias)
         return torch.mm(x, transposed) if bias is None else torch.addmm(bias, x, transposed)
 
     return product

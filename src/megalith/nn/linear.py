@@ -32,7 +32,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megalith.nn import onednn
+from megalith.kernels.cpu.products import applies
+from megalith.kernels.torch_private import onednn_linear
 from megalith.nn.placement import Placement, Replicated, Split
 from megalith.nn.precision import product_dtype
 from megalith.nn.region import Region
@@ -146,8 +147,8 @@ def _affine(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         else:
             product = nn.functional.linear(x.to(dtype), weight.to(dtype)).to(x.dtype)
         return product if bias is None else product.add_(bias)
-    if onednn.applies(x, weight):
-        return onednn.linear(x, weight, bias)
+    if applies(x, weight):
+        return onednn_linear(x, weight, bias)
     return nn.functional.linear(x, weight, bias)
 
 

@@ -11,15 +11,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import cycle, islice
 from typing import Any, ClassVar
+
 import torch
 from torch import Tensor
+
 from megalith.distributed.comm import all_gather
 from megalith.distributed.context import Axis
-from megalith.nn.placement import GroupedHeads, Placement, Replicated, dim_of
+from megalith.kernels.torch_private import foreach_lerp_, foreach_mul_
+from megalith.nn.placement import GroupedHeads, Placement, Replicated, dim_of, global_shape, local_part, local_pieces
 from megalith.optim.rules import Work
-from collections.abc import Mapping, Sequence
-from megalith.nn.placement import Placement, Replicated, dim_of, global_shape, local_part, local_pieces
-
 
 COEFFICIENTS: Mapping[str, tuple[tuple[float, float, float], ...]] = {
     "simple": ((3.4445, -4.7750, 2.0315),),
@@ -121,8 +121,8 @@ class Muon:
 
     def update(self, work: Work) -> None:
         buffers = work.states["momentum_buffer"]
-        torch._foreach_mul_(list(work.params), 1.0 - work.lr * work.weight_decay)
-        torch._foreach_lerp_(list(buffers), list(work.grads), 1.0 - self.momentum)
+        foreach_mul_(list(work.params), 1.0 - work.lr * work.weight_decay)
+        foreach_lerp_(list(buffers), list(work.grads), 1.0 - self.momentum)
         with _matmul_precision(self.matmul_precision, work.params[0].device):
             for number, name in enumerate(work.names):
                 grad, buffer = work.grads[number], buffers[number]
@@ -270,7 +270,7 @@ class Soap:
         return (rows, rows) if kind.endswith("L") else (columns, columns)
 
     def update(self, work: Work) -> None:
-        torch._foreach_mul_(list(work.params), 1.0 - work.lr * work.weight_decay)
+        foreach_mul_(list(work.params), 1.0 - work.lr * work.weight_decay)
         for number, name in enumerate(work.names):
             states = {kind: work.states[kind][number] for kind in self.kinds}
             step = self._step(name, work.grads[number], states, work.step)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megalith.distributed.comm import all_reduce
 from megalith.distributed.context import Axis, ParallelContext
+from megalith.kernels.torch_private import foreach_norm
 from megalith.models.language_model import LanguageModel, named_placements
 from megalith.nn.moe.experts import experts_within
 from megalith.nn.placement import Placement, Replicated, dim_of, global_shape, local_pieces
@@ -82,7 +83,7 @@ def _squared_norm(tensors: Sequence[Tensor], dtype: torch.dtype, device: torch.d
     if not tensors:
         return torch.zeros((), dtype=dtype, device=device)
     rounded = at_least_fp32(tensors[0].dtype) != tensors[0].dtype
-    norms = _norms_by_pieces(tensors) if rounded else torch._foreach_norm(list(tensors))
+    norms = _norms_by_pieces(tensors) if rounded else foreach_norm(list(tensors))
     total = torch.linalg.vector_norm(torch.stack(norms))
     return total * total
 

@@ -23,6 +23,7 @@ from megalith.config import OptimizerConfig, PrecisionConfig, check_groups
 from megalith.distributed.comm import all_reduce
 from megalith.distributed.context import ParallelContext
 from megalith.errors import ConfigError
+from megalith.kernels.torch_private import foreach_mul_, unscale_and_check_
 from megalith.models.language_model import LanguageModel, named_placements
 from megalith.nn.precision import at_least_fp32
 from megalith.optim.flat import boxes
@@ -258,7 +259,7 @@ class Optimizer:
         found = torch.zeros(1, dtype=torch.float32, device=device)
         inverse = torch.full((1,), self.scaler.inverse, dtype=torch.float32, device=device)
         if grads:
-            torch._amp_foreach_non_finite_check_and_unscale_(grads, found, inverse)
+            unscale_and_check_(grads, found, inverse)
         return bool(all_reduce(found, self._world, "max").item())
 
     def _clip_coefficient(self, norm: float) -> float:
@@ -297,7 +298,7 @@ class Optimizer:
             group.rule.update_scaled(work, scale, None if hosted else weights)
         else:
             if scale != 1.0:
-                torch._foreach_mul_(gradients, scale)
+                foreach_mul_(gradients, scale)
             group.rule.update(work)
         for main, updated in zip(mains, params, strict=True):
             if main is not updated:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
+from megalith.kernels.torch_private import foreach_add_, foreach_lerp, foreach_lerp_, foreach_mul_, foreach_sign_
 from megalith.nn.precision import at_least_fp32
 
 States = Mapping[str, Sequence[Tensor]]
@@ -164,11 +165,11 @@ class Lion:
 
     def update(self, work: Work) -> None:
         moments, params, grads = list(work.states["exp_avg"]), list(work.params), list(work.grads)
-        updates = torch._foreach_lerp(moments, grads, 1.0 - self.beta1)
-        torch._foreach_sign_(updates)
-        torch._foreach_mul_(params, 1.0 - work.lr * work.weight_decay)
-        torch._foreach_add_(params, updates, alpha=-work.lr)
-        torch._foreach_lerp_(moments, grads, 1.0 - self.beta2)
+        updates = foreach_lerp(moments, grads, 1.0 - self.beta1)
+        foreach_sign_(updates)
+        foreach_mul_(params, 1.0 - work.lr * work.weight_decay)
+        foreach_add_(params, updates, alpha=-work.lr)
+        foreach_lerp_(moments, grads, 1.0 - self.beta2)
 
 
 PIECE_ON_CPU, PIECE_ELEMENTS = 1 << 18, 1 << 24

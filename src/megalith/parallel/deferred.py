@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from megalith.kernels.torch_private import version_of
 from megalith.nn.sink import GradientSink
 
 
@@ -81,4 +82,4 @@ class DeferredSink:
 
 def _versions(first: Tensor, second: Tensor) -> tuple[int, int]:
     """How often the memory of each was written to by torch."""
-    return first._version, second._version
+    return version_of(first), version_of(second)

@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor
 
 from megalith.distributed.comm import start_all_gather, start_reduce_scatter
 from megalith.distributed.context import Axis, ParallelContext
+from megalith.kernels.torch_private import is_view
 from megalith.nn.precision import at_least_fp32
 
 
@@ -164,7 +165,7 @@ class _Reduce(_Memory):
 
 def _no_view(module: nn.Module, args: Any, output: Tensor) -> Tensor:
     """FSDP2 warns of outputs that are views: its hooks on them would be lost if these were written to."""
-    return output.clone() if output._is_view() else output
+    return output.clone() if is_view(output) else output
 
 
 def _local(tensor: Tensor) -> Tensor:

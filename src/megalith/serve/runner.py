@@ -1,12 +1,11 @@
-"""The port between the engine and whatever computes logits, and its test double."""
+"""The port between the engine and whatever computes logits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 
@@ -87,63 +86,17 @@ class Runner(Protocol):
         ...
 
 
-class FakeRunner:
-    """A model without weights: the logits depend on the whole sequence as `follow` says.
+def decoding_step(runner: Runner, *, encodes: bool = False) -> Batch:
+    """A typical step of decoding, one new token of each of eight sequences.
 
-    It keeps the tokens in the blocks in place of keys and values, so that a wrong block table gives wrong answers.
+    It writes over the first blocks of the cache: run it before anything is served.
 
     Args:
-        follow: The most likely next token of a sequence; by default a mixture of all its tokens.
+        runner: that is to compute it.
+        encodes: whether a text for an encoder stands before each token.
     """
-
-    def __init__(
-        self,
-        vocab_size: int = 256,
-        context_length: int = 128,
-        *,
-        block_size: int = 4,
-        num_blocks: int = 256,
-        follow: Callable[[Sequence[int]], int] | None = None,
-    ) -> None:
-        self.vocab_size, self.context_length = vocab_size, context_length
-        self.block_size, self.num_blocks = block_size, num_blocks
-        self.blocks: list[list[int | None]] = [[None] * block_size for _ in range(num_blocks)]
-        self.batches: list[Batch] = []
-        self._follow = follow or self._mixture
-
-    def _mixture(self, tokens: Sequence[int]) -> int:
-        state = 17
-        for token in tokens:
-            state = (state * 31 + token * 7 + 3) % 1_000_003
-        return state % self.vocab_size
-
-    def run(self, batch: Batch) -> Tensor:
-        self.batches.append(batch)
-        for source, target in batch.copies:
-            self.blocks[target] = list(self.blocks[source])
-        rows = [row for piece in batch.pieces for row in self._read(piece)]
-        return torch.stack(rows) if rows else torch.empty(0, self.vocab_size)
-
-    def _read(self, piece: Piece) -> list[Tensor]:
-        size = self.block_size
-        for position, token in enumerate(piece.tokens, piece.start):
-            self.blocks[piece.blocks[position // size]][position % size] = token
-        length = piece.start + len(piece.tokens)
-        held = [self.blocks[piece.blocks[position // size]][position % size] for position in range(length)]
-        known = [token for token in held if token is not None]
-        assert len(known) == length, "a token was never read"
-        return [self._logits(known[: length - back]) for back in reversed(range(piece.wanted))]
-
-    def _logits(self, tokens: Sequence[int]) -> Tensor:
-        """The best one is clearly ahead, the others are all different."""
-        best = self._follow(tokens)
-        rest = (torch.arange(self.vocab_size) * 37 + best) % self.vocab_size
-        logits = -rest.double() / self.vocab_size
-        logits[best] = 1.0
-        return logits
-
-    def ping(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
+    rows = range(min(8, runner.num_blocks))
+    if not encodes:
+        return Batch([Piece([0], 0, [row]) for row in rows])
+    pairs = [[row % runner.num_blocks, (row + 1) % runner.num_blocks] for row in rows]
+    return Batch([Piece([0], runner.block_size, blocks, source=1) for blocks in pairs])

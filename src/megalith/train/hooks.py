@@ -6,7 +6,8 @@ to listen overrides those it cares for. A hook must not change the state of the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from megalith.train.results import (
     BadStep,
@@ -76,62 +77,14 @@ class Hooks(Hook):
     def __init__(self, hooks: Sequence[Hook]) -> None:
         self.hooks = tuple(hooks)
 
-    def after_step(self, result: StepResult) -> None:
-        for hook in self.hooks:
-            hook.after_step(result)
 
-    def after_window(self, report: WindowReport) -> None:
-        for hook in self.hooks:
-            hook.after_window(report)
+def _tell_all(moment: str) -> Callable[..., None]:
+    def tell(hooks: Hooks, *args: Any, **options: Any) -> None:
+        for hook in hooks.hooks:
+            getattr(hook, moment)(*args, **options)
 
-    def after_noise(self, noise: GradientNoise) -> None:
-        for hook in self.hooks:
-            hook.after_noise(noise)
+    return tell
 
-    def on_bad_step(self, bad: BadStep) -> None:
-        for hook in self.hooks:
-            hook.on_bad_step(bad)
 
-    def after_growth(self, before: int, after: int) -> None:
-        for hook in self.hooks:
-            hook.after_growth(before, after)
-
-    def after_timing(self, iteration: int, times: Times) -> None:
-        for hook in self.hooks:
-            hook.after_timing(iteration, times)
-
-    def before_evaluation(self, split: str, num_samples: int, *, final: bool) -> None:
-        for hook in self.hooks:
-            hook.before_evaluation(split, num_samples, final=final)
-
-    def before_evaluation_iteration(self, number: int, total: int, *, final: bool) -> None:
-        for hook in self.hooks:
-            hook.before_evaluation_iteration(number, total, final=final)
-
-    def after_evaluation(self, evaluation: Evaluation) -> None:
-        for hook in self.hooks:
-            hook.after_evaluation(evaluation)
-
-    def before_save(self, iteration: int, *, persistent: bool = True) -> None:
-        for hook in self.hooks:
-            hook.before_save(iteration, persistent=persistent)
-
-    def after_scheduling(self, scheduled: ScheduledSave) -> None:
-        for hook in self.hooks:
-            hook.after_scheduling(scheduled)
-
-    def after_save(self, saved: SavedCheckpoint) -> None:
-        for hook in self.hooks:
-            hook.after_save(saved)
-
-    def after_training(self, iteration: int) -> None:
-        for hook in self.hooks:
-            hook.after_training(iteration)
-
-    def on_exit(self, ending: Ending) -> None:
-        for hook in self.hooks:
-            hook.on_exit(ending)
-
-    def close(self) -> None:
-        for hook in self.hooks:
-            hook.close()
+for _moment in (name for name in vars(Hook) if not name.startswith("_")):
+    setattr(Hooks, _moment, _tell_all(_moment))

@@ -10,23 +10,40 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
-from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from megalith.errors import MegalithError
 from megalith.schedules.batch_size import BatchSizes
 from megalith.schedules.pipeline import default_schedule
-from megalith.train.agreement import Agreement, NeverStop, StopRequest
-from megalith.train.evaluation import evaluate
+from megalith.train.checkpoint_saver import BackgroundSaver, CheckpointSaver
 from megalith.train.faults import Probe, no_probe
 from megalith.train.hooks import Hook
-from megalith.train.results import Ending, GradientNoise, Progress, SavedCheckpoint, ScheduledSave, StepResult, Window
+from megalith.train.results import (
+    Ending,
+    Evaluation,
+    GradientNoise,
+    Progress,
+    StepResult,
+    Window,
+)
+from megalith.train.signals import StopSignals
 from megalith.train.state import TrainState
-from megalith.train.step import nothing_before, train_step
+from megalith.train.step import (
+    Agreement,
+    Batch,
+    NeverStop,
+    StageWork,
+    Totals,
+    mean_losses,
+    nothing_before,
+    run_pipeline,
+    totals_of,
+    train_step,
+)
 from megalith.train.timers import Timers, over_ranks
 from megalith.train.trouble import BadStepError, Care
-from megalith.train.work import Batch
 
 
 @dataclass(frozen=True)
@@ -95,49 +112,6 @@ class Plan:
         return self.flops_per_step * (num_samples / self.global_batch_size)
 
 
-class Saver(Protocol):
-    """Where checkpoints go."""
-
-    def save(self, state: TrainState, *, persistent: bool = True) -> SavedCheckpoint:
-        """Write the state; returns when it is complete. Of those that are not persistent only the last one is kept."""
-        ...
-
-
-class BackgroundSaver(Protocol):
-    """What writes checkpoints beside the training, one at a time. All ranks schedule and proceed together."""
-
-    @property
-    def scheduled(self) -> int | None:
-        """The iteration of the save that is under way; None if there is none."""
-        ...
-
-    @property
-    def busy(self) -> bool:
-        """Whether a thread of this rank is at work for it."""
-        ...
-
-    @property
-    def failed(self) -> bool:
-        """Whether this rank could not do its part."""
-        ...
-
-    def schedule(self, state: TrainState, *, persistent: bool = True) -> ScheduledSave:
-        """Begin to write the state, which may change after `settle`."""
-        ...
-
-    def settle(self) -> None:
-        """Wait until the state may change."""
-        ...
-
-    def proceed(self, *, failed: bool = False) -> SavedCheckpoint | None:
-        """Go on to the next stage of the save under way, waiting for what is busy; the checkpoint if it is complete."""
-        ...
-
-    def close(self) -> None:
-        """Give up a save that is under way."""
-        ...
-
-
 @dataclass(frozen=True)
 class HeldOut:
     """A validation set.
@@ -173,9 +147,9 @@ class TrainingRun:
     train: Iterator[Batch]
     valid: Iterator[Batch] | None = None
     test: Iterator[Batch] | None = None
-    saver: Saver | None = None
+    saver: CheckpointSaver | None = None
     hook: Hook = field(default_factory=Hook)
-    stop: StopRequest = field(default_factory=NeverStop)
+    stop: StopSignals | NeverStop = field(default_factory=NeverStop)
     probe: Probe = no_probe
     started: float = field(default_factory=time.monotonic)
     ending: Ending | None = None
@@ -193,7 +167,7 @@ class TrainingRun:
         self.agreement = Agreement(self.stop, self.state.context, counts=self.state.speaks, writers=self.background)
 
     def close(self) -> None:
-        """Give up what still goes on; to be called whichever way the run ended."""
+        """Cancel pending asynchronous saves. Safe to call after success or failure."""
         if self.background is not None:
             self.background.close()
 
@@ -275,7 +249,7 @@ def _step(run: TrainingRun) -> StepResult | None:
             before_update=nothing_before if run.background is None else run.background.settle,
             sums=sums,
             apply=apply,
-            spoiler=run.care.spoiler,
+            spoils=run.care.spoils,
             sources=run.sources,
         )
 
@@ -416,10 +390,8 @@ def _save(run: TrainingRun, *, persistent: bool = True, last: bool = False) -> N
     began = time.perf_counter()
     if run.background is not None and not last:
         run.hook.after_scheduling(run.background.schedule(run.state, persistent=persistent))
-    elif persistent:
-        run.hook.after_save(run.saver.save(run.state))
     else:
-        run.hook.after_save(run.saver.save(run.state, persistent=False))
+        run.hook.after_save(run.saver.save(run.state, persistent=persistent))
     _tell_times(run, {"save-checkpoint": time.perf_counter() - began})
 
 
@@ -460,3 +432,62 @@ def _finish(run: TrainingRun) -> None:
             run.hook.on_exit(run.ending)
             return
     run.ending = Ending("finished", run.state.iteration)
+
+
+def evaluate(
+    state: TrainState,
+    batches: Iterator[Batch],
+    *,
+    split: str,
+    iterations: int,
+    num_micro_batches: int,
+    final: bool = False,
+    hook: Hook,
+    totals: Totals | None = None,
+    should_stop: Callable[[], bool] = lambda: False,
+    probe: Probe = no_probe,
+) -> Evaluation | None:
+    """Average the loss over `iterations` global batches, every unmasked token weighing the same.
+
+    Args:
+        state: its counters are left alone; the model is back in training mode afterwards.
+        batches: the split's micro-batches, those of this replica.
+        totals: as of `train_step`.
+        should_stop: asked after each global batch; the evaluation is given up when it says so.
+
+    Returns:
+        The result, or None if it was given up.
+
+    Source: docs/reference/training.md#the-loop: single-precision sums over the micro-batches of a global batch, then
+    added to the running total.
+    """
+    started = time.perf_counter()
+    num_samples, totals = 0, totals or totals_of(state)
+    _, *further = state.model.loss_names
+    total = torch.zeros(2 * len(further) + 2, device=state.context.device)
+    for chunk in state.chunks:
+        chunk.eval()
+    try:
+        for number in range(1, iterations + 1):
+            probe("eval", state.iteration)
+            hook.before_evaluation_iteration(number, iterations, final=final)
+            work = StageWork(state.chunks, batches, state.context, training=False)
+            run_pipeline(state, work, "forward", num_micro_batches)
+            total = total + totals(work.total())
+            num_samples += work.num_samples * state.context.dp.size
+            if should_stop():
+                return None
+    finally:
+        for chunk in state.chunks:
+            chunk.train()
+    loss, *others = mean_losses(total)
+    return Evaluation(
+        iteration=state.iteration,
+        consumed_samples=state.consumed_samples,
+        split=split,
+        loss=loss,
+        further_losses=dict(zip(further, others, strict=True)),
+        num_samples=num_samples,
+        seconds=time.perf_counter() - started,
+        final=final,
+    )

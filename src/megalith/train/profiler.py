@@ -4,25 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from megalith.config.groups import LogConfig
+from megalith.kernels.torch_private import dump_memory_history, record_memory_history
 from megalith.train.hooks import Hook
 from megalith.train.results import Ending, StepResult
 
 _ROWS = 40  # of the table
-
-
-class Profiler(Protocol):
-    """What looks at the iterations."""
-
-    def begin(self) -> None: ...
-
-    def end(self) -> str:
-        """Returns what the user should hear, empty for nothing."""
-        ...
 
 
 class TorchProfiler:
@@ -44,7 +35,7 @@ class TorchProfiler:
         self._profile.start()
 
     def end(self) -> str:
-        """Write both files."""
+        """Write both files; returns what the user should hear, empty for nothing."""
         self._profile.stop()
         self._profile.export_chrome_trace(str(self._path))
         order = "self_cuda_time_total" if self._on_gpu else "self_cpu_time_total"
@@ -72,7 +63,7 @@ class NsysMarks:
         return ""
 
 
-def build_profiler(log: LogConfig, device: torch.device, rank: int, folder: Path) -> Profiler:
+def build_profiler(log: LogConfig, device: torch.device, rank: int, folder: Path) -> TorchProfiler | NsysMarks:
     """As the flags say: Megatron marks for nsys unless --use-pytorch-profiler; without a GPU it is torch's."""
     if device.type == "cuda" and not log.use_pytorch_profiler:
         return NsysMarks(shapes=log.pytorch_profiler_collect_shapes)
@@ -95,7 +86,9 @@ class Profile(Hook):
         say: tells the user where the files are.
     """
 
-    def __init__(self, profiler: Profiler, start: int, end: int, iteration: int, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, profiler: TorchProfiler | NsysMarks, start: int, end: int, iteration: int, say: Callable[[str], None]
+    ) -> None:
         self._profiler, self._start, self._end, self._say = profiler, start, end, say
         self._running = False
         if iteration == start:
@@ -132,8 +125,7 @@ class MemoryHistory(Hook):
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        torch.cuda.memory._record_memory_history(stacks="python")
+        record_memory_history()
 
     def close(self) -> None:
-        torch.cuda.memory._dump_snapshot(str(self._path))
-        torch.cuda.memory._record_memory_history(enabled=None)
+        dump_memory_history(str(self._path))

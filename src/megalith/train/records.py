@@ -8,15 +8,20 @@ Source: docs/reference/console.md#tensorboard-and-wb.
 
 from __future__ import annotations
 
+import importlib.util
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from functools import partial
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 from megalith.config.groups import LogConfig
+from megalith.errors import ConfigError, install_command
 from megalith.train.hooks import Hook
-from megalith.train.results import Evaluation, StepResult, Times, WindowReport
+from megalith.train.results import Evaluation, SavedCheckpoint, StepResult, Times, WindowReport
 from megalith.train.streams import warn
 
 _MEMORY = {
@@ -157,3 +162,189 @@ class Records(Hook):
         except sink.errors as error:
             self._sinks.remove(sink)
             warn(f"WARNING: no more is recorded by {sink.name}: {error}")
+
+
+def require_tensorboard() -> None:
+    """Check, before anything is built, that event files can be written.
+
+    Raises:
+        ConfigError: the package is not installed.
+    """
+    if importlib.util.find_spec("tensorboard") is None:
+        raise ConfigError(f"--tensorboard-dir needs the package tensorboard: {install_command('track')}")
+
+
+class TensorBoard:
+    """Event files in `directory`: a `records.Sink`.
+
+    A purge step after a resume would hide the points before it, and with them most of the curves over samples: the
+    viewer compares it with either kind of step. So none is given.
+
+    Args:
+        queue_size: points that wait for the disk at most.
+        arguments: of the run, kept as text as Megatron does.
+        iteration: that the run begins with.
+    """
+
+    name = "TensorBoard"
+    errors: tuple[type[Exception], ...] = (OSError,)
+
+    def __init__(
+        self, directory: str, *, queue_size: int = 32, arguments: Mapping[str, Any] | None = None, iteration: int = 0
+    ) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(directory, max_queue=queue_size, flush_secs=10)
+        for name, value in (arguments or {}).items():
+            self._writer.add_text(name, str(value), global_step=iteration)
+
+    def scalars(self, values: Mapping[str, float], iteration: int, samples: int | None) -> None:
+        """A point of each curve."""
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, iteration)
+            if samples is not None:
+                self._writer.add_scalar(f"{name} vs samples", value, samples)
+
+    def close(self) -> None:
+        """Write what waits."""
+        self._writer.close()
+
+
+def require_wandb() -> None:
+    """Check, before anything is built, that W&B can be used.
+
+    Raises:
+        ConfigError: the package is not installed.
+    """
+    if importlib.util.find_spec("wandb") is None:
+        raise ConfigError(f"--wandb-project needs the package wandb: {install_command('track')}")
+
+
+def chosen_mode(wandb: Any, environ: Mapping[str, str]) -> str | None:
+    """Return the mode that the user chose by WANDB_MODE, `wandb offline` or `wandb disabled`; None without a choice."""
+    if environ.get("WANDB_MODE"):
+        return environ["WANDB_MODE"]
+    settings = wandb.setup().settings
+    return settings.mode if settings.mode not in (None, "online") else None
+
+
+def is_logged_in(wandb: Any) -> bool:
+    """Ask the package, which knows its hosts and its files, for credentials, without a prompt or a verification."""
+    if "prompt" in inspect.signature(wandb.login).parameters:
+        return bool(wandb.login(prompt=False, verify=False))
+    return bool(wandb.api.api_key)  # before 0.31
+
+
+class WandB:
+    """A run of a W&B project: a `records.Sink`.
+
+    Args:
+        log: names of project, run, entity, and the folder.
+        folder: for W&B's files unless the flags name one.
+        arguments: of the run.
+        environ: the environment; W&B itself reads its own.
+        run_id: of the run that a resume continues; WANDB_RUN_ID wins.
+
+    Attributes:
+        mode: "online", "offline" or what WANDB_MODE says.
+        logged_in: whether credentials were found; None where the user chose the mode.
+        folder: where its files are.
+        run_id: by which a resume continues the run.
+
+    Raises:
+        ConfigError: W&B does not begin, such as online without a network.
+    """
+
+    name = "W&B"
+
+    def __init__(
+        self,
+        log: LogConfig,
+        folder: Path,
+        arguments: Mapping[str, Any],
+        environ: Mapping[str, str],
+        run_id: str | None = None,
+    ) -> None:
+        import wandb
+
+        self.folder = log.wandb_save_dir or str(folder)
+        self.errors: tuple[type[Exception], ...] = (OSError, wandb.Error)
+        Path(self.folder).mkdir(parents=True, exist_ok=True)
+        try:
+            chosen = chosen_mode(wandb, environ)
+            self.logged_in = is_logged_in(wandb) if chosen is None else None
+            self.mode = chosen or ("online" if self.logged_in else "offline")
+            self._run = wandb.init(
+                dir=self.folder,
+                name=log.wandb_exp_name,
+                project=log.wandb_project,
+                entity=log.wandb_entity,
+                config=dict(arguments),
+                mode=self.mode,
+                **self._continued(environ, run_id),
+            )
+        except wandb.Error as error:
+            raise ConfigError(
+                f"--wandb-project {log.wandb_project}: W&B does not begin: {error}; WANDB_MODE=offline records in files"
+            ) from error
+
+        self.run_id: str = self._run.id
+
+    def _continued(self, environ: Mapping[str, str], run_id: str | None) -> dict[str, Any]:
+        """The arguments of `wandb.init` that continue a run."""
+        if run_id is None or environ.get("WANDB_RUN_ID"):
+            return {}
+        resumes = self.mode == "online" and not environ.get("WANDB_RESUME")
+        return {"id": run_id, **({"resume": "allow"} if resumes else {})}
+
+    def scalars(self, values: Mapping[str, float], iteration: int, samples: int | None) -> None:
+        """A point of each curve."""
+        extra = {} if samples is None else {"samples vs steps": samples}
+        self._run.log({**values, **extra}, step=iteration)
+
+    def close(self) -> None:
+        """Write what waits."""
+        self._run.finish()
+
+
+class ProgressLog(Hook):
+    """Appends to `path`; a disk that fails costs the lines, with a warning, not the training.
+
+    Args:
+        path: progress.txt.
+        world_size: processes of the run.
+        flops: model FLOPs spent before this start.
+        flops_per_step: of all processes together.
+        job: what the cluster calls this run.
+    """
+
+    def __init__(self, path: Path, world_size: int, flops: float, flops_per_step: float, job: str = "") -> None:
+        self._path, self._world_size, self._job = path, world_size, job
+        self._flops, self._flops_per_step = flops, flops_per_step
+        self._spent, self._seconds, self._tokens, self._pace = 0.0, 0.0, 0, 0.0
+        self._line("Starting job")
+
+    def after_step(self, result: StepResult) -> None:
+        self._spent += self._flops_per_step
+        self._seconds += result.seconds
+        self._tokens = result.consumed_samples * (result.num_tokens // result.num_samples)
+
+    def after_window(self, report: WindowReport) -> None:
+        self._pace = report.teraflops
+
+    def after_save(self, saved: SavedCheckpoint) -> None:
+        job = self._spent / self._seconds / 1e12 / self._world_size if self._seconds else 0.0
+        self._line(
+            f"Saved checkpoint\tIteration: {saved.iteration}\tJob throughput: {job:.1f} TFLOP/s/GPU\t"
+            f"Last throughput: {self._pace:.1f} TFLOP/s/GPU\t"
+            f"Floating-point operations: {self._flops + self._spent:.2e}\t"
+            f"Tokens (in billions): {self._tokens / 1e9:.2f}"
+        )
+
+    def _line(self, text: str) -> None:
+        now = datetime.now().strftime("%Y-%m-%d %H:%M:%S")
+        try:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(f"{now}\tJob ID: {self._job}\t# GPUs: {self._world_size}\t{text}\n")
+        except OSError as error:
+            warn(f"WARNING: {self._path} is not written: {error}")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import fmean, pstdev
 from typing import Any
 
 from megalith.distributed.context import ParallelContext
@@ -12,8 +15,137 @@ from megalith.models.language_model import LanguageModel
 from megalith.optim.optimizer import Optimizer
 from megalith.parallel.deferred import DeferredSink
 from megalith.schedules.parameters import ParameterSchedule
-from megalith.train.noise import NoiseScale
-from megalith.train.step_check import StepCheck
+
+REMEMBERED = 100  # steps, as many as Megatron looks at
+FACTOR = 10.0  # Megatron's, of --check-for-spiky-loss and --check-for-large-grads
+FEWEST = 10  # steps before a comparison means something
+ALARM_DEVIATIONS, ALARM_SHARE = 8.0, 0.25  # standard deviations and share of the mean that a loss may rise by unnoticed
+
+
+@dataclass
+class StepCheck:
+    """What makes a step a bad one: a loss or gradient norm that is not finite, or far above those of the steps before.
+
+    Decided from numbers that all ranks have alike, before an update is made, so that all of them do the same. The
+    numbers of the last steps are part of a checkpoint, so that a resumed run decides as the run without a break does.
+
+    Attributes:
+        not_finite: whether a loss or norm that is not finite is bad.
+        spiky_loss, large_norm: whether one of 10 times the largest remembered is.
+        losses, norms: of the last applied steps.
+    """
+
+    not_finite: bool = True
+    spiky_loss: bool = False
+    large_norm: bool = False
+    losses: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
+    norms: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
+
+    def of_loss(self, loss: float) -> str:
+        """What is wrong with the loss of a step; empty for nothing."""
+        if not math.isfinite(loss):
+            return f"the loss is {loss}" if self.not_finite else ""
+        limit = _limit(self.losses) if self.spiky_loss else math.inf
+        return f"the loss is {loss:.6g}, {_times(loss, self.losses)}," if loss > limit else ""
+
+    @property
+    def largest_norm(self) -> float:
+        """Above it a gradient norm is bad."""
+        return _limit(self.norms) if self.large_norm else math.inf
+
+    def of_norm(self, norm: float | None) -> str:
+        """What is wrong with the gradient norm of a step, None for an overflow; empty for nothing."""
+        if norm is None:
+            return "a gradient is not finite" if self.not_finite else ""
+        if not math.isfinite(norm):
+            return f"the gradient norm is {norm}" if self.not_finite else ""
+        return f"the gradient norm is {norm:.6g}, {_times(norm, self.norms)}," if norm > self.largest_norm else ""
+
+    def alarm(self, loss: float) -> str:
+        """A word about a loss that stands out, though it is no bad step; empty where it does not."""
+        if len(self.losses) < FEWEST or not math.isfinite(loss):
+            return ""
+        mean = fmean(self.losses)
+        if loss <= mean + max(ALARM_DEVIATIONS * pstdev(self.losses), ALARM_SHARE * abs(mean)):
+            return ""
+        return f"the loss is {loss:.6g}, where the mean of the last {len(self.losses)} steps is {mean:.6g}"
+
+    def remember(self, loss: float, norm: float | None) -> None:
+        """Take an applied step into account."""
+        if math.isfinite(loss):
+            self.losses.append(loss)
+        if norm is not None and math.isfinite(norm):
+            self.norms.append(norm)
+
+    def state(self) -> dict[str, list[float]]:
+        """What a checkpoint keeps."""
+        return {"losses": list(self.losses), "norms": list(self.norms)}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Continue from what `state` returned."""
+        for kept, name in ((self.losses, "losses"), (self.norms, "norms")):
+            kept.clear()
+            kept.extend(float(value) for value in state.get(name, ()))
+
+
+def _limit(remembered: Sequence[float]) -> float:
+    return FACTOR * max(remembered) if len(remembered) >= FEWEST else math.inf
+
+
+def _times(value: float, remembered: Sequence[float]) -> str:
+    return f"{value / max(remembered):.3g} times the largest of the last {len(remembered)} steps"
+
+
+DECAY = 0.9  # of the running averages, from one report to the next
+
+
+@dataclass
+class NoiseScale:
+    """The gradient noise scale: the batch size, in samples, up to which larger batches pay.
+
+    The expected squared norm of a gradient over a batch of B samples is |G|^2 + tr(S)/B, with the true gradient G and
+    the covariance S of the gradient of one sample. Two batch sizes give both unknowns, and tr(S)/|G|^2 is the scale:
+    far below it a batch of twice the size does nearly twice the work, far above it nothing. The small batch is the
+    first micro-batches of the step, computed once more by themselves; both parts are averaged over the reports before
+    they are divided, for each alone is noisy.
+
+    Source: McCandlish et al. 2018, arXiv:1812.06162, section 2.2 and appendix A.1.
+
+    Attributes:
+        signal: of |G|^2, not yet corrected for its start from zero.
+        noise: of tr(S), likewise.
+    """
+
+    signal: float = 0.0
+    noise: float = 0.0
+
+    def add(self, small: int, small_norm: float, large: int, large_norm: float) -> float | None:
+        """Take two batches into account.
+
+        Args:
+            small, large: samples.
+            small_norm, large_norm: of their gradients.
+
+        Returns:
+            The noise scale in samples; None while the average of |G|^2 is not positive, and for norms that are no
+            numbers, which are left out.
+        """
+        assert 0 < small < large
+        if not (math.isfinite(small_norm) and math.isfinite(large_norm)):
+            return None
+        signal = (large * large_norm**2 - small * small_norm**2) / (large - small)
+        noise = (small_norm**2 - large_norm**2) / (1.0 / small - 1.0 / large)
+        self.signal += (1.0 - DECAY) * (signal - self.signal)
+        self.noise += (1.0 - DECAY) * (noise - self.noise)
+        return max(0.0, self.noise) / self.signal if self.signal > 0.0 else None
+
+    def state(self) -> dict[str, float]:
+        """For a checkpoint."""
+        return asdict(self)
+
+    def load_state(self, state: Mapping[str, float]) -> None:
+        """Of `state`; of a checkpoint without it the averages begin anew."""
+        self.signal, self.noise = float(state.get("signal", 0.0)), float(state.get("noise", 0.0))
 
 
 @dataclass(frozen=True)

@@ -2,27 +2,42 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from megalith.distributed import comm
+from megalith.distributed.context import ParallelContext
+from megalith.models.language_model import Inputs, LanguageModel
+from megalith.nn.precision import at_least_fp32
 from megalith.parallel import pipeline
-from megalith.schedules.pipeline import default_schedule, make_schedule
-from megalith.train.agreement import Agreement, NeverStop
+from megalith.schedules.pipeline import Op, default_schedule, make_schedule
 from megalith.train.experts import auxiliary_losses, begin_step, expert_load, loss_names, move_biases, set_offsets
 from megalith.train.faults import Probe, no_probe
 from megalith.train.results import StepResult
-from megalith.train.spoil import Spoiler
+from megalith.train.signals import STOP_SIGNALS, StopSignals
 from megalith.train.state import TrainState
 from megalith.train.timers import Timers
-from megalith.train.work import Batch, StageWork
+
+if TYPE_CHECKING:
+    from megalith.train.checkpoint_saver import BackgroundSaver
+
+Batch = Mapping[str, Tensor]
+"""One micro-batch: the fields of its samples, [B, ...] each; which ones is the business of the family of the model.
+
+A loss_mask [B, S] is among them. GPT's are tokens, labels, position_ids [B, S] int64; attention stays inside documents
+if it has document_ids [B, S] int32. Samples are counted by where they come from if it has dataset_id [B] int64.
+"""
 
 Totals = Callable[[Tensor], Tensor]
 """The sums over all ranks of what this rank has summed: losses and their terms, samples of each source of a blend."""
-
 
 NOTHING = -1.0  # no gradient has a norm as small
 
@@ -49,7 +64,7 @@ def train_step(
     timers: Timers | None = None,
     sums: list[Tensor] | None = None,
     apply: bool = True,
-    spoiler: Spoiler | None = None,
+    spoils: bool = False,
     sources: Sequence[str] = (),
 ) -> StepResult:
     """Take one step on the next `num_micro_batches` micro-batches and advance the counters of `state`.
@@ -72,7 +87,7 @@ def train_step(
         timers: are told how long the parts of it take.
         sums: gets [sum, terms] of each loss, of each micro-batch that was predicted here.
         apply: whether to update the weights.
-        spoiler: puts in wrong numbers, for tests.
+        spoils: make the loss of the first micro-batch NaN, as `--error-injection-rate` asks.
         sources: names of the datasets of a blend, whose samples say which one they are of.
 
     Source: docs/reference/training.md#optimizers, docs/reference/training.md#loss.
@@ -94,10 +109,8 @@ def train_step(
         probe=probe,
         step=step,
         timers=timers,
-        spoiler=spoiler,
+        spoils=spoils,
     )
-    if spoiler is not None:
-        spoiler.begin(step)
     with timers.time("forward-backward", level=1):
         run_pipeline(state, work, schedule or default_schedule(len(state.chunks)), num_micro_batches, timers)
     if per_token:
@@ -201,3 +214,204 @@ def mean_losses(sums: Tensor) -> list[float]:
     summed, counts = sums.view(-1, 2).unbind(dim=1)
     means: list[float] = (summed / counts.clamp(min=1.0)).tolist()
     return means
+
+
+class StageWork:
+    """The forward passes of the chunks of this rank over the micro-batches of a step: a `pipeline.StageRunner`.
+
+    Args:
+        chunks: the parts of the model here.
+        batches: where the micro-batches come from, in order; each is held from its first use here to its last.
+        context: the ranks.
+        num_micro_batches, loss_scale: the loss is divided by the one and multiplied by the other.
+        training: whether the loss is to be differentiated.
+        probe: called at the points of a step.
+        step: the iteration that the probe is told.
+        timers: are told how long the data takes.
+        spoils: as of `train_step`.
+
+    Attributes:
+        at: the operation that is under way.
+        sums: of each micro-batch that was predicted here the sum and the number of terms of each loss, [2 x losses].
+        num_samples, num_tokens: of all micro-batches.
+        samples_of: number of a source -> samples of it, where the batches say so.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[LanguageModel],
+        batches: Iterator[Batch],
+        context: ParallelContext,
+        *,
+        num_micro_batches: int = 1,
+        loss_scale: float = 1.0,
+        training: bool = True,
+        probe: Probe = no_probe,
+        step: int = 0,
+        timers: Timers | None = None,
+        spoils: bool = False,
+    ) -> None:
+        self._chunks, self._batches, self._context = chunks, batches, context
+        self._num_micro_batches, self._loss_scale, self._training = num_micro_batches, loss_scale, training
+        self._probe, self._step, self._timers = probe, step, timers or Timers()
+        self._spoils = spoils and training
+        self.at: Op | None = None
+        self._held: dict[int, Inputs] = {}
+        self._drawn = 0
+        self._unmasked: list[Tensor] = []
+        self.sums: list[Tensor] = []
+        self.num_samples = 0
+        self.num_tokens = 0
+        self.samples_of: Counter[int] = Counter()
+
+    def border(self, micro_batch: int) -> tuple[tuple[int, int, int], torch.dtype]:
+        """Shape [S, B, D] and dtype of the hidden states that go from stage to stage."""
+        return self._chunks[0].border(self._batch(micro_batch))
+
+    def before(self, op: Op) -> None:
+        """Draw the data of a forward pass; tell the probe where the step is."""
+        if not self._training:
+            return
+        self.at = op
+        if op.kind == "F":
+            self._probe("data", self._step)
+            self._batch(op.micro_batch)
+            self._probe("fwd", self._step)
+        elif op.kind == "B":
+            self._probe("bwd", self._step)
+
+    def forward(self, chunk: int, micro_batch: int, hidden: Tensor | None) -> Tensor:
+        """Hidden states for the next chunk, or the loss to differentiate.
+
+        That is the sum of the weighed losses, each a mean over its terms in the micro-batch (GPT's: unmasked tokens),
+        those of other context-parallel ranks included, over the number of micro-batches, times the loss scale; the
+        gradients of these ranks are parts that add up. Under --calculate-per-token-loss it is the sum over these terms
+        times the loss scale (see `train_step`).
+        """
+        inputs, model = self._batch(micro_batch), self._chunks[chunk]
+        if not model.stage.predicts:
+            return model.part(inputs, hidden)
+        losses = model.losses(inputs, hidden)
+        summed, counts = torch.stack([loss.summed for loss in losses]), torch.stack([loss.count for loss in losses])
+        if self._spoils and micro_batch == 0:
+            summed = summed * math.nan
+        self._remember(model, summed.detach(), counts)
+        summed = summed * summed.new_tensor([loss.weight for loss in losses])
+        if model.config.calculate_per_token_loss:
+            return summed.sum() * self._loss_scale
+        if self._context.cp.size > 1:
+            counts = comm.all_reduce(counts, self._context.cp)
+        return (summed / counts.clamp(min=1.0)).sum() / self._num_micro_batches * self._loss_scale
+
+    def _remember(self, model: LanguageModel, summed: Tensor, counts: Tensor) -> None:
+        if model.reports_means:
+            summed, counts = summed / counts.clamp(min=1.0), torch.ones_like(counts)
+        self.sums.append(torch.stack((summed, counts), dim=1).flatten())
+
+    def end(self, micro_batch: int) -> None:
+        """Nothing more is done for this micro-batch here."""
+        del self._held[micro_batch]
+
+    def total(self) -> Tensor:
+        """The sum of `sums`; zeros on a stage that predicts nothing."""
+        if self.sums:
+            return torch.stack(self.sums).sum(dim=0)
+        losses = len(self._chunks[0].loss_names)
+        return torch.zeros(2 * losses, dtype=at_least_fp32(self._chunks[0].dtype), device=self._context.device)
+
+    def unmasked_tokens(self) -> Tensor:
+        """Of all micro-batches of all replicas that were drawn; every rank of the replicas calls this."""
+        return comm.all_reduce(torch.stack(self._unmasked).sum(), self._context.join("cp", "dp"))
+
+    def _batch(self, micro_batch: int) -> Inputs:
+        while self._drawn <= micro_batch:
+            with self._timers.time("batch-generator", level=2):
+                whole = next(self._batches)
+            model, own = self._chunks[0], dict(whole)
+            self.num_samples += whole[model.tokens_field].shape[0]
+            self.num_tokens += whole[model.tokens_field].numel()
+            if (sources := own.pop("dataset_id", None)) is not None:
+                self.samples_of.update(sources.tolist())
+            inputs = model.prepare(own)
+            inputs = replace(inputs, tensors=on_device(inputs.tensors, model.device))
+            self._held[self._drawn] = inputs
+            self._unmasked.append(inputs.tensors["loss_mask"].sum())
+            self._drawn += 1
+        return self._held[micro_batch]
+
+
+def on_device(batch: Batch, device: torch.device) -> Batch:
+    """The batch where the model is; to a GPU it goes through pinned memory, beside the computation."""
+    if device.type == "cuda":
+        return {name: tensor.pin_memory().to(device, non_blocking=True) for name, tensor in batch.items()}
+    return {name: tensor.to(device) for name, tensor in batch.items()}
+
+
+class NeverStop:
+    """In place of `StopSignals`: no one asks the run to stop."""
+
+    requested: str | None = None
+
+
+class Agreement:
+    """What all ranks must decide alike, as of the last `totals`: the loss of a step, requests to stop, the time limit.
+
+    One small sum over all ranks after each step carries everything, so that no rank leaves a loop that another one is
+    still in. One process agrees with itself, at once and without a sum.
+
+    Args:
+        stop: the requests that reach this process.
+        context: all ranks.
+        counts: whether the sums of this rank count; they are the same on several ranks, and one of them speaks.
+        writers: of checkpoints on this rank.
+
+    Attributes:
+        out_of_time: the clock of a rank says that time is up.
+        busy: a rank is still at work for a checkpoint.
+        failed: a rank could not do its part of one.
+    """
+
+    def __init__(
+        self,
+        stop: StopSignals | NeverStop,
+        context: ParallelContext,
+        *,
+        counts: bool = True,
+        writers: BackgroundSaver | None = None,
+    ) -> None:
+        self._stop, self._context, self._counts, self._writers = stop, context, counts, writers
+        self._requested: str | None = None
+        self.out_of_time = self.busy = self.failed = False
+
+    @property
+    def alone(self) -> bool:
+        """One process, which needs to ask no one."""
+        return self._context.world.size == 1
+
+    @property
+    def requested(self) -> str | None:
+        """The signal that any rank has got; of several the first in the order of `STOP_SIGNALS`."""
+        return self._stop.requested if self.alone else self._requested
+
+    def totals(self, sums: Tensor, *, out_of_time: bool = False) -> Tensor:
+        """Sum `sums` [n] over the ranks that count, in double precision; renews what is agreed.
+
+        Args:
+            sums: of this rank, on the device of the run.
+            out_of_time: whether this rank's clock says that time is up.
+        """
+        busy = self._writers is not None and self._writers.busy
+        failed = self._writers is not None and self._writers.failed
+        if self.alone:
+            self.out_of_time, self.busy, self.failed = out_of_time, busy, failed
+            return sums
+        own = sums.double() if self._counts else torch.zeros_like(sums, dtype=torch.float64)
+        requests = [float(self._stop.requested == number.name) for number in STOP_SIGNALS]
+        states = [float(out_of_time), float(busy), float(failed)]
+        flags = torch.tensor([*requests, *states], dtype=torch.float64, device=sums.device)
+        total = comm.all_reduce(torch.cat([own, flags]), self._context.world)
+        *asked, late, busy, failed = (count > 0 for count in total[len(sums) :].tolist())
+        names = [number.name for number, there in zip(STOP_SIGNALS, asked, strict=True) if there]
+        self._requested = names[0] if names else None
+        self.out_of_time, self.busy, self.failed = late, busy, failed
+        return total[: len(sums)].to(sums.dtype)

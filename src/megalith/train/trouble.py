@@ -1,6 +1,6 @@
 """What a run does about a bad step: finds the place, and then stops, skips the update or computes the step again.
 
-A bad step is never applied (`step_check` decides before the update), so that going back to the state before it means
+A bad step is never applied (`StepCheck` decides before the update), so that going back to the state before it means
 to set the counters and the random streams back; its micro-batches are kept until it is accepted. All ranks decide by
 the same numbers and do the same.
 """
@@ -9,19 +9,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from random import Random
+from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from megalith.distributed import comm
 from megalith.errors import MegalithError
-from megalith.train.first_bad import find_first_bad
+from megalith.optim.gradients import GradientBuffers
 from megalith.train.results import BadStep, FirstBad, StepResult
-from megalith.train.spoil import Spoiler
-from megalith.train.spoil_text import Spoil
 from megalith.train.state import Moment, TrainState
-from megalith.train.step_check import is_injected
-from megalith.train.work import Batch
+from megalith.train.step import Batch, StageWork, run_pipeline
 
 MOST_IN_A_ROW = 20  # skipped steps after which skipping is no remedy, at the smallest loss scale too
 _NEVER_RECOVER = (
@@ -50,8 +51,8 @@ class Injection:
     seed: int = 0
 
     def strikes(self, iteration: int) -> bool:
-        """Whether the step that makes this iteration is spoiled."""
-        return is_injected(self.rate, self.seed, iteration)
+        """Whether the step that makes this iteration is spoiled: one in `rate`, alike on every rank and on a resume."""
+        return self.rate > 0 and Random(f"{self.seed} {iteration}").randrange(self.rate) == 0
 
 
 @dataclass
@@ -64,7 +65,8 @@ class Care:
         policy: "stop", "skip" or "rerun".
         twice: compute every step twice and count those whose loss differs.
         injection: of wrong numbers, on purpose.
-        spoiler: puts them in.
+        spoils: whether the next computation of a step gets a loss that is NaN, on purpose; whoever takes the step reads
+            it.
         num_bad, num_different, num_compared: steps so far.
     """
 
@@ -73,7 +75,7 @@ class Care:
     policy: str = "stop"
     twice: bool = False
     injection: Injection = field(default_factory=Injection)
-    spoiler: Spoiler | None = None
+    spoils: bool = False
     num_bad: int = 0
     num_different: int = 0
     num_compared: int = 0
@@ -91,10 +93,9 @@ class Care:
         step, lowest = state.iteration + 1, state.optimizer.scaler.is_lowest
         injected = self.injection.strikes(step)
         doubted = injected and self.injection.kind == "correct_result"
-        if injected and not doubted and self.spoiler is not None:
-            times = 1 if self.injection.kind == "transient_error" else None
-            self.spoiler.add(Spoil("nan", step, "loss", rank=_first_that_predicts(state), times=times))
+        self.spoils = injected and not doubted
         result = take(_recorded(batches, drawn), sums, not (doubted or self.twice))
+        self.spoils = self.spoils and self.injection.kind == "persistent_error"
         if self.twice and not result.bad:
             state.go_back(before)
             result = self._compared(result, take(iter(drawn), [], True), tell)
@@ -112,6 +113,7 @@ class Care:
             self._overflows = self._overflows + 1 if lowest and not result.applied else 0
             if self._overflows == MOST_IN_A_ROW:
                 self._give_up(result, drawn, sums, tell, before)
+        self.spoils = False
         return result
 
     def summary(self) -> str:
@@ -154,7 +156,7 @@ class Care:
         if searched:
             after = state.moment()
             state.go_back(before)
-            first = find_first_bad(state, drawn, self.schedule, self.spoiler)
+            first = find_first_bad(state, drawn, self.schedule, spoils=self.spoils)
             state.go_back(after)
         found = "not finite again" if first else "finite: a transient error of a machine" if searched else ""
         if self.policy == "rerun":
@@ -180,7 +182,7 @@ class Care:
         """Stop a run that skips every step though its loss scale cannot get any smaller."""
         samples = self._samples(result, drawn, sums)
         self.state.go_back(before)
-        first = find_first_bad(self.state, drawn, self.schedule, self.spoiler)
+        first = find_first_bad(self.state, drawn, self.schedule)
         self.num_bad += 1
         scale = f"at the smallest loss scale, {result.loss_scale:g} (the loss is {result.loss}),"
         reason = f"{MOST_IN_A_ROW} steps in a row are skipped {scale}"
@@ -218,12 +220,6 @@ class Care:
         return first, first + size - 1
 
 
-def _first_that_predicts(state: TrainState) -> int:
-    """The first rank of the last stage."""
-    layout = state.context.layout
-    return next(rank for rank in range(layout.world_size) if layout.coordinates(rank)["pp"] == layout.pp - 1)
-
-
 def _recorded(batches: Iterator[Batch], drawn: list[Batch]) -> Iterator[Batch]:
     for batch in batches:
         drawn.append(batch)
@@ -248,3 +244,117 @@ def _last_words(report: BadStep, result: StepResult, policy: str, in_a_row: int)
         "Lower --lr, lengthen the warm-up or look at these samples; --nan-policy skip leaves such steps out, "
         "--no-check-for-nan-in-loss-and-grad goes on all the same"
     )
+
+
+@dataclass(frozen=True, order=True)
+class _Finding:
+    """Something not finite; of several the smallest is the first.
+
+    Attributes:
+        phase: 0 weights, 1 forward passes, 2 losses, 3 backward passes, 4 gradients of weights.
+        micro_batch, place, call: its order within the phase; the place in the model counts backwards in phase 3.
+        rank: where.
+        what: in words.
+    """
+
+    phase: int
+    micro_batch: int
+    place: int
+    call: int
+    rank: int
+    what: str
+
+
+class _Search:
+    """Notes the first finding of each phase on this rank, as hooks and checks report them."""
+
+    def __init__(self, state: TrainState, work: StageWork) -> None:
+        self._state, self._work = state, work
+        self._first: dict[int, _Finding] = {}
+        self._calls = 0
+
+    def note(self, phase: int, what: str, tensor: Tensor, chunk: int = 0) -> None:
+        self._calls += 1
+        if phase in self._first or not tensor.is_floating_point() or bool(tensor.isfinite().all()):
+            return
+        context, at = self._state.context, self._work.at
+        place = chunk * context.pp.size + context.pp.index
+        micro_batch = -1 if at is None or phase in (0, 4) else at.micro_batch
+        order = -place if phase == 3 else place
+        self._first[phase] = _Finding(phase, micro_batch, order, self._calls, context.rank, what)
+
+    def hook(self, name: str, chunk: int) -> Any:
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            for tensor in output if isinstance(output, tuple) else (output,):
+                if isinstance(tensor, Tensor):
+                    self.note(1, f"the output of {name}", tensor.detach(), chunk)
+                    if tensor.requires_grad:
+                        tensor.register_hook(
+                            lambda grad: self.note(3, f"the gradient of the output of {name}", grad, chunk)
+                        )
+
+        return after
+
+    @property
+    def findings(self) -> list[_Finding]:
+        return sorted(self._first.values())
+
+
+def find_first_bad(
+    state: TrainState, batches: Sequence[Batch], schedule: str, *, spoils: bool = False
+) -> FirstBad | None:
+    """Compute a step once more from the state before it, with hooks on every module, and look for what is not finite.
+
+    Nothing of this costs anything while all is well. All ranks call it together, and all of them learn the answer.
+
+    Forward passes come before backward passes, and in these the order of the work decides: micro-batch, place in the
+    model, order of calls. A number that is not finite spreads to the ranks that take part in the next collective, so
+    the rank where it came up first is the one that is named.
+
+    Args:
+        state: as it was before the step; its gradients and the position of its random streams are of no use afterwards.
+        batches: the micro-batches of this replica.
+        schedule: the order of the work.
+        spoils: as of `train_step`.
+
+    Returns:
+        What came up first; None if everything was finite this time.
+    """
+    work = StageWork(
+        state.chunks,
+        iter(batches),
+        state.context,
+        num_micro_batches=len(batches),
+        loss_scale=state.optimizer.loss_scale,
+        step=state.iteration + 1,
+        spoils=spoils,
+    )
+    search, gradients = _Search(state, work), state.optimizer.gradients
+    with ExitStack() as stack:
+        for chunk, module in enumerate(state.chunks):
+            for name, part in module.named_modules():
+                if name:
+                    stack.callback(part.register_forward_hook(search.hook(name, chunk)).remove)
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        gradients.begin()  # nothing is reduced before `finish`, so that gradients are those of this rank until then
+        if isinstance(gradients, GradientBuffers):
+            gradients.flat.zero_()
+        for box in state.optimizer.weight_boxes():
+            search.note(0, f"the weight {box.name}", box.tensor)
+        run_pipeline(state, work, schedule, len(batches))
+    work.at = None
+    for number, sums in enumerate(work.sums):
+        search.note(2, f"the loss of micro-batch {number}", sums)
+    if isinstance(gradients, GradientBuffers):
+        for name, grad in gradients.grads.items():
+            search.note(4, f"the gradient of {name}", grad)
+    gradients.finish()
+    every = [finding for own in comm.all_gather_objects(search.findings, state.context.world) for finding in own]
+    if not every:
+        return None
+    first = min(every)
+    place = state.context.layout.coordinates(first.rank)
+    micro_batch = first.micro_batch if first.micro_batch >= 0 else None
+    if first.phase == 2:
+        micro_batch = int(first.what.rpartition(" ")[2])
+    return FirstBad(first.rank, first.what, micro_batch, place["dp"], weight=first.phase == 0)

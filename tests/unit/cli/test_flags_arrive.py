@@ -23,8 +23,8 @@ from megalith.distributed.context import ParallelContext
 from megalith.optim.matrix_rules import Muon
 from megalith.train.profiler import NsysMarks, TorchProfiler, build_profiler
 from megalith.train.results import WindowReport
-from megalith.train.step_check import StepCheck
-from megalith.train.straggler import Work
+from megalith.train.state import StepCheck
+from megalith.train.timers import Work
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 BASE = (

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalith.kernels.blocked_attention import BLOCK
+from megalith.kernels.cpu.attention import BLOCK
 from megalith.kernels.dropout import Dropout
 from megalith.kernels.partial_attention import attend_part, attend_part_backward, has_flash, merge_parts
 from megalith.nn.attend import PLAIN, AttentionRule

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from megalith.kernels.cpu.attention import whole_attention
 from megalith.kernels.dropout import Dropout
-from megalith.kernels.whole_attention import whole_attention
 
 B, H, Q, S, K = 2, 3, 5, 7, 4
 SCALE = 0.3

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalith.kernels.blocked_attention import BLOCK, blocked_causal_attention
+from megalith.kernels.cpu.attention import BLOCK, blocked_causal_attention
 from megalith.models.attention_kernels import attend_by_device
 from megalith.nn.attend import PLAIN, AttentionRule, Mask, attend_fused, attend_unfused, expand_groups
 from megalith.nn.rope import rotate, rotation

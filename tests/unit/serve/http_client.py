@@ -19,8 +19,9 @@ from megalith.serve.http.request_log import RequestLog
 from megalith.serve.http.service import Answering, Service
 from megalith.serve.http.settings import Defaults, ServerSettings
 from megalith.serve.opening import Opening
-from megalith.serve.runner import FakeRunner
 from megalith.serve.worker import Worker
+
+from ...fake_runner import FakeRunner
 
 ALPHABET = "\n !:abcdefghijklmnopqrstuvwxyz\u00e9"
 EOD = len(ALPHABET)

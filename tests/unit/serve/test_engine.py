@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from megalith.serve.engine import Engine, Limits
 from megalith.serve.model_runner import ModelRunner, packed, unpacked
 from megalith.serve.request import Beams, Busy, Finished, Request, RequestError, Sampling, Scores, Token
-from megalith.serve.runner import Batch, FakeRunner, Piece
+from megalith.serve.runner import Batch, Piece
 
+from ...fake_runner import FakeRunner
 from .models import CONTEXT, STYLES, VOCABULARY, Letters, collect, full_forward, model_of, text_of, tokens_of
 
 GREEDY = Sampling(temperature=0.0)

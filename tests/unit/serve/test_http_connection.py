@@ -21,8 +21,8 @@ from megalith.serve.http.connection import _Parting, bounded_connection
 from megalith.serve.http.guard import App, Guard
 from megalith.serve.http.server import bind, serve
 from megalith.serve.http.settings import Limits, ServerSettings
-from megalith.serve.runner import FakeRunner
 
+from ...fake_runner import FakeRunner
 from .http_client import ALPHABET, next_letter, served
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"

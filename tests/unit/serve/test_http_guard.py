@@ -19,8 +19,9 @@ from megalith.errors import PeerError
 from megalith.serve.engine import Limits as EngineLimits
 from megalith.serve.http.settings import Limits, ServerSettings
 from megalith.serve.http.strict_json import BadJson, printable, read_json
-from megalith.serve.runner import Batch, FakeRunner
+from megalith.serve.runner import Batch
 
+from ...fake_runner import FakeRunner
 from .http_client import ALPHABET, Served, next_letter, served
 
 JSON = {"content-type": "application/json"}

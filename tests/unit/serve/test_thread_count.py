@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 from torch import Tensor
 
-from megalith.serve.runner import Batch, FakeRunner
-from megalith.serve.thread_count import fastest_count
+from megalith.kernels.cpu.process import fastest_count
+from megalith.serve.runner import Batch, decoding_step
+
+from ...fake_runner import FakeRunner
 
 
 class _Timed(FakeRunner):
@@ -19,6 +21,9 @@ class _Timed(FakeRunner):
     def set_count(self, count: int) -> None:
         self.count = count
         self.counts.append(count)
+
+    def step(self) -> None:
+        self.run(decoding_step(self))
 
     def run(self, batch: Batch) -> Tensor:
         self.now += self.seconds[self.count]
@@ -38,19 +43,17 @@ class _Timed(FakeRunner):
 )
 def test_fewer_threads_where_they_are_clearly_faster(seconds: dict[int, float], chosen: int) -> None:
     runner = _Timed(seconds)
-    assert fastest_count(runner, max(seconds), runner.set_count, lambda: runner.now) == chosen
+    assert fastest_count(runner.step, max(seconds), runner.set_count, lambda: runner.now) == chosen
     assert runner.count == chosen and set(runner.counts) == set(seconds)
 
 
 def test_a_text_stands_before_each_token_where_there_is_an_encoder() -> None:
-    runner = _Timed({2: 0.5})
-    runner.run = lambda batch: runner.batches.append(batch)  # type: ignore[assignment, method-assign, return-value]
-    fastest_count(runner, 2, runner.set_count, lambda: runner.now, encodes=True)
-    size = runner.block_size
-    assert all(piece.source == 1 and piece.start == size for batch in runner.batches for piece in batch.pieces)
+    runner = FakeRunner()
+    pieces = decoding_step(runner, encodes=True).pieces
+    assert len(pieces) == 8 and all(piece.source == 1 and piece.start == runner.block_size for piece in pieces)
 
 
 def test_long_steps_have_all_threads_and_are_not_repeated() -> None:
     runner = _Timed({4: 0.5})
-    assert fastest_count(runner, 4, runner.set_count, lambda: runner.now) == 4
+    assert fastest_count(runner.step, 4, runner.set_count, lambda: runner.now) == 4
     assert len(runner.batches) == 2

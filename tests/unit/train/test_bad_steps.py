@@ -11,16 +11,14 @@ import torch
 from torch import Tensor
 
 from megalith.config import PrecisionConfig
-from megalith.errors import ConfigError
 from megalith.train.loop import Plan, TrainingRun, train
 from megalith.train.records import Records
 from megalith.train.results import BadStep, StepResult
-from megalith.train.spoil import Spoiler
-from megalith.train.spoil_text import Spoil, is_spoil, parse_spoil
+from megalith.train.state import REMEMBERED, StepCheck
 from megalith.train.step import Batch, train_step
-from megalith.train.step_check import REMEMBERED, StepCheck, is_injected
 from megalith.train.trouble import BadStepError, Care, Injection
 
+from ...spoil import spoiled
 from .conftest import batches, make_state
 from .test_loop import Recorder
 
@@ -35,15 +33,15 @@ def _run(
     """Steps of two micro-batches of two samples each."""
     state = make_state(precision)
     state.check = check or state.check
-    spoiler = Spoiler([parse_spoil(text) for text in spoils], state.chunks, 0)
     told: list[BadStep] = []
-    given = Care(state, "1f1b", spoiler=spoiler, **care)  # type: ignore[arg-type]
+    given = Care(state, "1f1b", **care)  # type: ignore[arg-type]
     stream = batches()
 
     def take(drawn: Iterator[Batch], sums: list[Tensor], apply: bool) -> StepResult:
-        return train_step(state, drawn, 2, sums=sums, apply=apply, spoiler=spoiler)
+        return train_step(state, drawn, 2, sums=sums, apply=apply, spoils=given.spoils)
 
-    results = [given.step(stream, take, told.append) for _ in range(steps)]
+    with spoiled(state, spoils):
+        results = [given.step(stream, take, told.append) for _ in range(steps)]
     return results, told, given
 
 
@@ -183,10 +181,11 @@ def test_injected_errors_are_told_apart() -> None:
 
 
 def test_injection_strikes_one_in_so_many_steps_wherever_the_run_began() -> None:
-    struck = [number for number in range(1000) if is_injected(10, 7, number)]
+    tenth = Injection(10, seed=7)
+    struck = [number for number in range(1000) if tenth.strikes(number)]
     assert 70 < len(struck) < 130
-    assert struck[3:] == [number for number in range(struck[3], 1000) if is_injected(10, 7, number)]
-    assert not any(is_injected(0, 7, number) for number in range(100))
+    assert struck[3:] == [number for number in range(struck[3], 1000) if tenth.strikes(number)]
+    assert not any(Injection(0, seed=7).strikes(number) for number in range(100))
 
 
 def test_every_step_twice_changes_nothing() -> None:
@@ -225,15 +224,6 @@ def test_the_curves_show_what_was_passed_over_and_the_decoupled_rate() -> None:
     (result,), _, _ = _run(steps=1)
     Records([sink]).after_step(replace(result, decoupled_lr=0.5, skipped_samples=8))
     assert sink.points["decoupled-learning-rate"] == 0.5 and sink.points["skipped-train-samples"] == 8.0
-
-
-def test_the_text_of_a_spoil() -> None:
-    text = "inf@step=7,point=grad,module=a.b,rank=1,micro_batch=2,times=1"
-    assert parse_spoil(text) == Spoil("inf", 7, "grad", "a.b", 1, 2, 1)
-    assert is_spoil(text) and not is_spoil("kill9@step=7,point=fwd")
-    for wrong in ("nan@step=7", "nan@point=loss,step=x", "nan@step=1,point=loss,module=a", "nan@step=1,point=grad"):
-        with pytest.raises(ConfigError, match="MEGALITH_FAULT=nan"):
-            parse_spoil(wrong)
 
 
 def test_a_bad_step_costs_nothing_while_there_is_none() -> None:

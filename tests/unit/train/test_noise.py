@@ -9,8 +9,8 @@ import torch
 
 from megalith.train.hooks import Hook
 from megalith.train.loop import Plan, TrainingRun, train
-from megalith.train.noise import NoiseScale
 from megalith.train.results import GradientNoise
+from megalith.train.state import NoiseScale
 
 from .conftest import batches, make_state
 

@@ -21,8 +21,7 @@ from megalith.distributed.context import ParallelContext
 from megalith.distributed.rng import RandomStreams
 from megalith.train.checkpoint_content import content_of
 from megalith.train.state import TrainState
-from megalith.train.step import train_step
-from megalith.train.work import Batch
+from megalith.train.step import Batch, train_step
 
 STEPS = 4
 BASE = (

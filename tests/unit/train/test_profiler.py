@@ -11,7 +11,7 @@ import torch
 
 from megalith.config.groups import LogConfig
 from megalith.train.profiler import Profile, TorchProfiler, build_profiler
-from megalith.train.progress import ProgressLog
+from megalith.train.records import ProgressLog
 from megalith.train.results import Ending, SavedCheckpoint, StepResult
 
 

@@ -16,9 +16,8 @@ import pytest
 
 from megalith.config.groups import LogConfig
 from megalith.errors import ConfigError
-from megalith.train.records import Recorded, Records
+from megalith.train.records import Recorded, Records, WandB, require_wandb
 from megalith.train.results import Evaluation, StepResult
-from megalith.train.weights_and_biases import WandB, require_wandb
 
 STEP = StepResult(3, 2.5, True, 1e-3, 0.1, 8.0, 0.5, None, None, 12, 4, 64, 0.1)
 
@@ -212,7 +211,7 @@ def test_wandb_itself_finds_a_login(host: str, tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
     (tmp_path / "in/.netrc").write_text(f"machine {host} login user password {'k' * 40}\n")
     (tmp_path / "in/.netrc").chmod(0o600)
-    code = "import wandb; from megalith.train.weights_and_biases import is_logged_in; print(is_logged_in(wandb))"
+    code = "import wandb; from megalith.train.records import is_logged_in; print(is_logged_in(wandb))"
     base = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB_", "NETRC"))}
     base |= {"WANDB_BASE_URL": "https://own.example"} if host == "own.example" else {}
     for name in ("in", "out"):

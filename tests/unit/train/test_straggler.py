@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megalith.train.straggler import Work, report_line
+from megalith.train.timers import Work, report_line
 
 
 def works(*busy: float, step: float) -> list[Work]:

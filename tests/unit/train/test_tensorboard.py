@@ -11,9 +11,8 @@ pytest.importorskip("tensorboard", reason="the extra `track` is not installed")
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megalith.train.records import Recorded, Records
+from megalith.train.records import Recorded, Records, TensorBoard
 from megalith.train.results import Evaluation, StepResult
-from megalith.train.tensorboard import TensorBoard
 
 
 def test_scalars(tmp_path: Path) -> None:

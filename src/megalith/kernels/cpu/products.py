@@ -3,23 +3,20 @@
 torch gives fp32 products on a CPU to MKL, which on processors that are not Intel's reaches less than half of what
 oneDNN does (benchmarks/results/README.md: on an AMD EPYC, two threads, 2.2 times for all layers of a 124M model from 1
 row to 512, and 7 times for one row and a vocabulary). On Intel's a single row is left to MKL, which takes 0.83 of the
-time there. The operator is not part of torch's documented API (its compiler uses it, torch 2.0 to 2.13); where it is
-missing, `torch.nn.functional.linear` is the same to rounding.
+time there. Where the operator is missing, `torch.nn.functional.linear` is the same to rounding.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-
 import torch
 from torch import Tensor
 
+from megalith.kernels.torch_private import has_onednn_linear
+
+
 _LARGE_WEIGHT = 1 << 18  # elements; the operator takes 20 us to begin, in which a smaller product is done
 _MUCH_WORK = 1 << 22  # elements x rows
-
-
-def _found() -> bool:
-    return bool(torch.backends.mkldnn.is_available()) and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 def _of_intel() -> bool:
@@ -30,7 +27,7 @@ def _of_intel() -> bool:
         return False
 
 
-_THERE = _found()
+_THERE = has_onednn_linear()
 _FEWEST_ROWS = 2 if _of_intel() else 1
 
 
@@ -47,9 +44,3 @@ def applies(x: Tensor, weight: Tensor) -> bool:
         return False
     least = least_rows(weight)
     return least is not None and x.numel() // x.shape[-1] >= least
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """y = x W^T + b. [..., I], [O, I], [O] -> [..., O]."""
-    y: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-    return y

@@ -1,9 +1,4 @@
-"""How the C library takes memory from the system, for processes that compute on a CPU.
-
-By its defaults glibc gives large tensors back when they are freed, and each step faults its pages in again, 4 KiB at a
-time. Where a process keeps what it has freed, in pages of 2 MiB, a step of the 124M model takes 0.86 to 0.97 of the
-time in bf16 and as much in fp32, with the same peak of memory (benchmarks/results/README.md).
-"""
+"""The process on a CPU: how the C library takes its memory, and how many threads a step of decoding is worth."""
 
 from __future__ import annotations
 
@@ -13,6 +8,9 @@ import platform
 import resource
 from collections.abc import Iterator
 from pathlib import Path
+import time
+from collections.abc import Callable
+
 
 # mallopt(3) and madvise(2)
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX = -1, -2, -4
@@ -24,7 +22,9 @@ def keep_freed_memory(processes: int) -> bool:
     """Keep freed memory for the next tensor, in huge pages where the system has them, instead of giving it back.
 
     Only addresses are taken here, half of the machine's memory divided among its processes: a page takes memory when
-    it is first written. Beyond that the heap grows as it needs to, in small pages. Nothing changes where the C library
+    it is first written. By its defaults glibc gives large tensors back when they are freed, and each step faults their
+    pages in again, 4 KiB at a time; kept in pages of 2 MiB, a step of the 124M model takes 0.86 to 0.97 of the time, with
+    the same peak of memory (benchmarks/results/README.md). Beyond that the heap grows as it needs to, in small pages. Nothing changes where the C library
     is another than glibc, where the user has set it up (GLIBC_TUNABLES, MALLOC_...) or preloads libraries, which may
     bring an allocator of their own (LD_PRELOAD), and where addresses are limited.
 
@@ -69,3 +69,45 @@ def _heap() -> Iterator[tuple[int, int]]:
         if line.endswith("[heap]"):
             start, stop = line.split()[0].split("-")
             yield int(start, 16), int(stop, 16)
+
+
+_ROUNDS = 5
+_LONG_SECONDS = 0.2  # a step that takes longer is work enough for all threads
+_CLEARLY = 0.9
+
+
+def fastest_count(
+    step: Callable[[], object],
+    most: int,
+    set_count: Callable[[int], None],
+    clock: Callable[[], float] = time.perf_counter,
+) -> int:
+    """The number of threads with which a step of decoding takes the least time; it is set.
+
+    Such a step is a row of small products. Each is divided among the threads, which wait for one another at its end:
+    asleep, as spinning threads would take the cores from the event loop and from clients. More of them are slower where
+    waking them takes as long as the work, so it is tried, not computed: `most`, half of it, and so on down to one, in
+    turn; fewer are taken if they are clearly faster.
+
+    Args:
+        step: computes a typical step.
+        most: threads that there may be.
+        set_count: sets their number.
+    """
+
+    def seconds(count: int) -> float:
+        set_count(count)
+        step()  # threads are made, and what was in the caches of others is read again
+        began = clock()
+        step()
+        return clock() - began
+
+    best = {most: seconds(most)}
+    if most > 1 and best[most] < _LONG_SECONDS:
+        counts = [most >> shift for shift in range(most.bit_length())]
+        for _ in range(_ROUNDS):
+            best = {count: min(best.get(count, float("inf")), seconds(count)) for count in counts}
+    fewest = min(best, key=lambda count: best[count])
+    chosen = fewest if best[fewest] < _CLEARLY * best[most] else most
+    set_count(chosen)
+    return chosen

@@ -1,0 +1,228 @@
+"""Attention on a CPU where torch has no fused kernel, or a slow one: blocks of queries, or whole matrices of scores.
+
+| function                   | for                                                        | kept for the backward pass      |
+|----------------------------|------------------------------------------------------------|---------------------------------|
+| `blocked_causal_attention` | causal masks in bf16, with dropout or with a window        | q, k, v                         |
+| `whole_attention`          | a bias that learns, masks with dropout, few scores         | q, k, v and the probabilities   |
+
+With dropout P v becomes (P * M / (1 - p)) v for a random mask M, and dP is masked alike. The masks are drawn again in
+the backward pass from a seed; the seed comes from torch's default stream, so that a resumed run draws the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+import torch
+from torch import Tensor
+from megalith.kernels.dropout import Dropout
+from megalith.kernels.torch_private import softmax_backward
+from megalith.kernels.dropout import Dropout, DropoutMasks
+
+
+BLOCK = 128  # queries at once: [N, 128, S] scores of a few heads stay within the cache
+
+
+def _blocks(length: int) -> Iterator[tuple[int, int]]:
+    return ((start, min(start + BLOCK, length)) for start in range(0, length, BLOCK))
+
+
+def _first(start: int, window: int | None) -> int:
+    """The first key that any query from `start` on sees."""
+    return 0 if window is None else max(0, start - window)
+
+
+def _part(x_NSK: Tensor, rows: slice) -> Tensor:
+    """Some rows as the products of this dtype want them."""
+    part = x_NSK[:, rows]
+    return part.contiguous() if x_NSK.dtype == torch.bfloat16 else part
+
+
+def _probabilities(q_NQK: Tensor, k_NSK: Tensor, mask_QQ: Tensor, window: int | None) -> Tensor:
+    """Probabilities of Q queries over S keys, the last of which is the last query's own. -> [N, Q, S]."""
+    scores = torch.bmm(q_NQK, k_NSK.transpose(1, 2))
+    size, keys = scores.shape[1:]
+    scores[:, :, keys - size :] += mask_QQ[:size, :size]
+    if window is not None and window < keys - 1:
+        gone = torch.ones(size, keys, dtype=torch.bool, device=scores.device).tril(keys - size - window - 1)
+        scores.masked_fill_(gone, -math.inf)
+    return torch.softmax(scores, dim=-1)
+
+
+class _BlockedAttention(torch.autograd.Function):
+    """On [N, S, K] tensors, the queries already scaled."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, dropout: Dropout | None, window: int | None) -> Tensor:
+        ctx.save_for_backward(q, k, v)
+        ctx.dropout, ctx.window = dropout, window
+        masks = None if dropout is None else dropout.masks(q.device)
+        mask = _block_mask(q)
+        out = torch.empty_like(q)
+        for start, end in _blocks(q.shape[1]):
+            keys = slice(_first(start, window), end)
+            probabilities = _probabilities(_part(q, slice(start, end)), _part(k, keys), mask, window)
+            if masks is not None:
+                probabilities *= masks.mask(probabilities)
+            out[:, start:end] = torch.bmm(probabilities, v[:, keys])
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        q, k, v = ctx.saved_tensors
+        masks = None if ctx.dropout is None else ctx.dropout.masks(q.device)
+        mask, grad = _block_mask(q), grads[0]
+        dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        for start, end in _blocks(q.shape[1]):
+            rows, keys = slice(start, end), slice(_first(start, ctx.window), end)
+            q_block, grad_block, k_block, v_block = _part(q, rows), _part(grad, rows), _part(k, keys), _part(v, keys)
+            probabilities = _probabilities(q_block, k_block, mask, ctx.window)
+            d_probabilities = torch.bmm(grad_block, v_block.transpose(1, 2))
+            dropped = probabilities
+            if masks is not None:
+                kept = masks.mask(probabilities)
+                dropped = probabilities * kept
+                d_probabilities *= kept
+            dv[:, keys] += torch.bmm(dropped.transpose(1, 2), grad_block)
+            d_scores = softmax_backward(d_probabilities, probabilities)
+            dq[:, rows] = torch.bmm(d_scores, k_block)
+            dk[:, keys] += torch.bmm(d_scores.transpose(1, 2), q_block)
+        return dq, dk, dv, None, None
+
+
+def _block_mask(q: Tensor) -> Tensor:
+    return torch.full((BLOCK, BLOCK), -math.inf, dtype=q.dtype, device=q.device).triu_(1)
+
+
+def blocked_causal_attention(
+    q_SBHK: Tensor,
+    k_SBHK: Tensor,
+    v_SBHK: Tensor,
+    dropout: float = 0.0,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+) -> Tensor:
+    """Causal softmax(scale q k^T) v over as many queries as keys, with dropout of the probabilities.
+
+    Shapes: 3 x [S, B, H, K] -> [S, B, H, K].
+    Memory: q, k and v are kept for the backward pass; no scores and no dropout masks.
+    Reference twin: `nn.attend.attend_fused`.
+
+    `scale` is 1 / sqrt(K) unless given; with a `window` each query sees itself and as many keys before it.
+    """
+    length, batch, heads, size = q_SBHK.shape
+    flat = [x.permute(1, 2, 0, 3).reshape(batch * heads, length, size) for x in (q_SBHK, k_SBHK, v_SBHK)]
+    scaled = flat[0] * (size**-0.5 if scale is None else scale)
+    out: Tensor = _BlockedAttention.apply(scaled, *flat[1:], Dropout.draw(dropout), window)
+    return out.view(batch, heads, length, size).permute(2, 0, 1, 3)
+
+
+def _scores(q: Tensor, k: Tensor, bias: Tensor | None, hidden: Tensor | None, scale: float, out: Tensor) -> None:
+    """Of one sample: [H, Q, K], [H, S, K], [H, Q, S], [1 or H, 1 or Q, S] -> out [H, Q, S].
+
+    What is hidden gets a score far below all others, and not minus infinity, so that a query without a key gets
+    numbers too: they mean nothing, but they cannot spread as NaN.
+    """
+    if hidden is not None:
+        out.copy_(bias) if bias is not None else out.zero_()
+        bias = out.masked_fill_(hidden, torch.finfo(out.dtype).min / 2)
+    if bias is None:
+        _scaled_product(q, k.transpose(1, 2), scale, out)
+    else:
+        torch.baddbmm(bias, q, k.transpose(1, 2), alpha=scale, out=out)
+
+
+def _scaled_product(a: Tensor, b: Tensor, scale: float, out: Tensor) -> None:
+    """out = scale a b of two batches of matrices."""
+    torch.baddbmm(out, a, b, beta=0.0, alpha=scale, out=out)
+
+
+def _of_sample(x: Tensor, number: int) -> Tensor:
+    """Of [B, H, Q, S] or, the same for all samples, [H, Q, S]."""
+    return x if x.dim() < 4 else x[number]
+
+
+class _WholeAttention(torch.autograd.Function):
+    """On [B, H, Q, K], 2 x [B, H, S, K], a bias [H, Q, S] or [B, H, Q, S] and what is hidden."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        hidden: Tensor | None,
+        dropout: Dropout | None,
+        scale: float,
+    ) -> Tensor:
+        probabilities, out = q.new_empty(*q.shape[:3], k.shape[2]), torch.empty_like(q)
+        masks = None if dropout is None else dropout.masks(q.device)
+        for number, kept in enumerate(probabilities):
+            added, gone = (None if x is None else _of_sample(x, number) for x in (bias, hidden))
+            _scores(q[number], k[number], added, gone, scale, kept)
+            torch.softmax(kept, dim=-1, out=kept)
+            out[number] = torch.bmm(_dropped(kept, masks)[0], v[number])
+        ctx.save_for_backward(q, k, v, probabilities)
+        ctx.dropout, ctx.scale, ctx.bias_shape = dropout, scale, None if bias is None else bias.shape
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, probabilities = ctx.saved_tensors
+        dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+        dbias = q.new_zeros(ctx.bias_shape) if ctx.needs_input_grad[3] else None
+        masks = None if ctx.dropout is None else ctx.dropout.masks(q.device)
+        work = torch.empty_like(probabilities[0])
+        for number, kept in enumerate(probabilities):
+            grad = grads[0][number]
+            dropped, mask = _dropped(kept, masks)
+            torch.bmm(dropped.transpose(1, 2), grad, out=dv[number])
+            torch.bmm(grad, v[number].transpose(1, 2), out=work)
+            if mask is not None:
+                work *= mask
+            softmax_backward(work, kept, out=work)
+            if dbias is not None:
+                _of_sample(dbias, number).add_(work)
+            _scaled_product(work, k[number], ctx.scale, dq[number])
+            _scaled_product(work.transpose(1, 2), q[number], ctx.scale, dk[number])
+        return dq, dk, dv, dbias, None, None, None
+
+
+def _dropped(probabilities: Tensor, masks: DropoutMasks | None) -> tuple[Tensor, Tensor | None]:
+    """The probabilities that are left, and the mask of them."""
+    if masks is None:
+        return probabilities, None
+    mask = masks.mask(probabilities)
+    return probabilities * mask, mask
+
+
+def whole_attention(
+    q_QBHK: Tensor,
+    k_SBHK: Tensor,
+    v_SBHK: Tensor,
+    *,
+    bias: Tensor | None = None,
+    hidden: Tensor | None = None,
+    dropout: float = 0.0,
+    scale: float,
+) -> Tensor:
+    """softmax(scale q k^T + bias) v, with dropout of the probabilities.
+
+    Shapes: [Q, B, H, K], 2 x [S, B, H, K], bias [H, Q, S] or [B, H, Q, S] -> [Q, B, H, K].
+    Memory: q, k, v and the probabilities are kept for the backward pass; no dropout masks.
+    Reference twin: `nn.attend.attend_fused`.
+
+    Args:
+        q_QBHK, k_SBHK, v_SBHK: queries, keys and values.
+        bias: added to the scaled scores; it gets a gradient.
+        hidden: True where a query may not look, [Q, S] or [B, 1, Q or 1, S].
+        dropout: probability with which a weight becomes zero.
+        scale: of the products of queries and keys.
+    """
+    q, k, v = (x.permute(1, 2, 0, 3) for x in (q_QBHK, k_SBHK, v_SBHK))
+    context: Tensor = _WholeAttention.apply(q, k, v, bias, hidden, Dropout.draw(dropout), scale)
+    return context.permute(2, 0, 1, 3)
