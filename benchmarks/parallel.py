@@ -111,9 +111,7 @@ def measure(rank: int, world: int, store: str, flags: str, vocabulary: int, step
     from megalith.distributed import comm
     from megalith.distributed.context import ParallelContext
     from megalith.distributed.rng import RandomStreams
-    from megalith.schedules.learning_rate import LearningRateSchedule
-    from megalith.schedules.parameters import ParameterSchedule
-    from megalith.schedules.weight_decay import WeightDecaySchedule
+    from megalith.schedules.parameters import LearningRateSchedule, ParameterSchedule, WeightDecaySchedule
     from megalith.train.state import TrainState
     from megalith.train.step import train_step
 

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalith.distributed import comm
+from megalith.distributed.agreement import CollectiveCheck, Observers
 from megalith.distributed.context import Axis
-from megalith.distributed.debug import CollectiveCheck, Observers
 from megalith.errors import MegalithError
 
 

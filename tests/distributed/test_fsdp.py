@@ -22,9 +22,7 @@ from megalith.config import RunConfig, load
 from megalith.distributed.context import Axis, ParallelContext
 from megalith.distributed.rng import RandomStreams
 from megalith.layout import Layout
-from megalith.schedules.learning_rate import LearningRateSchedule
-from megalith.schedules.parameters import ParameterSchedule
-from megalith.schedules.weight_decay import WeightDecaySchedule
+from megalith.schedules.parameters import LearningRateSchedule, ParameterSchedule, WeightDecaySchedule
 from megalith.train.hooks import Hook
 from megalith.train.loop import evaluate
 from megalith.train.state import TrainState

@@ -31,9 +31,7 @@ from megalith.distributed.rng import RandomStreams
 from megalith.layout import Layout
 from megalith.nn.moe.experts import name_among_all
 from megalith.nn.placement import dim_of, global_shape, local_pieces
-from megalith.schedules.learning_rate import LearningRateSchedule
-from megalith.schedules.parameters import ParameterSchedule
-from megalith.schedules.weight_decay import WeightDecaySchedule
+from megalith.schedules.parameters import LearningRateSchedule, ParameterSchedule, WeightDecaySchedule
 from megalith.tokenizers.null import NullTokenizer
 from megalith.train.state import TrainState
 from megalith.train.step import Batch, train_step

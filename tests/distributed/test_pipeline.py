@@ -22,8 +22,7 @@ from megalith.nn.linear import Linear
 from megalith.nn.placement import Replicated
 from megalith.nn.sink import attach_sink
 from megalith.optim.gradients import GradientBuffers
-from megalith.parallel.deferred import DeferredSink
-from megalith.parallel.pipeline import run
+from megalith.parallel.pipeline import DeferredSink, run
 from megalith.schedules.pipeline import WINDOW, Op, make_schedule
 
 SIZE, BATCH, LAYERS = 5, 2, 8

@@ -23,9 +23,7 @@ from megalith.models.gpt import GPT
 from megalith.models.initialise import initialise_as_megatron_cpu
 from megalith.nn.recompute import Recompute
 from megalith.optim import DynamicLossScale, Optimizer, build_optimizer
-from megalith.schedules.learning_rate import LearningRateSchedule
-from megalith.schedules.parameters import ParameterSchedule
-from megalith.schedules.weight_decay import WeightDecaySchedule
+from megalith.schedules.parameters import LearningRateSchedule, ParameterSchedule, WeightDecaySchedule
 from megalith.tokenizers.null import NullTokenizer
 from megalith.train.state import TrainState
 from megalith.train.step import train_step

@@ -11,9 +11,7 @@ import pytest
 
 from megalith.errors import CheckpointError, ConfigError
 from megalith.schedules.batch_size import constant, ramped
-from megalith.schedules.learning_rate import LearningRateSchedule
-from megalith.schedules.parameters import ParameterSchedule, resume_schedule
-from megalith.schedules.weight_decay import WeightDecaySchedule
+from megalith.schedules.parameters import LearningRateSchedule, ParameterSchedule, WeightDecaySchedule, resume_schedule
 
 
 def build(config: dict[str, Any]) -> ParameterSchedule:

@@ -26,9 +26,9 @@ from megalith.nn.sink import attach_sink
 from megalith.optim.gradients import GradientBuffers
 from megalith.optim.optimizer import Optimizer, build_optimizer
 from megalith.parallel.context import RingMixer, UlyssesMixer
-from megalith.parallel.deferred import DeferredSink
+from megalith.parallel.experts import TokenPeers
 from megalith.parallel.fsdp import FullyShard
-from megalith.parallel.peers import TokenPeers
+from megalith.parallel.pipeline import DeferredSink
 from megalith.parallel.tensor import SequenceParallel, TensorParallel
 
 _COMPILERS = ("g++", "clang++", "c++")

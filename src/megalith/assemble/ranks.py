@@ -9,9 +9,9 @@ from datetime import timedelta
 from megalith.assemble.facts import facts_of
 from megalith.assemble.model import choose_device, require_compiler
 from megalith.config import RunConfig
+from megalith.distributed.agreement import CollectiveCheck, Observers
 from megalith.distributed.board import Board, open_board
 from megalith.distributed.context import Axis, Observer, ParallelContext
-from megalith.distributed.debug import CollectiveCheck, Observers
 from megalith.distributed.launch import connect
 from megalith.distributed.watch import Watch
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megalith.config import RunConfig, check_groups
-from megalith.schedules.learning_rate import LearningRateSchedule
-from megalith.schedules.parameters import ParameterSchedule
-from megalith.schedules.weight_decay import WeightDecaySchedule
+from megalith.schedules.parameters import LearningRateSchedule, ParameterSchedule, WeightDecaySchedule
 
 
 def build_schedule(run: RunConfig) -> ParameterSchedule:

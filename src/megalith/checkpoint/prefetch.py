@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from megalith.distributed.memory_limit import memory_limit
+from megalith.distributed.machine import memory_limit
 
 _PIECE = 2**24  # asked for in one call, which returns when the disk has taken the order
 _THREADS = 8  # at most, as those of a load

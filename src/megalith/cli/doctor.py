@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megalith import __version__
-from megalith.distributed.memory_limit import machine_memory, memory_limit
+from megalith.distributed.machine import machine_memory, memory_limit
 from megalith.errors import ConfigError, install_command
 
 if TYPE_CHECKING:

@@ -12,9 +12,8 @@ from fractions import Fraction
 from typing import NoReturn
 
 from megalith.errors import ConfigError
-from megalith.schedules.picture import picture, summary
 from megalith.schedules.pipeline import SCHEDULES, Flags, default_schedule, make_schedule, violations
-from megalith.schedules.simulator import Costs, simulate
+from megalith.schedules.simulator import Costs, picture, simulate, summary
 
 _FLAGS = Flags(stages="--pp", chunks="--vp", micro_batches="--microbatches")
 _COSTS = ("forward", "input gradient", "weight gradient")

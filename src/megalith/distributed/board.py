@@ -118,39 +118,8 @@ class BoardGone(Exception):
     """The store does not answer: whoever holds it is dead or stopped."""
 
 
-class Board(Protocol):
-    """Statuses by rank and documents by name. Everything may raise `BoardGone`."""
-
-    immediate: bool
-    """Whether `post` is so cheap that every change may be posted."""
-
-    def post(self, status: bytes) -> None:
-        """Replace the status of this rank; at most 200 bytes."""
-        ...
-
-    def status(self, rank: int) -> bytes:
-        """The last status of a rank, empty if there is none."""
-        ...
-
-    def write(self, name: str, text: str) -> bool:
-        """Write a document unless there is one of this name; returns whether it was written."""
-        ...
-
-    def read(self, name: str) -> str | None:
-        """A document, None if there is none."""
-        ...
-
-    def remove(self) -> None:
-        """Leave nothing behind; no rank needs the board any more."""
-        ...
-
-    def close(self, *, failed: bool) -> None:
-        """This rank is done; leave nothing behind as soon as all others are."""
-        ...
-
-
 class FolderBoard:
-    """In a folder of this machine, best one in memory.
+    """Statuses by rank and documents by name in a folder of this machine, best one in memory.
 
     Args:
         folder: it exists.
@@ -159,7 +128,7 @@ class FolderBoard:
         supervised_size: number of the ranks that see to its removal only if their supervisor is dead.
     """
 
-    immediate = True
+    immediate = True  # `post` is so cheap that every change may be posted
 
     def __init__(
         self, folder: Path, rank: int | None = None, *, of_size: int | None = None, supervised_size: int = 0
@@ -175,15 +144,18 @@ class FolderBoard:
                 self._own = mmap.mmap(file.fileno(), _SIZE)
 
     def post(self, status: bytes) -> None:
+        """Replace the status of this rank; at most 200 bytes."""
         assert self._own is not None
         self._own[: len(status) + 1] = status + b"\0"
 
     def status(self, rank: int) -> bytes:
+        """The last status of a rank, empty if there is none."""
         with suppress(OSError):
             return (self.folder / f"rank-{rank}").read_bytes().partition(b"\0")[0]
         return b""
 
     def write(self, name: str, text: str) -> bool:
+        """Write a document unless there is one of this name; returns whether it was written."""
         draft = self.folder / f".{name}.{os.getpid()}.{threading.get_ident()}"
         try:
             draft.write_text(text, encoding="utf-8")
@@ -195,15 +167,18 @@ class FolderBoard:
         return True
 
     def read(self, name: str) -> str | None:
+        """A document, None if there is none."""
         with suppress(OSError):
             return (self.folder / name).read_text(encoding="utf-8")
         return None
 
     def remove(self) -> None:
+        """Leave nothing behind; no rank needs the board any more."""
         if self._of_size is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def close(self, *, failed: bool) -> None:
+        """This rank is done; leave nothing behind as soon as all others are."""
         if self._of_size is None and self._supervised_size and _supervisor_is_gone():
             self._of_size = self._supervised_size
         if self._rank != 0 and not failed:
@@ -241,7 +216,10 @@ class Store(Protocol):
 
 
 class StoreBoard:
-    """In the store of the run. No call waits longer than two seconds for a store that does not answer."""
+    """The same in the store of the run. No call waits longer than two seconds for a store that does not answer.
+
+    Everything may raise `BoardGone`.
+    """
 
     immediate = False
 
@@ -269,6 +247,9 @@ class StoreBoard:
 
     def close(self, *, failed: bool) -> None:
         """Nothing to do either."""
+
+
+Board = FolderBoard | StoreBoard
 
 
 def _soon(call: Callable[[], T]) -> T:

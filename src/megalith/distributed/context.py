@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,24 +18,20 @@ JOINED = (("cp", "dp"), ("tp", "pp"), AXES)
 _NAMES = (*((axis,) for axis in (*AXES, *FOLDED)), *JOINED)
 
 
-class Observer(Protocol):
-    """Is told of each collective before it starts: the debug checks and the reports of hangs."""
+class Observer:
+    """Is told of each collective before it starts: the debug checks and the reports of hangs. This one does nothing."""
 
     def before(self, operation: str, axis: Axis, tensor: Tensor | None, detail: str = "") -> None:
         """`operation` is about to run over `axis`. `detail` is what else must be equal on all its ranks."""
-        ...
 
     def after(self, operation: str, axis: Axis) -> None:
         """It has been started (or has ended, if it does not run in the background)."""
-        ...
 
     def waiting(self, peer: int | None = None) -> None:
         """This rank needs the result of what it has started, or the message of a peer, and waits."""
-        ...
 
     def waited(self) -> None:
         """It is there."""
-        ...
 
 
 @dataclass(frozen=True)

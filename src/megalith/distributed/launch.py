@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from itertools import chain, takewhile
-from pathlib import Path
 from typing import NoReturn
 
 import torch
@@ -31,12 +30,15 @@ from megalith.config.environment import listen, loopback
 from megalith.config.groups import LaunchConfig
 from megalith.distributed.agreement import Facts, difference
 from megalith.distributed.board import BoardGone, StoreBoard
-from megalith.distributed.interface import (
+from megalith.distributed.machine import (
+    AwakeClock,
+    closed,
     interface_towards,
     interface_variable,
     interfaces,
     is_own_address,
     own_address,
+    place,
     unusable_interfaces,
 )
 from megalith.errors import ConfigError, MegalithError, PeerError
@@ -48,7 +50,6 @@ _NAMED_RANKS = 16
 _SECONDS_TO_LEAVE = 10.0
 _SECONDS_TO_HEAR = 3.0
 _SECONDS_BETWEEN_LOOKS = 0.5
-_GAP_SECONDS = 15.0  # more than most single waits here
 _UNCONNECTED = "unconnected"
 _STACK = ("Exception raised from ", "frame #", "C++ CapturedTraceback")  # begins what torch puts behind a message
 _ROUNDS, _ROUND = "megalith/rounds", "megalith/round"  # in a store that outlives the ranks: how many, and which one
@@ -243,7 +244,7 @@ class _Meeting:
         self._asked_to_stop = asked_to_stop
         self._agent_holds_it = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         self._address, self._prefix, self._times = (launch.master_addr, launch.master_port), "", 0
-        self._clock = _AwakeClock()
+        self._clock = AwakeClock()
         self._join_seconds = join_seconds
         self._next_word = min(PATIENCE_SECONDS, 0.5 * join_seconds)
 
@@ -450,7 +451,7 @@ class _Meeting:
 
     def _reach(self, host: str, port: int) -> None:
         """Wait until someone listens at the address of rank 0."""
-        while why := _closed(host, port):
+        while why := closed(host, port):
             if why.unknown_host and self._clock.elapsed() > self._next_word:
                 raise PeerError(
                     f"{self._me()}: MASTER_ADDR={host} is not the name of a host that is known here ({why.text}); give "
@@ -506,8 +507,8 @@ class _Meeting:
         store.set(f"who/{launch.rank}", json.dumps(me))
         if problem := unusable_interfaces(self._backend, self._environ):
             self._refuse(store, f"{self._me()}: {problem}")
-        place = _place()
-        if not launch.one_host or store.compare_set("place", "", place).decode() != place:
+        where = place()
+        if not launch.one_host or store.compare_set("place", "", where).decode() != where:
             store.add("several hosts", 1)
         self._compare(store)
         store.add("here", 1)
@@ -565,7 +566,7 @@ class _Meeting:
         try:
             yield
         except RuntimeError as error:
-            clock, shown = _AwakeClock(), min(self._launch.world_size, _NAMED_RANKS)
+            clock, shown = AwakeClock(), min(self._launch.world_size, _NAMED_RANKS)
             while len(self._interfaces) < shown and clock.elapsed() < _SECONDS_TO_HEAR:  # others may come later
                 self._read_interfaces(board)
                 time.sleep(0.1)
@@ -580,7 +581,7 @@ class _Meeting:
 
     def _limit(self, board: StoreBoard, done: threading.Event) -> None:
         """End this process when the time is over, or another rank has failed to connect."""
-        clock = _AwakeClock()
+        clock = AwakeClock()
         while not done.wait(_SECONDS_BETWEEN_LOOKS):
             text, waited = "", clock.elapsed()
             self._read_interfaces(board)
@@ -622,52 +623,12 @@ class _Meeting:
         )
 
 
-@dataclass(frozen=True)
-class _Closed:
-    """Why a connection cannot be made."""
-
-    text: str
-    unknown_host: bool
-
-
-def _closed(host: str, port: int) -> _Closed | None:
-    """Knock at an address; None where someone opens."""
-    try:
-        socket.create_connection((host, port), timeout=5.0).close()
-    except OSError as error:
-        return _Closed(error.strerror or str(error), isinstance(error, socket.gaierror))
-    return None
-
-
-class _AwakeClock:
-    """Seconds since it was made, without most of those in which this process or its machine was suspended."""
-
-    def __init__(self) -> None:
-        self._elapsed, self._seen = 0.0, time.monotonic()
-
-    def elapsed(self) -> float:
-        """To be called every few seconds. Of a longer gap a part counts: it may have been a wait for a name server."""
-        now = time.monotonic()
-        gap, self._seen = now - self._seen, now
-        self._elapsed += min(gap, _GAP_SECONDS)
-        return self._elapsed
-
-
 def _pauses() -> Iterator[float]:
     """Seconds between two looks at the store: short at first, as most ranks come together."""
     pause = 0.002
     while True:
         pause = min(2 * pause, 0.5)
         yield pause
-
-
-def _place() -> str:
-    """What is equal for processes that can signal each other, share memory, and reach each other over loopback."""
-    names = [socket.gethostname()]
-    with suppress(OSError):
-        names.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
-        names += [os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net", "mnt")]
-    return " ".join(names)
 
 
 def _first_line(error: BaseException) -> str:

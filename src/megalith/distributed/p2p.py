@@ -1,9 +1,9 @@
 """Sending and receiving between pipeline stages.
 
 One communicator for each directed edge: NCCL matches messages by their order in a communicator (gloo by tag), and with
-one communicator for a pair of stages two messages that cross wait for each other for ever (schedules/simulator.py
-proves both). The usual remedy, one batch of the messages that cross, makes each of them wait for the others; edges of
-their own need no batch and let every message travel by itself (docs/decisions/0007-pipeline.md).
+one communicator for a pair of stages two messages that cross wait for each other for ever. With edges of their own they
+never do (schedules/simulator.py). The usual remedy, one batch of the messages that cross, makes each of them wait for
+the others; edges of their own need no batch and let every message travel by itself (docs/decisions/0007-pipeline.md).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -19,17 +19,8 @@ from torch import Tensor
 
 from megalith.layout import Layout
 
-
-class WaitObserver(Protocol):
-    """Is told when this rank waits for another: the part of `context.Observer` that concerns single messages."""
-
-    def waiting(self, peer: int | None = None) -> None:
-        """A message from or to `peer` is needed that may not be there."""
-        ...
-
-    def waited(self) -> None:
-        """It is there."""
-        ...
+if TYPE_CHECKING:
+    from megalith.distributed.context import Observer
 
 
 @dataclass(frozen=True)
@@ -44,7 +35,7 @@ class Edge:
 
     peer: int
     group: dist.ProcessGroup = field(compare=False, repr=False)
-    observer: WaitObserver | None = field(default=None, compare=False, repr=False)
+    observer: Observer | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -70,7 +61,7 @@ def create_links(
     device: torch.device,
     *,
     timeout: timedelta | None,
-    observer: WaitObserver | None = None,
+    observer: Observer | None = None,
 ) -> PipelineLinks:
     """Make the edges of all pipelines of the layout; every rank calls this. Returns those of this rank."""
     outgoing: dict[str, Edge] = {}

@@ -22,7 +22,7 @@ from types import FrameType
 
 from megalith.config.environment import listen, loopback
 from megalith.distributed.board import FolderBoard, Identity, Status, make_folder
-from megalith.distributed.memory_limit import memory_limit, oom_kills
+from megalith.distributed.machine import memory_limit, oom_kills
 
 SECOND_SIGNAL = 130
 PEER_FAILED = 6

@@ -34,7 +34,7 @@ from megalith.distributed.board import (
     read_identity,
     write_identity,
 )
-from megalith.distributed.context import Axis
+from megalith.distributed.context import Axis, Observer
 from megalith.errors import ConfigError, MegalithError, PeerError
 
 ALARM, CAUSE, FAILURE = "alarm", "cause", "failure"
@@ -84,7 +84,7 @@ def _to_stderr(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-class Watch:
+class Watch(Observer):
     """Observer of collectives and of the points of a step, and the thread that looks after both.
 
     Args:

@@ -28,11 +28,13 @@ import torch
 from torch import Tensor
 
 from megalith.distributed import comm
-from megalith.distributed.context import Axis
+from megalith.distributed.context import Axis, ParallelContext
 from megalith.errors import LayoutError
 from megalith.layout import cut
 from megalith.nn.moe.dispatch import HERE, Delivery, Dispatcher
 from megalith.nn.moe.permutation import Order, from_experts, order_by_expert, to_experts
+from megalith.nn.region import SOLO, Region
+from megalith.parallel.tensor import SequenceParallel
 
 
 class _Divided:
@@ -106,3 +108,50 @@ DISPATCHERS: Mapping[str, Callable[[Axis], Dispatcher]] = {
 def dispatcher(kind: str, axis: Axis) -> Dispatcher:
     """How tokens reach the experts that the ranks of an axis share."""
     return HERE if axis.size == 1 else DISPATCHERS[kind](axis)
+
+
+class TokenPeers:
+    """Sums over the axes whose ranks hold other tokens.
+
+    Args:
+        context: the ranks.
+        sequence_parallel: whether tensor-parallel ranks hold parts of the sequences.
+        exchange: how tokens reach experts on other ranks, a key of `parallel.experts.DISPATCHERS`.
+
+    Where experts are shared by other ranks than the layers, these have tokens of their own, be they parts of the same
+    sequences or others: to an expert's layers they are what sequence-parallel ranks are.
+    """
+
+    def __init__(self, context: ParallelContext, *, sequence_parallel: bool, exchange: str = "allgather") -> None:
+        self._sharing: list[Axis] = [context.cp, *([context.tp] if sequence_parallel else [])]
+        self._replicas = context.dp
+        self.dispatcher = dispatcher(exchange, context.ep)
+        self.region_of_experts: Region | None = None
+        if context.layout.expert_tp != context.layout.tp:
+            self.region_of_experts = SOLO if context.etp.size == 1 else SequenceParallel(context.etp)
+
+    @property
+    def sharing(self) -> int:
+        size = 1
+        for axis in self._sharing:
+            size *= axis.size
+        return size
+
+    @property
+    def all(self) -> int:
+        return self.sharing * self._replicas.size
+
+    def sum_of_micro_batch(self, x: Tensor) -> Tensor:
+        x = x.detach().clone()
+        for axis in self._sharing:
+            x = comm.all_reduce(x, axis)
+        return x
+
+    def all_of_micro_batch(self, x: Tensor) -> Tensor:
+        x = x.detach()
+        for axis in self._sharing:
+            x = comm.all_gather(x, axis)
+        return x
+
+    def sum_of_step(self, x: Tensor) -> Tensor:
+        return comm.all_reduce(self.sum_of_micro_batch(x), self._replicas)

@@ -5,13 +5,151 @@ The keys and the refusal text are Megatron's, so that its checkpoints and its us
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megalith.errors import CheckpointError
-from megalith.schedules.learning_rate import LearningRateSchedule
-from megalith.schedules.weight_decay import WeightDecaySchedule
+from megalith.errors import CheckpointError, ConfigError
+
+DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
+
+# Share of (max - min) that is left after the fraction q of the annealing has passed.
+ANNEALING: dict[str, Callable[[float], float]] = {
+    "exponential": lambda q: 2.0 * math.pow(0.5, q) - 1.0,
+    "linear": lambda q: 1.0 - q,
+    "cosine": lambda q: 0.5 * (math.cos(math.pi * q) + 1.0),
+    "minus_sqrt": lambda q: 1.0 - math.sqrt(q),
+}
+
+
+@dataclass(frozen=True)
+class LearningRateSchedule:
+    """The learning rate as a pure function of the samples trained on: warm-up, then one of five decays.
+
+    The unit is samples, not iterations, so that a change of batch size does not bend the curve. Only applied optimizer
+    steps advance it: a step that the loss scaler skips leaves the rate where it is.
+
+    Attributes:
+        max_lr: rate at the end of the warm-up.
+        min_lr: rate after `decay_samples`.
+        decay_samples: samples from the start of training to the end of the decay (the warm-up counts).
+        style: one of `DECAY_STYLES`.
+        warmup_samples: length of the linear warm-up; a fraction of the decay may give a non-integer.
+        init_lr: rate at the start of the warm-up.
+        wsd_samples: length of the final annealing of the style WSD (warm-up, stable, decay).
+        wsd_style: shape of that annealing, a key of `ANNEALING`.
+
+    Raises:
+        ConfigError: the values contradict each other (all contradictions at once).
+
+    Source: docs/reference/training.md#learning-rate; golden `schedulers`.
+    """
+
+    max_lr: float
+    min_lr: float
+    decay_samples: int
+    style: str = "linear"
+    warmup_samples: float = 0
+    init_lr: float = 0.0
+    wsd_samples: int | None = None
+    wsd_style: str = "exponential"
+
+    def __post_init__(self) -> None:
+        problems = _contradictions(self)
+        if problems:
+            raise ConfigError(problems)
+
+    def lr(self, num_samples: int) -> float:
+        """The rate of the step that follows `num_samples` samples of applied steps."""
+        if self.warmup_samples > 0 and num_samples <= self.warmup_samples:
+            return self.init_lr + (self.max_lr - self.init_lr) * float(num_samples) / float(self.warmup_samples)
+        if self.style == "constant":
+            return self.max_lr
+        if num_samples > self.decay_samples:
+            return self.min_lr
+        if self.style == "inverse-square-root":
+            rate = self.max_lr * max(self.warmup_samples, 1) ** 0.5 / max(num_samples, 1) ** 0.5
+            return max(self.min_lr, rate)
+        return self.min_lr + self._remaining(num_samples) * (self.max_lr - self.min_lr)
+
+    def _remaining(self, num_samples: int) -> float:
+        if self.style == "WSD":
+            length = self.wsd_samples or 0
+            stable_until = self.decay_samples - length
+            if num_samples <= stable_until:
+                return 1.0
+            return ANNEALING[self.wsd_style](float(num_samples - stable_until) / float(length))
+        passed = float(num_samples - self.warmup_samples) / float(self.decay_samples - self.warmup_samples)
+        return ANNEALING[self.style](passed)
+
+
+def _contradictions(schedule: LearningRateSchedule) -> list[str]:
+    problems = []
+    if schedule.style not in DECAY_STYLES:
+        problems.append(f"--lr-decay-style {schedule.style} is not known; use one of {', '.join(DECAY_STYLES)}")
+    if not 0.0 <= schedule.min_lr <= schedule.max_lr:
+        problems.append(f"--min-lr {schedule.min_lr} must lie between 0 and --lr {schedule.max_lr}")
+    if schedule.init_lr > schedule.max_lr:
+        problems.append(f"--lr-warmup-init {schedule.init_lr} is above --lr {schedule.max_lr}; lower it")
+    if schedule.decay_samples <= 0:
+        problems.append(f"the learning rate decays over {schedule.decay_samples} samples; it needs at least 1")
+    elif schedule.warmup_samples >= schedule.decay_samples:
+        problems.append(
+            f"the warm-up takes {schedule.warmup_samples:g} samples, the whole decay {schedule.decay_samples}: shorten "
+            "--lr-warmup-iters/-samples/-fraction or lengthen --lr-decay-iters/-samples"
+        )
+    if schedule.style == "WSD":
+        if not schedule.wsd_samples:
+            problems.append("--lr-decay-style WSD needs --lr-wsd-decay-iters (or --lr-wsd-decay-samples)")
+        if schedule.wsd_style not in ANNEALING:
+            problems.append(
+                f"--lr-wsd-decay-style {schedule.wsd_style} is not known; use one of {', '.join(ANNEALING)}"
+            )
+    return problems
+
+
+INCREMENT_STYLES = ("constant", "linear", "cosine")
+
+
+@dataclass(frozen=True)
+class WeightDecaySchedule:
+    """The weight decay, likewise: from `start` to `end` over `increment_samples`, then `end`.
+
+    Raises:
+        ConfigError: unknown style, or a start and end that the style cannot connect.
+
+    Source: docs/reference/training.md#weight-decay.
+    """
+
+    start: float
+    end: float
+    increment_samples: int
+    style: str = "constant"
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.style not in INCREMENT_STYLES:
+            known = ", ".join(INCREMENT_STYLES)
+            problems.append(f"--weight-decay-incr-style {self.style} is not known; use one of {known}")
+        if not 0.0 <= self.start <= self.end:
+            problems.append(f"--start-weight-decay {self.start} must lie between 0 and --end-weight-decay {self.end}")
+        elif self.style == "constant" and self.start != self.end:
+            problems.append(
+                f"--weight-decay-incr-style constant cannot go from {self.start} to {self.end}; use linear or cosine"
+            )
+        if problems:
+            raise ConfigError(problems)
+
+    def weight_decay(self, num_samples: int) -> float:
+        """The decay of the step that follows `num_samples` samples of applied steps."""
+        if self.style == "constant" or num_samples > self.increment_samples:
+            return self.end
+        passed = float(num_samples) / float(self.increment_samples)
+        if self.style == "cosine":
+            passed = 0.5 * (math.cos(math.pi * (1.0 - passed)) + 1.0)
+        return self.start + passed * (self.end - self.start)
+
 
 # Key in a checkpoint's `opt_param_scheduler` -> name on the console, in Megatron's order of reporting.
 REPORTED_NAMES = {

@@ -1,26 +1,28 @@
-"""Runs pipeline schedules on paper: proves that they end, and gives their exact time, bubble and live activations.
+"""Runs pipeline schedules on paper: proves that they end, gives their time and live activations, and draws them.
 
 The model is that of NCCL, which is stricter than gloo's. A stage computes one operation at a time; sends and receives
-run beside it. Each communicator is a queue on either side: it works on what was posted first, a send needs the
-receive of the other side to be at the head of its queue too, and neither side buffers. What is posted as one batch
-runs at once and completes together. If no stage and no queue can go on, the schedule deadlocks. Within this model the
-result does not depend on timing, so that one run is a proof.
-
-gloo matches messages wherever they stand in the queue and therefore hides the deadlocks that this finds.
+run beside it. Each directed edge of the ring of stages is a communicator of its own (distributed/p2p.py): the sends of
+one end and the receives of the other are matched in the order in which they are posted, and neither side buffers. If no
+stage can go on, the schedule deadlocks. Within this model the result does not depend on timing, so that one run is a
+proof. gloo matches messages by tag and therefore hides orders that would deadlock.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
-from typing import Literal, NamedTuple
+from math import ceil
+from typing import NamedTuple
 
 from megalith.schedules.pipeline import PREFETCH, WINDOW, Message, Op, Schedule, Step
 
-Wiring = Literal["edges", "pairs"]
-"""One communicator for each directed edge of the ring, as we have it, or for each pair of stages."""
+COLORS = {"F": (24, 31, 38, 45), "B": (22, 28, 34, 40), "W": (130, 136, 172, 178)}
+"""Backgrounds (of the 256 colours of a terminal) by kind: one for each chunk in turn."""
+
+TICK_COLUMNS = 10  # between two times on the ruler, at least
+MIN_COLUMNS = 20  # of a panel, however narrow the terminal
 
 
 class Deadlock(Exception):
@@ -102,198 +104,95 @@ class Simulation:
 
 
 def simulate(
-    schedule: Schedule,
-    costs: Costs | None = None,
-    *,
-    wiring: Wiring = "edges",
-    batched: bool = False,
-    prefetch: int = PREFETCH,
-    window: int = WINDOW,
+    schedule: Schedule, costs: Costs | None = None, *, prefetch: int = PREFETCH, window: int = WINDOW
 ) -> Simulation:
     """Run a schedule on paper.
 
     Args:
         schedule: what to run.
         costs: times of its operations.
-        wiring: what is a communicator.
-        batched: messages that are posted to one communicator with no operation between them are one batch.
         prefetch, window: as `Schedule.steps` takes them.
 
     Raises:
         Deadlock: it would never end.
         Mismatch: a stage would take one message for another.
     """
-    costs = costs or Costs()
-    network = _Network(wiring)
-    stages = [
-        _Stage(number, deque(_actions(schedule.steps(number, prefetch=prefetch, window=window), wiring, batched)))
-        for number in range(schedule.stages)
-    ]
-    while any(stage.actions for stage in stages):
-        went_on = [stage.go_on(network, schedule, costs) for stage in stages]
-        if not network.go_on(costs.message) and not any(went_on):
-            raise Deadlock("; ".join(f"stage {stage.number} {stage.waits_for()}" for stage in stages if stage.actions))
+    costs, stages = costs or Costs(), range(schedule.stages)
+    network = _Network(costs.message)
+    spans: list[list[Span]] = [[] for _ in stages]
+    workers = {
+        stage: _work(schedule, schedule.steps(stage, prefetch=prefetch, window=window), costs, network, own)
+        for stage, own in zip(stages, spans, strict=True)
+    }
+    while workers:
+        before = len(network.complete), sum(map(len, spans))
+        waits = {stage: what for stage, worker in workers.items() if (what := next(worker, None)) is not None}
+        if waits and before == (len(network.complete), sum(map(len, spans))):
+            raise Deadlock("; ".join(f"stage {stage} {what}" for stage, what in waits.items()))
+        workers = {stage: workers[stage] for stage in waits}
     peaks = tuple(_peak(schedule, ops) for ops in schedule.ops)
-    return Simulation(schedule, tuple(tuple(stage.spans) for stage in stages), peaks)
-
-
-class _Post(NamedTuple):
-    """A batch that a stage posts to a communicator."""
-
-    communicator: Hashable
-    messages: tuple[Message, ...]
-
-
-class _Wait(NamedTuple):
-    """A stage waits until its end of a transfer is complete."""
-
-    message: Message
-
-
-_Action = _Post | _Wait | Op
-
-
-def _communicator(message: Message, wiring: Wiring) -> Hashable:
-    if wiring == "pairs":
-        return frozenset((message.source, message.target))
-    return (message.source, message.target, message.gradient)
-
-
-def _actions(steps: Sequence[Step], wiring: Wiring, batched: bool) -> Iterator[_Action]:
-    """What a stage does, one thing after the other; messages posted without an operation between them together."""
-    posted: list[Message] = []
-    for step in steps:
-        posted += step.receives
-        if step.needs is not None and not step.needs.is_local:
-            yield from _posts(posted, wiring, batched)
-            posted = []
-            yield _Wait(step.needs)
-        yield from _posts(posted, wiring, batched)
-        posted = []
-        yield step.op
-        if step.settles is not None:
-            yield _Wait(step.settles)
-        if step.makes is not None and not step.makes.is_local:
-            posted.append(step.makes)
-    yield from _posts(posted, wiring, batched)
-
-
-def _posts(messages: Iterable[Message], wiring: Wiring, batched: bool) -> Iterator[_Post]:
-    if not batched:
-        yield from (_Post(_communicator(message, wiring), (message,)) for message in messages)
-        return
-    together: dict[Hashable, list[Message]] = {}
-    for message in messages:
-        together.setdefault(_communicator(message, wiring), []).append(message)
-    yield from (_Post(communicator, tuple(batch)) for communicator, batch in together.items())
-
-
-@dataclass
-class _Batch:
-    """Messages of one stage in the queue of a communicator."""
-
-    messages: tuple[Message, ...]
-    time: Fraction  # when it was posted, later when its last transfer was done
-    waiting: list[Message]
+    return Simulation(schedule, tuple(map(tuple, spans)), peaks)
 
 
 class _Network:
-    """All communicators: queues of batches by communicator and stage, and the transfers that are complete."""
+    """The directed edges: what either end has posted, and when each message was complete."""
 
-    def __init__(self, wiring: Wiring) -> None:
-        self._queues: dict[Hashable, dict[int, deque[_Batch]]] = defaultdict(lambda: defaultdict(deque))
-        self._free: dict[tuple[Hashable, int], Fraction] = defaultdict(Fraction)
-        self.complete: dict[tuple[int, Message], Fraction] = {}
+    def __init__(self, cost: Fraction) -> None:
+        self._cost = cost
+        self._posted: dict[tuple[int, int, bool], tuple[list[_Post], list[_Post]]] = defaultdict(lambda: ([], []))
+        self._free: dict[tuple[int, int, bool], Fraction] = defaultdict(Fraction)
+        self.complete: dict[Message, Fraction] = {}
 
-    def post(self, stage: int, post: _Post, time: Fraction) -> None:
-        self._queues[post.communicator][stage].append(_Batch(post.messages, time, list(post.messages)))
-
-    def go_on(self, cost: Fraction) -> bool:
-        """Carry out every transfer that can be; tell whether there was one."""
-        went_on = False
-        for communicator, queues in self._queues.items():
-            while self._transfer(communicator, queues, cost):
-                went_on = True
-        return went_on
-
-    def _transfer(self, communicator: Hashable, queues: dict[int, deque[_Batch]], cost: Fraction) -> bool:
-        heads = {stage: queue[0] for stage, queue in queues.items() if queue}
-        for source, head in heads.items():
-            for target, other in heads.items():
-                sent = next((m for m in head.waiting if m.source == source and m.target == target), None)
-                received = next((m for m in other.waiting if m.source == source and m.target == target), None)
-                if source == target or sent is None or received is None:
-                    continue
-                if sent != received:
-                    raise Mismatch(f"stage {source} sends the {sent} where stage {target} expects the {received}")
-                ends = ((source, head), (target, other))
-                time = cost + max(max(batch.time, self._free[communicator, stage]) for stage, batch in ends)
-                for stage, batch in ends:
-                    self._done(communicator, queues[stage], stage, batch, sent, time)
-                return True
-        return False
-
-    def _done(
-        self,
-        communicator: Hashable,
-        queue: deque[_Batch],
-        stage: int,
-        batch: _Batch,
-        message: Message,
-        time: Fraction,
-    ) -> None:
-        batch.waiting.remove(message)
-        batch.time = max(batch.time, time)
-        if not batch.waiting:
-            queue.popleft()
-            self._free[communicator, stage] = batch.time
-            self.complete.update({(stage, each): batch.time for each in batch.messages})
+    def post(self, message: Message, time: Fraction, *, sends: bool) -> None:
+        """Queue a send or a receive, and carry out the transfer if the other end has queued it too."""
+        edge = (message.source, message.target, message.gradient)
+        sent, received = self._posted[edge]
+        own, other = (sent, received) if sends else (received, sent)
+        own.append(_Post(message, time))
+        place = len(own) - 1
+        if place >= len(other):
+            return
+        if sent[place].message != received[place].message:
+            raise Mismatch(
+                f"stage {message.source} sends the {sent[place].message} where stage {message.target} expects the "
+                f"{received[place].message}"
+            )
+        self._free[edge] = self._cost + max(sent[place].time, received[place].time, self._free[edge])
+        self.complete[message] = self._free[edge]
 
 
-@dataclass
-class _Stage:
-    """A stage at work."""
+class _Post(NamedTuple):
+    """A message in the queue of one end of an edge, and since when."""
 
-    number: int
-    actions: deque[_Action]
-    clock: Fraction = Fraction(0)
-    spans: list[Span] = field(default_factory=list)
-    made: set[Message] = field(default_factory=set)
+    message: Message
+    time: Fraction
 
-    def go_on(self, network: _Network, schedule: Schedule, costs: Costs) -> bool:
-        """Work until there is something to wait for; tell whether anything was done."""
-        before = len(self.actions)
-        while self.actions:
-            action = self.actions[0]
-            if isinstance(action, _Post):
-                network.post(self.number, action, self.clock)
-            elif isinstance(action, _Wait):
-                complete = network.complete.get((self.number, action.message))
-                if complete is None:
-                    break
-                self.clock = max(self.clock, complete)
-            elif not self._compute(action, schedule, costs):
-                break
-            self.actions.popleft()
-        return len(self.actions) < before
 
-    def _compute(self, op: Op, schedule: Schedule, costs: Costs) -> bool:
-        needs, makes = schedule.needs(self.number, op), schedule.makes(self.number, op)
-        if needs is not None and needs.is_local and needs not in self.made:
-            return False
-        start, self.clock = self.clock, self.clock + costs.of(op, schedule)
-        self.spans.append(Span(op, start, self.clock))
-        if makes is not None:
-            self.made.add(makes)
-        return True
-
-    def waits_for(self) -> str:
-        action = self.actions[0]
-        if not isinstance(action, _Wait):
-            return f"cannot compute {action}, whose input it has not made"
-        if action.message.source == self.number:
-            return f"waits until stage {action.message.target} takes the {action.message}"
-        return f"waits for the {action.message}"
+def _work(
+    schedule: Schedule, steps: Iterable[Step], costs: Costs, network: _Network, spans: list[Span]
+) -> Iterator[str]:
+    """Carry out the steps of a stage; says what it waits for whenever it cannot go on."""
+    clock, made = Fraction(0), set[Message]()
+    for step in steps:
+        for message in step.receives:
+            network.post(message, clock, sends=False)
+        if step.needs is not None and step.needs.is_local:
+            while step.needs not in made:
+                yield f"cannot compute {step.op}, whose input it has not made"
+        elif step.needs is not None:
+            while step.needs not in network.complete:
+                yield f"waits for the {step.needs}"
+            clock = max(clock, network.complete[step.needs])
+        spans.append(Span(step.op, clock, clock + costs.of(step.op, schedule)))
+        clock = spans[-1].end
+        if step.settles is not None:
+            while step.settles not in network.complete:
+                yield f"waits until stage {step.settles.target} takes the {step.settles}"
+            clock = max(clock, network.complete[step.settles])
+        if step.makes is not None and step.makes.is_local:
+            made.add(step.makes)
+        elif step.makes is not None:
+            network.post(step.makes, clock, sends=True)
 
 
 def _peak(schedule: Schedule, ops: Sequence[Op]) -> int:
@@ -307,3 +206,116 @@ def _peak(schedule: Schedule, ops: Sequence[Op]) -> int:
         peak = max(peak, live)
         live -= op.kind == last
     return peak
+
+
+def picture(simulation: Simulation, *, width: int | None = None, color: bool = False) -> str:
+    """Draw a schedule.
+
+    A cell is as wide as its operation is long and reads F3, B3 or W3: forward, backward and weight gradients of
+    micro-batch 3; with several chunks F1.3, in chunk 1. Dots are waiting.
+
+    Args:
+        simulation: what to draw.
+        width: columns of the terminal; a longer picture goes on below. None: never broken.
+        color: with the colours of a terminal.
+    """
+    scale = _columns_per_time(simulation)
+    names = [f"stage {stage} " for stage in range(simulation.schedule.stages)]
+    margin = max(len(name) for name in [*names, "time "])
+    total = _column(simulation.makespan, scale)
+    room = total if width is None else max(MIN_COLUMNS, width - margin)
+    room = ceil(total / ceil(total / room))  # panels of one length
+    lines = []
+    for start in range(0, total, room):
+        stop = min(start + room, total)
+        lines.append("time".ljust(margin) + _ruler(simulation.makespan, scale)[start:stop].rstrip())
+        for name, spans in zip(names, simulation.spans, strict=True):
+            lines.append(name.ljust(margin) + _row(simulation, spans, scale, start, stop, color))
+        lines.append("")
+    return "\n".join(lines)
+
+
+def summary(simulation: Simulation, costs: Costs) -> str:
+    """Say in words and numbers what a schedule is and what it costs."""
+    schedule = simulation.schedule
+    chunks = f" x {schedule.chunks} chunks" if schedule.chunks > 1 else ""
+    lines = [
+        f"{schedule.name}: {_count(schedule.stages, 'stage')}{chunks}, "
+        f"{_count(schedule.micro_batches, 'micro-batch')}; {_times(simulation, costs)}",
+        f"time {_number(simulation.makespan)}, bubble {float(simulation.bubble):.1%}",
+        "",
+        f"{'stage':>5}  {'computes':>9}  {'waits':>9}  {'bubble':>7}  live activations at most",
+    ]
+    for stage, peak in enumerate(simulation.peaks):
+        work, idle = simulation.work(stage), simulation.idle(stage)
+        live = _count(peak, "micro-batch")
+        if schedule.chunks > 1:
+            live += f" of one chunk = {_number(Fraction(peak, schedule.chunks))} of the stage"
+        share = float(idle / simulation.makespan)
+        lines.append(f"{stage:>5}  {_number(work):>9}  {_number(idle):>9}  {share:>7.1%}  {live}")
+    return "\n".join(lines)
+
+
+def _label(simulation: Simulation, op: Op) -> str:
+    return str(op) if simulation.schedule.chunks > 1 else f"{op.kind}{op.micro_batch}"
+
+
+def _columns_per_time(simulation: Simulation) -> Fraction:
+    """The smallest scale at which the label of each operation and a bar fit into its cell."""
+    spans = [span for row in simulation.spans for span in row]
+    return max(Fraction(len(_label(simulation, span.op)) + 1) / (span.end - span.start) for span in spans)
+
+
+def _column(time: Fraction, scale: Fraction) -> int:
+    return int(time * scale)
+
+
+def _row(simulation: Simulation, spans: tuple[Span, ...], scale: Fraction, start: int, stop: int, color: bool) -> str:
+    """Columns [start, stop) of the row of one stage."""
+    parts, column = [], start
+    for span in spans:
+        left, right = max(_column(span.start, scale), start), min(_column(span.end, scale), stop)
+        if right <= left:
+            continue
+        parts.append("." * (left - column))
+        cell = _label(simulation, span.op)[: right - left].ljust(right - left)
+        if _column(span.end, scale) == right:
+            cell = cell[:-1] + (" " if color else "|")
+        parts.append(_painted(cell, span.op) if color else cell)
+        column = right
+    end = min(stop, _column(simulation.makespan, scale))
+    return "".join(parts) + "." * (end - column)
+
+
+def _painted(cell: str, op: Op) -> str:
+    shades = COLORS[op.kind]
+    return f"\x1b[97;48;5;{shades[op.chunk % len(shades)]}m{cell}\x1b[0m"
+
+
+def _ruler(makespan: Fraction, scale: Fraction) -> str:
+    """Round times over the columns at which they are."""
+    tick = 1
+    while _column(Fraction(tick), scale) < TICK_COLUMNS:
+        tick *= 5 if str(tick)[0] == "1" else 2
+    line = ""
+    for time in range(0, int(makespan) + 1, tick):
+        line = line.ljust(_column(Fraction(time), scale)) + str(time)
+    return line
+
+
+def _times(simulation: Simulation, costs: Costs) -> str:
+    schedule = simulation.schedule
+    words = [f"forward {_number(costs.forward)}"]
+    if schedule.is_split:
+        words += [f"input gradient {_number(costs.backward)}", f"weight gradient {_number(costs.weight)}"]
+    elif schedule.has_backward:
+        words.append(f"backward {_number(costs.backward + costs.weight)}")
+    return f"one micro-batch takes a stage {', '.join(words)}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'es' if noun.endswith('ch') and number != 1 else 's' if number != 1 else ''}"
+
+
+def _number(value: Fraction) -> str:
+    return f"{float(value):.6g}"

@@ -13,7 +13,7 @@ from megalith.distributed.context import ParallelContext
 from megalith.distributed.rng import RandomStreams
 from megalith.models.language_model import LanguageModel
 from megalith.optim.optimizer import Optimizer
-from megalith.parallel.deferred import DeferredSink
+from megalith.parallel.pipeline import DeferredSink
 from megalith.schedules.parameters import ParameterSchedule
 
 REMEMBERED = 100  # steps, as many as Megatron looks at

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megalith.distributed import comm
-from megalith.distributed.context import Axis, ParallelContext
+from megalith.distributed.context import Axis, Observer, ParallelContext
 from megalith.train.hooks import Hook
 from megalith.train.results import Evaluation, SavedCheckpoint, ScheduledSave, StepResult, Times, WindowReport
 
@@ -157,8 +157,8 @@ def _named(work: Work) -> str:
     return f"rank {work.rank} ({work.host}) {1e3 * work.busy:.1f} ms"
 
 
-class WaitClock:
-    """Observer of collectives that adds up the time spent in them.
+class WaitClock(Observer):
+    """Adds up the time spent in them.
 
     On a GPU a collective holds up only the stream that needs its result, and for as long as the slowest rank takes to
     come; that is what the events measure.

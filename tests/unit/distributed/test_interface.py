@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megalith.distributed import interface
-from megalith.distributed.interface import (
+from megalith.distributed import machine
+from megalith.distributed.machine import (
     interface_towards,
     interface_with,
     is_own_address,
@@ -39,14 +39,14 @@ def test_an_address_of_version_6(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     table.write_text(
         "00000000000000000000000000000001 01 80 10 80       lo\nfe800000000000000000000000000001 02 40 20 80     eth0\n"
     )
-    monkeypatch.setattr(interface, "_ADDRESSES_V6", table)
+    monkeypatch.setattr(machine, "_ADDRESSES_V6", table)
     assert [interface_with(address) for address in ("::1", "fe80::1%eth0", "fe80::2")] == ["lo", "eth0", ""]
 
 
 def test_the_first_host_that_is_reached_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     addresses = {"me": "", "peer": "10.0.0.1", "third": "10.0.0.2"}
-    monkeypatch.setattr(interface, "own_address", addresses.__getitem__)
-    monkeypatch.setattr(interface, "interface_with", {"10.0.0.1": "eth1", "10.0.0.2": "eth2"}.__getitem__)
+    monkeypatch.setattr(machine, "own_address", addresses.__getitem__)
+    monkeypatch.setattr(machine, "interface_with", {"10.0.0.1": "eth1", "10.0.0.2": "eth2"}.__getitem__)
     assert interface_towards(["me", "peer", "third"]) == "eth1"
 
 
@@ -83,7 +83,7 @@ def test_own_addresses() -> None:
     ],
 )
 def test_interfaces_that_a_user_names(monkeypatch: pytest.MonkeyPatch, backend: str, text: str, usable: bool) -> None:
-    monkeypatch.setattr(interface, "interfaces", lambda: {"lo": [], "eth0": [], "docker0": []})
+    monkeypatch.setattr(machine, "interfaces", lambda: {"lo": [], "eth0": [], "docker0": []})
     complaint = unusable_interfaces(backend, {f"{backend.upper()}_SOCKET_IFNAME": text})
     assert (complaint == "") is usable
     if complaint:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megalith.distributed.memory_limit import machine_memory, memory_limit, oom_kills
+from megalith.distributed.machine import machine_memory, memory_limit, oom_kills
 
 MIB = 2**20
 

@@ -12,8 +12,7 @@ from megalith.models.gpt import GPT
 from megalith.models.initialise import initialise
 from megalith.nn.sink import GradientSink, attach_sink
 from megalith.optim.gradients import GradientBuffers
-from megalith.parallel.deferred import DeferredSink
-from megalith.parallel.pipeline import run
+from megalith.parallel.pipeline import DeferredSink, run
 from megalith.schedules.pipeline import Op, Schedule, make_schedule
 
 CONFIG = ModelConfig(

@@ -9,9 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megalith.errors import CheckpointError, ConfigError
-from megalith.schedules.learning_rate import ANNEALING, DECAY_STYLES, LearningRateSchedule
-from megalith.schedules.parameters import REPORTED_NAMES, ParameterSchedule, resume_schedule
-from megalith.schedules.weight_decay import WeightDecaySchedule
+from megalith.schedules.parameters import (
+    ANNEALING,
+    DECAY_STYLES,
+    REPORTED_NAMES,
+    LearningRateSchedule,
+    ParameterSchedule,
+    WeightDecaySchedule,
+    resume_schedule,
+)
 
 
 @given(

@@ -10,9 +10,8 @@ from fractions import Fraction
 import pytest
 
 from megalith.cli.main import main
-from megalith.schedules.picture import picture, summary
 from megalith.schedules.pipeline import make_schedule
-from megalith.schedules.simulator import Costs, simulate
+from megalith.schedules.simulator import Costs, picture, simulate, summary
 
 TWO_STAGES = """\
 time    0              5              10

@@ -12,9 +12,7 @@ from megalith.distributed.rng import RandomStreams
 from megalith.models.gpt import GPT
 from megalith.models.initialise import initialise
 from megalith.optim.optimizer import build_optimizer
-from megalith.schedules.learning_rate import LearningRateSchedule
-from megalith.schedules.parameters import ParameterSchedule
-from megalith.schedules.weight_decay import WeightDecaySchedule
+from megalith.schedules.parameters import LearningRateSchedule, ParameterSchedule, WeightDecaySchedule
 from megalith.train.loop import Plan
 from megalith.train.state import TrainState
 from megalith.train.step import Batch
