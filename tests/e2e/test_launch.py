@@ -21,7 +21,7 @@ import torch.distributed as dist
 from megalith.checkpoint import DirectoryStore
 from megalith.cli import train
 from megalith.config import RunConfig, load
-from megalith.distributed.launch import _AwakeClock
+from megalith.distributed.machine import AwakeClock
 from megalith.tokenizers.byte_level import BYTE_OF_CHARACTER, END_OF_TEXT
 
 from .checkpoints import assert_same, state_of
@@ -246,7 +246,7 @@ def test_a_wait_ends_though_each_look_takes_long(monkeypatch: pytest.MonkeyPatch
     """Such as one for a name server that does not answer; only what is longer than such waits was a suspension."""
     now = 0.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    clock = _AwakeClock()
+    clock = AwakeClock()
     for _ in range(4):
         now += 40.0
         clock.elapsed()
