@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import os
 import resource
-import time
-from collections.abc import Iterator
-from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
 import socket
 import struct
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
 
 _PROC = Path("/proc")
 

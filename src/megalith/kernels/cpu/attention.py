@@ -1,9 +1,12 @@
 """Attention on a CPU where torch has no fused kernel, or a slow one: blocks of queries, or whole matrices of scores.
 
-| function                   | for                                                        | kept for the backward pass      |
-|----------------------------|------------------------------------------------------------|---------------------------------|
-| `blocked_causal_attention` | causal masks in bf16, with dropout or with a window        | q, k, v                         |
-| `whole_attention`          | a bias that learns, masks with dropout, few scores         | q, k, v and the probabilities   |
+| function                   | for                                                 | kept for the backward pass      |
+|----------------------------|-----------------------------------------------------|---------------------------------|
+| `blocked_causal_attention` | causal masks in bf16, with dropout or with a window | q, k, v                         |
+| `whole_attention`          | a bias that learns, masks with dropout, few scores  | q, k, v and the probabilities   |
+
+    P = softmax(scale q k^T + bias)      dP = dO v^T         dS = P * (dP - sum_j dP_ij P_ij)
+    O = P v          dv = P^T dO         dq = scale dS k     dk = scale dS^T q        dbias = dS, summed where shared
 
 With dropout P v becomes (P * M / (1 - p)) v for a random mask M, and dP is masked alike. The masks are drawn again in
 the backward pass from a seed; the seed comes from torch's default stream, so that a resumed run draws the same.
@@ -14,12 +17,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from typing import Any
+
 import torch
 from torch import Tensor
-from megalith.kernels.dropout import Dropout
-from megalith.kernels.torch_private import softmax_backward
-from megalith.kernels.dropout import Dropout, DropoutMasks
 
+from megalith.kernels.dropout import Dropout, DropoutMasks
+from megalith.kernels.torch_private import softmax_backward
 
 BLOCK = 128  # queries at once: [N, 128, S] scores of a few heads stay within the cache
 
@@ -34,7 +37,12 @@ def _first(start: int, window: int | None) -> int:
 
 
 def _part(x_NSK: Tensor, rows: slice) -> Tensor:
-    """Some rows as the products of this dtype want them."""
+    """Some rows as the products of this dtype want them.
+
+    In bf16 what goes into a product is made contiguous before it is transposed: torch 2.13 hands oneDNN the transpose
+    of a contiguous matrix as it is, and that of a part of one as a copy, element by element, at four times the price of
+    a copy of rows. The bits are the same. In fp32 MKL takes parts as they are.
+    """
     part = x_NSK[:, rows]
     return part.contiguous() if x_NSK.dtype == torch.bfloat16 else part
 
@@ -51,7 +59,17 @@ def _probabilities(q_NQK: Tensor, k_NSK: Tensor, mask_QQ: Tensor, window: int | 
 
 
 class _BlockedAttention(torch.autograd.Function):
-    """On [N, S, K] tensors, the queries already scaled."""
+    """On [N, S, K] tensors, N = batch * heads, the queries already scaled.
+
+    For queries i in block [s, e) only keys below e matter, so a block is three products on [N, e - s, e] scores; the
+    triangle inside the block is masked. The backward pass computes the probabilities again from q and k. A sliding
+    window of w keys before each query leaves of the keys [0, e) those from s - w on.
+
+    Why: in bf16 torch's flash kernel for CPUs runs its small products at a fraction of the speed of `bmm`; with dropout
+    it is not there at all. Measured on two threads (benchmarks/results/attention-cpu.json): in bf16 2.3 times as fast
+    at 512 tokens, level in the backward pass at 2048; in fp32 without dropout 0.7 to 1.2 times, so SDPA is used there.
+    In half precision scores and probabilities are rounded to the dtype of the inputs, as in Megatron's local attention.
+    """
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, dropout: Dropout | None, window: int | None) -> Tensor:
@@ -145,7 +163,12 @@ def _of_sample(x: Tensor, number: int) -> Tensor:
 
 
 class _WholeAttention(torch.autograd.Function):
-    """On [B, H, Q, K], 2 x [B, H, S, K], a bias [H, Q, S] or [B, H, Q, S] and what is hidden."""
+    """On [B, H, Q, K], 2 x [B, H, S, K], a bias [H, Q, S] or [B, H, Q, S] and what is hidden.
+
+    Why: torch SDPA falls back to separate operations here. Each of them fills a fresh matrix [B, H, Q, S], and more of
+    them look for rows without a key. Here the bias is where the product is added, the softmax and its backward pass
+    happen in place, and P alone is kept. Samples follow each other, so that other matrices are as large as those of one.
+    """
 
     @staticmethod
     def forward(

@@ -6,11 +6,9 @@ import ctypes
 import os
 import platform
 import resource
-from collections.abc import Iterator
-from pathlib import Path
 import time
-from collections.abc import Callable
-
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 # mallopt(3) and madvise(2)
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX = -1, -2, -4
@@ -21,10 +19,12 @@ _GROWTH = 64 << 20  # bytes that the heap grows by at least
 def keep_freed_memory(processes: int) -> bool:
     """Keep freed memory for the next tensor, in huge pages where the system has them, instead of giving it back.
 
+    By its defaults glibc gives large tensors back when they are freed, and each step faults their pages in again, 4 KiB
+    at a time. Kept in pages of 2 MiB, a step of the 124M model takes 0.86 to 0.97 of the time, with the same peak of
+    memory (benchmarks/results/README.md).
+
     Only addresses are taken here, half of the machine's memory divided among its processes: a page takes memory when
-    it is first written. By its defaults glibc gives large tensors back when they are freed, and each step faults their
-    pages in again, 4 KiB at a time; kept in pages of 2 MiB, a step of the 124M model takes 0.86 to 0.97 of the time, with
-    the same peak of memory (benchmarks/results/README.md). Beyond that the heap grows as it needs to, in small pages. Nothing changes where the C library
+    it is first written. Beyond that the heap grows as it needs to, in small pages. Nothing changes where the C library
     is another than glibc, where the user has set it up (GLIBC_TUNABLES, MALLOC_...) or preloads libraries, which may
     bring an allocator of their own (LD_PRELOAD), and where addresses are limited.
 

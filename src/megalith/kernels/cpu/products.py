@@ -9,11 +9,11 @@ time there. Where the operator is missing, `torch.nn.functional.linear` is the s
 from __future__ import annotations
 
 from pathlib import Path
+
 import torch
 from torch import Tensor
 
 from megalith.kernels.torch_private import has_onednn_linear
-
 
 _LARGE_WEIGHT = 1 << 18  # elements; the operator takes 20 us to begin, in which a smaller product is done
 _MUCH_WORK = 1 << 22  # elements x rows
