@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections import Counter
 from pathlib import Path
@@ -14,7 +15,7 @@ from megalith.config.known import known_flags, listed_flags
 from megalith.errors import ConfigError
 
 FILES = "--vocab-file gpt2-vocab.json --merge-file gpt2-merges.txt"
-W2 = (
+SMALL_RUN = (
     "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 512 --max-position-embeddings 512 "
     "--attention-backend auto --micro-batch-size 1 --global-batch-size 16 --train-iters 1000 --weight-decay 0.1 "
     "--adam-beta1 0.9 --adam-beta2 0.95 --init-method-std 0.006 --clip-grad 1.0 --fp16 --lr 0.0001 --lr-decay-style "
@@ -22,14 +23,14 @@ W2 = (
     f"--data-path P_text_document {FILES} --split 949,50,1 --log-interval 10 --save-interval 100 --eval-interval 50 "
     "--save C --load C --eval-iters 5"
 )
-W4 = (
+RECOMPUTING_RUN = (
     "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --max-position-embeddings 1024 "
     f"--micro-batch-size 4 --global-batch-size 8 --lr 0.00015 --train-iters 1000 --data-path P {FILES} "
     "--recompute-activations --lr-decay-iters 320000 --lr-decay-style cosine --min-lr 1.0e-5 --weight-decay 1e-2 "
     "--lr-warmup-fraction .01 --clip-grad 1.0 --distributed-backend nccl --log-interval 100 --save C --load C "
     "--save-interval 1 --eval-interval 1 --eval-iters 10 --fp16"
 )
-W6 = (
+LARGE_RUN = (
     f"--num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048 --max-position-embeddings 2048 "
     f"--tensor-model-parallel-size 8 --pipeline-model-parallel-size 16 --micro-batch-size 1 --global-batch-size 1536 "
     f"--rampup-batch-size 16 16 5859375 --train-iters 500000 --lr-decay-iters 430000 --lr-warmup-fraction .001 "
@@ -56,6 +57,9 @@ WORKING_GOLDENS = (
 )
 
 
+REFERENCE = Path(__file__).resolve().parents[3] / "docs/reference/megatron-flags.md"
+
+
 def flags_with_a_status() -> set[str]:
     settings = all_settings().values()
     own = {flag for s in settings for flag in (*s.spellings, *s.off_spellings, *s.about.shorthands)}
@@ -64,7 +68,8 @@ def flags_with_a_status() -> set[str]:
 
 def test_every_flag_of_megatron_has_a_status() -> None:
     """Of Megatron-LM 23.06, core 0.8.0, core 0.12.0 and the main branch of August 2026."""
-    flags = set(Path(__file__).with_name("megatron_flags.txt").read_text(encoding="utf-8").split())
+    _, _, tables = REFERENCE.read_text(encoding="utf-8").partition("## Model\n")
+    flags = set(re.findall(r"`(--\w[\w-]*)`", tables))
     assert len(flags) > 750
     assert flags - flags_with_a_status() == set()
 
@@ -150,41 +155,41 @@ def test_the_golden_runs_of_one_process_are_accepted(name: str, shared: Path) ->
     "environ", [{}, {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}], ids=["plain python", "torchrun"]
 )
 def test_w2(environ: dict[str, str]) -> None:
-    run = load(W2.split(), environ, files=False)
+    run = load(SMALL_RUN.split(), environ, files=False)
     assert (run.model.num_layers, run.num_micro_batches, run.schedule.min_lr) == (12, 16, 1e-5)
     assert run.notes == ()
 
 
 def test_flags_of_versions_between_those_of_the_reference_need_nothing() -> None:
     words = ["--enable-one-logger", "--one-logger-entity", "e"]
-    (note,) = load([*W2.split(), *words], {}, files=False).notes
+    (note,) = load([*SMALL_RUN.split(), *words], {}, files=False).notes
     assert note.needs_nothing == tuple(words[:2])
 
 
 def test_flags_of_pai_megatron_patch_are_named_with_what_does_the_same() -> None:
     words = "--dataset RAW --enable-shared-expert --num-shared-experts 2 --optimizer-offload-policy auto"
     with pytest.raises(ConfigError) as caught:
-        load([*W2.split(), *words.split()], {}, files=False)
+        load([*SMALL_RUN.split(), *words.split()], {}, files=False)
     (problem,) = caught.value.violations
     assert "--moe-shared-expert-intermediate-size N" in problem and "not a flag" not in problem
 
 
 def test_a_wrong_choice_is_answered_by_one_that_works() -> None:
     with pytest.raises(ConfigError, match="not one of GPT2BPETokenizer, ") as caught:
-        load([*W2.split(), "--tokenizer-type", "DeepSeekV3Tokenizer"], {}, files=False)
+        load([*SMALL_RUN.split(), "--tokenizer-type", "DeepSeekV3Tokenizer"], {}, files=False)
     assert "ByteLevelTokenizer" not in str(caught.value)
 
 
 @pytest.mark.parametrize("launcher", ["--local-rank=0", "--local_rank=0", ""])
 @pytest.mark.parametrize("environ", [{}, {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}])
 def test_w4(launcher: str, environ: dict[str, str]) -> None:
-    run = load([*launcher.split(), *W4.split()], environ, files=False)
+    run = load([*launcher.split(), *RECOMPUTING_RUN.split()], environ, files=False)
     assert run.schedule.lr_decay_iters == 320000
     assert [note.needs_nothing for note in run.notes] == [(), ()]
 
 
 def test_w6_ramps_up_over_its_iterations() -> None:
-    run = load(W6.split(), {"RANK": "0", "WORLD_SIZE": "128"}, files=False)
+    run = load(LARGE_RUN.split(), {"RANK": "0", "WORLD_SIZE": "128"}, files=False)
     assert [run.batch_sizes.asked(consumed) for consumed in (0, 70_000, 5_859_376)] == [16, 32, 1536]
     assert run.train_iters == 500_000
     assert run.batch_sizes.consumed_after(500_000) < 500_000 * 1536
@@ -192,7 +197,7 @@ def test_w6_ramps_up_over_its_iterations() -> None:
 
 def test_w6_on_two_processes_is_one_message_with_everything_that_does_not_fit() -> None:
     with pytest.raises(ConfigError) as caught:
-        load(W6.split(), {"RANK": "0", "WORLD_SIZE": "2"}, files=False)
+        load(LARGE_RUN.split(), {"RANK": "0", "WORLD_SIZE": "2"}, files=False)
     (processes,) = caught.value.violations
     assert processes.startswith(
         "--tensor-model-parallel-size 8 x --pipeline-model-parallel-size 16 needs a multiple of 128 processes and 2 "
