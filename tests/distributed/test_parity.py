@@ -296,7 +296,7 @@ class Case:
 
 
 def required_cases() -> Iterator[Case]:
-    """Every factorisation of 1, 2 and 4 ranks, with every option that issue 3 asks for."""
+    """Every factorisation of 1, 2 and 4 ranks, with every option."""
     for world in (2, 4):
         sizes = [n for n in (1, 2, 4) if world % n == 0]
         for tp in sizes:

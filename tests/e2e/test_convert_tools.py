@@ -1,4 +1,4 @@
-"""W7 as typed: Megatron's converters merge and split a checkpoint, and what comes out is trained on and resumed."""
+"""As typed: Megatron's converters merge and split a checkpoint, and what comes out is trained on and resumed."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_splitting_with_the_tool_of_today(trained: tuple[Path, list[object]], re
     assert "--megatron-path is not needed: Megatron is not imported" in done.stdout
     assert re.search(r"successfully saved checkpoint from iteration       5 to C \[ t 1/1, p 1/4 \]", done.stdout)
     sizes = [(folder / "C/iter_0000005" / name / "model_optim_rng.pt").stat().st_size for name in names]
-    assert sizes[1] < sizes[3] and sizes[2] < sizes[0], "both ends hold the embedding (C085)"
+    assert sizes[1] < sizes[3] and sizes[2] < sizes[0], "both ends hold the embedding"
 
 
 @pytest.mark.parametrize(("tool", "norm"), [(UTIL, "input_layernorm"), (TODAY, "input_norm")])
@@ -140,7 +140,7 @@ def test_names_from_before_megatron_core(
 def test_what_the_tools_write_is_trained_on_with_the_same_losses(
     target: str, trained: tuple[Path, list[object]], warm: WarmProcess, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """C084, C090. The rows that pad the vocabulary take part in the loss: 104 as in `one`, and 112 for two ranks."""
+    """The rows that pad the vocabulary take part in the loss: 104 as in `one`, and 112 for two ranks."""
     folder, words = trained
     tp, pp = target.split()
     save = f"D-{tp}-{pp}"

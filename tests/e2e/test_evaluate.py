@@ -1,4 +1,4 @@
-"""W10: a checkpoint is measured by Megatron's command lines and by ours; results that cannot be are called out."""
+"""A checkpoint is measured by Megatron's command lines and by ours; results that cannot be are called out."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SAMPLES = 13  # batches of 8 do not divide them
 
 
 class Work:
-    """A folder with a trained checkpoint C, the files that W10 names, and the flags FILES of the tokenizer."""
+    """A folder with a trained checkpoint C, the files of tasks/main.py, and the flags FILES of the tokenizer."""
 
     def __init__(self, folder: Path, files: list[str], train: list[str]) -> None:
         self.folder, self.files, self.train = folder, files, train

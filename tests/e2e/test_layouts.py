@@ -1,4 +1,4 @@
-"""Runs on several ranks as a user has them: bit-exact resumes, kills, signals, and the walkthrough's commands.
+"""Runs on several ranks as a user has them: bit-exact resumes, kills, signals, and Megatron's commands as typed.
 
 The ranks are real processes in the environment that torchrun gives them; torchrun itself starts where its own conduct
 matters.
@@ -278,7 +278,7 @@ def test_an_error_is_said_once_and_ends_all_ranks_with_its_code(
     assert together.count(message) == 1 and "Traceback" not in together, together
 
 
-# W3 of the walkthroughs, in its users' words; only sizes, steps and the rate are those of a small machine.
+# Megatron's command lines for two and four processes as users type them; sizes, steps and rate fit a small machine.
 
 AS_TYPED = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
@@ -345,7 +345,7 @@ def losses(save: Path) -> dict[int, float]:
 
 
 @pytest.mark.parametrize(("kind", "case"), CASES)
-def test_the_walkthrough_as_typed_under_torchrun(
+def test_megatron_commands_as_typed_under_torchrun(
     repository: Path,
     warm: WarmProcess,
     tmp_path: Path,
@@ -395,7 +395,7 @@ EXACT = "--hidden-dropout 0 --attention-dropout 0 --make-vocab-size-divisible-by
     ("kind", "case"),
     [*CASES[1:], ("a small vocabulary", "tp2-pp2"), ("a small vocabulary", "dp4")],
 )
-def test_the_curve_of_the_walkthrough_is_that_of_one_process(
+def test_the_curve_of_those_commands_is_that_of_one_process(
     warm: WarmProcess, tmp_path: Path, texts: Callable[[str], list[object]], kind: str, case: str
 ) -> None:
     """Five digits in fp32, with dropout 0 and one padded vocabulary."""

@@ -1,4 +1,4 @@
-"""A run that is changed, continued, ended and looked at as users do (C053, C065, C066, C071, C075, C077, C078)."""
+"""A run that is changed, continued, ended and looked at as users do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server as its users start it, on a checkpoint alone: the first users' commands, clients, abuse, signals, ranks."""
+"""A server as its users start it, on a checkpoint alone: Megatron's commands, clients, abuse, signals, ranks."""
 
 from __future__ import annotations
 
@@ -604,7 +604,7 @@ def test_a_rank_that_is_lost_ends_the_server_soon(saved: Path, harm: str) -> Non
     [(1, 2), pytest.param(4, 1, marks=pytest.mark.full), pytest.param(2, 2, marks=pytest.mark.full)],
 )
 def test_the_scripts_of_the_examples(saved: Path, repository: Path, tensor: int, pipeline: int) -> None:
-    """W8 and W9 by torchrun; a pipeline of the layers, every rank a quarter of them, and two stages of two."""
+    """Server and client by torchrun; a pipeline of the layers, a quarter on each rank, and two stages of two."""
     examples, port = repository / "examples", free_port()
     sizes = {"LAYERS": 2, "HIDDEN": 64, "HEADS": 4, "LENGTH": 4096, "TENSOR": tensor, "PIPELINE": pipeline}
     files = {

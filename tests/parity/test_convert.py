@@ -125,7 +125,7 @@ _ADAM = ("exp_avg", "exp_avg_sq", "step")
 
 
 def test_a_tied_embedding_goes_to_both_ends_of_a_pipeline(saved: Unpack, tmp_path: Path) -> None:
-    """C085: the copy of the last stage, and the same keys in the same order as Megatron's own two stages."""
+    """The copy of the last stage, and the same keys in the same order as Megatron's own two stages."""
     convert(saved("gpt2_tp2_torch"), tmp_path, Wanted(format="torch", tp=1, pp=2))
     parts = [per_rank(saved("gpt2_tp2_torch"), f"mp_rank_0{rank}")["model"] for rank in range(2)]
     name = "embedding.word_embeddings.weight"
@@ -161,7 +161,7 @@ def test_diff_says_which_runs_are_one(saved: Unpack, capsys: pytest.CaptureFixtu
 
 @pytest.mark.parametrize("case", ["gpt2_pp2_torch", "llama_dp2_distopt_torch_dist"])
 def test_inspect_and_verify_of_megatrons_own(case: str, saved: Unpack, capsys: pytest.CaptureFixture[str]) -> None:
-    """C089: the folders as `tree -h` shows them."""
+    """The folders as `tree -h` shows them."""
     assert run(["verify", str(saved(case))]) == 0
     assert "readable" in capsys.readouterr().out
     assert run(["inspect", str(saved(case))]) == 0

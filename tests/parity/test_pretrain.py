@@ -168,7 +168,7 @@ def unknown_lines(text: str, printed: str) -> list[str]:
         " speed:",
         "    train: ",
         "    valid: ",
-        "(min, max) time across ranks",  # level 0, which the original printed in the users' logs (C066)
+        "(min, max) time across ranks",  # level 0, see docs/reference/console.md#timers
         "    model-and-optimizer-setup ...",
         "    train/valid/test-data-iterators-setup ...",
         "    evaluate ...",

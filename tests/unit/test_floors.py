@@ -1,7 +1,7 @@
 """The floors of the package: a module imports from its own folder and from lower floors only.
 
 The imports are read from the syntax tree, those inside functions and under `TYPE_CHECKING` included, so that a
-cycle cannot hide. What stands on which floor: the table of docs/design.md (Folders and floors).
+cycle cannot hide. What stands on which floor: docs/architecture.md#folders-and-floors.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The parameters of each (tensor, pipeline) rank, as Megatron printed them to the first users; no memory is taken.
+"""The parameters of each (tensor, pipeline) rank, as Megatron prints them; no memory is taken.
 
-Source: coverage.md C058 and C059 of the project's specification, from logs of Megatron-LM.
+Source: docs/reference/checkpoints.md#megatron-core, from logs of Megatron-LM.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Megatron's memory report, with the figures that the users saw (C071)."""
+"""Megatron's memory report, with the figures of docs/reference/console.md#memory-report."""
 
 from __future__ import annotations
 

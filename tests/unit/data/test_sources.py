@@ -183,7 +183,7 @@ def test_csv_with_a_header(delimiter: str, tmp_path: Path) -> None:
 
 
 def test_six_csv_files_in_natural_order_without_a_header(tmp_path: Path) -> None:
-    """C020: six files named by their first row, one column, the first row is text; empty cells are empty."""
+    """Six files named by their first row, one column, the first row is text; empty cells are empty."""
     names = [str(10_000 * number) for number in range(12)]
     for name in names:
         (tmp_path / f"{name}.csv").write_text(f"\u7b2c{name}\u7bc7\n\n\u5185\u5bb9{name}\n", encoding="utf-8")

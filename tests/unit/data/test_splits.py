@@ -28,7 +28,7 @@ def test_halves_round_to_even() -> None:
 
 
 def test_target_sizes() -> None:
-    # The first users' run: 1000 iterations of 16, evaluations of 5 batches every 50.
+    # 1000 iterations of 16, evaluations of 5 batches every 50.
     assert target_sizes(train_iters=1000, eval_interval=50, eval_iters=5, global_batch_size=16) == (16000, 1680, 80)
     assert target_sizes(train_iters=1000, eval_interval=1, eval_iters=5, global_batch_size=16)[1] == 80080
     sizes = target_sizes(train_iters=9, train_samples=100, eval_interval=5, eval_iters=2, global_batch_size=12)

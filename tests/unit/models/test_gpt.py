@@ -220,7 +220,7 @@ def test_dropout_acts_in_training_only() -> None:
 
 
 def test_the_three_lines_of_the_core_library() -> None:
-    """TransformerConfig(2, 12, 4), GPTModel(100, 64) and torch Adam of the first users (coverage C109)."""
+    """TransformerConfig(2, 12, 4), GPTModel(100, 64) and torch Adam, as Megatron's simple loop has them."""
     config = ModelConfig(num_layers=2, hidden_size=12, num_attention_heads=4, max_position_embeddings=64)
     model = GPT(config, 100)
     initialise(model, seed=123)
