@@ -177,7 +177,7 @@ def test_inspect_and_verify_of_megatrons_own(case: str, saved: Unpack, capsys: p
 def test_experts_of_several_ranks_convert_to_every_layout(
     saved: Unpack, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Golden `moe_ep2`: two expert-parallel ranks, with the states of both optimizers."""
+    """Golden `pretrain/moe_ep2`: two expert-parallel ranks, with the states of both optimizers."""
     save = str(saved("moe_ep2"))
     assert run(["diff", save, save]) == 0
     assert "equal: 87 of 87 tensors" in capsys.readouterr().out
