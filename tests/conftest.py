@@ -51,3 +51,18 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmProcess]:
     process = WarmProcess(tmp_path_factory.mktemp("commands"))
     yield process
     process.close()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say in one line for each reason what was skipped."""
+    skipped: dict[str, list[str]] = {}
+    for report in terminalreporter.stats.get("skipped", ()):
+        reason = report.longrepr[2] if isinstance(report.longrepr, (tuple, list)) else str(report.longrepr)
+        skipped.setdefault(reason.removeprefix("Skipped: "), []).append(report.nodeid.partition("::")[0])
+    if not skipped:
+        return
+    terminalreporter.section("skipped, and why")
+    for reason, files in sorted(skipped.items()):
+        places = sorted(set(files))
+        more = f" and {len(places) - 2} more files" if len(places) > 2 else ""
+        terminalreporter.line(f"{len(files):4d}  {reason} ({', '.join(places[:2])}{more})")

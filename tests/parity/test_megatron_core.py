@@ -82,7 +82,7 @@ def core() -> Path:
     """The folder that holds megatron-core."""
     named = os.environ.get("MEGALITH_MEGATRON_CORE")
     if not named:
-        pytest.skip("MEGALITH_MEGATRON_CORE names no folder with megatron-core")
+        pytest.skip("MEGALITH_MEGATRON_CORE names no folder with megatron-core; how to make one: test_megatron_core.py")
     return Path(named)
 
 
