@@ -16,13 +16,16 @@ from megalith.errors import install_command
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_stops_of_the_tour_exist() -> None:
+@pytest.mark.parametrize(("page", "number"), [("tour", 25), ("architecture", 15)])
+def test_files_that_explain_the_code_exist(page: str, number: int) -> None:
+    files = set(re.findall(r"`([\w/]+\.py)`", (ROOT / f"docs/{page}.md").read_text(encoding="utf-8")))
+    assert len(files) >= number
+    roots = (ROOT, ROOT / "src/megalith")
+    assert [file for file in sorted(files) if not any((root / file).exists() for root in roots)] == []
+
+
+def test_calls_of_the_tour_exist() -> None:
     tour = (ROOT / "docs/tour.md").read_text(encoding="utf-8")
-    files = set(re.findall(r"`([\w/]+\.py)`", tour))
-    assert len(files) > 25
-    assert {
-        file for file in files if not any((root / file).exists() for root in (ROOT, ROOT / "src/megalith"))
-    } == set()
     for owner in re.findall(r"\b([A-Z]\w+)\.forward", tour):
         assert any(f"class {owner}(" in file.read_text() for file in (ROOT / "src/megalith/models").glob("*.py")), owner
 
