@@ -42,7 +42,7 @@ def _golden_save(golden: Goldens, tmp_path: Path) -> Path:
 def test_megatrons_checkpoint_of_two_expert_ranks_goes_on_in_one_process(
     golden: Goldens, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Golden `pretrain/moe_ep2` stands at its end: what is left is the evaluation, whose losses are those of the original."""
+    """Golden `pretrain/moe_ep2` stands at its end: what is left is the evaluation, whose losses are the original's."""
     words = prepare_case("moe_ep1", golden, tmp_path)
     monkeypatch.chdir(tmp_path)
     assert main(["train", *words, "--load", str(_golden_save(golden, tmp_path))]) == 0
