@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 from collections.abc import Iterator
 from functools import cache
@@ -28,8 +29,9 @@ FAULT_TEST = re.compile(r"\bF(?:0[1-9]|[1-3]\d|4[0-2])\b")
 def sources() -> dict[Path, str]:
     """Return the text files of the repository; those that git ignores are left out."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
-    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    files = [ROOT / line for line in listed.stdout.splitlines()] or [
+    is_clone = (ROOT / ".git").exists() and shutil.which("git") is not None
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout if is_clone else ""
+    files = [ROOT / line for line in listed.splitlines()] or [
         file for file in ROOT.rglob("*") if not any(part.startswith(".") for part in file.relative_to(ROOT).parts)
     ]
     data = [ROOT / folder for folder in DATA]
