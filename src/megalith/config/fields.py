@@ -38,7 +38,6 @@ class Declaration:
         may_be_empty: true where the flag without a value means an empty list, which differs from no flag.
         from_environment: the environment variable that sets it, empty for none.
         flagless: true where only the environment can set it.
-        library: true where no command line or recipe can set it yet, only a program that uses the class.
     """
 
     help: str
@@ -60,7 +59,6 @@ class Declaration:
     may_be_empty: bool = False
     from_environment: str = ""
     flagless: bool = False
-    library: bool = False
 
 
 def setting(default: Any = dataclasses.MISSING, /, **declaration: Any) -> Any:
@@ -133,8 +131,7 @@ class Setting:
 def settings_of(group_name: str, group: type) -> tuple[Setting, ...]:
     """The settings of a group in the order of declaration."""
     hints = typing.get_type_hints(group)
-    fields = (field for field in dataclasses.fields(group) if not field.metadata[_METADATA_KEY].library)
-    return tuple(_setting_of(group_name, field, hints[field.name]) for field in fields)
+    return tuple(_setting_of(group_name, field, hints[field.name]) for field in dataclasses.fields(group))
 
 
 def _setting_of(group_name: str, field: dataclasses.Field[Any], hint: Any) -> Setting:

@@ -371,14 +371,6 @@ def width_multiplier_follows(draft: Draft) -> str:
     )
 
 
-@rule("use_mup", "ckpt_format", "save")
-def per_rank_files_have_one_rate(draft: Draft) -> str:
-    checkpoint = draft.run.checkpoint
-    if not draft.run.model.use_mup or checkpoint.ckpt_format != "torch" or checkpoint.save is None:
-        return ""
-    return "--ckpt-format torch is written for groups of one rate, not with --use-mup; use torch_dist"
-
-
 @notice("use_mup", "mup_base_hidden_size")
 def mup_without_a_base(draft: Draft) -> str:
     model = draft.run.model

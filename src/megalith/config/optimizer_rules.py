@@ -95,19 +95,6 @@ def main_parameters_beside_half_precision(draft: Draft) -> str:
     return f"{show(draft, 'main_params_dtype')}: in fp32 the weights are the main parameters; add --bf16 or --fp16"
 
 
-@rule("ckpt_format", "optimizer", "apply_wd_to_qk_layernorm", "no_weight_decay_cond_type")
-def per_rank_files_hold_adam(draft: Draft) -> str:
-    config = draft.run.optimizer
-    if draft.run.checkpoint.ckpt_format != "torch" or draft.run.checkpoint.save is None:
-        return ""
-    name = "optimizer" if config.optimizer != "adam" else "apply_wd_to_qk_layernorm"
-    if config.optimizer == "adam" and not config.decays_qk_layernorm:
-        return ""
-    return (
-        f"--ckpt-format torch is written for AdamW with its usual groups, not with {show(draft, name)}; use torch_dist"
-    )
-
-
 @rule("decoupled_lr", "decoupled_min_lr", "min_lr", "lr_warmup_init")
 def decoupled_rate_has_its_range(draft: Draft) -> str:
     config, schedule = draft.run.optimizer, draft.run.schedule

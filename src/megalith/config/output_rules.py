@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megalith.config.rule import Draft, Rule, idle, idle_without, multiples, notice, rule, show
+from megalith.config.rule import Draft, Rule, excluded, idle, idle_without, multiples, notice, rule, show
 
 
 @rule("async_save", "ckpt_format")
@@ -14,6 +14,20 @@ def saving_beside_the_training_is_for_torch_dist(draft: Draft) -> str:
         f"--async-save with {show(draft, 'ckpt_format')}: only torch_dist is written beside the training; use "
         "--ckpt-format torch_dist, or leave --async-save out"
     )
+
+
+_ADAM_ALONE = "it is written for AdamW with its usual groups; use torch_dist"
+
+per_rank_files_are_without = excluded(
+    "per_rank_files",
+    "ckpt_format",
+    lambda run: run.checkpoint.ckpt_format == "torch" and run.checkpoint.save is not None,
+    {
+        **dict.fromkeys(("optimizer", "apply_wd_to_qk_layernorm", "no_weight_decay_cond_type"), _ADAM_ALONE),
+        "use_mup": "it is written for groups of one rate; use torch_dist",
+    },
+    named=True,
+)
 
 
 @rule("save_retain_interval", "save_interval")

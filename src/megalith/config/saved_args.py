@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megalith.config.groups import ModelConfig, ParallelConfig, PrecisionConfig, TokenizerConfig
-from megalith.config.run import RunConfig, all_settings
+from megalith.config.run import RunConfig, all_settings, group_types
 from megalith.config.values import read_pattern, read_window
 
 # What this version never varies and Megatron's `--use-checkpoint-args` and converters ask for by name.
@@ -29,13 +30,15 @@ def megatron_args(run: RunConfig) -> dict[str, Any]:
     The caller adds what only the running program knows: padded_vocab_size, consumed_train_samples,
     consumed_valid_samples and skipped_train_samples. `params_dtype` is the name of the dtype, as no torch is here.
     """
-    args = {
-        setting.name: _listed(setting.name, value)
-        for setting in all_settings().values()
-        if not setting.about.ours and setting.name not in _OF_THE_PROGRAM
-        for value in (getattr(getattr(run, setting.group), setting.name),)
-    }
+    args = {name: _listed(name, value) for name, value in _flat({name: getattr(run, name) for name in group_types()})}
     return {**args, **_CONSTANTS, **_derived(run)}
+
+
+def _flat(groups: Mapping[str, object]) -> Iterator[tuple[str, Any]]:
+    """Yield name and value of the settings of groups that Megatron knows, too."""
+    for setting in all_settings().values():
+        if setting.group in groups and not setting.about.ours and setting.name not in _OF_THE_PROGRAM:
+            yield setting.name, getattr(groups[setting.group], setting.name)
 
 
 def _listed(name: str, value: Any) -> Any:
@@ -51,12 +54,7 @@ def weights_args(model: ModelConfig, precision: PrecisionConfig, tokenizer: Toke
     The caller adds padded_vocab_size.
     """
     groups = {"model": model, "precision": precision, "tokenizer": tokenizer, "parallel": ParallelConfig()}
-    args = {
-        setting.name: list(value) if isinstance(value, tuple) else value
-        for setting in all_settings().values()
-        if setting.group in groups and not setting.about.ours and setting.name not in _OF_THE_PROGRAM
-        for value in (getattr(groups[setting.group], setting.name),)
-    }
+    args = {name: list(value) if isinstance(value, tuple) else value for name, value in _flat(groups)}
     return {**args, **_CONSTANTS, **_derived_of_model(model), "params_dtype": precision.params_dtype}
 
 

@@ -364,32 +364,21 @@ def fused_attention_keeps_no_scores(draft: Draft) -> str:
     )
 
 
-@notice("recompute_modules", "moe_layer_recompute", "num_experts")
-def experts_are_there_to_be_recomputed(draft: Draft) -> str:
-    run = draft.run
-    if run.model.mixture or run.train.recomputed_parts.isdisjoint({"moe", "moe_act", "shared_experts"}):
-        return ""
-    name = "moe_layer_recompute" if run.train.moe_layer_recompute else "recompute_modules"
-    return f"{show(draft, name)}: there are no experts to recompute without --num-experts"
-
-
-@notice("recompute_modules", "moe_shared_expert_intermediate_size")
-def shared_experts_are_there_to_be_recomputed(draft: Draft) -> str:
-    model = draft.run.model
-    lacking = model.mixture and model.moe_shared_expert_intermediate_size is None
-    if not lacking or "shared_experts" not in draft.run.train.recomputed_parts:
-        return ""
-    return (
-        f"{show(draft, 'recompute_modules')}: there are no shared experts without --moe-shared-expert-intermediate-size"
-    )
-
-
-@notice("recompute_modules", "multi_latent_attention")
-def latent_heads_are_there_to_be_recomputed(draft: Draft) -> str:
-    run = draft.run
-    if run.model.multi_latent_attention or "mla_up_proj" not in run.train.recomputed_parts:
-        return ""
-    return f"{show(draft, 'recompute_modules')}: mla_up_proj is a part of --multi-latent-attention alone"
+@notice(
+    *("recompute_modules", "moe_layer_recompute", "num_experts", "moe_shared_expert_intermediate_size"),
+    "multi_latent_attention",
+)
+def recomputed_parts_are_there(draft: Draft) -> str:
+    model, train = draft.run.model, draft.run.train
+    found = []
+    if not model.mixture and not train.recomputed_parts.isdisjoint({"moe", "moe_act", "shared_experts"}):
+        found.append("there are no experts to recompute without --num-experts")
+    elif "shared_experts" in train.recomputed_parts and model.moe_shared_expert_intermediate_size is None:
+        found.append("there are no shared experts without --moe-shared-expert-intermediate-size")
+    if "mla_up_proj" in train.recomputed_parts and not model.multi_latent_attention:
+        found.append("mla_up_proj is a part of --multi-latent-attention alone")
+    name = "moe_layer_recompute" if train.moe_layer_recompute else "recompute_modules"
+    return f"{show(draft, name)}: {'; '.join(found)}" if found else ""
 
 
 @notice("recompute_granularity", "recompute_modules", "moe_layer_recompute")

@@ -142,7 +142,11 @@ TABLE: list[tuple[str, tuple[str, ...]]] = [
     ),
     (
         "--optimizer sgd --ckpt-format torch --save {data}/c --save-interval 5",
-        ("--ckpt-format torch is written for AdamW", "--optimizer sgd", "torch_dist"),
+        ("--ckpt-format torch", "--optimizer sgd", "torch_dist"),
+    ),
+    *(
+        (f"{words} --ckpt-format torch --save {{data}}/c --save-interval 5", ("--ckpt-format torch", words, "torch_dist"))
+        for words in ("--apply-wd-to-qk-layernorm", "--no-weight-decay-cond-type qwen3_next")
     ),
     ("--decoupled-lr 1e-4 --decoupled-min-lr 1e-3", ("--decoupled-min-lr 0.001 is above --decoupled-lr 0.0001",)),
     ("--bf16 --grad-reduce-in-bf16 --accumulate-allreduce-grads-in-fp32", ("exclude each other",)),
@@ -200,7 +204,7 @@ TABLE: list[tuple[str, tuple[str, ...]]] = [
     (f"--use-mup {_LATENT}", ("--use-mup with --multi-latent-attention", "leave it out")),
     (
         "--use-mup --ckpt-format torch --save {data}/c --save-interval 5",
-        ("--ckpt-format torch is written for groups of one rate, not with --use-mup; use torch_dist",),
+        ("--ckpt-format torch with --use-mup", "use torch_dist"),
     ),
     ("--mup-embedding-mult 0", ("--mup-embedding-mult 0.0: must be above 0",)),
     ("--fp32-residual-connection", ("--fp32-residual-connection needs --fp16 or --bf16",)),
