@@ -15,7 +15,7 @@ import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, NoReturn
+from typing import Any
 
 from megalith.checkpoint.adapted import args_of
 from megalith.checkpoint.content import Chunk
@@ -25,6 +25,7 @@ from megalith.checkpoint.formats.megatron_names import CORE
 from megalith.checkpoint.locate import locate
 from megalith.checkpoint.source import open_source
 from megalith.compat.megatron import console
+from megalith.compat.megatron.tasks import ToolParser
 from megalith.config import all_settings
 from megalith.config.foreign_args import model_of
 from megalith.config.values import local_path
@@ -148,11 +149,6 @@ def run_tool(name: str, argv: Sequence[str], say: Callable[[str], None] = print)
     return 0
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; see {self.prog} --help")
-
-
 def read_flags(name: str, argv: Sequence[str], *, files: bool = True) -> argparse.Namespace:
     """Read and check the flags of one of Megatron's tools.
 
@@ -169,8 +165,8 @@ def read_flags(name: str, argv: Sequence[str], *, files: bool = True) -> argpars
     return options
 
 
-def _parser(tool: Tool) -> _Parser:
-    parser = _Parser(
+def _parser(tool: Tool) -> ToolParser:
+    parser = ToolParser(
         prog=tool.name,
         allow_abbrev=False,
         description="Megatron's converter of checkpoints: weights only, one file for each tensor and pipeline place. "

@@ -10,8 +10,9 @@ notes.
 from __future__ import annotations
 
 import fnmatch
+import operator
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePath
 
@@ -26,7 +27,10 @@ _SHELLS = ("bash", "sh", "zsh", "dash")
 _READ_SCRIPTS = (*_SHELLS, "sbatch", "ssh")  # run what comes on their standard input
 _DEEPEST = 20  # of functions and scripts inside each other
 _MOST = 1000  # of them in all; a function that calls itself twice would have a million
-_NUMBERS = {"-eq": "==", "-ne": "!=", "-gt": ">", "-ge": ">=", "-lt": "<", "-le": "<="}
+_NUMBERS: Mapping[str, Callable[[int, int], bool]] = {
+    **{"-eq": operator.eq, "-ne": operator.ne, "-gt": operator.gt},
+    **{"-ge": operator.ge, "-lt": operator.lt, "-le": operator.le},
+}
 
 
 @dataclass(frozen=True)
@@ -422,8 +426,7 @@ def _holds(words: list[str]) -> bool | None:
     elif len(inside) == 3 and inside[1] in ("=", "==", "!="):
         result = (inside[0] == inside[2]) == (inside[1] != "!=")
     elif len(inside) == 3 and inside[1] in _NUMBERS and all(w.lstrip("-").isdigit() for w in (inside[0], inside[2])):
-        a, b = int(inside[0]), int(inside[2])
-        result = {"==": a == b, "!=": a != b, ">": a > b, ">=": a >= b, "<": a < b, "<=": a <= b}[_NUMBERS[inside[1]]]
+        result = _NUMBERS[inside[1]](int(inside[0]), int(inside[2]))
     return result if result is None or not negated else not result
 
 

@@ -12,27 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-_OPERATORS = (
-    "&&",
-    "||",
-    ";;",
-    "<<<",
-    "<<-",
-    "<<",
-    ">>",
-    ">&",
-    "&>",
-    "<(",
-    ">(",
-    ";",
-    "|",
-    "&",
-    "<",
-    ">",
-    "(",
-    ")",
-    "\n",
-)
+_OPERATOR = re.compile(r"&&|\|\||;;|<<<|<<-|<<|>>|>&|&>|<\(|>\(|[;|&<>()\n]")
 _CONTINUED_COMMENT = re.compile(r"\\[ \t]*(#[^\n]*)?\n")
 
 
@@ -118,14 +98,10 @@ class _Reader:
         while self._at < len(self._text):
             if self._skipped():
                 continue
-            operator = next((word for word in _OPERATORS if self._text.startswith(word, self._at)), "")
-            if operator:
-                before = self._text[self._at - 1 : self._at]
-                token = Operator(operator, self.line, bool(before) and before not in " \t\r\n;&|()")
-                self._take(len(operator))
-                yield token
+            line, before = self.line, self._text[self._at - 1 : self._at]
+            if operator := _OPERATOR.match(self._text, self._at):
+                yield Operator(self._take(len(operator[0])), line, bool(before) and before not in " \t\r\n;&|()")
             else:
-                line = self.line
                 yield Word(tuple(self._parts()), line)
 
     def _skipped(self) -> bool:
@@ -151,7 +127,7 @@ class _Reader:
         plain = ""
         while self._at < len(self._text):
             letter = self._text[self._at]
-            if letter in " \t\r" or any(self._text.startswith(word, self._at) for word in _OPERATORS):
+            if letter in " \t\r" or _OPERATOR.match(self._text, self._at):
                 break
             if letter == "\\":
                 if match := _CONTINUED_COMMENT.match(self._text, self._at):

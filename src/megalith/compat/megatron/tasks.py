@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from megalith.config import all_settings
 from megalith.config.command_line import read_command_line
 from megalith.config.foreign_args import model_of
+from megalith.config.reading import Reading
 from megalith.config.tokenizer_flags import TOKENIZER_SETTINGS, tokenizer_from
 from megalith.config.values import local_path
 from megalith.errors import ConfigError
@@ -41,18 +42,17 @@ _OF_OTHER_TASKS = (
 )
 _WITHOUT_EFFECT = {"train_data": "nothing is trained", "epochs": "nothing is trained", "keep_last": "no batch is left"}
 
-# Settings of a training run that an evaluation uses, by group.
-_USED_GROUPS = ("launch",)
+OF_LAUNCH = (
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "distributed_backend"),
+    *("distributed_timeout_minutes", "distributed_timeout_seconds_after_init", "debug_collectives", "device"),
+)
+"""Settings of a training run that say how the processes of an evaluation or a server work together."""
+
+# Settings of a training run that an evaluation uses.
 _USED = (
     *("load", "pretrained_checkpoint", "ckpt_step", "micro_batch_size", "seq_length", "log_interval"),
-    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "distributed_backend"),
-    *("distributed_timeout_minutes", "distributed_timeout_seconds_after_init", "debug_collectives", "device"),
     *("fp16", "bf16"),
-    *TOKENIZER_SETTINGS,
-)
-_OF_LAUNCH = (
-    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "distributed_backend"),
-    *("distributed_timeout_minutes", "distributed_timeout_seconds_after_init", "debug_collectives", "device"),
+    *(*OF_LAUNCH, *TOKENIZER_SETTINGS),
 )
 _NOT_ARCHITECTURE = (  # of the group model, what does not change what is computed here
     *("hidden_dropout", "attention_dropout", "init_method_std", "use_cpu_initialization", "add_position_embedding"),
@@ -60,13 +60,15 @@ _NOT_ARCHITECTURE = (  # of the group model, what does not change what is comput
 )
 
 
-class _Parser(argparse.ArgumentParser):
+class ToolParser(argparse.ArgumentParser):
+    """Reads the flags of one of Megatron's programs; what is wrong with them is a ConfigError."""
+
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; see tasks/main.py --help")
+        raise ConfigError(f"{message}; see {self.prog} --help")
 
 
-def _parser() -> _Parser:
-    parser = _Parser(
+def _parser() -> ToolParser:
+    parser = ToolParser(
         prog="tasks/main.py",
         allow_abbrev=False,
         description="Megatron's zero-shot tasks. Architecture and tokenizer come from the checkpoint; other flags are "
@@ -107,40 +109,78 @@ def read_flags(argv: Sequence[str], *, files: bool = True) -> tuple[Request, Pat
     reading = read_command_line(rest)
     given = reading.values
     problems = [_of_another_task(problem) for problem in reading.problems]
-    if reading.recipe:
-        problems.append(f"--config {reading.recipe}: tasks/main.py reads no recipe; give the flags")
-    checkpoint = given.get("load") or given.get("pretrained_checkpoint")
-    if not checkpoint:
-        problems.append("--load is required (the folder of the checkpoint); Megatron would measure random weights")
+    shared = shared_values(reading, problems, "tasks/main.py", "an evaluation divides samples and weights")
     data = options.valid_data or []
     if len(data) > 1:
         problems.append(f"--valid-data {' '.join(data)}: {options.task} takes one file")
-    if given.get("context_parallel_size", 1) > 1:
-        problems.append(
-            f"--context-parallel-size {given['context_parallel_size']}: an evaluation divides samples and weights, "
-            "not sequences; use --tensor-model-parallel-size"
-        )
-    if "nproc" in given:
-        problems.append(f"--nproc {given['nproc']}: start several processes with torchrun --nproc_per_node")
     request = Request(
-        checkpoint=Path(checkpoint or "."),
+        **shared,
         task=TASKS[options.task],
         data=Path(data[0]) if data else None,
-        iteration=given.get("ckpt_step"),
         strict=options.strict_lambada,
         overlap=options.overlapping_eval,
         seq_length=given.get("seq_length"),
         batch_size=options.eval_micro_batch_size or given.get("micro_batch_size", DEFAULT_BATCH),
         log_interval=given.get("log_interval", all_settings()["log_interval"].default),
-        dtype="float16" if given.get("fp16") else "bfloat16" if given.get("bf16") else None,
-        tokenizer=tokenizer_from(given),
-        settings={name: given[name] for name in _OF_LAUNCH if name in given},
-        stated=stated_architecture(given),
     )
     problems += request.violations(files=files)
     if problems:
         raise ConfigError(problems)
     return request, options.json, options.fail_on_alarm, _notes(options, reading.notes, given, reading.nothing)
+
+
+def shared_values(reading: Reading, problems: list[str], program: str, divides: str) -> dict[str, Any]:
+    """Return what evaluations and servers take from Megatron's flags of training, by the names of their fields.
+
+    Args:
+        reading: of these flags.
+        problems: what is wrong with them is added.
+        program: that reads them.
+        divides: what several processes of it do, for the message about context parallelism.
+    """
+    given = reading.values
+    if reading.recipe:
+        problems.append(f"--config {reading.recipe}: {program} reads no recipe; give the flags")
+    checkpoint = given.get("load") or given.get("pretrained_checkpoint")
+    if not checkpoint:
+        problems.append("--load is required (the folder of the checkpoint); Megatron would take random weights")
+    if given.get("context_parallel_size", 1) > 1:
+        problems.append(
+            f"--context-parallel-size {given['context_parallel_size']}: {divides}, not sequences; use "
+            "--tensor-model-parallel-size"
+        )
+    if "nproc" in given:
+        problems.append(f"--nproc {given['nproc']}: start several processes with torchrun --nproc_per_node")
+    tokenizer = None
+    try:
+        tokenizer = tokenizer_from(given)
+    except ConfigError as error:
+        problems += error.violations
+    return {
+        "checkpoint": Path(checkpoint or "."),
+        "iteration": given.get("ckpt_step"),
+        "dtype": "float16" if given.get("fp16") else "bfloat16" if given.get("bf16") else None,
+        "tokenizer": tokenizer,
+        "settings": {name: given[name] for name in OF_LAUNCH if name in given},
+        "stated": stated_architecture(given),
+    }
+
+
+def idle_flags(given: Mapping[str, Any], nothing: Mapping[str, Sequence[str]], used: Sequence[str]) -> list[str]:
+    """Return the flags of training that are given and not `used`; those of the launch and the model have other notes.
+
+    Args:
+        given: settings by name.
+        nothing: reason -> flags without effect in training, too.
+        used: names of settings.
+    """
+    settings = all_settings()
+    idle = [
+        settings[name].positive_flag
+        for name in given
+        if name not in used and settings[name].group not in ("launch", "model")
+    ]
+    return idle + [flag for flags in nothing.values() for flag in flags]
 
 
 def stated_architecture(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -191,13 +231,8 @@ def _notes(
     options: argparse.Namespace, said: Sequence[str], given: Mapping[str, Any], nothing: Mapping[str, Sequence[str]]
 ) -> list[str]:
     settings = all_settings()
-    idle = [
-        settings[name].positive_flag
-        for name in given
-        if name not in _USED and settings[name].group not in (*_USED_GROUPS, "model")
-    ]
+    idle = idle_flags(given, nothing, _USED)
     idle += [settings[name].positive_flag for name in given if name in _NOT_ARCHITECTURE]
-    idle += [flag for flags in nothing.values() for flag in flags if flag not in idle]
     notes = list(said)
     if idle:
         notes.append(f"without effect on an evaluation: {', '.join(dict.fromkeys(idle))}")

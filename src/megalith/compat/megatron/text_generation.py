@@ -9,23 +9,19 @@ import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from megalith.compat.megatron.tasks import stated_architecture
-from megalith.config import TokenizerConfig, all_settings
+from megalith.compat.megatron.tasks import OF_LAUNCH, ToolParser, idle_flags, shared_values
+from megalith.config import TokenizerConfig
 from megalith.config.command_line import read_command_line
-from megalith.config.tokenizer_flags import TOKENIZER_SETTINGS, tokenizer_from
+from megalith.config.tokenizer_flags import TOKENIZER_SETTINGS
 from megalith.errors import ConfigError
 from megalith.serve.http.settings import Defaults
 
 PROGRAM = "tools/run_text_generation_server.py"
 
-_OF_LAUNCH = (
-    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "distributed_backend"),
-    *("distributed_timeout_minutes", "distributed_timeout_seconds_after_init", "debug_collectives", "device"),
-)
 _USED = (
-    *(*_OF_LAUNCH, "load", "pretrained_checkpoint", "ckpt_step", "fp16", "bf16", "seed", "use_checkpoint_args"),
+    *(*OF_LAUNCH, "load", "pretrained_checkpoint", "ckpt_step", "fp16", "bf16", "seed", "use_checkpoint_args"),
     *(*TOKENIZER_SETTINGS, "no_load_optim", "no_load_rng"),
 )
 
@@ -55,13 +51,8 @@ class ServerFlags:
     notes: tuple[str, ...] = ()
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; see {PROGRAM} --help")
-
-
-def _parser() -> _Parser:
-    parser = _Parser(
+def _parser() -> ToolParser:
+    parser = ToolParser(
         prog=PROGRAM,
         allow_abbrev=False,
         description="Megatron's text generation server: PUT /api on port 5000, and OpenAI's endpoints beside it. "
@@ -95,30 +86,14 @@ def read_flags(argv: Sequence[str], server_flags: argparse.ArgumentParser) -> Se
     server, others = server_flags.parse_known_args(rest)
     reading = read_command_line(others)
     given, problems = reading.values, list(reading.problems)
-    if reading.recipe:
-        problems.append(f"--config {reading.recipe}: a server reads no recipe; give the flags")
-    checkpoint = given.get("load") or given.get("pretrained_checkpoint")
-    if not checkpoint:
-        problems.append("--load is required (the folder of the checkpoint); Megatron would serve random weights")
-    if given.get("context_parallel_size", 1) > 1:
-        problems.append(
-            f"--context-parallel-size {given['context_parallel_size']}: a server divides weights, not sequences; use "
-            "--tensor-model-parallel-size"
-        )
-    if "nproc" in given:
-        problems.append(f"--nproc {given['nproc']}: start several processes with torchrun --nproc_per_node")
+    shared = shared_values(reading, problems, "a server", "a server divides weights")
     defaults = _defaults(options, problems)
     if problems:
         raise ConfigError(problems)
     return ServerFlags(
-        checkpoint=Path(checkpoint or "."),
+        **shared,
         server=server,
         defaults=defaults,
-        iteration=given.get("ckpt_step"),
-        dtype="float16" if given.get("fp16") else "bfloat16" if given.get("bf16") else None,
-        tokenizer=tokenizer_from(given),
-        settings={name: given[name] for name in _OF_LAUNCH if name in given},
-        stated=stated_architecture(given),
         seed=given.get("seed"),
         max_batch=options.max_batch_size,
         notes=_notes(options, given, reading.notes, reading.nothing),
@@ -157,13 +132,7 @@ def _notes(
     said: Sequence[str],
     nothing: Mapping[str, Sequence[str]],
 ) -> tuple[str, ...]:
-    settings = all_settings()
-    idle = [
-        settings[name].positive_flag
-        for name in given
-        if name not in _USED and settings[name].group not in ("launch", "model")
-    ]
-    idle += [flag for flags in nothing.values() for flag in flags if flag not in idle]
+    idle = idle_flags(given, nothing, _USED)
     idle += [
         f"--{name.replace('_', '-')}" for name in ("return_log_probs", "prompts", "parsers") if vars(options)[name]
     ]
