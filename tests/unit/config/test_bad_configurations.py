@@ -145,7 +145,7 @@ TABLE: list[tuple[str, tuple[str, ...]]] = [
         ("--ckpt-format torch", "--optimizer sgd", "torch_dist"),
     ),
     *(
-        (f"{words} --ckpt-format torch --save {{data}}/c --save-interval 5", ("--ckpt-format torch", words, "torch_dist"))
+        (f"{words} --ckpt-format torch --save {{data}}/c --save-interval 5", ("--ckpt-format", words, "torch_dist"))
         for words in ("--apply-wd-to-qk-layernorm", "--no-weight-decay-cond-type qwen3_next")
     ),
     ("--decoupled-lr 1e-4 --decoupled-min-lr 1e-3", ("--decoupled-min-lr 0.001 is above --decoupled-lr 0.0001",)),

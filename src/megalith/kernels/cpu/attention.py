@@ -167,7 +167,7 @@ class _WholeAttention(torch.autograd.Function):
 
     Why: torch SDPA falls back to separate operations here. Each of them fills a fresh matrix [B, H, Q, S], and more of
     them look for rows without a key. Here the bias is where the product is added, the softmax and its backward pass
-    happen in place, and P alone is kept. Samples follow each other, so that other matrices are as large as those of one.
+    happen in place, and P alone is kept. Samples are computed one after the other, in matrices of the size of one.
     """
 
     @staticmethod
