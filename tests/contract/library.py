@@ -11,9 +11,11 @@ import typing
 from pathlib import Path
 from typing import Any
 
+import megalith
 from megalith import errors
-from megalith.config import RunConfig
+from megalith.config import RunConfig, load
 
+from . import training
 from .lines import REPOSITORY
 
 CALLED = (
@@ -120,3 +122,24 @@ def documented_names() -> list[str]:
 def _documents() -> list[Path]:
     pages = [*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/*.md"), *REPOSITORY.glob("examples/*.py")]
     return [page for page in pages if page.name != "CHANGELOG.md"]
+
+
+def place(environment: str) -> str:
+    """What a process knows of its place from a launcher's variables, written as `A=1 B=2`."""
+    environ = dict(word.split("=", 1) for word in environment.split())
+    try:
+        launch = load(training.words_of(""), environ, files=False).launch
+    except errors.ConfigError:
+        return "refused"
+    values = [launch.launcher, launch.rank, launch.world_size, launch.local_rank, launch.local_world_size]
+    hosts = {"MASTER_ADDR", "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"} & environ.keys()
+    values += [launch.master_addr] if hosts else []
+    values += [launch.master_port] if "MASTER_PORT" in environ else []
+    return " ".join(json.dumps(value) for value in values)
+
+
+def variables() -> set[str]:
+    """Words of the source in capitals, among which are the names of environment variables."""
+    source = Path(megalith.__file__).parent.rglob("*")
+    text = "\n".join(path.read_text(encoding="utf-8") for path in source if path.suffix in (".py", ".toml", ".json"))
+    return set(re.findall(r"\b[A-Z][A-Z0-9_]+\b", text))

@@ -16,11 +16,12 @@ def read(name: str) -> list[tuple[str, ...]]:
     return [tuple(line.split(_SEPARATOR)) for line in text.splitlines() if line and not line.startswith("# ")]
 
 
-def write(name: str, lines: Iterable[tuple[str, ...]]) -> None:
-    """Write the lines of a file below its heading, which stays."""
+def write(name: str, lines: Iterable[tuple[str, ...]], *, ordered: bool = False) -> None:
+    """Write the lines of a file below its heading, which stays; sorted unless their order counts."""
     path = FOLDER / f"{name}.txt"
     heading = [line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("# ")]
-    body = sorted({_SEPARATOR.join(columns).rstrip() for columns in lines})
+    body = [_SEPARATOR.join(columns).rstrip() for columns in lines]
+    body = body if ordered else sorted(set(body))
     path.write_text("\n".join([*heading, *body]) + "\n", encoding="utf-8")
 
 

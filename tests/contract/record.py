@@ -1,12 +1,15 @@
 """Add what is new to the record: `python -m tests.contract.record`. Nothing in it is changed or removed by this.
 
 A new flag of training: write `--flag VALUE | group.setting = ?` into `flags_that_work.txt`, with the other words that
-it needs as a third column; this fills in the value.
+it needs as a third column; this fills in the value. An exit code: write `WORDS | ?` into `exit_codes.txt`.
 """
 
 from __future__ import annotations
 
-from . import library, training
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from . import library, programs, scenario, training
 from .lines import add, read, write
 
 
@@ -17,12 +20,26 @@ def main() -> None:
     add("signatures", {(name,): library.signature(name) for name in library.CALLED})
     write("names", [*read("names"), *((name,) for name in library.documented_names())])
     write("flags_that_work", [_completed(*columns) for columns in read("flags_that_work")])
+    launchers = [(words, library.place(words) if place == "?" else place) for words, place in read("launchers")]
+    write("launchers", launchers)
+    with TemporaryDirectory() as folder:
+        add("flags_of_commands", programs.flags(Path(folder)))
+        _complete_exit_codes(Path(folder))
 
 
 def _completed(flag: str, effect: str, *others: str) -> tuple[str, ...]:
     if not effect.endswith(" = ?"):
         return (flag, effect, *others)
     return (flag, training.setting(training.answer(flag, *others), effect.partition(" ")[0]), *others)
+
+
+def _complete_exit_codes(folder: Path) -> None:
+    codes = scenario.exit_codes(folder)
+    rows = [
+        (words, code if recorded == "?" else recorded)
+        for (words, recorded), code in zip(read("exit_codes"), codes, strict=True)
+    ]
+    write("exit_codes", rows, ordered=True)
 
 
 if __name__ == "__main__":

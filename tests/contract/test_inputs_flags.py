@@ -24,7 +24,8 @@ def test_flags_that_work() -> None:
 def test_settings_by_name_and_by_recipe(tmp_path: Path) -> None:
     """All settings but those of the launch can be given to `from_values`, and in a recipe where they are not None."""
     found = []
-    for flag, recorded, *others in read("flags_that_work"):
+    settings = {columns[1]: columns for columns in read("flags_that_work")}
+    for flag, recorded, *others in settings.values():
         run, name = training.answer(flag, *others), recorded.partition(" ")[0]
         if isinstance(run, ConfigError) or name.startswith("launch."):
             continue

@@ -66,3 +66,18 @@ def test_what_a_run_accepted_is_in_its_notes_and_what_it_was_given_in_given() ->
 
 def test_the_version_is_a_text() -> None:
     assert megalith.__version__[0].isdigit()
+
+
+def test_launchers_that_are_understood() -> None:
+    found = [
+        f"{words}: was {recorded}, is {now}"
+        for words, recorded in read("launchers")
+        if (now := library.place(words)) != recorded
+    ]
+    assert not found, complain("launchers", found)
+
+
+def test_environment_variables_that_are_known() -> None:
+    known = library.variables()
+    found = [name for (name,) in read("environment") if name not in known]
+    assert not found, complain("environment", found)
