@@ -74,7 +74,7 @@ def test_it_was_killed_and_resumed_exactly(report: dict[str, Any]) -> None:
 
 
 def test_the_pictures(told: tuple[Path, str]) -> None:
-    assert "\u2502" in told[1]
+    assert "\u2501" in told[1]
     assert "killed at" in told[1]
     pytest.importorskip("matplotlib")
     assert (told[0] / "quickstart" / "loss.png").read_bytes().startswith(b"\x89PNG")

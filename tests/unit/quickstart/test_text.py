@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megalith.cli.quickstart.corpus import (
+from megalith.cli.quickstart.text import (
     FEWEST_DOCUMENTS,
     PIECE_CHARACTERS,
     build_corpus,
@@ -17,11 +17,8 @@ from megalith.cli.quickstart.corpus import (
     split_text,
     standard_library,
     user_texts,
-    write_jsonl,
 )
 from megalith.errors import DataError
-
-NO_LIMIT = 10**9
 
 
 def source_of(number: int, size: int = 2000) -> str:
@@ -34,7 +31,7 @@ def write_library(root: Path, count: int = 30) -> None:
 
 
 def test_this_machines_library_is_real_text() -> None:
-    corpus = standard_library(NO_LIMIT)
+    corpus = standard_library()
     assert len(corpus.documents) > 200
     assert corpus.num_characters > 3_000_000
     assert any("class JSONEncoder" in text for text in corpus.documents)
@@ -47,14 +44,14 @@ def test_folders_of_tests_and_packages_are_left_out(tmp_path: Path) -> None:
         (tmp_path / folder / "inside.py").write_text("UNWANTED = 1\n" * 100, encoding="utf-8")
     (tmp_path / "json").mkdir()
     (tmp_path / "json" / "decoder.py").write_text("WANTED = 1\n" * 100, encoding="utf-8")
-    corpus = standard_library(NO_LIMIT, tmp_path)
+    corpus = standard_library(tmp_path)
     assert not any("UNWANTED" in text for text in corpus.documents)
     assert sum("WANTED" in text for text in corpus.documents) == 1
 
 
 def test_a_library_without_sources_is_an_error_that_names_the_folder(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="too little") as caught:
-        standard_library(NO_LIMIT, tmp_path)
+        standard_library(tmp_path)
     assert str(tmp_path) in str(caught.value)
     assert "--data" in str(caught.value)
 
@@ -63,12 +60,12 @@ def test_a_library_without_sources_is_an_error_that_names_the_folder(tmp_path: P
     ("content", "expected"),
     [
         ("# -*- coding: latin-1 -*-\nname = 'é'\n".encode("latin-1"), "# -*- coding: latin-1 -*-\nname = 'é'\n"),
-        (b"name = '\xff'\n", None),
-        (b"# coding: no-such-encoding\n", None),
+        (b"name = '\xff'\n", ""),
+        (b"# coding: no-such-encoding\n", ""),
     ],
     ids=["declared", "undecodable", "unknown"],
 )
-def test_a_source_is_read_in_its_own_encoding(tmp_path: Path, content: bytes, expected: str | None) -> None:
+def test_a_source_is_read_in_its_own_encoding(tmp_path: Path, content: bytes, expected: str) -> None:
     path = tmp_path / "module.py"
     path.write_bytes(content)
     assert read_source(path) == expected
@@ -76,32 +73,32 @@ def test_a_source_is_read_in_its_own_encoding(tmp_path: Path, content: bytes, ex
 
 def test_repetitions_and_scraps_are_dropped() -> None:
     texts = [source_of(number) for number in range(FEWEST_DOCUMENTS)]
-    corpus = build_corpus("x", [*texts, *texts, "", "\n" * 100, "short"], 1, NO_LIMIT)
+    corpus = build_corpus("x", [*texts, *texts, "", "\n" * 100, "short"])
     assert sorted(corpus.documents) == sorted(texts)
 
 
 def test_the_order_does_not_depend_on_the_order_of_files() -> None:
     texts = [source_of(number) for number in range(50)]
-    forwards = build_corpus("x", texts, 1, NO_LIMIT).documents
-    assert forwards == build_corpus("x", reversed(texts), 1, NO_LIMIT).documents
+    forwards = build_corpus("x", texts).documents
+    assert forwards == build_corpus("x", reversed(texts)).documents
     assert list(forwards) != texts  # mixed, so that each split is a fair sample
 
 
-def test_the_size_limit_is_kept() -> None:
-    texts = [source_of(number) for number in range(100)]
-    corpus = build_corpus("x", texts, 1, 50_000)
+def test_the_size_limit_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megalith.cli.quickstart.text.MOST_CHARACTERS", 50_000)
+    corpus = build_corpus("x", [source_of(number) for number in range(100)])
     assert 45_000 < corpus.num_characters <= 50_000
 
 
 def test_half_surrogates_become_text() -> None:
-    corpus = build_corpus("x", ["\ud800" * 40, *(source_of(number) for number in range(30))], 1, NO_LIMIT)
+    corpus = build_corpus("x", ["\ud800" * 40, *(source_of(number) for number in range(30))])
     for text in corpus.documents:
         text.encode("utf-8")
 
 
 def test_too_little_text_is_refused_with_numbers() -> None:
     with pytest.raises(DataError, match="3 different documents"):
-        build_corpus("x", [source_of(number) for number in range(3)], 1, NO_LIMIT)
+        build_corpus("x", [source_of(number) for number in range(3)])
 
 
 def test_text_with_marks_is_cut_there() -> None:
@@ -138,14 +135,10 @@ def test_users_files_in_their_encoding(tmp_path: Path, encoding: str, name: str)
 
 
 def test_only_the_beginning_of_a_large_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megalith.cli.quickstart.corpus.MOST_OF_A_FILE", 1 << 20)
+    monkeypatch.setattr("megalith.cli.quickstart.text.MOST_CHARACTERS", 1 << 20)
     path = tmp_path / "text.txt"
     path.write_text("a line of text\n" * (1 << 18))
     assert 1_000_000 < sum(map(len, read_documents(path, "text"))) < 2_000_000
-    path = path.rename(tmp_path / "text.json")
-    path.write_text("x" * (1 << 22))
-    with pytest.raises(DataError, match="a line of more than 1,048,576 characters"):
-        list(read_documents(path, "text"))
 
 
 def test_a_named_encoding_is_obeyed(tmp_path: Path) -> None:
@@ -165,10 +158,10 @@ def test_json_lines(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"text": ', "line 2: not JSON"),
-        ('{"body": "x"}', 'line 2: no text in the field "text" \\(its fields are body\\)'),
-        ('{"text": 3}', "line 2: no text in the field"),
-        ('["x"]', "line 2: no text in the field"),
+        ('{"text": ', "line 2: .*JSON"),
+        ('{"body": "x"}', 'line 2: .*"text".*"body".*--json-key '),
+        ('{"text": 3}', 'line 2: .*"text"'),
+        ('["x"]', "line 2: .*object"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, line: str, message: str) -> None:
@@ -184,11 +177,11 @@ def test_an_unreadable_file_is_named(tmp_path: Path, content: bytes | None) -> N
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(DataError, match="text.txt"):
-        user_texts([path], NO_LIMIT)
+        user_texts([path])
 
 
 def test_what_is_written_can_be_read_again(tmp_path: Path) -> None:
-    corpus = build_corpus("x", [source_of(number) + '"\n\té' for number in range(30)], 1, NO_LIMIT)
-    write_jsonl(corpus, tmp_path / "corpus.jsonl")
+    corpus = build_corpus("x", [source_of(number) + '"\n\té' for number in range(30)])
+    corpus.write(tmp_path / "corpus.jsonl")
     lines = (tmp_path / "corpus.jsonl").read_text(encoding="utf-8").splitlines()
     assert tuple(json.loads(line)["text"] for line in lines) == corpus.documents

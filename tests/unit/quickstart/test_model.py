@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
 
-from megalith.cli.quickstart.sizing import (
+import pytest
+import torch
+
+from megalith.cli.quickstart import model as measured
+from megalith.cli.quickstart.model import (
     FEWEST_ITERATIONS,
     MODEL_SIZES,
     MOST_EPOCHS,
     TRAINING_SHARE,
     Machine,
     ModelSize,
+    Plan,
     choose_iterations,
     choose_model,
     choose_precision,
 )
+from megalith.cli.quickstart.story import train_arguments
 from megalith.config import ModelConfig
 from megalith.models.gpt import GPT
 
@@ -115,3 +121,39 @@ def test_iterations_stop_before_the_text_is_known_by_heart() -> None:
 
 def test_a_run_is_long_enough_to_be_killed_and_resumed() -> None:
     assert choose_iterations(MODEL_SIZES[0], 0.1, 10.0, 1e3) == FEWEST_ITERATIONS
+
+
+@pytest.mark.parametrize("iterations", [FEWEST_ITERATIONS, 25, 27, 100, 333, 5000])
+def test_the_kill_falls_between_two_checkpoints(iterations: int) -> None:
+    plan = Plan(Machine("x", "fp32", 1e9), MODEL_SIZES[0], iterations)
+    killed, interval = plan.kill_iteration, plan.save_interval
+    assert interval < killed < iterations
+    assert killed % interval != 0
+    assert killed % interval < interval - 1  # there is time to kill before the next checkpoint
+    assert killed == pytest.approx(iterations / 2, abs=max(6, iterations * 0.06))
+
+
+def test_the_peak_is_measured_over_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[float] = []
+
+    def measure(device: torch.device, dtype: torch.dtype, budget_seconds: float) -> float:
+        asked.append(budget_seconds)
+        return 1e12
+
+    monkeypatch.setattr(measured, "measure_peak", measure)
+    machine = measured.measure_machine("cpu")
+    assert machine.flops == 1e12 and machine.precision == "fp32" and machine.name
+    assert asked and min(asked) >= 2.0
+
+
+def test_a_step_is_timed_on_the_real_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measured, "PROBE_SECONDS", 0.1)
+    flags = train_arguments(Path("out"), Plan(Machine("x", "fp32", 1e9), MODEL_SIZES[0]))[1:]
+    assert 1e-4 < measured.measure_step(MODEL_SIZES[0], flags) < 60.0
+
+
+def test_a_pause_is_not_taken_for_a_slow_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    durations = iter([33.0, *[0.1] * 1000])
+    monkeypatch.setattr(measured, "time_step", lambda *_: next(durations))
+    flags = train_arguments(Path("out"), Plan(Machine("x", "fp32", 1e9), MODEL_SIZES[0]))[1:]
+    assert measured.measure_step(MODEL_SIZES[0], flags) == 0.1
