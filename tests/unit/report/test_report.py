@@ -11,8 +11,8 @@ import pytest
 
 from megalith.cli.main import main
 from megalith.report import page, read_history
-from megalith.report.chart import WIDTH, chart
 from megalith.report.history import Curve, thinned
+from megalith.report.page import WIDTH, chart
 
 
 def step(iteration: int, loss: float | None, **more: Any) -> str:
