@@ -1,18 +1,22 @@
-"""`megalith data COMMAND`: looking at datasets, checking them and putting them together.
-
-Each sub-command is a module with `add_arguments(commands)`, which declares it, and `run(options)`.
-"""
+"""`megalith data COMMAND`: inspect, verify and merge .bin/.idx datasets."""
 
 from __future__ import annotations
 
 import argparse
-import importlib
+import json
 from collections.abc import Sequence
-from typing import NoReturn
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from megalith.errors import ConfigError
+from megalith.cli.arguments import CommandParser
+from megalith.config.tokenizer_flags import add_tokenizer_flags, tokenizer_of_flags
+from megalith.config.values import local_name, local_path
+from megalith.errors import ConfigError, DataError
 
-_MODULES = ("data_inspect", "data_verify", "data_merge")
+if TYPE_CHECKING:
+    from megalith.data.indexed import IndexedDataset
+    from megalith.data.survey import Survey
+    from megalith.tokenizers import Tokenizer
 
 
 def run(argv: Sequence[str]) -> int:
@@ -27,17 +31,257 @@ def run(argv: Sequence[str]) -> int:
     return exit_code
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; see {self.prog} --help")
-
-
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of all sub-commands."""
-    parser = _Parser(
+    parser = CommandParser(
         prog="megalith data", description="Inspect, verify and merge .bin/.idx datasets; make them with preprocess."
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name in _MODULES:
-        importlib.import_module(f"megalith.cli.{name}").add_arguments(commands)
+    for add in (_add_inspect, _add_verify, _add_merge):
+        add(commands)
     return parser
+
+
+_BAR = 40
+_SHOWN_TOKENS = 200
+
+
+def _add_inspect(commands: Any) -> None:
+    """Declare the sub-command."""
+    parser = commands.add_parser("inspect", help="counts, lengths, tokenizer card and documents of a dataset")
+    parser.add_argument("prefix", type=local_name, metavar="PREFIX", help="of the dataset, without .bin and .idx")
+    parser.add_argument("--documents", type=int, default=3, metavar="N", help="documents to show (3)")
+    parser.add_argument("--first", type=int, default=0, metavar="I", help="the first of them, from 0")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    add_tokenizer_flags(parser, about="to show documents as text instead of ids")
+    parser.set_defaults(run=_run_inspect)
+
+
+def _run_inspect(options: argparse.Namespace) -> int:
+    """Inspect.
+
+    Raises:
+        ConfigError: the tokenizer flags are wrong.
+        DataError: the dataset is missing or damaged, or was made with another tokenizer.
+    """
+    from megalith.data.indexed import IndexedDataset
+    from megalith.data.survey import survey
+    from megalith.tokenizers import build_tokenizer
+    from megalith.tokenizers.card import read_card, require_tokenizer_of_data
+
+    dataset = IndexedDataset(options.prefix, mmap_bin=False)
+    config = tokenizer_of_flags(options)
+    tokenizer = None if config is None else build_tokenizer(config)
+    if tokenizer is not None:
+        note = require_tokenizer_of_data(options.prefix, tokenizer.card())
+        if note:
+            print(f"note: {note}")
+    found, card = survey(dataset), read_card(options.prefix)
+    if options.json:
+        print(json.dumps(_record(dataset, found, card)))
+        return 0
+    _print_counts(dataset, found)
+    print("tokenizer " + (json.dumps(card) if card else "unknown: there is no .card beside the files"))
+    for number in range(options.first, min(options.first + options.documents, found.documents)):
+        _print_document(dataset, number, tokenizer)
+    return 0
+
+
+def _record(dataset: IndexedDataset, found: Survey, card: dict[str, Any] | None) -> dict[str, Any]:
+    histogram = [[part.low, part.high, part.documents, part.tokens] for part in found.histogram]
+    return {
+        "prefix": dataset.prefix,
+        "dtype": dataset.dtype.name,
+        "documents": found.documents,
+        "empty_documents": found.empty,
+        "sequences": found.sequences,
+        "tokens": found.tokens,
+        "shortest": found.shortest,
+        "longest": found.longest,
+        "lengths": histogram,
+        "tokenizer": card,
+    }
+
+
+def _print_counts(dataset: IndexedDataset, found: Survey) -> None:
+    print(dataset.prefix)
+    print(f"documents {found.documents:,} ({found.empty:,} of them empty)")
+    print(f"sequences {found.sequences:,}")
+    print(f"tokens    {found.tokens:,} as {dataset.dtype.name} ({found.tokens * dataset.dtype.itemsize:,} bytes)")
+    filled = found.documents - found.empty
+    if not filled:
+        return
+    print(f"lengths   {found.shortest:,} to {found.longest:,} tokens, {found.tokens / filled:,.1f} on average")
+    most = max(part.documents for part in found.histogram)
+    for part in found.histogram:
+        bar = "#" * max(1, round(_BAR * part.documents / most))
+        print(f"  {part.low:>9,} to {part.high:>9,}  {part.documents:>11,}  {part.tokens / found.tokens:6.1%}  {bar}")
+    print("  (tokens of a document, documents, their part of all tokens)")
+
+
+def _print_document(dataset: IndexedDataset, number: int, tokenizer: Tokenizer | None) -> None:
+    first, last = (int(entry) for entry in dataset.document_index[number : number + 2])
+    ids: list[int] = []
+    length = int(dataset.lengths[first:last].sum(dtype="int64"))
+    for sequence in range(first, last):
+        ids += dataset.get(sequence, 0, min(int(dataset.lengths[sequence]), _SHOWN_TOKENS - len(ids))).tolist()
+        if len(ids) >= _SHOWN_TOKENS:
+            break
+    sentences = f", {last - first} sequences" if last - first > 1 else ""
+    more = f" ... {length - len(ids):,} tokens more" if length > len(ids) else ""
+    shown = " ".join(map(str, ids)) if tokenizer is None else repr(tokenizer.decode(ids))
+    print(f"document {number}: {length:,} tokens{sentences}\n  {shown}{more}")
+
+
+def _add_verify(commands: Any) -> None:
+    """Declare the sub-command."""
+    parser = commands.add_parser(
+        "verify",
+        help="check the structure of datasets, their tokens against the vocabulary, and their index caches",
+        description="Check every field of the index, the size of the tokens' file, the checksums of the index caches "
+        "and, where the dataset has a card or --vocab-size is given, every token. Memory stays small whatever the "
+        "files claim.",
+    )
+    parser.add_argument(
+        "prefixes", nargs="+", type=local_name, metavar="PREFIX", help="datasets, without .bin and .idx"
+    )
+    parser.add_argument("--vocab-size", type=int, metavar="N", help="ids are below it; that of the card by default")
+    parser.add_argument("--structure-only", action="store_true", help="do not read the tokens")
+    parser.add_argument(
+        "--data-cache-path",
+        type=local_path,
+        metavar="DIR",
+        help="check the index caches of this folder too; default: beside the data",
+    )
+    parser.add_argument("--multimodal", action="store_true", help="the indices end with modes")
+    parser.set_defaults(run=_run_verify)
+
+
+def _run_verify(options: argparse.Namespace) -> int:
+    """Verify; returns 3 if one is damaged."""
+    sound = [_verify_dataset(prefix, options) for prefix in options.prefixes]
+    folders = [folder for prefix in options.prefixes for folder in sorted(Path(prefix, "cache").glob("*_indices"))]
+    if options.data_cache_path is not None:
+        folders.append(options.data_cache_path)
+    sound += [_verify_caches(folder) for folder in folders]
+    return 0 if all(sound) else DataError.exit_code
+
+
+def _verify_dataset(prefix: str, options: argparse.Namespace) -> bool:
+    from megalith.data.indexed import IndexedDataset
+    from megalith.data.survey import documents_without_end, verify_tokens
+    from megalith.tokenizers.card import read_card
+
+    try:
+        dataset = IndexedDataset(prefix, multimodal=options.multimodal, mmap_bin=False)
+        card = read_card(prefix)
+        size = options.vocab_size or (card or {}).get("vocab_size")
+        said = ["structure sound"]
+        if options.structure_only or dataset.dtype.kind not in "iu":
+            said.append("tokens not read")
+        elif not isinstance(size, int):
+            said.append("tokens not compared: no card, and no --vocab-size")
+        else:
+            largest = verify_tokens(dataset, size)
+            said.append(f"largest id {largest} of {size}" if largest >= 0 else "no token")
+            eod = (card or {}).get("special", {}).get("eod")
+            if isinstance(eod, int):
+                missing = documents_without_end(dataset, eod)
+                filled = dataset.num_documents - _empty(dataset)
+                said.append(f"{filled - missing} of {filled} documents end with {eod} (end of document)")
+    except DataError as error:
+        print(f"damaged  {error}")
+        return False
+    print(f"sound    {prefix}: {dataset.num_documents} documents, {dataset.num_tokens} tokens; {'; '.join(said)}")
+    return True
+
+
+def _verify_caches(folder: Path) -> bool:
+    """Whether no index cache of a folder is damaged."""
+    from megalith.data.index_cache import verify_caches
+
+    try:
+        if not folder.is_dir():
+            raise NotADirectoryError(0, "no such folder")
+        found = verify_caches(folder)
+    except OSError as error:
+        print(f"damaged  {folder}: {error.strerror}")
+        return False
+    for path in found.damaged:
+        what = "differs from its checksum" if path.exists() else "is missing"
+        print(f"damaged  {path}: {what}; the next run that reads it builds it again")
+    without = f"; {found.without_checksums} have no checksums, the next run that reads them checks them"
+    more = without if found.without_checksums else ""
+    print(f"{'damaged' if found.damaged else 'sound  '}  {folder}: {found.intact} index caches intact{more}")
+    return not found.damaged
+
+
+def _empty(dataset: Any) -> int:
+    entries = dataset.document_index
+    return int((entries[1:] == entries[:-1]).sum())
+
+
+def _add_merge(commands: Any) -> None:
+    """Declare the sub-command."""
+    parser = commands.add_parser(
+        "merge",
+        help="put datasets together",
+        description="Put datasets together: those of a folder in the order of their names, those named in the order "
+        "given, or the shares that several machines made of one command.",
+    )
+    parser.add_argument(
+        "prefixes", nargs="*", type=local_name, metavar="PREFIX", help="datasets, without .bin and .idx"
+    )
+    parser.add_argument("--input", type=local_path, metavar="DIR", help="a folder: all datasets in it")
+    parser.add_argument(
+        "--output-prefix", type=local_name, required=True, metavar="PREFIX", help="of the whole, without .bin and .idx"
+    )
+    parser.add_argument(
+        "--shares", action="store_true", help="the shares of this output prefix, as `megalith preprocess` made them"
+    )
+    parser.add_argument("--remove", action="store_true", help="remove the shares when they are put together")
+    parser.add_argument("--multimodal", action="store_true", help="the indices end with modes")
+    parser.set_defaults(run=_run_merge)
+
+
+def check_merge(options: argparse.Namespace) -> None:
+    """Check the flags, without a look at the files.
+
+    Raises:
+        ConfigError: not exactly one of the ways to name the parts is used, or --remove with parts that are named.
+    """
+    ways = [bool(options.prefixes), options.input is not None, options.shares]
+    if sum(ways) != 1:
+        raise ConfigError("name the parts in one way: PREFIX ..., or --input DIR, or --shares")
+    if options.remove and not options.shares:
+        raise ConfigError("--remove is for --shares; parts that you name stay")
+
+
+def _run_merge(options: argparse.Namespace) -> int:
+    """Merge.
+
+    Raises:
+        ConfigError: not exactly one of the ways to name the parts is used, or parts are missing.
+        DataError: a part is damaged or does not fit the others.
+    """
+    from megalith.data.merge import merge, pairs_in
+    from megalith.data.shares import find_shares
+
+    check_merge(options)
+    if options.shares:
+        wanted = find_shares(options.output_prefix)
+    else:
+        wanted = {options.output_prefix: options.prefixes or pairs_in(options.input)}
+    for output_prefix, prefixes in wanted.items():
+        merged = merge(
+            prefixes,
+            output_prefix,
+            multimodal=options.multimodal,
+            advanced=lambda prefix: print(f"adding {prefix}", flush=True),
+        )
+        print(f"Wrote {merged.prefix}.bin and .idx: {merged.num_documents} documents, {merged.num_tokens} tokens")
+        if options.remove:
+            for prefix in prefixes:
+                for ending in (".idx", ".bin", ".card"):
+                    Path(prefix + ending).unlink(missing_ok=True)
+    return 0

@@ -60,10 +60,9 @@ def _check_preprocessing(flags: Sequence[str]) -> None:
 
 
 def _check_merge(flags: Sequence[str]) -> None:
-    from megalith.cli.data import make_parser
-    from megalith.cli.data_merge import check
+    from megalith.cli.data import check_merge, make_parser
 
-    check(make_parser().parse_args(["merge", *flags]))
+    check_merge(make_parser().parse_args(["merge", *flags]))
 
 
 def _check_conversion(flags: Sequence[str], *, tool: str) -> None:

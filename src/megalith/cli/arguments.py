@@ -1,0 +1,50 @@
+"""The parser of a command, and the flags that the commands for trained models share."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from typing import Any, NoReturn
+
+from megalith.config.tokenizer_flags import add_tokenizer_flags
+from megalith.config.values import local_path
+from megalith.errors import ConfigError
+
+
+class CommandParser(argparse.ArgumentParser):
+    """An argument parser that raises `ConfigError` instead of ending the process."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; see {self.prog} --help")
+
+
+def closest_flag(word: str, parser: argparse.ArgumentParser) -> str | None:
+    """Return the flag of a parser that an unknown word most resembles, or None."""
+    flags = [flag for action in parser._actions for flag in action.option_strings if flag.startswith("--")]
+    return next(iter(difflib.get_close_matches(word.partition("=")[0], flags, n=1)), None)
+
+
+def add_checkpoint_flags(parser: argparse.ArgumentParser) -> None:
+    """Declare which checkpoint to load, its tokenizer, and where to compute."""
+    add = parser.add_argument
+    add("checkpoint", type=local_path, help="what --save named, one iter_* folder in it, or a Hugging Face folder")
+    add("--iteration", type=int, metavar="N", help="which checkpoint; the newest sound one if absent")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="device to compute on")
+    add_tokenizer_flags(parser, about="where the checkpoint does not have its own")
+
+
+def add_layout_flags(parser: argparse.ArgumentParser) -> None:
+    """Declare how several processes share the model, and the dtype of its weights."""
+    add = parser.add_argument
+    add("--tp", "--tensor-model-parallel-size", type=int, default=1, metavar="N", help="processes that share layers")
+    add("--pp", "--pipeline-model-parallel-size", type=int, default=1, metavar="N", help="processes in a pipeline")
+    add("--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights; that of the checkpoint if absent")
+
+
+def layout_settings(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the layout and the device as settings of `megalith train`, by name."""
+    return {
+        "tensor_model_parallel_size": options.tp,
+        "pipeline_model_parallel_size": options.pp,
+        "device": options.device,
+    }
