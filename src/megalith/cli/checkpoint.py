@@ -1,23 +1,25 @@
-"""`megalith checkpoint COMMAND`: looking at checkpoints, comparing and converting them.
+"""`megalith checkpoint COMMAND`: verify, inspect, compare and convert checkpoints.
 
-Each sub-command is a module with `add_arguments(commands)`, which declares it, and `run(options)`; the ones that read
-checkpoints take those of any format: a save folder, one checkpoint folder in it, or a Hugging Face model folder.
+The commands that read checkpoints take those of any format: a save folder, one checkpoint folder in it, or a Hugging
+Face model folder. Those that write some are in checkpoint_convert.py.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
-from collections.abc import Sequence
-from importlib.util import find_spec
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-_MODULES = (
-    "checkpoint_verify",
-    "checkpoint_inspect",
-    "checkpoint_diff",
-    "checkpoint_convert",
-    "checkpoint_huggingface",
-)
+from megalith.cli.checkpoint_convert import add_convert, add_huggingface
+from megalith.config.values import local_path
+from megalith.errors import CheckpointError, MegalithError, NewerFormatError
+
+if TYPE_CHECKING:
+    from megalith.checkpoint.fit import Contents
+    from megalith.checkpoint.folder import CheckpointFolder
+
 _TOOLS_OF_MEGATRON = ("checkpoint_util.py", "convert.py")
 """The words by which the forwarders in `tools/` ask for Megatron's command lines."""
 
@@ -36,9 +38,317 @@ def run(argv: Sequence[str]) -> int:
         prog="megalith checkpoint", description="Verify, inspect, compare and convert checkpoints of any format."
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name in _MODULES:
-        if find_spec(f"megalith.cli.{name}"):
-            importlib.import_module(f"megalith.cli.{name}").add_arguments(commands)
+    for add in (_add_verify, _add_inspect, _add_diff, add_convert, add_huggingface):
+        add(commands)
     options = parser.parse_args(argv)
     exit_code: int = options.run(options)
     return exit_code
+
+
+_DAMAGED = CheckpointError.exit_code
+
+
+def _add_verify(commands: Any) -> None:
+    """Declare the sub-command."""
+    verify = commands.add_parser("verify", help="compare every file with the hashes of the manifest")
+    verify.add_argument("dir", type=local_path, metavar="DIR", help="a save folder, or one checkpoint folder")
+    verify.add_argument("--iteration", type=int, metavar="N", help="only this checkpoint of a save folder")
+    verify.set_defaults(run=_run_verify)
+
+
+def _run_verify(options: argparse.Namespace) -> int:
+    """Verify one checkpoint, or all of a save folder; returns 4 if one is damaged or of a newer format.
+
+    Raises:
+        CheckpointError: there is no checkpoint at the given place.
+    """
+    from rich.console import Console
+    from rich.markup import escape
+
+    from megalith.checkpoint import DirectoryStore
+    from megalith.checkpoint.locate import is_checkpoint, locate
+
+    console = Console(highlight=False, soft_wrap=True)
+    single = options.iteration is not None or (options.dir.is_dir() and is_checkpoint(options.dir))
+    first = locate(options.dir, options.iteration)
+    store = DirectoryStore(options.dir)
+    folders = [first] if single else [store.folder(iteration) for iteration in store.iterations()]
+    sound = [_verify_folder(folder, console) for folder in folders]
+    if not single and store.latest() not in store.iterations():
+        console.print(f"[yellow]tracker[/]  {escape(str(store.path))}: it names no checkpoint that is there")
+    return 0 if all(sound) else _DAMAGED
+
+
+def _verify_folder(path: Path, console: Any) -> bool:
+    """Say how one checkpoint is."""
+    from rich.markup import escape
+
+    from megalith.checkpoint.folder import CheckpointFolder
+
+    name = escape(str(path))
+    word = "[bold red]damaged[/]  "
+    try:
+        folder = CheckpointFolder(path)
+        problems, manifest = folder.problems(), None
+        if not problems:
+            manifest = folder.manifest()
+    except NewerFormatError as error:
+        word, problems = "[bold yellow]newer[/]    ", [str(error)]
+    except CheckpointError as error:
+        problems = [str(error)]
+    if problems:
+        console.print(f"{word}{name}")
+        for problem in problems:
+            console.print(f"         {escape(problem)}")
+    elif manifest is None:
+        checked = "its files' own checksums agree" if folder.source.format == "torch" else "nothing to compare with"
+        console.print(f"[yellow]readable[/] {name}: no manifest.json; {checked}")
+    else:
+        console.print(f"[green]sound[/]    {name}")
+    return not problems
+
+
+_ARGUMENTS = (
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "ffn_hidden_size",
+    "num_experts",
+    "moe_router_topk",
+    "moe_ffn_hidden_size",
+    "max_position_embeddings",
+    "position_embedding_type",
+    "normalization",
+    "swiglu",
+    "untie_embeddings_and_output_weights",
+    "padded_vocab_size",
+    "params_dtype",
+    "data_parallel_size",
+    "micro_batch_size",
+    "global_batch_size",
+    "consumed_train_samples",
+    "lr",
+    "tokenizer_type",
+)
+_SIZES = {
+    "TP": "tensor_model_parallel_size",
+    "PP": "pipeline_model_parallel_size",
+    "virtual stages": "virtual_pipeline_model_parallel_size",
+    "EP": "expert_model_parallel_size",
+}
+_UNITS = "KMGTPE"
+
+
+def _add_inspect(commands: Any) -> None:
+    """Declare the sub-command."""
+    inspect = commands.add_parser("inspect", help="show files, settings and tensors")
+    inspect.add_argument("dir", type=local_path, metavar="DIR", help="a save folder, or one checkpoint folder")
+    inspect.add_argument("--iteration", type=int, metavar="N", help="of a save folder, this checkpoint")
+    inspect.add_argument("--all", action="store_true", help="list the optimizer's tensors too")
+    inspect.set_defaults(run=_run_inspect)
+
+
+def _run_inspect(options: argparse.Namespace) -> int:
+    """Show one checkpoint: of a save folder that of its tracker.
+
+    Raises:
+        CheckpointError: there is none, or it cannot be read.
+    """
+    from rich.console import Console
+    from rich.markup import escape
+
+    from megalith.checkpoint.folder import CheckpointFolder
+    from megalith.checkpoint.locate import locate
+
+    folder = CheckpointFolder(locate(options.dir, options.iteration))
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
+    console.print(_tree(folder))
+    try:
+        contents, common = folder.contents(), folder.common()
+    except MegalithError as error:
+        console.print(f"[bold red]not readable[/]: {escape(str(error))}", soft_wrap=True)
+        return error.exit_code
+    console.print(_facts(folder, common, contents))
+    console.print(_tensors(contents, all_tensors=options.all))
+    return 0
+
+
+def _tree(folder: CheckpointFolder) -> Any:
+    """Files and folders as `tree -h` draws them."""
+    from rich.markup import escape
+    from rich.tree import Tree
+
+    sizes = folder.sizes()
+    tree = Tree(f"[bold]{escape(str(folder.path))}[/]  {human(sum(sizes.values()))}")
+    branches: dict[Path, Any] = {Path(): tree}
+    for name, size in sizes.items():
+        parent = Path(name).parent
+        for level in [*reversed(parent.parents), parent]:
+            if level not in branches:
+                branches[level] = branches[level.parent].add(f"[bold]{escape(level.name)}[/]")
+        branches[parent].add(escape(f"[{human(size):>4}]  {Path(name).name}"))
+    return tree
+
+
+def human(size: int) -> str:
+    """A number of bytes as `tree -h` writes it.
+
+    >>> human(1023), human(1536), human(710 * 2**20), human(2**30)
+    ('1023', '1.5K', '710M', '1.0G')
+    """
+    if size < 1024:
+        return str(size)
+    unit = 0
+    while size >= 1024 * 1024:
+        size, unit = size // 1024, unit + 1
+    return f"{size / 1024:.0f}{_UNITS[unit]}" if size // 1024 >= 10 else f"{size / 1024:.1f}{_UNITS[unit]}"
+
+
+def _facts(folder: CheckpointFolder, common: Mapping[str, Any], contents: Contents) -> Any:
+    from rich.table import Table
+
+    from megalith.checkpoint.adapted import args_of
+
+    args, manifest = args_of(common), folder.manifest()
+    wrote = f"Megalith {manifest['megalith_version']}, {manifest['created']}" if manifest else "another program"
+    if manifest and "converted_from" in manifest:
+        wrote += f", from {manifest['converted_from']['path']}"
+    model = [key for key in contents.tensors if not key.startswith("optimizer.")]
+    parameters = sum(contents.tensors[key].numel for key in model)
+    rows = {
+        "format": folder.source.format,
+        "layout": _layout(args),
+        "iteration": common.get("iteration", "?"),
+        "written by": wrote,
+        "parameters": f"{parameters:,}",
+        "optimizer state": "yes" if len(model) < len(contents.tensors) else "no",
+        "random states": "yes" if any(key.startswith("rng_state/") for key in contents.objects) else "no",
+        **{name: args[name] for name in _ARGUMENTS if args.get(name) is not None and not _idle(name, args)},
+    }
+    table = Table(show_header=False, box=None)
+    for name, value in rows.items():
+        table.add_row(name, str(value))
+    return table
+
+
+def _layout(args: Mapping[str, Any]) -> str:
+    """How the run was divided that wrote the checkpoint."""
+    sizes = {name: args.get(argument) for name, argument in _SIZES.items()}
+    return ", ".join(f"{name} {size}" for name, size in sizes.items() if size and (size != 1 or name in ("TP", "PP")))
+
+
+def _idle(name: str, args: Mapping[str, Any]) -> bool:
+    """Whether an argument says nothing of this model: of experts that it does not have."""
+    return name.startswith("moe_") and not args.get("num_experts")
+
+
+def _tensors(contents: Contents, *, all_tensors: bool) -> Any:
+    from rich.table import Table
+
+    from megalith.checkpoint.fit import short
+
+    shown = {
+        key: stored
+        for key, stored in sorted(contents.tensors.items())
+        if all_tensors or not key.startswith("optimizer.")
+    }
+    left = len(contents.tensors) - len(shown)
+    caption = f"{left} tensors of the optimizer are not shown; --all shows them" if left else None
+    table = Table(title="tensors", title_justify="left", caption=caption, caption_justify="left")
+    table.add_column("key", overflow="fold")
+    table.add_column("shape")
+    table.add_column("dtype")
+    table.add_column("chunks", justify="right")
+    for key, stored in shown.items():
+        table.add_row(key, " x ".join(map(str, stored.shape)) or "scalar", short(stored.dtype), str(stored.chunks))
+    return table
+
+
+_DIFFERENT = 1
+
+
+def _add_diff(commands: Any) -> None:
+    """Declare the sub-command."""
+    diff = commands.add_parser(
+        "diff",
+        help="compare two checkpoints tensor by tensor, whatever their formats and layouts",
+        description="Compares the tensors of two checkpoints layer by layer, and what stands beside them. Exit code 0: "
+        "equal bit by bit; 1: different.",
+    )
+    diff.add_argument(
+        "one", type=local_path, metavar="A", help="a save folder, or one checkpoint folder, of any format"
+    )
+    diff.add_argument("other", type=local_path, metavar="B", help="the other one")
+    diff.add_argument("--iteration", type=int, metavar="N", help="of save folders, this checkpoint")
+    diff.add_argument("--weights", action="store_true", help="the weights and the architecture alone")
+    diff.add_argument("--all", action="store_true", help="show every difference, not the first 20 of each kind")
+    diff.set_defaults(run=_run_diff)
+
+
+def _run_diff(options: argparse.Namespace) -> int:
+    """Compare and say what differs; returns 0 if nothing does.
+
+    Raises:
+        CheckpointError: one is missing or damaged.
+    """
+    from megalith.checkpoint.diff import compared, in_one_precision, state_differences, tensor_differences
+    from megalith.checkpoint.locate import locate
+    from megalith.checkpoint.source import open_source
+
+    paths = [locate(path, None if _is_single(path) else options.iteration) for path in (options.one, options.other)]
+    sources = [open_source(path) for path in paths]
+    for letter, path, source in zip("AB", paths, sources, strict=True):
+        print(f"{letter}  {path} ({source.format})")
+    first, second = (source.common() for source in sources)
+    states = state_differences(first, second, _architecture, weights=options.weights)
+    *pair, main = in_one_precision(*sources)
+    if main is not None:
+        print(
+            f"the weights of {'AB'[main]} are in half precision: compared with those of {'BA'[main]}, which are in "
+            "float32, are its main parameters"
+        )
+    one, other = (compared(source, weights=options.weights) for source in pair)
+    names, elements, tensors = set[str](), 0, []
+    for difference in tensor_differences(one, other):
+        names.add(difference.name)
+        elements += difference.elements
+        if not difference.is_none:
+            tensors.append(str(difference))
+    shown = None if options.all else 20
+    _list("beside the tensors", [str(state) for state in states], shown)
+    _list("tensors", tensors, shown)
+    optimizer = any(name.startswith("optimizer.") for name in names)
+    what = "weights and optimizer state" if optimizer else "weights"
+    alike = f"{len(names) - len(tensors)} of {len(names)} tensors (each layer counted by itself) are bit-identical"
+    if not states and not tensors:
+        print(f"equal: {alike}, {elements:,} elements of {what}")
+        return 0
+    print(f"different: {alike}")
+    return _DIFFERENT
+
+
+def _is_single(path: Path) -> bool:
+    from megalith.checkpoint.locate import is_checkpoint
+
+    return path.is_dir() and is_checkpoint(path)
+
+
+def _list(head: str, lines: list[str], shown: int | None) -> None:
+    if lines:
+        print(f"{head}:")
+        print("\n".join(f"  {line}" for line in lines[:shown]))
+        if shown is not None and len(lines) > shown:
+            print(f"  and {len(lines) - shown} more; --all shows them")
+
+
+def _architecture(args: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The settings of the model; what the args do not say is not compared."""
+    from megalith.config.foreign_args import model_of
+    from megalith.errors import CheckpointError
+    from megalith.train.checkpoint_fit import architecture
+
+    try:
+        return architecture(model_of(args))
+    except (CheckpointError, KeyError):
+        return {name: args.get(name) for name in ("num_layers", "hidden_size", "num_attention_heads")}

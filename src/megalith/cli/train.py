@@ -22,9 +22,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megalith.cli.checkpoint_convert import convert_instead
 from megalith.cli.launch import command_line, starts_ranks, supervise
 from megalith.cli.threads import keep_native_code_quiet, share_cores, wait_asleep
-from megalith.cli.train_convert import convert_instead
 from megalith.config import RunConfig, load
 from megalith.config.command_line import given_settings, without_settings
 from megalith.config.environment import first_of_machine

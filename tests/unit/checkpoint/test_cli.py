@@ -10,7 +10,7 @@ import pytest
 
 from megalith.checkpoint import CheckpointContent, DirectoryStore
 from megalith.cli.checkpoint import run
-from megalith.cli.checkpoint_inspect import human
+from megalith.cli.checkpoint import human
 from megalith.errors import CheckpointError
 
 MakeContent = Callable[..., CheckpointContent]
