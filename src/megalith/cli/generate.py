@@ -8,10 +8,10 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
-from megalith.config.tokenizer_flags import add_tokenizer_flags, tokenizer_of_flags
-from megalith.config.values import local_path
+from megalith.cli.arguments import CommandParser, add_checkpoint_flags
+from megalith.config.tokenizer_flags import tokenizer_of_flags
 from megalith.errors import ConfigError, DataError, MegalithError
 from megalith.serve.request import Finished, Request, RequestError, Sampling, Token
 from megalith.train.streams import warn
@@ -23,26 +23,19 @@ if TYPE_CHECKING:
     from megalith.serve.engine import Engine, Limits
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; see megalith generate --help")
-
-
 _OF_WRITERS = ("max_new_tokens", "temperature", "top_k", "top_p", "repetition_penalty", "greedy", "stop", "seed")
 """Options that say nothing of the [MASK] of a BERT."""
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = CommandParser(
         prog="megalith generate",
         description="Continue a text with a trained GPT, answer it with a T5, or find with a BERT what its [MASK] "
         "stand for. Architecture and tokenizer come from the checkpoint. Without --prompt it asks for one text after "
         "the other.",
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "checkpoint", type=local_path, help="what --save named, one iter_* folder in it, or a Hugging Face folder"
-    )
+    add_checkpoint_flags(parser)
     parser.add_argument("--prompt", help="the text to continue; - reads it from standard input; asked for if absent")
     parser.add_argument("--max-new-tokens", type=int, default=100, help="tokens to add at most (default: 100)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 is greedy (default: 0.8)")
@@ -55,7 +48,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--num-samples", type=int, default=1, help="how many continuations, or tokens for a [MASK] (default: 1)"
     )
-    parser.add_argument("--iteration", type=int, help="which checkpoint; the newest sound one if absent")
     parser.add_argument(
         "--tp",
         type=int,
@@ -63,8 +55,6 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="of a T5 whose layers N processes of torchrun share; a GPT over several processes is served",
     )
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="device to compute on")
-    add_tokenizer_flags(parser, about="where the checkpoint does not have its own")
     return parser
 
 

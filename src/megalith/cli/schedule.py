@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
 import shutil
 import sys
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import NoReturn
 
+from megalith.cli.arguments import CommandParser, closest_flag
 from megalith.errors import ConfigError
 from megalith.schedules.pipeline import SCHEDULES, Flags, default_schedule, make_schedule, violations
 from megalith.schedules.simulator import Costs, picture, simulate, summary
@@ -19,13 +18,8 @@ _FLAGS = Flags(stages="--pp", chunks="--vp", micro_batches="--microbatches")
 _COSTS = ("forward", "input gradient", "weight gradient")
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; see megalith schedule --help")
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = CommandParser(
         prog="megalith schedule",
         description="Draw a pipeline schedule: F, B and W are forward, backward and weight gradients, with the number "
         "of the micro-batch (of chunk.micro-batch with --vp), dots are waiting. Nothing is run.",
@@ -82,9 +76,8 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _unknown(word: str, parser: argparse.ArgumentParser) -> str:
-    flags = [flag for action in parser._actions for flag in action.option_strings]
-    guesses = difflib.get_close_matches(word, flags, n=1)
-    hint = f"did you mean {guesses[0]}?" if guesses else "see megalith schedule --help"
+    guess = closest_flag(word, parser)
+    hint = f"did you mean {guess}?" if guess else "see megalith schedule --help"
     return f"{word} is not a flag; {hint}" if word.startswith("-") else f"{word} belongs to no flag; {hint}"
 
 

@@ -11,16 +11,17 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
-from megalith.cli.threads import keep_native_code_quiet, share_cores, wait_asleep
-from megalith.config import LaunchConfig, RunConfig, TokenizerConfig
-from megalith.config.environment import first_of_machine, read_launch
-from megalith.config.tokenizer_flags import add_tokenizer_flags, tokenizer_of_flags
+from megalith.cli.arguments import CommandParser, add_checkpoint_flags, add_layout_flags, layout_settings
+from megalith.cli.threads import settle_rank
+from megalith.config import RunConfig
+from megalith.config.environment import first_of_machine
+from megalith.config.tokenizer_flags import tokenizer_of_flags
 from megalith.config.values import local_path
 from megalith.errors import CheckpointError, ConfigError, MegalithError, PeerError, install_command
 from megalith.kernels.cpu.process import keep_freed_memory
@@ -29,6 +30,7 @@ from megalith.train.streams import warn
 
 if TYPE_CHECKING:
     from megalith.assemble.trained import Trained
+    from megalith.compat.megatron.text_generation import ServerFlags
     from megalith.distributed.context import ParallelContext
     from megalith.distributed.watch import Watch
     from megalith.serve.engine import Engine
@@ -41,15 +43,10 @@ _SECONDS_BETWEEN_THREADS = 0.001  # Python's 5 ms are long for an event loop bes
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; see megalith serve --help")
-
-
 def _server_parser() -> argparse.ArgumentParser:
     """The flags about the server, which both command lines have."""
     limits = Limits()
-    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser = CommandParser(prog="megalith serve", add_help=False, allow_abbrev=False)
     add = parser.add_argument_group("the server").add_argument
     add("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
     add("--port", type=int, default=5000, help="port to listen on; 0 takes a free one (default: 5000)")
@@ -84,7 +81,7 @@ def _server_parser() -> argparse.ArgumentParser:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = CommandParser(
         prog="megalith serve",
         description="Serve a trained model: a page at /, OpenAI's API under /v1, Megatron's at PUT /api. Architecture "
         "and tokenizer come from the checkpoint. Under torchrun several processes share the model (--tp, --pp).",
@@ -92,40 +89,22 @@ def _parser() -> argparse.ArgumentParser:
         parents=[_server_parser()],
         allow_abbrev=False,
     )
-    add = parser.add_argument
-    add("checkpoint", type=local_path, help="what --save named, one iter_* folder in it, or a Hugging Face folder")
-    add("--iteration", type=int, metavar="N", help="which checkpoint; the newest sound one if absent")
-    add("--tp", "--tensor-model-parallel-size", type=int, default=1, metavar="N", help="processes that share layers")
-    add("--pp", "--pipeline-model-parallel-size", type=int, default=1, metavar="N", help="processes in a pipeline")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="device to compute on")
-    add("--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights; that of the checkpoint if absent")
-    add_tokenizer_flags(parser, about="where the checkpoint does not have its own")
+    add_checkpoint_flags(parser)
+    add_layout_flags(parser)
     return parser
 
 
 @dataclass(frozen=True)
 class _Launch:
-    """What is served, and how.
+    """What is served, and how it is reached."""
 
-    Attributes:
-        settings: of the launch and the layout, as of `megalith train`, by name.
-        stated: what the command line says of the architecture, by setting; must be what the checkpoint says.
-        seed: of the first request that names none; None: unpredictable.
-    """
-
-    checkpoint: Path
+    flags: ServerFlags
     server: ServerSettings
-    iteration: int | None
-    dtype: str | None
-    tokenizer: TokenizerConfig | None
-    settings: Mapping[str, Any]
-    max_batch: int
-    cache_mib: int | None
-    chat_template: Path | None
-    defaults: Defaults = Defaults()
-    stated: Mapping[str, Any] = field(default_factory=dict)
-    seed: int | None = None
-    notes: tuple[str, ...] = ()
+
+    @property
+    def max_batch(self) -> int:
+        """Sequences that are worked on at once."""
+        return self.flags.server.max_batch or self.flags.max_batch or 64
 
 
 def run(argv: Sequence[str]) -> int:
@@ -136,48 +115,25 @@ def run(argv: Sequence[str]) -> int:
         ConfigError: the command line asks for what cannot be.
         CheckpointError, DataError: the checkpoint or the tokenizer is missing or damaged.
     """
-    from megalith.compat.megatron.text_generation import PROGRAM, help_text, read_flags
+    from megalith.compat.megatron.text_generation import PROGRAM, ServerFlags, help_text, read_flags
 
     if argv and argv[0] == PROGRAM:
         if {"-h", "--help"} & set(argv):
             print(help_text() + _server_parser().format_help().partition("\n\n")[2], end="")
             return 0
         flags = read_flags(argv[1:], _server_parser())
-        return _serve(
-            _Launch(
-                checkpoint=flags.checkpoint,
-                server=_settings(flags.server, flags.checkpoint),
-                iteration=flags.iteration,
-                dtype=flags.dtype,
-                tokenizer=flags.tokenizer,
-                settings=flags.settings,
-                max_batch=flags.server.max_batch or flags.max_batch or 64,
-                cache_mib=flags.server.cache_mib,
-                chat_template=flags.server.chat_template,
-                defaults=flags.defaults,
-                stated=flags.stated,
-                seed=flags.seed,
-                notes=flags.notes,
-            )
-        )
-    options = _parser().parse_args(list(argv))
-    return _serve(
-        _Launch(
+    else:
+        options = _parser().parse_args(list(argv))
+        flags = ServerFlags(
             checkpoint=options.checkpoint,
-            server=_settings(options, options.checkpoint),
+            server=options,
+            defaults=Defaults(),
             iteration=options.iteration,
             dtype=options.dtype,
             tokenizer=tokenizer_of_flags(options),
-            settings={
-                "tensor_model_parallel_size": options.tp,
-                "pipeline_model_parallel_size": options.pp,
-                "device": options.device,
-            },
-            max_batch=options.max_batch or 64,
-            cache_mib=options.cache_mib,
-            chat_template=options.chat_template,
+            settings=layout_settings(options),
         )
-    )
+    return _serve(_Launch(flags, _settings(flags.server, flags.checkpoint)))
 
 
 def check_flags(argv: Sequence[str]) -> None:
@@ -244,19 +200,11 @@ def _serve(launch: _Launch) -> int:
     missing = [name for name in ("fastapi", "uvicorn") if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(f"{' and '.join(missing)} are not installed: {install_command('serve')}")
-    place = read_launch(os.environ)
-    ranks = LaunchConfig(
-        launcher=place.get("MEGALITH_LAUNCHER", ""),
-        world_size=int(place.get("WORLD_SIZE", "1")),
-        local_world_size=int(place.get("LOCAL_WORLD_SIZE", place.get("WORLD_SIZE", "1"))),
-    )
-    wait_asleep()
-    keep_native_code_quiet(ranks)
-    threads = share_cores(ranks)
+    place, threads = settle_rank(os.environ)
     listener = None
     try:
         config = _configuration(launch)
-        if int(place.get("RANK", "0")) == 0:
+        if place.rank == 0:
             from megalith.serve.http.server import bind
 
             listener = bind(launch.server)
@@ -268,11 +216,11 @@ def _serve(launch: _Launch) -> int:
     watch = build_watch(config)
     with join_ranks(config, watch) as context:
         if context.rank == 0:
-            for note in [*([threads] if threads else []), *launch.notes]:
+            for note in [*([threads] if threads else []), *launch.flags.notes]:
                 _say(f"note: {note}")
         watch.at("load", 0)
         if context.device.type == "cpu":
-            keep_freed_memory(ranks.local_world_size or 1)
+            keep_freed_memory(place.local_world_size or 1)
         code = _on_rank(launch, context, listener, watch)
         # What still held a process group would keep the interpreter waiting for the others at its end.
         gc.collect()
@@ -356,12 +304,12 @@ def _configuration(launch: _Launch) -> RunConfig:
     from megalith.assemble.reading import model_in, ranks_of, require_writer, saved_args
     from megalith.compat.megatron.tasks import contradictions
 
-    args = saved_args(launch.checkpoint, launch.iteration)
-    model = model_in(args, launch.checkpoint)
-    require_writer(model, launch.checkpoint, "a server")
-    if wrong := contradictions(launch.stated, args):
+    args = saved_args(launch.flags.checkpoint, launch.flags.iteration)
+    model = model_in(args, launch.flags.checkpoint)
+    require_writer(model, launch.flags.checkpoint, "a server")
+    if wrong := contradictions(launch.flags.stated, args):
         raise ConfigError(wrong)
-    return ranks_of(model, launch.settings, os.environ)
+    return ranks_of(model, launch.flags.settings, os.environ)
 
 
 def _load(launch: _Launch, context: ParallelContext) -> tuple[Trained, Engine | None, Any]:
@@ -374,9 +322,10 @@ def _load(launch: _Launch, context: ParallelContext) -> tuple[Trained, Engine | 
     from megalith.serve.model_runner import ModelRunner, RankRunner
     from megalith.serve.opening import opening_of
 
-    dtype = getattr(torch, launch.dtype) if launch.dtype else None
+    flags = launch.flags
+    dtype = getattr(torch, flags.dtype) if flags.dtype else None
     trained = load_trained(
-        launch.checkpoint, context.device, launch.iteration, launch.tokenizer, context=context, dtype=dtype
+        flags.checkpoint, context.device, flags.iteration, flags.tokenizer, context=context, dtype=dtype
     )
     blocks = _num_blocks(launch, trained, context)
     model = trained.writer
@@ -402,11 +351,12 @@ def _num_blocks(launch: _Launch, trained: Trained, context: ParallelContext) -> 
     one = blocks_for(model.max_position_embeddings)
     if answers:  # a text and its answer
         one += blocks_for(model.max_position_embeddings + 1)
-    if launch.cache_mib is None:
+    wanted = launch.flags.server.cache_mib
+    if wanted is None:
         return max(one, min(launch.max_batch * one, (2048 << 20) // size))
-    held = (launch.cache_mib << 20) // size
+    held = (wanted << 20) // size
     if held < (2 if answers else 1):
-        raise ConfigError(f"--cache-mib {launch.cache_mib} holds nothing; {-(-one * size >> 20)} hold one whole text")
+        raise ConfigError(f"--cache-mib {wanted} holds nothing; {-(-one * size >> 20)} hold one whole text")
     return held
 
 
@@ -430,7 +380,7 @@ async def _answer(
     from megalith.serve.peers import look_after
     from megalith.serve.worker import Worker
 
-    tokenizer, given = trained.tokenizer, launch.chat_template
+    tokenizer, given = trained.tokenizer, launch.flags.server.chat_template
     template = template_beside(tokenizer) if given is None else read_template(given, tokenizer)
     worker = Worker(engine, watch.blame if watch is not None else None)
     service = Service(
@@ -441,10 +391,10 @@ async def _answer(
         RequestLog(_say, prompts=launch.server.log_prompts),
         template=template,
         stop_ids=stop_ids_beside(tokenizer, template),
-        first_seed=launch.seed,
+        first_seed=launch.flags.seed,
         answering=None if engine.opening is None else Answering(partial(text_ids, tokenizer), engine.room),
     )
-    app = build_app(service, launch.defaults)
+    app = build_app(service, launch.flags.defaults)
     peers = asyncio.ensure_future(look_after(watch, worker)) if watch is not None else None
     try:
         debounce = _FORWARDED_WITHIN_SECONDS if "TORCHELASTIC_RUN_ID" in os.environ else 0.0
@@ -471,7 +421,7 @@ def _greeting(launch: _Launch, trained: Trained, url: str) -> list[str]:
     layers = " + ".join(map(str, model.stacks.values()))
     lines = [
         f"{launch.server.model_name}: {layers} layers of {model.hidden_size}, context "
-        f"{model.max_position_embeddings}, iteration {trained.iteration} of {launch.checkpoint}",
+        f"{model.max_position_embeddings}, iteration {trained.iteration} of {launch.flags.checkpoint}",
         f" * Running on {url}",
         f"   page {url}/   OpenAI {url}/v1   Megatron PUT {url}/api",
     ]

@@ -6,7 +6,27 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from megalith.config.environment import read_launch
 from megalith.config.groups import LaunchConfig
+
+
+def settle_rank(environ: Mapping[str, str]) -> tuple[LaunchConfig, str]:
+    """Settle threads and logging of one of the processes of a launcher; must run before torch is imported.
+
+    Returns:
+        The place of this process in the launch, and a line about its threads, empty where nothing was changed.
+    """
+    place = read_launch(environ)
+    world_size = place.get("WORLD_SIZE", "1")
+    launch = LaunchConfig(
+        launcher=place.get("MEGALITH_LAUNCHER", ""),
+        rank=int(place.get("RANK", "0")),
+        world_size=int(world_size),
+        local_world_size=int(place.get("LOCAL_WORLD_SIZE", world_size)),
+    )
+    wait_asleep()
+    keep_native_code_quiet(launch)
+    return launch, share_cores(launch)
 
 
 def wait_asleep() -> None:
