@@ -19,8 +19,8 @@ from megalith.config.saved_args import weights_args
 from megalith.distributed.context import ParallelContext
 from megalith.errors import DataError, LayoutError
 from megalith.evaluate.alarms import never_trained
-from megalith.evaluate.perplexity import Windows, score_texts
 from megalith.evaluate.score import Sample, Scorer
+from megalith.evaluate.text import Windows, score_texts
 from megalith.layout import Layout
 from megalith.models.gpt import GPT
 from megalith.models.initialise import initialise

@@ -18,8 +18,7 @@ from megalith.config import ModelConfig, PrecisionConfig, TokenizerConfig
 from megalith.config.saved_args import weights_args
 from megalith.distributed.context import ParallelContext
 from megalith.errors import DataError
-from megalith.evaluate.masked import MaskedResult, MaskedScorer
-from megalith.evaluate.masked_text import Cut, open_samples
+from megalith.evaluate.masked import Cut, MaskedResult, MaskedScorer, open_samples
 from megalith.layout import Layout
 from megalith.models.bert import Bert
 from megalith.models.families import model_class

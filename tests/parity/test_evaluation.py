@@ -14,9 +14,8 @@ import torch
 
 from megalith.assemble.trained import Trained, load_trained
 from megalith.cli.main import main
-from megalith.evaluate.detokenizers import wikitext
-from megalith.evaluate.lambada import read_texts
 from megalith.evaluate.score import Sample, Scorer
+from megalith.evaluate.text import read_texts, wikitext
 from megalith.tokenizers import train_byte_level_bpe
 
 transformers = pytest.importorskip("transformers", reason="the second witness needs the hf extra (transformers)")

@@ -12,13 +12,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
-from megalith.cli.threads import keep_native_code_quiet, share_cores, wait_asleep
-from megalith.config import LaunchConfig, RunConfig
-from megalith.config.environment import first_of_machine, read_launch
+from megalith.cli.arguments import CommandParser, add_checkpoint_flags, add_layout_flags, layout_settings
+from megalith.cli.threads import settle_rank
+from megalith.config import RunConfig
+from megalith.config.environment import first_of_machine
 from megalith.config.family_rules import SHORTEST_SAMPLE
-from megalith.config.tokenizer_flags import add_tokenizer_flags, tokenizer_of_flags
+from megalith.config.tokenizer_flags import tokenizer_of_flags
 from megalith.config.values import local_path
 from megalith.errors import ConfigError, MegalithError
 from megalith.evaluate.request import DEFAULT_BATCH, DETOKENIZER_CHOICES, MASKED_TASKS, TASKS, Request
@@ -28,10 +29,8 @@ if TYPE_CHECKING:
     from megalith.assemble.trained import Trained
     from megalith.distributed.context import ParallelContext
     from megalith.evaluate.alarms import Alarm
-    from megalith.evaluate.lambada import Accuracy
     from megalith.evaluate.masked import MaskedResult
-    from megalith.evaluate.perplexity import TextLoss
-    from megalith.evaluate.tasks import Listener
+    from megalith.evaluate.text import Accuracy, Listener, TextLoss
 
     Result = Accuracy | TextLoss | MaskedResult
 
@@ -41,14 +40,9 @@ AS_MEGATRON = "tasks/main.py"
 EXIT_ALARM = 7
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; see megalith evaluate --help")
-
-
 def _parser() -> argparse.ArgumentParser:
     tasks = "\n".join(f"  {name:12}{about}" for name, about in TASKS.items())
-    parser = _Parser(
+    parser = CommandParser(
         prog="megalith evaluate",
         description="Measure a trained model. Architecture and tokenizer come from the checkpoint. Under torchrun "
         "several processes share the model (--tp, --pp) or the samples.",
@@ -58,7 +52,8 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("checkpoint", type=local_path, help="what --save named, one iter_* folder in it, or a Hugging Face folder")
+    add_checkpoint_flags(parser)
+    add_layout_flags(parser)
     add("--task", required=True, choices=tuple(TASKS), help="what to measure")
     add(
         "--data",
@@ -75,12 +70,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--detokenizer", choices=DETOKENIZER_CHOICES, default="auto", help="wikitext103: auto goes by the path")
     add("--micro-batch-size", type=int, default=DEFAULT_BATCH, metavar="N", help="of one forward pass (default: 8)")
     add("--log-interval", type=int, default=100, metavar="N", help="batches between lines of progress (default: 100)")
-    add("--tp", "--tensor-model-parallel-size", type=int, default=1, metavar="N", help="processes that share layers")
-    add("--pp", "--pipeline-model-parallel-size", type=int, default=1, metavar="N", help="processes in a pipeline")
-    add("--iteration", type=int, metavar="N", help="which checkpoint; the newest sound one if absent")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="device to compute on")
-    add("--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights; that of the checkpoint if absent")
-    add_tokenizer_flags(parser, about="where the checkpoint does not have its own")
     add("--json", type=local_path, metavar="FILE", help="write the result there too")
     add("--fail-on-alarm", action="store_true", help=f"end with code {EXIT_ALARM} if the result cannot be right")
     return parser
@@ -130,11 +119,7 @@ def run(argv: Sequence[str]) -> int:
         decoder_seq_length=options.decoder_seq_length,
         dtype=options.dtype,
         tokenizer=tokenizer_of_flags(options),
-        settings={
-            "tensor_model_parallel_size": options.tp,
-            "pipeline_model_parallel_size": options.pp,
-            "device": options.device,
-        },
+        settings=layout_settings(options),
     )
     if wrong := request.violations():
         raise ConfigError(wrong)
@@ -144,16 +129,7 @@ def run(argv: Sequence[str]) -> int:
 def _evaluate(request: Request, output: _Output, notes: Sequence[str]) -> int:
     began = time.monotonic()
     first = first_of_machine(os.environ)
-    launch = read_launch(os.environ)
-    local = launch.get("LOCAL_WORLD_SIZE", launch.get("WORLD_SIZE", "1"))
-    ranks = LaunchConfig(
-        launcher=launch.get("MEGALITH_LAUNCHER", ""),
-        world_size=int(launch.get("WORLD_SIZE", "1")),
-        local_world_size=int(local),
-    )
-    wait_asleep()
-    keep_native_code_quiet(ranks)
-    threads = share_cores(ranks)
+    _, threads = settle_rank(os.environ)
 
     from megalith.assemble.ranks import join_ranks
 
@@ -239,7 +215,7 @@ def _measure(
         size_difference,
         training_loss,
     )
-    from megalith.evaluate.lambada import bundled_path
+    from megalith.evaluate.text import bundled_path
 
     trained = _load(request, context)
     say(_about(request, trained, context))
@@ -288,9 +264,8 @@ def _measure_text(
     request: Request, path: Path, trained: Trained, context: ParallelContext, listener: Listener
 ) -> Accuracy | TextLoss:
     """How well a model continues text."""
-    from megalith.evaluate.perplexity import Windows
     from megalith.evaluate.score import Scorer
-    from megalith.evaluate.tasks import measure_cloze, measure_text, measure_wikitext
+    from megalith.evaluate.text import Windows, measure_cloze, measure_text, measure_wikitext
 
     tokenizer, scorer = trained.tokenizer, Scorer(trained.gpt, context, batch_size=request.batch_size)
     length, stride, _ = request.windows(scorer.context_length)
@@ -306,8 +281,7 @@ def _measure_hidden(
     request: Request, path: Path, trained: Trained, context: ParallelContext, listener: Listener
 ) -> MaskedResult:
     """How well a BERT or a T5 finds what is hidden."""
-    from megalith.evaluate.masked import MaskedScorer
-    from megalith.evaluate.masked_text import Cut, open_samples
+    from megalith.evaluate.masked import Cut, MaskedScorer, open_samples
     from megalith.models.bert import Bert
     from megalith.models.t5 import T5
 
@@ -359,8 +333,8 @@ def _write_json(
 
 
 def _numbers(result: Result) -> dict[str, Any]:
-    from megalith.evaluate.lambada import Accuracy
     from megalith.evaluate.masked import MaskedResult
+    from megalith.evaluate.text import Accuracy
 
     if isinstance(result, MaskedResult):
         return result.numbers()

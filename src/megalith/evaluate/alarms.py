@@ -16,9 +16,8 @@ import torch
 
 from megalith.distributed import comm
 from megalith.distributed.context import ParallelContext
-from megalith.evaluate.lambada import Accuracy
 from megalith.evaluate.masked import MaskedResult
-from megalith.evaluate.perplexity import TextLoss
+from megalith.evaluate.text import Accuracy, TextLoss
 from megalith.models.language_model import LanguageModel
 from megalith.tokenizers import padded_vocab_size
 from megalith.train.metrics import read_metrics

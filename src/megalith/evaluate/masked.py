@@ -1,34 +1,46 @@
-"""What a BERT or a T5 says of hidden tokens: on one process, or on ranks that share the model.
+"""What a BERT or a T5 says of hidden tokens, on one process or on ranks that share the model.
 
-Samples are made as in training, with the same draws for everybody, and each is asked once. The ranks of a replica run
-their batches through the pipeline interpreter; replicas take batches in turn. All of the vocabulary table counts in the
-normalisation, as it does in the loss of training.
+Samples are made from a dataset or a file of text as in training, with the same draws for everybody, and each is asked
+once. The ranks of a replica run their batches through the pipeline interpreter; replicas take batches in turn. All of
+the vocabulary table counts in the normalisation, as it does in the loss of training.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from megalith.assemble.family import masked_samples
+from megalith.config import DataConfig, ModelConfig
+from megalith.data.build import build_datasets
+from megalith.data.indexed import IndexedWriter, idx_path, smallest_dtype
+from megalith.data.masked.dataset import MaskedDataset
+from megalith.data.masked.sample_index import LONGEST_SENTENCE
+from megalith.data.sentence_marks import MarksSplitter
+from megalith.data.sources import JSONL, format_of
 from megalith.distributed import comm
 from megalith.distributed.context import ParallelContext
 from megalith.errors import DataError
-from megalith.evaluate.perplexity import bounded_exp
 from megalith.evaluate.score import score_targets
+from megalith.evaluate.text import bounded_exp, read_documents
 from megalith.models.bert import Bert
 from megalith.models.language_model import Inputs
 from megalith.models.t5 import T5, padding
 from megalith.nn.precision import at_least_fp32
 from megalith.parallel import pipeline
 from megalith.schedules.pipeline import Op, make_schedule
+from megalith.tokenizers import Tokenizer
+from megalith.tokenizers.card import require_tokenizer_of_data
 
 _BATCHES_AT_ONCE = 256  # of one pipeline program, whose results are kept on the device until it ends
 
@@ -283,3 +295,94 @@ def _sums(logprobs_T: Tensor, right_T: Tensor) -> Tensor:
     """How many, how many right ones, and their loss: [3] in fp64."""
     total = torch.full((), len(logprobs_T), dtype=torch.float64, device=logprobs_T.device)
     return torch.stack((total, right_T.sum().double(), -logprobs_T.double().sum()))
+
+
+_SEED = 1234  # the same samples for every model of one tokenizer and length
+
+
+def is_dataset(path: Path) -> bool:
+    """Whether a path is the prefix of a .bin/.idx pair."""
+    return idx_path(str(path)).is_file()
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How samples are cut and hidden, where it is not as in the training.
+
+    Attributes:
+        seq_length: tokens of a sample; those of the training, or the model's positions, if None.
+        decoder_seq_length: tokens that the decoder of T5 reads; of the training, or half of a sample, if None.
+    """
+
+    seq_length: int | None = None
+    decoder_seq_length: int | None = None
+
+
+def open_samples(
+    path: Path, model: ModelConfig, args: Mapping[str, Any], tokenizer: Tokenizer, cut: Cut, scratch: Path
+) -> tuple[MaskedDataset, list[str]]:
+    """The samples of a dataset or of a file of text: one pass over it, in an order of their own.
+
+    Args:
+        path: prefix of a dataset of `preprocess --split-sentences`, a jsonl with a text in each line, or a text whose
+            documents are parted by empty lines.
+        model: BERT or T5.
+        args: Megatron's arguments of the training.
+        tokenizer: of the model.
+        cut: what the user asks for.
+        scratch: an empty folder of this process, which the samples need as long as they are read.
+
+    Returns:
+        The samples, and what the user should hear.
+
+    Raises:
+        DataError: the file cannot be read, or was made with another tokenizer.
+        ConfigError: the tokenizer cannot make such samples.
+    """
+    notes = []
+    if is_dataset(path):
+        prefix = str(path)
+        note = require_tokenizer_of_data(prefix, tokenizer.card())
+        notes += [] if note is None else [note]
+    else:
+        prefix = str(scratch / "text_sentence")
+        _encode(path, tokenizer, prefix)
+    length = cut.seq_length or int(args.get("seq_length") or model.max_position_embeddings)
+    data = DataConfig(
+        seq_length=length,
+        decoder_seq_length=cut.decoder_seq_length or int(args.get("decoder_seq_length") or max(8, length // 2)),
+        mask_prob=float(args.get("mask_prob") or DataConfig.mask_prob),
+        short_seq_prob=float(args.get("short_seq_prob") or 0.0),
+        test_data_path=(prefix,),
+        data_cache_path=str(scratch),
+    )
+    built = build_datasets(data, masked_samples(data, model, tokenizer, _SEED), sizes=(0, 0, None))
+    assert isinstance(built.test, MaskedDataset)
+    return built.test, notes
+
+
+def _encode(path: Path, tokenizer: Tokenizer, prefix: str) -> None:
+    dtype = smallest_dtype(tokenizer.vocab_size)
+    splitter = MarksSplitter()
+    with IndexedWriter(prefix, dtype) as writer:
+        for text in _documents(path):
+            sentences = [part for sentence in splitter.split(text) for part in _parts(tokenizer.encode(sentence))]
+            if sentences:
+                ids = np.concatenate([np.asarray(sentence, dtype) for sentence in sentences])
+                writer.add_document(ids, [len(sentence) for sentence in sentences])
+        writer.finalize()
+
+
+def _documents(path: Path) -> Iterator[str]:
+    texts = read_documents(path)
+    if format_of(path) == JSONL:
+        yield from texts
+        return
+    for text in texts:
+        yield from re.split(r"\n[ \t\r]*\n", text)
+
+
+def _parts(ids: list[int]) -> Iterator[list[int]]:
+    """A sentence in parts that are not too long: a document with a longer one would be left out."""
+    for start in range(0, len(ids), LONGEST_SENTENCE):
+        yield ids[start : start + LONGEST_SENTENCE]

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from megalith.checkpoint import CheckpointContent, DirectoryStore
-from megalith.cli.checkpoint import run
-from megalith.cli.checkpoint import human
+from megalith.cli.checkpoint import human, run
 from megalith.errors import CheckpointError
 
 MakeContent = Callable[..., CheckpointContent]

@@ -19,9 +19,8 @@ from megalith.evaluate.alarms import (
     size_difference,
     training_loss,
 )
-from megalith.evaluate.lambada import Accuracy
 from megalith.evaluate.masked import Guesses, MaskedResult
-from megalith.evaluate.perplexity import TextLoss
+from megalith.evaluate.text import Accuracy, TextLoss
 from megalith.models.gpt import GPT
 from megalith.models.initialise import initialise
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megalith.evaluate import detokenizers
-from megalith.evaluate.detokenizers import detokenizer_for, ptb, unchanged, wikitext
+from megalith.evaluate.text import detokenizer_for, ptb, unchanged, wikitext
 
 
 @pytest.mark.parametrize(

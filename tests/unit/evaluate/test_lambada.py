@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from megalith.errors import DataError
-from megalith.evaluate.lambada import Cloze, accuracy, bundled_path, make_cloze, parts_of, read_texts
 from megalith.evaluate.score import Sample, Scorer
+from megalith.evaluate.text import Cloze, accuracy, bundled_path, make_cloze, parts_of, read_texts
 
 from .models import CONTEXT, VOCABULARY, Letters, small_model
 

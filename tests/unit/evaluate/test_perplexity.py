@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megalith.errors import DataError
-from megalith.evaluate.perplexity import TextLoss, Windows, score_texts
 from megalith.evaluate.score import Sample, Scorer
+from megalith.evaluate.text import TextLoss, Windows, score_texts
 
 from .models import CONTEXT, VOCABULARY, small_model
 

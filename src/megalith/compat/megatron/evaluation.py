@@ -9,9 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megalith.evaluate.alarms import Alarm
-from megalith.evaluate.lambada import Accuracy
 from megalith.evaluate.masked import MaskedResult
-from megalith.evaluate.perplexity import TextLoss
+from megalith.evaluate.text import Accuracy, TextLoss
 
 DONE = "done :-)"
 _RULE = "!" * 80

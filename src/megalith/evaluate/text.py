@@ -1,0 +1,494 @@
+"""Tasks that measure how a model continues text: cloze (LAMBADA), WIKITEXT103, and perplexity of any text.
+
+Cloze (LAMBADA: Paperno et al. 2016, arXiv:1606.06031): a file has one JSON object a line, whose "text" ends with the
+word to be found. As in Megatron the target is the last token of the text, or, strictly, all tokens of its last word; a
+text counts as right if every target token is the most likely one given the text before it.
+
+Perplexity of text longer than the context is taken by overlapping windows, as in Megatron's WIKITEXT103. With windows
+of L tokens that begin every s tokens, the first window scores all its L predictions and each later one only its last
+s, which have at least L - s tokens of context, so that every token but the first is scored once:
+
+    tokens    0 1 2 3 4 5 6 7 8          L = 4, s = 2
+    window 0  . x x x x                  x scored, . context
+    window 1      . . . x x
+    window 2          . . . x x
+
+WikiText, the Penn Treebank and LAMBADA are distributed as words between single spaces. A model that reads subwords is
+measured on the text behind them (what is replaced, and in which order, is what Megatron replaces); its loss per subword
+is then taken over the number of the benchmark's words.
+
+Sources: docs/reference/evaluation.md#lambada, docs/reference/evaluation.md#wikitext-103.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megalith.data.sources import JSONL, format_of
+from megalith.errors import DataError
+from megalith.evaluate.score import Ids, Sample, Score, Scorer
+from megalith.tokenizers import Tokenizer
+
+Detokenizer = Callable[[str], str]
+
+_DEGREE = "\u00b0"
+
+# (old, new), each applied to the whole text before the next.
+_WIKITEXT_BEFORE_PAIRS = (
+    ("s '", "s'"),
+    (" @-@ ", "-"),
+    (" @,@ ", ","),
+    (" @.@ ", "."),
+    (" : ", ": "),
+    (" ; ", "; "),
+    (" . ", ". "),
+    (" ! ", "! "),
+    (" ? ", "? "),
+    (" , ", ", "),
+)
+_PAIRS = (("(", ")"), ("[", "]"), ("{", "}"), ('"', '"'), ("'", "'"))
+_WIKITEXT_AFTER_PAIRS = (
+    ("= = = =", "===="),
+    ("= = =", "==="),
+    ("= =", "=="),
+    (f" {_DEGREE} ", _DEGREE),
+    (" \n", "\n"),
+    ("\n ", "\n"),
+    (" N ", " 1 "),
+    (" 's", "'s"),
+)
+_PTB = (
+    (" '", "'"),
+    (" \n", "\n"),
+    ("\n ", "\n"),
+    (" n't", "n't"),
+    (" N ", "1 "),  # without the space before it, as Megatron has it
+    ("$ 1", "$1"),
+    ("# 1", "#1"),
+)
+
+
+def wikitext(text: str) -> str:
+    """Undo the tokenisation of WikiText-2 and WikiText-103.
+
+    >>> wikitext("a 3 @.@ 5 ( very ) old = = Top = = town 's")
+    "a 3.5 (very) old == Top == town's"
+    """
+    text = _replaced(text, _WIKITEXT_BEFORE_PAIRS)
+    for opening, closing in _PAIRS:
+        text = re.sub(rf"{re.escape(opening)}\s*([^{re.escape(closing)}]*?)\s*{re.escape(closing)}", _tight, text)
+    return _replaced(text, _WIKITEXT_AFTER_PAIRS)
+
+
+def ptb(text: str) -> str:
+    """Undo the tokenisation of the Penn Treebank.
+
+    >>> ptb("it did n't cost $ N million")
+    "it didn't cost $1 million"
+    """
+    return _replaced(text, _PTB)
+
+
+def unchanged(text: str) -> str:
+    """LAMBADA's jsonl is plain text already."""
+    return text
+
+
+DETOKENIZERS: dict[str, Detokenizer] = {"ptb": ptb, "wiki": wikitext, "lambada": unchanged}
+"""Part of a path -> what undoes the tokenisation of that benchmark; the first that fits counts."""
+
+
+def detokenizer_for(path: str) -> tuple[str, Detokenizer] | None:
+    """Name and function by what the path contains, as Megatron chooses; None if nothing fits."""
+    return next(((name, function) for name, function in DETOKENIZERS.items() if name in path), None)
+
+
+def _replaced(text: str, rules: tuple[tuple[str, str], ...]) -> str:
+    for old, new in rules:
+        text = text.replace(old, new)
+    return text
+
+
+def _tight(match: re.Match[str]) -> str:
+    """A pair of brackets or quotes without the blanks inside it."""
+    whole = match[0]
+    return whole[0] + match[1] + whole[-1]
+
+
+BUNDLED = "cloze.jsonl"
+"""Sixty sentences of our own, to try a model without a download; far fewer and easier than LAMBADA's."""
+
+
+def bundled_path() -> Path:
+    """Where the bundled task is."""
+    return Path(str(files("megalith.evaluate") / BUNDLED))
+
+
+def read_texts(path: Path) -> list[str]:
+    """The texts of a jsonl file, in order.
+
+    Raises:
+        DataError: it cannot be read, or a line is no JSON object with a "text".
+    """
+    lines = read_text(path).removeprefix("\ufeff").split("\n")
+    texts = [_text_of(line, path, number) for number, line in enumerate(lines, start=1) if line.strip()]
+    if not texts:
+        raise DataError(f"{path} is empty; it needs one JSON object a line, with a text under the key text")
+    return texts
+
+
+def _text_of(line: str, path: Path, number: int) -> str:
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path}:{number} is no JSON: {error}") from error
+    text = found.get("text") if isinstance(found, dict) else None
+    if not isinstance(text, str):
+        keys = f"the keys {', '.join(found) or 'none'}" if isinstance(found, dict) else f"a {type(found).__name__}"
+        raise DataError(f'{path}:{number} has no text under the key "text"; it has {keys}')
+    return text
+
+
+def parts_of(text: str, tokenizer: Tokenizer, *, strict: bool) -> tuple[list[int], list[int]]:
+    """Context and target of a text; either may be empty."""
+    if not strict:
+        ids = tokenizer.encode(text)
+        return ids[:-1], ids[-1:]
+    words = text.split()
+    if not words:
+        return [], []
+    context = text[: text.rfind(words[-1])].strip()
+    return tokenizer.encode(context) if context else [], tokenizer.encode(" " + words[-1])
+
+
+@dataclass(frozen=True)
+class Cloze:
+    """A task made ready for a model.
+
+    Attributes:
+        samples: those that can be asked.
+        skipped: how many texts cannot: they have no context, or no target, or a target longer than the context.
+        shortened: how many have a longer context than the model reads; its beginning is left out.
+    """
+
+    samples: tuple[Sample, ...]
+    skipped: int
+    shortened: int
+
+
+def make_cloze(texts: Sequence[str], tokenizer: Tokenizer, *, strict: bool, context_length: int) -> Cloze:
+    """Cut texts into contexts and targets.
+
+    Args:
+        texts: each ends with what is asked for.
+        tokenizer: of the model.
+        strict: ask for the last word, else for the last token.
+        context_length: tokens that the model reads.
+    """
+    samples, skipped, shortened = [], 0, 0
+    for text in texts:
+        context, target = parts_of(text, tokenizer, strict=strict)
+        if not context or not target or len(target) > context_length:
+            skipped += 1
+            continue
+        ids = context + target
+        shortened += len(ids) > context_length + 1
+        samples.append(Sample(ids[-(context_length + 1) :], len(target)))
+    return Cloze(tuple(samples), skipped, shortened)
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """What came out.
+
+    Attributes:
+        correct: texts whose target was found.
+        total: texts that were asked.
+        loss: mean over all target tokens, in nats.
+        skipped, shortened: of `Cloze`.
+        by_chance: how many a guess of equal probabilities would be expected to find.
+    """
+
+    correct: int
+    total: int
+    loss: float
+    skipped: int
+    shortened: int
+    by_chance: float
+
+    @property
+    def share(self) -> float:
+        return self.correct / self.total if self.total else math.nan
+
+
+def accuracy(cloze: Cloze, scores: Sequence[Score], vocab_size: int) -> Accuracy:
+    """Count what is right.
+
+    Args:
+        cloze: the task.
+        scores: of its samples.
+        vocab_size: tokens of the tokenizer.
+    """
+    targets = sum(len(score.logprobs) for score in scores)
+    return Accuracy(
+        correct=sum(bool(score.greedy.all()) for score in scores),
+        total=len(scores),
+        loss=-sum(score.total for score in scores) / targets if targets else math.nan,
+        skipped=cloze.skipped,
+        shortened=cloze.shortened,
+        by_chance=sum(float(vocab_size) ** -sample.num_targets for sample in cloze.samples),
+    )
+
+
+_LARGEST_EXPONENT = 20.0  # Megatron's: a perplexity is at most e^20
+
+
+@dataclass(frozen=True)
+class Windows:
+    """How a long text is cut.
+
+    Attributes:
+        length: predictions of one window, which reads as many tokens.
+        stride: tokens between the beginnings of two windows; at most `length`, which means no overlap.
+    """
+
+    length: int
+    stride: int
+
+    def __post_init__(self) -> None:
+        assert 1 <= self.stride <= self.length, f"stride {self.stride} of windows of {self.length}"
+
+    def samples(self, ids: Ids) -> Iterator[Sample]:
+        """The windows of a text that score anything; together they score every id but the first, once."""
+        num_targets = len(ids) - 1
+        scored, start = 0, 0
+        while scored < num_targets:
+            stop = min(start + self.length, num_targets)
+            yield Sample(ids[start : stop + 1], stop - scored)
+            scored = stop
+            start += self.stride
+
+    def count(self, num_ids: int) -> int:
+        """The windows that Megatron counts: behind the last one that scores anything it has some that are all mask."""
+        targets = max(num_ids - 1 - self.stride, 0)
+        return math.ceil(targets / self.stride) + 1
+
+
+@dataclass(frozen=True)
+class TextLoss:
+    """The loss of a text.
+
+    Attributes:
+        total: summed over the predicted tokens, in nats.
+        num_tokens: that were predicted.
+        num_words: by which the benchmark counts, less the first; None where there is no such count.
+        num_bytes: of the text as UTF-8; None where the first token is not predicted, so that the text is not whole.
+        num_documents: texts that were scored.
+        skipped: texts that were not, being empty.
+    """
+
+    total: float
+    num_tokens: int
+    num_words: int | None = None
+    num_bytes: int | None = None
+    num_documents: int = 1
+    skipped: int = 0
+
+    @property
+    def mean(self) -> float:
+        """Loss per token, in nats; not a number of no tokens."""
+        return self.total / self.num_tokens if self.num_tokens else math.nan
+
+    @property
+    def perplexity(self) -> float:
+        return bounded_exp(self.mean)
+
+    @property
+    def token_ratio(self) -> float:
+        """Tokens for each word."""
+        return self.num_tokens / self.num_words if self.num_words else math.nan
+
+    @property
+    def adjusted_perplexity(self) -> float:
+        """Perplexity per word of the benchmark, which does not depend on the tokenizer."""
+        return bounded_exp(self.mean * self.token_ratio)
+
+    @property
+    def bits_per_byte(self) -> float:
+        return self.total / math.log(2) / self.num_bytes if self.num_bytes else math.nan
+
+
+def bounded_exp(value: float) -> float:
+    """e^x, for x above 20 that of 20, as Megatron prints it."""
+    return math.exp(value) if math.isnan(value) else math.exp(min(_LARGEST_EXPONENT, value))
+
+
+def score_texts(
+    scorer: Scorer, texts: Sequence[Ids], windows: Windows, on_batch: Callable[[int], None] = lambda number: None
+) -> list[NDArray[np.float64]]:
+    """The log-probability of every token of each text but its first, in order.
+
+    Args:
+        scorer: with the model.
+        texts: the ids of each; those of fewer than two have none.
+        windows: how long texts are cut.
+        on_batch: told the number of each batch.
+    """
+    per_text = [list(windows.samples(ids)) for ids in texts]
+    scores = iter(scorer([sample for samples in per_text for sample in samples], on_batch))
+    empty = np.zeros(0)
+    return [np.concatenate([empty, *(next(scores).logprobs for _ in samples)]) for samples in per_text]
+
+
+class Listener(Protocol):
+    """Hears how an evaluation goes."""
+
+    def building(self, path: Path) -> None:
+        """A cloze task is read from a file."""
+        ...
+
+    def found(self, samples: int) -> None:
+        """So many samples are to be asked."""
+        ...
+
+    def counted(self, original: int, tokens: int) -> None:
+        """A text has so many words, and so many tokens."""
+        ...
+
+    def batch(self, number: int) -> None:
+        """A batch is about to be computed."""
+        ...
+
+    def note(self, text: str) -> None:
+        """Something that the user must hear."""
+        ...
+
+
+def measure_cloze(path: Path, scorer: Scorer, tokenizer: Tokenizer, listener: Listener, *, strict: bool) -> Accuracy:
+    """LAMBADA, or another file of its format.
+
+    Args:
+        path: jsonl with a text under the key text.
+        scorer: with the model.
+        tokenizer: of the model.
+        listener: told of each step.
+        strict: ask for the last word rather than the last token.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
+    listener.building(path)
+    texts = read_texts(path)
+    listener.found(len(texts))
+    cloze = make_cloze(texts, tokenizer, strict=strict, context_length=scorer.context_length)
+    if cloze.shortened:
+        listener.note(
+            f"{cloze.shortened} of {len(texts)} samples are longer than the {scorer.context_length} tokens that the "
+            "model reads: their beginnings are left out"
+        )
+    if cloze.skipped:
+        listener.note(f"{cloze.skipped} of {len(texts)} samples have no context or no word to ask for: skipped")
+    return accuracy(cloze, scorer(cloze.samples, listener.batch), tokenizer.vocab_size)
+
+
+def measure_wikitext(
+    path: Path, scorer: Scorer, tokenizer: Tokenizer, windows: Windows, listener: Listener, *, detokenizer: str = "auto"
+) -> TextLoss:
+    """Perplexity per token and per word of a text that was cut into words, as Megatron's WIKITEXT103.
+
+    Args:
+        path: the text.
+        scorer: with the model.
+        tokenizer: of the model.
+        windows: how the text is cut.
+        listener: told of each step.
+        detokenizer: "auto" chooses by the path, "none" changes nothing, else a key of `DETOKENIZERS`.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
+    text = read_text(path)
+    num_words = len(text.strip().split(" "))
+    ids = tokenizer.encode(_detokenizer(path, detokenizer, listener)(text))
+    listener.counted(num_words, len(ids))
+    (logprobs,) = score_texts(scorer, [ids], windows, listener.batch)
+    return TextLoss(
+        total=-float(logprobs.sum()),
+        num_tokens=len(logprobs),
+        num_words=num_words - 1,
+        skipped=int(len(ids) < 2),
+    )
+
+
+def _detokenizer(path: Path, name: str, listener: Listener) -> Detokenizer:
+    if name != "auto":
+        return DETOKENIZERS.get(name, unchanged)
+    fitting = detokenizer_for(str(path))
+    if fitting is None:
+        listener.note(
+            f"{path} names none of {', '.join(DETOKENIZERS)}: the text is taken as it is (Megatron would fail here)"
+        )
+        return unchanged
+    return fitting[1]
+
+
+def measure_text(path: Path, scorer: Scorer, tokenizer: Tokenizer, windows: Windows, listener: Listener) -> TextLoss:
+    """Perplexity and bits per byte of the documents of a file, each predicted whole, from an end of document on.
+
+    Args:
+        path: jsonl with a text under the key text in each line, or one text.
+        scorer: with the model.
+        tokenizer: of the model.
+        windows: how documents are cut.
+        listener: told of each step.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
+    texts = read_documents(path)
+    whole = [text for text in texts if text]
+    documents = [[tokenizer.eod, *ids] for ids in tokenizer.encode_batch(whole)]
+    words = sum(len(text.split()) for text in whole)
+    listener.counted(words, sum(len(ids) - 1 for ids in documents))
+    logprobs = score_texts(scorer, documents, windows, listener.batch)
+    return TextLoss(
+        total=-sum(float(part.sum()) for part in logprobs),
+        num_tokens=sum(len(part) for part in logprobs),
+        num_words=words,
+        num_bytes=sum(len(text.encode()) for text in whole),
+        num_documents=len(whole),
+        skipped=len(texts) - len(whole),
+    )
+
+
+def read_documents(path: Path) -> Sequence[str]:
+    """The texts of a jsonl file, or the one text of another.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
+    return read_texts(path) if format_of(path) == JSONL else [read_text(path)]
+
+
+def read_text(path: Path) -> str:
+    """A whole file as it is, line ends included.
+
+    Raises:
+        DataError: it cannot be read.
+    """
+    try:
+        return path.read_bytes().decode("utf-8")
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8: {error.reason} at byte {error.start}") from error
