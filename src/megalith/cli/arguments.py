@@ -24,6 +24,12 @@ def closest_flag(word: str, parser: argparse.ArgumentParser) -> str | None:
     return next(iter(difflib.get_close_matches(word.partition("=")[0], flags, n=1)), None)
 
 
+def below_one(options: argparse.Namespace, *flags: str) -> list[str]:
+    """Return a violation for each of these flags whose number is below 1."""
+    values = {flag: getattr(options, flag.removeprefix("--").replace("-", "_")) for flag in flags}
+    return [f"{flag} {n} is below 1; give 1 or more" for flag, n in values.items() if n is not None and n < 1]
+
+
 def add_checkpoint_flags(parser: argparse.ArgumentParser) -> None:
     """Declare which checkpoint to load, its tokenizer, and where to compute."""
     add = parser.add_argument

@@ -23,6 +23,39 @@ if TYPE_CHECKING:
 _TOOLS_OF_MEGATRON = ("checkpoint_util.py", "convert.py")
 """The words by which the forwarders in `tools/` ask for Megatron's command lines."""
 
+_DAMAGED = CheckpointError.exit_code
+_ARGUMENTS = (
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "ffn_hidden_size",
+    "num_experts",
+    "moe_router_topk",
+    "moe_ffn_hidden_size",
+    "max_position_embeddings",
+    "position_embedding_type",
+    "normalization",
+    "swiglu",
+    "untie_embeddings_and_output_weights",
+    "padded_vocab_size",
+    "params_dtype",
+    "data_parallel_size",
+    "micro_batch_size",
+    "global_batch_size",
+    "consumed_train_samples",
+    "lr",
+    "tokenizer_type",
+)
+_SIZES = {
+    "TP": "tensor_model_parallel_size",
+    "PP": "pipeline_model_parallel_size",
+    "virtual stages": "virtual_pipeline_model_parallel_size",
+    "EP": "expert_model_parallel_size",
+}
+_UNITS = "KMGTPE"
+_DIFFERENT = 1
+
 
 def run(argv: Sequence[str]) -> int:
     """Run the command; 1 if two checkpoints differ, 4 if one is damaged.
@@ -43,9 +76,6 @@ def run(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     exit_code: int = options.run(options)
     return exit_code
-
-
-_DAMAGED = CheckpointError.exit_code
 
 
 def _add_verify(commands: Any) -> None:
@@ -106,38 +136,6 @@ def _verify_folder(path: Path, console: Any) -> bool:
     else:
         console.print(f"[green]sound[/]    {name}")
     return not problems
-
-
-_ARGUMENTS = (
-    "num_layers",
-    "hidden_size",
-    "num_attention_heads",
-    "num_query_groups",
-    "ffn_hidden_size",
-    "num_experts",
-    "moe_router_topk",
-    "moe_ffn_hidden_size",
-    "max_position_embeddings",
-    "position_embedding_type",
-    "normalization",
-    "swiglu",
-    "untie_embeddings_and_output_weights",
-    "padded_vocab_size",
-    "params_dtype",
-    "data_parallel_size",
-    "micro_batch_size",
-    "global_batch_size",
-    "consumed_train_samples",
-    "lr",
-    "tokenizer_type",
-)
-_SIZES = {
-    "TP": "tensor_model_parallel_size",
-    "PP": "pipeline_model_parallel_size",
-    "virtual stages": "virtual_pipeline_model_parallel_size",
-    "EP": "expert_model_parallel_size",
-}
-_UNITS = "KMGTPE"
 
 
 def _add_inspect(commands: Any) -> None:
@@ -263,9 +261,6 @@ def _tensors(contents: Contents, *, all_tensors: bool) -> Any:
     for key, stored in shown.items():
         table.add_row(key, " x ".join(map(str, stored.shape)) or "scalar", short(stored.dtype), str(stored.chunks))
     return table
-
-
-_DIFFERENT = 1
 
 
 def _add_diff(commands: Any) -> None:

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from megalith.data.survey import Survey
     from megalith.tokenizers import Tokenizer
 
+_BAR = 40
+_SHOWN_TOKENS = 200
+
 
 def run(argv: Sequence[str]) -> int:
     """Run the command; 3 if a dataset is damaged.
@@ -40,10 +43,6 @@ def make_parser() -> argparse.ArgumentParser:
     for add in (_add_inspect, _add_verify, _add_merge):
         add(commands)
     return parser
-
-
-_BAR = 40
-_SHOWN_TOKENS = 200
 
 
 def _add_inspect(commands: Any) -> None:

@@ -75,19 +75,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-@dataclasses.dataclass(frozen=True)
-class _Output:
-    """What is done with a result.
-
-    Attributes:
-        json: a file to write it to.
-        fail_on_alarm: whether an alarm is a failure.
-    """
-
-    json: Path | None
-    fail_on_alarm: bool
-
-
 def run(argv: Sequence[str]) -> int:
     """Measure, and print the result and its alarms.
 
@@ -102,7 +89,7 @@ def run(argv: Sequence[str]) -> int:
             print(help_text())
             return 0
         request, file, fail, notes = read_flags(argv[1:])
-        return _evaluate(request, _Output(file, fail), notes)
+        return _evaluate(request, file, fail, notes)
     options = _parser().parse_args(list(argv))
     request = Request(
         checkpoint=options.checkpoint,
@@ -123,10 +110,10 @@ def run(argv: Sequence[str]) -> int:
     )
     if wrong := request.violations():
         raise ConfigError(wrong)
-    return _evaluate(request, _Output(options.json, options.fail_on_alarm), [])
+    return _evaluate(request, options.json, options.fail_on_alarm, [])
 
 
-def _evaluate(request: Request, output: _Output, notes: Sequence[str]) -> int:
+def _evaluate(request: Request, file: Path | None, fail_on_alarm: bool, notes: Sequence[str]) -> int:
     began = time.monotonic()
     first = first_of_machine(os.environ)
     _, threads = settle_rank(os.environ)
@@ -145,10 +132,10 @@ def _evaluate(request: Request, output: _Output, notes: Sequence[str]) -> int:
         result, alarms, about = _measure(request, context, say)
         if context.rank == 0:
             _show(request, result, alarms, say)
-            if output.json is not None:
+            if file is not None:
                 facts = {**about, "seconds": round(time.monotonic() - began, 3)}
-                _write_json(output.json, request, result, alarms, facts)
-            return EXIT_ALARM if alarms and output.fail_on_alarm else 0
+                _write_json(file, request, result, alarms, facts)
+            return EXIT_ALARM if alarms and fail_on_alarm else 0
     return 0
 
 

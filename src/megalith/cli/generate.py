@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from megalith.cli.arguments import CommandParser, add_checkpoint_flags
+from megalith.cli.arguments import CommandParser, add_checkpoint_flags, below_one
 from megalith.config.tokenizer_flags import tokenizer_of_flags
 from megalith.errors import ConfigError, DataError, MegalithError
 from megalith.serve.request import Finished, Request, RequestError, Sampling, Token
@@ -67,14 +67,7 @@ def run(argv: Sequence[str]) -> int:
         options.top_p,
         repetition_penalty=options.repetition_penalty,
     )
-    violations = sampling.violations()
-    for flag, value in (
-        ("--max-new-tokens", options.max_new_tokens),
-        ("--num-samples", options.num_samples),
-        ("--tp", options.tp),
-    ):
-        if value < 1:
-            violations.append(f"{flag} {value} is below 1; give 1 or more")
+    violations = sampling.violations() + below_one(options, "--max-new-tokens", "--num-samples", "--tp")
     if options.tp > 1 and options.prompt in (None, "-"):
         violations.append(f"--tp {options.tp} needs --prompt TEXT, which all processes read")
     if violations:
@@ -88,7 +81,7 @@ def run(argv: Sequence[str]) -> int:
     tokenizer = tokenizer_of_flags(options)
     trained = load_trained(options.checkpoint, choose_device(options.device), options.iteration, tokenizer)
     for note in trained.notes:
-        print(f"WARNING: {note}", file=sys.stderr)
+        warn(f"WARNING: {note}")
     reply = _replying(trained, sampling, options)
     if options.prompt is not None:
         reply(sys.stdin.read() if options.prompt == "-" else options.prompt)
@@ -119,7 +112,7 @@ def _answer_together(sampling: Sampling, options: argparse.Namespace) -> int:
     with join_ranks(ranks_of(model, settings, os.environ)) as context:
         trained = load_trained(options.checkpoint, context.device, options.iteration, tokenizer, context=context)
         for note in trained.notes if context.rank == 0 else ():
-            print(f"WARNING: {note}", file=sys.stderr)
+            warn(f"WARNING: {note}")
         _answer(trained, options.prompt, sampling=sampling, options=options, context=context)
     return 0
 

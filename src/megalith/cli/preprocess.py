@@ -22,6 +22,18 @@ from megalith.data.shares import Share, read_share
 from megalith.data.sources import END_OF_TEXT_SEPARATOR, FORMATS, Limits, SourceOptions
 from megalith.errors import ConfigError
 
+_OF_THE_TOKENIZER = (
+    *("--trust-remote-code", "--tokenizer-metadata", "--tokenizer-sentencepiece-legacy", "--use-gigatoken"),
+    *("--no-tokenizer-sentencepiece-ignore-extra-whitespaces", "--tokenizer-hf-no-use-fast"),
+)
+_OF_THE_MODEL = "concerns the model; the data is the same for any value"
+_MEASURE = "nothing to find: without --workers all cores work, and more processes than cores bring nothing"
+_NUMBERS = ("--workers", "--partitions", "--log-interval", "--max-document-bytes", "--max-expansion")
+_OF_PUNKT = ("--keep-newlines", "--lang", "--punkt-parameters")
+_MEGABYTE = 1024 * 1024
+_SECONDS_BETWEEN_LINES = 1.0
+_SHOWN_BAD_LINES = 10
+
 
 @dataclass(frozen=True)
 class OtherFlag:
@@ -44,12 +56,6 @@ def _as_in_training(name: str) -> OtherFlag:
     return OtherFlag(known.arity, known.why or known.refusal, refused=not known.why)
 
 
-_OF_THE_TOKENIZER = (
-    *("--trust-remote-code", "--tokenizer-metadata", "--tokenizer-sentencepiece-legacy", "--use-gigatoken"),
-    *("--no-tokenizer-sentencepiece-ignore-extra-whitespaces", "--tokenizer-hf-no-use-fast"),
-)
-_OF_THE_MODEL = "concerns the model; the data is the same for any value"
-_MEASURE = "nothing to find: without --workers all cores work, and more processes than cores bring nothing"
 OTHER_FLAGS = {
     "--dataset-impl": OtherFlag("1", "obsolete; datasets are always memory-mapped"),
     "--chunk-size": OtherFlag("1", "obsolete; the work is cut by size"),
@@ -161,9 +167,6 @@ def _add_course(parser: Parser) -> None:
     add("--partitions", metavar="N", default="1", help="deal documents out as Megatron does, which changes their order")
     add("--keep-sequential-samples", action="store_true", help="partitions that keep the order of the documents")
     add("--log-interval", metavar="N", default="1000", help="documents between progress lines, one a second (1000)")
-
-
-_NUMBERS = ("--workers", "--partitions", "--log-interval", "--max-document-bytes", "--max-expansion")
 
 
 class CommandLine(NamedTuple):
@@ -282,9 +285,6 @@ def _sentences(given: argparse.Namespace, environ: Mapping[str, str], notes: lis
     return None
 
 
-_OF_PUNKT = ("--keep-newlines", "--lang", "--punkt-parameters")
-
-
 def _note_idle(given: argparse.Namespace, flags: Sequence[str], why: str, notes: list[str]) -> None:
     notes += [f"{name}: has no effect {why}" for name in flags if getattr(given, _dest(name))]
 
@@ -352,11 +352,6 @@ def _number(flag: str, text: str | None, violations: list[str]) -> int | None:
         violations.append(f"{flag} {text} is below 1")
         return None
     return number
-
-
-_MEGABYTE = 1024 * 1024
-_SECONDS_BETWEEN_LINES = 1.0
-_SHOWN_BAD_LINES = 10
 
 
 class ConsoleProgress:

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megalith.cli.arguments import CommandParser, add_checkpoint_flags, add_layout_flags, layout_settings
+from megalith.cli.arguments import CommandParser, add_checkpoint_flags, add_layout_flags, below_one, layout_settings
 from megalith.cli.threads import settle_rank
 from megalith.config import RunConfig
 from megalith.config.environment import first_of_machine
@@ -173,11 +173,7 @@ def _settings(options: argparse.Namespace, checkpoint: Path) -> ServerSettings:
             drain_seconds=options.drain_timeout,
         ),
     )
-    wrong = settings.violations()
-    for flag, value in (("--max-batch", options.max_batch), ("--cache-mib", options.cache_mib)):
-        if value is not None and value < 1:
-            wrong.append(f"{flag} {value} is below 1")
-    if wrong:
+    if wrong := settings.violations() + below_one(options, "--max-batch", "--cache-mib"):
         raise ConfigError(wrong)
     return settings
 

@@ -44,6 +44,8 @@ from megalith.tokenizers.card import require_tokenizer_of_data
 
 _BATCHES_AT_ONCE = 256  # of one pipeline program, whose results are kept on the device until it ends
 
+_SEED = 1234  # the same samples for every model of one tokenizer and length
+
 
 @dataclass(frozen=True)
 class Guesses:
@@ -295,9 +297,6 @@ def _sums(logprobs_T: Tensor, right_T: Tensor) -> Tensor:
     """How many, how many right ones, and their loss: [3] in fp64."""
     total = torch.full((), len(logprobs_T), dtype=torch.float64, device=logprobs_T.device)
     return torch.stack((total, right_T.sum().double(), -logprobs_T.double().sum()))
-
-
-_SEED = 1234  # the same samples for every model of one tokenizer and length
 
 
 def is_dataset(path: Path) -> bool:

@@ -77,6 +77,10 @@ _PTB = (
     ("# 1", "#1"),
 )
 
+BUNDLED = "cloze.jsonl"
+"""Sixty sentences of our own, to try a model without a download; far fewer and easier than LAMBADA's."""
+_LARGEST_EXPONENT = 20.0  # Megatron's: a perplexity is at most e^20
+
 
 def wikitext(text: str) -> str:
     """Undo the tokenisation of WikiText-2 and WikiText-103.
@@ -123,10 +127,6 @@ def _tight(match: re.Match[str]) -> str:
     """A pair of brackets or quotes without the blanks inside it."""
     whole = match[0]
     return whole[0] + match[1] + whole[-1]
-
-
-BUNDLED = "cloze.jsonl"
-"""Sixty sentences of our own, to try a model without a download; far fewer and easier than LAMBADA's."""
 
 
 def bundled_path() -> Path:
@@ -248,9 +248,6 @@ def accuracy(cloze: Cloze, scores: Sequence[Score], vocab_size: int) -> Accuracy
         shortened=cloze.shortened,
         by_chance=sum(float(vocab_size) ** -sample.num_targets for sample in cloze.samples),
     )
-
-
-_LARGEST_EXPONENT = 20.0  # Megatron's: a perplexity is at most e^20
 
 
 @dataclass(frozen=True)

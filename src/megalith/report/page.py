@@ -42,6 +42,12 @@ _MOST_MARKS = 60  # saves of a long run would cover the curve
 _MOST_EVENTS = 400
 _CLASSES = {"training loss": "train", "validation loss": "valid", "test loss": "test"}
 
+WIDTH, HEIGHT = 960, 240
+_LEFT, _RIGHT, _TOP, _BOTTOM = 74, 12, 10, 26
+_MOST_POINTS = 1600
+_MEAN_FROM, _MEANS = 400, 150
+Points = Sequence[tuple[float, float]]
+
 
 def page(history: History, name: str) -> str:
     """The whole page.
@@ -209,13 +215,6 @@ def _number(value: Any) -> str:
 
 def _moment(seconds: float) -> str:
     return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S") if seconds else ""
-
-
-WIDTH, HEIGHT = 960, 240
-_LEFT, _RIGHT, _TOP, _BOTTOM = 74, 12, 10, 26
-_MOST_POINTS = 1600
-_MEAN_FROM, _MEANS = 400, 150
-Points = Sequence[tuple[float, float]]
 
 
 def chart(curves: dict[str, Curve], marks: Sequence[tuple[float, str, str]] = (), *, log: bool = False) -> str:
