@@ -85,7 +85,7 @@ def test_errors_on_purpose(flags: str, rate: int, kind: str) -> None:
 
 def _care(run: RunConfig) -> Any:
     state = SimpleNamespace(check=StepCheck(), chunks=(), context=SimpleNamespace(rank=0))
-    return train_start.care(run, cast(Any, state), ())
+    return train_start.care(run, cast(Any, state))
 
 
 @pytest.mark.parametrize(("flags", "torchs"), [("", "medium"), ("--muon-fp32-matmul-prec high", "high")])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megalith.evaluate import detokenizers
+from megalith.evaluate import text as detokenizers
 from megalith.evaluate.text import detokenizer_for, ptb, unchanged, wikitext
 
 
