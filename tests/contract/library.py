@@ -7,6 +7,7 @@ import importlib
 import inspect
 import json
 import re
+import sys
 import typing
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,11 @@ from megalith.config import RunConfig, load
 
 from . import training
 from .lines import REPOSITORY
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 CALLED = (
     "megalith.config.load",
@@ -143,3 +149,21 @@ def variables() -> set[str]:
     source = Path(megalith.__file__).parent.rglob("*")
     text = "\n".join(path.read_text(encoding="utf-8") for path in source if path.suffix in (".py", ".toml", ".json"))
     return set(re.findall(r"\b[A-Z][A-Z0-9_]+\b", text))
+
+
+def packaging() -> list[str]:
+    """What an installation has: extras, commands, plug-ins; the targets of the Makefile; scripts, recipes, examples."""
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    lines = [f"extra {name}" for name in project["optional-dependencies"]]
+    lines += [f"command {name}" for name in project["scripts"]]
+    groups = project["entry-points"].items()
+    lines += [f"entry point {group} {name}" for group, entries in groups for name in entries]
+    makefile = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
+    lines += [f"make {name}" for name in re.findall(r"^([a-z][\w-]*):", makefile, re.MULTILINE)]
+    lines += [f"make variable {name}" for name in re.findall(r"^([A-Z_]+) \?=", makefile, re.MULTILINE)]
+    kinds = ("*.py", "tools/**/*.py", "tasks/*.py", "recipes/*.toml", "examples/**/*.*")
+    paths = sorted(path for kind in kinds for path in REPOSITORY.glob(kind) if path.is_file())
+    return [
+        *lines,
+        *(f"file {path.relative_to(REPOSITORY).as_posix()}" for path in paths if "__pycache__" not in str(path)),
+    ]

@@ -19,6 +19,7 @@ def main() -> None:
     add("errors", library.error_classes())
     add("signatures", {(name,): library.signature(name) for name in library.CALLED})
     write("names", [*read("names"), *((name,) for name in library.documented_names())])
+    write("packaging", [*read("packaging"), *((line,) for line in library.packaging())])
     write("flags_that_work", [_completed(*columns) for columns in read("flags_that_work")])
     launchers = [(words, library.place(words) if place == "?" else place) for words, place in read("launchers")]
     write("launchers", launchers)

@@ -44,6 +44,7 @@ def _prepare(folder: Path) -> None:
     """Write the files."""
     texts = {
         "run.toml": _RUN,
+        "wrong.toml": "[modle]\nnum_layers = 2\n",
         "launch.sh": _LAUNCH,
         "other.sh": "#!/bin/bash\npython pretrain_mamba.py --num-layers 2\n",
         "text.jsonl": json.dumps({"text": "a word"}) + "\n",

@@ -81,3 +81,9 @@ def test_environment_variables_that_are_known() -> None:
     known = library.variables()
     found = [name for (name,) in read("environment") if name not in known]
     assert not found, complain("environment", found)
+
+
+def test_extras_commands_targets_and_files() -> None:
+    there = set(library.packaging())
+    found = [line for (line,) in read("packaging") if line not in there]
+    assert not found, complain("packaging", found)
