@@ -49,7 +49,7 @@ class Recorder(Hook):
 class MemorySaver:
     """Keeps nothing but says it did."""
 
-    def save(self, state: TrainState) -> SavedCheckpoint:
+    def save(self, state: TrainState, *, persistent: bool = True) -> SavedCheckpoint:
         return SavedCheckpoint(state.iteration, "memory", 0.0, 0)
 
 
