@@ -17,7 +17,7 @@ _BY_SPLIT = PATHS[2:5]
 _NAMES_OF_PATHS = tuple(setting.name for setting in all_settings().values() if holds_paths(setting))
 
 
-@rule(*_NAMES_OF_PATHS)
+@rule
 def paths_are_local(draft: Draft) -> str:
     """Refuse `scheme://`, which would become a folder of that name."""
     found: dict[str, list[str]] = {}
@@ -33,7 +33,7 @@ def flag_of(name: str) -> str:
     return all_settings()[name].positive_flag
 
 
-@rule(*PATHS, "mock_data")
+@rule
 def one_source_of_data(draft: Draft) -> str:
     data = draft.run.data
     ways = [names for names in (PATHS[:1], PATHS[1:2], _BY_SPLIT, PATHS[5:]) if any(getattr(data, n) for n in names)]
@@ -56,10 +56,10 @@ def _blend_is_readable(name: str) -> Rule:
             return str(error)
         return ""
 
-    return Rule(f"{name}_is_a_blend", (name,), check)
+    return Rule(f"{name}_is_a_blend", check)
 
 
-@rule(*PATHS)
+@rule
 def training_has_data(draft: Draft) -> str:
     data = draft.run.data
     given = [flag_of(name) for name in _BY_SPLIT if getattr(data, name)]
@@ -68,7 +68,7 @@ def training_has_data(draft: Draft) -> str:
     return f"{' and '.join(given)} without --train-data-path: nothing is left for training; give it too"
 
 
-@rule("split", *_BY_SPLIT, "per_split_data_args_path")
+@rule
 def no_split_of_splits(draft: Draft) -> str:
     if "split" not in draft.given:
         return ""
@@ -78,7 +78,7 @@ def no_split_of_splits(draft: Draft) -> str:
     return f"{show(draft, 'split')} with {flags[0]}: each split has data of its own there; leave out --split"
 
 
-@rule("dataloader_type")
+@rule
 def data_is_loaded_here(draft: Draft) -> str:
     if draft.run.data.dataloader_type != "external":
         return ""
@@ -88,7 +88,7 @@ def data_is_loaded_here(draft: Draft) -> str:
     )
 
 
-@rule("full_validation", *PATHS, "multiple_validation_sets")
+@rule
 def full_validation_needs_no_weights(draft: Draft) -> str:
     data = draft.run.data
     words = data.valid_data_path if any(data.paths_of_splits) else data.data_path
@@ -106,7 +106,7 @@ def full_validation_needs_no_weights(draft: Draft) -> str:
     )
 
 
-@rule("multiple_validation_sets", "valid_data_path", "per_split_data_args_path")
+@rule
 def validation_sets_are_named(draft: Draft) -> str:
     data = draft.run.data
     if not data.multiple_validation_sets or data.valid_data_path or data.per_split_data_args_path:
@@ -117,7 +117,7 @@ def validation_sets_are_named(draft: Draft) -> str:
     )
 
 
-@rule("validation_set_names", "multiple_validation_sets", "valid_data_path")
+@rule
 def validation_sets_have_as_many_names(draft: Draft) -> str:
     data = draft.run.data
     if not (data.validation_set_names and data.multiple_validation_sets and data.valid_data_path):
@@ -134,7 +134,7 @@ def validation_sets_have_as_many_names(draft: Draft) -> str:
     )
 
 
-@rule("split")
+@rule
 def split_is_three_parts(draft: Draft) -> str:
     split = draft.run.data.split
     remedy = "; write three parts like 949,50,1"
@@ -151,7 +151,7 @@ def split_is_three_parts(draft: Draft) -> str:
     return ""
 
 
-@notice("split", "mock_data")
+@notice
 def split_without_validation(draft: Draft) -> str:
     parts = [float(part) for part in _SEPARATORS_OF_SPLIT.findall(draft.run.data.split)]
     if draft.run.data.mock_data or (len(parts) > 1 and parts[1] > 0):
@@ -159,14 +159,14 @@ def split_without_validation(draft: Draft) -> str:
     return f"--split {draft.run.data.split} has no part for validation: there is no evaluation while training"
 
 
-@notice("split", "mock_data")
+@notice
 def split_of_mock_data(draft: Draft) -> str:
     if "split" not in draft.given or not draft.run.data.mock_data:
         return ""
     return f"{show(draft, 'split')} has no effect: --mock-data gives each split a third, as in Megatron"
 
 
-@notice("split", "data_path", "data_args_path")
+@notice
 def split_by_default(draft: Draft) -> str:
     data = draft.run.data
     if "split" in draft.given or not (data.data_path or data.data_args_path):
@@ -174,7 +174,7 @@ def split_by_default(draft: Draft) -> str:
     return f"no --split is given: {draft.run.data.split} (training, validation, test), as in Megatron"
 
 
-@rule("reset_attention_mask", "reset_position_ids", "dataloader_inter_document_masking")
+@rule
 def documents_end_in_one_way(draft: Draft) -> str:
     data = draft.run.data
     flags = [flag_of(name) for name in ("reset_attention_mask", "reset_position_ids") if getattr(data, name)]
@@ -186,7 +186,7 @@ def documents_end_in_one_way(draft: Draft) -> str:
     )
 
 
-@notice("multiple_validation_sets", "valid_data_path")
+@notice
 def weights_of_validation_sets_do_nothing(draft: Draft) -> str:
     data = draft.run.data
     if not data.multiple_validation_sets or _weights(data.valid_data_path) is None:
@@ -194,7 +194,7 @@ def weights_of_validation_sets_do_nothing(draft: Draft) -> str:
     return f"the weights of {show(draft, 'valid_data_path')} have no effect: --multiple-validation-sets blends nothing"
 
 
-@notice("mid_level_dataset_surplus", *PATHS)
+@notice
 def surplus_is_of_weighted_blends(draft: Draft) -> str:
     data = draft.run.data
     in_a_file = data.data_args_path is not None or data.per_split_data_args_path is not None
@@ -212,7 +212,7 @@ def _weights(words: Sequence[str]) -> tuple[float, ...] | None:
         return None
 
 
-@notice("reset_position_ids", "position_embedding_type")
+@notice
 def reset_positions_are_learned_ones(draft: Draft) -> str:
     kind = draft.run.model.position_embedding_type
     if not draft.run.data.reset_position_ids or kind == "learned_absolute":
@@ -223,7 +223,7 @@ def reset_positions_are_learned_ones(draft: Draft) -> str:
     )
 
 
-@notice("split", "eval_iters", "full_validation")
+@notice
 def full_validation_counts_by_itself(draft: Draft) -> str:
     if not draft.run.data.full_validation or "eval_iters" not in draft.given or not draft.run.train.eval_batches:
         return ""
@@ -234,7 +234,7 @@ blends_are_readable = tuple(map(_blend_is_readable, (PATHS[0], *_BY_SPLIT)))
 names_of_sets_are_read = idle_without("multiple_validation_sets", "there is one validation set", "validation_set_names")
 
 
-@rule("tokenizer_type", "vocab_file", "merge_file", "vocab_size", "tokenizer_model")
+@rule
 def tokenizer_has_what_it_needs(draft: Draft) -> str:
     tokenizer = draft.run.tokenizer
     lacking = tokenizer.lacking
@@ -250,10 +250,7 @@ def tokenizer_has_what_it_needs(draft: Draft) -> str:
     return f"{' and '.join(lacking)} {verb} required by {show(draft, 'tokenizer_type')}{mock}"
 
 
-@rule(
-    *("tokenizer_type", "vocab_size", "tokenizer_special_tokens", "tiktoken_num_special_tokens"),
-    *("null_tokenizer_eod_id", "null_tokenizer_pad_id"),
-)
+@rule
 def tokenizer_flags_agree(draft: Draft) -> str:
     return "; ".join(draft.run.tokenizer.contradictions)
 
@@ -261,7 +258,6 @@ def tokenizer_flags_agree(draft: Draft) -> str:
 def _read_by_its_kind(name: str) -> Rule:
     """Make the notice for a setting of the tokenizer that its kind does not look at."""
 
-    @notice("tokenizer_type", name)
     def check(draft: Draft) -> str:
         kind = draft.run.tokenizer.tokenizer_type
         if name not in draft.given or name in draft.run.tokenizer.taken:
@@ -269,7 +265,7 @@ def _read_by_its_kind(name: str) -> Rule:
         because = ": the vocabulary is that of its files" if name == "vocab_size" else ""
         return f"{show(draft, name)} has no effect with --tokenizer-type {kind}{because}"
 
-    return check
+    return Rule(f"{name}_is_read", check, notice=True)
 
 
 tokenizer_settings_are_read = tuple(

@@ -7,7 +7,7 @@ from megalith.config.rule import Draft, divisors, idle_without, notice, rule, sh
 _LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 
 
-@rule("moe_router_topk", "num_experts")
+@rule
 def tokens_find_enough_experts(draft: Draft) -> str:
     model = draft.run.model
     if not model.num_experts or model.moe_router_topk <= model.num_experts:
@@ -22,7 +22,7 @@ def _up_to(number: int) -> str:
     return "1" if number == 1 else f"1 to {number}"
 
 
-@rule("moe_router_topk", "num_experts", "moe_router_pre_softmax", "moe_router_score_function", "lr")
+@rule
 def one_expert_keeps_a_gradient(draft: Draft) -> str:
     model = draft.run.model
     learns = model.moe_router_pre_softmax or model.moe_router_score_function != "softmax"
@@ -36,7 +36,7 @@ def one_expert_keeps_a_gradient(draft: Draft) -> str:
     )
 
 
-@rule("moe_router_num_groups", "moe_router_group_topk")
+@rule
 def groups_and_their_number_go_together(draft: Draft) -> str:
     model = draft.run.model
     given = {
@@ -51,7 +51,7 @@ def groups_and_their_number_go_together(draft: Draft) -> str:
     return f"{show(draft, name)} needs {other[name]}: in how many of how many groups a token looks for experts"
 
 
-@rule("moe_router_num_groups", "moe_router_group_topk", "num_experts", "moe_router_topk")
+@rule
 def groups_divide_the_experts(draft: Draft) -> str:
     model = draft.run.model
     groups, best = model.moe_router_num_groups, model.moe_router_group_topk
@@ -73,7 +73,7 @@ def groups_divide_the_experts(draft: Draft) -> str:
     return ""
 
 
-@rule("moe_router_enable_expert_bias", "moe_router_score_function", "num_experts")
+@rule
 def the_bias_corrects_separate_scores(draft: Draft) -> str:
     model = draft.run.model
     if not (model.num_experts and model.moe_router_enable_expert_bias) or model.moe_router_score_function != "softmax":
@@ -84,7 +84,7 @@ def the_bias_corrects_separate_scores(draft: Draft) -> str:
     )
 
 
-@rule("moe_router_load_balancing_type", "moe_aux_loss_coeff", "num_experts")
+@rule
 def each_balancing_loss_has_a_coefficient(draft: Draft) -> str:
     model = draft.run.model
     kinds, coefficients = model.moe_router_load_balancing_type, model.moe_aux_loss_coeff
@@ -96,7 +96,7 @@ def each_balancing_loss_has_a_coefficient(draft: Draft) -> str:
     )
 
 
-@rule("moe_router_load_balancing_type", "moe_aux_loss_coeff", "num_experts")
+@rule
 def choices_balance_alone(draft: Draft) -> str:
     model = draft.run.model
     kinds, by = model.moe_router_load_balancing_type, model.chooses_by
@@ -110,7 +110,7 @@ def choices_balance_alone(draft: Draft) -> str:
     return ""
 
 
-@rule("moe_router_load_balancing_type", "moe_router_num_groups", "moe_router_enable_expert_bias", "num_experts")
+@rule
 def quantiles_are_of_all_experts(draft: Draft) -> str:
     model = draft.run.model
     if not model.num_experts or model.chooses_by != "quantile_balancing":
@@ -124,7 +124,7 @@ def quantiles_are_of_all_experts(draft: Draft) -> str:
     )
 
 
-@rule("moe_router_load_balancing_type", "moe_router_topk", "num_experts")
+@rule
 def quantiles_need_an_expert_that_is_left(draft: Draft) -> str:
     model = draft.run.model
     if model.chooses_by != "quantile_balancing" or model.moe_router_topk != model.num_experts:
@@ -135,7 +135,7 @@ def quantiles_need_an_expert_that_is_left(draft: Draft) -> str:
     )
 
 
-@rule("moe_apply_probs_on_input", "moe_router_topk", "num_experts")
+@rule
 def inputs_are_weighed_for_one_expert(draft: Draft) -> str:
     model = draft.run.model
     if not model.num_experts or not model.moe_apply_probs_on_input or model.moe_router_topk == 1:
@@ -143,7 +143,7 @@ def inputs_are_weighed_for_one_expert(draft: Draft) -> str:
     return f"--moe-apply-probs-on-input needs --moe-router-topk 1, and {show(draft, 'moe_router_topk')} is given"
 
 
-@rule("moe_expert_capacity_factor", "moe_router_load_balancing_type", "num_experts")
+@rule
 def capacity_is_for_weighed_choices(draft: Draft) -> str:
     model = draft.run.model
     if not model.num_experts or model.moe_expert_capacity_factor is None:
@@ -153,7 +153,7 @@ def capacity_is_for_weighed_choices(draft: Draft) -> str:
     return f"{show(draft, 'moe_expert_capacity_factor')} with sinkhorn: its choices are balanced already; leave it out"
 
 
-@rule("moe_pad_expert_input_to_capacity", "moe_expert_capacity_factor")
+@rule
 def padding_needs_a_capacity(draft: Draft) -> str:
     model = draft.run.model
     if not model.moe_pad_expert_input_to_capacity or model.moe_expert_capacity_factor is not None:
@@ -161,7 +161,7 @@ def padding_needs_a_capacity(draft: Draft) -> str:
     return "--moe-pad-expert-input-to-capacity needs --moe-expert-capacity-factor, which says how much that is"
 
 
-@notice("moe_router_load_balancing_type", "moe_aux_loss_coeff", "num_experts")
+@notice
 def a_coefficient_without_a_loss(draft: Draft) -> str:
     model = draft.run.model
     if not model.num_experts or "moe_aux_loss_coeff" not in draft.given or not any(model.moe_aux_loss_coeff):
@@ -174,7 +174,7 @@ def a_coefficient_without_a_loss(draft: Draft) -> str:
     )
 
 
-@notice("moe_router_quantile_balancing_ema", "moe_router_load_balancing_type")
+@notice
 def offsets_without_quantiles(draft: Draft) -> str:
     if "moe_router_quantile_balancing_ema" not in draft.given or draft.run.model.chooses_by == "quantile_balancing":
         return ""

@@ -19,7 +19,7 @@ def _is_t5(run: RunConfig) -> bool:
     return run.model.model_family == "t5"
 
 
-@rule("model_family", "tokenizer_type")
+@rule
 def bert_has_word_pieces(draft: Draft) -> str:
     if not _is_bert(draft.run) or draft.run.tokenizer.tokenizer_type in _WORD_PIECES:
         return ""
@@ -29,7 +29,7 @@ def bert_has_word_pieces(draft: Draft) -> str:
     )
 
 
-@rule("model_family", "seq_length")
+@rule
 def a_sample_of_bert_has_words(draft: Draft) -> str:
     if not _is_bert(draft.run) or draft.run.data.seq_length >= SHORTEST_SAMPLE:
         return ""
@@ -43,7 +43,6 @@ _SENTENCES = (
 
 bert_is_without = excluded(
     "bert",
-    "model_family",
     _is_bert,
     {
         "context_parallel_size": _CAUSAL,
@@ -60,7 +59,7 @@ bert_is_without = excluded(
 )
 
 
-@notice("model_family", "bert_binary_head", "bert_token_types")
+@notice
 def binary_head_needs_bert(draft: Draft) -> str:
     model = draft.run.model
     if _is_bert(draft.run) and model.bert_token_types and model.bert_binary_head:
@@ -72,7 +71,7 @@ def binary_head_needs_bert(draft: Draft) -> str:
     return f"{' and '.join(given)}: no effect, as the model is no BERT"
 
 
-@notice("model_family", "mask_prob", "short_seq_prob")
+@notice
 def masking_needs_masked_words(draft: Draft) -> str:
     given = [name for name in ("mask_prob", "short_seq_prob") if name in draft.given]
     if draft.run.model.model_family in ("bert", "t5") or not given:
@@ -80,14 +79,14 @@ def masking_needs_masked_words(draft: Draft) -> str:
     return f"{' and '.join(show(draft, name) for name in given)}: no effect, as GPT guesses no hidden words"
 
 
-@rule("model_family", "decoder_seq_length")
+@rule
 def t5_has_a_decoder_length(draft: Draft) -> str:
     if not _is_t5(draft.run) or draft.run.data.decoder_seq_length is not None:
         return ""
     return "--decoder-seq-length is required for T5 (tokens of one sample that its decoder reads, such as 128)"
 
 
-@rule("model_family", "decoder_seq_length", "max_position_embeddings", "position_embedding_type")
+@rule
 def positions_cover_the_decoder(draft: Draft) -> str:
     run, length = draft.run, draft.run.data.decoder_seq_length
     if not _is_t5(run) or length is None or length <= run.model.max_position_embeddings:
@@ -98,7 +97,7 @@ def positions_cover_the_decoder(draft: Draft) -> str:
     )
 
 
-@rule("model_family", "decoder_seq_length", "sequence_parallel", "tensor_model_parallel_size")
+@rule
 def decoder_sequence_divides_over_its_ranks(draft: Draft) -> str:
     parallel, length = draft.run.parallel, draft.run.data.decoder_seq_length
     unit = parallel.tensor_model_parallel_size
@@ -110,7 +109,7 @@ def decoder_sequence_divides_over_its_ranks(draft: Draft) -> str:
     )
 
 
-@rule("model_family", "tokenizer_type", "vocab_extra_ids")
+@rule
 def t5_has_sentinels(draft: Draft) -> str:
     tokenizer = draft.run.tokenizer
     if not _is_t5(draft.run) or tokenizer.tokenizer_type not in _NUMBERED or tokenizer.vocab_extra_ids:
@@ -118,7 +117,7 @@ def t5_has_sentinels(draft: Draft) -> str:
     return "--vocab-extra-ids is required for T5: tokens that stand for the spans that its decoder guesses, such as 100"
 
 
-@rule("model_family", "tokenizer_type")
+@rule
 def t5_has_a_tokenizer_with_sentinels(draft: Draft) -> str:
     if not _is_t5(draft.run) or draft.run.tokenizer.tokenizer_type in _WITH_SENTINELS:
         return ""
@@ -128,7 +127,7 @@ def t5_has_a_tokenizer_with_sentinels(draft: Draft) -> str:
     )
 
 
-@rule("model_family", "position_embedding_type")
+@rule
 def relative_positions_are_those_of_t5(draft: Draft) -> str:
     kind = draft.run.model.position_embedding_type
     if _is_t5(draft.run) and kind == "yarn":
@@ -138,7 +137,7 @@ def relative_positions_are_those_of_t5(draft: Draft) -> str:
     return "--position-embedding-type relative is that of T5; use learned_absolute, rope or yarn"
 
 
-@rule("position_embedding_type", "relative_attention_num_buckets", "relative_attention_max_distance")
+@rule
 def buckets_have_distances(draft: Draft) -> str:
     model = draft.run.model
     if model.position_embedding_type != "relative":
@@ -158,7 +157,6 @@ def buckets_have_distances(draft: Draft) -> str:
 
 t5_is_without = excluded(
     "t5",
-    "model_family",
     _is_t5,
     {
         "pipeline_model_parallel_size": "T5 has no pipeline parallelism, as in Megatron: every layer of the decoder "
@@ -180,13 +178,12 @@ t5_is_without = excluded(
 
 t5_settings_are_read = idle(
     ("t5_scaled_logits", "decoder_num_layers", "decoder_seq_length"),
-    ("model_family",),
     _is_t5,
     lambda draft: ": the model is no T5",
 )
 
 
-@notice("relative_attention_num_buckets", "relative_attention_max_distance", "position_embedding_type", "model_family")
+@notice
 def buckets_need_relative_positions(draft: Draft) -> str:
     model = draft.run.model
     defaults = {"relative_attention_num_buckets": 32, "relative_attention_max_distance": 128}
@@ -196,7 +193,7 @@ def buckets_need_relative_positions(draft: Draft) -> str:
     return f"{' and '.join(show(draft, name) for name in given)}: no effect without --position-embedding-type relative"
 
 
-@notice("model_family", "t5_logits_bias", "untie_embeddings_and_output_weights")
+@notice
 def the_bias_of_logits_is_of_a_tied_t5(draft: Draft) -> str:
     model = draft.run.model
     if model.t5_logits_bias or (_is_t5(draft.run) and not model.untie_embeddings_and_output_weights):

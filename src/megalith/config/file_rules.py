@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from megalith.config.data_sources import PATHS, SPLIT_FLAGS, data_sources
+from megalith.config.data_sources import SPLIT_FLAGS, data_sources
 from megalith.config.rule import Draft, Rule, rule, show, value_of
 from megalith.config.values import closest, remote
 from megalith.errors import ConfigError
@@ -16,13 +16,14 @@ TRACKER_FILE = "latest_checkpointed_iteration.txt"
 
 def _file_exists(name: str) -> Rule:
     def check(draft: Draft) -> str:
-        path = draft.run.tokenizer.named_files.get(name)
-        if path is None or remote(path) or Path(path).is_file():
+        of_kinds = name == "tokenizer_model"  # of some it is a folder or a name
+        path = draft.run.tokenizer.named_files.get(name) if of_kinds else value_of(draft, name)
+        if not path or remote(path) or Path(path).is_file():
             return ""
         what = "is a folder" if Path(path).is_dir() else f"no such file{_from_here(path)}"
         return f"{show(draft, name)}: {what}{_near(Path(path))}"
 
-    return Rule(f"{name}_exists", (name,), check)
+    return Rule(f"{name}_exists", check)
 
 
 def _from_here(path: str) -> str:
@@ -40,7 +41,7 @@ def _near(path: Path) -> str:
 files_of_the_tokenizer_exist = tuple(map(_file_exists, ("vocab_file", "merge_file", "tokenizer_model")))
 
 
-@rule(*PATHS)
+@rule
 def datasets_exist(draft: Draft) -> str:
     try:
         sources = data_sources(draft.run.data)
@@ -88,7 +89,7 @@ def _is_a_folder(name: str) -> Rule:
         path = value_of(draft, name)
         return f"{show(draft, name)} is a file; give a folder" if path is not None and Path(path).is_file() else ""
 
-    return Rule(f"{name}_is_a_folder", (name,), check)
+    return Rule(f"{name}_is_a_folder", check)
 
 
 _FOLDERS_OF_CHECKPOINTS = ("save", "non_persistent_global_ckpt_dir", "non_persistent_local_ckpt_dir")
@@ -97,7 +98,7 @@ folders_are_no_files = tuple(
 )
 
 
-@rule(*_FOLDERS_OF_CHECKPOINTS)
+@rule
 def save_is_no_model_folder(draft: Draft) -> str:
     for name in _FOLDERS_OF_CHECKPOINTS:
         path = getattr(draft.run.checkpoint, name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import product
 from math import log, prod
 
-from megalith.config.rule import Draft, divisors, exclusive, idle_without, multiples, notice, rule, show
+from megalith.config.rule import Draft, UnusableError, divisors, exclusive, idle_without, multiples, notice, rule, show
 from megalith.errors import LayoutError
 
 SHARDING = (
@@ -67,18 +67,19 @@ def _distance(sizes: tuple[int, ...], others: tuple[int, ...]) -> float:
 
 
 def _model_allows(draft: Draft, name: str, size: int) -> bool:
-    """Whether the model divides by this size; of settings that are missing nothing is said."""
-    model, parallel, length = draft.run.model, draft.run.parallel, draft.run.data.seq_length
-    if name == "pipeline_model_parallel_size":
-        own_split = parallel.decoder_first_pipeline_num_layers or parallel.decoder_last_pipeline_num_layers
-        return bool(own_split) or not model.num_layers or model.num_layers % size == 0
-    if name == "context_parallel_size":
-        return size == 1 or not length or length % (2 * size) == 0
-    heads, hidden = model.num_attention_heads, model.hidden_size
-    if not heads or not hidden:
+    """Return whether the model divides by this size; settings that are missing or unreadable do not count."""
+    model, parallel = draft.run.model, draft.run.parallel
+    try:
+        if name == "pipeline_model_parallel_size":
+            own_split = parallel.decoder_first_pipeline_num_layers or parallel.decoder_last_pipeline_num_layers
+            return bool(own_split) or model.num_layers % size == 0
+        if name == "context_parallel_size":
+            return size == 1 or draft.run.data.seq_length % (2 * size) == 0
+        groups = model.query_groups
+        divide = model.num_attention_heads % size == 0 and model.ffn_size % size == 0
+        return divide and (groups % size == 0 or size % groups == 0)
+    except UnusableError:
         return True
-    groups = model.query_groups
-    return heads % size == 0 and model.ffn_size % size == 0 and (groups % size == 0 or size % groups == 0)
 
 
 _SPLIT = (
@@ -93,7 +94,7 @@ _SPLIT = (
 _HOW_TO_START = {"srun": "srun --ntasks", "mpirun": "mpirun -n", "hand": "WORLD_SIZE"}
 
 
-@rule("world_size", *MODEL_PARALLEL)
+@rule
 def processes_fill_the_layout(draft: Draft) -> str:
     world, sizes = draft.run.launch.world_size, sizes_of(draft)
     unit = prod(sizes.values())
@@ -111,7 +112,7 @@ def processes_fill_the_layout(draft: Draft) -> str:
     )
 
 
-@rule("num_attention_heads", "tensor_model_parallel_size")
+@rule
 def heads_divide_over_tensor_ranks(draft: Draft) -> str:
     heads, tp = draft.run.model.num_attention_heads, draft.run.parallel.tensor_model_parallel_size
     if heads % tp == 0:
@@ -122,7 +123,7 @@ def heads_divide_over_tensor_ranks(draft: Draft) -> str:
     )
 
 
-@rule("num_attention_heads", "num_query_groups", "group_query_attention", "tensor_model_parallel_size")
+@rule
 def query_groups_divide_over_tensor_ranks(draft: Draft) -> str:
     model, tp = draft.run.model, draft.run.parallel.tensor_model_parallel_size
     groups = model.query_groups
@@ -134,7 +135,7 @@ def query_groups_divide_over_tensor_ranks(draft: Draft) -> str:
     )
 
 
-@rule("ffn_hidden_size", "hidden_size", "swiglu", "tensor_model_parallel_size")
+@rule
 def feed_forward_divides_over_tensor_ranks(draft: Draft) -> str:
     size, tp = draft.run.model.ffn_size, draft.run.parallel.tensor_model_parallel_size
     if size % tp == 0:
@@ -146,7 +147,7 @@ def feed_forward_divides_over_tensor_ranks(draft: Draft) -> str:
     )
 
 
-@rule("seq_length", "tensor_model_parallel_size", "context_parallel_size", "sequence_parallel")
+@rule
 def sequence_divides_over_its_ranks(draft: Draft) -> str:
     parallel, length = draft.run.parallel, draft.run.data.seq_length
     names, unit = [], 1
@@ -164,7 +165,7 @@ def sequence_divides_over_its_ranks(draft: Draft) -> str:
     )
 
 
-@rule("num_attention_heads", "tensor_model_parallel_size", "context_parallel_size", "cp_comm_type")
+@rule
 def heads_divide_over_exchanging_ranks(draft: Draft) -> str:
     parallel, heads = draft.run.parallel, draft.run.model.num_attention_heads
     unit = parallel.tensor_model_parallel_size * parallel.context_parallel_size
@@ -176,7 +177,7 @@ def heads_divide_over_exchanging_ranks(draft: Draft) -> str:
     )
 
 
-@rule("num_layers", "pipeline_model_parallel_size", *_SPLIT)
+@rule
 def layers_divide_over_the_pipeline(draft: Draft) -> str:
     try:
         draft.run.stages  # noqa: B018 - for its error
@@ -196,7 +197,7 @@ def _uneven(draft: Draft) -> str:
     return f", or --decoder-first-pipeline-num-layers {first} ({others} in the others)" if first > 0 else ""
 
 
-@rule("num_layers", "pipeline_model_parallel_size", *_SPLIT)
+@rule
 def virtual_stages_need_a_pipeline(draft: Draft) -> str:
     parallel, layers = draft.run.parallel, draft.run.model.num_layers
     names = [name for name in _SPLIT[:2] if getattr(parallel, name) is not None]
@@ -215,7 +216,7 @@ def virtual_stages_need_a_pipeline(draft: Draft) -> str:
     return ""
 
 
-@rule("global_batch_size", "micro_batch_size", "world_size", "num_layers", *MODEL_PARALLEL, *_SPLIT)
+@rule
 def interleaving_needs_rounds_of_micro_batches(draft: Draft) -> str:
     run = draft.run
     pp, sizes = run.parallel.pipeline_model_parallel_size, run.batch_sizes
@@ -230,7 +231,7 @@ def interleaving_needs_rounds_of_micro_batches(draft: Draft) -> str:
     )
 
 
-@rule("pipeline_schedule", "num_layers", *MODEL_PARALLEL, *_SPLIT)
+@rule
 def schedule_fits_the_stages(draft: Draft) -> str:
     parallel = draft.run.parallel
     virtual = parallel.virtual_stages(draft.run.model.num_layers) > 1
@@ -257,7 +258,7 @@ one_way_to_shard = exclusive(
 )
 
 
-@rule("pipeline_schedule", "world_size", *SHARDING, *MODEL_PARALLEL)
+@rule
 def weight_gradients_of_sharded_weights_are_not_put_off(draft: Draft) -> str:
     run = draft.run
     if not run.fully_sharded or run.pipeline_schedule != "zb-h1":
@@ -269,7 +270,7 @@ def weight_gradients_of_sharded_weights_are_not_put_off(draft: Draft) -> str:
     )
 
 
-@notice("sequence_parallel", "tensor_model_parallel_size")
+@notice
 def sequence_parallel_alone(draft: Draft) -> str:
     parallel = draft.run.parallel
     if not parallel.sequence_parallel or parallel.tensor_model_parallel_size > 1:
@@ -277,7 +278,7 @@ def sequence_parallel_alone(draft: Draft) -> str:
     return "--sequence-parallel is off: it divides the work of tensor-parallel processes, and there is one"
 
 
-@notice("world_size", *SHARDING, *MODEL_PARALLEL)
+@notice
 def distributed_optimizer_alone(draft: Draft) -> str:
     run = draft.run
     if run.parallel.dividing_setting != "use_distributed_optimizer" or run.layout.dp * run.layout.cp > 1:
@@ -285,7 +286,7 @@ def distributed_optimizer_alone(draft: Draft) -> str:
     return "--use-distributed-optimizer has no effect: with one data-parallel process there is nothing to split"
 
 
-@notice("context_parallel_size", "cp_comm_type", "attention_backend", "transformer_impl")
+@notice
 def ring_has_its_own_attention(draft: Draft) -> str:
     run = draft.run
     if run.parallel.context_parallel_size == 1 or run.parallel.cp_comm_type != "p2p" or run.model.fused_attention:
@@ -296,7 +297,7 @@ def ring_has_its_own_attention(draft: Draft) -> str:
     )
 
 
-@notice("torch_fsdp2_reshard_after_forward", "world_size", *SHARDING, *MODEL_PARALLEL)
+@notice
 def full_sharding_alone(draft: Draft) -> str:
     run, name = draft.run, draft.run.parallel.dividing_setting
     if not run.parallel.torch_fsdp2_reshard_after_forward and not run.parallel.use_torch_fsdp2:
@@ -306,7 +307,7 @@ def full_sharding_alone(draft: Draft) -> str:
     return f"{show(draft, name)} has no effect: with one data-parallel process there is nothing to split"
 
 
-@notice("use_distributed_optimizer", "use_megatron_fsdp", "data_parallel_sharding_strategy")
+@notice
 def strategy_says_what_is_divided(draft: Draft) -> str:
     parallel = draft.run.parallel
     if not (parallel.use_megatron_fsdp and parallel.data_parallel_sharding_strategy == "no_shard"):
@@ -319,7 +320,7 @@ the_strategy_is_read = idle_without(
 )
 
 
-@rule("expert_model_parallel_size", "num_experts")
+@rule
 def experts_are_there_to_be_divided(draft: Draft) -> str:
     if draft.run.parallel.expert_model_parallel_size == 1 or draft.run.model.mixture:
         return ""
@@ -329,7 +330,7 @@ def experts_are_there_to_be_divided(draft: Draft) -> str:
     )
 
 
-@rule("expert_model_parallel_size", "num_experts")
+@rule
 def experts_divide_over_their_ranks(draft: Draft) -> str:
     experts, size = draft.run.model.num_experts, draft.run.parallel.expert_model_parallel_size
     if not experts or experts % size == 0:
@@ -340,7 +341,7 @@ def experts_divide_over_their_ranks(draft: Draft) -> str:
     )
 
 
-@rule("expert_tensor_parallel_size", "world_size", "num_experts", *MODEL_PARALLEL)
+@rule
 def expert_tensor_ranks_divide_a_stage(draft: Draft) -> str:
     run = draft.run
     layout = run.layout
@@ -353,7 +354,7 @@ def expert_tensor_ranks_divide_a_stage(draft: Draft) -> str:
     )
 
 
-@rule("expert_model_parallel_size", "num_experts", "world_size", "expert_tensor_parallel_size", *MODEL_PARALLEL)
+@rule
 def expert_ranks_are_those_of_data_and_context(draft: Draft) -> str:
     run, size = draft.run, draft.run.parallel.expert_model_parallel_size
     layout = run.layout
@@ -392,7 +393,7 @@ def _apart(draft: Draft) -> bool:
     return draft.run.model.mixture and not same
 
 
-@rule(*_APART, "sequence_parallel")
+@rule
 def processes_of_an_expert_have_their_own_tokens(draft: Draft) -> str:
     parallel = draft.run.parallel
     if not _apart(draft) or parallel.tensor_model_parallel_size == 1 or parallel.sequence_parallel:
@@ -404,7 +405,7 @@ def processes_of_an_expert_have_their_own_tokens(draft: Draft) -> str:
     )
 
 
-@rule(*_APART, "ckpt_format", "save")
+@rule
 def places_of_experts_are_no_folders(draft: Draft) -> str:
     checkpoint = draft.run.checkpoint
     if not _apart(draft) or checkpoint.ckpt_format != "torch" or not checkpoint.save:
@@ -415,7 +416,7 @@ def places_of_experts_are_no_folders(draft: Draft) -> str:
     )
 
 
-@rule(*_APART, "optimizer")
+@rule
 def matrices_of_experts_are_orthogonalised_where_layers_are(draft: Draft) -> str:
     by_matrix = draft.run.optimizer.orthogonalises or draft.run.optimizer.optimizer == "soap"
     if not _apart(draft) or not by_matrix:
@@ -426,7 +427,7 @@ def matrices_of_experts_are_orthogonalised_where_layers_are(draft: Draft) -> str
     )
 
 
-@rule("expert_model_parallel_size", *_APART, *SHARDING)
+@rule
 def divided_experts_are_not_fully_sharded(draft: Draft) -> str:
     parallel = draft.run.parallel
     divided = parallel.expert_model_parallel_size > 1
@@ -440,13 +441,7 @@ def divided_experts_are_not_fully_sharded(draft: Draft) -> str:
     )
 
 
-@rule(
-    "num_experts",
-    "moe_ffn_hidden_size",
-    "moe_shared_expert_intermediate_size",
-    "tensor_model_parallel_size",
-    "expert_tensor_parallel_size",
-)
+@rule
 def experts_divide_over_tensor_ranks(draft: Draft) -> str:
     model, parallel = draft.run.model, draft.run.parallel
     shared = "tensor_model_parallel_size"
@@ -462,7 +457,7 @@ def experts_divide_over_tensor_ranks(draft: Draft) -> str:
     )
 
 
-@notice("moe_token_dispatcher_type", "expert_model_parallel_size")
+@notice
 def nothing_to_dispatch(draft: Draft) -> str:
     if "moe_token_dispatcher_type" not in draft.given or draft.run.parallel.expert_model_parallel_size > 1:
         return ""
@@ -478,7 +473,7 @@ _ALL_TO_ALL = {
 }
 
 
-@notice("moe_token_dispatcher_type", "expert_model_parallel_size")
+@notice
 def other_dispatchers_are_all_to_all(draft: Draft) -> str:
     run = draft.run
     named = run.model.moe_token_dispatcher_type
@@ -490,7 +485,7 @@ def other_dispatchers_are_all_to_all(draft: Draft) -> str:
     )
 
 
-@rule("rank", "world_size")
+@rule
 def rank_is_in_the_world(draft: Draft) -> str:
     launch = draft.run.launch
     if launch.rank < launch.world_size:
@@ -501,7 +496,7 @@ def rank_is_in_the_world(draft: Draft) -> str:
     )
 
 
-@rule("nproc", "world_size")
+@rule
 def one_launcher(draft: Draft) -> str:
     launch = draft.run.launch
     if launch.nproc is None or launch.nproc == launch.world_size:
@@ -513,7 +508,7 @@ def one_launcher(draft: Draft) -> str:
     )
 
 
-@rule("nproc", "max_restarts")
+@rule
 def restarts_need_a_supervisor(draft: Draft) -> str:
     launch = draft.run.launch
     if launch.max_restarts == 0 or launch.nproc is not None:
@@ -524,7 +519,7 @@ def restarts_need_a_supervisor(draft: Draft) -> str:
     )
 
 
-@notice("max_restarts", "save")
+@notice
 def restarts_without_checkpoints(draft: Draft) -> str:
     if draft.run.launch.max_restarts == 0 or draft.run.checkpoint.save:
         return ""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from megalith.config.environment import read_launch, tasks_without_srun
 from megalith.config.fields import Setting
 from megalith.config.foreign_args import settings_from
 from megalith.config.reading import Reading, read_recipe
-from megalith.config.rule import Draft
+from megalith.config.rule import Draft, UnusableError, unreadable
 from megalith.config.rules import FILE_RULES, NOTICES, RULES
 from megalith.config.run import Note, RunConfig, all_settings, group_types
 from megalith.config.values import BadValue, checked_value, closest, out_of_range, value_from_words
@@ -174,17 +173,16 @@ def check_groups(*groups: object) -> None:
     }
     settings = [setting for setting in all_settings().values() if setting.group in here]
     values = {setting.name: getattr(here[setting.group], setting.name) for setting in settings}
-    problems, unusable = [], {setting.name for setting in all_settings().values() if setting.group not in here}
+    problems, unusable = [], set()
     for setting in settings:
         if complaint := _illegal(setting, values[setting.name]):
             problems.append(f"{setting.name} = {values[setting.name]!r}: {complaint}")
             unusable.add(setting.name)
     absent: Any = _Absent()
-    run = RunConfig(**{name: here.get(name, absent) for name in group_types()})
+    readable = {name: unreadable(group, unusable) for name, group in here.items()}
+    run = RunConfig(**{name: readable.get(name, absent) for name in group_types()})
     draft = Draft(run, frozenset(setting.name for setting in settings if values[setting.name] != setting.default))
-    for rule in RULES:
-        with suppress(_AbsentError):
-            problems += [message] if (message := rule.broken(draft, unusable)) else []
+    problems += [message for rule in RULES if (message := rule.broken(draft))]
     if problems:
         raise ConfigError(problems)
 
@@ -205,15 +203,11 @@ def _illegal(setting: Setting, value: Any) -> str:
     return out_of_range(setting, value)
 
 
-class _AbsentError(Exception):
-    """A rule reads a group that is not there."""
-
-
 class _Absent:
     """Stands for a group that is not there."""
 
     def __getattr__(self, name: str) -> Any:
-        raise _AbsentError(name)
+        raise UnusableError(name)
 
 
 def _build(given: Mapping[str, Any], faulty: set[str], *, files: bool) -> tuple[RunConfig, list[str]]:
@@ -239,9 +233,10 @@ def _build(given: Mapping[str, Any], faulty: set[str], *, files: bool) -> tuple[
             for name, group in group_types().items()
         }
     )
-    draft = Draft(run, frozenset(given))
+    readable = {name: unreadable(group, unusable) for name, group in _groups_of(run).items()}
+    draft = Draft(RunConfig(**readable) if unusable else run, frozenset(given))
     rules = (*RULES, *FILE_RULES) if files else RULES
-    problems += [message for rule in rules if (message := rule.broken(draft, unusable))]
+    problems += [message for rule in rules if (message := rule.broken(draft))]
     return run, problems
 
 
@@ -277,6 +272,6 @@ def _read_environment(environ: Mapping[str, str]) -> Reading:
 def _notes(readings: Sequence[Reading], run: RunConfig, asked: Mapping[str, Any]) -> tuple[Note, ...]:
     draft = Draft(run, frozenset(asked))  # without what a checkpoint adds, most of which its model has no use for
     notes = [Note(text) for reading in readings for text in reading.notes]
-    notes += [Note(message) for notice in NOTICES if (message := notice.broken(draft, set()))]
+    notes += [Note(message) for notice in NOTICES if (message := notice.broken(draft))]
     notes += [Note(why, tuple(words)) for reading in readings for why, words in reading.nothing.items()]
     return tuple(notes)

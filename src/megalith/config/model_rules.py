@@ -23,7 +23,7 @@ from megalith.config.values import read_pattern, read_window
 ROTARY = ("rope", "yarn")
 
 
-@rule("hidden_size", "num_attention_heads", "kv_channels", "multi_latent_attention")
+@rule
 def hidden_size_divides_into_heads(draft: Draft) -> str:
     model = draft.run.model
     if (
@@ -41,7 +41,7 @@ def hidden_size_divides_into_heads(draft: Draft) -> str:
     )
 
 
-@rule("num_attention_heads", "num_query_groups", "group_query_attention")
+@rule
 def heads_divide_into_query_groups(draft: Draft) -> str:
     model = draft.run.model
     if not model.group_query_attention or model.num_attention_heads % model.num_query_groups == 0:
@@ -52,7 +52,7 @@ def heads_divide_into_query_groups(draft: Draft) -> str:
     )
 
 
-@rule("seq_length", "max_position_embeddings")
+@rule
 def positions_cover_the_sequence(draft: Draft) -> str:
     run = draft.run
     if run.data.seq_length <= run.model.max_position_embeddings:
@@ -64,7 +64,7 @@ def positions_cover_the_sequence(draft: Draft) -> str:
     )
 
 
-@rule("hidden_size", "ffn_hidden_size", "swiglu")
+@rule
 def gated_layers_have_a_width(draft: Draft) -> str:
     model = draft.run.model
     if model.ffn_size > 0:
@@ -75,14 +75,7 @@ def gated_layers_have_a_width(draft: Draft) -> str:
     )
 
 
-@rule(
-    "position_embedding_type",
-    "rotary_percent",
-    "kv_channels",
-    "hidden_size",
-    "num_attention_heads",
-    "multi_latent_attention",
-)
+@rule
 def rotary_positions_turn_pairs(draft: Draft) -> str:
     model = draft.run.model
     whole_heads = model.kv_channels is not None or model.hidden_size % model.num_attention_heads == 0
@@ -103,7 +96,7 @@ def rotary_positions_turn_pairs(draft: Draft) -> str:
     )
 
 
-@rule("position_embedding_type", "add_position_embedding")
+@rule
 def leaving_out_the_table_needs_rotary_positions(draft: Draft) -> str:
     model = draft.run.model
     if model.add_position_embedding or model.position_embedding_type in ROTARY:
@@ -111,7 +104,7 @@ def leaving_out_the_table_needs_rotary_positions(draft: Draft) -> str:
     return f"--no-position-embedding with {show(draft, 'position_embedding_type')}: use --position-embedding-type rope"
 
 
-@notice("use_rope_scaling", "position_embedding_type")
+@notice
 def rope_scaling_without_rotary_positions(draft: Draft) -> str:
     model = draft.run.model
     if not model.use_rope_scaling or model.position_embedding_type == "rope":
@@ -122,7 +115,7 @@ def rope_scaling_without_rotary_positions(draft: Draft) -> str:
 _ACTIVATIONS = ("swiglu", "geglu", "quick_geglu", "squared_relu", "relu", "openai_gelu")
 
 
-@rule(*_ACTIVATIONS, "onnx_safe")
+@rule
 def one_activation(draft: Draft) -> str:
     model = draft.run.model
     given = [name for name in _ACTIVATIONS if getattr(model, name)]
@@ -138,7 +131,6 @@ one_norm_of_heads = exclusive("qk_layernorm", "qk_l2_norm", "are two norms of th
 def _pattern_of_layers(name: str, marks: str) -> Rule:
     """A rule for a setting that names layers by a frequency or a list."""
 
-    @rule(name, "num_layers")
     def check(draft: Draft) -> str:
         text, layers = getattr(draft.run.model, name), draft.run.model.num_layers
         if text is None:
@@ -154,10 +146,10 @@ def _pattern_of_layers(name: str, marks: str) -> Rule:
             f"{layers} entries"
         )
 
-    return Rule(f"{name}_is_a_pattern_of_layers", check.needs, check.check)
+    return Rule(f"{name}_is_a_pattern_of_layers", check)
 
 
-@rule("no_rope_freq", "num_layers")
+@rule
 def layers_without_rotation_recur(draft: Draft) -> str:
     model = draft.run.model
     if model.no_rope_freq is None or not model.no_rope_freq.strip().isdecimal():
@@ -171,7 +163,7 @@ def layers_without_rotation_recur(draft: Draft) -> str:
     )
 
 
-@rule("window_size")
+@rule
 def the_window_is_two_numbers(draft: Draft) -> str:
     text = draft.run.model.window_size
     if text is None:
@@ -183,7 +175,7 @@ def the_window_is_two_numbers(draft: Draft) -> str:
     return ""
 
 
-@notice("window_size")
+@notice
 def the_window_looks_back(draft: Draft) -> str:
     text = draft.run.model.window_size
     if text is None or read_window(text)[1] in (0, -1):
@@ -192,7 +184,7 @@ def the_window_looks_back(draft: Draft) -> str:
     return f"{show(draft, 'window_size')}: attention is causal, so that the {right} to the right count as {left},0"
 
 
-@rule("position_embedding_type", "yarn_original_max_position_embeddings")
+@rule
 def yarn_knows_the_length_before(draft: Draft) -> str:
     model = draft.run.model
     if model.position_embedding_type != "yarn" or model.yarn_original_max_position_embeddings is not None:
@@ -203,7 +195,7 @@ def yarn_knows_the_length_before(draft: Draft) -> str:
     )
 
 
-@rule("position_embedding_type", "rotary_interleaved")
+@rule
 def yarn_rotates_halves(draft: Draft) -> str:
     model = draft.run.model
     if model.position_embedding_type != "yarn" or not model.rotary_interleaved:
@@ -211,7 +203,7 @@ def yarn_rotates_halves(draft: Draft) -> str:
     return "--position-embedding-type yarn rotates halves of heads, not --rotary-interleaved pairs; leave that out"
 
 
-@rule("yarn_beta_fast", "yarn_beta_slow")
+@rule
 def yarn_leaves_fast_turns_alone(draft: Draft) -> str:
     model = draft.run.model
     fast, slow = model.yarn_beta_fast or 32.0, model.yarn_beta_slow or 1.0
@@ -220,7 +212,7 @@ def yarn_leaves_fast_turns_alone(draft: Draft) -> str:
     return f"{show(draft, 'yarn_beta_fast')} must be above {show(draft, 'yarn_beta_slow')}"
 
 
-@rule("fp32_residual_connection", "fp16", "bf16")
+@rule
 def wide_residuals_need_half_precision(draft: Draft) -> str:
     precision = draft.run.precision
     if not draft.run.model.fp32_residual_connection or precision.fp16 or precision.bf16:
@@ -228,7 +220,7 @@ def wide_residuals_need_half_precision(draft: Draft) -> str:
     return "--fp32-residual-connection needs --fp16 or --bf16: without them all hidden states are in fp32"
 
 
-@notice("apply_query_key_layer_scaling", "attention_backend", "transformer_impl")
+@notice
 def fused_attention_needs_no_layer_scaling(draft: Draft) -> str:
     model = draft.run.model
     if not model.apply_query_key_layer_scaling or not model.fused_attention:
@@ -239,7 +231,7 @@ def fused_attention_needs_no_layer_scaling(draft: Draft) -> str:
     )
 
 
-@notice("glu_linear_offset", "activation_func_clamp_value", "swiglu", "geglu", "quick_geglu")
+@notice
 def gates_are_given(draft: Draft) -> str:
     model = draft.run.model
     names = [name for name in ("glu_linear_offset", "activation_func_clamp_value") if getattr(model, name)]
@@ -260,7 +252,6 @@ def _read_by(kinds: tuple[str, ...], *names: str) -> list[Rule]:
     """Make notices for settings that only some kinds of rotary positions read."""
     return idle(
         names,
-        ("position_embedding_type", "multi_latent_attention", "rope_type"),
         lambda run: run.model.rotary_kind in kinds,
         lambda draft: f" with {show(draft, 'position_embedding_type')}",
     )
@@ -290,7 +281,6 @@ settings_are_read = (
 
 latent_attention_is_without = excluded(
     "latent_attention",
-    "multi_latent_attention",
     lambda run: run.model.multi_latent_attention,
     {
         "group_query_attention": "all heads come from one latent vector already; leave it out",
@@ -303,24 +293,23 @@ latent_attention_is_without = excluded(
         "use_rope_scaling": "its positions are stretched by --rope-type yarn and --rotary-scaling-factor; leave it out",
         "rotary_seq_len_interpolation_factor": "its positions are stretched by --rope-type yarn; leave it out",
     },
-    named=True,
+    switch="multi_latent_attention",
 )
 
 
 other_families_are_without = excluded(
     "another_family",
-    "model_family",
     lambda run: run.model.model_family != "gpt",
     {
         "multi_latent_attention": "multi-latent attention is for GPT; leave it out",
         "mtp_num_layers": "multi-token prediction is for GPT; leave it out",
         "use_mup": "its factors are built for GPT; leave it out",
     },
-    named=True,
+    switch="model_family",
 )
 
 
-@rule("multi_latent_attention", "qk_pos_emb_head_dim", "rotary_percent", "rope_type")
+@rule
 def latent_positions_turn_pairs(draft: Draft) -> str:
     model = draft.run.model
     if not model.multi_latent_attention or (model.rotary_size >= 2 and model.rotary_size % 2 == 0):
@@ -331,7 +320,7 @@ def latent_positions_turn_pairs(draft: Draft) -> str:
     )
 
 
-@rule("multi_latent_attention", "rope_type")
+@rule
 def rope_type_is_of_latent_attention(draft: Draft) -> str:
     model = draft.run.model
     if model.multi_latent_attention or model.rope_type in (None, "rope"):
@@ -339,7 +328,7 @@ def rope_type_is_of_latent_attention(draft: Draft) -> str:
     return f"{show(draft, 'rope_type')} is of --multi-latent-attention; else use --position-embedding-type yarn"
 
 
-@notice("multi_latent_attention", "kv_channels")
+@notice
 def latent_heads_have_their_own_sizes(draft: Draft) -> str:
     if not draft.run.model.multi_latent_attention or "kv_channels" not in draft.given:
         return ""
@@ -351,14 +340,13 @@ def latent_heads_have_their_own_sizes(draft: Draft) -> str:
 
 mup_is_without = excluded(
     "mup",
-    "use_mup",
     lambda run: run.model.use_mup,
     {"multi_latent_attention": "its factors are built for usual attention; leave it out"},
-    named=True,
+    switch="use_mup",
 )
 
 
-@rule("use_mup", "mup_width_mult", "mup_base_hidden_size", "hidden_size")
+@rule
 def width_multiplier_follows(draft: Draft) -> str:
     model = draft.run.model
     given = model.mup_width_mult
@@ -371,7 +359,7 @@ def width_multiplier_follows(draft: Draft) -> str:
     )
 
 
-@notice("use_mup", "mup_base_hidden_size")
+@notice
 def mup_without_a_base(draft: Draft) -> str:
     model = draft.run.model
     if not model.use_mup or model.mup_base_hidden_size is not None:
@@ -382,7 +370,7 @@ def mup_without_a_base(draft: Draft) -> str:
     )
 
 
-@notice("use_mup", "init_method_xavier_uniform")
+@notice
 def uniform_weights_know_their_width(draft: Draft) -> str:
     model = draft.run.model
     if not model.use_mup or not model.init_method_xavier_uniform:
@@ -390,7 +378,7 @@ def uniform_weights_know_their_width(draft: Draft) -> str:
     return "--use-mup leaves the initial weights of --init-method-xavier-uniform as they are, which know their width"
 
 
-@notice("use_mup", "optimizer", "muon_scale_mode")
+@notice
 def muon_has_its_scale(draft: Draft) -> str:
     config = draft.run.optimizer
     if not draft.run.model.use_mup or not config.orthogonalises or config.muon_scale_mode != "spectral":
@@ -401,7 +389,7 @@ def muon_has_its_scale(draft: Draft) -> str:
     )
 
 
-@rule("mtp_num_layers", "seq_length")
+@rule
 def there_are_tokens_to_predict(draft: Draft) -> str:
     run = draft.run
     if run.model.predictions < run.data.seq_length:
@@ -412,7 +400,7 @@ def there_are_tokens_to_predict(draft: Draft) -> str:
     )
 
 
-@rule("mtp_num_layers", "position_embedding_type", "pipeline_model_parallel_size")
+@rule
 def learned_positions_stay_on_one_stage(draft: Draft) -> str:
     model = draft.run.model
     pipeline = draft.run.parallel.pipeline_model_parallel_size > 1
@@ -427,7 +415,6 @@ def learned_positions_stay_on_one_stage(draft: Draft) -> str:
 
 prediction_is_without = excluded(
     "prediction",
-    "mtp_num_layers",
     lambda run: run.model.predictions,
     {
         **dict.fromkeys(
@@ -436,5 +423,5 @@ prediction_is_without = excluded(
         ),
         "use_mup": "no factor of logits is known for its layers; leave one out",
     },
-    named=True,
+    switch="mtp_num_layers",
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from megalith.config.layout_rules import MODEL_PARALLEL, SHARDING
 from megalith.config.rule import Draft, Rule, exclusive, idle, idle_without, notice, rule, show
 from megalith.config.run import RunConfig
 
@@ -12,7 +11,7 @@ COEFFICIENT_SETS = {"simple": 1, "quintic": 5, "polar_express": 8}
 _FORMATS = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 
 
-@rule("optimizer", *SHARDING)
+@rule
 def matrices_are_seen_whole(draft: Draft) -> str:
     parallel = draft.run.parallel
     if not draft.run.optimizer.sees_matrices:
@@ -26,7 +25,7 @@ def matrices_are_seen_whole(draft: Draft) -> str:
     )
 
 
-@rule("optimizer", "num_query_groups", "group_query_attention", "num_attention_heads", *MODEL_PARALLEL)
+@rule
 def muon_has_each_key_head_once(draft: Draft) -> str:
     run = draft.run
     tensor = run.parallel.tensor_model_parallel_size
@@ -41,7 +40,7 @@ def muon_has_each_key_head_once(draft: Draft) -> str:
     )
 
 
-@rule("optimizer", "optimizer_cpu_offload")
+@rule
 def matrices_stay_on_the_device(draft: Draft) -> str:
     optimizer = draft.run.optimizer
     if not optimizer.sees_matrices or not optimizer.optimizer_cpu_offload:
@@ -52,7 +51,7 @@ def matrices_stay_on_the_device(draft: Draft) -> str:
     )
 
 
-@rule("optimizer", "muon_coefficient_type", "muon_num_ns_steps")
+@rule
 def muon_uses_all_coefficients(draft: Draft) -> str:
     config = draft.run.optimizer
     count = COEFFICIENT_SETS[config.muon_coefficient_type]
@@ -64,7 +63,7 @@ def muon_uses_all_coefficients(draft: Draft) -> str:
     )
 
 
-@rule("use_precision_aware_optimizer", "optimizer", *_FORMATS)
+@rule
 def formats_are_asked_for(draft: Draft) -> str:
     config = draft.run.optimizer
     changed = [name for name in _FORMATS if getattr(config, name) != "fp32"]
@@ -77,7 +76,7 @@ def formats_are_asked_for(draft: Draft) -> str:
     return f"{show(draft, changed[0])} works with --optimizer adam and lion, not with {config.optimizer}"
 
 
-@rule("main_params_dtype", *SHARDING)
+@rule
 def sharded_weights_are_the_main_parameters(draft: Draft) -> str:
     if draft.run.optimizer.main_params_dtype == "fp32" or not draft.run.parallel.divides_weights:
         return ""
@@ -87,7 +86,7 @@ def sharded_weights_are_the_main_parameters(draft: Draft) -> str:
     )
 
 
-@rule("main_params_dtype", "fp16", "bf16")
+@rule
 def main_parameters_beside_half_precision(draft: Draft) -> str:
     precision = draft.run.precision
     if draft.run.optimizer.main_params_dtype == "fp32" or precision.fp16 or precision.bf16:
@@ -95,7 +94,7 @@ def main_parameters_beside_half_precision(draft: Draft) -> str:
     return f"{show(draft, 'main_params_dtype')}: in fp32 the weights are the main parameters; add --bf16 or --fp16"
 
 
-@rule("decoupled_lr", "decoupled_min_lr", "min_lr", "lr_warmup_init")
+@rule
 def decoupled_rate_has_its_range(draft: Draft) -> str:
     config, schedule = draft.run.optimizer, draft.run.schedule
     if config.decoupled_lr is None:
@@ -115,7 +114,7 @@ def decoupled_rate_has_its_range(draft: Draft) -> str:
     return ""
 
 
-@notice("optimizer")
+@notice
 def every_replica_updates_all(draft: Draft) -> str:
     if draft.run.optimizer.optimizer != "dist_muon":
         return ""
@@ -125,7 +124,7 @@ def every_replica_updates_all(draft: Draft) -> str:
     )
 
 
-@notice("use_precision_aware_optimizer", *_FORMATS)
+@notice
 def precision_awareness_without_formats(draft: Draft) -> str:
     config = draft.run.optimizer
     if not config.use_precision_aware_optimizer or config.stores_rounded:
@@ -143,8 +142,7 @@ def _read_by(optimizers: tuple[str, ...], *names: str) -> list[Rule]:
         config = run.optimizer
         return config.optimizer in optimizers or (config.orthogonalises and config.muon_scalar_optimizer in optimizers)
 
-    needs = ("optimizer", "muon_scalar_optimizer")
-    return idle(names, needs, used, lambda draft: f" with {show(draft, 'optimizer')}")
+    return idle(names, used, lambda draft: f" with {show(draft, 'optimizer')}")
 
 
 optimizer_settings_are_read = (
@@ -167,7 +165,7 @@ _BY_ITERS = ("lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters")
 _BY_SAMPLES = ("lr_decay_samples", "lr_warmup_samples", "lr_wsd_decay_samples")
 
 
-@rule("train_iters", "train_samples", *_BY_ITERS, *_BY_SAMPLES)
+@rule
 def schedule_counts_as_the_run_does(draft: Draft) -> str:
     train, schedule = draft.run.train, draft.run.schedule
     if (train.train_iters is None) == (train.train_samples is None):
@@ -181,7 +179,7 @@ def schedule_counts_as_the_run_does(draft: Draft) -> str:
     return f"{', '.join(shown)}: the run is counted by {show(draft, length)}; use the -{right} flags of the schedule"
 
 
-@rule("min_lr", "lr")
+@rule
 def lowest_rate_is_not_above_the_peak(draft: Draft) -> str:
     schedule = draft.run.schedule
     if schedule.min_lr <= schedule.lr:
@@ -189,7 +187,7 @@ def lowest_rate_is_not_above_the_peak(draft: Draft) -> str:
     return f"{show(draft, 'min_lr')} is above {show(draft, 'lr')}; use --min-lr of at most {schedule.lr:g}"
 
 
-@rule("lr_warmup_init", "lr")
+@rule
 def warm_up_rises(draft: Draft) -> str:
     schedule = draft.run.schedule
     if schedule.lr_warmup_init <= schedule.lr:
@@ -199,7 +197,7 @@ def warm_up_rises(draft: Draft) -> str:
     )
 
 
-@rule("lr_warmup_fraction", "lr_warmup_iters", "lr_warmup_samples")
+@rule
 def one_length_of_the_warm_up(draft: Draft) -> str:
     schedule = draft.run.schedule
     if schedule.lr_warmup_fraction is None:
@@ -225,7 +223,7 @@ def _decay_length(draft: Draft) -> tuple[int, str, str] | None:
     return None
 
 
-@rule("train_iters", "train_samples", *_BY_ITERS, *_BY_SAMPLES)
+@rule
 def warm_up_ends_before_the_decay_does(draft: Draft) -> str:
     decay = _decay_length(draft)
     if decay is None:
@@ -239,7 +237,7 @@ def warm_up_ends_before_the_decay_does(draft: Draft) -> str:
     )
 
 
-@rule("lr_decay_style", "train_iters", "train_samples", *_BY_ITERS, *_BY_SAMPLES)
+@rule
 def wsd_has_a_final_decay(draft: Draft) -> str:
     decay = _decay_length(draft)
     if draft.run.schedule.lr_decay_style != "WSD" or decay is None:
@@ -260,7 +258,7 @@ one_source_of_the_schedule_on_resume = exclusive(
 )
 
 
-@rule("weight_decay_incr_style", "start_weight_decay", "end_weight_decay")
+@rule
 def growing_weight_decay_has_two_ends(draft: Draft) -> str:
     optimizer = draft.run.optimizer
     ends = (optimizer.start_weight_decay, optimizer.end_weight_decay)
@@ -278,7 +276,7 @@ def growing_weight_decay_has_two_ends(draft: Draft) -> str:
     return ""
 
 
-@notice("lr_decay_style")
+@notice
 def wsd_settings_without_wsd(draft: Draft) -> str:
     names = ("lr_wsd_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples")
     shown = [show(draft, name) for name in names if name in draft.given]

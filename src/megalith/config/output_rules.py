@@ -5,7 +5,7 @@ from __future__ import annotations
 from megalith.config.rule import Draft, Rule, excluded, idle, idle_without, multiples, notice, rule, show
 
 
-@rule("async_save", "ckpt_format")
+@rule
 def saving_beside_the_training_is_for_torch_dist(draft: Draft) -> str:
     checkpoint = draft.run.checkpoint
     if not checkpoint.async_save or checkpoint.ckpt_format == "torch_dist":
@@ -20,17 +20,16 @@ _ADAM_ALONE = "it is written for AdamW with its usual groups; use torch_dist"
 
 per_rank_files_are_without = excluded(
     "per_rank_files",
-    "ckpt_format",
     lambda run: run.checkpoint.ckpt_format == "torch" and run.checkpoint.save is not None,
     {
         **dict.fromkeys(("optimizer", "apply_wd_to_qk_layernorm", "no_weight_decay_cond_type"), _ADAM_ALONE),
         "use_mup": "it is written for groups of one rate; use torch_dist",
     },
-    named=True,
+    switch="ckpt_format",
 )
 
 
-@rule("save_retain_interval", "save_interval")
+@rule
 def retained_checkpoints_are_saved_ones(draft: Draft) -> str:
     retained, interval = draft.run.checkpoint.save_retain_interval, draft.run.checkpoint.save_interval
     if retained is None or interval is None or retained % interval == 0:
@@ -41,7 +40,7 @@ def retained_checkpoints_are_saved_ones(draft: Draft) -> str:
     )
 
 
-@rule("non_persistent_save_interval", "non_persistent_ckpt_type")
+@rule
 def non_persistent_saves_have_a_type(draft: Draft) -> str:
     checkpoint = draft.run.checkpoint
     if checkpoint.non_persistent_save_interval is None or checkpoint.non_persistent_ckpt_type is not None:
@@ -49,7 +48,7 @@ def non_persistent_saves_have_a_type(draft: Draft) -> str:
     return f"{show(draft, 'non_persistent_save_interval')} requires --non-persistent-ckpt-type global or local"
 
 
-@rule("non_persistent_ckpt_type", "non_persistent_local_ckpt_dir")
+@rule
 def non_persistent_saves_outlive_the_processes(draft: Draft) -> str:
     kind, launch = draft.run.checkpoint.non_persistent_ckpt_type, draft.run.launch
     reason = ""
@@ -68,7 +67,7 @@ def non_persistent_saves_outlive_the_processes(draft: Draft) -> str:
     )
 
 
-@rule("ckpt_convert_format", "ckpt_convert_save", "load")
+@rule
 def a_conversion_has_a_source_and_a_place(draft: Draft) -> str:
     checkpoint = draft.run.checkpoint
     if checkpoint.ckpt_convert_format is None:
@@ -80,7 +79,7 @@ def a_conversion_has_a_source_and_a_place(draft: Draft) -> str:
     return f"{show(draft, 'ckpt_convert_format')} requires {' and '.join(lacking)} DIR" if lacking else ""
 
 
-@rule("save", "save_interval")
+@rule
 def saving_has_an_interval(draft: Draft) -> str:
     checkpoint = draft.run.checkpoint
     if checkpoint.save is None or checkpoint.save_interval is not None:
@@ -88,7 +87,7 @@ def saving_has_an_interval(draft: Draft) -> str:
     return f"{show(draft, 'save')} requires --save-interval N, the iterations between checkpoints"
 
 
-@notice("use_tokenizer_model_from_checkpoint_args", "use_checkpoint_args", "use_mp_args_from_checkpoint_args")
+@notice
 def only_what_is_taken_can_be_left_out(draft: Draft) -> str:
     checkpoint = draft.run.checkpoint
     if (
@@ -107,7 +106,6 @@ def _folder_of(kind: str) -> list[Rule]:
     """Make the notice for the folder of a kind of checkpoints that are not saved."""
     return idle(
         (f"non_persistent_{kind}_ckpt_dir",),
-        ("non_persistent_ckpt_type",),
         lambda run: run.checkpoint.non_persistent_ckpt_type == kind,
         lambda draft: f": --non-persistent-ckpt-type {kind} is not given",
     )
@@ -130,7 +128,7 @@ checkpoint_settings_are_read = (
 )
 
 
-@rule("log_memory_interval", "log_interval")
+@rule
 def memory_is_printed_with_a_line(draft: Draft) -> str:
     log = draft.run.log
     if log.log_memory_interval is None or log.log_memory_interval % log.log_interval == 0:
@@ -141,7 +139,7 @@ def memory_is_printed_with_a_line(draft: Draft) -> str:
     )
 
 
-@rule("profile", "profile_step_start", "profile_step_end")
+@rule
 def the_profile_ends_behind_its_start(draft: Draft) -> str:
     log = draft.run.log
     if not log.profile or log.profile_step_start < log.profile_step_end:
@@ -152,7 +150,7 @@ def the_profile_ends_behind_its_start(draft: Draft) -> str:
     )
 
 
-@rule("profile_ranks", "world_size")
+@rule
 def profiled_ranks_exist(draft: Draft) -> str:
     world = draft.run.launch.world_size
     if draft.run.launch.nproc is not None or all(rank < world for rank in draft.run.log.profile_ranks):
@@ -160,7 +158,7 @@ def profiled_ranks_exist(draft: Draft) -> str:
     return f"{show(draft, 'profile_ranks')}: ranks are 0 to {world - 1}"
 
 
-@rule("wandb_project", "wandb_exp_name")
+@rule
 def a_project_of_wandb_has_a_run_name(draft: Draft) -> str:
     log = draft.run.log
     if not log.wandb_project or log.wandb_exp_name:
@@ -168,7 +166,7 @@ def a_project_of_wandb_has_a_run_name(draft: Draft) -> str:
     return f"{show(draft, 'wandb_project')} requires --wandb-exp-name NAME, the name of the run"
 
 
-@notice("tensorboard_dir", "wandb_project")
+@notice
 def records_without_a_place(draft: Draft) -> str:
     names = (
         "log_timers_to_tensorboard",

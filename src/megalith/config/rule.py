@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn, TypeVar, cast
 
 from megalith.config.fields import Setting
 from megalith.config.run import RunConfig, all_settings
+
+Group = TypeVar("Group")
 
 
 @dataclass(frozen=True)
@@ -26,37 +28,53 @@ class Draft:
     given: frozenset[str]
 
 
+class UnusableError(Exception):
+    """A rule reads a setting that is missing, or whose value could not be read."""
+
+
+def unreadable(group: Group, names: Collection[str]) -> Group:
+    """Return a group of settings of which reading those called `names` raises UnusableError."""
+
+    def read(_: object) -> NoReturn:
+        raise UnusableError
+
+    kind: Any = type(group)
+    guarded = type(kind.__name__, (kind,), {name: property(read) for name in names if name in vars(group)})
+    copy = object.__new__(guarded)
+    copy.__dict__.update(vars(group))
+    return cast("Group", copy)
+
+
 @dataclass(frozen=True)
 class Rule:
     """A predicate over a draft.
 
     Attributes:
         name: what holds where it is not violated.
-        needs: settings that it reads.
         check: returns the message of the violation or an empty text.
         notice: whether its message is a note instead of a violation.
     """
 
     name: str
-    needs: tuple[str, ...]
     check: Callable[[Draft], str]
     notice: bool = False
 
-    def broken(self, draft: Draft, unusable: Collection[str]) -> str:
-        """Return the message if the rule is violated, else an empty text, as when a needed setting is unusable."""
-        return "" if any(name in unusable for name in self.needs) else self.check(draft)
+    def broken(self, draft: Draft) -> str:
+        """Return the message if the rule is violated, else an empty text, as when it reads an unusable setting."""
+        try:
+            return self.check(draft)
+        except UnusableError:
+            return ""
 
 
-def rule(*needs: str, notice: bool = False) -> Callable[[Callable[[Draft], str]], Rule]:
-    """Make a rule of a predicate that reads the settings `needs`; its message is empty where it holds."""
-    unknown = [name for name in needs if name not in all_settings()]
-    assert not unknown, f"rules name settings that do not exist: {unknown}"
-    return lambda check: Rule(check.__name__, needs, check, notice)
+def rule(check: Callable[[Draft], str]) -> Rule:
+    """Make a rule of a predicate; its message is empty where it holds."""
+    return Rule(check.__name__, check)
 
 
-def notice(*needs: str) -> Callable[[Callable[[Draft], str]], Rule]:
+def notice(check: Callable[[Draft], str]) -> Rule:
     """Make a notice of a predicate, as `rule` makes a rule."""
-    return rule(*needs, notice=True)
+    return Rule(check.__name__, check, notice=True)
 
 
 def exclusive(one: str, other: str, why: str = "exclude each other; use one of them") -> Rule:
@@ -66,42 +84,38 @@ def exclusive(one: str, other: str, why: str = "exclude each other; use one of t
         both = value_of(draft, one) and value_of(draft, other)
         return f"{all_settings()[one].positive_flag} and {all_settings()[other].positive_flag} {why}" if both else ""
 
-    return Rule(f"{one}_or_{other}", (one, other), check)
+    return Rule(f"{one}_or_{other}", check)
 
 
 def excluded(
-    kind: str, switch: str, where: Callable[[RunConfig], Any], reasons: Mapping[str, str], *, named: bool = False
+    kind: str, where: Callable[[RunConfig], Any], reasons: Mapping[str, str], *, switch: str = ""
 ) -> list[Rule]:
     """Make rules against settings that a kind of run has no use for.
 
     Args:
         kind: of run, for the names of the rules.
-        switch: the setting that decides `where`.
         where: whether a run is of that kind.
         reasons: setting -> why it may not differ from its default, and what to do instead.
-        named: whether the messages name the switch, too.
+        switch: the setting that decides this, if the messages name it.
     """
 
     def make(name: str, why: str) -> Rule:
         def check(draft: Draft) -> str:
             value = value_of(draft, name)
             used = value and value != all_settings()[name].default
-            head = f"{show(draft, switch)} with " if named else ""
+            head = f"{show(draft, switch)} with " if switch else ""
             return f"{head}{show(draft, name)}: {why}" if used and where(draft.run) else ""
 
-        return Rule(f"{kind}_is_without_{name}", (switch, name), check)
+        return Rule(f"{kind}_is_without_{name}", check)
 
     return [make(name, why) for name, why in reasons.items()]
 
 
-def idle(
-    names: Collection[str], needs: tuple[str, ...], used: Callable[[RunConfig], Any], why: Callable[[Draft], str]
-) -> list[Rule]:
+def idle(names: Collection[str], used: Callable[[RunConfig], Any], why: Callable[[Draft], str]) -> list[Rule]:
     """Make notices for settings that differ from their defaults in a run that does not read them.
 
     Args:
         names: the settings.
-        needs: others, which decide `used`.
         used: whether a run reads them.
         why: the reason, which completes `--name value has no effect`.
     """
@@ -111,7 +125,7 @@ def idle(
             is_idle = value_of(draft, setting.name) != setting.default and not used(draft.run)
             return f"{show(draft, setting.name)} has no effect{why(draft)}" if is_idle else ""
 
-        return Rule(f"{setting.name}_is_read", (setting.name, *needs), check, notice=True)
+        return Rule(f"{setting.name}_is_read", check, notice=True)
 
     return [make(all_settings()[name]) for name in names]
 
@@ -125,7 +139,7 @@ def idle_without(other: str, why: str, *names: str) -> list[Rule]:
                 return ""
             return f"{show(draft, name)} has no effect: {why}"
 
-        return Rule(f"{name}_needs_{other}", (name, other), check, notice=True)
+        return Rule(f"{name}_needs_{other}", check, notice=True)
 
     return [make(name) for name in names]
 

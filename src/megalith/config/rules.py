@@ -1,6 +1,6 @@
 """All rules of a configuration, collected from the modules that define them.
 
-A rule speaks only when every setting that it needs is there and readable, so that one mistake gives one message.
+A rule that reads a setting which is missing or unreadable says nothing, so that one mistake gives one message.
 `RULES` concern the configuration alone, `FILE_RULES` also look at the file system; `NOTICES` are no violations but say
 what has no effect.
 """

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import dropwhile
 
-from megalith.config.layout_rules import MODEL_PARALLEL
 from megalith.config.rule import Draft, Rule, divisors, exclusive, idle_without, multiples, notice, rule, show
 from megalith.config.run import RunConfig
 from megalith.schedules.batch_size import Stage, read_steps, stepped
@@ -13,7 +12,7 @@ from megalith.schedules.batch_size import Stage, read_steps, stepped
 one_half_precision = exclusive("fp16", "bf16")
 
 
-@rule("initial_loss_scale", "min_loss_scale")
+@rule
 def loss_scale_starts_above_its_minimum(draft: Draft) -> str:
     precision = draft.run.precision
     if precision.min_loss_scale <= precision.initial_loss_scale:
@@ -41,7 +40,7 @@ def _replicas(draft: Draft) -> int:
     return max(1, draft.run.data_parallel_size)
 
 
-@rule("global_batch_size", "micro_batch_size", "world_size", *MODEL_PARALLEL)
+@rule
 def micro_batches_fill_the_global_batch(draft: Draft) -> str:
     train, replicas = draft.run.train, _replicas(draft)
     unit = train.micro_batch_size * replicas
@@ -58,7 +57,7 @@ def micro_batches_fill_the_global_batch(draft: Draft) -> str:
     )
 
 
-@rule("train_iters", "train_samples")
+@rule
 def one_length_of_the_run(draft: Draft) -> str:
     train = draft.run.train
     if train.train_iters is None and train.train_samples is None:
@@ -68,16 +67,7 @@ def one_length_of_the_run(draft: Draft) -> str:
     return ""
 
 
-@rule(
-    "train_samples",
-    "global_batch_size",
-    "micro_batch_size",
-    "rampup_batch_size",
-    "step_batch_size_schedule",
-    "seq_length",
-    "world_size",
-    *MODEL_PARALLEL,
-)
+@rule
 def samples_make_at_least_one_step(draft: Draft) -> str:
     train = draft.run.train
     batch = draft.run.batch_sizes.asked(0)
@@ -86,7 +76,7 @@ def samples_make_at_least_one_step(draft: Draft) -> str:
     return f"{show(draft, 'train_samples')} is less than one global batch of {batch}; use at least {batch}"
 
 
-@rule("rampup_batch_size", "global_batch_size")
+@rule
 def ramp_leads_to_the_global_batch(draft: Draft) -> str:
     train = draft.run.train
     ramp, final = train.rampup_batch_size, train.global_batch_size
@@ -107,7 +97,7 @@ def ramp_leads_to_the_global_batch(draft: Draft) -> str:
     )
 
 
-@rule("step_batch_size_schedule", "global_batch_size", "rampup_batch_size", "seq_length")
+@rule
 def one_schedule_of_the_batch_size(draft: Draft) -> str:
     train = draft.run.train
     if train.step_batch_size_schedule is None:
@@ -126,16 +116,7 @@ def one_schedule_of_the_batch_size(draft: Draft) -> str:
     return f"{shown} and {show(draft, others[0])} exclude each other; use one of them"
 
 
-@rule(
-    "rampup_batch_size",
-    "step_batch_size_schedule",
-    "decrease_batch_size_if_needed",
-    "micro_batch_size",
-    "seq_length",
-    "load",
-    "world_size",
-    *MODEL_PARALLEL,
-)
+@rule
 def micro_batches_fill_every_batch(draft: Draft) -> str:
     train, sizes = draft.run.train, draft.run.batch_sizes
     name = "rampup_batch_size" if train.rampup_batch_size else "step_batch_size_schedule"
@@ -157,17 +138,7 @@ def micro_batches_fill_every_batch(draft: Draft) -> str:
     )
 
 
-@rule(
-    "eval_global_batch_size",
-    "eval_micro_batch_size",
-    "global_batch_size",
-    "micro_batch_size",
-    "world_size",
-    "num_layers",
-    *MODEL_PARALLEL,
-    "num_layers_per_virtual_pipeline_stage",
-    "num_virtual_stages_per_pipeline_rank",
-)
+@rule
 def micro_batches_fill_an_evaluation(draft: Draft) -> str:
     run = draft.run
     given = [name for name in ("eval_global_batch_size", "eval_micro_batch_size") if getattr(run.train, name)]
@@ -195,7 +166,6 @@ one_precision_of_gradients = exclusive("grad_reduce_in_bf16", "accumulate_allred
 def _format_of_gradients(name: str) -> Rule:
     """What a format of Megatron's own FSDP asks for is what is done here."""
 
-    @rule(name, "use_megatron_fsdp", "bf16", "grad_reduce_in_bf16")
     def check(draft: Draft) -> str:
         precision = draft.run.precision
         asked = getattr(precision, name)
@@ -213,10 +183,10 @@ def _format_of_gradients(name: str) -> Rule:
         )
         return f"{show(draft, name)}: gradients are kept and summed in {kept} here; {more}use auto or {kept}"
 
-    return Rule(f"gradients_have_{name}", check.needs, check.check)
+    return Rule(f"gradients_have_{name}", check)
 
 
-@notice("loss_scale", "fp16", "bf16")
+@notice
 def loss_scale_without_half_precision(draft: Draft) -> str:
     precision = draft.run.precision
     if precision.loss_scale is None or precision.fp16 or precision.bf16:
@@ -224,7 +194,7 @@ def loss_scale_without_half_precision(draft: Draft) -> str:
     return f"{show(draft, 'loss_scale')} has no effect: the loss is scaled only under --fp16 or --bf16"
 
 
-@notice("nan_policy", "rerun_mode", "check_for_nan_in_loss_and_grad", "fp16", "loss_scale")
+@notice
 def policy_without_checks(draft: Draft) -> str:
     precision = draft.run.precision
     checks = precision.stop_on_nan or precision.check_for_spiky_loss or precision.check_for_large_grads
@@ -235,7 +205,7 @@ def policy_without_checks(draft: Draft) -> str:
     return f"{show(draft, given[0])} has no effect on losses that are not finite: {why}"
 
 
-@notice("error_injection_rate", "rerun_mode")
+@notice
 def injection_needs_validation(draft: Draft) -> str:
     precision = draft.run.precision
     if not precision.error_injection_rate or precision.rerun_mode != "disabled":
@@ -243,7 +213,7 @@ def injection_needs_validation(draft: Draft) -> str:
     return f"{show(draft, 'error_injection_rate')} has no effect with {show(draft, 'rerun_mode')}"
 
 
-@notice("iterations_to_skip", "train_iters")
+@notice
 def skipped_iterations_are_in_the_run(draft: Draft) -> str:
     train = draft.run.train
     beyond = [number for number in train.iterations_to_skip if train.train_iters and number >= train.train_iters]
@@ -255,7 +225,7 @@ def skipped_iterations_are_in_the_run(draft: Draft) -> str:
     )
 
 
-@rule("phase_transition_iterations", "train_iters")
+@rule
 def phases_end_in_the_run(draft: Draft) -> str:
     train = draft.run.train
     if train.phase_transition_iterations is None:
@@ -272,7 +242,7 @@ def phases_end_in_the_run(draft: Draft) -> str:
     )
 
 
-@rule("phase_transition_iterations", "rampup_batch_size", "step_batch_size_schedule")
+@rule
 def phases_have_one_batch_size(draft: Draft) -> str:
     train = draft.run.train
     growing = [name for name in ("rampup_batch_size", "step_batch_size_schedule") if getattr(train, name)]
@@ -284,7 +254,7 @@ def phases_have_one_batch_size(draft: Draft) -> str:
     )
 
 
-@notice("phase_transition_iterations", "save")
+@notice
 def the_next_phase_needs_a_checkpoint(draft: Draft) -> str:
     if not draft.run.train.phase_ends or draft.run.checkpoint.save:
         return ""
@@ -317,7 +287,7 @@ def _given(draft: Draft) -> list[str]:
     return [name for name in _DETAILS if getattr(draft.run.train, name) is not None]
 
 
-@rule("recompute_granularity", *_DETAILS)
+@rule
 def whole_layers_are_recomputed_by_a_method(draft: Draft) -> str:
     given = _given(draft)
     if draft.run.train.recompute_granularity != "full" or len(given) == len(_DETAILS):
@@ -331,7 +301,7 @@ def whole_layers_are_recomputed_by_a_method(draft: Draft) -> str:
     return f"--recompute-granularity full requires {lacking}"
 
 
-@rule("recompute_granularity", *_DETAILS)
+@rule
 def selective_recomputation_has_no_method(draft: Draft) -> str:
     given = _given(draft)
     if draft.run.train.recompute_granularity != "selective" or not given:
@@ -342,7 +312,7 @@ def selective_recomputation_has_no_method(draft: Draft) -> str:
     )
 
 
-@rule("recompute_granularity", "moe_layer_recompute")
+@rule
 def experts_are_recomputed_once(draft: Draft) -> str:
     train = draft.run.train
     if not train.moe_layer_recompute or train.recompute_granularity != "full":
@@ -350,7 +320,7 @@ def experts_are_recomputed_once(draft: Draft) -> str:
     return "--moe-layer-recompute with --recompute-granularity full, which recomputes experts too; leave it out"
 
 
-@notice("recompute_granularity", "recompute_modules", "attention_backend", "transformer_impl", "model_family")
+@notice
 def fused_attention_keeps_no_scores(draft: Draft) -> str:
     train, model = draft.run.train, draft.run.model
     named = ("core_attn",) if train.recompute_modules is None else train.recompute_modules
@@ -364,10 +334,7 @@ def fused_attention_keeps_no_scores(draft: Draft) -> str:
     )
 
 
-@notice(
-    *("recompute_modules", "moe_layer_recompute", "num_experts", "moe_shared_expert_intermediate_size"),
-    "multi_latent_attention",
-)
+@notice
 def recomputed_parts_are_there(draft: Draft) -> str:
     model, train = draft.run.model, draft.run.train
     found = []
@@ -381,7 +348,7 @@ def recomputed_parts_are_there(draft: Draft) -> str:
     return f"{show(draft, name)}: {'; '.join(found)}" if found else ""
 
 
-@notice("recompute_granularity", "recompute_modules", "moe_layer_recompute")
+@notice
 def modules_are_recomputed_selectively(draft: Draft) -> str:
     train = draft.run.train
     if train.recompute_modules is None or train.recompute_granularity == "selective" or train.moe_layer_recompute:
