@@ -2,21 +2,18 @@
 
 from megalith.checkpoint.background import PendingSave, SaveReport
 from megalith.checkpoint.content import CheckpointContent, Chunk, LoadedContent
-from megalith.checkpoint.memory import MemoryStore
 from megalith.checkpoint.retention import Retention
 from megalith.checkpoint.staging import Staging
-from megalith.checkpoint.store import DirectoryStore, Store, split_path
+from megalith.checkpoint.store import DirectoryStore, split_path
 
 __all__ = [
     "CheckpointContent",
     "Chunk",
     "DirectoryStore",
     "LoadedContent",
-    "MemoryStore",
     "PendingSave",
     "Retention",
     "SaveReport",
     "Staging",
-    "Store",
     "split_path",
 ]

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from megalith.checkpoint.dcp_writing import Written
 from megalith.checkpoint.hashing import WritingCancelled
@@ -36,7 +36,7 @@ class SaveReport:
     Attributes:
         seconds: from its begin until it was in its place.
         bytes: of all its files.
-        path: where it is; None in memory.
+        path: where it is.
         stall_seconds: how long its caller could do nothing else; of a background save the caller knows that.
         write_seconds: how long the slowest rank wrote.
         waited_seconds: how long threads of a background save were waited for.
@@ -44,46 +44,10 @@ class SaveReport:
 
     seconds: float
     bytes: int
-    path: Path | None
+    path: Path
     stall_seconds: float
     write_seconds: float
     waited_seconds: float = 0.0
-
-
-class PendingSave(Protocol):
-    """A save that is being written."""
-
-    @property
-    def busy(self) -> bool:
-        """Whether a thread of this rank is at work for it."""
-        ...
-
-    @property
-    def failed(self) -> bool:
-        """Whether this rank could not do its part."""
-        ...
-
-    def settle(self) -> None:
-        """Wait until the tensors that are saved may change."""
-        ...
-
-    def proceed(self, *, failed: bool = False) -> SaveReport | None:
-        """Go on to the next stage, waiting for what is still busy; all ranks call it together.
-
-        Args:
-            failed: a rank is known to have failed, so that the others need not write to the end.
-
-        Returns:
-            What the save did; None before the last stage.
-
-        Raises:
-            CheckpointError: it could not be written, on whichever rank; what was there before is untouched.
-        """
-        ...
-
-    def abandon(self) -> None:
-        """Stop writing and remove what was written, as far as this rank can; nothing if it was committed."""
-        ...
 
 
 T = TypeVar("T")
@@ -123,7 +87,7 @@ class _Work(Generic[T]):
         return self._results[0]
 
 
-class BackgroundSave:
+class PendingSave:
     """A save whose tensors are being copied: threads write (on each rank) and then commit (on the first).
 
     Args:
@@ -141,10 +105,12 @@ class BackgroundSave:
 
     @property
     def busy(self) -> bool:
+        """Whether a thread of this rank is at work for it."""
         return self._work.thread.is_alive()
 
     @property
     def failed(self) -> bool:
+        """Whether this rank could not do its part."""
         return self._work.error is not None
 
     @property
@@ -152,9 +118,21 @@ class BackgroundSave:
         return self._committing or self._writing
 
     def settle(self) -> None:
+        """Wait until the tensors that are saved may change."""
         self._saving.settle()
 
     def proceed(self, *, failed: bool = False) -> SaveReport | None:
+        """Go on to the next stage, waiting for what is still busy; all ranks call it together.
+
+        Args:
+            failed: a rank is known to have failed, so that the others need not write to the end.
+
+        Returns:
+            What the save did; None before the last stage.
+
+        Raises:
+            CheckpointError: it could not be written, on whichever rank; what was there before is untouched.
+        """
         if failed:
             self._saving.cancel()
         if self._committing is None:
@@ -179,6 +157,7 @@ class BackgroundSave:
             self._waited += time.perf_counter() - began
 
     def abandon(self) -> None:
+        """Stop writing and remove what was written, as far as this rank can; nothing if it was committed."""
         self._saving.cancel()
         self._work.thread.join(_SECONDS_TO_STOP)
         self._saving.abandon()

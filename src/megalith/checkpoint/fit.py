@@ -108,18 +108,6 @@ def _differences(key: str, chunk: Chunk, held: StoredTensor | None) -> list[str]
     return lines
 
 
-def check_complete(chunks: Sequence[Chunk]) -> None:
-    """Check that the chunks of one process cover their global tensors.
-
-    Raises:
-        CheckpointError: elements are missing.
-    """
-    for key, parts in by_key(chunks).items():
-        held, whole = sum(part.tensor.numel() for part in parts), volume(parts[0].global_shape)
-        if held != whole:
-            raise CheckpointError(f"{key}: the chunks to save hold {held} of {whole} elements")
-
-
 def listing(head: str, lines: Sequence[str]) -> str:
     """A head line with indented lines under it."""
     return "\n  ".join([f"{head}:", *lines])

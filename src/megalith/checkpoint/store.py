@@ -1,4 +1,4 @@
-"""Where checkpoints live: the `Store` port, and a directory on a disk.
+"""Where checkpoints live: a directory on a disk.
 
 A save is visible only when it is complete and durable; a load fills the given tensors in place and checks every file
 against the manifest, those with tensors while it reads them. Neither ever changes a checkpoint that is there. A damaged
@@ -14,18 +14,18 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 import megalith
 from megalith.checkpoint import manifest as manifests
-from megalith.checkpoint.background import BackgroundSave, PendingSave, SaveReport
+from megalith.checkpoint.background import PendingSave, SaveReport
 from megalith.checkpoint.commit import (
     claimed,
     delete,
@@ -64,129 +64,6 @@ NO_FILES: Mapping[str, bytes] = MappingProxyType({})
 
 _ITERATION = re.compile(r"iter_(\d{7,})")
 _log = logging.getLogger("megalith.checkpoint")
-
-
-class Store(Protocol):
-    """Keeps checkpoints under their iteration numbers."""
-
-    def save(
-        self,
-        iteration: int,
-        content: CheckpointContent,
-        manifest: Mapping[str, Any],
-        *,
-        files: Mapping[str, bytes] = NO_FILES,
-        on_point: Callable[[str], None] = no_point,
-    ) -> SaveReport:
-        """Write a checkpoint and point the tracker to it; returns when it is durable.
-
-        Args:
-            iteration: its number; a checkpoint that has it already is replaced.
-            content: tensors, objects and common state.
-            manifest: what JSON can hold about the run: configuration, tokenizer card, data fingerprint.
-            files: further files to lay into it, name -> bytes.
-            on_point: called with each of `SAVE_POINTS`.
-
-        Raises:
-            CheckpointError: it could not be written; what was there before is untouched.
-        """
-        ...
-
-    def schedule(
-        self,
-        iteration: int,
-        content: CheckpointContent,
-        manifest: Mapping[str, Any],
-        *,
-        staging: Staging,
-        files: Mapping[str, bytes] = NO_FILES,
-        on_point: Callable[[str], None] = no_point,
-    ) -> PendingSave:
-        """Begin to write a checkpoint; its tensors may change when `PendingSave.settle` has returned. A commit makes it
-        one.
-
-        The points `mid_save` and, on other ranks than the first, `pre_commit` are passed by another thread.
-
-        Args:
-            iteration, content, manifest, files, on_point: as of `save`.
-            staging: memory for the copies, which no other save uses until this one is committed or abandoned.
-
-        Raises:
-            CheckpointError: it cannot be written; what was there before is untouched.
-        """
-        ...
-
-    def load(self, iteration: int, content: CheckpointContent, *, verify: bool = True) -> LoadedContent:
-        """Fill the tensors of `content` in place; read its objects and the common state.
-
-        Args:
-            iteration: which checkpoint.
-            content: tensors to fill and names of objects to read.
-            verify: compare every file with the manifest's hashes, unless that was done and none has changed. Files of
-                tensors are compared while they are read.
-
-        Raises:
-            DamagedCheckpointError: a file is not as it was saved; the tensors hold nothing that may be used.
-            CheckpointError: it does not fit; then no tensor has been touched.
-        """
-        ...
-
-    def contents(self, iteration: int) -> Contents:
-        """What a checkpoint holds, without reading the tensors."""
-        ...
-
-    def common(self, iteration: int) -> dict[str, Any]:
-        """The common state alone."""
-        ...
-
-    def manifest(self, iteration: int) -> dict[str, Any] | None:
-        """The manifest, or None for a checkpoint of another program."""
-        ...
-
-    def read_file(self, iteration: int, name: str) -> bytes:
-        """A further file that was saved with a checkpoint."""
-        ...
-
-    def iterations(self) -> list[int]:
-        """All the checkpoints that are there, ascending, sound or not."""
-        ...
-
-    def latest(self) -> int | None:
-        """What the tracker says, or None if there is none or it is not a number."""
-        ...
-
-    def verify(self, iteration: int, *, deferred: bool = False) -> list[str]:
-        """Everything that is wrong with a checkpoint; empty if it is sound.
-
-        Args:
-            deferred: as of `newest_verified`.
-        """
-        ...
-
-    def newest_verified(self, *, deferred: bool = False) -> tuple[int | None, list[str]]:
-        """The checkpoint to continue from, and what the user must hear about the way there.
-
-        It is the tracker's if sound, else the newest sound one before it, else any sound one.
-
-        Args:
-            deferred: sound so far as is seen without reading what a load reads; `load` says whether the rest is.
-
-        Raises:
-            NewerFormatError: a checkpoint of a later version would be passed over.
-        """
-        ...
-
-    def weights_only(self, iteration: int) -> bool:
-        """Whether a checkpoint is weights to begin from, rather than the state of a run to continue."""
-        ...
-
-    def delete_after(self, iteration: int) -> None:
-        """Delete the checkpoints of later iterations, which a run that went back has left behind."""
-        ...
-
-    def claim(self) -> AbstractContextManager[None]:
-        """Hold the store for this run, so that no second run saves into it."""
-        ...
 
 
 class DirectoryStore:
@@ -249,6 +126,7 @@ class DirectoryStore:
 
     @contextmanager
     def claim(self) -> Iterator[None]:
+        """Hold the store for this run, so that no second run saves into it."""
         self._crew.first(self._refuse_newer)
         with ExitStack() as stack:
             self._crew.first(lambda: stack.enter_context(claimed(self.path)))
@@ -275,6 +153,18 @@ class DirectoryStore:
         files: Mapping[str, bytes] = NO_FILES,
         on_point: Callable[[str], None] = no_point,
     ) -> SaveReport:
+        """Write a checkpoint and point the tracker to it; returns when it is durable.
+
+        Args:
+            iteration: its number; a checkpoint that has it already is replaced.
+            content: tensors, objects and common state.
+            manifest: what JSON can hold about the run: configuration, tokenizer card, data fingerprint.
+            files: further files to lay into it, name -> bytes.
+            on_point: called with each of `SAVE_POINTS`.
+
+        Raises:
+            CheckpointError: it could not be written; what was there before is untouched.
+        """
         started, final = time.perf_counter(), self.folder(iteration)
         saved = self._saving(iteration, content, manifest, files, on_point).run()
         seconds = time.perf_counter() - started
@@ -290,11 +180,23 @@ class DirectoryStore:
         files: Mapping[str, bytes] = NO_FILES,
         on_point: Callable[[str], None] = no_point,
     ) -> PendingSave:
+        """Begin to write a checkpoint; its tensors may change when `PendingSave.settle` has returned. A commit makes it
+        one.
+
+        The points `mid_save` and, on other ranks than the first, `pre_commit` are passed by another thread.
+
+        Args:
+            iteration, content, manifest, files, on_point: as of `save`.
+            staging: memory for the copies, which no other save uses until this one is committed or abandoned.
+
+        Raises:
+            CheckpointError: it cannot be written; what was there before is untouched.
+        """
         assert self._writer is TorchDistWriter, "only torch_dist is written beside the training"
         started, final = time.perf_counter(), self.folder(iteration)
         saving = self._saving(iteration, content, manifest, files, on_point, staging)
         saving.begin()
-        return BackgroundSave(saving, final, started)
+        return PendingSave(saving, final, started)
 
     def _saving(
         self,
@@ -339,6 +241,7 @@ class DirectoryStore:
             return False
 
     def delete_after(self, iteration: int) -> None:
+        """Delete the checkpoints of later iterations, which a run that went back has left behind."""
         self._crew.first(lambda: self._delete([other for other in self._iterations() if other > iteration]))
 
     def _delete(self, iterations: Sequence[int], *, beside: bool = False) -> None:
@@ -370,6 +273,18 @@ class DirectoryStore:
             delete(asides)
 
     def load(self, iteration: int, content: CheckpointContent, *, verify: bool = True) -> LoadedContent:
+        """Fill the tensors of `content` in place; read its objects and the common state.
+
+        Args:
+            iteration: which checkpoint.
+            content: tensors to fill and names of objects to read.
+            verify: compare every file with the manifest's hashes, unless that was done and none has changed. Files of
+                tensors are compared while they are read.
+
+        Raises:
+            DamagedCheckpointError: a file is not as it was saved; the tensors hold nothing that may be used.
+            CheckpointError: it does not fit; then no tensor has been touched.
+        """
         if verify and (problems := self.verify(iteration, deferred=True)):
             raise damaged(self.folder(iteration), problems)
         asked = frozenset[str]().union(*self._crew.all(lambda: keys_of(content)))
@@ -398,21 +313,27 @@ class DirectoryStore:
         return loaded[0]
 
     def contents(self, iteration: int) -> Contents:
+        """What a checkpoint holds, without reading the tensors."""
         return self._crew.first(lambda: self._existing(iteration).contents())
 
     def common(self, iteration: int) -> dict[str, Any]:
+        """The common state alone."""
         return self._crew.first(lambda: self._existing(iteration).common())
 
     def manifest(self, iteration: int) -> dict[str, Any] | None:
+        """The manifest, or None for a checkpoint of another program."""
         return self._crew.first(lambda: self._existing(iteration).manifest())
 
     def read_file(self, iteration: int, name: str) -> bytes:
+        """A further file that was saved with a checkpoint."""
         return self._crew.first(lambda: self._existing(iteration).read_file(name))
 
     def iterations(self) -> list[int]:
+        """All the checkpoints that are there, ascending, sound or not."""
         return self._crew.first(self._iterations)
 
     def latest(self) -> int | None:
+        """What the tracker says, or None if there is none or it is not a number."""
         return self._crew.first(self._latest)
 
     def format(self, iteration: int) -> str:
@@ -420,9 +341,15 @@ class DirectoryStore:
         return self._crew.first(lambda: self._existing(iteration).source.format)
 
     def weights_only(self, iteration: int) -> bool:
+        """Whether a checkpoint is weights to begin from, rather than the state of a run to continue."""
         return self._crew.first(lambda: iteration == 0 and self._released() is not None)
 
     def verify(self, iteration: int, *, deferred: bool = False) -> list[str]:
+        """Everything that is wrong with a checkpoint; empty if it is sound.
+
+        Args:
+            deferred: as of `newest_verified`.
+        """
         signature = self._crew.first(lambda: self._existing(iteration).signature())
         if signature in (self._sound.get(iteration), self._begun.get(iteration) if deferred else None):
             return []  # verified before, and no file has changed since
@@ -451,6 +378,16 @@ class DirectoryStore:
             self._fetching = None
 
     def newest_verified(self, *, deferred: bool = False) -> tuple[int | None, list[str]]:
+        """The checkpoint to continue from, and what the user must hear about the way there.
+
+        It is the tracker's if sound, else the newest sound one before it, else any sound one.
+
+        Args:
+            deferred: sound so far as is seen without reading what a load reads; `load` says whether the rest is.
+
+        Raises:
+            NewerFormatError: a checkpoint of a later version would be passed over.
+        """
         candidates, notes = self._crew.first(self._candidates)
         for iteration in candidates:
             problems = self.verify(iteration, deferred=deferred)

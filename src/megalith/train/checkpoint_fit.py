@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megalith.checkpoint import Store
+from megalith.checkpoint import DirectoryStore
 from megalith.config import ModelConfig, RunConfig
 from megalith.config.foreign_args import MODEL_SETTINGS, model_of
 from megalith.config.run import all_settings
@@ -69,7 +69,9 @@ class FoundCheckpoint:
             return int(self.args["padded_vocab_size"])
 
 
-def find_checkpoint(store: Store, step: int | None = None, *, thorough: bool = False) -> FoundCheckpoint | None:
+def find_checkpoint(
+    store: DirectoryStore, step: int | None = None, *, thorough: bool = False
+) -> FoundCheckpoint | None:
     """The checkpoint to continue from: the newest sound one, or that of iteration `step`.
 
     Args:

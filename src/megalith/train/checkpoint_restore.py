@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megalith.checkpoint import CheckpointContent, LoadedContent, Store
+from megalith.checkpoint import CheckpointContent, DirectoryStore, LoadedContent
 from megalith.checkpoint.formats.torch_dist import OPTIMIZER_PREFIX, is_rng_object, read_optimizer_common
 from megalith.config import RunConfig, all_settings
 from megalith.config.changes import HARMLESS, changes_since
@@ -55,7 +55,7 @@ class Resumed:
 
 
 def restore(
-    store: Store, found: FoundCheckpoint, state: TrainState, run: RunConfig, probe: Probe = no_probe
+    store: DirectoryStore, found: FoundCheckpoint, state: TrainState, run: RunConfig, probe: Probe = no_probe
 ) -> Resumed:
     """Fill the state from the checkpoint; its model has the checkpoint's padded vocabulary. All ranks call it together.
 
@@ -142,7 +142,7 @@ def _precision_notes(found: FoundCheckpoint, run: RunConfig) -> tuple[str, ...]:
     return () if was in ("", now) else (f"the checkpoint is of a run in {was}; this one goes on from it in {now}",)
 
 
-def _holds_streams(store: Store, found: FoundCheckpoint, state: TrainState) -> bool:
+def _holds_streams(store: DirectoryStore, found: FoundCheckpoint, state: TrainState) -> bool:
     """Whether to ask for the random states of this place: not if there are those of other places, or were before the
     checkpoint was converted.
     """
@@ -167,7 +167,9 @@ def _load_streams(loaded: LoadedContent, found: FoundCheckpoint, state: TrainSta
     return ()
 
 
-def _resumed_schedule(store: Store, found: FoundCheckpoint, state: TrainState, run: RunConfig) -> ResumedSchedule:
+def _resumed_schedule(
+    store: DirectoryStore, found: FoundCheckpoint, state: TrainState, run: RunConfig
+) -> ResumedSchedule:
     common = store.common(found.iteration)
     missing = [key for key in ("optimizer", "opt_param_scheduler") if key not in common]
     if missing:

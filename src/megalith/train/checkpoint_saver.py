@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megalith.checkpoint import Chunk, PendingSave, SaveReport, Staging, Store
+from megalith.checkpoint import Chunk, DirectoryStore, PendingSave, SaveReport, Staging
 from megalith.config import RunConfig
 from megalith.train.checkpoint_content import chunks_to_save, content_of
 from megalith.train.checkpoint_fit import PRODUCTS, Identity, products_of
@@ -30,11 +30,11 @@ class CheckpointSaver:
 
     def __init__(
         self,
-        store: Store,
+        store: DirectoryStore,
         run: RunConfig,
         identity: Identity,
         probe: Probe = no_probe,
-        passing: Store | None = None,
+        passing: DirectoryStore | None = None,
     ) -> None:
         self._store, self._run, self._identity, self._probe, self._passing = store, run, identity, probe, passing
 
@@ -69,7 +69,7 @@ class CheckpointSaver:
         save = self._run.checkpoint.save or ""
         return save if persistent else self._run.checkpoint.passing_folder(save) or ""
 
-    def _store_for(self, state: TrainState, *, persistent: bool) -> Store:
+    def _store_for(self, state: TrainState, *, persistent: bool) -> DirectoryStore:
         if self._passing is None:
             assert persistent, "there is no folder for checkpoints of which only the last one is kept"
             return self._store
@@ -102,7 +102,7 @@ class CheckpointSaver:
 def saved_checkpoint(iteration: int, report: SaveReport, stall_seconds: float) -> SavedCheckpoint:
     """What the listeners of a run hear of a save."""
     speed = report.bytes / report.write_seconds / 1e9 if report.write_seconds else 0.0
-    path = str(report.path or "")
+    path = str(report.path)
     return SavedCheckpoint(
         iteration, path, report.seconds, report.bytes, stall_seconds, report.waited_seconds, gigabytes_per_second=speed
     )

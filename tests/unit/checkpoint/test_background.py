@@ -19,11 +19,9 @@ from megalith.checkpoint import (
     CheckpointContent,
     Chunk,
     DirectoryStore,
-    MemoryStore,
     PendingSave,
     SaveReport,
     Staging,
-    Store,
     hashing,
 )
 from megalith.errors import CheckpointError
@@ -50,9 +48,9 @@ def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-@pytest.fixture(params=["directory", "memory"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
-    return DirectoryStore(tmp_path) if request.param == "directory" else MemoryStore()
+@pytest.fixture
+def store(tmp_path: Path) -> DirectoryStore:
+    return DirectoryStore(tmp_path)
 
 
 class SlowDisk:
@@ -73,7 +71,9 @@ def slow_disk(monkeypatch: pytest.MonkeyPatch) -> SlowDisk:
     return SlowDisk(monkeypatch)
 
 
-def test_what_is_written_is_what_was_scheduled(store: Store, make_content: MakeContent, same_tensors: Same) -> None:
+def test_what_is_written_is_what_was_scheduled(
+    store: DirectoryStore, make_content: MakeContent, same_tensors: Same
+) -> None:
     staging = Staging()
     for iteration in (10, 20):
         content = make_content(iteration)

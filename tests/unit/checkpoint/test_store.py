@@ -1,4 +1,4 @@
-"""The promises of a store, kept by the one on disk and by the one in memory alike."""
+"""The promises of a store."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from megalith.checkpoint import CheckpointContent, Chunk, DirectoryStore, MemoryStore, Store
+from megalith.checkpoint import CheckpointContent, Chunk, DirectoryStore
 from megalith.checkpoint.fit import StoredTensor
 from megalith.checkpoint.formats.torch_dist import rng_object_key
 from megalith.checkpoint.store import SAVE_POINTS
@@ -21,16 +21,16 @@ MakeContent = Callable[..., CheckpointContent]
 Same = Callable[[CheckpointContent, CheckpointContent], bool]
 
 
-@pytest.fixture(params=["directory", "memory"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
-    return DirectoryStore(tmp_path / "save") if request.param == "directory" else MemoryStore()
+@pytest.fixture
+def store(tmp_path: Path) -> DirectoryStore:
+    return DirectoryStore(tmp_path / "save")
 
 
 def one(key: str, tensor: torch.Tensor) -> Chunk:
     return Chunk(key, tensor, (0,) * tensor.dim(), tuple(tensor.shape))
 
 
-def test_a_load_restores_what_was_saved(store: Store, make_content: MakeContent, same_tensors: Same) -> None:
+def test_a_load_restores_what_was_saved(store: DirectoryStore, make_content: MakeContent, same_tensors: Same) -> None:
     saved = make_content(3)
     report = store.save(3, saved, {"config": {"a": [1, 2]}}, files={"vocab.json": b"{}"})
     assert report.bytes > saved.nbytes and report.seconds > 0
@@ -50,7 +50,7 @@ def test_a_load_restores_what_was_saved(store: Store, make_content: MakeContent,
     assert loaded.unexpected == ()
 
 
-def test_a_save_is_a_copy(store: Store, make_content: MakeContent, same_tensors: Same) -> None:
+def test_a_save_is_a_copy(store: DirectoryStore, make_content: MakeContent, same_tensors: Same) -> None:
     content = make_content(1)
     store.save(1, content, {})
     for chunk in content.chunks:
@@ -64,7 +64,7 @@ def test_a_save_is_a_copy(store: Store, make_content: MakeContent, same_tensors:
     assert store.common(1)["args"].num_layers == 2
 
 
-def test_every_dtype_and_shape_comes_back(store: Store) -> None:
+def test_every_dtype_and_shape_comes_back(store: DirectoryStore) -> None:
     tensors = {
         "scalar": torch.tensor(1.5),
         "empty": torch.zeros(0, 3),
@@ -88,7 +88,7 @@ def test_every_dtype_and_shape_comes_back(store: Store) -> None:
     assert targets["nan"].view(torch.int32).tolist() == tensors["nan"].view(torch.int32).tolist()
 
 
-def test_a_load_may_cut_differently_from_the_save(store: Store) -> None:
+def test_a_load_may_cut_differently_from_the_save(store: DirectoryStore) -> None:
     whole = torch.arange(24.0).reshape(4, 6)
     store.save(
         1, CheckpointContent([Chunk("w", whole[:, :2], (0, 0), (4, 6)), Chunk("w", whole[:, 2:], (0, 2), (4, 6))]), {}
@@ -101,7 +101,7 @@ def test_a_load_may_cut_differently_from_the_save(store: Store) -> None:
     assert torch.equal(corner, whole[1:3, 1:4])
 
 
-def test_every_difference_is_listed_and_nothing_is_touched(store: Store) -> None:
+def test_every_difference_is_listed_and_nothing_is_touched(store: DirectoryStore) -> None:
     saved = [
         one("same", torch.ones(2)),
         one("shape", torch.ones(2, 3)),
@@ -130,7 +130,7 @@ def test_every_difference_is_listed_and_nothing_is_touched(store: Store) -> None
 MAIN = "optimizer.state.fp32_param."
 
 
-def test_a_run_in_half_precision_goes_on_from_one_in_fp32(store: Store) -> None:
+def test_a_run_in_half_precision_goes_on_from_one_in_fp32(store: DirectoryStore) -> None:
     """Its main parameters are the weights of the other, exactly, and its weights these rounded."""
     exact = torch.tensor([1.0 + 2**-20, -3.0])
     store.save(1, CheckpointContent([one("w", exact)]), {})
@@ -139,7 +139,7 @@ def test_a_run_in_half_precision_goes_on_from_one_in_fp32(store: Store) -> None:
     assert torch.equal(main, exact) and torch.equal(weight, exact.bfloat16())
 
 
-def test_a_run_in_fp32_goes_on_from_the_main_parameters(store: Store) -> None:
+def test_a_run_in_fp32_goes_on_from_the_main_parameters(store: DirectoryStore) -> None:
     exact = torch.tensor([1.0 + 2**-20, -3.0])
     store.save(1, CheckpointContent([one("w", exact.bfloat16()), one(f"{MAIN}w", exact)]), {})
     weight = torch.zeros(2)
@@ -147,7 +147,7 @@ def test_a_run_in_fp32_goes_on_from_the_main_parameters(store: Store) -> None:
     assert torch.equal(weight, exact)
 
 
-def test_rounded_weights_are_no_main_parameters(store: Store) -> None:
+def test_rounded_weights_are_no_main_parameters(store: DirectoryStore) -> None:
     store.save(1, CheckpointContent([one("w", torch.ones(2).bfloat16())]), {})
     weight, main = torch.zeros(2).half(), torch.zeros(2)
     with pytest.raises(CheckpointError, match=r"optimizer\.state\.fp32_param\.w is not in the checkpoint"):
@@ -156,7 +156,7 @@ def test_rounded_weights_are_no_main_parameters(store: Store) -> None:
     assert torch.equal(weight, torch.ones(2).half())
 
 
-def test_what_is_not_asked_for_is_reported(store: Store, make_content: MakeContent) -> None:
+def test_what_is_not_asked_for_is_reported(store: DirectoryStore, make_content: MakeContent) -> None:
     content = make_content(1)
     store.save(1, content, {})
     model = [chunk for chunk in content.chunks if not chunk.key.startswith("optimizer.")]
@@ -167,21 +167,21 @@ def test_what_is_not_asked_for_is_reported(store: Store, make_content: MakeConte
     assert loaded.objects == {}
 
 
-def test_an_incomplete_save_is_refused(store: Store) -> None:
+def test_an_incomplete_save_is_refused(store: DirectoryStore) -> None:
     with pytest.raises(CheckpointError, match="w: the chunks to save hold 4 of 6 elements"):
         store.save(1, CheckpointContent([Chunk("w", torch.ones(4), (0,), (6,))]), {})
     assert store.iterations() == [] and store.latest() is None
 
 
 @pytest.mark.parametrize("place", ["common", "objects"])
-def test_nothing_is_saved_that_a_load_would_refuse(store: Store, place: str) -> None:
+def test_nothing_is_saved_that_a_load_would_refuse(store: DirectoryStore, place: str) -> None:
     content = CheckpointContent([], **{place: {"path": Path("x")}})
     with pytest.raises(CheckpointError, match="cannot be saved: it holds a .*Path"):
         store.save(1, content, {})
     assert store.iterations() == []
 
 
-def test_contents_without_loading(store: Store, make_content: MakeContent) -> None:
+def test_contents_without_loading(store: DirectoryStore, make_content: MakeContent) -> None:
     store.save(5, make_content(5), {})
     contents = store.contents(5)
     found = contents.tensors["decoder.layers.mlp.linear_fc1.weight"]
@@ -190,7 +190,7 @@ def test_contents_without_loading(store: Store, make_content: MakeContent) -> No
     assert rng_object_key() in contents.objects
 
 
-def test_numbers_and_tracker(store: Store, make_content: MakeContent) -> None:
+def test_numbers_and_tracker(store: DirectoryStore, make_content: MakeContent) -> None:
     assert (store.iterations(), store.latest(), store.newest_verified()) == ([], None, (None, []))
     for iteration in (10, 2, 30):
         store.save(iteration, make_content(iteration), {})
@@ -199,7 +199,9 @@ def test_numbers_and_tracker(store: Store, make_content: MakeContent) -> None:
         store.load(7, make_content(0))
 
 
-def test_saving_the_same_iteration_replaces_it(store: Store, make_content: MakeContent, same_tensors: Same) -> None:
+def test_saving_the_same_iteration_replaces_it(
+    store: DirectoryStore, make_content: MakeContent, same_tensors: Same
+) -> None:
     store.save(1, make_content(1), {"mark": "old"}, files={"old.txt": b""})
     store.save(1, make_content(2), {"mark": "new"})
     target = make_content(0)
@@ -211,7 +213,7 @@ def test_saving_the_same_iteration_replaces_it(store: Store, make_content: MakeC
         store.read_file(1, "old.txt")
 
 
-def test_the_points_of_a_save_come_in_order(store: Store, make_content: MakeContent) -> None:
+def test_the_points_of_a_save_come_in_order(store: DirectoryStore, make_content: MakeContent) -> None:
     seen: list[Any] = []
     store.save(1, make_content(1), {}, on_point=lambda point: seen.append((point, store.iterations(), store.latest())))
     assert [point for point, _, _ in seen] == list(SAVE_POINTS)
@@ -221,7 +223,7 @@ def test_the_points_of_a_save_come_in_order(store: Store, make_content: MakeCont
     assert visible["post_commit"] == ([1], 1)
 
 
-def test_an_error_in_a_save_leaves_nothing(store: Store, make_content: MakeContent) -> None:
+def test_an_error_in_a_save_leaves_nothing(store: DirectoryStore, make_content: MakeContent) -> None:
     def stop(point: str) -> None:
         if point == "pre_commit":
             raise KeyboardInterrupt
@@ -233,12 +235,12 @@ def test_an_error_in_a_save_leaves_nothing(store: Store, make_content: MakeConte
         assert list(store.path.iterdir()) == []
 
 
-def test_further_files_keep_to_their_names(store: Store) -> None:
+def test_further_files_keep_to_their_names(store: DirectoryStore) -> None:
     for name in ("common.pt", "../x", ".metadata", "__0_0.distcp", "manifest.json"):
         with pytest.raises(AssertionError):
             store.save(1, CheckpointContent(), {}, files={name: b""})
 
 
-def test_claim_is_a_context(store: Store) -> None:
+def test_claim_is_a_context(store: DirectoryStore) -> None:
     with store.claim():
         pass
