@@ -46,7 +46,7 @@ class Served:
 def _serve(build: Callable[[], Engine], context_length: int, connection: Any) -> None:
     """The process of the server."""
     from megalith.serve.http.app import build_app
-    from megalith.serve.http.request_log import RequestLog
+    from megalith.serve.http.metrics import RequestLog
     from megalith.serve.http.server import bind, serve
     from megalith.serve.http.service import Service
     from megalith.serve.http.settings import Limits, ServerSettings

@@ -26,8 +26,7 @@ from megalith.models.language_model import Stage
 from megalith.models.t5 import T5
 from megalith.parallel.tensor import TensorParallel
 from megalith.serve.engine import Engine, Limits
-from megalith.serve.model_runner import ModelRunner, RankRunner, unpacked
-from megalith.serve.opening import Opening
+from megalith.serve.model_runner import ModelRunner, Opening, RankRunner, unpacked
 from megalith.serve.request import Beams, Event, Request, Sampling, Token
 
 from ..unit.serve import models

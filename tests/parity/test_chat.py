@@ -163,7 +163,7 @@ def test_the_answer_is_that_of_transformers(tmp_path: Path, kind: str) -> None:
 def ask(folder: Path, body: Mapping[str, Any]) -> dict[str, Any]:
     """What a server of the folder answers."""
     from megalith.serve.http.app import build_app
-    from megalith.serve.http.request_log import RequestLog
+    from megalith.serve.http.metrics import RequestLog
     from megalith.serve.http.service import Service
     from megalith.serve.http.settings import ServerSettings
     from megalith.serve.worker import Worker

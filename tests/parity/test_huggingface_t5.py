@@ -23,8 +23,7 @@ from megalith.models.huggingface import config_of_model, family_for, model_of_co
 from megalith.models.saved import saved_tensors
 from megalith.models.t5 import T5
 from megalith.serve.engine import Engine, Limits
-from megalith.serve.model_runner import ModelRunner
-from megalith.serve.opening import Opening
+from megalith.serve.model_runner import ModelRunner, Opening
 from megalith.serve.request import Request, Sampling, Token
 
 transformers = pytest.importorskip("transformers")

@@ -142,8 +142,7 @@ def _answer(
     Where several processes share the layers, all of them call this.
     """
     from megalith.serve.engine import Engine
-    from megalith.serve.model_runner import ModelRunner, RankRunner, blocks_for
-    from megalith.serve.opening import opening_of, text_ids
+    from megalith.serve.model_runner import ModelRunner, RankRunner, blocks_for, opening_of, text_ids
 
     try:
         ids = text_ids(trained.tokenizer, text)

@@ -34,8 +34,7 @@ if TYPE_CHECKING:
     from megalith.distributed.context import ParallelContext
     from megalith.distributed.watch import Watch
     from megalith.serve.engine import Engine
-    from megalith.serve.model_runner import ModelRunner, RankRunner
-    from megalith.serve.opening import Opening
+    from megalith.serve.model_runner import ModelRunner, Opening, RankRunner
 
 _KEY_VARIABLE = "MEGALITH_API_KEY"
 _FORWARDED_WITHIN_SECONDS = 1.0
@@ -315,8 +314,7 @@ def _load(launch: _Launch, context: ParallelContext) -> tuple[Trained, Engine | 
     from megalith.assemble.trained import load_trained
     from megalith.serve.engine import Engine
     from megalith.serve.engine import Limits as EngineLimits
-    from megalith.serve.model_runner import ModelRunner, RankRunner
-    from megalith.serve.opening import opening_of
+    from megalith.serve.model_runner import ModelRunner, RankRunner, opening_of
 
     flags = launch.flags
     dtype = getattr(torch, flags.dtype) if flags.dtype else None
@@ -369,12 +367,11 @@ async def _answer(
     """
     from megalith.serve.http.app import build_app
     from megalith.serve.http.chat_template import read_template, stop_ids_beside, template_beside
-    from megalith.serve.http.request_log import RequestLog
+    from megalith.serve.http.metrics import RequestLog
     from megalith.serve.http.server import serve, url_of
     from megalith.serve.http.service import Answering, Service
-    from megalith.serve.opening import text_ids
-    from megalith.serve.peers import look_after
-    from megalith.serve.worker import Worker
+    from megalith.serve.model_runner import text_ids
+    from megalith.serve.worker import Worker, look_after
 
     tokenizer, given = trained.tokenizer, launch.flags.server.chat_template
     template = template_beside(tokenizer) if given is None else read_template(given, tokenizer)

@@ -3,7 +3,7 @@
 Shapes: T new tokens of all pieces, H query heads, G key-value heads, K head size, R rows (tokens) of the buffer.
 
 Attention goes piece by piece, so that the lengths of other sequences neither cost anything nor change a digit. The
-blocks of a sequence mostly follow one another (serve.blocks sees to it): then its keys are a view of the buffer, and
+blocks of a sequence mostly follow one another (serve.scheduler sees to it): then its keys are a view of the buffer, and
 only otherwise are they gathered. Heads come before rows, so that the keys of a head are one stretch of memory.
 
 Where the model has an encoder, the first blocks of a sequence hold what the layers of the decoder attend to of its
@@ -23,8 +23,8 @@ from megalith.config import ModelConfig
 from megalith.nn.attend import PLAIN, AttentionRule, Mask, attend_fused, expand_groups
 from megalith.nn.cross_attention import CrossAttention
 from megalith.nn.precision import product_dtype
-from megalith.serve.blocks import filled_blocks
 from megalith.serve.runner import Batch, Piece
+from megalith.serve.scheduler import filled_blocks
 
 
 class BlockCache:

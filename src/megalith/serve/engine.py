@@ -10,9 +10,7 @@ from random import Random, SystemRandom
 import torch
 from torch import Tensor
 
-from megalith.serve.beams import BeamSearch
-from megalith.serve.blocks import Blocks, Table, chained, filled_blocks
-from megalith.serve.opening import Opening
+from megalith.serve.model_runner import Opening
 from megalith.serve.request import (
     Beams,
     Busy,
@@ -23,13 +21,14 @@ from megalith.serve.request import (
     RequestError,
     Sampling,
     Scores,
+    StopTexts,
+    TextStream,
     Token,
     Top,
 )
 from megalith.serve.runner import Batch, Piece, Runner
-from megalith.serve.sampler import Choice, Row, change, choose, scores
-from megalith.serve.scheduler import Part, Scheduler, Sequence
-from megalith.serve.text import StopTexts, TextStream
+from megalith.serve.sampler import BeamSearch, Choice, Row, change, choose, scores
+from megalith.serve.scheduler import Blocks, Part, Scheduler, Sequence, Table, chained, filled_blocks
 from megalith.tokenizers import Tokenizer
 
 

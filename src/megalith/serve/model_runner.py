@@ -1,24 +1,28 @@
-"""Runners with a model: in one process, and over the ranks of a layout."""
+"""Runners with a model: in one process, and over the ranks of a layout; and how one with an encoder opens an answer."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from megalith.data.masked.t5 import decoder_start
 from megalith.distributed import comm, p2p
 from megalith.distributed.context import ParallelContext
-from megalith.errors import LayoutError, PeerError
+from megalith.errors import DataError, LayoutError, PeerError
 from megalith.models.frozen import frozen
 from megalith.models.gpt import GPT
+from megalith.models.language_model import LanguageModel
 from megalith.models.t5 import T5
 from megalith.models.transformer import Block
 from megalith.nn.loss import whole_logits
-from megalith.serve.blocks import filled_blocks
-from megalith.serve.cache import BlockCache, Reading, Texts, block_bytes
+from megalith.serve.cache import BlockCache, Reading, Texts
 from megalith.serve.runner import Batch, Piece
+from megalith.serve.scheduler import filled_blocks
+from megalith.tokenizers import Tokenizer
 
 BLOCK_SIZE = 16
 
@@ -28,11 +32,6 @@ def local_groups(model: GPT | T5) -> int:
     first = next(iter(model.decoder.layers.values()))
     assert isinstance(first, Block)
     return first.self_attention.num_groups
-
-
-def blocks_within(model: GPT | T5, memory: int, block_size: int = BLOCK_SIZE) -> int:
-    """How many blocks fit into so many bytes."""
-    return memory // block_bytes(model.config, len(model.decoder.layers), local_groups(model), block_size, model.dtype)
 
 
 def blocks_for(tokens: int, block_size: int = BLOCK_SIZE) -> int:
@@ -275,3 +274,49 @@ def _gone(error: RuntimeError) -> PeerError:
     # gloo puts the line of its source before what happened, and advice behind it.
     what = re.sub(r"^\[\S+\] ", "", str(error)).partition(" This is typically")[0]
     return PeerError(f"a rank that shares the model does not answer: {what}")
+
+
+@dataclass(frozen=True)
+class Opening:
+    """How a model answers that reads its prompts with an encoder.
+
+    Attributes:
+        start: the token that its decoder begins with.
+        end: the one that ends an answer.
+    """
+
+    start: int
+    end: int
+
+
+def opening_of(model: LanguageModel, tokenizer: Tokenizer) -> Opening | None:
+    """How a model answers; None where it continues its prompt.
+
+    Raises:
+        ConfigError: the tokenizer has no token that a decoder can begin with.
+    """
+    if not isinstance(model, T5):
+        return None
+    return Opening(decoder_start(tokenizer), tokenizer.special.get("eos", tokenizer.eod))
+
+
+def text_ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Ids of a text for an encoder, in which <extra_id_N> stands for itself whatever the tokenizer makes of it.
+
+    Raises:
+        DataError: the tokenizer has fewer of these tokens, or cannot encode the text.
+    """
+    sentinels = {f"<extra_id_{number}>": token for number, token in enumerate(tokenizer.extra_ids)}
+    named = re.findall(r"<extra_id_\d+>", text)
+    if unknown := [name for name in named if name not in sentinels]:
+        shown = unknown[0] if len(unknown[0]) < 40 else f"{unknown[0][:30]}...>"
+        raise DataError(f"has {shown}, and the tokenizer {len(sentinels)} tokens <extra_id_N>")
+    if not named or sentinels[named[0]] in tokenizer.encode(named[0]):  # it knows them, and puts ends around the whole
+        return tokenizer.encode(text)
+    ids = list[int]()
+    for part in re.split(r"(<extra_id_\d+>)", text):
+        if part in sentinels:
+            ids.append(sentinels[part])
+        elif part.strip():
+            ids += tokenizer.encode(part)
+    return ids

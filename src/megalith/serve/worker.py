@@ -1,4 +1,4 @@
-"""The thread that steps an engine, and its answers as asyncio streams.
+"""The thread that steps an engine, its answers as asyncio streams, and a watch over the ranks that share the model.
 
 The engine is touched by this thread only. Between two steps it takes what was asked meanwhile; events go to the event
 loop once a step. Where they are many, the next step waits until they are sent: the loop and the engine would otherwise
@@ -11,9 +11,11 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 
+from megalith.distributed.watch import Watch
 from megalith.errors import MegalithError, PeerError
 from megalith.serve.engine import Engine, Stats, Ticket
 from megalith.serve.request import Event, Finished, Request
@@ -218,3 +220,37 @@ def _settle(taken: asyncio.Future[None], error: Exception | None) -> None:
         taken.set_result(None)
     else:
         taken.set_exception(error)
+
+
+_SECONDS_BETWEEN_LOOKS = 0.5
+_PATIENCE_SECONDS = 3.0
+"""How long a process may be stopped: Ctrl-Z stops all of a terminal, and `fg` does not wake them at once."""
+
+_FOR_GOOD = ("dead", "left")
+
+
+async def look_after(watch: Watch, worker: Worker, patience: float = _PATIENCE_SECONDS) -> None:
+    """Have a worker fail when a rank is gone, or has been stopped or silent for long; returns then.
+
+    A broken connection is an error of the step that meets it. A process that is stopped (SIGSTOP, a debugger, a frozen
+    container) keeps its connections and hangs every step, and a machine that is cut off says nothing: of these the
+    first rank learns here, long before the timeout of a collective, and clients are told instead of left waiting.
+
+    Args:
+        watch: of this rank.
+        worker: fails.
+        patience: seconds that a rank may be stopped or silent.
+    """
+    since: float | None = None
+    while True:
+        await asyncio.sleep(_SECONDS_BETWEEN_LOOKS)
+        found = await asyncio.to_thread(watch.absent)
+        if found is None:
+            since = None
+            continue
+        view, cause = found
+        since = since or time.monotonic()
+        if view.state in _FOR_GOOD or time.monotonic() - since >= patience:
+            worker.fail(cause)
+            watch.dismiss(view)
+            return

@@ -15,10 +15,10 @@ from megalith.serve.engine import Engine
 from megalith.serve.engine import Limits as EngineLimits
 from megalith.serve.http.app import build_app
 from megalith.serve.http.chat_template import ChatTemplate
-from megalith.serve.http.request_log import RequestLog
+from megalith.serve.http.metrics import RequestLog
 from megalith.serve.http.service import Answering, Service
 from megalith.serve.http.settings import Defaults, ServerSettings
-from megalith.serve.opening import Opening
+from megalith.serve.model_runner import Opening
 from megalith.serve.worker import Worker
 
 from ...fake_runner import FakeRunner

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from megalith.models.t5 import T5
 from megalith.serve.engine import Engine, Limits
-from megalith.serve.model_runner import ModelRunner
-from megalith.serve.opening import Opening
+from megalith.serve.model_runner import ModelRunner, Opening
 from megalith.serve.request import Beams, Finished, Request, RequestError, Sampling, Token
 from megalith.serve.runner import Batch
 

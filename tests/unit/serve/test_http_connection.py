@@ -17,9 +17,8 @@ pytest.importorskip("uvicorn", reason="the serve extra is not installed")
 import uvicorn
 from uvicorn.server import ServerState
 
-from megalith.serve.http.connection import _Parting, bounded_connection
 from megalith.serve.http.guard import App, Guard
-from megalith.serve.http.server import bind, serve
+from megalith.serve.http.server import _Parting, bind, bounded_connection, serve
 from megalith.serve.http.settings import Limits, ServerSettings
 
 from ...fake_runner import FakeRunner

@@ -17,8 +17,8 @@ import pytest
 from megalith.cli.serve import _server_parser
 from megalith.errors import PeerError
 from megalith.serve.engine import Limits as EngineLimits
+from megalith.serve.http.errors import BadJson, printable, read_json
 from megalith.serve.http.settings import Limits, ServerSettings
-from megalith.serve.http.strict_json import BadJson, printable, read_json
 from megalith.serve.runner import Batch
 
 from ...fake_runner import FakeRunner

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from megalith.errors import DataError
-from megalith.serve.opening import text_ids
+from megalith.serve.model_runner import text_ids
 from megalith.tokenizers.word_piece import WordPieceTokenizer
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from megalith.distributed.board import Identity, Status
 from megalith.distributed.watch import View
-from megalith.serve import peers
+from megalith.serve import worker as workers
 
 
 @dataclass
@@ -49,18 +49,18 @@ class _Worker:
 def test_a_worker_fails_when_a_rank_is_gone(
     states: list[str], patience: float, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peers, "_SECONDS_BETWEEN_LOOKS", 0.005)
+    monkeypatch.setattr(workers, "_SECONDS_BETWEEN_LOOKS", 0.005)
     watch, worker = _Watch(states), _Worker()
-    asyncio.run(asyncio.wait_for(peers.look_after(cast("Any", watch), worker, patience), 30))
+    asyncio.run(asyncio.wait_for(workers.look_after(cast("Any", watch), worker, patience), 30))
     assert worker.said == [said] and watch.dismissed == [said.rpartition(" ")[2]]
 
 
 def test_a_rank_that_was_stopped_for_a_moment_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "_SECONDS_BETWEEN_LOOKS", 0.001)
+    monkeypatch.setattr(workers, "_SECONDS_BETWEEN_LOOKS", 0.001)
     watch, worker = _Watch(["stopped", "stopped", ""]), _Worker()
 
     async def run() -> None:
-        looking = asyncio.ensure_future(peers.look_after(cast("Any", watch), worker, 3600.0))
+        looking = asyncio.ensure_future(workers.look_after(cast("Any", watch), worker, 3600.0))
         deadline = time.monotonic() + 30
         while len(watch.states) > 1 and time.monotonic() < deadline:
             await asyncio.sleep(0.001)

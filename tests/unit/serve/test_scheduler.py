@@ -8,8 +8,7 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalith.serve.blocks import Blocks, Table
-from megalith.serve.scheduler import Plan, Scheduler, Sequence
+from megalith.serve.scheduler import Blocks, Plan, Scheduler, Sequence, Table
 
 MANY = settings(max_examples=300, deadline=None)
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalith.serve.text import StopTexts, TextStream
+from megalith.serve.request import StopTexts, TextStream
 
 
 def _decode(ids: Sequence[int]) -> str:

@@ -16,14 +16,12 @@ from starlette.exceptions import HTTPException
 
 from megalith import __version__
 from megalith.errors import MegalithError
-from megalith.serve.http import megatron_api, openai_chat, openai_completions
-from megalith.serve.http.errors import ApiError
+from megalith.serve.http import megatron_api, openai
+from megalith.serve.http.errors import ApiError, BadJson, printable, read_json, refusal
 from megalith.serve.http.guard import App, Guard
 from megalith.serve.http.schemas import ChatRequest, CompletionRequest, validated
-from megalith.serve.http.service import Service
+from megalith.serve.http.service import EventStream, Service, merged
 from megalith.serve.http.settings import Defaults
-from megalith.serve.http.stream import EventStream, merged
-from megalith.serve.http.strict_json import BadJson, printable, read_json
 
 _PAGE_POLICY = (
     "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; object-src 'none'; "
@@ -72,25 +70,21 @@ def _add_megatron(api: FastAPI, service: Service, defaults: Defaults) -> None:
 
 
 def _add_openai(api: FastAPI, service: Service) -> None:
-    async def complete(request: Request) -> Response:
-        body = validated(CompletionRequest, await _json(request))
+    async def answer(body: CompletionRequest | ChatRequest, request: Request) -> Response:
         _check_model(service, body.model)
-        _check_stream(body.stream, body.stream_options)
-        made = await openai_completions.plan(service, body)
+        if body.stream_options is not None and not body.stream:
+            raise refusal("stream_options", "needs stream: true")
+        made = await openai.plan(service, body)
         if not body.stream:
-            return _Json(await openai_completions.whole(service, made, request.receive))
-        answers = await openai_completions.submit_all(service, made.requests)
-        return EventStream(service, openai_completions.pieces(service, made, merged(service, answers)), answers)
+            return _Json(await made.whole(request.receive))
+        answers = await openai.submit_all(service, made.requests)
+        return EventStream(service, made.pieces(merged(service, answers)), answers)
+
+    async def complete(request: Request) -> Response:
+        return await answer(validated(CompletionRequest, await _json(request)), request)
 
     async def chat(request: Request) -> Response:
-        body = validated(ChatRequest, await _json(request))
-        _check_model(service, body.model)
-        _check_stream(body.stream, body.stream_options)
-        made = await openai_chat.plan(service, body)
-        if not body.stream:
-            return _Json(await openai_chat.whole(service, made, request.receive))
-        answers = [await service.submit(made.request)]
-        return EventStream(service, openai_chat.pieces(service, made, merged(service, answers)), answers)
+        return await answer(validated(ChatRequest, await _json(request)), request)
 
     for path, endpoint, kind in (
         ("/completions", complete, CompletionRequest),
@@ -200,11 +194,6 @@ def _check_model(service: Service, name: str | None) -> None:
     if name is not None and name != served:
         said = f"model: there is no {printable(name)}; this server has {served}"
         raise ApiError(404, said, "model", "model_not_found")
-
-
-def _check_stream(stream: bool | None, options: BaseModel | None) -> None:
-    if options is not None and not stream:
-        raise ApiError(400, "stream_options: needs stream: true", "stream_options", "invalid_value")
 
 
 def _response(error: ApiError) -> Response:

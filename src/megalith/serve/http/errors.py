@@ -1,10 +1,100 @@
-"""What a client is told when its request is not served: a status, a text that names the field, OpenAI's JSON shape."""
+"""Strict JSON, and what a client is told when its request is not served.
+
+The reader takes nothing that another reader would understand in another way. Python's reader needs seconds for some MiB
+of the worst kinds, and others wait meanwhile; so what it would have to make is counted and bounded first, by searches
+at the speed of memory. An error is a status, a text that names the field, and OpenAI's JSON shape.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
+
+MAX_DEPTH = 64
+MAX_CONTAINERS, MAX_TEXTS, MAX_VALUES = 1 << 15, 1 << 17, 1 << 20
+"""Lists, objects and named fields; names and texts; all that commas part: 128 prompts of 8192 ids."""
+
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+
+
+class BadJson(ValueError):
+    """The text is no JSON, or JSON that is ambiguous. `field` is the name concerned, if there is one."""
+
+    def __init__(self, message: str, field: str | None = None) -> None:
+        self.field = field
+        super().__init__(message)
+
+
+def read_json(body: bytes) -> Any:
+    """Read one JSON text.
+
+    Raises:
+        BadJson: it is not UTF-8, not JSON, names a field twice, is nested too deeply, or has a number that is none.
+    """
+    _check_size(body)
+    try:
+        text = body.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise BadJson(f"the body is not UTF-8 (byte {error.start})") from None
+    try:
+        return json.loads(text, object_pairs_hook=_object, parse_constant=_no_constant)
+    except BadJson:
+        raise
+    except (ValueError, RecursionError) as error:  # JSONDecodeError, and integers of thousands of digits
+        raise BadJson(f"the body is not JSON: {error}") from None
+
+
+def _check_size(body: bytes) -> None:
+    """See that there is not too much in a body.
+
+    Raises:
+        BadJson: says of what.
+    """
+    without_escapes = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+    if without_escapes.count(b'"') > 2 * MAX_TEXTS:
+        raise BadJson(f"the body has more than {MAX_TEXTS} texts and names")
+    outside = b"".join(without_escapes.split(b'"')[::2])
+    brackets = outside.translate(None, _NO_BRACKETS)
+    if _depth(brackets[: 2 * MAX_CONTAINERS]) > MAX_DEPTH:
+        raise BadJson(f"the body is nested deeper than {MAX_DEPTH} levels")
+    if len(brackets) > 2 * MAX_CONTAINERS or outside.count(b":") > MAX_CONTAINERS:
+        raise BadJson(f"the body has more than {MAX_CONTAINERS} lists, objects or fields")
+    if outside.count(b",") > MAX_VALUES:
+        raise BadJson(f"the body has more than {MAX_VALUES} values")
+
+
+def _depth(brackets: bytes) -> int:
+    """How deeply brackets are nested, counted until it is too deep."""
+    depth = deepest = 0
+    for byte in brackets:
+        depth += 1 if byte in b"[{" else -1
+        deepest = max(deepest, depth)
+        if depth > MAX_DEPTH:
+            break
+    return deepest
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            shown = printable(name)
+            raise BadJson(f"the field {shown} is there twice", shown)
+        found[name] = value
+    return found
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise BadJson(f"{name} is no JSON number")
+
+
+def printable(text: str, length: int = 80) -> str:
+    """A client's text as it may stand in a message or a log line: one line, ASCII, no control characters, bounded."""
+    shown = text[:length].encode("ascii", "backslashreplace").decode()
+    shown = "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in shown)
+    return shown if len(text) <= length else f"{shown}..."
+
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
@@ -43,3 +133,8 @@ class ApiError(Exception):
     def content(self) -> bytes:
         """The bytes of the answer: ASCII, so that nothing a client sent can break them."""
         return json.dumps(self.body).encode("ascii")
+
+
+def refusal(field: str, rule: str, code: str = "invalid_value") -> ApiError:
+    """The error for a field of a request whose value cannot be served."""
+    return ApiError(400, f"{field}: {rule}", field, code)

@@ -16,9 +16,8 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from megalith.serve.http.errors import ApiError
+from megalith.serve.http.errors import ApiError, printable
 from megalith.serve.http.settings import ServerSettings, ip_address, is_loopback
-from megalith.serve.http.strict_json import printable
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]

@@ -13,11 +13,10 @@ from typing import Any
 from starlette.types import Receive
 
 from megalith.errors import DataError
-from megalith.serve.http.errors import ApiError
-from megalith.serve.http.openai_completions import submit_all
+from megalith.serve.http.errors import ApiError, printable, refusal
+from megalith.serve.http.openai import submit_all
 from megalith.serve.http.service import Answer, Collected, Service
 from megalith.serve.http.settings import Defaults
-from megalith.serve.http.strict_json import printable
 from megalith.serve.request import Beams, Finished, Request, Sampling, Scores, Token
 from megalith.tokenizers import Tokenizer
 
@@ -201,13 +200,11 @@ async def _requests(service: Service, asked: ApiRequest, defaults: Defaults) -> 
     """One request for each prompt. All texts end at one length, that of the longest prompt and its answer."""
     answers = service.answering is not None
     if answers and asked.add_BOS:
-        raise ApiError(
-            400, "add_BOS: the model answers the prompt, which begins no document", "add_BOS", "invalid_value"
-        )
+        raise refusal("add_BOS", "the model answers the prompt, which begins no document")
     beginning = (service.tokenizer.eod,) if asked.add_BOS else ()
     prompts = [beginning + await service.encode(text, "prompts") for text in asked.prompts]
     if not all(prompts):
-        raise ApiError(400, "prompts: one of them has no tokens", "prompts", "invalid_value")
+        raise refusal("prompts", "one of them has no tokens")
     longest, tokens = max(prompts, key=len), asked.tokens_to_generate
     if defaults.length is not None and not asked.says_length:
         tokens = min(defaults.length, service.room(longest)) if answers else defaults.length - len(longest)

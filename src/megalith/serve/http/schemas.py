@@ -1,4 +1,6 @@
-"""The requests of OpenAI's endpoints. Strict: a field that is not known, or of another type, is refused by name.
+"""The requests of OpenAI's endpoints, and the fields that both share in the engine's words.
+
+A field that is not known, or of another type, is refused by name.
 
 A refusal is cheap whatever the body: lists end at their first fault (`fail_fast`), because pydantic collects a fault of
 each item in each form that a list may have, which are seconds for a body of some MiB.
@@ -13,8 +15,10 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from megalith.serve.http.errors import ApiError
-from megalith.serve.http.strict_json import printable
+from megalith.serve.http.errors import ApiError, printable, refusal
+from megalith.serve.http.service import Service
+from megalith.serve.request import Sampling
+from megalith.tokenizers import Tokenizer
 
 Id = Annotated[int, Field(ge=0)]
 Ids = Annotated[list[Id], Field(min_length=1, fail_fast=True)]
@@ -216,10 +220,10 @@ def validated(kind: type[Model], found: Any) -> Model:
 def _unknown(kind: type[BaseModel], name: str) -> ApiError:
     known, shown = list(kind.model_fields), printable(name)
     if name in _UNSUPPORTED:
-        return ApiError(400, f"{shown}: {_UNSUPPORTED[name]}", shown, "unsupported_field")
+        return refusal(shown, _UNSUPPORTED[name], "unsupported_field")
     guess = difflib.get_close_matches(name[:64], known, n=1, cutoff=0.8)
     hint = f"; did you mean {guess[0]}?" if guess else f"; this endpoint has {', '.join(known)}"
-    return ApiError(400, f"{shown}: no such field here{hint}", shown, "unknown_field")
+    return refusal(shown, f"no such field here{hint}", "unknown_field")
 
 
 def _refusal(kind: type[BaseModel], error: ValidationError) -> ApiError:
@@ -229,14 +233,14 @@ def _refusal(kind: type[BaseModel], error: ValidationError) -> ApiError:
     names = [str(part) for part in place if not _is_branch(part)]
     field = printable(".".join(names)) or "body"
     if first["type"] == "extra_forbidden":
-        return ApiError(400, f"{field}: no such field here", field, "unknown_field")
+        return refusal(field, "no such field here", "unknown_field")
     form = next((_FORMS[name] for name in reversed(names) if name in _FORMS and first["type"] != "missing"), None)
     if form is not None:
         return ApiError(400, f"{_culprit(found, field)}must be {form}", field, "invalid_value")
     if place and place[0] in _UNSUPPORTED:
-        return ApiError(400, f"{field}: {_UNSUPPORTED[str(place[0])]}", field, "unsupported_field")
+        return refusal(field, _UNSUPPORTED[str(place[0])], "unsupported_field")
     code = "missing_field" if first["type"] == "missing" else "invalid_value"
-    return ApiError(400, f"{field}: {_said(first['msg'])}{_given(first)}", field, code)
+    return refusal(field, f"{_said(first['msg'])}{_given(first)}", code)
 
 
 def _culprit(errors: Sequence[Any], field: str) -> str:
@@ -268,3 +272,62 @@ def _given(error: Any) -> str:
     if error["type"] == "missing" or isinstance(value, (dict, list)):
         return ""
     return f", not {printable(repr(value), 60)}"
+
+
+def sampling_of(body: CompletionRequest | ChatRequest, vocab_size: int) -> Sampling:
+    """How to choose tokens.
+
+    Raises:
+        ApiError: 400, a token of logit_bias is none.
+    """
+    bias = {}
+    for name, value in (body.logit_bias or {}).items():
+        if not (name.isascii() and name.isdigit() and len(name) < 10 and int(name) < vocab_size):
+            raise refusal("logit_bias", f"{name[:20]!r} is no token id below {vocab_size}")
+        bias[int(name)] = value
+    return Sampling(
+        temperature=1.0 if body.temperature is None else body.temperature,
+        top_k=min(max(body.top_k or 0, 0), vocab_size),
+        min_p=body.min_p or 0.0,
+        top_p=1.0 if body.top_p is None else body.top_p or 1e-9,  # OpenAI's 0 is the likeliest alone, the engine's all
+        repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        logit_bias=bias,
+    )
+
+
+def text_fields_of(body: CompletionRequest | ChatRequest, service: Service) -> dict[str, Any]:
+    """Fields of `Request` about where the text ends and what it shows.
+
+    Raises:
+        ApiError: 400, a token of stop_token_ids is none.
+    """
+    stop_ids, size = list(body.stop_token_ids or ()), service.tokenizer.vocab_size
+    if bad := [number for number in stop_ids if number >= size]:
+        raise refusal("stop_token_ids", f"{bad[0]} is no token id below {size}")
+    if body.skip_special_tokens:  # a special token that is not shown is never found in the text
+        stop_ids += [number for text in body.stops if (number := service.special_texts.get(text)) is not None]
+    return {
+        "stop_ids": () if body.ignore_eos else service.stop_ids,
+        "more_stop_ids": tuple(stop_ids),
+        "hidden_ids": service.tokenizer.special_ids if body.skip_special_tokens else frozenset(),
+        "stop_texts": body.stops,
+    }
+
+
+def token_texts(tokenizer: Tokenizer, ids: Sequence[int], before: int | None = None) -> list[str]:
+    """The text of each token where it stands; a part of a character is U+FFFD.
+
+    Args:
+        before: the token that they follow: some tokenizers drop a space at the beginning of a text.
+    """
+    found = []
+    for number in ids:
+        alone = tokenizer.decode([number])
+        if before is not None:
+            start, both = tokenizer.decode([before]), tokenizer.decode([before, number])
+            alone = both[len(start) :] if both.startswith(start) and "\ufffd" not in start + alone else alone
+        found.append(alone)
+        before = number
+    return found

@@ -1,22 +1,280 @@
-"""A server process from bound port to exit code: takes requests, drains on a signal, ends when the model is gone."""
+"""A server process from bound port to exit code: takes requests, drains on a signal, ends when the model is gone.
+
+All that is used of uvicorn beyond its documented interface stands here; `tests/unit/serve/test_uvicorn_internals.py`
+has a canary for each use, and pyproject.toml bounds the version. Its connections are made not to wait for ever: for
+headers, for a reader, for a place. uvicorn has a limit of time between requests only; this adds the first byte to the
+last header, a socket that the client does not read, and the number of connections. When hundreds connect at once, each
+would be read, understood and answered in step with all others, so that everybody waited for everybody: here they are
+taken in their order, a few at a time, and a probe of /health before them. Where an answer leaves a body unread, the
+connection ends in stages (RFC 9112, 9.6): a socket closed with unread bytes resets the connection, and what the client
+had not read of the answer is lost.
+
+Requests are parsed by h11, which tolerates forms that a proxy may frame otherwise (request smuggling):
+a bare LF as the end of a line, folded headers, and Content-Length beside Transfer-Encoding. They are refused here.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
+import re
 import signal
 import socket
+import sys
 import threading
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from typing import Any
 
+import h11
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from megalith.errors import ConfigError
-from megalith.serve.http.connection import bounded_connection
+from megalith.serve.http.errors import ApiError
 from megalith.serve.http.guard import App
 from megalith.serve.http.service import Service
-from megalith.serve.http.settings import ServerSettings
+from megalith.serve.http.settings import Limits, ServerSettings
+
+_AT_A_TIME = 8
+_PROBE = b"GET /health "
+_PATIENCE_WHEN_STOPPING = 2.0
+"""Seconds that a client may leave its socket unread while the server stops; one that reads slowly is waited for."""
+_SECONDS_BETWEEN_LOOKS = 0.25
+
+_END_OF_HEADERS = re.compile(rb"\n\r?\n")
+_BARE_LF = re.compile(rb"(?<!\r)\n")
+_FOLDED_LINE = re.compile(rb"\n[ \t]")
+_LENGTH = re.compile(rb"\ncontent-length[ \t]*:", re.IGNORECASE)
+_CODING = re.compile(rb"\ntransfer-encoding[ \t]*:", re.IGNORECASE)
+
+
+class _Turns:
+    """Runs what it is given in that order, a few in each round of the event loop."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[Callable[[], None]] = deque()
+
+    def add(self, turn: Callable[[], None]) -> None:
+        if not self._waiting:
+            asyncio.get_running_loop().call_soon(self._run)
+        self._waiting.append(turn)
+
+    def _run(self) -> None:
+        for _ in range(min(_AT_A_TIME, len(self._waiting))):
+            self._waiting.popleft()()
+        if self._waiting:
+            asyncio.get_running_loop().call_soon(self._run)
+
+
+class _Parting(asyncio.Transport):
+    """A transport whose `close` first lets the client finish, where it may still be sending.
+
+    It then ends its own direction, so that the client sees the end of the answer, and throws away what comes: at most
+    `parting_bytes`, for at most `parting_seconds`.
+
+    Args:
+        transport: the socket's.
+        still_sends: whether there may be bytes that nobody will read.
+    """
+
+    def __init__(self, transport: asyncio.Transport, limits: Limits, still_sends: Callable[[], bool]) -> None:
+        super().__init__()
+        self._transport, self._limits, self._still_sends = transport, limits, still_sends
+        self._room = limits.parting_bytes
+        self._due: asyncio.TimerHandle | None = None
+
+    @property
+    def parts(self) -> bool:
+        """Whether the answer is given, and the client is sending still."""
+        return self._due is not None
+
+    def close(self) -> None:
+        """End the connection; the second call does it at once."""
+        if self.parts or self._transport.is_closing() or not self._still_sends():
+            self._transport.close()
+            return
+        self._due = asyncio.get_running_loop().call_later(self._limits.parting_seconds, self._transport.abort)
+        try:
+            self._transport.write_eof()
+        except OSError:  # the client has reset the connection
+            self._transport.abort()
+        else:
+            self._transport.resume_reading()
+
+    def discard(self, size: int) -> None:
+        """Count bytes that came after the answer."""
+        self._room -= size
+        if self._room < 0:
+            self._transport.abort()
+
+    def lost(self) -> None:
+        """Take notice that the connection is gone."""
+        if self._due is not None:
+            self._due.cancel()
+
+    def write(self, data: Any) -> None:
+        self._transport.write(data)
+
+    def is_closing(self) -> bool:
+        return self.parts or self._transport.is_closing()
+
+    def abort(self) -> None:
+        self._transport.abort()
+
+    def pause_reading(self) -> None:
+        if not self.parts:
+            self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        self._transport.resume_reading()
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return self._transport.get_extra_info(name, default)
+
+
+class _AmbiguousRequest(h11.RemoteProtocolError):
+    """Headers that another HTTP implementation may understand otherwise."""
+
+
+class _StrictParser(h11.Connection):
+    """h11's parser, without its leniency."""
+
+    def next_event(self) -> Any:
+        if self.their_state is h11.IDLE:
+            _require_clear_headers(self.trailing_data[0])
+        return super().next_event()
+
+
+def _require_clear_headers(received: bytes) -> None:
+    """Check the headers at the beginning of what was received, as far as they have come.
+
+    Raises:
+        _AmbiguousRequest: names the rule of RFC 9112.
+    """
+    end = _END_OF_HEADERS.search(received)
+    headers = received[: end.end()] if end else received
+    if _BARE_LF.search(headers):
+        raise _AmbiguousRequest("a line of the headers ends in LF; it must end in CRLF (RFC 9112, 2.2)")
+    if _FOLDED_LINE.search(headers):
+        raise _AmbiguousRequest("a header is folded over two lines; write it in one (RFC 9112, 5.2)")
+    if end and _CODING.search(headers):
+        if _LENGTH.search(headers):
+            raise _AmbiguousRequest("Content-Length and Transfer-Encoding exclude each other (RFC 9112, 6.3)")
+        if b" HTTP/1.0\r\n" in headers:
+            raise _AmbiguousRequest("HTTP/1.0 has no Transfer-Encoding (RFC 9112, 6.1)")
+
+
+def bounded_connection(limits: Limits, stopping: Callable[[], bool] = lambda: False) -> type[H11Protocol]:
+    """Return the class of connections with these limits.
+
+    Args:
+        stopping: whether the server takes no new work any more: clients that do not read are then given up soon.
+    """
+    turns = _Turns()
+
+    class Bounded(H11Protocol):
+        _headers_due: asyncio.TimerHandle | None = None
+        _stalled: asyncio.TimerHandle | None = None
+        _is_new, _is_refused = True, False
+
+        def connection_made(self, transport: Any) -> None:
+            self.transport: _Parting
+            self.conn = _StrictParser(h11.SERVER, self.config.h11_max_incomplete_event_size or limits.header_bytes)
+            super().connection_made(_Parting(transport, limits, self._still_sends))
+            if len(self.connections) > limits.connections:
+                transport.abort()
+            else:
+                self._expect_headers()
+
+        def data_received(self, data: bytes) -> None:
+            if self.transport.parts:
+                self.transport.discard(len(data))
+            elif self._is_new and not data.startswith(_PROBE):
+                self._is_new = False
+                self.transport.pause_reading()
+                turns.add(functools.partial(self._take_turn, data))
+            else:
+                self._take(data)
+
+        def _take_turn(self, data: bytes) -> None:
+            if not self.transport.is_closing():
+                self.transport.resume_reading()
+                self._take(data)
+
+        def _take(self, data: bytes) -> None:
+            before = self.cycle
+            super().data_received(data)
+            if self.cycle is not before:
+                self._forget_headers()
+            elif self._headers_due is None and (self.cycle is None or self.cycle.response_complete):
+                self._expect_headers()  # of the next request on this connection
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._forget_headers()
+            self._flows()
+            self.transport.lost()
+            super().connection_lost(exc)
+
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            self._flows()
+            self._watch_stall(self.loop.time())
+
+        def _watch_stall(self, since: float) -> None:
+            """Abort the connection when its client has not read for too long."""
+            patience = min(limits.stalled_seconds, _PATIENCE_WHEN_STOPPING if stopping() else limits.stalled_seconds)
+            left = since + patience - self.loop.time()
+            if left <= 0.0:
+                self.transport.abort()
+                return
+            self._stalled = self.loop.call_later(min(left, _SECONDS_BETWEEN_LOOKS), self._watch_stall, since)
+
+        def resume_writing(self) -> None:
+            self._flows()
+            super().resume_writing()
+
+        def send_400_response(self, msg: str) -> None:
+            """Answer what is no HTTP, in JSON; where an answer has begun, the connection just ends."""
+            if self.conn.our_state is not h11.IDLE and self.conn.our_state is not h11.SEND_RESPONSE:
+                self.transport.abort()
+                return
+            error = sys.exc_info()[1]
+            status = getattr(error, "error_status_hint", 400)  # 431: more headers than h11 takes
+            said = str(error) if isinstance(error, _AmbiguousRequest) else msg
+            content = ApiError(status, "the headers are too long" if status == 431 else said).content
+            self._is_refused = True
+            headers = [("content-type", "application/json"), ("content-length", str(len(content)))]
+            response = h11.Response(status_code=status, headers=[*headers, ("connection", "close")])
+            for event in (response, h11.Data(data=content), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event) or b"")
+            self.transport.close()
+
+            if self.cycle is not None and not self.cycle.response_complete:
+                self.cycle.disconnected = True  # its body will never be whole
+                self.cycle.message_event.set()
+
+        def _still_sends(self) -> bool:
+            unread = self._is_refused or self.conn.their_state in (h11.SEND_BODY, h11.ERROR)
+            return unread or self.flow.read_paused
+
+        def _expect_headers(self) -> None:
+            self._headers_due = self.loop.call_later(limits.header_seconds, self.transport.abort)
+
+        def _forget_headers(self) -> None:
+            if self._headers_due is not None:
+                self._headers_due.cancel()
+                self._headers_due = None
+
+        def _flows(self) -> None:
+            if self._stalled is not None:
+                self._stalled.cancel()
+                self._stalled = None
+
+    return Bounded
+
 
 _SECONDS_TO_SAY_SO = 1.0
 """How long answers that have been ended may take to reach their clients."""

@@ -1,29 +1,27 @@
-"""What all endpoints share: the model behind them, prompts into ids, requests into answers.
-
-The engine is reached through the port `Worker`, so that the endpoints can be tested without it.
-"""
+"""What all endpoints share: the model behind them, prompts into ids, requests into answers, whole or as streams."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
 
-from starlette.types import Receive
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from megalith.errors import DataError
-from megalith.serve.engine import Stats
 from megalith.serve.http.chat_template import ChatTemplate
-from megalith.serve.http.errors import ApiError
-from megalith.serve.http.metrics import Metrics
-from megalith.serve.http.request_log import RequestLog
+from megalith.serve.http.errors import ApiError, refusal
+from megalith.serve.http.metrics import Metrics, RequestLog
 from megalith.serve.http.settings import ServerSettings
 from megalith.serve.request import Beams, Busy, Event, Finished, Request, RequestError, Scores, Token
+from megalith.serve.worker import Worker
 from megalith.tokenizers import Tokenizer
 
 _LONGEST_TOKEN = 128  # bytes: GPT-2's is; a text longer than the context times this cannot fit
@@ -36,32 +34,6 @@ class Answer(Protocol):
 
     def cancel(self) -> None:
         """Give its place to others; may be called at any time, and again."""
-        ...
-
-
-class Worker(Protocol):
-    """The engine, behind its thread."""
-
-    @property
-    def failure(self) -> str | None:
-        """Says why nothing can be served any more; None while all is well."""
-        ...
-
-    async def submit(self, request: Request) -> Answer:
-        """Take a request.
-
-        Raises:
-            RequestError: it can never be served.
-            Busy: too many wait.
-            MegalithError: the engine has failed.
-        """
-        ...
-
-    def stats(self) -> Stats: ...
-
-    @property
-    def full(self) -> bool:
-        """Whether one more request would be `Busy`; cheap, and true of a moment ago."""
         ...
 
 
@@ -153,7 +125,7 @@ class Service:
         try:
             ids = await asyncio.get_running_loop().run_in_executor(self._encoders, read, text)
         except DataError as error:
-            raise ApiError(400, f"{place}: {error}", place, "invalid_value") from None
+            raise refusal(place, str(error)) from None
         return tuple(ids)
 
     def room(self, prompt: Sequence[int]) -> int:
@@ -181,7 +153,7 @@ class Service:
             answer = await self.worker.submit(request)
         except RequestError as error:
             name = field_of(error.field)
-            raise ApiError(400, f"{name}: {error.message}", name, "invalid_value") from None
+            raise refusal(name, error.message) from None
         except Busy as error:
             raise self._busy(str(error)) from None
         self._open.add(answer)
@@ -281,10 +253,9 @@ async def disconnected(receive: Receive) -> None:
 def too_long(service: Service, place: str, given: str) -> ApiError:
     """The refusal of a prompt that does not fit."""
     together = "" if service.answering else " with the answer"
-    return ApiError(
-        400,
-        f"{place}: has {given}, and the model reads {service.context_length} tokens{together}; shorten it",
+    return refusal(
         place,
+        f"has {given}, and the model reads {service.context_length} tokens{together}; shorten it",
         "context_length_exceeded",
     )
 
@@ -305,9 +276,97 @@ def request_violation(service: Service, prompt: Sequence[int], new_tokens: int, 
             else f"the {room} tokens that the context of {service.context_length} leaves after a prompt of "
             f"{len(prompt)}"
         )
-        raise ApiError(
-            400,
-            f"{count}: {new_tokens} is more than {bound}",
-            count,
-            "context_length_exceeded",
-        )
+        raise refusal(count, f"{new_tokens} is more than {bound}", "context_length_exceeded")
+
+
+DONE = b"data: [DONE]\n\n"
+_encode = json.JSONEncoder(ensure_ascii=True, separators=(",", ":")).encode  # json.dumps makes one for every call
+
+
+class EventStream(Response):
+    """A response of server-sent events. However it ends, the places of its requests are given back.
+
+    Args:
+        objects: what is sent, one JSON object in each event.
+        answers: the requests that it is made of.
+    """
+
+    def __init__(self, service: Service, objects: AsyncIterator[Mapping[str, Any]], answers: Sequence[Answer]) -> None:
+        super().__init__(media_type="text/event-stream", headers={"x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._service, self._objects, self._answers = service, objects, answers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        limit = self._service.settings.limits.request_seconds
+        timer = asyncio.get_running_loop().call_later(limit, self._cut_off)
+        work = asyncio.ensure_future(self._send(send))
+        left = asyncio.ensure_future(disconnected(receive))
+        try:
+            done, _ = await asyncio.wait({work, left}, return_when=asyncio.FIRST_COMPLETED)
+            if work in done:
+                work.result()
+            else:
+                self._service.metrics.disconnects += 1
+        finally:
+            timer.cancel()
+            left.cancel()
+            work.cancel()
+            self._service.release(self._answers)
+
+    def _cut_off(self) -> None:
+        for answer in self._answers:
+            answer.cancel()
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        try:
+            async for item in self._objects:
+                await send({"type": "http.response.body", "body": _event(item), "more_body": True})
+        except ApiError as error:  # the status is sent already
+            await send({"type": "http.response.body", "body": _event(error.body), "more_body": True})
+        await send({"type": "http.response.body", "body": DONE, "more_body": False})
+
+
+def _event(item: Mapping[str, Any]) -> bytes:
+    return b"data: " + _encode(item).encode("ascii") + b"\n\n"
+
+
+async def merged(service: Service, answers: Sequence[Answer]) -> AsyncIterator[tuple[int, Event]]:
+    """The events of all answers as they come, each with the number of its answer."""
+    began, waiting = time.monotonic(), set(range(len(answers)))
+    async for number, event in _in_order(answers):
+        if waiting and number in waiting and isinstance(event, Token):
+            waiting.remove(number)
+            service.metrics.first_token.add(time.monotonic() - began)
+        yield number, event
+
+
+async def _in_order(answers: Sequence[Answer]) -> AsyncIterator[tuple[int, Event]]:
+    if len(answers) == 1:  # the usual case, without a task and a queue more for every token
+        async for only in answers[0]:
+            yield 0, only
+        return
+    queue: asyncio.Queue[tuple[int, Event | BaseException | None]] = asyncio.Queue()
+
+    async def pump(number: int) -> None:
+        try:
+            async for event in answers[number]:
+                queue.put_nowait((number, event))
+            queue.put_nowait((number, None))
+        except Exception as error:
+            queue.put_nowait((number, error))
+
+    tasks = [asyncio.ensure_future(pump(number)) for number in range(len(answers))]
+    open_ones = len(answers)
+    try:
+        while open_ones:
+            number, event = await queue.get()
+            if event is None:
+                open_ones -= 1
+            elif isinstance(event, BaseException):
+                raise event
+            else:
+                yield number, event
+    finally:
+        for task in tasks:
+            task.cancel()
