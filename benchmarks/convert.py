@@ -24,7 +24,6 @@ import torch
 
 from megalith.checkpoint import CheckpointContent
 from megalith.checkpoint.convert import Wanted, convert
-from megalith.checkpoint.fit import Contents, StoredTensor
 from megalith.checkpoint.formats.torch_dist import (
     OPTIMIZER_PREFIX,
     Whole,
@@ -32,6 +31,7 @@ from megalith.checkpoint.formats.torch_dist import (
     weight_chunks,
 )
 from megalith.checkpoint.model_space import model_space_of
+from megalith.checkpoint.source import Contents, StoredTensor
 from megalith.checkpoint.streaming import write_torch_dist
 
 SIZES = {"17m": (6, 256, 16384), "124m": (12, 768, 50304), "350m": (24, 1024, 50432)}

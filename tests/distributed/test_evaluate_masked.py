@@ -12,8 +12,7 @@ import torch
 
 from megalith.assemble.trained import load_trained
 from megalith.checkpoint import CheckpointContent, DirectoryStore
-from megalith.checkpoint.formats.stacking import stacking_of
-from megalith.checkpoint.formats.torch_dist import model_chunks
+from megalith.checkpoint.formats.torch_dist import model_chunks, stacking_of
 from megalith.config import ModelConfig, PrecisionConfig, TokenizerConfig
 from megalith.config.saved_args import weights_args
 from megalith.distributed.context import ParallelContext

@@ -24,8 +24,7 @@ from torch.nn import Parameter
 from megalith.assemble.model import build_chunks, build_run_optimizer, draw_weights
 from megalith.assemble.schedule import build_schedule
 from megalith.checkpoint import CheckpointContent, Chunk, DirectoryStore
-from megalith.checkpoint.formats.stacking import stacking_of
-from megalith.checkpoint.formats.torch_dist import rng_object_key
+from megalith.checkpoint.formats.torch_dist import rng_object_key, stacking_of
 from megalith.checkpoint.safe_loading import read_metadata
 from megalith.checkpoint.source import open_source
 from megalith.config import RunConfig, load

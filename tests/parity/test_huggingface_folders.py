@@ -17,13 +17,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megalith.assemble.huggingface import TOLERANCE, Comparison, compare_logits
-from megalith.checkpoint.adapted import args_of
+from megalith.checkpoint.adapted import Upcycling, args_of
 from megalith.checkpoint.convert import Wanted, convert
 from megalith.checkpoint.huggingface_export import Export, Weights, export
 from megalith.checkpoint.huggingface_source import HuggingFaceSource
 from megalith.checkpoint.model_space import ModelSpace, model_space_of
 from megalith.checkpoint.source import open_source
-from megalith.checkpoint.upcycled import Upcycling
 from megalith.cli.main import main
 from megalith.errors import CheckpointError
 from megalith.models.gpt import GPT

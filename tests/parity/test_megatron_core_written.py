@@ -23,9 +23,8 @@ import pytest
 import torch
 
 from megalith.checkpoint import DirectoryStore
-from megalith.checkpoint.formats.stacking import expert_of
-from megalith.checkpoint.formats.torch_dist import Whole, read_optimizer_common, weight_chunks
-from megalith.checkpoint.model_space import model_space_of, stages_of
+from megalith.checkpoint.formats.torch_dist import Whole, expert_of, read_optimizer_common, weight_chunks
+from megalith.checkpoint.model_space import division_of, model_space_of
 from megalith.config.load import load
 from megalith.config.saved_args import megatron_args
 
@@ -224,7 +223,7 @@ def check(written: Written, core: Path, folder: Path) -> dict[str, torch.Tensor]
     wrong = [key for key in wanted if not torch.equal(found[key].float(), wanted[key])]
     assert wrong == []
     common = store.common(3)
-    assert common["iteration"] == 3 and stages_of(vars(common["args"]), 4, "x") == run.stages
+    assert common["iteration"] == 3 and division_of(vars(common["args"]), 4, "x").stages == run.stages
     state = read_optimizer_common(common["optimizer"])
     assert len(state.param_groups) == (3 if written.ep > 1 else 2)  # experts without biases: all have weight decay
     assert (state.scaler or {}).get("scale") == (4096.0 if written.dtype == "fp16" else None)

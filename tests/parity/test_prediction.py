@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megalith.checkpoint.formats.stacking import stacking_of
+from megalith.checkpoint.formats.torch_dist import stacking_of
 from megalith.config import ModelConfig
 from megalith.models.gpt import GPT
 from megalith.train.throughput import step_flops

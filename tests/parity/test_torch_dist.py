@@ -21,9 +21,9 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from megalith.checkpoint import CheckpointContent, DirectoryStore
 from megalith.checkpoint.content import Chunk
-from megalith.checkpoint.formats.stacking import dense
 from megalith.checkpoint.formats.torch_dist import (
     Whole,
+    dense,
     model_chunks,
     optimizer_chunks,
     optimizer_common,

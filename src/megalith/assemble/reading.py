@@ -10,7 +10,7 @@ from typing import Any
 
 from megalith.checkpoint import DirectoryStore, split_path
 from megalith.checkpoint.folder import damaged
-from megalith.checkpoint.locate import nothing_in
+from megalith.checkpoint.store import nothing_in
 from megalith.config import ModelConfig, RunConfig, all_settings, from_values
 from megalith.config.foreign_args import model_of
 from megalith.errors import CheckpointError, ConfigError, NewerFormatError, OtherModelError

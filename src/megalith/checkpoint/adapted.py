@@ -6,9 +6,10 @@ conversion is a stack of these over a folder. None keeps a tensor.
 
 from __future__ import annotations
 
+import re
 from argparse import Namespace
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -16,22 +17,34 @@ import torch
 from torch import Tensor
 
 from megalith.checkpoint.content import CheckpointContent, Chunk
-from megalith.checkpoint.fit import Contents, fitted, keys_of, short
 from megalith.checkpoint.formats.megatron_optimizer import decays, with_rates
-from megalith.checkpoint.formats.stacking import is_of_experts, stacked_axes, stays_fp32
 from megalith.checkpoint.formats.torch_dist import (
     OPTIMIZER_PREFIX,
     WORD_EMBEDDINGS,
+    is_of_experts,
     is_rng_object,
     optimizer_common,
     read_optimizer_common,
+    stacked_axes,
+    stays_fp32,
+    weight_of,
     with_expert_groups,
 )
 from megalith.checkpoint.model_space import OUTPUT_LAYER
-from megalith.checkpoint.source import Source
+from megalith.checkpoint.source import (
+    HALF_PRECISION,
+    MAIN_PREFIX,
+    Contents,
+    Source,
+    StoredTensor,
+    fitted,
+    keys_of,
+    short,
+)
+from megalith.config.foreign_args import model_of
+from megalith.errors import CheckpointError, ConfigError
+from megalith.models.initialise import generator_for
 
-_HALF = (torch.float16, torch.bfloat16)
-MAIN_PREFIX = f"{OPTIMIZER_PREFIX}fp32_param."
 _MOMENTS = tuple(f"{OPTIMIZER_PREFIX}{kind}." for kind in ("exp_avg", "momentum_buffer"))
 _OF_OPTIMIZER = ("optimizer", "opt_param_scheduler")
 
@@ -115,7 +128,7 @@ class InPrecision(Adapter):
         mains = {
             MAIN_PREFIX + key: replace(stored, dtype=torch.float32)
             for key, stored in weights.items()
-            if stored.dtype in _HALF and any(moment + key in states for moment in _MOMENTS)
+            if stored.dtype in HALF_PRECISION and any(moment + key in states for moment in _MOMENTS)
         }
         return Contents({**weights, **states, **mains}, held.objects)
 
@@ -123,7 +136,9 @@ class InPrecision(Adapter):
         common = self.source.common()
         args = args_of(common)
         if self._dtype is not None:
-            args |= _precision_args(self._dtype, as_name=isinstance(args.get("params_dtype"), str))
+            named = isinstance(args.get("params_dtype"), str)
+            args |= {"params_dtype": short(self._dtype) if named else self._dtype}
+            args |= {"fp16": self._dtype == torch.float16, "bf16": self._dtype == torch.bfloat16}
             common["args"] = Namespace(**args)
         if common.get("optimizer"):
             precision = short(self._dtype) if self._dtype else _precision(args)
@@ -137,14 +152,6 @@ class InPrecision(Adapter):
 
     def read(self, content: CheckpointContent) -> dict[str, Any]:
         return self.source.read(fitted("the checkpoint", self.held, content, keys_of(content)))
-
-
-def _precision_args(dtype: torch.dtype, *, as_name: bool) -> dict[str, Any]:
-    return {
-        "params_dtype": short(dtype) if as_name else dtype,
-        "fp16": dtype == torch.float16,
-        "bf16": dtype == torch.bfloat16,
-    }
 
 
 def _precision(args: Mapping[str, Any]) -> str:
@@ -229,26 +236,21 @@ def over_vocabulary(key: str) -> bool:
     return key.endswith((WORD_EMBEDDINGS, OUTPUT_LAYER)) and weight_of(key) in (WORD_EMBEDDINGS, OUTPUT_LAYER)
 
 
-def weight_of(key: str) -> str:
-    """The key of the weight that a tensor is, or is the optimizer's state of."""
-    return key.removeprefix(OPTIMIZER_PREFIX).partition(".")[2] if key.startswith(OPTIMIZER_PREFIX) else key
-
-
-class WithArgs(Adapter):
-    """With Megatron's arguments changed.
+class WithCommon(Adapter):
+    """With another common state.
 
     Args:
         source: what is presented.
-        changed: makes new arguments of those of the source.
+        changed: makes it of that of the source and Megatron's arguments in this.
     """
 
-    def __init__(self, source: Source, changed: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    def __init__(self, source: Source, changed: Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]) -> None:
         super().__init__(source)
         self._changed = changed
 
     def common(self) -> dict[str, Any]:
         common = self.source.common()
-        return {**common, "args": Namespace(**self._changed(args_of(common)))}
+        return self._changed(common, args_of(common))
 
 
 class Watched(Adapter):
@@ -267,3 +269,105 @@ class Watched(Adapter):
         for chunk in content.chunks:
             self._on_read(chunk)
         return self.source.read(content)
+
+
+_DENSE = re.compile(r"decoder\.layers\.mlp\.(linear_fc[12]\.(?:weight|bias))")
+_EXPERTS = "decoder.layers.mlp.experts.experts."
+_ROUTER = "decoder.layers.mlp.router."
+
+
+@dataclass(frozen=True)
+class Upcycling:
+    """What is to become of each feed-forward layer.
+
+    Attributes:
+        experts: copies of it.
+        top_k: of them for each token.
+        seed: of the routers.
+    """
+
+    experts: int
+    top_k: int = 2
+    seed: int = 1234
+
+    def check(self) -> None:
+        """Refuse what is no mixture.
+
+        Raises:
+            ConfigError: says what.
+        """
+        if self.experts < 2:
+            raise ConfigError([f"--upcycle {self.experts}: a mixture has 2 experts or more"])
+        if not 1 <= self.top_k <= self.experts:
+            raise ConfigError(
+                [f"--moe-router-topk {self.top_k} with --upcycle {self.experts}: use 1 to {self.experts}"]
+            )
+
+
+class Upcycled(Adapter):
+    """With experts; of a source that has weights only.
+
+    Every expert of a layer is a copy of its feed-forward layer, and routers are drawn. The weights of the experts that
+    a token chooses add up to 1, so that the mixture computes what the dense model computes, until training moves the
+    copies apart (Komatsuzaki et al. 2022, arXiv:2212.05055; Megatron's `--moe-use-upcycling`).
+
+    Args:
+        source: a GPT without experts.
+        wanted: how many.
+        where: names the source in errors.
+
+    Raises:
+        CheckpointError: it is another model.
+    """
+
+    def __init__(self, source: Source, wanted: Upcycling, where: str) -> None:
+        super().__init__(source)
+        model = model_of(args_of(source.common()))
+        if model.mixture or model.model_family != "gpt" or model.predictions:
+            what = "is a mixture of experts already" if model.mixture else f"is a {model.model_family.upper()}"
+            what = "has layers of multi-token prediction" if model.predictions else what
+            raise CheckpointError(f"{where} {what}; --upcycle makes a mixture of a dense GPT")
+        self._wanted, self._model = wanted, model
+
+    def contents(self) -> Contents:
+        held = self.held
+        tensors: dict[str, StoredTensor] = {}
+        for key, stored in held.tensors.items():
+            match = _DENSE.fullmatch(key)
+            layers, *rest = stored.shape if match else (0,)
+            shape = (layers, self._wanted.experts, *rest)
+            tensors[f"{_EXPERTS}{match[1]}" if match else key] = replace(stored, shape=shape) if match else stored
+            if match and match[1].startswith("linear_fc1."):
+                router = (layers, self._wanted.experts, *stored.shape[2:])
+                tensors[f"{_ROUTER}{match[1].removeprefix('linear_fc1.')}"] = StoredTensor(router, stored.dtype, 1)
+        return Contents(tensors, frozenset())
+
+    def common(self) -> dict[str, Any]:
+        common = self.source.common()
+        made = {"num_experts": self._wanted.experts, "moe_router_topk": self._wanted.top_k, "moe_layer_freq": 1}
+        return {**common, "args": Namespace(**{**args_of(common), **made})}
+
+    def read(self, content: CheckpointContent) -> dict[str, Any]:
+        others = [chunk for chunk in content.chunks if not chunk.key.startswith((_ROUTER, _EXPERTS))]
+        for chunk in content.chunks:
+            if chunk.key.startswith(_ROUTER):
+                self._draw(chunk)
+            elif chunk.key.startswith(_EXPERTS):
+                self._copy(chunk)
+        return self.source.read(replace(content, chunks=others))
+
+    def _copy(self, chunk: Chunk) -> None:
+        """The same of the dense layer into each expert of a chunk [layers, experts, ...]."""
+        dense = torch.empty_like(chunk.tensor[:, 0])
+        key = f"decoder.layers.mlp.{chunk.key.removeprefix(_EXPERTS)}"
+        offset, shape = ((values[0], *values[2:]) for values in (chunk.offset, chunk.global_shape))
+        self.source.read(CheckpointContent([Chunk(key, dense, offset, shape)]))
+        chunk.tensor.copy_(dense.unsqueeze(1).expand_as(chunk.tensor))
+
+    def _draw(self, chunk: Chunk) -> None:
+        """Routers N(0, std), each from the seed and its own name: the same in every layout."""
+        (first, *start), (_, *whole), kind = chunk.offset, chunk.global_shape, chunk.key.removeprefix(_ROUTER)
+        for index, part in enumerate(chunk.tensor):
+            generator = generator_for(self._wanted.seed, f"decoder.layers.{first + index}.mlp.router.{kind}")
+            router = torch.empty(whole).normal_(0.0, self._model.init_method_std, generator=generator)
+            part.copy_(router[tuple(slice(a, a + size) for a, size in zip(start, part.shape, strict=True))])

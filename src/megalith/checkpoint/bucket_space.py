@@ -9,7 +9,7 @@
 Without expert parallelism the places are those of tensor parallelism, fastest, and pipeline. With it the experts have
 an optimizer of their own, `chained_1`, with the places of expert-tensor parallelism, expert parallelism and pipeline;
 before core 0.10, which had no expert-tensor parallelism, of tensor parallelism, pipeline and expert parallelism. A
-chunk without experts has no buffer there. What stands where in a buffer: `formats.buffers`, `formats.registered`.
+chunk without experts has no buffer there. What stands where in a buffer: `formats.megatron_optimizer.places`.
 Source: docs/reference/checkpoints.md#optimizer-in-torch_dist, and megatron-core 0.9.0 to 0.16.1, whose checkpoints
 `tests/parity/test_megatron_core_written.py` reads.
 """
@@ -17,7 +17,7 @@ Source: docs/reference/checkpoints.md#optimizer-in-torch_dist, and megatron-core
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -26,16 +26,19 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
-from megalith.checkpoint.boxes import fill
-from megalith.checkpoint.content import CheckpointContent, Chunk, by_key, volume
-from megalith.checkpoint.dcp_reading import read_sharded
-from megalith.checkpoint.fit import Contents, StoredTensor
-from megalith.checkpoint.formats.buffers import Place, bucket_limits, coalesced_places, places
-from megalith.checkpoint.formats.megatron_optimizer import BUFFERS, UnreadableState
-from megalith.checkpoint.formats.registered import registered
-from megalith.checkpoint.formats.stacking import expert_of
-from megalith.checkpoint.formats.torch_dist import OPTIMIZER_PREFIX, WORD_EMBEDDINGS, Whole, weight_chunks
-from megalith.checkpoint.model_space import OUTPUT_LAYER, Share, model_space_of, stages_of
+from megalith.checkpoint.content import CheckpointContent, Chunk, by_key, check_filled, common_part, fill
+from megalith.checkpoint.dcp import read_sharded
+from megalith.checkpoint.formats.megatron_optimizer import (
+    BUFFERS,
+    Place,
+    UnreadableState,
+    bucket_limits,
+    coalesced_places,
+    places,
+)
+from megalith.checkpoint.formats.torch_dist import OPTIMIZER_PREFIX, WORD_EMBEDDINGS, Whole, expert_of, weight_chunks
+from megalith.checkpoint.model_space import OUTPUT_LAYER, division_of, model_space_of
+from megalith.checkpoint.source import Contents, StoredTensor
 from megalith.errors import CheckpointError
 
 _PREFIX = r"(?P<prefix>(?:chained_(?P<chained>\d+)\.)?optimizer\.distributed\.dp_group_idx_(?P<index>\d+))"
@@ -99,9 +102,8 @@ class BucketSpace:
         self._path, self._metadata, self._stored, self._args = path, metadata, stored, args
         where = str(path)
         self._space = model_space_of(args, where)
-        self._stages = stages_of(args, self._space.num_layers, where)
-        self._tp = int(args.get("tensor_model_parallel_size") or 1)
-        self._ep = int(args.get("expert_model_parallel_size") or 1)
+        self._division = division_of(args, self._space.num_layers, where)
+        self._tp, self._ep = self._division.tp, self._division.ep
         self._etp = int(args.get("expert_tensor_parallel_size") or self._tp)
         self._check_experts()
         self._keys: dict[tuple[str, int, int, str], str] = {}
@@ -148,10 +150,9 @@ class BucketSpace:
 
     def _owner(self, chained: int | None, index: int, prefix: str) -> _Owner:
         """Which place an optimizer is in."""
-        stages = len(self._stages)
         if chained != 1:
             stage, rank = divmod(index, self._tp)
-            own = [self._names(stage, chunk, Share(0, self._ep)) for chunk in range(len(self._stages[stage % stages]))]
+            own = self._names(stage, 0)
             if chained == 0:
                 own = [[name for name in names if expert_of(name) is None] for names in own]
             return _Owner(prefix, stage, rank, self._tp, own)
@@ -160,23 +161,24 @@ class BucketSpace:
             stage, expert = divmod(rest, self._ep)
         else:
             rest, rank = divmod(index, self._tp)
-            expert, stage = divmod(rest, stages)
-        chunks = range(len(self._stages[stage % stages]))
-        own = [self._names(stage, chunk, Share(expert, self._ep)) for chunk in chunks]
+            expert, stage = divmod(rest, self._division.pp)
+        own = self._names(stage, expert)
         experts = [[name for name in names if expert_of(name) is not None] for names in own]
         return _Owner(prefix, stage, rank, self._etp, [names for names in experts if names])
 
-    def _names(self, stage: int, chunk: int, experts: Share) -> list[str]:
-        """The parameters of a virtual chunk in the order in which they were registered.
+    def _names(self, stage: int, expert: int) -> list[list[str]]:
+        """The parameters of each virtual chunk that have state, in the order in which they were registered.
 
         Raises:
             UnreadableState: the model that the args describe has no such stage.
         """
-        if stage >= len(self._stages):
-            raise self._unreadable(f"has buffers of stage {stage} where the args say {len(self._stages)} stages")
-        names = self._space.moved_names_of(stage, chunk, self._stages, experts)
-        stacking, grouped = self._space.stacking, bool(self._args.get("moe_grouped_gemm"))
-        return registered(names, fused=stacking.fused, grouped=grouped, keys=self._stored.tensors)
+        if stage >= self._division.pp:
+            raise self._unreadable(f"has buffers of stage {stage} where the args say {self._division.pp} stages")
+        space, grouped = self._space, bool(self._args.get("moe_grouped_gemm"))
+        parts = space.names_of(self._division, stage, expert)
+        moved = [[name for name in names if name not in space.buffers] for names in parts]
+        keys = self._stored.tensors
+        return [registered(names, fused=space.stacking.fused, grouped=grouped, keys=keys) for names in moved]
 
     def _lay_out(self, owner: _Owner) -> list[_Part]:
         """The parts of an owner that no owner before it has too."""
@@ -298,7 +300,7 @@ class BucketSpace:
             for key, parts in self._by_key.items()
             if f"{OPTIMIZER_PREFIX}{label}.{key}" in targets
             for part, like in parts
-            if any(_meet(target, own) for target in targets[f"{OPTIMIZER_PREFIX}{label}.{key}"] for own in like)
+            if any(common_part(target, own) for target in targets[f"{OPTIMIZER_PREFIX}{label}.{key}"] for own in like)
         ]
         order = {owner.prefix: number for number, owner in enumerate(self._owners)}
         filled = dict.fromkeys(map(id, wanted), 0)
@@ -307,11 +309,7 @@ class BucketSpace:
             for target in found:
                 filled[id(target)] += fill(target, sources)
         for chunk in wanted:
-            if filled[id(chunk)] != volume(chunk.tensor.shape):
-                raise CheckpointError(
-                    f"{self._path}: {chunk.key} holds {filled[id(chunk)]} of the "
-                    f"{volume(chunk.tensor.shape)} elements asked for"
-                )
+            check_filled(str(self._path), chunk, filled[id(chunk)])
 
     def _load(self, part: _Part, kind: str) -> torch.Tensor:
         place = part.place
@@ -329,10 +327,54 @@ def _number(digits: str | None) -> int | None:
     return None if digits is None else int(digits)
 
 
-def _meet(one: Chunk, other: Chunk) -> bool:
-    return all(
-        start < other_start + other_size and other_start < start + size
-        for start, size, other_start, other_size in zip(
-            one.offset, one.tensor.shape, other.offset, other.tensor.shape, strict=True
-        )
-    )
+_NORMS = {
+    "input_layernorm.": "self_attention.linear_qkv.weight",
+    "pre_mlp_layernorm.": "mlp.linear_fc1.weight",
+    "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.weight",
+    "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.weight",
+}
+"""A norm of a layer and what follows it where the two are one module."""
+_LATENT = re.compile(r"\.self_attention\.linear_(q|kv)_up_proj\.layer_norm_")
+_IN_LAYER = re.compile(r"((?:(?:encoder|decoder)\.layers\.\d+|mtp\.layers\.\d+\.transformer_layer)\.)(.+)")
+_OF_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.linear_fc([12])\..+")
+
+
+def registered(names: Sequence[str], *, fused: bool, grouped: bool, keys: Iterable[str]) -> list[str]:
+    """Return parameters in the order in which the modules that wrote a checkpoint registered them: that of its buffers.
+
+    Names are ours, which are those of Megatron's own modules. TransformerEngine's have others within a layer:
+    - a norm that is one module with the linear layer behind it (`LayerNormLinear`) has its weight and bias before those
+      of the linear layer; Megatron has them at the head of the layer, or after all linear layers of latent attention;
+    - with `--moe-grouped-gemm` the first linear layers of all experts come before the second ones (`GroupedLinear`:
+      weight and bias of an expert, then those of the next), where Megatron has expert after expert.
+
+    Args:
+        names: of the parameters of a virtual chunk, in the order of Megatron's own modules.
+        fused: the modules are TransformerEngine's.
+        grouped: these have one module for all experts of a layer.
+        keys: of the weights in the files, which tell whether the norms of latent attention are modules of their own.
+
+    >>> layer = [f"decoder.layers.0.{name}.weight" for name in ("input_layernorm", "self_attention.linear_proj",
+    ...          "self_attention.linear_qkv")]
+    >>> [name.split(".")[-2] for name in registered(layer, fused=True, grouped=False, keys=())]
+    ['linear_proj', 'input_layernorm', 'linear_qkv']
+    """
+    if not fused:
+        return list(names)
+    within = {f"self_attention.{match[1]}_layernorm." for key in keys if (match := _LATENT.search(key))}
+    apart = {norm for norm in _NORMS if norm.startswith("self_attention.")} - within
+    place = {name: number for number, name in enumerate(names)}
+    first_expert: dict[str, int] = {}
+
+    def rank(name: str) -> tuple[int, int, int, int]:
+        at = place[name]
+        if (match := _IN_LAYER.fullmatch(name)) is None:
+            return at, 0, 0, at
+        layer, rest = match[1], match[2]
+        if grouped and (expert := _OF_EXPERT.fullmatch(rest)) is not None:
+            return first_expert.setdefault(layer, at), int(expert[2]), int(expert[1]), at
+        norm = next((norm for norm in _NORMS if rest.startswith(norm) and norm not in apart), "")
+        linear = place.get(layer + _NORMS[norm]) if norm else None
+        return (at, 0, 0, at) if linear is None else (linear, -1, 0, at)
+
+    return sorted(names, key={name: rank(name) for name in names}.__getitem__)

@@ -1,7 +1,8 @@
 """What a checkpoint holds, free of files: chunks of global tensors, objects, and the state that every rank shares.
 
 A chunk is a live local tensor together with its place in a global one. The same list describes a save (the tensors
-are read) and a load (the tensors are filled in place), so nothing has to be rebuilt between the two.
+are read) and a load (the tensors are filled in place), so nothing has to be rebuilt between the two. Two chunks of one
+tensor are compared and copied by the box of elements that both hold (`common_part`, `fill`).
 """
 
 from __future__ import annotations
@@ -11,7 +12,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor
+
+from megalith.errors import CheckpointError
 
 
 @dataclass(frozen=True)
@@ -96,15 +100,60 @@ def share_of(chunks: Sequence[Chunk], index: int, size: int) -> list[Chunk]:
 
     The ranks need not speak of it, since each computes all the shares.
     """
-    loads, share = [0] * size, set[int]()
-    for number in sorted(range(len(chunks)), key=lambda number: chunks[number].nbytes, reverse=True):
+    return [chunks[number] for number in sorted(balanced([chunk.nbytes for chunk in chunks], size)[index])]
+
+
+def balanced(sizes: Sequence[int], count: int) -> list[list[int]]:
+    """Divide items of given sizes into `count` shares of about equal size: the numbers of each, the largest first."""
+    loads, shares = [0] * count, [list[int]() for _ in range(count)]
+    for number in sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True):
         lightest = loads.index(min(loads))
-        loads[lightest] += chunks[number].nbytes
-        if lightest == index:
-            share.add(number)
-    return [chunk for number, chunk in enumerate(chunks) if number in share]
+        loads[lightest] += sizes[number]
+        shares[lightest].append(number)
+    return shares
 
 
 def volume(shape: Iterable[int]) -> int:
     """Number of elements of a shape; 1 for a scalar."""
     return math.prod(shape)
+
+
+def common_part(one: Chunk, other: Chunk) -> tuple[Tensor, Tensor] | None:
+    """Views of the elements that two chunks of one key both hold; None if there are none."""
+    first, second = one.tensor, other.tensor
+    for dim, (start, other_start) in enumerate(zip(one.offset, other.offset, strict=True)):
+        low = max(start, other_start)
+        length = min(start + one.tensor.shape[dim], other_start + other.tensor.shape[dim]) - low
+        if length <= 0:
+            return None
+        first = first.narrow(dim, low - start, length)
+        second = second.narrow(dim, low - other_start, length)
+    return first, second
+
+
+@torch.no_grad()
+def fill(target: Chunk, sources: Iterable[Chunk]) -> int:
+    """Copy into a chunk what others of its key hold of it, cast to its dtype; returns the number of elements."""
+    copied = 0
+    for source in sources:
+        views = common_part(target, source)
+        if views is not None:
+            views[0].copy_(views[1])
+            copied += views[0].numel()
+    return copied
+
+
+def check_filled(where: str, target: Chunk, filled: int) -> None:
+    """Check that a chunk was filled wholly.
+
+    Args:
+        where: names the checkpoint.
+        target: the chunk.
+        filled: elements that were found.
+
+    Raises:
+        CheckpointError: some elements are nowhere.
+    """
+    wanted = volume(target.tensor.shape)
+    if filled != wanted:
+        raise CheckpointError(f"{where}: {target.key} holds {filled} of the {wanted} elements asked for")

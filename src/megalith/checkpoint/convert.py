@@ -17,13 +17,14 @@ from typing import Any
 import torch
 
 from megalith.checkpoint.adapted import (
-    Adapter,
     ForExpertRanks,
     InPrecision,
     Repadded,
+    Upcycled,
+    Upcycling,
     Watched,
     WeightsOnly,
-    WithArgs,
+    WithCommon,
     args_of,
 )
 from megalith.checkpoint.commit import claimed, replace_durably
@@ -32,13 +33,11 @@ from megalith.checkpoint.folder import CheckpointFolder, damaged
 from megalith.checkpoint.formats.megatron_names import CORE
 from megalith.checkpoint.formats.torch_dist import CHECKPOINT_VERSION, CONTENT_METADATA, is_rng_object
 from megalith.checkpoint.huggingface_source import HuggingFaceSource, files_of_tokenizer
-from megalith.checkpoint.locate import locate
 from megalith.checkpoint.model_space import model_space_of
 from megalith.checkpoint.safe_loading import ForeignEnum
 from megalith.checkpoint.source import Source
-from megalith.checkpoint.store import RELEASE, TRACKER_FILE, facts_of, provenance
+from megalith.checkpoint.store import RELEASE, TRACKER_FILE, facts_of, locate, provenance
 from megalith.checkpoint.streaming import no_check, rng_keys, write_torch, write_torch_dist
-from megalith.checkpoint.upcycled import Upcycled, Upcycling
 from megalith.errors import CheckpointError, ConfigError, LayoutError
 from megalith.layout import Layout
 from megalith.tokenizers.padding import padded_vocab_size
@@ -166,7 +165,7 @@ def convert(
     if on_read is not None:
         source = Watched(source, on_read)
     if wanted.iteration is not None:
-        source = _Numbered(source, wanted.iteration)
+        source = _numbered(source, wanted.iteration)
     number = int(source.common().get("iteration") or 0)
     weights = wanted.release or found.name == RELEASE or folder.source.format == "huggingface"
     released = weights and wanted.iteration is None
@@ -320,9 +319,14 @@ def adapted(
         result = ForExpertRanks(result)
     of_run = {name: value for name, value in wanted.run_args.items() if name in _DIVIDING}
     generation = _generation(args, wanted)
-    made = {**of_run, **generation}
-    result = _OwnCommon(WithArgs(result, lambda own: {**divided_args(own, layout, wanted.format), **made}))
-    return result, layout
+
+    def own(common: dict[str, Any], args: dict[str, Any]) -> dict[str, Any]:
+        """The common state that a checkpoint of this version has, and nothing else."""
+        made = {**divided_args(args, layout, wanted.format), **of_run, **generation}
+        kept = {key: common[key] for key in _COMMON if key in common} | {"args": Namespace(**made)}
+        return {**kept, "checkpoint_version": CHECKPOINT_VERSION, "content_metadata": CONTENT_METADATA}
+
+    return WithCommon(result, own), layout
 
 
 def _check_experts(args: Mapping[str, Any], ep: int, where: str) -> None:
@@ -334,9 +338,7 @@ def _check_experts(args: Mapping[str, Any], ep: int, where: str) -> None:
     experts = int(args.get("num_experts") or 0)
     if ep > 1 and not experts:
         raise LayoutError(f"--ep {ep}: the model in {where} has no experts; leave --ep out")
-    if experts % ep:
-        sizes = ", ".join(str(size) for size in range(1, experts + 1) if experts % size == 0)
-        raise LayoutError(f"the {experts} experts of {where} do not divide over --ep {ep}; use {sizes}")
+    _check_divides(experts, "experts", "--ep", ep, where)
 
 
 def _check_stages(args: Mapping[str, Any], pp: int, where: str) -> None:
@@ -345,10 +347,14 @@ def _check_stages(args: Mapping[str, Any], pp: int, where: str) -> None:
     Raises:
         LayoutError: they do not.
     """
-    layers = int(args["num_layers"])
-    if layers % pp and pp != _size(args, "pipeline"):
-        sizes = ", ".join(str(size) for size in range(1, layers + 1) if layers % size == 0)
-        raise LayoutError(f"the {layers} layers of {where} do not divide over --pp {pp}; use {sizes}")
+    if pp != _size(args, "pipeline"):
+        _check_divides(int(args["num_layers"]), "layers", "--pp", pp, where)
+
+
+def _check_divides(count: int, what: str, flag: str, size: int, where: str) -> None:
+    if count % size:
+        sizes = ", ".join(str(size) for size in range(1, count + 1) if count % size == 0)
+        raise LayoutError(f"the {count} {what} of {where} do not divide over {flag} {size}; use {sizes}")
 
 
 def _generation(args: Mapping[str, Any], wanted: Wanted) -> dict[str, Any]:
@@ -418,26 +424,14 @@ def divided_args(args: Mapping[str, Any], layout: Layout, kind: str) -> dict[str
     }
 
 
-class _OwnCommon(Adapter):
-    """With the common state that a checkpoint of this version has, and nothing else."""
+def _numbered(source: Source, iteration: int) -> Source:
+    """The source under an iteration of choice."""
 
-    def common(self) -> dict[str, Any]:
-        common = self.source.common()
-        kept = {key: common[key] for key in _COMMON if key in common}
-        return {**kept, "checkpoint_version": CHECKPOINT_VERSION, "content_metadata": CONTENT_METADATA}
+    def counted(common: dict[str, Any], args: dict[str, Any]) -> dict[str, Any]:
+        samples = {"consumed_train_samples": 0, "consumed_valid_samples": 0}
+        return {**common, "iteration": iteration, "args": Namespace(**{**samples, **args})}
 
-
-class _Numbered(Adapter):
-    """Under an iteration of choice."""
-
-    def __init__(self, source: Source, iteration: int) -> None:
-        super().__init__(source)
-        self._iteration = iteration
-
-    def common(self) -> dict[str, Any]:
-        common = self.source.common()
-        counted = {"consumed_train_samples": 0, "consumed_valid_samples": 0, **args_of(common)}
-        return {**common, "iteration": self._iteration, "args": Namespace(**counted)}
+    return WithCommon(source, counted)
 
 
 def _facts(folder: CheckpointFolder, iteration: int, layout: Layout) -> dict[str, Any]:

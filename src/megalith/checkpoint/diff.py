@@ -16,18 +16,21 @@ import torch
 from torch import Tensor
 
 from megalith.checkpoint.adapted import (
-    MAIN_PREFIX,
     InPrecision,
     WeightsOnly,
     args_of,
     over_vocabulary,
-    weight_of,
 )
 from megalith.checkpoint.content import CheckpointContent, Chunk
-from megalith.checkpoint.fit import StoredTensor, short
-from megalith.checkpoint.formats.stacking import is_of_experts, stacked_axes
-from megalith.checkpoint.formats.torch_dist import OPTIMIZER_PREFIX, OptimizerScalars, read_optimizer_common
-from megalith.checkpoint.source import Source
+from megalith.checkpoint.formats.torch_dist import (
+    OPTIMIZER_PREFIX,
+    OptimizerScalars,
+    is_of_experts,
+    read_optimizer_common,
+    stacked_axes,
+    weight_of,
+)
+from megalith.checkpoint.source import HALF_PRECISION, MAIN_PREFIX, Source, StoredTensor, short
 
 _BLOCK = 2**22  # elements that are compared at once, so that what the arithmetic needs beside them stays small
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -107,7 +110,7 @@ def in_one_precision(one: Source, other: Source) -> tuple[Source, Source, int | 
 
 def _is_half_with_main(source: Source) -> bool:
     has_main = any(key.startswith(MAIN_PREFIX) for key in source.contents().tensors)
-    return has_main and not _weight_dtypes(source).isdisjoint((torch.float16, torch.bfloat16))
+    return has_main and not _weight_dtypes(source).isdisjoint(HALF_PRECISION)
 
 
 def _weight_dtypes(source: Source) -> set[torch.dtype]:

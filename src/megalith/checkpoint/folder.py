@@ -14,24 +14,22 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megalith.checkpoint import manifest as manifests
-from megalith.checkpoint.commit import write_durably
-from megalith.checkpoint.content import CheckpointContent, LoadedContent
-from megalith.checkpoint.dcp_tensors import METADATA_FILE
-from megalith.checkpoint.dcp_writing import Written, encode_objects, write_metadata
-from megalith.checkpoint.fit import Contents, fitted, listing
-from megalith.checkpoint.hashed_reading import ReadThrough
-from megalith.checkpoint.hashing import FileRecord, hash_files
+from megalith.checkpoint.commit import check_space, write_durably
+from megalith.checkpoint.content import CheckpointContent, Chunk, LoadedContent, balanced, renamed
+from megalith.checkpoint.dcp import METADATA_FILE, RankWriter, Written, encode_objects, merged_metadata, write_metadata
+from megalith.checkpoint.hashing import FileRecord, ReadThrough, hash_files
 from megalith.checkpoint.manifest import MANIFEST_FILE
 from megalith.checkpoint.safe_loading import dump_bytes
-from megalith.checkpoint.source import Source, open_source
+from megalith.checkpoint.source import Source, fitted, listing, open_source
 from megalith.checkpoint.torch_dist_source import COMMON_FILE, FORMAT_FILE, TorchDistSource
 from megalith.errors import CheckpointError, DamagedCheckpointError, NewerFormatError, OtherModelError
 
@@ -55,13 +53,94 @@ def check_further_files(names: Collection[str]) -> None:
         assert plain, f"{name!r} is not a name for a further file of a checkpoint"
 
 
-class EncodedContent:
-    """What one rank writes, with everything but the tensors turned into bytes.
+def finish_folder(
+    path: Path, records: Mapping[str, FileRecord], files: Mapping[str, bytes], facts: Mapping[str, Any]
+) -> int:
+    """Write, durably, what makes a checkpoint of a folder in which all ranks' tensors and objects are.
 
     Args:
-        content: what to save; its common state is that of rank 0.
-        files: further files, which rank 0 writes, name -> bytes.
+        path: the folder, under whatever temporary name.
+        records: size and digest of the files that are there.
+        files: further files to write, name -> bytes.
+        facts: what the manifest says beside sizes and hashes.
+
+    Returns:
+        Bytes of all the files but the manifest.
+    """
+    for name, data in files.items():
+        write_durably(path / name, data)
+    found = {**records, **hash_files([path / name for name in files], threads=1)}
+    write_durably(path / MANIFEST_FILE, manifests.render(found, facts))
+    return sum(record.size for record in found.values())
+
+
+class FolderWriter:
+    """One rank's part in writing a folder of a format, in the order of the methods.
+
+    When they are called, and what the ranks tell each other between them, is `saving`'s business.
+
+    Attributes:
+        shared: whether ranks write into files together: all lay out before any writes, and all have written before any
+            seals.
+        plan: what the first rank must know of it before; it is pickled.
+        nbytes: bytes that it takes on the disk, rounded up.
+    """
+
+    shared = False
+    plan: Any
+    nbytes: int
+
+    def merge(self, plans: Sequence[Any]) -> None:
+        """On the first rank: take the plans of all.
+
+        Raises:
+            CheckpointError: together they leave a tensor incomplete.
+        """
+        raise NotImplementedError
+
+    def lay_out(self, path: Path) -> None:
+        """Make those files of the folder that this rank makes for others too."""
+        raise NotImplementedError
+
+    def write(self, path: Path) -> Written:
+        """Write the tensors of this rank, durably."""
+        raise NotImplementedError
+
+    def seal(self, path: Path) -> Written:
+        """Complete and hash the files that this rank laid out."""
+        raise NotImplementedError
+
+    def cancel(self) -> None:
+        """Have `write`, in whatever thread it is, end soon."""
+        raise NotImplementedError
+
+    def finish(self, path: Path, name: str, written: Sequence[Written], facts: Mapping[str, Any]) -> int:
+        """On the first rank: write, durably, what makes a checkpoint of the folder.
+
+        Args:
+            path: the folder, under whatever temporary name.
+            name: its name when it is in its place.
+            written: what each rank wrote.
+            facts: what the manifest says beside sizes and hashes.
+
+        Returns:
+            Bytes of all the files but the manifest.
+        """
+        raise NotImplementedError
+
+
+MakeWriter = Callable[[CheckpointContent, Mapping[str, bytes], int], FolderWriter]
+"""Makes a writer of the content, the further files and the rank."""
+
+
+class TorchDistWriter(FolderWriter):
+    """Of format torch_dist; each rank writes files of its own and hashes them in passing (`dcp`).
+
+    Args:
+        content: what this rank writes; the common state counts on the first rank only.
+        files: further files of the first rank, name -> bytes.
         rank: of this process.
+        tensor_of: as of `dcp.RankWriter`.
 
     Raises:
         CheckpointError: the content is incomplete, or holds a type that a load would refuse.
@@ -71,55 +150,40 @@ class EncodedContent:
     _ENTRY_OVERHEAD, _KEYS_WRITTEN = 1408, 6
     _FIXED_OVERHEAD = 2**17  # the manifest, and what each file takes of its last block
 
-    def __init__(self, content: CheckpointContent, files: Mapping[str, bytes], rank: int = 0) -> None:
+    def __init__(
+        self,
+        content: CheckpointContent,
+        files: Mapping[str, bytes],
+        rank: int,
+        tensor_of: Callable[[Chunk], Tensor] = lambda chunk: chunk.tensor,
+    ) -> None:
         check_further_files(files)
-        self.chunks = content.chunks
-        self.objects = encode_objects(content.objects)
-        self.common = dump_bytes(content.common, "the common state") if rank == 0 else b""
-        self.further_files = dict(files) if rank == 0 else {}
+        objects = encode_objects(content.objects)
+        self._files = {
+            COMMON_FILE: dump_bytes(content.common, "the common state") if rank == 0 else b"",
+            FORMAT_FILE: json.dumps(_FORMAT).encode("ascii"),
+            **(files if rank == 0 else {}),
+        }
+        self._writer = RankWriter(renamed(content.chunks, content.written_as), objects, rank, tensor_of)
+        self._metadata: Metadata
+        self.plan = self._writer.plan
+        entries = sum(self._ENTRY_OVERHEAD + self._KEYS_WRITTEN * len(item.index.fqn) for item in self.plan.items)
+        others = sum(map(len, objects.values())) + sum(map(len, self._files.values()))
+        self.nbytes = content.nbytes + others + entries + self._FIXED_OVERHEAD
 
-    @property
-    def files(self) -> dict[str, bytes]:
-        """All files that hold no tensors, but the manifest."""
-        return {COMMON_FILE: self.common, FORMAT_FILE: json.dumps(_FORMAT).encode("ascii"), **self.further_files}
+    def merge(self, plans: Sequence[Any]) -> None:
+        self._metadata = merged_metadata(plans)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes that writing it takes, rounded up."""
-        keys = [*(chunk.key for chunk in self.chunks), *self.objects]
-        entries = sum(self._ENTRY_OVERHEAD + self._KEYS_WRITTEN * len(key) for key in keys)
-        tensors = sum(chunk.nbytes for chunk in self.chunks)
-        others = sum(map(len, self.objects.values())) + sum(map(len, self.files.values()))
-        return tensors + others + entries + self._FIXED_OVERHEAD
+    def write(self, path: Path) -> Written:
+        check_space(path.parent, self.nbytes)  # on this host too, before its first byte
+        return self._writer.write(path)
 
+    def cancel(self) -> None:
+        self._writer.cancel()
 
-def finish_folder(
-    path: Path,
-    name: str,
-    encoded: EncodedContent,
-    metadata: Metadata,
-    written: Sequence[Written],
-    facts: Mapping[str, Any],
-) -> int:
-    """Write, durably, what makes a checkpoint of a folder in which all ranks' tensors and objects are.
-
-    Args:
-        path: the folder, under whatever temporary name.
-        name: its name when it is in its place.
-        encoded: of rank 0.
-        metadata: what it holds.
-        written: what each rank wrote.
-        facts: what the manifest says beside sizes and hashes.
-
-    Returns:
-        Bytes of all the files but the manifest.
-    """
-    records = write_metadata(path, name, metadata, written)
-    for file, data in encoded.files.items():
-        write_durably(path / file, data)
-    records |= hash_files([path / file for file in encoded.files], threads=1)
-    write_durably(path / MANIFEST_FILE, manifests.render(records, facts))
-    return sum(record.size for record in records.values())
+    def finish(self, path: Path, name: str, written: Sequence[Written], facts: Mapping[str, Any]) -> int:
+        records = write_metadata(path, name, self._metadata, written)
+        return finish_folder(path, records, self._files, facts)
 
 
 class CheckpointFolder:
@@ -150,14 +214,6 @@ class CheckpointFolder:
         stored = self.source.contents()
         found = fitted(str(self.path), stored, content, asked)
         return Reading(self.source, found, self.source.common(), stored.not_in(asked))
-
-    def contents(self) -> Contents:
-        """What the checkpoint holds, without reading the tensors."""
-        return self.source.contents()
-
-    def common(self) -> dict[str, Any]:
-        """The state that all ranks share."""
-        return self.source.common()
 
     def manifest(self) -> dict[str, Any] | None:
         """The manifest, or None for a checkpoint of another program."""
@@ -263,13 +319,8 @@ def _files(folder: Path) -> list[Path]:
 
 def _share(records: Mapping[str, FileRecord], part: int, parts: int) -> dict[str, FileRecord]:
     """One of `parts` shares of about equal size, so that several ranks hash what one would."""
-    loads, share = [0] * parts, {}
-    for name, record in sorted(records.items(), key=lambda item: item[1].size, reverse=True):
-        lightest = loads.index(min(loads))
-        loads[lightest] += record.size + 1
-        if lightest == part:
-            share[name] = record
-    return {name: records[name] for name in records if name in share}
+    names, share = list(records), balanced([record.size + 1 for record in records.values()], parts)[part]
+    return {names[number]: records[names[number]] for number in sorted(share)}
 
 
 def damaged(path: Path, problems: list[str]) -> DamagedCheckpointError:

@@ -1,4 +1,4 @@
-"""A hash of files that keeps up with fast disks: CRC-32 of each 1 MiB block, on several threads.
+"""Hashing files at the speed of fast disks, reading and hashing them in one pass, and prefetching them.
 
 A file's digest is the BLAKE2b-128 of its blocks' CRC-32s, four big-endian bytes each, in order (the last block may
 be shorter, an empty file has none). Blocks are independent, so a file is hashed on all cores when it is read, and in
@@ -7,6 +7,11 @@ misses any other change with probability 2**-32 per block. It guards against dam
 could rewrite the manifest as well; what a file may do when it is loaded is limited in `safe_loading`.
 
 Why not BLAKE2b alone: 1.1 GB/s per thread where one thread writes 4 GB/s to an NVMe disk; zlib's CRC-32 does 4.7.
+
+A load hashes the files while it reads them (`ReadThrough`): hashing first would cost a second trip through memory for
+every byte, which is most of the time on a fast disk. A few MiB go from the file to their destination, and then through
+the hash in a second thread while they are in the processor's cache. Asking the system for more read-ahead than its own
+(`posix_fadvise`) made that slower; `Prefetch` asks for files before the load begins.
 """
 
 from __future__ import annotations
@@ -18,13 +23,65 @@ import os
 import stat
 import threading
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from megalith.checkpoint.checksums import joined
+from megalith.distributed.machine import memory_limit
+
+_POLYNOMIAL = 0xEDB88320  # of zlib, bits reversed
+
+_Table = tuple[tuple[int, ...], ...]
+
+
+def joined(first: int, second: int, length: int) -> int:
+    """Return the CRC-32 of A + B from those of A and B, so that one pass over the bytes gives several sums.
+
+    A CRC-32 is a polynomial over GF(2) modulo a fixed one, and n bytes more multiply it by x**(8 n). That is linear in
+    its 32 bits, so a table for each power of two of n does it.
+
+    Args:
+        first, second: of A and B.
+        length: bytes of B.
+    """
+    power = 0
+    while length:
+        if length & 1:
+            low, second_byte, third_byte, high = _table(power)
+            first = low[first & 255] ^ second_byte[first >> 8 & 255] ^ third_byte[first >> 16 & 255] ^ high[first >> 24]
+        length >>= 1
+        power += 1
+    return first ^ second
+
+
+@cache
+def _table(power: int) -> _Table:
+    """What each value of each of the four bytes of a checksum becomes by appending 2**power zero bytes."""
+    columns = [_appended(1 << bit, power) for bit in range(32)]
+    tables = []
+    for byte in range(4):
+        table = [0] * 256
+        for value in range(1, 256):
+            lowest = value & -value
+            table[value] = table[value ^ lowest] ^ columns[8 * byte + lowest.bit_length() - 1]
+        tables.append(tuple(table))
+    return tuple(tables)
+
+
+def _appended(checksum: int, power: int) -> int:
+    if power == 0:
+        for _ in range(8):
+            checksum = checksum >> 1 ^ (_POLYNOMIAL if checksum & 1 else 0)
+        return checksum
+    half = 1 << (power - 1)
+    return joined(joined(checksum, 0, half), 0, half)
+
 
 HASH_NAME = "crc32-1MiB/blake2b-128"
 BLOCK_SIZE = 2**20
@@ -98,10 +155,6 @@ class WritingCancelled(Exception):
     """What a writer ends with that was told to stop."""
 
 
-def _never() -> bool:
-    return False
-
-
 class HashedFile(io.RawIOBase):
     """A new file that is hashed in passing as it is written. Wrap it in `io.BufferedWriter`.
 
@@ -115,7 +168,7 @@ class HashedFile(io.RawIOBase):
         failure: the first error of the file system. torch's writer loses it and raises one about positions instead.
     """
 
-    def __init__(self, path: Path, cancelled: Callable[[], bool] = _never) -> None:
+    def __init__(self, path: Path, cancelled: Callable[[], bool] = lambda: False) -> None:
         super().__init__()
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         self._hash, self._cancelled = BlockHash(), cancelled
@@ -191,20 +244,16 @@ def hash_files(paths: Iterable[Path], threads: int | None = None, below: Path | 
     buffers = threading.local()
     with ThreadPoolExecutor(threads or min(8, os.cpu_count() or 1), thread_name_prefix="hash") as pool:
         sizes = {path: path.stat().st_size for path in paths}
-        begun = {path: _begin(path, size, pool, buffers) for path, size in sizes.items()}
+        begun = {
+            path: [pool.submit(_hash_segment, path, start, buffers) for start in range(0, size, _SEGMENT_SIZE)]
+            for path, size in sizes.items()
+        }
         return {
-            str(path.relative_to(below or path.parent)): FileRecord(sizes[path], _digest(_joined(segments)))
+            str(path.relative_to(below or path.parent)): FileRecord(
+                sizes[path], _digest(chain.from_iterable(part.result() for part in segments))
+            )
             for path, segments in begun.items()
         }
-
-
-def _begin(path: Path, size: int, pool: ThreadPoolExecutor, buffers: threading.local) -> list[Future[list[int]]]:
-    return [pool.submit(_hash_segment, path, start, buffers) for start in range(0, size, _SEGMENT_SIZE)]
-
-
-def _joined(segments: Iterable[Future[list[int]]]) -> Iterator[int]:
-    for segment in segments:
-        yield from segment.result()
 
 
 def _hash_segment(path: Path, start: int, buffers: threading.local) -> list[int]:
@@ -243,3 +292,177 @@ def read_exactly(fd: int, view: memoryview, start: int) -> None:
         if got == 0:
             raise EOFError(f"the file ends at byte {start + done}, {len(view) - done} bytes early")
         done += got
+
+
+_PIECE = 4 * BLOCK_SIZE  # bytes that are read, or hashed, in one go
+_BEHIND = 4  # such pieces at most are read and not hashed
+
+
+class FileReading:
+    """An open file, read wherever it is asked for.
+
+    Args:
+        fd: the file.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def read(self, view: memoryview, start: int) -> None:
+        """Fill `view` from the file at byte `start`.
+
+        Raises:
+            EOFError: the file ends before.
+        """
+        read_exactly(self.fd, view, start)
+
+
+class HashedReading(FileReading):
+    """An open file that is hashed whole as it is read from its begin to its end; a second thread hashes.
+
+    What is asked for behind the place that was reached is read again, and hashed once. What was read must stay as it is
+    until `record`.
+
+    Args:
+        fd: the file.
+        size: its bytes.
+    """
+
+    def __init__(self, fd: int, size: int) -> None:
+        super().__init__(fd)
+        self._size, self._hash, self._reached = size, BlockHash(), 0
+        self._pieces: list[memoryview] = []  # read, and not yet given to the other thread
+        self._given: deque[Future[None]] = deque()
+        self._hasher = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-hash")
+
+    def read(self, view: memoryview, start: int) -> None:
+        if start < self._reached:
+            super().read(view, start)
+            return
+        self._pass_over(start)
+        while view:
+            self._take(view[:_PIECE])
+            view = view[_PIECE:]
+
+    def record(self) -> FileRecord:
+        """Size and digest of the whole file.
+
+        Raises:
+            EOFError: it has become shorter.
+        """
+        self._pass_over(self._size)
+        self._give()
+        for part in self._given:
+            part.result()
+        return self._hash.record()
+
+    def close(self) -> None:
+        """End the thread that hashes."""
+        self._hasher.shutdown(cancel_futures=True)
+
+    def _pass_over(self, stop: int) -> None:
+        while (left := stop - self._reached) > 0:
+            self._take(memoryview(bytearray(min(left, BLOCK_SIZE))))
+
+    def _take(self, piece: memoryview) -> None:
+        read_exactly(self.fd, piece, self._reached)
+        self._reached += len(piece)
+        self._pieces.append(piece)
+        if sum(map(len, self._pieces)) >= _PIECE:
+            self._give()
+
+    def _give(self) -> None:
+        self._given.append(self._hasher.submit(self._update, self._pieces))
+        self._pieces = []
+        if len(self._given) > _BEHIND:
+            self._given.popleft().result()
+
+    def _update(self, pieces: Sequence[memoryview]) -> None:
+        for piece in pieces:
+            while piece:
+                part = piece[: self._hash.room]
+                self._hash.update(part)
+                piece = piece[len(part) :]
+
+
+class ReadThrough:
+    """The files of a folder that are to be hashed while they are read.
+
+    What is filled may be used only when `problems` is empty.
+
+    Args:
+        folder: where they are.
+        expected: their records by name, of files that have those sizes.
+    """
+
+    def __init__(self, folder: Path, expected: Mapping[str, FileRecord]) -> None:
+        self._folder, self._expected = folder, expected
+        self._found: dict[str, FileRecord] = {}
+
+    @contextmanager
+    def reading(self, name: str, fd: int) -> Iterator[FileReading]:
+        """How to read an open file of the folder: in ascending order if it is to be hashed. One thread for a file."""
+        if name not in self._expected or name in self._found:
+            yield FileReading(fd)
+            return
+        hashed = HashedReading(fd, self._expected[name].size)
+        try:
+            yield hashed
+            self._found[name] = hashed.record()
+        finally:
+            hashed.close()
+
+    def problems(self) -> list[str]:
+        """What differs from the records. Files that nothing was read from are hashed now.
+
+        Raises:
+            OSError: a file cannot be read.
+        """
+        rest = [self._folder / name for name in self._expected if name not in self._found]
+        self._found |= hash_files(rest, below=self._folder)
+        return [
+            f"{self._folder / name} has changed since it was saved: its hash differs"
+            for name, record in self._expected.items()
+            if self._found[name] != record
+        ]
+
+
+_ASKED_AT_ONCE = 2**24  # asked for in one call, which returns when the disk has taken the order
+_PREFETCH_THREADS = 8  # at most, as those of a load
+_SHARE_OF_MEMORY = 16  # of the machine's, for each process: with eight of them half of it
+
+
+class Prefetch:
+    """Has the system read files, from threads, until it is stopped or enough is asked for.
+
+    A run builds its model and plans what to read between the decision for a checkpoint and its load, while the disk
+    would be idle. Nothing is copied here; where the system needs the memory for something else, the load reads from
+    the disk again.
+
+    Args:
+        paths: which.
+    """
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._stopped = threading.Event()
+        room = memory_limit() // _SHARE_OF_MEMORY
+        threads = min(_PREFETCH_THREADS, len(paths)) if hasattr(os, "posix_fadvise") else 0  # macOS has none
+        for number in range(threads):
+            own = (paths[number::threads], room // threads)
+            threading.Thread(target=self._read, args=own, name="prefetch", daemon=True).start()
+
+    def stop(self) -> None:
+        """Ask for no more; returns at once."""
+        self._stopped.set()
+
+    def _read(self, paths: Sequence[Path], room: int) -> None:
+        """Ask for files one after the other; what is wrong with them the load will find."""
+        for path in paths:
+            size = 0
+            with suppress(OSError), path.open("rb", buffering=0) as file:
+                size = os.fstat(file.fileno()).st_size
+                for start in range(0, min(size, room), _ASKED_AT_ONCE):
+                    if self._stopped.is_set():
+                        return
+                    os.posix_fadvise(file.fileno(), start, _ASKED_AT_ONCE, os.POSIX_FADV_WILLNEED)
+            room -= size

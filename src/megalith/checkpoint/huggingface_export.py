@@ -23,13 +23,18 @@ from torch import Tensor
 from megalith.checkpoint.adapted import InPrecision, WeightsOnly, args_of
 from megalith.checkpoint.commit import building, check_space, naming_full_disk, write_durably
 from megalith.checkpoint.content import CheckpointContent, Chunk, volume
-from megalith.checkpoint.fit import Contents, short
 from megalith.checkpoint.folder import CheckpointFolder, damaged
 from megalith.checkpoint.formats.torch_dist import WORD_EMBEDDINGS
-from megalith.checkpoint.huggingface_source import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, files_of_tokenizer
-from megalith.checkpoint.locate import locate
+from megalith.checkpoint.huggingface_source import (
+    CONFIG_FILE,
+    INDEX_FILE,
+    SAFETENSORS_DTYPES,
+    WEIGHTS_FILE,
+    files_of_tokenizer,
+)
 from megalith.checkpoint.model_space import OUTPUT_LAYER, ModelSpace, model_space_of
-from megalith.checkpoint.source import Source
+from megalith.checkpoint.source import Contents, Source, short
+from megalith.checkpoint.store import locate
 from megalith.config import ModelConfig
 from megalith.errors import CheckpointError, ConfigError
 from megalith.models.huggingface import DTYPES, Family, config_of_model, family_for
@@ -44,7 +49,7 @@ from megalith.tokenizers.word_piece_files import tokenizer_json as word_piece_js
 MAX_SHARD_SIZE = "5GB"
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}  # in the order of the library
+_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 _ALIGNMENT = 8
 _TOKENIZER_CONFIG, _GENERATION_CONFIG = "tokenizer_config.json", "generation_config.json"
 _TOKENS_OF_GENERATION = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
@@ -162,7 +167,7 @@ def export(
     folder = CheckpointFolder(found)
     if problems := folder.problems():
         raise damaged(found, problems)
-    space = model_space_of(args_of(folder.common()), str(found))
+    space = model_space_of(args_of(folder.source.common()), str(found))
     manifest, notes = folder.manifest() or {}, list[str]()
     original = _original(folder, manifest)
     family = family_for(space.model, wanted.model_type or _origin(original, space.model))
@@ -188,7 +193,11 @@ def export(
         destination.parent.mkdir(parents=True, exist_ok=True)
         check_space(destination.parent, layout.bytes)
         with building(destination) as new:
-            _write_weights(new.path, layout, _Reader(weights, space, rows, table))
+            reader = _Reader(weights, space, rows, table)
+            for name, shard in zip(layout.names, layout.shards, strict=True):
+                _write_safetensors(new.path / name, shard, reader)
+            if len(layout.shards) > 1:
+                files[INDEX_FILE] = _json(layout.index())
             for name, data in files.items():
                 write_durably(new.path / name, data)
             if check is not None:
@@ -447,13 +456,6 @@ class _Reader:
         if name in self._shared:
             self._kept = (name, tensor)
         return tensor
-
-
-def _write_weights(folder: Path, layout: _Layout, reader: _Reader) -> None:
-    for name, shard in zip(layout.names, layout.shards, strict=True):
-        _write_safetensors(folder / name, shard, reader)
-    if len(layout.shards) > 1:
-        write_durably(folder / INDEX_FILE, _json(layout.index()))
 
 
 def _write_safetensors(path: Path, shard: Sequence[_Entry], reader: _Reader) -> None:

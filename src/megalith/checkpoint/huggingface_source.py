@@ -21,12 +21,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megalith.checkpoint.boxes import fill
-from megalith.checkpoint.content import CheckpointContent, Chunk, volume
-from megalith.checkpoint.fit import Contents, StoredTensor, listing, short
+from megalith.checkpoint.content import CheckpointContent, Chunk, check_filled, fill
 from megalith.checkpoint.formats.torch_dist import CHECKPOINT_VERSION, WORD_EMBEDDINGS
 from megalith.checkpoint.hashing import require_file
 from megalith.checkpoint.model_space import ModelSpace, model_space
+from megalith.checkpoint.source import Contents, StoredTensor, listing, short
 from megalith.config.groups import PrecisionConfig, TokenizerConfig
 from megalith.config.saved_args import weights_args
 from megalith.errors import CheckpointError, OtherModelError
@@ -60,11 +59,7 @@ _OF_THE_VOCABULARY = {
     "output_layer.bias": -1e4,
 }
 """Weights with a row for each token -> what stands in rows of padding: the loss is that of the true vocabulary."""
-_OF_SAFETENSORS = {
-    "F32": torch.float32,
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-}
+SAFETENSORS_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # in the library's order
 
 
 @dataclass(frozen=True)
@@ -120,10 +115,12 @@ class HuggingFaceSource:
         """
         self._check_counts()
         found = model_of_config(self.config, str(self.path / CONFIG_FILE))
-        if found.model.model_family == "bert" and not self._has_order_head:
+        # config.json does not say whether BERT has its head for two texts.
+        if found.model.model_family == "bert" and _ORDER_HEAD not in self._stored:
             model = replace(found.model, bert_binary_head=False, bert_token_types=True)
             return replace(found, model=model)
-        if found.model.predictions and not self._predicts_ahead(found.model.num_layers):
+        behind = f"model.layers.{found.model.num_layers}."  # transformers writes none of the layers that predict ahead
+        if found.model.predictions and not any(name.startswith(behind) for name in self._stored):
             return replace(found, model=replace(found.model, mtp_num_layers=None))
         if found.model.model_family == "t5":
             return replace(found, model=with_own_output(found.model, own=OUTPUT_LAYER in self._stored))
@@ -142,15 +139,6 @@ class HuggingFaceSource:
                     f"{self.path / CONFIG_FILE} says {key} {count}, and the weights beside it are {len(self._stored)} "
                     f"tensors; {_AGAIN}"
                 )
-
-    def _predicts_ahead(self, layers: int) -> bool:
-        """Whether anything of the layers behind the last one is in the files; transformers writes none of it."""
-        return any(name.startswith(f"model.layers.{layers}.") for name in self._stored)
-
-    @property
-    def _has_order_head(self) -> bool:
-        """Whether the weights of BERT's head for two texts are in the files; its config.json does not say so."""
-        return _ORDER_HEAD in self._stored
 
     @property
     def vocab_size(self) -> int:
@@ -200,8 +188,8 @@ class HuggingFaceSource:
                 lines.append(f"{tensor.name} is missing")
             elif held.shape != tensor.shape:
                 lines.append(f"{held.name} has shape {list(held.shape)}; by {CONFIG_FILE} it has {list(tensor.shape)}")
-            elif held.dtype not in _OF_SAFETENSORS:
-                lines.append(f"{held.name} is {held.dtype}; this version reads {', '.join(_OF_SAFETENSORS)}")
+            elif held.dtype not in SAFETENSORS_DTYPES:
+                lines.append(f"{held.name} is {held.dtype}; this version reads {', '.join(SAFETENSORS_DTYPES)}")
             elif tensor.again:
                 self._again.append((held, tensor))
             else:
@@ -219,9 +207,9 @@ class HuggingFaceSource:
         tensors = {}
         for key, by_index in self._held.items():
             held = [item for items in by_index.values() for item in items]
-            dtype = _OF_SAFETENSORS[held[0].stored.dtype]
+            dtype = SAFETENSORS_DTYPES[held[0].stored.dtype]
             for item in held:
-                dtype = torch.promote_types(dtype, _OF_SAFETENSORS[item.stored.dtype])
+                dtype = torch.promote_types(dtype, SAFETENSORS_DTYPES[item.stored.dtype])
             tensors[key] = StoredTensor(self._space.whole_shape(held[0].part.parameter), dtype, len(held))
         return Contents(tensors, frozenset())
 
@@ -267,9 +255,7 @@ class HuggingFaceSource:
         with ExitStack() as stack:
             files = _Files(stack)
             for chunk in content.chunks:
-                filled, wanted = self._fill(chunk, files), volume(chunk.tensor.shape)
-                if filled != wanted:
-                    raise CheckpointError(f"{self.path}: {chunk.key} holds {filled} of the {wanted} elements asked for")
+                check_filled(str(self.path), chunk, self._fill(chunk, files))
         return {}
 
     def _fill(self, chunk: Chunk, files: _Files) -> int:

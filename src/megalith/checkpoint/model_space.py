@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from typing import Any
 
 from torch.nn import Parameter
 
-from megalith.checkpoint.formats.stacking import Stacking, expert_of, stacking_of
+from megalith.checkpoint.formats.torch_dist import Stacking, expert_of, stacking_of
 from megalith.config import ModelConfig
 from megalith.config.foreign_args import model_of, parallel_of
 from megalith.errors import CheckpointError, LayoutError
@@ -26,20 +27,40 @@ from megalith.nn.placement import Placement, dim_of, local_pieces
 OUTPUT_LAYER = "output_layer.weight"
 
 
+Place = tuple[int, int, int]
+"""Tensor-parallel rank, pipeline stage and expert-parallel rank."""
+
+
 @dataclass(frozen=True)
-class Share:
-    """The part of the experts of each layer that an expert-parallel rank has: the index-th of `size`."""
+class Division:
+    """How a model is divided over the ranks that write a checkpoint.
 
-    index: int = 0
-    size: int = 1
+    Attributes:
+        tp, ep: sizes.
+        stages: layers by [stage][virtual chunk].
+    """
 
-    def of(self, experts: int) -> range:
-        """Their numbers."""
-        return range(*cut(experts, self.size, self.index))
+    tp: int
+    ep: int
+    stages: Stages
 
+    @property
+    def pp(self) -> int:
+        """The number of pipeline stages."""
+        return len(self.stages)
 
-ALL = Share()
-"""Of one rank, or of none that divides them."""
+    @property
+    def places(self) -> list[Place]:
+        """All (tensor, pipeline, expert) places."""
+        return list(product(range(self.tp), range(self.pp), range(self.ep)))
+
+    def experts(self, expert: int, count: int) -> range:
+        """The numbers, of `count` experts, of those that an expert-parallel rank has."""
+        return range(*cut(count, self.ep, expert))
+
+    def __str__(self) -> str:
+        experts = f" x expert-parallel {self.ep}" if self.ep > 1 else ""
+        return f"tensor-parallel {self.tp} x pipeline {self.pp}{experts}"
 
 
 @dataclass(frozen=True)
@@ -104,21 +125,16 @@ class ModelSpace:
             return stage > 0 and name == WORD_EMBEDDINGS
         return self.tied and name == OUTPUT_LAYER
 
-    def moved_names_of(self, stage: int, chunk: int, stages: Stages, experts: Share = ALL) -> list[str]:
-        """`names_of` of what an optimizer has state of."""
-        return [name for name in self.names_of(stage, chunk, stages, experts) if name not in self.buffers]
-
-    def names_of(self, stage: int, chunk: int, stages: Stages, experts: Share = ALL) -> list[str]:
-        """What one virtual chunk of a pipeline stage holds, in module order.
-
-        Args:
-            stage, chunk: which one.
-            stages: layers by [stage][virtual chunk].
-            experts: which part of the experts is there.
+    def names_of(self, division: Division, stage: int, expert: int) -> list[list[str]]:
+        """What an expert-parallel rank of a pipeline stage holds, by virtual chunk, each in module order.
 
         The copy of a tied embedding that the last stage holds stands last, as `output_layer.weight`, which is no name
         of the model's own. With multi-token prediction the copy is there as what it is, tied or not.
         """
+        experts = division.experts(expert, self.model.num_experts or 0)
+        return [self._names(division.stages, stage, chunk, experts) for chunk in range(len(division.stages[stage]))]
+
+    def _names(self, stages: Stages, stage: int, chunk: int, experts: range) -> list[str]:
         layers = set(stages[stage][chunk])
         first = stage == 0 and chunk == 0
         last = stage == len(stages) - 1 and chunk == len(stages[stage]) - 1
@@ -132,7 +148,7 @@ class ModelSpace:
             else:
                 held = first or (last and self.model.predictions > 0) if parts[0] == "embedding" else last
             expert = expert_of(name)
-            if held and (expert is None or expert in experts.of(self.model.num_experts or 0)):
+            if held and (expert is None or expert in experts):
                 names.append(name)
         copied = self.tied and not self.model.predictions
         return [*names, OUTPUT_LAYER] if last and not first and copied else names
@@ -168,7 +184,18 @@ def model_space_of(args: Mapping[str, Any], where: str) -> ModelSpace:
         raise CheckpointError(f"{where}: the saved args describe no model: {error}") from error
 
 
-def stages_of(args: Mapping[str, Any], num_layers: int, where: str) -> Stages:
+def division_of(args: Mapping[str, Any], num_layers: int, where: str) -> Division:
+    """The division of the run that wrote a checkpoint.
+
+    Raises:
+        CheckpointError: it is one that this version does not know.
+    """
+    # Before checkpoint version 3 the tensor-parallel size had another name.
+    tp = int(args.get("tensor_model_parallel_size") or args.get("model_parallel_size") or 1)
+    return Division(tp, int(args.get("expert_model_parallel_size") or 1), _stages_of(args, num_layers, where))
+
+
+def _stages_of(args: Mapping[str, Any], num_layers: int, where: str) -> Stages:
     """Layers by [pipeline stage][virtual chunk] of the run that wrote a checkpoint.
 
     Raises:

@@ -10,9 +10,12 @@ layouts of all generations: `formats.megatron_names`, `formats.megatron_optimize
 
 from __future__ import annotations
 
+import bisect
+import ctypes
+import mmap
 import re
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,16 +25,14 @@ from typing import Any
 
 from torch import Tensor
 
-from megalith.checkpoint.boxes import fill
-from megalith.checkpoint.content import CheckpointContent, Chunk, by_key, volume
-from megalith.checkpoint.fit import Contents, StoredTensor, listing
-from megalith.checkpoint.formats.family_by_names import with_family
+from megalith.checkpoint.content import CheckpointContent, Chunk, by_key, check_filled, fill
 from megalith.checkpoint.formats.megatron_names import (
     HEAD_OF_T5,
     flattened,
     grouped_experts,
     is_parameter,
     module_name,
+    with_family,
 )
 from megalith.checkpoint.formats.megatron_optimizer import (
     UnreadableState,
@@ -46,7 +47,6 @@ from megalith.checkpoint.formats.per_rank_layout import (
     BUFFER_FILE,
     MODEL_FILE,
     OWN_KEYS,
-    Place,
     check_expert_tensor_size,
     chunk_key,
     folder_name,
@@ -59,12 +59,11 @@ from megalith.checkpoint.formats.torch_dist import (
     rng_object_key,
     weight_chunks,
 )
-from megalith.checkpoint.laid_out import changed_records
-from megalith.checkpoint.mapped import MappedFolder
-from megalith.checkpoint.model_space import ModelSpace, Share, model_space_of, stages_of
+from megalith.checkpoint.model_space import Division, ModelSpace, Place, division_of, model_space_of
 from megalith.checkpoint.safe_loading import map_tensors
+from megalith.checkpoint.source import Contents, StoredTensor, listing
+from megalith.checkpoint.torch_archive import changed_records
 from megalith.errors import CheckpointError, LayoutError
-from megalith.layout import Stages
 
 _PLACE = re.compile(r"mp_rank_\d{2,}(_\d{3,}){0,2}")
 _SCHEDULE = {
@@ -90,38 +89,6 @@ class _Box:
     tensor: Tensor
     offset: tuple[int, ...]
     shape: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class _Layout:
-    """How the run was divided that wrote a checkpoint.
-
-    Attributes:
-        tp, pp, ep: sizes.
-        stages: layers by [stage][virtual chunk].
-    """
-
-    tp: int
-    pp: int
-    ep: int
-    stages: Stages
-
-    @property
-    def places(self) -> list[Place]:
-        """All (tensor, pipeline, expert) places."""
-        return list(product(range(self.tp), range(self.pp), range(self.ep)))
-
-    def __str__(self) -> str:
-        experts = f" x expert-parallel {self.ep}" if self.ep > 1 else ""
-        return f"tensor-parallel {self.tp} x pipeline {self.pp}{experts}"
-
-    def folder(self, place: Place) -> str:
-        """The name of the folder of a place."""
-        return folder_name(place, self.pp, self.ep)
-
-    def share(self, place: Place) -> Share:
-        """The experts of a place."""
-        return Share(place[2], self.ep)
 
 
 class PerRankSource:
@@ -184,14 +151,9 @@ class PerRankSource:
         return model_space_of(self._args, str(self.path))
 
     @cached_property
-    def _layout(self) -> _Layout:
-        args = self._args
-        check_expert_tensor_size(args, str(self.path))
-        ep = int(args.get("expert_model_parallel_size") or 1)
-        pp = int(args.get("pipeline_model_parallel_size") or 1)
-        # Before checkpoint version 3 the size had another name.
-        tp = int(args.get("tensor_model_parallel_size") or args.get("model_parallel_size") or 1)
-        return _Layout(tp, pp, ep, stages_of(args, self._space.num_layers, str(self.path)))
+    def _layout(self) -> Division:
+        check_expert_tensor_size(self._args, str(self.path))
+        return division_of(self._args, self._space.num_layers, str(self.path))
 
     @cached_property
     def _files(self) -> dict[Place, Mapping[str, Any]]:
@@ -202,7 +164,7 @@ class PerRankSource:
                 checkpoint.
         """
         layout = self._layout
-        folder_of = {place: layout.folder(place) for place in layout.places}
+        folder_of = {place: folder_name(place, layout) for place in layout.places}
         lines = []
         for name in folder_of.values():
             if not self._found.get(name):
@@ -270,7 +232,7 @@ class PerRankSource:
         named = [(name, value) for name, value in flattened(body[key]) if is_parameter(name)]
         layers, expected = (
             space.layers_in(stages[pp][chunk]),
-            space.names_of(pp, chunk, stages, self._layout.share(place)),
+            space.names_of(self._layout, pp, place[2])[chunk],
         )
         found = {module_name(name, layers, experts.start) or name: (name, value) for name, value in named}
         for name in expected:
@@ -302,7 +264,7 @@ class PerRankSource:
 
     def _experts(self, place: Place) -> range:
         """The numbers of the experts of a place."""
-        return self._layout.share(place).of(self._space.model.num_experts or 0)
+        return self._layout.experts(place[2], self._space.model.num_experts or 0)
 
     def _shape(self, name: str, tp: int) -> tuple[int, ...]:
         try:
@@ -311,31 +273,30 @@ class PerRankSource:
             raise CheckpointError(f"{self.path}: {name} does not divide as the saved args say: {error}") from error
 
     def _weight_chunks(self, place: Place, weights: Sequence[Named]) -> list[Chunk]:
-        boxes = [
-            box
-            for part in weights
-            for name, (raw, tensor) in part.items()
-            if self._counts(place, name)
-            for box in self._boxes(place, "", name, raw, tensor)
-        ]
-        stacking, placements = self._space.stacking, self._space.placements
-        return weight_chunks(boxes, placements, stacking, rank=place[0], size=self._layout.tp, once=True)
-
-    def _counts(self, place: Place, name: str) -> bool:
-        """Whether what a place holds is taken: no second copy of the embedding, and of what all expert-parallel ranks
-        have, which is all but the experts, that of the first."""
-        return not self._space.is_copy(name, place[1]) and (place[2] == 0 or ".mlp.experts." in name)
+        found = (("", name, raw, tensor) for part in weights for name, (raw, tensor) in part.items())
+        return self._cut(weight_chunks, place, found)
 
     def _state_chunks(self, place: Place, weights: Sequence[Named]) -> list[Chunk]:
         raw_of = {name: raw for part in weights for name, (raw, _) in part.items()}
+        states = self._state(place, weights)
+        return self._cut(optimizer_chunks, place, ((f"{kind}.", name, raw_of[name], x) for kind, name, x in states))
+
+    def _cut(
+        self, chunks_of: Callable[..., list[Chunk]], place: Place, found: Iterable[tuple[str, str, str, Tensor]]
+    ) -> list[Chunk]:
+        """Cut what a place holds (prefix, our name, name in the file, tensor) into chunks, each element once.
+
+        No second copy of the embedding is taken, and what all expert-parallel ranks have, which is all but the experts,
+        from the first of them.
+        """
+        space, (tp, pp, ep) = self._space, place
         boxes = [
             box
-            for kind, name, tensor in self._state(place, weights)
-            if self._counts(place, name)
-            for box in self._boxes(place, f"{kind}.", name, raw_of[name], tensor)
+            for prefix, name, raw, tensor in found
+            if not space.is_copy(name, pp) and (ep == 0 or ".mlp.experts." in name)
+            for box in self._boxes(place, prefix, name, raw, tensor)
         ]
-        stacking, placements = self._space.stacking, self._space.placements
-        return optimizer_chunks(boxes, placements, stacking, rank=place[0], size=self._layout.tp, once=True)
+        return chunks_of(boxes, space.placements, space.stacking, rank=tp, size=self._layout.tp, once=True)
 
     def _state(self, place: Place, weights: Sequence[Named]) -> Iterator[tuple[str, str, Tensor]]:
         """Kind, our name and tensor of the optimizer's state in a place.
@@ -374,7 +335,7 @@ class PerRankSource:
         """
         missing = []
         for place, body in self._files.items():
-            name, state = self._layout.folder(place), body.get("optimizer")
+            name, state = folder_name(place, self._layout), body.get("optimizer")
             first = state[0] if isinstance(state, list) and state else state
             if state is None:
                 missing.append(f"{name}/{MODEL_FILE} has no optimizer")
@@ -385,7 +346,7 @@ class PerRankSource:
         return not missing
 
     def _file(self, place: Place, name: str) -> Path:
-        return self.path / self._layout.folder(place) / name
+        return self.path / folder_name(place, self._layout) / name
 
     def _boxes(self, place: Place, prefix: str, name: str, raw: str, tensor: Tensor) -> Iterator[_Box]:
         """A tensor of parameter `name`, with the rows of query, key and value in the order of version 2 and later.
@@ -459,10 +420,7 @@ class PerRankSource:
             filled = fill(target, near)
             for part in near:
                 self._mapped.release(part.tensor)
-            if filled != volume(target.tensor.shape):
-                raise CheckpointError(
-                    f"{self.path}: {target.key} holds {filled} of the {volume(target.tensor.shape)} elements asked for"
-                )
+            check_filled(str(self.path), target, filled)
         return {key: self._random_states[key] for key in content.objects}
 
     @cached_property
@@ -513,3 +471,39 @@ def _read(path: Path) -> Mapping[str, Any]:
     if not isinstance(body, Mapping):
         raise CheckpointError(f"{path} is damaged: it holds a {type(body).__name__}")
     return body
+
+
+_MAPS = Path("/proc/self/maps")
+_DONTNEED = 4
+
+
+class MappedFolder:
+    """The files of a folder that are mapped into this process, as far as the system tells (Linux).
+
+    What is read of a mapped file stays in the memory of the process until the system needs the room: without `release`
+    reading a checkpoint through would count, for a limit on the process too, as much memory as it has bytes.
+
+    Args:
+        folder: whose files; they are mapped already.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._starts: list[int] = []
+        self._stops: list[int] = []
+        self._libc = ctypes.CDLL(None)
+        inside = f"{folder.resolve()}/"
+        for line in _MAPS.read_text().splitlines() if _MAPS.exists() else ():
+            fields = line.split(maxsplit=5)
+            if len(fields) == 6 and fields[5].startswith(inside):
+                start, _, stop = fields[0].partition("-")
+                self._starts.append(int(start, 16))
+                self._stops.append(int(stop, 16))
+
+    def release(self, tensor: Tensor) -> None:
+        """Give back the whole pages of a tensor that was read and not written; the next read brings them back."""
+        start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+        span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+        stop = (tensor.data_ptr() + span * tensor.element_size()) // mmap.PAGESIZE * mmap.PAGESIZE
+        number = bisect.bisect_right(self._starts, start) - 1
+        if start < stop and number >= 0 and stop <= self._stops[number]:
+            self._libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), _DONTNEED)

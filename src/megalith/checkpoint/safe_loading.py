@@ -24,9 +24,10 @@ from typing import IO, Any
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint import filesystem, metadata, planner
+from torch.distributed.checkpoint import metadata, planner
 
 from megalith.checkpoint.hashing import require_file
+from megalith.checkpoint.torch_internals import MemoryFormatEncoding, StorageInfo, get_layout
 from megalith.errors import CheckpointError
 
 
@@ -103,7 +104,8 @@ COMMON_TYPES: dict[str, Any] = {
 
 METADATA_TYPES: dict[str, Any] = {
     **_named(
-        filesystem._StorageInfo,
+        StorageInfo,
+        MemoryFormatEncoding,
         metadata.BytesStorageMetadata,
         metadata.ChunkStorageMetadata,
         metadata.Metadata,
@@ -111,7 +113,6 @@ METADATA_TYPES: dict[str, Any] = {
         metadata.StorageMeta,
         metadata.TensorProperties,
         metadata.TensorStorageMetadata,
-        metadata._MEM_FORMAT_ENCODING,
         planner.SavePlan,
         planner.TensorWriteData,
         planner.WriteItem,
@@ -121,7 +122,7 @@ METADATA_TYPES: dict[str, Any] = {
     ),
     **_MEGATRON_PLANS,
     "torch.Size": torch.Size,
-    "torch.serialization._get_layout": torch.serialization._get_layout,
+    "torch.serialization._get_layout": get_layout,
     "pathlib.PosixPath": pathlib.PosixPath,
     "pathlib._local.PosixPath": pathlib.PosixPath,
 }

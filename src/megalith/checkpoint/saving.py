@@ -11,18 +11,30 @@ Between two lines the ranks agree that the line succeeded everywhere (`crew`), s
 of all, and the first rank then removes the folder. A rank that is killed breaks the next agreement, with the same
 effect; killed after its files are complete it stops nobody, since the first rank needs it no more.
 
-`run` does all of it at once. A save beside the training (`background`) calls `begin`, `gathered` and `agreed` between
-two steps, and `write` and `commit`, which speak to no other rank, in threads.
+`run` does all of it at once. A save beside the training (`PendingSave`) calls `begin`, `gathered` and `agreed` between
+two steps, and `write` and `commit`, which speak to no other rank, in threads: these never meet a collective of the
+training. Its ranks commit at the end of a later step:
+
+    every rank       begins to copy its tensors; the folder is made                                between two steps
+    every rank       copies, writes and hashes its files                                           in threads
+    every rank       waits for its copies (`settle`)                                       before the tensors change
+    all              tell each other what they wrote                                               between two steps
+    the first        .metadata, common.pt, ..., manifest.json; rename; tracker                     in a thread
+    all              hear that it is done                                                          between two steps
+
+That all are done with a stage is agreed upon by the caller (`train.agreement`), and then all call `proceed`. At most
+one save is under way.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from megalith.checkpoint.commit import (
     Building,
@@ -34,8 +46,9 @@ from megalith.checkpoint.commit import (
 )
 from megalith.checkpoint.content import CheckpointContent
 from megalith.checkpoint.crew import Crew
-from megalith.checkpoint.dcp_writing import Written
-from megalith.checkpoint.folder_writer import FolderWriter, MakeWriter, SharedFiles, TorchDistWriter
+from megalith.checkpoint.dcp import Written
+from megalith.checkpoint.folder import FolderWriter, MakeWriter, TorchDistWriter
+from megalith.checkpoint.hashing import WritingCancelled
 from megalith.checkpoint.owner import check_claim
 from megalith.checkpoint.source import refuse_model_folder
 from megalith.checkpoint.staging import Staging
@@ -45,30 +58,31 @@ _SEEN_WITHIN_SECONDS = 10.0  # network file systems cache for some seconds what 
 
 
 @dataclass(frozen=True)
-class _Part:
-    """What one rank is about to write."""
-
-    plan: Any
-    nbytes: int
-
-
-@dataclass(frozen=True)
-class Saved:
-    """What a save wrote.
+class SaveReport:
+    """What a save did.
 
     Attributes:
-        nbytes: of all the files but the manifest.
+        seconds: from its begin until it was in its place.
+        bytes: of all its files.
+        path: where it is.
+        stall_seconds: how long its caller could do nothing else; of a background save the caller knows that.
         write_seconds: how long the slowest rank wrote.
+        waited_seconds: how long threads of a background save were waited for.
     """
 
-    nbytes: int
+    seconds: float
+    bytes: int
+    path: Path
+    stall_seconds: float
     write_seconds: float
+    waited_seconds: float = 0.0
 
 
+@dataclass(eq=False)
 class Saving:
     """A save under way.
 
-    Args:
+    Attributes:
         crew: the ranks that save.
         final: where the folder is to appear.
         content: what this rank writes; the common state counts on the first rank only.
@@ -77,34 +91,29 @@ class Saving:
         on_point: called with the points of the save on this rank.
         publish: points the tracker to the folder; called on the first rank when it is in its place.
         staging: for copies of the tensors, where these may change before they are written.
-        writer: makes the writer of the format.
+        make_writer: makes the writer of the format.
         claimed: whether this run has claimed the folder that it saves into (`commit.claimed`).
     """
 
-    def __init__(
-        self,
-        crew: Crew,
-        final: Path,
-        content: CheckpointContent,
-        files: Mapping[str, bytes],
-        facts: Mapping[str, Any],
-        on_point: Callable[[str], None],
-        publish: Callable[[], None],
-        staging: Staging | None = None,
-        writer: MakeWriter = TorchDistWriter,
-        *,
-        claimed: bool = False,
-    ) -> None:
-        self._crew, self._final, self._facts = crew, final, facts
-        self._content, self._files = content, files
-        self._on_point, self._publish, self._staging = on_point, publish, staging
-        self._make_writer, self._claimed = writer, claimed
+    crew: Crew
+    final: Path
+    content: CheckpointContent
+    files: Mapping[str, bytes]
+    facts: Mapping[str, Any]
+    on_point: Callable[[str], None]
+    publish: Callable[[], None]
+    staging: Staging | None = None
+    make_writer: MakeWriter = TorchDistWriter
+    claimed: bool = False
+
+    def __post_init__(self) -> None:
+        self._started = time.perf_counter()
         self._writer: FolderWriter
         self._new: Building | None = None
         self._name = ""
         self._needed = 0
 
-    def run(self) -> Saved:
+    def run(self) -> SaveReport:
         """Save.
 
         Raises:
@@ -112,9 +121,10 @@ class Saving:
         """
         self.begin()
         written = self.gathered(self.write)
-        if (shared := self._writer.shared) is not None:
-            written = self.gathered(lambda: self._seal(shared))
-        return self.agreed(lambda: self.commit(written), written)
+        if self._writer.shared:
+            written = self.gathered(self._seal)
+        report = self.agreed(lambda: self.commit(written), written)
+        return replace(report, stall_seconds=report.seconds)
 
     def begin(self) -> None:
         """Plan what each rank writes, and make the folder; all ranks call it together.
@@ -122,14 +132,14 @@ class Saving:
         Raises:
             CheckpointError: as `run`.
         """
-        parts = self._crew.all(self._prepare)
-        self._needed = sum(part.nbytes for part in parts)
+        parts = self.crew.all(self._prepare)
+        self._needed = sum(nbytes for _, nbytes in parts)
         with self._abandoned_on_failure():
-            self._name = self._crew.first(lambda: self._begin([part.plan for part in parts]))
-            if (shared := self._writer.shared) is not None:
-                self._crew.all(lambda: self._lay_out(shared))
-        if self._staging is not None:
-            self._staging.begin()
+            self._name = self.crew.first(lambda: self._begin([plan for plan, _ in parts]))
+            if self._writer.shared:
+                self.crew.all(self._lay_out)
+        if self.staging is not None:
+            self.staging.begin()
 
     def gathered(self, write: Callable[[], Written]) -> list[Written]:
         """What all ranks have written; all call it together.
@@ -141,9 +151,9 @@ class Saving:
             CheckpointError: as `run`; nothing is left of the folder.
         """
         with self._abandoned_on_failure():
-            return self._crew.all(write)
+            return self.crew.all(write)
 
-    def agreed(self, commit: Callable[[], int], written: Sequence[Written]) -> Saved:
+    def agreed(self, commit: Callable[[], int], written: Sequence[Written]) -> SaveReport:
         """See that the folder is in its place; all ranks call it together.
 
         Args:
@@ -154,14 +164,15 @@ class Saving:
             CheckpointError: as `run`; nothing is left of the folder.
         """
         with self._abandoned_on_failure():
-            sizes = self._crew.all(commit)
-        self._on_point("post_commit")
-        return Saved(sizes[0], max(part.seconds for part in written))
+            sizes = self.crew.all(commit)
+        self.on_point("post_commit")
+        seconds = time.perf_counter() - self._started
+        return SaveReport(seconds, sizes[0], self.final, 0.0, max(part.seconds for part in written))
 
     def settle(self) -> None:
         """Wait until the tensors may change."""
-        if self._staging is not None:
-            self._staging.settle()
+        if self.staging is not None:
+            self.staging.settle()
 
     def cancel(self) -> None:
         """Have `write`, in whatever thread it is, end soon."""
@@ -180,25 +191,26 @@ class Saving:
             self.abandon()
             raise
 
-    def _prepare(self) -> _Part:
-        if self._staging is not None:
-            self._content = replace(self._content, chunks=self._staging.plan(self._content.chunks))
-        self._writer = self._make_writer(self._content, self._files, self._crew.rank)
-        self._on_point("pre_save")
-        return _Part(self._writer.plan, self._writer.nbytes)
+    def _prepare(self) -> tuple[Any, int]:
+        """Plan what this rank writes, and count its bytes."""
+        if self.staging is not None:
+            self.content = replace(self.content, chunks=self.staging.plan(self.content.chunks))
+        self._writer = self.make_writer(self.content, self.files, self.crew.rank)
+        self.on_point("pre_save")
+        return self._writer.plan, self._writer.nbytes
 
     def _begin(self, plans: Sequence[Any]) -> str:
         """Make the folder; its name, since other hosts may have the save folder elsewhere."""
         self._writer.merge(plans)
-        parent = self._final.parent
-        with naming_full_disk(parent, self._needed, claimed=self._claimed):
+        parent = self.final.parent
+        with naming_full_disk(parent, self._needed, claimed=self.claimed):
             refuse_model_folder(parent)
             self._check_claim()
-            if not self._claimed:
+            if not self.claimed:
                 parent.mkdir(parents=True, exist_ok=True)
             clear_leftovers(parent)
             check_space(parent, self._needed)
-            self._new = begin_building(self._final, claimed=self._claimed)
+            self._new = begin_building(self.final, claimed=self.claimed)
         return str(self._new.path.relative_to(parent))
 
     def _check_claim(self) -> None:
@@ -207,12 +219,12 @@ class Saving:
         Raises:
             CheckpointError: it is not.
         """
-        if self._claimed:
-            check_claim(self._final.parent, workspace_of(self._final.parent))
+        if self.claimed:
+            check_claim(self.final.parent, workspace_of(self.final.parent))
 
-    def _lay_out(self, shared: SharedFiles) -> None:
+    def _lay_out(self) -> None:
         with self._in_folder() as path:
-            shared.lay_out(path)
+            self._writer.lay_out(path)
 
     def write(self) -> Written:
         """Write the files of this rank, or its part of them, durably; needs no other rank.
@@ -223,22 +235,22 @@ class Saving:
         self.settle()
         with self._in_folder() as path:
             written = self._writer.write(path)
-            self._on_point("mid_save")
-            if self._writer.shared is None:
+            self.on_point("mid_save")
+            if not self._writer.shared:
                 self._written()
         return written
 
-    def _seal(self, shared: SharedFiles) -> Written:
+    def _seal(self) -> Written:
         """Complete the files of this rank, in which others have written."""
         with self._in_folder() as path:
-            sealed = shared.seal(path)
+            sealed = self._writer.seal(path)
             self._written()
         return sealed
 
     def _written(self) -> None:
         """This rank is done with its files."""
-        if not self._crew.is_first:
-            self._on_point("pre_commit")
+        if not self.crew.is_first:
+            self.on_point("pre_commit")
 
     @contextmanager
     def _in_folder(self) -> Iterator[Path]:
@@ -247,8 +259,8 @@ class Saving:
         Raises:
             CheckpointError: the disk refused.
         """
-        path = self._final.parent / self._name
-        with naming_full_disk(self._final.parent, self._needed, claimed=self._claimed and self._crew.is_first):
+        path = self.final.parent / self._name
+        with naming_full_disk(self.final.parent, self._needed, claimed=self.claimed and self.crew.is_first):
             _wait_for(path)
             yield path
 
@@ -261,22 +273,22 @@ class Saving:
         Raises:
             CheckpointError: the disk refused.
         """
-        if not self._crew.is_first:
-            self._on_point("mid_commit")
+        if not self.crew.is_first:
+            self.on_point("mid_commit")
             return 0
         assert self._new is not None
         path = self._new.path
-        with naming_full_disk(self._final.parent, self._needed, claimed=self._claimed):
+        with naming_full_disk(self.final.parent, self._needed, claimed=self.claimed):
             for part in written[1:]:
                 for name, record in part.records.items():
                     _wait_for(path / name, record.size)
-            size = self._writer.finish(path, self._final.name, written, self._facts)
-            self._on_point("pre_commit")
+            size = self._writer.finish(path, self.final.name, written, self.facts)
+            self.on_point("pre_commit")
             self._check_claim()
             self._new.commit()
-            self._on_point("mid_commit")
+            self.on_point("mid_commit")
             self._check_claim()
-            self._publish()
+            self.publish()
         return size
 
 
@@ -298,3 +310,116 @@ def _wait_for(path: Path, size: int = 0) -> None:
                 "of a file system that all of them share"
             )
         time.sleep(0.05)
+
+
+_SECONDS_TO_STOP = 10.0
+
+
+T = TypeVar("T")
+
+
+class _Work(Generic[T]):
+    """What a thread does, and what came of it.
+
+    It has the priority of the others: a lower one would hold the interpreter for as long as the system gives it no
+    processor.
+    """
+
+    def __init__(self, act: Callable[[], T]) -> None:
+        self._act = act
+        self._results: list[T] = []
+        self.error: BaseException | None = None
+        self.thread = threading.Thread(target=self._run, name="checkpoint-save", daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._results.append(self._act())
+        except BaseException as error:  # told to all ranks at the end of a step
+            self.error = error
+
+    def result(self) -> T:
+        """What came of it, when it is done.
+
+        Raises:
+            Exception: its own error.
+        """
+        self.thread.join()
+        if isinstance(self.error, Exception):
+            raise self.error
+        if self.error is not None:
+            raise CheckpointError(f"the thread that wrote the checkpoint ended: {self.error!r}") from self.error
+        return self._results[0]
+
+
+class PendingSave:
+    """A save whose tensors are being copied: threads write (on each rank) and then commit (on the first).
+
+    Args:
+        saving: begun, over copies that stay as they are until `proceed` has returned for the first time.
+    """
+
+    def __init__(self, saving: Saving) -> None:
+        self._saving = saving
+        self._writing = _Work(saving.write)
+        self._written: list[Written] = []
+        self._committing: _Work[int] | None = None
+        self._waited = 0.0
+
+    @property
+    def busy(self) -> bool:
+        """Whether a thread of this rank is at work for it."""
+        return self._work.thread.is_alive()
+
+    @property
+    def failed(self) -> bool:
+        """Whether this rank could not do its part."""
+        return self._work.error is not None
+
+    @property
+    def _work(self) -> _Work[Any]:
+        return self._committing or self._writing
+
+    def settle(self) -> None:
+        """Wait until the tensors that are saved may change."""
+        self._saving.settle()
+
+    def proceed(self, *, failed: bool = False) -> SaveReport | None:
+        """Go on to the next stage, waiting for what is still busy; all ranks call it together.
+
+        Args:
+            failed: a rank is known to have failed, so that the others need not write to the end.
+
+        Returns:
+            What the save did; None before the last stage.
+
+        Raises:
+            CheckpointError: it could not be written, on whichever rank; what was there before is untouched.
+        """
+        if failed:
+            self._saving.cancel()
+        if self._committing is None:
+            self._written = self._saving.gathered(lambda: self._waited_for(self._writing, cancelled=failed))
+            self._committing = _Work(lambda: self._saving.commit(self._written))
+            return None
+        committing = self._committing
+        report = self._saving.agreed(lambda: self._waited_for(committing), self._written)
+        return replace(report, waited_seconds=self._waited)
+
+    def _waited_for(self, work: _Work[Any], *, cancelled: bool = False) -> Any:
+        """The result of a thread; of a cancelled one nothing, since the failure is another rank's to tell."""
+        began = time.perf_counter()
+        try:
+            return work.result()
+        except WritingCancelled:
+            if not cancelled:
+                raise
+            return Written([], {})
+        finally:
+            self._waited += time.perf_counter() - began
+
+    def abandon(self) -> None:
+        """Stop writing and remove what was written, as far as this rank can; nothing if it was committed."""
+        self._saving.cancel()
+        self._work.thread.join(_SECONDS_TO_STOP)
+        self._saving.abandon()

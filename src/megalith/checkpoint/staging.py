@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megalith.checkpoint.content import Chunk
+from megalith.checkpoint.content import Chunk, balanced
 from megalith.errors import CheckpointError
 
 _ALIGNMENT = 64
@@ -120,21 +120,19 @@ def _begin_copies(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[Future[None]]:
     each tensor, and on a machine that is busy each wait takes a slice of its time.
     """
     on_devices: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
-    threads = max(1, min(_THREADS, torch.get_num_threads()))
-    pieces, loads = [list[tuple[Tensor, Tensor]]() for _ in range(threads)], [0] * threads
+    pieces: list[tuple[Tensor, Tensor]] = []
     for target, source in pairs:
         if source.device.type != "cpu":
             on_devices.setdefault(source.device, []).append((target, source))
             continue
         plain = source.is_contiguous() and source.numel() > 0
         divided = (_octets(target).split(_PIECE), _octets(source).split(_PIECE)) if plain else ([target], [source])
-        for piece in zip(*divided, strict=True):
-            lightest = loads.index(min(loads))
-            pieces[lightest].append(piece)
-            loads[lightest] += piece[0].nbytes
+        pieces += zip(*divided, strict=True)
+    threads = max(1, min(_THREADS, torch.get_num_threads()))
+    shares = balanced([target.nbytes for target, _ in pieces], threads)
     pool = ThreadPoolExecutor(len(on_devices) + threads, thread_name_prefix="checkpoint-copy")
     copying = [pool.submit(_copy_from, device, _reached(device), part) for device, part in on_devices.items()]
-    copying += [pool.submit(_copy_all, part) for part in pieces if part]
+    copying += [pool.submit(_copy_all, [pieces[number] for number in share]) for share in shares if share]
     pool.shutdown(wait=False)  # the threads end with their work
     return copying
 

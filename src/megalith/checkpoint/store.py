@@ -4,7 +4,8 @@ A save is visible only when it is complete and durable; a load fills the given t
 against the manifest, those with tensors while it reads them. Neither ever changes a checkpoint that is there. A damaged
 checkpoint is found, named and passed over in favour of the newest sound one.
 
-Which checkpoints to keep (`retention`) and what a save beside the training is (`background`) are not decided here.
+`Retention` decides which checkpoints stay, `locate` which folder a path on a command line means, `saving` how a save
+proceeds.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -25,7 +26,6 @@ import torch
 
 import megalith
 from megalith.checkpoint import manifest as manifests
-from megalith.checkpoint.background import PendingSave, SaveReport
 from megalith.checkpoint.commit import (
     claimed,
     delete,
@@ -37,22 +37,68 @@ from megalith.checkpoint.commit import (
 )
 from megalith.checkpoint.content import CheckpointContent, LoadedContent
 from megalith.checkpoint.crew import Crew
-from megalith.checkpoint.fit import Contents, keys_of
-from megalith.checkpoint.folder import CheckpointFolder, Reading, Signature, damaged
-from megalith.checkpoint.folder_writer import MakeWriter, PerRankWriter, TorchDistWriter
-from megalith.checkpoint.hashing import require_file
+from megalith.checkpoint.dcp import METADATA_FILE
+from megalith.checkpoint.folder import CheckpointFolder, MakeWriter, Reading, Signature, TorchDistWriter, damaged
+from megalith.checkpoint.formats.per_rank import PerRankWriter
+from megalith.checkpoint.hashing import Prefetch, require_file
 from megalith.checkpoint.manifest import MANIFEST_FILE
 from megalith.checkpoint.owner import check_claim
-from megalith.checkpoint.prefetch import Prefetch
-from megalith.checkpoint.retention import KEEP_ALL, Retention
-from megalith.checkpoint.saving import Saving
+from megalith.checkpoint.saving import PendingSave, SaveReport, Saving
 from megalith.checkpoint.source import TRACKER_FILE as TRACKER_FILE
-from megalith.checkpoint.source import is_huggingface, no_save_folder
+from megalith.checkpoint.source import Contents, is_huggingface, keys_of, no_save_folder
 from megalith.checkpoint.staging import Staging
 from megalith.config.values import remote
 from megalith.distributed.context import ParallelContext
 from megalith.errors import CheckpointError, NewerFormatError
 from megalith.layout import Layout
+
+
+@dataclass(frozen=True)
+class Retention:
+    """What is kept beside the newest checkpoint; everything, by default.
+
+    Attributes:
+        keep_last: how many of the newest complete ones, the newest included.
+        retain_interval: multiples of it are never deleted. Without `keep_last` every other one is deleted when the next
+            one is saved, as Megatron's `--save-retain-interval` does.
+    """
+
+    keep_last: int | None = None
+    retain_interval: int | None = None
+
+    def superseded(
+        self, saved: int, before: int | None, there: Sequence[int], is_complete: Callable[[int], bool]
+    ) -> list[int]:
+        """The iterations to delete; none after `saved`, and none if that is not complete.
+
+        Args:
+            saved: what has just been saved.
+            before: what the tracker said before that.
+            there: all the iterations.
+            is_complete: whether a checkpoint has all its files. One that has not counts for nothing; it goes when
+                enough newer ones are there.
+        """
+        if self.keep_last is None and self.retain_interval is None:
+            return []
+        older = sorted((iteration for iteration in there if iteration < saved), reverse=True)
+        if not older or not is_complete(saved):
+            return []
+        if self.keep_last is None:
+            return [iteration for iteration in older if iteration == before and not self._is_retained(iteration)]
+        kept, superseded = 1, []
+        for iteration in older:
+            if kept < self.keep_last:
+                kept += is_complete(iteration)
+            elif not self._is_retained(iteration):
+                superseded.append(iteration)
+        return superseded
+
+    def _is_retained(self, iteration: int) -> bool:
+        return self.retain_interval is not None and iteration % self.retain_interval == 0
+
+
+KEEP_ALL = Retention()
+
 
 RELEASE = "release"
 """What the tracker of Megatron says of a checkpoint without an iteration, and the name of its folder."""
@@ -165,10 +211,7 @@ class DirectoryStore:
         Raises:
             CheckpointError: it could not be written; what was there before is untouched.
         """
-        started, final = time.perf_counter(), self.folder(iteration)
-        saved = self._saving(iteration, content, manifest, files, on_point).run()
-        seconds = time.perf_counter() - started
-        return SaveReport(seconds, saved.nbytes, final, seconds, saved.write_seconds)
+        return self._saving(iteration, content, manifest, files, on_point).run()
 
     def schedule(
         self,
@@ -193,10 +236,9 @@ class DirectoryStore:
             CheckpointError: it cannot be written; what was there before is untouched.
         """
         assert self._writer is TorchDistWriter, "only torch_dist is written beside the training"
-        started, final = time.perf_counter(), self.folder(iteration)
         saving = self._saving(iteration, content, manifest, files, on_point, staging)
         saving.begin()
-        return PendingSave(saving, final, started)
+        return PendingSave(saving)
 
     def _saving(
         self,
@@ -217,19 +259,8 @@ class DirectoryStore:
             self._delete(superseded, beside=staging is not None)
 
         self._sound.pop(iteration, None)
-        final = self.folder(iteration)
-        return Saving(
-            self._crew,
-            final,
-            content,
-            files,
-            facts,
-            on_point,
-            publish,
-            staging,
-            self._writer,
-            claimed=self._claimed,
-        )
+        what = (self.folder(iteration), content, files, facts, on_point, publish)
+        return Saving(self._crew, *what, staging, self._writer, claimed=self._claimed)
 
     def _is_complete(self, iteration: int) -> bool:
         """Whether every file of a checkpoint is there with its size; to hash them all would take too long."""
@@ -314,11 +345,11 @@ class DirectoryStore:
 
     def contents(self, iteration: int) -> Contents:
         """What a checkpoint holds, without reading the tensors."""
-        return self._crew.first(lambda: self._existing(iteration).contents())
+        return self._crew.first(lambda: self._existing(iteration).source.contents())
 
     def common(self, iteration: int) -> dict[str, Any]:
         """The common state alone."""
-        return self._crew.first(lambda: self._existing(iteration).common())
+        return self._crew.first(lambda: self._existing(iteration).source.common())
 
     def manifest(self, iteration: int) -> dict[str, Any] | None:
         """The manifest, or None for a checkpoint of another program."""
@@ -402,7 +433,10 @@ class DirectoryStore:
         """The checkpoints in the order of trial, and what is odd about the tracker."""
         put_back_replaced(self.path)
         there, tracked = self._iterations(), self._latest()
-        return _in_order_of_trial(tracked, there), self._tracker_notes(tracked, there)
+        last = there[-1] if tracked is None and there else tracked or 0
+        # Up to the tracker's from the newest, then those after it.
+        ordered = sorted(there, key=lambda iteration: (iteration > last, abs(iteration - last)))
+        return ordered, self._tracker_notes(tracked, there)
 
     def _iterations(self) -> list[int]:
         if not self.path.is_dir():
@@ -462,13 +496,6 @@ def split_path(path: Path) -> tuple[Path, int | None]:
     return (resolved.parent, int(match[1])) if match else (path, None)
 
 
-def _in_order_of_trial(tracked: int | None, there: Sequence[int]) -> list[int]:
-    """Up to the tracker's from the newest, then those after it."""
-    if tracked is None:
-        return sorted(there, reverse=True)
-    return sorted(there, key=lambda iteration: (iteration > tracked, abs(iteration - tracked)))
-
-
 def facts_of(layout: Layout) -> dict[str, Any]:
     """What a manifest says of the ranks that wrote it."""
     return {"layout": asdict(layout), "world_size": layout.world_size}
@@ -481,3 +508,57 @@ def provenance() -> dict[str, str]:
         "megalith_version": megalith.__version__,
         "torch_version": str(torch.__version__),
     }
+
+
+def locate(path: Path, iteration: int | None = None) -> Path:
+    """Return the checkpoint folder that a path on a command line means.
+
+    A path is a save folder, one checkpoint folder in it (`iter_0000100`, `release`), a Hugging Face model folder, or a
+    checkpoint folder that was copied under a name of its own.
+
+    Args:
+        path: what the user gave.
+        iteration: of a save folder, which; by default that of its tracker file, else the last.
+
+    Raises:
+        CheckpointError: there is none; says what is there instead.
+    """
+    if not path.is_dir():
+        raise CheckpointError(nothing_in(path))
+    if is_checkpoint(path):
+        return path
+    store = DirectoryStore(path)
+    there = store.iterations()
+    if not there:
+        raise CheckpointError(nothing_in(path))
+    if iteration is None:
+        latest = store.latest()
+        iteration = latest if latest in there else there[-1]
+    if iteration not in there:
+        held = ", ".join(map(str, there))
+        raise CheckpointError(f"{path} holds no iteration {iteration}; it holds {held}")
+    return store.folder(iteration)
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether a folder is one checkpoint rather than a folder of them."""
+    named = split_path(path)[1] is not None or path.resolve().name == RELEASE
+    return named or is_huggingface(path) or (path / METADATA_FILE).exists() or any(path.glob("mp_rank_*"))
+
+
+def nothing_in(path: Path) -> str:
+    """That a path leads to no checkpoint, and what is there instead."""
+    if not path.is_dir():
+        found = "is a file" if path.exists() else "does not exist"
+        return (
+            f"{path} holds no checkpoint: it {found}; give a save folder, one iter_* folder in it, or a Hugging Face "
+            "folder"
+        )
+    if (what := no_save_folder(path)) is not None:
+        return f"{path} {what}"
+    entries = sorted(entry.name + "/" * entry.is_dir() for entry in path.iterdir())
+    found = ", ".join(entries[:6]) + (f" and {len(entries) - 6} more" if len(entries) > 6 else "")
+    return (
+        f"{path} holds no checkpoint: neither iter_0000000 or the like, nor mp_rank_* folders, nor .metadata, nor "
+        f"config.json beside safetensors files; it holds {found or 'nothing'}"
+    )

@@ -9,71 +9,63 @@ the files are laid out first and filled tensor by tensor (`formats.per_rank`).
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch import Tensor
 
-from megalith.checkpoint import manifest as manifests
 from megalith.checkpoint.adapted import args_of
-from megalith.checkpoint.commit import building, check_space, clear_leftovers, naming_full_disk, write_durably
-from megalith.checkpoint.content import CheckpointContent, Chunk, by_key, renamed
-from megalith.checkpoint.dcp_tensors import GlobalTensor
-from megalith.checkpoint.dcp_writing import ChunkSavePlanner, RankWriter, merged_metadata
-from megalith.checkpoint.fit import Contents, fitted, keys_of, listing
-from megalith.checkpoint.folder import EncodedContent, finish_folder
+from megalith.checkpoint.commit import building, check_space, clear_leftovers, naming_full_disk
+from megalith.checkpoint.content import CheckpointContent, Chunk, by_key
+from megalith.checkpoint.folder import TorchDistWriter, finish_folder
 from megalith.checkpoint.formats.megatron_names import CORE
 from megalith.checkpoint.formats.per_rank import write_per_rank
-from megalith.checkpoint.formats.stacking import expert_of
 from megalith.checkpoint.formats.torch_dist import (
     OPTIMIZER_PREFIX,
     Whole,
+    expert_of,
     is_rng_object,
     optimizer_chunks,
     rng_object_key,
     weight_chunks,
 )
 from megalith.checkpoint.hashing import hash_files
-from megalith.checkpoint.manifest import MANIFEST_FILE
-from megalith.checkpoint.model_space import ALL, ModelSpace, Share, model_space_of, stages_of
+from megalith.checkpoint.model_space import Division, ModelSpace, Place, division_of, model_space_of
 from megalith.checkpoint.per_rank_source import PerRankSource
-from megalith.checkpoint.source import Source
+from megalith.checkpoint.source import Contents, Source, fitted, keys_of, listing
 from megalith.errors import CheckpointError
-from megalith.layout import Layout, Stages
+from megalith.layout import Layout
 from megalith.nn.placement import Replicated
 
 _SHARE_OF_COPIES = 8  # what is in several files: norms, the second copy of a tied embedding; and their headers
 _FIXED_OVERHEAD = 2**22
+_UNKNOWN = "the checkpoint holds tensors that its args do not speak of, and that would be lost"
+_NO_PLACE = "the groups of the optimizer do not name all parameters; convert with --no-optim; no place for"
 _STATES = ("fp32_param", "exp_avg", "exp_avg_sq", "momentum_buffer", "moment2_buffer")
 _SQUARES = {"L": 0, "Q_L": 0, "R": 1, "Q_R": 1}
 """States of SOAP -> the dimension of the parameter that both of theirs are as long as."""
 
 
-class ReadingPlanner(ChunkSavePlanner):
-    """Plans chunks of the meta device, and reads each from a source when it is to be written."""
+def _reader(source: Source, key_of: Mapping[str, str]) -> Callable[[Chunk], Tensor]:
+    """Return what reads a chunk of the meta device from a source when it is to be written.
 
-    def __init__(self, source: Source, key_of: Mapping[str, str]) -> None:
-        """
-        Args:
-            source: to read from.
-            key_of: key to write -> key in the source, where that is another.
-        """
-        super().__init__()
-        self._source, self._key_of, self._one_reads = source, key_of, threading.Lock()
+    Args:
+        source: to read from, by one thread at a time.
+        key_of: key to write -> key in the source, where that is another.
+    """
+    one_reads = threading.Lock()
 
-    def lookup_object(self, index: MetadataIndex) -> Any:
-        value = super().lookup_object(index)
-        if not isinstance(value, torch.Tensor):
-            return value
-        tensor, whole = torch.empty_like(value, device="cpu"), self.state_dict[index.fqn]
-        assert isinstance(whole, GlobalTensor) and index.offset is not None
-        chunk = Chunk(self._key_of.get(index.fqn, index.fqn), tensor, tuple(index.offset), tuple(whole.size()))
-        with self._one_reads:
-            self._source.read(CheckpointContent([chunk]))
+    def read(chunk: Chunk) -> Tensor:
+        tensor = torch.empty_like(chunk.tensor, device="cpu")
+        with one_reads:
+            source.read(CheckpointContent([replace(chunk, key=key_of.get(chunk.key, chunk.key), tensor=tensor)]))
         return tensor
+
+    return read
 
 
 def no_check(_: Path) -> None:
@@ -112,38 +104,34 @@ def write_torch_dist(
     common = source.common()
     args, where = args_of(common), str(final)
     space = model_space_of(args, where)
-    stages = stages_of(args, space.num_layers, where)
-    tp, ep = int(args["tensor_model_parallel_size"]), int(args.get("expert_model_parallel_size") or 1)
+    division = division_of(args, space.num_layers, where)
     contents = source.contents()
     per_rank = [
-        _chunks(space, contents, stages, stage, rank, tp, Share(expert, ep))
-        for stage in range(len(stages))
-        for expert in range(ep)
-        for rank in range(tp)
+        _chunks(space, contents, division, (rank, stage, expert))
+        for stage, expert, rank in product(range(division.pp), range(division.ep), range(division.tp))
     ]
     chunks = [chunk for part in per_rank for chunk in part]
-    check_nothing_is_lost(contents, chunks)
+    _refuse_lost(contents, by_key(chunks), _UNKNOWN)
     fitted("the checkpoint", contents, CheckpointContent(chunks), keys_of(CheckpointContent(chunks)))
     objects = {
         **space.stacking.extra_state_objects(),
-        **_random_states(source, contents, Layout(tp=tp, dp=ep, pp=len(stages), ep=ep)),
+        **_random_states(source, contents, Layout(tp=division.tp, dp=division.ep, pp=division.pp, ep=division.ep)),
     }
-    encoded = EncodedContent(CheckpointContent(chunks, objects, common), files)
     written_as = space.stacking.written_keys(chunk.key for chunk in chunks)
-    planners = [ReadingPlanner(source, {stored: key for key, stored in written_as.items()}) for _ in per_rank]
+    read = _reader(source, {stored: key for key, stored in written_as.items()})
     writers = [
-        RankWriter(renamed(part, written_as), encoded.objects if rank == 0 else {}, rank, planner)
-        for rank, (part, planner) in enumerate(zip(per_rank, planners, strict=True))
+        TorchDistWriter(CheckpointContent(part, {} if rank else objects, common, written_as), files, rank, read)
+        for rank, part in enumerate(per_rank)
     ]
-    metadata = merged_metadata([writer.plan for writer in writers])
+    writers[0].merge([writer.plan for writer in writers])
 
     def write(folder: Path) -> int:
         written = [writer.write(folder) for writer in writers]
-        size = finish_folder(folder, final.name, encoded, metadata, written, facts)
+        size = writers[0].finish(folder, final.name, written, facts)
         check(folder)
         return size
 
-    return _appearing(final, encoded.nbytes, write, publish)
+    return _appearing(final, sum(writer.nbytes for writer in writers), write, publish)
 
 
 def write_torch(
@@ -164,19 +152,16 @@ def write_torch(
     contents = source.contents()
     args = args_of(source.common())
     space = model_space_of(args, str(final))
-    stages = stages_of(args, space.num_layers, str(final))
-    whole = [chunk for stage in range(len(stages)) for chunk in _chunks(space, contents, stages, stage, 0, 1)]
-    check_nothing_is_lost(contents, whole)
+    undivided = replace(division_of(args, space.num_layers, str(final)), tp=1, ep=1)
+    whole = [chunk for place in undivided.places for chunk in _chunks(space, contents, undivided, place)]
+    _refuse_lost(contents, by_key(whole), _UNKNOWN)
 
     def write(folder: Path) -> int:
         made = write_per_rank(source, folder, names)
-        _check_held(PerRankSource(folder).contents(), contents)
-        for name, data in files.items():
-            write_durably(folder / name, data)
-        records = hash_files([folder / name for name in (*made, *files)], below=folder)
-        write_durably(folder / MANIFEST_FILE, manifests.render(records, facts))
+        _refuse_lost(contents, PerRankSource(folder).contents().tensors, _NO_PLACE)
+        size = finish_folder(folder, hash_files([folder / name for name in made], below=folder), files, facts)
         check(folder)
-        return sum(record.size for record in records.values())
+        return size
 
     tensors = sum(stored.numel * stored.dtype.itemsize for stored in contents.tensors.values())
     return _appearing(final, tensors + tensors // _SHARE_OF_COPIES + _FIXED_OVERHEAD, write, publish)
@@ -205,19 +190,12 @@ def _appearing(final: Path, needed: int, write: Callable[[Path], int], publish: 
     return size
 
 
-def _chunks(
-    space: ModelSpace,
-    contents: Contents,
-    stages: Stages,
-    stage: int,
-    rank: int,
-    tp: int,
-    experts: Share = ALL,
-) -> list[Chunk]:
+def _chunks(space: ModelSpace, contents: Contents, division: Division, place: Place) -> list[Chunk]:
     """What one place of the layout writes, on the meta device: over all places, each element once."""
-    names = [name for chunk in range(len(stages[stage])) for name in space.names_of(stage, chunk, stages, experts)]
+    (rank, stage, expert), tp = place, division.tp
+    names = [name for part in space.names_of(division, stage, expert) for name in part]
     held = [name for name in names if not space.is_copy(name, stage)]
-    own = [name for name in held if experts.index == 0 or expert_of(name) is not None]
+    own = [name for name in held if expert == 0 or expert_of(name) is not None]
     shapes = {name: space.local_shape(name, tp, rank) for name in own}
 
     def boxes(prefix: str) -> list[Whole]:
@@ -252,33 +230,15 @@ def _like(chunk: Chunk, contents: Contents) -> Chunk:
     return Chunk(chunk.key, tensor, chunk.offset, chunk.global_shape)
 
 
-def check_nothing_is_lost(contents: Contents, chunks: list[Chunk]) -> None:
+def _refuse_lost(contents: Contents, kept: Collection[str], why: str) -> None:
     """Refuse to leave out tensors that are there.
-
-    Raises:
-        CheckpointError: some tensors belong to no parameter of the model; lists them.
-    """
-    asked = by_key(chunks)
-    lost = [key for key in contents.tensors if key not in asked]
-    if lost:
-        raise CheckpointError(
-            listing("the checkpoint holds tensors that its args do not speak of, and that would be lost", lost)
-        )
-
-
-def _check_held(written: Contents, contents: Contents) -> None:
-    """Refuse a result that lacks tensors: an optimizer whose groups do not hold all parameters has no place for some.
 
     Raises:
         CheckpointError: lists them.
     """
-    lost = [key for key in contents.tensors if key not in written.tensors]
+    lost = [key for key in contents.tensors if key not in kept]
     if lost:
-        raise CheckpointError(
-            listing(
-                "the groups of the optimizer do not name all parameters; convert with --no-optim; no place for", lost
-            )
-        )
+        raise CheckpointError(listing(why, lost))
 
 
 def rng_keys(layout: Layout) -> set[str]:

@@ -25,18 +25,15 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
-from megalith.checkpoint.boxes import fill, rounds
 from megalith.checkpoint.bucket_space import BucketSpace, in_bucket_space, is_bucket
-from megalith.checkpoint.content import CheckpointContent, Chunk, volume
-from megalith.checkpoint.dcp_reading import open_metadata, read_sharded
-from megalith.checkpoint.dcp_tensors import SAVE_ID_PREFIX
-from megalith.checkpoint.fit import Contents, StoredTensor
-from megalith.checkpoint.formats.family_by_names import with_family
+from megalith.checkpoint.content import CheckpointContent, Chunk, fill, volume
+from megalith.checkpoint.dcp import SAVE_ID_PREFIX, open_metadata, read_sharded
+from megalith.checkpoint.formats.megatron_names import with_family
 from megalith.checkpoint.formats.megatron_optimizer import UnreadableState
-from megalith.checkpoint.formats.torch_dist import OPTIMIZER_PREFIX
-from megalith.checkpoint.hashed_reading import ReadThrough
-from megalith.checkpoint.hashing import require_file
+from megalith.checkpoint.formats.torch_dist import OPTIMIZER_PREFIX, weight_of
+from megalith.checkpoint.hashing import ReadThrough, require_file
 from megalith.checkpoint.safe_loading import load_tensors_and_plain_data
+from megalith.checkpoint.source import Contents, StoredTensor
 from megalith.errors import CheckpointError
 
 COMMON_FILE = "common.pt"
@@ -48,7 +45,7 @@ _RENAMED = [
     for pattern, replacement in (
         (r"^chained_\d+\.", ""),  # one prefix for each optimizer, before core 0.13
         (r"^optimizer\.state\.param\.", f"{OPTIMIZER_PREFIX}fp32_param."),
-        # Norms that some of Megatron's modules keep apart, or within another, and model space does not (`stacking`).
+        # Norms that some of Megatron's modules keep apart, or within another, and model space does not.
         (r"\.pre_mlp_layernorm\.(weight|bias)$", r".mlp.linear_fc1.layer_norm_\1"),
         (r"\.input_layernorm\.(weight|bias)$", r".self_attention.linear_qkv.layer_norm_\1"),
         (r"\.self_attention\.linear_(q|kv)_up_proj\.layer_norm_", r".self_attention.\1_layernorm."),
@@ -103,7 +100,7 @@ class TorchDistSource:
         tensors = {}
         for key, stored in self._key_of.items():
             held = self._stored.tensors[stored]
-            weight = self._key_of.get(_without_prefix(key))
+            weight = self._key_of.get(weight_of(key))
             model = None if weight is None else self._stored.tensors[weight]
             tensors[key] = replace(held, shape=model.shape) if model is not None and key != stored else held
             if model is not None and len(held.shape) == len(model.shape) + 1:  # flattened ranges
@@ -162,12 +159,7 @@ class TorchDistSource:
                 ranges.append(replace(chunk, key=stored))
             else:
                 plain.append(replace(chunk, key=stored))
-        objects: dict[str, Any] = dict(content.objects)
-        for number, part in enumerate(rounds(plain)):
-            found = read_sharded(self.path, self._metadata, CheckpointContent(part, {} if number else objects), through)
-            objects |= found
-        if not plain and objects:
-            objects = self.objects(list(objects))
+        objects = read_sharded(self.path, self._metadata, CheckpointContent(plain, content.objects), through)
         for chunk in ranges:
             self._read_ranges(chunk)
         if buckets:
@@ -222,8 +214,3 @@ def _in_model_space(key: str) -> str:
     for pattern, replacement in _RENAMED:
         key = pattern.sub(replacement, key)
     return key
-
-
-def _without_prefix(key: str) -> str:
-    """The key of the parameter that a state belongs to."""
-    return key.removeprefix(OPTIMIZER_PREFIX).partition(".")[2] if key.startswith(OPTIMIZER_PREFIX) else key

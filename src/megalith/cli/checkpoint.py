@@ -17,8 +17,8 @@ from megalith.config.values import local_path
 from megalith.errors import CheckpointError, MegalithError, NewerFormatError
 
 if TYPE_CHECKING:
-    from megalith.checkpoint.fit import Contents
     from megalith.checkpoint.folder import CheckpointFolder
+    from megalith.checkpoint.source import Contents
 
 _TOOLS_OF_MEGATRON = ("checkpoint_util.py", "convert.py")
 """The words by which the forwarders in `tools/` ask for Megatron's command lines."""
@@ -96,7 +96,7 @@ def _run_verify(options: argparse.Namespace) -> int:
     from rich.markup import escape
 
     from megalith.checkpoint import DirectoryStore
-    from megalith.checkpoint.locate import is_checkpoint, locate
+    from megalith.checkpoint.store import is_checkpoint, locate
 
     console = Console(highlight=False, soft_wrap=True)
     single = options.iteration is not None or (options.dir.is_dir() and is_checkpoint(options.dir))
@@ -157,13 +157,13 @@ def _run_inspect(options: argparse.Namespace) -> int:
     from rich.markup import escape
 
     from megalith.checkpoint.folder import CheckpointFolder
-    from megalith.checkpoint.locate import locate
+    from megalith.checkpoint.store import locate
 
     folder = CheckpointFolder(locate(options.dir, options.iteration))
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
     console.print(_tree(folder))
     try:
-        contents, common = folder.contents(), folder.common()
+        contents, common = folder.source.contents(), folder.source.common()
     except MegalithError as error:
         console.print(f"[bold red]not readable[/]: {escape(str(error))}", soft_wrap=True)
         return error.exit_code
@@ -244,7 +244,7 @@ def _idle(name: str, args: Mapping[str, Any]) -> bool:
 def _tensors(contents: Contents, *, all_tensors: bool) -> Any:
     from rich.table import Table
 
-    from megalith.checkpoint.fit import short
+    from megalith.checkpoint.source import short
 
     shown = {
         key: stored
@@ -288,8 +288,8 @@ def _run_diff(options: argparse.Namespace) -> int:
         CheckpointError: one is missing or damaged.
     """
     from megalith.checkpoint.diff import compared, in_one_precision, state_differences, tensor_differences
-    from megalith.checkpoint.locate import locate
     from megalith.checkpoint.source import open_source
+    from megalith.checkpoint.store import locate
 
     paths = [locate(path, None if _is_single(path) else options.iteration) for path in (options.one, options.other)]
     sources = [open_source(path) for path in paths]
@@ -324,7 +324,7 @@ def _run_diff(options: argparse.Namespace) -> int:
 
 
 def _is_single(path: Path) -> bool:
-    from megalith.checkpoint.locate import is_checkpoint
+    from megalith.checkpoint.store import is_checkpoint
 
     return path.is_dir() and is_checkpoint(path)
 

@@ -68,8 +68,8 @@ def _run_convert(options: argparse.Namespace) -> int:
         CheckpointError: SRC is missing or damaged, or DST cannot be written.
         ConfigError, LayoutError: what is asked cannot be.
     """
+    from megalith.checkpoint.adapted import Upcycling
     from megalith.checkpoint.convert import Wanted, convert
-    from megalith.checkpoint.upcycled import Upcycling
 
     upcycling = None if options.upcycle is None else Upcycling(options.upcycle, options.moe_router_topk)
     wanted = Wanted(
@@ -231,8 +231,8 @@ def convert_instead(config: RunConfig) -> int:
         return 0
     from megalith.checkpoint.adapted import args_of
     from megalith.checkpoint.convert import Wanted, convert
-    from megalith.checkpoint.locate import locate
     from megalith.checkpoint.source import open_source
+    from megalith.checkpoint.store import locate
     from megalith.compat.megatron import console
 
     settings = config.checkpoint

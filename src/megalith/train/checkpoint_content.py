@@ -13,15 +13,16 @@ from torch.nn import Parameter
 from megalith.checkpoint import CheckpointContent, Chunk
 from megalith.checkpoint.content import share_of
 from megalith.checkpoint.formats.megatron_optimizer import decays, with_rates
-from megalith.checkpoint.formats.stacking import is_of_experts, stacking_of
 from megalith.checkpoint.formats.torch_dist import (
     CHECKPOINT_VERSION,
     CONTENT_METADATA,
     WORD_EMBEDDINGS,
     Whole,
+    is_of_experts,
     optimizer_chunks,
     optimizer_common,
     rng_object_key,
+    stacking_of,
     weight_chunks,
     with_expert_groups,
 )

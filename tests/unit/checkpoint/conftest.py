@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from megalith.checkpoint import CheckpointContent
-from megalith.checkpoint.formats.stacking import dense
 from megalith.checkpoint.formats.torch_dist import (
     Whole,
+    dense,
     model_chunks,
     optimizer_chunks,
     optimizer_common,

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from megalith.checkpoint import CheckpointContent
-from megalith.checkpoint.boxes import fill_all
-from megalith.checkpoint.content import Chunk
-from megalith.checkpoint.fit import Contents, StoredTensor
+from megalith.checkpoint.content import Chunk, check_filled, fill
 from megalith.checkpoint.formats.torch_dist import Whole, optimizer_chunks, optimizer_common, weight_chunks
 from megalith.checkpoint.model_space import model_space_of
+from megalith.checkpoint.source import Contents, StoredTensor
 
 ARGS: dict[str, Any] = {
     "num_layers": 4,
@@ -71,7 +70,8 @@ class MemorySource:
         stored = {
             key: [Chunk(key, tensor, (0,) * tensor.ndim, tuple(tensor.shape))] for key, tensor in self.tensors.items()
         }
-        fill_all(content.chunks, stored, "memory")
+        for chunk in content.chunks:
+            check_filled("memory", chunk, fill(chunk, stored.get(chunk.key, ())))
         return {}
 
     def problems(self) -> list[str]:

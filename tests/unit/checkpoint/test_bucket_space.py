@@ -14,10 +14,9 @@ import pytest
 import torch
 
 from megalith.checkpoint import CheckpointContent, Chunk, DirectoryStore
-from megalith.checkpoint.formats.registered import registered
-from megalith.checkpoint.formats.stacking import expert_of
-from megalith.checkpoint.formats.torch_dist import Whole, model_chunks, read_optimizer_common, weight_chunks
-from megalith.checkpoint.model_space import ModelSpace, Share, model_space_of, stages_of
+from megalith.checkpoint.bucket_space import registered
+from megalith.checkpoint.formats.torch_dist import Whole, expert_of, model_chunks, read_optimizer_common, weight_chunks
+from megalith.checkpoint.model_space import ModelSpace, division_of, model_space_of
 from megalith.errors import CheckpointError
 from megalith.nn.placement import local_part
 
@@ -60,9 +59,12 @@ def save(folder: Path, *, tp: int, pp: int, ep: int, etp: int, scale: float | No
     sizes = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp, "expert_model_parallel_size": ep}
     args = {**ARGS, **sizes, **args}
     space = model_space_of(args, "test")
-    stages, state = stages_of(args, space.num_layers, "test"), state_of(space)
+    division, state = division_of(args, space.num_layers, "test"), state_of(space)
     weights = [(name, tensor, space.placements[name]) for name, tensor in state.items()]
     chunks, objects = model_chunks(weights, space.stacking), dict[str, Any]()
+
+    def moved(stage: int, expert: int) -> list[str]:
+        return [name for name in space.names_of(division, stage, expert)[0] if name not in space.buffers]
 
     def write(prefix: str, names: list[str], size: int, rank: int) -> None:
         order = registered(
@@ -85,10 +87,10 @@ def save(folder: Path, *, tp: int, pp: int, ep: int, etp: int, scale: float | No
 
     chained = "chained_0." if ep > 1 else ""
     for stage, rank in product(range(pp), range(tp)):
-        names = [name for name in space.moved_names_of(stage, 0, stages) if ep == 1 or expert_of(name) is None]
+        names = [name for name in moved(stage, 0) if ep == 1 or expert_of(name) is None]
         write(f"{chained}optimizer.distributed.dp_group_idx_{rank + tp * stage}", names, tp, rank)
     for stage, expert, rank in product(range(pp), range(ep if ep > 1 else 0), range(etp)):
-        names = space.moved_names_of(stage, 0, stages, Share(expert, ep))
+        names = moved(stage, expert)
         later = rank + etp * (expert + ep * stage)
         index = later if "expert_tensor_parallel_size" in args else rank + etp * (stage + pp * expert)
         experts = [name for name in names if expert_of(name) is not None]

@@ -17,9 +17,9 @@ from megalith.checkpoint.adapted import args_of
 from megalith.checkpoint.convert import Wanted, convert, divided_args
 from megalith.checkpoint.diff import compared, tensor_differences
 from megalith.checkpoint.folder import CheckpointFolder
-from megalith.checkpoint.locate import locate
 from megalith.checkpoint.safe_loading import load_tensors_and_plain_data, read_metadata
 from megalith.checkpoint.source import Source, open_source
+from megalith.checkpoint.store import locate
 from megalith.checkpoint.streaming import write_torch_dist
 from megalith.errors import CheckpointError, ConfigError, LayoutError
 from megalith.layout import Layout

@@ -11,9 +11,8 @@ import torch
 
 from megalith.assemble.reading import saved_args
 from megalith.checkpoint import CheckpointContent, DirectoryStore
-from megalith.checkpoint.formats.family_by_names import with_family
-from megalith.checkpoint.formats.stacking import stacking_of
-from megalith.checkpoint.formats.torch_dist import model_chunks
+from megalith.checkpoint.formats.megatron_names import with_family
+from megalith.checkpoint.formats.torch_dist import model_chunks, stacking_of
 from megalith.config import ModelConfig, PrecisionConfig, TokenizerConfig
 from megalith.config.foreign_args import model_of
 from megalith.config.saved_args import weights_args

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from megalith.checkpoint import CheckpointContent, DirectoryStore, hashed_reading, hashing
-from megalith.checkpoint.hashed_reading import HashedReading, ReadThrough
-from megalith.checkpoint.hashing import FileRecord, hash_files
+from megalith.checkpoint import CheckpointContent, DirectoryStore, hashing
+from megalith.checkpoint.hashing import FileRecord, HashedReading, ReadThrough, hash_files
 from megalith.errors import DamagedCheckpointError
 from megalith.train.checkpoint_fit import find_checkpoint
 
@@ -22,12 +21,8 @@ Same = Callable[[CheckpointContent, CheckpointContent], bool]
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module, name, size in (
-        (hashing, "BLOCK_SIZE", 64),
-        (hashed_reading, "BLOCK_SIZE", 64),
-        (hashed_reading, "_PIECE", 100),
-    ):
-        monkeypatch.setattr(module, name, size)
+    for name, size in (("BLOCK_SIZE", 64), ("_PIECE", 100)):
+        monkeypatch.setattr(hashing, name, size)
 
 
 def record_of(path: Path) -> FileRecord:

@@ -14,8 +14,7 @@ from safetensors.torch import load_file
 
 from megalith.checkpoint import CheckpointContent, DirectoryStore
 from megalith.checkpoint.convert import Wanted, convert
-from megalith.checkpoint.formats.stacking import stacking_of
-from megalith.checkpoint.formats.torch_dist import model_chunks
+from megalith.checkpoint.formats.torch_dist import model_chunks, stacking_of
 from megalith.checkpoint.huggingface_export import Export, Weights, bytes_of_size, export
 from megalith.checkpoint.huggingface_source import HuggingFaceSource
 from megalith.config import ModelConfig

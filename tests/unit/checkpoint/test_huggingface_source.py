@@ -14,8 +14,7 @@ from torch import Tensor
 from megalith.checkpoint import CheckpointContent, DirectoryStore
 from megalith.checkpoint.content import Chunk
 from megalith.checkpoint.folder import CheckpointFolder
-from megalith.checkpoint.formats.stacking import stacking_of
-from megalith.checkpoint.formats.torch_dist import model_chunks
+from megalith.checkpoint.formats.torch_dist import model_chunks, stacking_of
 from megalith.checkpoint.huggingface_source import HuggingFaceSource
 from megalith.checkpoint.source import open_source
 from megalith.config import ModelConfig

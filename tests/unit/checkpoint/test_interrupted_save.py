@@ -248,7 +248,7 @@ def test_a_disk_that_fills_up_during_the_save(
 
     with monkeypatch.context() as patch:
         patch.setattr(hashing.os, "write", filling)
-        patch.setattr("megalith.checkpoint.dcp_writing._WRITE_BUFFER", 512)
+        patch.setattr("megalith.checkpoint.dcp._WRITE_BUFFER", 512)
         with pytest.raises(CheckpointError, match=r"No space left on device.*needs \d+ bytes .*\d+ bytes .* are free"):
             store.save(20, make_content(20), {})
     assert names(tmp_path) == {"iter_0000010", "latest_checkpointed_iteration.txt"}
@@ -286,7 +286,7 @@ def test_the_space_that_is_asked_for_is_about_what_a_save_takes(
 ) -> None:
     asked: list[int] = []
     monkeypatch.setattr(commit, "free_bytes", lambda _: 2**62)
-    for module in ("saving", "folder_writer"):
+    for module in ("saving", "folder"):
         monkeypatch.setattr(f"megalith.checkpoint.{module}.check_space", lambda _, needed: asked.append(needed))
     chunks = [
         Chunk(f"decoder.layers.mlp.linear_fc1.weight{number}", torch.ones(shape), (0,) * len(shape), shape)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megalith.checkpoint.mapped import MappedFolder
+from megalith.checkpoint.per_rank_source import MappedFolder
 from megalith.checkpoint.safe_loading import map_tensors
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the maps of a process are read from /proc")

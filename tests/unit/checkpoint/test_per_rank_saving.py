@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from megalith.checkpoint import CheckpointContent, Chunk, DirectoryStore
-from megalith.checkpoint.formats.stacking import dense
 from megalith.checkpoint.formats.torch_dist import (
     Whole,
+    dense,
     optimizer_chunks,
     optimizer_common,
     rng_object_key,

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megalith.checkpoint import prefetch
-from megalith.checkpoint.prefetch import Prefetch
+from megalith.checkpoint import hashing
+from megalith.checkpoint.hashing import Prefetch
 
 ASKED = "posix_fadvise"
 
@@ -26,7 +26,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """What the system was asked for: first byte and number of bytes of each call."""
     calls: list[tuple[int, int]] = []
     monkeypatch.setattr(os, ASKED, lambda _fd, start, length, _advice: calls.append((start, length)))
-    monkeypatch.setattr(prefetch, "_PIECE", 1000)
+    monkeypatch.setattr(hashing, "_ASKED_AT_ONCE", 1000)
     return calls
 
 
@@ -41,9 +41,9 @@ def test_it_asks_for_all_and_passes_over_what_cannot_be_read(tmp_path: Path, ask
 def test_it_asks_for_no_more_than_its_share_of_memory(
     tmp_path: Path, asked: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pages = {"SC_PAGE_SIZE": prefetch._SHARE_OF_MEMORY, "SC_PHYS_PAGES": 3000}  # 3000 bytes for two files
+    pages = {"SC_PAGE_SIZE": hashing._SHARE_OF_MEMORY, "SC_PHYS_PAGES": 3000}  # 3000 bytes for two files
     monkeypatch.setattr(os, "sysconf", pages.__getitem__)
-    monkeypatch.setattr(prefetch, "_THREADS", 1)
+    monkeypatch.setattr(hashing, "_PREFETCH_THREADS", 1)
     for name in "ab":
         (tmp_path / name).write_bytes(bytes(2500))
     Prefetch([tmp_path / "a", tmp_path / "b"])
@@ -61,7 +61,7 @@ def test_it_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert stopped.wait(60.0)
 
     monkeypatch.setattr(os, ASKED, ask)
-    monkeypatch.setattr(prefetch, "_PIECE", 1000)
+    monkeypatch.setattr(hashing, "_ASKED_AT_ONCE", 1000)
     reading = Prefetch([tmp_path / "file"])
     assert begun.wait(60.0)
     reading.stop()

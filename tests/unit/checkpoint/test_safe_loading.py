@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from megalith.checkpoint import CheckpointContent, DirectoryStore, dcp_writing
+from megalith.checkpoint import CheckpointContent, DirectoryStore, dcp
 from megalith.checkpoint import folder as folders
 from megalith.checkpoint.formats.torch_dist import rng_object_key
 from megalith.checkpoint.safe_loading import dump_bytes, load_bytes, load_tensors_and_plain_data, read_metadata
@@ -139,7 +139,7 @@ def test_an_archive_in_place_of_a_tensor(
     def swap(stream: Any, tensor: torch.Tensor) -> None:
         torch.save(bombs(canary)[name], stream)
 
-    monkeypatch.setattr(dcp_writing, "write_tensor_entry", swap)
+    monkeypatch.setattr(dcp, "write_tensor_entry", swap)
     content = CheckpointContent(make_content(1).chunks)
     store.save(1, content, {})
     monkeypatch.undo()
@@ -233,7 +233,7 @@ def test_a_crafted_tensor_header_is_damage(
             archive.writestr("archive/data.pkl", CRAFTED[case])
             archive.writestr("archive/data/0", bytes(16))
 
-    monkeypatch.setattr(dcp_writing, "write_tensor_entry", swap)
+    monkeypatch.setattr(dcp, "write_tensor_entry", swap)
     store.save(1, make_content(1), {})
     (store.folder(1) / "manifest.json").unlink()
     with pytest.raises(CheckpointError, match=r"__0_\d\.distcp is damaged at "):

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from megalith.checkpoint import CheckpointContent, Chunk, DirectoryStore
-from megalith.checkpoint.fit import StoredTensor
 from megalith.checkpoint.formats.torch_dist import rng_object_key
+from megalith.checkpoint.source import StoredTensor
 from megalith.checkpoint.store import SAVE_POINTS
 from megalith.errors import CheckpointError
 

@@ -11,11 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megalith.checkpoint import tensor_entry
-from megalith.checkpoint.checksums import joined
-from megalith.checkpoint.hashed_reading import FileReading
-from megalith.checkpoint.hashing import HashedFile, hash_files
-from megalith.checkpoint.tensor_entry import read_tensor_entry, write_tensor_entry
+from megalith.checkpoint import torch_archive
+from megalith.checkpoint.hashing import FileReading, HashedFile, hash_files, joined
+from megalith.checkpoint.torch_archive import read_tensor_entry, write_tensor_entry
 
 TENSORS = {
     "matrix": torch.randn(3, 5),
@@ -82,9 +80,9 @@ def test_entries_that_begin_alike_are_taken_apart_once(tmp_path: Path, monkeypat
     tensors = [torch.full((4, 2), float(number)) for number in range(5)]
     tensors.append(torch.full((4, 2), 5, dtype=torch.int32))  # of the same length and shape
     entries = written(tmp_path / "file", tensors)
-    taken_apart, locate = [], tensor_entry._locate
-    monkeypatch.setattr(tensor_entry, "_locate", lambda *args: taken_apart.append(1) or locate(*args))
-    heads: tensor_entry.Heads = {}
+    taken_apart, locate = [], torch_archive._locate
+    monkeypatch.setattr(torch_archive, "_locate", lambda *args: taken_apart.append(1) or locate(*args))
+    heads: torch_archive.Heads = {}
     start = 0
     with (tmp_path / "file").open("rb") as file:
         for tensor, entry in zip(tensors, entries, strict=True):
@@ -97,7 +95,7 @@ def test_entries_that_begin_alike_are_taken_apart_once(tmp_path: Path, monkeypat
 def test_a_tensor_too_large_for_a_plain_archive_goes_through_torch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tensor_entry, "_LARGEST", 100)
+    monkeypatch.setattr(torch_archive, "_LARGEST", 100)
     tensor = torch.randn(64)[8:]
     (entry,) = written(tmp_path / "file", [tensor])
     assert torch.equal(torch.load(io.BytesIO(entry), weights_only=True), tensor)

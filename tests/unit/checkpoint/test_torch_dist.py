@@ -13,15 +13,17 @@ from hypothesis import strategies as st
 
 from megalith.checkpoint import CheckpointContent, DirectoryStore
 from megalith.checkpoint.content import Chunk, share_of
-from megalith.checkpoint.formats.stacking import Stacking, dense, stacked_axes
 from megalith.checkpoint.formats.torch_dist import (
+    Stacking,
     Whole,
+    dense,
     is_extra_state,
     model_chunks,
     optimizer_chunks,
     optimizer_common,
     read_optimizer_common,
     rng_object_key,
+    stacked_axes,
 )
 from megalith.errors import CheckpointError, LayoutError
 from megalith.nn.placement import Fused, GroupedHeads, Placement, Replicated, Split

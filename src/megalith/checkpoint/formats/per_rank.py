@@ -1,7 +1,7 @@
 """Writing folders of Megatron's format `torch`.
 
     write_per_rank(source, folder)      one process writes a whole checkpoint, of any source
-    FilesOnDisk                         some processes together: each file is laid out by one of them, then all write
+    PerRankWriter                       some processes together: each file is laid out by one of them, then all write
                                         what they hold, then each file is sealed
 
 The layout (tensor-parallel size, pipeline stages, virtual stages, distributed optimizer or not) is what the args in the
@@ -14,86 +14,60 @@ Memory: one tensor of the source at a time.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from megalith.checkpoint.boxes import common_part
 from megalith.checkpoint.commit import sync_folder
-from megalith.checkpoint.content import CheckpointContent, Chunk
-from megalith.checkpoint.fit import Contents, fitted
+from megalith.checkpoint.content import CheckpointContent, Chunk, common_part, volume
+from megalith.checkpoint.dcp import Written
+from megalith.checkpoint.folder import FolderWriter, check_further_files, finish_folder
 from megalith.checkpoint.formats.megatron_names import CORE
-from megalith.checkpoint.formats.per_rank_layout import Place, PlaceFiles, Room, Row, Target, row_of, target_of
+from megalith.checkpoint.formats.per_rank_layout import PlaceFiles, Room, Row, Target, row_of, target_of
 from megalith.checkpoint.formats.torch_dist import OPTIMIZER_PREFIX, WORD_EMBEDDINGS, is_rng_object
-from megalith.checkpoint.hashing import WritingCancelled
-from megalith.checkpoint.laid_out import find, lay_out, seal, tensors_in, write
+from megalith.checkpoint.hashing import WritingCancelled, hash_files
+from megalith.checkpoint.model_space import Place
 from megalith.checkpoint.safe_loading import map_tensors
-from megalith.checkpoint.source import Source
+from megalith.checkpoint.source import Contents, Source, fitted
+from megalith.checkpoint.torch_archive import find, lay_out, seal, tensors_in, write
 from megalith.errors import CheckpointError
+from megalith.layout import Layout
 
 _ENTRY_OVERHEAD = 512  # bytes of an archive around one tensor
 _FIXED_OVERHEAD = 2**17
 
 
-class FilesOnDisk:
-    """The files of a checkpoint in a folder, to be laid out, filled and sealed.
+def _files(target: Target, place: Place) -> list[str]:
+    """The names of the files of a place, below the folder."""
+    made = PlaceFiles(target, *place)
+    return [f"{made.folder}/{name}" for name in made.bodies]
 
-    Args:
-        target: what is to be written.
-        folder: where.
+
+def _place_bytes(target: Target, place: Place) -> int:
+    """Bytes of the files of a place, rounded up."""
+    made = PlaceFiles(target, *place)
+    tensors = [tensor for body in made.bodies.values() for tensor in tensors_in(body)]
+    return sum(tensor.numel() * tensor.element_size() + _ENTRY_OVERHEAD for tensor in tensors) + _FIXED_OVERHEAD
+
+
+def _lay_out(target: Target, folder: Path, place: Place) -> None:
+    """Make the files of a place, with the room for their tensors and everything else in them.
+
+    Raises:
+        CheckpointError: a value in them is of a type that a load would refuse.
+        OSError: the disk is full or refuses.
     """
-
-    def __init__(self, target: Target, folder: Path) -> None:
-        self._target, self._folder = target, folder
-
-    def files(self, place: Place) -> list[str]:
-        """The names of the files of a place, below the folder."""
-        made = PlaceFiles(self._target, *place)
-        return [f"{made.folder}/{name}" for name in made.bodies]
-
-    def nbytes(self, place: Place) -> int:
-        """Bytes of the files of a place, rounded up."""
-        made = PlaceFiles(self._target, *place)
-        tensors = [tensor for body in made.bodies.values() for tensor in tensors_in(body)]
-        return sum(tensor.numel() * tensor.element_size() + _ENTRY_OVERHEAD for tensor in tensors) + _FIXED_OVERHEAD
-
-    def lay_out(self, place: Place) -> None:
-        """Make the files of a place, with the room for their tensors and everything else in them.
-
-        Raises:
-            CheckpointError: a value in them is of a type that a load would refuse.
-            OSError: the disk is full or refuses.
-        """
-        made = PlaceFiles(self._target, *place)
-        (self._folder / made.folder).mkdir()
-        for name, body in made.bodies.items():
-            lay_out(self._folder / made.folder / name, body)
-            map_tensors(self._folder / made.folder / name)
-        sync_folder(self._folder / made.folder)
-
-    def fill(self, chunks: Sequence[Chunk], cancelled: Callable[[], bool] = lambda: False) -> None:
-        """Write chunks to wherever they belong, durably.
-
-        Args:
-            chunks: parts of the tensors in model space, live.
-            cancelled: whether to stop, asked before each.
-
-        Raises:
-            OSError: the disk refuses.
-            WritingCancelled: it was to stop.
-        """
-        with _Filler(self._target, self._folder, chunks) as filler:
-            for chunk in chunks:
-                if cancelled():
-                    raise WritingCancelled
-                filler.write(chunk)
-
-    def seal(self, place: Place) -> None:
-        """Complete the files of a place when all is written."""
-        for name in self.files(place):
-            seal(self._folder / name)
+    made = PlaceFiles(target, *place)
+    (folder / made.folder).mkdir()
+    for name, body in made.bodies.items():
+        lay_out(folder / made.folder / name, body)
+        map_tensors(folder / made.folder / name)
+    sync_folder(folder / made.folder)
 
 
 class _Filler:
@@ -177,16 +151,15 @@ def write_per_rank(source: Source, folder: Path, names: str = CORE) -> list[str]
     keys = [key for key in contents.objects if is_rng_object(key)]
     objects = source.read(CheckpointContent(objects=dict.fromkeys(keys)))
     target = target_of(common, objects, contents.tensors[WORD_EMBEDDINGS].dtype, str(folder), names)
-    files = FilesOnDisk(target, folder)
     for place in target.places:
-        files.lay_out(place)
+        _lay_out(target, folder, place)
     wanted = _wanted(target)
     with _Filler(target, folder, wanted) as filler:
         for chunk in wanted:
             filler.write(_read(source, contents, chunk))
-    made = [name for place in target.places for name in files.files(place)]
-    for place in target.places:
-        files.seal(place)
+    made = [name for place in target.places for name in _files(target, place)]
+    for name in made:
+        seal(folder / name)
     return made
 
 
@@ -206,3 +179,74 @@ def _read(source: Source, contents: Contents, chunk: Chunk) -> Chunk:
     live = Chunk(chunk.key, torch.empty_like(chunk.tensor, device="cpu"), chunk.offset, chunk.global_shape)
     source.read(fitted("the checkpoint to convert", contents, CheckpointContent([live]), ()))
     return live
+
+
+class PerRankWriter(FolderWriter):
+    """Of format torch: the first of the replicas of each (tensor, pipeline, expert) place lays out its files.
+
+    The ranks write into them together, and they are hashed when all are done.
+
+    Args:
+        content: what this rank writes. The common state is that of any rank, the objects those of its place.
+        files: further files of the first rank, name -> bytes.
+        rank: of this process.
+        layout: of all ranks.
+
+    Raises:
+        CheckpointError: the saved args describe no model that this version has.
+    """
+
+    shared = True
+
+    def __init__(self, content: CheckpointContent, files: Mapping[str, bytes], rank: int, layout: Layout) -> None:
+        check_further_files(files)
+        place = layout.coordinates(rank)
+        dtype = getattr(torch, str(vars(content.common["args"])["params_dtype"]).removeprefix("torch."))
+        self._target = target_of(content.common, content.objects, dtype, "the checkpoint to save")
+        alike = next(ranks for ranks in layout.groups("cp", "dp") if rank in ranks)
+        copy = alike.index(rank)  # the first ones of these have all the experts, in order
+        self._place = (place["tp"], place["pp"], copy) if copy < layout.ep else None
+        self._chunks, self._files = content.chunks, dict(files) if rank == 0 else {}
+        self._cancelled = threading.Event()
+        self._seconds = 0.0
+        self.plan = dict[str, int]()  # key -> elements that this rank holds of it
+        for chunk in self._chunks:
+            self.plan[chunk.key] = self.plan.get(chunk.key, 0) + chunk.tensor.numel()
+        own = _place_bytes(self._target, self._place) if self._place is not None else 0
+        self.nbytes = own + sum(map(len, self._files.values()))
+
+    def merge(self, plans: Sequence[Any]) -> None:
+        for key, shape in {chunk.key: chunk.global_shape for chunk in self._target.chunks()}.items():
+            held, wanted = sum(plan.get(key, 0) for plan in plans), volume(shape)
+            if held != wanted:
+                raise CheckpointError(f"{key}: the chunks to save hold {held} of {wanted} elements")
+
+    def lay_out(self, path: Path) -> None:
+        if self._place is not None:
+            _lay_out(self._target, path, self._place)
+
+    def write(self, path: Path) -> Written:
+        began = time.perf_counter()
+        with _Filler(self._target, path, self._chunks) as filler:
+            for chunk in self._chunks:
+                if self._cancelled.is_set():
+                    raise WritingCancelled
+                filler.write(chunk)
+        self._seconds = time.perf_counter() - began
+        return Written([], {}, self._seconds)
+
+    def seal(self, path: Path) -> Written:
+        if self._place is None:
+            return Written([], {}, self._seconds)
+        began, files = time.perf_counter(), [path / name for name in _files(self._target, self._place)]
+        for file in files:
+            seal(file)
+        records = hash_files(files, below=path)
+        return Written([], records, self._seconds + time.perf_counter() - began)
+
+    def cancel(self) -> None:
+        self._cancelled.set()
+
+    def finish(self, path: Path, name: str, written: Sequence[Written], facts: Mapping[str, Any]) -> int:
+        records = {file: record for part in written for file, record in part.records.items()}
+        return finish_folder(path, records, self._files, facts)

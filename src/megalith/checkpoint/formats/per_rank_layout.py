@@ -20,35 +20,31 @@ import torch
 from torch import Tensor
 
 from megalith.checkpoint.content import Chunk
-from megalith.checkpoint.fit import listing
-from megalith.checkpoint.formats.buffers import buffer_size, places
 from megalith.checkpoint.formats.megatron_names import CORE, entries, legacy_path
-from megalith.checkpoint.formats.megatron_optimizer import BUFFERS, MAIN, MOMENTS, inner, members
-from megalith.checkpoint.formats.stacking import expert_of, stacked_axes
+from megalith.checkpoint.formats.megatron_optimizer import BUFFERS, MAIN, MOMENTS, bucket_sizes, inner, members, places
 from megalith.checkpoint.formats.torch_dist import (
     CHECKPOINT_VERSION,
     OPTIMIZER_PREFIX,
     WORD_EMBEDDINGS,
     Whole,
+    expert_of,
     rng_object_key,
+    stacked_axes,
     weight_chunks,
+    weight_of,
 )
-from megalith.checkpoint.model_space import OUTPUT_LAYER, ModelSpace, Share, model_space_of, stages_of
+from megalith.checkpoint.model_space import OUTPUT_LAYER, Division, ModelSpace, Place, division_of, model_space_of
+from megalith.checkpoint.source import listing
 from megalith.errors import CheckpointError
-from megalith.layout import Stages
 
 MODEL_FILE = "model_optim_rng.pt"
 BUFFER_FILE = "distrib_optim.pt"
 
 
-Place = tuple[int, int, int]
-"""Tensor-parallel rank, pipeline stage and expert-parallel rank."""
-
-
-def folder_name(place: Place, num_pipeline: int, num_expert: int) -> str:
+def folder_name(place: Place, division: Division) -> str:
     """The folder of a place; pipeline and experts count only where they are divided."""
     tensor, pipeline, expert = place
-    parts = [f"{pipeline:03d}"] * (num_pipeline > 1) + [f"{expert:03d}"] * (num_expert > 1)
+    parts = [f"{pipeline:03d}"] * (division.pp > 1) + [f"{expert:03d}"] * (division.ep > 1)
     return "_".join([f"mp_rank_{tensor:02d}", *parts])
 
 
@@ -58,13 +54,11 @@ def chunk_key(chunk: int, num_chunks: int) -> str:
 
 
 @dataclass(frozen=True)
-class Target:
+class Target(Division):
     """What is to be written.
 
     Attributes:
         space: the model.
-        tp, pp, ep: sizes of the layout.
-        stages: layers by [stage][virtual chunk].
         dtype: of the weights.
         common: the state that all ranks share, as `common.pt` has it.
         objects: key -> random states, of the places that have them here.
@@ -73,24 +67,15 @@ class Target:
     """
 
     space: ModelSpace
-    tp: int
-    pp: int
-    stages: Stages
     dtype: torch.dtype
     common: Mapping[str, Any]
     objects: Mapping[str, Any]
     distributed: bool
     names: str = CORE
-    ep: int = 1
 
     @property
     def has_optimizer(self) -> bool:
         return "optimizer" in self.common
-
-    @property
-    def places(self) -> list[Place]:
-        """All (tensor, pipeline, expert) places."""
-        return list(product(range(self.tp), range(self.pp), range(self.ep)))
 
     def chunks(self) -> Iterator[Chunk]:
         """A part at least of every row of every tensor in model space that the files hold."""
@@ -105,9 +90,7 @@ class Target:
         return [place for place in self.places if rows & held[place[1:]]]
 
     def _rows(self, stage: int, expert: int) -> set[Row]:
-        share = Share(expert, self.ep)
-        chunks = range(len(self.stages[stage]))
-        names = {name for chunk in chunks for name in self.space.names_of(stage, chunk, self.stages, share)}
+        names = {name for part in self.space.names_of(self, stage, expert) for name in part}
         slots = (self.space.stacking.slot(stored_name(self.space, name)) for name in names)
         return {(slot.key, slot.index) for slot in slots}
 
@@ -118,9 +101,7 @@ Row = tuple[str, tuple[int, ...]]
 
 def row_of(chunk: Chunk) -> Row:
     """To which weight, layer and expert a chunk belongs, that of an optimizer's state too."""
-    key = chunk.key
-    if key.startswith(OPTIMIZER_PREFIX):
-        key = key.removeprefix(OPTIMIZER_PREFIX).partition(".")[2]
+    key = weight_of(chunk.key)
     return key, chunk.offset[: stacked_axes(key)]
 
 
@@ -149,18 +130,9 @@ def target_of(
     check_expert_tensor_size(args, where)
     if names != CORE:
         _check_legacy(space, names, where)
-    return Target(
-        space=space,
-        tp=int(args.get("tensor_model_parallel_size") or 1),
-        pp=int(args.get("pipeline_model_parallel_size") or 1),
-        stages=stages_of(args, space.num_layers, where),
-        dtype=dtype,
-        common=common,
-        objects=objects,
-        distributed=bool(args.get("use_distributed_optimizer")),
-        names=names,
-        ep=int(args.get("expert_model_parallel_size") or 1),
-    )
+    division, distributed = division_of(args, space.num_layers, where), bool(args.get("use_distributed_optimizer"))
+    sizes = (division.tp, division.ep, division.stages)
+    return Target(*sizes, space, dtype, common, objects, distributed, names)
 
 
 OWN_KEYS = "megalith_"
@@ -222,9 +194,8 @@ class PlaceFiles:
     def __init__(self, target: Target, tp: int, pp: int, ep: int) -> None:
         self._target, self.tp, self.pp, self.ep = target, tp, pp, ep
         self.rooms: list[Room] = []
-        chunks, share = range(len(target.stages[pp])), Share(ep, target.ep)
-        self._first_expert = share.of(target.space.model.num_experts or 0).start
-        self._names = [target.space.names_of(pp, chunk, target.stages, share) for chunk in chunks]
+        self._first_expert = target.experts(ep, target.space.model.num_experts or 0).start
+        self._names = target.space.names_of(target, pp, ep)
         moved = [[name for name in names if name not in target.space.buffers] for names in self._names]
         self._shapes = [{name: self._shape(name) for name in names} for names in moved]
         self.bodies: dict[str, Any] = {MODEL_FILE: self._model_body()}
@@ -234,7 +205,7 @@ class PlaceFiles:
     @property
     def folder(self) -> str:
         """The name of its folder."""
-        return folder_name((self.tp, self.pp, self.ep), self._target.pp, self._target.ep)
+        return folder_name((self.tp, self.pp, self.ep), self._target)
 
     def _shape(self, name: str) -> tuple[int, ...]:
         space = self._target.space
@@ -364,7 +335,7 @@ class PlaceFiles:
         return {"buckets_coalesced": True, **chunks}
 
     def _buffers(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, Any]:
-        size = buffer_size(shapes)
+        size = sum(bucket_sizes(shapes, limit=None))
         where = places(shapes, [size], self.folder)
         found: dict[str, Any] = {}
         for label, kind in BUFFERS.items():

@@ -22,8 +22,8 @@ from megalith.checkpoint.content import Chunk
 from megalith.checkpoint.convert import Wanted, convert, known_tokens
 from megalith.checkpoint.folder import CheckpointFolder
 from megalith.checkpoint.formats.megatron_names import CORE
-from megalith.checkpoint.locate import locate
 from megalith.checkpoint.source import open_source
+from megalith.checkpoint.store import locate
 from megalith.compat.megatron import console
 from megalith.compat.megatron.tasks import ToolParser
 from megalith.config import all_settings

@@ -1,35 +1,67 @@
-"""Reading one tensor of a `.distcp` file straight into memory, and writing it straight from there.
+"""Archives of `torch.save`, taken apart and put together here: ZIP files of uncompressed records, of which `data.pkl`
+describes the value and `data/<n>` holds the elements of its n-th tensor.
 
-Each tensor stands in the file as a whole `torch.save` archive: a ZIP of uncompressed records, of which `data.pkl`
-describes the tensor and `data/0` holds its elements. Going through `torch.load` costs a Python copy, a fresh
-allocation and a copy into the destination; here the elements go from the file to the destination in one read.
-Whatever is not of the plain form (another byte order, a transposed view) goes through
-`torch.load(weights_only=True)`.
+Tensor entries. Each tensor of a `.distcp` file is an archive of its own. Reading it with `torch.load` costs a Python
+copy, a fresh allocation and a copy into the destination; here the elements go from the file to the destination in one
+read. What is not of the plain form (another byte order, a transposed view) goes through `torch.load`.
+`torch.save` holds Python's interpreter while it sums and writes a tensor, and sums it apart from the hash of the file;
+here each byte is read once, by zlib and the system, while other threads run.
 
-`torch.save` holds Python's interpreter while it sums and writes a tensor, and sums it apart from the hash of the file.
-Here each byte is read once, by zlib and the system, while other threads run.
+Files laid out before their tensors are known, and filled afterwards from anywhere:
+
+    lay_out     writes the archive with room for each tensor
+    find        says where the room of each tensor is
+    write       puts a part of a tensor there; several processes may write different parts at once
+    seal        completes the checksums of the archive, when all is written
+
+Nothing of the size of a tensor is in memory at any time, but what `write` is given. Items are written by position
+rather than through mapped memory: a full disk is then an error instead of a signal, and hosts that share a network file
+system do not write back each other's pages.
+
+`torch_internals` lists what else is private to torch; the canaries of both are in one test.
 """
 
 from __future__ import annotations
 
 import io
+import mmap
 import os
 import pickle
 import struct
+import warnings
 import zipfile
 import zlib
 from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
+from math import prod
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megalith.checkpoint.hashed_reading import FileReading
-from megalith.checkpoint.hashing import HashedFile, read_exactly
+from megalith.checkpoint.hashing import FileReading, HashedFile, read_exactly
 from megalith.checkpoint.safe_loading import RefusedTypeError, RestrictedUnpickler
+from megalith.checkpoint.torch_internals import rebuild_tensor
+from megalith.errors import CheckpointError
 
-_LOCAL_HEADER = struct.Struct("<26xHH")  # ZIP local file header up to the lengths of its name and extra field
+_LOCAL_HEADER = struct.Struct("<26xHH")  # up to the lengths of the name and the extra field
+_RECORD = struct.Struct("<4sHHHHHIIIHH")
+_DESCRIPTOR = struct.Struct("<4sIII")
+_ENTRY = struct.Struct("<4sHHHHHHIIIHHHHHII")
+_ENTRY_CRC = 16
+_END = struct.Struct("<4sHHHHIIH")
+_FLAGS = 0x0808  # sizes and sum behind the record; names in UTF-8
+_HAS_DESCRIPTOR = 8  # bit of the flags
+_DESCRIPTOR_MARK = b"PK\7\x08"
+_ENTRY_MARK = b"PK\1\2"
+_ALIGNMENT = 64
+_BLOCK = 2**20
+_SEALING_THREADS = 8
 _STORAGES = {
     f"torch.{name}Storage": dtype
     for name, dtype in {
@@ -47,7 +79,6 @@ _STORAGES = {
 }
 _PLAIN = {dtype: getattr(torch, name.removeprefix("torch.")) for name, dtype in _STORAGES.items()}
 _LONGEST_HEAD = 4096  # bytes before the elements that are worth remembering
-_ALIGNMENT = 64
 _LARGEST = 2**32 - 2**16  # bytes of a tensor whose archive needs no ZIP64
 # What a ZIP archive, a pickle in it and the header that this makes raise when they are not what they claim to be.
 _UNREADABLE = (
@@ -216,14 +247,11 @@ def _locate(entry: _FileSlice, fd: int, start: int) -> tuple[_Header, int] | Non
         header, record = found
         if record.header_offset < 0:
             raise ValueError(f"{record.filename} begins before its archive")
-        local = bytearray(_LOCAL_HEADER.size)
-        read_exactly(fd, memoryview(local), start + record.header_offset)
+        return header, _data_start(fd, record, start)
     except RefusedTypeError:
         return None
     except _UNREADABLE as error:
         raise ValueError(f"no torch archive ({type(error).__name__}: {error})") from error
-    name_length, extra_length = _LOCAL_HEADER.unpack(local)
-    return header, start + record.header_offset + _LOCAL_HEADER.size + name_length + extra_length
 
 
 def _find_record(entry: _FileSlice) -> tuple[_Header, zipfile.ZipInfo] | None:
@@ -261,13 +289,7 @@ def _through_torch(entry: _FileSlice) -> Tensor:
     return tensor
 
 
-# --- writing ------------------------------------------------------------------------------------------------------
-
-_FLAGS = 0x0808  # sizes and sum behind the record; names in UTF-8
-_RECORD = struct.Struct("<4sHHHHHIIIHH")
-_DESCRIPTOR = struct.Struct("<4sIII")
-_ENTRY = struct.Struct("<4sHHHHHHIIIHHHHHII")
-_END = struct.Struct("<4sHHHHIIH")
+# --- writing a tensor entry -------------------------------------------------------------------------------------------
 
 
 def write_tensor_entry(stream: io.BufferedWriter, tensor: Tensor) -> None:
@@ -318,8 +340,8 @@ class _Archive:
             checksum = zlib.crc32(content)
             self._put(content)
         sizes = (checksum, len(content), len(content))
-        self._put(_DESCRIPTOR.pack(b"PK\7\x08", *sizes))
-        self._entries += _ENTRY.pack(b"PK\1\2", 0, 0, _FLAGS, 0, 0, 0, *sizes, len(path), 0, 0, 0, 0, 0, start) + path
+        self._put(_DESCRIPTOR.pack(_DESCRIPTOR_MARK, *sizes))
+        self._entries += _ENTRY.pack(_ENTRY_MARK, 0, 0, _FLAGS, 0, 0, 0, *sizes, len(path), 0, 0, 0, 0, 0, start) + path
         self._count += 1
 
     def finish(self) -> None:
@@ -348,7 +370,7 @@ class _Rebuilt:
         self._arguments: tuple[Any, ...] = (_Storage(tensor), 0, size, stride, False, OrderedDict())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return torch._utils._rebuild_tensor_v2, self._arguments
+        return rebuild_tensor, self._arguments
 
 
 class _Pickler(pickle.Pickler):
@@ -373,3 +395,212 @@ def exact_storage(tensor: Tensor) -> Tensor:
         return tensor.clone(memory_format=torch.contiguous_format)
     octets = tensor.reshape(-1).view(torch.uint8).numpy()
     return torch.from_numpy(octets).view(tensor.dtype).view(tensor.shape)
+
+
+# --- files laid out before their tensors are known --------------------------------------------------------------------
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in nested dicts, lists and tuples, in the order in which torch numbers them."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors_in(item)
+
+
+def lay_out(path: Path, value: Any) -> None:
+    """Write a new file as `torch.save` does, with room for the tensors on the meta device and with the others whole.
+
+    It has its disk space afterwards, and is durable.
+
+    Args:
+        path: the file.
+        value: nested dicts, lists and tuples; the tensors in it are different objects.
+
+    Raises:
+        OSError: the disk is full or refuses.
+    """
+    with _blank_memory(sum(_room(tensor) for tensor in tensors_in(value))) as memory, torch.serialization.skip_data():
+        torch.save(_with_storage(value, memory, [0]), path)
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        if hasattr(os, "posix_fallocate"):  # not on macOS
+            os.posix_fallocate(fd, 0, os.fstat(fd).st_size)
+        for tensor, start in zip(tensors_in(value), find(path), strict=True):
+            if not tensor.is_meta:
+                write(fd, start, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"), tensor)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def _blank_memory(nbytes: int) -> Iterator[memoryview]:
+    """Memory that is never touched, so that none is taken; not to be written to, so that none is promised either."""
+    memory = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ)
+    with memoryview(memory) as view, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")
+        yield view
+
+
+def _room(tensor: Tensor) -> int:
+    """Bytes of a tensor, so that the next one is aligned."""
+    return -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
+
+
+def _with_storage(value: Any, memory: memoryview, at: list[int]) -> Any:
+    """The value with a storage of its own for each tensor."""
+    if isinstance(value, Tensor):
+        if not value.is_meta:
+            return value.detach().cpu().clone(memory_format=torch.contiguous_format)
+        if not value.numel():
+            return torch.empty(value.shape, dtype=value.dtype)
+        start = at[0]
+        at[0] += _room(value)
+        return torch.frombuffer(memory, dtype=value.dtype, count=value.numel(), offset=start).view(value.shape)
+    if isinstance(value, Mapping):
+        made = {key: _with_storage(item, memory, at) for key, item in value.items()}
+        return made if type(value) is dict else type(value)(made)  # type: ignore[call-arg]
+    if isinstance(value, list | tuple):
+        return type(value)([_with_storage(item, memory, at) for item in value])
+    return value
+
+
+def find(path: Path) -> list[int]:
+    """The byte at which each tensor of a file begins, in the order of `tensors_in`.
+
+    Raises:
+        CheckpointError: it is no archive of torch.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive, path.open("rb") as file:
+            records = {info.filename.partition("/")[2]: info for info in archive.infolist()}
+            numbered = sum(name.startswith("data/") for name in records)
+            return [_data_start(file.fileno(), records[f"data/{number}"]) for number in range(numbered)]
+    except (zipfile.BadZipFile, KeyError, EOFError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from error
+
+
+def _data_start(fd: int, info: zipfile.ZipInfo, archive: int = 0) -> int:
+    """The byte of a file at which the content of a record begins, in an archive that begins at byte `archive`."""
+    local, start = bytearray(_LOCAL_HEADER.size), archive + info.header_offset
+    read_exactly(fd, memoryview(local), start)
+    return start + _LOCAL_HEADER.size + sum(_LOCAL_HEADER.unpack(local))
+
+
+@torch.no_grad()
+def write(fd: int, start: int, place: Tensor, values: Tensor) -> None:
+    """Write values into a file.
+
+    Args:
+        fd: the file.
+        start: where the tensor begins of which `place` is a view.
+        place: on the meta device; its offset and strides say which elements of the tensor are meant.
+        values: of the shape of `place`; cast to its dtype.
+
+    Raises:
+        OSError: the disk is full or refuses.
+    """
+    assert place.shape == values.shape, f"{list(values.shape)} does not go to {list(place.shape)}"
+    if not place.numel():
+        return
+    octets: Any = values.detach().to("cpu", place.dtype).contiguous().reshape(-1).view(torch.uint8).numpy()
+    data, size, first = memoryview(octets), place.element_size(), int(place.storage_offset())
+    outer = _outer_dims(place)
+    run = prod(place.shape[outer:]) * size
+    for number, index in enumerate(product(*map(range, place.shape[:outer]))):
+        element = first + sum(i * step for i, step in zip(index, place.stride(), strict=False))
+        _write_all(fd, data[number * run : (number + 1) * run], start + element * size)
+
+
+def _outer_dims(place: Tensor) -> int:
+    """How many leading dimensions are strided; the elements of the others follow each other."""
+    length, outer = 1, place.ndim
+    while outer and (place.shape[outer - 1] == 1 or place.stride(outer - 1) == length):
+        length *= place.shape[outer - 1]
+        outer -= 1
+    return outer
+
+
+def _write_all(fd: int, data: memoryview, at: int) -> None:
+    while data:
+        done = os.pwrite(fd, data, at)
+        data, at = data[done:], at + done
+
+
+def seal(path: Path) -> None:
+    """Enter the checksums of the tensors into a file that is filled, durably; torch does not look at them, others do.
+
+    Raises:
+        OSError: the disk refuses.
+    """
+    with zipfile.ZipFile(path) as archive:
+        open_records = [info for info in archive.infolist() if not info.CRC and info.file_size]
+        directory: int = archive.start_dir
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        entries = _directory_entries(fd, directory)
+        with ThreadPoolExecutor(_SEALING_THREADS, thread_name_prefix="seal") as pool:
+            list(pool.map(lambda info: _enter(fd, info, entries[info.filename]), open_records))
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _directory_entries(fd: int, start: int) -> dict[str, int]:
+    """Name of a record -> where its entry in the archive's directory begins."""
+    data = os.pread(fd, os.fstat(fd).st_size - start, start)
+    found, at = {}, 0
+    while data[at : at + 4] == _ENTRY_MARK:
+        name, extra, comment = _ENTRY.unpack_from(data, at)[10:13]
+        first = at + _ENTRY.size
+        found[data[first : first + name].decode()] = start + at
+        at = first + name + extra + comment
+    return found
+
+
+def _enter(fd: int, info: zipfile.ZipInfo, entry: int) -> None:
+    """Compute the checksum of a record and enter it in the directory and behind the record."""
+    data = _checksum(fd, info).to_bytes(4, "little")
+    _write_all(fd, memoryview(data), entry + _ENTRY_CRC)
+    behind = _data_start(fd, info) + info.file_size
+    if info.flag_bits & _HAS_DESCRIPTOR and os.pread(fd, 4, behind) == _DESCRIPTOR_MARK:
+        _write_all(fd, memoryview(data), behind + 4)
+
+
+def _checksum(fd: int, info: zipfile.ZipInfo) -> int:
+    """The CRC-32 of the bytes of a record as they are now."""
+    start, checksum = _data_start(fd, info), 0
+    for at in range(start, start + info.file_size, _BLOCK):
+        checksum = zlib.crc32(os.pread(fd, min(_BLOCK, start + info.file_size - at), at), checksum)
+    return checksum
+
+
+def changed_records(path: Path) -> list[str]:
+    """The records of an archive whose bytes are not those of their checksums; none of a file that is no archive.
+
+    Records without a checksum, as torch writes them on request, are passed over.
+
+    Raises:
+        CheckpointError: the archive is damaged.
+    """
+    if not zipfile.is_zipfile(path):
+        return []
+    try:
+        with zipfile.ZipFile(path) as archive:
+            summed = [info for info in archive.infolist() if info.CRC and info.compress_type == zipfile.ZIP_STORED]
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except (zipfile.BadZipFile, OSError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from error
+    try:
+        with ThreadPoolExecutor(_SEALING_THREADS, thread_name_prefix="checksum") as pool:
+            checksums = pool.map(lambda info: _checksum(fd, info), summed)
+            return [info.filename for info, found in zip(summed, checksums, strict=True) if found != info.CRC]
+    except (OSError, EOFError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    finally:
+        os.close(fd)
