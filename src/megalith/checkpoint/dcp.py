@@ -173,7 +173,7 @@ def _durable_stream(raw: HashedFile) -> Iterator[io.BufferedWriter]:
     """A buffer over a file that is on the disk at the end; errors of the disk are raised as themselves."""
     with io.BufferedWriter(raw, _WRITE_BUFFER) as stream:
         try:
-            yield stream
+            yield cast(io.BufferedWriter, stream)
             stream.flush()
             if raw.failure is not None:
                 raise raw.failure

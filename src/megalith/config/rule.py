@@ -40,7 +40,7 @@ def unreadable(group: Group, names: Collection[str]) -> Group:
 
     kind: Any = type(group)
     guarded = type(kind.__name__, (kind,), {name: property(read) for name in names if name in vars(group)})
-    copy = object.__new__(guarded)
+    copy: Any = object.__new__(guarded)
     copy.__dict__.update(vars(group))
     return cast("Group", copy)
 
