@@ -1,8 +1,8 @@
 """Record the checkpoints again: `python -m tests.contract.checkpoints.record` in the root of a clean clone.
 
-Only for a run that is new in `runs.py`, or when a change of what a run computes is meant and the changelog says so: what
-is recorded is what users hold, and a version that cannot continue it breaks the contract. It writes an archive for each
-model family and `recorded.json` beside it, in minutes.
+Only for a run that is new in `runs.py`, or when runs are meant to compute other bits and the changelog says so: users
+hold such checkpoints, and a version that cannot continue them breaks the contract. It writes an archive for each model
+family and `recorded.json`, in minutes.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def write_data(folder: Path) -> None:
             lengths = [4 + (number + place) % 5 for place in range(6)]
             writer.add_document(5 + np.arange(sum(lengths)) * (number + 2) % (len(WORDS) - 5), lengths)
         writer.finalize()
-    (folder / "ids.txt").write_text("\n".join(" ".join(str(n * k % 39) for n in range(9)) for k in range(3, 9)) + "\n")
+    (folder / "ids.txt").write_text(" ".join(str(number * number % 39) for number in range(60)))
 
 
 def make(run: Run, folder: Path, warm: WarmProcess) -> None:
@@ -118,7 +118,9 @@ def record() -> None:
             make(run, folder, warm)
             print(run.name, flush=True)
         warm.close()
-        one = {run.family: folder / run.folder for run in all_runs() if (run.layout, run.format) == ("one", "torch_dist")}
+        one = {
+            run.family: folder / run.folder for run in all_runs() if (run.layout, run.format) == ("one", "torch_dist")
+        }
         found["generated"] = {family: generated(one[family], family) for family in GENERATED}
         found["measured"] = {family: measured(one[family], family, folder) for family in MEASURED}
         found["sha256"] = {name: pack(folder, name) for name in ("data", *FAMILIES)}

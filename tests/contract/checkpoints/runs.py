@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 HELD, LAST = 4, 6
 """Iterations whose checkpoints are kept: the one that a test resumes from, and the one that it must then reach."""
 
@@ -108,6 +110,12 @@ class Run:
     @property
     def processes(self) -> int:
         return LAYOUTS[self.layout][0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the model."""
+        flags = FAMILIES[self.family][1].split()
+        return torch.bfloat16 if "--bf16" in flags else torch.float16 if "--fp16" in flags else torch.float32
 
     def in_layout(self, layout: str, format: str = "torch_dist") -> Run:
         """The same model in another layout and format."""
