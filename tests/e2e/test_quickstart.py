@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from tests.contract.outputs import fields_of, file_names, problems, recorded
+
 COMMAND = (sys.executable, "-m", "megalith", "quickstart")
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "100", "PYTHONIOENCODING": "utf-8"}
 
@@ -55,6 +57,12 @@ def test_one_screen(told: tuple[Path, str]) -> None:
     names = [line.split()[0] for line in lines if line.strip() and not line.startswith(" ")]
     wanted = ["text", "machine", "model", "tokenizer", "preprocess", "train", "resume", "evaluate", "generate", "loss"]
     assert [name for name in names if name in wanted] == wanted
+
+
+def test_its_report_and_files_are_those_that_are_promised(report: dict[str, Any], told: tuple[Path, str]) -> None:
+    pytest.importorskip("matplotlib")
+    found = {"report.json": fields_of([report]), "files": file_names(told[0] / "quickstart")}
+    assert problems(recorded("quickstart"), found) == []
 
 
 def test_the_loss_falls(report: dict[str, Any], told: tuple[Path, str]) -> None:

@@ -42,7 +42,7 @@ for line in sys.stdin:
         sys.argv = ["pretrain_gpt.py", *request["argv"]]
         code = 1
         try:
-            code = main(["train", *request["argv"]])
+            code = main([request["command"], *request["argv"]])
         except BaseException:
             import traceback
             traceback.print_exc()
@@ -102,11 +102,16 @@ class Running:
 
 
 class WarmProcess:
-    """The template. One request at a time."""
+    """The template. One request at a time.
 
-    def __init__(self, logs: Path) -> None:
+    Args:
+        logs: folder for what commands print.
+        env: additional variables of its environment.
+    """
+
+    def __init__(self, logs: Path, **env: str) -> None:
         self._logs, self._count = logs, 0
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", **env}
         self._process = subprocess.Popen(
             [sys.executable, "-c", _TEMPLATE],
             stdin=subprocess.PIPE,
@@ -122,17 +127,17 @@ class WarmProcess:
         self._process.stdin.flush()
         return int(self._process.stdout.readline())
 
-    def start(self, argv: Sequence[object], cwd: Path, **env: str) -> Running:
-        """Start `pretrain_gpt.py argv` in a folder."""
+    def start(self, argv: Sequence[object], cwd: Path, *, command: str = "train", **env: str) -> Running:
+        """Start `pretrain_gpt.py argv`, or `megalith command argv`, in a folder."""
         self._count += 1
         log = self._logs / f"command-{self._count}.txt"
         words = [str(word) for word in argv]
-        pid = self.ask({"argv": words, "cwd": str(cwd), "env": env, "log": str(log)})
+        pid = self.ask({"command": command, "argv": words, "cwd": str(cwd), "env": env, "log": str(log)})
         return Running(self, pid, log)
 
-    def run(self, argv: Sequence[object], cwd: Path, **env: str) -> Finished:
+    def run(self, argv: Sequence[object], cwd: Path, *, command: str = "train", **env: str) -> Finished:
         """Start it and wait for its end."""
-        return self.start(argv, cwd, **env).finish()
+        return self.start(argv, cwd, command=command, **env).finish()
 
     def start_ranks(self, number: int, argv: Sequence[object], cwd: Path, **env: str) -> list[Running]:
         """Start it once for each rank, as torchrun does: rank 0 first."""
