@@ -9,6 +9,7 @@ from __future__ import annotations
 import shlex
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
@@ -126,7 +127,11 @@ def start(
     building = time.perf_counter()
     state = _state(config, padded, streams, context, screen, fresh=found is None)
     loading = time.perf_counter()
-    if not _loads(config, store, found, state, screen, probe):
+    loaded = False
+    with suppress(DamagedCheckpointError):  # the thorough search below says what is damaged
+        _load(config, store, found, state, screen, probe)
+        loaded = True
+    if not loaded:
         store, found = _find(config, context, thorough=True)
         _check_fits(config, found, identity, screen, context.device)
         if _padded_vocabulary(config, tokenizer, found) != padded:
@@ -413,25 +418,6 @@ def _parameter_lines(chunks: Sequence[LanguageModel], context: ParallelContext) 
         for number, place in zip(numbers, places, strict=True)
         if place["dp"] == place["cp"] == 0
     ]
-
-
-def _loads(
-    config: RunConfig,
-    store: DirectoryStore | None,
-    found: FoundCheckpoint | None,
-    state: TrainState,
-    screen: Screen,
-    probe: Probe,
-) -> bool:
-    """Restore the checkpoint if there is one; False if its tensors prove damaged, and the state is to be filled anew.
-
-    What is damaged is said by the thorough search that must follow.
-    """
-    try:
-        _load(config, store, found, state, screen, probe)
-    except DamagedCheckpointError:
-        return False
-    return True
 
 
 def _load(
