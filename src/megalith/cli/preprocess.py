@@ -8,9 +8,9 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
-from megalith.cli.arguments import closest_flag
+from megalith.cli.arguments import CommandParser, closest_flag
 from megalith.config import TokenizerConfig
 from megalith.config.known import known_flags
 from megalith.config.tokenizer_flags import add_tokenizer_flags, read_tokenizer_flags
@@ -71,14 +71,9 @@ OTHER_FLAGS = {
 }
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message)
-
-
-def make_parser() -> Parser:
+def make_parser() -> CommandParser:
     """The parser; numbers come out as words, so that all that is wrong with them is said at once."""
-    parser = Parser(
+    parser = CommandParser(
         prog="megalith preprocess",
         description="Turn text into tokens: PREFIX_text_document.bin and .idx. A run that was killed goes on where it "
         "was when the same command is given again. Under a launcher (RANK and WORLD_SIZE, a SLURM array) each process "
@@ -96,7 +91,7 @@ def make_parser() -> Parser:
     return parser
 
 
-def _add_output(parser: Parser) -> None:
+def _add_output(parser: CommandParser) -> None:
     add = parser.add_argument
     add(
         "--input",
@@ -111,7 +106,7 @@ def _add_output(parser: Parser) -> None:
     add("--append-eod", action="store_true", help="end each document with the end-of-document token")
 
 
-def _add_sources(parser: Parser) -> None:
+def _add_sources(parser: CommandParser) -> None:
     add = parser.add_argument_group("what the input is (found out where it is not said)").add_argument
     add("--input-format", default="auto", metavar="FORMAT", help=f"auto, {', '.join(FORMATS)} (json is one array)")
     add("--encoding", default="auto", metavar="NAME", help="such as utf-8, gb18030, utf-16")
@@ -140,7 +135,7 @@ def _add_sources(parser: Parser) -> None:
     )
 
 
-def _add_sentences(parser: Parser) -> None:
+def _add_sentences(parser: CommandParser) -> None:
     add = parser.add_argument_group("sentences (for BERT and T5)").add_argument
     add("--split-sentences", action="store_true", help="split documents into sentences: PREFIX_text_sentence")
     add(
@@ -158,7 +153,7 @@ def _add_sentences(parser: Parser) -> None:
     )
 
 
-def _add_course(parser: Parser) -> None:
+def _add_course(parser: CommandParser) -> None:
     add = parser.add_argument_group("how it is done").add_argument
     add("--workers", metavar="N", help="processes, not more than the machine has cores (all); the output is the same")
     add("--bad-lines", default="stop", metavar="POLICY", help="stop (default) at the first, or skip and list them")
@@ -333,7 +328,7 @@ def _unescaped(text: str | None) -> str | None:
     return text.replace(r"\r", "\r").replace(r"\n", "\n").replace(r"\t", "\t")
 
 
-def _unknown(word: str, parser: Parser) -> str:
+def _unknown(word: str, parser: CommandParser) -> str:
     guess = closest_flag(word, parser)
     hint = f"; did you mean {guess}?" if guess else ""
     return f"unknown {'flag' if word.startswith('-') else 'word'} {word}{hint}"

@@ -370,7 +370,7 @@ class Quickstart:
         for part, mean in zip(parts, means, strict=True):
             first, last = part[0]["iteration"], part[-1]["iteration"]
             remark = f"killed at {killed_at}, resumed" if first <= killed_at <= last else ""
-            bar = ProgressBar(total=max(means), completed=mean, width=CURVE_WIDTH)
+            bar = ProgressBar(max(means), mean, CURVE_WIDTH, complete_style="cyan", finished_style="cyan")
             rows.add_row(f"{last:>10}", f"{mean:6.2f}", bar, remark)
         self.console.print(rows)
 
