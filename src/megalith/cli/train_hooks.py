@@ -25,9 +25,7 @@ from megalith.train.metrics import MetricsWriter, memory_in_use
 from megalith.train.profiler import MemoryHistory, Profile, build_profiler
 from megalith.train.records import (
     ProgressLog,
-    Recorded,
     Records,
-    Sink,
     TensorBoard,
     WandB,
     require_tensorboard,
@@ -184,7 +182,7 @@ def _console(config: RunConfig, screen: Screen) -> Hook:
 def _records(config: RunConfig, folder: Path, screen: Screen, started: Started) -> list[Hook]:
     log, state = config.log, started.run.state
     hooks: list[Hook] = []
-    sinks: list[Sink] = []
+    sinks: list[TensorBoard | WandB] = []
     if log.tensorboard_dir:
         arguments = megatron_args(config)
         board = TensorBoard(
@@ -202,8 +200,7 @@ def _records(config: RunConfig, folder: Path, screen: Screen, started: Started) 
                 f"{curves.folder}/wandb/offline-run-*"
             )
     if sinks:
-        recorded = Recorded.of(log, state.context.world.size)
-        hooks.append(Records(sinks, recorded, partial(memory_in_use, state.context.device)))
+        hooks.append(Records(sinks, log, state.context.world.size, partial(memory_in_use, state.context.device)))
     if log.log_progress and config.checkpoint.save:
         world = state.context.world.size
         path = Path(config.checkpoint.save) / "progress.txt"

@@ -39,11 +39,6 @@ SCRATCH_ELEMENTS = 1 << 22  # of a product that is rounded before it is added: 8
 ALIGNMENT = 64  # elements at whose multiples the owned part of a bucket starts: whole cache lines, wide loads
 
 
-def default_bucket_size(num_replicas: int) -> int:
-    """Elements of a bucket: Megatron's rule, large enough that latency does not count over many ranks."""
-    return max(40_000_000, 1_000_000 * num_replicas)
-
-
 class GradientBuffers:
     """Gradients of named parameters in one flat memory.
 
@@ -104,7 +99,7 @@ class GradientBuffers:
         return lay_out(
             dict(reversed(shapes.items())),
             kinds,
-            bucket_size=bucket_size or default_bucket_size(replicas),
+            bucket_size=bucket_size or max(40_000_000, 1_000_000 * replicas),  # latency must not count over many ranks
             divisor=replicas * ALIGNMENT,
         )
 

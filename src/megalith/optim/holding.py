@@ -278,14 +278,10 @@ def hold_flat(
     """Replicated parameters with preallocated gradients, whose layers get a sink that writes to these.
 
     Args:
-        modules: that hold the parameters.
-        parameters: by name, of one dtype.
-        ctx: the ranks.
-        work: dtype of the main parameters.
-        grads: dtype of the gradients.
-        copies: which parameters other ranks hold too, beside data parallelism.
+        modules, ctx, copies, zero1, bucket_size, overlap_gather: as of `Optimizer`.
+        parameters: of the modules by name, of one dtype.
+        work, grads: dtypes of the main parameters and of the gradients.
         experts: names of the parameters that are divided over expert-parallel ranks.
-        zero1, bucket_size, overlap_gather: as the optimizer's.
     """
     kind = Zero1 if zero1 else Replicated
     data, of_experts = kind(ctx), kind(ctx, experts=True)

@@ -238,7 +238,8 @@ class Optimizer:
         if not math.isfinite(norm) or norm > largest_norm:
             return StepOutcome(applied=False, grad_norm=norm, num_zeros=zeros)
         rates = _Rates(lr, weight_decay, lr if decoupled_lr is None else decoupled_lr)
-        self._update(grads, rates, self._clip_coefficient(norm))
+        most = self._config.clip_grad
+        self._update(grads, rates, min(1.0, most / (norm + CLIP_EPSILON)) if most > 0.0 else 1.0)
         return StepOutcome(applied=True, grad_norm=norm, num_zeros=zeros)
 
     def settle(self) -> None:
@@ -261,11 +262,6 @@ class Optimizer:
         if grads:
             unscale_and_check_(grads, found, inverse)
         return bool(all_reduce(found, self._world, "max").item())
-
-    def _clip_coefficient(self, norm: float) -> float:
-        """What the gradients are to be multiplied by."""
-        clips = self._config.clip_grad > 0.0
-        return min(1.0, self._config.clip_grad / (norm + CLIP_EPSILON)) if clips else 1.0
 
     def _update(self, grads: dict[str, Tensor], rates: _Rates, scale: float) -> None:
         for group in self._groups:

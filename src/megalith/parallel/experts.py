@@ -23,6 +23,7 @@ Source: Lepikhin et al. 2020, arXiv:2006.16668 (GShard), section 3; the two ways
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from math import prod
 
 import torch
 from torch import Tensor
@@ -132,10 +133,7 @@ class TokenPeers:
 
     @property
     def sharing(self) -> int:
-        size = 1
-        for axis in self._sharing:
-            size *= axis.size
-        return size
+        return prod(axis.size for axis in self._sharing)
 
     @property
     def all(self) -> int:

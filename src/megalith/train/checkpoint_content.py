@@ -50,10 +50,11 @@ def content_of(state: TrainState, run: RunConfig) -> CheckpointContent:
     """Everything of a checkpoint that this rank writes; all ranks call this together."""
     settings, first, stacking = run.checkpoint, _replicas(state).is_first, stacking_of(run.model)
     chunks = chunks_to_save(state, run, with_optimizer=not settings.no_save_optim)
+    layers = [layer for model in state.chunks for layer in model.stage.layers]
     content = CheckpointContent(
         chunks=chunks,
         written_as=stacking.written_keys(chunk.key for chunk in chunks),
-        objects=dict(stacking.extra_state_objects(_layers(state))) if first and state.context.tp.is_first else {},
+        objects=dict(stacking.extra_state_objects(layers)) if first and state.context.tp.is_first else {},
         common={
             "args": _saved_args(state, run),
             "checkpoint_version": CHECKPOINT_VERSION,
@@ -96,7 +97,7 @@ def chunks_to_save(state: TrainState, run: RunConfig, *, with_optimizer: bool) -
     elif not run.parallel.divides_states:
         alike, divided = alike + divided, []
     shares = []
-    for of_experts, holders in ((False, _replicas(state)), (True, _expert_replicas(state))):
+    for of_experts, holders in ((False, _replicas(state)), (True, state.context.edp)):
         part = [chunk for chunk in alike + buffers if is_of_experts(chunk.key) == of_experts]
         shares += share_of(part, holders.index, holders.size)
     return shares + divided
@@ -170,18 +171,9 @@ def _stored_names(state: TrainState, *, once: bool) -> dict[str, str]:
     return {name: WORD_EMBEDDINGS if name in copies else whole[name] for name in names}
 
 
-def _layers(state: TrainState) -> list[int]:
-    return [layer for model in state.chunks for layer in model.stage.layers]
-
-
 def _replicas(state: TrainState) -> Axis:
     """The ranks that hold the same part of the model."""
     return state.context.join("cp", "dp")
-
-
-def _expert_replicas(state: TrainState) -> Axis:
-    """The ranks that hold the same part of the model and the same experts."""
-    return state.context.edp
 
 
 def _groups(groups: Sequence[Mapping[str, Any]], state: TrainState) -> list[Mapping[str, Any]]:
@@ -200,7 +192,7 @@ def _by_experts(state: TrainState) -> bool:
 
 def sharing_a_key(state: TrainState) -> Axis:
     """The ranks whose random states stand under one key."""
-    return _expert_replicas(state) if _by_experts(state) else _replicas(state)
+    return state.context.edp if _by_experts(state) else _replicas(state)
 
 
 def rng_key(state: TrainState) -> str:

@@ -95,14 +95,8 @@ def find_checkpoint(
         iteration, notes = store.newest_verified(deferred=not thorough)
     if iteration is None:
         if notes:
-            raise CheckpointError(
-                "\n  ".join(
-                    [
-                        "no checkpoint here can be used; give another --load, or move these away to start afresh:",
-                        *notes,
-                    ]
-                )
-            )
+            head = "no checkpoint here can be used; give another --load, or move these away to start afresh:"
+            raise CheckpointError("\n  ".join([head, *notes]))
         return None
     args = store.common(iteration).get("args", Namespace())
     weights_only = store.weights_only(iteration)

@@ -16,14 +16,7 @@ from megalith.config import RunConfig, all_settings
 from megalith.config.changes import HARMLESS, changes_since
 from megalith.errors import CheckpointError
 from megalith.schedules.parameters import ResumedSchedule, resume_schedule
-from megalith.train.checkpoint_content import (
-    NOISE,
-    STEP_CHECK,
-    WANDB_RUN,
-    chunks_to_load,
-    rng_key,
-    sharing_a_key,
-)
+from megalith.train.checkpoint_content import NOISE, STEP_CHECK, WANDB_RUN, chunks_to_load, rng_key, sharing_a_key
 from megalith.train.checkpoint_fit import FoundCheckpoint, reading
 from megalith.train.faults import Probe, no_probe
 from megalith.train.state import TrainState

@@ -11,7 +11,6 @@ from megalith.config import ModelConfig
 from megalith.distributed import comm
 from megalith.distributed.context import ParallelContext
 from megalith.models.language_model import LanguageModel
-from megalith.nn.moe.balance import Auxiliary
 from megalith.nn.moe.router import NAMES, Router
 
 
@@ -49,7 +48,8 @@ def auxiliary_losses(
     mixtures = sum(1 for experts in (*model.experts, *model.experts[-1:] * model.predictions) if experts)
     sums = torch.zeros(len(names), dtype=torch.float64)
     for chunk in chunks:
-        sums += torch.tensor([_sum(chunk.auxiliary, name) for name in names], dtype=torch.float64)
+        recorded = [chunk.auxiliary.recorded.get(name, {}).values() for name in names]
+        sums += torch.tensor([sum(map(float, values)) for values in recorded], dtype=torch.float64)
     return _of_all_layers(sums / (mixtures * num_micro_batches * context.dp.size), chunks, context)
 
 
@@ -76,10 +76,6 @@ def _of_all_layers(sums: Tensor, chunks: Sequence[LanguageModel], context: Paral
     if chunks[0].region.partial_gradients:
         sums = comm.all_reduce(sums, context.tp)
     return comm.all_reduce(sums, context.pp)
-
-
-def _sum(auxiliary: Auxiliary, name: str) -> float:
-    return sum(float(value) for value in auxiliary.recorded.get(name, {}).values())
 
 
 @torch.no_grad()

@@ -205,13 +205,14 @@ def train(run: TrainingRun) -> Iterator[StepResult]:
             run.hook.after_window(window.close(plan.train_iterations, flops, plan.peak_flops, plan.datasheet_flops))
             if run.timers.level:
                 _tell_times(run, run.timers.take(), steps=steps)
-        _go_on_saving(run)
+        if run.agreement.failed or not run.agreement.busy:  # all ranks are done with a stage of the save under way
+            _proceed(run)
         if state.iteration % plan.eval_interval == 0 and state.iteration >= plan.first_evaluation:
             _validate(run)
         if plan.save_interval and state.iteration % plan.save_interval == 0:
             _save(run)
             unsaved = False
-        elif _passing_save_is_due(plan, state.iteration):
+        elif (often := plan.passing_save_interval) and state.iteration % often == 0 and state.iteration < last:
             _save(run, persistent=False)
         yield result
         run.ending = _ending_by_plan(run)
@@ -259,7 +260,9 @@ def _step(run: TrainingRun) -> StepResult | None:
             batches, small = _small_step(run, take)
         result = run.care.step(batches, take, run.hook.on_bad_step)
         if small is not None and small.grad_norm and result.grad_norm and not (small.bad or result.bad):
-            _tell_noise(run, small, result)
+            scale = state.noise.add(small.num_samples, small.grad_norm, result.num_samples, result.grad_norm)
+            sizes = small.num_samples, result.num_samples
+            run.hook.after_noise(GradientNoise(result.iteration, *sizes, small.grad_norm, result.grad_norm, scale))
     except BadStepError:
         _complete_save(run)  # of an earlier step
         raise
@@ -283,15 +286,6 @@ def _small_step(run: TrainingRun, take: Callable[..., StepResult]) -> tuple[Iter
     small = take(iter(ahead), [], False, fewest)
     state.go_back(before)
     return chain(ahead, run.train), small
-
-
-def _tell_noise(run: TrainingRun, small: StepResult, large: StepResult) -> None:
-    assert small.grad_norm is not None and large.grad_norm is not None
-    found = small.num_samples, small.grad_norm, large.num_samples, large.grad_norm
-    scale = run.state.noise.add(*found)
-    run.hook.after_noise(
-        GradientNoise(large.iteration, small.num_samples, large.num_samples, small.grad_norm, large.grad_norm, scale)
-    )
 
 
 def _pass_over(run: TrainingRun, num_micro_batches: int) -> None:
@@ -376,12 +370,6 @@ def _evaluate(run: TrainingRun, held_out: HeldOut, *, final: bool) -> bool:
     return evaluation is not None
 
 
-def _passing_save_is_due(plan: Plan, iteration: int) -> bool:
-    """Whether to save for a restart only; after the last iteration there is a save to keep."""
-    interval = plan.passing_save_interval
-    return interval is not None and iteration % interval == 0 and iteration < plan.train_iterations
-
-
 def _save(run: TrainingRun, *, persistent: bool = True, last: bool = False) -> None:
     if run.saver is None:
         return
@@ -401,21 +389,17 @@ def _tell_times(run: TrainingRun, own: Mapping[str, float], *, steps: int = 1) -
     run.hook.after_timing(run.state.iteration, times)
 
 
-def _go_on_saving(run: TrainingRun) -> None:
-    """Let the save under way go on if all ranks are done with a stage of it; raises if one could not do its part."""
-    saver, agreed = run.background, run.agreement
-    if saver is not None and saver.scheduled is not None and (agreed.failed or not agreed.busy):
-        _proceed(run, saver)
-
-
 def _complete_save(run: TrainingRun) -> None:
     """Complete the save under way, if there is one, and wait for it."""
     while run.background is not None and run.background.scheduled is not None:
-        _proceed(run, run.background)
+        _proceed(run)
 
 
-def _proceed(run: TrainingRun, saver: BackgroundSaver) -> None:
-    saved = saver.proceed(failed=run.agreement.failed)
+def _proceed(run: TrainingRun) -> None:
+    """Take the save under way, if there is one, a stage further; raises if a rank could not do its part."""
+    if run.background is None or run.background.scheduled is None:
+        return
+    saved = run.background.proceed(failed=run.agreement.failed)
     if saved is not None:
         run.hook.after_save(saved)
 

@@ -12,11 +12,10 @@ import importlib.util
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from megalith.config.groups import LogConfig
 from megalith.errors import ConfigError, install_command
@@ -32,50 +31,6 @@ _MEMORY = {
 }
 
 
-class Sink(Protocol):
-    """Draws points.
-
-    Attributes:
-        name: what the user calls it.
-        errors: what it raises when it can draw no more.
-    """
-
-    name: str
-    errors: tuple[type[Exception], ...]
-
-    def scalars(self, values: Mapping[str, float], iteration: int, samples: int | None) -> None:
-        """Draw a point of each curve; `samples` consumed where Megatron draws it over these too."""
-        ...
-
-    def close(self) -> None:
-        """No more points come."""
-        ...
-
-
-@dataclass(frozen=True)
-class Recorded:
-    """What is recorded beside the curves that always are, and how often those of single steps are."""
-
-    interval: int = 1
-    loss_scale: bool = True
-    perplexity: bool = False
-    memory: bool = False
-    world_size: int | None = None
-    times: bool = False
-
-    @classmethod
-    def of(cls, log: LogConfig, world_size: int) -> Recorded:
-        """As the flags say."""
-        return cls(
-            interval=log.tensorboard_log_interval,
-            loss_scale=log.log_loss_scale_to_tensorboard,
-            perplexity=log.log_validation_ppl_to_tensorboard,
-            memory=log.log_memory_to_tensorboard,
-            world_size=world_size if log.log_world_size_to_tensorboard else None,
-            times=log.log_timers_to_tensorboard,
-        )
-
-
 class Records(Hook):
     """Gives the points to the sinks.
 
@@ -83,20 +38,23 @@ class Records(Hook):
 
     Args:
         sinks: who draws.
-        recorded: what.
+        log: what the flags ask for beside the curves that always are, and how often those of single steps are drawn.
+        world_size: of the run.
         memory: gives figures in bytes.
     """
 
     def __init__(
         self,
-        sinks: Sequence[Sink],
-        recorded: Recorded | None = None,
+        sinks: Sequence[TensorBoard | WandB],
+        log: LogConfig | None = None,
+        world_size: int = 1,
         memory: Callable[[], Mapping[str, int]] = dict,
     ) -> None:
-        self._sinks, self._recorded, self._memory = list(sinks), recorded or Recorded(), memory
+        self._sinks, self._log, self._memory = list(sinks), log or LogConfig(), memory
+        self._world_size = world_size if self._log.log_world_size_to_tensorboard else None
 
     def after_step(self, result: StepResult) -> None:
-        if result.iteration % self._recorded.interval:
+        if result.iteration % self._log.tensorboard_log_interval:
             return
         values = {
             "learning-rate": result.learning_rate,
@@ -104,8 +62,8 @@ class Records(Hook):
             "batch-size": float(result.num_samples),
             "lm loss": result.loss if result.applied else None,
             **(result.further_losses if result.applied else {}),
-            "loss-scale": result.loss_scale if self._recorded.loss_scale else None,
-            "world-size": self._recorded.world_size,
+            "loss-scale": result.loss_scale if self._log.log_loss_scale_to_tensorboard else None,
+            "world-size": self._world_size,
             "grad-norm": result.grad_norm,
             "num-zeros": result.num_zeros,
             "params-norm": result.params_norm,
@@ -121,7 +79,7 @@ class Records(Hook):
         self._draw(busiest, result.iteration)
         skipped = {"skipped-train-samples": float(result.skipped_samples)} if result.skipped_samples else {}
         self._draw(tokens | skipped, result.iteration)
-        if self._recorded.memory:
+        if self._log.log_memory_to_tensorboard:
             figures = self._memory()
             self._draw({name: figures.get(key) for name, key in _MEMORY.items()}, result.iteration)
 
@@ -134,7 +92,7 @@ class Records(Hook):
         self._draw(values, report.iteration)
 
     def after_timing(self, iteration: int, times: Times) -> None:
-        if self._recorded.times:
+        if self._log.log_timers_to_tensorboard:
             self._draw({f"{name}-time": max(seconds) for name, seconds in times.items()}, iteration)
 
     def after_evaluation(self, evaluation: Evaluation) -> None:
@@ -143,7 +101,7 @@ class Records(Hook):
         for kind, loss in {"lm loss": evaluation.loss, **evaluation.further_losses}.items():
             name = f"{kind} {evaluation.split}"
             self._draw({name: loss}, evaluation.iteration, evaluation.consumed_samples)
-            if self._recorded.perplexity:
+            if self._log.log_validation_ppl_to_tensorboard:
                 value = math.exp(min(20.0, loss))
                 self._draw({f"{name} ppl": value}, evaluation.iteration, evaluation.consumed_samples)
 
@@ -156,7 +114,7 @@ class Records(Hook):
         for sink in list(self._sinks) if there else ():
             self._attempt(sink, partial(sink.scalars, there, iteration, samples))
 
-    def _attempt(self, sink: Sink, act: Callable[[], None]) -> None:
+    def _attempt(self, sink: TensorBoard | WandB, act: Callable[[], None]) -> None:
         try:
             act()
         except sink.errors as error:
@@ -175,7 +133,7 @@ def require_tensorboard() -> None:
 
 
 class TensorBoard:
-    """Event files in `directory`: a `records.Sink`.
+    """Event files in `directory`, with each curve against consumed samples too where Megatron draws it so.
 
     A purge step after a resume would hide the points before it, and with them most of the curves over samples: the
     viewer compares it with either kind of step. So none is given.
@@ -187,7 +145,7 @@ class TensorBoard:
     """
 
     name = "TensorBoard"
-    errors: tuple[type[Exception], ...] = (OSError,)
+    errors: tuple[type[Exception], ...] = (OSError,)  # what it raises when it can draw no more
 
     def __init__(
         self, directory: str, *, queue_size: int = 32, arguments: Mapping[str, Any] | None = None, iteration: int = 0
@@ -199,7 +157,7 @@ class TensorBoard:
             self._writer.add_text(name, str(value), global_step=iteration)
 
     def scalars(self, values: Mapping[str, float], iteration: int, samples: int | None) -> None:
-        """A point of each curve."""
+        """Draw a point of each curve; `samples` consumed where Megatron draws it over these too."""
         for name, value in values.items():
             self._writer.add_scalar(name, value, iteration)
             if samples is not None:
@@ -236,7 +194,10 @@ def is_logged_in(wandb: Any) -> bool:
 
 
 class WandB:
-    """A run of a W&B project: a `records.Sink`.
+    """A run of a W&B project: the same curves, sent to its server, or kept in files where it is not to be reached.
+
+    Nothing is sent unless the user asks by --wandb-project. Where W&B knows no credentials the run is recorded offline
+    instead of waiting for someone to log in: `wandb sync FOLDER` sends it later. WANDB_MODE says otherwise.
 
     Args:
         log: names of project, run, entity, and the folder.
@@ -308,7 +269,9 @@ class WandB:
 
 
 class ProgressLog(Hook):
-    """Appends to `path`; a disk that fails costs the lines, with a warning, not the training.
+    """Appends a line a start and a checkpoint to `path`, as Megatron's --log-progress.
+
+    A disk that fails costs the lines, with a warning, not the training.
 
     Args:
         path: progress.txt.

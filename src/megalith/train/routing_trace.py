@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import IO, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -24,16 +23,6 @@ from megalith.nn.moe.routing import Choice
 from megalith.train.experts import routers
 from megalith.train.hooks import Hook
 from megalith.train.results import StepResult
-
-
-@dataclass(frozen=True)
-class _Record:
-    """A layer and a micro-batch, on the CPU: its line so far, its choices, what it was given and its logits in bf16."""
-
-    line: dict[str, Any]
-    experts_TK: Tensor
-    states_TD: Tensor | None
-    logits_TE: Tensor | None
 
 
 class RoutingTrace(Hook):
@@ -68,11 +57,11 @@ class RoutingTrace(Hook):
         folder.mkdir(parents=True, exist_ok=True)
         self._rank, self._step, self._end = rank, start, None if steps is None else start + steps
         self._pass = -1
-        self._records: list[_Record] = []
-        how = "a" if start else "w"
+        self._records: list[tuple[dict[str, Any], Tensor, Tensor | None, Tensor | None]] = []
+        how: Literal["a", "w"] = "a" if start else "w"
         self._lines = (folder / f"router_trace_rank{rank}.jsonl").open(how, encoding="utf-8")
-        self._states = _opened(folder / f"hidden_states_rank{rank}.bin", how) if hidden_states else None
-        self._logits = _opened(folder / f"logits_rank{rank}.bin", how) if logits else None
+        self._states = (folder / f"hidden_states_rank{rank}.bin").open(f"{how}b") if hidden_states else None
+        self._logits = (folder / f"logits_rank{rank}.bin").open(f"{how}b") if logits else None
         layers = chunks[0].config.num_layers
         here = routers(chunks)
         self._places: dict[int, dict[str, Any]] = {
@@ -102,7 +91,7 @@ class RoutingTrace(Hook):
         x_TD = inputs[0].reshape(tokens, -1)
         states = None if self._states is None else x_TD.to("cpu", torch.bfloat16, copy=True)
         logits = None if self._logits is None else router.logits(x_TD).to("cpu", torch.bfloat16)
-        self._records.append(_Record(record, experts_TK, states, logits))
+        self._records.append((record, experts_TK, states, logits))
 
     def after_step(self, result: StepResult) -> None:
         self._write()
@@ -122,24 +111,18 @@ class RoutingTrace(Hook):
             handle.remove()
 
     def _write(self) -> None:
-        for found in self._records:
-            line = found.line
-            if self._states is not None and found.states_TD is not None:
-                line |= _append(self._states, found.states_TD, "hs")
-            if self._logits is not None and found.logits_TE is not None:
-                line |= _append(self._logits, found.logits_TE, "logit")
-            self._lines.write(json.dumps({**line, "top_indices": found.experts_TK.tolist()}) + "\n")
+        for line, experts_TK, states, logits in self._records:
+            for file, x, name in ((self._states, states, "hs"), (self._logits, logits, "logit")):
+                if file is not None and x is not None:
+                    line |= _append(file, x, name)
+            self._lines.write(json.dumps({**line, "top_indices": experts_TK.tolist()}) + "\n")
         self._records.clear()
         for file in (self._lines, self._states, self._logits):
             if file is not None and not file.closed:
                 file.flush()
 
 
-def _opened(path: Path, how: str) -> BinaryIO:
-    return cast("BinaryIO", path.open(f"{how}b"))
-
-
-def _append(file: BinaryIO, x: Tensor, name: str) -> dict[str, Any]:
+def _append(file: IO[Any], x: Tensor, name: str) -> dict[str, Any]:
     """Write numbers of bf16; where they are in the file."""
     start = file.tell()
     size = file.write(x.contiguous().view(torch.int16).numpy().tobytes())

@@ -16,7 +16,7 @@ import pytest
 
 from megalith.config.groups import LogConfig
 from megalith.errors import ConfigError
-from megalith.train.records import Recorded, Records, WandB, require_wandb
+from megalith.train.records import Records, WandB, require_wandb
 from megalith.train.results import Evaluation, StepResult
 
 STEP = StepResult(3, 2.5, True, 1e-3, 0.1, 8.0, 0.5, None, None, 12, 4, 64, 0.1)
@@ -41,10 +41,10 @@ class Notes:
         self.closed = True
 
 
-def names(recorded: Recorded, result: StepResult = STEP) -> set[str]:
+def names(log: LogConfig, result: StepResult = STEP) -> set[str]:
     """Of the curves of one step, one evaluation and one timing."""
     notes = Notes()
-    records = Records([notes], recorded, lambda: {"resident_bytes": 5, "max_resident_bytes": 9})
+    records = Records([notes], log, 4, lambda: {"resident_bytes": 5, "max_resident_bytes": 9})
     records.after_step(result)
     records.after_evaluation(Evaluation(3, 12, "validation", 3.0, 8, 0.1, final=False))
     records.after_timing(3, {"optimizer": [0.1, 0.3]})
@@ -53,8 +53,8 @@ def names(recorded: Recorded, result: StepResult = STEP) -> set[str]:
 
 def test_what_is_recorded_without_flags() -> None:
     usual = {"learning-rate", "batch-size", "lm loss", "loss-scale", "grad-norm", "lm loss validation"}
-    assert names(Recorded()) == usual
-    assert names(Recorded(), replace(STEP, applied=False, grad_norm=None)) == usual - {"lm loss", "grad-norm"}
+    assert names(LogConfig()) == usual
+    assert names(LogConfig(), replace(STEP, applied=False, grad_norm=None)) == usual - {"lm loss", "grad-norm"}
 
 
 @pytest.mark.parametrize(
@@ -70,13 +70,13 @@ def test_what_is_recorded_without_flags() -> None:
     ids=str,
 )
 def test_each_flag_has_its_curve(flag: dict[str, Any], curve: str, there: bool) -> None:
-    assert (curve in names(Recorded.of(LogConfig(), 4))) != there
-    assert (curve in names(Recorded.of(LogConfig(**flag), 4))) == there
+    assert (curve in names(LogConfig())) != there
+    assert (curve in names(LogConfig(**flag))) == there
 
 
 def test_the_longest_time_and_the_samples_are_recorded() -> None:
     notes = Notes()
-    records = Records([notes], Recorded(times=True))
+    records = Records([notes], LogConfig(log_timers_to_tensorboard=True))
     records.after_step(STEP)
     records.after_timing(3, {"optimizer": [0.1, 0.3]})
     assert ("lm loss", 2.5, 3, 12) in notes.points

@@ -11,13 +11,14 @@ pytest.importorskip("tensorboard", reason="the extra `track` is not installed")
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megalith.train.records import Recorded, Records, TensorBoard
+from megalith.config.groups import LogConfig
+from megalith.train.records import Records, TensorBoard
 from megalith.train.results import Evaluation, StepResult
 
 
 def test_scalars(tmp_path: Path) -> None:
     board = TensorBoard(str(tmp_path), arguments={"num_layers": 2})
-    writer = Records([board], Recorded(interval=2, perplexity=True))
+    writer = Records([board], LogConfig(tensorboard_log_interval=2, log_validation_ppl_to_tensorboard=True))
     for iteration in range(1, 5):
         writer.after_step(
             StepResult(
