@@ -11,6 +11,7 @@ import json
 import mmap
 import os
 import shutil
+import sys
 import tempfile
 import threading
 import time
@@ -270,6 +271,12 @@ def _soon(call: Callable[[], T]) -> T:
     if not results:
         raise BoardGone
     return results[0]
+
+
+def to_stderr(text: str) -> None:
+    """Print what whoever started the run must read, if there is anyone."""
+    with suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def write_identity(board: Board, identity: Identity) -> None:

@@ -9,8 +9,6 @@ slice of the work) unchanged on an axis of one rank, take any strides, and give 
 | `sum_out` (sum over ranks) | identity                   | tensor parallel, operator g               |
 | `gather_in` (all-gather)   | reduce-scatter             | sequence parallel, in front of a column   |
 | `scatter_out` (red.-scat.) | all-gather                 | sequence parallel, behind a row           |
-| `split_in` (own slice)     | all-gather                 | entering a sequence-parallel region       |
-| `join_out` (all-gather)    | own slice                  | leaving it where all ranks go on alike    |
 | `exchange` (all-to-all)    | all-to-all back            | Ulysses                                   |
 | `exchange_rows` (the same, of uneven parts) | the same, back | experts                              |
 """
@@ -106,20 +104,15 @@ def all_gather(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
     return start_all_gather(x, axis, dim).wait()
 
 
-def start_reduce_scatter(x: Tensor, axis: Axis, dim: int = 0, out: Tensor | None = None) -> Pending:
-    """Start summing `x` over the ranks and keeping the own equal part along `dim`; in `out` (dim 0) if it is given."""
+def start_reduce_scatter(x: Tensor, axis: Axis, out: Tensor | None = None) -> Pending:
+    """Start summing `x` over the ranks and keeping the own equal part along dimension 0; in `out` if it is given."""
     if axis.size == 1:
         return Pending(x if out is None or out.data_ptr() == x.data_ptr() else out.copy_(x))
-    whole = x.movedim(dim, 0).contiguous()
-    assert whole.shape[0] % axis.size == 0, f"dimension {dim} of {tuple(x.shape)} over {axis.size} ranks"
+    whole = x.contiguous()
+    assert whole.shape[0] % axis.size == 0, f"dimension 0 of {tuple(x.shape)} over {axis.size} ranks"
     part = whole.new_empty(whole.shape[0] // axis.size, *whole.shape[1:]) if out is None else out
     work = _start(axis, "reduce_scatter", whole, lambda: _reduce_scatter(part, whole, group=axis.group, async_op=True))
-    return Pending(part, work, axis, keep=whole, finish=None if dim == 0 else lambda part: part.movedim(0, dim))
-
-
-def reduce_scatter(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
-    """The own equal part along `dim` of the sum over the ranks."""
-    return start_reduce_scatter(x, axis, dim).wait()
+    return Pending(part, work, axis, keep=whole)
 
 
 def all_to_all(x: Tensor, axis: Axis, split_dim: int, concat_dim: int) -> Tensor:
@@ -248,24 +241,14 @@ def sum_out(x: Tensor, axis: Axis) -> Tensor:
     return _apply(x, axis, _summed(axis), _same)
 
 
-def gather_in(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
-    """All-gather along `dim`; the gradient is reduce-scattered."""
-    return _apply(x, axis, lambda x: all_gather(x, axis, dim), lambda g: reduce_scatter(g, axis, dim))
+def gather_in(x: Tensor, axis: Axis) -> Tensor:
+    """All-gather along dimension 0; the gradient is reduce-scattered."""
+    return _apply(x, axis, lambda x: all_gather(x, axis), lambda g: start_reduce_scatter(g, axis).wait())
 
 
-def scatter_out(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
-    """Reduce-scatter along `dim`; the gradient is all-gathered."""
-    return _apply(x, axis, lambda x: reduce_scatter(x, axis, dim), lambda g: all_gather(g, axis, dim))
-
-
-def split_in(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
-    """This rank's part along `dim`; the gradient is all-gathered."""
-    return _apply(x, axis, lambda x: own_part(x, axis, dim).clone(), lambda g: all_gather(g, axis, dim))
-
-
-def join_out(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
-    """All-gather along `dim`; the gradient is this rank's part of it."""
-    return _apply(x, axis, lambda x: all_gather(x, axis, dim), lambda g: own_part(g, axis, dim).clone())
+def scatter_out(x: Tensor, axis: Axis) -> Tensor:
+    """Reduce-scatter along dimension 0; the gradient is all-gathered."""
+    return _apply(x, axis, lambda x: start_reduce_scatter(x, axis).wait(), lambda g: all_gather(g, axis))
 
 
 def exchange(x: Tensor, axis: Axis, split_dim: int, concat_dim: int) -> Tensor:

@@ -14,7 +14,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ import torch.distributed as dist
 from megalith.config.environment import listen, loopback
 from megalith.config.groups import LaunchConfig
 from megalith.distributed.agreement import Facts, difference
-from megalith.distributed.board import BoardGone, StoreBoard
+from megalith.distributed.board import BoardGone, StoreBoard, to_stderr
 from megalith.distributed.machine import (
     AwakeClock,
     closed,
@@ -100,10 +100,6 @@ def available_backends() -> dict[str, str]:
     return found
 
 
-def _to_stderr(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 @contextmanager
 def connect(
     launch: LaunchConfig,
@@ -114,8 +110,7 @@ def connect(
     join: timedelta | None = None,
     facts: Facts | None = None,
     asked_to_stop: Callable[[], bool] = lambda: False,
-    say: Callable[[str], None] = _to_stderr,
-    environ: Mapping[str, str] | None = None,
+    say: Callable[[str], None] = to_stderr,
 ) -> Iterator[Meeting]:
     """Initialise torch.distributed for this process, and take it down behind the block. One process needs neither.
 
@@ -131,7 +126,6 @@ def connect(
         facts: must be equal on all ranks.
         asked_to_stop: ends the wait for the others.
         say: told of ranks that are late.
-        environ: of this process.
 
     Raises:
         ConfigError: two processes have the same rank, ranks disagree on their number or facts, the port is taken, or
@@ -149,8 +143,7 @@ def connect(
         )
     backend = backend if device.type == "cuda" else "gloo"
     join_seconds = (join or timeout).total_seconds()
-    environ = os.environ if environ is None else environ
-    meeting = _Meeting(launch, join_seconds, facts or {}, asked_to_stop, say, environ, backend)
+    meeting = _Meeting(launch, join_seconds, facts or {}, asked_to_stop, say, backend)
     store = meeting.hold()
     connection = meeting.second_connection()
     if backend == "gloo":
@@ -235,14 +228,13 @@ class _Meeting:
         facts: Facts,
         asked_to_stop: Callable[[], bool],
         say: Callable[[str], None],
-        environ: Mapping[str, str],
         backend: str,
     ) -> None:
-        self._launch, self._facts, self._say, self._environ = launch, facts, say, environ
+        self._launch, self._facts, self._say = launch, facts, say
         self._backend, self.one_host = backend, launch.one_host
         self._interfaces: dict[int, str] = {}
         self._asked_to_stop = asked_to_stop
-        self._agent_holds_it = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        self._agent_holds_it = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         self._address, self._prefix, self._times = (launch.master_addr, launch.master_port), "", 0
         self._clock = AwakeClock()
         self._join_seconds = join_seconds
@@ -392,7 +384,7 @@ class _Meeting:
         launch = self._launch
         if launch.local_world_size is not None:
             return launch.local_world_size == launch.world_size
-        return launch.one_host and "MASTER_ADDR" not in self._environ
+        return launch.one_host and "MASTER_ADDR" not in os.environ
 
     def _store(self, host: str, port: int, listener: int | None) -> dist.Store:
         """Open the store, or connect to it.
@@ -438,8 +430,8 @@ class _Meeting:
         raise AssertionError
 
     def _listen(self, host: str) -> socket.socket:
-        if "MEGALITH_STORE_FD" in self._environ:  # the supervisor has opened it, so that no one could take its port
-            return socket.socket(fileno=int(self._environ["MEGALITH_STORE_FD"]))
+        if "MEGALITH_STORE_FD" in os.environ:  # the supervisor has opened it, so that no one could take its port
+            return socket.socket(fileno=int(os.environ["MEGALITH_STORE_FD"]))
         port = self._launch.master_port
         try:
             return listen(host, port, 4096)
@@ -505,7 +497,7 @@ class _Meeting:
                 "first, 1 on the second and so on (without the flag it is 0 everywhere)",
             )
         store.set(f"who/{launch.rank}", json.dumps(me))
-        if problem := unusable_interfaces(self._backend, self._environ):
+        if problem := unusable_interfaces(self._backend, os.environ):
             self._refuse(store, f"{self._me()}: {problem}")
         where = place()
         if not launch.one_host or store.compare_set("place", "", where).decode() != where:

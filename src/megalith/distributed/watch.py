@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import NoReturn
@@ -32,6 +32,7 @@ from megalith.distributed.board import (
     Status,
     process_state,
     read_identity,
+    to_stderr,
     write_identity,
 )
 from megalith.distributed.context import Axis, Observer
@@ -79,11 +80,6 @@ class View:
         return f"{self.status.doing}{age}{ends.get(self.state, '')}"
 
 
-def _to_stderr(text: str) -> None:
-    with suppress(OSError):
-        print(text, file=sys.stderr, flush=True)
-
-
 class Watch(Observer):
     """Observer of collectives and of the points of a step, and the thread that looks after both.
 
@@ -91,7 +87,6 @@ class Watch(Observer):
         timeout: seconds that a rank may wait for others in the steps of a run.
         start_timeout: the same until the first step is done, where one rank may build what the others wait for.
         supervised: whether a supervisor reads the board and says the cause as the last words of the run.
-        say: prints a report.
 
     Attributes:
         on_gpu: collectives run in the background, so that a wait shows only in that nothing more happens.
@@ -103,9 +98,8 @@ class Watch(Observer):
         start_timeout: float | None = None,
         *,
         supervised: bool = False,
-        say: Callable[[str], None] = _to_stderr,
     ) -> None:
-        self.timeout, self._supervised, self._say = timeout, supervised, say
+        self.timeout, self._supervised = timeout, supervised
         self._start_timeout = max(timeout, start_timeout or 0.0)
         self.on_gpu = False
         self._step, self._phase = 0, "start"
@@ -207,7 +201,7 @@ class Watch(Observer):
                 self._beat_once(board)
             except Exception:  # such as no thread left to ask the store with; torch alone would wait for a day
                 if not troubled or self._overdue:
-                    self._say(f"{self._identity}, {self.status().doing}: {traceback.format_exc()}")
+                    to_stderr(f"{self._identity}, {self.status().doing}: {traceback.format_exc()}")
                 if self._overdue:
                     self._leave()
                 troubled = True
@@ -252,7 +246,7 @@ class Watch(Observer):
                 else:
                     self._answer()
             except BoardGone:
-                self._say(
+                to_stderr(
                     f"{_stack()}{self._identity} has waited too long, {self.status().doing}; {self._first_rank}, which "
                     "holds the store of the run, does not answer either: it is stopped, dead or cut off"
                 )
@@ -280,9 +274,9 @@ class Watch(Observer):
         views = self._views(board)
         cause = self._cause(views)
         waited = f"{self._identity} has waited {time.monotonic() - own.since:.1f} s {own.doing}"
-        self._say("\n".join([f"{waited}. Where every rank is:", *self._lines(views, stacks)]))
+        to_stderr("\n".join([f"{waited}. Where every rank is:", *self._lines(views, stacks)]))
         if not self._supervised:
-            self._say(cause)
+            to_stderr(cause)
         board.write(CAUSE, cause)
         time.sleep(0.2)  # the others read it
         for view in views:
@@ -416,7 +410,7 @@ class Watch(Observer):
             with self._leaving:
                 cause = self._failed_first(text)
                 if board.write(CAUSE, cause) and not self._supervised:
-                    self._say(cause)
+                    to_stderr(cause)
                 self._leave()
 
     def _failed_first(self, text: str) -> str:

@@ -51,10 +51,10 @@ class Timers:
         """Add time that was measured elsewhere."""
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
-    def take(self, names: Sequence[str] | None = None) -> dict[str, float]:
-        """The seconds of these names (of all that there are, if None), which start anew; unknown ones are left out."""
-        wanted = list(self._seconds) if names is None else names
-        return {name: self._seconds.pop(name) for name in wanted if name in self._seconds}
+    def take(self) -> dict[str, float]:
+        """The seconds by name, which start anew."""
+        taken, self._seconds = self._seconds, {}
+        return taken
 
     def _settle(self, level: int) -> None:
         if level and self._device.type == "cuda":
