@@ -31,7 +31,7 @@ from megalith.distributed.comm import Pending
 from megalith.distributed.context import ParallelContext
 from megalith.nn.precision import product_dtype
 from megalith.optim.flat import Bucket, FlatLayout, Kind, lay_out
-from megalith.parallel.data import CopiedPart, Copies, DataParallel, Replicated, kind_of, sum_copies
+from megalith.parallel.data import CopiedPart, Copies, DataParallel, Replicated, kind_of, partial_parts, sum_copies
 
 EXPERTS = "experts"  # first word of the kind of a bucket of experts
 
@@ -54,6 +54,7 @@ class GradientBuffers:
     Attributes:
         flat: The memory, 1-D.
         layout: The places of the parameters in it.
+        shapes, device, dtype: Of the parameters by name, of the memory.
         grads: Views of it by parameter name, in the shapes of the parameters. After `finish` each holds the gradient of
             the step where this rank owns it (`owned`).
     """
@@ -75,6 +76,7 @@ class GradientBuffers:
         self.layout = self._lay_out(named, bucket_size)
         device = named[0][1].device
         self.flat = torch.zeros(self.layout.size, dtype=dtype, device=device)
+        self.shapes, self.device, self.dtype = self.layout.shapes, device, dtype
         self.grads = {name: self.layout.view(self.flat, name) for name, _ in named}
         self._grad_of = {p: self.grads[name] for name, p in named}
         self._written: set[Parameter] = set()
@@ -129,21 +131,6 @@ class GradientBuffers:
         pieces = {name: self.piece(name, grad) for name, grad in self.grads.items()}
         return {name: piece for name, piece in pieces.items() if piece.numel() > 0}
 
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Of the parameters, by name."""
-        return self.layout.shapes
-
-    @property
-    def device(self) -> torch.device:
-        """Where the memory is."""
-        return self.flat.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """That they are held in."""
-        return self.flat.dtype
-
     def begin(self, num_micro_batches: int | None = None) -> None:
         """Start a step: whatever the memory holds is stale.
 
@@ -187,15 +174,11 @@ class GradientBuffers:
 
     def _copied_rows(self, bucket: Bucket, start: int, stop: int) -> list[CopiedPart]:
         """The partial gradients among the elements [start, stop) of the memory, counted from `start`."""
-        parts = []
-        for name in bucket.names:
-            first, last = self.layout.place(name)
-            width = (last - first) // self.layout.shapes[name][0]
-            for copies in filter(lambda copies: copies.partial, self._copies[name]):
-                rows = copies.rows or (0, self.layout.shapes[name][0])
-                ends = (min(max(first + row * width, start), stop) - start for row in rows)
-                parts.append(CopiedPart(copies, *ends))
-        return parts
+        return [
+            part
+            for name in bucket.names
+            for part in partial_parts(self._copies[name], self.shapes[name], self.layout.offsets[name], start, stop)
+        ]
 
     def _is_first(self, parameter: Parameter) -> bool:
         first = parameter not in self._written

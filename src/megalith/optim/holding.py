@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import torch
@@ -23,7 +22,16 @@ from megalith.distributed.context import Axis, ParallelContext
 from megalith.nn.sink import attach_sink
 from megalith.optim.flat import Bucket, FlatLayout
 from megalith.optim.gradients import GradientBuffers
-from megalith.parallel.data import CopiedPart, Copies, DataParallel, Replicated, Zero1, kind_of, sum_copies
+from megalith.parallel.data import (
+    CopiedPart,
+    Copies,
+    DataParallel,
+    Replicated,
+    Zero1,
+    kind_of,
+    partial_parts,
+    sum_copies,
+)
 from megalith.parallel.fsdp import FullyShard
 
 
@@ -35,29 +43,21 @@ class ShardedGradients:
     Args:
         parts: of the model; their parameters have different names.
         copies: which parameters other ranks hold too, beside data parallelism, by name.
+
+    Attributes:
+        shapes: of the parameters before they were cut, by name.
+        device, dtype: of the gradients.
     """
 
     def __init__(self, parts: Sequence[FullyShard], copies: Mapping[str, tuple[Copies, ...]]) -> None:
         self._parts, self._copies = parts, copies
         self._part_of = {name: part for part in parts for name in part.shapes}
+        self.shapes = {name: part.shapes[name] for name, part in self._part_of.items()}
+        some = next(iter(parts[0].shards.values()))
+        self.device, self.dtype = some.device, some.dtype
         self._pieces: dict[str, Tensor] | None = None
         kinds = {name: kind_of(copies.get(name, ())) for name in self._part_of}
         self._alike = [[name for name in kinds if kinds[name] == kind] for kind in sorted(set(kinds.values())) if kind]
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Of the parameters before they were cut, by name."""
-        return {name: part.shapes[name] for name, part in self._part_of.items()}
-
-    @property
-    def device(self) -> torch.device:
-        """Where they are."""
-        return next(iter(self._parts[0].shards.values())).device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """That they are held in."""
-        return next(iter(self._parts[0].shards.values())).dtype
 
     @property
     def pieces(self) -> Mapping[str, Tensor]:
@@ -91,13 +91,10 @@ class ShardedGradients:
     def _sum_copies(self, names: Sequence[str], pieces: Mapping[str, Tensor]) -> None:
         """Sum what is partial of these parameters, of one kind, in one collective."""
         flat = torch.cat([pieces[name].reshape(-1) for name in names])
-        parts, origin = [], 0
+        parts, origin = list[CopiedPart](), 0
         for name in names:
-            shape, (start, stop) = self._part_of[name].shapes[name], self.owned(name)
-            width = prod(shape[1:])
-            for copies in filter(lambda copies: copies.partial, self._copies[name]):
-                ends = (min(max(row * width, start), stop) for row in copies.rows or (0, shape[0]))
-                parts.append(CopiedPart(copies, *(end - start + origin for end in ends)))
+            start, stop = self.owned(name)
+            parts += partial_parts(self._copies[name], self.shapes[name], 0, start, stop, origin)
             origin += stop - start
         sum_copies(flat, parts)
         for name, part in zip(names, flat.split([pieces[name].numel() for name in names]), strict=True):

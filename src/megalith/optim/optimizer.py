@@ -94,6 +94,8 @@ class Optimizer:
     Attributes:
         scaler: The loss scale.
         gradients: Of all parameters.
+        groups: Which parameters of this rank are treated alike.
+        step_count: The number of applied steps.
 
     Args:
         modules: The model, or the parts of it that are here; their parameters have different names, and get
@@ -136,7 +138,7 @@ class Optimizer:
         self._params = _named(modules)
         models = [module for module in modules if isinstance(module, LanguageModel)]
         placements = {name: placement for model in models for name, _, placement in named_placements(model)}
-        self._groups = make_groups(self._params, config, context.tp, placements, _width_scaling(models))
+        self.groups = make_groups(self._params, config, context.tp, placements, _width_scaling(models))
         copies = copies_of(models, context) if copies is None else copies
         self._sharded = bool(sharded)
         if sharded:
@@ -159,11 +161,11 @@ class Optimizer:
         self.gradients, self._memory = held.gradients, held.memory
         self._owned, self._main, self._has_main = held.weights, held.main, held.weights is not held.main
         self._counted = CountedOnce(self.gradients, copies, held.holders, held.elsewhere)
-        self._ordered = [name for group in self._groups for name in group.names if name in self._main]
+        self._ordered = [name for group in self.groups for name in group.names if name in self._main]
         self._hosted = choose_hosted({name: self._main[name].numel() for name in self._ordered}, offload)
         if self._has_main and not sharded:  # else the main parameters are the weights, or what FSDP gathers from
             self._main.update({name: on_host(self._main[name]) for name in self._hosted})
-        self._step_count, self._last_rates = 0, _Rates(0.0, 0.0, 0.0)
+        self.step_count, self._last_rates = 0, _Rates(0.0, 0.0, 0.0)
         self.scaler: LossScale = build_loss_scale(precision)
         self._checks_overflow = precision.fp16 or (precision.bf16 and precision.loss_scale is not None)
         self._scales = precision.fp16
@@ -175,7 +177,7 @@ class Optimizer:
         """Kind of state -> parameter name -> zeros."""
         asked = {"exp_avg": self._config.exp_avg_dtype, "exp_avg_sq": self._config.exp_avg_sq_dtype}
         states: dict[str, dict[str, Tensor]] = {}
-        for group in self._groups:
+        for group in self.groups:
             for kind in group.rule.kinds:
                 part = states.setdefault(kind, {})
                 for name in filter(self._main.__contains__, group.names):
@@ -194,16 +196,6 @@ class Optimizer:
     def loss_scale(self) -> float:
         """The factor that the loss is to be multiplied by before the backward pass."""
         return self.scaler.value
-
-    @property
-    def step_count(self) -> int:
-        """The number of applied steps."""
-        return self._step_count
-
-    @property
-    def groups(self) -> tuple[Group, ...]:
-        """Which parameters of this rank are treated alike."""
-        return tuple(self._groups)
 
     def zero_grad(self, num_micro_batches: int | None = None) -> None:
         """Forget the gradients of the last step.
@@ -264,7 +256,7 @@ class Optimizer:
         return bool(all_reduce(found, self._world, "max").item())
 
     def _update(self, grads: dict[str, Tensor], rates: _Rates, scale: float) -> None:
-        for group in self._groups:
+        for group in self.groups:
             names = [name for name in group.names if name in grads]
             if not names:
                 continue
@@ -272,7 +264,7 @@ class Optimizer:
             for name in filter(self._hosted.__contains__, names):  # one by one, so that little is there twice
                 self._update_group(group, [name], grads, rates, scale)
         self._last_rates = rates
-        self._step_count += 1
+        self.step_count += 1
         if self._memory is not None:
             self._memory.gather()
 
@@ -288,7 +280,7 @@ class Optimizer:
         if hosted:
             params, gradients = [on_host(main) for main in mains], [on_host(gradient) for gradient in gradients]
         states = {kind: [self._state[kind][name] for name in names] for kind in group.rule.kinds}
-        work = Work(names, params, gradients, states, lr=lr, weight_decay=weight_decay, step=self._step_count)
+        work = Work(names, params, gradients, states, lr=lr, weight_decay=weight_decay, step=self.step_count)
         weights = [self._owned[name] for name in names] if self._has_main else None
         if isinstance(group.rule, Widened):
             group.rule.update_scaled(work, scale, None if hosted else weights)
@@ -389,7 +381,7 @@ class Optimizer:
         return {
             "step": self.step_count,
             "grad_scaler": self.scaler.state() if self._scales else None,
-            "param_groups": [self._settings(group) for group in self._groups],
+            "param_groups": [self._settings(group) for group in self.groups],
         }
 
     def _settings(self, group: Group) -> dict[str, Any]:
@@ -407,7 +399,7 @@ class Optimizer:
 
     def load_scalars(self, scalars: dict[str, Any]) -> None:
         """Continue from what `scalars` returned. The settings of the groups are the configuration's, not loaded."""
-        self._step_count = int(scalars["step"])
+        self.step_count = int(scalars["step"])
         if self._scales and scalars.get("grad_scaler"):
             self.scaler.load_state(scalars["grad_scaler"])
 

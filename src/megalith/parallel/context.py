@@ -52,11 +52,7 @@ class _Balanced:
     """What both mixers have in common: which positions are here."""
 
     def __init__(self, axis: Axis) -> None:
-        self.axis = axis
-
-    @property
-    def parts(self) -> int:
-        return self.axis.size
+        self.axis, self.parts = axis, axis.size
 
     def positions(self, length: int, device: torch.device | None = None) -> Tensor:
         return positions_of(length, self.axis.size, self.axis.index, device)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
@@ -126,6 +127,26 @@ class CopiedPart:
     copies: Copies
     start: int
     stop: int
+
+
+def partial_parts(
+    copies: Sequence[Copies], shape: Sequence[int], first: int, start: int, stop: int, origin: int = 0
+) -> list[CopiedPart]:
+    """What of a parameter is partial among the elements [start, stop) of flat memory, of which number `start` is
+    element `origin` of the flat part.
+
+    Args:
+        copies: of the parameter.
+        shape: of it.
+        first: where it begins in the memory.
+    """
+    width, parts = prod(shape[1:]), []
+    for entry in copies:
+        if entry.partial:
+            rows = entry.rows or (0, shape[0])
+            ends = (min(max(first + row * width, start), stop) - start + origin for row in rows)
+            parts.append(CopiedPart(entry, *ends))
+    return parts
 
 
 def sum_copies(flat: Tensor, parts: Sequence[CopiedPart]) -> None:

@@ -37,14 +37,7 @@ class TensorParallel:
 
     def __init__(self, axis: Axis, stream: Stream | None = None) -> None:
         self.axis, self.stream = axis, stream
-
-    @property
-    def size(self) -> int:
-        return self.axis.size
-
-    @property
-    def index(self) -> int:
-        return self.axis.index
+        self.size, self.index = axis.size, axis.index
 
     def shard(self, extent: int, *, even: bool = True, share: bool = False) -> Shard:
         return shard(extent, self.size, self.index, even=even, share=share)
