@@ -23,8 +23,8 @@ from megalith.distributed.context import Axis, ParallelContext
 from megalith.distributed.rng import RandomStreams
 from megalith.layout import Layout
 from megalith.schedules.parameters import LearningRateSchedule, ParameterSchedule, WeightDecaySchedule
-from megalith.train.hooks import Hook
 from megalith.train.loop import evaluate
+from megalith.train.results import Hook
 from megalith.train.state import TrainState
 from megalith.train.step import Agreement, Batch, NeverStop, train_step
 

@@ -14,8 +14,8 @@ from megalith.assemble.schedule import build_schedule
 from megalith.config import from_values
 from megalith.distributed.context import ParallelContext
 from megalith.distributed.rng import RandomStreams
-from megalith.train.hooks import Hook
 from megalith.train.loop import evaluate
+from megalith.train.results import Hook
 from megalith.train.state import TrainState
 from megalith.train.step import Batch, train_step
 

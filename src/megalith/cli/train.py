@@ -161,8 +161,8 @@ def _train(
     from megalith.cli.train_start import start
     from megalith.compat.megatron import console
     from megalith.distributed import comm
-    from megalith.train.hooks import Hooks
     from megalith.train.loop import train
+    from megalith.train.results import Hooks
     from megalith.train.timers import WaitClock
 
     with ExitStack() as stack:

@@ -20,7 +20,6 @@ from megalith.config.saved_args import megatron_args
 from megalith.distributed import comm
 from megalith.distributed.context import Axis
 from megalith.errors import ConfigError
-from megalith.train.hooks import Hook
 from megalith.train.metrics import MetricsWriter, memory_in_use
 from megalith.train.profiler import MemoryHistory, Profile, build_profiler
 from megalith.train.records import (
@@ -31,6 +30,7 @@ from megalith.train.records import (
     require_tensorboard,
     require_wandb,
 )
+from megalith.train.results import Hook
 from megalith.train.routing_trace import RoutingTrace
 from megalith.train.state import TrainState
 from megalith.train.timers import StragglerReport, WaitClock

@@ -59,8 +59,8 @@ from megalith.train.checkpoint_fit import (
 from megalith.train.checkpoint_restore import restore
 from megalith.train.checkpoint_saver import BackgroundSaver, CheckpointSaver
 from megalith.train.faults import Probe
-from megalith.train.hooks import Hook
 from megalith.train.loop import HeldOut, Plan, TrainingRun
+from megalith.train.results import Hook
 from megalith.train.signals import StopSignals
 from megalith.train.state import TrainState
 from megalith.train.step import NeverStop

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import cycle, islice
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -19,7 +19,9 @@ from megalith.distributed.comm import all_gather
 from megalith.distributed.context import Axis
 from megalith.kernels.torch_private import foreach_lerp_, foreach_mul_
 from megalith.nn.placement import GroupedHeads, Placement, Replicated, dim_of, global_shape, local_part, local_pieces
-from megalith.optim.rules import Work
+
+if TYPE_CHECKING:
+    from megalith.optim.rules import Work
 
 COEFFICIENTS: Mapping[str, tuple[tuple[float, float, float], ...]] = {
     "simple": ((3.4445, -4.7750, 2.0315),),

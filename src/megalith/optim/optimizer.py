@@ -27,12 +27,11 @@ from megalith.kernels.torch_private import foreach_mul_, unscale_and_check_
 from megalith.models.language_model import LanguageModel, named_placements
 from megalith.nn.precision import at_least_fp32
 from megalith.optim.flat import boxes
-from megalith.optim.groups import Group, WidthScaling, make_groups
 from megalith.optim.holding import hold_flat, hold_shards
 from megalith.optim.loss_scale import LossScale, build_loss_scale
 from megalith.optim.matrix_rules import Soap
 from megalith.optim.norms import CountedOnce, copies_of, experts_of
-from megalith.optim.rules import STATE_DTYPES, Widened, Work
+from megalith.optim.rules import STATE_DTYPES, Group, Widened, WidthScaling, Work, make_groups
 from megalith.parallel.data import Copies
 from megalith.parallel.fsdp import FullyShard
 

@@ -19,11 +19,11 @@ from megalith.schedules.batch_size import BatchSizes
 from megalith.schedules.pipeline import default_schedule
 from megalith.train.checkpoint_saver import BackgroundSaver, CheckpointSaver
 from megalith.train.faults import Probe, no_probe
-from megalith.train.hooks import Hook
 from megalith.train.results import (
     Ending,
     Evaluation,
     GradientNoise,
+    Hook,
     Progress,
     StepResult,
     Window,

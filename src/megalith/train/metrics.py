@@ -22,12 +22,12 @@ from typing import Any, TextIO
 
 import torch
 
-from megalith.train.hooks import Hook
 from megalith.train.results import (
     BadStep,
     Ending,
     Evaluation,
     GradientNoise,
+    Hook,
     SavedCheckpoint,
     ScheduledSave,
     StepResult,

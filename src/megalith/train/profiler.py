@@ -10,8 +10,7 @@ import torch
 
 from megalith.config.groups import LogConfig
 from megalith.kernels.torch_private import dump_memory_history, record_memory_history
-from megalith.train.hooks import Hook
-from megalith.train.results import Ending, StepResult
+from megalith.train.results import Ending, Hook, StepResult
 
 _ROWS = 40  # of the table
 

@@ -19,8 +19,7 @@ from typing import Any
 
 from megalith.config.groups import LogConfig
 from megalith.errors import ConfigError, install_command
-from megalith.train.hooks import Hook
-from megalith.train.results import Evaluation, SavedCheckpoint, StepResult, Times, WindowReport
+from megalith.train.results import Evaluation, Hook, SavedCheckpoint, StepResult, Times, WindowReport
 from megalith.train.streams import warn
 
 _MEMORY = {

@@ -20,9 +20,8 @@ from torch import Tensor, nn
 from megalith.models.language_model import LanguageModel
 from megalith.nn.moe.router import Router
 from megalith.nn.moe.routing import Choice
-from megalith.train.experts import routers
-from megalith.train.hooks import Hook
-from megalith.train.results import StepResult
+from megalith.train.results import Hook, StepResult
+from megalith.train.step import routers
 
 
 class RoutingTrace(Hook):

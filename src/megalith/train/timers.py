@@ -18,8 +18,7 @@ from torch import Tensor
 
 from megalith.distributed import comm
 from megalith.distributed.context import Axis, Observer, ParallelContext
-from megalith.train.hooks import Hook
-from megalith.train.results import Evaluation, SavedCheckpoint, ScheduledSave, StepResult, Times, WindowReport
+from megalith.train.results import Evaluation, Hook, SavedCheckpoint, ScheduledSave, StepResult, Times, WindowReport
 
 
 class Timers:

@@ -17,9 +17,8 @@ from megalith.distributed.context import ParallelContext
 from megalith.errors import ConfigError
 from megalith.models.t5 import T5
 from megalith.optim import Optimizer, build_optimizer
-from megalith.optim.groups import make_groups
 from megalith.optim.matrix_rules import COEFFICIENTS, AdaptiveMuon, Soap, orthogonalised
-from megalith.optim.rules import AdamW, Work
+from megalith.optim.rules import AdamW, Work, make_groups
 
 FP16 = PrecisionConfig(fp16=True, initial_loss_scale=8.0, hysteresis=1)
 

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from megalith.errors import MegalithError
-from megalith.train.hooks import Hook
 from megalith.train.loop import Plan, TrainingRun, train
-from megalith.train.results import Ending, Evaluation, SavedCheckpoint, StepResult, Times, WindowReport
+from megalith.train.results import Ending, Evaluation, Hook, SavedCheckpoint, StepResult, Times, WindowReport
 from megalith.train.state import TrainState
 from megalith.train.timers import Timers
 

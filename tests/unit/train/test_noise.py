@@ -7,9 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from megalith.train.hooks import Hook
 from megalith.train.loop import Plan, TrainingRun, train
-from megalith.train.results import GradientNoise
+from megalith.train.results import GradientNoise, Hook
 from megalith.train.state import NoiseScale
 
 from .conftest import batches, make_state

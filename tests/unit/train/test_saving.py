@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from megalith.errors import CheckpointError, MegalithError
-from megalith.train.hooks import Hook
 from megalith.train.loop import Plan, TrainingRun, train
-from megalith.train.results import Ending, SavedCheckpoint, ScheduledSave, StepResult
+from megalith.train.results import Ending, Hook, SavedCheckpoint, ScheduledSave, StepResult
 from megalith.train.state import TrainState
 
 from .conftest import batches, make_state

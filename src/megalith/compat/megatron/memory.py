@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from megalith.config import ModelConfig, RunConfig
 from megalith.distributed import comm
 from megalith.distributed.context import ParallelContext
-from megalith.train.hooks import Hook
-from megalith.train.results import WindowReport
+from megalith.train.results import Hook, WindowReport
 from megalith.train.throughput import feed_forward_weights
 
 _MB = 1024.0 * 1024.0

@@ -11,12 +11,12 @@ from typing import TextIO
 
 from megalith.compat.megatron import console
 from megalith.layout import Layout
-from megalith.train.hooks import Hook
 from megalith.train.results import (
     BadStep,
     Ending,
     Evaluation,
     GradientNoise,
+    Hook,
     SavedCheckpoint,
     ScheduledSave,
     Times,
