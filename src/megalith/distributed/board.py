@@ -180,7 +180,8 @@ class FolderBoard:
 
     def close(self, *, failed: bool) -> None:
         """This rank is done; leave nothing behind as soon as all others are."""
-        if self._of_size is None and self._supervised_size and _supervisor_is_gone():
+        supervisor_is_gone = os.getppid() != int(os.environ.get("MEGALITH_SUPERVISOR") or os.getppid())
+        if self._of_size is None and self._supervised_size and supervisor_is_gone:
             self._of_size = self._supervised_size
         if self._rank != 0 and not failed:
             return
@@ -198,10 +199,6 @@ class FolderBoard:
         status = Status.decode(self.status(rank))
         ended = status is not None and status.phase in ("left", "failed")
         return not ended and process_state(read_identity(self, rank).pid) not in ("", "Z")
-
-
-def _supervisor_is_gone() -> bool:
-    return os.getppid() != int(os.environ.get("MEGALITH_SUPERVISOR") or os.getppid())
 
 
 class Store(Protocol):

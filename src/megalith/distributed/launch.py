@@ -32,13 +32,13 @@ from megalith.distributed.agreement import Facts, difference
 from megalith.distributed.board import BoardGone, StoreBoard, to_stderr
 from megalith.distributed.machine import (
     AwakeClock,
-    closed,
     interface_towards,
     interface_variable,
     interfaces,
     is_own_address,
     own_address,
     place,
+    refusal,
     unusable_interfaces,
 )
 from megalith.errors import ConfigError, MegalithError, PeerError
@@ -147,7 +147,7 @@ def connect(
     store = meeting.hold()
     connection = meeting.second_connection()
     if backend == "gloo":
-        _stay_on_this_machine() if meeting.one_host else meeting.turn_to_the_others(store)
+        meeting.choose_interface(store)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     try:
@@ -166,14 +166,6 @@ def connect(
         raise
     dist.destroy_process_group()
     _leave_together(store, launch)
-
-
-def _stay_on_this_machine() -> None:
-    """Let gloo listen on the loopback interface, unless the user has named another one."""
-    names = {name for _, name in socket.if_nameindex()}
-    for name in ("lo", "lo0"):
-        if name in names:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 def _break_off(backend: str, error: BaseException) -> None:
@@ -336,17 +328,20 @@ class _Meeting:
             return store.check(["given up"])
         return _round_prefix(opened.get(_ROUND).decode()) != self._prefix
 
-    def turn_to_the_others(self, store: dist.Store) -> None:
-        """Let gloo listen on the interface that leads to the other hosts, unless the user has named one."""
-        towards = chain([self._launch.master_addr], self._addresses(store))
-        if "GLOO_SOCKET_IFNAME" not in os.environ and (name := interface_towards(towards)):
+    def choose_interface(self, store: dist.Store) -> None:
+        """Let gloo listen on the loopback interface, or on the one that leads to the other hosts, unless the user has
+        named one."""
+        if "GLOO_SOCKET_IFNAME" in os.environ:
+            return
+        if self.one_host:
+            here = {name for _, name in socket.if_nameindex()}
+            name = next((name for name in ("lo", "lo0") if name in here), "")
+        else:
+            # As seen from rank 0; its own host may know itself by a loopback address.
+            seen = (json.loads(store.get(f"who/{rank}"))["address"] for rank in range(self._launch.world_size))
+            name = interface_towards(chain([self._launch.master_addr], filter(None, seen)))
+        if name:
             os.environ["GLOO_SOCKET_IFNAME"] = name
-
-    def _addresses(self, store: dist.Store) -> Iterator[str]:
-        """Those of the other hosts, as seen from rank 0; the host of rank 0 may know itself by a loopback address."""
-        for rank in range(self._launch.world_size):
-            if address := json.loads(store.get(f"who/{rank}"))["address"]:
-                yield address
 
     def second_connection(self) -> dist.Store:
         """The store once more: a thread that uses it need not wait for what the first connection is asked."""
@@ -443,19 +438,18 @@ class _Meeting:
 
     def _reach(self, host: str, port: int) -> None:
         """Wait until someone listens at the address of rank 0."""
-        while why := closed(host, port):
-            if why.unknown_host and self._clock.elapsed() > self._next_word:
-                raise PeerError(
-                    f"{self._me()}: MASTER_ADDR={host} is not the name of a host that is known here ({why.text}); give "
-                    "the name or the address of the host of rank 0"
-                )
-            self._late(f"rank 0, which does not answer at {host}:{port} ({why.text}); {self._hint()}")
-            time.sleep(0.1)
-
-    def _hint(self) -> str:
+        hint = "is that the host of rank 0 (MASTER_ADDR, MASTER_PORT), was it started, does a firewall stand between?"
         if self._launch.one_host:
-            return "ranks on other hosts need MASTER_ADDR, the host of rank 0"
-        return "is that the host of rank 0 (MASTER_ADDR, MASTER_PORT), was it started, does a firewall stand between?"
+            hint = "ranks on other hosts need MASTER_ADDR, the host of rank 0"
+        while error := refusal(host, port):
+            why = error.strerror or str(error)
+            if isinstance(error, socket.gaierror) and self._clock.elapsed() > self._next_word:
+                raise PeerError(
+                    f"{self._me()}: MASTER_ADDR={host} is not the name of a host that is known here ({why}); give the "
+                    "name or the address of the host of rank 0"
+                )
+            self._late(f"rank 0, which does not answer at {host}:{port} ({why}); {hint}")
+            time.sleep(0.1)
 
     def _late(self, whom: str | Callable[[], str]) -> None:
         """Say who is waited for, after 20 s and then every minute; give up at the end."""
@@ -502,15 +496,11 @@ class _Meeting:
         where = place()
         if not launch.one_host or store.compare_set("place", "", where).decode() != where:
             store.add("several hosts", 1)
-        self._compare(store)
-        store.add("here", 1)
-
-    def _compare(self, store: dist.Store) -> None:
-        """Hold the facts of this rank against those of the first that came."""
-        own = json.dumps({"name": f"rank {self._launch.rank} ({socket.gethostname()})", "facts": dict(self._facts)})
+        own = json.dumps({"name": f"rank {launch.rank} ({me['host']})", "facts": dict(self._facts)})
         first, mine = json.loads(store.compare_set("facts", "", own)), json.loads(own)
         if text := difference(mine["facts"], first["facts"], mine["name"], first["name"]):
             self._refuse(store, text)
+        store.add("here", 1)
 
     def _refuse(self, store: dist.Store, message: str) -> NoReturn:
         store.set("refused", message)

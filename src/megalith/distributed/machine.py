@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 _PROC = Path("/proc")
@@ -189,20 +188,12 @@ def _v6_addresses() -> dict[str, list[str]]:
     return found
 
 
-@dataclass(frozen=True)
-class Closed:
-    """Why a connection cannot be made."""
-
-    text: str
-    unknown_host: bool
-
-
-def closed(host: str, port: int) -> Closed | None:
-    """Knock at an address; None where someone opens."""
+def refusal(host: str, port: int) -> OSError | None:
+    """Knock at an address; why no connection can be made, None where someone opens."""
     try:
         socket.create_connection((host, port), timeout=5.0).close()
     except OSError as error:
-        return Closed(error.strerror or str(error), isinstance(error, socket.gaierror))
+        return error
     return None
 
 

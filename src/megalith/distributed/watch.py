@@ -346,12 +346,10 @@ class Watch(Observer):
         for (_, _, stack), alike in groups.items():
             names = ", ".join(str(view.identity) for view in alike[:4])
             more = f" and {len(alike) - 4} more" if len(alike) > 4 else ""
-            lines.append(f"{names}{more}: {alike[0].describe(now, same_clock=self._same_clock(alike[0]))}")
+            here = alike[0].identity.host == self._identity.host
+            lines.append(f"{names}{more}: {alike[0].describe(now, same_clock=here)}")
             lines += [f"    {line}" for line in stack.splitlines()]
         return lines
-
-    def _same_clock(self, view: View) -> bool:
-        return view.identity.host == self._identity.host
 
     def _views(self, board: Board) -> list[View]:
         identities = [read_identity(board, rank) for rank in range(self._size)]
@@ -465,7 +463,7 @@ class Watch(Observer):
 
     def _admit(self, board: Board, error: Exception) -> None:
         """Say on the board that this rank failed. Of equal errors on several ranks one is printed."""
-        text = str(error) if isinstance(error, MegalithError) else _last_line(error)
+        text = str(error) if isinstance(error, MegalithError) else traceback.format_exception_only(error)[-1].strip()
         status = self.status()
         failure = {
             "rank": self._identity.rank,
@@ -490,7 +488,3 @@ def _stack() -> str:
     """Where the main thread of this process is, innermost call last."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     return "".join(traceback.format_stack(frame)[-_STACK_FRAMES:]) if frame is not None else ""
-
-
-def _last_line(error: Exception) -> str:
-    return traceback.format_exception_only(error)[-1].strip()

@@ -281,15 +281,12 @@ def _row(simulation: Simulation, spans: tuple[Span, ...], scale: Fraction, start
         cell = _label(simulation, span.op)[: right - left].ljust(right - left)
         if _column(span.end, scale) == right:
             cell = cell[:-1] + (" " if color else "|")
-        parts.append(_painted(cell, span.op) if color else cell)
+        shades = COLORS[span.op.kind]
+        shade = shades[span.op.chunk % len(shades)]
+        parts.append(f"\x1b[97;48;5;{shade}m{cell}\x1b[0m" if color else cell)
         column = right
     end = min(stop, _column(simulation.makespan, scale))
     return "".join(parts) + "." * (end - column)
-
-
-def _painted(cell: str, op: Op) -> str:
-    shades = COLORS[op.kind]
-    return f"\x1b[97;48;5;{shades[op.chunk % len(shades)]}m{cell}\x1b[0m"
 
 
 def _ruler(makespan: Fraction, scale: Fraction) -> str:

@@ -120,8 +120,10 @@ def train_step(
     names = loss_names(model)
     auxiliary = auxiliary_losses(state.chunks, names, num_micro_batches, state.context)
     load = expert_load(state.chunks, state.context)
-    mine = [work.total(), _samples_by_source(work, state, len(sources)), auxiliary.to(work.total())]
-    mine.append(load.flatten().to(work.total()))
+    total = work.total()
+    # Context-parallel ranks have parts of the same samples, which the first of them counts.
+    drawn = [float(work.samples_of[number]) * state.context.cp.is_first for number in range(len(sources))]
+    mine = [total, total.new_tensor(drawn), auxiliary.to(total), load.flatten().to(total)]
     _, *further = state.model.loss_names
     parts = (totals or totals_of(state))(torch.cat(mine)).split(
         (2 * len(further) + 2, len(sources), len(names), load.numel())
@@ -180,16 +182,6 @@ def train_step(
             if model.mixture and model.experts[min(layer, model.num_layers - 1)]
         },
     )
-
-
-def _samples_by_source(work: StageWork, state: TrainState, num_sources: int) -> Tensor:
-    """Samples of each source in the micro-batches here, for a sum over all ranks that count; [num_sources].
-
-    Context-parallel ranks have parts of the same samples, which the first of them counts.
-    """
-    sums = work.total()
-    counts = [float(work.samples_of[number]) for number in range(num_sources)]
-    return sums.new_tensor(counts if state.context.cp.is_first else [0.0] * num_sources)
 
 
 @torch.no_grad()
@@ -297,18 +289,16 @@ class StageWork:
         summed, counts = torch.stack([loss.summed for loss in losses]), torch.stack([loss.count for loss in losses])
         if self._spoils and micro_batch == 0:
             summed = summed * math.nan
-        self._remember(model, summed.detach(), counts)
+        known, terms = summed.detach(), counts
+        if model.reports_means:
+            known, terms = known / terms.clamp(min=1.0), torch.ones_like(terms)
+        self.sums.append(torch.stack((known, terms), dim=1).flatten())
         summed = summed * summed.new_tensor([loss.weight for loss in losses])
         if model.config.calculate_per_token_loss:
             return summed.sum() * self._loss_scale
         if self._context.cp.size > 1:
             counts = comm.all_reduce(counts, self._context.cp)
         return (summed / counts.clamp(min=1.0)).sum() / self._num_micro_batches * self._loss_scale
-
-    def _remember(self, model: LanguageModel, summed: Tensor, counts: Tensor) -> None:
-        if model.reports_means:
-            summed, counts = summed / counts.clamp(min=1.0), torch.ones_like(counts)
-        self.sums.append(torch.stack((summed, counts), dim=1).flatten())
 
     def end(self, micro_batch: int) -> None:
         """Nothing more is done for this micro-batch here."""

@@ -152,7 +152,8 @@ class Care:
                 found = "the same, and right" if unchanged else "all right: a transient error of a machine"
                 tell(self._report(result, "rerun", samples, None, found))
                 return replace(again, seconds=again.seconds + result.seconds)
-        first, searched = None, not _is_finite(result)
+        numbers = result.loss, math.nan if result.grad_norm is None else result.grad_norm
+        first, searched = None, not all(map(math.isfinite, numbers))
         if searched:
             after = state.moment()
             state.go_back(before)
@@ -226,10 +227,6 @@ def _recorded(batches: Iterator[Batch], drawn: list[Batch]) -> Iterator[Batch]:
         yield batch
 
 
-def _is_finite(result: StepResult) -> bool:
-    return math.isfinite(result.loss) and result.grad_norm is not None and math.isfinite(result.grad_norm)
-
-
 def _last_words(report: BadStep, result: StepResult, policy: str, in_a_row: int) -> str:
     first = result.consumed_samples - result.num_samples
     text = (
@@ -270,18 +267,18 @@ class _Search:
 
     def __init__(self, state: TrainState, work: StageWork) -> None:
         self._state, self._work = state, work
-        self._first: dict[int, _Finding] = {}
+        self.first: dict[int, _Finding] = {}
         self._calls = 0
 
     def note(self, phase: int, what: str, tensor: Tensor, chunk: int = 0) -> None:
         self._calls += 1
-        if phase in self._first or not tensor.is_floating_point() or bool(tensor.isfinite().all()):
+        if phase in self.first or not tensor.is_floating_point() or bool(tensor.isfinite().all()):
             return
         context, at = self._state.context, self._work.at
         place = chunk * context.pp.size + context.pp.index
         micro_batch = -1 if at is None or phase in (0, 4) else at.micro_batch
         order = -place if phase == 3 else place
-        self._first[phase] = _Finding(phase, micro_batch, order, self._calls, context.rank, what)
+        self.first[phase] = _Finding(phase, micro_batch, order, self._calls, context.rank, what)
 
     def hook(self, name: str, chunk: int) -> Any:
         def after(module: nn.Module, args: Any, output: Any) -> None:
@@ -294,10 +291,6 @@ class _Search:
                         )
 
         return after
-
-    @property
-    def findings(self) -> list[_Finding]:
-        return sorted(self._first.values())
 
 
 def find_first_bad(
@@ -349,7 +342,8 @@ def find_first_bad(
         for name, grad in gradients.grads.items():
             search.note(4, f"the gradient of {name}", grad)
     gradients.finish()
-    every = [finding for own in comm.all_gather_objects(search.findings, state.context.world) for finding in own]
+    own = list(search.first.values())
+    every = [finding for found in comm.all_gather_objects(own, state.context.world) for finding in found]
     if not every:
         return None
     first = min(every)

@@ -34,7 +34,8 @@ def keep_freed_memory(processes: int) -> bool:
     Returns:
         Whether it was done.
     """
-    if platform.libc_ver()[0] != "glibc" or _settled_by_user() or _addresses_limited():
+    settled = any(name in ("GLIBC_TUNABLES", "LD_PRELOAD") or name.startswith("MALLOC_") for name in os.environ)
+    if platform.libc_ver()[0] != "glibc" or settled or _addresses_limited():
         return False
     libc = ctypes.CDLL(None)
     libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
@@ -48,10 +49,6 @@ def keep_freed_memory(processes: int) -> bool:
     for start, stop in _heap():
         libc.madvise(start, stop - start, _HUGE_PAGES)  # a kernel without them says so, and nothing changes
     return True
-
-
-def _settled_by_user() -> bool:
-    return any(name in ("GLIBC_TUNABLES", "LD_PRELOAD") or name.startswith("MALLOC_") for name in os.environ)
 
 
 def _addresses_limited() -> bool:
