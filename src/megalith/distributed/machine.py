@@ -88,20 +88,12 @@ _ADDRESSES_V6 = Path("/proc/net/if_inet6")
 
 
 def interface_towards(hosts: Iterable[str]) -> str:
-    """The interface that leads to the first of these hosts that is not this machine; empty where it is not known.
-
-    Args:
-        hosts: names or addresses.
-    """
+    """The interface that leads to the first of these hosts that is not this machine; empty where it is not known."""
     return next((interface_with(own) for own in map(own_address, hosts) if own), "")
 
 
 def own_address(towards: str) -> str:
-    """The address of this machine as another one sees it; empty if that is a loopback address, or no route is known.
-
-    Args:
-        towards: name or address of the other.
-    """
+    """The address of this machine as another one sees it; empty if that is a loopback address, or no route is known."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(towards, _ANY_PORT, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as asking:

@@ -305,11 +305,7 @@ class Watch(Observer):
         return (gone[0], self._cause(views)) if gone else None
 
     def blame(self, seconds: float = _SECONDS_FOR_CAUSE) -> str | None:
-        """Which rank a broken connection comes from, as soon as that shows; None if it does not.
-
-        Args:
-            seconds: how long to look.
-        """
+        """Which rank a broken connection comes from, as soon as that shows; None if it does not within the seconds."""
         deadline = time.monotonic() + seconds
         while self._board is not None:
             with suppress(BoardGone):

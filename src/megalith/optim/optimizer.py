@@ -316,7 +316,7 @@ class Optimizer:
             for prefix, module in root.named_modules():
                 names = {name: f"{prefix}.{name}".lstrip(".") for name, _ in module.named_parameters(recurse=False)}
                 if names:
-                    follower = _LoadFollower(self, names)
+                    follower = _LoadFollower(weakref.ref(self), names)  # the module may outlive it
                     module.register_load_state_dict_pre_hook(follower.before)
                     module.register_load_state_dict_post_hook(follower.after)
 
@@ -406,9 +406,8 @@ class Optimizer:
 class _LoadFollower:
     """Tells an optimizer of `load_state_dict` of a module; copies and pickles of the module have no optimizer."""
 
-    def __init__(self, optimizer: Optimizer, names: Mapping[str, str]) -> None:
-        self._optimizer: Callable[[], Optimizer | None] = weakref.ref(optimizer)  # the module may outlive it
-        self._names = names
+    def __init__(self, optimizer: Callable[[], Optimizer | None], names: Mapping[str, str]) -> None:
+        self._optimizer, self._names = optimizer, names
 
     def before(self, *_: Any) -> None:
         """Let no update that is on its way from another rank arrive on top of weights that are loaded."""
@@ -420,13 +419,7 @@ class _LoadFollower:
             optimizer._loaded(module, self._names)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _LoadFollower._of_none, (self._names,)
-
-    @classmethod
-    def _of_none(cls, names: Mapping[str, str]) -> _LoadFollower:
-        follower = cls.__new__(cls)
-        follower._optimizer, follower._names = type(None), names
-        return follower
+        return _LoadFollower, (type(None), self._names)
 
 
 build_optimizer = Optimizer

@@ -402,12 +402,7 @@ class WidthScaling:
     tied: Collection[str] = ()
 
     def rate(self, name: str, parameter: Tensor, optimizer: str) -> float:
-        """What the rate of a parameter is multiplied by.
-
-        Args:
-            name, parameter: which one.
-            optimizer: that updates it, as `--optimizer` names it.
-        """
+        """What the rate of a parameter is multiplied by, of one that `--optimizer` names so."""
         if optimizer == "sgd":
             return 1.0 if self._is_matrix(name, parameter) else self.multiplier
         return 1.0 / self.multiplier if self._is_matrix(name, parameter) else 1.0

@@ -225,13 +225,7 @@ def violations(name: str, stages: int, chunks: int, micro_batches: int, flags: F
 
 @lru_cache(maxsize=64)
 def make_schedule(name: str, stages: int, chunks: int, micro_batches: int) -> Schedule:
-    """Make a schedule by its name, once: a run asks for the same one in each of its steps.
-
-    Args:
-        name: one of `SCHEDULES`.
-        stages: pipeline stages.
-        chunks: parts of the model on each stage.
-        micro_batches: of one step.
+    """Make a schedule by its name, one of `SCHEDULES`; once, as a run asks for the same one in each of its steps.
 
     Raises:
         LayoutError: there is no such schedule for these sizes.

@@ -61,13 +61,7 @@ class Timers:
 
 
 def over_ranks(own: Mapping[str, float], context: ParallelContext, *, steps: int = 1) -> Times:
-    """What each rank has taken, for each name that any of them has; all ranks call this together.
-
-    Args:
-        own: seconds by name, of this rank.
-        context: all ranks.
-        steps: the times are divided by this.
-    """
+    """The seconds of each rank over `steps`, for each name that any of them has; all ranks call this together."""
     everywhere = comm.all_gather_objects(dict(own), context.world)
     names = list(dict.fromkeys(name for times in everywhere for name in times))
     return {name: [times.get(name, 0.0) / steps for times in everywhere] for name in names}
