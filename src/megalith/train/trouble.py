@@ -55,6 +55,17 @@ class Injection:
         return self.rate > 0 and Random(f"{self.seed} {iteration}").randrange(self.rate) == 0
 
 
+@dataclass(frozen=True)
+class _Attempt:
+    """The first computation of a step: its micro-batches, the sums of their losses, and the counters before it."""
+
+    drawn: Sequence[Batch]
+    sums: Sequence[Tensor]
+    take: Take
+    tell: Callable[[BadStep], None]
+    before: Moment
+
+
 @dataclass
 class Care:
     """Takes the steps of a run.
@@ -90,6 +101,7 @@ class Care:
         """
         state, before = self.state, self.state.moment()
         drawn, sums = list[Batch](), list[Tensor]()
+        attempt = _Attempt(drawn, sums, take, tell, before)
         step, lowest = state.iteration + 1, state.optimizer.scaler.is_lowest
         injected = self.injection.strikes(step)
         doubted = injected and self.injection.kind == "correct_result"
@@ -103,16 +115,16 @@ class Care:
             result = replace(result, bad="the result is doubted (--error-injection-type correct_result)")
         if result.bad:
             self.num_bad, self._in_a_row = self.num_bad + 1, self._in_a_row + 1
-            result = self._dealt_with(result, drawn, sums, take, tell, before)
+            result = self._dealt_with(result, attempt)
         elif alarm := state.check.alarm(result.loss):
-            tell(replace(self._report(result, "alarm", self._samples(result, drawn, sums), None, ""), reason=alarm))
+            tell(replace(self._report(result, "alarm", self._samples(result, attempt), None, ""), reason=alarm))
         if not result.bad:
             self._in_a_row = 0
             if result.applied:
                 state.check.remember(result.loss, result.grad_norm)
             self._overflows = self._overflows + 1 if lowest and not result.applied else 0
             if self._overflows == MOST_IN_A_ROW:
-                self._give_up(result, drawn, sums, tell, before)
+                self._give_up(result, attempt)
         self.spoils = False
         return result
 
@@ -134,19 +146,12 @@ class Care:
             tell(replace(self._report(second, "alarm", samples, None, ""), reason=reason))
         return second
 
-    def _dealt_with(
-        self,
-        result: StepResult,
-        drawn: Sequence[Batch],
-        sums: Sequence[Tensor],
-        take: Take,
-        tell: Callable[[BadStep], None],
-        before: Moment,
-    ) -> StepResult:
-        state, samples = self.state, self._samples(result, drawn, sums)
+    def _dealt_with(self, result: StepResult, attempt: _Attempt) -> StepResult:
+        state, drawn, tell = self.state, attempt.drawn, attempt.tell
+        samples = self._samples(result, attempt)
         if self.policy == "rerun":
-            state.go_back(before)
-            again = take(iter(drawn), [], True)
+            state.go_back(attempt.before)
+            again = attempt.take(iter(drawn), [], True)
             if not again.bad:
                 unchanged = again.loss == result.loss and again.grad_norm == result.grad_norm
                 found = "the same, and right" if unchanged else "all right: a transient error of a machine"
@@ -156,7 +161,7 @@ class Care:
         first, searched = None, not all(map(math.isfinite, numbers))
         if searched:
             after = state.moment()
-            state.go_back(before)
+            state.go_back(attempt.before)
             first = find_first_bad(state, drawn, self.schedule, spoils=self.spoils)
             state.go_back(after)
         found = "not finite again" if first else "finite: a transient error of a machine" if searched else ""
@@ -172,23 +177,16 @@ class Care:
             return result
         raise BadStepError(_last_words(report, result, self.policy, self._in_a_row))
 
-    def _give_up(
-        self,
-        result: StepResult,
-        drawn: Sequence[Batch],
-        sums: Sequence[Tensor],
-        tell: Callable[[BadStep], None],
-        before: Moment,
-    ) -> None:
+    def _give_up(self, result: StepResult, attempt: _Attempt) -> None:
         """Stop a run that skips every step though its loss scale cannot get any smaller."""
-        samples = self._samples(result, drawn, sums)
-        self.state.go_back(before)
-        first = find_first_bad(self.state, drawn, self.schedule)
+        samples = self._samples(result, attempt)
+        self.state.go_back(attempt.before)
+        first = find_first_bad(self.state, attempt.drawn, self.schedule)
         self.num_bad += 1
         scale = f"at the smallest loss scale, {result.loss_scale:g} (the loss is {result.loss}),"
         reason = f"{MOST_IN_A_ROW} steps in a row are skipped {scale}"
         report = self._report(replace(result, bad=reason), "stop", samples, first, "")
-        tell(report)
+        attempt.tell(report)
         remedy = _NEVER_RECOVER if first is not None and first.weight else _NO_SCALE_HELPS
         raise BadStepError(f"{report}; nothing of this step is saved. {remedy}")
 
@@ -199,10 +197,10 @@ class Care:
             result.iteration, result.bad, result.loss, result.grad_norm, action, *samples, first, again, self.num_bad
         )
 
-    def _samples(self, result: StepResult, drawn: Sequence[Batch], sums: Sequence[Tensor]) -> tuple[int, int]:
+    def _samples(self, result: StepResult, attempt: _Attempt) -> tuple[int, int]:
         """The first and the last sample of the micro-batch with the worst loss."""
         context = self.state.context
-        own = [float(pair[0] / pair[1].clamp(min=1.0)) for pair in sums]
+        own = [float(pair[0] / pair[1].clamp(min=1.0)) for pair in attempt.sums]
         every = comm.all_gather_objects((context.dp.index, own), context.world)
         losses = [
             (math.inf if math.isnan(loss) else loss, micro_batch, replica)
@@ -210,7 +208,7 @@ class Care:
             for micro_batch, loss in enumerate(losses)
         ]
         _, micro_batch, replica = max(losses, key=lambda worst: worst[0])
-        return self._of_micro_batch(result, drawn, micro_batch, replica)
+        return self._of_micro_batch(result, attempt.drawn, micro_batch, replica)
 
     def _of_micro_batch(
         self, result: StepResult, drawn: Sequence[Batch], micro_batch: int, replica: int
