@@ -1,5 +1,9 @@
 """Add what is new to the record: `python -m tests.contract.record`. Nothing in it is changed or removed by this.
 
+The record is what other people's programs and command lines hold on to. Text files hold it, one fact a line, and a test
+of each compares today's program with it. A test fails where a line no longer holds, never because something was added.
+To remove a line is a decision of its own, which the changelog names.
+
 A new flag of training: write `--flag VALUE | group.setting = ?` into `flags_that_work.txt`, with the other words that
 it needs as a third column; this fills in the value. An exit code: write `WORDS | ?` into `exit_codes.txt`.
 """

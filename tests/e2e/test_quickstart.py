@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from tests.contract.outputs import fields_of, file_names, problems, recorded
 
 COMMAND = (sys.executable, "-m", "megalith", "quickstart")

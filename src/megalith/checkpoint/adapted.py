@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megalith.checkpoint.content import CheckpointContent, Chunk
+from megalith.checkpoint.formats.megatron_names import HEAD_OF_T5
 from megalith.checkpoint.formats.megatron_optimizer import decays, with_rates
 from megalith.checkpoint.formats.torch_dist import (
     OPTIMIZER_PREFIX,
@@ -181,6 +182,12 @@ class ForExpertRanks(Adapter):
         return {decays(key, shape[stacked_axes(key) :]) for key, shape in shapes.items() if is_of_experts(key)}
 
 
+_OVER_VOCABULARY = (
+    *(WORD_EMBEDDINGS, OUTPUT_LAYER, "output_layer.bias"),  # BERT and T5 have a bias for each token
+    *(f"{HEAD_OF_T5}weight", f"{HEAD_OF_T5}bias"),
+)
+
+
 class Repadded(Adapter):
     """With another number of rows in the vocabulary: what is too much goes, what is missing is added.
 
@@ -233,7 +240,7 @@ class Repadded(Adapter):
 
 def over_vocabulary(key: str) -> bool:
     """Whether the rows of a tensor are those of the vocabulary."""
-    return key.endswith((WORD_EMBEDDINGS, OUTPUT_LAYER)) and weight_of(key) in (WORD_EMBEDDINGS, OUTPUT_LAYER)
+    return key.endswith(_OVER_VOCABULARY) and weight_of(key) in _OVER_VOCABULARY
 
 
 class WithCommon(Adapter):

@@ -12,6 +12,7 @@ the logits changes a choice only where u falls that close to a border.
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -265,7 +266,7 @@ class BeamSearch:
                 sums.append(total)
             if len(following) == self.width:
                 break
-        if len(self._found) == self.width and self._found[-1][0] >= best / length**self.length_penalty:
+        if len(self._found) == self.width and self._found[-1][0] >= self._score(best, length):
             return []
         self.scores = sums
         return following
@@ -278,6 +279,15 @@ class BeamSearch:
 
     def _keep(self, answer: Sequence[int], total: float, length: int) -> None:
         """Keep a hypothesis if it is among the best."""
-        self._found.append((total / length**self.length_penalty, list(answer)))
+        self._found.append((self._score(total, length), list(answer)))
         self._found.sort(key=lambda found: -found[0])
         del self._found[self.width :]
+
+    def _score(self, total: float, length: int) -> float:
+        """Return total / length ** penalty, or the nearest finite float: clients choose the penalty."""
+        try:
+            return max(total / length**self.length_penalty, -sys.float_info.max)
+        except OverflowError:
+            return 0.0
+        except ZeroDivisionError:
+            return -sys.float_info.max if total < 0.0 else 0.0

@@ -66,6 +66,11 @@ def test_other_tensors_are_not_padded() -> None:
     ]
 
 
+@pytest.mark.parametrize("key", ["output_layer.bias", "lm_head.output_layer.bias", "lm_head.output_layer.weight"])
+def test_output_layers_of_bert_and_t5_have_the_rows_of_the_vocabulary(key: str) -> None:
+    assert over_vocabulary(key) and over_vocabulary(f"optimizer.state.exp_avg.{key}")
+
+
 _BOTH = (EMBEDDING, OUTPUT)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -303,6 +304,17 @@ def test_beam_search_is_megatrons(width: int, penalty: float, tight: bool) -> No
     wanted = _naive_beams(model, prompt, 7, width, penalty, Letters.eod)
     assert [list(hypothesis) for hypothesis in beams.hypotheses] == [ids for _, ids in wanted]
     assert beams.scores == pytest.approx([score for score, _ in wanted])
+    assert engine.stats().blocks_used == 0
+
+
+@pytest.mark.parametrize("penalty", [1e300, -1e300, -1e3, 1e3])
+def test_beam_search_survives_every_length_penalty(penalty: float) -> None:
+    model = model_of("gpt2", seed=3)
+    model.output_weight[Letters.eod] *= 3
+    engine = Engine(ModelRunner(model, 60, 4), Letters())
+    beams, _ = engine.run(Request((3, 1, 4), 7, beam_width=3, length_penalty=penalty))
+    assert isinstance(beams, Beams)
+    assert len(beams.hypotheses) == 3 and all(map(math.isfinite, beams.scores))
     assert engine.stats().blocks_used == 0
 
 
