@@ -22,7 +22,7 @@ def contents(folder: Path) -> dict[str, Any]:
 
     Of the saved arguments only the counters: the rest names folders and versions.
     """
-    return dict(_leaves("", _read(folder)))
+    return dict(leaves(_read(folder)))
 
 
 def tensors(folder: Path) -> dict[str, Tensor]:
@@ -52,15 +52,16 @@ def _distributed(folder: Path) -> dict[str, Any]:
     return state
 
 
-def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Iterate over what nested mappings and sequences hold, with names such as `optimizer/param_groups/0/lr`."""
     if isinstance(value, Namespace):
         yield from ((f"{name}/{key}", getattr(value, key)) for key in _OF_ARGS)
     elif isinstance(value, Mapping):
-        for key in value:
-            yield from _leaves(f"{name}/{key}" if name else str(key), value[key])
+        for key, item in value.items():
+            yield from leaves(item, f"{name}/{key}" if name else str(key))
     elif isinstance(value, (list, tuple)):
         for number, item in enumerate(value):
-            yield from _leaves(f"{name}/{number}", item)
+            yield from leaves(item, f"{name}/{number}")
     else:
         yield name, torch.from_numpy(value) if isinstance(value, np.ndarray) else value
 

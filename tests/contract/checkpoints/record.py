@@ -24,10 +24,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from megalith.cli.main import main
 from megalith.data.indexed import IndexedWriter
 
 from ...e2e.warm import WarmProcess
+from .answers import generated, measured
 from .runs import ARITHMETIC, FAMILIES, GENERATED, HELD, LAST, MEASURED, Run, all_runs, iteration_of, last_of
 
 HERE = Path(__file__).parent
@@ -60,25 +60,6 @@ def make(run: Run, folder: Path, warm: WarmProcess) -> None:
     shutil.move(iteration_of(save, LAST), folder / last_of(run))
     (save / "latest_checkpointed_iteration.txt").write_text(str(HELD))
     shutil.rmtree(save / "run")
-
-
-def generated(checkpoint: Path, family: str) -> str:
-    """Return what `megalith generate` prints."""
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        code = main(["generate", str(checkpoint), *GENERATED[family]])
-    if code:
-        sys.exit(f"megalith generate {checkpoint}: {code}")
-    return printed.getvalue()
-
-
-def measured(checkpoint: Path, family: str, folder: Path) -> Any:
-    """Return what `megalith evaluate` writes as its result; the data are in the folder."""
-    words = [word.replace("data/", f"{folder}/data/") for word in MEASURED[family]]
-    path = folder / "measured.json"
-    if code := main(["evaluate", str(checkpoint), *words, "--json", str(path)]):
-        sys.exit(f"megalith evaluate {checkpoint}: {code}")
-    return json.loads(path.read_text())["result"]
 
 
 def pack(folder: Path, name: str) -> str:
