@@ -23,6 +23,7 @@ from megalith.checkpoint import DirectoryStore
 from megalith.train.faults import POINTS
 from megalith.train.metrics import read_metrics
 
+from . import small_run
 from .checkpoints import assert_same, curve_of, state_of
 from .test_signals import stopped_at
 from .warm import Finished, Running, WarmProcess, free_port
@@ -406,3 +407,17 @@ def test_the_curve_of_those_commands_is_that_of_one_process(
     together, alone = losses(tmp_path / "ranks"), losses(tmp_path / "one")
     assert len(alone) == steps and alone[steps] < alone[1] - 0.3
     assert together == pytest.approx(alone, rel=1e-5)
+
+
+def test_layouts_with_one_padded_vocabulary_have_the_same_losses(warm: WarmProcess, tmp_path: Path) -> None:
+    """Every row counts in the loss, and 100 tokens have 128 rows in one process and 256 in two that share layers."""
+    words = [*small_run.MODEL, "--data-path", small_run.write_text(tmp_path), "--device", "cpu"]
+    words += ["--train-iters", 2, "--save-interval", 2]
+    alone, wide, together = tmp_path / "alone", tmp_path / "wide", tmp_path / "together"
+    told = text_of([warm.run([*words, *saving(alone)], tmp_path)])
+    assert "--padded-vocab-size" not in told
+    text_of([warm.run([*words, *saving(wide), "--padded-vocab-size", 256], tmp_path)])
+    told = text_of(warm.run_ranks(2, [*words, *TP2.split(), *saving(together)], tmp_path))
+    assert "--padded-vocab-size 256" in told
+    assert losses(together) == pytest.approx(losses(wide), rel=1e-5)
+    assert losses(together)[1] > losses(alone)[1] + 0.5

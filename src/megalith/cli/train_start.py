@@ -47,7 +47,7 @@ from megalith.distributed.rng import RandomStreams
 from megalith.errors import CheckpointError, ConfigError, DamagedCheckpointError
 from megalith.models.language_model import LanguageModel
 from megalith.tokenizers import Tokenizer, build_tokenizer
-from megalith.tokenizers.padding import padded_vocab_size, padding_message
+from megalith.tokenizers.padding import padded_vocab_size, padding_message, tensor_parallel_note
 from megalith.train.checkpoint_fit import (
     FoundCheckpoint,
     Identity,
@@ -118,6 +118,8 @@ def start(
     changes = _say_changes(config, found, screen)
     padded = _padded_vocabulary(config, tokenizer, found)
     screen.say(padding_message(tokenizer.vocab_size, padded))
+    if found is None and config.data.padded_vocab_size is None:
+        _say_padding(config, tokenizer, screen)
     screen.say(console.seeds_line(config.train.seed))
     streams = RandomStreams(config.train.seed, context)
     screen.say(console.initialised_line(time.monotonic() - began))
@@ -391,6 +393,13 @@ def _padded_vocabulary(config: RunConfig, tokenizer: Tokenizer, found: FoundChec
     return padded_vocab_size(
         tokenizer.vocab_size, config.model.make_vocab_size_divisible_by, config.parallel.tensor_model_parallel_size
     )
+
+
+def _say_padding(config: RunConfig, tokenizer: Tokenizer, screen: Screen) -> None:
+    """Say whether the losses depend on the layout; a resumed run keeps the rows of its checkpoint in any layout."""
+    divisible_by, parallel = config.model.make_vocab_size_divisible_by, config.parallel
+    if note := tensor_parallel_note(tokenizer.vocab_size, divisible_by, parallel.tensor_model_parallel_size):
+        screen.say(note)
 
 
 def _state(

@@ -13,6 +13,7 @@ from megalith.errors import ConfigError, DataError
 from megalith.tokenizers import build_tokenizer, extras, padded_vocab_size, padding_message
 from megalith.tokenizers.build import with_files_in
 from megalith.tokenizers.null import NullTokenizer
+from megalith.tokenizers.padding import tensor_parallel_note
 
 
 @pytest.mark.parametrize(
@@ -104,3 +105,6 @@ def test_a_checkpoint_brings_its_files(shared: Path, tmp_path: Path) -> None:
 def test_padding() -> None:
     assert [padded_vocab_size(50257, 128, tp) for tp in (1, 2, 4)] == [50304, 50432, 50688]
     assert padding_message(50257, 50304) == " > padded vocab (size: 50257) with 47 dummy tokens (new size: 50304)"
+    note = tensor_parallel_note(50257, 128, 4)
+    assert "--padded-vocab-size 50688" in note and "50304" in note
+    assert tensor_parallel_note(50257, 128, 1) == tensor_parallel_note(512, 128, 4) == ""
