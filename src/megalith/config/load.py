@@ -173,7 +173,8 @@ def check_groups(*groups: object) -> None:
     }
     settings = [setting for setting in all_settings().values() if setting.group in here]
     values = {setting.name: getattr(here[setting.group], setting.name) for setting in settings}
-    problems, unusable = [], set()
+    problems: list[str] = []
+    unusable: set[str] = set()
     for setting in settings:
         if complaint := _illegal(setting, values[setting.name]):
             problems.append(f"{setting.name} = {values[setting.name]!r}: {complaint}")
