@@ -17,6 +17,9 @@ from tests.e2e.warm import Finished, Running, WarmProcess
 
 RECORDED = Path(__file__).parent / "recorded"
 
+MAPS = ("files", "tokenizer.files", "tokenizer.settings", "tokenizer.special")
+"""Objects of a manifest whose keys are data."""
+
 Fields = Mapping[str, str]
 """Name -> types, joined by "|". A name is a path: `a.b` of an object, `a[]` of an array, `a.*` where keys are data."""
 Found = Mapping[str, Fields]

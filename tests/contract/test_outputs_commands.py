@@ -11,7 +11,7 @@ from functools import cached_property
 import pytest
 from tests.chinese import write_text, write_vocabulary
 
-from .outputs import Commands, Found, console_lines, fields_of, file_names, missing_lines, problems, recorded
+from .outputs import MAPS, Commands, Found, console_lines, fields_of, file_names, missing_lines, problems, recorded
 
 TINY = shlex.split(
     "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --micro-batch-size 2 --global-batch-size 2 --lr 1e-2 "
@@ -146,6 +146,8 @@ def exports(tools: Tools) -> Found:
         with safe_open(folder / "model.safetensors", "pt") as tensors:
             found[f"{name}: tensors"] = {key: "tensor" for key in tensors.keys()}  # noqa: SIM118
     tools.run("checkpoint", "import", "exports/gpt2", "imported", "--no-compare")
+    manifest = fields_of([tools.read("imported/release/manifest.json")], MAPS)
+    found["import: manifest.json"] = {name: kind for name, kind in manifest.items() if not name.startswith("config.")}
     found["import: files"] = file_names(tools.folder / "imported")
     tracker = (tools.folder / "imported/latest_checkpointed_iteration.txt").read_text()
     found["import: latest_checkpointed_iteration.txt"] = {"content": tracker}

@@ -125,11 +125,14 @@ def errors(server: Server) -> Found:
     """Status, type and code of refusals, and the fields of what they say."""
     found, bodies = {}, []
     for name, (method, path, body, headers) in REFUSALS.items():
-        status, _, data = server.ask(method, path, body, headers)
+        status, answered, data = server.ask(method, path, body, headers)
         content = json.loads(data)
         bodies.append(content)
         error = content["error"]
         found[name] = {"status": str(status), "error.type": error["type"], "error.code": error["code"] or "null"}
+        found[name] |= {
+            f"({header})": answered[header] for header in ("www-authenticate", "allow") if header in answered
+        }
     return {**found, "the body": fields_of(bodies)}
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from tests.chinese import write_text, write_vocabulary
 
-from .outputs import Commands, Found, console_lines, fields_of, file_names, missing_lines, problems, recorded
+from .outputs import MAPS, Commands, Found, console_lines, fields_of, file_names, missing_lines, problems, recorded
 
 MODEL = (
     *("--num-layers", 2, "--hidden-size", 16, "--num-attention-heads", 2, "--max-position-embeddings", 16),
@@ -194,6 +194,7 @@ def _tags(folder: Path) -> dict[str, str]:
 def files(runs: Runs) -> Found:
     """Names of the files of runs, checkpoints and caches."""
     assert all((runs.resumed, runs.half, runs.experts, runs.ranks, runs.stages))
+    runs.run("report", "growing")
     found = {name: file_names(runs.folder / name) for name in ("growing", "half", "ranks", "stages", "trace", "cache")}
     place = r"\.claimed-run\.[0-9a-f]{8}\.\d+\.\d*"
     names = [re.sub(place, ".claimed-run.PLACE.PID.BORN", name) for name in runs.stopped["names"]]
@@ -207,12 +208,11 @@ def checkpoint(runs: Runs) -> Found:
     from torch.distributed.checkpoint import FileSystemReader
 
     assert all((runs.resumed, runs.experts, runs.bert, runs.t5, runs.ranks))
-    maps = ("files", "tokenizer.files", "tokenizer.settings", "tokenizer.special")
     manifests = [runs.read(f"{folder}/manifest.json") for folder in ("growing/iter_0000006", "bert/iter_0000002")]
     settings = runs.read("growing/run/config.json")
     found: dict[str, dict[str, str]] = {
         "manifest.json": {
-            name: kind for name, kind in fields_of(manifests, maps).items() if not name.startswith("config.")
+            name: kind for name, kind in fields_of(manifests, MAPS).items() if not name.startswith("config.")
         },
         "metadata.json": fields_of([runs.read("growing/iter_0000006/metadata.json")]),
         ".megalith-lock": fields_of([runs.stopped["lock"]]),
