@@ -250,7 +250,7 @@ def _step(run: TrainingRun) -> StepResult | None:
             before_update=nothing_before if run.background is None else run.background.settle,
             sums=sums,
             apply=apply,
-            spoils=run.care.spoils,
+            inject_nan=run.care.inject_nan,
             sources=run.sources,
         )
 

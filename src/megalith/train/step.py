@@ -66,7 +66,7 @@ def train_step(
     timers: Timers | None = None,
     sums: list[Tensor] | None = None,
     apply: bool = True,
-    spoils: bool = False,
+    inject_nan: bool = False,
     sources: Sequence[str] = (),
 ) -> StepResult:
     """Take one step on the next `num_micro_batches` micro-batches and advance the counters of `state`.
@@ -89,7 +89,7 @@ def train_step(
         timers: are told how long the parts of it take.
         sums: gets [sum, terms] of each loss, of each micro-batch that was predicted here.
         apply: whether to update the weights.
-        spoils: make the loss of the first micro-batch NaN, as `--error-injection-rate` asks.
+        inject_nan: make the loss of the first micro-batch NaN, as `--error-injection-rate` asks.
         sources: names of the datasets of a blend, whose samples say which one they are of.
 
     Source: docs/reference/training.md#optimizers, docs/reference/training.md#loss.
@@ -111,7 +111,7 @@ def train_step(
         probe=probe,
         step=step,
         timers=timers,
-        spoils=spoils,
+        inject_nan=inject_nan,
     )
     with timers.time("forward-backward", level=1):
         run_pipeline(state, work, schedule or default_schedule(len(state.chunks)), num_micro_batches, timers)
@@ -222,7 +222,7 @@ class StageWork:
         probe: called at the points of a step.
         step: the iteration that the probe is told.
         timers: are told how long the data takes.
-        spoils: as of `train_step`.
+        inject_nan: as of `train_step`.
 
     Attributes:
         at: the operation that is under way.
@@ -243,12 +243,12 @@ class StageWork:
         probe: Probe = no_probe,
         step: int = 0,
         timers: Timers | None = None,
-        spoils: bool = False,
+        inject_nan: bool = False,
     ) -> None:
         self._chunks, self._batches, self._context = chunks, batches, context
         self._num_micro_batches, self._loss_scale, self._training = num_micro_batches, loss_scale, training
         self._probe, self._step, self._timers = probe, step, timers or Timers()
-        self._spoils = spoils and training
+        self._inject_nan = inject_nan and training
         self.at: Op | None = None
         self._held: dict[int, Inputs] = {}
         self._drawn = 0
@@ -287,7 +287,7 @@ class StageWork:
             return model.part(inputs, hidden)
         losses = model.losses(inputs, hidden)
         summed, counts = torch.stack([loss.summed for loss in losses]), torch.stack([loss.count for loss in losses])
-        if self._spoils and micro_batch == 0:
+        if self._inject_nan and micro_batch == 0:
             summed = summed * math.nan
         known, terms = summed.detach(), counts
         if model.reports_means:

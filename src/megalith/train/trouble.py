@@ -76,7 +76,7 @@ class Care:
         policy: "stop", "skip" or "rerun".
         twice: compute every step twice and count those whose loss differs.
         injection: of wrong numbers, on purpose.
-        spoils: whether the next computation of a step gets a loss that is NaN, on purpose; whoever takes the step reads
+        inject_nan: whether the next computation of a step is to get a loss that is NaN; whoever takes the step reads
             it.
         num_bad, num_different, num_compared: steps so far.
     """
@@ -86,7 +86,7 @@ class Care:
     policy: str = "stop"
     twice: bool = False
     injection: Injection = field(default_factory=Injection)
-    spoils: bool = False
+    inject_nan: bool = False
     num_bad: int = 0
     num_different: int = 0
     num_compared: int = 0
@@ -105,9 +105,9 @@ class Care:
         step, lowest = state.iteration + 1, state.optimizer.scaler.is_lowest
         injected = self.injection.strikes(step)
         doubted = injected and self.injection.kind == "correct_result"
-        self.spoils = injected and not doubted
+        self.inject_nan = injected and not doubted
         result = take(_recorded(batches, drawn), sums, not (doubted or self.twice))
-        self.spoils = self.spoils and self.injection.kind == "persistent_error"
+        self.inject_nan = self.inject_nan and self.injection.kind == "persistent_error"
         if self.twice and not result.bad:
             state.go_back(before)
             result = self._compared(result, take(iter(drawn), [], True), tell)
@@ -125,7 +125,7 @@ class Care:
             self._overflows = self._overflows + 1 if lowest and not result.applied else 0
             if self._overflows == MOST_IN_A_ROW:
                 self._give_up(result, attempt)
-        self.spoils = False
+        self.inject_nan = False
         return result
 
     def summary(self) -> str:
@@ -162,7 +162,7 @@ class Care:
         if searched:
             after = state.moment()
             state.go_back(attempt.before)
-            first = find_first_bad(state, drawn, self.schedule, spoils=self.spoils)
+            first = find_first_bad(state, drawn, self.schedule, inject_nan=self.inject_nan)
             state.go_back(after)
         found = "not finite again" if first else "finite: a transient error of a machine" if searched else ""
         if self.policy == "rerun":
@@ -292,7 +292,7 @@ class _Search:
 
 
 def find_first_bad(
-    state: TrainState, batches: Sequence[Batch], schedule: str, *, spoils: bool = False
+    state: TrainState, batches: Sequence[Batch], schedule: str, *, inject_nan: bool = False
 ) -> FirstBad | None:
     """Compute a step once more from the state before it, with hooks on every module, and look for what is not finite.
 
@@ -306,7 +306,7 @@ def find_first_bad(
         state: as it was before the step; its gradients and the position of its random streams are of no use afterwards.
         batches: the micro-batches of this replica.
         schedule: the order of the work.
-        spoils: as of `train_step`.
+        inject_nan: as of `train_step`.
 
     Returns:
         What came up first; None if everything was finite this time.
@@ -318,7 +318,7 @@ def find_first_bad(
         num_micro_batches=len(batches),
         loss_scale=state.optimizer.loss_scale,
         step=state.iteration + 1,
-        spoils=spoils,
+        inject_nan=inject_nan,
     )
     search, gradients = _Search(state, work), state.optimizer.gradients
     with ExitStack() as stack:

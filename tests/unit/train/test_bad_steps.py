@@ -38,7 +38,7 @@ def _run(
     stream = batches()
 
     def take(drawn: Iterator[Batch], sums: list[Tensor], apply: bool) -> StepResult:
-        return train_step(state, drawn, 2, sums=sums, apply=apply, spoils=given.spoils)
+        return train_step(state, drawn, 2, sums=sums, apply=apply, inject_nan=given.inject_nan)
 
     with spoiled(state, spoils):
         results = [given.step(stream, take, told.append) for _ in range(steps)]
