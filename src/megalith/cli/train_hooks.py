@@ -27,8 +27,7 @@ from megalith.train.records import (
     Records,
     TensorBoard,
     WandB,
-    require_tensorboard,
-    require_wandb,
+    require_package,
 )
 from megalith.train.results import Hook
 from megalith.train.routing_trace import RoutingTrace
@@ -59,9 +58,9 @@ def open_folder(config: RunConfig, command: str, folder: Path) -> Screen:
         ConfigError: a folder cannot be written to, or a package is missing.
     """
     if config.log.wandb_project:
-        require_wandb()
+        require_package("wandb", "--wandb-project")
     if config.log.tensorboard_dir:
-        require_tensorboard()
+        require_package("tensorboard", "--tensorboard-dir")
         with _naming("--tensorboard-dir", config.log.tensorboard_dir):
             _try_to_write(Path(config.log.tensorboard_dir))
     if (traced := config.log.moe_routing_trace_path) is not None and config.model.mixture:

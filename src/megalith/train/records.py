@@ -121,14 +121,14 @@ class Records(Hook):
             warn(f"WARNING: no more is recorded by {sink.name}: {error}")
 
 
-def require_tensorboard() -> None:
-    """Check, before anything is built, that event files can be written.
+def require_package(name: str, flag: str) -> None:
+    """Check, before anything is built, that the package behind a flag is installed.
 
     Raises:
-        ConfigError: the package is not installed.
+        ConfigError: it is not.
     """
-    if importlib.util.find_spec("tensorboard") is None:
-        raise ConfigError(f"--tensorboard-dir needs the package tensorboard: {install_command('track')}")
+    if importlib.util.find_spec(name) is None:
+        raise ConfigError(f"{flag} needs the package {name}: {install_command('track')}")
 
 
 class TensorBoard:
@@ -165,16 +165,6 @@ class TensorBoard:
     def close(self) -> None:
         """Write what waits."""
         self._writer.close()
-
-
-def require_wandb() -> None:
-    """Check, before anything is built, that W&B can be used.
-
-    Raises:
-        ConfigError: the package is not installed.
-    """
-    if importlib.util.find_spec("wandb") is None:
-        raise ConfigError(f"--wandb-project needs the package wandb: {install_command('track')}")
 
 
 def chosen_mode(wandb: Any, environ: Mapping[str, str]) -> str | None:

@@ -16,7 +16,7 @@ import pytest
 
 from megalith.config.groups import LogConfig
 from megalith.errors import ConfigError
-from megalith.train.records import Records, WandB, require_wandb
+from megalith.train.records import Records, WandB, require_package
 from megalith.train.results import Evaluation, StepResult
 
 STEP = StepResult(3, 2.5, True, 1e-3, 0.1, 8.0, 0.5, None, None, 12, 4, 64, 0.1)
@@ -223,4 +223,4 @@ def test_wandb_itself_finds_a_login(host: str, tmp_path: Path) -> None:
 def test_a_missing_package_is_said_before_anything_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="--wandb-project needs the package wandb"):
-        require_wandb()
+        require_package("wandb", "--wandb-project")
