@@ -155,8 +155,10 @@ def opened(source: Path) -> dict[str, set[str]]:
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         (place / "texts.jsonl").write_text('{"text": "' + "to be or not to be " * 40 + '"}\n')
-        vocab = {chr(number): number - 33 for number in range(33, 127)} | {"\u0120": 94, "\u010a": 95}
-        (place / "VOCAB").write_text(json.dumps({**vocab, "<|endoftext|>": 96}))
+        printable = [*range(33, 127), *range(161, 173), *range(174, 256)]  # GPT-2 writes the other bytes as 256 and on
+        characters = map(chr, [*printable, *range(256, 256 + 256 - len(printable))])
+        vocab = {character: number for number, character in enumerate((*characters, "<|endoftext|>"))}
+        (place / "VOCAB").write_text(json.dumps(vocab))
         (place / "MERGES").write_text("#version: 0.2\n")
         encode = (
             "preprocess --input texts.jsonl --output-prefix DATA --vocab-file VOCAB --merge-file MERGES --workers 1"
@@ -175,7 +177,7 @@ def _child(source: Path, place: Path, function: str, words: list[str]) -> set[st
     command = [sys.executable, __file__, "--src", str(source), "--within", function or "-", *words]
     environ = {**os.environ, "PYTHONPATH": str(source), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, cwd=place, env=environ, capture_output=True, text=True, timeout=600)
-    if not (place / "entered.json").exists():
+    if not (place / "entered.json").exists() or done.returncode:
         raise SystemExit(f"{' '.join(words)} failed:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
     found = set(json.loads((place / "entered.json").read_text()))
     (place / "entered.json").unlink()
@@ -197,8 +199,9 @@ def main() -> None:
             if options.within == "-"
             else (lambda: run_command(source, options.within, words))
         )
-        Path("entered.json").write_text(json.dumps(sorted(run())))
-        return
+        found = run()
+        Path("entered.json").write_text(json.dumps(sorted(found)))
+        sys.exit(not found)
     for name, value in sizes(source).items():
         print(f"{name:40} {value:10g}")
     for question, files in ({} if options.sizes_only else opened(source)).items():
