@@ -244,12 +244,7 @@ def over_vocabulary(key: str) -> bool:
 
 
 class WithCommon(Adapter):
-    """With another common state.
-
-    Args:
-        source: what is presented.
-        changed: makes it of that of the source and Megatron's arguments in this.
-    """
+    """With another common state, made of that of the source and of Megatron's arguments in it."""
 
     def __init__(self, source: Source, changed: Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]) -> None:
         super().__init__(source)
@@ -261,12 +256,7 @@ class WithCommon(Adapter):
 
 
 class Watched(Adapter):
-    """Tells what is read.
-
-    Args:
-        source: what is presented.
-        on_read: called with each chunk before it is filled.
-    """
+    """Calls `on_read` with each chunk before it is filled."""
 
     def __init__(self, source: Source, on_read: Callable[[Chunk], None]) -> None:
         super().__init__(source)
@@ -317,11 +307,6 @@ class Upcycled(Adapter):
     Every expert of a layer is a copy of its feed-forward layer, and routers are drawn. The weights of the experts that
     a token chooses add up to 1, so that the mixture computes what the dense model computes, until training moves the
     copies apart (Komatsuzaki et al. 2022, arXiv:2212.05055; Megatron's `--moe-use-upcycling`).
-
-    Args:
-        source: a GPT without experts.
-        wanted: how many.
-        where: names the source in errors.
 
     Raises:
         CheckpointError: it is another model.

@@ -144,12 +144,7 @@ def fill(target: Chunk, sources: Iterable[Chunk]) -> int:
 
 
 def check_filled(where: str, target: Chunk, filled: int) -> None:
-    """Check that a chunk was filled wholly.
-
-    Args:
-        where: names the checkpoint.
-        target: the chunk.
-        filled: elements that were found.
+    """Check that a chunk was filled wholly; `where` names the checkpoint.
 
     Raises:
         CheckpointError: some elements are nowhere.

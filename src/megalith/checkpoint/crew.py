@@ -40,11 +40,7 @@ class _Outcome(Generic[T]):
 
 
 class Crew:
-    """The ranks that share a store.
-
-    Args:
-        axis: all of them.
-    """
+    """The ranks of an axis, which share a store."""
 
     def __init__(self, axis: Axis) -> None:
         self._axis = axis

@@ -118,10 +118,8 @@ def _weight_dtypes(source: Source) -> set[torch.dtype]:
 
 
 def tensor_differences(one: Source, other: Source) -> Iterator[TensorDifference]:
-    """Compare all tensors, in the order of the first source; what is equal is told too.
-
-    Args:
-        one, other: as `compared` gives them.
+    """Compare all tensors of two sources as `compared` gives them, in the order of the first; what is equal is told
+    too.
 
     Raises:
         CheckpointError: a file proves damaged.

@@ -74,73 +74,19 @@ def finish_folder(
     return sum(record.size for record in found.values())
 
 
-class FolderWriter:
-    """One rank's part in writing a folder of a format, in the order of the methods.
+class TorchDistWriter(RankWriter):
+    """One rank's part in writing a folder of format torch_dist; each rank has files of its own, hashed in passing.
 
-    When they are called, and what the ranks tell each other between them, is `saving`'s business.
-
-    Attributes:
-        shared: whether ranks write into files together: all lay out before any writes, and all have written before any
-            seals.
-        plan: what the first rank must know of it before; it is pickled.
-        nbytes: bytes that it takes on the disk, rounded up.
-    """
-
-    shared = False
-    plan: Any
-    nbytes: int
-
-    def merge(self, plans: Sequence[Any]) -> None:
-        """On the first rank: take the plans of all.
-
-        Raises:
-            CheckpointError: together they leave a tensor incomplete.
-        """
-        raise NotImplementedError
-
-    def lay_out(self, path: Path) -> None:
-        """Make those files of the folder that this rank makes for others too."""
-        raise NotImplementedError
-
-    def write(self, path: Path) -> Written:
-        """Write the tensors of this rank, durably."""
-        raise NotImplementedError
-
-    def seal(self, path: Path) -> Written:
-        """Complete and hash the files that this rank laid out."""
-        raise NotImplementedError
-
-    def cancel(self) -> None:
-        """Have `write`, in whatever thread it is, end soon."""
-        raise NotImplementedError
-
-    def finish(self, path: Path, name: str, written: Sequence[Written], facts: Mapping[str, Any]) -> int:
-        """On the first rank: write, durably, what makes a checkpoint of the folder.
-
-        Args:
-            path: the folder, under whatever temporary name.
-            name: its name when it is in its place.
-            written: what each rank wrote.
-            facts: what the manifest says beside sizes and hashes.
-
-        Returns:
-            Bytes of all the files but the manifest.
-        """
-        raise NotImplementedError
-
-
-MakeWriter = Callable[[CheckpointContent, Mapping[str, bytes], int], FolderWriter]
-"""Makes a writer of the content, the further files and the rank."""
-
-
-class TorchDistWriter(FolderWriter):
-    """Of format torch_dist; each rank writes files of its own and hashes them in passing (`dcp`).
+    When its methods are called, and what the ranks tell each other between them, is `saving`'s business.
 
     Args:
         content: what this rank writes; the common state counts on the first rank only.
         files: further files of the first rank, name -> bytes.
         rank: of this process.
-        tensor_of: as of `dcp.RankWriter`.
+        tensor_of: as of `RankWriter`.
+
+    Attributes:
+        nbytes: bytes that it takes on the disk, rounded up.
 
     Raises:
         CheckpointError: the content is incomplete, or holds a type that a load would refuse.
@@ -159,38 +105,47 @@ class TorchDistWriter(FolderWriter):
     ) -> None:
         check_further_files(files)
         objects = encode_objects(content.objects)
-        self._files = {
+        self._named_files = {
             COMMON_FILE: dump_bytes(content.common, "the common state") if rank == 0 else b"",
             FORMAT_FILE: json.dumps(_FORMAT).encode("ascii"),
             **(files if rank == 0 else {}),
         }
-        self._writer = RankWriter(renamed(content.chunks, content.written_as), objects, rank, tensor_of)
+        super().__init__(renamed(content.chunks, content.written_as), objects, rank, tensor_of)
         self._metadata: Metadata
-        self.plan = self._writer.plan
         entries = sum(self._ENTRY_OVERHEAD + self._KEYS_WRITTEN * len(item.index.fqn) for item in self.plan.items)
-        others = sum(map(len, objects.values())) + sum(map(len, self._files.values()))
+        others = sum(map(len, objects.values())) + sum(map(len, self._named_files.values()))
         self.nbytes = content.nbytes + others + entries + self._FIXED_OVERHEAD
 
     def merge(self, plans: Sequence[Any]) -> None:
+        """On the first rank: take the plans of all.
+
+        Raises:
+            CheckpointError: together they leave a tensor incomplete.
+        """
         self._metadata = merged_metadata(plans)
 
     def write(self, path: Path) -> Written:
         check_space(path.parent, self.nbytes)  # on this host too, before its first byte
-        return self._writer.write(path)
-
-    def cancel(self) -> None:
-        self._writer.cancel()
+        return super().write(path)
 
     def finish(self, path: Path, name: str, written: Sequence[Written], facts: Mapping[str, Any]) -> int:
+        """On the first rank: write, durably, what makes a checkpoint of the folder.
+
+        Args:
+            path: the folder, under whatever temporary name.
+            name: its name when it is in its place.
+            written: what each rank wrote.
+            facts: what the manifest says beside sizes and hashes.
+
+        Returns:
+            Bytes of all the files but the manifest.
+        """
         records = write_metadata(path, name, self._metadata, written)
-        return finish_folder(path, records, self._files, facts)
+        return finish_folder(path, records, self._named_files, facts)
 
 
 class CheckpointFolder:
     """A finished checkpoint folder of any format, for reading.
-
-    Args:
-        path: the folder.
 
     Raises:
         NewerFormatError: a later version wrote it.
@@ -290,10 +245,8 @@ class Reading:
     unexpected: tuple[str, ...]
 
     def load(self, expected: Mapping[str, FileRecord]) -> LoadedContent:
-        """Fill the tensors in place and read the objects.
-
-        Args:
-            expected: of `CheckpointFolder.read_through`, the files to compare with their hashes.
+        """Fill the tensors in place, comparing the files of `CheckpointFolder.read_through` with their hashes, and read
+        the objects.
 
         Raises:
             CheckpointError: a file proves damaged; then the tensors hold nothing that may be used.

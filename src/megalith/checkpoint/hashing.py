@@ -299,11 +299,7 @@ _BEHIND = 4  # such pieces at most are read and not hashed
 
 
 class FileReading:
-    """An open file, read wherever it is asked for.
-
-    Args:
-        fd: the file.
-    """
+    """An open file, read wherever it is asked for."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -322,10 +318,6 @@ class HashedReading(FileReading):
 
     What is asked for behind the place that was reached is read again, and hashed once. What was read must stay as it is
     until `record`.
-
-    Args:
-        fd: the file.
-        size: its bytes.
     """
 
     def __init__(self, fd: int, size: int) -> None:
@@ -438,9 +430,6 @@ class Prefetch:
     A run builds its model and plans what to read between the decision for a checkpoint and its load, while the disk
     would be idle. Nothing is copied here; where the system needs the memory for something else, the load reads from
     the disk again.
-
-    Args:
-        paths: which.
     """
 
     def __init__(self, paths: Sequence[Path]) -> None:

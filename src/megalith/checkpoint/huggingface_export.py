@@ -123,13 +123,7 @@ class Weights:
         return self._source.contents()
 
     def read(self, name: str, shape: Sequence[int], space: ModelSpace) -> Tensor:
-        """The first rows of a parameter.
-
-        Args:
-            name: of the parameter.
-            shape: of what is wanted of it.
-            space: of the checkpoint.
-        """
+        """The first rows of a parameter, as many as `shape` says."""
         slot = space.stacking.slot(name)
         tensor = torch.empty(tuple(shape), dtype=self.contents().tensors[slot.key].dtype)
         offset = (*slot.index, *(0,) * tensor.ndim)

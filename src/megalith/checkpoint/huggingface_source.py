@@ -82,11 +82,7 @@ class _Held:
 
 
 class HuggingFaceSource:
-    """A folder that `save_pretrained` of Hugging Face wrote, or the snapshot of one in the hub's cache.
-
-    Args:
-        path: the folder.
-    """
+    """A folder that `save_pretrained` of Hugging Face wrote, or the snapshot of one in the hub's cache."""
 
     format = "huggingface"
 
@@ -350,11 +346,7 @@ def files_of_tokenizer(folder: Path) -> dict[str, Path]:
 
 
 class _Files:
-    """The files of a folder, opened as they are needed.
-
-    Args:
-        stack: closes them.
-    """
+    """The files of a folder, opened as they are needed; the stack closes them."""
 
     def __init__(self, stack: ExitStack) -> None:
         self._stack, self._opened = stack, dict[Path, Any]()

@@ -167,11 +167,7 @@ def model_space(model: ModelConfig, vocab_size: int) -> ModelSpace:
 
 
 def model_space_of(args: Mapping[str, Any], where: str) -> ModelSpace:
-    """The model space that Megatron's arguments mean.
-
-    Args:
-        args: of the run that wrote a checkpoint.
-        where: names the checkpoint in errors.
+    """The model space that the args of the run that wrote a checkpoint mean; `where` names it in errors.
 
     Raises:
         CheckpointError: an argument is missing, or asks for what this version has not.

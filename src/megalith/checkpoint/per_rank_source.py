@@ -92,11 +92,7 @@ class _Box:
 
 
 class PerRankSource:
-    """A folder that holds `mp_rank_*` folders.
-
-    Args:
-        path: the folder.
-    """
+    """A folder that holds `mp_rank_*` folders."""
 
     format = "torch"
 
@@ -482,9 +478,6 @@ class MappedFolder:
 
     What is read of a mapped file stays in the memory of the process until the system needs the room: without `release`
     reading a checkpoint through would count, for a limit on the process too, as much memory as it has bytes.
-
-    Args:
-        folder: whose files; they are mapped already.
     """
 
     def __init__(self, folder: Path) -> None:

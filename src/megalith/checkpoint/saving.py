@@ -47,13 +47,16 @@ from megalith.checkpoint.commit import (
 from megalith.checkpoint.content import CheckpointContent
 from megalith.checkpoint.crew import Crew
 from megalith.checkpoint.dcp import Written
-from megalith.checkpoint.folder import FolderWriter, MakeWriter, TorchDistWriter
+from megalith.checkpoint.folder import TorchDistWriter
+from megalith.checkpoint.formats.per_rank import PerRankWriter
 from megalith.checkpoint.hashing import WritingCancelled
 from megalith.checkpoint.owner import check_claim
 from megalith.checkpoint.source import refuse_model_folder
 from megalith.checkpoint.staging import Staging
 from megalith.errors import CheckpointError
 
+MakeWriter = Callable[[CheckpointContent, Mapping[str, bytes], int], TorchDistWriter | PerRankWriter]
+"""Makes a writer of the content, the further files and the rank."""
 _SEEN_WITHIN_SECONDS = 10.0  # network file systems cache for some seconds what is not there
 
 
@@ -108,7 +111,7 @@ class Saving:
 
     def __post_init__(self) -> None:
         self._started = time.perf_counter()
-        self._writer: FolderWriter
+        self._writer: TorchDistWriter | PerRankWriter
         self._new: Building | None = None
         self._name = ""
         self._needed = 0
@@ -121,8 +124,8 @@ class Saving:
         """
         self.begin()
         written = self.gathered(self.write)
-        if self._writer.shared:
-            written = self.gathered(self._seal)
+        if isinstance(writer := self._writer, PerRankWriter):
+            written = self.gathered(lambda: self._seal(writer))
         report = self.agreed(lambda: self.commit(written), written)
         return replace(report, stall_seconds=report.seconds)
 
@@ -136,8 +139,8 @@ class Saving:
         self._needed = sum(nbytes for _, nbytes in parts)
         with self._abandoned_on_failure():
             self._name = self.crew.first(lambda: self._begin([plan for plan, _ in parts]))
-            if self._writer.shared:
-                self.crew.all(self._lay_out)
+            if isinstance(writer := self._writer, PerRankWriter):
+                self.crew.all(lambda: self._lay_out(writer))
         if self.staging is not None:
             self.staging.begin()
 
@@ -222,9 +225,9 @@ class Saving:
         if self.claimed:
             check_claim(self.final.parent, workspace_of(self.final.parent))
 
-    def _lay_out(self) -> None:
+    def _lay_out(self, writer: PerRankWriter) -> None:
         with self._in_folder() as path:
-            self._writer.lay_out(path)
+            writer.lay_out(path)
 
     def write(self) -> Written:
         """Write the files of this rank, or its part of them, durably; needs no other rank.
@@ -236,14 +239,14 @@ class Saving:
         with self._in_folder() as path:
             written = self._writer.write(path)
             self.on_point("mid_save")
-            if not self._writer.shared:
+            if not isinstance(self._writer, PerRankWriter):
                 self._written()
         return written
 
-    def _seal(self) -> Written:
+    def _seal(self, writer: PerRankWriter) -> Written:
         """Complete the files of this rank, in which others have written."""
         with self._in_folder() as path:
-            sealed = self._writer.seal(path)
+            sealed = writer.seal(path)
             self._written()
         return sealed
 
@@ -293,11 +296,7 @@ class Saving:
 
 
 def _wait_for(path: Path, size: int = 0) -> None:
-    """Wait until what another rank made, on another host perhaps, is seen here.
-
-    Args:
-        path: a folder or file.
-        size: the bytes that it must have at least.
+    """Wait until a folder or a file of `size` bytes that another rank made, on another host perhaps, is seen here.
 
     Raises:
         CheckpointError: it does not appear.
@@ -355,8 +354,7 @@ class _Work(Generic[T]):
 class PendingSave:
     """A save whose tensors are being copied: threads write (on each rank) and then commit (on the first).
 
-    Args:
-        saving: begun, over copies that stay as they are until `proceed` has returned for the first time.
+    The copies stay as they are until `proceed` has returned for the first time.
     """
 
     def __init__(self, saving: Saving) -> None:

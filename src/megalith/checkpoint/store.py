@@ -38,12 +38,12 @@ from megalith.checkpoint.commit import (
 from megalith.checkpoint.content import CheckpointContent, LoadedContent
 from megalith.checkpoint.crew import Crew
 from megalith.checkpoint.dcp import METADATA_FILE
-from megalith.checkpoint.folder import CheckpointFolder, MakeWriter, Reading, Signature, TorchDistWriter, damaged
+from megalith.checkpoint.folder import CheckpointFolder, Reading, Signature, TorchDistWriter, damaged
 from megalith.checkpoint.formats.per_rank import PerRankWriter
 from megalith.checkpoint.hashing import Prefetch, require_file
 from megalith.checkpoint.manifest import MANIFEST_FILE
 from megalith.checkpoint.owner import check_claim
-from megalith.checkpoint.saving import PendingSave, SaveReport, Saving
+from megalith.checkpoint.saving import MakeWriter, PendingSave, SaveReport, Saving
 from megalith.checkpoint.source import TRACKER_FILE as TRACKER_FILE
 from megalith.checkpoint.source import Contents, is_huggingface, keys_of, no_save_folder
 from megalith.checkpoint.staging import Staging

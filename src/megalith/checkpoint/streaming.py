@@ -51,12 +51,7 @@ _SQUARES = {"L": 0, "Q_L": 0, "R": 1, "Q_R": 1}
 
 
 def _reader(source: Source, key_of: Mapping[str, str]) -> Callable[[Chunk], Tensor]:
-    """Return what reads a chunk of the meta device from a source when it is to be written.
-
-    Args:
-        source: to read from, by one thread at a time.
-        key_of: key to write -> key in the source, where that is another.
-    """
+    """Return what reads a chunk of the meta device from a source, for one thread at a time; `key_of`: its key there."""
     one_reads = threading.Lock()
 
     def read(chunk: Chunk) -> Tensor:

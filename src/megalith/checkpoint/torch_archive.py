@@ -293,11 +293,7 @@ def _through_torch(entry: _FileSlice) -> Tensor:
 
 
 def write_tensor_entry(stream: io.BufferedWriter, tensor: Tensor) -> None:
-    """Write a CPU tensor as `torch.save` does.
-
-    Args:
-        stream: over a `HashedFile`; the entry starts where it is.
-        tensor: without gradient.
+    """Write a CPU tensor without gradient as `torch.save` does, to a stream over a `HashedFile`.
 
     Raises:
         OSError: the disk refused.

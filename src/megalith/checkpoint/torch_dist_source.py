@@ -55,11 +55,7 @@ _RENAMED = [
 
 
 class TorchDistSource:
-    """A folder that holds `.metadata`.
-
-    Args:
-        path: the folder.
-    """
+    """A folder that holds `.metadata`."""
 
     format = "torch_dist"
 
@@ -144,12 +140,7 @@ class TorchDistSource:
         return read_sharded(self.path, self._metadata, CheckpointContent(objects=dict.fromkeys(keys)))
 
     def read(self, content: CheckpointContent, through: ReadThrough | None = None) -> dict[str, Any]:
-        """As the port says.
-
-        Args:
-            content: what to read.
-            through: the files to hash in passing.
-        """
+        """As the port says; `through` has the files to hash in passing."""
         plain, buckets, ranges = [], [], []
         for chunk in content.chunks:
             stored = self._key_of.get(chunk.key)

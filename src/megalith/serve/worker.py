@@ -230,16 +230,11 @@ _FOR_GOOD = ("dead", "left")
 
 
 async def look_after(watch: Watch, worker: Worker, patience: float = _PATIENCE_SECONDS) -> None:
-    """Have a worker fail when a rank is gone, or has been stopped or silent for long; returns then.
+    """Have a worker fail when a rank is gone, or has been stopped or silent for `patience` seconds; returns then.
 
     A broken connection is an error of the step that meets it. A process that is stopped (SIGSTOP, a debugger, a frozen
     container) keeps its connections and hangs every step, and a machine that is cut off says nothing: of these the
     first rank learns here, long before the timeout of a collective, and clients are told instead of left waiting.
-
-    Args:
-        watch: of this rank.
-        worker: fails.
-        patience: seconds that a rank may be stopped or silent.
     """
     since: float | None = None
     while True:

@@ -26,7 +26,7 @@ import torch
 from megalith.checkpoint.commit import sync_folder
 from megalith.checkpoint.content import CheckpointContent, Chunk, common_part, volume
 from megalith.checkpoint.dcp import Written
-from megalith.checkpoint.folder import FolderWriter, check_further_files, finish_folder
+from megalith.checkpoint.folder import check_further_files, finish_folder
 from megalith.checkpoint.formats.megatron_names import CORE
 from megalith.checkpoint.formats.per_rank_layout import PlaceFiles, Room, Row, Target, row_of, target_of
 from megalith.checkpoint.formats.torch_dist import OPTIMIZER_PREFIX, WORD_EMBEDDINGS, is_rng_object
@@ -71,13 +71,7 @@ def _lay_out(target: Target, folder: Path, place: Place) -> None:
 
 
 class _Filler:
-    """The files of those places that chunks go to, open.
-
-    Args:
-        target: what is written.
-        folder: where.
-        chunks: what is to be written, or chunks of the same keys and layers.
-    """
+    """The files, open, of those places that chunks of the given keys and layers go to."""
 
     def __init__(self, target: Target, folder: Path, chunks: Sequence[Chunk]) -> None:
         self._stack = ExitStack()
@@ -181,10 +175,11 @@ def _read(source: Source, contents: Contents, chunk: Chunk) -> Chunk:
     return live
 
 
-class PerRankWriter(FolderWriter):
-    """Of format torch: the first of the replicas of each (tensor, pipeline, expert) place lays out its files.
+class PerRankWriter:
+    """One rank's part in writing a folder of format torch, with the methods of `folder.TorchDistWriter` and two more.
 
-    The ranks write into them together, and they are hashed when all are done.
+    The first of the replicas of each (tensor, pipeline, expert) place lays out its files. All ranks lay out before any
+    writes, as they write into the files together, and all have written before any seals, which hashes the files.
 
     Args:
         content: what this rank writes. The common state is that of any rank, the objects those of its place.
@@ -195,8 +190,6 @@ class PerRankWriter(FolderWriter):
     Raises:
         CheckpointError: the saved args describe no model that this version has.
     """
-
-    shared = True
 
     def __init__(self, content: CheckpointContent, files: Mapping[str, bytes], rank: int, layout: Layout) -> None:
         check_further_files(files)
@@ -222,6 +215,7 @@ class PerRankWriter(FolderWriter):
                 raise CheckpointError(f"{key}: the chunks to save hold {held} of {wanted} elements")
 
     def lay_out(self, path: Path) -> None:
+        """Make those files of the folder that this rank makes for others too."""
         if self._place is not None:
             _lay_out(self._target, path, self._place)
 
@@ -236,6 +230,7 @@ class PerRankWriter(FolderWriter):
         return Written([], {}, self._seconds)
 
     def seal(self, path: Path) -> Written:
+        """Complete and hash the files that this rank laid out."""
         if self._place is None:
             return Written([], {}, self._seconds)
         began, files = time.perf_counter(), [path / name for name in _files(self._target, self._place)]

@@ -184,12 +184,7 @@ class Room:
 
 
 class PlaceFiles:
-    """The files of one place.
-
-    Args:
-        target: what is to be written.
-        tp, pp, ep: the place.
-    """
+    """The files of one place of what is to be written."""
 
     def __init__(self, target: Target, tp: int, pp: int, ep: int) -> None:
         self._target, self.tp, self.pp, self.ep = target, tp, pp, ep

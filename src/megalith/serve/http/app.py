@@ -35,12 +35,7 @@ _PAGE = {
 
 
 def build_app(service: Service, defaults: Defaults | None = None) -> App:
-    """Everything that the server answers, as one ASGI application.
-
-    Args:
-        service: the model.
-        defaults: of requests of `PUT /api`.
-    """
+    """Everything that the server answers, as one ASGI application."""
     api = FastAPI(title="Megalith", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
     api.add_exception_handler(ApiError, _refused)
     api.add_exception_handler(HTTPException, _not_routed)

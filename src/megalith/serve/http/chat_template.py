@@ -29,11 +29,7 @@ class BadDialogue(ValueError):
 
 
 class ChatTemplate:
-    """A template.
-
-    Args:
-        source: in Jinja.
-        variables: such as bos_token.
+    """A template in Jinja, with variables such as bos_token.
 
     Raises:
         DataError: it is no template.

@@ -317,11 +317,7 @@ def text_fields_of(body: CompletionRequest | ChatRequest, service: Service) -> d
 
 
 def token_texts(tokenizer: Tokenizer, ids: Sequence[int], before: int | None = None) -> list[str]:
-    """The text of each token where it stands; a part of a character is U+FFFD.
-
-    Args:
-        before: the token that they follow: some tokenizers drop a space at the beginning of a text.
-    """
+    """The text of each token where it stands, after the token `before`; a part of a character is U+FFFD."""
     found = []
     for number in ids:
         alone = tokenizer.decode([number])

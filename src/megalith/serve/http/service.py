@@ -284,12 +284,7 @@ _encode = json.JSONEncoder(ensure_ascii=True, separators=(",", ":")).encode  # j
 
 
 class EventStream(Response):
-    """A response of server-sent events. However it ends, the places of its requests are given back.
-
-    Args:
-        objects: what is sent, one JSON object in each event.
-        answers: the requests that it is made of.
-    """
+    """A response of server-sent events. However it ends, the places of its requests are given back."""
 
     def __init__(self, service: Service, objects: AsyncIterator[Mapping[str, Any]], answers: Sequence[Answer]) -> None:
         super().__init__(media_type="text/event-stream", headers={"x-accel-buffering": "no"})
