@@ -89,8 +89,12 @@ class Crew:
             result = act() if act is not None else None
         except Exception as caught:
             error = caught
-        cause = None if error is None else _cause(error)
-        kind = type(error) if isinstance(error, MegalithError) else CheckpointError
+        cause: str | None = None
+        kind: type[MegalithError] = CheckpointError
+        if isinstance(error, MegalithError):
+            cause, kind = str(error), type(error)
+        elif error is not None:  # its type too, as its message alone may say nothing
+            cause = f"{type(error).__name__}: {error}"
         own = _Outcome(act is not None, result, cause, kind, socket.gethostname())
         outcomes: Sequence[_Outcome[T]] = comm.all_gather_objects(own, self._axis)
         if all(outcome.cause is None for outcome in outcomes):
@@ -99,11 +103,6 @@ class Crew:
             raise error
         kinds = {outcome.kind for outcome in outcomes if outcome.cause is not None}
         raise (kinds.pop() if len(kinds) == 1 else CheckpointError)(_together(outcomes)) from error
-
-
-def _cause(error: Exception) -> str:
-    """The message of an error of ours; of any other its type too, as its message alone may say nothing."""
-    return str(error) if isinstance(error, MegalithError) else f"{type(error).__name__}: {error}"
 
 
 def _together(outcomes: Sequence[_Outcome[Any]]) -> str:

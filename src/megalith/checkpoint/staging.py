@@ -58,7 +58,9 @@ class Staging:
                     f"what is saved: {error.strerror}; leave it out to save from where the tensors are"
                 ) from error
             if any(chunk.tensor.is_cuda for chunk in chunks):
-                self._pin()
+                # Exactly this memory, since torch's own comes in powers of two. Where that fails, copies are slower.
+                status = torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), self._memory.nbytes, 0)
+                self._pinned = int(status) == 0
 
     def plan(self, chunks: Sequence[Chunk]) -> list[Chunk]:
         """The chunks with copies of their tensors, which `begin` begins to make; they hold until the next call.
@@ -93,11 +95,6 @@ class Staging:
         if self._pinned:
             torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
         self._memory, self._pinned = torch.empty(0, dtype=torch.uint8), False
-
-    def _pin(self) -> None:
-        """Pin exactly this memory, since torch's own comes in powers of two. Where that fails, copies are slower."""
-        status = torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), self._memory.nbytes, 0)
-        self._pinned = int(status) == 0
 
 
 def _room(chunk: Chunk) -> int:

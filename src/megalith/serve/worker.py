@@ -167,7 +167,10 @@ class Worker:
                 self._stats = self._engine.stats()
                 if found:
                     for answer, event in found:
-                        self._forget_finished(answer, event)
+                        if isinstance(event, Finished):
+                            answer.left -= 1
+                            if not answer.left:
+                                del self._answers[self._tickets.pop(answer)]
                     self._sent.clear()
                     self._tell(self._deliver, found)
                     if len(found) >= _MANY:
@@ -188,12 +191,6 @@ class Worker:
                 return False
             asked()
             wait = False
-
-    def _forget_finished(self, answer: Answer, event: Event) -> None:
-        if isinstance(event, Finished):
-            answer.left -= 1
-            if not answer.left:
-                del self._answers[self._tickets.pop(answer)]
 
     def _fail(self, error: BaseException) -> None:
         culprit = self._blame() if isinstance(error, PeerError) else None

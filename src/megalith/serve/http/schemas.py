@@ -240,7 +240,8 @@ def _refusal(kind: type[BaseModel], error: ValidationError) -> ApiError:
     if place and place[0] in _UNSUPPORTED:
         return refusal(field, _UNSUPPORTED[str(place[0])], "unsupported_field")
     code = "missing_field" if first["type"] == "missing" else "invalid_value"
-    return refusal(field, f"{_said(first['msg'])}{_given(first)}", code)
+    said = first["msg"]
+    return refusal(field, f"{said[:1].lower()}{said[1:]}{_given(first)}", code)
 
 
 def _culprit(errors: Sequence[Any], field: str) -> str:
@@ -261,10 +262,6 @@ def _culprit(errors: Sequence[Any], field: str) -> str:
 def _is_branch(part: str | int) -> bool:
     """Whether pydantic names a branch of a union here, not a field."""
     return isinstance(part, str) and ("[" in part or part in ("str", "int", "constrained-str", "constrained-int"))
-
-
-def _said(message: str) -> str:
-    return message[:1].lower() + message[1:]
 
 
 def _given(error: Any) -> str:
