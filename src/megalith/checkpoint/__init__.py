@@ -5,6 +5,9 @@ from megalith.checkpoint.saving import PendingSave, SaveReport
 from megalith.checkpoint.staging import Staging
 from megalith.checkpoint.store import DirectoryStore, Retention, split_path
 
+Store = DirectoryStore
+"""What keeps checkpoints, for annotations: there is one kind."""
+
 __all__ = [
     "CheckpointContent",
     "Chunk",
@@ -14,5 +17,6 @@ __all__ = [
     "Retention",
     "SaveReport",
     "Staging",
+    "Store",
     "split_path",
 ]
