@@ -99,9 +99,9 @@ class Runs(Commands):
     @cached_property
     def bad(self) -> str:
         """A run with a step that is not finite, which is skipped."""
-        fault = "nan@step=2,point=activation,module=decoder.layers.1.mlp"
+        spoil = "nan@step=2,point=activation,module=decoder.layers.1.mlp"  # by tests/spoil.py
         words = ("--nan-policy", "skip", "--decoupled-lr", 1e-3)
-        return self.run("train", *MOCK, *words, "--save", "bad", MEGALITH_FAULT=fault)
+        return self.run("train", *MOCK, *words, "--save", "bad", SPOIL=spoil)
 
     @cached_property
     def half(self) -> str:
