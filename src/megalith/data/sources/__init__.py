@@ -6,19 +6,13 @@ into documents. So memory does not grow with the files, and the order does not d
 
 from megalith.data.sources.documents import BadDocument
 from megalith.data.sources.find import Plan, find_sources
-from megalith.data.sources.formats import ARRAY, ARROW, CSV, FORMATS, JSONL, PARQUET, TXT, format_of
+from megalith.data.sources.formats import END_OF_TEXT_SEPARATOR, FORMATS, JSONL, format_of
 from megalith.data.sources.protocol import Chunk, Limits, Part, Payload, Source, SourceOptions
-from megalith.data.sources.separators import END_OF_TEXT_SEPARATOR
 
 __all__ = [
-    "ARRAY",
-    "ARROW",
-    "CSV",
     "END_OF_TEXT_SEPARATOR",
     "FORMATS",
     "JSONL",
-    "PARQUET",
-    "TXT",
     "BadDocument",
     "Chunk",
     "Limits",

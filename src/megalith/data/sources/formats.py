@@ -1,10 +1,15 @@
-"""What a file is: how it is compressed, by its content, and what it holds, by its name and then its content."""
+"""What a file is: its compression, by its content; what it holds, by its name and then its content; its separator."""
 
 from __future__ import annotations
 
+import importlib
 import re
 import tarfile
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
+
+from megalith.errors import DataError, install_command
 
 JSONL, ARRAY, TXT, CSV, PARQUET, ARROW = "jsonl", "json", "txt", "csv", "parquet", "arrow"
 FORMATS = (JSONL, ARRAY, TXT, CSV, PARQUET, ARROW)
@@ -31,6 +36,8 @@ _ARCHIVE_MAGIC = {
     b"Rar!\x1a\x07": "rar",
 }
 _PARQUET_MAGIC, _ARROW_MAGIC = b"PAR1", b"ARROW1"
+END_OF_TEXT_SEPARATOR = "<|endoftext|>"
+_BY_PREFERENCE = (END_OF_TEXT_SEPARATOR, "\n\n", "\r\n\r\n")
 
 
 def compression_of(path: Path) -> str | None:
@@ -91,3 +98,40 @@ def resolve(by_name: str | None, by_content: str | None) -> str | None:
 def natural(text: str) -> tuple[tuple[bool, int, str], ...]:
     """Key of the order in which people number files: 2 before 10."""
     return tuple((not part.isdigit(), int(part) if part.isdigit() else 0, part) for part in re.split(r"(\d+)", text))
+
+
+def find_separator(blocks: Iterable[bytes]) -> str | None:
+    """What separates the documents: `<|endoftext|>` if it occurs, else blank lines, else nothing.
+
+    Args:
+        blocks: the file, or its beginning, as UTF-8.
+    """
+    longest = max(map(len, _BY_PREFERENCE))
+    seen: set[str] = set()
+    end = b""
+    for block in blocks:
+        content = end + block
+        seen.update(separator for separator in _BY_PREFERENCE if separator.encode() in content)
+        if END_OF_TEXT_SEPARATOR in seen:
+            break
+        end = content[-longest:]
+    return next((separator for separator in _BY_PREFERENCE if separator in seen), None)
+
+
+def import_for(path: Path, module: str) -> Any:
+    """A module of the extra `data`.
+
+    Args:
+        path: the file that needs it, for the message.
+        module: its name.
+
+    Raises:
+        DataError: it is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = module.split(".")[0]
+        raise DataError(
+            f"{path}: reading it needs the package {package}, which is not installed: {install_command('data')}"
+        ) from error

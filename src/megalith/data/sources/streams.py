@@ -1,4 +1,8 @@
-"""The bytes of a text file, decompressed and as UTF-8, block by block in bounded memory."""
+"""The bytes of a text file, decompressed and as UTF-8, block by block in bounded memory.
+
+The zstandard library reads a file that is cut short without an error, so the sizes that its frames state are checked.
+Source:  RFC 8878, section 3.1 (frame header, blocks of at most 2^21 bytes, checksum) and 3.1.2 (skippable frames).
+"""
 
 from __future__ import annotations
 
@@ -14,10 +18,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from megalith.data.sources.encodings import Encoding, find_encoding, named_encoding, transcode
-from megalith.data.sources.extras import import_for
-from megalith.data.sources.formats import BZIP2, GZIP, XZ, ZSTD, archive_of, compression_of
+from megalith.data.sources.formats import BZIP2, GZIP, XZ, ZSTD, archive_of, compression_of, import_for
 from megalith.data.sources.protocol import Limits
-from megalith.data.sources.zstd_frames import require_whole
 from megalith.errors import DataError
 
 _BLOCK = 1 << 18
@@ -25,6 +27,10 @@ _SAMPLE = 1 << 18
 _FURTHER_SAMPLES = 8  # along the file, as ASCII often fills the beginning
 _FREE = 1 << 26  # so much is decompressed before its ratio to the file is looked at
 _DAMAGE = (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile)
+_MAGIC, _SKIPPABLE = 0xFD2FB528, 0x184D2A50
+_DICTIONARY_BYTES = (0, 1, 2, 4)
+_CONTENT_SIZE_BYTES = (0, 2, 4, 8)
+_RLE = 1
 
 
 @dataclass(frozen=True)
@@ -195,3 +201,42 @@ class _ZstdReader:
         except self._error as error:
             raise EOFError(str(error)) from error
         return block
+
+
+def require_whole(path: Path) -> None:
+    """Walk over the frames by the sizes that they state.
+
+    Raises:  EOFError if the last one is cut short.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        while file.tell() < size:
+            _pass_frame(file)
+            if file.tell() > size:
+                raise EOFError("the last frame is cut short")
+
+
+def _pass_frame(file: IO[bytes]) -> None:
+    magic = _number(file, 4)
+    if magic & 0xFFFFFFF0 == _SKIPPABLE:
+        file.seek(_number(file, 4), 1)
+        return
+    if magic != _MAGIC:
+        raise EOFError("what follows the last frame is no frame")
+    descriptor = _number(file, 1)
+    single_segment = descriptor >> 5 & 1
+    content_size = _CONTENT_SIZE_BYTES[descriptor >> 6] or single_segment
+    file.seek((0 if single_segment else 1) + _DICTIONARY_BYTES[descriptor & 3] + content_size, 1)
+    last = False
+    while not last:
+        header = _number(file, 3)
+        last = bool(header & 1)
+        file.seek(1 if header >> 1 & 3 == _RLE else header >> 3, 1)
+    file.seek(4 if descriptor >> 2 & 1 else 0, 1)
+
+
+def _number(file: IO[bytes], size: int) -> int:
+    content = file.read(size)
+    if len(content) < size:
+        raise EOFError("the last frame is cut short")
+    return int.from_bytes(content, "little")

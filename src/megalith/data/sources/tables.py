@@ -1,48 +1,124 @@
-"""parquet files and Arrow files (those of Hugging Face datasets), read batch by batch."""
+"""Tables: which columns hold the text; parquet and Arrow files (Hugging Face datasets); csv files.
+
+Of a csv it is found out which delimiter it has and whether its first row names the columns.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import codecs
+import csv
+import re
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from megalith.data.sources.columns import choose_columns
 from megalith.data.sources.documents import BadDocument, Document, text_of
-from megalith.data.sources.extras import import_for
-from megalith.data.sources.protocol import Chunk, SourceOptions
-from megalith.data.sources.rows import Row, chunks_of, size_of
+from megalith.data.sources.formats import import_for
+from megalith.data.sources.protocol import Chunk, Row, SourceOptions, chunks_of, size_of
+from megalith.data.sources.streams import TextFile
 from megalith.errors import DataError
 
 _ROWS_AT_ONCE = 512
 _ARROW_FILE = b"ARROW1"
+_DELIMITERS = ",\t;|"
+_NAME = re.compile(r"[^\W\d][\w .:/()\[\]#%-]{0,39}")
+_IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,29}")
+_LOOKED_AT = 1 << 16
+_LINES_LOOKED_AT = 200
+_ROWS_LOOKED_AT = 50
 
 
-class ParquetSource:
-    """A parquet file of which one column, or one for each key, has the text."""
+def choose_columns(path: Path, names: Sequence[str] | None, count: int, options: SourceOptions) -> list[int]:
+    """The number, from 0, of the column of each key.
+
+    Args:
+        path: the file, for the messages.
+        names: of its columns; None for a csv without a header.
+        count: of its columns.
+        options: keys and `--text-column`.
+
+    Raises:
+        DataError: a column is not there, or several could be meant.
+    """
+    if options.text_column is not None:
+        return [_one(path, names, count, options.text_column)]
+    if names is None:
+        if count == 1 and len(options.keys) == 1:
+            return [0]
+        raise DataError(
+            f"{path}: no row names its {count} columns; give the number of the one with the text, such as "
+            f"--text-column {min(2, count)} (or --csv-header yes if the first row does name them)"
+        )
+    missing = [key for key in options.keys if key not in names]
+    if not missing:
+        return [list(names).index(key) for key in options.keys]
+    if count == 1 and len(options.keys) == 1:
+        return [0]
+    raise DataError(
+        f"{path}: no column {', '.join(missing)}; its columns are {', '.join(names)}. Name the one with the text with "
+        "--text-column"
+    )
+
+
+def _one(path: Path, names: Sequence[str] | None, count: int, wanted: str) -> int:
+    if names is not None and wanted in names:
+        return list(names).index(wanted)
+    if wanted.isdigit() and 1 <= int(wanted) <= count:
+        return int(wanted) - 1
+    have = f"its columns are {', '.join(names)}" if names is not None else f"it has {count} columns and no header"
+    raise DataError(f"--text-column {wanted}: {path} has no such column; {have}")
+
+
+class _ColumnarSource(ABC):
+    """A table that pyarrow reads, of which one column, or one for each key, has the text."""
 
     unit = "row"
+    about: str
+
+    def __init__(self, path: Path, options: SourceOptions) -> None:
+        self.path, self.disk_bytes, self._options = path, path.stat().st_size, options
+
+    def chunks(self, start: int = 0) -> Iterator[Chunk]:
+        return chunks_of(self._rows(), self._options.limits, start)
+
+    def units_before(self, start: int) -> int | None:
+        return start
+
+    @abstractmethod
+    def _batches(self) -> Iterator[list[list[Any]]]:
+        """The chosen columns, some rows at a time."""
+
+    @abstractmethod
+    def _disk_after(self, rows: int) -> int:
+        """Bytes of the file up to the end of so many rows."""
+
+    def _rows(self) -> Iterator[Row]:
+        number = 0
+        for columns in self._batches():
+            for cells in zip(*columns, strict=True):
+                number += 1
+                content = _document(cells, self._options.keys)
+                yield Row(content, size_of(content), number, self._disk_after(number))
+
+
+class ParquetSource(_ColumnarSource):
+    """A parquet file."""
 
     def __init__(self, path: Path, options: SourceOptions) -> None:
         """Read the schema and choose the columns.
 
         Raises:  DataError if the file is damaged or has no such columns of text.
         """
-        self.path, self.disk_bytes = path, path.stat().st_size
-        self._options = options
+        super().__init__(path, options)
         with self._open() as file:
             schema = file.schema_arrow
             self._num_rows = file.metadata.num_rows
         self._names = _text_columns(path, schema, options)
         self.about = f"parquet, {self._num_rows} rows, text from {', '.join(self._names)}"
-
-    def chunks(self, start: int = 0) -> Iterator[Chunk]:
-        return chunks_of(_rows(self._batches(), self._keys(), self._disk_after), self._options.limits, start)
-
-    def units_before(self, start: int) -> int | None:
-        return start
-
-    def _keys(self) -> tuple[str, ...]:
-        return self._options.keys
 
     def _disk_after(self, rows: int) -> int:
         return self.disk_bytes * rows // max(1, self._num_rows)
@@ -63,30 +139,22 @@ class ParquetSource:
                 raise DataError(f"{self.path}: the parquet file is damaged: {error}") from error
 
 
-class ArrowSource:
+class ArrowSource(_ColumnarSource):
     """An Arrow file, as `save_to_disk` and the cache of Hugging Face's datasets write it (a stream), or Feather."""
-
-    unit = "row"
 
     def __init__(self, path: Path, options: SourceOptions) -> None:
         """Read the schema and choose the columns.
 
         Raises:  DataError if the file is damaged or has no such columns of text.
         """
-        self.path, self.disk_bytes = path, path.stat().st_size
-        self._options = options
+        super().__init__(path, options)
         with self._mapped() as mapped:
             self._names = _text_columns(path, self._reader(mapped).schema, options)
         self.about = f"arrow, text from {', '.join(self._names)}"
         self._position = 0
 
-    def chunks(self, start: int = 0) -> Iterator[Chunk]:
-        return chunks_of(
-            _rows(self._batches(), self._options.keys, lambda rows: self._position), self._options.limits, start
-        )
-
-    def units_before(self, start: int) -> int | None:
-        return start
+    def _disk_after(self, rows: int) -> int:
+        return self._position
 
     def _mapped(self) -> Any:
         return import_for(self.path, "pyarrow").memory_map(str(self.path))
@@ -117,15 +185,6 @@ class ArrowSource:
                 raise DataError(f"{self.path}: the arrow file is cut short or damaged: {error}") from error
 
 
-def _rows(batches: Iterator[list[list[Any]]], keys: tuple[str, ...], disk_after: Any) -> Iterator[Row]:
-    number = 0
-    for columns in batches:
-        for cells in zip(*columns, strict=True):
-            number += 1
-            content = _document(cells, keys)
-            yield Row(content, size_of(content), number, disk_after(number))
-
-
 def _document(cells: tuple[Any, ...], keys: tuple[str, ...]) -> Document | BadDocument:
     texts: Document = []
     for cell, key in zip(cells, keys, strict=True):
@@ -150,3 +209,190 @@ def _text_columns(path: Path, schema: Any, options: SourceOptions) -> list[str]:
 
 def _is_view(types: Any, kind: Any) -> bool:
     return hasattr(types, "is_string_view") and bool(types.is_string_view(kind))
+
+
+@dataclass(frozen=True)
+class Look:
+    """What the beginning of a csv shows.
+
+    Attributes:
+        delimiter: between the cells.
+        rows: the first rows.
+    """
+
+    delimiter: str
+    rows: list[list[str]]
+
+    @cached_property
+    def names(self) -> list[str]:
+        """The cells of the first row, which may name the columns."""
+        return [cell.strip() for cell in self.rows[0]]
+
+
+def look_at(file: TextFile, delimiter: str | None) -> Look:
+    """Read the beginning of a csv.
+
+    Raises:  DataError if it has no row.
+    """
+    beginning = file.beginning(_LOOKED_AT)
+    text = beginning.decode(errors="replace")
+    if not text.strip():
+        raise DataError(f"{file.path}: the file is empty")
+    found = delimiter or _delimiter(file, text)
+    rows = [row for row in csv.reader(_lines_of(text), delimiter=found) if row]
+    # The last row may be cut, unless all of the file has been seen.
+    return Look(found, (rows[:-1] if len(beginning) == _LOOKED_AT and len(rows) > 1 else rows)[:_ROWS_LOOKED_AT])
+
+
+def has_header(look: Look, others: Sequence[Look], wanted: Sequence[str]) -> bool | None:
+    """Whether the first row of a file names its columns; None if that cannot be told.
+
+    Args:
+        look: at this file.
+        others: at the other files of the same command.
+        wanted: names of columns that the user asks for.
+    """
+    first = look.names
+    if set(first) & set(wanted):
+        return True
+    if not _can_be_names(first):
+        return False
+    rows = [other.names for other in others]
+    sharing = 1 + rows.count(first)
+    are_identifiers = all(_IDENTIFIER.fullmatch(name) for name in first if name)
+    if sharing > 1 and (are_identifiers or 2 * sharing > 1 + len(rows)):
+        return True
+    # Files of one command mostly have the same header, so another one speaks against this row.
+    is_contradicted = any(row != first and _can_be_names(row) for row in rows)
+    if not _stands_above_content(first, look):
+        return None if are_identifiers and not is_contradicted else False
+    if is_contradicted:
+        return None if are_identifiers else False
+    return True if are_identifiers or len(first) > 1 else None
+
+
+def _can_be_names(row: list[str]) -> bool:
+    names = row[1:] if not row[0] and len(row) > 1 else row  # pandas leaves the name of its index empty
+    return len(set(names)) == len(names) and all(_NAME.fullmatch(name) for name in names)
+
+
+def _stands_above_content(first: list[str], look: Look) -> bool:
+    """Whether below one of the names stand longer texts, or numbers."""
+    rest = [row for row in look.rows[1:] if len(row) == len(first)]
+    return bool(rest) and any(
+        sorted(map(len, column))[len(column) // 2] > 2 * len(name) or all(_is_number(cell) for cell in column)
+        for name, column in zip(first, zip(*rest, strict=True), strict=True)
+        if name
+    )
+
+
+class CsvSource:
+    """A csv of which one column, or one for each key, has the text."""
+
+    unit = "row"
+
+    def __init__(self, file: TextFile, look: Look, options: SourceOptions, *, header: bool) -> None:
+        """Choose the columns.
+
+        Raises:  DataError if they are not there.
+        """
+        self.path = file.path
+        self.disk_bytes = file.path.stat().st_size
+        names = [name.strip() for name in look.rows[0]] if header else None
+        self._width = len(look.rows[0])
+        self._columns = choose_columns(file.path, names, self._width, options)
+        self._file, self._header, self._delimiter = file, header, look.delimiter
+        shown = (
+            ", ".join(names[at] or f"column {at + 1}" for at in self._columns) if names else _numbered(self._columns)
+        )
+        first = "" if header else f", no header (its first row is {look.rows[0][self._columns[0]][:30]!r})"
+        self.about = f"csv, {file.about}, text from {shown}{first}"
+
+    def chunks(self, start: int = 0) -> Iterator[Chunk]:
+        return chunks_of(self._rows(), self._file.limits, start)
+
+    def units_before(self, start: int) -> int | None:
+        return None
+
+    def _rows(self) -> Iterator[Row]:
+        lines = _Lines(self._file)
+        # A module-wide number; this is the only reader of the process.
+        csv.field_size_limit(self._file.limits.max_document_bytes)
+        reader = csv.reader(lines, delimiter=self._delimiter)
+        number = 0
+        try:
+            for cells in reader:
+                number += 1
+                if number == 1 and self._header:
+                    continue
+                if not cells:
+                    continue  # a blank line
+                content = self._document(cells)
+                yield Row(content, size_of(content), number, lines.disk)
+        except csv.Error as error:
+            limit = self._file.limits.max_document_bytes
+            hint = f"; a quote that nothing closes, or a cell over {limit} bytes" if "limit" in str(error) else ""
+            raise DataError(f"{self.path}, row {number + 1} (line {reader.line_num}): {error}{hint}") from error
+
+    def _document(self, cells: list[str]) -> Document | BadDocument:
+        if len(cells) != self._width and (len(cells) > self._width or len(cells) <= max(self._columns)):
+            more = "; are quotes missing around a text?" if len(cells) > self._width else ""
+            return BadDocument(f"it has {len(cells)} cells, the first row {self._width}{more}")
+        texts: Document = [cells[at] for at in self._columns]
+        try:
+            "".join(cells).encode()
+        except UnicodeEncodeError:
+            return BadDocument(f"a byte of it is no {self._file.encoding.plain_name} (--encoding names another)")
+        return texts
+
+
+class _Lines:
+    """Lines of a text file, with their line breaks; bytes that are no text become lone surrogates."""
+
+    def __init__(self, file: TextFile) -> None:
+        self._file = file
+        self.disk = 0
+
+    def __iter__(self) -> Iterator[str]:
+        decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
+        rest = ""
+        for block, disk in self._file.blocks():
+            self.disk = disk
+            lines = (rest + decoder.decode(block)).split("\n")
+            rest = lines.pop()
+            if len(rest) > self._file.limits.max_document_bytes:
+                raise csv.Error("line longer than the limit")
+            for line in lines:
+                yield line + "\n"
+        rest += decoder.decode(b"", final=True)
+        if rest:
+            yield rest
+
+
+def _delimiter(file: TextFile, text: str) -> str:
+    """The delimiter that gives most rows the same number of cells, above one; the comma where none does."""
+    if ".tsv" in [suffix.lower() for suffix in file.path.suffixes]:
+        return "\t"
+    best, most = ",", 1
+    for delimiter in _DELIMITERS:
+        rows = [row for row in csv.reader(_lines_of(text)[:_LINES_LOOKED_AT], delimiter=delimiter) if row]
+        cells, times = Counter(map(len, rows)).most_common(1)[0]
+        if cells > most and times >= 0.9 * len(rows) - 1 and len(rows[0]) == cells:
+            best, most = delimiter, cells
+    return best
+
+
+def _lines_of(text: str) -> list[str]:
+    return [line + "\n" for line in text.split("\n")]
+
+
+def _is_number(cell: str) -> bool:
+    try:
+        float(cell)
+    except ValueError:
+        return False
+    return True
+
+
+def _numbered(columns: Sequence[int]) -> str:
+    return ", ".join(f"column {at + 1}" for at in columns)
