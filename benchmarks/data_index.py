@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megalith.data.blend_index import build_blending_index
+from megalith.data.blend import build_blending_index
 from megalith.data.gpt_dataset import GPTDataset, GPTDatasetOptions
 from megalith.data.indexed import IndexedDataset, IndexedWriter, bin_path
 from megalith.data.samples import Portion, Shares

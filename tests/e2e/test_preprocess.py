@@ -130,7 +130,7 @@ SCRIPT = """
 import os, sys
 from megalith.config import TokenizerConfig
 from megalith.data.preprocess import PreprocessOptions, preprocess
-from megalith.data.progress import Silence
+from megalith.data.preprocess_options import Silence
 from megalith.data.sources import Limits, SourceOptions
 
 class Watcher(Silence):

@@ -15,17 +15,14 @@ import numpy as np
 import pytest
 
 from megalith.config import DataConfig, TokenizerConfig
-from megalith.data import gpt_index, masks
-from megalith.data.blend import BlendedDataset
-from megalith.data.blend_index import build_blending_index, build_exhaustive_blending_index
+from megalith.data import gpt_index
+from megalith.data.blend import BlendedDataset, build_blending_index, build_exhaustive_blending_index
 from megalith.data.build import build_gpt_datasets
 from megalith.data.gpt_dataset import GPTDataset, GPTDatasetOptions
 from megalith.data.gpt_index import EpochPlan
 from megalith.data.indexed import IndexedDataset
-from megalith.data.loader import BatchLoader
-from megalith.data.sampler import WholePasses, cyclic_micro_batches, sequential_micro_batches
-from megalith.data.samples import Portion, Shares
-from megalith.data.splits import SPLIT_NAMES, parse_split
+from megalith.data.loader import BatchLoader, WholePasses, cyclic_micro_batches, sequential_micro_batches
+from megalith.data.samples import SPLIT_NAMES, Portion, Shares, parse_split
 from megalith.errors import DataError
 from megalith.tokenizers import Tokenizer, build_tokenizer
 from megalith.tokenizers.gpt2_bpe import GPT2BPETokenizer
@@ -346,8 +343,8 @@ def check_blending(helpers: Any, case: dict[str, Any]) -> None:
 def test_masks(number: int, folder: Path, cases: dict[str, Any]) -> None:
     helpers = np.load(folder / cases["helpers"]["file"])
     tokens = helpers[f"ltor{number}/data"]
-    documents = masks.document_ids(tokens, eod=0)
-    positions = masks.restarted_positions(documents) if number & 1 else np.arange(len(tokens))
+    documents = gpt_index.document_ids(tokens, eod=0)
+    positions = gpt_index.restarted_positions(documents) if number & 1 else np.arange(len(tokens))
     np.testing.assert_array_equal(positions, helpers[f"ltor{number}/position_ids"])
     sample = {"tokens": tokens, "document_ids": documents if number & 2 else np.zeros_like(documents)}
     np.testing.assert_array_equal(hidden(sample), helpers[f"ltor{number}/attention_mask"])

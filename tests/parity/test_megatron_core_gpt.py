@@ -20,7 +20,7 @@ from megalith.data.blend import BlendedDataset
 from megalith.data.build import build_gpt_datasets
 from megalith.data.gpt_dataset import GPTDataset
 from megalith.data.indexed import IndexedWriter
-from megalith.data.splits import SPLIT_NAMES
+from megalith.data.samples import SPLIT_NAMES
 from megalith.errors import ConfigError, DataError
 from megalith.tokenizers import Tokenizer
 from megalith.tokenizers.gpt2_bpe import GPT2BPETokenizer

@@ -11,9 +11,8 @@ from megalith.config import RunConfig, check_run
 from megalith.config.data_sources import data_sources
 from megalith.data.blend import BlendedDataset
 from megalith.data.build import Dataset, Datasets
-from megalith.data.loader import BatchLoader
-from megalith.data.sampler import Cyclic, Order, Sequential, WholePasses
-from megalith.data.splits import Sizes, target_sizes
+from megalith.data.loader import BatchLoader, Cyclic, Order, Sequential, WholePasses
+from megalith.data.samples import Sizes, target_sizes
 from megalith.errors import ConfigError, DataError
 from megalith.tokenizers import Tokenizer
 from megalith.tokenizers.card import require_tokenizer_of_data

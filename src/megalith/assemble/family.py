@@ -15,8 +15,7 @@ from megalith.data.masked.bert import BertSamples
 from megalith.data.masked.dataset import MaskedOptions
 from megalith.data.masked.ngrams import Masking
 from megalith.data.masked.t5 import T5Samples
-from megalith.data.samples import SampleRule
-from megalith.data.splits import Sizes
+from megalith.data.samples import SampleRule, Sizes
 from megalith.models.families import MODELS
 from megalith.tokenizers import Tokenizer
 

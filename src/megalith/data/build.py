@@ -16,8 +16,7 @@ from megalith.data.blend import BlendedDataset, normalise
 from megalith.data.gpt_dataset import Documents, GPTDataset, GPTDatasetOptions
 from megalith.data.indexed import IndexedDataset, idx_path
 from megalith.data.mock import MOCK_SPLIT, MockDocuments
-from megalith.data.samples import Portion, SampleRule, Shares, SplitDataset
-from megalith.data.splits import Sizes
+from megalith.data.samples import Portion, SampleRule, Shares, Sizes, SplitDataset
 from megalith.errors import ConfigError
 from megalith.tokenizers import Tokenizer
 

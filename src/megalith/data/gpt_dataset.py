@@ -17,9 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalith.data import gpt_index
-from megalith.data.gpt_index import EpochPlan
+from megalith.data.gpt_index import EpochPlan, document_ids, numbers_of_parts, restarted_positions
 from megalith.data.index_cache import Arrays, Recipe, load_or_build
-from megalith.data.masks import document_ids, numbers_of_parts, restarted_positions
 from megalith.data.samples import Portion
 from megalith.errors import DataError
 from megalith.tokenizers import Tokenizer
@@ -79,7 +78,7 @@ class GPTDataset:
     Arrays may be shared between samples and are then read-only; a batch is made of copies.
 
     tokens (i64), labels (i64, the tokens one later), loss_mask (f32, 0 where the label is padding), position_ids (i64)
-    and, if attention stays inside a document, document_ids (i32, masks.py).
+    and, if attention stays inside a document, document_ids (i32).
 
     Attributes:
         name: train, valid or test.

@@ -1,19 +1,194 @@
-"""What a run of the preprocessing writes: a dataset for each key, partitions of them, the list of what was left out."""
+"""What a run of the preprocessing writes: a dataset for each key, their partitions, the skipped list, the journal.
+
+The process that leads only decides where the tokens of a chunk belong, as soon as it knows how many all chunks before
+have. So tokens cross no border between processes, and every process may write at once.
+
+The journal says how far an unfinished run is, so that the same command goes on from there after a kill or a power cut.
+It names lengths of the partial files; whatever they hold beyond was written after it and is cut off. It is replaced as
+a whole, after what it names has reached the disk.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from megalith.data.encoding import ChunkReport
+from megalith.data.encoding import ChunkReport, EncodedChunk
 from megalith.data.indexed import IndexedWriter, Written, bin_path, idx_path, spool_path
-from megalith.data.token_files import Partitions, Placement, TokenFile, TokenFiles
 from megalith.errors import DataError
+
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Partitions:
+    """How Megatron's `--partitions` deal documents out before they are merged in the order of the partitions.
+
+    Attributes:
+        count: partitions.
+        size: documents of each with `--keep-sequential-samples`; None deals them out in turn.
+    """
+
+    count: int = 1
+    size: int | None = None
+
+    def of(self, first: int, count: int) -> NDArray[np.int64]:
+        """The partitions of documents `first`, `first` + 1, ..."""
+        numbers = np.arange(first, first + count)
+        if self.size is None:
+            return numbers % self.count
+        return np.minimum(numbers // self.size, self.count - 1)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the tokens of a chunk belong.
+
+    Attributes:
+        first_document: number of its first document, which decides the partitions.
+        offsets: for each key the byte at which they begin in the file of each partition.
+    """
+
+    first_document: int
+    offsets: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """A .bin that is being written: the name that it gets, for messages, and the descriptor in this process."""
+
+    name: str
+    descriptor: int
+
+
+class TokenFiles:
+    """The .bin files of a run; several processes may hold them, and write at different places.
+
+    Args:
+        files: for each key those of its partitions.
+        partitions: how documents are dealt out.
+    """
+
+    def __init__(self, files: Sequence[Sequence[TokenFile]], partitions: Partitions) -> None:
+        self.files, self.partitions = files, partitions
+
+    def write(self, chunk: EncodedChunk, placement: Placement) -> None:
+        """Write the tokens of a chunk.
+
+        Raises:  DataError if the disk is full.
+        """
+        keys = zip(self.files, chunk.tokens, chunk.report.by_key, placement.offsets, strict=True)
+        for files, tokens, structure, offsets in keys:
+            if len(files) == 1:
+                _write(files[0], tokens, offsets[0])
+                continue
+            parts = self.partitions.of(placement.first_document, chunk.report.num_documents)
+            for number, (file, offset) in enumerate(zip(files, offsets, strict=True)):
+                _write(file, tokens[structure.tokens_of(parts == number)], offset)
+
+
+def _write(file: TokenFile, tokens: NDArray[Any], offset: int) -> None:
+    content = np.ascontiguousarray(tokens).data.cast("B")
+    try:
+        while content:
+            written = os.pwrite(file.descriptor, content, offset)
+            content, offset = content[written:], offset + written
+    except OSError as error:
+        raise DataError(f"cannot write {file.name}: {error.strerror}") from error
+
+
+@dataclass(frozen=True)
+class State:
+    """A moment between two chunks.
+
+    Attributes:
+        source: number of the source that is being read.
+        place: where to go on in it, counted as it counts.
+        units: units of it before that place, None where that is not known.
+        documents: documents written.
+        bytes: bytes of text encoded.
+        disk: bytes of the input read, over all sources.
+        skipped: documents left out.
+        skipped_bytes: length of the list of what was left out.
+        encoded: whether all text is encoded and only names are missing.
+        written: what the writers hold, by prefix.
+    """
+
+    source: int = 0
+    place: int = 0
+    units: int | None = 0
+    documents: int = 0
+    bytes: int = 0
+    disk: int = 0
+    skipped: int = 0
+    skipped_bytes: int = 0
+    encoded: bool = False
+    written: dict[str, Written] = field(default_factory=dict)
+
+
+class Journal:
+    """The journal of one output prefix.
+
+    Args:
+        prefix: of the output.
+        settings: all that decides the output, by name; a run with others does not go on with this one.
+    """
+
+    def __init__(self, prefix: str, settings: Mapping[str, str]) -> None:
+        self.path = Path(prefix + ".unfinished")
+        self._settings = dict(settings)
+
+    def read(self) -> tuple[State | None, str | None]:
+        """Where to go on, and what the user should hear; no state where there is nothing to go on with."""
+        try:
+            found = json.loads(self.path.read_bytes())
+        except FileNotFoundError:
+            return None, None
+        except (OSError, ValueError, RecursionError):
+            return None, f"{self.path} is damaged: starting from the beginning"
+        if not isinstance(found, dict) or found.get("version") != _VERSION:
+            return None, f"{self.path} is of another version: starting from the beginning"
+        differing = self._differing(found.get("settings", {}))
+        if differing:
+            return None, f"the unfinished run had another {', another '.join(differing)}: starting from the beginning"
+        try:
+            state = dict(found["state"])
+            written = {prefix: Written(**sizes) for prefix, sizes in state.pop("written").items()}
+            return State(**state, written=written), None
+        except (KeyError, TypeError, ValueError):
+            return None, f"{self.path} is damaged: starting from the beginning"
+
+    def write(self, state: State) -> None:
+        """Note a moment. What it names must have been flushed.
+
+        Raises:  DataError if the disk is full.
+        """
+        partial = self.path.with_name(self.path.name + ".partial")
+        content: dict[str, Any] = {"version": _VERSION, "settings": self._settings, "state": asdict(state)}
+        try:
+            with partial.open("w", encoding="utf-8") as file:
+                json.dump(content, file, indent=1)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(partial, self.path)
+        except OSError as error:
+            raise DataError(f"cannot write {partial}: {error.strerror}") from error
+
+    def remove(self) -> None:
+        """The run is finished, or its state is not wanted."""
+        self.path.unlink(missing_ok=True)
+
+    def _differing(self, settings: Mapping[str, str]) -> list[str]:
+        names = dict.fromkeys((*self._settings, *settings))
+        return [name for name in names if settings.get(name) != self._settings.get(name)]
 
 
 class Output:

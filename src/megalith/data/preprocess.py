@@ -21,13 +21,18 @@ import numpy as np
 
 from megalith.data.encoding import ChunkEncoder, EncodeSettings
 from megalith.data.indexed import smallest_dtype
-from megalith.data.journal import Journal, State
-from megalith.data.output import Output, SkippedList
-from megalith.data.preprocess_options import PreprocessOptions, find_violations, option_violations, plan_sources
-from megalith.data.progress import Progress, Silence, Standing
+from megalith.data.output import Journal, Output, Partitions, SkippedList, State
+from megalith.data.preprocess_options import (
+    PreprocessOptions,
+    Progress,
+    Silence,
+    Standing,
+    find_violations,
+    option_violations,
+    plan_sources,
+)
 from megalith.data.shares import Located, chunks_of_share
 from megalith.data.sources import Source
-from megalith.data.token_files import Partitions
 from megalith.data.workers import Encoders, Processes, ThisProcess, Turn
 from megalith.errors import ConfigError, DataError
 from megalith.tokenizers import Tokenizer, build_tokenizer

@@ -24,9 +24,9 @@ from queue import SimpleQueue
 from typing import Any, Protocol
 
 from megalith.data.encoding import ChunkEncoder, ChunkReport, EncodedChunk, EncodeSettings
+from megalith.data.output import Partitions, Placement, TokenFile, TokenFiles
 from megalith.data.shares import Located
 from megalith.data.sources import Payload
-from megalith.data.token_files import Partitions, Placement, TokenFile, TokenFiles
 from megalith.errors import DataError, MegalithError
 
 _SECONDS_TO_END = 10.0  # a worker that is told to end and does not is killed

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megalith.config import DataConfig
 from megalith.config.data_sources import Blend, data_sources, parse_blend
-from megalith.data import blend_index
+from megalith.data import blend as blends
 from megalith.data.blend import BlendedDataset
 from megalith.data.build import build_gpt_datasets
 from megalith.data.indexed import IndexedWriter
@@ -43,8 +43,8 @@ def defined(weights: list[float], size: int, limits: list[int] | None = None) ->
 def test_a_blend_by_weights_is_the_greedy_order(parts: list[float], size: int, block: int) -> None:
     weights = np.array(parts) / np.sum(parts)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blend_index, "_SHORTEST_BLOCK", block)
-        datasets, samples = blend_index.build_blending_index(weights, size)
+        patch.setattr(blends, "_SHORTEST_BLOCK", block)
+        datasets, samples = blends.build_blending_index(weights, size)
     assert list(zip(datasets.tolist(), samples.tolist(), strict=True)) == defined(weights.tolist(), size)
 
 
@@ -52,8 +52,8 @@ def test_a_blend_by_weights_is_the_greedy_order(parts: list[float], size: int, b
 @given(sizes=st.lists(st.integers(0, 120), min_size=1, max_size=6), block=st.sampled_from([3, 16, 128]))
 def test_a_blend_of_everything_takes_every_sample_once(sizes: list[int], block: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blend_index, "_SHORTEST_BLOCK", block)
-        datasets, samples = blend_index.build_exhaustive_blending_index(np.array(sizes))
+        patch.setattr(blends, "_SHORTEST_BLOCK", block)
+        datasets, samples = blends.build_exhaustive_blending_index(np.array(sizes))
     order = list(zip(datasets.tolist(), samples.tolist(), strict=True))
     assert sorted(order) == [(number, sample) for number, size in enumerate(sizes) for sample in range(size)]
     shares = [size / max(sum(sizes), 1) for size in sizes]

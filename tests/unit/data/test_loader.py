@@ -9,8 +9,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from megalith.data.loader import BatchLoader
-from megalith.data.sampler import sequential_micro_batches
+from megalith.data.loader import BatchLoader, sequential_micro_batches
 from megalith.errors import DataError
 
 

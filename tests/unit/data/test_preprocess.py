@@ -11,7 +11,7 @@ import pytest
 from megalith.config import TokenizerConfig
 from megalith.data.indexed import IndexedDataset
 from megalith.data.preprocess import PreprocessOptions, find_violations, preprocess
-from megalith.data.progress import Silence, Standing
+from megalith.data.preprocess_options import Silence, Standing
 from megalith.data.sources import Limits, SourceOptions, find_sources, format_of
 from megalith.errors import ConfigError, DataError
 from megalith.tokenizers import build_tokenizer, train_byte_level_bpe

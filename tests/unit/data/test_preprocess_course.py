@@ -17,7 +17,7 @@ from megalith.cli.preprocess import parse
 from megalith.config import TokenizerConfig
 from megalith.data.indexed import IndexedDataset
 from megalith.data.preprocess import PreprocessOptions, preprocess
-from megalith.data.progress import Silence, Standing
+from megalith.data.preprocess_options import Silence, Standing
 from megalith.data.shares import Share, find_shares, read_share
 from megalith.data.sources import Limits, SourceOptions
 from megalith.errors import ConfigError, DataError

@@ -7,8 +7,7 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from megalith.data.loader import BatchLoader
-from megalith.data.sampler import Cyclic, Order, Sequential, WholePasses, cyclic_micro_batches
+from megalith.data.loader import BatchLoader, Cyclic, Order, Sequential, WholePasses, cyclic_micro_batches
 from megalith.errors import DataError
 
 from .test_loader import Numbers

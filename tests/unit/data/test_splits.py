@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megalith.data.splits import interval_range, parse_split, target_sizes
+from megalith.data.samples import interval_range, parse_split, target_sizes
 from megalith.errors import ConfigError
 
 

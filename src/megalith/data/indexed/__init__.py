@@ -1,14 +1,14 @@
 """Megatron's .bin/.idx pair: tokens of all documents back to back, and an index of where each begins."""
 
-from megalith.data.indexed.layout import (
+from megalith.data.indexed.reader import (
     CODE_OF_DTYPE,
     DTYPE_OF_CODE,
     HEADER_SIZE,
+    IndexedDataset,
     bin_path,
     idx_path,
     smallest_dtype,
 )
-from megalith.data.indexed.reader import IndexedDataset
 from megalith.data.indexed.writer import IndexedWriter, Written, spool_path
 
 __all__ = [

@@ -1,22 +1,134 @@
-"""Reading a .bin/.idx pair.
+"""Layout of a .bin/.idx pair, and reading one.
 
-Reading trusts nothing: the whole structure is checked at opening (`check`), so that a damaged file is an error with a
-field name instead of wrong text or a bus error later.
+Layout of the .idx, little-endian, nothing aligned: 9 bytes magic, u64 version, u8 dtype code, u64 S (number of
+sequences), u64 D (length of the document index), i32[S] lengths, i64[S] byte offsets, i64[D] document index and,
+for multimodal files only, i8[S] modes. A document is a run of sequences; a document index entry is the number of
+its first sequence.
+
+Reading trusts nothing: the whole structure is checked at opening, so that a damaged file is an error that names the
+field instead of wrong text or a bus error later.
+Source:  Megatron-LM `megatron/core/datasets/indexed_dataset.py`.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+import struct
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megalith.data.indexed.check import check_index, read_header
-from megalith.data.indexed.layout import HEADER_SIZE, bin_path, idx_path
 from megalith.errors import DataError
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")
+HEADER_SIZE = HEADER.size
+
+DTYPE_OF_CODE: dict[int, np.dtype[Any]] = {
+    code: np.dtype(name).newbyteorder("<")
+    for code, name in enumerate(("u1", "i1", "i2", "i4", "i8", "f8", "f4", "u2"), start=1)
+}
+CODE_OF_DTYPE: dict[np.dtype[Any], int] = {dtype: code for code, dtype in DTYPE_OF_CODE.items()}
+
+ENTRIES_AT_ONCE = 1 << 20
+"""Entries of the index that are worked on at once; keeps the memory small next to the index itself."""
+
+
+def smallest_dtype(vocab_size: int | None) -> np.dtype[Any]:
+    """The dtype that Megatron stores a vocabulary in: uint16 below 65500 ids, else int32."""
+    return np.dtype("<u2") if vocab_size is not None and vocab_size < 65500 else np.dtype("<i4")
+
+
+def bin_path(prefix: str) -> Path:
+    return Path(prefix + ".bin")
+
+
+def idx_path(prefix: str) -> Path:
+    return Path(prefix + ".idx")
+
+
+def read_header(prefix: str, index: mmap.mmap | bytes, multimodal: bool) -> tuple[np.dtype[Any], int, int]:
+    """Dtype, S and D of a header whose numbers agree with the size of the file."""
+    path = idx_path(prefix)
+    if len(index) < HEADER_SIZE:
+        raise DataError(
+            f"{path}: {len(index)} bytes are too few for the header of {HEADER_SIZE}; the file is cut short"
+        )
+    magic, version, code, num_sequences, num_entries = HEADER.unpack(index[:HEADER_SIZE])
+    if magic != MAGIC:
+        raise DataError(f"{path}: bytes 0 to 8 (magic) are {magic!r}, not {MAGIC!r}; this is no Megatron index")
+    if version != VERSION:
+        raise DataError(f"{path}: version (byte 9) is {version}, only version {VERSION} exists")
+    if code not in DTYPE_OF_CODE:
+        raise DataError(f"{path}: dtype code (byte 17) is {code}, known are 1 to {max(DTYPE_OF_CODE)}")
+    if num_entries < 1:
+        raise DataError(f"{path}: document count (byte 26) is 0; even an empty dataset has one entry")
+    size = HEADER_SIZE + (4 + 8 + (1 if multimodal else 0)) * num_sequences + 8 * num_entries
+    if size != len(index):
+        kind = "a multimodal" if multimodal else "an"
+        raise DataError(
+            f"{path}: {num_sequences} sequences (byte 18) and {num_entries} document entries (byte 26) make "
+            f"{kind} index of {size} bytes, the file has {len(index)}"
+        )
+    return DTYPE_OF_CODE[code], num_sequences, num_entries
+
+
+def check_index(
+    prefix: str,
+    dtype: np.dtype[Any],
+    lengths: NDArray[np.int32],
+    pointers: NDArray[np.int64],
+    document_index: NDArray[np.int64],
+) -> int:
+    """Check lengths, pointers, document index and the size of the .bin; returns the number of tokens."""
+    path, itemsize = idx_path(prefix), dtype.itemsize
+    total = 0
+    for start in range(0, len(lengths), ENTRIES_AT_ONCE):
+        part = lengths[start : start + ENTRIES_AT_ONCE]
+        if part.min() < 0:
+            at = start + int(np.argmax(part < 0))
+            byte = HEADER_SIZE + 4 * at
+            raise DataError(f"{path}: length of sequence {at} (byte {byte}) is {lengths[at]}, below 0")
+        ends = total + np.cumsum(part, dtype=np.int64)
+        expected = (ends - part) * itemsize
+        wrong = pointers[start : start + ENTRIES_AT_ONCE] != expected
+        if wrong.any():
+            first = int(np.argmax(wrong))
+            byte = HEADER_SIZE + 4 * len(lengths) + 8 * (start + first)
+            raise DataError(
+                f"{path}: pointer of sequence {start + first} (byte {byte}) is {pointers[start + first]}; "
+                f"the sequences before it end at byte {expected[first]} of the .bin"
+            )
+        total = int(ends[-1])
+    _check_documents(path, document_index, len(lengths))
+    bin_size = bin_path(prefix).stat().st_size
+    if bin_size != total * itemsize:
+        raise DataError(
+            f"{bin_path(prefix)} has {bin_size} bytes, but {path} describes {total} tokens of {itemsize} bytes "
+            f"= {total * itemsize}; the two files do not belong together or one is cut short"
+        )
+    return total
+
+
+def _check_documents(path: Path, entries: NDArray[np.int64], num_sequences: int) -> None:
+    base = HEADER_SIZE + 12 * num_sequences
+    if entries[0] != 0:
+        raise DataError(f"{path}: document entry 0 (byte {base}) is {entries[0]}, must be 0")
+    if entries[-1] != num_sequences:
+        byte = base + 8 * (len(entries) - 1)
+        raise DataError(f"{path}: the last document entry (byte {byte}) is {entries[-1]}, must be {num_sequences}")
+    for start in range(0, len(entries) - 1, ENTRIES_AT_ONCE):
+        part = entries[start : start + ENTRIES_AT_ONCE + 1]
+        falls = part[1:] < part[:-1]
+        if falls.any():
+            at = start + int(np.argmax(falls)) + 1
+            raise DataError(
+                f"{path}: document entry {at} (byte {base + 8 * at}) is {entries[at]}, below the entry before it"
+            )
 
 
 class IndexedDataset:

@@ -19,16 +19,16 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from megalith.data.indexed.layout import (
+from megalith.data.indexed.reader import (
     CODE_OF_DTYPE,
     ENTRIES_AT_ONCE,
     HEADER,
     MAGIC,
     VERSION,
+    IndexedDataset,
     bin_path,
     idx_path,
 )
-from megalith.data.indexed.reader import IndexedDataset
 from megalith.errors import DataError
 
 _COPIED_AT_ONCE = 1 << 22  # bytes
