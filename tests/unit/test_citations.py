@@ -19,6 +19,7 @@ PATH = re.compile(
 )
 PAGE = re.compile(r"(?<![\w./*\"'\[-])([\w./-]+\.md)\b(#[\w-]+)?")
 LINK = re.compile(r"\]\(([^)#\s]*)(#[^)\s]+)?\)")
+MODULE = re.compile(r"(?<![\w./-])([a-z]+/[\w/]+\.py)\b")
 DECISION = re.compile(r"[Dd]ecision (\d{4})|decisions/(\d{4})")
 TEST = re.compile(r"`(test_\w+)`")
 GOLDEN = re.compile(r"[Gg]oldens? `(\w+)[/`]")
@@ -97,6 +98,20 @@ def test_pages_that_are_named() -> None:
         for file, match in found(PAGE)
         if "://" not in match[1]
         and not any(leads_somewhere(folder / match[1], match[2]) for folder in (ROOT, ROOT / "docs", file.parent))
+    ]
+    assert wrong == []
+
+
+def test_modules_that_are_named_from_their_folder() -> None:
+    """As `nn/region.py`, from `src/megalith`, `tests`, `tests/unit` or the file that names them."""
+    folders = {folder.name for folder in (ROOT / "src/megalith").iterdir() if folder.is_dir()}
+    homes = [ROOT / home for home in ("src/megalith", "tests", "tests/unit")]
+    wrong = [
+        shown(file, match)
+        for file, match in found(MODULE)
+        if match[1].partition("/")[0] in folders
+        and file.name != "CHANGELOG.md"
+        and not any((folder / match[1]).exists() for folder in (*homes, file.parent))
     ]
     assert wrong == []
 
