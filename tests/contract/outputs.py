@@ -21,7 +21,10 @@ MAPS = ("files", "tokenizer.files", "tokenizer.settings", "tokenizer.special")
 """Objects of a manifest whose keys are data."""
 
 Fields = Mapping[str, str]
-"""Name -> types, joined by "|". A name is a path: `a.b` of an object, `a[]` of an array, `a.*` where keys are data."""
+"""Name -> types, joined by "|". A name is a path: `a.b` of an object, `a[]` of an array, `a.*` where keys are data.
+
+A type that ends with "?" is put in by hand: null may be all that a machine or a run gives.
+"""
 Found = Mapping[str, Fields]
 """Section -> its fields."""
 
@@ -73,14 +76,19 @@ def problems(recorded: Found, found: Found, *, accepted: bool = False) -> list[s
     wrong = []
     for section, fields in recorded.items():
         for name, types in fields.items():
-            before, now = set(types.split("|")), set(found.get(section, {}).get(name, "").split("|")) - {""}
+            before, now = _kinds(types), _kinds(found.get(section, {}).get(name, ""))
             if not now:
                 wrong.append(f"{section}: {name} is missing")
                 continue
-            never_set = now == {"null"} != before
+            never_set = now == {"null"} != before and not types.endswith("?")
             if not (_is_within(before, now) if accepted else _is_within(now, before) and not never_set):
                 wrong.append(f"{section}: {name} was {types} and is {'|'.join(sorted(now))}")
     return wrong
+
+
+def _kinds(types: str) -> set[str]:
+    """Split types; `number?` is a number, or null in all values where this machine or run has none."""
+    return {kind for kind in types.removesuffix("?").split("|") if kind} | ({"null"} if types.endswith("?") else set())
 
 
 def _is_within(kinds: set[str], allowed: set[str]) -> bool:
@@ -100,7 +108,8 @@ def record(subject: str, found: Found) -> None:
     for section, fields in found.items():
         entry = known.setdefault(section, {})
         for name, types in fields.items():
-            entry[name] = "|".join(sorted({*types.split("|"), *entry.get(name, types).split("|")}))
+            if not entry.get(name, "").endswith("?"):
+                entry[name] = "|".join(sorted(_kinds(types) | _kinds(entry.get(name, ""))))
     path.write_text(json.dumps(known, indent=1, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
 
 

@@ -26,6 +26,13 @@ def test_answers_keep_their_names_and_types(value: object, complaint: str | None
     assert problems(RECORDED, found) == ([] if complaint is None else [complaint])
 
 
+def test_a_value_that_some_machines_lack_may_be_null_alone() -> None:
+    recorded = {"throughput": {"mfu_datasheet": "number?"}}
+    assert problems(recorded, {"throughput": {"mfu_datasheet": "null"}}) == []
+    assert problems(recorded, {"throughput": {"mfu_datasheet": "null|number"}}) == []
+    assert problems(recorded, {"throughput": {"mfu_datasheet": "string"}}) != []
+
+
 def test_a_section_that_is_gone_is_missing() -> None:
     assert len(problems(RECORDED, {})) == len(RECORDED["step"])
 
