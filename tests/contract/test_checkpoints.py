@@ -83,6 +83,16 @@ def test_a_checkpoint_verifies_and_converts_with_all_its_bits(
     assert len(whole) > 20 and differing(same, whole) == []
 
 
+@pytest.mark.parametrize("family", ["dense", "bert", "t5"])
+def test_a_conversion_pads_all_that_has_a_row_for_each_token(family: str, held: Path, tmp_path: Path) -> None:
+    save = held / Run(family, "one", "torch_dist").folder
+    assert main(["checkpoint", "convert", str(save), str(tmp_path / "more"), "--true-vocab-size", "50"]) == 0
+    before, after = tensors(iteration_of(save)), tensors(iteration_of(tmp_path / "more"))
+    rows = len(before["embedding.word_embeddings.weight"])
+    assert {name for name in before if len(after[name]) == 56} == {name for name in before if len(before[name]) == rows}
+    assert differing(before, {name: after[name][: len(value)] for name, value in before.items()}) == []
+
+
 def trimmed(held: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Cut the rows that pad the vocabulary for tensor parallelism off."""
     return {
