@@ -40,7 +40,7 @@ from megalith.checkpoint.store import RELEASE, TRACKER_FILE, facts_of, locate, p
 from megalith.checkpoint.streaming import no_check, rng_keys, write_torch, write_torch_dist
 from megalith.errors import CheckpointError, ConfigError, LayoutError
 from megalith.layout import Layout
-from megalith.tokenizers.padding import padded_vocab_size
+from megalith.tokenizers.protocol import padded_vocab_size
 
 FORMATS = ("torch", "torch_dist")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

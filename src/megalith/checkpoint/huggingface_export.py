@@ -42,9 +42,8 @@ from megalith.models.huggingface_tensors import TheirTensor, tensors_of
 from megalith.tokenizers.byte_level import END_OF_TEXT, read_byte_pair_vocabulary, tokenizer_json
 from megalith.tokenizers.huggingface import TOKENIZER_FILE
 from megalith.tokenizers.sentence_piece import MODEL_FILE, load_model
-from megalith.tokenizers.word_piece import WordPieceTokenizer
-from megalith.tokenizers.word_piece_files import tokenizer_config
-from megalith.tokenizers.word_piece_files import tokenizer_json as word_piece_json
+from megalith.tokenizers.word_piece import WordPieceTokenizer, tokenizer_config
+from megalith.tokenizers.word_piece import tokenizer_json as word_piece_json
 
 MAX_SHARD_SIZE = "5GB"
 

@@ -34,7 +34,7 @@ from megalith.models.huggingface_t5 import with_own_output
 from megalith.models.huggingface_tensors import GPT2_PREFIX, Part, TheirTensor, follows_from_config, tensors_of
 from megalith.tokenizers.huggingface import TOKENIZER_FILE, holds_tokenizer, tokenizer_files
 from megalith.tokenizers.sentence_piece import MODEL_FILE
-from megalith.tokenizers.word_piece_files import EXTRA_IDS
+from megalith.tokenizers.word_piece import EXTRA_IDS
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"

@@ -14,8 +14,8 @@ from megalith.config.values import local_name, local_path
 from megalith.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
+    from megalith.data.dataset_tools import Survey
     from megalith.data.indexed import IndexedDataset
-    from megalith.data.survey import Survey
     from megalith.tokenizers import Tokenizer
 
 _BAR = 40
@@ -63,8 +63,8 @@ def _run_inspect(options: argparse.Namespace) -> int:
         ConfigError: the tokenizer flags are wrong.
         DataError: the dataset is missing or damaged, or was made with another tokenizer.
     """
+    from megalith.data.dataset_tools import survey
     from megalith.data.indexed import IndexedDataset
-    from megalith.data.survey import survey
     from megalith.tokenizers import build_tokenizer
     from megalith.tokenizers.card import read_card, require_tokenizer_of_data
 
@@ -167,8 +167,8 @@ def _run_verify(options: argparse.Namespace) -> int:
 
 
 def _verify_dataset(prefix: str, options: argparse.Namespace) -> bool:
+    from megalith.data.dataset_tools import documents_without_end, verify_tokens
     from megalith.data.indexed import IndexedDataset
-    from megalith.data.survey import documents_without_end, verify_tokens
     from megalith.tokenizers.card import read_card
 
     try:
@@ -263,7 +263,7 @@ def _run_merge(options: argparse.Namespace) -> int:
         ConfigError: not exactly one of the ways to name the parts is used, or parts are missing.
         DataError: a part is damaged or does not fit the others.
     """
-    from megalith.data.merge import merge, pairs_in
+    from megalith.data.dataset_tools import merge, pairs_in
     from megalith.data.shares import find_shares
 
     check_merge(options)

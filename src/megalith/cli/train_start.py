@@ -47,7 +47,7 @@ from megalith.distributed.rng import RandomStreams
 from megalith.errors import CheckpointError, ConfigError, DamagedCheckpointError
 from megalith.models.language_model import LanguageModel
 from megalith.tokenizers import Tokenizer, build_tokenizer
-from megalith.tokenizers.padding import padded_vocab_size, padding_message, tensor_parallel_note
+from megalith.tokenizers.protocol import padded_vocab_size, padding_message, tensor_parallel_note
 from megalith.train.checkpoint_fit import (
     FoundCheckpoint,
     Identity,

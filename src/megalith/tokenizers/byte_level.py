@@ -1,4 +1,4 @@
-"""The two files of a byte-level BPE: read, checked against each other, and turned into bytes.
+"""The two files of a byte-level BPE: read, checked against each other, turned into bytes, and learnt from a corpus.
 
 vocab.json maps each token to its id; merges.txt lists the pairs that are joined, first come first served. Both
 write a byte as one printable character (`BYTE_OF_CHARACTER`). What a broken download leaves behind (a web page,
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megalith.errors import DataError
+from megalith.tokenizers.protocol import read_text_file
 
 END_OF_TEXT = "<|endoftext|>"
 _NUM_BYTES = 256
@@ -71,19 +72,10 @@ def read_byte_pair_vocabulary(vocab_file: str, merge_file: str) -> BytePairVocab
 
 
 def _read_text(file: str, role: str) -> str:
-    try:
-        content = Path(file).read_bytes()
-    except OSError as error:
-        raise DataError(f"cannot read {file} ({role} of the tokenizer): {error.strerror}") from error
-    if not content.strip():
+    text = read_text_file(file, f"{role} of the tokenizer", _AGAIN, encoding="utf-8-sig")
+    if not text.strip():
         raise DataError(f"{file} is empty; {_AGAIN}")
-    beginning = content[:1024].lstrip().lower()
-    if beginning.startswith((b"<!doctype", b"<html", b"<?xml", b"<head")):
-        raise DataError(f"{file} is a web page, not a {role}: the download saved the page about the file; {_AGAIN}")
-    try:
-        return content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{file} is not text: byte {error.start} is no UTF-8; {_AGAIN}") from error
+    return text
 
 
 def _parse_vocab(file: str, text: str) -> dict[str, int]:
@@ -168,3 +160,58 @@ def byte_level_tokenizer(vocabulary: BytePairVocabulary, special: Iterable[str])
     engine.post_processor = processors.ByteLevel(trim_offsets=False)
     engine.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     return engine
+
+
+def train_byte_level_bpe(documents: Iterable[str], vocab_size: int, out_dir: str | Path) -> tuple[Path, Path]:
+    """Learn a GPT-2 style tokenizer: 256 bytes, then merges by frequency, `<|endoftext|>` as the last id.
+
+    The same documents give the same files. A small corpus may have fewer repeated pairs than asked for; the
+    vocabulary is then smaller than `vocab_size`.
+
+    Args:
+        documents: texts; `<|endoftext|>` inside them is plain text.
+        vocab_size: number of ids including `<|endoftext|>`, at least 257.
+        out_dir: folder that receives vocab.json and merges.txt; made if absent.
+
+    Returns:
+        The paths of vocab.json and merges.txt.
+
+    Raises:
+        DataError: `vocab_size` cannot hold the bytes, or there is no text.
+    """
+    smallest = len(BYTE_OF_CHARACTER) + 1
+    if vocab_size < smallest:
+        raise DataError(
+            f"a byte-level vocabulary of {vocab_size} is too small: {smallest} hold the bytes and {END_OF_TEXT}"
+        )
+    ids, merges = _learn(documents, vocab_size - 1)
+    if not merges:
+        raise DataError("the documents hold no pair of characters that occurs twice: too little text for a tokenizer")
+    ids[END_OF_TEXT] = len(ids)
+    folder = Path(out_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    vocab_file, merge_file = folder / "vocab.json", folder / "merges.txt"
+    vocab_file.write_text(json.dumps(ids, ensure_ascii=False), encoding="utf-8")
+    lines = ["#version: 0.2", *(f"{left} {right}" for left, right in merges)]
+    merge_file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return vocab_file, merge_file
+
+
+def _learn(documents: Iterable[str], vocab_size: int) -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """Tokens with ids in order of id, and the merges in order."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import BPE
+    from tokenizers.pre_tokenizers import ByteLevel
+    from tokenizers.trainers import BpeTrainer
+
+    learner = Tokenizer(BPE())
+    learner.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    trainer = BpeTrainer(
+        vocab_size=vocab_size, min_frequency=2, initial_alphabet=sorted(BYTE_OF_CHARACTER), show_progress=False
+    )
+    learner.train_from_iterator(documents, trainer)
+    model = json.loads(learner.to_str())["model"]
+    ids = dict(sorted(model["vocab"].items(), key=lambda item: item[1]))
+    # tokenizers before 0.20 writes a merge as one string, later ones as a pair.
+    merges = [tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in model["merges"]]
+    return ids, [(left, right) for left, right in merges]

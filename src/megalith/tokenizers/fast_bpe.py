@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 
 from megalith.errors import DataError
 from megalith.tokenizers.byte_level import BytePairVocabulary
-from megalith.tokenizers.protocol import Tokenizer
-from megalith.tokenizers.text import require_text
+from megalith.tokenizers.protocol import Tokenizer, require_text
 
 logger = logging.getLogger(__name__)
 

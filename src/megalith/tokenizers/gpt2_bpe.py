@@ -24,8 +24,7 @@ from megalith.tokenizers.byte_level import (
     read_byte_pair_vocabulary,
 )
 from megalith.tokenizers.fast_bpe import ArrayEncoder, BytePairArrays
-from megalith.tokenizers.roles import Roles, TokenizerWithRoles
-from megalith.tokenizers.text import require_ids, surrogate_error
+from megalith.tokenizers.protocol import Roles, TokenizerWithRoles, require_ids, surrogate_error
 
 # GPT-2's pattern with possessive quantifiers, which cannot blow up; the same splits (tiktoken_ext/openai_public.py).
 _PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
@@ -75,15 +74,6 @@ class GPT2BPETokenizer(TokenizerWithRoles):
     def decode(self, ids: Sequence[int]) -> str:
         require_ids(ids, self.vocab_size)
         return b"".join([self._bytes[number] for number in ids]).decode(errors="replace")
-
-    def card(self) -> dict[str, Any]:
-        return {
-            "class": "GPT2BPETokenizer",
-            "vocabulary": self._vocabulary_hash,
-            "vocab_size": self.vocab_size,
-            "special": dict(self.special),
-            "files": self._hashes,
-        }
 
     def identity(self) -> dict[str, Any]:
         return {"class": "_GPT2BPETokenizer", "tokenizer_path": [self._vocab_file, self._merge_file]}

@@ -1,34 +1,40 @@
 """The tokenizer of a Hugging Face model folder: its files, who begins and ends a text, and who knows its ids.
 
 Nothing is downloaded and no code of the folder is run. As in Megatron, special tokens that are written out in a text
-become their ids, and what the tokenizer puts around every text (Llama's beginning of text) is there. What turns text
-into ids is in `huggingface_engines`.
+become their ids, and what the tokenizer puts around every text (Llama's beginning of text) is there.
+
+tokenizer.json needs the library `tokenizers` alone. The SentencePiece model of a Llama folder is read by sentencepiece,
+as the older tokenizer class of transformers did. What else lies in folders without tokenizer.json is turned into one by
+transformers, in memory, if that is installed.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from megalith.errors import DataError
-from megalith.tokenizers.card import file_hashes, vocabulary_hash
-from megalith.tokenizers.huggingface_engines import (
-    BYTE_LEVEL_FILES,
-    SLOW_FILES,
-    TOKENIZER_FILE,
-    Engine,
-    byte_level_engine,
-    fast_engine,
-    sentence_piece_engine,
-    transformers_engine,
-)
-from megalith.tokenizers.sentence_piece import MODEL_FILE
-from megalith.tokenizers.text import require_ids, require_text
+from megalith.tokenizers.byte_level import END_OF_TEXT, byte_level_tokenizer, read_byte_pair_vocabulary
+from megalith.tokenizers.card import file_hashes
+from megalith.tokenizers.protocol import Roles, TokenizerWithRoles, import_for, require_ids, require_text
+from megalith.tokenizers.sentence_piece import MODEL_FILE, load_model
 
+TOKENIZER_FILE = "tokenizer.json"
+SLOW_FILES = (MODEL_FILE, "vocab.json", "vocab.txt", "spiece.model", "merges.txt")
+"""Files of tokenizers without tokenizer.json."""
+BYTE_LEVEL_FILES = ("vocab.json", "merges.txt")
+_BEYOND_BYTE_LEVEL = (
+    *("add_prefix_space", "add_bos_token", "added_tokens_decoder"),
+    *("additional_special_tokens", "extra_special_tokens"),
+)
+_MATCHING = ("lstrip", "rstrip", "single_word")  # how an added token is found in a text
+_ROLES_OF_GPT2 = ("bos_token", "eos_token", "unk_token")
+_SPECIAL_ROLES = (*_ROLES_OF_GPT2, "pad_token", "cls_token", "sep_token", "mask_token")
 _CONFIGS = ("tokenizer_config.json", "special_tokens_map.json")
 _MODEL_CONFIGS = ("generation_config.json", "config.json")
 _FILES = (
@@ -41,6 +47,214 @@ _FILES = (
 )
 _USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "[SEP]")
 _ROLES = ("bos", "eos", "pad", "unk", "cls", "sep", "mask")
+
+
+class Engine(Protocol):
+    """Text to ids and back."""
+
+    @property
+    def ids(self) -> Mapping[str, int]:
+        """Token -> id, added tokens too."""
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of the tokens that the files flag as special."""
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Names of the files in the folder that decide the ids."""
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text."""
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of several texts, in order."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ids, special tokens written out."""
+
+
+class _Fast:
+    """The library `tokenizers`."""
+
+    def __init__(self, tokenizer: Any, files: tuple[str, ...], special_tokens: Sequence[str], *, around: bool) -> None:
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        if special_tokens:
+            tokenizer.add_special_tokens(list(special_tokens))
+        self._tokenizer, self._around, self.files = tokenizer, around, files
+        self.ids: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
+        added = tokenizer.get_added_tokens_decoder()
+        self.special_ids = frozenset(number for number, token in added.items() if token.special)
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=self._around).ids
+        return ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [encoding.ids for encoding in self._tokenizer.encode_batch(texts, add_special_tokens=self._around)]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False)
+        return text
+
+
+def fast_engine(path: Path, special_tokens: Sequence[str], *, around: bool) -> Engine:
+    """The tokenizer of a tokenizer.json.
+
+    Raises:
+        DataError: it is damaged.
+    """
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library has no class of its own for its errors
+        raise DataError(f"{path} is damaged, or made by a later version of tokenizers: {error}") from error
+    return _Fast(tokenizer, (TOKENIZER_FILE,), special_tokens, around=around)
+
+
+def transformers_engine(
+    folder: Path, slow_files: Sequence[str], special_tokens: Sequence[str], *, around: bool
+) -> Engine:
+    """The tokenizer that transformers makes of the files of a folder. Runs no code of the folder.
+
+    Raises:
+        DataError: transformers is not installed, or makes none of them.
+    """
+    without = f"{folder} has no {TOKENIZER_FILE} ({', '.join(slow_files)} alone is not enough)"
+    once = "make it once with transformers: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
+    try:
+        library = import_for(f"a folder without {TOKENIZER_FILE}", "transformers", "hf")
+    except DataError as error:
+        raise DataError(f"{without}; {once}; {error}") from error
+    try:
+        made = library.AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        tokenizer = made.backend_tokenizer
+    except Exception as error:  # whatever the many classes there raise for files that they do not know
+        raise DataError(f"{without}; transformers makes none of it: {error}") from error
+    return _Fast(tokenizer, tuple(slow_files), special_tokens, around=around)
+
+
+def byte_level_engine(
+    folder: Path,
+    settings: Mapping[str, Any],
+    named_tokens: Callable[[str], Iterable[str]],
+    special_tokens: Sequence[str],
+    *,
+    around: bool,
+) -> Engine | None:
+    """The tokenizer of a folder with GPT-2's vocab.json and merges.txt and no tokenizer.json.
+
+    Args:
+        folder: with the files.
+        settings: what its tokenizer_config.json and special_tokens_map.json say.
+        named_tokens: the tokens that the files name for a role such as "bos_token".
+        special_tokens: further ones, which get the next ids.
+        around: whether what the tokenizer puts around every text is there.
+
+    Returns:
+        None where the folder has other files or settings, which transformers understands.
+
+    Raises:
+        DataError: a file is damaged, or does not belong to the other.
+    """
+    paths = [folder / name for name in BYTE_LEVEL_FILES]
+    if (
+        not all(path.is_file() for path in paths)
+        or settings.get("tokenizer_class") not in ("GPT2Tokenizer", "GPT2TokenizerFast")
+        or any(settings.get(name) for name in _BEYOND_BYTE_LEVEL)
+        or any(isinstance(token, dict) and any(map(token.get, _MATCHING)) for token in settings.values())
+        or (folder / "added_tokens.json").is_file()
+    ):
+        return None
+    vocabulary = read_byte_pair_vocabulary(*map(str, paths))
+    special: list[str] = []
+    for role in _SPECIAL_ROLES:
+        by_default = (END_OF_TEXT,) if role in _ROLES_OF_GPT2 and role not in settings else ()
+        named = dict.fromkeys(named_tokens(role)) or by_default
+        if len(named) > 1 or any(token not in vocabulary.ids for token in named):
+            return None  # transformers gives one that is not in the vocabulary the next id
+        special += named
+    return _Fast(
+        byte_level_tokenizer(vocabulary, dict.fromkeys(special)), BYTE_LEVEL_FILES, special_tokens, around=around
+    )
+
+
+class _LlamaPieces:
+    """A SentencePiece model with Llama's special tokens: their names in a text are their ids."""
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any], special: Iterable[str], *, around: bool) -> None:
+        self._model = load_model("HuggingFaceTokenizer", folder / MODEL_FILE)
+        self.files: tuple[str, ...] = (MODEL_FILE,)
+        self.ids: dict[str, int] = {
+            self._model.id_to_piece(number): number for number in range(self._model.get_piece_size())
+        }
+        for number, token in sorted(_added_tokens(settings).items()):
+            self.ids.setdefault(token, number)
+        special = [token for token in dict.fromkeys((*special, *_added_tokens(settings).values())) if token in self.ids]
+        self._token_of = {self.ids[token]: token for token in special}
+        self.special_ids = frozenset(self._token_of)
+        self._written_out = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or r"(?!)")
+        begins = around and settings.get("add_bos_token", True) and self._model.bos_id() >= 0
+        ends = around and settings.get("add_eos_token", False) and self._model.eos_id() >= 0
+        self._before = [self._model.bos_id()] if begins else []
+        self._after = [self._model.eos_id()] if ends else []
+
+    def encode(self, text: str) -> list[int]:
+        ids, begin = list(self._before), 0
+        for found in self._written_out.finditer(text):
+            ids += self._pieces(text[begin : found.start()])
+            ids.append(self.ids[found.group()])
+            begin = found.end()
+        return ids + self._pieces(text[begin:]) + self._after
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        parts, begin = [], 0
+        for place, number in enumerate(ids):
+            if number in self._token_of:
+                parts += [self._text(ids[begin:place]), self._token_of[number]]
+                begin = place + 1
+        return "".join([*parts, self._text(ids[begin:])])
+
+    def _pieces(self, text: str) -> list[int]:
+        ids: list[int] = self._model.encode(text)
+        return ids
+
+    def _text(self, ids: Sequence[int]) -> str:
+        text: str = self._model.decode([int(number) for number in ids])
+        return text
+
+
+def sentence_piece_engine(
+    folder: Path, settings: Mapping[str, Any], named_tokens: Callable[[str], Iterable[str]], *, around: bool
+) -> Engine:
+    """The tokenizer of a Llama folder that has tokenizer.model and no tokenizer.json.
+
+    Args:
+        folder: with the model.
+        settings: what its tokenizer_config.json says.
+        named_tokens: the tokens that the files name for a role such as "bos_token".
+        around: whether the beginning of text stands before every text.
+
+    Raises:
+        DataError: the model is damaged, or sentencepiece is not installed.
+    """
+    special = [token for role in ("bos_token", "eos_token", "unk_token") for token in named_tokens(role)]
+    return _LlamaPieces(folder, settings, special or ("<s>", "</s>", "<unk>"), around=around)
+
+
+def _added_tokens(settings: Mapping[str, Any]) -> dict[int, str]:
+    """The special tokens that tokenizer_config.json lists by id."""
+    listed = settings.get("added_tokens_decoder")
+    return {
+        int(number): token["content"]
+        for number, token in (listed.items() if isinstance(listed, dict) else ())
+        if str(number).isdigit() and isinstance(token, dict) and isinstance(token.get("content"), str)
+    }
 
 
 def tokenizer_files(folder: Path) -> dict[str, Path]:
@@ -104,7 +318,7 @@ def _cached(name: str) -> Path | None:
     return snapshot if snapshot.is_dir() else None
 
 
-class HuggingFaceTokenizer:
+class HuggingFaceTokenizer(TokenizerWithRoles):
     """`HuggingFaceTokenizer` of Megatron, for local folders.
 
     Args:
@@ -123,42 +337,23 @@ class HuggingFaceTokenizer:
         self._folder = find_folder(str(named))
         self._engine = self._load()
         ids = self._engine.ids
-        self._size = max(len(ids), 1 + max(ids.values(), default=-1))
-        self._eod = self._end(ids)
-        self._special = {
+        size = max(len(ids), 1 + max(ids.values(), default=-1))
+        eod = self._end(ids, size)
+        special = {
             role: ids[token]
             for role in _ROLES
             if (token := next((name for name in self._named_tokens(f"{role}_token") if name in ids), None)) is not None
         }
-        pad = self._special.get("pad")
-        self._pad = None if pad == self._eod else pad  # one id for both would hide the ends of texts
-
-    @property
-    def vocab_size(self) -> int:
-        return self._size
-
-    @property
-    def eod(self) -> int:
-        return self._eod
-
-    @property
-    def pad(self) -> int | None:
-        return self._pad
-
-    @property
-    def special(self) -> Mapping[str, int]:
-        return {"eod": self._eod, **self._special}
+        pad = special.get("pad")
+        extra = list[int]()
+        while (number := ids.get(f"<extra_id_{len(extra)}>")) is not None:
+            extra.append(number)
+        # One id for the padding and the end of a text would hide the ends.
+        self._roles = Roles(size, eod, {"eod": eod, **special}, None if pad == eod else pad, tuple(extra))
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
         return (self._engine.special_ids | set(self.special.values())) - set(self.extra_ids)
-
-    @property
-    def extra_ids(self) -> tuple[int, ...]:
-        ids, found = self._engine.ids, list[int]()
-        while (number := ids.get(f"<extra_id_{len(found)}>")) is not None:
-            found.append(number)
-        return tuple(found)
 
     def encode(self, text: str) -> list[int]:
         return self._engine.encode(require_text(text))
@@ -170,24 +365,16 @@ class HuggingFaceTokenizer:
         require_ids(ids, self.vocab_size)
         return self._engine.decode(ids)
 
-    def card(self) -> dict[str, Any]:
-        card: dict[str, Any] = {
-            "class": "HuggingFaceTokenizer",
-            "vocabulary": self._vocabulary_hash,
-            "vocab_size": self.vocab_size,
-            "special": dict(self.special),
-            "files": self._hashes,
-        }
+    def _settings(self) -> dict[str, Any] | None:
         settings: dict[str, Any] = {}
         if not self._around:
             settings["include_special_tokens"] = False
         if self._special_tokens:
             settings["special_tokens"] = list(self._special_tokens)
-        return {**card, "settings": settings} if settings else card
+        return settings or None
 
-    @cached_property
-    def _vocabulary_hash(self) -> str:
-        return vocabulary_hash(self._engine.ids.items())
+    def _tokens(self) -> Iterable[tuple[str, int]]:
+        return self._engine.ids.items()
 
     @cached_property
     def _hashes(self) -> dict[str, str]:
@@ -217,7 +404,7 @@ class HuggingFaceTokenizer:
         own = byte_level_engine(folder, settings, self._named_tokens, self._special_tokens, around=self._around)
         return own or transformers_engine(folder, slow, self._special_tokens, around=self._around)
 
-    def _end(self, ids: Mapping[str, int]) -> int:
+    def _end(self, ids: Mapping[str, int], size: int) -> int:
         """The id that ends a text: the eos_token, else the model's eos_token_id, else a token of a usual name."""
         for token in self._named_tokens("eos_token"):
             if token in ids:
@@ -225,7 +412,7 @@ class HuggingFaceTokenizer:
         for name in _MODEL_CONFIGS:
             number = _object(self._folder / name).get("eos_token_id")
             number = number[0] if isinstance(number, list) and number else number
-            if isinstance(number, int) and not isinstance(number, bool) and 0 <= number < self._size:
+            if isinstance(number, int) and not isinstance(number, bool) and 0 <= number < size:
                 return number
         for token in (*self._named_tokens("sep_token"), *_USUAL_ENDS):
             if token in ids:

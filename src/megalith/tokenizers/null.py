@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from megalith.errors import DataError
+from megalith.tokenizers.protocol import Roles, TokenizerWithRoles
 
 _SHOWN_CHARACTERS = 40
 
 
-class NullTokenizer:
+class NullTokenizer(TokenizerWithRoles):
     """Numbers are ids, in two generations of Megatron.
 
     Up to 0.16 `--vocab-size N` gives N + 1 ids, the last of which ends a document. Later it gives N ids, the last of
@@ -26,33 +27,11 @@ class NullTokenizer:
     """
 
     def __init__(self, num_ids: int, *, later: bool = False, eod_id: int | None = None, pad_id: int = -1) -> None:
-        self._num_ids, self._later = num_ids, later
-        self._eod = (num_ids - 1 if later else num_ids) if eod_id is None else eod_id
-        self._pad = None if pad_id < 0 else pad_id
-
-    @property
-    def vocab_size(self) -> int:
-        return self._num_ids if self._later else self._num_ids + 1
-
-    @property
-    def eod(self) -> int:
-        return self._eod
-
-    @property
-    def pad(self) -> int | None:
-        return self._pad
-
-    @property
-    def special(self) -> Mapping[str, int]:
-        return {"eod": self._eod} if self._pad is None else {"eod": self._eod, "pad": self._pad}
-
-    @property
-    def special_ids(self) -> frozenset[int]:
-        return frozenset(self.special.values())
-
-    @property
-    def extra_ids(self) -> tuple[int, ...]:
-        return ()
+        self._num_ids = num_ids
+        size = num_ids if later else num_ids + 1
+        eod = size - 1 if eod_id is None else eod_id
+        pad = None if pad_id < 0 else pad_id
+        self._roles = Roles(size, eod, {"eod": eod} if pad is None else {"eod": eod, "pad": pad}, pad)
 
     def encode(self, text: str) -> list[int]:
         """Numbers of a text. Negative and too large numbers pass, as in Megatron; what stores them checks the range."""
@@ -61,9 +40,6 @@ class NullTokenizer:
         except ValueError:
             shown = text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "..."
             raise DataError(f"NullTokenizer takes whole numbers separated by single spaces, not {shown!r}") from None
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [self.encode(text) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
         return " ".join(str(number) for number in ids)
@@ -77,3 +53,6 @@ class NullTokenizer:
 
     def files(self) -> dict[str, Path]:
         return {}
+
+    def _tokens(self) -> Iterable[tuple[str, int]]:
+        return ()

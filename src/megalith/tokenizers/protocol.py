@@ -1,10 +1,21 @@
-"""What the rest of Megalith knows of a tokenizer."""
+"""What the rest of Megalith knows of a tokenizer, and what the tokenizers have in common.
+
+Most know for good, once they are made, which ids have a role (`Roles`); what is the same in all of them follows from
+that. How text becomes ids is theirs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
+
+from megalith.errors import DataError, install_command
+from megalith.tokenizers.card import file_hashes, vocabulary_hash
 
 
 class Tokenizer(Protocol):
@@ -57,3 +68,202 @@ class Tokenizer(Protocol):
 
     def files(self) -> dict[str, Path]:
         """The files that make this tokenizer, under the names that they have beside a checkpoint."""
+
+
+@dataclass(frozen=True)
+class Roles:
+    """The ids of a tokenizer that are more than text; as `Tokenizer` has them.
+
+    Attributes:
+        vocab_size: number of ids.
+        eod: id that ends a document.
+        special: ids by role.
+        pad: id that fills up short samples, None for none.
+        extra_ids: ids of the spans that T5 leaves out.
+    """
+
+    vocab_size: int
+    eod: int
+    special: Mapping[str, int]
+    pad: int | None = None
+    extra_ids: tuple[int, ...] = ()
+
+
+class TokenizerWithRoles(ABC):
+    """What follows from the roles and from one text at a time; a tokenizer sets `_roles` when it is made."""
+
+    _roles: Roles
+
+    @property
+    def vocab_size(self) -> int:
+        return self._roles.vocab_size
+
+    @property
+    def eod(self) -> int:
+        return self._roles.eod
+
+    @property
+    def pad(self) -> int | None:
+        return self._roles.pad
+
+    @property
+    def special(self) -> Mapping[str, int]:
+        return self._roles.special
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        return frozenset((self.eod, *self.special.values()))
+
+    @property
+    def extra_ids(self) -> tuple[int, ...]:
+        return self._roles.extra_ids
+
+    @abstractmethod
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text."""
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [self.encode(text) for text in texts]
+
+    def card(self) -> dict[str, Any]:
+        card: dict[str, Any] = {
+            "class": self._card_class,
+            "vocabulary": self._vocabulary_hash,
+            "vocab_size": self.vocab_size,
+            "special": {"eod": self.eod, **self.special},
+            "files": self._hashes,
+        }
+        settings = self._settings()
+        return card if settings is None else {**card, "settings": settings}
+
+    @abstractmethod
+    def files(self) -> dict[str, Path]:
+        """The files that make this tokenizer."""
+
+    @property
+    def _card_class(self) -> str:
+        """Megatron's name of this kind of tokenizer, for the card."""
+        return type(self).__name__
+
+    def _settings(self) -> dict[str, Any] | None:
+        """The settings that change ids, for the card; None for a kind without any."""
+        return None
+
+    @abstractmethod
+    def _tokens(self) -> Iterable[tuple[str, int]]:
+        """Tokens and their ids, for the card: without those of `--vocab-extra-ids`."""
+
+    @cached_property
+    def _vocabulary_hash(self) -> str:
+        return vocabulary_hash(self._tokens())
+
+    @cached_property
+    def _hashes(self) -> dict[str, str]:
+        """Of the files, for the card."""
+        return file_hashes(self.files())
+
+
+def require_text(text: str) -> str:
+    """The text, if it is one. Libraries replace lone surrogates in silence, each in its own way.
+
+    Raises:
+        DataError: a character is a lone surrogate.
+    """
+    try:
+        if not text.isascii():  # which a string knows without looking
+            text.encode()
+    except UnicodeEncodeError as error:
+        raise surrogate_error(error) from error
+    return text
+
+
+def surrogate_error(error: UnicodeEncodeError) -> DataError:
+    """What to say of a text that has no UTF-8."""
+    character = ord(error.object[error.start])
+    return DataError(f"character {error.start} is a lone surrogate (U+{character:04X}), which is no text")
+
+
+def require_ids(ids: Iterable[int], vocab_size: int) -> None:
+    """Refuse to decode what is no id.
+
+    Raises:
+        DataError: naming the first id outside the vocabulary.
+    """
+    outside = next((number for number in ids if not 0 <= number < vocab_size), None)
+    if outside is not None:
+        raise DataError(f"id {outside} is outside the vocabulary of {vocab_size}")
+
+
+def padded_vocab_size(vocab_size: int, divisible_by: int, tensor_parallel_size: int = 1) -> int:
+    """Smallest multiple of `divisible_by * tensor_parallel_size` that holds the vocabulary.
+
+    Source:  Megatron-LM `_vocab_size_with_padding`.
+    """
+    multiple = divisible_by * tensor_parallel_size
+    return -(-vocab_size // multiple) * multiple
+
+
+def padding_message(vocab_size: int, padded_size: int) -> str:
+    """Megatron's line about the padding."""
+    dummies = padded_size - vocab_size
+    return f" > padded vocab (size: {vocab_size}) with {dummies} dummy tokens (new size: {padded_size})"
+
+
+def tensor_parallel_note(vocab_size: int, divisible_by: int, tensor_parallel_size: int) -> str:
+    """Return a line saying that another tensor-parallel size would pad the vocabulary differently; empty if not.
+
+    Every row takes part in the softmax, so that a run with another padded vocabulary computes other losses.
+    """
+    alone = padded_vocab_size(vocab_size, divisible_by)
+    here = padded_vocab_size(vocab_size, divisible_by, tensor_parallel_size)
+    if here == alone:
+        return ""
+    return (
+        f" > the padded vocabulary depends on --tensor-model-parallel-size: {here} with {tensor_parallel_size}, "
+        f"{alone} with 1, and losses with it; --padded-vocab-size {here} gives every layout the same"
+    )
+
+
+def read_text_file(path: str | Path, role: str, again: str, *, flag: str = "", encoding: str = "utf-8") -> str:
+    """Read a text file of a tokenizer.
+
+    Args:
+        path: the file.
+        role: what it is to be, for the messages.
+        again: the remedy for a damaged file.
+        flag: the flag that names it.
+        encoding: utf-8, or utf-8-sig where a byte order mark is passed over.
+
+    Raises:
+        DataError: it is missing, a web page or not text.
+    """
+    shown = f"{flag} {path}" if flag else str(path)
+    try:
+        content = Path(path).read_bytes()
+    except OSError as error:
+        raise DataError(f"cannot read {shown} ({role}): {error.strerror}") from error
+    if content[:1024].lstrip().lower().startswith((b"<!doctype", b"<html", b"<?xml", b"<head")):
+        raise DataError(f"{shown} is a web page, not the {role}: the download saved the page about the file; {again}")
+    try:
+        return content.decode(encoding)
+    except UnicodeDecodeError as error:
+        raise DataError(f"{shown} is not text: byte {error.start} is no UTF-8; {again}") from error
+
+
+def import_for(user: str, module: str, extra: str) -> Any:
+    """Import a module that an extra of this package brings, when it is first needed.
+
+    Args:
+        user: what needs it, for the message.
+        module: its name.
+        extra: the extra that installs it.
+
+    Raises:
+        DataError: it is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise DataError(
+            f"{user} needs the package {module.split('.')[0]}, which is not installed here: {install_command(extra)}"
+        ) from error

@@ -20,9 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from megalith.errors import DataError
-from megalith.tokenizers.extras import import_for
-from megalith.tokenizers.roles import Roles, TokenizerWithRoles
-from megalith.tokenizers.text import require_ids, require_text
+from megalith.tokenizers.protocol import Roles, TokenizerWithRoles, import_for, require_ids, require_text
 
 MODEL_FILE = "tokenizer.model"
 """The name of the model beside a checkpoint."""
@@ -56,15 +54,6 @@ class _SentencePiece(TokenizerWithRoles):
     def decode(self, ids: Sequence[int]) -> str:
         require_ids(ids, self.vocab_size)
         return self._text(ids)
-
-    def card(self) -> dict[str, Any]:
-        return {
-            "class": type(self).__name__,
-            "vocabulary": self._vocabulary_hash,
-            "vocab_size": self.vocab_size,
-            "special": {"eod": self.eod, **self.special},
-            "files": self._hashes,
-        }
 
     def identity(self) -> dict[str, Any]:
         return {"class": f"_{type(self).__name__}", "tokenizer_path": [self._model_file], "vocab_extra_ids": "0"}
@@ -163,8 +152,8 @@ class SentencePieceTokenizer(_SentencePiece):
     def identity(self) -> dict[str, Any]:
         return {**super().identity(), "vocab_extra_ids": str(self._vocab_extra_ids)}
 
-    def card(self) -> dict[str, Any]:
-        return {**super().card(), "settings": {"vocab_extra_ids": self._vocab_extra_ids}}
+    def _settings(self) -> dict[str, Any]:
+        return {"vocab_extra_ids": self._vocab_extra_ids}
 
     def _tokens(self) -> Iterable[tuple[str, int]]:
         added = ((token, number) for token, number in self._ids.items() if number >= self._model_size)
@@ -197,12 +186,10 @@ def load_model(tokenizer: str, path: Path) -> Any:
         model.load_from_serialized_proto(content)
     except (RuntimeError, TypeError) as error:  # what the library raises for a file that is no model
         beginning = content[:256].lstrip().lower()
-        is_page, is_pointer = (
-            beginning.startswith((b"<!doctype", b"<html")),
-            beginning.startswith(b"version https://git"),
-        )
-        what = (
-            "a web page" if is_page else "a pointer of git LFS" if is_pointer else "cut short or no SentencePiece model"
-        )
+        what = "cut short or no SentencePiece model"
+        if beginning.startswith((b"<!doctype", b"<html")):
+            what = "a web page"
+        elif beginning.startswith(b"version https://git"):
+            what = "a pointer of git LFS"
         raise DataError(f"--tokenizer-model {path} is {what}; download the file itself again") from error
     return model

@@ -12,13 +12,13 @@ import base64
 import itertools
 import json
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from megalith.errors import DataError
 from megalith.tokenizers.byte_level import BYTE_OF_CHARACTER
-from megalith.tokenizers.roles import Roles, TokenizerWithRoles
-from megalith.tokenizers.text import require_ids, require_text
+from megalith.tokenizers.protocol import Roles, TokenizerWithRoles, require_ids, require_text
 
 VOCABULARY_FILE = "tiktoken.vocab.json"
 """The name of the vocabulary beside a checkpoint."""
@@ -80,7 +80,7 @@ class TikTokenizer(TokenizerWithRoles):
             "megalith", pat_str=PATTERNS[pattern], mergeable_ranks=ranks, special_tokens={}
         )
 
-    @property
+    @cached_property
     def special_ids(self) -> frozenset[int]:
         return frozenset(range(self._num_special))
 
@@ -90,16 +90,6 @@ class TikTokenizer(TokenizerWithRoles):
     def decode(self, ids: Sequence[int]) -> str:
         require_ids(ids, self.vocab_size)
         return b"".join([self._bytes[number] for number in ids]).decode(errors="replace")
-
-    def card(self) -> dict[str, Any]:
-        return {
-            "class": "TikTokenizer",
-            "vocabulary": self._vocabulary_hash,
-            "vocab_size": self.vocab_size,
-            "special": {"eod": self.eod, **self.special},
-            "files": self._hashes,
-            "settings": {"pattern": self._pattern, "num_special_tokens": self._num_special},
-        }
 
     def identity(self) -> dict[str, Any]:
         return {
@@ -113,6 +103,9 @@ class TikTokenizer(TokenizerWithRoles):
 
     def files(self) -> dict[str, Path]:
         return {VOCABULARY_FILE: Path(self._vocab_file)}
+
+    def _settings(self) -> dict[str, Any]:
+        return {"pattern": self._pattern, "num_special_tokens": self._num_special}
 
     def _tokens(self) -> Iterable[tuple[str, int]]:
         # Spelt as in the files of byte-level vocabularies, which are one character a byte.

@@ -6,6 +6,10 @@ sigma) and of what is Chinese (it leaves out 256 characters), and gives up on wo
 
 Most words come again: a dictionary of words already taken apart makes this faster than that library.
 
+transformers' `BertTokenizer` knows neither [BOS], [EOS] and <extra_id_N>, which Megatron puts behind the vocabulary,
+nor texts without [CLS] and [SEP] around them; the tokenizer.json that `tokenizer_json` writes says both. Where the
+library takes words apart otherwise than Megatron, so does that file.
+
 Source:  Devlin et al. 2018, arXiv:1810.04805; google-research/bert tokenization.py as in Megatron-LM, which gives up on
 words above 200 characters instead of 100. Classes of characters are those of this Python's Unicode version.
 """
@@ -13,14 +17,12 @@ words above 200 characters instead of 100. Classes of characters are those of th
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megalith.errors import DataError
-from megalith.tokenizers.protocol import Tokenizer
-from megalith.tokenizers.roles import Roles, TokenizerWithRoles
-from megalith.tokenizers.text import require_ids, require_text
+from megalith.tokenizers.protocol import Roles, Tokenizer, TokenizerWithRoles, read_text_file, require_ids, require_text
 
 VOCABULARY_FILE = "vocab.txt"
 """The name of the vocabulary beside a checkpoint."""
@@ -35,6 +37,9 @@ _CHINESE = (
     *(range(0x2B740, 0x2B820), range(0x2B820, 0x2CEB0), range(0xF900, 0xFB00), range(0x2F800, 0x2FA20)),
 )
 _ASCII_PUNCTUATION = frozenset("!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~")
+EXTRA_IDS = "extra_ids"
+"""In tokenizer_config.json: how many tokens <extra_id_N> there are."""
+_TOKENS_OF_ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
 
 class WordPieceTokenizer(TokenizerWithRoles):
@@ -82,17 +87,6 @@ class WordPieceTokenizer(TokenizerWithRoles):
             text = text.replace(apart, joined)
         return text
 
-    def card(self) -> dict[str, Any]:
-        settings = {"vocab_extra_ids": self._vocab_extra_ids} if self._vocab_extra_ids else {}
-        return {
-            "class": f"BertWordPiece{'LowerCase' if self.lower_case else 'Case'}",
-            "vocabulary": self._vocabulary_hash,
-            "vocab_size": self.vocab_size,
-            "special": {"eod": self.eod, **self.special},
-            "files": self._hashes,
-            "settings": settings,
-        }
-
     def identity(self) -> dict[str, Any]:
         return {
             "class": "_BertWordPieceTokenizer",
@@ -103,6 +97,13 @@ class WordPieceTokenizer(TokenizerWithRoles):
 
     def files(self) -> dict[str, Path]:
         return {VOCABULARY_FILE: Path(self._vocab_file)}
+
+    @property
+    def _card_class(self) -> str:
+        return f"BertWordPiece{'LowerCase' if self.lower_case else 'Case'}"
+
+    def _settings(self) -> dict[str, Any]:
+        return {"vocab_extra_ids": self._vocab_extra_ids} if self._vocab_extra_ids else {}
 
     def _tokens(self) -> Iterable[tuple[str, int]]:
         return ((token, number) for number, token in enumerate(self.tokens) if number not in self.extra_ids)
@@ -189,16 +190,7 @@ _JOINED_IN_ENGLISH = (
 
 def _read_vocabulary(path: Path) -> dict[str, int]:
     again = "download it again, or take the vocab.txt of the model"
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise DataError(f"cannot read --vocab-file {path} (vocab.txt of BERT): {error.strerror}") from error
-    if content[:256].lstrip().lower().startswith((b"<!doctype", b"<html", b"<?xml")):
-        raise DataError(f"--vocab-file {path} is a web page, not a vocabulary; {again}")
-    try:
-        text = content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(f"--vocab-file {path} is not text: byte {error.start} is no UTF-8; {again}") from error
+    text = read_text_file(path, "vocab.txt of BERT", again, flag="--vocab-file")
     # Lines as Python reads them from a text file: \n, \r\n and \r end one, other separators of Unicode do not.
     lines = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
     tokens = [line.strip() for line in (lines[:-1] if not lines[-1] else lines)]
@@ -217,3 +209,37 @@ def continues_a_word(tokenizer: Tokenizer) -> tuple[bool, ...]:
     if not isinstance(tokenizer, WordPieceTokenizer):
         return (False,) * tokenizer.vocab_size
     return tuple(token.startswith("##") for token in tokenizer.tokens)
+
+
+def tokenizer_json(tokenizer: WordPieceTokenizer) -> str:
+    """The content of tokenizer.json: the same ids, and nothing around a text."""
+    from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokenizers
+    from tokenizers.models import WordPiece
+
+    ids = {token: number for number, token in enumerate(tokenizer.tokens)}
+    engine = Tokenizer(WordPiece(ids, unk_token=_token(tokenizer, "unk"), max_input_chars_per_word=LONGEST_WORD))
+    engine.normalizer = normalizers.BertNormalizer(lowercase=tokenizer.lower_case)
+    engine.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    engine.decoder = decoders.WordPiece()
+    special = [*(_token(tokenizer, role) for role in _TOKENS_OF_ROLES), *_sentinels(tokenizer)]
+    engine.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    text: str = engine.to_str(pretty=True)
+    return text + "\n"
+
+
+def tokenizer_config(tokenizer: WordPieceTokenizer) -> Mapping[str, Any]:
+    """The content of tokenizer_config.json beside it."""
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "do_lower_case": tokenizer.lower_case,
+        EXTRA_IDS: len(tokenizer.extra_ids),
+        **{f"{role}_token": _token(tokenizer, role) for role in _TOKENS_OF_ROLES},
+    }
+
+
+def _token(tokenizer: WordPieceTokenizer, role: str) -> str:
+    return tokenizer.tokens[tokenizer.special[role]]
+
+
+def _sentinels(tokenizer: WordPieceTokenizer) -> list[str]:
+    return [tokenizer.tokens[number] for number in tokenizer.extra_ids]

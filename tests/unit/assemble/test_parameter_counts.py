@@ -13,7 +13,7 @@ from megalith.config import from_values
 from megalith.distributed.context import JOINED, Axis, ParallelContext
 from megalith.distributed.rng import Stream
 from megalith.layout import AXES, FOLDED, Layout
-from megalith.tokenizers.padding import padded_vocab_size
+from megalith.tokenizers.protocol import padded_vocab_size
 
 GPT2 = {"num_layers": 12, "hidden_size": 768, "num_attention_heads": 12, "seq_length": 512}
 MEDIUM = {"num_layers": 24, "hidden_size": 1024, "num_attention_heads": 16, "seq_length": 1024}

@@ -10,10 +10,10 @@ import pytest
 
 from megalith.config import TokenizerConfig
 from megalith.errors import ConfigError, DataError
-from megalith.tokenizers import build_tokenizer, extras, padded_vocab_size, padding_message
+from megalith.tokenizers import build_tokenizer, padded_vocab_size, padding_message
 from megalith.tokenizers.build import with_files_in
 from megalith.tokenizers.null import NullTokenizer
-from megalith.tokenizers.padding import tensor_parallel_note
+from megalith.tokenizers.protocol import import_for, tensor_parallel_note
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_a_kind_that_is_not_built() -> None:
 
 def test_a_library_that_is_not_installed_is_named_with_its_extra() -> None:
     with pytest.raises(DataError, match=r"Llama2Tokenizer needs the package no_such_.*\bdata\b"):
-        extras.import_for("Llama2Tokenizer", "no_such_package", "data")
+        import_for("Llama2Tokenizer", "no_such_package", "data")
 
 
 def test_null_tokenizer() -> None:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 import tarfile
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
-
-from megalith.errors import DataError, install_command
 
 JSONL, ARRAY, TXT, CSV, PARQUET, ARROW = "jsonl", "json", "txt", "csv", "parquet", "arrow"
 FORMATS = (JSONL, ARRAY, TXT, CSV, PARQUET, ARROW)
@@ -116,22 +112,3 @@ def find_separator(blocks: Iterable[bytes]) -> str | None:
             break
         end = content[-longest:]
     return next((separator for separator in _BY_PREFERENCE if separator in seen), None)
-
-
-def import_for(path: Path, module: str) -> Any:
-    """A module of the extra `data`.
-
-    Args:
-        path: the file that needs it, for the message.
-        module: its name.
-
-    Raises:
-        DataError: it is not installed.
-    """
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        package = module.split(".")[0]
-        raise DataError(
-            f"{path}: reading it needs the package {package}, which is not installed: {install_command('data')}"
-        ) from error

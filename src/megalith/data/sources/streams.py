@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from megalith.data.sources.encodings import Encoding, find_encoding, named_encoding, transcode
-from megalith.data.sources.formats import BZIP2, GZIP, XZ, ZSTD, archive_of, compression_of, import_for
+from megalith.data.sources.formats import BZIP2, GZIP, XZ, ZSTD, archive_of, compression_of
 from megalith.data.sources.protocol import Limits
 from megalith.errors import DataError
+from megalith.tokenizers.protocol import import_for
 
 _BLOCK = 1 << 18
 _SAMPLE = 1 << 18
@@ -182,7 +183,7 @@ def _decompressor(path: Path, file: IO[bytes], compression: str | None) -> Any:
     if compression == BZIP2:
         return bz2.BZ2File(file)
     if compression == ZSTD:
-        zstandard = import_for(path, "zstandard")
+        zstandard = import_for(f"{path}: reading it", "zstandard", "data")
         # 2 GiB windows (`zstd --long=31`) are allowed to ask for their memory; the format's own bound.
         return _ZstdReader(zstandard.ZstdDecompressor(max_window_size=1 << 31), file, zstandard.ZstdError)
     return file

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from megalith.data.sources.documents import BadDocument, Document, text_of
-from megalith.data.sources.formats import import_for
 from megalith.data.sources.protocol import Chunk, Row, SourceOptions, chunks_of, size_of
 from megalith.data.sources.streams import TextFile
 from megalith.errors import DataError
+from megalith.tokenizers.protocol import import_for
 
 _ROWS_AT_ONCE = 512
 _ARROW_FILE = b"ARROW1"
@@ -124,7 +124,7 @@ class ParquetSource(_ColumnarSource):
         return self.disk_bytes * rows // max(1, self._num_rows)
 
     def _open(self) -> Any:
-        parquet = import_for(self.path, "pyarrow.parquet")
+        parquet = import_for(f"{self.path}: reading it", "pyarrow.parquet", "data")
         try:
             return parquet.ParquetFile(self.path, memory_map=True, pre_buffer=False)
         except (OSError, ValueError) as error:
@@ -157,10 +157,10 @@ class ArrowSource(_ColumnarSource):
         return self._position
 
     def _mapped(self) -> Any:
-        return import_for(self.path, "pyarrow").memory_map(str(self.path))
+        return import_for(f"{self.path}: reading it", "pyarrow", "data").memory_map(str(self.path))
 
     def _reader(self, mapped: Any) -> Any:
-        ipc = import_for(self.path, "pyarrow.ipc")
+        ipc = import_for(f"{self.path}: reading it", "pyarrow.ipc", "data")
         with self.path.open("rb") as file:
             is_file = file.read(len(_ARROW_FILE)) == _ARROW_FILE
         try:
@@ -197,7 +197,7 @@ def _document(cells: tuple[Any, ...], keys: tuple[str, ...]) -> Document | BadDo
 
 def _text_columns(path: Path, schema: Any, options: SourceOptions) -> list[str]:
     """Names of the columns, which hold text or lists of it."""
-    types = import_for(path, "pyarrow.types")
+    types = import_for(f"{path}: reading it", "pyarrow.types", "data")
     names = [schema.names[at] for at in choose_columns(path, schema.names, len(schema.names), options)]
     for name in names:
         kind = schema.field(name).type
