@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 
 from megalith.data.indexed import IndexedDataset
 from megalith.data.masked.bert import BertDataset, BertSamples
-from megalith.data.masked.dataset import MaskedOptions
-from megalith.data.masked.ngrams import Masking
+from megalith.data.masked.dataset import MaskedOptions, Masking
 from megalith.data.masked.sample_index import MersenneTwister64, build_sample_index
 from megalith.data.samples import SPLIT_NAMES, Portion, Shares, interval_range, parse_split
 from megalith.errors import DataError

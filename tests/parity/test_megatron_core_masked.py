@@ -23,8 +23,7 @@ from megalith.data.blend import BlendedDataset
 from megalith.data.build import build_datasets
 from megalith.data.indexed.writer import IndexedWriter
 from megalith.data.masked.bert import BertSamples
-from megalith.data.masked.dataset import MaskedDataset, MaskedOptions
-from megalith.data.masked.ngrams import Masking
+from megalith.data.masked.dataset import MaskedDataset, MaskedOptions, Masking
 from megalith.data.masked.t5 import T5Samples
 from megalith.data.samples import SplitDataset
 from megalith.errors import DataError

@@ -12,8 +12,7 @@ from safetensors.torch import load_file
 
 from megalith.config import ModelConfig
 from megalith.data.indexed import IndexedDataset
-from megalith.data.masked.dataset import MaskedOptions
-from megalith.data.masked.ngrams import Masking
+from megalith.data.masked.dataset import MaskedOptions, Masking
 from megalith.data.masked.t5 import T5Samples
 from megalith.data.samples import Portion, Shares
 from megalith.models.language_model import Inputs

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from megalith.config import DataConfig, ModelConfig, RunConfig
 from megalith.data.build import Datasets, build_datasets, build_gpt_datasets
 from megalith.data.masked.bert import BertSamples
-from megalith.data.masked.dataset import MaskedOptions
-from megalith.data.masked.ngrams import Masking
+from megalith.data.masked.dataset import MaskedOptions, Masking
 from megalith.data.masked.t5 import T5Samples
 from megalith.data.samples import SampleRule, Sizes
 from megalith.models.families import MODELS

@@ -38,8 +38,7 @@ from megalith.config.changes import Change, changes_lines, changes_since
 from megalith.config.groups import CheckpointConfig
 from megalith.config.render import notes_lines
 from megalith.config.saved_args import megatron_args
-from megalith.data.build import Datasets
-from megalith.data.fingerprint import fingerprint
+from megalith.data.build import Datasets, fingerprint
 from megalith.distributed import comm
 from megalith.distributed.agreement import refuse_unequal
 from megalith.distributed.context import ParallelContext

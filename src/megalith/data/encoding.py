@@ -10,9 +10,7 @@ from numpy.typing import NDArray
 
 from megalith.config import TokenizerConfig
 from megalith.data.indexed import smallest_dtype
-from megalith.data.punkt import SentenceSplitter
-from megalith.data.punkt_parameters import find_parameters
-from megalith.data.sentence_marks import MarksSplitter
+from megalith.data.sentences import MarksSplitter, SentenceSplitter, find_parameters
 from megalith.data.sources import BadDocument, Part, Payload
 from megalith.errors import DataError
 from megalith.tokenizers import Tokenizer, build_tokenizer

@@ -26,7 +26,7 @@ from megalith.data.build import build_datasets
 from megalith.data.indexed import IndexedWriter, idx_path, smallest_dtype
 from megalith.data.masked.dataset import MaskedDataset
 from megalith.data.masked.sample_index import LONGEST_SENTENCE
-from megalith.data.sentence_marks import MarksSplitter
+from megalith.data.sentences import MarksSplitter
 from megalith.data.sources import JSONL, format_of
 from megalith.distributed import comm
 from megalith.distributed.context import ParallelContext

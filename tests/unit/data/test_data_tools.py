@@ -16,8 +16,7 @@ from megalith.data.build import build_gpt_datasets
 from megalith.data.dataset_tools import survey
 from megalith.data.encoding import SentenceSettings
 from megalith.data.indexed import IndexedDataset, IndexedWriter
-from megalith.data.punkt import SentenceSplitter
-from megalith.data.punkt_parameters import find_parameters
+from megalith.data.sentences import SentenceSplitter, find_parameters
 from megalith.errors import DataError
 from megalith.tokenizers.card import read_card, write_card
 from megalith.tokenizers.null import NullTokenizer

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from megalith.config import DataConfig
-from megalith.data.fingerprint import fingerprint
+from megalith.data.build import fingerprint
 from megalith.data.indexed import IndexedWriter
 
 

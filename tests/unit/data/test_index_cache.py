@@ -19,8 +19,7 @@ from megalith.data.blend import BlendedDataset
 from megalith.data.gpt_dataset import GPTDataset, GPTDatasetOptions
 from megalith.data.index_cache import Arrays, IndexCache, Recipe, load_or_build
 from megalith.data.indexed import IndexedDataset, IndexedWriter
-from megalith.data.masked.dataset import MaskedDataset, MaskedOptions
-from megalith.data.masked.ngrams import Masking
+from megalith.data.masked.dataset import MaskedDataset, MaskedOptions, Masking
 from megalith.data.samples import Portion, Shares
 from megalith.tokenizers.null import NullTokenizer
 

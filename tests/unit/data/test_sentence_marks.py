@@ -8,7 +8,7 @@ import pytest
 
 from megalith.cli.preprocess import parse
 from megalith.data.encoding import SentenceSettings
-from megalith.data.sentence_marks import MarksSplitter
+from megalith.data.sentences import MarksSplitter
 
 
 @pytest.mark.parametrize(

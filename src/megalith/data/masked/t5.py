@@ -20,8 +20,7 @@ from numpy.random import RandomState
 from numpy.typing import NDArray
 
 from megalith.data.indexed import IndexedDataset
-from megalith.data.masked.dataset import MaskedDataset, MaskedOptions
-from megalith.data.masked.ngrams import mask
+from megalith.data.masked.dataset import MaskedDataset, MaskedOptions, mask
 from megalith.data.samples import Portion
 from megalith.errors import ConfigError, DataError
 from megalith.tokenizers import Tokenizer

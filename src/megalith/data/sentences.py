@@ -1,8 +1,15 @@
-"""Sentences of a text: the Punkt algorithm, with the decisions of nltk's implementation, which Megatron uses.
+"""Sentences of a text: by the Punkt algorithm, with the decisions of nltk's implementation, or by marks alone.
 
-A full stop ends a sentence unless it belongs to an abbreviation, an initial or a number. Which words are
-abbreviations, which words start sentences and how words are written inside them is learnt from text beforehand
-(`punkt_parameters`). '?' and '!' always end one. Other languages' marks, such as those of Chinese, are not known to it.
+Punkt, which Megatron uses: a full stop ends a sentence unless it belongs to an abbreviation, an initial or a number.
+Which words are abbreviations, which words start sentences and how words are written inside them is learnt from text
+beforehand, and read from nltk's data or a JSON file. '?' and '!' always end one. Other languages' marks, such as those
+of Chinese, are not known to it. nltk's older data (`punkt`) are pickles, which are not read: loading one runs code. Its
+newer ones (`punkt_tab`) are text. Nothing is downloaded.
+
+By marks alone, for Chinese and for machines without nltk's data: an ideographic full stop, a wide `!`, `?` or `;`, or
+an ellipsis ends a sentence wherever it stands, and so does the end of a line. A full stop, `?` or `!` ends one where a
+blank follows and then no small letter; a full stop behind a capital alone or one of a few abbreviations does not.
+Closing quotes and brackets belong to the sentence that they close.
 
 Source:  Kiss and Strunk 2006, Unsupervised Multilingual Sentence Boundary Detection, Computational Linguistics 32(4),
 section 4 for the decisions; nltk 3.8 for what the paper leaves open (tokens, contexts, realignment).
@@ -10,10 +17,17 @@ section 4 for the decisions; nltk 3.8 for what the paper leaves open (tokens, co
 
 from __future__ import annotations
 
+import io
+import json
 import re
-from collections.abc import Iterator
+import sys
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
+
+from megalith.errors import DataError
 
 ENDS = (".", "?", "!")
 _CAPITALS = 1 << 1 | 1 << 2 | 1 << 3  # orthographic context: seen with a capital at the start, inside, or unknown where
@@ -39,6 +53,18 @@ _CLOSING = re.compile(r"[\"')\]}]+?(?:\s+|(?=--)|$)", re.MULTILINE)
 _NUMERIC = re.compile(r"^-?[.,]?\d[\d,.\-]*\.?$")
 _ELLIPSIS = re.compile(r"\.\.+$")
 _INITIAL = re.compile(r"[^\W\d]\.$")
+_TABLES = ("abbrev_types.txt", "collocations.tab", "sent_starters.txt", "ortho_context.tab")
+_WIDE = "\u3002\uff01\uff1f\uff1b\u2026\uff0e\uff61"
+_CLOSING_MARKS = "\"')\\]}\u201d\u2019\u300d\u300f\u3011\uff09\u300b\u3009"
+_ABBREVIATIONS = "mr mrs ms dr prof st mt jr sr vs etc e.g i.e cf fig no vol pp inc ltd co corp dept gov gen rep sen"
+# Look-behinds let a run of marks or a long word be tried once, from its beginning, not from each of its characters.
+_END_BY_MARKS = re.compile(
+    rf"(?P<wide>[{_WIDE}]+[{_CLOSING_MARKS}]*)"
+    rf"|(?<![.?!])(?P<mark>[.?!]+)[{_CLOSING_MARKS}]*(?=\s+(?P<next>\S)|\s*$)"
+    r"|(?P<line>\n\s*)"
+)
+_LAST_WORD = re.compile(r"(?<!\S)\S*$")
+_OPENING_MARKS = "\"'([{\u201c\u2018\u300c\u300e\u3010\uff08"
 
 
 @dataclass(frozen=True)
@@ -198,3 +224,129 @@ def _after_last_blank(text: str, start: int, stop: int, otherwise: int) -> int:
     """Where the last word of a range begins; as in nltk, a blank in the first place of the range does not count."""
     at = max(text.rfind(blank, start, stop) for blank in _BLANKS)
     return at + 1 if at > start else otherwise
+
+
+def find_parameters(language: str, file: str | None, folders: Sequence[str] = ()) -> PunktParameters:
+    """The parameters of a language.
+
+    Args:
+        language: as nltk names it, such as english.
+        file: a JSON file, or a folder with nltk's tables, that the user names; None looks where nltk looks.
+        folders: where nltk looks first, those of the environment's NLTK_DATA.
+
+    Raises:
+        DataError: there are none, or they are damaged.
+    """
+    if file is not None:
+        path = Path(file)
+        return _from_tables(path) if path.is_dir() else _from_json(path)
+    for folder in _places(folders):
+        tables = folder / "tokenizers" / "punkt_tab" / language
+        if tables.is_dir():
+            return _from_tables(tables)
+        archive = folder / "tokenizers" / "punkt_tab.zip"
+        if archive.is_file():
+            found = _from_archive(archive, language)
+            if found is not None:
+                return found
+    raise DataError(_missing(language, folders))
+
+
+def _places(folders: Sequence[str]) -> Iterator[Path]:
+    """Where nltk looks for its data."""
+    yield from map(Path, folders)
+    yield Path.home() / "nltk_data"
+    for base in (Path(sys.prefix), Path("/usr"), Path("/usr/local")):
+        yield from (base / part / "nltk_data" for part in ("", "share", "lib"))
+
+
+def _missing(language: str, folders: Sequence[str]) -> str:
+    pickles = [folder / "tokenizers" / "punkt" for folder in _places(folders)]
+    old = next((str(folder) for folder in pickles if folder.is_dir()), None)
+    found = f" ({old} is nltk's older format, a pickle, which is not loaded)" if old else ""
+    return (
+        f"--split-sentences needs nltk's punkt_tab data for {language} (--lang), and they are not on this "
+        f"machine{found}. On one with a network: pip install nltk && python -m nltk.downloader -d DIR punkt_tab; bring "
+        "DIR here and set NLTK_DATA=DIR. Or give parameters of your own with --punkt-parameters FILE, or "
+        "--sentence-splitter marks, which goes by punctuation alone (and is the one for Chinese)"
+    )
+
+
+def _from_tables(folder: Path) -> PunktParameters:
+    def read(name: str) -> str:
+        return (folder / name).read_text(encoding="utf-8")
+
+    return _tables(str(folder), read)
+
+
+def _from_archive(archive: Path, language: str) -> PunktParameters | None:
+    try:
+        with zipfile.ZipFile(archive) as content:
+            base = f"punkt_tab/{language}/"
+            if base + _TABLES[0] not in content.namelist():
+                return None
+
+            def read(name: str) -> str:
+                with content.open(base + name) as file:
+                    return io.TextIOWrapper(file, encoding="utf-8").read()
+
+            return _tables(str(archive), read)
+    except zipfile.BadZipFile as error:
+        raise DataError(f"{archive} is damaged: {error}") from error
+
+
+def _tables(where: str, read: Callable[[str], str]) -> PunktParameters:
+    try:
+        abbreviations, collocations, starters, orthography = (read(name).split("\n") for name in _TABLES)
+        pairs = (line.split("\t") for line in collocations if line)
+        counts = (line.rsplit("\t", 1) for line in orthography if line)
+        return PunktParameters(
+            abbreviations=frozenset(filter(None, abbreviations)),
+            collocations=frozenset((first, second) for first, second in pairs),
+            starters=frozenset(filter(None, starters)),
+            orthography={word: int(flags) for word, flags in counts},
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise DataError(f"{where}: the punkt tables are missing or damaged: {error}") from error
+
+
+def _from_json(path: Path) -> PunktParameters:
+    try:
+        found = json.loads(path.read_bytes())
+        return PunktParameters(
+            abbreviations=frozenset(found["abbrev_types"]),
+            collocations=frozenset((first, second) for first, second in found["collocations"]),
+            starters=frozenset(found["sent_starters"]),
+            orthography={word: int(flags) for word, flags in found["ortho_context"].items()},
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DataError(
+            f"--punkt-parameters {path}: expected JSON with abbrev_types, collocations, sent_starters and "
+            f"ortho_context ({error!r})"
+        ) from error
+
+
+class MarksSplitter:
+    """Splits texts into sentences; blanks between them belong to none."""
+
+    def split(self, text: str) -> list[str]:
+        """The sentences of a text."""
+        found, begin = list[str](), 0
+        for match in _END_BY_MARKS.finditer(text):
+            if match["mark"] is not None and not _ends(match, text[begin : match.start()]):
+                continue
+            found.append(text[begin : match.end()])
+            begin = match.end()
+        found.append(text[begin:])
+        return [sentence for part in found if (sentence := part.strip())]
+
+
+def _ends(match: re.Match[str], before: str) -> bool:
+    """Whether a mark with a blank behind it ends the sentence that it stands in."""
+    if match["next"] is not None and match["next"].islower():
+        return False
+    if match["mark"] != ".":
+        return True
+    last = _LAST_WORD.search(before)
+    word = last[0].lstrip(_OPENING_MARKS) if last is not None else ""
+    return not (len(word) == 1 and word.isupper()) and word.lower() not in _ABBREVIATIONS.split()
