@@ -130,10 +130,10 @@ SCRIPT = """
 import os, sys
 from megalith.config import TokenizerConfig
 from megalith.data.preprocess import PreprocessOptions, preprocess
-from megalith.data.preprocess_options import Silence
+from megalith.data.preprocess_options import Progress
 from megalith.data.sources import Limits, SourceOptions
 
-class Watcher(Silence):
+class Watcher(Progress):
     def advanced(self, standing):
         print("advanced", standing.documents, flush=True)
 

@@ -17,7 +17,7 @@ from megalith.config.tokenizer_flags import add_tokenizer_flags, read_tokenizer_
 from megalith.config.values import local_name
 from megalith.data.encoding import SentenceSettings
 from megalith.data.preprocess import PreprocessOptions, PreprocessReport, find_violations, preprocess
-from megalith.data.preprocess_options import Standing
+from megalith.data.preprocess_options import Progress, Standing
 from megalith.data.shares import Share, read_share
 from megalith.data.sources import END_OF_TEXT_SEPARATOR, FORMATS, Limits, SourceOptions
 from megalith.errors import ConfigError
@@ -349,7 +349,7 @@ def _number(flag: str, text: str | None, violations: list[str]) -> int | None:
     return number
 
 
-class ConsoleProgress:
+class ConsoleProgress(Progress):
     """Opening and start-up on the standard output, progress on the standard error."""
 
     def __init__(self, log_interval: int) -> None:

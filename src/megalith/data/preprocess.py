@@ -25,7 +25,6 @@ from megalith.data.output import Journal, Output, Partitions, SkippedList, State
 from megalith.data.preprocess_options import (
     PreprocessOptions,
     Progress,
-    Silence,
     Standing,
     find_violations,
     option_violations,
@@ -83,7 +82,7 @@ def preprocess(options: PreprocessOptions, progress: Progress | None = None) -> 
         MegalithError: a worker process died.
     """
     start = time.perf_counter()
-    watcher = progress or Silence()
+    watcher = progress or Progress()
     plan = plan_sources(options)
     violations = option_violations(options) + plan.violations
     if violations:
@@ -107,21 +106,21 @@ class _Run:
     """One run, from its sources to the report."""
 
     def __init__(self, options: PreprocessOptions, sources: list[Source], watcher: Progress, start: float) -> None:
-        self._options, self._sources, self._watcher, self._start = options, sources, watcher, start
+        self.options, self.sources, self.watcher, self._start = options, sources, watcher, start
         self._workers = useful_workers(options, sources)
         self._before = [0, *accumulate(source.disk_bytes for source in sources)]
         self._low, self._high = options.share.bounds(self._before[-1])
         self.opened = next((at for at, end in enumerate(self._before[1:]) if end > self._low), 0)
 
     def run(self) -> PreprocessReport:
-        first = self._sources[self.opened]
-        self._watcher.opening(str(first.path), first.about)
-        Path(self._options.stem).parent.mkdir(parents=True, exist_ok=True)
+        first = self.sources[self.opened]
+        self.watcher.opening(str(first.path), first.about)
+        Path(self.options.stem).parent.mkdir(parents=True, exist_ok=True)
         # Workers load the tokenizer while this process does.
         encoders = Processes(self._encode_settings(), self._workers) if self._workers > 1 else None
         finished = False
         try:
-            tokenizer = build_tokenizer(self._options.tokenizer)
+            tokenizer = build_tokenizer(self.options.tokenizer)
             used = encoders or ThisProcess(ChunkEncoder(self._encode_settings(), tokenizer))
             report = self._written(tokenizer, used)
             finished = True
@@ -131,10 +130,10 @@ class _Run:
         return report
 
     def _written(self, tokenizer: Tokenizer, encoders: Encoders) -> PreprocessReport:
-        options = self._options
+        options = self.options
         journal = Journal(options.stem, self._settings(tokenizer))
         begun = self._begun(journal)
-        self._watcher.started(time.perf_counter() - self._start, self._workers)
+        self.watcher.started(time.perf_counter() - self._start, self._workers)
         skipped_path = Path(options.stem + "_skipped.txt")
         with (
             self._output(tokenizer, begun) as output,
@@ -143,7 +142,7 @@ class _Run:
         ):
             try:
                 if not begun.encoded:
-                    chunks = chunks_of_share(self._sources, options.share, (begun.source, begun.place))
+                    chunks = chunks_of_share(self.sources, options.share, (begun.source, begun.place))
                     writing.write_all(encoders.turns(chunks, output.token_files()), encoders)
                 num_tokens = output.finish()
             except BaseException:
@@ -156,7 +155,7 @@ class _Run:
         state = writing.state
         for key, count in num_tokens.items():
             if not count and options.share.count == 1:
-                self._watcher.note(
+                self.watcher.note(
                     f"{prefixes[key]} has no token: {state.documents} documents, all of them empty. Nothing can be "
                     "trained on it"
                 )
@@ -185,49 +184,38 @@ class _Run:
             disk_before=begun.disk,
         )
 
-    @property
-    def watcher(self) -> Progress:
-        return self._watcher
-
-    @property
-    def options(self) -> PreprocessOptions:
-        return self._options
-
-    def source(self, number: int) -> Source:
-        return self._sources[number]
-
     def disk(self, located: Located) -> int:
         """Bytes of this share up to the end of a chunk."""
         return min(located.disk, self._high) - self._low
 
     def inputs(self) -> str:
         """The inputs, for a message."""
-        names = [str(source.path) for source in self._sources]
+        names = [str(source.path) for source in self.sources]
         return ", ".join(names[:3]) + (f" and {len(names) - 3} more files" if len(names) > 3 else "")
 
     def _begun(self, journal: Journal) -> State:
         """Where an unfinished run stopped; the beginning where there is none that can be gone on with."""
-        if self._options.restart:
+        if self.options.restart:
             journal.remove()
             return State()
         state, note = journal.read()
         if state is not None and not Output.is_there(state.written):
             state, note = None, f"the partial files of the unfinished run {journal.path} are gone: starting anew"
         if note:
-            self._watcher.note(note)
+            self.watcher.note(note)
         if state is None:
             return State()
-        self._watcher.note(
-            f"going on with the unfinished run of {self._options.stem}: {state.documents} documents are there "
+        self.watcher.note(
+            f"going on with the unfinished run of {self.options.stem}: {state.documents} documents are there "
             "(--restart begins anew)"
         )
         return state
 
     def _output(self, tokenizer: Tokenizer, begun: State) -> Output:
-        options = self._options
+        options = self.options
         size = None
         if options.partitions > 1 and options.keep_sequential:
-            size = -(-sum(_count(source) for source in self._sources) // options.partitions)
+            size = -(-sum(_count(source) for source in self.sources) // options.partitions)
         numbered = [options.output_prefixes(f"_{number}") for number in range(options.partitions)]
         return Output(
             options.output_prefixes(),
@@ -238,7 +226,7 @@ class _Run:
         )
 
     def _encode_settings(self) -> EncodeSettings:
-        options = self._options
+        options = self.options
         return EncodeSettings(
             options.tokenizer,
             options.source.keys,
@@ -250,11 +238,11 @@ class _Run:
 
     def _settings(self, tokenizer: Tokenizer) -> dict[str, str]:
         """All that decides the output, by the name that a user knows it by."""
-        options = self._options
-        files = [(source.path.absolute(), source.path.stat()) for source in self._sources]
+        options = self.options
+        files = [(source.path.absolute(), source.path.stat()) for source in self.sources]
         return {
             "input": "\n".join(f"{path} {stat.st_size} {stat.st_mtime_ns}" for path, stat in files),
-            "reading of the input": "\n".join(f"{source.about} {options.source}" for source in self._sources),
+            "reading of the input": "\n".join(f"{source.about} {options.source}" for source in self.sources),
             "tokenizer": json.dumps(tokenizer.card(), sort_keys=True),
             "--append-eod": str(options.append_eod),
             "splitting into sentences": str(options.sentences),
@@ -313,7 +301,7 @@ class _Writing:
 
     def _write(self, turn: Turn) -> None:
         run, state, located, chunk = self._run, self.state, turn.located, turn.report
-        source = run.source(located.source)
+        source = run.sources[located.source]
         if located.source != run.opened:
             run.opened = located.source
             run.watcher.opening(str(source.path), source.about)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from megalith.config import TokenizerConfig
 from megalith.data.encoding import SentenceSettings
@@ -40,8 +39,8 @@ class Standing:
     disk_before: int = 0
 
 
-class Progress(Protocol):
-    """A listener."""
+class Progress:
+    """A listener to a run, which overrides what it wants to hear."""
 
     def note(self, text: str) -> None:
         """Something about the inputs or the run that the user should hear."""
@@ -60,22 +59,6 @@ class Progress(Protocol):
 
     def finished(self, standing: Standing) -> None:
         """All text is encoded; the files get their names next."""
-
-
-class Silence:
-    """Progress that nobody watches."""
-
-    def note(self, text: str) -> None: ...
-
-    def opening(self, path: str, about: str) -> None: ...
-
-    def started(self, seconds: float, workers: int) -> None: ...
-
-    def advanced(self, standing: Standing) -> None: ...
-
-    def skipped(self, place: str, reason: str, count: int) -> None: ...
-
-    def finished(self, standing: Standing) -> None: ...
 
 
 @dataclass(frozen=True)

@@ -65,39 +65,23 @@ def with_files_in(folder: Path, config: TokenizerConfig) -> TokenizerConfig:
     return dataclasses.replace(config, **moved)
 
 
-def _gpt2_bpe(config: TokenizerConfig) -> Tokenizer:
-    assert config.vocab_file is not None and config.merge_file is not None
-    return GPT2BPETokenizer(config.vocab_file, config.merge_file)
+def _named(file: str | None) -> str:
+    """The file of a setting, which `tokenizer_violations` has found to be there."""
+    assert file is not None
+    return file
 
 
 def _hugging_face(config: TokenizerConfig) -> Tokenizer:
-    assert config.tokenizer_model is not None
     return HuggingFaceTokenizer(
-        config.tokenizer_model,
+        _named(config.tokenizer_model),
         special_tokens=config.tokenizer_special_tokens,
         around=not config.tokenizer_hf_no_include_special_tokens,
     )
 
 
-def _llama2(config: TokenizerConfig) -> Tokenizer:
-    assert config.tokenizer_model is not None
-    return Llama2Tokenizer(config.tokenizer_model)
-
-
-def _gpt_sentence_piece(config: TokenizerConfig) -> Tokenizer:
-    assert config.tokenizer_model is not None
-    return GPTSentencePieceTokenizer(config.tokenizer_model)
-
-
-def _sentence_piece(config: TokenizerConfig) -> Tokenizer:
-    assert config.tokenizer_model is not None
-    return SentencePieceTokenizer(config.tokenizer_model, config.vocab_extra_ids)
-
-
 def _tik_token(config: TokenizerConfig) -> Tokenizer:
-    assert config.tokenizer_model is not None
     return TikTokenizer(
-        config.tokenizer_model,
+        _named(config.tokenizer_model),
         pattern=config.tiktoken_pattern or tik_token.DEFAULT_PATTERN,
         vocab_size=config.vocab_size,
         num_special_tokens=config.tiktoken_num_special_tokens,
@@ -106,9 +90,8 @@ def _tik_token(config: TokenizerConfig) -> Tokenizer:
 
 
 def _word_piece(config: TokenizerConfig) -> Tokenizer:
-    assert config.vocab_file is not None
     return WordPieceTokenizer(
-        config.vocab_file,
+        _named(config.vocab_file),
         lower_case=config.tokenizer_type == "BertWordPieceLowerCase",
         vocab_extra_ids=config.vocab_extra_ids,
     )
@@ -125,11 +108,13 @@ def _null(config: TokenizerConfig) -> Tokenizer:
 
 
 _MAKERS: dict[str, Callable[[TokenizerConfig], Tokenizer]] = {
-    "GPT2BPETokenizer": _gpt2_bpe,
+    "GPT2BPETokenizer": lambda config: GPT2BPETokenizer(_named(config.vocab_file), _named(config.merge_file)),
     "HuggingFaceTokenizer": _hugging_face,
-    "Llama2Tokenizer": _llama2,
-    "GPTSentencePieceTokenizer": _gpt_sentence_piece,
-    "SentencePieceTokenizer": _sentence_piece,
+    "Llama2Tokenizer": lambda config: Llama2Tokenizer(_named(config.tokenizer_model)),
+    "GPTSentencePieceTokenizer": lambda config: GPTSentencePieceTokenizer(_named(config.tokenizer_model)),
+    "SentencePieceTokenizer": lambda config: SentencePieceTokenizer(
+        _named(config.tokenizer_model), config.vocab_extra_ids
+    ),
     "TikTokenizer": _tik_token,
     "BertWordPieceLowerCase": _word_piece,
     "BertWordPieceCase": _word_piece,

@@ -13,16 +13,17 @@ from __future__ import annotations
 import json
 import os
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from megalith.errors import DataError
 from megalith.tokenizers.byte_level import END_OF_TEXT, byte_level_tokenizer, read_byte_pair_vocabulary
 from megalith.tokenizers.card import file_hashes
 from megalith.tokenizers.protocol import Roles, TokenizerWithRoles, import_for, require_ids, require_text
-from megalith.tokenizers.sentence_piece import MODEL_FILE, load_model
+from megalith.tokenizers.sentence_piece import MODEL_FILE, encode_around, load_model
 
 TOKENIZER_FILE = "tokenizer.json"
 SLOW_FILES = (MODEL_FILE, "vocab.json", "vocab.txt", "spiece.model", "merges.txt")
@@ -49,32 +50,33 @@ _USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "[SEP]")
 _ROLES = ("bos", "eos", "pad", "unk", "cls", "sep", "mask")
 
 
-class Engine(Protocol):
-    """Text to ids and back."""
+class Engine(ABC):
+    """Text to ids and back.
 
-    @property
-    def ids(self) -> Mapping[str, int]:
-        """Token -> id, added tokens too."""
+    Attributes:
+        ids: token -> id, added tokens too.
+        special_ids: ids of the tokens that the files flag as special.
+        files: names of the files in the folder that decide the ids.
+    """
 
-    @property
-    def special_ids(self) -> frozenset[int]:
-        """Ids of the tokens that the files flag as special."""
+    ids: dict[str, int]
+    special_ids: frozenset[int]
+    files: tuple[str, ...]
 
-    @property
-    def files(self) -> tuple[str, ...]:
-        """Names of the files in the folder that decide the ids."""
-
+    @abstractmethod
     def encode(self, text: str) -> list[int]:
         """Ids of a text."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of several texts, in order."""
+        return [self.encode(text) for text in texts]
 
+    @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids, special tokens written out."""
 
 
-class _Fast:
+class _Fast(Engine):
     """The library `tokenizers`."""
 
     def __init__(self, tokenizer: Any, files: tuple[str, ...], special_tokens: Sequence[str], *, around: bool) -> None:
@@ -83,7 +85,7 @@ class _Fast:
         if special_tokens:
             tokenizer.add_special_tokens(list(special_tokens))
         self._tokenizer, self._around, self.files = tokenizer, around, files
-        self.ids: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
+        self.ids = tokenizer.get_vocab(with_added_tokens=True)
         added = tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(number for number, token in added.items() if token.special)
 
@@ -181,15 +183,23 @@ def byte_level_engine(
     )
 
 
-class _LlamaPieces:
-    """A SentencePiece model with Llama's special tokens: their names in a text are their ids."""
+class _LlamaPieces(Engine):
+    """A SentencePiece model with Llama's special tokens: their names in a text are their ids.
+
+    Args:
+        folder: with tokenizer.model and without tokenizer.json.
+        settings: what its tokenizer_config.json says.
+        special: the tokens that the files name for a role.
+        around: whether the beginning of text stands before every text.
+
+    Raises:
+        DataError: the model is damaged, or sentencepiece is not installed.
+    """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], special: Iterable[str], *, around: bool) -> None:
         self._model = load_model("HuggingFaceTokenizer", folder / MODEL_FILE)
-        self.files: tuple[str, ...] = (MODEL_FILE,)
-        self.ids: dict[str, int] = {
-            self._model.id_to_piece(number): number for number in range(self._model.get_piece_size())
-        }
+        self.files = (MODEL_FILE,)
+        self.ids = {self._model.id_to_piece(number): number for number in range(self._model.get_piece_size())}
         for number, token in sorted(_added_tokens(settings).items()):
             self.ids.setdefault(token, number)
         special = [token for token in dict.fromkeys((*special, *_added_tokens(settings).values())) if token in self.ids]
@@ -202,15 +212,7 @@ class _LlamaPieces:
         self._after = [self._model.eos_id()] if ends else []
 
     def encode(self, text: str) -> list[int]:
-        ids, begin = list(self._before), 0
-        for found in self._written_out.finditer(text):
-            ids += self._pieces(text[begin : found.start()])
-            ids.append(self.ids[found.group()])
-            begin = found.end()
-        return ids + self._pieces(text[begin:]) + self._after
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [self.encode(text) for text in texts]
+        return [*self._before, *encode_around(text, self._written_out, self.ids, self._model), *self._after]
 
     def decode(self, ids: Sequence[int]) -> str:
         parts, begin = [], 0
@@ -220,31 +222,9 @@ class _LlamaPieces:
                 begin = place + 1
         return "".join([*parts, self._text(ids[begin:])])
 
-    def _pieces(self, text: str) -> list[int]:
-        ids: list[int] = self._model.encode(text)
-        return ids
-
     def _text(self, ids: Sequence[int]) -> str:
         text: str = self._model.decode([int(number) for number in ids])
         return text
-
-
-def sentence_piece_engine(
-    folder: Path, settings: Mapping[str, Any], named_tokens: Callable[[str], Iterable[str]], *, around: bool
-) -> Engine:
-    """The tokenizer of a Llama folder that has tokenizer.model and no tokenizer.json.
-
-    Args:
-        folder: with the model.
-        settings: what its tokenizer_config.json says.
-        named_tokens: the tokens that the files name for a role such as "bos_token".
-        around: whether the beginning of text stands before every text.
-
-    Raises:
-        DataError: the model is damaged, or sentencepiece is not installed.
-    """
-    special = [token for role in ("bos_token", "eos_token", "unk_token") for token in named_tokens(role)]
-    return _LlamaPieces(folder, settings, special or ("<s>", "</s>", "<unk>"), around=around)
 
 
 def _added_tokens(settings: Mapping[str, Any]) -> dict[int, str]:
@@ -399,7 +379,8 @@ class HuggingFaceTokenizer(TokenizerWithRoles):
             )
         is_llama = str(settings.get("tokenizer_class", "LlamaTokenizer")).startswith("LlamaTokenizer")
         if MODEL_FILE in slow and is_llama and not self._special_tokens:
-            return sentence_piece_engine(folder, settings, self._named_tokens, around=self._around)
+            special = [token for role in _ROLES_OF_GPT2 for token in self._named_tokens(role)]
+            return _LlamaPieces(folder, settings, special or ("<s>", "</s>", "<unk>"), around=self._around)
         settings = {**_object(folder / _CONFIGS[1]), **settings}
         own = byte_level_engine(folder, settings, self._named_tokens, self._special_tokens, around=self._around)
         return own or transformers_engine(folder, slow, self._special_tokens, around=self._around)

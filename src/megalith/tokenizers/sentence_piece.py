@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -132,12 +132,7 @@ class SentencePieceTokenizer(_SentencePiece):
         self._written_out = re.compile("|".join(map(re.escape, self._ids)))
 
     def encode(self, text: str) -> list[int]:
-        ids, begin = [], 0
-        for found in self._written_out.finditer(require_text(text)):
-            ids += self._pieces(text[begin : found.start()])
-            ids.append(self._ids[found.group()])
-            begin = found.end()
-        return ids + self._pieces(text[begin:])
+        return encode_around(require_text(text), self._written_out, self._ids, self._model)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids; special tokens are written out with a space on both sides, as Megatron does."""
@@ -158,6 +153,24 @@ class SentencePieceTokenizer(_SentencePiece):
     def _tokens(self) -> Iterable[tuple[str, int]]:
         added = ((token, number) for token, number in self._ids.items() if number >= self._model_size)
         return itertools.chain(super()._tokens(), (entry for entry in added if entry[1] not in self.extra_ids))
+
+
+def encode_around(text: str, written_out: re.Pattern[str], ids_of: Mapping[str, int], model: Any) -> list[int]:
+    """Encode a text in which special tokens that are written out become their ids.
+
+    Args:
+        text: the text.
+        written_out: finds the special tokens.
+        ids_of: their ids.
+        model: encodes what stands between them, each part by itself.
+    """
+    ids, begin = list[int](), 0
+    for found in written_out.finditer(text):
+        ids += model.encode(text[begin : found.start()])
+        ids.append(ids_of[found.group()])
+        begin = found.end()
+    ids += model.encode(text[begin:])
+    return ids
 
 
 def load_model(tokenizer: str, path: Path) -> Any:

@@ -11,7 +11,7 @@ import pytest
 from megalith.config import TokenizerConfig
 from megalith.data.indexed import IndexedDataset
 from megalith.data.preprocess import PreprocessOptions, find_violations, preprocess
-from megalith.data.preprocess_options import Silence, Standing
+from megalith.data.preprocess_options import Progress, Standing
 from megalith.data.sources import Limits, SourceOptions, find_sources, format_of
 from megalith.errors import ConfigError, DataError
 from megalith.tokenizers import build_tokenizer, train_byte_level_bpe
@@ -265,7 +265,7 @@ def test_keys_of_plain_text_are_refused(tmp_path: Path) -> None:
 def test_progress_is_reported(tmp_path: Path) -> None:
     seen: list[tuple[Any, ...]] = []
 
-    class Watcher(Silence):
+    class Watcher(Progress):
         def opening(self, path: str, about: str) -> None:
             seen.append(("opening", path, about))
 

@@ -17,7 +17,7 @@ from megalith.cli.preprocess import parse
 from megalith.config import TokenizerConfig
 from megalith.data.indexed import IndexedDataset
 from megalith.data.preprocess import PreprocessOptions, preprocess
-from megalith.data.preprocess_options import Silence, Standing
+from megalith.data.preprocess_options import Progress, Standing
 from megalith.data.shares import Share, find_shares, read_share
 from megalith.data.sources import Limits, SourceOptions
 from megalith.errors import ConfigError, DataError
@@ -46,7 +46,7 @@ def files(folder: Path, name: str, *keys: str) -> list[bytes]:
     ]
 
 
-class Recorder(Silence):
+class Recorder(Progress):
     """Notes what is said, and ends the run as a kill does after so many chunks."""
 
     def __init__(self, dies_after: int = 1 << 30, how: str = "exit") -> None:
