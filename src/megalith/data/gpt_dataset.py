@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from megalith.data import gpt_index
 from megalith.data.gpt_index import EpochPlan, document_ids, numbers_of_parts, restarted_positions
-from megalith.data.index_cache import Arrays, Recipe, load_or_build
+from megalith.data.index_cache import Arrays, Recipe
 from megalith.data.samples import Portion
 from megalith.errors import DataError
 from megalith.tokenizers import Tokenizer
@@ -125,11 +125,11 @@ class GPTDataset:
         self._ones = _shared(np.ones(options.sequence_length, np.float32))
         self._positions = _shared(np.arange(options.sequence_length, dtype=np.int64))
         self.plan = self._plan()
-        self.identity = self._identify(class_name, tokenizer)
+        self.identity = portion.identity(class_name, options.seed, options.sequence_length, tokenizer)
         recipe = Recipe(
             f"{class_name}-{self.name}", self.description, _ARRAYS, self._build, self._source, self._is_sound
         )
-        cached = load_or_build(portion.cache_folder, recipe, portion.written_ns, is_checked=portion.cache_is_checked)
+        cached = portion.load_or_build(recipe)
         self.cache_problem, arrays = cached.problem, cached.arrays
         logger.info("> total number of samples: %d", self.num_samples)
         logger.info("> total number of epochs: %d", self.num_epochs)
@@ -211,16 +211,9 @@ class GPTDataset:
             if num_missing < 0:
                 raise ValueError(f"its documents give {len(text)} tokens instead of {self._needed}")
         except (IndexError, ValueError) as error:
-            raise DataError(
-                f"sample {sample} of the {self.name} split cannot be read from {self.prefix} ({error}): the files "
-                f"changed under the run, or are damaged; start again, and if it stays so prepare them anew"
-            ) from error
+            raise self._portion.unreadable(sample, error) from error
         if len(text) and np.maximum.reduce(text.view(np.uint64)) >= self._vocab_size:  # those below 0 are huge in it
-            outside = int(text.min()) if text.min() < 0 else int(text.max())
-            raise DataError(
-                f"{self.prefix} holds token {outside}, outside the vocabulary of {self._vocab_size}: it was made with "
-                f"another tokenizer"
-            )
+            raise self._portion.outside_vocabulary(text, self._vocab_size)
         if num_missing:
             text = np.concatenate([text, np.full(num_missing, self._pad)])
         text.setflags(write=False)
@@ -280,19 +273,6 @@ class GPTDataset:
             f"the {self.name} split of {self.prefix} has {tokens} tokens, but {self._asked()} are asked of it: {where}"
             f". {remedy}, or ask for no samples (--eval-iters 0)"
         )
-
-    def _identify(self, class_name: str, tokenizer: Tokenizer) -> dict[str, Any]:
-        return {
-            "class": class_name,
-            "dataset_path": self.prefix,
-            "num_samples": self.requested,
-            "index_split": self.name,
-            "random_seed": self._options.seed,
-            "sequence_length": self._options.sequence_length,
-            "split": self._portion.shares.text,
-            "split_matrix": self._portion.shares.matrix,
-            "tokenizer": tokenizer.identity(),
-        }
 
     def _build(self) -> Arrays:
         # One generator draws the documents, then the samples.

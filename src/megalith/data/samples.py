@@ -9,8 +9,10 @@ from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
+from megalith.data.index_cache import Cached, Recipe, load_or_build
 from megalith.data.indexed import IndexedDataset
-from megalith.errors import ConfigError
+from megalith.errors import ConfigError, DataError
+from megalith.tokenizers import Tokenizer
 
 SPLIT_NAMES = ("train", "valid", "test")
 
@@ -132,6 +134,39 @@ class Portion:
     def documents(self, whole: int) -> range:
         """Which of `whole` documents it takes."""
         return interval_range(self.shares.interval(self.split), whole)
+
+    def identity(self, class_name: str, seed: int, sequence_length: int, tokenizer: Tokenizer) -> dict[str, Any]:
+        """What all samples depend on, by Megatron's names, in the order in which it hashes them."""
+        return {
+            "class": class_name,
+            "dataset_path": self.path,
+            "num_samples": self.requested,
+            "index_split": self.name,
+            "random_seed": seed,
+            "sequence_length": sequence_length,
+            "split": self.shares.text,
+            "split_matrix": self.shares.matrix,
+            "tokenizer": tokenizer.identity(),
+        }
+
+    def load_or_build(self, recipe: Recipe) -> Cached:
+        """Load the index arrays from the cache of this portion, or build them and save them there."""
+        return load_or_build(self.cache_folder, recipe, self.written_ns, is_checked=self.cache_is_checked)
+
+    def unreadable(self, sample: int, error: Exception) -> DataError:
+        """Explain why the documents do not hold a sample of the index."""
+        return DataError(
+            f"sample {sample} of the {self.name} split cannot be read from {self.path} ({error}): the files changed "
+            "under the run, or are damaged; start again, and if it stays so prepare them anew"
+        )
+
+    def outside_vocabulary(self, tokens: NDArray[Any], vocab_size: int) -> DataError:
+        """Explain that tokens, of which at least one is outside the vocabulary, are of another tokenizer."""
+        low, high = int(tokens.min()), int(tokens.max())
+        return DataError(
+            f"{self.path} holds token {low if low < 0 else high}, outside the vocabulary of {vocab_size}: it was made "
+            "with another tokenizer"
+        )
 
     def said(self, whole: int) -> str:
         """The arithmetic of its share of `whole` documents, for an error message."""

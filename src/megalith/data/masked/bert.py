@@ -23,10 +23,9 @@ from numpy.random import RandomState
 from numpy.typing import NDArray
 
 from megalith.data.indexed import IndexedDataset
-from megalith.data.masked.dataset import MaskedDataset, MaskedOptions, mask
+from megalith.data.masked.dataset import MaskedDataset, MaskedOptions, filled, mask
 from megalith.data.samples import Portion
 from megalith.tokenizers import Tokenizer
-from megalith.tokenizers.word_piece import continues_a_word
 
 _SPECIAL_TOKENS = 3  # [CLS] and two [SEP]
 
@@ -51,7 +50,6 @@ class BertDataset(MaskedDataset):
     ) -> None:
         self._order_head, special = order_head, tokenizer.special
         self._cls, self._sep, self._mask, self._pad = (special[role] for role in ("cls", "sep", "mask", "pad"))
-        self._continues = continues_a_word(tokenizer)
         super().__init__(
             documents,
             portion,
@@ -84,10 +82,10 @@ class BertDataset(MaskedDataset):
         labels, loss_mask = np.full(length, -1, np.int64), np.zeros(length, np.int64)
         labels[positions] = [label for _, label in masked.labels]
         loss_mask[positions] = 1
-        text = self._padded(masked.tokens, self._pad)
+        text = filled(masked.tokens, length, self._pad)
         return {
             "text": text,
-            "types": self._padded(types, 0),
+            "types": filled(types, length, 0),  # Megatron fills with the padding's id, which is 0 in BERT
             "labels": labels,
             "is_random": np.array(swapped, np.int64),
             "padding_mask": (text != self._pad).astype(np.int64),  # a word replaced by padding counts as such
@@ -109,12 +107,6 @@ class BertDataset(MaskedDataset):
         if random.random_sample() < 0.8:
             return self._mask
         return int(random.randint(0, self._vocab_size)) if random.random_sample() >= 0.5 else None
-
-    def _padded(self, values: list[int], padding: int) -> NDArray[np.int64]:
-        """Filled up to the length of a sample. (Megatron fills types with the padding's id, which is 0 in BERT.)"""
-        filled = np.full(self._options.sequence_length, padding, np.int64)
-        filled[: len(values)] = values
-        return filled
 
 
 def trim(first: list[int], second: list[int], target: int, random: RandomState) -> bool:

@@ -31,12 +31,13 @@ import numpy as np
 from numpy.random import RandomState
 from numpy.typing import NDArray
 
-from megalith.data.index_cache import Arrays, Recipe, load_or_build
+from megalith.data.index_cache import Arrays, Recipe
 from megalith.data.indexed import IndexedDataset
 from megalith.data.masked.sample_index import LONGEST_SENTENCE, build_sample_index
 from megalith.data.samples import Portion
 from megalith.errors import DataError
 from megalith.tokenizers import Tokenizer
+from megalith.tokenizers.word_piece import continues_a_word
 
 _GEOMETRIC = 0.2  # SpanBERT's
 logger = logging.getLogger(__name__)
@@ -231,6 +232,13 @@ class MaskedOptions:
         }
 
 
+def filled(values: list[int], length: int, padding: int) -> NDArray[np.int64]:
+    """Fill values up to a length. [length]."""
+    array = np.full(length, padding, np.int64)
+    array[: len(values)] = values
+    return array
+
+
 class MaskedDataset(ABC):
     """Samples of one split; a `samples.SplitDataset`. Item i is always the same, whenever it is read.
 
@@ -270,26 +278,14 @@ class MaskedDataset(ABC):
         self._documents, self._options, self._vocab_size = documents, options, tokenizer.vocab_size
         self._own = portion.documents(documents.num_documents)
         self._longest, self._fewest = longest, fewest_sentences
+        self._portion, self._continues = portion, continues_a_word(tokenizer)
         self.identity: dict[str, Any] = {
-            "class": class_name,
-            "dataset_path": portion.path,
-            "num_samples": portion.requested,
-            "index_split": self.name,
-            "random_seed": options.seed,
-            "sequence_length": options.sequence_length,
-            "split": portion.shares.text,
-            "split_matrix": portion.shares.matrix,
-            "tokenizer": tokenizer.identity(),
+            **portion.identity(class_name, options.seed, options.sequence_length, tokenizer),
             **options.identity(),
             **further,
         }
         description = json.dumps(self.identity, indent=4)
-        cached = load_or_build(
-            portion.cache_folder,
-            Recipe(class_name, description, _ARRAYS, self._build, self._source),
-            portion.written_ns,
-            is_checked=portion.cache_is_checked,
-        )
+        cached = portion.load_or_build(Recipe(class_name, description, _ARRAYS, self._build, self._source))
         self.cache_problem = cached.problem
         self.sample_index: NDArray[Any] = cached.arrays["sample_index"]
         if portion.requested and not len(self.sample_index):
@@ -325,22 +321,12 @@ class MaskedDataset(ABC):
         try:
             sentences = self._documents[first:stop]
         except (IndexError, ValueError) as error:
-            raise DataError(
-                f"sample {item} of the {self.name} split cannot be read from {self.prefix} ({error}): the files "
-                f"changed under the run, or are damaged; start again, and if it stays so prepare them anew"
-            ) from error
+            raise self._portion.unreadable(item, error) from error
         assert isinstance(sentences, list)
-        self._refuse_foreign(sentences)
-        return self._sample(sentences, target, RandomState((self._options.seed + item) % 2**32))
-
-    def _refuse_foreign(self, sentences: list[NDArray[Any]]) -> None:
         for sentence in sentences:
             if len(sentence) and (sentence.min() < 0 or sentence.max() >= self._vocab_size):
-                outside = sentence.min() if sentence.min() < 0 else sentence.max()
-                raise DataError(
-                    f"{self.prefix} holds token {outside}, outside the vocabulary of {self._vocab_size}: it was made "
-                    f"with another tokenizer"
-                )
+                raise self._portion.outside_vocabulary(sentence, self._vocab_size)
+        return self._sample(sentences, target, RandomState((self._options.seed + item) % 2**32))
 
     def _build(self) -> Arrays:
         return {

@@ -20,11 +20,10 @@ from numpy.random import RandomState
 from numpy.typing import NDArray
 
 from megalith.data.indexed import IndexedDataset
-from megalith.data.masked.dataset import MaskedDataset, MaskedOptions, mask
+from megalith.data.masked.dataset import MaskedDataset, MaskedOptions, filled, mask
 from megalith.data.samples import Portion
 from megalith.errors import ConfigError, DataError
 from megalith.tokenizers import Tokenizer
-from megalith.tokenizers.word_piece import continues_a_word
 
 _ROOM = 2  # tokens of the encoder's sequence that Megatron keeps free
 NO_LABEL = -1
@@ -71,7 +70,6 @@ class T5Dataset(MaskedDataset):
         special = tokenizer.special
         self._begin, self._end, self._pad = decoder_start(tokenizer), special.get("eos", tokenizer.eod), tokenizer.pad
         self._borders = [special[role] for role in ("cls", "sep") if role in special]
-        self._continues = continues_a_word(tokenizer)
         super().__init__(
             documents,
             portion,
@@ -102,16 +100,16 @@ class T5Dataset(MaskedDataset):
             told_of += [sentinel, *told]
             begin = positions[-1] + 1
         seen += tokens[begin:]
-        text = _filled(seen, self._options.sequence_length, self._pad)
+        text = filled(seen, self._options.sequence_length, self._pad)
         length = len(told_of) + 1
         return {
             "text_enc": text,
-            "text_dec": _filled([self._begin, *told_of], self._decoder_length, self._pad),
-            "labels": _filled([*told_of, self._end], self._decoder_length, NO_LABEL),
-            "loss_mask": _filled([1] * length, self._decoder_length, 0),
+            "text_dec": filled([self._begin, *told_of], self._decoder_length, self._pad),
+            "labels": filled([*told_of, self._end], self._decoder_length, NO_LABEL),
+            "loss_mask": filled([1] * length, self._decoder_length, 0),
             "truncated": np.array(truncated, np.int64),
             "enc_mask": (text != self._pad).astype(np.int64),
-            "dec_mask": _filled([1, *(int(token != self._pad) for token in told_of)], self._decoder_length, 0),
+            "dec_mask": filled([1, *(int(token != self._pad) for token in told_of)], self._decoder_length, 0),
         }
 
     def _require_room(self, spans: int, tokens: int) -> None:
@@ -131,12 +129,6 @@ class T5Dataset(MaskedDataset):
 def _nothing(random: RandomState) -> None:
     """What is taken out needs no replacement, and no draw."""
     return
-
-
-def _filled(values: list[int], length: int, rest: int) -> NDArray[np.int64]:
-    filled = np.full(length, rest, np.int64)
-    filled[: len(values)] = values
-    return filled
 
 
 @dataclass(frozen=True)
