@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megalith.data.samples import Samples
 from megalith.errors import DataError
 
 _READ_AHEAD = 2  # micro-batches per worker
@@ -170,26 +171,6 @@ def cyclic_micro_batches(
         order = torch.randperm(whole, generator=generator)[done:][rank::num_ranks]
     for start in range(0, len(order) - micro_batch_size + 1, micro_batch_size):
         yield order[start : start + micro_batch_size].tolist()
-
-
-class Samples(Protocol):
-    """A dataset of one split.
-
-    Attributes:
-        name: train, valid or test.
-        requested: number of samples that it was built for, None for one epoch.
-        built_for: the same in words, with what it is made of.
-    """
-
-    name: str
-    requested: int | None
-
-    @property
-    def built_for(self) -> str: ...
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, item: int, /) -> dict[str, NDArray[Any]]: ...
 
 
 class BatchLoader:

@@ -179,32 +179,42 @@ class Portion:
         )
 
 
-class SplitDataset(Protocol):
-    """The samples of one split of one dataset: `loader.Samples`, and what a blend and the screen ask.
+class Samples(Protocol):
+    """The samples of one split, as loaders ask for them.
 
     Attributes:
         name: train, valid or test.
-        prefix: of its files, None for made-up data.
         requested: number of samples asked for, None for one epoch.
-        identity: what its cache files depend on.
-        cache_problem: why the indices could not be saved, None if they were or need not be.
+        built_for: the same in words, with what it is made of.
     """
 
     name: str
-    prefix: str | None
     requested: int | None
-    identity: dict[str, Any]
-    cache_problem: str | None
 
     @property
     def built_for(self) -> str: ...
 
-    @property
-    def summary(self) -> str: ...
-
     def __len__(self) -> int: ...
 
     def __getitem__(self, item: int, /) -> dict[str, NDArray[Any]]: ...
+
+
+class SplitDataset(Samples, Protocol):
+    """The samples of one split of one dataset: what a blend and the screen ask too.
+
+    Attributes:
+        prefix: of its files, None for made-up data.
+        identity: what its cache files depend on.
+        cache_problem: why the indices could not be saved, None if they were or need not be.
+        summary: how much of it there is, in one line.
+    """
+
+    prefix: str | None
+    identity: dict[str, Any]
+    cache_problem: str | None
+
+    @property
+    def summary(self) -> str: ...
 
 
 class SampleRule(Protocol):

@@ -20,6 +20,7 @@ from megalith.tokenizers.byte_level import (
     BYTE_OF_CHARACTER,
     END_OF_TEXT,
     BytePairVocabulary,
+    byte_level_tokenizer,
     bytes_of,
     read_byte_pair_vocabulary,
 )
@@ -164,12 +165,7 @@ def _tiktoken_encoder(rank_of: dict[bytes, int], ids: list[int]) -> Encoder:
 
 
 def _reference_encoder(vocabulary: BytePairVocabulary) -> Encoder:
-    from tokenizers import Tokenizer
-    from tokenizers.models import BPE
-    from tokenizers.pre_tokenizers import ByteLevel
-
-    model = Tokenizer(BPE(vocab=vocabulary.ids, merges=vocabulary.merges))
-    model.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    model = byte_level_tokenizer(vocabulary, ())
 
     def encode(text: str) -> list[int]:
         text.encode()

@@ -20,6 +20,7 @@ from megalith.data.gpt_dataset import GPTDataset, GPTDatasetOptions
 from megalith.data.index_cache import Arrays, IndexCache, Recipe, load_or_build
 from megalith.data.indexed import IndexedDataset, IndexedWriter
 from megalith.data.masked.dataset import MaskedDataset, MaskedOptions, Masking
+from megalith.data.masked.t5 import T5Samples
 from megalith.data.samples import Portion, Shares
 from megalith.tokenizers.null import NullTokenizer
 
@@ -185,9 +186,7 @@ def _indices(kind: str, prefix: str, folder: Path) -> list[Any]:
         sentences = Sentences(
             IndexedDataset(prefix),
             Portion(0, 40, Shares.parse("1"), prefix, folder),
-            options=MaskedOptions(16, 7, Masking(0.15, 3)),
-            tokenizer=NullTokenizer(99),
-            class_name="T5MaskedWordPieceDataset",
+            T5Samples(MaskedOptions(16, 7, Masking(0.15, 3)), NullTokenizer(99), decoder_length=8),
             longest=14,
             fewest_sentences=1,
             further={},

@@ -23,42 +23,25 @@ from numpy.random import RandomState
 from numpy.typing import NDArray
 
 from megalith.data.indexed import IndexedDataset
-from megalith.data.masked.dataset import MaskedDataset, MaskedOptions, filled, mask
+from megalith.data.masked.dataset import MaskedDataset, MaskedSamples, filled, mask
 from megalith.data.samples import Portion
-from megalith.tokenizers import Tokenizer
 
 _SPECIAL_TOKENS = 3  # [CLS] and two [SEP]
 
 
 class BertDataset(MaskedDataset):
-    """Samples of BERT, see above; all entries are int64, [sequence_length] or single.
+    """Samples of BERT, see above; all entries are int64, [sequence_length] or single."""
 
-    Args:
-        order_head: whether the order of two runs of sentences is to be told.
-        others: as of `MaskedDataset`.
-    """
-
-    def __init__(
-        self,
-        documents: IndexedDataset,
-        portion: Portion,
-        *,
-        options: MaskedOptions,
-        tokenizer: Tokenizer,
-        class_name: str,
-        order_head: bool,
-    ) -> None:
-        self._order_head, special = order_head, tokenizer.special
+    def __init__(self, documents: IndexedDataset, portion: Portion, rule: BertSamples) -> None:
+        self._order_head, special = rule.order_head, rule.tokenizer.special
         self._cls, self._sep, self._mask, self._pad = (special[role] for role in ("cls", "sep", "mask", "pad"))
         super().__init__(
             documents,
             portion,
-            options=options,
-            tokenizer=tokenizer,
-            class_name=class_name,
-            longest=options.sequence_length - _SPECIAL_TOKENS,
-            fewest_sentences=2 if order_head else 1,
-            further={"classification_head": order_head},
+            rule,
+            longest=rule.options.sequence_length - _SPECIAL_TOKENS,
+            fewest_sentences=2 if rule.order_head else 1,
+            further={"classification_head": rule.order_head},
         )
 
     def _sample(self, sentences: list[NDArray[Any]], target: int, random: RandomState) -> dict[str, NDArray[Any]]:
@@ -119,20 +102,15 @@ def trim(first: list[int], second: list[int], target: int, random: RandomState) 
 
 
 @dataclass(frozen=True)
-class BertSamples:
-    """A `samples.SampleRule`."""
+class BertSamples(MaskedSamples):
+    """The rule of BERT.
 
-    options: MaskedOptions
-    tokenizer: Tokenizer
+    Attributes:
+        order_head: whether the order of two runs of sentences is to be told.
+    """
+
+    class_name = "BERTMaskedWordPieceDataset"
     order_head: bool
-    class_name: str = "BERTMaskedWordPieceDataset"
 
     def dataset(self, documents: IndexedDataset, portion: Portion) -> BertDataset:
-        return BertDataset(
-            documents,
-            portion,
-            options=self.options,
-            tokenizer=self.tokenizer,
-            class_name=self.class_name,
-            order_head=self.order_head,
-        )
+        return BertDataset(documents, portion, self)

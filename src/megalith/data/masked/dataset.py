@@ -25,7 +25,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.random import RandomState
@@ -239,15 +239,28 @@ def filled(values: list[int], length: int, padding: int) -> NDArray[np.int64]:
     return array
 
 
+@dataclass(frozen=True)
+class MaskedSamples:
+    """How the samples of a family are made: the base of `samples.SampleRule`s.
+
+    Attributes:
+        options: how samples are made.
+        tokenizer: the one that made the data.
+        class_name: Megatron's name of this kind of dataset.
+    """
+
+    options: MaskedOptions
+    tokenizer: Tokenizer
+    class_name: ClassVar[str]
+
+
 class MaskedDataset(ABC):
     """Samples of one split; a `samples.SplitDataset`. Item i is always the same, whenever it is read.
 
     Args:
         documents: the sentences, of every split.
         portion: the split.
-        options: how samples are made.
-        tokenizer: the one that made the data.
-        class_name: Megatron's name of this kind of dataset.
+        rule: how samples are made.
         longest: tokens of a sample without its special ones.
         fewest_sentences: of a sample.
         further: what else the samples depend on, by Megatron's names.
@@ -266,26 +279,25 @@ class MaskedDataset(ABC):
         self,
         documents: IndexedDataset,
         portion: Portion,
+        rule: MaskedSamples,
         *,
-        options: MaskedOptions,
-        tokenizer: Tokenizer,
-        class_name: str,
         longest: int,
         fewest_sentences: int,
         further: Mapping[str, Any],
     ) -> None:
         self.name, self.prefix, self.requested = portion.name, portion.path, portion.requested
+        options, tokenizer = rule.options, rule.tokenizer
         self._documents, self._options, self._vocab_size = documents, options, tokenizer.vocab_size
         self._own = portion.documents(documents.num_documents)
         self._longest, self._fewest = longest, fewest_sentences
         self._portion, self._continues = portion, continues_a_word(tokenizer)
         self.identity: dict[str, Any] = {
-            **portion.identity(class_name, options.seed, options.sequence_length, tokenizer),
+            **portion.identity(rule.class_name, options.seed, options.sequence_length, tokenizer),
             **options.identity(),
             **further,
         }
         description = json.dumps(self.identity, indent=4)
-        cached = portion.load_or_build(Recipe(class_name, description, _ARRAYS, self._build, self._source))
+        cached = portion.load_or_build(Recipe(rule.class_name, description, _ARRAYS, self._build, self._source))
         self.cache_problem = cached.problem
         self.sample_index: NDArray[Any] = cached.arrays["sample_index"]
         if portion.requested and not len(self.sample_index):

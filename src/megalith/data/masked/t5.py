@@ -20,7 +20,7 @@ from numpy.random import RandomState
 from numpy.typing import NDArray
 
 from megalith.data.indexed import IndexedDataset
-from megalith.data.masked.dataset import MaskedDataset, MaskedOptions, filled, mask
+from megalith.data.masked.dataset import MaskedDataset, MaskedSamples, filled, mask
 from megalith.data.samples import Portion
 from megalith.errors import ConfigError, DataError
 from megalith.tokenizers import Tokenizer
@@ -44,25 +44,13 @@ def decoder_start(tokenizer: Tokenizer) -> int:
 class T5Dataset(MaskedDataset):
     """Samples of T5, see above; all entries are int64, [sequence_length], [decoder_length] or single.
 
-    Args:
-        decoder_length: tokens that the decoder reads, padding included.
-        others: as of `MaskedDataset`.
-
     Raises:
         ConfigError: the tokenizer has no sentinels, no padding or no end.
     """
 
-    def __init__(
-        self,
-        documents: IndexedDataset,
-        portion: Portion,
-        *,
-        options: MaskedOptions,
-        tokenizer: Tokenizer,
-        class_name: str,
-        decoder_length: int,
-    ) -> None:
-        self._decoder_length, self._sentinels = decoder_length, tokenizer.extra_ids
+    def __init__(self, documents: IndexedDataset, portion: Portion, rule: T5Samples) -> None:
+        tokenizer = rule.tokenizer
+        self._decoder_length, self._sentinels = rule.decoder_length, tokenizer.extra_ids
         if not self._sentinels:
             raise ConfigError("the tokenizer has no tokens <extra_id_N>; give --vocab-extra-ids 100")
         if tokenizer.pad is None:
@@ -73,12 +61,10 @@ class T5Dataset(MaskedDataset):
         super().__init__(
             documents,
             portion,
-            options=options,
-            tokenizer=tokenizer,
-            class_name=class_name,
-            longest=options.sequence_length - _ROOM,
+            rule,
+            longest=rule.options.sequence_length - _ROOM,
             fewest_sentences=1,
-            further={"sequence_length_decoder": decoder_length},
+            further={"sequence_length_decoder": rule.decoder_length},
         )
 
     def _sample(self, sentences: list[NDArray[Any]], target: int, random: RandomState) -> dict[str, NDArray[Any]]:
@@ -132,20 +118,15 @@ def _nothing(random: RandomState) -> None:
 
 
 @dataclass(frozen=True)
-class T5Samples:
-    """A `samples.SampleRule`."""
+class T5Samples(MaskedSamples):
+    """The rule of T5.
 
-    options: MaskedOptions
-    tokenizer: Tokenizer
+    Attributes:
+        decoder_length: tokens that the decoder reads, padding included.
+    """
+
+    class_name = "T5MaskedWordPieceDataset"
     decoder_length: int
-    class_name: str = "T5MaskedWordPieceDataset"
 
     def dataset(self, documents: IndexedDataset, portion: Portion) -> T5Dataset:
-        return T5Dataset(
-            documents,
-            portion,
-            options=self.options,
-            tokenizer=self.tokenizer,
-            class_name=self.class_name,
-            decoder_length=self.decoder_length,
-        )
+        return T5Dataset(documents, portion, self)
