@@ -23,7 +23,7 @@ from megalith.errors import DataError
 from megalith.tokenizers.byte_level import END_OF_TEXT, byte_level_tokenizer, read_byte_pair_vocabulary
 from megalith.tokenizers.card import file_hashes
 from megalith.tokenizers.protocol import Roles, TokenizerWithRoles, import_for, require_ids, require_text
-from megalith.tokenizers.sentence_piece import MODEL_FILE, encode_around, load_model
+from megalith.tokenizers.sentence_piece import MODEL_FILE, decode_around, encode_around, load_model
 
 TOKENIZER_FILE = "tokenizer.json"
 SLOW_FILES = (MODEL_FILE, "vocab.json", "vocab.txt", "spiece.model", "merges.txt")
@@ -215,16 +215,7 @@ class _LlamaPieces(Engine):
         return [*self._before, *encode_around(text, self._written_out, self.ids, self._model), *self._after]
 
     def decode(self, ids: Sequence[int]) -> str:
-        parts, begin = [], 0
-        for place, number in enumerate(ids):
-            if number in self._token_of:
-                parts += [self._text(ids[begin:place]), self._token_of[number]]
-                begin = place + 1
-        return "".join([*parts, self._text(ids[begin:])])
-
-    def _text(self, ids: Sequence[int]) -> str:
-        text: str = self._model.decode([int(number) for number in ids])
-        return text
+        return decode_around(ids, self._token_of, self._model, "")
 
 
 def _added_tokens(settings: Mapping[str, Any]) -> dict[int, str]:

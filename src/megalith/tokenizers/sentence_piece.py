@@ -53,7 +53,7 @@ class _SentencePiece(TokenizerWithRoles):
 
     def decode(self, ids: Sequence[int]) -> str:
         require_ids(ids, self.vocab_size)
-        return self._text(ids)
+        return decode_around(ids, {}, self._model, "")
 
     def identity(self) -> dict[str, Any]:
         return {"class": f"_{type(self).__name__}", "tokenizer_path": [self._model_file], "vocab_extra_ids": "0"}
@@ -67,10 +67,6 @@ class _SentencePiece(TokenizerWithRoles):
     def _pieces(self, text: str) -> list[int]:
         ids: list[int] = self._model.encode(text)
         return ids
-
-    def _text(self, ids: Sequence[int]) -> str:
-        text: str = self._model.decode([int(number) for number in ids])
-        return text
 
     def _role(self, role: str) -> int | None:
         """The id of bos, eos or pad; None where the model has no such piece."""
@@ -137,12 +133,7 @@ class SentencePieceTokenizer(_SentencePiece):
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids; special tokens are written out with a space on both sides, as Megatron does."""
         require_ids(ids, self.vocab_size)
-        parts, begin = [], 0
-        for place, number in enumerate(ids):
-            if number in self._token_of:
-                parts.append(f"{self._text(ids[begin:place])} {self._token_of[number]} ")
-                begin = place + 1
-        return "".join(parts) + self._text(ids[begin:])
+        return decode_around(ids, self._token_of, self._model, " ")
 
     def identity(self) -> dict[str, Any]:
         return {**super().identity(), "vocab_extra_ids": str(self._vocab_extra_ids)}
@@ -171,6 +162,23 @@ def encode_around(text: str, written_out: re.Pattern[str], ids_of: Mapping[str, 
         begin = found.end()
     ids += model.encode(text[begin:])
     return ids
+
+
+def decode_around(ids: Sequence[int], token_of: Mapping[int, str], model: Any, space: str) -> str:
+    """Decode ids among which special tokens are written out.
+
+    Args:
+        ids: in the vocabulary.
+        token_of: the special tokens.
+        model: decodes what stands between them, each part by itself.
+        space: what stands on both sides of a special token.
+    """
+    parts, begin = list[str](), 0
+    for place, number in enumerate(ids):
+        if number in token_of:
+            parts += [model.decode(list(map(int, ids[begin:place]))), f"{space}{token_of[number]}{space}"]
+            begin = place + 1
+    return "".join([*parts, model.decode(list(map(int, ids[begin:])))])
 
 
 def load_model(tokenizer: str, path: Path) -> Any:

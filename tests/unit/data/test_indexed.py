@@ -52,16 +52,6 @@ def test_what_is_written_is_read(documents: list[list[list[int]]], mmap_bin: boo
     assert dataset.num_tokens == sum(map(len, flat))
 
 
-def test_many_documents_at_once_equal_one_by_one(tmp_path: Path) -> None:
-    one_by_one = write(tmp_path)
-    with IndexedWriter(str(tmp_path / "bulk"), "uint16") as writer:
-        tokens = np.array([token for document in DOCUMENTS for token in document])
-        writer.add_documents(tokens, np.array([3, 1, 2], np.int32), np.array([1, 0, 1, 1]))
-        writer.finalize()
-    for ending in (".bin", ".idx"):
-        assert (tmp_path / f"bulk{ending}").read_bytes() == Path(one_by_one + ending).read_bytes()
-
-
 def test_places_are_reserved_between_what_is_written(tmp_path: Path) -> None:
     lengths, per_document = np.array([2, 1, 1], np.int32), np.array([2, 0, 1], np.int64)
     with IndexedWriter(str(tmp_path / "data"), "uint16") as writer:

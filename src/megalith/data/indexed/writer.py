@@ -125,14 +125,6 @@ class IndexedWriter:
         self._append(self._stored(tokens), np.array(lengths, np.int32), modes)
         self.end_document()
 
-    def add_documents(
-        self, tokens: NDArray[Any], lengths: NDArray[np.int32], sequences_per_document: NDArray[np.int64]
-    ) -> None:
-        """Append many documents at once: all their tokens, sequence lengths, and how many sequences each has."""
-        first = self._num_sequences
-        self._append(self._stored(tokens), lengths, None)
-        self._end_documents(first + np.cumsum(sequences_per_document, dtype=np.int64))
-
     def reserve(self, lengths: NDArray[np.int32], sequences_per_document: NDArray[np.int64]) -> int:
         """Append documents whose tokens somebody else writes; the byte of the .bin that the first begins at."""
         first, start = self._num_sequences, self._num_tokens * self.dtype.itemsize
