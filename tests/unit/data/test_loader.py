@@ -9,7 +9,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from megalith.data.loader import BatchLoader, sequential_micro_batches
+from megalith.data.loader import BatchLoader, Sequential
 from megalith.errors import DataError
 
 
@@ -78,6 +78,5 @@ def test_an_error_comes_with_its_batch(num_workers: int) -> None:
 
 
 def test_more_consumed_than_there_is_gives_nothing() -> None:
-    assert list(sequential_micro_batches(10, 12, 2)) == []
-    assert list(sequential_micro_batches(10, 10, 2)) == []
-    assert list(sequential_micro_batches(10, 7, 2, drop_last=False)) == [range(7, 9), range(9, 10)]
+    for consumed, left in ((12, []), (10, []), (7, [range(7, 9)])):
+        assert list(Sequential(10, 2).micro_batches(consumed, 0, 1)) == left

@@ -7,7 +7,7 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from megalith.data.loader import BatchLoader, Cyclic, Order, Sequential, WholePasses, cyclic_micro_batches
+from megalith.data.loader import BatchLoader, Cyclic, Order, Sequential, WholePasses
 from megalith.errors import DataError
 
 from .test_loader import Numbers
@@ -36,12 +36,6 @@ def test_cyclic_cannot_go_on_in_the_middle_of_a_block() -> None:
     with pytest.raises(DataError, match="stands 6 samples into an epoch .* 4 x data-parallel size 1 = 4"):
         taken(Cyclic(50, 4), 1, consumed=6)
     assert taken(Cyclic(3, 4), 5) == []
-
-
-def test_unsharded_ranks_deal_out_one_permutation() -> None:
-    whole = [number for (batch,) in taken(Cyclic(12, 1), 12) for number in batch]
-    dealt = [list(cyclic_micro_batches(12, 0, 2, rank=rank, num_ranks=3, sharded=False)) for rank in range(3)]
-    assert [dealt[n % 3][n // 6][n // 3 % 2] for n in range(12)] == whole
 
 
 @pytest.mark.parametrize(("total", "num_ranks"), [(22, 1), (22, 2), (24, 2), (1, 4)])
