@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,10 +58,14 @@ for child in running:  # what a failed test has left behind
 
 
 def free_port() -> int:
-    """A port that no one listens on at this moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that nobody listens on, below the range from which Linux gives ports to clients (32768 and up).
+
+    One of that range can go to a connection of another program before the ranks listen on it.
+    """
+    while True:
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", secrets.choice(range(15000, 32000))))
+            return int(probe.getsockname()[1])
 
 
 @dataclass(frozen=True)
@@ -111,21 +117,29 @@ class WarmProcess:
 
     def __init__(self, logs: Path, **env: str) -> None:
         self._logs, self._count = logs, 0
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", **env}
-        self._process = subprocess.Popen(
+        self._environment = {**os.environ, "OMP_NUM_THREADS": "1", **env}
+        self._process = self._start_template()
+
+    def _start_template(self) -> subprocess.Popen[str]:
+        return subprocess.Popen(
             [sys.executable, "-c", _TEMPLATE],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=environment,
+            env=self._environment,
             cwd=Path(__file__).parents[2],  # where the package of these tests is found
         )
 
     def ask(self, request: Mapping[str, object]) -> int:
         assert self._process.stdin and self._process.stdout
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        return int(self._process.stdout.readline())
+        try:
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+            return int(self._process.stdout.readline())
+        except BaseException:  # such as a timeout: its answer, when it comes, must not be taken for the next one
+            self._process.kill()
+            self._process = self._start_template()
+            raise
 
     def start(self, argv: Sequence[object], cwd: Path, *, command: str = "train", **env: str) -> Running:
         """Start `pretrain_gpt.py argv`, or `megalith command argv`, in a folder."""
