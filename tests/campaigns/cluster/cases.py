@@ -294,6 +294,10 @@ def a_frozen_launcher_and_its_ranks(hosts: Cluster, place: Path) -> None:
         if number == signal.SIGSTOP:
             _wait_until_stopped(hosts.hosts[:1])
             time.sleep(_FROZEN_SECONDS)
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while hosts.hosts[0].pids("megalith") and time.monotonic() < deadline:
+        time.sleep(0.1)
+    running.send_signal(signal.SIGCONT)  # it may have seen its child stop, and stop itself only when it is continued
     code = running.wait(_PATIENCE_SECONDS)
     _require(code == 0, f"exit code {code}", place)
     state_of(place / "c", _LONG)
