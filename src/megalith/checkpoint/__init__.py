@@ -1,4 +1,9 @@
-"""Checkpoints: chunks of global tensors, and the stores that keep them."""
+"""Checkpoints: chunks of global tensors, and the stores that keep them.
+
+A checkpoint that is missing, damaged, unfitting or cannot be written is a `CheckpointError`, whose message names the
+file and the remedy. All functions of this package may raise it; a docstring says so only where there is more to tell,
+and names every other error type.
+"""
 
 from megalith.checkpoint.content import CheckpointContent, Chunk, LoadedContent
 from megalith.checkpoint.saving import PendingSave, SaveReport

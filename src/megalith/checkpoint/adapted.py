@@ -275,17 +275,11 @@ _ROUTER = "decoder.layers.mlp.router."
 
 @dataclass(frozen=True)
 class Upcycling:
-    """What is to become of each feed-forward layer.
+    """What is to become of each feed-forward layer."""
 
-    Attributes:
-        experts: copies of it.
-        top_k: of them for each token.
-        seed: of the routers.
-    """
-
-    experts: int
-    top_k: int = 2
-    seed: int = 1234
+    experts: int  # copies of it
+    top_k: int = 2  # of them for each token
+    seed: int = 1234  # of the routers
 
     def check(self) -> None:
         """Refuse what is no mixture.
@@ -307,9 +301,6 @@ class Upcycled(Adapter):
     Every expert of a layer is a copy of its feed-forward layer, and routers are drawn. The weights of the experts that
     a token chooses add up to 1, so that the mixture computes what the dense model computes, until training moves the
     copies apart (Komatsuzaki et al. 2022, arXiv:2212.05055; Megatron's `--moe-use-upcycling`).
-
-    Raises:
-        CheckpointError: it is another model.
     """
 
     def __init__(self, source: Source, wanted: Upcycling, where: str) -> None:

@@ -59,20 +59,14 @@ def in_bucket_space(stored: Contents) -> bool:
 
 @dataclass(frozen=True)
 class _Owner:
-    """An optimizer in a place.
+    """An optimizer in a place."""
 
-    Attributes:
-        prefix: of its keys.
-        stage: its pipeline stage.
-        rank, size: its place on the axis over which its tensors are divided.
-        buffers: names of the parameters by buffer, in Megatron's order.
-    """
-
-    prefix: str
-    stage: int
+    prefix: str  # of its keys
+    stage: int  # its pipeline stage
+    # its place on the axis over which its tensors are divided
     rank: int
     size: int
-    buffers: list[list[str]]
+    buffers: list[list[str]]  # names of the parameters by buffer, in Megatron's order
 
 
 @dataclass(frozen=True)
@@ -167,11 +161,7 @@ class BucketSpace:
         return _Owner(prefix, stage, rank, self._etp, [names for names in experts if names])
 
     def _names(self, stage: int, expert: int) -> list[list[str]]:
-        """The parameters of each virtual chunk that have state, in the order in which they were registered.
-
-        Raises:
-            UnreadableState: the model that the args describe has no such stage.
-        """
+        """The parameters of each virtual chunk that have state, in the order in which they were registered."""
         if stage >= self._division.pp:
             raise self._unreadable(f"has buffers of stage {stage} where the args say {self._division.pp} stages")
         space, grouped = self._space, bool(self._args.get("moe_grouped_gemm"))
@@ -214,11 +204,7 @@ class BucketSpace:
         return WORD_EMBEDDINGS if self._space.tied and name == OUTPUT_LAYER else name
 
     def _state_of(self, owner: _Owner) -> list[dict[str, Any]]:
-        """What replica 0 had gathered of a place: kind -> flat tensor, by buffer.
-
-        Raises:
-            UnreadableState: it is in a form that this version does not read.
-        """
+        """What replica 0 had gathered of a place: kind -> flat tensor, by buffer."""
         if self._last is None or self._last[0] != owner.prefix:
             state = self._object(owner, "param_state")
             buffers = [state[number] for number in sorted(key for key in state if isinstance(key, int))]
@@ -288,11 +274,7 @@ class BucketSpace:
         return {**state, "grad_scaler": scaler} if scaler else state
 
     def read(self, wanted: Sequence[Chunk]) -> None:
-        """Fill chunks of the state; an owner's parts one after another.
-
-        Raises:
-            CheckpointError: the buffers hold a part of them only.
-        """
+        """Fill chunks of the state; an owner's parts one after another."""
         targets = by_key(wanted)
         near = [
             (part, kind, targets[f"{OPTIMIZER_PREFIX}{label}.{key}"])

@@ -98,17 +98,11 @@ def _owner_of(path: Path, host: str) -> Owner | None:
 
 @dataclass(frozen=True)
 class Building:
-    """A folder under construction and the place that it is meant for.
+    """A folder under construction and the place that it is meant for."""
 
-    Attributes:
-        path: where it is.
-        final: where it is to appear.
-        claimed: whether this process has claimed the folder that it is to appear in.
-    """
-
-    path: Path
-    final: Path
-    claimed: bool = False
+    path: Path  # where it is
+    final: Path  # where it is to appear
+    claimed: bool = False  # whether this process has claimed the folder that it is to appear in
 
     def commit(self) -> None:
         """Make the folder durable and move it to its place; what stood there is removed afterwards.

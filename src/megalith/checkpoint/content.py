@@ -144,11 +144,7 @@ def fill(target: Chunk, sources: Iterable[Chunk]) -> int:
 
 
 def check_filled(where: str, target: Chunk, filled: int) -> None:
-    """Check that a chunk was filled wholly; `where` names the checkpoint.
-
-    Raises:
-        CheckpointError: some elements are nowhere.
-    """
+    """Check that a chunk was filled wholly; `where` names the checkpoint."""
     wanted = volume(target.tensor.shape)
     if filled != wanted:
         raise CheckpointError(f"{where}: {target.key} holds {filled} of the {wanted} elements asked for")

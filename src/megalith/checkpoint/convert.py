@@ -79,51 +79,35 @@ _DIVIDING = (*_UNDIVIDED, *_UNEVEN)
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is to be made of a checkpoint.
+    """What is to be made of a checkpoint."""
 
-    Attributes:
-        format: torch or torch_dist.
-        tp, pp, ep: the layout; by default that of the source.
-        optimizer: with the optimizer's state, where there is one.
-        dtype: of the weights: float32, bfloat16 or float16; by default that of the source.
-        true_vocab_size: tokens of the vocabulary, padded for the layout as Megatron pads them; by default those of
-            the checkpoint's tokenizer.
-        run_args: Megatron's arguments of a run whose layers are to be divided in its way; tp, pp and ep are among them.
-        release: weights without an iteration, under `release/`.
-        iteration: of the result; by default that of the source.
-        names: of the weights in format torch: `CORE` or a generation of `LEGACY`.
-        replace: take the place of a checkpoint that is there.
-        upcycling: how a dense model becomes a mixture of experts; it stays as it is if None.
-    """
-
-    format: str = "torch_dist"
+    format: str = "torch_dist"  # torch or torch_dist
+    # the layout; by default that of the source
     tp: int | None = None
     pp: int | None = None
     ep: int | None = None
-    optimizer: bool = True
-    dtype: str | None = None
+    optimizer: bool = True  # with the optimizer's state, where there is one
+    dtype: str | None = None  # of the weights: float32, bfloat16 or float16; by default that of the source
+    # tokens of the vocabulary, padded for the layout as Megatron pads them; by default those of the checkpoint's
+    # tokenizer
     true_vocab_size: int | None = None
+    # Megatron's arguments of a run whose layers are to be divided in its way; tp, pp and ep are among them
     run_args: Mapping[str, Any] = field(default_factory=dict)
-    release: bool = False
-    iteration: int | None = None
-    names: str = CORE
-    replace: bool = False
-    upcycling: Upcycling | None = None
+    release: bool = False  # weights without an iteration, under `release/`
+    iteration: int | None = None  # of the result; by default that of the source
+    names: str = CORE  # of the weights in format torch: `CORE` or a generation of `LEGACY`
+    replace: bool = False  # take the place of a checkpoint that is there
+    upcycling: Upcycling | None = None  # how a dense model becomes a mixture of experts; it stays as it is if None
 
 
 @dataclass
 class Converted:
-    """What a conversion made.
+    """What a conversion made."""
 
-    Attributes:
-        path: the new checkpoint folder.
-        notes: what the user must hear: what was not carried over, and why.
-    """
-
-    path: Path
+    path: Path  # the new checkpoint folder
     bytes: int
     seconds: float
-    notes: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # what the user must hear: what was not carried over, and why
 
 
 def convert(
@@ -207,11 +191,7 @@ def check_wanted(wanted: Wanted) -> None:
 
 
 def _check_tokens(folder: CheckpointFolder, wanted: Wanted) -> None:
-    """Refuse to leave rows of tokens out.
-
-    Raises:
-        CheckpointError: the tokenizer that the manifest speaks of has more.
-    """
+    """Refuse to leave rows of tokens out."""
     tokens = _tokenizer_size(folder)
     if wanted.true_vocab_size is not None and tokens is not None and wanted.true_vocab_size < tokens:
         raise CheckpointError(
@@ -266,9 +246,6 @@ def adapted(
         where: names the source in errors.
         notes: what the user must hear is added.
         tokens: as of `known_tokens`.
-
-    Raises:
-        CheckpointError: its args are missing, or of a model that this version does not have.
     """
     common = source.common()
     args = args_of(common)
@@ -330,11 +307,7 @@ def adapted(
 
 
 def _check_experts(args: Mapping[str, Any], ep: int, where: str) -> None:
-    """Refuse ranks that no experts can be divided over.
-
-    Raises:
-        LayoutError: there are none, or another number of them.
-    """
+    """Refuse ranks that no experts can be divided over."""
     experts = int(args.get("num_experts") or 0)
     if ep > 1 and not experts:
         raise LayoutError(f"--ep {ep}: the model in {where} has no experts; leave --ep out")
@@ -342,11 +315,7 @@ def _check_experts(args: Mapping[str, Any], ep: int, where: str) -> None:
 
 
 def _check_stages(args: Mapping[str, Any], pp: int, where: str) -> None:
-    """Refuse stages that layers do not divide over evenly, unless it is their number already.
-
-    Raises:
-        LayoutError: they do not.
-    """
+    """Refuse stages that layers do not divide over evenly, unless it is their number already."""
     if pp != _size(args, "pipeline"):
         _check_divides(int(args["num_layers"]), "layers", "--pp", pp, where)
 
@@ -365,11 +334,7 @@ def _generation(args: Mapping[str, Any], wanted: Wanted) -> dict[str, Any]:
 
 
 def _padded(args: Mapping[str, Any], wanted: Wanted, layout: Layout, where: str, known: int | None) -> int:
-    """The rows of the vocabulary in the result.
-
-    Raises:
-        CheckpointError: those of the source do not divide over the layout, and how many are tokens is not told.
-    """
+    """The rows of the vocabulary in the result."""
     rows = int(args["padded_vocab_size"])
     tokens = wanted.true_vocab_size
     if tokens is None and known is not None and known <= rows and not wanted.run_args:

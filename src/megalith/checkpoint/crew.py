@@ -24,18 +24,12 @@ _NAMED_CAUSES = 4  # different messages in one error; a thousand ranks mostly ha
 
 @dataclass(frozen=True)
 class _Outcome(Generic[T]):
-    """What came of an act on one rank.
+    """What came of an act on one rank."""
 
-    Attributes:
-        acted: whether the rank had anything to do.
-        cause: why it failed; None where it succeeded.
-        kind: as what it failed.
-    """
-
-    acted: bool
+    acted: bool  # whether the rank had anything to do
     result: T | None
-    cause: str | None
-    kind: type[MegalithError]
+    cause: str | None  # why it failed; None where it succeeded
+    kind: type[MegalithError]  # as what it failed
     host: str
 
 

@@ -63,27 +63,17 @@ _WORTH_A_THREAD = 2**22  # bytes that are read in about the time that threads ta
 
 
 def encode_objects(objects: Mapping[str, Any]) -> dict[str, bytes]:
-    """The bytes to store for each object: a list of one element, as Megatron's `ShardedObject`s are.
-
-    Raises:
-        CheckpointError: an object holds a type that a load would refuse.
-    """
+    """The bytes to store for each object: a list of one element, as Megatron's `ShardedObject`s are."""
     return {key: dump_bytes([value], key) for key, value in objects.items()}
 
 
 @dataclass(frozen=True)
 class Written:
-    """What one rank wrote.
+    """What one rank wrote."""
 
-    Attributes:
-        results: where each item is.
-        records: the size and digest of each file.
-        seconds: how long it took.
-    """
-
-    results: list[WriteResult]
-    records: dict[str, FileRecord]
-    seconds: float = 0.0
+    results: list[WriteResult]  # where each item is
+    records: dict[str, FileRecord]  # the size and digest of each file
+    seconds: float = 0.0  # how long it took
 
 
 class RankWriter:
@@ -186,11 +176,7 @@ def _durable_stream(raw: HashedFile) -> Iterator[io.BufferedWriter]:
 
 
 def merged_metadata(plans: Sequence[SavePlan]) -> Metadata:
-    """The table of contents of all ranks' plans, in the order of the ranks.
-
-    Raises:
-        CheckpointError: together they leave a tensor incomplete.
-    """
+    """The table of contents of all ranks' plans, in the order of the ranks."""
     _refuse_double_writes(plans)
     _refuse_gaps(plans)
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -255,11 +241,7 @@ def write_metadata(
 
 
 def open_metadata(path: Path) -> Metadata:
-    """Read `.metadata` of a checkpoint folder and check that what it points to can be there.
-
-    Raises:
-        CheckpointError: damaged, of a refused type, or pointing outside its folder or files.
-    """
+    """Read `.metadata` of a checkpoint folder and check that what it points to can be there."""
     metadata = read_metadata(path / METADATA_FILE)
     sizes: dict[str, int] = {}
     for index, info in metadata.storage_data.items():
@@ -280,21 +262,13 @@ def open_metadata(path: Path) -> Metadata:
 
 @dataclass(frozen=True)
 class _Read:
-    """A box of a stored tensor that goes to a box of a wanted one.
+    """A box of a stored tensor that goes to a box of a wanted one."""
 
-    Attributes:
-        key: of the tensor.
-        place: the entry in its file.
-        shape: of the whole entry.
-        start: of the box in the entry.
-        target: a view of the tensor to fill, of the shape of the box.
-    """
-
-    key: str
-    place: StorageInfo
-    shape: tuple[int, ...]
-    start: tuple[int, ...]
-    target: Tensor
+    key: str  # of the tensor
+    place: StorageInfo  # the entry in its file
+    shape: tuple[int, ...]  # of the whole entry
+    start: tuple[int, ...]  # of the box in the entry
+    target: Tensor  # a view of the tensor to fill, of the shape of the box
 
 
 @torch.no_grad()
@@ -310,9 +284,6 @@ def read_sharded(
         metadata: what it holds.
         content: what to read.
         through: the files to hash in passing; none by default.
-
-    Raises:
-        CheckpointError: a file is damaged, or an object names a type that is not allowed.
     """
     # Objects first and here: torch's list of safe types is global, so threads must not share it.
     objects = {key: _read_object(path, metadata, key) for key in content.objects}
@@ -350,11 +321,7 @@ def _read_object(path: Path, metadata: Metadata, key: str) -> Any:
 
 
 def _reads(path: Path, metadata: Metadata, wanted: Sequence[Chunk]) -> Iterator[_Read]:
-    """What fills the chunks of one key, wholly: a gap would keep whatever a tensor held before.
-
-    Raises:
-        CheckpointError: the stored chunks do not cover one of them.
-    """
+    """What fills the chunks of one key, wholly: a gap would keep whatever a tensor held before."""
     held = cast(TensorStorageMetadata, metadata.state_dict_metadata[wanted[0].key]).chunks
     at = {tuple(stored.offsets): stored for stored in held}
     for chunk in wanted:

@@ -39,21 +39,13 @@ _COUNTERS = ("consumed_train_samples", "consumed_valid_samples")
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """How two tensors of one name differ.
+    """How two tensors of one name differ."""
 
-    Attributes:
-        name: its key; with the layer, where it is one of the stacked ones.
-        what: in words: missing, another shape, another dtype; "" if these are alike.
-        differing: number of elements whose bits differ.
-        elements: that were compared.
-        absolute, relative: the largest differences; the second over the larger magnitude. Infinite where one is no
-            number.
-    """
-
-    name: str
-    what: str = ""
-    differing: int = 0
-    elements: int = 0
+    name: str  # its key; with the layer, where it is one of the stacked ones
+    what: str = ""  # in words: missing, another shape, another dtype; "" if these are alike
+    differing: int = 0  # number of elements whose bits differ
+    elements: int = 0  # that were compared
+    # the largest differences; the second over the larger magnitude. Infinite where one is no number.
     absolute: float = 0.0
     relative: float = 0.0
 
@@ -120,9 +112,6 @@ def _weight_dtypes(source: Source) -> set[torch.dtype]:
 def tensor_differences(one: Source, other: Source) -> Iterator[TensorDifference]:
     """Compare all tensors of two sources as `compared` gives them, in the order of the first; what is equal is told
     too.
-
-    Raises:
-        CheckpointError: a file proves damaged.
     """
     first, second = one.contents(), other.contents()
     for key, held in first.tensors.items():

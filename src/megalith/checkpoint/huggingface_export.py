@@ -56,42 +56,27 @@ _TOKENS_OF_GENERATION = ("bos_token_id", "eos_token_id", "pad_token_id", "decode
 
 @dataclass(frozen=True)
 class Export:
-    """What is asked of an export.
+    """What is asked of an export."""
 
-    Attributes:
-        dtype: of all weights, one of `DTYPES`; that of each in the checkpoint if None.
-        max_shard_size: bytes of a file, such as 5GB; a larger tensor has a file of its own.
-        true_vocab_size: rows of the vocabulary that are kept; by default the tokens of the checkpoint's tokenizer.
-        model_type: the family; by default that of its origin, else the first that can describe the model.
-    """
-
-    dtype: str | None = None
-    max_shard_size: str = MAX_SHARD_SIZE
+    dtype: str | None = None  # of all weights, one of `DTYPES`; that of each in the checkpoint if None
+    max_shard_size: str = MAX_SHARD_SIZE  # bytes of a file, such as 5GB; a larger tensor has a file of its own
+    # rows of the vocabulary that are kept; by default the tokens of the checkpoint's tokenizer
     true_vocab_size: int | None = None
+    # the family; by default that of its origin, else the first that can describe the model
     model_type: str | None = None
 
 
 @dataclass
 class Exported:
-    """What an export made.
+    """What an export made."""
 
-    Attributes:
-        path: the folder.
-        family: what it says it is.
-        architecture: the class of transformers that it names.
-        vocab_size: rows of its vocabulary.
-        bytes: of all weights.
-        shards: files that they are in.
-        notes: what the user must hear.
-    """
-
-    path: Path
-    family: Family
-    architecture: str
-    vocab_size: int
-    bytes: int
-    shards: int
-    notes: list[str] = field(default_factory=list)
+    path: Path  # the folder
+    family: Family  # what it says it is
+    architecture: str  # the class of transformers that it names
+    vocab_size: int  # rows of its vocabulary
+    bytes: int  # of all weights
+    shards: int  # files that they are in
+    notes: list[str] = field(default_factory=list)  # what the user must hear
 
 
 def bytes_of_size(text: str) -> int:
@@ -201,11 +186,7 @@ def export(
 
 
 def _checked(wanted: Export) -> int:
-    """The bytes of a shard.
-
-    Raises:
-        ConfigError: something that is asked is nonsense; says all of it.
-    """
+    """The bytes of a shard."""
     wrong: list[str] = []
     limit = 0
     try:
@@ -244,11 +225,7 @@ def _rows(
     original: Mapping[str, Any] | None,
     notes: list[str],
 ) -> int:
-    """Rows of the vocabulary to keep: those beyond the true one are padding for tensor-parallel ranks.
-
-    Raises:
-        CheckpointError: there are fewer.
-    """
+    """Rows of the vocabulary to keep: those beyond the true one are padding for tensor-parallel ranks."""
     known = (original or {}).get("vocab_size") or manifest.get("tokenizer", {}).get("vocab_size")
     rows = wanted.true_vocab_size or known
     if rows is None:
@@ -266,11 +243,7 @@ def _rows(
 
 
 def _check_whole(contents: Contents, space: ModelSpace, where: str) -> None:
-    """Check that the checkpoint holds the weights of its model, and no others.
-
-    Raises:
-        CheckpointError: names those that are missing, of another shape or too much.
-    """
+    """Check that the checkpoint holds the weights of its model, and no others."""
     wanted: dict[str, tuple[int, ...]] = {}
     for name in space.shapes:
         wanted[space.stacking.slot(name).key] = space.whole_shape(name)
@@ -300,9 +273,6 @@ def _further_files(
         config: what config.json is to say.
         card: of the tokenizer that it was trained with; empty if that is not known.
         notes: what the user must hear is added.
-
-    Raises:
-        DataError: the model of a SentencePiece tokenizer is damaged, or the library for it is not installed.
     """
     files = {name: path.read_bytes() for name, path in files_of_tokenizer(found).items()}
     if not files:

@@ -92,11 +92,7 @@ class HuggingFaceSource:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """What config.json holds.
-
-        Raises:
-            CheckpointError: it is missing or damaged.
-        """
+        """What config.json holds."""
         found = _json(self.path / CONFIG_FILE)
         if not isinstance(found, dict):
             raise CheckpointError(f"{self.path / CONFIG_FILE} holds no JSON object")
@@ -123,11 +119,7 @@ class HuggingFaceSource:
         return found
 
     def _check_counts(self) -> None:
-        """Refuse more layers or experts than there are tensors, before anything is made for each of them.
-
-        Raises:
-            CheckpointError: names the key of config.json.
-        """
+        """Refuse more layers or experts than there are tensors, before anything is made for each of them."""
         for key in _COUNTS:
             count = self.config.get(key)
             if isinstance(count, (int, float)) and count > _PLAUSIBLE and count > len(self._stored):
@@ -150,11 +142,7 @@ class HuggingFaceSource:
 
     @cached_property
     def _stored(self) -> dict[str, _Stored]:
-        """All tensors of the files by name, from the headers.
-
-        Raises:
-            CheckpointError: a file is missing or damaged, or the index and the files differ.
-        """
+        """All tensors of the files by name, from the headers."""
         found: dict[str, _Stored] = {}
         for file, names in _weight_files(self.path).items():
             with _open(file) as opened:
@@ -171,9 +159,6 @@ class HuggingFaceSource:
         """Key in model space -> place on its leading axes (layer, expert) -> what is in the files of it.
 
         Names, shapes and dtypes are checked.
-
-        Raises:
-            CheckpointError: the files do not hold what config.json says; lists every difference.
         """
         table = tensors_of(self.about.family, self.about.model, self.about.vocab_size)
         stored, lines = dict(self._stored), []
@@ -352,11 +337,7 @@ class _Files:
         self._stack, self._opened = stack, dict[Path, Any]()
 
     def tensor(self, stored: _Stored) -> Tensor:
-        """A tensor, mapped into memory.
-
-        Raises:
-            CheckpointError: the file is damaged.
-        """
+        """A tensor, mapped into memory."""
         if stored.file not in self._opened:
             self._opened[stored.file] = self._stack.enter_context(_open(stored.file))
         with _naming(stored.file):
@@ -397,11 +378,7 @@ def _json(path: Path) -> Any:
 
 
 def _weight_files(path: Path) -> dict[Path, set[str]]:
-    """The files with the weights; for each the tensors that the index says are in it, none without an index.
-
-    Raises:
-        CheckpointError: there are none, or the index is damaged or names a file that is missing.
-    """
+    """The files with the weights; for each the tensors that the index says are in it, none without an index."""
     index = path / INDEX_FILE
     if not index.exists():
         if (path / WEIGHTS_FILE).exists():

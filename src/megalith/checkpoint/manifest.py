@@ -75,11 +75,7 @@ def refuse_newer(folder: Path) -> None:
 
 
 def _bytes(folder: Path) -> bytes | None:
-    """The bytes of a manifest, None where there is none.
-
-    Raises:
-        CheckpointError: it cannot be read.
-    """
+    """The bytes of a manifest, None where there is none."""
     path = folder / MANIFEST_FILE
     try:
         require_file(path)
@@ -103,11 +99,7 @@ def _parsed(data: bytes) -> tuple[dict[str, Any], bool]:
 
 
 def _check_format(folder: Path, data: bytes) -> None:
-    """Refuse a later format. This version need not understand the hash that such a manifest carries of itself.
-
-    Raises:
-        NewerFormatError: it is one, and not one of this version in which only that number is damaged.
-    """
+    """Refuse a later format. This version need not understand the hash that such a manifest carries of itself."""
     body, intact = _parsed(data)
     found, method = body.get("format"), body.get("hash", "unknown")
     if isinstance(found, int) and found > _FORMAT and not intact:

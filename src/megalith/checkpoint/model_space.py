@@ -33,16 +33,11 @@ Place = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Division:
-    """How a model is divided over the ranks that write a checkpoint.
-
-    Attributes:
-        tp, ep: sizes.
-        stages: layers by [stage][virtual chunk].
-    """
+    """How a model is divided over the ranks that write a checkpoint."""
 
     tp: int
     ep: int
-    stages: Stages
+    stages: Stages  # layers by [stage][virtual chunk]
 
     @property
     def pp(self) -> int:
@@ -65,20 +60,13 @@ class Division:
 
 @dataclass(frozen=True)
 class ModelSpace:
-    """What a model is made of.
+    """What a model is made of."""
 
-    Attributes:
-        model: its architecture.
-        vocab_size: rows of the embedding, padding included.
-        shapes: parameter name -> shape of the global tensor, in module order.
-        placements: parameter name -> placement.
-        buffers: names among these of what no optimizer moves; in fp32, whatever dtype the weights have.
-    """
-
-    model: ModelConfig
-    vocab_size: int
-    shapes: dict[str, tuple[int, ...]]
-    placements: dict[str, Placement]
+    model: ModelConfig  # its architecture
+    vocab_size: int  # rows of the embedding, padding included
+    shapes: dict[str, tuple[int, ...]]  # parameter name -> shape of the global tensor, in module order
+    placements: dict[str, Placement]  # parameter name -> placement
+    # names among these of what no optimizer moves; in fp32, whatever dtype the weights have
     buffers: frozenset[str] = frozenset()
 
     @property
@@ -167,11 +155,7 @@ def model_space(model: ModelConfig, vocab_size: int) -> ModelSpace:
 
 
 def model_space_of(args: Mapping[str, Any], where: str) -> ModelSpace:
-    """The model space that the args of the run that wrote a checkpoint mean; `where` names it in errors.
-
-    Raises:
-        CheckpointError: an argument is missing, or asks for what this version has not.
-    """
+    """The model space that the args of the run that wrote a checkpoint mean; `where` names it in errors."""
     try:
         return model_space(model_of(args), int(args["padded_vocab_size"]))
     except KeyError as error:
@@ -181,22 +165,14 @@ def model_space_of(args: Mapping[str, Any], where: str) -> ModelSpace:
 
 
 def division_of(args: Mapping[str, Any], num_layers: int, where: str) -> Division:
-    """The division of the run that wrote a checkpoint.
-
-    Raises:
-        CheckpointError: it is one that this version does not know.
-    """
+    """The division of the run that wrote a checkpoint."""
     # Before checkpoint version 3 the tensor-parallel size had another name.
     tp = int(args.get("tensor_model_parallel_size") or args.get("model_parallel_size") or 1)
     return Division(tp, int(args.get("expert_model_parallel_size") or 1), _stages_of(args, num_layers, where))
 
 
 def _stages_of(args: Mapping[str, Any], num_layers: int, where: str) -> Stages:
-    """Layers by [pipeline stage][virtual chunk] of the run that wrote a checkpoint.
-
-    Raises:
-        CheckpointError: they were divided in a way that this version does not know.
-    """
+    """Layers by [pipeline stage][virtual chunk] of the run that wrote a checkpoint."""
     if args.get("pipeline_model_parallel_layout"):
         raise CheckpointError(
             f"{where} was saved with --pipeline-model-parallel-layout, which this version does not read; convert it "

@@ -40,19 +40,12 @@ _log = logging.getLogger("megalith.checkpoint")
 
 @dataclass(frozen=True)
 class Owner:
-    """A process, known across machines and after its number has been given to another.
+    """A process, known across machines and after its number has been given to another."""
 
-    Attributes:
-        host: machine name, for people.
-        place: identifies the running system and its process numbering (boot and PID namespace).
-        pid: process number.
-        born: start of the process in the system's own ticks; "" where the system does not tell.
-    """
-
-    host: str = field(compare=False)
-    place: str
-    pid: int
-    born: str
+    host: str = field(compare=False)  # machine name, for people
+    place: str  # identifies the running system and its process numbering (boot and PID namespace)
+    pid: int  # process number
+    born: str  # start of the process in the system's own ticks; "" where the system does not tell
 
     @staticmethod
     def this_process() -> Owner:
@@ -149,19 +142,12 @@ def _claim_of(folder: Path) -> _Claim | None:
 
 @dataclass(frozen=True)
 class _Claim:
-    """The content of the lock file.
+    """The content of the lock file."""
 
-    Attributes:
-        owner: whose it is.
-        token: unique to this claim.
-        since: when it was made, for people.
-        domain: the system and file system on which the owner holds a lock on the file; "" where it holds none.
-    """
-
-    owner: Owner
-    token: str
-    since: str
-    domain: str = ""
+    owner: Owner  # whose it is
+    token: str  # unique to this claim
+    since: str  # when it was made, for people
+    domain: str = ""  # the system and file system on which the owner holds a lock on the file; "" where it holds none
 
     def text(self) -> str:
         return json.dumps(asdict(self))
@@ -293,11 +279,7 @@ def _boot() -> str:
 
 
 def _take(path: Path, mine: _Claim, heartbeat: float) -> _Lock:
-    """Lock the file and write the claim into it.
-
-    Raises:
-        CheckpointError: another run has it.
-    """
+    """Lock the file and write the claim into it."""
     began = time.monotonic()
     while True:
         lock = _Lock(path)

@@ -153,12 +153,7 @@ class PerRankSource:
 
     @cached_property
     def _files(self) -> dict[Place, Mapping[str, Any]]:
-        """The content of the file of each place.
-
-        Raises:
-            CheckpointError: folders or files are missing, there are others than the args say, or they are not of one
-                checkpoint.
-        """
+        """The content of the file of each place."""
         layout = self._layout
         folder_of = {place: folder_name(place, layout) for place in layout.places}
         lines = []
@@ -215,11 +210,7 @@ class PerRankSource:
         }
 
     def _named(self, place: Place, body: Mapping[str, Any], chunk: int) -> Named:
-        """The weights of one virtual chunk.
-
-        Raises:
-            CheckpointError: there are others than the model has, or of other shapes.
-        """
+        """The weights of one virtual chunk."""
         (tp, pp, _), stages, space, where = place, self._layout.stages, self._space, self._file(place, MODEL_FILE)
         experts = self._experts(place)
         key = chunk_key(chunk, len(stages[pp]))
@@ -324,11 +315,7 @@ class PerRankSource:
 
     @cached_property
     def _has_optimizer(self) -> bool:
-        """Whether the tensors of the optimizer are there.
-
-        Raises:
-            CheckpointError: in some places only.
-        """
+        """Whether the tensors of the optimizer are there."""
         missing = []
         for place, body in self._files.items():
             name, state = folder_name(place, self._layout), body.get("optimizer")

@@ -154,11 +154,7 @@ class RefusedTypeError(pickle.UnpicklingError):
 
 
 def read_metadata(path: Path) -> metadata.Metadata:
-    """Read DCP's `.metadata`.
-
-    Raises:
-        CheckpointError: the file is missing, damaged, or names a type that is not allowed.
-    """
+    """Read DCP's `.metadata`."""
 
     def load(file: IO[bytes]) -> Any:
         _check_memo(file)
@@ -171,11 +167,7 @@ def read_metadata(path: Path) -> metadata.Metadata:
 
 
 def load_tensors_and_plain_data(path: Path) -> Any:
-    """Read a file that `torch.save` wrote, such as `common.pt`, with `weights_only=True`.
-
-    Raises:
-        CheckpointError: the file is missing, damaged, or names a type that is not allowed.
-    """
+    """Read a file that `torch.save` wrote, such as `common.pt`, with `weights_only=True`."""
     return _guarded(path, _weights_only)
 
 
@@ -183,9 +175,6 @@ def map_tensors(path: Path) -> Any:
     """Like `load_tensors_and_plain_data` with tensors that are read off the disk when they are used.
 
     Files that torch wrote before 1.6 cannot be mapped and are read whole.
-
-    Raises:
-        CheckpointError: the file is missing, damaged, or names a type that is not allowed.
     """
 
     def load(file: IO[bytes]) -> Any:
@@ -224,11 +213,7 @@ def dump_bytes(value: object, name: str) -> bytes:
 
 
 def _check_memo(file: IO[bytes]) -> None:
-    """Refuse a pickle whose memo would be larger than itself: the C unpickler makes an array up to the largest index.
-
-    Raises:
-        UnpicklingError: an index is larger than the number of bytes.
-    """
+    """Refuse a pickle with a memo larger than itself: the C unpickler makes an array up to the largest index."""
     data = file.read()
     file.seek(0)
     for operation, argument, _ in pickletools.genops(data):
@@ -237,11 +222,7 @@ def _check_memo(file: IO[bytes]) -> None:
 
 
 def _check_archive(file: IO[bytes] | Path) -> None:
-    """Refuse an archive that unpacks to much more than its own size; torch compresses nothing.
-
-    Raises:
-        BadZipFile: it does.
-    """
+    """Refuse an archive that unpacks to much more than its own size; torch compresses nothing."""
     if isinstance(file, Path):
         size = file.stat().st_size
     else:

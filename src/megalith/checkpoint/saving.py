@@ -83,31 +83,18 @@ class SaveReport:
 
 @dataclass(eq=False)
 class Saving:
-    """A save under way.
+    """A save under way."""
 
-    Attributes:
-        crew: the ranks that save.
-        final: where the folder is to appear.
-        content: what this rank writes; the common state counts on the first rank only.
-        files: further files of the first rank, name -> bytes.
-        facts: what the manifest says beside sizes and hashes.
-        on_point: called with the points of the save on this rank.
-        publish: points the tracker to the folder; called on the first rank when it is in its place.
-        staging: for copies of the tensors, where these may change before they are written.
-        make_writer: makes the writer of the format.
-        claimed: whether this run has claimed the folder that it saves into (`commit.claimed`).
-    """
-
-    crew: Crew
-    final: Path
-    content: CheckpointContent
-    files: Mapping[str, bytes]
-    facts: Mapping[str, Any]
-    on_point: Callable[[str], None]
-    publish: Callable[[], None]
-    staging: Staging | None = None
-    make_writer: MakeWriter = TorchDistWriter
-    claimed: bool = False
+    crew: Crew  # the ranks that save
+    final: Path  # where the folder is to appear
+    content: CheckpointContent  # what this rank writes; the common state counts on the first rank only
+    files: Mapping[str, bytes]  # further files of the first rank, name -> bytes
+    facts: Mapping[str, Any]  # what the manifest says beside sizes and hashes
+    on_point: Callable[[str], None]  # called with the points of the save on this rank
+    publish: Callable[[], None]  # points the tracker to the folder; called on the first rank when it is in its place
+    staging: Staging | None = None  # for copies of the tensors, where these may change before they are written
+    make_writer: MakeWriter = TorchDistWriter  # makes the writer of the format
+    claimed: bool = False  # whether this run has claimed the folder that it saves into (`commit.claimed`)
 
     def __post_init__(self) -> None:
         self._started = time.perf_counter()
@@ -130,11 +117,7 @@ class Saving:
         return replace(report, stall_seconds=report.seconds)
 
     def begin(self) -> None:
-        """Plan what each rank writes, and make the folder; all ranks call it together.
-
-        Raises:
-            CheckpointError: as `run`.
-        """
+        """Plan what each rank writes, and make the folder; all ranks call it together."""
         parts = self.crew.all(self._prepare)
         self._needed = sum(nbytes for _, nbytes in parts)
         with self._abandoned_on_failure():
@@ -149,9 +132,6 @@ class Saving:
 
         Args:
             write: what gives this rank's part: `write`, or what that has given before.
-
-        Raises:
-            CheckpointError: as `run`; nothing is left of the folder.
         """
         with self._abandoned_on_failure():
             return self.crew.all(write)
@@ -162,9 +142,6 @@ class Saving:
         Args:
             commit: what commits on this rank: `commit`, or what that has given before.
             written: by all ranks.
-
-        Raises:
-            CheckpointError: as `run`; nothing is left of the folder.
         """
         with self._abandoned_on_failure():
             sizes = self.crew.all(commit)
@@ -217,11 +194,7 @@ class Saving:
         return str(self._new.path.relative_to(parent))
 
     def _check_claim(self) -> None:
-        """Check that the folder is still this run's; whoever took it over makes the renames fail that are under way.
-
-        Raises:
-            CheckpointError: it is not.
-        """
+        """Check that the folder is still this run's; whoever took it over makes the renames fail that are under way."""
         if self.claimed:
             check_claim(self.final.parent, workspace_of(self.final.parent))
 
@@ -230,11 +203,7 @@ class Saving:
             writer.lay_out(path)
 
     def write(self) -> Written:
-        """Write the files of this rank, or its part of them, durably; needs no other rank.
-
-        Raises:
-            CheckpointError: the disk refused.
-        """
+        """Write the files of this rank, or its part of them, durably; needs no other rank."""
         self.settle()
         with self._in_folder() as path:
             written = self._writer.write(path)
@@ -257,11 +226,7 @@ class Saving:
 
     @contextmanager
     def _in_folder(self) -> Iterator[Path]:
-        """The folder, when it is seen here.
-
-        Raises:
-            CheckpointError: the disk refused.
-        """
+        """The folder, when it is seen here."""
         path = self.final.parent / self._name
         with naming_full_disk(self.final.parent, self._needed, claimed=self.claimed and self.crew.is_first):
             _wait_for(path)
@@ -272,9 +237,6 @@ class Saving:
 
         Returns:
             The bytes of all the files but the manifest; on other ranks 0.
-
-        Raises:
-            CheckpointError: the disk refused.
         """
         if not self.crew.is_first:
             self.on_point("mid_commit")
@@ -296,11 +258,7 @@ class Saving:
 
 
 def _wait_for(path: Path, size: int = 0) -> None:
-    """Wait until a folder or a file of `size` bytes that another rank made, on another host perhaps, is seen here.
-
-    Raises:
-        CheckpointError: it does not appear.
-    """
+    """Wait until a folder or a file of `size` bytes that another rank made, on another host perhaps, is seen here."""
     deadline = time.monotonic() + _SEEN_WITHIN_SECONDS
     while not (path.exists() and path.stat().st_size >= size):
         if time.monotonic() > deadline:
@@ -338,11 +296,7 @@ class _Work(Generic[T]):
             self.error = error
 
     def result(self) -> T:
-        """What came of it, when it is done.
-
-        Raises:
-            Exception: its own error.
-        """
+        """What came of it, when it is done."""
         self.thread.join()
         if isinstance(self.error, Exception):
             raise self.error

@@ -43,11 +43,7 @@ class Source(Protocol):
         ...
 
     def contents(self) -> Contents:
-        """The tensors in model space and the keys of the objects.
-
-        Raises:
-            CheckpointError: a file is missing or damaged.
-        """
+        """The tensors in model space and the keys of the objects."""
         ...
 
     def common(self) -> dict[str, Any]:
@@ -60,9 +56,6 @@ class Source(Protocol):
         """Fill the chunks in place, cast to their dtypes, and return the objects that are named.
 
         The caller has compared keys and global shapes with `contents`.
-
-        Raises:
-            CheckpointError: a file proves damaged or does not cover what is asked.
         """
         ...
 
@@ -111,11 +104,7 @@ def open_source(path: Path) -> Source:
 
 
 def refuse_model_folder(path: Path) -> None:
-    """Refuse to save into the folder of a Hugging Face model, which would then be read as neither.
-
-    Raises:
-        CheckpointError: it is one.
-    """
+    """Refuse to save into the folder of a Hugging Face model, which would then be read as neither."""
     if is_huggingface(path):
         raise CheckpointError(
             f"{path} is the folder of a Hugging Face model, which would lie among the checkpoints; save into a folder "
@@ -156,15 +145,11 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Contents:
-    """The table of contents of a checkpoint: its tensors by key, and the keys of its objects.
-
-    Attributes:
-        left_out: why tensors that are in the files cannot be read, such as those of an optimizer.
-    """
+    """The table of contents of a checkpoint: its tensors by key, and the keys of its objects."""
 
     tensors: dict[str, StoredTensor]
     objects: frozenset[str]
-    left_out: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()  # why tensors that are in the files cannot be read, such as those of an optimizer
 
     def not_in(self, asked: Collection[str]) -> tuple[str, ...]:
         """Keys that are stored and not asked for; the empty states of FP8 linears do not count."""

@@ -42,11 +42,7 @@ class Staging:
         return self._memory.nbytes
 
     def reserve(self, chunks: Sequence[Chunk]) -> None:
-        """Take the memory for copies of these chunks, so that the first save need not wait for it.
-
-        Raises:
-            CheckpointError: the system refuses it.
-        """
+        """Take the memory for copies of these chunks, so that the first save need not wait for it."""
         needed = sum(map(_room, chunks))
         if needed > self._memory.nbytes:
             self.release()
@@ -63,11 +59,7 @@ class Staging:
                 self._pinned = int(status) == 0
 
     def plan(self, chunks: Sequence[Chunk]) -> list[Chunk]:
-        """The chunks with copies of their tensors, which `begin` begins to make; they hold until the next call.
-
-        Raises:
-            CheckpointError: as `reserve`.
-        """
+        """The chunks with copies of their tensors, which `begin` begins to make; they hold until the next call."""
         wait(self._copying)  # of a save that was given up
         self._copying = []
         self.reserve(chunks)

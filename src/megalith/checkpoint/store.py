@@ -129,9 +129,6 @@ class DirectoryStore:
         save_format: torch_dist or torch.
         claimed: whether this run holds the claim of the folder while it uses the store: then nothing is saved or
             deleted once another run has taken it over, or the folder was renamed or removed.
-
-    Raises:
-        CheckpointError: the path is not one of the file system.
     """
 
     def __init__(
@@ -179,11 +176,7 @@ class DirectoryStore:
             yield
 
     def _refuse_newer(self) -> None:
-        """Refuse to save beside checkpoints of a later version, which this one could only replace, prune or ignore.
-
-        Raises:
-            NewerFormatError: there is one.
-        """
+        """Refuse to save beside checkpoints of a later version, which this one could only replace, prune or ignore."""
         for iteration in self._iterations():
             try:
                 manifests.refuse_newer(self.folder(iteration))
@@ -519,9 +512,6 @@ def locate(path: Path, iteration: int | None = None) -> Path:
     Args:
         path: what the user gave.
         iteration: of a save folder, which; by default that of its tracker file, else the last.
-
-    Raises:
-        CheckpointError: there is none; says what is there instead.
     """
     if not path.is_dir():
         raise CheckpointError(nothing_in(path))

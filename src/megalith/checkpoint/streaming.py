@@ -170,9 +170,6 @@ def _appearing(final: Path, needed: int, write: Callable[[Path], int], publish: 
         needed: bytes that it takes.
         write: fills the folder, under another name; returns the bytes of its files.
         publish: called when it is in its place.
-
-    Raises:
-        CheckpointError: the disk is full or refuses.
     """
     with naming_full_disk(final.parent, needed):
         final.parent.mkdir(parents=True, exist_ok=True)
@@ -226,11 +223,7 @@ def _like(chunk: Chunk, contents: Contents) -> Chunk:
 
 
 def _refuse_lost(contents: Contents, kept: Collection[str], why: str) -> None:
-    """Refuse to leave out tensors that are there.
-
-    Raises:
-        CheckpointError: lists them.
-    """
+    """Refuse to leave out tensors that are there."""
     lost = [key for key in contents.tensors if key not in kept]
     if lost:
         raise CheckpointError(listing(why, lost))

@@ -467,11 +467,7 @@ def _with_storage(value: Any, memory: memoryview, at: list[int]) -> Any:
 
 
 def find(path: Path) -> list[int]:
-    """The byte at which each tensor of a file begins, in the order of `tensors_in`.
-
-    Raises:
-        CheckpointError: it is no archive of torch.
-    """
+    """The byte at which each tensor of a file begins, in the order of `tensors_in`."""
     try:
         with zipfile.ZipFile(path) as archive, path.open("rb") as file:
             records = {info.filename.partition("/")[2]: info for info in archive.infolist()}
@@ -580,9 +576,6 @@ def changed_records(path: Path) -> list[str]:
     """The records of an archive whose bytes are not those of their checksums; none of a file that is no archive.
 
     Records without a checksum, as torch writes them on request, are passed over.
-
-    Raises:
-        CheckpointError: the archive is damaged.
     """
     if not zipfile.is_zipfile(path):
         return []

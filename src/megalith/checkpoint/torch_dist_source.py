@@ -107,11 +107,7 @@ class TorchDistSource:
         return Contents(tensors, self._stored.objects - {_COMMON_OBJECT}, left_out)
 
     def common(self) -> dict[str, Any]:
-        """As the port says; of an optimizer in bucket space with what stands in its objects.
-
-        Raises:
-            CheckpointError: it is missing, damaged or of a refused type.
-        """
+        """As the port says; of an optimizer in bucket space with what stands in its objects."""
         common = self._common_file()
         if self.args:
             common["args"] = Namespace(**self.args)
@@ -159,11 +155,7 @@ class TorchDistSource:
         return objects
 
     def _read_ranges(self, chunk: Chunk) -> None:
-        """Fill a chunk from a tensor [*grid, elements] of flattened boxes, those of one size that the grid is made of.
-
-        Raises:
-            CheckpointError: it is no such tensor.
-        """
+        """Fill a chunk from a tensor [*grid, elements]: a grid of boxes of one size, each flattened."""
         *grid, elements = self._stored.tensors[chunk.key].shape
         box = tuple(extent // parts for extent, parts in zip(chunk.global_shape, grid, strict=True))
         if (

@@ -63,25 +63,17 @@ MESSAGE = "message"
 
 @dataclass(frozen=True)
 class Status:
-    """What a rank does.
+    """What a rank does."""
 
-    Attributes:
-        step: the step under way.
-        phase: the last point that it passed (`PHASES`).
-        waits: whether it waits for other ranks.
-        operation, axis, count: its last collective, over which ranks, and which one that was of all it called.
-        since: `time.monotonic()` of its last change, seconds; comparable on one machine.
-        beat: number of the beat at which a `StoreBoard` got it.
-    """
-
-    step: int = 0
-    phase: str = "start"
-    waits: bool = False
+    step: int = 0  # the step under way
+    phase: str = "start"  # the last point that it passed (`PHASES`)
+    waits: bool = False  # whether it waits for other ranks
+    # its last collective, over which ranks, and which one that was of all it called
     operation: str = "-"
     axis: str = "-"
     count: int = 0
-    since: float = 0.0
-    beat: int = 0
+    since: float = 0.0  # `time.monotonic()` of its last change, seconds; comparable on one machine
+    beat: int = 0  # number of the beat at which a `StoreBoard` got it
 
     @property
     def place(self) -> str:

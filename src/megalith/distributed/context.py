@@ -36,21 +36,14 @@ class Observer:
 
 @dataclass(frozen=True)
 class Axis:
-    """The ranks that differ from this one in one kind of parallelism (or in several, joined).
+    """The ranks that differ from this one in one kind of parallelism (or in several, joined)."""
 
-    Attributes:
-        name: "tp", "cp", "dp", "pp", several of these joined by "+", "etp", "ep" or "edp".
-        ranks: global ranks, in order; this one is among them.
-        index: the place of this rank among them.
-        group: how to reach them; None where there is one rank only, or in plans without processes.
-        observer: is told of each collective.
-    """
-
-    name: str
-    ranks: tuple[int, ...] = (0,)
-    index: int = 0
+    name: str  # "tp", "cp", "dp", "pp", several of these joined by "+", "etp", "ep" or "edp"
+    ranks: tuple[int, ...] = (0,)  # global ranks, in order; this one is among them
+    index: int = 0  # the place of this rank among them
+    # how to reach them; None where there is one rank only, or in plans without processes
     group: dist.ProcessGroup | None = field(default=None, compare=False, repr=False)
-    observer: Observer | None = field(default=None, compare=False, repr=False)
+    observer: Observer | None = field(default=None, compare=False, repr=False)  # is told of each collective
 
     @property
     def size(self) -> int:

@@ -57,17 +57,11 @@ _ROUNDS, _ROUND = "megalith/rounds", "megalith/round"  # in a store that outlive
 
 @dataclass
 class _Held:
-    """The store of ranks that this process has joined before. Rank 0 keeps it open: it cannot listen there twice.
+    """The store of ranks that this process has joined before. Rank 0 keeps it open: it cannot listen there twice."""
 
-    Attributes:
-        store: that is open.
-        address: host and port of it.
-        times: how often this process has joined.
-    """
-
-    store: dist.Store
-    address: tuple[str, int]
-    times: int = 0
+    store: dist.Store  # that is open
+    address: tuple[str, int]  # host and port of it
+    times: int = 0  # how often this process has joined
 
 
 _HELD: dict[tuple[int, str, int], _Held] = {}
@@ -76,17 +70,13 @@ _HELD: dict[tuple[int, str, int], _Held] = {}
 
 @dataclass(frozen=True)
 class Meeting:
-    """The ranks of a run that have met.
+    """The ranks of a run that have met."""
 
-    Attributes:
-        rank, size: of this process, of all.
-        one_host: whether all of them are on this machine.
-        store: small values by name, for all ranks, over a connection of its own; None for a process alone.
-    """
-
+    # of this process, and of all
     rank: int = 0
     size: int = 1
-    one_host: bool = True
+    one_host: bool = True  # whether all of them are on this machine
+    # small values by name, for all ranks, over a connection of its own; None for a process alone
     store: dist.Store | None = None
 
 
@@ -233,11 +223,7 @@ class _Meeting:
         self._next_word = min(PATIENCE_SECONDS, 0.5 * join_seconds)
 
     def hold(self) -> dist.Store:
-        """Return the store once all ranks have signed in.
-
-        Raises:
-            PeerError: the store does not answer any more.
-        """
+        """Return the store once all ranks have signed in."""
         try:
             opened = self._hold_open()
             store = self._round(opened)
@@ -385,9 +371,6 @@ class _Meeting:
         """Open the store, or connect to it.
 
         In a thread: torch waits in native code for the answer of whoever listens there, longer than it is told.
-
-        Raises:
-            PeerError: what listens there is not a store, or says nothing.
         """
         opened = Future[dist.Store]()
 
@@ -466,11 +449,7 @@ class _Meeting:
         return f"rank {self._launch.rank} on {socket.gethostname()}"
 
     def _announce(self, store: dist.Store) -> None:
-        """Sign in.
-
-        Raises:
-            ConfigError: there is such a rank already, or the others count another number of ranks.
-        """
+        """Sign in."""
         launch = self._launch
         store.add("came", 1)
         me = {"host": socket.gethostname(), "pid": os.getpid(), "address": own_address(launch.master_addr)}
@@ -536,9 +515,6 @@ class _Meeting:
 
         Args:
             connection: to the store, for the thread that looks after the block.
-
-        Raises:
-            PeerError: the backend failed.
         """
         board, done = StoreBoard(connection, self._launch.rank), threading.Event()
         with suppress(BoardGone):

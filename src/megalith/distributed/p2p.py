@@ -25,32 +25,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Edge:
-    """A one-way connection to or from another stage.
+    """A one-way connection to or from another stage."""
 
-    Attributes:
-        peer: global rank of the other end.
-        group: the two of them.
-        observer: is told of waits.
-    """
-
-    peer: int
-    group: dist.ProcessGroup = field(compare=False, repr=False)
-    observer: Observer | None = field(default=None, compare=False, repr=False)
+    peer: int  # global rank of the other end
+    group: dist.ProcessGroup = field(compare=False, repr=False)  # the two of them
+    observer: Observer | None = field(default=None, compare=False, repr=False)  # is told of waits
 
 
 @dataclass(frozen=True)
 class PipelineLinks:
-    """The edges of one stage. Stages form a ring: the last one's successor is the first (virtual stages need it).
+    """The edges of one stage. Stages form a ring: the last one's successor is the first (virtual stages need it)."""
 
-    Attributes:
-        device: where received tensors are put.
-        to_next, from_previous: activations.
-        to_previous, from_next: gradients.
-    """
-
-    device: torch.device
+    device: torch.device  # where received tensors are put
+    # activations
     to_next: Edge
     from_previous: Edge
+    # gradients
     to_previous: Edge
     from_next: Edge
 

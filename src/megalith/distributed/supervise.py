@@ -38,57 +38,35 @@ _MEMORY_WORDS = ("out of memory", "not enough memory", "allocate memory", "Memor
 
 @dataclass(frozen=True)
 class Ended:
-    """How a process ended.
-
-    Attributes:
-        code: exit code, negative for a signal.
-        peak_bytes: most memory that it held.
-        at: `time.monotonic()` then.
-        by_us: the supervisor has killed it.
-    """
+    """How a process ended."""
 
     rank: int
     pid: int
-    code: int
-    peak_bytes: int
-    at: float
-    by_us: bool = False
+    code: int  # exit code, negative for a signal
+    peak_bytes: int  # most memory that it held
+    at: float  # `time.monotonic()` then
+    by_us: bool = False  # the supervisor has killed it
 
 
 @dataclass(frozen=True)
 class Cause:
-    """Why a run ended before its end.
+    """Why a run ended before its end."""
 
-    Attributes:
-        text: for the user, in one or a few lines; empty if a rank has said it.
-        exit_code: of the first failing rank, 128 + n for signal n.
-        kind: what is equal when the same thing happens again.
-        step: at which it happened, 0 for before the first.
-        hopeless: it was a mistake that a restart cannot mend.
-        from_outside: somebody killed a rank, which says nothing about the program.
-    """
-
-    text: str
-    exit_code: int
-    kind: str
-    step: int
-    hopeless: bool = False
-    from_outside: bool = False
+    text: str  # for the user, in one or a few lines; empty if a rank has said it
+    exit_code: int  # of the first failing rank, 128 + n for signal n
+    kind: str  # what is equal when the same thing happens again
+    step: int  # at which it happened, 0 for before the first
+    hopeless: bool = False  # it was a mistake that a restart cannot mend
+    from_outside: bool = False  # somebody killed a rank, which says nothing about the program
 
 
 @dataclass
 class Signals:
-    """The signals that the supervisor has been sent and not yet passed on.
+    """The signals that the supervisor has been sent and not yet passed on."""
 
-    Attributes:
-        taken: those that ask for a stop.
-        received: of these.
-        suspended: whether Ctrl-Z was pressed.
-    """
-
-    taken: Sequence[signal.Signals]
-    received: list[signal.Signals] = field(default_factory=list)
-    suspended: bool = False
+    taken: Sequence[signal.Signals]  # those that ask for a stop
+    received: list[signal.Signals] = field(default_factory=list)  # of these
+    suspended: bool = False  # whether Ctrl-Z was pressed
 
     def __enter__(self) -> Signals:
         wanted = (*self.taken, signal.SIGTSTP) if threading.current_thread() is threading.main_thread() else ()

@@ -58,15 +58,12 @@ _SIGNS_OF_A_PEER = ("onnection", "Timed out", "timed out", "Read error", "Write 
 
 @dataclass(frozen=True)
 class View:
-    """A rank, seen from another one.
-
-    Attributes:
-        state: "running", "stopped", "dead", "silent" (its machine or its interpreter does not answer), "left", or
-            "failed" (it has reported an error of its own, or a broken connection).
-    """
+    """A rank, seen from another one."""
 
     identity: Identity
     status: Status
+    # "running", "stopped", "dead", "silent" (its machine or its interpreter does not answer), "left", or "failed" (it
+    # has reported an error of its own, or a broken connection)
     state: str
 
     def describe(self, now: float, *, same_clock: bool) -> str:

@@ -79,9 +79,6 @@ def coalesced_places(
         total: elements of the buffer.
         limits: sizes of a bucket that the run may have had.
         where: names the file in errors.
-
-    Raises:
-        CheckpointError: it cannot be any of them.
     """
     divisions = [bucket_sizes(shapes, limit, only) for limit in limits for only in (alone, ())]
     sizes = next((sizes for sizes in divisions if sum(sizes) == total), [total])
@@ -106,9 +103,6 @@ def places(shapes: Mapping[str, Sequence[int]], bucket_sizes: Sequence[int], whe
         shapes: parameter name -> local shape, in module order.
         bucket_sizes: elements of each bucket without the padding at its end.
         where: names the file in errors.
-
-    Raises:
-        CheckpointError: the parameters do not fill the buckets.
     """
     found: dict[str, Place] = {}
     bucket, end = 0, 0
@@ -297,11 +291,7 @@ def _is_decoupled(group: Mapping[str, Any], decoupled_lr: float | None) -> bool:
 def _checked_members(
     groups: Sequence[Mapping[str, Any]], shapes: Shapes, decoupled_lr: float | None, where: str
 ) -> list[list[str]]:
-    """`members` that are as many as the groups say.
-
-    Raises:
-        UnreadableState: the groups are others than those of this model.
-    """
+    """`members` that are as many as the groups say."""
     found = members(groups, shapes, decoupled_lr)
     if [len(names) for names in found] != [len(group["params"]) for group in groups]:
         raise UnreadableState(
@@ -372,11 +362,7 @@ def chunk_buffers(
 def _members_of_buffers(
     keys: Sequence[Any], weights: Mapping[str, Tensor], where: str
 ) -> list[tuple[Any, Mapping[str, Tensor]]]:
-    """The weights in each of a chunk's buffers: all of them in the only one, else those of its dtype.
-
-    Raises:
-        UnreadableState: weights and buffers have other dtypes.
-    """
+    """The weights in each of a chunk's buffers: all of them in the only one, else those of its dtype."""
     if len(keys) == 1:
         return [(keys[0], weights)]
     of_weights = [str(dtype) for dtype in dict.fromkeys(tensor.dtype for tensor in weights.values())]

@@ -56,12 +56,7 @@ def _place_bytes(target: Target, place: Place) -> int:
 
 
 def _lay_out(target: Target, folder: Path, place: Place) -> None:
-    """Make the files of a place, with the room for their tensors and everything else in them.
-
-    Raises:
-        CheckpointError: a value in them is of a type that a load would refuse.
-        OSError: the disk is full or refuses.
-    """
+    """Make the files of a place, with the room for their tensors and everything else in them."""
     made = PlaceFiles(target, *place)
     (folder / made.folder).mkdir()
     for name, body in made.bodies.items():
@@ -186,9 +181,6 @@ class PerRankWriter:
         files: further files of the first rank, name -> bytes.
         rank: of this process.
         layout: of all ranks.
-
-    Raises:
-        CheckpointError: the saved args describe no model that this version has.
     """
 
     def __init__(self, content: CheckpointContent, files: Mapping[str, bytes], rank: int, layout: Layout) -> None:

@@ -55,23 +55,14 @@ def chunk_key(chunk: int, num_chunks: int) -> str:
 
 @dataclass(frozen=True)
 class Target(Division):
-    """What is to be written.
+    """What is to be written."""
 
-    Attributes:
-        space: the model.
-        dtype: of the weights.
-        common: the state that all ranks share, as `common.pt` has it.
-        objects: key -> random states, of the places that have them here.
-        distributed: the optimizer's tensors go to flat buffers, as `--use-distributed-optimizer` wants them.
-        names: of the weights, `CORE` or a generation of `LEGACY`.
-    """
-
-    space: ModelSpace
-    dtype: torch.dtype
-    common: Mapping[str, Any]
-    objects: Mapping[str, Any]
-    distributed: bool
-    names: str = CORE
+    space: ModelSpace  # the model
+    dtype: torch.dtype  # of the weights
+    common: Mapping[str, Any]  # the state that all ranks share, as `common.pt` has it
+    objects: Mapping[str, Any]  # key -> random states, of the places that have them here
+    distributed: bool  # the optimizer's tensors go to flat buffers, as `--use-distributed-optimizer` wants them
+    names: str = CORE  # of the weights, `CORE` or a generation of `LEGACY`
 
     @property
     def has_optimizer(self) -> bool:
@@ -121,9 +112,6 @@ def target_of(
         dtype: of the weights.
         where: names the checkpoint in errors.
         names: of the weights, `CORE` or a generation of `LEGACY`.
-
-    Raises:
-        CheckpointError: the args lack something, or describe what this version has not, or what the names have not.
     """
     args = vars(common["args"])
     space = model_space_of(args, where)
@@ -140,11 +128,7 @@ OWN_KEYS = "megalith_"
 
 
 def check_expert_tensor_size(args: Mapping[str, Any], where: str) -> None:
-    """Refuse experts that are divided over other tensor-parallel ranks than the rest of the model.
-
-    Raises:
-        CheckpointError: they are.
-    """
+    """Refuse experts that are divided over other tensor-parallel ranks than the rest of the model."""
     tp = int(args.get("tensor_model_parallel_size") or 1)
     of_experts = int(args.get("expert_tensor_parallel_size") or tp)
     if args.get("num_experts") and of_experts != tp:
@@ -155,11 +139,7 @@ def check_expert_tensor_size(args: Mapping[str, Any], where: str) -> None:
 
 
 def _check_legacy(space: ModelSpace, generation: str, where: str) -> None:
-    """Refuse a model that was not before core.
-
-    Raises:
-        CheckpointError: names what it has that has no name then.
-    """
+    """Refuse a model that was not before core."""
     layers = range(space.num_layers)
     unknown = [name for name in space.shapes if legacy_path(name, layers, generation, tied=space.tied) is None]
     if unknown:
@@ -172,15 +152,10 @@ def _check_legacy(space: ModelSpace, generation: str, where: str) -> None:
 
 @dataclass(frozen=True)
 class Room:
-    """A tensor of a file and the boxes of model space in it.
+    """A tensor of a file and the boxes of model space in it."""
 
-    Attributes:
-        tensor: on the meta device; it is in the body of the file.
-        chunks: views of it.
-    """
-
-    tensor: Tensor
-    chunks: list[Chunk]
+    tensor: Tensor  # on the meta device; it is in the body of the file
+    chunks: list[Chunk]  # views of it
 
 
 class PlaceFiles:

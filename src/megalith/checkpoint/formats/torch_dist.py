@@ -48,42 +48,25 @@ _OF_FEED_FORWARD = ("linear_fc1", "linear_fc2")
 
 @dataclass(frozen=True)
 class Slot:
-    """The place of a parameter.
+    """The place of a parameter."""
 
-    Attributes:
-        key: of the tensor that it stands in.
-        index: on the leading axes of that, which the parameter itself does not have.
-        extents: of those axes.
-    """
-
-    key: str
-    index: tuple[int, ...] = ()
-    extents: tuple[int, ...] = ()
+    key: str  # of the tensor that it stands in
+    index: tuple[int, ...] = ()  # on the leading axes of that, which the parameter itself does not have
+    extents: tuple[int, ...] = ()  # of those axes
 
 
 @dataclass(frozen=True)
 class Stacking:
-    """How the parameters of a model are put together.
+    """How the parameters of a model are put together."""
 
-    Attributes:
-        stacks: name -> experts of each layer, 0 where it is dense.
-        apart: each layer has keys of its own.
-        shared: whether mixtures have experts that take every token.
-        predictions: experts of each layer of multi-token prediction, 0 where it is dense.
-        attention: the linear modules of self-attention.
-        latent: whether that makes its heads out of latent vectors.
-        fused: whether files have the keys of TransformerEngine's modules rather than of Megatron's own.
-        projected: whether mixtures have projections around their experts.
-    """
-
-    stacks: Mapping[str, tuple[int, ...]]
-    apart: bool = False
-    shared: bool = False
-    predictions: tuple[int, ...] = ()
-    attention: tuple[str, ...] = ("linear_proj", "linear_qkv")
-    latent: bool = False
-    fused: bool = False
-    projected: bool = False
+    stacks: Mapping[str, tuple[int, ...]]  # name -> experts of each layer, 0 where it is dense
+    apart: bool = False  # each layer has keys of its own
+    shared: bool = False  # whether mixtures have experts that take every token
+    predictions: tuple[int, ...] = ()  # experts of each layer of multi-token prediction, 0 where it is dense
+    attention: tuple[str, ...] = ("linear_proj", "linear_qkv")  # the linear modules of self-attention
+    latent: bool = False  # whether that makes its heads out of latent vectors
+    fused: bool = False  # whether files have the keys of TransformerEngine's modules rather than of Megatron's own
+    projected: bool = False  # whether mixtures have projections around their experts
 
     def slot(self, name: str) -> Slot:
         """Where a parameter stands.
@@ -438,16 +421,11 @@ def is_rng_object(key: str) -> bool:
 
 @dataclass(frozen=True)
 class OptimizerScalars:
-    """The part of an optimizer's state that is no tensor in model space.
+    """The part of an optimizer's state that is no tensor in model space."""
 
-    Attributes:
-        param_groups: Megatron's groups without `params` and `step`.
-        step: steps applied; the bias corrections depend on it.
-        scaler: scale, growth_tracker and hysteresis_tracker of the dynamic loss scaler, or None without one.
-    """
-
-    param_groups: list[dict[str, Any]]
-    step: int
+    param_groups: list[dict[str, Any]]  # Megatron's groups without `params` and `step`
+    step: int  # steps applied; the bias corrections depend on it
+    # scale, growth_tracker and hysteresis_tracker of the dynamic loss scaler, or None without one
     scaler: dict[str, Any] | None = None
 
 
@@ -497,11 +475,7 @@ def by_optimizer(groups: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, 
 
 
 def read_optimizer_common(state: Mapping[Any, Any]) -> OptimizerScalars:
-    """Read `common["optimizer"]` in either nesting; of several optimizers that are chained, the groups of all.
-
-    Raises:
-        CheckpointError: the state belongs to a distributed optimizer's bucket space.
-    """
+    """Read `common["optimizer"]` in either nesting; of several optimizers that are chained, the groups of all."""
     numbered = sorted(key for key in state if isinstance(key, int))
     if numbered:
         parts = [read_optimizer_common(state[number]) for number in numbered]
