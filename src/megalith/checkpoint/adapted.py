@@ -100,14 +100,10 @@ class WeightsOnly(Adapter):
 
 
 class InPrecision(Adapter):
-    """With the weights in a dtype, and the optimizer's state that a run in that dtype has.
+    """With the weights in `dtype` (None: each in its own), and the optimizer's state that a run in that dtype has.
 
     A run in half precision keeps main parameters in fp32, a run in fp32 has none beside its weights: they appear here
     and go. Weights in fp32 are the main parameters, where the source has them, rather than their rounded copies.
-
-    Args:
-        source: what is presented.
-        dtype: of all weights; that of each in the source if None.
     """
 
     def __init__(self, source: Source, dtype: torch.dtype | None = None) -> None:
@@ -189,12 +185,9 @@ _OVER_VOCABULARY = (
 
 
 class Repadded(Adapter):
-    """With another number of rows in the vocabulary: what is too much goes, what is missing is added.
+    """With another number of rows in the vocabulary, of the optimizer's state too: what is too much goes.
 
-    Args:
-        source: what is presented.
-        rows: of the embedding and the output layer, and of the state that the optimizer has of them.
-        repeat_last: fill the added rows with the last row, as Megatron's converters do, instead of zeros.
+    Rows that are missing are zeros, or with `repeat_last` copies of the last row, as Megatron's converters make them.
     """
 
     def __init__(self, source: Source, rows: int, *, repeat_last: bool = False) -> None:
@@ -282,11 +275,7 @@ class Upcycling:
     seed: int = 1234  # of the routers
 
     def check(self) -> None:
-        """Refuse what is no mixture.
-
-        Raises:
-            ConfigError: says what.
-        """
+        """Raise a ConfigError for what is no mixture."""
         if self.experts < 2:
             raise ConfigError([f"--upcycle {self.experts}: a mixture has 2 experts or more"])
         if not 1 <= self.top_k <= self.experts:

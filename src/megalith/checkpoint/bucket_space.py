@@ -80,16 +80,8 @@ class _Part:
 
 
 class BucketSpace:
-    """What the buffers hold, in model space.
-
-    Args:
-        path: the folder.
-        metadata: of its files.
-        stored: what these hold, under their own keys.
-        args: Megatron's arguments of the run that wrote it.
-
-    Raises:
-        UnreadableState: it is in a form that this version does not read.
+    """The buffers of a folder in model space; `stored` has their own keys. An UnreadableState if their form is not
+    known.
     """
 
     def __init__(self, path: Path, metadata: Metadata, stored: Contents, args: Mapping[str, Any]) -> None:
@@ -324,17 +316,13 @@ _OF_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.linear_fc([12])\..
 def registered(names: Sequence[str], *, fused: bool, grouped: bool, keys: Iterable[str]) -> list[str]:
     """Return parameters in the order in which the modules that wrote a checkpoint registered them: that of its buffers.
 
-    Names are ours, which are those of Megatron's own modules. TransformerEngine's have others within a layer:
+    `names` are ours, in the order of Megatron's own modules. With `fused`, those of TransformerEngine, another order
+    applies within a layer:
     - a norm that is one module with the linear layer behind it (`LayerNormLinear`) has its weight and bias before those
-      of the linear layer; Megatron has them at the head of the layer, or after all linear layers of latent attention;
-    - with `--moe-grouped-gemm` the first linear layers of all experts come before the second ones (`GroupedLinear`:
-      weight and bias of an expert, then those of the next), where Megatron has expert after expert.
-
-    Args:
-        names: of the parameters of a virtual chunk, in the order of Megatron's own modules.
-        fused: the modules are TransformerEngine's.
-        grouped: these have one module for all experts of a layer.
-        keys: of the weights in the files, which tell whether the norms of latent attention are modules of their own.
+      of the linear layer; Megatron has them at the head of the layer, or after all linear layers of latent attention,
+      whose norms are modules of their own or not as the `keys` of the weights tell;
+    - with `grouped` (`--moe-grouped-gemm`) the first linear layers of all experts come before the second ones
+      (`GroupedLinear`: weight and bias of an expert, then those of the next), where Megatron has expert after expert.
 
     >>> layer = [f"decoder.layers.0.{name}.weight" for name in ("input_layernorm", "self_attention.linear_proj",
     ...          "self_attention.linear_qkv")]

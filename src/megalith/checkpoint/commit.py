@@ -134,8 +134,7 @@ class Building:
 def begin_building(final: Path, *, claimed: bool = False) -> Building:
     """Make an empty folder on the file system of `final`; the caller commits or abandons it.
 
-    Raises:
-        NewerFormatError: a checkpoint of a later version is in that place.
+    A NewerFormatError if a checkpoint of a later version is in that place.
     """
     manifest.refuse_newer(final)
     path = _aside(final, _SAVING, claimed=claimed)
@@ -257,13 +256,7 @@ def free_bytes(folder: Path) -> int:
 
 @contextmanager
 def naming_full_disk(folder: Path, needed: int, *, claimed: bool = False) -> Iterator[None]:
-    """Translate what a full or unwritable disk raises into a CheckpointError with the numbers.
-
-    Args:
-        folder: where the files go.
-        needed: bytes that are about to be written.
-        claimed: whether this process has claimed the folder, which may be the reason.
-    """
+    """Translate what a full or unwritable disk raises into a CheckpointError with the numbers; `needed` is in bytes."""
     try:
         yield
     except OSError as error:

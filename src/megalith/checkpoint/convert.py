@@ -123,16 +123,13 @@ def convert(
     """Convert one checkpoint.
 
     Args:
-        source_path: what `locate` understands.
+        source_path: what `locate` understands, together with `iteration`.
         destination: the save folder to put it into; its tracker then points to it.
-        wanted: what to make.
-        iteration: of a save folder, which checkpoint; by default that of the tracker.
         verify: compare every file of the source with its manifest's hashes first.
         on_read: called with each chunk before it is read.
         check: called with the finished folder before it gets its place; what it raises leaves everything as it was.
 
     Raises:
-        CheckpointError: the source is missing, damaged or lacks something, or the destination cannot be written.
         LayoutError: the model does not divide as is asked.
         ConfigError: nonsense is asked.
     """
@@ -170,11 +167,7 @@ def convert(
 
 
 def check_wanted(wanted: Wanted) -> None:
-    """Refuse what is no format, layout, dtype or vocabulary, before any file is opened.
-
-    Raises:
-        ConfigError: names every such value.
-    """
+    """Raise a ConfigError that names all that is no format, layout, dtype or vocabulary, before any file is opened."""
     wrong = []
     if wanted.format not in FORMATS:
         wrong.append(f"--format {wanted.format} cannot be written; use {' or '.join(FORMATS)}")
@@ -238,14 +231,9 @@ def _check_place(final: Path, found: Path, *, replace: bool) -> None:
 def adapted(
     source: Source, wanted: Wanted, where: str, notes: list[str], tokens: int | None = None
 ) -> tuple[Source, Layout]:
-    """The source as the result is to be, and the layout of that.
+    """The source as the result is to be, and the layout of that; what the user must hear is added to `notes`.
 
-    Args:
-        source: what is there.
-        wanted: what is asked.
-        where: names the source in errors.
-        notes: what the user must hear is added.
-        tokens: as of `known_tokens`.
+    `where` names the source in errors; `tokens` are those of `known_tokens`.
     """
     common = source.common()
     args = args_of(common)

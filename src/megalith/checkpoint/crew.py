@@ -65,11 +65,7 @@ class Crew:
         return results
 
     def first(self, act: Callable[[], T]) -> T:
-        """Do something on the first rank only and return its result on every rank.
-
-        Raises:
-            MegalithError: it failed there, as `all` says.
-        """
+        """Do something on the first rank only and return its result, or raise its error, on every rank; as `all`."""
         results: list[Any] = self._agreed(act if self.is_first else None)
         found: T = results[0]
         return found

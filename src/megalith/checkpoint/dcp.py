@@ -77,16 +77,11 @@ class Written:
 
 
 class RankWriter:
-    """One rank's part in writing a checkpoint folder.
+    """One rank's part in writing a checkpoint folder; `plan` says what it writes, for `merged_metadata`.
 
     Args:
-        chunks: the tensors that this rank writes.
         objects: key -> what `encode_objects` made.
-        rank: names its files.
-        tensor_of: gives the elements of a chunk when its turn comes, called by several threads; by default its tensor.
-
-    Attributes:
-        plan: what it writes, for `merged_metadata`.
+        tensor_of: returns the elements of a chunk when its turn comes, called by several threads.
     """
 
     def __init__(
@@ -105,12 +100,7 @@ class RankWriter:
         self.plan = SavePlan([_write_item(index, part) for index, part in self._parts.items()])
 
     def write(self, path: Path) -> Written:
-        """Write the files of this rank into the folder `path`, durably.
-
-        Raises:
-            OSError: the disk refused.
-            WritingCancelled: by `cancel`.
-        """
+        """Write the files of this rank into the folder `path`, durably. Raises WritingCancelled after `cancel`."""
         began = time.perf_counter()
         files = {f"__{self._rank}_{number}.distcp": part for number, part in enumerate(self._files())}
         with ThreadPoolExecutor(_FILES_PER_RANK, thread_name_prefix="checkpoint-writer") as pool:
@@ -221,16 +211,9 @@ class _MetadataWriter(FileSystemWriter):
 def write_metadata(
     path: Path, checkpoint_name: str, metadata: Metadata, written: Sequence[Written]
 ) -> dict[str, FileRecord]:
-    """Write `.metadata`, durably, when the files of all ranks are there.
+    """Write `.metadata`, durably, when the files of all ranks are there; returns the records of all the files so far.
 
-    Args:
-        path: the folder.
-        checkpoint_name: what it gives as the checkpoint's id.
-        metadata: what `merged_metadata` made.
-        written: by rank.
-
-    Returns:
-        File name -> size and digest of all the files so far.
+    `checkpoint_name` becomes the checkpoint's id; `metadata` is that of `merged_metadata`.
     """
     _MetadataWriter(path, checkpoint_name).finish(metadata, [part.results for part in written])
     records = {name: record for part in written for name, record in part.records.items()}
@@ -275,15 +258,9 @@ class _Read:
 def read_sharded(
     path: Path, metadata: Metadata, content: CheckpointContent, through: ReadThrough | None = None
 ) -> dict[str, Any]:
-    """Fill the chunks of `content` in place and return the objects that it names.
+    """Fill the chunks of `content` in place and return the objects that it names; `through` hashes files in passing.
 
     The caller has compared keys and shapes (`source.fitted`).
-
-    Args:
-        path: the folder.
-        metadata: what it holds.
-        content: what to read.
-        through: the files to hash in passing; none by default.
     """
     # Objects first and here: torch's list of safe types is global, so threads must not share it.
     objects = {key: _read_object(path, metadata, key) for key in content.objects}

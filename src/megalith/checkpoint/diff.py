@@ -192,13 +192,7 @@ Architecture = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 def state_differences(
     one: Mapping[str, Any], other: Mapping[str, Any], architecture: Architecture, *, weights: bool
 ) -> list[StateDifference]:
-    """Compare what stands beside the tensors: the architecture and, unless `weights`, the progress of the run.
-
-    Args:
-        one, other: the common states.
-        architecture: how the args are understood.
-        weights: the architecture alone.
-    """
+    """Compare what stands beside the tensors: the architecture and, unless `weights`, the progress of the run."""
     first, second = (_state(common, architecture, weights=weights) for common in (one, other))
     names = [*first, *(name for name in second if name not in first)]
     pairs = [(name, first.get(name, "absent"), second.get(name, "absent")) for name in names]

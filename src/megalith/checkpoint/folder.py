@@ -59,7 +59,6 @@ def finish_folder(
     """Write, durably, what makes a checkpoint of a folder in which all ranks' tensors and objects are.
 
     Args:
-        path: the folder, under whatever temporary name.
         records: size and digest of the files that are there.
         files: further files to write, name -> bytes.
         facts: what the manifest says beside sizes and hashes.
@@ -77,16 +76,8 @@ def finish_folder(
 class TorchDistWriter(RankWriter):
     """One rank's part in writing a folder of format torch_dist; each rank has files of its own, hashed in passing.
 
-    When its methods are called, and what the ranks tell each other between them, is `saving`'s business.
-
-    Args:
-        content: what this rank writes; the common state counts on the first rank only.
-        files: further files of the first rank, name -> bytes.
-        rank: of this process.
-        tensor_of: as of `RankWriter`.
-
-    Attributes:
-        nbytes: bytes that it takes on the disk, rounded up.
+    When its methods are called, and what the ranks tell each other between them, is `saving`'s business. The common
+    state and the further files count on the first rank only. `nbytes` is what it takes on the disk, rounded up.
     """
 
     # Bytes of a torch archive and of the metadata around one tensor: measured 1,280 and six times its key.
@@ -122,42 +113,21 @@ class TorchDistWriter(RankWriter):
         return super().write(path)
 
     def finish(self, path: Path, name: str, written: Sequence[Written], facts: Mapping[str, Any]) -> int:
-        """On the first rank: write, durably, what makes a checkpoint of the folder.
-
-        Args:
-            path: the folder, under whatever temporary name.
-            name: its name when it is in its place.
-            written: what each rank wrote.
-            facts: what the manifest says beside sizes and hashes.
-
-        Returns:
-            Bytes of all the files but the manifest.
-        """
+        """On the first rank: `finish_folder` the folder, whose name in its place is `name`."""
         records = write_metadata(path, name, self._metadata, written)
         return finish_folder(path, records, self._named_files, facts)
 
 
 class CheckpointFolder:
-    """A finished checkpoint folder of any format, for reading.
-
-    Raises:
-        NewerFormatError: a later version wrote it.
-        CheckpointError: there is no such folder.
-    """
+    """A finished checkpoint folder of any format, for reading. A NewerFormatError if a later version wrote it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.source: Source = open_source(path)
 
     def open(self, content: CheckpointContent, asked: Collection[str]) -> Reading:
-        """Check that the checkpoint holds what `content` asks for; the load itself is `Reading.load`.
-
-        Args:
-            content: tensors to fill and names of objects to read.
-            asked: every key that is asked for, by this rank or another.
-
-        Raises:
-            CheckpointError: it does not fit, or a file is damaged.
+        """Check that the checkpoint fits `content`; the load itself is `Reading.load`. `asked`: the keys that all ranks
+        ask for.
         """
         stored = self.source.contents()
         found = fitted(str(self.path), stored, content, asked)
@@ -186,10 +156,8 @@ class CheckpointFolder:
     def problems(self, part: int = 0, parts: int = 1, *, deferred: bool = False) -> list[str]:
         """Everything that is wrong: by the manifest's hashes, or by the structure alone where there is no manifest.
 
-        Args:
-            part: which part of the work is done here; what is wrong with the whole is found by each.
-            parts: in how many it is cut.
-            deferred: leave the hashes of `read_through` to the load.
+        Of the work one of `parts` is done here; what is wrong with the whole is found by each. `deferred` leaves the
+        hashes of `read_through` to the load.
 
         Raises:
             NewerFormatError: a later version wrote it.
@@ -213,9 +181,7 @@ class CheckpointFolder:
     def read_through(self, part: int = 0, parts: int = 1) -> dict[str, FileRecord]:
         """The files with tensors whose hashes a load can compare while it reads them; none without a manifest.
 
-        Args:
-            part: whose files; those that rank `part` wrote, as it will mostly read them.
-            parts: how many ranks there are.
+        Of `parts` ranks, those that rank `part` wrote, as it will mostly read them.
         """
         body = self.manifest()
         if body is None or not isinstance(self.source, TorchDistSource):
@@ -235,10 +201,7 @@ class Reading:
 
     def load(self, expected: Mapping[str, FileRecord]) -> LoadedContent:
         """Fill the tensors in place, comparing the files of `CheckpointFolder.read_through` with their hashes, and read
-        the objects.
-
-        Raises:
-            CheckpointError: a file proves damaged; then the tensors hold nothing that may be used.
+        the objects. If a file proves damaged, the tensors hold nothing that may be used.
         """
         if not expected:
             return LoadedContent(self.common, self.source.read(self.content), self.unexpected)

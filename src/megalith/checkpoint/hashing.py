@@ -43,12 +43,8 @@ _Table = tuple[tuple[int, ...], ...]
 def joined(first: int, second: int, length: int) -> int:
     """Return the CRC-32 of A + B from those of A and B, so that one pass over the bytes gives several sums.
 
-    A CRC-32 is a polynomial over GF(2) modulo a fixed one, and n bytes more multiply it by x**(8 n). That is linear in
-    its 32 bits, so a table for each power of two of n does it.
-
-    Args:
-        first, second: of A and B.
-        length: bytes of B.
+    A CRC-32 is a polynomial over GF(2) modulo a fixed one, and n bytes more (`length`, those of B) multiply it by x**(8
+    n). That is linear in its 32 bits, so a table for each power of two of n does it.
     """
     power = 0
     while length:
@@ -89,11 +85,7 @@ _SEGMENT_SIZE = 64 * BLOCK_SIZE  # what one thread reads in sequence, so that th
 
 
 def require_file(path: Path) -> None:
-    """Refuse a pipe or a device in the place of a file: to open it may wait for ever.
-
-    Raises:
-        OSError: it is none, or it is missing.
-    """
+    """Raise an OSError for a pipe or a device in the place of a file: to open it may wait for ever."""
     if not stat.S_ISREG(mode := path.stat().st_mode):
         kind = "is a folder" if stat.S_ISDIR(mode) else "is a pipe, a socket or a device"
         raise OSError(errno.EINVAL, f"it {kind}, not a file", str(path))
@@ -158,14 +150,9 @@ class WritingCancelled(Exception):
 class HashedFile(io.RawIOBase):
     """A new file that is hashed in passing as it is written. Wrap it in `io.BufferedWriter`.
 
-    Block by block, the hash and the write follow each other while the bytes are in the processor's cache.
-
-    Args:
-        path: the file; there must be none.
-        cancelled: whether to stop in the middle, asked before each block.
-
-    Attributes:
-        failure: the first error of the file system. torch's writer loses it and raises one about positions instead.
+    Block by block, the hash and the write follow each other while the bytes are in the processor's cache. `cancelled`
+    is asked before each block whether to stop. `failure` is the first error of the file system: torch's writer loses it
+    and raises one about positions instead.
     """
 
     def __init__(self, path: Path, cancelled: Callable[[], bool] = lambda: False) -> None:
@@ -231,15 +218,9 @@ class HashedFile(io.RawIOBase):
 
 
 def hash_files(paths: Iterable[Path], threads: int | None = None, below: Path | None = None) -> dict[str, FileRecord]:
-    """Hash files on several threads.
+    """Hash files on several threads: name, or path from the folder `below` -> record.
 
-    Args:
-        paths: files with different names.
-        threads: how many; by default one per processor, at most 8, since a disk is seldom faster than that.
-        below: a folder that they are in, at whatever depth; their names are then the paths from there.
-
-    Returns:
-        File name -> record.
+    By default there is a thread for each processor, at most 8, since a disk is seldom faster than that.
     """
     buffers = threading.local()
     with ThreadPoolExecutor(threads or min(8, os.cpu_count() or 1), thread_name_prefix="hash") as pool:
@@ -281,11 +262,7 @@ def _read_block(file: io.FileIO, view: memoryview) -> int:
 
 
 def read_exactly(fd: int, view: memoryview, start: int) -> None:
-    """Fill `view` from the file at byte `start`.
-
-    Raises:
-        EOFError: the file ends before.
-    """
+    """Fill `view` from the file at byte `start`; an EOFError if it ends before."""
     done = 0
     while done < len(view):
         got = os.preadv(fd, [view[done:]], start + done)
@@ -305,11 +282,7 @@ class FileReading:
         self.fd = fd
 
     def read(self, view: memoryview, start: int) -> None:
-        """Fill `view` from the file at byte `start`.
-
-        Raises:
-            EOFError: the file ends before.
-        """
+        """As `read_exactly`."""
         read_exactly(self.fd, view, start)
 
 
@@ -337,11 +310,7 @@ class HashedReading(FileReading):
             view = view[_PIECE:]
 
     def record(self) -> FileRecord:
-        """Size and digest of the whole file.
-
-        Raises:
-            EOFError: it has become shorter.
-        """
+        """Size and digest of the whole file; an EOFError if it has become shorter."""
         self._pass_over(self._size)
         self._give()
         for part in self._given:
@@ -378,13 +347,9 @@ class HashedReading(FileReading):
 
 
 class ReadThrough:
-    """The files of a folder that are to be hashed while they are read.
+    """The files of a folder, of the `expected` sizes, that are to be hashed while they are read.
 
     What is filled may be used only when `problems` is empty.
-
-    Args:
-        folder: where they are.
-        expected: their records by name, of files that have those sizes.
     """
 
     def __init__(self, folder: Path, expected: Mapping[str, FileRecord]) -> None:
@@ -405,11 +370,7 @@ class ReadThrough:
             hashed.close()
 
     def problems(self) -> list[str]:
-        """What differs from the records. Files that nothing was read from are hashed now.
-
-        Raises:
-            OSError: a file cannot be read.
-        """
+        """What differs from the records. Files that nothing was read from are hashed now."""
         rest = [self._folder / name for name in self._expected if name not in self._found]
         self._found |= hash_files(rest, below=self._folder)
         return [

@@ -80,11 +80,7 @@ class Exported:
 
 
 def bytes_of_size(text: str) -> int:
-    """Bytes of a size such as 5GB, 500MB or 1000000; units are powers of ten.
-
-    Raises:
-        ConfigError: it is no size.
-    """
+    """Bytes of a size such as 5GB, 500MB or 1000000; units are powers of ten. A ConfigError if it is no size."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMGT]?B|)", text.strip().upper())
     size = int(float(match[1]) * _UNITS[match[2]]) if match else 0
     if size < 1:
@@ -93,12 +89,7 @@ def bytes_of_size(text: str) -> int:
 
 
 class Weights:
-    """The weights of a checkpoint as an export writes them: in their dtypes, and read as they are asked for.
-
-    Args:
-        source: the checkpoint.
-        dtype: of all weights; that of each in the checkpoint if None.
-    """
+    """The weights of a checkpoint as an export writes them: in `dtype` or in their own, read as they are asked for."""
 
     def __init__(self, source: Source, dtype: str | None = None) -> None:
         self._source = WeightsOnly(InPrecision(source, getattr(torch, dtype) if dtype else None))
@@ -127,15 +118,12 @@ def export(
     """Write a checkpoint as a Hugging Face model folder.
 
     Args:
-        path: what `locate` understands.
+        path: what `locate` understands, together with `iteration`.
         destination: the folder to make; it may exist if it is empty.
-        wanted: what is asked.
-        iteration: of a save folder, which checkpoint; by default that of the tracker.
         check: called before the folder gets its name, with the folder as it is built, the weights, the model and the
             rows of the vocabulary; it raises to refuse.
 
     Raises:
-        CheckpointError: the checkpoint is damaged or no model of Hugging Face, or the folder cannot be written.
         ConfigError: nonsense is asked.
     """
     limit = _checked(wanted)
@@ -266,14 +254,7 @@ def _check_whole(contents: Contents, space: ModelSpace, where: str) -> None:
 def _further_files(
     found: Path, config: Mapping[str, Any], card: Mapping[str, Any], notes: list[str]
 ) -> dict[str, bytes]:
-    """config.json and the tokenizer's files.
-
-    Args:
-        found: the checkpoint.
-        config: what config.json is to say.
-        card: of the tokenizer that it was trained with; empty if that is not known.
-        notes: what the user must hear is added.
-    """
+    """config.json and the tokenizer's files; `card` is that of the tokenizer, empty if it is not known."""
     files = {name: path.read_bytes() for name, path in files_of_tokenizer(found).items()}
     if not files:
         notes.append("the checkpoint has no files of a tokenizer; copy those that belong to it into the folder")

@@ -100,11 +100,7 @@ class HuggingFaceSource:
 
     @cached_property
     def about(self) -> HuggingFaceModel:
-        """The model that config.json describes.
-
-        Raises:
-            CheckpointError: it is no model that can be read, or asks for what this version has not.
-        """
+        """The model that config.json describes; a CheckpointError if it asks for what this version does not have."""
         self._check_counts()
         found = model_of_config(self.config, str(self.path / CONFIG_FILE))
         # config.json does not say whether BERT has its head for two texts.

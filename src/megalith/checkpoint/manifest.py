@@ -22,12 +22,7 @@ _RESERVED = ("format", "hash", "files", "manifest_hash")
 
 
 def render(records: Mapping[str, FileRecord], facts: Mapping[str, Any]) -> bytes:
-    """The bytes of a manifest.
-
-    Args:
-        records: file name -> size and digest of every other file of the checkpoint.
-        facts: anything that JSON can hold: configuration, tokenizer card, data fingerprint, ...
-    """
+    """The bytes of a manifest; `facts` are anything that JSON can hold, `records` those of every other file."""
     taken = [key for key in _RESERVED if key in facts]
     assert not taken, f"the manifest keys {taken} are set here"
     files = {name: {"size": records[name].size, "digest": records[name].digest} for name in sorted(records)}
@@ -44,11 +39,8 @@ def _text(body: dict[str, Any]) -> bytes:
 
 
 def read(folder: Path) -> dict[str, Any] | None:
-    """Read the manifest of a checkpoint folder; None where there is none.
-
-    Raises:
-        NewerFormatError: a later version wrote it.
-        CheckpointError: it is damaged.
+    """Read the manifest of a checkpoint folder; None where there is none. A NewerFormatError if a later version wrote
+    it.
     """
     data = _bytes(folder)
     if data is None:
@@ -61,11 +53,7 @@ def read(folder: Path) -> dict[str, Any] | None:
 
 
 def refuse_newer(folder: Path) -> None:
-    """Refuse a checkpoint folder that a later version wrote; any other passes, damaged or missing.
-
-    Raises:
-        NewerFormatError: names the format and the version that wrote it.
-    """
+    """Raise a NewerFormatError for a folder that a later version wrote; any other passes, damaged or missing."""
     try:
         data = _bytes(folder)
     except CheckpointError:

@@ -97,11 +97,7 @@ class ModelSpace:
         return (*self.stacking.slot(name).extents, *self.shapes[name])
 
     def local_shape(self, name: str, size: int, index: int) -> tuple[int, ...]:
-        """The shape of what a place on a tensor-parallel axis of `size` ranks holds of a parameter.
-
-        Raises:
-            LayoutError: it cannot be divided so.
-        """
+        """The shape of what a rank of a tensor-parallel axis holds of a parameter; or a LayoutError."""
         shape, placement = self.shapes[name], self.placements[name]
         dim = dim_of(placement)
         rows = sum(piece.length for piece in local_pieces(placement, shape[dim], size, index))

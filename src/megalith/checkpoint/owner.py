@@ -106,13 +106,8 @@ def holds_claim(folder: Path) -> bool:
 def check_claim(folder: Path, workspace: Path) -> None:
     """Check that this process, which claimed a save folder, still has it.
 
-    Args:
-        folder: the save folder.
-        workspace: the folder in it that whoever takes it over removes.
-
-    Raises:
-        CheckpointError: another run took it over, or it was renamed or removed; nothing may be saved any more. Or it
-            cannot be read.
+    Otherwise another run took it over, and with it removed `workspace`, or it was renamed or removed, or cannot be
+    read: a CheckpointError, after which nothing may be saved any more.
     """
     held = _claim_of(folder)
     if held is not None and held.owner != Owner.this_process():
@@ -164,11 +159,8 @@ class _Claim:
 
 @contextmanager
 def claim(folder: Path, *, heartbeat: float = HEARTBEAT_SECONDS) -> Iterator[None]:
-    """Hold the save folder for this process while the context lasts.
-
-    Args:
-        folder: the save folder; made if missing.
-        heartbeat: seconds between signs of life.
+    """Hold the save folder, made if missing, for this process while the context lasts, with a heartbeat every few
+    seconds.
 
     Raises:
         CheckpointError: another run holds it (the message names process, machine and age), it is not writable, or it
@@ -201,11 +193,7 @@ def claim(folder: Path, *, heartbeat: float = HEARTBEAT_SECONDS) -> Iterator[Non
 
 
 class _Lock:
-    """The lock file, open, and locked as far as the file system can.
-
-    Args:
-        path: the file, made if missing.
-    """
+    """The lock file, made if missing, open, and locked as far as the file system can."""
 
     def __init__(self, path: Path) -> None:
         self._fds = [os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)]
@@ -246,11 +234,7 @@ class _Lock:
 
 
 def _flock(fd: int) -> bool:
-    """Take the lock if nobody has it.
-
-    Raises:
-        OSError: the file system has no locks.
-    """
+    """Take the lock if nobody has it; an OSError if the file system has no locks."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

@@ -286,11 +286,7 @@ class PerRankSource:
         return chunks_of(boxes, space.placements, space.stacking, rank=tp, size=self._layout.tp, once=True)
 
     def _state(self, place: Place, weights: Sequence[Named]) -> Iterator[tuple[str, str, Tensor]]:
-        """Kind, our name and tensor of the optimizer's state in a place.
-
-        Raises:
-            UnreadableState: it is in a form that is not known, or not that of these weights.
-        """
+        """Kind, our name and tensor of the optimizer's state in a place; an UnreadableState if its form is unknown."""
         stored = [
             {name: tensor for name, (_, tensor) in part.items() if name not in self._space.buffers} for part in weights
         ]

@@ -196,8 +196,7 @@ def load_bytes(value: IO[bytes], source: str) -> Any:
 def dump_bytes(value: object, name: str) -> bytes:
     """The bytes that `torch.save` writes for a value; `load_bytes` is the inverse.
 
-    Raises:
-        CheckpointError: the value holds a type that `load_bytes` would refuse, so that nothing unreadable is saved.
+    A CheckpointError if the value holds a type that `load_bytes` would refuse: nothing unreadable is saved.
     """
     stream = io.BytesIO()
     torch.save(value, stream)

@@ -104,11 +104,7 @@ class Saving:
         self._needed = 0
 
     def run(self) -> SaveReport:
-        """Save.
-
-        Raises:
-            CheckpointError: it could not be done, on whichever rank; what was there before is untouched.
-        """
+        """Save. A CheckpointError, on whichever rank, leaves what was there before untouched."""
         self.begin()
         written = self.gathered(self.write)
         if isinstance(writer := self._writer, PerRankWriter):
@@ -128,21 +124,12 @@ class Saving:
             self.staging.begin()
 
     def gathered(self, write: Callable[[], Written]) -> list[Written]:
-        """What all ranks have written; all call it together.
-
-        Args:
-            write: what gives this rank's part: `write`, or what that has given before.
-        """
+        """What all ranks have written; all call it together. `write` is ours, or has its result."""
         with self._abandoned_on_failure():
             return self.crew.all(write)
 
     def agreed(self, commit: Callable[[], int], written: Sequence[Written]) -> SaveReport:
-        """See that the folder is in its place; all ranks call it together.
-
-        Args:
-            commit: what commits on this rank: `commit`, or what that has given before.
-            written: by all ranks.
-        """
+        """See that the folder is in its place; all ranks call it together. `commit` is ours, or has its result."""
         with self._abandoned_on_failure():
             sizes = self.crew.all(commit)
         self.on_point("post_commit")
@@ -233,10 +220,8 @@ class Saving:
             yield path
 
     def commit(self, written: Sequence[Written]) -> int:
-        """Put the folder in its place; the first rank does that, and needs no other.
-
-        Returns:
-            The bytes of all the files but the manifest; on other ranks 0.
+        """Put the folder in its place; the first rank does that, and needs no other. Returns the bytes written,
+        elsewhere 0.
         """
         if not self.crew.is_first:
             self.on_point("mid_commit")
@@ -339,14 +324,9 @@ class PendingSave:
     def proceed(self, *, failed: bool = False) -> SaveReport | None:
         """Go on to the next stage, waiting for what is still busy; all ranks call it together.
 
-        Args:
-            failed: a rank is known to have failed, so that the others need not write to the end.
-
-        Returns:
-            What the save did; None before the last stage.
-
-        Raises:
-            CheckpointError: it could not be written, on whichever rank; what was there before is untouched.
+        Returns what the save did after the last stage, None before. With `failed` a rank is known to have failed, so
+        that the others need not write to the end. A CheckpointError, on whichever rank, leaves what was there before
+        untouched.
         """
         if failed:
             self._saving.cancel()

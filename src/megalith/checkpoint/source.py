@@ -62,30 +62,19 @@ class Source(Protocol):
     def problems(self) -> list[str]:
         """What is wrong with the files, so far as it can be seen without reading them through; empty if nothing is.
 
-        Raises:
-            OtherModelError: there may be nothing wrong, but it is no model that can be read.
+        An OtherModelError if there may be nothing wrong, but it is no model that can be read.
         """
         ...
 
     def changed(self, part: int = 0, parts: int = 1) -> list[str]:
-        """What has changed by the checksums that the format itself has, where there is no manifest.
-
-        Args:
-            part: which part of the files is read through here.
-            parts: in how many they are divided.
-        """
+        """What has changed by checksums of the format, without a manifest; reads one of `parts` of the files."""
         ...
 
 
 def open_source(path: Path) -> Source:
-    """The reader for the format that a checkpoint folder is in.
+    """The reader for the format of a checkpoint folder: `iter_*` or `release` of Megatron's, or a Hugging Face folder.
 
-    Args:
-        path: a folder `iter_*` or `release` of Megatron's formats, or a Hugging Face model folder.
-
-    Raises:
-        NewerFormatError: a later version of Megalith wrote it.
-        CheckpointError: there is no such folder, or nothing in it that a reader knows.
+    A NewerFormatError if a later version wrote it.
     """
     from megalith.checkpoint.torch_dist_source import TorchDistSource
 
@@ -163,23 +152,14 @@ def keys_of(content: CheckpointContent) -> frozenset[str]:
 
 
 def fitted(source: str, stored: Contents, wanted: CheckpointContent, asked: Collection[str]) -> CheckpointContent:
-    """Say for each chunk which tensor of a checkpoint is to be read into it.
+    """The content under the keys to read: which tensor of the checkpoint `source` goes into each chunk.
 
     Mostly that of its own key. A run in half precision keeps main parameters in fp32: where a checkpoint has none,
     because the run that wrote it computed in fp32, they are its weights; where a run in fp32 reads one that has them,
     its weights are the main parameters rather than their rounded copies.
 
-    Args:
-        source: names the checkpoint.
-        stored: what it holds.
-        wanted: what this rank asks for.
-        asked: every key that is asked for, by this rank or another.
-
-    Returns:
-        The content under the keys to read.
-
-    Raises:
-        CheckpointError: keys or global shapes differ; lists every difference, and what the checkpoint holds beside.
+    If keys or global shapes differ, a CheckpointError lists every difference, and what the checkpoint holds beside what
+    the ranks have `asked` for.
     """
     key_of = {key: _read_from(key, chunks[0], stored) for key, chunks in by_key(wanted.chunks).items()}
     lines = [

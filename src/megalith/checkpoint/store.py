@@ -71,12 +71,8 @@ class Retention:
     ) -> list[int]:
         """The iterations to delete; none after `saved`, and none if that is not complete.
 
-        Args:
-            saved: what has just been saved.
-            before: what the tracker said before that.
-            there: all the iterations.
-            is_complete: whether a checkpoint has all its files. One that has not counts for nothing; it goes when
-                enough newer ones are there.
+        `before` is what the tracker said before the save. A checkpoint that is not complete counts for nothing; it goes
+        when enough newer ones are there.
         """
         if self.keep_last is None and self.retain_interval is None:
             return []
@@ -119,13 +115,12 @@ class DirectoryStore:
     Hugging Face model folder, which is a checkpoint itself rather than a folder of them.
 
     With several ranks they act together: every rank calls the same methods in the same order and with the same
-    iterations, each with its own content, and an error of one is an error of all (`crew`). What is read off the
-    folder is what the first rank sees. The chunks to save are each in the content of one rank only.
+    iterations, each with its own content, and an error of one is an error of all (`crew`). What is read off the folder
+    is what the first rank sees. The chunks to save are each in the content of one rank only.
 
     Args:
         path: the save folder; it is made by the first save.
         ctx: the ranks that share it; this process alone by default.
-        retention: which checkpoints stay when one is saved.
         save_format: torch_dist or torch.
         claimed: whether this run holds the claim of the folder while it uses the store: then nothing is saved or
             deleted once another run has taken it over, or the folder was renamed or removed.
@@ -192,17 +187,14 @@ class DirectoryStore:
         files: Mapping[str, bytes] = NO_FILES,
         on_point: Callable[[str], None] = no_point,
     ) -> SaveReport:
-        """Write a checkpoint and point the tracker to it; returns when it is durable.
+        """Write a checkpoint and point the tracker to it; returns when it is durable. An error leaves what was there
+        untouched.
 
         Args:
             iteration: its number; a checkpoint that has it already is replaced.
-            content: tensors, objects and common state.
             manifest: what JSON can hold about the run: configuration, tokenizer card, data fingerprint.
             files: further files to lay into it, name -> bytes.
             on_point: called with each of `SAVE_POINTS`.
-
-        Raises:
-            CheckpointError: it could not be written; what was there before is untouched.
         """
         return self._saving(iteration, content, manifest, files, on_point).run()
 
@@ -216,17 +208,11 @@ class DirectoryStore:
         files: Mapping[str, bytes] = NO_FILES,
         on_point: Callable[[str], None] = no_point,
     ) -> PendingSave:
-        """Begin to write a checkpoint; its tensors may change when `PendingSave.settle` has returned. A commit makes it
-        one.
+        """Begin a `save`; its tensors may change when `PendingSave.settle` has returned. A commit makes it a
+        checkpoint.
 
-        The points `mid_save` and, on other ranks than the first, `pre_commit` are passed by another thread.
-
-        Args:
-            iteration, content, manifest, files, on_point: as of `save`.
-            staging: memory for the copies, which no other save uses until this one is committed or abandoned.
-
-        Raises:
-            CheckpointError: it cannot be written; what was there before is untouched.
+        The points `mid_save` and, on other ranks than the first, `pre_commit` are passed by another thread. No other
+        save may use `staging` until this one is committed or abandoned.
         """
         assert self._writer is TorchDistWriter, "only torch_dist is written beside the training"
         saving = self._saving(iteration, content, manifest, files, on_point, staging)
@@ -269,14 +255,9 @@ class DirectoryStore:
         self._crew.first(lambda: self._delete([other for other in self._iterations() if other > iteration]))
 
     def _delete(self, iterations: Sequence[int], *, beside: bool = False) -> None:
-        """Delete checkpoints; a link to one stays. A failure is said in the log, as it does not concern what is saved.
+        """Delete checkpoints, with `beside` in a thread; a link to one stays.
 
-        Args:
-            iterations: which.
-            beside: let a thread do it, since that may take a while.
-
-        Raises:
-            CheckpointError: the folder is no longer this run's.
+        A failure is said in the log, as it does not concern what is saved, unless the folder is no longer this run's.
         """
         asides = []
         for iteration in iterations:
@@ -299,11 +280,8 @@ class DirectoryStore:
     def load(self, iteration: int, content: CheckpointContent, *, verify: bool = True) -> LoadedContent:
         """Fill the tensors of `content` in place; read its objects and the common state.
 
-        Args:
-            iteration: which checkpoint.
-            content: tensors to fill and names of objects to read.
-            verify: compare every file with the manifest's hashes, unless that was done and none has changed. Files of
-                tensors are compared while they are read.
+        With `verify` every file is compared with the manifest's hashes, unless that was done and none has changed;
+        files of tensors while they are read.
 
         Raises:
             DamagedCheckpointError: a file is not as it was saved; the tensors hold nothing that may be used.
@@ -369,11 +347,7 @@ class DirectoryStore:
         return self._crew.first(lambda: iteration == 0 and self._released() is not None)
 
     def verify(self, iteration: int, *, deferred: bool = False) -> list[str]:
-        """Everything that is wrong with a checkpoint; empty if it is sound.
-
-        Args:
-            deferred: as of `newest_verified`.
-        """
+        """Everything that is wrong with a checkpoint, empty if it is sound; `deferred` as of `newest_verified`."""
         signature = self._crew.first(lambda: self._existing(iteration).signature())
         if signature in (self._sound.get(iteration), self._begun.get(iteration) if deferred else None):
             return []  # verified before, and no file has changed since
@@ -404,13 +378,9 @@ class DirectoryStore:
     def newest_verified(self, *, deferred: bool = False) -> tuple[int | None, list[str]]:
         """The checkpoint to continue from, and what the user must hear about the way there.
 
-        It is the tracker's if sound, else the newest sound one before it, else any sound one.
-
-        Args:
-            deferred: sound so far as is seen without reading what a load reads; `load` says whether the rest is.
-
-        Raises:
-            NewerFormatError: a checkpoint of a later version would be passed over.
+        It is the tracker's if sound, else the newest sound one before it, else any sound one. With `deferred` it is
+        sound so far as is seen without reading what a load reads; `load` says whether the rest is. A NewerFormatError
+        if a checkpoint of a later version would be passed over.
         """
         candidates, notes = self._crew.first(self._candidates)
         for iteration in candidates:
@@ -507,11 +477,8 @@ def locate(path: Path, iteration: int | None = None) -> Path:
     """Return the checkpoint folder that a path on a command line means.
 
     A path is a save folder, one checkpoint folder in it (`iter_0000100`, `release`), a Hugging Face model folder, or a
-    checkpoint folder that was copied under a name of its own.
-
-    Args:
-        path: what the user gave.
-        iteration: of a save folder, which; by default that of its tracker file, else the last.
+    checkpoint folder that was copied under a name of its own. Of a save folder it is `iteration`, by default that of
+    its tracker file, else the last.
     """
     if not path.is_dir():
         raise CheckpointError(nothing_in(path))

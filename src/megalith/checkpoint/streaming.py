@@ -76,25 +76,16 @@ def write_torch_dist(
     publish: Callable[[], None],
     check: Callable[[Path], None] = no_check,
 ) -> int:
-    """Write all that a source presents as a checkpoint folder that appears whole or not at all.
+    """Write all that a source presents as a checkpoint folder that appears whole or not at all; returns its bytes.
 
     The layout, and the model whose tensors these are, stand in the source's args. Random states are written if there
-    are some of each place of the layout.
+    are some of each place of the layout. A LayoutError if the model does not divide so.
 
     Args:
-        source: what to write.
-        final: the folder.
         facts: what the manifest says beside sizes and hashes.
         files: further files to lay into it, name -> bytes.
         publish: called when the folder is in its place; points the tracker to it.
         check: called with the finished folder before it gets its place; what it raises leaves everything as it was.
-
-    Returns:
-        Bytes of all the files but the manifest.
-
-    Raises:
-        CheckpointError: the source lacks tensors of the model or has others, is damaged, or the disk is full.
-        LayoutError: the model cannot be divided so.
     """
     common = source.common()
     args, where = args_of(common), str(final)
@@ -139,11 +130,7 @@ def write_torch(
     check: Callable[[Path], None] = no_check,
     names: str = CORE,
 ) -> int:
-    """`write_torch_dist` in Megatron's format of one file for each (tensor, pipeline, expert) place.
-
-    Args:
-        names: of the weights, `CORE` or a generation of `LEGACY`.
-    """
+    """`write_torch_dist` in format torch, with weights named by `CORE` or a generation of `LEGACY`."""
     contents = source.contents()
     args = args_of(source.common())
     space = model_space_of(args, str(final))
@@ -163,13 +150,8 @@ def write_torch(
 
 
 def _appearing(final: Path, needed: int, write: Callable[[Path], int], publish: Callable[[], None]) -> int:
-    """Make a folder that appears whole or not at all.
-
-    Args:
-        final: its place.
-        needed: bytes that it takes.
-        write: fills the folder, under another name; returns the bytes of its files.
-        publish: called when it is in its place.
+    """Make a folder that appears whole or not at all: `write` fills it under another name, `publish` follows the
+    rename.
     """
     with naming_full_disk(final.parent, needed):
         final.parent.mkdir(parents=True, exist_ok=True)

@@ -173,21 +173,11 @@ def read_tensor_entry(
     target: Tensor | None,
     heads: Heads | None = None,
 ) -> Tensor:
-    """Read the tensor that stands at [start, start + length) of an open file.
+    """Read the tensor of a `shape` that stands at [start, start + length) of an open file.
 
-    Args:
-        file: gives the elements; what describes them is read beside it.
-        start: first byte of the entry.
-        length: bytes of the entry.
-        shape: the shape that the tensor must have.
-        target: a tensor of that shape to read into if that can be done directly, or None.
-        heads: what earlier calls have found, and this one adds to.
-
-    Returns:
-        `target` itself if it was filled, else a CPU tensor of shape `shape` and the stored dtype.
-
-    Raises:
-        ValueError: the entry is no such tensor. EOFError: the file ends within it.
+    It is read into `target`, of that shape, where that can be done directly, else into a new CPU tensor of the stored
+    dtype. `heads` is what earlier calls have found, and this one adds to. A ValueError if the entry is no such tensor,
+    an EOFError if the file ends within it.
     """
     entry = _FileSlice(file.fd, start, length)
     located = _located(entry, file, start, (length, shape), {} if heads is None else heads)
@@ -293,11 +283,7 @@ def _through_torch(entry: _FileSlice) -> Tensor:
 
 
 def write_tensor_entry(stream: io.BufferedWriter, tensor: Tensor) -> None:
-    """Write a CPU tensor without gradient as `torch.save` does, to a stream over a `HashedFile`.
-
-    Raises:
-        OSError: the disk refused.
-    """
+    """Write a CPU tensor without gradient as `torch.save` does, to a stream over a `HashedFile`."""
     if tensor.dtype not in _PLAIN or tensor.nbytes > _LARGEST:
         torch.save(exact_storage(tensor), stream)
         return
@@ -411,14 +397,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 def lay_out(path: Path, value: Any) -> None:
     """Write a new file as `torch.save` does, with room for the tensors on the meta device and with the others whole.
 
-    It has its disk space afterwards, and is durable.
-
-    Args:
-        path: the file.
-        value: nested dicts, lists and tuples; the tensors in it are different objects.
-
-    Raises:
-        OSError: the disk is full or refuses.
+    It has its disk space afterwards, and is durable. The tensors in `value` are different objects.
     """
     with _blank_memory(sum(_room(tensor) for tensor in tensors_in(value))) as memory, torch.serialization.skip_data():
         torch.save(_with_storage(value, memory, [0]), path)
@@ -486,16 +465,9 @@ def _data_start(fd: int, info: zipfile.ZipInfo, archive: int = 0) -> int:
 
 @torch.no_grad()
 def write(fd: int, start: int, place: Tensor, values: Tensor) -> None:
-    """Write values into a file.
+    """Write `values`, cast to the dtype of `place`, into the tensor that begins at byte `start` of a file.
 
-    Args:
-        fd: the file.
-        start: where the tensor begins of which `place` is a view.
-        place: on the meta device; its offset and strides say which elements of the tensor are meant.
-        values: of the shape of `place`; cast to its dtype.
-
-    Raises:
-        OSError: the disk is full or refuses.
+    `place` is a view of that tensor on the meta device; its offset and strides say which elements are meant.
     """
     assert place.shape == values.shape, f"{list(values.shape)} does not go to {list(place.shape)}"
     if not place.numel():
@@ -525,11 +497,7 @@ def _write_all(fd: int, data: memoryview, at: int) -> None:
 
 
 def seal(path: Path) -> None:
-    """Enter the checksums of the tensors into a file that is filled, durably; torch does not look at them, others do.
-
-    Raises:
-        OSError: the disk refuses.
-    """
+    """Enter the checksums of the tensors into a filled file, durably; torch does not look at them, others do."""
     with zipfile.ZipFile(path) as archive:
         open_records = [info for info in archive.infolist() if not info.CRC and info.file_size]
         directory: int = archive.start_dir

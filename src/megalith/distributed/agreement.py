@@ -66,8 +66,7 @@ def difference(own: Facts, other: Facts, own_name: str, other_name: str) -> str:
 def refuse_unequal(facts: Facts, axis: Axis) -> None:
     """See that all ranks of the axis hold the same facts; they call this together.
 
-    Raises:
-        ConfigError: they do not, on all ranks alike; names two that differ, and in what.
+    If not, a ConfigError on all ranks alike names two that differ, and in what.
     """
     text = json.dumps(dict(facts), sort_keys=True)
     digests = comm.all_gather_objects(hashlib.blake2b(text.encode(), digest_size=16).hexdigest(), axis)

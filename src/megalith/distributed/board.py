@@ -112,13 +112,10 @@ class BoardGone(Exception):
 
 
 class FolderBoard:
-    """Statuses by rank and documents by name in a folder of this machine, best one in memory.
+    """Statuses by rank and documents by name in a folder of this machine, best one in memory; without a rank, to read.
 
-    Args:
-        folder: it exists.
-        rank: of this process; None for one that only reads.
-        of_size: number of the ranks that share it and see to its removal; None where someone else does.
-        supervised_size: number of the ranks that see to its removal only if their supervisor is dead.
+    `of_size` ranks share it and see to its removal; None where someone else does, or `supervised_size` ranks if their
+    supervisor is dead.
     """
 
     immediate = True  # `post` is so cheap that every change may be posted
@@ -243,11 +240,7 @@ Board = FolderBoard | StoreBoard
 
 
 def _soon(call: Callable[[], T]) -> T:
-    """The result of a call that may never return.
-
-    Raises:
-        BoardGone: it failed or takes too long.
-    """
+    """The result of a call that may never return; BoardGone if it fails or takes too long."""
     results: list[T] = []
 
     def run() -> None:

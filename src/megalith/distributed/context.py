@@ -138,13 +138,10 @@ class ParallelContext:
         timeout: timedelta | None = None,
         observer: Observer | None = None,
     ) -> ParallelContext:
-        """Make all groups of a layout. Every rank of an initialised torch.distributed calls this with equal arguments.
+        """Make all groups of a layout, whose world size is that of torch.distributed.
 
-        Args:
-            layout: its world size is that of torch.distributed.
-            device: of this rank.
-            timeout: longest wait of a collective; that of torch.distributed if None.
-            observer: is told of each collective.
+        Every rank calls this with equal arguments. `timeout` is the longest wait of a collective, that of
+        torch.distributed if None; `observer` is told of each.
         """
         rank = dist.get_rank()
         assert dist.get_world_size() == layout.world_size, f"{layout} in a world of {dist.get_world_size()}"

@@ -199,8 +199,7 @@ def _leave_together(store: dist.Store, launch: LaunchConfig) -> None:
 class _Meeting:
     """The wait for all ranks at the store, and for their connections to each other.
 
-    Attributes:
-        one_host: whether all ranks are on this machine, and each of them knows that; set by `hold`.
+    `one_host`: whether all ranks are on this machine, and each of them knows that; set by `hold`.
     """
 
     def __init__(
@@ -511,10 +510,8 @@ class _Meeting:
     def connecting(self, connection: dist.Store) -> Iterator[None]:
         """See that the block, in which the ranks connect to each other, ends on all of them within the timeout.
 
-        Where the interface is a wrong one, some ranks get an exception of the backend and others wait in native code.
-
-        Args:
-            connection: to the store, for the thread that looks after the block.
+        Where the interface is a wrong one, some ranks get an exception of the backend and others wait in native code. A
+        thread with a connection of its own looks after the block.
         """
         board, done = StoreBoard(connection, self._launch.rank), threading.Event()
         with suppress(BoardGone):

@@ -26,11 +26,7 @@ def machine_memory() -> int:
 
 
 def memory_limit(proc: Path = _PROC) -> int:
-    """Bytes that this process may hold; 0 where that is not known.
-
-    Args:
-        proc: where /proc is mounted.
-    """
+    """Bytes that this process may hold; 0 where that is not known."""
     limits = [machine_memory(), resource.getrlimit(resource.RLIMIT_AS)[0]]
     for folder in _memory_groups(proc):
         for name in ("memory.max", "memory.limit_in_bytes"):

@@ -34,12 +34,7 @@ OWN_STREAM = "model-parallel-rng"
 
 
 class Stream:
-    """A stream of torch beside the default one, on the CPU and on the device of the run.
-
-    Args:
-        seed: where it begins.
-        device: of the run.
-    """
+    """A stream of torch beside the default one, on the CPU and on the device of the run."""
 
     def __init__(self, seed: int, device: torch.device | str = "cpu") -> None:
         self._device = device = torch.device(device)

@@ -86,15 +86,7 @@ class Signals:
 
 
 class Attempt:
-    """One start of all ranks.
-
-    Args:
-        command: of every rank.
-        count: number of ranks.
-        attempt: how many there were before.
-        environ: of this process; that of a rank says its place besides.
-        signals: that ask for a stop.
-    """
+    """One start of all ranks, of which `attempt` came before; a rank has `environ` and the variables of its place."""
 
     def __init__(
         self, command: Sequence[str], count: int, attempt: int, environ: Mapping[str, str], signals: Signals

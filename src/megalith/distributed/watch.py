@@ -150,11 +150,7 @@ class Watch(Observer):
 
     @contextmanager
     def attend(self, board: Board, rank: int, size: int) -> Iterator[None]:
-        """Look after the block.
-
-        Raises:
-            PeerError: in place of an exception of the block that another rank has caused.
-        """
+        """Look after the block; a PeerError replaces an exception of the block that another rank has caused."""
         self._board, self._size = board, size
         self._identity = Identity(rank, os.uname().nodename, os.getpid())
         with suppress(BoardGone):
@@ -409,11 +405,7 @@ class Watch(Observer):
         return f"{failure['who']} of {self._size} failed first, {failure['place']}: {failure['text']}"
 
     def _explain(self, error: Exception) -> None:
-        """Tell the others what failed here, or find out which rank broke the connection.
-
-        Raises:
-            PeerError: it was another rank.
-        """
+        """Tell the others what failed here, or find out which rank broke the connection: then a PeerError."""
         board = self._board
         assert board is not None
         lost = self._lost_a_peer(error)

@@ -93,15 +93,10 @@ def is_parameter(name: str) -> bool:
 
 
 def module_name(name: str, layers: Sequence[int], first_expert: int = 0) -> str | None:
-    """Our name of a parameter; the experts of a layer in one tensor (`grouped_experts`) keep their name.
+    """Our name of a parameter; None if it is in a layer that the stage does not have.
 
-    Args:
-        name: in the file.
-        layers: the model's number of each layer of the stage or virtual chunk.
-        first_expert: the number of the first expert that is there.
-
-    Returns:
-        None if it is in a layer that the stage does not have.
+    `layers` has the model's number of each layer of the stage or virtual chunk. The experts of a layer in one tensor
+    (`grouped_experts`) keep their name.
 
     >>> module_name("language_model.encoder.layers.1.attention.query_key_value.weight", range(4, 6))
     'decoder.layers.5.self_attention.linear_qkv.weight'
@@ -123,12 +118,7 @@ def module_name(name: str, layers: Sequence[int], first_expert: int = 0) -> str 
 def grouped_experts(name: str, experts: Iterable[int]) -> list[str]:
     """The parameters that stand in one tensor of the local experts, `weight1` or `weight2` of Megatron's GroupedMLP.
 
-    Args:
-        name: what `module_name` gives.
-        experts: the numbers of the experts that are there.
-
-    Returns:
-        Nothing for any other name.
+    Nothing for any other `name`, which is one of `module_name`.
 
     >>> grouped_experts("decoder.layers.0.mlp.experts.weight1", range(2, 4))[0]
     'decoder.layers.0.mlp.experts.local_experts.2.linear_fc1.weight'
@@ -140,16 +130,11 @@ def grouped_experts(name: str, experts: Iterable[int]) -> list[str]:
 def entries(
     names: Iterable[str], layers: Sequence[int], first_expert: int = 0, *, last: bool
 ) -> Iterator[tuple[str, str | None]]:
-    """The entries of the dict that Megatron writes of a stage or virtual chunk, in its order.
+    """The entries of the dict that Megatron writes of a stage or virtual chunk, in its order: name in the file, our
+    name.
 
-    Args:
-        names: our names of its parameters, in module order.
-        layers: the model's number of each of its layers.
-        first_expert: the number of the first expert that is there.
-        last: whether it has the output layer.
-
-    Yields:
-        The name in the file and our name, None for the state of FP8, which stands after each linear.
+    Ours is None for the state of FP8, which stands after each linear. `layers` as of `module_name`; `last`: whether the
+    output layer is here.
     """
     names, previous = list(names), ""
     for name in [*names, ""]:
@@ -174,16 +159,10 @@ def _local(name: str, layers: Sequence[int], first_expert: int) -> str:
 
 
 def legacy_path(name: str, layers: Sequence[int], generation: str, *, tied: bool) -> tuple[str, ...] | None:
-    """Where a parameter stands in the nested dicts from before core.
+    """Where a parameter stands in the nested dicts from before core: their keys from the outermost.
 
-    Args:
-        name: ours.
-        layers: the model's number of each layer of the stage or virtual chunk.
-        generation: a key of `LEGACY`.
-        tied: whether an output layer is the copy of the embedding in the last stage.
-
-    Returns:
-        The keys of the dicts from the outermost; None for a parameter that the models of that time had not.
+    None for a parameter that the models of that time had not. `layers` as of `module_name`, `generation` is a key of
+    `LEGACY`; `tied`: an output layer is the copy of the embedding in the last stage.
 
     >>> legacy_path("decoder.layers.5.pre_mlp_layernorm.weight", range(4, 6), "2023", tied=True)
     ('language_model', 'encoder', 'layers.1.post_attention_layernorm.weight')
@@ -219,11 +198,8 @@ def with_family(args: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]
     """The args of a checkpoint with those that say the family; as they are where they say it.
 
     Megatron's args are the same whatever its program trained. The tokenizer does not tell either: a GPT may have that
-    of BERT. The names of the weights do, those of any generation, with or without the prefix of a wrapper.
-
-    Args:
-        args: of the run that wrote it.
-        names: of its weights, those of its first and of its last stage at least.
+    of BERT. The names of the weights do (those of the first and the last stage at least), of any generation, with or
+    without the prefix of a wrapper.
 
     >>> with_family({}, ["decoder.layers.0.mlp.linear_fc1.weight"])["model_family"]
     'gpt'

@@ -70,15 +70,9 @@ def bucket_sizes(shapes: Mapping[str, Sequence[int]], limit: int | None, alone: 
 def coalesced_places(
     shapes: Mapping[str, Sequence[int]], total: int, limits: Sequence[int | None], alone: Collection[str], where: str
 ) -> dict[str, Place]:
-    """Where parameters stand in a buffer whose buckets were put together, each without its padding.
+    """Where parameters stand in a buffer of `total` elements whose buckets were put together, each without its padding.
 
     The buffer does not say where its buckets ended: they are those of the first of the `limits` that it can be.
-
-    Args:
-        shapes, alone: as of `bucket_sizes`.
-        total: elements of the buffer.
-        limits: sizes of a bucket that the run may have had.
-        where: names the file in errors.
     """
     divisions = [bucket_sizes(shapes, limit, only) for limit in limits for only in (alone, ())]
     sizes = next((sizes for sizes in divisions if sum(sizes) == total), [total])
@@ -97,13 +91,7 @@ def bucket_limits(args: Mapping[str, Any]) -> list[int | None]:
 
 
 def places(shapes: Mapping[str, Sequence[int]], bucket_sizes: Sequence[int], where: str) -> dict[str, Place]:
-    """Lay parameters out.
-
-    Args:
-        shapes: parameter name -> local shape, in module order.
-        bucket_sizes: elements of each bucket without the padding at its end.
-        where: names the file in errors.
-    """
+    """Lay parameters out, in module order, in buckets of so many elements, without the padding at their end."""
     found: dict[str, Place] = {}
     bucket, end = 0, 0
     for name in reversed(list(shapes)):
@@ -169,12 +157,7 @@ def with_rates(
     0.16.1 to 0.18.2 find a group by wd_mult, lr_mult, is_expert_parallel and is_decoupled_lr. 0.19.2 adds max_lr,
     min_lr, start_wd, end_wd and optimizer, of which it leaves out those that no override sets. All of them express
     `--decoupled-lr` and muP as max_lr and min_lr, with an lr_mult of 1, and log the rate of the first group with
-    default_config.
-
-    Args:
-        groups: of an older version; those with max_lr are returned unchanged.
-        scheduler: the `opt_param_scheduler` of the checkpoint; without one nothing is added.
-        args: of the run, for the rates of `--decoupled-lr`.
+    default_config. Groups that have a max_lr, and all without an `opt_param_scheduler`, are returned unchanged.
     """
     if not scheduler or "max_lr" not in scheduler:
         return [dict(group) for group in groups]
@@ -198,15 +181,9 @@ def is_distributed(state: Mapping[str, Any]) -> bool:
 
 
 def optimizers(state: Any, count: int, where: str) -> list[Mapping[str, Any]]:
-    """The states of the optimizers: of one, or of that of all but experts and that of experts.
+    """The states of `count` optimizers: of one, or of that of all but experts and that of experts.
 
-    Args:
-        state: in the file.
-        count: how many there are.
-        where: names the file in errors.
-
-    Raises:
-        UnreadableState: there are others, or it is no such state.
+    An UnreadableState if there are others, or it is no such state.
     """
     found = state if isinstance(state, list) else [state]
     if len(found) != count or not all(isinstance(part, Mapping) and "param_groups" in inner(part) for part in found):
@@ -230,19 +207,9 @@ def scalars_common(state: Mapping[str, Any]) -> dict[str, Any]:
 def state_tensors(
     state: Mapping[str, Any], shapes: Shapes, decoupled_lr: float | None, where: str
 ) -> Iterator[tuple[str, str, Tensor]]:
-    """The tensors of an optimizer that is not distributed.
+    """Kind, parameter name and tensor of the state of an optimizer that is not distributed.
 
-    Args:
-        state: in the file.
-        shapes: of the parameters that it belongs to.
-        decoupled_lr: as of `members`.
-        where: names the file in errors.
-
-    Yields:
-        Kind, parameter name, tensor.
-
-    Raises:
-        UnreadableState: they do not belong to parameters of these shapes.
+    An UnreadableState if they do not belong to parameters of these shapes.
     """
     body = inner(state)
     groups = body["param_groups"]
@@ -265,10 +232,7 @@ def state_tensors(
 def members(groups: Sequence[Mapping[str, Any]], shapes: Shapes, decoupled_lr: float | None) -> list[list[str]]:
     """The names of the parameters of each group, in the order of the model's dict.
 
-    Args:
-        groups: of the optimizer.
-        shapes: of its parameters.
-        decoupled_lr: `--decoupled-lr` of the saved args, by which groups of megatron-core 0.16 and newer are known.
+    By `--decoupled-lr` of the saved args groups of megatron-core 0.16 and newer are known.
     """
     of_group = [_is_decoupled(group, decoupled_lr) for group in groups]
     apart = any(of_group)
@@ -302,13 +266,9 @@ def _checked_members(
 
 
 def buffer_tensors(buffer: Mapping[str, Any], shapes: Shapes, where: str) -> Iterator[tuple[str, str, Tensor]]:
-    """The tensors of a distributed optimizer, as views of the flat buffers of one model chunk.
+    """Kind, parameter name and view of the flat buffers of one model chunk, for each tensor of a distributed optimizer.
 
-    Yields:
-        Kind, parameter name, tensor.
-
-    Raises:
-        UnreadableState: parameters of these shapes do not fill the buffers.
+    An UnreadableState if parameters of these shapes do not fill the buffers.
     """
     size = int(buffer["numel_unpadded"])
     for label in BUFFERS:
@@ -332,14 +292,7 @@ def chunk_buffers(
     """The buffers in the content of a `distrib_optim.pt`, each with the parameters that stand in it.
 
     Megatron has a buffer for each dtype of the parameters of a model chunk, under (dtype, dtype of the gradients).
-
-    Args:
-        body: the content.
-        weights: of each model chunk of this place, as they are stored, in the order of the model's dict.
-        where: names the file in errors.
-
-    Raises:
-        UnreadableState: they are in a layout that this version does not read.
+    `weights` are those of each chunk, as they are stored. An UnreadableState if the layout of the buffers is unknown.
     """
     if not body.get("buckets_coalesced"):
         raise UnreadableState(

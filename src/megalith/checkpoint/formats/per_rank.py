@@ -115,22 +115,13 @@ def _row(chunk: Chunk) -> Row:
 
 
 def write_per_rank(source: Source, folder: Path, names: str = CORE) -> list[str]:
-    """Write what a source holds into an empty folder.
+    """Write what a source of any format holds into an empty folder; returns the names of the files, which are on the
+    disk.
 
-    Args:
-        source: of any format; the layout to write is that of the args in its common state (tensor_model_parallel_size,
-            pipeline_model_parallel_size, virtual_pipeline_model_parallel_size and the like,
-            use_distributed_optimizer). Its optimizer is written if its common state and its contents have one, its
-            random states where they are those of a place of this layout.
-        folder: it exists and is empty.
-        names: of the weights, `CORE` or a generation of `LEGACY`.
-
-    Returns:
-        The names of the files, below the folder, for a manifest. They are on the disk.
-
-    Raises:
-        CheckpointError: the source lacks something, or has values that a load would refuse.
-        OSError: the disk is full or refuses.
+    The layout to write is that of the args in the common state (tensor_model_parallel_size,
+    pipeline_model_parallel_size, virtual_pipeline_model_parallel_size and the like, use_distributed_optimizer). The
+    optimizer is written if the common state and the contents have one, random states where they are those of a place of
+    this layout. Weights are named by `CORE` or a generation of `LEGACY`.
     """
     contents, common = source.contents(), dict(source.common())
     if WORD_EMBEDDINGS not in contents.tensors:
@@ -174,13 +165,9 @@ class PerRankWriter:
     """One rank's part in writing a folder of format torch, with the methods of `folder.TorchDistWriter` and two more.
 
     The first of the replicas of each (tensor, pipeline, expert) place lays out its files. All ranks lay out before any
-    writes, as they write into the files together, and all have written before any seals, which hashes the files.
-
-    Args:
-        content: what this rank writes. The common state is that of any rank, the objects those of its place.
-        files: further files of the first rank, name -> bytes.
-        rank: of this process.
-        layout: of all ranks.
+    writes, as they write into the files together, and all have written before any seals, which hashes the files. The
+    common state of the content is that of any rank, its objects are those of its place; further files count on the
+    first.
     """
 
     def __init__(self, content: CheckpointContent, files: Mapping[str, bytes], rank: int, layout: Layout) -> None:

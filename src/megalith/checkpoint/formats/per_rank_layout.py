@@ -104,15 +104,7 @@ def stored_name(space: ModelSpace, name: str) -> str:
 def target_of(
     common: Mapping[str, Any], objects: Mapping[str, Any], dtype: torch.dtype, where: str, names: str = CORE
 ) -> Target:
-    """What the saved args say of a checkpoint that is to be written.
-
-    Args:
-        common: the common state.
-        objects: the objects of this rank, of all places or of some.
-        dtype: of the weights.
-        where: names the checkpoint in errors.
-        names: of the weights, `CORE` or a generation of `LEGACY`.
-    """
+    """What the saved args say of a checkpoint that is to be written, which `where` names in errors."""
     args = vars(common["args"])
     space = model_space_of(args, where)
     check_expert_tensor_size(args, where)

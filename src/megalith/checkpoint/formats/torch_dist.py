@@ -69,10 +69,7 @@ class Stacking:
     projected: bool = False  # whether mixtures have projections around their experts
 
     def slot(self, name: str) -> Slot:
-        """Where a parameter stands.
-
-        Raises:
-            LayoutError: it is of a layer that the model does not have.
+        """Where a parameter stands; a LayoutError if it is of a layer that the model does not have.
 
         >>> dense(4).slot("decoder.layers.3.input_layernorm.weight").key
         'decoder.layers.self_attention.linear_qkv.layer_norm_weight'
@@ -139,10 +136,9 @@ class Stacking:
         return any(layers) if match[2] is None else bool(layers[int(match[2])])
 
     def extra_state_objects(self, layers: Collection[int] | None = None) -> dict[str, None]:
-        """The empty `_extra_state` entries that Megatron writes and asks for, one per linear.
+        """The empty `_extra_state` entries that Megatron writes and asks for, one per linear, of all layers or some.
 
-        Args:
-            layers: those to make entries for; all if None. The layers of prediction come with the last one.
+        The layers of prediction come with the last one.
         """
         keys = [
             key
@@ -295,18 +291,14 @@ def model_chunks(
     size: int = 1,
     once: bool = False,
 ) -> list[Chunk]:
-    """Cut parameters into the chunks that Megatron writes.
+    """Cut parameters into the chunks that Megatron writes: views, several of a tensor that is placed `Fused`.
 
     Args:
         named: (module name, local tensor, placement of the parameter); layers and experts have the numbers of the
             whole model.
         stacking: of the whole model.
-        rank: position on the tensor-parallel axis.
-        size: extent of the tensor-parallel axis.
+        rank, size: of the tensor-parallel axis.
         once: leave out what a rank before this one on the axis holds too: over the ranks, each element once.
-
-    Returns:
-        Views of the given tensors: one per tensor, and `parts` per tensor that is placed `Fused`.
     """
     whole = [(Whole(name, tensor.detach()), placement) for name, tensor, placement in named]
     placements = {box.name: placement for box, placement in whole}
@@ -322,13 +314,7 @@ def weight_chunks(
     size: int = 1,
     once: bool = False,
 ) -> list[Chunk]:
-    """`model_chunks` of parameters of which boxes are here.
-
-    Args:
-        boxes: of the parameters, by their names.
-        placements: parameter name -> placement.
-        stacking, rank, size, once: as of `model_chunks`.
-    """
+    """`model_chunks` of parameters of which boxes are here."""
     return [
         chunk
         for box in boxes
@@ -345,13 +331,9 @@ def optimizer_chunks(
     size: int = 1,
     once: bool = False,
 ) -> list[Chunk]:
-    """Cut optimizer state into model-space chunks.
+    """`weight_chunks` of optimizer state, in whatever boxes the optimizer holds it.
 
-    Args:
-        boxes: the state, in whatever boxes the optimizer holds it.
-        placements: parameter name -> placement; of a state also `<state>.<parameter>` -> its own, where it is
-            not divided as its parameter is.
-        stacking, rank, size, once: as of `model_chunks`.
+    Of a state `placements` may also have `<state>.<parameter>`, where it is not divided as its parameter is.
     """
     chunks = []
     for box in boxes:
@@ -439,7 +421,6 @@ def optimizer_common(
     Args:
         param_groups: groups under Megatron's keys; `params` and `step` are left out of what is written. Those with
             `is_expert_parallel` are of the second optimizer.
-        step: steps applied.
         scaler: {scale, growth_tracker, hysteresis_tracker} of the dynamic loss scaler of fp16, else None.
         precision: dtype of the parameters: float32, float16 or bfloat16.
     """
@@ -460,9 +441,7 @@ def optimizer_common(
 def with_expert_groups(groups: Sequence[Mapping[str, Any]], decayed: Collection[bool]) -> list[Mapping[str, Any]]:
     """The groups with those that Megatron has for experts that are spread over ranks, of the same settings.
 
-    Args:
-        groups: of an optimizer of all parameters.
-        decayed: whether parameters of experts have weight decay, and whether some have none.
+    `decayed`: whether parameters of experts have weight decay, and whether some have none.
     """
     own = [group for group in groups if bool(group.get("wd_mult", group.get("weight_decay", 0.0))) in decayed]
     return [*groups, *({**group, "is_expert_parallel": True} for group in own)]
