@@ -68,7 +68,6 @@ class Adapter:
 
     @cached_property
     def held(self) -> Contents:
-        """What the source under it holds."""
         return self.source.contents()
 
     def contents(self) -> Contents:

@@ -231,7 +231,6 @@ class BucketSpace:
         return found
 
     def tensors(self) -> dict[str, StoredTensor]:
-        """The state's tensors in model space."""
         return {
             f"{OPTIMIZER_PREFIX}{kind}.{key}": StoredTensor(
                 parts[0][1][0].global_shape, torch.float32, sum(len(like) for _, like in parts)

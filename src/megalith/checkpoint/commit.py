@@ -132,10 +132,7 @@ class Building:
 
 
 def begin_building(final: Path, *, claimed: bool = False) -> Building:
-    """Make an empty folder on the file system of `final`; the caller commits or abandons it.
-
-    A NewerFormatError if a checkpoint of a later version is in that place.
-    """
+    """Make an empty folder to commit or abandon; a NewerFormatError if a later version wrote what is in its place."""
     manifest.refuse_newer(final)
     path = _aside(final, _SAVING, claimed=claimed)
     if path.exists():
@@ -145,14 +142,19 @@ def begin_building(final: Path, *, claimed: bool = False) -> Building:
 
 
 @contextmanager
-def building(final: Path) -> Iterator[Building]:
-    """Make an empty folder for `final`; it is removed on any error, and stays on none until `commit`."""
-    new = begin_building(final, claimed=holds_claim(final.parent))
-    try:
-        yield new
-    except BaseException:
-        new.abandon()
-        raise
+def building(final: Path, needed: int) -> Iterator[Building]:
+    """Make an empty folder for `final`, of `needed` bytes; it is removed on any error, and hidden before `commit`."""
+    parent = final.parent
+    with naming_full_disk(parent, needed):
+        parent.mkdir(parents=True, exist_ok=True)
+        clear_leftovers(parent)
+        check_space(parent, needed)
+        new = begin_building(final, claimed=holds_claim(parent))
+        try:
+            yield new
+        except BaseException:
+            new.abandon()
+            raise
 
 
 def set_aside(folder: Path, *, claimed: bool = False) -> Path:

@@ -63,7 +63,6 @@ class CheckpointContent:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all the tensors."""
         return sum(chunk.nbytes for chunk in self.chunks)
 
 
@@ -96,10 +95,7 @@ def by_key(chunks: Iterable[Chunk]) -> dict[str, list[Chunk]]:
 
 
 def share_of(chunks: Sequence[Chunk], index: int, size: int) -> list[Chunk]:
-    """The chunks that one of `size` ranks writes which all hold the same list: shares of about equal bytes.
-
-    The ranks need not speak of it, since each computes all the shares.
-    """
+    """The chunks, of a list that `size` ranks all hold, that one of them writes: shares of about equal bytes."""
     return [chunks[number] for number in sorted(balanced([chunk.nbytes for chunk in chunks], size)[index])]
 
 

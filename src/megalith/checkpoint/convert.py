@@ -36,7 +36,7 @@ from megalith.checkpoint.huggingface_source import HuggingFaceSource, files_of_t
 from megalith.checkpoint.model_space import model_space_of
 from megalith.checkpoint.safe_loading import ForeignEnum
 from megalith.checkpoint.source import Source
-from megalith.checkpoint.store import RELEASE, TRACKER_FILE, facts_of, locate, provenance
+from megalith.checkpoint.store import RELEASE, TRACKER_FILE, facts_of, locate
 from megalith.checkpoint.streaming import no_check, rng_keys, write_torch, write_torch_dist
 from megalith.errors import CheckpointError, ConfigError, LayoutError
 from megalith.layout import Layout
@@ -231,9 +231,8 @@ def _check_place(final: Path, found: Path, *, replace: bool) -> None:
 def adapted(
     source: Source, wanted: Wanted, where: str, notes: list[str], tokens: int | None = None
 ) -> tuple[Source, Layout]:
-    """The source as the result is to be, and the layout of that; what the user must hear is added to `notes`.
-
-    `where` names the source in errors; `tokens` are those of `known_tokens`.
+    """The source as the result is to be, and its layout; `notes` gets what the user must hear, `where` names the
+    source.
     """
     common = source.common()
     args = args_of(common)
@@ -352,11 +351,7 @@ def divided_args(args: Mapping[str, Any], layout: Layout, kind: str) -> dict[str
     undivided = {**_UNDIVIDED, **({} if same_stages and not args.get("pipeline_model_parallel_layout") else _UNEVEN)}
     kept = {name: value for name, value in args.items() if not isinstance(value, ForeignEnum)}
     changed = {name: value for name, value in undivided.items() if name in kept}
-    sizes = {
-        "world_size": layout.world_size,
-        "data_parallel_size": layout.dp,
-        "expert_model_parallel_size": layout.ep,
-    }
+    sizes = {"world_size": layout.world_size, "data_parallel_size": layout.dp, "expert_model_parallel_size": layout.ep}
     changed |= {name: size for name, size in sizes.items() if name in kept}
     if layout.ep > 1:
         changed["expert_model_parallel_size"] = layout.ep
@@ -394,7 +389,7 @@ def _facts(folder: CheckpointFolder, iteration: int, layout: Layout) -> dict[str
     if isinstance(folder.source, HuggingFaceSource):
         kept = folder.source.facts()
     origin = {"path": str(folder.path.resolve()), "format": folder.source.format}
-    return {"iteration": iteration, **provenance(), **facts_of(layout), **kept, "converted_from": origin}
+    return {"iteration": iteration, **facts_of(layout), **kept, "converted_from": origin}
 
 
 def further_files(folder: CheckpointFolder) -> dict[str, bytes]:

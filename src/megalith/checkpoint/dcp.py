@@ -211,10 +211,7 @@ class _MetadataWriter(FileSystemWriter):
 def write_metadata(
     path: Path, checkpoint_name: str, metadata: Metadata, written: Sequence[Written]
 ) -> dict[str, FileRecord]:
-    """Write `.metadata`, durably, when the files of all ranks are there; returns the records of all the files so far.
-
-    `checkpoint_name` becomes the checkpoint's id; `metadata` is that of `merged_metadata`.
-    """
+    """Write `.metadata`, durably, when the files of all ranks are there; returns the records of all files so far."""
     _MetadataWriter(path, checkpoint_name).finish(metadata, [part.results for part in written])
     records = {name: record for part in written for name, record in part.records.items()}
     return records | hash_files([path / METADATA_FILE], threads=1)
@@ -258,10 +255,7 @@ class _Read:
 def read_sharded(
     path: Path, metadata: Metadata, content: CheckpointContent, through: ReadThrough | None = None
 ) -> dict[str, Any]:
-    """Fill the chunks of `content` in place and return the objects that it names; `through` hashes files in passing.
-
-    The caller has compared keys and shapes (`source.fitted`).
-    """
+    """Fill the chunks of `content`, which `source.fitted` has checked, and return its objects."""
     # Objects first and here: torch's list of safe types is global, so threads must not share it.
     objects = {key: _read_object(path, metadata, key) for key in content.objects}
     through = through or ReadThrough(path, {})

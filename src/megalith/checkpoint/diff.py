@@ -15,12 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalith.checkpoint.adapted import (
-    InPrecision,
-    WeightsOnly,
-    args_of,
-    over_vocabulary,
-)
+from megalith.checkpoint.adapted import InPrecision, WeightsOnly, args_of, over_vocabulary
 from megalith.checkpoint.content import CheckpointContent, Chunk
 from megalith.checkpoint.formats.torch_dist import (
     OPTIMIZER_PREFIX,
@@ -110,9 +105,7 @@ def _weight_dtypes(source: Source) -> set[torch.dtype]:
 
 
 def tensor_differences(one: Source, other: Source) -> Iterator[TensorDifference]:
-    """Compare all tensors of two sources as `compared` gives them, in the order of the first; what is equal is told
-    too.
-    """
+    """Compare all tensors of two sources as `compared` gives them, in the order of the first, equal ones too."""
     first, second = one.contents(), other.contents()
     for key, held in first.tensors.items():
         match = second.tensors.get(key)
@@ -146,7 +139,6 @@ def _of_key(
 
 
 def _named(key: str, weight: str, index: tuple[int, ...]) -> str:
-    """A key with the layer and the expert."""
     kinds = ["layer", "expert"] if len(index) == 2 else ["expert" if is_of_experts(weight) else "layer"]
     places = ", ".join(f"{kind} {at}" for kind, at in zip(kinds, index, strict=False))
     return f"{key} of {places}" if places else key

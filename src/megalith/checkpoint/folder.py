@@ -56,15 +56,10 @@ def check_further_files(names: Collection[str]) -> None:
 def finish_folder(
     path: Path, records: Mapping[str, FileRecord], files: Mapping[str, bytes], facts: Mapping[str, Any]
 ) -> int:
-    """Write, durably, what makes a checkpoint of a folder in which all ranks' tensors and objects are.
+    """Write, durably, what makes a checkpoint of a folder in which all ranks' tensors and objects are, as `records`
+    say.
 
-    Args:
-        records: size and digest of the files that are there.
-        files: further files to write, name -> bytes.
-        facts: what the manifest says beside sizes and hashes.
-
-    Returns:
-        Bytes of all the files but the manifest.
+    `facts` are what the manifest says beside sizes and hashes. Returns the bytes of all the files but the manifest.
     """
     for name, data in files.items():
         write_durably(path / name, data)
@@ -179,9 +174,8 @@ class CheckpointFolder:
             return [str(error)]
 
     def read_through(self, part: int = 0, parts: int = 1) -> dict[str, FileRecord]:
-        """The files with tensors whose hashes a load can compare while it reads them; none without a manifest.
-
-        Of `parts` ranks, those that rank `part` wrote, as it will mostly read them.
+        """The files, of those that rank `part` of `parts` wrote, whose hashes a load can compare; none without a
+        manifest.
         """
         body = self.manifest()
         if body is None or not isinstance(self.source, TorchDistSource):
@@ -218,7 +212,6 @@ class Reading:
 
 
 def _files(folder: Path) -> list[Path]:
-    """The files of a checkpoint folder and of the folders in it, by name."""
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
@@ -229,7 +222,6 @@ def _share(records: Mapping[str, FileRecord], part: int, parts: int) -> dict[str
 
 
 def damaged(path: Path, problems: list[str]) -> DamagedCheckpointError:
-    """The error for a checkpoint that must not be loaded."""
     return DamagedCheckpointError(listing(f"{path} is damaged", with_remedy(problems)))
 
 

@@ -218,10 +218,7 @@ class HashedFile(io.RawIOBase):
 
 
 def hash_files(paths: Iterable[Path], threads: int | None = None, below: Path | None = None) -> dict[str, FileRecord]:
-    """Hash files on several threads: name, or path from the folder `below` -> record.
-
-    By default there is a thread for each processor, at most 8, since a disk is seldom faster than that.
-    """
+    """Hash files: name, or path from `below`, -> record. By default on a thread for each processor, at most 8."""
     buffers = threading.local()
     with ThreadPoolExecutor(threads or min(8, os.cpu_count() or 1), thread_name_prefix="hash") as pool:
         sizes = {path: path.stat().st_size for path in paths}
@@ -244,31 +241,25 @@ def _hash_segment(path: Path, start: int, buffers: threading.local) -> list[int]
     view: memoryview = buffers.view
     checksums = []
     with path.open("rb", buffering=0) as file:
-        file.seek(start)
-        for _ in range(_SEGMENT_SIZE // BLOCK_SIZE):
-            got = _read_block(file, view)
-            if got == 0:
+        for block in range(start, start + _SEGMENT_SIZE, BLOCK_SIZE):
+            if (got := _fill(file.fileno(), view, block)) == 0:
                 break
             checksums.append(zlib.crc32(view[:got]))
     return checksums
 
 
-def _read_block(file: io.FileIO, view: memoryview) -> int:
-    """Fill `view` from the file's position, short only at its end."""
+def _fill(fd: int, view: memoryview, start: int) -> int:
+    """Fill `view` from the file at byte `start`; returns the number of bytes, less than asked for only at its end."""
     done = 0
-    while done < len(view) and (got := file.readinto(view[done:])):
+    while done < len(view) and (got := os.preadv(fd, [view[done:]], start + done)):
         done += got
     return done
 
 
 def read_exactly(fd: int, view: memoryview, start: int) -> None:
     """Fill `view` from the file at byte `start`; an EOFError if it ends before."""
-    done = 0
-    while done < len(view):
-        got = os.preadv(fd, [view[done:]], start + done)
-        if got == 0:
-            raise EOFError(f"the file ends at byte {start + done}, {len(view) - done} bytes early")
-        done += got
+    if (done := _fill(fd, view, start)) < len(view):
+        raise EOFError(f"the file ends at byte {start + done}, {len(view) - done} bytes early")
 
 
 _PIECE = 4 * BLOCK_SIZE  # bytes that are read, or hashed, in one go
@@ -282,7 +273,6 @@ class FileReading:
         self.fd = fd
 
     def read(self, view: memoryview, start: int) -> None:
-        """As `read_exactly`."""
         read_exactly(self.fd, view, start)
 
 
@@ -318,7 +308,6 @@ class HashedReading(FileReading):
         return self._hash.record()
 
     def close(self) -> None:
-        """End the thread that hashes."""
         self._hasher.shutdown(cancel_futures=True)
 
     def _pass_over(self, stop: int) -> None:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from megalith.checkpoint.adapted import InPrecision, WeightsOnly, args_of
-from megalith.checkpoint.commit import building, check_space, naming_full_disk, write_durably
+from megalith.checkpoint.commit import building, write_durably
 from megalith.checkpoint.content import CheckpointContent, Chunk, volume
 from megalith.checkpoint.folder import CheckpointFolder, damaged
 from megalith.checkpoint.formats.torch_dist import WORD_EMBEDDINGS
@@ -155,20 +155,17 @@ def export(
     )
     files = _further_files(found, config, manifest.get("tokenizer") or {}, notes)
     destination = destination.resolve()
-    with naming_full_disk(destination.parent, layout.bytes):
-        destination.parent.mkdir(parents=True, exist_ok=True)
-        check_space(destination.parent, layout.bytes)
-        with building(destination) as new:
-            reader = _Reader(weights, space, rows, table)
-            for name, shard in zip(layout.names, layout.shards, strict=True):
-                _write_safetensors(new.path / name, shard, reader)
-            if len(layout.shards) > 1:
-                files[INDEX_FILE] = _json(layout.index())
-            for name, data in files.items():
-                write_durably(new.path / name, data)
-            if check is not None:
-                check(new.path, weights, space, rows)
-            new.commit()
+    with building(destination, layout.bytes) as new:
+        reader = _Reader(weights, space, rows, table)
+        for name, shard in zip(layout.names, layout.shards, strict=True):
+            _write_safetensors(new.path / name, shard, reader)
+        if len(layout.shards) > 1:
+            files[INDEX_FILE] = _json(layout.index())
+        for name, data in files.items():
+            write_durably(new.path / name, data)
+        if check is not None:
+            check(new.path, weights, space, rows)
+        new.commit()
     architecture = config.get("architectures", [family.architecture])[0]
     return Exported(destination, family, architecture, rows, layout.bytes, len(layout.shards), notes)
 
@@ -207,11 +204,7 @@ def _origin(original: Mapping[str, Any] | None, model: ModelConfig) -> str | Non
 
 
 def _rows(
-    wanted: Export,
-    space: ModelSpace,
-    manifest: Mapping[str, Any],
-    original: Mapping[str, Any] | None,
-    notes: list[str],
+    wanted: Export, space: ModelSpace, manifest: Mapping[str, Any], original: Mapping[str, Any] | None, notes: list[str]
 ) -> int:
     """Rows of the vocabulary to keep: those beyond the true one are padding for tensor-parallel ranks."""
     known = (original or {}).get("vocab_size") or manifest.get("tokenizer", {}).get("vocab_size")
@@ -357,7 +350,6 @@ class _Layout:
 
     @property
     def names(self) -> list[str]:
-        """The file of each shard."""
         if len(self.shards) == 1:
             return [WEIGHTS_FILE]
         count = len(self.shards)

@@ -92,7 +92,6 @@ class HuggingFaceSource:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """What config.json holds."""
         found = _json(self.path / CONFIG_FILE)
         if not isinstance(found, dict):
             raise CheckpointError(f"{self.path / CONFIG_FILE} holds no JSON object")
@@ -152,10 +151,7 @@ class HuggingFaceSource:
 
     @cached_property
     def _held(self) -> dict[str, dict[tuple[int, ...], list[_Held]]]:
-        """Key in model space -> place on its leading axes (layer, expert) -> what is in the files of it.
-
-        Names, shapes and dtypes are checked.
-        """
+        """Key in model space -> place on its leading axes (layer, expert) -> what is in the files of it, checked."""
         table = tensors_of(self.about.family, self.about.model, self.about.vocab_size)
         stored, lines = dict(self._stored), []
         found: dict[str, dict[tuple[int, ...], list[_Held]]] = {}
@@ -304,10 +300,7 @@ def _spellings(name: str) -> tuple[str, ...]:
 
 
 def _word_pieces(folder: Path, family: str) -> TokenizerConfig | None:
-    """The tokenizer of a vocab.txt, for BERT and for a T5 whose configuration counts its sentinels.
-
-    It takes capitals off unless its configuration says otherwise.
-    """
+    """The tokenizer of a vocab.txt, for BERT and for a T5 whose configuration counts its sentinels."""
     file = folder / _TOKENIZER_CONFIG
     read = _json(file) if file.is_file() else {}
     found = read if isinstance(read, dict) else {}
@@ -333,7 +326,6 @@ class _Files:
         self._stack, self._opened = stack, dict[Path, Any]()
 
     def tensor(self, stored: _Stored) -> Tensor:
-        """A tensor, mapped into memory."""
         if stored.file not in self._opened:
             self._opened[stored.file] = self._stack.enter_context(_open(stored.file))
         with _naming(stored.file):

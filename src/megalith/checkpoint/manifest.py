@@ -39,9 +39,7 @@ def _text(body: dict[str, Any]) -> bytes:
 
 
 def read(folder: Path) -> dict[str, Any] | None:
-    """Read the manifest of a checkpoint folder; None where there is none. A NewerFormatError if a later version wrote
-    it.
-    """
+    """Read the manifest of a folder, None where there is none; a NewerFormatError if a later version wrote it."""
     data = _bytes(folder)
     if data is None:
         return None

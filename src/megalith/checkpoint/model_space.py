@@ -41,12 +41,10 @@ class Division:
 
     @property
     def pp(self) -> int:
-        """The number of pipeline stages."""
         return len(self.stages)
 
     @property
     def places(self) -> list[Place]:
-        """All (tensor, pipeline, expert) places."""
         return list(product(range(self.tp), range(self.pp), range(self.ep)))
 
     def experts(self, expert: int, count: int) -> range:
@@ -85,7 +83,6 @@ class ModelSpace:
 
     @property
     def stacks(self) -> Mapping[str, int]:
-        """Layers of each stack."""
         return self.model.stacks
 
     def layers_in(self, layers: range) -> range:

@@ -159,12 +159,11 @@ class _Claim:
 
 @contextmanager
 def claim(folder: Path, *, heartbeat: float = HEARTBEAT_SECONDS) -> Iterator[None]:
-    """Hold the save folder, made if missing, for this process while the context lasts, with a heartbeat every few
-    seconds.
+    """Hold the save folder, made if missing, for this process while the context lasts, with a sign of life every
+    heartbeat.
 
-    Raises:
-        CheckpointError: another run holds it (the message names process, machine and age), it is not writable, or it
-            is the folder of a Hugging Face model.
+    A CheckpointError if another run holds it (the message names process, machine and age), it is not writable, or it is
+    the folder of a Hugging Face model.
     """
     refuse_model_folder(folder)
     path = folder / LOCK_FILE

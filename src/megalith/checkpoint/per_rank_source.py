@@ -202,7 +202,6 @@ class PerRankSource:
 
     @cached_property
     def _weights(self) -> dict[Place, list[Named]]:
-        """The weights of each place by virtual chunk."""
         stages = self._layout.stages
         return {
             place: [self._named(place, body, chunk) for chunk in range(len(stages[place[1]]))]
@@ -217,10 +216,7 @@ class PerRankSource:
         if not isinstance(body.get(key), Mapping):
             raise CheckpointError(f"{where} has no {key!r}; it holds {', '.join(map(str, body))}")
         named = [(name, value) for name, value in flattened(body[key]) if is_parameter(name)]
-        layers, expected = (
-            space.layers_in(stages[pp][chunk]),
-            space.names_of(self._layout, pp, place[2])[chunk],
-        )
+        layers, expected = (space.layers_in(stages[pp][chunk]), space.names_of(self._layout, pp, place[2])[chunk])
         found = {module_name(name, layers, experts.start) or name: (name, value) for name, value in named}
         for name in expected:
             if name.startswith(HEAD_OF_T5) and name in found:
@@ -250,7 +246,6 @@ class PerRankSource:
         return found
 
     def _experts(self, place: Place) -> range:
-        """The numbers of the experts of a place."""
         return self._layout.experts(place[2], self._space.model.num_experts or 0)
 
     def _shape(self, name: str, tp: int) -> tuple[int, ...]:
@@ -441,7 +436,6 @@ class PerRankSource:
 
 
 def _of_experts(weights: Sequence[Mapping[str, Tensor]], *, expert: bool) -> list[dict[str, Tensor]]:
-    """Those of the experts, or of all else."""
     return [{name: tensor for name, tensor in part.items() if (".mlp.experts." in name) == expert} for part in weights]
 
 

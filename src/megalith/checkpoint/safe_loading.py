@@ -172,10 +172,7 @@ def load_tensors_and_plain_data(path: Path) -> Any:
 
 
 def map_tensors(path: Path) -> Any:
-    """Like `load_tensors_and_plain_data` with tensors that are read off the disk when they are used.
-
-    Files that torch wrote before 1.6 cannot be mapped and are read whole.
-    """
+    """Like `load_tensors_and_plain_data` with mapped tensors; files from before torch 1.6 are read whole."""
 
     def load(file: IO[bytes]) -> Any:
         is_archive = file.read(len(_ARCHIVE)) == _ARCHIVE
@@ -194,10 +191,7 @@ def load_bytes(value: IO[bytes], source: str) -> Any:
 
 
 def dump_bytes(value: object, name: str) -> bytes:
-    """The bytes that `torch.save` writes for a value; `load_bytes` is the inverse.
-
-    A CheckpointError if the value holds a type that `load_bytes` would refuse: nothing unreadable is saved.
-    """
+    """The bytes that `torch.save` writes for a value; a CheckpointError if `load_bytes` would refuse it."""
     stream = io.BytesIO()
     torch.save(value, stream)
     try:

@@ -28,13 +28,13 @@ one save is under way.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from megalith.checkpoint.commit import (
     Building,
@@ -53,6 +53,7 @@ from megalith.checkpoint.hashing import WritingCancelled
 from megalith.checkpoint.owner import check_claim
 from megalith.checkpoint.source import refuse_model_folder
 from megalith.checkpoint.staging import Staging
+from megalith.distributed.board import in_thread
 from megalith.errors import CheckpointError
 
 MakeWriter = Callable[[CheckpointContent, Mapping[str, bytes], int], TorchDistWriter | PerRankWriter]
@@ -207,7 +208,6 @@ class Saving:
         return sealed
 
     def _written(self) -> None:
-        """This rank is done with its files."""
         if not self.crew.is_first:
             self.on_point("pre_commit")
 
@@ -220,9 +220,7 @@ class Saving:
             yield path
 
     def commit(self, written: Sequence[Written]) -> int:
-        """Put the folder in its place; the first rank does that, and needs no other. Returns the bytes written,
-        elsewhere 0.
-        """
+        """Put the folder in its place; the first rank does that, and needs no other. Returns its bytes, elsewhere 0."""
         if not self.crew.is_first:
             self.on_point("mid_commit")
             return 0
@@ -255,39 +253,9 @@ def _wait_for(path: Path, size: int = 0) -> None:
 
 
 _SECONDS_TO_STOP = 10.0
-
-
-T = TypeVar("T")
-
-
-class _Work(Generic[T]):
-    """What a thread does, and what came of it.
-
-    It has the priority of the others: a lower one would hold the interpreter for as long as the system gives it no
-    processor.
-    """
-
-    def __init__(self, act: Callable[[], T]) -> None:
-        self._act = act
-        self._results: list[T] = []
-        self.error: BaseException | None = None
-        self.thread = threading.Thread(target=self._run, name="checkpoint-save", daemon=True)
-        self.thread.start()
-
-    def _run(self) -> None:
-        try:
-            self._results.append(self._act())
-        except BaseException as error:  # told to all ranks at the end of a step
-            self.error = error
-
-    def result(self) -> T:
-        """What came of it, when it is done."""
-        self.thread.join()
-        if isinstance(self.error, Exception):
-            raise self.error
-        if self.error is not None:
-            raise CheckpointError(f"the thread that wrote the checkpoint ended: {self.error!r}") from self.error
-        return self._results[0]
+# Its threads have the priority of the others: a lower one would hold the interpreter for as long as the system gives it
+# no processor.
+_THREAD = "checkpoint-save"
 
 
 class PendingSave:
@@ -298,23 +266,23 @@ class PendingSave:
 
     def __init__(self, saving: Saving) -> None:
         self._saving = saving
-        self._writing = _Work(saving.write)
+        self._writing = in_thread(saving.write, _THREAD)
         self._written: list[Written] = []
-        self._committing: _Work[int] | None = None
+        self._committing: Future[int] | None = None
         self._waited = 0.0
 
     @property
     def busy(self) -> bool:
         """Whether a thread of this rank is at work for it."""
-        return self._work.thread.is_alive()
+        return not self._work.done()
 
     @property
     def failed(self) -> bool:
         """Whether this rank could not do its part."""
-        return self._work.error is not None
+        return self._work.done() and self._work.exception() is not None
 
     @property
-    def _work(self) -> _Work[Any]:
+    def _work(self) -> Future[Any]:
         return self._committing or self._writing
 
     def settle(self) -> None:
@@ -324,34 +292,32 @@ class PendingSave:
     def proceed(self, *, failed: bool = False) -> SaveReport | None:
         """Go on to the next stage, waiting for what is still busy; all ranks call it together.
 
-        Returns what the save did after the last stage, None before. With `failed` a rank is known to have failed, so
-        that the others need not write to the end. A CheckpointError, on whichever rank, leaves what was there before
-        untouched.
+        Returns what the save did after the last stage, None before. With `failed` another rank has failed, and writing
+        ends. A CheckpointError, on whichever rank, leaves what was there before untouched.
         """
         if failed:
             self._saving.cancel()
         if self._committing is None:
             self._written = self._saving.gathered(lambda: self._waited_for(self._writing, cancelled=failed))
-            self._committing = _Work(lambda: self._saving.commit(self._written))
+            self._committing = in_thread(lambda: self._saving.commit(self._written), _THREAD)
             return None
         committing = self._committing
         report = self._saving.agreed(lambda: self._waited_for(committing), self._written)
         return replace(report, waited_seconds=self._waited)
 
-    def _waited_for(self, work: _Work[Any], *, cancelled: bool = False) -> Any:
+    def _waited_for(self, work: Future[Any], *, cancelled: bool = False) -> Any:
         """The result of a thread; of a cancelled one nothing, since the failure is another rank's to tell."""
         began = time.perf_counter()
-        try:
-            return work.result()
-        except WritingCancelled:
-            if not cancelled:
-                raise
+        error = work.exception()
+        self._waited += time.perf_counter() - began
+        if cancelled and isinstance(error, WritingCancelled):
             return Written([], {})
-        finally:
-            self._waited += time.perf_counter() - began
+        if error is not None and not isinstance(error, Exception):
+            raise CheckpointError(f"the thread that wrote the checkpoint ended: {error!r}") from error
+        return work.result()
 
     def abandon(self) -> None:
         """Stop writing and remove what was written, as far as this rank can; nothing if it was committed."""
         self._saving.cancel()
-        self._work.thread.join(_SECONDS_TO_STOP)
+        wait([self._work], _SECONDS_TO_STOP)
         self._saving.abandon()

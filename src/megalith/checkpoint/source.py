@@ -40,42 +40,29 @@ class Source(Protocol):
     @property
     def format(self) -> str:
         """Its name as `--ckpt-format` has it, or `huggingface`."""
-        ...
 
     def contents(self) -> Contents:
         """The tensors in model space and the keys of the objects."""
-        ...
 
     def common(self) -> dict[str, Any]:
         """The state that all ranks share, as `common.pt` has it: args (Namespace), checkpoint_version, iteration and,
         where they were saved, `optimizer` as `formats.torch_dist.optimizer_common` writes it and opt_param_scheduler.
         """
-        ...
 
     def read(self, content: CheckpointContent) -> dict[str, Any]:
-        """Fill the chunks in place, cast to their dtypes, and return the objects that are named.
-
-        The caller has compared keys and global shapes with `contents`.
+        """Fill the chunks, which `fitted` has checked, in place and cast to their dtypes; return the objects that are
+        named.
         """
-        ...
 
     def problems(self) -> list[str]:
-        """What is wrong with the files, so far as it can be seen without reading them through; empty if nothing is.
-
-        An OtherModelError if there may be nothing wrong, but it is no model that can be read.
-        """
-        ...
+        """What is wrong with the files, without reading them through; an OtherModelError if it is no model for us."""
 
     def changed(self, part: int = 0, parts: int = 1) -> list[str]:
         """What has changed by checksums of the format, without a manifest; reads one of `parts` of the files."""
-        ...
 
 
 def open_source(path: Path) -> Source:
-    """The reader for the format of a checkpoint folder: `iter_*` or `release` of Megatron's, or a Hugging Face folder.
-
-    A NewerFormatError if a later version wrote it.
-    """
+    """The reader for the format of a checkpoint folder; a NewerFormatError if a later version wrote it."""
     from megalith.checkpoint.torch_dist_source import TorchDistSource
 
     if not path.is_dir():
@@ -147,7 +134,6 @@ class Contents:
 
 
 def keys_of(content: CheckpointContent) -> frozenset[str]:
-    """The keys of all its tensors and objects."""
     return frozenset(chunk.key for chunk in content.chunks) | frozenset(content.objects)
 
 
@@ -199,7 +185,6 @@ def _differences(key: str, chunk: Chunk, held: StoredTensor | None) -> list[str]
 
 
 def listing(head: str, lines: Sequence[str]) -> str:
-    """A head line with indented lines under it."""
     return "\n  ".join([f"{head}:", *lines])
 
 

@@ -38,7 +38,6 @@ class Staging:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of host memory that are held."""
         return self._memory.nbytes
 
     def reserve(self, chunks: Sequence[Chunk]) -> None:

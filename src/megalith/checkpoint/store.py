@@ -187,8 +187,8 @@ class DirectoryStore:
         files: Mapping[str, bytes] = NO_FILES,
         on_point: Callable[[str], None] = no_point,
     ) -> SaveReport:
-        """Write a checkpoint and point the tracker to it; returns when it is durable. An error leaves what was there
-        untouched.
+        """Write a checkpoint and point the tracker to it; returns when it is durable. An error leaves what was there as
+        it is.
 
         Args:
             iteration: its number; a checkpoint that has it already is replaced.
@@ -228,7 +228,7 @@ class DirectoryStore:
         on_point: Callable[[str], None],
         staging: Staging | None = None,
     ) -> Saving:
-        facts = {"iteration": iteration, **provenance(), **facts_of(self._layout), **manifest}
+        facts = {"iteration": iteration, **facts_of(self._layout), **manifest}
 
         def publish() -> None:
             before = self._latest()
@@ -255,9 +255,8 @@ class DirectoryStore:
         self._crew.first(lambda: self._delete([other for other in self._iterations() if other > iteration]))
 
     def _delete(self, iterations: Sequence[int], *, beside: bool = False) -> None:
-        """Delete checkpoints, with `beside` in a thread; a link to one stays.
-
-        A failure is said in the log, as it does not concern what is saved, unless the folder is no longer this run's.
+        """Delete checkpoints but links, with `beside` in a thread; a failure is logged if the folder is still this
+        run's.
         """
         asides = []
         for iteration in iterations:
@@ -460,16 +459,13 @@ def split_path(path: Path) -> tuple[Path, int | None]:
 
 
 def facts_of(layout: Layout) -> dict[str, Any]:
-    """What a manifest says of the ranks that wrote it."""
-    return {"layout": asdict(layout), "world_size": layout.world_size}
-
-
-def provenance() -> dict[str, str]:
-    """When and by which versions a checkpoint was written."""
+    """What a manifest says of the ranks that wrote it, when, and by which versions."""
     return {
         "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "megalith_version": megalith.__version__,
         "torch_version": str(torch.__version__),
+        "layout": asdict(layout),
+        "world_size": layout.world_size,
     }
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megalith.checkpoint.adapted import args_of
-from megalith.checkpoint.commit import building, check_space, clear_leftovers, naming_full_disk
+from megalith.checkpoint.commit import building
 from megalith.checkpoint.content import CheckpointContent, Chunk, by_key
 from megalith.checkpoint.folder import TorchDistWriter, finish_folder
 from megalith.checkpoint.formats.megatron_names import CORE
@@ -111,13 +111,13 @@ def write_torch_dist(
     ]
     writers[0].merge([writer.plan for writer in writers])
 
-    def write(folder: Path) -> int:
-        written = [writer.write(folder) for writer in writers]
-        size = writers[0].finish(folder, final.name, written, facts)
-        check(folder)
-        return size
-
-    return _appearing(final, sum(writer.nbytes for writer in writers), write, publish)
+    with building(final, sum(writer.nbytes for writer in writers)) as new:
+        written = [writer.write(new.path) for writer in writers]
+        size = writers[0].finish(new.path, final.name, written, facts)
+        check(new.path)
+        new.commit()
+        publish()
+    return size
 
 
 def write_torch(
@@ -138,29 +138,15 @@ def write_torch(
     whole = [chunk for place in undivided.places for chunk in _chunks(space, contents, undivided, place)]
     _refuse_lost(contents, by_key(whole), _UNKNOWN)
 
-    def write(folder: Path) -> int:
-        made = write_per_rank(source, folder, names)
-        _refuse_lost(contents, PerRankSource(folder).contents().tensors, _NO_PLACE)
-        size = finish_folder(folder, hash_files([folder / name for name in made], below=folder), files, facts)
-        check(folder)
-        return size
-
     tensors = sum(stored.numel * stored.dtype.itemsize for stored in contents.tensors.values())
-    return _appearing(final, tensors + tensors // _SHARE_OF_COPIES + _FIXED_OVERHEAD, write, publish)
-
-
-def _appearing(final: Path, needed: int, write: Callable[[Path], int], publish: Callable[[], None]) -> int:
-    """Make a folder that appears whole or not at all: `write` fills it under another name, `publish` follows the
-    rename.
-    """
-    with naming_full_disk(final.parent, needed):
-        final.parent.mkdir(parents=True, exist_ok=True)
-        clear_leftovers(final.parent)
-        check_space(final.parent, needed)
-        with building(final) as new:
-            size = write(new.path)
-            new.commit()
-            publish()
+    with building(final, tensors + tensors // _SHARE_OF_COPIES + _FIXED_OVERHEAD) as new:
+        made = write_per_rank(source, new.path, names)
+        _refuse_lost(contents, PerRankSource(new.path).contents().tensors, _NO_PLACE)
+        records = hash_files([new.path / name for name in made], below=new.path)
+        size = finish_folder(new.path, records, files, facts)
+        check(new.path)
+        new.commit()
+        publish()
     return size
 
 

@@ -226,10 +226,7 @@ def _bytes_at(file: FileReading, start: int, length: int) -> bytes:
 
 
 def _locate(entry: _FileSlice, fd: int, start: int) -> tuple[_Header, int] | None:
-    """Header, and absolute position of the elements, if these stand in the file as they do in a contiguous tensor.
-
-    Raises:  ValueError: the archive or its header is damaged.
-    """
+    """Header, and absolute position of the elements, if these are stored as of a contiguous tensor; or a ValueError."""
     try:
         found = _find_record(entry)
         if found is None:
@@ -367,10 +364,7 @@ def _pickled(tensor: Tensor) -> bytes:
 
 
 def exact_storage(tensor: Tensor) -> Tensor:
-    """The same CPU tensor over a storage of just its elements, since `torch.save` writes the whole storage.
-
-    A contiguous view is aliased, anything else copied.
-    """
+    """The tensor, contiguous, over a storage of just its elements, since `torch.save` writes the whole storage."""
     if tensor.untyped_storage().nbytes() == tensor.nbytes and tensor.is_contiguous():
         return tensor
     if not tensor.is_contiguous() or tensor.numel() == 0:
@@ -541,10 +535,7 @@ def _checksum(fd: int, info: zipfile.ZipInfo) -> int:
 
 
 def changed_records(path: Path) -> list[str]:
-    """The records of an archive whose bytes are not those of their checksums; none of a file that is no archive.
-
-    Records without a checksum, as torch writes them on request, are passed over.
-    """
+    """The records of an archive, if it is one, whose bytes do not have their checksums; some were written without."""
     if not zipfile.is_zipfile(path):
         return []
     try:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import re
 from argparse import Namespace
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import product
@@ -118,7 +117,8 @@ class TorchDistSource:
     def _common_file(self) -> dict[str, Any]:
         """As it was saved."""
         if not (self.path / COMMON_FILE).exists() and _COMMON_OBJECT in self._stored.objects:
-            common = self.objects([_COMMON_OBJECT])[_COMMON_OBJECT]
+            content = CheckpointContent(objects={_COMMON_OBJECT: None})
+            common = read_sharded(self.path, self._metadata, content)[_COMMON_OBJECT]
         else:
             common = load_tensors_and_plain_data(self.path / COMMON_FILE)
         if not isinstance(common, dict):
@@ -130,10 +130,6 @@ class TorchDistSource:
         """Megatron's arguments of the run that wrote it, with the family of the model; empty where there are none."""
         found = self._common_file().get("args", Namespace())
         return with_family(vars(found), self._stored.tensors) if isinstance(found, Namespace) else {}
-
-    def objects(self, keys: Sequence[str]) -> dict[str, Any]:
-        """Objects of the files by their keys."""
-        return read_sharded(self.path, self._metadata, CheckpointContent(objects=dict.fromkeys(keys)))
 
     def read(self, content: CheckpointContent, through: ReadThrough | None = None) -> dict[str, Any]:
         """As the port says; `through` has the files to hash in passing."""

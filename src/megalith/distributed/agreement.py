@@ -31,7 +31,6 @@ _NAMED = 8
 
 
 def versions() -> dict[str, str]:
-    """The code and what it runs on."""
     return {
         "megalith": f"{__version__}, sources {source_digest()}",
         "torch": torch.__version__,
@@ -64,10 +63,7 @@ def difference(own: Facts, other: Facts, own_name: str, other_name: str) -> str:
 
 
 def refuse_unequal(facts: Facts, axis: Axis) -> None:
-    """See that all ranks of the axis hold the same facts; they call this together.
-
-    If not, a ConfigError on all ranks alike names two that differ, and in what.
-    """
+    """Raise the same ConfigError on all ranks of the axis, which call this together, if their facts differ."""
     text = json.dumps(dict(facts), sort_keys=True)
     digests = comm.all_gather_objects(hashlib.blake2b(text.encode(), digest_size=16).hexdigest(), axis)
     if len(set(digests)) == 1:

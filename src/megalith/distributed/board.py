@@ -16,10 +16,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol, TextIO, TypeVar
+from typing import TYPE_CHECKING, TextIO, TypeVar
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 T = TypeVar("T")
 
@@ -91,7 +95,6 @@ class Status:
         return f"{self.place}, waiting in {self.operation} over {self.axis} (collective {self.count})"
 
     def encode(self) -> bytes:
-        """One short line."""
         return (
             f"{self.step} {self.phase} {self.waits:d} {self.operation} {self.axis} {self.count} {self.since:.3f} "
             f"{self.beat}\n"
@@ -190,18 +193,6 @@ class FolderBoard:
         return not ended and process_state(read_identity(self, rank).pid) not in ("", "Z")
 
 
-class Store(Protocol):
-    """What is needed of torch.distributed's stores."""
-
-    def set(self, key: str, value: str, /) -> Any: ...
-
-    def get(self, key: str, /) -> bytes: ...
-
-    def check(self, keys: list[str], /) -> bool: ...
-
-    def add(self, key: str, amount: int, /) -> int: ...
-
-
 class StoreBoard:
     """The same in the store of the run. No call waits longer than two seconds for a store that does not answer.
 
@@ -239,20 +230,26 @@ class StoreBoard:
 Board = FolderBoard | StoreBoard
 
 
-def _soon(call: Callable[[], T]) -> T:
-    """The result of a call that may never return; BoardGone if it fails or takes too long."""
-    results: list[T] = []
+def in_thread(act: Callable[[], T], name: str) -> Future[T]:
+    """Run `act` in a thread that no end of the program waits for."""
+    future = Future[T]()
 
     def run() -> None:
-        with suppress(RuntimeError):
-            results.append(call())
+        try:
+            future.set_result(act())
+        except BaseException as error:  # for whoever asks for the result
+            future.set_exception(error)
 
-    thread = threading.Thread(target=run, name="board", daemon=True)
-    thread.start()
-    thread.join(_STORE_SECONDS)
-    if not results:
-        raise BoardGone
-    return results[0]
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
+
+
+def _soon(call: Callable[[], T]) -> T:
+    """The result of a call that may never return; BoardGone if it fails or takes too long."""
+    try:
+        return in_thread(call, "board").result(_STORE_SECONDS)
+    except Exception as error:
+        raise BoardGone from error
 
 
 def to_stderr(text: str) -> None:
@@ -262,7 +259,6 @@ def to_stderr(text: str) -> None:
 
 
 def write_identity(board: Board, identity: Identity) -> None:
-    """Say which process this rank is."""
     board.write(f"who-{identity.rank}", json.dumps(asdict(identity)))
 
 
@@ -293,10 +289,7 @@ def open_board(rank: int, size: int, store: Store | None, *, one_host: bool) -> 
 
 
 def make_folder() -> str:
-    """Return a new folder that only this user can read, in memory where the system has such a place and room there.
-
-    Folders that killed processes have left in memory are removed first.
-    """
+    """Return a new private folder, in memory where there is room; what killed processes have left there is removed."""
     _remove_abandoned()
     roomy = os.access(_MEMORY, os.W_OK) and shutil.disk_usage(_MEMORY).free >= _ROOM
     return tempfile.mkdtemp(prefix=_PREFIX, dir=_MEMORY if roomy else None)

@@ -263,8 +263,5 @@ def exchange(x: Tensor, axis: Axis, split_dim: int, concat_dim: int) -> Tensor:
 def exchange_rows(x: Tensor, axis: Axis, going: list[int], coming: list[int]) -> Tensor:
     """`all_to_all_rows`; the gradient goes back the same way."""
     return _apply(
-        x,
-        axis,
-        lambda x: all_to_all_rows(x, axis, going, coming),
-        lambda g: all_to_all_rows(g, axis, coming, going),
+        x, axis, lambda x: all_to_all_rows(x, axis, going, coming), lambda g: all_to_all_rows(g, axis, coming, going)
     )

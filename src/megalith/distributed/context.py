@@ -131,17 +131,10 @@ class ParallelContext:
 
     @classmethod
     def create(
-        cls,
-        layout: Layout,
-        device: torch.device,
-        *,
-        timeout: timedelta | None = None,
-        observer: Observer | None = None,
+        cls, layout: Layout, device: torch.device, *, timeout: timedelta | None = None, observer: Observer | None = None
     ) -> ParallelContext:
-        """Make all groups of a layout, whose world size is that of torch.distributed.
-
-        Every rank calls this with equal arguments. `timeout` is the longest wait of a collective, that of
-        torch.distributed if None; `observer` is told of each.
+        """Make all groups of a layout; every rank calls this with equal arguments. `timeout` None: that of
+        torch.distributed.
         """
         rank = dist.get_rank()
         assert dist.get_world_size() == layout.world_size, f"{layout} in a world of {dist.get_world_size()}"

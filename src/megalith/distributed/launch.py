@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -29,7 +29,7 @@ import torch.distributed as dist
 from megalith.config.environment import listen, loopback
 from megalith.config.groups import LaunchConfig
 from megalith.distributed.agreement import Facts, difference
-from megalith.distributed.board import BoardGone, StoreBoard, to_stderr
+from megalith.distributed.board import BoardGone, StoreBoard, in_thread, to_stderr
 from megalith.distributed.machine import (
     AwakeClock,
     interface_towards,
@@ -371,26 +371,18 @@ class _Meeting:
 
         In a thread: torch waits in native code for the answer of whoever listens there, longer than it is told.
         """
-        opened = Future[dist.Store]()
-
-        def open_store() -> None:
-            try:
-                timeout = timedelta(seconds=self._join_seconds)
-                store = dist.TCPStore(
-                    host,
-                    port,
-                    self._launch.world_size,
-                    listener is not None,
-                    timeout,
-                    wait_for_workers=False,
-                    master_listen_fd=listener,
-                )
-            except Exception as error:
-                opened.set_exception(error)
-            else:
-                opened.set_result(store)
-
-        threading.Thread(target=open_store, name="open-store", daemon=True).start()
+        opened = in_thread(
+            lambda: dist.TCPStore(
+                host,
+                port,
+                self._launch.world_size,
+                listener is not None,
+                timedelta(seconds=self._join_seconds),
+                wait_for_workers=False,
+                master_listen_fd=listener,
+            ),
+            "open-store",
+        )
         remedy = "give every run its own MASTER_PORT (torchrun --master_port, or --standalone)"
         try:
             for pause in _pauses():

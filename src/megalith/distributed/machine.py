@@ -60,9 +60,9 @@ def _memory_groups(proc: Path) -> Iterator[Path]:
 
 
 def _memory_hierarchies(proc: Path) -> Iterator[tuple[Path, str, str]]:
-    """Mount point, mounted group, and group of this process, of each hierarchy that may limit memory; version 1 first.
+    """Mount point, mounted group, and group of this process, of each hierarchy that may limit memory.
 
-    Both versions may be mounted: then version 1 has the memory if it names it.
+    Both versions may be mounted: then version 1 has the memory if it names it, and comes first.
     """
     groups = [line.split(":", 2) for line in (proc / "self/cgroup").read_text().splitlines()]
     mounts = [line.split() for line in (proc / "self/mountinfo").read_text().splitlines()]
@@ -143,7 +143,6 @@ def unusable_interfaces(backend: str, environ: Mapping[str, str]) -> str:
 
 
 def interface_variable(backend: str) -> str:
-    """The variable that names the network interfaces of a backend."""
     return f"{backend.upper()}_SOCKET_IFNAME"
 
 

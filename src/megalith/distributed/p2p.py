@@ -46,12 +46,7 @@ class PipelineLinks:
 
 
 def create_links(
-    layout: Layout,
-    rank: int,
-    device: torch.device,
-    *,
-    timeout: timedelta | None,
-    observer: Observer | None = None,
+    layout: Layout, rank: int, device: torch.device, *, timeout: timedelta | None, observer: Observer | None = None
 ) -> PipelineLinks:
     """Make the edges of all pipelines of the layout; every rank calls this. Returns those of this rank."""
     outgoing: dict[str, Edge] = {}

@@ -89,13 +89,7 @@ class Watch(Observer):
         on_gpu: collectives run in the background, so that a wait shows only in that nothing more happens.
     """
 
-    def __init__(
-        self,
-        timeout: float,
-        start_timeout: float | None = None,
-        *,
-        supervised: bool = False,
-    ) -> None:
+    def __init__(self, timeout: float, start_timeout: float | None = None, *, supervised: bool = False) -> None:
         self.timeout, self._supervised = timeout, supervised
         self._start_timeout = max(timeout, start_timeout or 0.0)
         self.on_gpu = False
@@ -142,7 +136,6 @@ class Watch(Observer):
         self._since, self._waits = time.monotonic(), False
 
     def status(self) -> Status:
-        """What this rank does now."""
         waits = self._waits or (self.on_gpu and self._in_collective)
         return Status(self._step, self._phase, waits, self._operation, self._axis, self._count, self._since, self._beat)
 
@@ -284,10 +277,7 @@ class Watch(Observer):
                 os.kill(view.identity.pid, signal.SIGKILL)
 
     def absent(self) -> tuple[View, str] | None:
-        """A rank that can take part in nothing now, with what to say of it; for whoever cannot wait for the timeout.
-
-        Over several machines it takes a few beats to tell.
-        """
+        """A rank that can take part in nothing now, with what to say of it; over several machines a few beats late."""
         if self._board is None or self._done:
             return None
         try:

@@ -116,9 +116,8 @@ def module_name(name: str, layers: Sequence[int], first_expert: int = 0) -> str 
 
 
 def grouped_experts(name: str, experts: Iterable[int]) -> list[str]:
-    """The parameters that stand in one tensor of the local experts, `weight1` or `weight2` of Megatron's GroupedMLP.
-
-    Nothing for any other `name`, which is one of `module_name`.
+    """The parameters that stand in one tensor of the local experts, `weight1` or `weight2` of Megatron's GroupedMLP, if
+    any.
 
     >>> grouped_experts("decoder.layers.0.mlp.experts.weight1", range(2, 4))[0]
     'decoder.layers.0.mlp.experts.local_experts.2.linear_fc1.weight'

@@ -48,10 +48,8 @@ def _aligned(end: int) -> int:
 def bucket_sizes(shapes: Mapping[str, Sequence[int]], limit: int | None, alone: Collection[str] = ()) -> list[int]:
     """How Megatron divides a buffer into buckets: elements of each without the padding at its end.
 
-    Args:
-        shapes: parameter name -> local shape, in module order.
-        limit: a bucket is closed when it has so many elements; one bucket if None.
-        alone: parameters that have a bucket of their own: an embedding that two pipeline stages share.
+    A bucket is closed when it has `limit` elements; there is one if that is None. Those `alone` have one of their own:
+    an embedding that two pipeline stages share. `shapes` are in module order.
     """
     sizes: list[int] = []
     end, held = 0, False
@@ -181,9 +179,8 @@ def is_distributed(state: Mapping[str, Any]) -> bool:
 
 
 def optimizers(state: Any, count: int, where: str) -> list[Mapping[str, Any]]:
-    """The states of `count` optimizers: of one, or of that of all but experts and that of experts.
-
-    An UnreadableState if there are others, or it is no such state.
+    """The states of `count` optimizers: of one, or of that of all but experts and that of experts; or an
+    UnreadableState.
     """
     found = state if isinstance(state, list) else [state]
     if len(found) != count or not all(isinstance(part, Mapping) and "param_groups" in inner(part) for part in found):
@@ -207,10 +204,7 @@ def scalars_common(state: Mapping[str, Any]) -> dict[str, Any]:
 def state_tensors(
     state: Mapping[str, Any], shapes: Shapes, decoupled_lr: float | None, where: str
 ) -> Iterator[tuple[str, str, Tensor]]:
-    """Kind, parameter name and tensor of the state of an optimizer that is not distributed.
-
-    An UnreadableState if they do not belong to parameters of these shapes.
-    """
+    """Kind, parameter name and tensor of the state of an optimizer that is not distributed; or an UnreadableState."""
     body = inner(state)
     groups = body["param_groups"]
     found = _checked_members(groups, shapes, decoupled_lr, where)
@@ -230,10 +224,7 @@ def state_tensors(
 
 
 def members(groups: Sequence[Mapping[str, Any]], shapes: Shapes, decoupled_lr: float | None) -> list[list[str]]:
-    """The names of the parameters of each group, in the order of the model's dict.
-
-    By `--decoupled-lr` of the saved args groups of megatron-core 0.16 and newer are known.
-    """
+    """The names of the parameters of each group, in the order of the model's dict."""
     of_group = [_is_decoupled(group, decoupled_lr) for group in groups]
     apart = any(of_group)
     kind_of = {name: (decays(name, shape), apart and name.startswith(_TABLES)) for name, shape in shapes.items()}
@@ -266,10 +257,7 @@ def _checked_members(
 
 
 def buffer_tensors(buffer: Mapping[str, Any], shapes: Shapes, where: str) -> Iterator[tuple[str, str, Tensor]]:
-    """Kind, parameter name and view of the flat buffers of one model chunk, for each tensor of a distributed optimizer.
-
-    An UnreadableState if parameters of these shapes do not fill the buffers.
-    """
+    """Kind, parameter name and view of the flat buffers of one model chunk; an UnreadableState if the shapes differ."""
     size = int(buffer["numel_unpadded"])
     for label in BUFFERS:
         if label in buffer and tuple(buffer[label].shape) != (size,):

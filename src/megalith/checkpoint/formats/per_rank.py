@@ -110,7 +110,6 @@ class _Filler:
 
 
 def _row(chunk: Chunk) -> Row:
-    """The key of a chunk with its layer and expert."""
     return chunk.key, row_of(chunk)[1]
 
 
@@ -155,7 +154,6 @@ def _wanted(target: Target) -> list[Chunk]:
 
 
 def _read(source: Source, contents: Contents, chunk: Chunk) -> Chunk:
-    """A chunk with its elements."""
     live = Chunk(chunk.key, torch.empty_like(chunk.tensor, device="cpu"), chunk.offset, chunk.global_shape)
     source.read(fitted("the checkpoint to convert", contents, CheckpointContent([live]), ()))
     return live

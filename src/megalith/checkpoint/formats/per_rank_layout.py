@@ -166,7 +166,6 @@ class PlaceFiles:
 
     @property
     def folder(self) -> str:
-        """The name of its folder."""
         return folder_name((self.tp, self.pp, self.ep), self._target)
 
     def _shape(self, name: str) -> tuple[int, ...]:
@@ -240,7 +239,6 @@ class PlaceFiles:
         ]
 
     def _part(self, *, expert: bool) -> list[dict[str, tuple[int, ...]]]:
-        """Shapes by virtual chunk of the experts, or of all else."""
         return [
             {name: shape for name, shape in shapes.items() if (expert_of(name) is not None) == expert}
             for shapes in self._shapes

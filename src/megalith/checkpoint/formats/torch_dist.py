@@ -136,9 +136,8 @@ class Stacking:
         return any(layers) if match[2] is None else bool(layers[int(match[2])])
 
     def extra_state_objects(self, layers: Collection[int] | None = None) -> dict[str, None]:
-        """The empty `_extra_state` entries that Megatron writes and asks for, one per linear, of all layers or some.
-
-        The layers of prediction come with the last one.
+        """The empty `_extra_state` entries that Megatron asks for, one per linear; those of prediction with the last
+        layer.
         """
         keys = [
             key
@@ -244,27 +243,20 @@ WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 
 
 class Box(Protocol):
-    """A part of a tensor that this rank holds: a parameter, or the state that an optimizer has of one."""
+    """A part of a tensor that this rank holds: a parameter, or the state that an optimizer has of one.
+
+    `name` is that of the parameter; of a state it is `<state>.<parameter>`, such as exp_avg, exp_avg_sq and fp32_param.
+    `tensor` begins at `offset` of what this rank holds, which has `shape`, and has as many dimensions.
+    """
 
     @property
-    def name(self) -> str:
-        """Of the parameter; for a state `<state>.<parameter>`, such as exp_avg, exp_avg_sq and fp32_param."""
-        ...
-
+    def name(self) -> str: ...
     @property
-    def tensor(self) -> Tensor:
-        """Its elements, in as many dimensions as the tensor has."""
-        ...
-
+    def tensor(self) -> Tensor: ...
     @property
-    def offset(self) -> tuple[int, ...]:
-        """Where it begins in the tensor that this rank holds."""
-        ...
-
+    def offset(self) -> tuple[int, ...]: ...
     @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the tensor that this rank holds."""
-        ...
+    def shape(self) -> tuple[int, ...]: ...
 
 
 @dataclass(frozen=True)
@@ -293,12 +285,8 @@ def model_chunks(
 ) -> list[Chunk]:
     """Cut parameters into the chunks that Megatron writes: views, several of a tensor that is placed `Fused`.
 
-    Args:
-        named: (module name, local tensor, placement of the parameter); layers and experts have the numbers of the
-            whole model.
-        stacking: of the whole model.
-        rank, size: of the tensor-parallel axis.
-        once: leave out what a rank before this one on the axis holds too: over the ranks, each element once.
+    `named` has module name, local tensor and placement; layers and experts have the numbers of the whole model. `rank`
+    and `size` are those of the tensor-parallel axis. `once` leaves out what a rank before this one holds too.
     """
     whole = [(Whole(name, tensor.detach()), placement) for name, tensor, placement in named]
     placements = {box.name: placement for box, placement in whole}
@@ -331,10 +319,7 @@ def optimizer_chunks(
     size: int = 1,
     once: bool = False,
 ) -> list[Chunk]:
-    """`weight_chunks` of optimizer state, in whatever boxes the optimizer holds it.
-
-    Of a state `placements` may also have `<state>.<parameter>`, where it is not divided as its parameter is.
-    """
+    """`weight_chunks` of optimizer state; `placements` has `<state>.<parameter>` where that is divided otherwise."""
     chunks = []
     for box in boxes:
         state, _, name = box.name.partition(".")
@@ -386,10 +371,7 @@ def is_extra_state(key: str) -> bool:
 def rng_object_key(
     tp_rank: int = 0, tp_size: int = 1, pp_rank: int = 0, pp_size: int = 1, ep_rank: int = 0, ep_size: int = 1
 ) -> str:
-    """The key of the random states of one (pipeline, tensor, expert) position; its value is a list over the replicas.
-
-    Experts count only where they are divided.
-    """
+    """The key of a position's random states, a list over the replicas; experts count only where they are divided."""
     at, of = [pp_rank, tp_rank], [pp_size, tp_size]
     if ep_size > 1:
         at, of = [*at, ep_rank], [*of, ep_size]
@@ -414,15 +396,12 @@ class OptimizerScalars:
 def optimizer_common(
     param_groups: Sequence[Mapping[str, Any]], step: int, scaler: Mapping[str, Any] | None, precision: str
 ) -> dict[Any, Any]:
-    """Build `common["optimizer"]` as Megatron's non-distributed optimizers write it.
+    """Build `common["optimizer"]` as Megatron's non-distributed optimizers write it, without `params` and `step` of
+    groups.
 
-    Under expert parallelism Megatron has an optimizer of its own for experts, and the two stand under 0 and 1.
-
-    Args:
-        param_groups: groups under Megatron's keys; `params` and `step` are left out of what is written. Those with
-            `is_expert_parallel` are of the second optimizer.
-        scaler: {scale, growth_tracker, hysteresis_tracker} of the dynamic loss scaler of fp16, else None.
-        precision: dtype of the parameters: float32, float16 or bfloat16.
+    Under expert parallelism Megatron has an optimizer of its own for experts (groups with `is_expert_parallel`), and
+    the two stand under 0 and 1. `scaler` has scale, growth_tracker and hysteresis_tracker of the dynamic loss scaler of
+    fp16; `precision` is the dtype of the parameters: float32, float16 or bfloat16.
     """
     groups = [{k: v for k, v in group.items() if k not in ("params", "step")} for group in param_groups]
     parts = by_optimizer(groups)
@@ -439,9 +418,8 @@ def optimizer_common(
 
 
 def with_expert_groups(groups: Sequence[Mapping[str, Any]], decayed: Collection[bool]) -> list[Mapping[str, Any]]:
-    """The groups with those that Megatron has for experts that are spread over ranks, of the same settings.
-
-    `decayed`: whether parameters of experts have weight decay, and whether some have none.
+    """The groups with those that Megatron has for experts over ranks; `decayed`: whether these have weight decay, or
+    not.
     """
     own = [group for group in groups if bool(group.get("wd_mult", group.get("weight_decay", 0.0))) in decayed]
     return [*groups, *({**group, "is_expert_parallel": True} for group in own)]
