@@ -80,9 +80,7 @@ class _Part:
 
 
 class BucketSpace:
-    """The buffers of a folder in model space; `stored` has their own keys. An UnreadableState if their form is not
-    known.
-    """
+    """The buffers of a folder in model space, or an UnreadableState; `stored` has their own keys."""
 
     def __init__(self, path: Path, metadata: Metadata, stored: Contents, args: Mapping[str, Any]) -> None:
         self._path, self._metadata, self._stored, self._args = path, metadata, stored, args

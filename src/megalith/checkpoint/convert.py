@@ -120,10 +120,9 @@ def convert(
     on_read: Callable[[Chunk], None] | None = None,
     check: Callable[[Path], None] = no_check,
 ) -> Converted:
-    """Convert one checkpoint.
+    """Convert one checkpoint; `source_path` and `iteration` are those of `locate`.
 
     Args:
-        source_path: what `locate` understands, together with `iteration`.
         destination: the save folder to put it into; its tracker then points to it.
         verify: compare every file of the source with its manifest's hashes first.
         on_read: called with each chunk before it is read.
@@ -231,9 +230,7 @@ def _check_place(final: Path, found: Path, *, replace: bool) -> None:
 def adapted(
     source: Source, wanted: Wanted, where: str, notes: list[str], tokens: int | None = None
 ) -> tuple[Source, Layout]:
-    """The source as the result is to be, and its layout; `notes` gets what the user must hear, `where` names the
-    source.
-    """
+    """The source as the result is to be, and its layout; `notes` gets what the user must hear."""
     common = source.common()
     args = args_of(common)
     if not args:

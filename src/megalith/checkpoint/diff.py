@@ -79,13 +79,11 @@ def compared(source: Source, *, weights: bool) -> Source:
 
 
 def in_one_precision(one: Source, other: Source) -> tuple[Source, Source, int | None]:
-    """Two sources whose weights can be equal: of half precision and fp32, the first with its main parameters.
+    """Two sources whose weights can be equal, and which of them (0, 1 or None) shows its main parameters as its
+    weights.
 
     A run in half precision keeps weights in fp32 beside those that it multiplies with. A conversion to fp32 writes
     them, so that they tell whether it was right.
-
-    Returns:
-        The sources, and which of them (0, 1) shows its main parameters as its weights; None: neither.
     """
     pair = [one, other]
     for index, (half, whole) in enumerate(((one, other), (other, one))):

@@ -56,8 +56,7 @@ def check_further_files(names: Collection[str]) -> None:
 def finish_folder(
     path: Path, records: Mapping[str, FileRecord], files: Mapping[str, bytes], facts: Mapping[str, Any]
 ) -> int:
-    """Write, durably, what makes a checkpoint of a folder in which all ranks' tensors and objects are, as `records`
-    say.
+    """Write, durably, what makes a checkpoint of a folder in which all ranks' tensors and objects are.
 
     `facts` are what the manifest says beside sizes and hashes. Returns the bytes of all the files but the manifest.
     """
@@ -121,9 +120,7 @@ class CheckpointFolder:
         self.source: Source = open_source(path)
 
     def open(self, content: CheckpointContent, asked: Collection[str]) -> Reading:
-        """Check that the checkpoint fits `content`; the load itself is `Reading.load`. `asked`: the keys that all ranks
-        ask for.
-        """
+        """Check that the checkpoint fits `content`, for `Reading.load`; `asked` are the keys that all ranks ask for."""
         stored = self.source.contents()
         found = fitted(str(self.path), stored, content, asked)
         return Reading(self.source, found, self.source.common(), stored.not_in(asked))
@@ -152,11 +149,8 @@ class CheckpointFolder:
         """Everything that is wrong: by the manifest's hashes, or by the structure alone where there is no manifest.
 
         Of the work one of `parts` is done here; what is wrong with the whole is found by each. `deferred` leaves the
-        hashes of `read_through` to the load.
-
-        Raises:
-            NewerFormatError: a later version wrote it.
-            OtherModelError: there may be nothing wrong, but it is no model that can be read.
+        hashes of `read_through` to the load. Raises NewerFormatError for a later version, OtherModelError for a model
+        of another kind.
         """
         try:
             body = self.manifest()
@@ -174,9 +168,7 @@ class CheckpointFolder:
             return [str(error)]
 
     def read_through(self, part: int = 0, parts: int = 1) -> dict[str, FileRecord]:
-        """The files, of those that rank `part` of `parts` wrote, whose hashes a load can compare; none without a
-        manifest.
-        """
+        """The files that rank `part` of `parts` wrote whose hashes a load can compare; none without a manifest."""
         body = self.manifest()
         if body is None or not isinstance(self.source, TorchDistSource):
             return {}

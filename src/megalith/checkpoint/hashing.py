@@ -41,10 +41,10 @@ _Table = tuple[tuple[int, ...], ...]
 
 
 def joined(first: int, second: int, length: int) -> int:
-    """Return the CRC-32 of A + B from those of A and B, so that one pass over the bytes gives several sums.
+    """Return the CRC-32 of A + B, where B has `length` bytes, from those of A and B: one pass gives several sums.
 
-    A CRC-32 is a polynomial over GF(2) modulo a fixed one, and n bytes more (`length`, those of B) multiply it by x**(8
-    n). That is linear in its 32 bits, so a table for each power of two of n does it.
+    A CRC-32 is a polynomial over GF(2) modulo a fixed one, and n bytes more multiply it by x**(8 n). That is linear in
+    its 32 bits, so a table for each power of two of n does it.
     """
     power = 0
     while length:
@@ -150,9 +150,8 @@ class WritingCancelled(Exception):
 class HashedFile(io.RawIOBase):
     """A new file that is hashed in passing as it is written. Wrap it in `io.BufferedWriter`.
 
-    Block by block, the hash and the write follow each other while the bytes are in the processor's cache. `cancelled`
-    is asked before each block whether to stop. `failure` is the first error of the file system: torch's writer loses it
-    and raises one about positions instead.
+    Block by block, the hash and the write follow each other while the bytes are in the processor's cache. `failure` is
+    the first error of the file system: torch's writer loses it and raises one about positions instead.
     """
 
     def __init__(self, path: Path, cancelled: Callable[[], bool] = lambda: False) -> None:
@@ -336,10 +335,7 @@ class HashedReading(FileReading):
 
 
 class ReadThrough:
-    """The files of a folder, of the `expected` sizes, that are to be hashed while they are read.
-
-    What is filled may be used only when `problems` is empty.
-    """
+    """The files of a folder to hash while they are read; what is filled may be used only when `problems` is empty."""
 
     def __init__(self, folder: Path, expected: Mapping[str, FileRecord]) -> None:
         self._folder, self._expected = folder, expected

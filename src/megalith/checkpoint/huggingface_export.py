@@ -115,16 +115,12 @@ def export(
     iteration: int | None = None,
     check: Callable[[Path, Weights, ModelSpace, int], None] | None = None,
 ) -> Exported:
-    """Write a checkpoint as a Hugging Face model folder.
+    """Write a checkpoint, given as for `locate`, as a Hugging Face model folder; a ConfigError if nonsense is asked.
 
     Args:
-        path: what `locate` understands, together with `iteration`.
         destination: the folder to make; it may exist if it is empty.
         check: called before the folder gets its name, with the folder as it is built, the weights, the model and the
             rows of the vocabulary; it raises to refuse.
-
-    Raises:
-        ConfigError: nonsense is asked.
     """
     limit = _checked(wanted)
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):

@@ -159,11 +159,9 @@ class _Claim:
 
 @contextmanager
 def claim(folder: Path, *, heartbeat: float = HEARTBEAT_SECONDS) -> Iterator[None]:
-    """Hold the save folder, made if missing, for this process while the context lasts, with a sign of life every
-    heartbeat.
+    """Hold the save folder for this process while the context lasts, with a sign of life every heartbeat.
 
-    A CheckpointError if another run holds it (the message names process, machine and age), it is not writable, or it is
-    the folder of a Hugging Face model.
+    A CheckpointError if another run holds it (the message names process, machine and age) or it cannot be used.
     """
     refuse_model_folder(folder)
     path = folder / LOCK_FILE

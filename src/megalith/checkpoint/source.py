@@ -45,14 +45,12 @@ class Source(Protocol):
         """The tensors in model space and the keys of the objects."""
 
     def common(self) -> dict[str, Any]:
-        """The state that all ranks share, as `common.pt` has it: args (Namespace), checkpoint_version, iteration and,
-        where they were saved, `optimizer` as `formats.torch_dist.optimizer_common` writes it and opt_param_scheduler.
+        """The state that all ranks share, as `common.pt` and, of an optimizer, `formats.torch_dist.optimizer_common`
+        have it.
         """
 
     def read(self, content: CheckpointContent) -> dict[str, Any]:
-        """Fill the chunks, which `fitted` has checked, in place and cast to their dtypes; return the objects that are
-        named.
-        """
+        """Fill the chunks, which `fitted` has checked, in place and cast to their dtypes; return the objects named."""
 
     def problems(self) -> list[str]:
         """What is wrong with the files, without reading them through; an OtherModelError if it is no model for us."""

@@ -187,8 +187,7 @@ class DirectoryStore:
         files: Mapping[str, bytes] = NO_FILES,
         on_point: Callable[[str], None] = no_point,
     ) -> SaveReport:
-        """Write a checkpoint and point the tracker to it; returns when it is durable. An error leaves what was there as
-        it is.
+        """Write a checkpoint and point the tracker to it, durably. An error leaves what was there as it is.
 
         Args:
             iteration: its number; a checkpoint that has it already is replaced.
@@ -208,8 +207,7 @@ class DirectoryStore:
         files: Mapping[str, bytes] = NO_FILES,
         on_point: Callable[[str], None] = no_point,
     ) -> PendingSave:
-        """Begin a `save`; its tensors may change when `PendingSave.settle` has returned. A commit makes it a
-        checkpoint.
+        """Begin a `save`, whose tensors may change when `PendingSave.settle` has returned, in the memory of `staging`.
 
         The points `mid_save` and, on other ranks than the first, `pre_commit` are passed by another thread. No other
         save may use `staging` until this one is committed or abandoned.
@@ -255,9 +253,7 @@ class DirectoryStore:
         self._crew.first(lambda: self._delete([other for other in self._iterations() if other > iteration]))
 
     def _delete(self, iterations: Sequence[int], *, beside: bool = False) -> None:
-        """Delete checkpoints but links, with `beside` in a thread; a failure is logged if the folder is still this
-        run's.
-        """
+        """Delete checkpoints but links, with `beside` in a thread; log failures unless the claim was lost."""
         asides = []
         for iteration in iterations:
             folder = self.folder(iteration)

@@ -112,10 +112,8 @@ class CollectiveCheck(Observer):
 
     Some mismatches give wrong numbers without an error (gloo sums float32 with int32 of the same size, and sums on one
     rank while it takes the maximum on the other), others abort the process in native code. Here each becomes an error
-    on all ranks of the axis that names both calls and where they stand. Costs one more collective for each.
-
-    Args:
-        device: where collectives of this run are (a GPU's cannot take tensors of the CPU).
+    on all ranks of the axis that names both calls and where they stand. Costs one more collective, on `device`, for
+    each.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -194,10 +194,7 @@ class FolderBoard:
 
 
 class StoreBoard:
-    """The same in the store of the run. No call waits longer than two seconds for a store that does not answer.
-
-    Everything may raise `BoardGone`.
-    """
+    """The same in the store of the run; BoardGone, after two seconds, from a store that does not answer."""
 
     immediate = False
 
@@ -211,9 +208,13 @@ class StoreBoard:
         return (self.read(f"rank-{rank}") or "").encode()
 
     def write(self, name: str, text: str) -> bool:
-        return _soon(
-            lambda: self._store.add(f"board/{name}/first", 1) == 1 and self._store.set(f"board/{name}", text) is None
-        )
+        def write() -> bool:
+            is_first = self._store.add(f"board/{name}/first", 1) == 1
+            if is_first:
+                self._store.set(f"board/{name}", text)
+            return is_first
+
+        return _soon(write)
 
     def read(self, name: str) -> str | None:
         return _soon(

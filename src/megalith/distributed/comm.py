@@ -126,10 +126,7 @@ def all_to_all(x: Tensor, axis: Axis, split_dim: int, concat_dim: int) -> Tensor
 
 
 def all_to_all_rows(x: Tensor, axis: Axis, going: list[int], coming: list[int]) -> Tensor:
-    """Send the first `going[0]` rows of `x` to rank 0, the next `going[1]` to rank 1, and so on; any may be none.
-
-    Returns the `coming[r]` rows of each rank r, in the order of the ranks.
-    """
+    """Send `going[r]` rows of `x`, in turn, to each rank r; returns the `coming[r]` rows of each, in order."""
     if axis.size == 1:
         return x
     sent, received = x.contiguous(), x.new_empty(sum(coming), *x.shape[1:])

@@ -133,9 +133,7 @@ class ParallelContext:
     def create(
         cls, layout: Layout, device: torch.device, *, timeout: timedelta | None = None, observer: Observer | None = None
     ) -> ParallelContext:
-        """Make all groups of a layout; every rank calls this with equal arguments. `timeout` None: that of
-        torch.distributed.
-        """
+        """Make all groups of a layout; every rank calls this with equal arguments."""
         rank = dist.get_rank()
         assert dist.get_world_size() == layout.world_size, f"{layout} in a world of {dist.get_world_size()}"
         groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}

@@ -108,14 +108,11 @@ def connect(
     Blocks may follow one another, and all ranks then join as often.
 
     Args:
-        launch: place of this process and where rank 0 is.
-        device: of this rank.
         backend: "gloo" or "nccl"; the latter is gloo on a CPU.
         timeout: longest wait of a collective.
         join: longest wait for all ranks to come, `timeout` if None; who is missing is said after `PATIENCE_SECONDS`.
         facts: must be equal on all ranks.
         asked_to_stop: ends the wait for the others.
-        say: told of ranks that are late.
 
     Raises:
         ConfigError: two processes have the same rank, ranks disagree on their number or facts, the port is taken, or

@@ -126,8 +126,7 @@ def interfaces() -> dict[str, list[str]]:
 def unusable_interfaces(backend: str, environ: Mapping[str, str]) -> str:
     """Return what is wrong with the interfaces that the user names for a backend; empty if nothing is.
 
-    GLOO_SOCKET_IFNAME is a list of names. NCCL_SOCKET_IFNAME is one of prefixes, of names behind "=", and of what to
-    leave out behind "^".
+    GLOO_SOCKET_IFNAME lists names, NCCL_SOCKET_IFNAME prefixes, names behind "=", and what to leave out behind "^".
     """
     variable = interface_variable(backend)
     text, names = environ.get(variable, ""), list(interfaces())

@@ -100,14 +100,7 @@ class _Replay(AbstractContextManager[None]):
 
 
 class RandomStreams:
-    """Python's, numpy's and torch's generators, seeded together.
-
-    Constructing one seeds the generators of the process; there is one set of them in a process, which this object
-    stands for.
-
-    Args:
-        seed: of the run.
-        context: the place of this process; alone by default.
+    """Python's, numpy's and torch's generators of this process, seeded together.
 
     Attributes:
         weights: what Megatron's CPU initialisation draws from: torch's default where there is one replica.

@@ -116,8 +116,7 @@ def module_name(name: str, layers: Sequence[int], first_expert: int = 0) -> str 
 
 
 def grouped_experts(name: str, experts: Iterable[int]) -> list[str]:
-    """The parameters that stand in one tensor of the local experts, `weight1` or `weight2` of Megatron's GroupedMLP, if
-    any.
+    """The parameters in one tensor of the local experts, `weight1` or `weight2` of Megatron's GroupedMLP, if any.
 
     >>> grouped_experts("decoder.layers.0.mlp.experts.weight1", range(2, 4))[0]
     'decoder.layers.0.mlp.experts.local_experts.2.linear_fc1.weight'
@@ -129,11 +128,10 @@ def grouped_experts(name: str, experts: Iterable[int]) -> list[str]:
 def entries(
     names: Iterable[str], layers: Sequence[int], first_expert: int = 0, *, last: bool
 ) -> Iterator[tuple[str, str | None]]:
-    """The entries of the dict that Megatron writes of a stage or virtual chunk, in its order: name in the file, our
-    name.
+    """The entries, name in the file and ours, of the dict that Megatron writes of a stage or virtual chunk, in its
+    order.
 
-    Ours is None for the state of FP8, which stands after each linear. `layers` as of `module_name`; `last`: whether the
-    output layer is here.
+    Ours is None for the state of FP8, which stands after each linear. `last`: whether the output layer is here.
     """
     names, previous = list(names), ""
     for name in [*names, ""]:

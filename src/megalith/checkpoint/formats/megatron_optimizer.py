@@ -179,9 +179,7 @@ def is_distributed(state: Mapping[str, Any]) -> bool:
 
 
 def optimizers(state: Any, count: int, where: str) -> list[Mapping[str, Any]]:
-    """The states of `count` optimizers: of one, or of that of all but experts and that of experts; or an
-    UnreadableState.
-    """
+    """The states of one optimizer, or of two (of all but experts, and of experts); or an UnreadableState."""
     found = state if isinstance(state, list) else [state]
     if len(found) != count or not all(isinstance(part, Mapping) and "param_groups" in inner(part) for part in found):
         raise UnreadableState(

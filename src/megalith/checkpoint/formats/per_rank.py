@@ -114,13 +114,12 @@ def _row(chunk: Chunk) -> Row:
 
 
 def write_per_rank(source: Source, folder: Path, names: str = CORE) -> list[str]:
-    """Write what a source of any format holds into an empty folder; returns the names of the files, which are on the
-    disk.
+    """Write what a source of any format holds into an empty folder; returns the names of the files, which are durable.
 
     The layout to write is that of the args in the common state (tensor_model_parallel_size,
     pipeline_model_parallel_size, virtual_pipeline_model_parallel_size and the like, use_distributed_optimizer). The
     optimizer is written if the common state and the contents have one, random states where they are those of a place of
-    this layout. Weights are named by `CORE` or a generation of `LEGACY`.
+    this layout.
     """
     contents, common = source.contents(), dict(source.common())
     if WORD_EMBEDDINGS not in contents.tensors:
@@ -163,9 +162,7 @@ class PerRankWriter:
     """One rank's part in writing a folder of format torch, with the methods of `folder.TorchDistWriter` and two more.
 
     The first of the replicas of each (tensor, pipeline, expert) place lays out its files. All ranks lay out before any
-    writes, as they write into the files together, and all have written before any seals, which hashes the files. The
-    common state of the content is that of any rank, its objects are those of its place; further files count on the
-    first.
+    writes, as they write into the files together, and all have written before any seals, which hashes the files.
     """
 
     def __init__(self, content: CheckpointContent, files: Mapping[str, bytes], rank: int, layout: Layout) -> None:

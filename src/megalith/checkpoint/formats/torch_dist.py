@@ -136,9 +136,7 @@ class Stacking:
         return any(layers) if match[2] is None else bool(layers[int(match[2])])
 
     def extra_state_objects(self, layers: Collection[int] | None = None) -> dict[str, None]:
-        """The empty `_extra_state` entries that Megatron asks for, one per linear; those of prediction with the last
-        layer.
-        """
+        """The empty `_extra_state` entries that Megatron asks for, one per linear (of prediction with the last layer)."""
         keys = [
             key
             for stack, experts in self.stacks.items()
@@ -396,12 +394,10 @@ class OptimizerScalars:
 def optimizer_common(
     param_groups: Sequence[Mapping[str, Any]], step: int, scaler: Mapping[str, Any] | None, precision: str
 ) -> dict[Any, Any]:
-    """Build `common["optimizer"]` as Megatron's non-distributed optimizers write it, without `params` and `step` of
-    groups.
+    """Build `common["optimizer"]` as Megatron's non-distributed optimizers write it, for parameters of a `precision`.
 
     Under expert parallelism Megatron has an optimizer of its own for experts (groups with `is_expert_parallel`), and
-    the two stand under 0 and 1. `scaler` has scale, growth_tracker and hysteresis_tracker of the dynamic loss scaler of
-    fp16; `precision` is the dtype of the parameters: float32, float16 or bfloat16.
+    the two stand under 0 and 1. `scaler` has scale, growth_tracker and hysteresis_tracker of fp16's loss scaler.
     """
     groups = [{k: v for k, v in group.items() if k not in ("params", "step")} for group in param_groups]
     parts = by_optimizer(groups)
@@ -418,9 +414,7 @@ def optimizer_common(
 
 
 def with_expert_groups(groups: Sequence[Mapping[str, Any]], decayed: Collection[bool]) -> list[Mapping[str, Any]]:
-    """The groups with those that Megatron has for experts over ranks; `decayed`: whether these have weight decay, or
-    not.
-    """
+    """The groups with those of experts over ranks; `decayed` says whether these have weight decay, or not, or both."""
     own = [group for group in groups if bool(group.get("wd_mult", group.get("weight_decay", 0.0))) in decayed]
     return [*groups, *({**group, "is_expert_parallel": True} for group in own)]
 
