@@ -58,11 +58,7 @@ _DIFFERENT = 1
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run the command; 1 if two checkpoints differ, 4 if one is damaged.
-
-    Raises:
-        CheckpointError: there is no checkpoint at the given place, or it cannot be read or written.
-    """
+    """Run the command; 1 if two checkpoints differ, 4 if one is damaged."""
     if argv and argv[0] in _TOOLS_OF_MEGATRON:
         from megalith.compat.megatron.convert import run_tool
 
@@ -87,11 +83,7 @@ def _add_verify(commands: Any) -> None:
 
 
 def _run_verify(options: argparse.Namespace) -> int:
-    """Verify one checkpoint, or all of a save folder; returns 4 if one is damaged or of a newer format.
-
-    Raises:
-        CheckpointError: there is no checkpoint at the given place.
-    """
+    """Verify one checkpoint, or all of a save folder; returns 4 if one is damaged or of a newer format."""
     from rich.console import Console
     from rich.markup import escape
 
@@ -148,11 +140,7 @@ def _add_inspect(commands: Any) -> None:
 
 
 def _run_inspect(options: argparse.Namespace) -> int:
-    """Show one checkpoint: of a save folder that of its tracker.
-
-    Raises:
-        CheckpointError: there is none, or it cannot be read.
-    """
+    """Show one checkpoint: of a save folder that of its tracker."""
     from rich.console import Console
     from rich.markup import escape
 
@@ -282,11 +270,7 @@ def _add_diff(commands: Any) -> None:
 
 
 def _run_diff(options: argparse.Namespace) -> int:
-    """Compare and say what differs; returns 0 if nothing does.
-
-    Raises:
-        CheckpointError: one is missing or damaged.
-    """
+    """Compare and say what differs; returns 0 if nothing does."""
     from megalith.checkpoint.diff import compared, in_one_precision, state_differences, tensor_differences
     from megalith.checkpoint.source import open_source
     from megalith.checkpoint.store import locate

@@ -62,12 +62,7 @@ def add_convert(commands: Any) -> None:
 
 
 def _run_convert(options: argparse.Namespace) -> int:
-    """Convert, and say what was made.
-
-    Raises:
-        CheckpointError: SRC is missing or damaged, or DST cannot be written.
-        ConfigError, LayoutError: what is asked cannot be.
-    """
+    """Convert, and say what was made."""
     from megalith.checkpoint.adapted import Upcycling
     from megalith.checkpoint.convert import Wanted, convert
 
@@ -148,11 +143,7 @@ def _show(made: Converted) -> None:
 
 
 def run_import(options: argparse.Namespace) -> int:
-    """Import, compare, and say what was made.
-
-    Raises:
-        CheckpointError: HF_DIR cannot be read, SAVE_DIR cannot be written, or the logits differ.
-    """
+    """Import, compare, and say what was made."""
     from megalith.checkpoint.convert import Wanted, convert
     from megalith.checkpoint.source import is_huggingface
 
@@ -190,12 +181,7 @@ def _compare(made: Path, folder: Path) -> Comparison:
 
 
 def run_export(options: argparse.Namespace) -> int:
-    """Export, compare, and say what was made.
-
-    Raises:
-        CheckpointError: DIR is damaged or no model of Hugging Face, HF_DIR cannot be written, or the logits differ.
-        ConfigError: nonsense is asked.
-    """
+    """Export, compare, and say what was made."""
     from megalith.assemble.huggingface import compare_logits
     from megalith.checkpoint.huggingface_export import Export, export
 
@@ -221,12 +207,7 @@ def _say(compared: Comparison | None) -> None:
 
 
 def convert_instead(config: RunConfig) -> int:
-    """Convert the checkpoint of `--load` as the run would save it.
-
-    Raises:
-        CheckpointError: it is missing, damaged, of another architecture, or cannot be written.
-        LayoutError: the model does not divide so.
-    """
+    """Convert the checkpoint of `--load` as the run would save it."""
     if config.launch.rank != 0:
         return 0
     from megalith.checkpoint.adapted import args_of
@@ -260,11 +241,7 @@ def convert_instead(config: RunConfig) -> int:
 
 
 def _check_architecture(config: RunConfig, args: Mapping[str, Any], found: Path) -> None:
-    """Refuse to write the checkpoint of one model under the command line of another.
-
-    Raises:
-        CheckpointError: names every difference.
-    """
+    """Refuse to write the checkpoint of one model under the command line of another."""
     from megalith.config.foreign_args import model_of
     from megalith.train.checkpoint_fit import ARCHITECTURE, architecture
 

@@ -23,12 +23,7 @@ _SHOWN_TOKENS = 200
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run the command; 3 if a dataset is damaged.
-
-    Raises:
-        ConfigError: the arguments cannot work.
-        DataError: a dataset is missing or damaged.
-    """
+    """Run the command; 3 if a dataset is damaged."""
     options = make_parser().parse_args(argv)
     exit_code: int = options.run(options)
     return exit_code
@@ -57,12 +52,7 @@ def _add_inspect(commands: Any) -> None:
 
 
 def _run_inspect(options: argparse.Namespace) -> int:
-    """Inspect.
-
-    Raises:
-        ConfigError: the tokenizer flags are wrong.
-        DataError: the dataset is missing or damaged, or was made with another tokenizer.
-    """
+    """Inspect."""
     from megalith.data.dataset_tools import survey
     from megalith.data.indexed import IndexedDataset
     from megalith.tokenizers import build_tokenizer
@@ -244,11 +234,7 @@ def _add_merge(commands: Any) -> None:
 
 
 def check_merge(options: argparse.Namespace) -> None:
-    """Check the flags, without a look at the files.
-
-    Raises:
-        ConfigError: not exactly one of the ways to name the parts is used, or --remove with parts that are named.
-    """
+    """Check the flags, without a look at the files."""
     ways = [bool(options.prefixes), options.input is not None, options.shares]
     if sum(ways) != 1:
         raise ConfigError("name the parts in one way: PREFIX ..., or --input DIR, or --shares")
@@ -257,12 +243,7 @@ def check_merge(options: argparse.Namespace) -> None:
 
 
 def _run_merge(options: argparse.Namespace) -> int:
-    """Merge.
-
-    Raises:
-        ConfigError: not exactly one of the ways to name the parts is used, or parts are missing.
-        DataError: a part is damaged or does not fit the others.
-    """
+    """Merge."""
     from megalith.data.dataset_tools import merge, pairs_in
     from megalith.data.shares import find_shares
 

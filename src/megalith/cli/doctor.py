@@ -48,11 +48,7 @@ _MARKS = {"ok": "  ok      ", "note": "  -       ", "bad": "  WRONG   "}
 
 @dataclass(frozen=True)
 class Finding:
-    """One line.
-
-    Attributes:
-        level: "ok", "note" (missing, and what for) or "bad" (training is not possible so).
-    """
+    """One line."""
 
     level: str
     text: str

@@ -76,12 +76,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Measure, and print the result and its alarms.
-
-    Raises:
-        ConfigError: the command line asks for what cannot be.
-        CheckpointError, DataError: the checkpoint or the file is missing or damaged.
-    """
+    """Measure, and print the result and its alarms."""
     from megalith.compat.megatron.tasks import help_text, read_flags
 
     if argv and argv[0] == AS_MEGATRON:
@@ -148,12 +143,7 @@ def _silent(text: str) -> None:
 
 
 def _configuration(request: Request) -> RunConfig:
-    """The ranks of the evaluation, checked against the model.
-
-    Raises:
-        CheckpointError: there is no checkpoint that can be read.
-        ConfigError: the command line contradicts the checkpoint, or the model cannot be divided so.
-    """
+    """The ranks of the evaluation, checked against the model."""
     from megalith.assemble.reading import model_in, ranks_of, require_text_model, saved_args
     from megalith.compat.megatron.tasks import contradictions
 

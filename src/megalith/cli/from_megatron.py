@@ -151,11 +151,7 @@ def _entry(launch: Launch, table: Mapping[str, _Entry]) -> _Entry | None:
 
 
 def _without_training(path: Path, launches: Sequence[Launch]) -> int:
-    """A script that trains nothing: check and show what it starts.
-
-    Raises:
-        ConfigError: nothing that is known here is started, or a command line does not run here.
-    """
+    """A script that trains nothing: check and show what it starts."""
     for launch in launches:
         if reason := _entry(launch, _OTHER):
             raise ConfigError(f"{path}, line {launch.line}: {launch.program}: {reason}")
@@ -227,11 +223,7 @@ def _print_recipe(what: str, launch: Launch, values: Mapping[str, Any]) -> None:
 
 
 def _print_notes(flags: Sequence[str], environ: Mapping[str, str]) -> None:
-    """Print what there is to say about a command line.
-
-    Raises:
-        ConfigError: everything in it that does not fit.
-    """
+    """Print what there is to say about a command line."""
     for line in notes_lines(load(flags, environ, files=False)):
         print(f"note: {line}", file=sys.stderr)
 

@@ -50,11 +50,6 @@ def supervise(config: RunConfig, argv: Sequence[str], resume: Resume) -> int:
 
     0 finished, 75 stopped by a signal after saving, 130 left at once on a second signal, else that of the first rank
     that failed (128 + n for signal n).
-
-    Args:
-        config: with `--nproc`.
-        argv: the words after the name of the command.
-        resume: how to go on from what is saved by now.
     """
     words, before, restarts = list(argv), _data_sizes(config), config.launch.max_restarts
     assert config.launch.nproc is not None

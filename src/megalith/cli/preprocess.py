@@ -165,13 +165,7 @@ def _add_course(parser: CommandParser) -> None:
 
 
 class CommandLine(NamedTuple):
-    """A command line, understood.
-
-    Attributes:
-        options: what to do.
-        log_interval: documents between progress lines.
-        notes: one line for each flag that has no effect.
-    """
+    """A command line, understood."""
 
     options: PreprocessOptions
     log_interval: int
@@ -182,12 +176,8 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None, *, file
     """Understand a command line.
 
     Args:
-        argv: its words.
         environ: the environment, where a launcher tells the share, and NLTK_DATA where nltk's data are.
         files: whether files and folders are checked.
-
-    Raises:
-        ConfigError: with everything that is wrong with it.
     """
     environ = os.environ if environ is None else environ
     parser = make_parser()

@@ -50,11 +50,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _run_folder(path: Path) -> Path:
-    """The folder that holds metrics.jsonl.
-
-    Raises:
-        DataError: there is none.
-    """
+    """The folder that holds metrics.jsonl."""
     for folder in (path, path / "run", path.parent if path.name == "metrics.jsonl" else path):
         if (folder / "metrics.jsonl").is_file():
             return folder

@@ -107,13 +107,7 @@ class _Launch:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Serve until a signal.
-
-    Raises:
-        PeerError: the model failed, or a rank that shares it.
-        ConfigError: the command line asks for what cannot be.
-        CheckpointError, DataError: the checkpoint or the tokenizer is missing or damaged.
-    """
+    """Serve until a signal."""
     from megalith.compat.megatron.text_generation import PROGRAM, ServerFlags, help_text, read_flags
 
     if argv and argv[0] == PROGRAM:
@@ -136,11 +130,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def check_flags(argv: Sequence[str]) -> None:
-    """Check a command line of tools/run_text_generation_server.py, without a look at its files.
-
-    Raises:
-        ConfigError: everything that is wrong with it.
-    """
+    """Check a command line of tools/run_text_generation_server.py, without a look at its files."""
     from megalith.compat.megatron.text_generation import read_flags
 
     flags = read_flags(argv, _server_parser())
@@ -150,11 +140,7 @@ def check_flags(argv: Sequence[str]) -> None:
 
 
 def _settings(options: argparse.Namespace, checkpoint: Path) -> ServerSettings:
-    """How the server is reached.
-
-    Raises:
-        ConfigError: it cannot be, or would be open to all.
-    """
+    """How the server is reached."""
     settings = ServerSettings(
         host=options.host,
         port=options.port,
@@ -277,11 +263,7 @@ def _settle_threads(runner: ModelRunner, opening: Opening | None) -> None:
 
 
 def _try_out(trained: Trained, engine: Engine) -> None:
-    """Generate one token: what is loaded at the first use delays no client, and a broken model is found now.
-
-    Raises:
-        CheckpointError: the model cannot answer.
-    """
+    """Generate one token: what is loaded at the first use delays no client, and a broken model is found now."""
     from megalith.serve.request import Finished, Request, Sampling
 
     for event in engine.run(Request((trained.tokenizer.eod,), 1, Sampling(temperature=1.0))):
@@ -290,12 +272,7 @@ def _try_out(trained: Trained, engine: Engine) -> None:
 
 
 def _configuration(launch: _Launch) -> RunConfig:
-    """The ranks of the server, checked against the model.
-
-    Raises:
-        CheckpointError: there is none.
-        ConfigError: the command line contradicts the checkpoint, or the model cannot be divided so.
-    """
+    """The ranks of the server, checked against the model."""
     from megalith.assemble.reading import model_in, ranks_of, require_writer, saved_args
     from megalith.compat.megatron.tasks import contradictions
 
@@ -357,14 +334,7 @@ def _num_blocks(launch: _Launch, trained: Trained, context: ParallelContext) -> 
 async def _answer(
     launch: _Launch, trained: Trained, engine: Engine, listener: socket.socket, watch: Watch | None
 ) -> int:
-    """Serve with a loaded model; the exit code.
-
-    Args:
-        watch: where other ranks share the model.
-
-    Raises:
-        PeerError: the model failed.
-    """
+    """Serve with a loaded model; the exit code."""
     from megalith.serve.http.app import build_app
     from megalith.serve.http.chat_template import read_template, stop_ids_beside, template_beside
     from megalith.serve.http.metrics import RequestLog

@@ -104,11 +104,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _saved_args(folder: str, step: int | None) -> Mapping[str, Any] | None:
-    """The args of the checkpoint that `--load` means, for `--use-checkpoint-args`; whether it is sound, its load sees.
-
-    Raises:
-        CheckpointError: it cannot be read.
-    """
+    """Return the args of the checkpoint that `--load` names, for `--use-checkpoint-args`; None if there is none."""
     from megalith.checkpoint import DirectoryStore, split_path
 
     path, named = split_path(Path(folder))

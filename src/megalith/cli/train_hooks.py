@@ -52,11 +52,7 @@ def run_folder(config: RunConfig) -> Path:
 
 
 def open_folder(config: RunConfig, command: str, folder: Path) -> Screen:
-    """See that the folders of the run can be written to, and open its log with the command in it.
-
-    Raises:
-        ConfigError: a folder cannot be written to, or a package is missing.
-    """
+    """See that the folders of the run can be written to, and open its log with the command in it."""
     if config.log.wandb_project:
         require_package("wandb", "--wandb-project")
     if config.log.tensorboard_dir:
@@ -85,11 +81,7 @@ def rank_screen(folder: Path, rank: int) -> Screen:
 
 @contextmanager
 def _naming(flag: str, folder: str) -> Iterator[None]:
-    """Turn a refusal of the file system, before anything is built, into a word about the flag.
-
-    Raises:
-        ConfigError: names the flag, the folder and the reason.
-    """
+    """Turn a refusal of the file system, before anything is built, into a word about the flag."""
     try:
         yield
     except OSError as error:
@@ -100,11 +92,7 @@ def _naming(flag: str, folder: str) -> Iterator[None]:
 
 
 def _try_to_write(folder: Path) -> None:
-    """Make the folder and a file in it.
-
-    Raises:
-        OSError: that is not possible.
-    """
+    """Make the folder and a file in it."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=folder) as file:
         file.write(b"x" * 4096)
@@ -133,11 +121,7 @@ def straggler_report(config: RunConfig, world: Axis, clock: WaitClock, say: Call
 
 
 def dump_groups(path: str, state: TrainState) -> None:
-    """Write to which parameter group each weight belongs (`--dump-param-to-param-group-map`); all ranks call it.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
+    """Write to which parameter group each weight belongs (`--dump-param-to-param-group-map`); all ranks call it."""
     own = {
         name: {
             "group": number,

@@ -95,15 +95,7 @@ def start(
     """Build every part of the run that is this rank's and restore its checkpoint if there is one.
 
     Args:
-        config: the checked configuration.
         context: all ranks; they call this together.
-        screen: what is said goes here; only that of the first rank shows it.
-        stop: who may ask the run to stop.
-        probe: faults to put in.
-        began: `time.monotonic()` at the start of the program.
-
-    Raises:
-        MegalithError: data, tokenizer or checkpoint are missing, damaged or do not fit.
     """
     _say_configuration(config, screen, context.device)
     screen.say(console.building_tokenizer_line(config.tokenizer.tokenizer_type))
@@ -310,13 +302,7 @@ def _check_fits(
 def _find(
     config: RunConfig, context: ParallelContext, *, thorough: bool = False
 ) -> tuple[DirectoryStore | None, FoundCheckpoint | None]:
-    """The checkpoint to begin from and its store; one that is there is found unless none can be used.
-
-    Args:
-        config: of the run.
-        context: all ranks.
-        thorough: as of `find_checkpoint`.
-    """
+    """The checkpoint to begin from and its store; one that is there is found unless none can be used."""
     settings = config.checkpoint
     store, found = None, None
     if settings.load is not None:
@@ -336,11 +322,7 @@ def _find(
 def _newest(
     settings: CheckpointConfig, load: str, context: ParallelContext, *, thorough: bool
 ) -> tuple[DirectoryStore, FoundCheckpoint | None]:
-    """The checkpoint in --load, or the one of which only the last is kept if that is newer.
-
-    Raises:
-        CheckpointError: there are checkpoints and none of them can be used.
-    """
+    """The checkpoint in --load, or the one of which only the last is kept if that is newer."""
     folder, step = settings.passing_folder(load), settings.ckpt_step
     if folder is None:
         return _checkpoint_in(load, step, context, thorough=thorough)
@@ -369,11 +351,7 @@ def _checkpoint_in(
 
 
 def _padded_vocabulary(config: RunConfig, tokenizer: Tokenizer, found: FoundCheckpoint | None) -> int:
-    """Rows of the embedding: those of the checkpoint, else what the flags say.
-
-    Raises:
-        ConfigError: --padded-vocab-size is another number than the checkpoint's, or less than there are tokens.
-    """
+    """Rows of the embedding: those of the checkpoint, else what the flags say."""
     given = config.data.padded_vocab_size
     if found is not None:
         if given not in (None, found.padded_vocab_size):

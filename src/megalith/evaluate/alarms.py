@@ -28,12 +28,7 @@ _LAST_STEPS, _LAST_SHARE = 20, 10  # whose losses are averaged: so many, and no 
 
 @dataclass(frozen=True)
 class Alarm:
-    """Something that cannot be right.
-
-    Attributes:
-        what: is wrong.
-        cause: what is likely behind it, and what to do.
-    """
+    """Something that cannot be right."""
 
     what: str
     cause: str
@@ -48,10 +43,8 @@ class Evidence:
     """What is known beside the result.
 
     Attributes:
-        vocab_size: tokens of the tokenizer.
         iteration: of the checkpoint; 0 for weights that name none.
         other_tokenizer: how the tokenizer differs from that of the training; None if it does not, as far as is known.
-        never_trained: whether the weights are as they were drawn.
         training_loss: at the end of the training, in nats; None where nothing says it.
     """
 
@@ -170,12 +163,7 @@ def _not_a_number() -> Alarm:
 
 
 def _cause(loss: float, evidence: Evidence) -> str:
-    """The likeliest explanation of a result that is no better than guessing.
-
-    Args:
-        loss: per target token.
-        evidence: what else is known.
-    """
+    """The likeliest explanation of a result that is no better than guessing."""
     if evidence.never_trained:
         return "the weights are random, see below"
     if evidence.other_tokenizer is not None:

@@ -40,10 +40,7 @@ def fill_masks(model: Bert, tokenizer: Tokenizer, text: str, count: int = 1) -> 
     """Find what the masks of a text stand for, each for itself: all of them are hidden at once.
 
     Args:
-        model: whole.
-        tokenizer: of the model.
         text: with [MASK] where something is to be found, as the tokenizer writes that token.
-        count: how many candidates of each are wanted.
 
     Raises:
         DataError: there is nothing to be found, or the text does not fit.

@@ -52,8 +52,6 @@ class Guesses:
     """What was asked of a model, and how it answered.
 
     Attributes:
-        total: how many there were to guess.
-        correct: of these the likeliest answer is the right one.
         loss: summed over all of them, in nats.
     """
 
@@ -91,8 +89,6 @@ class MaskedResult:
     """What a model found of what was hidden.
 
     Attributes:
-        samples: that were asked.
-        tokens: those that were hidden.
         orders: of two runs of text, whether they have changed places; None where the model has no head for it.
         swapped: of these how many have.
     """
@@ -127,10 +123,8 @@ class MaskedScorer:
     """Asks a model for what is hidden in samples.
 
     Args:
-        model: whole, or this rank's stage of it.
         context: the ranks that share the model and the samples; this process alone if None. All of them call together,
             with equal samples, and get the same result.
-        batch_size: samples of one forward pass.
     """
 
     def __init__(self, model: Bert | T5, context: ParallelContext | None = None, *, batch_size: int = 8) -> None:
@@ -144,8 +138,6 @@ class MaskedScorer:
         """Ask the first `count` samples; all of them if None.
 
         Args:
-            samples: as the dataset of the model's family makes them.
-            count: at most the number of samples.
             on_batch: told the number of each batch of this replica before it is computed.
 
         Raises:
@@ -325,10 +317,6 @@ def open_samples(
     Args:
         path: prefix of a dataset of `preprocess --split-sentences`, a jsonl with a text in each line, or a text whose
             documents are parted by empty lines.
-        model: BERT or T5.
-        args: Megatron's arguments of the training.
-        tokenizer: of the model.
-        cut: what the user asks for.
         scratch: an empty folder of this process, which the samples need as long as they are read.
 
     Returns:
@@ -336,7 +324,6 @@ def open_samples(
 
     Raises:
         DataError: the file cannot be read, or was made with another tokenizer.
-        ConfigError: the tokenizer cannot make such samples.
     """
     notes = []
     if is_dataset(path):

@@ -32,7 +32,6 @@ class Request:
     """An evaluation.
 
     Attributes:
-        checkpoint: a save folder, a checkpoint in it, or a Hugging Face folder.
         task: a key of `TASKS`.
         data: the file; None for the bundled one.
         iteration: which checkpoint; the newest sound one if None.
@@ -41,8 +40,6 @@ class Request:
             shorter, if None.
         seq_length: of windows; the context of the model if None. Of masked and spans the length of samples; that of
             the training if None.
-        batch_size: of one forward pass.
-        log_interval: batches between two lines of progress.
         detokenizer: of wikitext103, of `DETOKENIZER_CHOICES`; "auto" goes by the path.
         samples: of masked and spans, how many at most; all if None.
         decoder_seq_length: of spans; that of the training if None.

@@ -38,7 +38,6 @@ class Sample:
     """Tokens of which the last ones are scored, each given all before it.
 
     Attributes:
-        ids: context and targets.
         num_targets: how many of the last ids are targets; at least one id is before them.
     """
 
@@ -68,10 +67,8 @@ class Scorer:
     """Scores samples with a model.
 
     Args:
-        model: whole, or this rank's stage of it.
         context: the ranks that share the model and the samples; this process alone if None. All of them call together,
             with equal samples, and get all scores.
-        batch_size: samples of one forward pass.
         num_tokens: rows of the vocabulary table that are tokens; the padded ones behind them get no probability. All
             rows count if None.
     """

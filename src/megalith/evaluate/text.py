@@ -135,11 +135,7 @@ def bundled_path() -> Path:
 
 
 def read_texts(path: Path) -> list[str]:
-    """The texts of a jsonl file, in order.
-
-    Raises:
-        DataError: it cannot be read, or a line is no JSON object with a "text".
-    """
+    """The texts of a jsonl file, in order."""
     lines = read_text(path).removeprefix("\ufeff").split("\n")
     texts = [_text_of(line, path, number) for number, line in enumerate(lines, start=1) if line.strip()]
     if not texts:
@@ -176,7 +172,6 @@ class Cloze:
     """A task made ready for a model.
 
     Attributes:
-        samples: those that can be asked.
         skipped: how many texts cannot: they have no context, or no target, or a target longer than the context.
         shortened: how many have a longer context than the model reads; its beginning is left out.
     """
@@ -190,10 +185,7 @@ def make_cloze(texts: Sequence[str], tokenizer: Tokenizer, *, strict: bool, cont
     """Cut texts into contexts and targets.
 
     Args:
-        texts: each ends with what is asked for.
-        tokenizer: of the model.
         strict: ask for the last word, else for the last token.
-        context_length: tokens that the model reads.
     """
     samples, skipped, shortened = [], 0, 0
     for text in texts:
@@ -212,8 +204,6 @@ class Accuracy:
     """What came out.
 
     Attributes:
-        correct: texts whose target was found.
-        total: texts that were asked.
         loss: mean over all target tokens, in nats.
         skipped, shortened: of `Cloze`.
         by_chance: how many a guess of equal probabilities would be expected to find.
@@ -232,13 +222,7 @@ class Accuracy:
 
 
 def accuracy(cloze: Cloze, scores: Sequence[Score], vocab_size: int) -> Accuracy:
-    """Count what is right.
-
-    Args:
-        cloze: the task.
-        scores: of its samples.
-        vocab_size: tokens of the tokenizer.
-    """
+    """Count what is right."""
     targets = sum(len(score.logprobs) for score in scores)
     return Accuracy(
         correct=sum(bool(score.greedy.all()) for score in scores),
@@ -287,10 +271,8 @@ class TextLoss:
 
     Attributes:
         total: summed over the predicted tokens, in nats.
-        num_tokens: that were predicted.
         num_words: by which the benchmark counts, less the first; None where there is no such count.
         num_bytes: of the text as UTF-8; None where the first token is not predicted, so that the text is not whole.
-        num_documents: texts that were scored.
         skipped: texts that were not, being empty.
     """
 
@@ -336,10 +318,7 @@ def score_texts(
     """The log-probability of every token of each text but its first, in order.
 
     Args:
-        scorer: with the model.
         texts: the ids of each; those of fewer than two have none.
-        windows: how long texts are cut.
-        on_batch: told the number of each batch.
     """
     per_text = [list(windows.samples(ids)) for ids in texts]
     scores = iter(scorer([sample for samples in per_text for sample in samples], on_batch))
@@ -376,13 +355,7 @@ def measure_cloze(path: Path, scorer: Scorer, tokenizer: Tokenizer, listener: Li
 
     Args:
         path: jsonl with a text under the key text.
-        scorer: with the model.
-        tokenizer: of the model.
-        listener: told of each step.
         strict: ask for the last word rather than the last token.
-
-    Raises:
-        DataError: the file cannot be read.
     """
     listener.building(path)
     texts = read_texts(path)
@@ -404,15 +377,7 @@ def measure_wikitext(
     """Perplexity per token and per word of a text that was cut into words, as Megatron's WIKITEXT103.
 
     Args:
-        path: the text.
-        scorer: with the model.
-        tokenizer: of the model.
-        windows: how the text is cut.
-        listener: told of each step.
         detokenizer: "auto" chooses by the path, "none" changes nothing, else a key of `DETOKENIZERS`.
-
-    Raises:
-        DataError: the file cannot be read.
     """
     text = read_text(path)
     num_words = len(text.strip().split(" "))
@@ -444,13 +409,6 @@ def measure_text(path: Path, scorer: Scorer, tokenizer: Tokenizer, windows: Wind
 
     Args:
         path: jsonl with a text under the key text in each line, or one text.
-        scorer: with the model.
-        tokenizer: of the model.
-        windows: how documents are cut.
-        listener: told of each step.
-
-    Raises:
-        DataError: the file cannot be read.
     """
     texts = read_documents(path)
     whole = [text for text in texts if text]
@@ -469,20 +427,12 @@ def measure_text(path: Path, scorer: Scorer, tokenizer: Tokenizer, windows: Wind
 
 
 def read_documents(path: Path) -> Sequence[str]:
-    """The texts of a jsonl file, or the one text of another.
-
-    Raises:
-        DataError: the file cannot be read.
-    """
+    """The texts of a jsonl file, or the one text of another."""
     return read_texts(path) if format_of(path) == JSONL else [read_text(path)]
 
 
 def read_text(path: Path) -> str:
-    """A whole file as it is, line ends included.
-
-    Raises:
-        DataError: it cannot be read.
-    """
+    """A whole file as it is, line ends included."""
     try:
         return path.read_bytes().decode("utf-8")
     except OSError as error:

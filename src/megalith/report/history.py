@@ -74,7 +74,6 @@ class Event:
     Attributes:
         kind: start, resume, save, exit, evaluation, bad step, batch size, skipped, not a number.
         time: seconds since 1970.
-        record: what was written of it.
     """
 
     kind: str
@@ -88,12 +87,8 @@ class History:
     """A run.
 
     Attributes:
-        curves: by name.
         events: in order; those of skipped steps and of values that are no numbers stand for all in a row.
         num_steps: steps taken, those that were done again included.
-        num_skipped, num_nan: of these.
-        last: the last step that was recorded.
-        unreadable: lines that could not be read.
         config: of the run, by group; empty where there is none.
     """
 

@@ -50,12 +50,7 @@ Points = Sequence[tuple[float, float]]
 
 
 def page(history: History, name: str) -> str:
-    """The whole page.
-
-    Args:
-        history: of the run.
-        name: of its folder.
-    """
+    """The whole page."""
     losses = {kind: history.curves[key] for key, kind in _CLASSES.items() if key in history.curves}
     others = {key: curve for key, curve in history.curves.items() if key not in _CLASSES and curve.num_points}
     marks = _marks(history.events)

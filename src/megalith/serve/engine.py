@@ -43,7 +43,6 @@ class Limits:
         waiting: How many more may wait; a request beyond them is refused with `Busy`.
         samples: The largest `n` and `beam_width`.
         logprobs: The largest `logprobs`.
-        stop_texts: How many there may be.
     """
 
     step_tokens: int = 512

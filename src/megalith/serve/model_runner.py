@@ -206,11 +206,7 @@ class RankRunner:
             self._tell(_CLOSE, [])
 
     def follow(self) -> None:
-        """Read what rank 0 says until it lets this rank go.
-
-        Raises:
-            PeerError: a rank is gone.
-        """
+        """Read what rank 0 says until it lets this rank go."""
         while True:
             command, message = self._hear()
             if command == _CLOSE:

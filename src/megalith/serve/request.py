@@ -52,7 +52,6 @@ class Sampling:
         presence_penalty: Subtracted from the logits of tokens that the answer has.
         frequency_penalty: Subtracted from the logit of a token once for each time that the answer has it.
         logit_bias: Added to the logits of these tokens.
-        banned: Tokens that are never chosen.
         banned_after: (a, b): b is not chosen right after a.
     """
 
@@ -131,9 +130,7 @@ class Request:
         prompt: Its ids, at least one.
         max_new_tokens: The length of the answer at most; 0 with `prompt_logprobs` scores the prompt only.
         seed: Of the choices; the same seed gives the same answer whatever else is served. Unpredictable if None.
-        n: How many samples are drawn.
         stop_ids: Tokens that end the answer; that which ends a document if None, none if empty.
-        more_stop_ids: Tokens that end the answer besides those.
         hidden_ids: Tokens that are left out of the text of the answer.
         stop_texts: Texts that end the answer, which is cut before them.
         logprobs: None, or how many of the most likely tokens come with each token, besides its own log-probability.
@@ -171,7 +168,6 @@ class Token:
             never a stop id's. All texts of a sample together are its answer.
         logprob: Natural log-probability by the model itself: before temperature, penalties and bans. None unless asked.
         top: As many as asked for.
-        sample: Number of the sample, from 0.
     """
 
     id: int
@@ -200,7 +196,6 @@ class Beams:
 
     Attributes:
         hypotheses: The ids after the prompt, without the stop token.
-        scores: One for each.
     """
 
     hypotheses: tuple[tuple[int, ...], ...]
@@ -213,9 +208,7 @@ class Finished:
 
     Attributes:
         reason: "stop" by a stop id or text, "length" at max_new_tokens or the end of the context, "cancelled", "error".
-        message: What went wrong.
         stop: The id or the text that ended it.
-        sample: Number of the sample.
     """
 
     reason: Reason
@@ -239,7 +232,6 @@ class TextStream:
     last few ids are decoded, so that long texts take no longer.
 
     Args:
-        decode: Text of ids.
         before: What the ids continue.
         hidden: Ids that have no text here.
     """

@@ -14,7 +14,6 @@ class Piece:
     """Tokens of one sequence that are to be read.
 
     Attributes:
-        tokens: The new ones.
         start: Position of the first of them; the keys and values of all before it are in the blocks.
         blocks: Where the keys and values of the sequence are, the new ones included: position p is in row
             p % block_size of block blocks[p // block_size].
@@ -35,7 +34,6 @@ class Batch:
     """What is computed in one step.
 
     Attributes:
-        pieces: Of different sequences.
         copies: (from, to): blocks that are copied before anything is read.
     """
 
@@ -47,10 +45,7 @@ class Runner(Protocol):
     """Reads tokens into blocks of keys and values, and says what may follow.
 
     Attributes:
-        vocab_size: number of logits.
         context_length: of the model; positions are below it, those of a text and of its answer alike.
-        block_size: tokens in a block.
-        num_blocks: how many there are.
     """
 
     @property
@@ -74,11 +69,7 @@ class Runner(Protocol):
         ...
 
     def ping(self) -> None:
-        """Tell the other ranks that there is nothing to do; they take silence for death.
-
-        Raises:
-            PeerError: one of them is gone.
-        """
+        """Tell the other ranks that there is nothing to do; they take silence for death."""
         ...
 
     def close(self) -> None:
@@ -92,7 +83,6 @@ def decoding_step(runner: Runner, *, encodes: bool = False) -> Batch:
     It writes over the first blocks of the cache: run it before anything is served.
 
     Args:
-        runner: that is to compute it.
         encodes: whether a text for an encoder stands before each token.
     """
     rows = range(min(8, runner.num_blocks))

@@ -33,7 +33,6 @@ class Row:
     """What the choice of one sequence depends on besides the logits.
 
     Attributes:
-        sampling: How to choose.
         uniform: From [0, 1); unused where the choice is greedy.
         prompt, answer: The tokens so far; no prompt where the answer continues none.
         logprobs: How many of the most likely ones are wanted; None for no log-probabilities at all.

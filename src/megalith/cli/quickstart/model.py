@@ -42,13 +42,7 @@ PROBE_SECONDS, FEWEST_PROBES = 3.0, 5  # so that a pause of the machine does not
 
 @dataclass(frozen=True)
 class ModelSize:
-    """A GPT in Llama style and the batch it is trained with.
-
-    Attributes:
-        batch_size: samples of one step.
-        learning_rate: peak.
-        vocab_size: of the tokenizer trained for it.
-    """
+    """A GPT in Llama style and the batch it is trained with."""
 
     num_layers: int
     hidden_size: int
@@ -98,7 +92,6 @@ class Machine:
     """A device and its measured speed.
 
     Attributes:
-        name: shown to the user.
         precision: "fp32", "bf16" or "fp16", the one to train in.
         flops: FLOP/s of a matrix product in that precision.
     """
@@ -127,14 +120,7 @@ class Plan:
 
 
 def measure_machine(wanted: str = "auto") -> Machine:
-    """Multiply matrices in each precision and pick the one to train in.
-
-    Args:
-        wanted: as of `--device`.
-
-    Raises:
-        ConfigError: there is no such device, or there is a GPU that torch cannot use.
-    """
+    """Multiply matrices in each precision and pick the one to train in."""
     device = choose_device(wanted)
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
     if device.type == "cuda":
@@ -163,8 +149,6 @@ def choose_model(
     """Pick the largest model that sees enough tokens for its size in the time, or the smallest of all.
 
     Args:
-        seconds: of training.
-        num_tokens: in the text, roughly.
         step_time: measures a training step of a model, in seconds; called only where it can matter.
 
     Returns:

@@ -112,9 +112,6 @@ def run_command(arguments: Sequence[str], log: Path, watch: Callable[[], bool] =
     Args:
         watch: called while the command runs; once it returns True, the command is killed (SIGKILL, which nothing can
             answer), and that is no error.
-
-    Raises:
-        CommandFailed: it ended with an error.
     """
     killed, command = False, [*COMMAND, *arguments]
     with (
@@ -184,11 +181,7 @@ def save_png(steps: Sequence[Record], evaluations: Sequence[Record], killed_at: 
 
 
 class Quickstart:
-    """Runs the steps once, in one folder.
-
-    Args:
-        options: those of the command line.
-    """
+    """Runs the steps once, in one folder."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, self.out, self.console = options, options.out, Console(highlight=False)
@@ -196,13 +189,7 @@ class Quickstart:
         self.device = [] if options.device == "auto" else ["--device", options.device]
 
     def run(self) -> None:
-        """Go from text to a trained model.
-
-        Raises:
-            DataError: too little text, or files that cannot be read.
-            ConfigError: the output folder holds something else.
-            CommandFailed: a command that was run ended with an error.
-        """
+        """Go from text to a trained model."""
         started = time.perf_counter()
         self.clear_folder()
         minutes = f"{self.options.minutes:g} minutes of training"

@@ -32,12 +32,7 @@ NOT_CODE = frozenset(
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents to train on.
-
-    Attributes:
-        name: shown to the user.
-        documents: distinct texts.
-    """
+    """Documents to train on."""
 
     name: str
     documents: tuple[str, ...]
@@ -53,14 +48,7 @@ class Corpus:
 
 
 def standard_library(root: Path | None = None) -> Corpus:
-    """Collect the source code of this Python's standard library, without its tests.
-
-    Args:
-        root: folder to read instead of this Python's own.
-
-    Raises:
-        DataError: there is no source code (some minimal images ship compiled files only).
-    """
+    """Collect the source code of this Python's standard library, without its tests."""
     root = root or Path(sysconfig.get_paths()["stdlib"])
     files = sorted(path for path in root.rglob("*.py") if not NOT_CODE & set(path.relative_to(root).parts))
     try:
@@ -79,16 +67,7 @@ def read_source(path: Path) -> str:
 
 
 def user_texts(paths: Iterable[Path], json_key: str = "text", encoding: str = "auto") -> Corpus:
-    """Read the user's files: JSON by its name, anything else as plain text; compressed or not.
-
-    Args:
-        paths: the files.
-        json_key: field of a JSON object that holds the text.
-        encoding: of the files; auto to detect it.
-
-    Raises:
-        DataError: a file is missing or is not what its name says, or there is too little text.
-    """
+    """Read the user's files: JSON by its name, anything else as plain text; compressed or not."""
     paths = tuple(paths)
     name = paths[0].name if len(paths) == 1 else f"{len(paths)} files"
     return build_corpus(name, (text for path in paths for text in read_documents(path, json_key, encoding)))
@@ -147,11 +126,7 @@ def split_text(text: str) -> Iterator[str]:
 
 
 def build_corpus(name: str, texts: Iterable[str]) -> Corpus:
-    """Drop repetitions and scraps, stop at the size limit, and order the rest by hash.
-
-    Raises:
-        DataError: what remains is too little to split and train on.
-    """
+    """Drop repetitions and scraps, stop at the size limit, and order the rest by hash."""
     by_hash: dict[bytes, str] = {}
     size = 0
     for raw in texts:

@@ -172,11 +172,7 @@ class _Json(JSONResponse):
 
 
 async def _json(request: Request) -> Any:
-    """What the body says; a large one is read in a thread.
-
-    Raises:
-        ApiError: 400, it is no JSON.
-    """
+    """What the body says; a large one is read in a thread."""
     body = await request.body()
     try:
         return read_json(body) if len(body) < 65536 else await asyncio.to_thread(read_json, body)

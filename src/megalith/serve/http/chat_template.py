@@ -29,11 +29,7 @@ class BadDialogue(ValueError):
 
 
 class ChatTemplate:
-    """A template in Jinja, with variables such as bos_token.
-
-    Raises:
-        DataError: it is no template.
-    """
+    """A template in Jinja, with variables such as bos_token."""
 
     def __init__(self, source: str, variables: Mapping[str, str] | None = None) -> None:
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=_EXTENSIONS)
@@ -75,11 +71,7 @@ _EXTENSIONS = ("jinja2.ext.loopcontrols", _Answers)
 
 
 def template_beside(tokenizer: Tokenizer) -> ChatTemplate | None:
-    """The template in the folder of a tokenizer, None if it has none.
-
-    Raises:
-        DataError: it is damaged.
-    """
+    """The template in the folder of a tokenizer, None if it has none."""
     folder = _folder(tokenizer)
     if folder is None:
         return None
@@ -122,11 +114,7 @@ def _ends_of_turn(tokenizer: Tokenizer, template: ChatTemplate | None) -> list[i
 
 
 def read_template(path: Path, tokenizer: Tokenizer) -> ChatTemplate:
-    """The template of a file, with the special tokens of the tokenizer.
-
-    Raises:
-        DataError: there is none.
-    """
+    """The template of a file, with the special tokens of the tokenizer."""
     try:
         source = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -46,11 +46,7 @@ def read_json(body: bytes) -> Any:
 
 
 def _check_size(body: bytes) -> None:
-    """See that there is not too much in a body.
-
-    Raises:
-        BadJson: says of what.
-    """
+    """See that there is not too much in a body."""
     without_escapes = body.replace(b"\\\\", b"").replace(b'\\"', b"")
     if without_escapes.count(b'"') > 2 * MAX_TEXTS:
         raise BadJson(f"the body has more than {MAX_TEXTS} texts and names")
@@ -100,15 +96,7 @@ _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit
 
 
 class ApiError(Exception):
-    """A request that is not served.
-
-    Args:
-        status: of HTTP.
-        message: names the value, the rule and the remedy.
-        field: of the request that is at fault, if one is.
-        code: a word for programs.
-        headers: of the answer, besides the usual ones.
-    """
+    """A request that is not served."""
 
     def __init__(
         self,

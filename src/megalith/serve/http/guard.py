@@ -43,9 +43,6 @@ class Guard:
     """Lets through what may pass.
 
     Args:
-        app: what is behind the gate.
-        settings: whom it lets in.
-        draining: whether the server takes no new work any more.
         check_room: raises where there is no place for more work; asked before a body is understood.
         served: told (method, path, status, client, seconds) at the end of each request.
     """
@@ -110,11 +107,7 @@ class Guard:
         await self._app(scope, receive, send)
 
     def _headers(self, scope: MutableMapping[str, Any]) -> dict[bytes, bytes]:
-        """The headers by name.
-
-        Raises:
-            ApiError: they are too many or too long, or one that decides something is there twice.
-        """
+        """The headers by name."""
         raw, limits = scope["headers"], self._settings.limits
         if len(raw) > limits.headers or sum(len(name) + len(value) for name, value in raw) > limits.header_bytes:
             raise ApiError(431, f"more than {limits.headers} headers, or {limits.header_bytes} bytes of them")
@@ -191,11 +184,7 @@ class Guard:
             raise ApiError(415, "Content-Encoding is not supported; send the JSON as it is", "content-encoding")
 
     async def _read(self, headers: dict[bytes, bytes], receive: Receive) -> bytes:
-        """The body, within its bounds.
-
-        Raises:
-            ApiError: it is too long or too slow.
-        """
+        """The body, within its bounds."""
         limit, deadline = self._settings.limits.body_bytes, time.monotonic() + self._settings.limits.body_seconds
         too_long = ApiError(413, f"the body is longer than {limit} bytes, the limit of --max-body-bytes")
         length = headers.get(b"content-length", b"0")

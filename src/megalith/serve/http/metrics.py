@@ -94,7 +94,6 @@ class RequestLog:
     Everything that a client chose is escaped: it cannot add lines or colours. Keys are never shown.
 
     Args:
-        say: takes one line.
         prompts: whether the requests of `PUT /api` are shown whole.
     """
 

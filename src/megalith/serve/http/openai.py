@@ -120,11 +120,7 @@ class Plan:
 
 
 async def plan(service: Service, body: CompletionRequest | ChatRequest) -> Plan:
-    """Understand a request of either endpoint.
-
-    Raises:
-        ApiError: 400, names the field, or says that the model has no chat template.
-    """
+    """Understand a request of either endpoint."""
     return await (_plan_chat(service, body) if isinstance(body, ChatRequest) else _plan_completion(service, body))
 
 
@@ -180,11 +176,7 @@ def _prompts(body: CompletionRequest) -> list[Any]:
 
 
 async def _prompt(service: Service, given: Any) -> tuple[tuple[int, ...], str]:
-    """Its ids and its text.
-
-    Raises:
-        ApiError: 400, it has no tokens or an id that there is not.
-    """
+    """Its ids and its text."""
     if isinstance(given, str):
         ids = await service.encode(given, "prompt")
         if not ids:

@@ -272,11 +272,7 @@ def _given(error: Any) -> str:
 
 
 def sampling_of(body: CompletionRequest | ChatRequest, vocab_size: int) -> Sampling:
-    """How to choose tokens.
-
-    Raises:
-        ApiError: 400, a token of logit_bias is none.
-    """
+    """How to choose tokens."""
     bias = {}
     for name, value in (body.logit_bias or {}).items():
         if not (name.isascii() and name.isdigit() and len(name) < 10 and int(name) < vocab_size):
@@ -295,11 +291,7 @@ def sampling_of(body: CompletionRequest | ChatRequest, vocab_size: int) -> Sampl
 
 
 def text_fields_of(body: CompletionRequest | ChatRequest, service: Service) -> dict[str, Any]:
-    """Fields of `Request` about where the text ends and what it shows.
-
-    Raises:
-        ApiError: 400, a token of stop_token_ids is none.
-    """
+    """Fields of `Request` about where the text ends and what it shows."""
     stop_ids, size = list(body.stop_token_ids or ()), service.tokenizer.vocab_size
     if bad := [number for number in stop_ids if number >= size]:
         raise refusal("stop_token_ids", f"{bad[0]} is no token id below {size}")

@@ -76,7 +76,6 @@ class _Parting(asyncio.Transport):
     `parting_bytes`, for at most `parting_seconds`.
 
     Args:
-        transport: the socket's.
         still_sends: whether there may be bytes that nobody will read.
     """
 
@@ -149,11 +148,7 @@ class _StrictParser(h11.Connection):
 
 
 def _require_clear_headers(received: bytes) -> None:
-    """Check the headers at the beginning of what was received, as far as they have come.
-
-    Raises:
-        _AmbiguousRequest: names the rule of RFC 9112.
-    """
+    """Check the headers at the beginning of what was received, as far as they have come."""
     end = _END_OF_HEADERS.search(received)
     headers = received[: end.end()] if end else received
     if _BARE_LF.search(headers):
@@ -334,8 +329,6 @@ async def serve(
 
     Args:
         failed: returns when the model can answer no more, and says why.
-        say: takes a line for the console.
-        greeting: lines that are said when clients can connect.
         debounce_seconds: signals this soon after the first are taken for the same request. A launcher forwards the
             Ctrl-C that the terminal has already sent to its processes.
 

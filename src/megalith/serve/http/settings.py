@@ -13,9 +13,6 @@ class Limits:
     """Bounds on what a client may cost; times in seconds.
 
     Attributes:
-        body_bytes: of one request.
-        header_bytes: of all headers of one request.
-        headers: number of them.
         body_seconds: to send the body.
         header_seconds: to send the headers, from the connection or the first byte of a later request on.
         stalled_seconds: that a client may leave a full socket unread before it is cut off.
@@ -72,7 +69,6 @@ class ServerSettings:
         allowed_hosts: names under which the server may be addressed besides its own.
         allowed_origins: web pages of other origins that may use it, as `https://host:port`.
         open_to_all: listen beyond this machine without a key.
-        log_prompts: whether the console shows the requests of `PUT /api`.
     """
 
     host: str = "127.0.0.1"
