@@ -37,17 +37,11 @@ _SHOWN_BAD_LINES = 10
 
 @dataclass(frozen=True)
 class OtherFlag:
-    """A flag of Megatron that has no effect here, and why.
+    """A flag of Megatron that has no effect here, and why."""
 
-    Attributes:
-        values: how many words follow it: "0", "1" or "+".
-        reason: what to say when it is used.
-        refused: whether it stops the command, because ignoring it would change what is done.
-    """
-
-    values: str
-    reason: str
-    refused: bool = False
+    values: str  # how many words follow it: "0", "1" or "+"
+    reason: str  # what to say when it is used
+    refused: bool = False  # whether it stops the command, because ignoring it would change what is done
 
 
 def _as_in_training(name: str) -> OtherFlag:

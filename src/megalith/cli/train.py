@@ -119,13 +119,9 @@ def _saved_args(folder: str, step: int | None) -> Mapping[str, Any] | None:
 
 @dataclass
 class _Acknowledgement:
-    """Answers a signal at once: the end of the step may be a while away.
+    """Answers a signal at once: the end of the step may be a while away."""
 
-    Attributes:
-        training: whether there is a step to finish, and something to save.
-    """
-
-    training: bool = False
+    training: bool = False  # whether there is a step to finish, and something to save
 
     def __call__(self, signal_name: str) -> None:
         doing = "finishing this step and saving" if self.training else "stopping before the first step"

@@ -70,17 +70,12 @@ from megalith.train.trouble import Care, Injection
 
 @dataclass(frozen=True)
 class Started:
-    """A run that is ready for its first step.
-
-    Attributes:
-        resumed_at: the iteration it goes on from; None on a fresh start.
-        changes: what is asked for in another way than when its checkpoint was written.
-    """
+    """A run that is ready for its first step."""
 
     run: TrainingRun
     loaders: Loaders
-    resumed_at: int | None
-    changes: tuple[Change, ...] = ()
+    resumed_at: int | None  # the iteration it goes on from; None on a fresh start
+    changes: tuple[Change, ...] = ()  # what is asked for in another way than when its checkpoint was written
 
 
 def start(

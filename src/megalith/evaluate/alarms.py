@@ -40,19 +40,14 @@ class Alarm:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is known beside the result.
-
-    Attributes:
-        iteration: of the checkpoint; 0 for weights that name none.
-        other_tokenizer: how the tokenizer differs from that of the training; None if it does not, as far as is known.
-        training_loss: at the end of the training, in nats; None where nothing says it.
-    """
+    """What is known beside the result."""
 
     vocab_size: int
-    iteration: int
+    iteration: int  # of the checkpoint; 0 for weights that name none
+    # how the tokenizer differs from that of the training; None if it does not, as far as is known
     other_tokenizer: str | None = None
     never_trained: bool = False
-    training_loss: float | None = None
+    training_loss: float | None = None  # at the end of the training, in nats; None where nothing says it
 
     @property
     def uniform(self) -> float:

@@ -25,15 +25,10 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Filled:
-    """A text without masks.
+    """A text without masks."""
 
-    Attributes:
-        text: with the likeliest token in place of each mask.
-        masks: of each mask in order the likeliest tokens, likeliest first.
-    """
-
-    text: str
-    masks: tuple[tuple[Candidate, ...], ...]
+    text: str  # with the likeliest token in place of each mask
+    masks: tuple[tuple[Candidate, ...], ...]  # of each mask in order the likeliest tokens, likeliest first
 
 
 def fill_masks(model: Bert, tokenizer: Tokenizer, text: str, count: int = 1) -> Filled:

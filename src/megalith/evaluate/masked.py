@@ -49,15 +49,11 @@ _SEED = 1234  # the same samples for every model of one tokenizer and length
 
 @dataclass(frozen=True)
 class Guesses:
-    """What was asked of a model, and how it answered.
-
-    Attributes:
-        loss: summed over all of them, in nats.
-    """
+    """What was asked of a model, and how it answered."""
 
     total: int = 0
     correct: int = 0
-    loss: float = 0.0
+    loss: float = 0.0  # summed over all of them, in nats
 
     def __add__(self, other: Guesses) -> Guesses:
         return Guesses(self.total + other.total, self.correct + other.correct, self.loss + other.loss)
@@ -86,17 +82,13 @@ class Guesses:
 
 @dataclass(frozen=True)
 class MaskedResult:
-    """What a model found of what was hidden.
-
-    Attributes:
-        orders: of two runs of text, whether they have changed places; None where the model has no head for it.
-        swapped: of these how many have.
-    """
+    """What a model found of what was hidden."""
 
     samples: int
     tokens: Guesses
+    # of two runs of text, whether they have changed places; None where the model has no head for it
     orders: Guesses | None = None
-    swapped: int = 0
+    swapped: int = 0  # of these how many have
 
     @property
     def one_answer(self) -> float:
@@ -298,14 +290,10 @@ def is_dataset(path: Path) -> bool:
 
 @dataclass(frozen=True)
 class Cut:
-    """How samples are cut and hidden, where it is not as in the training.
+    """How samples are cut and hidden, where it is not as in the training."""
 
-    Attributes:
-        seq_length: tokens of a sample; those of the training, or the model's positions, if None.
-        decoder_seq_length: tokens that the decoder of T5 reads; of the training, or half of a sample, if None.
-    """
-
-    seq_length: int | None = None
+    seq_length: int | None = None  # tokens of a sample; those of the training, or the model's positions, if None
+    # tokens that the decoder of T5 reads; of the training, or half of a sample, if None
     decoder_seq_length: int | None = None
 
 

@@ -29,41 +29,28 @@ DETOKENIZER_CHOICES = ("auto", "none", "wiki", "ptb")
 
 @dataclass(frozen=True)
 class Request:
-    """An evaluation.
-
-    Attributes:
-        task: a key of `TASKS`.
-        data: the file; None for the bundled one.
-        iteration: which checkpoint; the newest sound one if None.
-        strict: of lambada: the last word rather than the last token.
-        overlap: tokens that each window after the first scores; `DEFAULT_OVERLAP`, or the whole window if that is
-            shorter, if None.
-        seq_length: of windows; the context of the model if None. Of masked and spans the length of samples; that of
-            the training if None.
-        detokenizer: of wikitext103, of `DETOKENIZER_CHOICES`; "auto" goes by the path.
-        samples: of masked and spans, how many at most; all if None.
-        decoder_seq_length: of spans; that of the training if None.
-        dtype: of the weights, by name; that of the checkpoint if None.
-        tokenizer: instead of the one in the checkpoint.
-        settings: of the launch and the layout, as of `megalith train`, by name.
-        stated: what the command line says of the architecture, by setting; must be what the checkpoint says.
-    """
+    """An evaluation."""
 
     checkpoint: Path
-    task: str
-    data: Path | None = None
-    iteration: int | None = None
-    strict: bool = False
+    task: str  # a key of `TASKS`
+    data: Path | None = None  # the file; None for the bundled one
+    iteration: int | None = None  # which checkpoint; the newest sound one if None
+    strict: bool = False  # of lambada: the last word rather than the last token
+    # tokens that each window after the first scores; `DEFAULT_OVERLAP`, or the whole window if that is shorter, if None
     overlap: int | None = None
+    # of windows; the context of the model if None. Of masked and spans the length of samples; that of the training if
+    # None.
     seq_length: int | None = None
     batch_size: int = DEFAULT_BATCH
     log_interval: int = 100
-    detokenizer: str = "auto"
-    samples: int | None = None
-    decoder_seq_length: int | None = None
-    dtype: str | None = None
-    tokenizer: TokenizerConfig | None = None
+    detokenizer: str = "auto"  # of wikitext103, of `DETOKENIZER_CHOICES`; "auto" goes by the path
+    samples: int | None = None  # of masked and spans, how many at most; all if None
+    decoder_seq_length: int | None = None  # of spans; that of the training if None
+    dtype: str | None = None  # of the weights, by name; that of the checkpoint if None
+    tokenizer: TokenizerConfig | None = None  # instead of the one in the checkpoint
+    # of the launch and the layout, as of `megalith train`, by name
     settings: Mapping[str, Any] = field(default_factory=dict)
+    # what the command line says of the architecture, by setting; must be what the checkpoint says
     stated: Mapping[str, Any] = field(default_factory=dict)
 
     def violations(self, *, files: bool = True) -> list[str]:

@@ -35,27 +35,18 @@ _LOGITS_AT_ONCE = 1 << 24  # on a CPU twice as fast as 1 << 26, whose memory is 
 
 @dataclass(frozen=True)
 class Sample:
-    """Tokens of which the last ones are scored, each given all before it.
-
-    Attributes:
-        num_targets: how many of the last ids are targets; at least one id is before them.
-    """
+    """Tokens of which the last ones are scored, each given all before it."""
 
     ids: Ids
-    num_targets: int
+    num_targets: int  # how many of the last ids are targets; at least one id is before them
 
 
 @dataclass(frozen=True)
 class Score:
-    """What the model says of the targets of a sample.
+    """What the model says of the targets of a sample."""
 
-    Attributes:
-        logprobs: natural logarithms of their probabilities.
-        greedy: for each, whether it is the most likely token.
-    """
-
-    logprobs: NDArray[np.float64]
-    greedy: NDArray[np.bool_]
+    logprobs: NDArray[np.float64]  # natural logarithms of their probabilities
+    greedy: NDArray[np.bool_]  # for each, whether it is the most likely token
 
     @property
     def total(self) -> float:

@@ -169,16 +169,11 @@ def parts_of(text: str, tokenizer: Tokenizer, *, strict: bool) -> tuple[list[int
 
 @dataclass(frozen=True)
 class Cloze:
-    """A task made ready for a model.
-
-    Attributes:
-        skipped: how many texts cannot: they have no context, or no target, or a target longer than the context.
-        shortened: how many have a longer context than the model reads; its beginning is left out.
-    """
+    """A task made ready for a model."""
 
     samples: tuple[Sample, ...]
-    skipped: int
-    shortened: int
+    skipped: int  # how many texts cannot: they have no context, or no target, or a target longer than the context
+    shortened: int  # how many have a longer context than the model reads; its beginning is left out
 
 
 def make_cloze(texts: Sequence[str], tokenizer: Tokenizer, *, strict: bool, context_length: int) -> Cloze:
@@ -201,20 +196,14 @@ def make_cloze(texts: Sequence[str], tokenizer: Tokenizer, *, strict: bool, cont
 
 @dataclass(frozen=True)
 class Accuracy:
-    """What came out.
-
-    Attributes:
-        loss: mean over all target tokens, in nats.
-        skipped, shortened: of `Cloze`.
-        by_chance: how many a guess of equal probabilities would be expected to find.
-    """
+    """What came out."""
 
     correct: int
     total: int
-    loss: float
-    skipped: int
-    shortened: int
-    by_chance: float
+    loss: float  # mean over all target tokens, in nats
+    skipped: int  # of `Cloze`
+    shortened: int  # of `Cloze`
+    by_chance: float  # how many a guess of equal probabilities would be expected to find
 
     @property
     def share(self) -> float:
@@ -236,15 +225,10 @@ def accuracy(cloze: Cloze, scores: Sequence[Score], vocab_size: int) -> Accuracy
 
 @dataclass(frozen=True)
 class Windows:
-    """How a long text is cut.
+    """How a long text is cut."""
 
-    Attributes:
-        length: predictions of one window, which reads as many tokens.
-        stride: tokens between the beginnings of two windows; at most `length`, which means no overlap.
-    """
-
-    length: int
-    stride: int
+    length: int  # predictions of one window, which reads as many tokens
+    stride: int  # tokens between the beginnings of two windows; at most `length`, which means no overlap
 
     def __post_init__(self) -> None:
         assert 1 <= self.stride <= self.length, f"stride {self.stride} of windows of {self.length}"
@@ -267,21 +251,15 @@ class Windows:
 
 @dataclass(frozen=True)
 class TextLoss:
-    """The loss of a text.
+    """The loss of a text."""
 
-    Attributes:
-        total: summed over the predicted tokens, in nats.
-        num_words: by which the benchmark counts, less the first; None where there is no such count.
-        num_bytes: of the text as UTF-8; None where the first token is not predicted, so that the text is not whole.
-        skipped: texts that were not, being empty.
-    """
-
-    total: float
+    total: float  # summed over the predicted tokens, in nats
     num_tokens: int
-    num_words: int | None = None
+    num_words: int | None = None  # by which the benchmark counts, less the first; None where there is no such count
+    # of the text as UTF-8; None where the first token is not predicted, so that the text is not whole
     num_bytes: int | None = None
     num_documents: int = 1
-    skipped: int = 0
+    skipped: int = 0  # texts that were not, being empty
 
     @property
     def mean(self) -> float:

@@ -29,14 +29,10 @@ _SHOWN_EVENTS = ("start", "resume", "save", "exit", "evaluation", "bad step", "b
 
 @dataclass
 class Curve:
-    """Points of one quantity, in stretches that a rewind or a value that is no number divides.
+    """Points of one quantity, in stretches that a rewind or a value that is no number divides."""
 
-    Attributes:
-        stretches: of (iteration, value).
-        abandoned: stretches that a resume from an earlier checkpoint did again.
-    """
-
-    stretches: list[list[tuple[float, float]]] = field(default_factory=lambda: [[]])
+    stretches: list[list[tuple[float, float]]] = field(default_factory=lambda: [[]])  # of (iteration, value)
+    # stretches that a resume from an earlier checkpoint did again
     abandoned: list[list[tuple[float, float]]] = field(default_factory=list)
 
     def add(self, iteration: float, value: float | None) -> None:
@@ -69,36 +65,27 @@ class Curve:
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened.
+    """Something that happened."""
 
-    Attributes:
-        kind: start, resume, save, exit, evaluation, bad step, batch size, skipped, not a number.
-        time: seconds since 1970.
-    """
-
-    kind: str
+    kind: str  # start, resume, save, exit, evaluation, bad step, batch size, skipped, not a number
     iteration: int
-    time: float
+    time: float  # seconds since 1970
     record: Mapping[str, Any]
 
 
 @dataclass
 class History:
-    """A run.
-
-    Attributes:
-        events: in order; those of skipped steps and of values that are no numbers stand for all in a row.
-        num_steps: steps taken, those that were done again included.
-        config: of the run, by group; empty where there is none.
-    """
+    """A run."""
 
     curves: dict[str, Curve] = field(default_factory=dict)
+    # in order; those of skipped steps and of values that are no numbers stand for all in a row
     events: list[Event] = field(default_factory=list)
-    num_steps: int = 0
+    num_steps: int = 0  # steps taken, those that were done again included
     num_skipped: int = 0
     num_nan: int = 0
     last: Mapping[str, Any] = field(default_factory=dict)
     unreadable: int = 0
+    # of the run, by group; empty where there is none
     config: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     _row: tuple[str, int] = ("", -2)
 

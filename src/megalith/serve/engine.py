@@ -34,58 +34,39 @@ from megalith.tokenizers import Tokenizer
 
 @dataclass(frozen=True)
 class Limits:
-    """What bounds the work of an engine.
+    """What bounds the work of an engine."""
 
-    Attributes:
-        step_tokens: How many tokens are read in one step at most: prompts are read in chunks, so that those who
-            already have their answer under way wait no longer than this takes.
-        running: How many sequences (samples, beams) are worked on at once.
-        waiting: How many more may wait; a request beyond them is refused with `Busy`.
-        samples: The largest `n` and `beam_width`.
-        logprobs: The largest `logprobs`.
-    """
-
+    # how many tokens are read in one step at most: prompts are read in chunks, so that those who already have their
+    # answer under way wait no longer than this takes
     step_tokens: int = 512
-    running: int = 64
-    waiting: int = 256
-    samples: int = 128
-    logprobs: int = 20
+    running: int = 64  # how many sequences (samples, beams) are worked on at once
+    waiting: int = 256  # how many more may wait; a request beyond them is refused with `Busy`
+    samples: int = 128  # the largest `n` and `beam_width`
+    logprobs: int = 20  # the largest `logprobs`
     stop_texts: int = 16
 
 
 @dataclass(frozen=True, eq=False)
 class Ticket:
-    """A request that was taken.
-
-    Attributes:
-        continued: what the answer continues: the prompt, or nothing where an encoder reads that.
-    """
+    """A request that was taken."""
 
     number: int
     request: Request
-    continued: tuple[int, ...]
+    continued: tuple[int, ...]  # what the answer continues: the prompt, or nothing where an encoder reads that
 
 
 @dataclass(frozen=True)
 class Stats:
-    """What an engine has done and has to do.
+    """What an engine has done and has to do."""
 
-    Attributes:
-        waiting, running: sequences, now.
-        blocks_used, blocks: of the cache, now; used ones are those that a sequence needs.
-        prompt_tokens, generated_tokens: since the start.
-        reused_tokens: of prompts, whose keys and values were there already.
-        preemptions: sequences that had to give their blocks to others and were read again.
-    """
-
-    waiting: int = 0
-    running: int = 0
-    blocks_used: int = 0
-    blocks: int = 0
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
-    reused_tokens: int = 0
-    preemptions: int = 0
+    waiting: int = 0  # sequences, now
+    running: int = 0  # sequences, now
+    blocks_used: int = 0  # of the cache, now; used ones are those that a sequence needs
+    blocks: int = 0  # of the cache, now; used ones are those that a sequence needs
+    prompt_tokens: int = 0  # since the start
+    generated_tokens: int = 0  # since the start
+    reused_tokens: int = 0  # of prompts, whose keys and values were there already
+    preemptions: int = 0  # sequences that had to give their blocks to others and were read again
 
 
 @dataclass(eq=False)
@@ -113,15 +94,11 @@ class _Search:
 
 @dataclass(eq=False)
 class _Job:
-    """What is open of a request.
-
-    Attributes:
-        begin: how many tokens of each sequence stand before the answer.
-    """
+    """What is open of a request."""
 
     ticket: Ticket
     stop_ids: frozenset[int]
-    begin: int
+    begin: int  # how many tokens of each sequence stand before the answer
     samples: list[_Sample] = field(default_factory=list)
     search: _Search | None = None
     prompt_logprobs: list[float | None] = field(default_factory=list)

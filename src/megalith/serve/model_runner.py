@@ -274,15 +274,10 @@ def _gone(error: RuntimeError) -> PeerError:
 
 @dataclass(frozen=True)
 class Opening:
-    """How a model answers that reads its prompts with an encoder.
+    """How a model answers that reads its prompts with an encoder."""
 
-    Attributes:
-        start: the token that its decoder begins with.
-        end: the one that ends an answer.
-    """
-
-    start: int
-    end: int
+    start: int  # the token that its decoder begins with
+    end: int  # the one that ends an answer
 
 
 def opening_of(model: LanguageModel, tokenizer: Tokenizer) -> Opening | None:

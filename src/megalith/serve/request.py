@@ -36,37 +36,27 @@ class Busy(MegalithError):
 
 @dataclass(frozen=True)
 class Sampling:
-    """A way to choose tokens.
+    """A way to choose tokens."""
 
-    Attributes:
-        temperature: The logits are divided by it; 0 takes the most likely token (greedy).
-        top_k: Only the k most likely tokens are candidates; 0 for all.
-        top_p: Only the most likely tokens that together have this probability are candidates (Holtzman et al. 2020,
-            arXiv:1904.09751); 0 or 1 for all.
-        min_p: Only tokens at least this many times as likely as the likeliest are candidates (Nguyen et al. 2024,
-            arXiv:2407.01082); 0 for all. Probabilities are those after the temperature.
-        top_p_decay: top_p is multiplied by it after each token (Lee et al. 2022, arXiv:2206.04624); 0 for never.
-        top_p_bound: The decayed top_p does not fall below it.
-        repetition_penalty: Logits of tokens of the prompt and the answer are divided by it where they are positive and
-            multiplied where negative (Keskar et al. 2019, arXiv:1909.05858); 1 changes nothing.
-        presence_penalty: Subtracted from the logits of tokens that the answer has.
-        frequency_penalty: Subtracted from the logit of a token once for each time that the answer has it.
-        logit_bias: Added to the logits of these tokens.
-        banned_after: (a, b): b is not chosen right after a.
-    """
-
-    temperature: float = 1.0
-    top_k: int = 0
+    temperature: float = 1.0  # the logits are divided by it; 0 takes the most likely token (greedy)
+    top_k: int = 0  # only the k most likely tokens are candidates; 0 for all
+    # only the most likely tokens that together have this probability are candidates (Holtzman et al. 2020,
+    # arXiv:1904.09751); 0 or 1 for all.
     top_p: float = 0.0
+    # only tokens at least this many times as likely as the likeliest are candidates (Nguyen et al. 2024,
+    # arXiv:2407.01082); 0 for all. Probabilities are those after the temperature.
     min_p: float = 0.0
+    # top_p is multiplied by it after each token (Lee et al. 2022, arXiv:2206.04624); 0 for never.
     top_p_decay: float = 0.0
-    top_p_bound: float = 0.0
+    top_p_bound: float = 0.0  # the decayed top_p does not fall below it
+    # logits of tokens of the prompt and the answer are divided by it where they are positive and multiplied where
+    # negative (Keskar et al. 2019, arXiv:1909.05858); 1 changes nothing.
     repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    presence_penalty: float = 0.0  # subtracted from the logits of tokens that the answer has
+    frequency_penalty: float = 0.0  # subtracted from the logit of a token once for each time that the answer has it
+    logit_bias: Mapping[int, float] = field(default_factory=dict)  # added to the logits of these tokens
     banned: tuple[int, ...] = ()
-    banned_after: tuple[tuple[int, int], ...] = ()
+    banned_after: tuple[tuple[int, int], ...] = ()  # (a, b): b is not chosen right after a
 
     @property
     def greedy(self) -> bool:
@@ -124,34 +114,25 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Request:
-    """A text to continue.
+    """A text to continue."""
 
-    Attributes:
-        prompt: Its ids, at least one.
-        max_new_tokens: The length of the answer at most; 0 with `prompt_logprobs` scores the prompt only.
-        seed: Of the choices; the same seed gives the same answer whatever else is served. Unpredictable if None.
-        stop_ids: Tokens that end the answer; that which ends a document if None, none if empty.
-        hidden_ids: Tokens that are left out of the text of the answer.
-        stop_texts: Texts that end the answer, which is cut before them.
-        logprobs: None, or how many of the most likely tokens come with each token, besides its own log-probability.
-        prompt_logprobs: Whether the tokens of the prompt are scored too.
-        beam_width: Beam search of this width instead of samples; `sampling`'s bans hold, the rest of it does not.
-        length_penalty: The score of a beam is the sum of its log-probabilities / length ** length_penalty.
-    """
-
-    prompt: tuple[int, ...]
-    max_new_tokens: int
+    prompt: tuple[int, ...]  # its ids, at least one
+    max_new_tokens: int  # the length of the answer at most; 0 with `prompt_logprobs` scores the prompt only
     sampling: Sampling = Sampling()
+    # of the choices; the same seed gives the same answer whatever else is served. Unpredictable if None.
     seed: int | None = None
     n: int = 1
+    # tokens that end the answer; that which ends a document if None, none if empty
     stop_ids: tuple[int, ...] | None = None
     more_stop_ids: tuple[int, ...] = ()
-    hidden_ids: frozenset[int] = frozenset()
-    stop_texts: tuple[str, ...] = ()
+    hidden_ids: frozenset[int] = frozenset()  # tokens that are left out of the text of the answer
+    stop_texts: tuple[str, ...] = ()  # texts that end the answer, which is cut before them
+    # None, or how many of the most likely tokens come with each token, besides its own log-probability
     logprobs: int | None = None
-    prompt_logprobs: bool = False
+    prompt_logprobs: bool = False  # whether the tokens of the prompt are scored too
+    # beam search of this width instead of samples; `sampling`'s bans hold, the rest of it does not
     beam_width: int | None = None
-    length_penalty: float = 1.0
+    length_penalty: float = 1.0  # the score of a beam is the sum of its log-probabilities / length ** length_penalty
 
 
 Top = tuple[tuple[int, float], ...]
@@ -160,60 +141,43 @@ Top = tuple[tuple[int, float], ...]
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """One more token of a sample.
+    """One more token of a sample."""
 
-    Attributes:
-        id: A stop id comes too, as the last one.
-        text: What can be shown now: without characters that are not whole yet, without what may become a stop text,
-            never a stop id's. All texts of a sample together are its answer.
-        logprob: Natural log-probability by the model itself: before temperature, penalties and bans. None unless asked.
-        top: As many as asked for.
-    """
-
-    id: int
+    id: int  # A stop id comes too, as the last one
+    # what can be shown now: without characters that are not whole yet, without what may become a stop text, never a
+    # stop id's. All texts of a sample together are its answer.
     text: str
+    # natural log-probability by the model itself: before temperature, penalties and bans. None unless asked.
     logprob: float | None = None
-    top: Top = ()
+    top: Top = ()  # as many as asked for
     sample: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Of the prompt, before any token; once for all samples.
+    """Of the prompt, before any token; once for all samples."""
 
-    Attributes:
-        logprobs: Of each token of the prompt after those before it; None for the first.
-        top: The most likely tokens in its place; () for the first. At least one of each: greedy choice is top[i][0].
-    """
-
-    logprobs: tuple[float | None, ...]
+    logprobs: tuple[float | None, ...]  # of each token of the prompt after those before it; None for the first
+    # the most likely tokens in its place; () for the first. At least one of each: greedy choice is top[i][0].
     top: tuple[Top, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Beams:
-    """The answer to a beam search, best first.
+    """The answer to a beam search, best first."""
 
-    Attributes:
-        hypotheses: The ids after the prompt, without the stop token.
-    """
-
-    hypotheses: tuple[tuple[int, ...], ...]
+    hypotheses: tuple[tuple[int, ...], ...]  # the ids after the prompt, without the stop token
     scores: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The last event of a sample.
+    """The last event of a sample."""
 
-    Attributes:
-        reason: "stop" by a stop id or text, "length" at max_new_tokens or the end of the context, "cancelled", "error".
-        stop: The id or the text that ended it.
-    """
-
+    # "stop" by a stop id or text, "length" at max_new_tokens or the end of the context, "cancelled", "error"
     reason: Reason
     message: str = ""
-    stop: int | str | None = None
+    stop: int | str | None = None  # the id or the text that ended it
     sample: int = 0
 
 

@@ -11,34 +11,25 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Tokens of one sequence that are to be read.
-
-    Attributes:
-        start: Position of the first of them; the keys and values of all before it are in the blocks.
-        blocks: Where the keys and values of the sequence are, the new ones included: position p is in row
-            p % block_size of block blocks[p // block_size].
-        wanted: Of how many of the last of these tokens logits are wanted.
-        source: How many of the sequence's first tokens are the text that an encoder reads, which fills whole blocks;
-            the decoder reads those behind these blocks. 0 where there is no encoder.
-    """
+    """Tokens of one sequence that are to be read."""
 
     tokens: Sequence[int]
-    start: int
+    start: int  # position of the first of them; the keys and values of all before it are in the blocks
+    # where the keys and values of the sequence are, the new ones included: position p is in row p % block_size of block
+    # blocks[p // block_size]
     blocks: Sequence[int]
-    wanted: int = 1
+    wanted: int = 1  # of how many of the last of these tokens logits are wanted
+    # how many of the sequence's first tokens are the text that an encoder reads, which fills whole blocks; the decoder
+    # reads those behind these blocks. 0 where there is no encoder.
     source: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What is computed in one step.
-
-    Attributes:
-        copies: (from, to): blocks that are copied before anything is read.
-    """
+    """What is computed in one step."""
 
     pieces: Sequence[Piece]
-    copies: Sequence[tuple[int, int]] = field(default=())
+    copies: Sequence[tuple[int, int]] = field(default=())  # (from, to): blocks that are copied before anything is read
 
 
 class Runner(Protocol):

@@ -30,19 +30,13 @@ _FIRST_LOOK = 128  # candidates that are sorted for top-p before all of them are
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What the choice of one sequence depends on besides the logits.
-
-    Attributes:
-        uniform: From [0, 1); unused where the choice is greedy.
-        prompt, answer: The tokens so far; no prompt where the answer continues none.
-        logprobs: How many of the most likely ones are wanted; None for no log-probabilities at all.
-    """
+    """What the choice of one sequence depends on besides the logits."""
 
     sampling: Sampling
-    uniform: float
-    prompt: Sequence[int]
-    answer: Sequence[int]
-    logprobs: int | None = None
+    uniform: float  # from [0, 1); unused where the choice is greedy
+    prompt: Sequence[int]  # the tokens so far; no prompt where the answer continues none
+    answer: Sequence[int]  # the tokens so far; no prompt where the answer continues none
+    logprobs: int | None = None  # how many of the most likely ones are wanted; None for no log-probabilities at all
 
 
 @dataclass(frozen=True, slots=True)

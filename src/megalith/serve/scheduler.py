@@ -28,15 +28,12 @@ from typing import Any
 
 @dataclass(eq=False, slots=True)
 class Table:
-    """The blocks of one sequence, in the order of its tokens, and the digests of the full ones.
-
-    Attributes:
-        root: what the digests begin with: sequences of different roots share no block, however alike they begin.
-    """
+    """The blocks of one sequence, in the order of its tokens, and the digests of the full ones."""
 
     blocks: list[int] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)
     promised: range = range(0)
+    # what the digests begin with: sequences of different roots share no block, however alike they begin
     root: bytes = b""
 
 
@@ -205,28 +202,18 @@ class Blocks:
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """Tokens that are to be read.
+    """Tokens that are to be read."""
 
-    Attributes:
-        tokens: All that are known; the owner appends.
-        limit: Their number in the end, at most.
-        scored: Of how many positions no logits are wanted, or have been given; below the number of tokens.
-        width: How many sequences this may become by `fork`.
-        owner: Whoever gets the logits.
-        source: How many of the first tokens are a text that an encoder reads, at once; its last block is filled up
-            with tokens that mean nothing. 0 where there is no encoder.
-        order: Those of lower order go first.
-        read: How many tokens have their keys and values in the blocks.
-    """
-
-    tokens: list[int]
-    limit: int
-    scored: int
-    width: int = 1
-    owner: Any = None
+    tokens: list[int]  # all that are known; the owner appends
+    limit: int  # their number in the end, at most
+    scored: int  # of how many positions no logits are wanted, or have been given; below the number of tokens
+    width: int = 1  # how many sequences this may become by `fork`
+    owner: Any = None  # whoever gets the logits
+    # how many of the first tokens are a text that an encoder reads, at once; its last block is filled up with tokens
+    # that mean nothing. 0 where there is no encoder.
     source: int = 0
-    order: tuple[int, ...] = ()
-    read: int = 0
+    order: tuple[int, ...] = ()  # those of lower order go first
+    read: int = 0  # how many tokens have their keys and values in the blocks
     table: Table = field(default_factory=Table)
 
 

@@ -89,16 +89,11 @@ MODEL_SIZES = (
 
 @dataclass(frozen=True)
 class Machine:
-    """A device and its measured speed.
-
-    Attributes:
-        precision: "fp32", "bf16" or "fp16", the one to train in.
-        flops: FLOP/s of a matrix product in that precision.
-    """
+    """A device and its measured speed."""
 
     name: str
-    precision: str
-    flops: float
+    precision: str  # "fp32", "bf16" or "fp16", the one to train in
+    flops: float  # FLOP/s of a matrix product in that precision
 
 
 @dataclass(frozen=True)

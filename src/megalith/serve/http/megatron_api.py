@@ -26,11 +26,7 @@ DEFAULT_STOP_TOKEN = 50256  # the end of a text in GPT-2's vocabulary
 
 @dataclass(frozen=True)
 class ApiRequest:
-    """A request of `PUT /api`.
-
-    Attributes:
-        says_length: whether tokens_to_generate was given.
-    """
+    """A request of `PUT /api`."""
 
     prompts: tuple[str, ...]
     tokens_to_generate: int = 64
@@ -49,7 +45,7 @@ class ApiRequest:
     beam_width: int | None = None
     stop_token: int = DEFAULT_STOP_TOKEN
     length_penalty: float = 1.0
-    says_length: bool = True
+    says_length: bool = True  # whether tokens_to_generate was given
 
 
 _TOKENS = "tokens_to_generate must be an integer greater than or equal to 0"

@@ -52,19 +52,13 @@ async def submit_all(
 
 @dataclass(frozen=True)
 class Plan:
-    """A request, understood.
-
-    Attributes:
-        requests: to the engine, one for each prompt.
-        head: what each object of the answer begins with.
-        chunk_head: what those of a stream have beside it.
-    """
+    """A request, understood."""
 
     service: Service
     body: CompletionRequest | ChatRequest
-    requests: list[Request]
-    head: dict[str, Any]
-    chunk_head: dict[str, Any]
+    requests: list[Request]  # to the engine, one for each prompt
+    head: dict[str, Any]  # what each object of the answer begins with
+    chunk_head: dict[str, Any]  # what those of a stream have beside it
 
     @property
     def n(self) -> int:
@@ -199,14 +193,10 @@ class _Stream:
 
 @dataclass(frozen=True)
 class _Completion(Plan):
-    """A request of `/v1/completions`.
-
-    Attributes:
-        texts: of the prompts, as they are echoed.
-    """
+    """A request of `/v1/completions`."""
 
     body: CompletionRequest
-    texts: list[str]
+    texts: list[str]  # of the prompts, as they are echoed
 
     def _choice(self, number: int, sample: Sample, collected: Collected) -> dict[str, Any]:
         text, logprobs, request = "".join(sample.texts), None, self.requests[number]

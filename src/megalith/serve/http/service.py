@@ -58,40 +58,28 @@ class Collected:
 
 @dataclass(frozen=True)
 class Answering:
-    """Of a model that reads the prompt with an encoder, and answers it.
+    """Of a model that reads the prompt with an encoder, and answers it."""
 
-    Attributes:
-        read: the ids of a text, for the encoder.
-        room: how many tokens the answer to a prompt of so many may have.
-    """
-
-    read: Callable[[str], list[int]]
-    room: Callable[[int], int]
+    read: Callable[[str], list[int]]  # the ids of a text, for the encoder
+    room: Callable[[int], int]  # how many tokens the answer to a prompt of so many may have
 
 
 @dataclass
 class Service:
-    """The model behind the endpoints.
-
-    Attributes:
-        context_length: tokens that a prompt and its answer may have, or a prompt alone where the model answers it.
-        answering: how it does that; None where it continues the prompt.
-        stop_ids: that end a text where the model has several; None: the tokenizer's end of a document.
-        first_seed: where requests without a seed begin to count from; None: they are unpredictable.
-        draining: whether it takes no new work any more.
-    """
+    """The model behind the endpoints."""
 
     worker: Worker
     tokenizer: Tokenizer
-    context_length: int
+    context_length: int  # tokens that a prompt and its answer may have, or a prompt alone where the model answers it
     settings: ServerSettings
     log: RequestLog
     metrics: Metrics = field(default_factory=Metrics)
     template: ChatTemplate | None = None
+    # that end a text where the model has several; None: the tokenizer's end of a document
     stop_ids: tuple[int, ...] | None = None
-    first_seed: int | None = None
-    draining: bool = False
-    answering: Answering | None = None
+    first_seed: int | None = None  # where requests without a seed begin to count from; None: they are unpredictable
+    draining: bool = False  # whether it takes no new work any more
+    answering: Answering | None = None  # how it does that; None where it continues the prompt
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:

@@ -10,74 +10,49 @@ _MEBIBYTE = 1 << 20
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds on what a client may cost; times in seconds.
-
-    Attributes:
-        body_seconds: to send the body.
-        header_seconds: to send the headers, from the connection or the first byte of a later request on.
-        stalled_seconds: that a client may leave a full socket unread before it is cut off.
-        parting_seconds: that a client may go on to send after an answer that leaves its body unread.
-        parting_bytes: that it may send meanwhile.
-        connections: open at a time; one more is closed at once.
-        waiting: sequences that may wait for a place; one more is answered 429.
-        request_seconds: that one request may take in all.
-        samples: continuations that one request may ask for.
-        retry_seconds: what Retry-After says.
-        drain_seconds: that running requests may go on after SIGTERM.
-    """
+    """Bounds on what a client may cost; times in seconds."""
 
     body_bytes: int = 4 * _MEBIBYTE
     header_bytes: int = 32 * 1024
     headers: int = 100
-    body_seconds: float = 20.0
-    header_seconds: float = 10.0
-    stalled_seconds: float = 30.0
-    parting_seconds: float = 30.0
-    parting_bytes: int = 64 * _MEBIBYTE
-    connections: int = 1024
-    waiting: int = 256
-    request_seconds: float = 600.0
-    samples: int = 128
-    retry_seconds: int = 2
-    drain_seconds: float = 30.0
+    body_seconds: float = 20.0  # to send the body
+    header_seconds: float = 10.0  # to send the headers, from the connection or the first byte of a later request on
+    stalled_seconds: float = 30.0  # that a client may leave a full socket unread before it is cut off
+    parting_seconds: float = 30.0  # that a client may go on to send after an answer that leaves its body unread
+    parting_bytes: int = 64 * _MEBIBYTE  # that it may send meanwhile
+    connections: int = 1024  # open at a time; one more is closed at once
+    waiting: int = 256  # sequences that may wait for a place; one more is answered 429
+    request_seconds: float = 600.0  # that one request may take in all
+    samples: int = 128  # continuations that one request may ask for
+    retry_seconds: int = 2  # what Retry-After says
+    drain_seconds: float = 30.0  # that running requests may go on after SIGTERM
 
 
 @dataclass(frozen=True)
 class Defaults:
-    """What a request of `PUT /api` gets that does not say it; the flags of the launch set them.
-
-    Attributes:
-        length: of prompt and answer together, where a request does not say how many tokens it wants; None: no such
-            rule.
-        max_tokens: prompts x length above which a request is refused (--max-tokens-to-oom); None: no limit.
-    """
+    """What a request of `PUT /api` gets that does not say it; the flags of the launch set them."""
 
     tokens_to_generate: int = 64
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 0.0
+    # of prompt and answer together, where a request does not say how many tokens it wants; None: no such rule
     length: int | None = None
+    # prompts x length above which a request is refused (--max-tokens-to-oom); None: no limit
     max_tokens: int | None = None
 
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """How the server is reached.
-
-    Attributes:
-        api_keys: any of them opens the API; none: everyone who reaches the port may use it.
-        allowed_hosts: names under which the server may be addressed besides its own.
-        allowed_origins: web pages of other origins that may use it, as `https://host:port`.
-        open_to_all: listen beyond this machine without a key.
-    """
+    """How the server is reached."""
 
     host: str = "127.0.0.1"
     port: int = 5000
     model_name: str = "megalith"
-    api_keys: tuple[str, ...] = ()
-    allowed_hosts: tuple[str, ...] = ()
-    allowed_origins: tuple[str, ...] = ()
-    open_to_all: bool = False
+    api_keys: tuple[str, ...] = ()  # any of them opens the API; none: everyone who reaches the port may use it
+    allowed_hosts: tuple[str, ...] = ()  # names under which the server may be addressed besides its own
+    allowed_origins: tuple[str, ...] = ()  # web pages of other origins that may use it, as `https://host:port`
+    open_to_all: bool = False  # listen beyond this machine without a key
     log_prompts: bool = True
     limits: Limits = Limits()
 
