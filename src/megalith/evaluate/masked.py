@@ -28,21 +28,14 @@ from megalith.data.masked.dataset import MaskedDataset
 from megalith.data.masked.sample_index import LONGEST_SENTENCE
 from megalith.data.sentences import MarksSplitter
 from megalith.data.sources import JSONL, format_of
-from megalith.distributed import comm
-from megalith.distributed.context import ParallelContext
-from megalith.errors import DataError
-from megalith.evaluate.score import score_targets
+from megalith.evaluate.score import BatchScorer, BatchWork, score_targets
 from megalith.evaluate.text import bounded_exp, read_documents
 from megalith.models.bert import Bert
 from megalith.models.language_model import Inputs
 from megalith.models.t5 import T5, padding
 from megalith.nn.precision import at_least_fp32
-from megalith.parallel import pipeline
-from megalith.schedules.pipeline import Op, make_schedule
 from megalith.tokenizers import Tokenizer
 from megalith.tokenizers.card import require_tokenizer_of_data
-
-_BATCHES_AT_ONCE = 256  # of one pipeline program, whose results are kept on the device until it ends
 
 _SEED = 1234  # the same samples for every model of one tokenizer and length
 
@@ -111,18 +104,8 @@ class Samples(Protocol):
     def __getitem__(self, item: int, /) -> dict[str, NDArray[np.int64]]: ...
 
 
-class MaskedScorer:
-    """Asks a model for what is hidden in samples.
-
-    Args:
-        context: the ranks that share the model and the samples; this process alone if None. All of them call together,
-            with equal samples, and get the same result.
-    """
-
-    def __init__(self, model: Bert | T5, context: ParallelContext | None = None, *, batch_size: int = 8) -> None:
-        assert batch_size >= 1, batch_size
-        self.model, self.batch_size = model, batch_size
-        self.context = context or ParallelContext.solo(model.device)
+class MaskedScorer(BatchScorer[Bert | T5]):
+    """Asks a model for what is hidden in samples."""
 
     def __call__(
         self, samples: Samples, count: int | None = None, on_batch: Callable[[int], None] = lambda number: None
@@ -130,38 +113,22 @@ class MaskedScorer:
         """Ask the first `count` samples; all of them if None.
 
         Args:
-            on_batch: told the number of each batch of this replica before it is computed.
+            on_batch: receives the number of each batch of this replica before it is computed.
 
         Raises:
             DataError: the ranks have different samples.
         """
         count = len(samples) if count is None else min(count, len(samples))
-        self._check(samples, count)
-        context, size = self.context, self.batch_size
-        batches = [range(start, min(start + size, count)) for start in range(0, count, size)]
-        own = batches[context.dp.index :: context.dp.size]
-        found = _Tally()
-        for first in range(0, len(own), _BATCHES_AT_ONCE):
-            part = own[first : first + _BATCHES_AT_ONCE]
-            work = _Work(self.model, samples, part, on_batch, first)
-            schedule = make_schedule("forward", context.pp.size, 1, len(part))
-            pipeline.run(schedule.program(context.pp.index), work, context.links)
-            found = found + work.tally
-        if context.world.size > 1:
-            speaks = context.tp.is_first and context.pp.is_last
-            found = sum(comm.all_gather_objects(found if speaks else _Tally(), context.world), _Tally())
-        heads = isinstance(self.model, Bert) and self.model.config.bert_binary_head
-        return MaskedResult(count, found.tokens, found.orders if heads else None, found.swapped)
-
-    def _check(self, samples: Samples, count: int) -> None:
-        if self.context.world.size == 1:
-            return
         digest = hashlib.blake2b(str(count).encode(), digest_size=16)
-        for item in {0, count // 2, count - 1} if count else ():
+        for item in sorted({0, count // 2, count - 1}) if count else ():
             for name, values in samples[item].items():
                 digest.update(name.encode() + values.tobytes())
-        if len(set(comm.all_gather_objects(digest.hexdigest(), self.context.world))) > 1:
-            raise DataError("the ranks read different texts: the data and the tokenizer must be the same on all hosts")
+        self.require_equal(digest.hexdigest())
+        works = self.run(count, lambda batches, first: _Work(self.model, samples, batches, on_batch, first))
+        own = sum((work.tally for _, work in works), _Tally())
+        found = sum(self.gather(own, _Tally()), _Tally())
+        heads = isinstance(self.model, Bert) and self.model.config.bert_binary_head
+        return MaskedResult(count, found.tokens, found.orders if heads else None, found.swapped)
 
 
 @dataclass(frozen=True)
@@ -176,9 +143,7 @@ class _Tally:
         return _Tally(self.tokens + other.tokens, self.orders + other.orders, self.swapped + other.swapped)
 
 
-class _Work:
-    """The batches of one program: a `pipeline.StageRunner`."""
-
+class _Work(BatchWork):
     def __init__(
         self,
         model: Bert | T5,
@@ -187,8 +152,8 @@ class _Work:
         on_batch: Callable[[int], None],
         first: int,
     ) -> None:
+        super().__init__(on_batch, first)
         self._model, self._samples, self._batches = model, samples, batches
-        self._on_batch, self._first = on_batch, first
         self._held: dict[int, Inputs] = {}
         self._results: list[Tensor] = []
         self._ask = _ask_bert if isinstance(model, Bert) else _ask_t5
@@ -204,9 +169,6 @@ class _Work:
 
     def border(self, micro_batch: int) -> tuple[tuple[int, int, int], torch.dtype]:
         return self._model.border(self._inputs(micro_batch))
-
-    def before(self, op: Op) -> None:
-        self._on_batch(self._first + op.micro_batch)
 
     def forward(self, chunk: int, micro_batch: int, hidden: Tensor | None) -> Tensor:
         inputs = self._inputs(micro_batch)
@@ -241,22 +203,14 @@ def _ask_bert(model: nn.Module, found: Mapping[str, Tensor], hidden_SBD: Tensor 
         types_BS=found["types"],
         padding_BS=None if padding is None else padding == 0,
     )
-    asked = found["loss_mask"].t() > 0
-    tokens = score_targets(
-        model.lm_head(states_SBD[asked]),
-        model.output_weight,
-        found["labels"].t()[asked],
-        model.region,
-        model.vocab_size,
-        model.output_bias,
-    )
+    tokens = _score_hidden(model, found, states_SBD, model.lm_head)
     if model.binary_head is None:
-        return torch.cat((_sums(*tokens), tokens[0].new_zeros(4, dtype=torch.float64)))
+        return torch.cat((tokens, tokens.new_zeros(4)))
     logits_B2, wanted_B = model.order_logits(states_SBD), found["is_random"]
     logprobs_B2 = torch.log_softmax(logits_B2.to(at_least_fp32(logits_B2.dtype)), dim=-1)
     of_wanted_B = logprobs_B2.gather(1, wanted_B[:, None]).squeeze(1)
     orders = _sums(of_wanted_B, logprobs_B2.argmax(dim=-1) == wanted_B)
-    return torch.cat((_sums(*tokens), orders, wanted_B.sum()[None].double()))
+    return torch.cat((tokens, orders, wanted_B.sum()[None].double()))
 
 
 def _ask_t5(model: nn.Module, found: Mapping[str, Tensor], hidden_SBD: Tensor | None) -> Tensor:
@@ -264,17 +218,18 @@ def _ask_t5(model: nn.Module, found: Mapping[str, Tensor], hidden_SBD: Tensor | 
     assert isinstance(model, T5) and hidden_SBD is None
     padding_BE, padding_BS = (padding(found, name) for name in ("enc_mask", "dec_mask"))
     encoded = model.encode(found["text_enc"], padding_BE, padding_BS)
-    states_SBD = model.decode(found["text_dec"], encoded, padding_BS=padding_BS)
+    tokens = _score_hidden(model, found, model.decode(found["text_dec"], encoded, padding_BS=padding_BS))
+    return torch.cat((tokens, tokens.new_zeros(4)))
+
+
+def _score_hidden(
+    model: Bert | T5, found: Mapping[str, Tensor], states_SBD: Tensor, head: nn.Module | None = None
+) -> Tensor:
+    """`_sums` of the hidden tokens."""
     asked = found["loss_mask"].t() > 0
-    tokens = score_targets(
-        states_SBD[asked],
-        model.output_weight,
-        found["labels"].t()[asked],
-        model.region,
-        model.vocab_size,
-        model.output_bias,
-    )
-    return torch.cat((_sums(*tokens), tokens[0].new_zeros(4, dtype=torch.float64)))
+    states, wanted = states_SBD[asked], found["labels"].t()[asked]
+    scored = states if head is None else head(states)
+    return _sums(*score_targets(scored, model.output_weight, wanted, model.region, model.vocab_size, model.output_bias))
 
 
 def _sums(logprobs_T: Tensor, right_T: Tensor) -> Tensor:

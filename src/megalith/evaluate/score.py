@@ -11,6 +11,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -21,6 +23,7 @@ from megalith.distributed import comm
 from megalith.distributed.context import ParallelContext
 from megalith.errors import DataError
 from megalith.models.gpt import GPT
+from megalith.models.language_model import LanguageModel
 from megalith.nn.linear import linear
 from megalith.nn.precision import at_least_fp32
 from megalith.nn.region import Region
@@ -54,27 +57,91 @@ class Score:
         return float(self.logprobs.sum())
 
 
-class Scorer:
-    """Scores samples with a model.
+M = TypeVar("M", bound=LanguageModel)
+W = TypeVar("W", bound="BatchWork")
+T = TypeVar("T")
+
+
+class BatchScorer(Generic[M]):
+    """Runs batches of samples through a model: the ranks of a replica share each, replicas take them in turn.
 
     Args:
         context: the ranks that share the model and the samples; this process alone if None. All of them call together,
-            with equal samples, and get all scores.
+            with equal samples, and get the results of all.
+    """
+
+    def __init__(self, model: M, context: ParallelContext | None = None, *, batch_size: int = 8) -> None:
+        assert batch_size >= 1, batch_size
+        self.model, self.batch_size = model, batch_size
+        self.context = context or ParallelContext.solo(model.device)
+
+    def run(self, count: int, make_work: Callable[[Sequence[range], int], W]) -> Iterator[tuple[Sequence[range], W]]:
+        """Yield the batches of each pipeline program of this replica, and what ran them.
+
+        Args:
+            make_work: from the batches of one program and the number of the first of them.
+        """
+        context, size = self.context, self.batch_size
+        batches = [range(start, min(start + size, count)) for start in range(0, count, size)]
+        own = batches[context.dp.index :: context.dp.size]
+        for first in range(0, len(own), _BATCHES_AT_ONCE):
+            part = own[first : first + _BATCHES_AT_ONCE]
+            work = make_work(part, first)
+            schedule = make_schedule("forward", context.pp.size, 1, len(part))
+            pipeline.run(schedule.program(context.pp.index), work, context.links)
+            yield part, work
+
+    def gather(self, found: T, nothing: T) -> list[T]:
+        """Gather what each replica found on every rank; `nothing` stands for ranks that predict no token."""
+        context = self.context
+        if context.world.size == 1:
+            return [found]
+        speaks = context.tp.is_first and context.pp.is_last
+        return comm.all_gather_objects(found if speaks else nothing, context.world)
+
+    def require_equal(self, digest: str) -> None:
+        """Raise `DataError` if the ranks have different samples, by a digest of them."""
+        if len(set(comm.all_gather_objects(digest, self.context.world))) > 1:
+            raise DataError("the ranks read different texts: the data and the tokenizer must be the same on all hosts")
+
+
+class BatchWork:
+    """The batches of one program, a `pipeline.StageRunner`: what does not depend on the model's family.
+
+    Args:
+        on_batch: receives the number of each batch before it is computed.
+        first: number of the first batch.
+    """
+
+    def __init__(self, on_batch: Callable[[int], None], first: int) -> None:
+        self._on_batch, self._first = on_batch, first
+
+    def before(self, op: Op) -> None:
+        self._on_batch(self._first + op.micro_batch)
+
+    def border(self, micro_batch: int) -> tuple[tuple[int, int, int], torch.dtype]:
+        raise NotImplementedError
+
+    def forward(self, chunk: int, micro_batch: int, hidden: Tensor | None) -> Tensor:
+        raise NotImplementedError
+
+    def end(self, micro_batch: int) -> None:
+        pass
+
+
+class Scorer(BatchScorer[GPT]):
+    """Scores samples with a model.
+
+    Args:
         num_tokens: rows of the vocabulary table that are tokens; the padded ones behind them get no probability. All
             rows count if None.
     """
 
     def __init__(
-        self,
-        model: GPT,
-        context: ParallelContext | None = None,
-        *,
-        batch_size: int = 8,
-        num_tokens: int | None = None,
+        self, model: GPT, context: ParallelContext | None = None, *, batch_size: int = 8, num_tokens: int | None = None
     ) -> None:
-        assert batch_size >= 1, batch_size
-        self.model, self.batch_size, self.num_tokens = model, batch_size, num_tokens
-        self.context = context or ParallelContext.solo(model.device)
+        super().__init__(model, context, batch_size=batch_size)
+        self.num_tokens = num_tokens
 
     @property
     def context_length(self) -> int:
@@ -86,80 +153,55 @@ class Scorer:
 
         Args:
             samples: each of at most `context_length` + 1 ids.
-            on_batch: told the number of each batch of this replica before it is computed.
+            on_batch: receives the number of each batch of this replica before it is computed.
 
         Raises:
             DataError: the ranks have different samples.
         """
         self._check(samples)
-        size = self.batch_size
-        batches = [range(start, min(start + size, len(samples))) for start in range(0, len(samples), size)]
-        own = batches[self.context.dp.index :: self.context.dp.size]
+
+        def make_work(part: Sequence[range], first: int) -> _Work:
+            batches = [[samples[index] for index in batch] for batch in part]
+            return _Work(self.model, batches, self.num_tokens, on_batch, first)
+
         found: dict[int, Score] = {}
-        for first in range(0, len(own), _BATCHES_AT_ONCE):
-            part = own[first : first + _BATCHES_AT_ONCE]
-            work = _Work(
-                self.model, [[samples[index] for index in batch] for batch in part], on_batch, first, self.num_tokens
-            )
-            schedule = make_schedule("forward", self.context.pp.size, 1, len(part))
-            pipeline.run(schedule.program(self.context.pp.index), work, self.context.links)
-            numbers = [index for batch in part for index in batch]
-            found.update(zip(numbers, work.scores(), strict=False))
-        return self._of_all(found, len(samples))
+        for part, work in self.run(len(samples), make_work):
+            found.update(zip(chain.from_iterable(part), work.scores(), strict=False))
+        found = {number: score for scores in self.gather(found, {}) for number, score in scores.items()}
+        return [found[number] for number in range(len(samples))]
 
     def _check(self, samples: Sequence[Sample]) -> None:
+        rows = min(self.num_tokens or self.model.vocab_size, self.model.vocab_size)
+        digest = hashlib.blake2b(digest_size=16)
         for sample in samples:
             assert 0 < sample.num_targets < len(sample.ids) <= self.context_length + 1, "the caller cuts samples"
-            largest, rows = (
-                int(np.max(sample.ids)),
-                min(self.num_tokens or self.model.vocab_size, self.model.vocab_size),
-            )
-            if largest >= rows:
+            ids = np.asarray(sample.ids, dtype=np.int64)
+            if ids.max() >= rows:
                 raise DataError(
-                    f"the tokenizer gives the id {largest}, and the model has {rows} rows in its vocabulary table: it "
-                    "is not the tokenizer that the model was trained with"
+                    f"the tokenizer gives the id {ids.max()}, and the model has {rows} rows in its vocabulary table: "
+                    "it is not the tokenizer that the model was trained with"
                 )
-        if self.context.world.size > 1:
-            digest = hashlib.blake2b(digest_size=16)
-            for sample in samples:
-                digest.update(np.asarray(sample.ids, dtype=np.int64).tobytes() + bytes([sample.num_targets % 256]))
-            if len(set(comm.all_gather_objects(digest.hexdigest(), self.context.world))) > 1:
-                raise DataError(
-                    "the ranks read different texts: the data and the tokenizer must be the same on all hosts"
-                )
-
-    def _of_all(self, found: dict[int, Score], count: int) -> list[Score]:
-        """The scores of all replicas, on every rank."""
-        context = self.context
-        if context.world.size > 1:
-            speaks = context.tp.is_first and context.pp.is_last
-            parts = comm.all_gather_objects(found if speaks else {}, context.world)
-            found = {number: score for part in parts for number, score in part.items()}
-        return [found[number] for number in range(count)]
+            digest.update(ids.tobytes() + bytes([sample.num_targets % 256]))
+        self.require_equal(digest.hexdigest())
 
 
-class _Work:
-    """The batches of one program: a `pipeline.StageRunner`."""
-
+class _Work(BatchWork):
     def __init__(
         self,
         model: GPT,
         batches: Sequence[Sequence[Sample]],
+        num_tokens: int | None,
         on_batch: Callable[[int], None],
         first: int,
-        num_tokens: int | None,
     ) -> None:
-        self._num_tokens = num_tokens
-        self._model, self._batches, self._on_batch, self._first = model, batches, on_batch, first
+        super().__init__(on_batch, first)
+        self._model, self._batches, self._num_tokens = model, batches, num_tokens
         self._results: list[tuple[Tensor, Tensor]] = []
 
     def border(self, micro_batch: int) -> tuple[tuple[int, int, int], torch.dtype]:
         batch = self._batches[micro_batch]
         shape = (_length(batch), len(batch), self._model.config.hidden_size)
         return shape, self._model.dtype
-
-    def before(self, op: Op) -> None:
-        self._on_batch(self._first + op.micro_batch)
 
     def forward(self, chunk: int, micro_batch: int, hidden: Tensor | None) -> Tensor:
         batch, model = self._batches[micro_batch], self._model
@@ -170,20 +212,11 @@ class _Work:
         places, targets = _targets(batch)
         states_TD = states_SBD.transpose(0, 1).flatten(0, 1)[torch.from_numpy(places).to(model.device)]
         wanted = torch.from_numpy(targets).to(model.device)
+        size, tokens = model.vocab_size, self._num_tokens
         self._results.append(
-            score_targets(
-                states_TD,
-                model.output_weight,
-                wanted,
-                model.region,
-                model.vocab_size,
-                num_tokens=self._num_tokens,
-            )
+            score_targets(states_TD, model.output_weight, wanted, model.region, size, num_tokens=tokens)
         )
         return states_TD.new_zeros(())
-
-    def end(self, micro_batch: int) -> None:
-        pass
 
     def scores(self) -> Iterator[Score]:
         """Of all samples, in order; none on a stage that predicts nothing."""

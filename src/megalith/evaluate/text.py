@@ -307,25 +307,15 @@ def score_texts(
 class Listener(Protocol):
     """Hears how an evaluation goes."""
 
-    def building(self, path: Path) -> None:
-        """A cloze task is read from a file."""
-        ...
+    def building(self, path: Path) -> None: ...  # the samples are read from there
 
-    def found(self, samples: int) -> None:
-        """So many samples are to be asked."""
-        ...
+    def found(self, samples: int) -> None: ...  # so many are asked
 
-    def counted(self, original: int, tokens: int) -> None:
-        """A text has so many words, and so many tokens."""
-        ...
+    def counted(self, original: int, tokens: int) -> None: ...  # words and tokens of a text
 
-    def batch(self, number: int) -> None:
-        """A batch is about to be computed."""
-        ...
+    def batch(self, number: int) -> None: ...  # is about to be computed
 
-    def note(self, text: str) -> None:
-        """Something that the user must hear."""
-        ...
+    def note(self, text: str) -> None: ...  # for the user
 
 
 def measure_cloze(path: Path, scorer: Scorer, tokenizer: Tokenizer, listener: Listener, *, strict: bool) -> Accuracy:
