@@ -133,9 +133,10 @@ def _verify_folder(path: Path, console: Any) -> bool:
 def _add_inspect(commands: Any) -> None:
     """Declare the sub-command."""
     inspect = commands.add_parser("inspect", help="show files, settings and tensors")
-    inspect.add_argument("dir", type=local_path, metavar="DIR", help="a save folder, or one checkpoint folder")
-    inspect.add_argument("--iteration", type=int, metavar="N", help="of a save folder, this checkpoint")
-    inspect.add_argument("--all", action="store_true", help="list the optimizer's tensors too")
+    add = inspect.add_argument
+    add("dir", type=local_path, metavar="DIR", help="a save folder, or one checkpoint folder")
+    add("--iteration", type=int, metavar="N", help="of a save folder, this checkpoint")
+    add("--all", action="store_true", help="list the optimizer's tensors too")
     inspect.set_defaults(run=_run_inspect)
 
 
@@ -259,13 +260,12 @@ def _add_diff(commands: Any) -> None:
         description="Compares the tensors of two checkpoints layer by layer, and what stands beside them. Exit code 0: "
         "equal bit by bit; 1: different.",
     )
-    diff.add_argument(
-        "one", type=local_path, metavar="A", help="a save folder, or one checkpoint folder, of any format"
-    )
-    diff.add_argument("other", type=local_path, metavar="B", help="the other one")
-    diff.add_argument("--iteration", type=int, metavar="N", help="of save folders, this checkpoint")
-    diff.add_argument("--weights", action="store_true", help="the weights and the architecture alone")
-    diff.add_argument("--all", action="store_true", help="show every difference, not the first 20 of each kind")
+    add = diff.add_argument
+    add("one", type=local_path, metavar="A", help="a save folder, or one checkpoint folder, of any format")
+    add("other", type=local_path, metavar="B", help="the other one")
+    add("--iteration", type=int, metavar="N", help="of save folders, this checkpoint")
+    add("--weights", action="store_true", help="the weights and the architecture alone")
+    add("--all", action="store_true", help="show every difference, not the first 20 of each kind")
     diff.set_defaults(run=_run_diff)
 
 

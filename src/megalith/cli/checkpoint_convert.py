@@ -31,33 +31,32 @@ def add_convert(commands: Any) -> None:
         description="Reads a checkpoint of any format and writes it in another format, layout or precision, one tensor "
         "at a time. The source is not changed.",
     )
-    convert.add_argument("source", type=local_path, metavar="SRC", help="a save folder, or one checkpoint folder")
-    convert.add_argument("destination", type=local_path, metavar="DST", help="the save folder to put the result into")
-    convert.add_argument("--format", default="torch_dist", metavar="F", help="torch_dist (default) or torch")
-    convert.add_argument("--tp", type=int, metavar="N", help="tensor-parallel size; by default that of SRC")
-    convert.add_argument("--pp", type=int, metavar="N", help="pipeline-parallel size; by default that of SRC")
-    convert.add_argument("--ep", type=int, metavar="N", help="expert-parallel size; by default that of SRC")
-    convert.add_argument("--no-optim", action="store_true", help="leave the optimizer and the random states out")
-    convert.add_argument("--dtype", metavar="D", help="of the weights: float32, bfloat16 or float16")
-    convert.add_argument("--iteration", type=int, metavar="N", help="of a save folder, this checkpoint")
-    convert.add_argument(
+    add = convert.add_argument
+    add("source", type=local_path, metavar="SRC", help="a save folder, or one checkpoint folder")
+    add("destination", type=local_path, metavar="DST", help="the save folder to put the result into")
+    add("--format", default="torch_dist", metavar="F", help="torch_dist (default) or torch")
+    add("--tp", type=int, metavar="N", help="tensor-parallel size; by default that of SRC")
+    add("--pp", type=int, metavar="N", help="pipeline-parallel size; by default that of SRC")
+    add("--ep", type=int, metavar="N", help="expert-parallel size; by default that of SRC")
+    add("--no-optim", action="store_true", help="leave the optimizer and the random states out")
+    add("--dtype", metavar="D", help="of the weights: float32, bfloat16 or float16")
+    add("--iteration", type=int, metavar="N", help="of a save folder, this checkpoint")
+    add(
         "--true-vocab-size",
         type=int,
         metavar="N",
         help="tokens of the vocabulary, which are padded for --tp; by default those of SRC's tokenizer",
     )
-    convert.add_argument("--release", action="store_true", help="write weights to begin from, without an iteration")
-    convert.add_argument(
+    add("--release", action="store_true", help="write weights to begin from, without an iteration")
+    add(
         "--upcycle",
         type=int,
         metavar="N",
         help="make a mixture of N experts of a dense model, each a copy; weights only",
     )
-    convert.add_argument(
-        "--moe-router-topk", type=int, default=2, metavar="K", help="of --upcycle: experts for each token (2)"
-    )
-    convert.add_argument("--replace", action="store_true", help="replace a checkpoint of DST with the same iteration")
-    convert.add_argument("--no-verify", action="store_true", help="do not compare SRC with its hashes first")
+    add("--moe-router-topk", type=int, default=2, metavar="K", help="of --upcycle: experts for each token (2)")
+    add("--replace", action="store_true", help="replace a checkpoint of DST with the same iteration")
+    add("--no-verify", action="store_true", help="do not compare SRC with its hashes first")
     convert.set_defaults(run=_run_convert)
 
 
@@ -94,19 +93,16 @@ def add_huggingface(commands: Any) -> None:
         description="Reads a model of a family that docs/huggingface.md names from safetensors and writes weights to "
         "begin from: SAVE_DIR/release, which --load SAVE_DIR starts with. (--load takes such a folder itself, too.)",
     )
-    bring.add_argument(
-        "source", type=local_path, metavar="HF_DIR", help="a folder with config.json and safetensors files"
-    )
-    bring.add_argument(
-        "destination", type=local_path, metavar="SAVE_DIR", help="the save folder to put the result into"
-    )
-    bring.add_argument(
+    add = bring.add_argument
+    add("source", type=local_path, metavar="HF_DIR", help="a folder with config.json and safetensors files")
+    add("destination", type=local_path, metavar="SAVE_DIR", help="the save folder to put the result into")
+    add(
         "--iteration",
         type=int,
         metavar="N",
         help="put them into iter_N instead of release, for programs that know no release; start with --finetune",
     )
-    bring.add_argument("--replace", action="store_true", help="replace the weights that are there")
+    add("--replace", action="store_true", help="replace the weights that are there")
     bring.set_defaults(run=run_import)
     take = commands.add_parser(
         "export",
@@ -114,19 +110,14 @@ def add_huggingface(commands: Any) -> None:
         description="Writes the weights of a checkpoint of any format as safetensors, with config.json and the "
         "tokenizer's files.",
     )
-    take.add_argument("source", type=local_path, metavar="DIR", help="a save folder, or one checkpoint folder")
-    take.add_argument("destination", type=local_path, metavar="HF_DIR", help="the folder to make")
-    take.add_argument("--iteration", type=int, metavar="N", help="of a save folder, this checkpoint")
-    take.add_argument("--dtype", metavar="D", help="of the weights: float32, bfloat16 or float16")
-    take.add_argument(
-        "--max-shard-size", default="5GB", metavar="SIZE", help="the weights in files of at most this (default: 5GB)"
-    )
-    take.add_argument(
-        "--true-vocab-size", type=int, metavar="N", help="tokens of the vocabulary; by default the tokenizer's"
-    )
-    take.add_argument(
-        "--model-type", metavar="T", help="its model_type, such as llama or mixtral; by default the one that fits"
-    )
+    add = take.add_argument
+    add("source", type=local_path, metavar="DIR", help="a save folder, or one checkpoint folder")
+    add("destination", type=local_path, metavar="HF_DIR", help="the folder to make")
+    add("--iteration", type=int, metavar="N", help="of a save folder, this checkpoint")
+    add("--dtype", metavar="D", help="of the weights: float32, bfloat16 or float16")
+    add("--max-shard-size", default="5GB", metavar="SIZE", help="the weights in files of at most this (default: 5GB)")
+    add("--true-vocab-size", type=int, metavar="N", help="tokens of the vocabulary; by default the tokenizer's")
+    add("--model-type", metavar="T", help="its model_type, such as llama or mixtral; by default the one that fits")
     take.set_defaults(run=run_export)
     for command in (bring, take):
         command.add_argument(

@@ -43,10 +43,11 @@ def make_parser() -> argparse.ArgumentParser:
 def _add_inspect(commands: Any) -> None:
     """Declare the sub-command."""
     parser = commands.add_parser("inspect", help="counts, lengths, tokenizer card and documents of a dataset")
-    parser.add_argument("prefix", type=local_name, metavar="PREFIX", help="of the dataset, without .bin and .idx")
-    parser.add_argument("--documents", type=int, default=3, metavar="N", help="documents to show (3)")
-    parser.add_argument("--first", type=int, default=0, metavar="I", help="the first of them, from 0")
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    add = parser.add_argument
+    add("prefix", type=local_name, metavar="PREFIX", help="of the dataset, without .bin and .idx")
+    add("--documents", type=int, default=3, metavar="N", help="documents to show (3)")
+    add("--first", type=int, default=0, metavar="I", help="the first of them, from 0")
+    add("--json", action="store_true", help="one JSON object instead of text")
     add_tokenizer_flags(parser, about="to show documents as text instead of ids")
     parser.set_defaults(run=_run_inspect)
 
@@ -131,18 +132,17 @@ def _add_verify(commands: Any) -> None:
         "and, where the dataset has a card or --vocab-size is given, every token. Memory stays small whatever the "
         "files claim.",
     )
-    parser.add_argument(
-        "prefixes", nargs="+", type=local_name, metavar="PREFIX", help="datasets, without .bin and .idx"
-    )
-    parser.add_argument("--vocab-size", type=int, metavar="N", help="ids are below it; that of the card by default")
-    parser.add_argument("--structure-only", action="store_true", help="do not read the tokens")
-    parser.add_argument(
+    add = parser.add_argument
+    add("prefixes", nargs="+", type=local_name, metavar="PREFIX", help="datasets, without .bin and .idx")
+    add("--vocab-size", type=int, metavar="N", help="ids are below it; that of the card by default")
+    add("--structure-only", action="store_true", help="do not read the tokens")
+    add(
         "--data-cache-path",
         type=local_path,
         metavar="DIR",
         help="check the index caches of this folder too; default: beside the data",
     )
-    parser.add_argument("--multimodal", action="store_true", help="the indices end with modes")
+    add("--multimodal", action="store_true", help="the indices end with modes")
     parser.set_defaults(run=_run_verify)
 
 
@@ -218,18 +218,13 @@ def _add_merge(commands: Any) -> None:
         description="Put datasets together: those of a folder in the order of their names, those named in the order "
         "given, or the shares that several machines made of one command.",
     )
-    parser.add_argument(
-        "prefixes", nargs="*", type=local_name, metavar="PREFIX", help="datasets, without .bin and .idx"
-    )
-    parser.add_argument("--input", type=local_path, metavar="DIR", help="a folder: all datasets in it")
-    parser.add_argument(
-        "--output-prefix", type=local_name, required=True, metavar="PREFIX", help="of the whole, without .bin and .idx"
-    )
-    parser.add_argument(
-        "--shares", action="store_true", help="the shares of this output prefix, as `megalith preprocess` made them"
-    )
-    parser.add_argument("--remove", action="store_true", help="remove the shares when they are put together")
-    parser.add_argument("--multimodal", action="store_true", help="the indices end with modes")
+    add = parser.add_argument
+    add("prefixes", nargs="*", type=local_name, metavar="PREFIX", help="datasets, without .bin and .idx")
+    add("--input", type=local_path, metavar="DIR", help="a folder: all datasets in it")
+    add("--output-prefix", type=local_name, required=True, metavar="PREFIX", help="of the whole, without .bin and .idx")
+    add("--shares", action="store_true", help="the shares of this output prefix, as `megalith preprocess` made them")
+    add("--remove", action="store_true", help="remove the shares when they are put together")
+    add("--multimodal", action="store_true", help="the indices end with modes")
     parser.set_defaults(run=_run_merge)
 
 

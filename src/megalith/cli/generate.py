@@ -36,19 +36,18 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add_checkpoint_flags(parser)
-    parser.add_argument("--prompt", help="the text to continue; - reads it from standard input; asked for if absent")
-    parser.add_argument("--max-new-tokens", type=int, default=100, help="tokens to add at most (default: 100)")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0 is greedy (default: 0.8)")
-    parser.add_argument("--top-k", type=int, default=0, help="choose among the k most likely; 0: all (default)")
-    parser.add_argument("--top-p", type=float, default=0.95, help="choose among the likeliest of this sum; 0: all")
-    parser.add_argument("--repetition-penalty", type=float, default=1.0, help="above 1: fewer repeated tokens")
-    parser.add_argument("--greedy", action="store_true", help="always the most likely token")
-    parser.add_argument("--stop", action="append", default=[], help="a text that ends the answer; may be repeated")
-    parser.add_argument("--seed", type=int, default=1234, help="seed of the choices (default: 1234)")
-    parser.add_argument(
-        "--num-samples", type=int, default=1, help="how many continuations, or tokens for a [MASK] (default: 1)"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("--prompt", help="the text to continue; - reads it from standard input; asked for if absent")
+    add("--max-new-tokens", type=int, default=100, help="tokens to add at most (default: 100)")
+    add("--temperature", type=float, default=0.8, help="0 is greedy (default: 0.8)")
+    add("--top-k", type=int, default=0, help="choose among the k most likely; 0: all (default)")
+    add("--top-p", type=float, default=0.95, help="choose among the likeliest of this sum; 0: all")
+    add("--repetition-penalty", type=float, default=1.0, help="above 1: fewer repeated tokens")
+    add("--greedy", action="store_true", help="always the most likely token")
+    add("--stop", action="append", default=[], help="a text that ends the answer; may be repeated")
+    add("--seed", type=int, default=1234, help="seed of the choices (default: 1234)")
+    add("--num-samples", type=int, default=1, help="how many continuations, or tokens for a [MASK] (default: 1)")
+    add(
         "--tp",
         type=int,
         default=1,

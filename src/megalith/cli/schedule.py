@@ -25,27 +25,26 @@ def _parser() -> argparse.ArgumentParser:
         "of the micro-batch (of chunk.micro-batch with --vp), dots are waiting. Nothing is run.",
         allow_abbrev=False,
     )
-    parser.add_argument("--pp", "--pipeline-model-parallel-size", default="4", metavar="P", help="stages (default: 4)")
-    parser.add_argument(
+    add = parser.add_argument
+    add("--pp", "--pipeline-model-parallel-size", default="4", metavar="P", help="stages (default: 4)")
+    add(
         "--vp",
         "--num-virtual-stages-per-pipeline-rank",
         default="1",
         metavar="V",
         help="chunks of layers on each stage (default: 1)",
     )
-    parser.add_argument("--microbatches", "--micro-batches", default="8", metavar="M", help="in a step (default: 8)")
-    parser.add_argument(
-        "--schedule", metavar="NAME", help=f"one of {', '.join(SCHEDULES)} (default: 1f1b, with --vp interleaved)"
-    )
-    parser.add_argument(
+    add("--microbatches", "--micro-batches", default="8", metavar="M", help="in a step (default: 8)")
+    add("--schedule", metavar="NAME", help=f"one of {', '.join(SCHEDULES)} (default: 1f1b, with --vp interleaved)")
+    add(
         "--costs",
         nargs=3,
         default=("1", "1", "1"),
         metavar=("F", "B", "W"),
         help="times of one micro-batch in one stage: forward, input gradient, weight gradient (default: 1 1 1)",
     )
-    parser.add_argument("--width", metavar="N", help="columns (default: those of the terminal; 0: one line per stage)")
-    parser.add_argument("--color", choices=("auto", "always", "never"), default="auto", help="default: auto")
+    add("--width", metavar="N", help="columns (default: those of the terminal; 0: one line per stage)")
+    add("--color", choices=("auto", "always", "never"), default="auto", help="default: auto")
     return parser
 
 

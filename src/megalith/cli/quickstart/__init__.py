@@ -24,21 +24,20 @@ def build_parser() -> argparse.ArgumentParser:
         ),
         allow_abbrev=False,
     )
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "--data",
         nargs="+",
         type=local_path,
         metavar="FILE",
         help="train on these .jsonl or .txt files (also .gz, .xz, ...) instead of Python's standard library",
     )
-    parser.add_argument("--json-key", default="text", help="field of a JSON line that holds the text (%(default)s)")
-    parser.add_argument("--encoding", default="auto", help="of these files, such as gb18030; detected by default")
-    parser.add_argument("--minutes", type=float, default=3.0, help="time to train for (%(default)s)")
-    parser.add_argument(
-        "--out", type=local_path, default=Path("quickstart"), help="folder for all output (%(default)s)"
-    )
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="device to compute on")
-    parser.add_argument("--prompt", help="text to continue at the end (by default one that fits the data)")
+    add("--json-key", default="text", help="field of a JSON line that holds the text (%(default)s)")
+    add("--encoding", default="auto", help="of these files, such as gb18030; detected by default")
+    add("--minutes", type=float, default=3.0, help="time to train for (%(default)s)")
+    add("--out", type=local_path, default=Path("quickstart"), help="folder for all output (%(default)s)")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="device to compute on")
+    add("--prompt", help="text to continue at the end (by default one that fits the data)")
     return parser
 
 
