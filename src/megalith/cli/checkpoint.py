@@ -75,7 +75,6 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _add_verify(commands: Any) -> None:
-    """Declare the sub-command."""
     verify = commands.add_parser("verify", help="compare every file with the hashes of the manifest")
     verify.add_argument("dir", type=local_path, metavar="DIR", help="a save folder, or one checkpoint folder")
     verify.add_argument("--iteration", type=int, metavar="N", help="only this checkpoint of a save folder")
@@ -102,7 +101,6 @@ def _run_verify(options: argparse.Namespace) -> int:
 
 
 def _verify_folder(path: Path, console: Any) -> bool:
-    """Say how one checkpoint is."""
     from rich.markup import escape
 
     from megalith.checkpoint.folder import CheckpointFolder
@@ -131,7 +129,6 @@ def _verify_folder(path: Path, console: Any) -> bool:
 
 
 def _add_inspect(commands: Any) -> None:
-    """Declare the sub-command."""
     inspect = commands.add_parser("inspect", help="show files, settings and tensors")
     add = inspect.add_argument
     add("dir", type=local_path, metavar="DIR", help="a save folder, or one checkpoint folder")
@@ -220,7 +217,6 @@ def _facts(folder: CheckpointFolder, common: Mapping[str, Any], contents: Conten
 
 
 def _layout(args: Mapping[str, Any]) -> str:
-    """How the run was divided that wrote the checkpoint."""
     sizes = {name: args.get(argument) for name, argument in _SIZES.items()}
     return ", ".join(f"{name} {size}" for name, size in sizes.items() if size and (size != 1 or name in ("TP", "PP")))
 
@@ -253,7 +249,6 @@ def _tensors(contents: Contents, *, all_tensors: bool) -> Any:
 
 
 def _add_diff(commands: Any) -> None:
-    """Declare the sub-command."""
     diff = commands.add_parser(
         "diff",
         help="compare two checkpoints tensor by tensor, whatever their formats and layouts",

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 
 def add_convert(commands: Any) -> None:
-    """Declare the sub-command."""
     convert = commands.add_parser(
         "convert",
         help="write a checkpoint in another format, layout or precision",
@@ -61,7 +60,6 @@ def add_convert(commands: Any) -> None:
 
 
 def _run_convert(options: argparse.Namespace) -> int:
-    """Convert, and say what was made."""
     from megalith.checkpoint.adapted import Upcycling
     from megalith.checkpoint.convert import Wanted, convert
 
@@ -86,7 +84,6 @@ def _run_convert(options: argparse.Namespace) -> int:
 
 
 def add_huggingface(commands: Any) -> None:
-    """Declare the two sub-commands."""
     bring = commands.add_parser(
         "import",
         help="make a checkpoint of a Hugging Face model folder",

@@ -36,7 +36,6 @@ _ZSH = "autoload -Uz bashcompinit && bashcompinit\n"
 
 
 def run(argv: Sequence[str]) -> int:
-    """Print the script of a shell."""
     if "-h" in argv or "--help" in argv:
         print(_HELP, end="")
         return 0

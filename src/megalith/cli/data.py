@@ -41,7 +41,6 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _add_inspect(commands: Any) -> None:
-    """Declare the sub-command."""
     parser = commands.add_parser("inspect", help="counts, lengths, tokenizer card and documents of a dataset")
     add = parser.add_argument
     add("prefix", type=local_name, metavar="PREFIX", help="of the dataset, without .bin and .idx")
@@ -53,7 +52,6 @@ def _add_inspect(commands: Any) -> None:
 
 
 def _run_inspect(options: argparse.Namespace) -> int:
-    """Inspect."""
     from megalith.data.dataset_tools import survey
     from megalith.data.indexed import IndexedDataset
     from megalith.tokenizers import build_tokenizer
@@ -124,7 +122,6 @@ def _print_document(dataset: IndexedDataset, number: int, tokenizer: Tokenizer |
 
 
 def _add_verify(commands: Any) -> None:
-    """Declare the sub-command."""
     parser = commands.add_parser(
         "verify",
         help="check the structure of datasets, their tokens against the vocabulary, and their index caches",
@@ -211,7 +208,6 @@ def _empty(dataset: Any) -> int:
 
 
 def _add_merge(commands: Any) -> None:
-    """Declare the sub-command."""
     parser = commands.add_parser(
         "merge",
         help="put datasets together",
@@ -238,7 +234,6 @@ def check_merge(options: argparse.Namespace) -> None:
 
 
 def _run_merge(options: argparse.Namespace) -> int:
-    """Merge."""
     from megalith.data.dataset_tools import merge, pairs_in
     from megalith.data.shares import find_shares
 

@@ -48,8 +48,6 @@ _MARKS = {"ok": "  ok      ", "note": "  -       ", "bad": "  WRONG   "}
 
 @dataclass(frozen=True)
 class Finding:
-    """One line."""
-
     level: str
     text: str
 

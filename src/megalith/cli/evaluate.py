@@ -240,7 +240,6 @@ def _load(request: Request, context: ParallelContext) -> Trained:
 def _measure_text(
     request: Request, path: Path, trained: Trained, context: ParallelContext, listener: Listener
 ) -> Accuracy | TextLoss:
-    """How well a model continues text."""
     from megalith.evaluate.score import Scorer
     from megalith.evaluate.text import Windows, measure_cloze, measure_text, measure_wikitext
 

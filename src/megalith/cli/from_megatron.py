@@ -229,7 +229,6 @@ def _print_notes(flags: Sequence[str], environ: Mapping[str, str]) -> None:
 
 
 def _commands(launch: Launch) -> list[str]:
-    """How to start the recipe."""
     asked, train = launch.options, ["megalith", "train", "--config", _RECIPE_FILE]
     processes, hosts = asked.get("processes", "1"), asked.get("hosts", "1")
     if launch.launcher == "srun":

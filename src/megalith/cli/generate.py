@@ -230,7 +230,6 @@ def _request(ids: Sequence[int], sampling: Sampling, options: argparse.Namespace
 
 
 def _continue(trained: Trained, engine: Engine, text: str, *, sampling: Sampling, options: argparse.Namespace) -> None:
-    """Print the continuations of a text."""
     ids = trained.tokenizer.encode(text)
     _write(engine, _request(ids, sampling, options), trained.tokenizer.decode(ids))
 

@@ -32,8 +32,6 @@ def starts_ranks(config: RunConfig) -> bool:
 
 @dataclass(frozen=True)
 class _Failed:
-    """How an attempt failed, to compare with the next one."""
-
     cause: Cause
     saved: int | None
 

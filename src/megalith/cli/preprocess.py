@@ -368,7 +368,6 @@ class ConsoleProgress(Progress):
 
 
 def summary(report: PreprocessReport) -> str:
-    """The last lines of a run."""
     lines = [
         f"Wrote {prefix}.bin and .idx: {report.num_documents} documents, {report.num_tokens[key]} tokens"
         for key, prefix in report.prefixes.items()

@@ -49,7 +49,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Print the picture and the numbers of a schedule."""
     parser = _parser()
     options, unknown = parser.parse_known_args(list(argv))
     found = [_unknown(word, parser) for word in unknown]

@@ -95,8 +95,6 @@ def _parser() -> argparse.ArgumentParser:
 
 @dataclass(frozen=True)
 class _Launch:
-    """What is served, and how it is reached."""
-
     flags: ServerFlags
     server: ServerSettings
 

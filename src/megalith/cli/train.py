@@ -215,7 +215,6 @@ def _train(
 
 
 def _say_progress(started: Started, screen: Screen) -> None:
-    """Say how far the loss came, or that no step was applied."""
     progress = started.run.progress
     if progress.in_vain:
         which = "initial ones" if started.resumed_at is None else "loaded ones, unchanged"

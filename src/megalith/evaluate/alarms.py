@@ -34,7 +34,6 @@ class Alarm:
     cause: str
 
     def lines(self) -> list[str]:
-        """For the end of the screen."""
         return [f"ALARM: {self.what}", f"  likely cause: {self.cause}"]
 
 

@@ -109,7 +109,6 @@ class MegalithLM(TemplateLM):
             atexit.register(leave_ranks)
 
     def close(self) -> None:
-        """Leave the other ranks."""
         self._ranks.close()
 
     @property
@@ -135,7 +134,6 @@ class MegalithLM(TemplateLM):
         return self._trained.tokenizer.encode(string) if string else []
 
     def tok_decode(self, tokens: list[int]) -> str:
-        """Text of ids."""
         return self._trained.tokenizer.decode(tokens)
 
     def _loglikelihood_tokens(

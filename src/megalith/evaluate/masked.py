@@ -66,7 +66,6 @@ class Guesses:
         return bounded_exp(self.mean)
 
     def numbers(self) -> dict[str, float]:
-        """For a file."""
         return {
             **{"total": self.total, "correct": self.correct, "share": self.share},
             **{"mean": self.mean, "perplexity": self.perplexity},
@@ -91,7 +90,6 @@ class MaskedResult:
         return max(self.swapped, self.orders.total - self.swapped) / self.orders.total
 
     def numbers(self) -> dict[str, object]:
-        """For a file."""
         orders = None if self.orders is None else {**self.orders.numbers(), "swapped": self.swapped}
         return {"samples": self.samples, "tokens": self.tokens.numbers(), "orders": orders}
 
@@ -133,8 +131,6 @@ class MaskedScorer(BatchScorer[Bert | T5]):
 
 @dataclass(frozen=True)
 class _Tally:
-    """Sums over samples."""
-
     tokens: Guesses = field(default=Guesses())
     orders: Guesses = field(default=Guesses())
     swapped: int = 0

@@ -130,7 +130,6 @@ def _tight(match: re.Match[str]) -> str:
 
 
 def bundled_path() -> Path:
-    """Where the bundled task is."""
     return Path(str(files("megalith.evaluate") / BUNDLED))
 
 
@@ -196,8 +195,6 @@ def make_cloze(texts: Sequence[str], tokenizer: Tokenizer, *, strict: bool, cont
 
 @dataclass(frozen=True)
 class Accuracy:
-    """What came out."""
-
     correct: int
     total: int
     loss: float  # mean over all target tokens, in nats
@@ -211,7 +208,6 @@ class Accuracy:
 
 
 def accuracy(cloze: Cloze, scores: Sequence[Score], vocab_size: int) -> Accuracy:
-    """Count what is right."""
     targets = sum(len(score.logprobs) for score in scores)
     return Accuracy(
         correct=sum(bool(score.greedy.all()) for score in scores),
@@ -251,8 +247,6 @@ class Windows:
 
 @dataclass(frozen=True)
 class TextLoss:
-    """The loss of a text."""
-
     total: float  # summed over the predicted tokens, in nats
     num_tokens: int
     num_words: int | None = None  # by which the benchmark counts, less the first; None where there is no such count

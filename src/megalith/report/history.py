@@ -59,14 +59,11 @@ class Curve:
 
     @property
     def num_points(self) -> int:
-        """Of what holds."""
         return sum(map(len, self.stretches))
 
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened."""
-
     kind: str  # start, resume, save, exit, evaluation, bad step, batch size, skipped, not a number
     iteration: int
     time: float  # seconds since 1970
@@ -90,7 +87,6 @@ class History:
     _row: tuple[str, int] = ("", -2)
 
     def take(self, record: Mapping[str, Any]) -> None:
-        """One more line of the file."""
         kind = str(record.get("event"))
         iteration = int(record.get("iteration", self.last.get("iteration")) or 0)
         if kind == "step":

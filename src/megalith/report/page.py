@@ -50,7 +50,6 @@ Points = Sequence[tuple[float, float]]
 
 
 def page(history: History, name: str) -> str:
-    """The whole page."""
     losses = {kind: history.curves[key] for key, kind in _CLASSES.items() if key in history.curves}
     others = {key: curve for key, curve in history.curves.items() if key not in _CLASSES and curve.num_points}
     marks = _marks(history.events)
@@ -303,7 +302,6 @@ class _Scale:
         return f'<polyline class="{kind}" points="{path}"/>'
 
     def axes(self) -> list[str]:
-        """Lines and labels."""
         lines = []
         for value in _ticks(self._low, self._high, 5):
             shown = 10**value if self._log else value

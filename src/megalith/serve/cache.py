@@ -52,7 +52,6 @@ class BlockCache:
 
     @property
     def bytes(self) -> int:
-        """The memory of the buffers."""
         return self.keys.nbytes + self.values.nbytes
 
     def copy(self, copies: Sequence[tuple[int, int]]) -> None:
@@ -63,7 +62,6 @@ class BlockCache:
                 buffer[:, :, target * size : (target + 1) * size] = buffer[:, :, source * size : (source + 1) * size]
 
     def read(self, batch: Batch) -> Reading:
-        """Prepare the cache for the new tokens of a batch."""
         self.copy(batch.copies)
         return Reading(self, batch.pieces)
 
@@ -149,8 +147,6 @@ def _place(blocks: Sequence[int], size: int, length: int, device: torch.device) 
 
 
 class LayerReading:
-    """One layer's part of a reading."""
-
     def __init__(self, reading: Reading, keys_GRK: Tensor, values_GRK: Tensor) -> None:
         self.reading, self.keys, self.values = reading, keys_GRK, values_GRK
         self.one: tuple[Tensor, Tensor, Tensor, Tensor] | None = None  # see Reading._read_one

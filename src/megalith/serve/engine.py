@@ -153,7 +153,6 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` has something to do."""
         return bool(self._jobs or self._events)
 
     def submit(self, request: Request) -> Ticket:
@@ -246,7 +245,6 @@ class Engine:
             yield from (event for owner, event in self.step() if owner is ticket)
 
     def stats(self) -> Stats:
-        """Counters for monitoring."""
         scheduler = self._scheduler
         return Stats(
             waiting=len(scheduler.waiting),

@@ -271,7 +271,6 @@ class BeamSearch:
         return [(answer, score) for score, answer in self._found]
 
     def _keep(self, answer: Sequence[int], total: float, length: int) -> None:
-        """Keep a hypothesis if it is among the best."""
         self._found.append((self._score(total, length), list(answer)))
         self._found.sort(key=lambda found: -found[0])
         del self._found[self.width :]

@@ -127,7 +127,6 @@ class Blocks:
                 self._known[digest], self._digest[block] = block, digest
 
     def fork(self, table: Table) -> Table:
-        """A second table over the same blocks."""
         for block in table.blocks:
             self._refer(block)
         return Table(list(table.blocks), list(table.digests), root=table.root)
@@ -281,7 +280,6 @@ class Scheduler:
         return twin
 
     def remove(self, sequence: Sequence) -> None:
-        """Forget a sequence."""
         self.blocks.release(sequence.table)
         (self.running if sequence in self.running else self.waiting).remove(sequence)
 

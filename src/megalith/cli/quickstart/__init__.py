@@ -15,7 +15,6 @@ from megalith.errors import ConfigError
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Make the parser of `megalith quickstart`."""
     parser = argparse.ArgumentParser(
         prog="megalith quickstart",
         description=(

@@ -243,7 +243,6 @@ class Quickstart:
         return path
 
     def collect(self) -> tuple[Corpus, str]:
-        """Read the text and write it as documents."""
         options = self.options
         corpus = user_texts(options.data, options.json_key, options.encoding) if options.data else standard_library()
         corpus.write(self.out / "corpus.jsonl")
@@ -251,7 +250,6 @@ class Quickstart:
         return corpus, f"{corpus.name}: {len(corpus.documents):,} texts, {size}"
 
     def measure(self) -> tuple[Machine, str]:
-        """Measure what the machine can do."""
         machine = measure_machine(self.options.device)
         return machine, f"{machine.name}: {machine.flops / 1e9:,.0f} GFLOP/s in {machine.precision}"
 
@@ -269,7 +267,6 @@ class Quickstart:
         return plan, f"{shape}; {plan.iterations:,} steps of {step_seconds:.2f} s"
 
     def learn_tokenizer(self, corpus: Corpus, plan: Plan) -> tuple[None, str]:
-        """Train the byte-level BPE."""
         vocab_file, _ = train_byte_level_bpe(corpus.documents, plan.size.vocab_size, self.out / "tokenizer")
         num_tokens = len(json.loads(vocab_file.read_text(encoding="utf-8")))
         return None, f"byte-level BPE of {num_tokens:,} tokens, learned from the text"
@@ -336,7 +333,6 @@ class Quickstart:
         return self.options.prompt or (beginning if self.options.data else of_code)
 
     def generate(self, corpus: Corpus) -> tuple[str, str]:
-        """Let the model continue a prompt."""
         log = self.call(self.generate_arguments(self.prompt(corpus, CODE_PROMPT), NEW_TOKENS), "generate.log")
         lines = log.read_text(encoding="utf-8", errors="replace").strip("\n").splitlines()
         return "\n".join(f"  {line}" for line in lines[:SAMPLE_LINES]), "the model continues a prompt:"

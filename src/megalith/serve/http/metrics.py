@@ -26,12 +26,10 @@ class Histogram:
         self._bounds, self._counts, self._sum = bounds, [0] * (len(bounds) + 1), 0.0
 
     def add(self, value: float) -> None:
-        """Count a value."""
         self._counts[bisect.bisect_left(self._bounds, value)] += 1
         self._sum += value
 
     def lines(self, name: str) -> Iterator[str]:
-        """Its lines in the text format."""
         yield f"# TYPE {name} histogram"
         below = 0
         for bound, count in zip((*map(str, self._bounds), "+Inf"), self._counts, strict=True):
@@ -52,13 +50,11 @@ class Metrics:
         self.seconds, self.first_token = Histogram(), Histogram()
 
     def served(self, method: str, path: str, status: int, seconds: float) -> None:
-        """Count a request of HTTP."""
         known = path if path in _PATHS else "other"
         self.requests[method if len(method) < 8 else "other", known, status] += 1
         self.seconds.add(seconds)
 
     def text(self, stats: Stats) -> str:
-        """The page at /metrics."""
         lines = ["# TYPE megalith_http_requests_total counter"]
         for (method, path, status), count in sorted(self.requests.items()):
             labels = f'method="{method}",path="{path}",status="{status}"'

@@ -62,11 +62,9 @@ class Plan:
 
     @property
     def n(self) -> int:
-        """Answers to each prompt."""
         return self.body.n or 1
 
     async def whole(self, receive: Receive) -> dict[str, Any]:
-        """The answer in one piece."""
         found = await self.service.collect(await submit_all(self.service, self.requests), receive)
         choices = [
             {
@@ -162,7 +160,6 @@ async def _plan_completion(service: Service, body: CompletionRequest) -> Plan:
 
 
 def _prompts(body: CompletionRequest) -> list[Any]:
-    """The prompts, each a text or ids."""
     prompt: Any = body.prompt
     if isinstance(prompt, str) or isinstance(prompt[0], int):
         return [prompt]

@@ -76,8 +76,6 @@ class StreamOptions(_Strict):
 
 
 class _Generation(_Strict):
-    """What both endpoints have."""
-
     model: str | None = Field(None, max_length=512)
     temperature: float | None = Field(None, ge=0.0, le=100.0, description="0 takes the most likely token; default 1")
     top_p: float | None = Field(None, ge=0.0, le=1.0)
@@ -114,7 +112,6 @@ class _Generation(_Strict):
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """The stop texts."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
 
@@ -135,8 +132,6 @@ class CompletionRequest(_Generation):
 
 
 class TextPart(_Strict):
-    """A part of a message."""
-
     type: Literal["text"]
     text: str
 
@@ -161,7 +156,6 @@ class ChatMessage(_Strict):
 
     @property
     def text(self) -> str:
-        """The content as one text."""
         if isinstance(self.content, list):
             return "".join(part.text for part in self.content)
         return self.content or ""

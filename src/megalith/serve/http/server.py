@@ -299,7 +299,6 @@ def bind(settings: ServerSettings) -> socket.socket:
 
 
 def url_of(listener: socket.socket) -> str:
-    """Where a client finds the server."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 

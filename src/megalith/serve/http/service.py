@@ -39,8 +39,6 @@ class Answer(Protocol):
 
 @dataclass
 class Sample:
-    """One answer, collected."""
-
     ids: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     tokens: list[Token] = field(default_factory=list)
@@ -98,7 +96,6 @@ class Service:
         return {self.tokenizer.decode([number]): number for number in sorted(self.tokenizer.special_ids)}
 
     def next_seed(self) -> int | None:
-        """The seed of a request that names none."""
         return None if self.first_seed is None else self.first_seed + next(self._asked)
 
     async def encode(self, text: str, place: str) -> tuple[int, ...]:
@@ -233,7 +230,6 @@ class Service:
 
 
 async def disconnected(receive: Receive) -> None:
-    """Wait until the client has left."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
