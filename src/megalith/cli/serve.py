@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from megalith.distributed.context import ParallelContext
     from megalith.distributed.watch import Watch
     from megalith.serve.engine import Engine
-    from megalith.serve.model_runner import ModelRunner, Opening, RankRunner
+    from megalith.serve.model_runner import ModelRunner, Opening
 
 _KEY_VARIABLE = "MEGALITH_API_KEY"
 _FORWARDED_WITHIN_SECONDS = 1.0
@@ -226,7 +226,7 @@ def _on_rank(launch: _Launch, context: ParallelContext, listener: socket.socket 
     return 0
 
 
-def _memory(trained: Trained, runner: ModelRunner | RankRunner, context: ParallelContext) -> str:
+def _memory(trained: Trained, runner: ModelRunner, context: ParallelContext) -> str:
     """What each process holds, for the line that says it; all ranks call it together."""
     from megalith.distributed import comm
 
@@ -298,7 +298,6 @@ def _load(launch: _Launch, context: ParallelContext) -> tuple[Trained, Engine | 
     )
     blocks = _num_blocks(launch, trained, context)
     model = trained.writer
-    runner: ModelRunner | RankRunner
     runner = ModelRunner(model, blocks) if context.world.size == 1 else RankRunner(model, context, blocks)
     if context.rank != 0:
         return trained, None, runner

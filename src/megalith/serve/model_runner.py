@@ -157,10 +157,8 @@ def unpacked(message: Sequence[int]) -> Batch:
     return Batch(pieces, copies)
 
 
-class RankRunner:
+class RankRunner(ModelRunner):
     """A model over tensor-parallel ranks and pipeline stages. Rank 0 calls `run`, the others `follow`.
-
-    Arguments as of `ModelRunner`.
 
     Rank 0 tells all others what to read; each stage sends its hidden states to the next one, and the last sends the
     logits to rank 0.
@@ -184,12 +182,8 @@ class RankRunner:
                 f"--pipeline-model-parallel-size {context.pp.size}: start that many processes; each replica of a model "
                 "is served by a server of its own"
             )
-        self._here = ModelRunner(model, num_blocks, block_size, context_length=context_length)
-        self._context = context
-        self.vocab_size, self.context_length = self._here.vocab_size, self._here.context_length
-        self.num_blocks, self.block_size = num_blocks, block_size
-        self.cache = self._here.cache
-        self._closed = False
+        super().__init__(model, num_blocks, block_size, context_length=context_length)
+        self._context, self._closed = context, False
 
     def run(self, batch: Batch) -> Tensor:
         self._tell(_RUN, packed(batch))
@@ -222,18 +216,18 @@ class RankRunner:
 
     def _run(self, batch: Batch) -> Tensor | None:
         """This rank's part; the logits on rank 0."""
-        model, context = self._here.model, self._context
+        model, context = self.model, self._context
         links, hidden = context.links, None
         if not model.stage.embeds:
             assert links is not None
             shape = (sum(len(piece.tokens) for piece in batch.pieces), 1, model.config.hidden_size)
             hidden = p2p.receive(links.from_previous, shape, model.dtype, context.device).wait()
-        hidden = self._here.read(batch, hidden)
+        hidden = self.read(batch, hidden)
         if not model.stage.predicts:
             assert links is not None
             p2p.send(hidden, links.to_next).wait()
             return self._receive_logits(batch)
-        logits = self._here.logits(hidden, batch)
+        logits = self.logits(hidden, batch)
         if context.ends is not None and context.tp.is_first and logits.shape[0]:
             comm.broadcast(logits.contiguous(), context.ends, source=1)
         return logits
@@ -242,7 +236,7 @@ class RankRunner:
         context, wanted = self._context, sum(piece.wanted for piece in batch.pieces)
         if context.ends is None or not context.tp.is_first:
             return None
-        logits = torch.empty(wanted, self.vocab_size, dtype=self._here.model.dtype, device=context.device)
+        logits = torch.empty(wanted, self.vocab_size, dtype=self.model.dtype, device=context.device)
         return comm.broadcast(logits, context.ends, source=1) if wanted else logits
 
     def _tell(self, command: int, message: list[int]) -> None:

@@ -33,23 +33,12 @@ class Batch:
 
 
 class Runner(Protocol):
-    """Reads tokens into blocks of keys and values, and says what may follow.
+    """Reads tokens into blocks of keys and values, and computes the logits of what follows."""
 
-    Attributes:
-        context_length: of the model; positions are below it, those of a text and of its answer alike.
-    """
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def context_length(self) -> int: ...
-
-    @property
-    def block_size(self) -> int: ...
-
-    @property
-    def num_blocks(self) -> int: ...
+    vocab_size: int
+    context_length: int  # of the model; positions are below it, those of a text and of its answer alike
+    block_size: int  # tokens in a block
+    num_blocks: int
 
     def run(self, batch: Batch) -> Tensor:
         """Read the pieces; the logits of the wanted tokens, [number of them, V], in the order of the pieces.
@@ -64,7 +53,7 @@ class Runner(Protocol):
         ...
 
     def close(self) -> None:
-        """Let the other ranks go."""
+        """Release the other ranks."""
         ...
 
 

@@ -37,10 +37,8 @@ _PAGE = {
 def build_app(service: Service, defaults: Defaults | None = None) -> App:
     """Everything that the server answers, as one ASGI application."""
     api = FastAPI(title="Megalith", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
-    api.add_exception_handler(ApiError, _refused)
-    api.add_exception_handler(HTTPException, _not_routed)
-    api.add_exception_handler(MegalithError, _failed)
-    api.add_exception_handler(Exception, _broken)
+    for kind in (ApiError, HTTPException, MegalithError, Exception):
+        api.add_exception_handler(kind, _error_response)
     _add_megatron(api, service, defaults or Defaults())
     _add_openai(api, service)
     _add_status(api, service)
@@ -187,28 +185,16 @@ def _check_model(service: Service, name: str | None) -> None:
         raise ApiError(404, said, "model", "model_not_found")
 
 
-def _response(error: ApiError) -> Response:
+async def _error_response(request: Request, error: Exception) -> Response:
+    if isinstance(error, HTTPException):
+        shown = f"{request.method} {printable(request.url.path)}"
+        said = f"there is no {shown} here" if error.status_code == 404 else f"{shown}: {error.detail}"
+        error = ApiError(error.status_code, said, None, None, error.headers)
+    elif isinstance(error, MegalithError):
+        error = ApiError(503, printable(str(error), 500))
+    elif not isinstance(error, ApiError):
+        error = ApiError(500, "an error of the server; its console says more")
     return Response(error.content, error.status, error.headers, "application/json")
-
-
-async def _refused(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    return _response(error)
-
-
-async def _not_routed(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    shown = f"{request.method} {printable(request.url.path)}"
-    said = f"there is no {shown} here" if error.status_code == 404 else f"{shown}: {error.detail}"
-    return _response(ApiError(error.status_code, said, None, None, error.headers))
-
-
-async def _failed(request: Request, error: Exception) -> Response:
-    return _response(ApiError(503, printable(str(error), 500)))
-
-
-async def _broken(request: Request, error: Exception) -> Response:
-    return _response(ApiError(500, "an error of the server; its console says more"))
 
 
 _ERROR_SCHEMA = {

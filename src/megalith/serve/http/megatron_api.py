@@ -6,7 +6,7 @@ is JSON with that text under `message` (where Megatron's client looks for it) an
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +15,10 @@ from starlette.types import Receive
 from megalith.errors import DataError
 from megalith.serve.http.errors import ApiError, printable, refusal
 from megalith.serve.http.openai import submit_all
-from megalith.serve.http.service import Answer, Collected, Service
+from megalith.serve.http.service import Collected, Service
 from megalith.serve.http.settings import Defaults
-from megalith.serve.request import Beams, Finished, Request, Sampling, Scores, Token
+from megalith.serve.request import Beams, Event, Finished, Request, Sampling, Scores, Token
+from megalith.serve.worker import Answer
 from megalith.tokenizers import Tokenizer
 
 MAX_PROMPTS = 128
@@ -175,21 +176,16 @@ async def answer(service: Service, asked: ApiRequest, defaults: Defaults, receiv
     """
     requests = await _requests(service, asked, defaults)
     if asked.beam_width is not None:
-        answers: list[Answer] = [await service.submit(requests[0], _field)]
-        (found,) = await service.collect(answers, receive)
+        (found,) = await service.collect([await service.submit(requests[0], _field)], receive)
         return _beams(service, requests[0], found.beams or Beams((), ()))
     taken = await submit_all(service, requests, _field)
-    ended = taken
+    streams: list[AsyncIterator[Event]] | None = None
     if asked.stop_on_double_eol and (newline := _only_id(service.tokenizer, "\n")) is not None:
-        ended = [
-            _UntilTwo(given, newline, service.before(request.prompt))
+        streams = [
+            _until_two(given, newline, service.before(request.prompt))
             for given, request in zip(taken, requests, strict=True)
         ]
-    try:
-        collected = await service.collect(ended, receive)
-    finally:
-        service.release(taken)
-    return _texts(service, asked, requests, collected)
+    return _texts(service, asked, requests, await service.collect(taken, receive, streams))
 
 
 async def _requests(service: Service, asked: ApiRequest, defaults: Defaults) -> list[Request]:
@@ -277,32 +273,20 @@ def _only_id(tokenizer: Tokenizer, text: str) -> int | None:
     return ids[0] if len(ids) == 1 else None
 
 
-class _UntilTwo:
-    """An answer that also ends where a token comes twice in a row: two ends of lines.
+async def _until_two(answer: Answer, token: int, before: int | None) -> AsyncIterator[Event]:
+    """Yield the events of an answer up to where a token comes twice in a row: two ends of lines.
 
     Args:
         before: the last token of the prompt, which may be the first of the two; None where none is continued.
     """
-
-    def __init__(self, inner: Answer, token: int, before: int | None) -> None:
-        self._inner, self._token, self._before = inner, token, before
-
-    def __aiter__(self) -> Any:
-        return self._events()
-
-    async def _events(self) -> Any:
-        before = self._before
-        async for event in self._inner:
-            yield event
-            if isinstance(event, Token):
-                if event.id == before == self._token:
-                    self._inner.cancel()
-                    yield Finished("stop", stop="\n\n")
-                    return
-                before = event.id
-
-    def cancel(self) -> None:
-        self._inner.cancel()
+    async for event in answer:
+        yield event
+        if isinstance(event, Token):
+            if event.id == before == token:
+                answer.cancel()
+                yield Finished("stop", stop="\n\n")
+                return
+            before = event.id
 
 
 def _continued(service: Service, request: Request) -> tuple[int, ...]:

@@ -18,8 +18,9 @@ from starlette.types import Receive
 from megalith.serve.http.chat_template import BadDialogue
 from megalith.serve.http.errors import printable, refusal
 from megalith.serve.http.schemas import ChatRequest, CompletionRequest, sampling_of, text_fields_of, token_texts
-from megalith.serve.http.service import Answer, Collected, Sample, Service, request_violation, too_long
+from megalith.serve.http.service import Collected, Sample, Service, request_violation, too_long
 from megalith.serve.request import Finished, Request, Scores, Token, Top
+from megalith.serve.worker import Answer
 from megalith.tokenizers import Tokenizer
 
 _DEFAULT_TOKENS = 16

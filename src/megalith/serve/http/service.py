@@ -6,11 +6,11 @@ import asyncio
 import itertools
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -21,20 +21,10 @@ from megalith.serve.http.errors import ApiError, refusal
 from megalith.serve.http.metrics import Metrics, RequestLog
 from megalith.serve.http.settings import ServerSettings
 from megalith.serve.request import Beams, Busy, Event, Finished, Request, RequestError, Scores, Token
-from megalith.serve.worker import Worker
+from megalith.serve.worker import Answer, Worker
 from megalith.tokenizers import Tokenizer
 
 _LONGEST_TOKEN = 128  # bytes: GPT-2's is; a text longer than the context times this cannot fit
-
-
-class Answer(Protocol):
-    """The events of one request as they come; ends after the last `Finished`."""
-
-    def __aiter__(self) -> AsyncIterator[Event]: ...
-
-    def cancel(self) -> None:
-        """Give its place to others; may be called at any time, and again."""
-        ...
 
 
 @dataclass
@@ -170,14 +160,19 @@ class Service:
         for answer in list(self._open):
             answer.cancel()
 
-    async def collect(self, answers: Sequence[Answer], receive: Receive) -> list[Collected]:
+    async def collect(
+        self, answers: Sequence[Answer], receive: Receive, streams: Sequence[AsyncIterable[Event]] | None = None
+    ) -> list[Collected]:
         """Wait for whole answers, unless the client leaves, which `receive` tells.
+
+        Args:
+            streams: the events of each answer that count; all of them by default.
 
         Raises:
             ApiError: 504 it took too long, 500 the engine could not, 499 the client has left.
         """
         began = time.monotonic()
-        work = asyncio.ensure_future(asyncio.gather(*(self._collect(answer, began) for answer in answers)))
+        work = asyncio.ensure_future(asyncio.gather(*(self._collect(stream, began) for stream in streams or answers)))
         left = asyncio.ensure_future(disconnected(receive))
         both: set[asyncio.Future[Any]] = {work, left}
         try:
@@ -195,9 +190,9 @@ class Service:
             self.release(answers)
             await asyncio.gather(work, left, return_exceptions=True)  # else asyncio reports a cancelled gather
 
-    async def _collect(self, answer: Answer, began: float) -> Collected:
+    async def _collect(self, stream: AsyncIterable[Event], began: float) -> Collected:
         found = Collected([])
-        async for event in answer:
+        async for event in stream:
             if isinstance(event, Scores):
                 found.scores = event
             elif isinstance(event, Beams):
