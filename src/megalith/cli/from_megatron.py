@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePath
-from typing import Any, TypeVar
+from typing import Any
 
 from megalith.compat.megatron.script import Launch, Script, find_launch, read_script
 from megalith.config import load
@@ -27,8 +26,6 @@ only a shell could know is left as it stands. Exit code 2: it asks for something
 printed all the same. Command lines of Megatron's tools are checked and shown.
 MEGALITH_EXPLAIN=1 bash SCRIPT.sh lets bash read the script instead: the training programs that it starts then print
 the same about their own command line, on rank 0, and exit."""
-
-_Entry = TypeVar("_Entry")
 
 # Program -> the flags that it stands for.
 _TRAINING: dict[str, tuple[str, ...]] = {
@@ -53,51 +50,16 @@ _OTHER = {
 }
 
 
-def _check_preprocessing(flags: Sequence[str]) -> None:
-    from megalith.cli.preprocess import parse
-
-    parse(flags, {}, files=False)
-
-
-def _check_merge(flags: Sequence[str]) -> None:
-    from megalith.cli.data import check_merge, make_parser
-
-    check_merge(make_parser().parse_args(["merge", *flags]))
-
-
-def _check_conversion(flags: Sequence[str], *, tool: str) -> None:
-    from megalith.compat.megatron.convert import read_flags
-
-    read_flags(tool, flags, files=False)
-
-
-def _check_evaluation(flags: Sequence[str]) -> None:
-    from megalith.compat.megatron.tasks import read_flags
-
-    read_flags(flags, files=False)
-
-
-def _check_server(flags: Sequence[str]) -> None:
-    from megalith.cli.serve import check_flags
-
-    check_flags(flags)
-
-
-def _check_dialogue(flags: Sequence[str]) -> None:
-    if len(flags) != 1:
-        raise ConfigError(f"{shlex.join(flags) or 'no argument'}: one is taken, HOST:PORT")
-
-
-# Path of a program, from its end -> check of its flags. They have command lines of their own, which run unchanged here.
-_TOOLS: dict[str, Callable[[Sequence[str]], None]] = {
-    "preprocess_data.py": _check_preprocessing,
-    "merge_datasets.py": _check_merge,
-    "checkpoint/convert.py": partial(_check_conversion, tool="convert.py"),
-    "checkpoint_util.py": partial(_check_conversion, tool="checkpoint_util.py"),
-    "tasks/main.py": _check_evaluation,
-    "run_text_generation_server.py": _check_server,
-    "text_generation_cli.py": _check_dialogue,
-}
+# Paths of programs, from their end. They have command lines of their own, which run unchanged here.
+_TOOLS = (
+    "preprocess_data.py",
+    "merge_datasets.py",
+    "checkpoint/convert.py",
+    "checkpoint_util.py",
+    "tasks/main.py",
+    "run_text_generation_server.py",
+    "text_generation_cli.py",
+)
 _RECIPE_FILE = "recipe.toml"
 
 
@@ -133,7 +95,7 @@ def _meant(launch: Launch) -> tuple[str, ...] | None:
     """
     if launch.name in _TRAINING:
         return _TRAINING[launch.name]
-    if _entry(launch, _OTHER) or _entry(launch, _TOOLS):
+    if _path_in(launch, (*_OTHER, *_TOOLS)):
         return None
     given = {word.partition("=")[0].replace("_", "-") for word in launch.flags}
     trains = "--num-layers" in given and bool({"--train-iters", "--train-samples"} & given)
@@ -145,17 +107,44 @@ def _meant(launch: Launch) -> tuple[str, ...] | None:
     ]
 
 
-def _entry(launch: Launch, table: Mapping[str, _Entry]) -> _Entry | None:
-    """The entry of a program in a table of paths."""
-    return next((entry for path, entry in table.items() if PurePath(launch.program).match(path)), None)
+def _path_in(launch: Launch, paths: Iterable[str]) -> str | None:
+    """Return the first of these paths that the program of a launch ends with."""
+    return next((path for path in paths if PurePath(launch.program).match(path)), None)
+
+
+def _check_tool(tool: str, flags: Sequence[str]) -> None:
+    """Check the flags of one of `_TOOLS`, without a look at files."""
+    if tool == "preprocess_data.py":
+        from megalith.cli.preprocess import parse
+
+        parse(flags, {}, files=False)
+    elif tool == "merge_datasets.py":
+        from megalith.cli.data import check_merge, make_parser
+
+        check_merge(make_parser().parse_args(["merge", *flags]))
+    elif tool == "tasks/main.py":
+        from megalith.compat.megatron import tasks
+
+        tasks.read_flags(flags, files=False)
+    elif tool == "run_text_generation_server.py":
+        from megalith.cli.serve import check_flags
+
+        check_flags(flags)
+    elif tool == "text_generation_cli.py":
+        if len(flags) != 1:
+            raise ConfigError(f"{shlex.join(flags) or 'no argument'}: one is taken, HOST:PORT")
+    else:
+        from megalith.compat.megatron import convert
+
+        convert.read_flags(PurePath(tool).name, flags, files=False)
 
 
 def _without_training(path: Path, launches: Sequence[Launch]) -> int:
     """A script that trains nothing: check and show what it starts."""
     for launch in launches:
-        if reason := _entry(launch, _OTHER):
-            raise ConfigError(f"{path}, line {launch.line}: {launch.program}: {reason}")
-    known = [(launch, check) for launch in launches if (check := _entry(launch, _TOOLS))]
+        if other := _path_in(launch, _OTHER):
+            raise ConfigError(f"{path}, line {launch.line}: {launch.program}: {_OTHER[other]}")
+    known = [(launch, tool) for launch in launches if (tool := _path_in(launch, _TOOLS))]
     if not known:
         others = ", ".join(dict.fromkeys(launch.name for launch in launches))
         raise ConfigError(
@@ -163,9 +152,9 @@ def _without_training(path: Path, launches: Sequence[Launch]) -> int:
             + (f"; {others} is none that is known here" if others else "")
         )
     wrong = []
-    for launch, check in known:
+    for launch, tool in known:
         try:
-            check(launch.flags)
+            _check_tool(tool, launch.flags)
         except ConfigError as error:
             wrong += [f"{path}, line {launch.line}: {launch.name}: {violation}" for violation in error.violations]
             continue

@@ -6,38 +6,36 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from megalith.cli.arguments import CommandParser
 from megalith.errors import ConfigError, DataError
 from megalith.report import page, read_history
 
-_HELP = """usage: megalith report RUN [-o FILE.html]
 
-Writes one HTML page of a run: curves, restarts, skipped steps, checkpoints, what was changed in the configuration. It
-needs no network and no server, and can be sent to someone. RUN is the folder of the checkpoints (--save), its run
-folder, or a metrics.jsonl. The page goes to report.html in the run folder unless -o says where. A run that still goes
-on can be looked at too."""
+def _parser() -> CommandParser:
+    parser = CommandParser(
+        prog="megalith report",
+        description="Write one HTML page of a run: curves, restarts, skipped steps, checkpoints, what was changed in "
+        "the configuration. It needs no network and no server, and can be sent to someone. A run that still goes on "
+        "can be looked at too.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("run", metavar="RUN", help="folder of the checkpoints (--save), run folder, or metrics.jsonl")
+    parser.add_argument("-o", "--output", metavar="FILE.html", help="default: report.html in the run folder")
+    return parser
 
 
 def run(argv: Sequence[str]) -> int:
     """Write the page and say where it is."""
-    words = list(argv)
-    if not words or "-h" in words or "--help" in words:
-        print(_HELP)
+    parser = _parser()
+    if not argv:
+        parser.print_help()
         return 0
-    target: str | None = None
-    for flag in ("-o", "--output"):
-        if flag in words:
-            place = words.index(flag)
-            if place + 1 == len(words):
-                raise ConfigError(f"{flag} needs the name of a file")
-            target = words[place + 1]
-            del words[place : place + 2]
-    if len(words) != 1:
-        raise ConfigError(f"one RUN is needed, not {len(words)}: {' '.join(words)}")
-    folder = _run_folder(Path(words[0]))
+    options = parser.parse_args(list(argv))
+    folder = _run_folder(Path(options.run))
     history = read_history(folder)
     if not history.num_steps and not history.events:
         raise DataError(f"{folder / 'metrics.jsonl'} holds no record that can be read")
-    output = Path(target) if target else folder / "report.html"
+    output = Path(options.output) if options.output else folder / "report.html"
     temporary = output.with_name(f".{output.name}.{os.getpid()}")
     name = folder.resolve().parent.name if folder.name == "run" else folder.resolve().name
     try:
