@@ -167,11 +167,7 @@ def _without_training(path: Path, launches: Sequence[Launch]) -> int:
 
 
 def explain(argv: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Print what `run` prints of a script, of the command line of this training process alone; only rank 0 prints.
-
-    Raises:
-        ConfigError: it asks for something that does not fit; the recipe is printed by then.
-    """
+    """Print the recipe and the notes of this process's command line, on rank 0, then raise what does not fit."""
     started = read_launch(environ)
     if started.get("RANK", "0") != "0":
         return 0

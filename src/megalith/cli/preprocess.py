@@ -167,12 +167,7 @@ class CommandLine(NamedTuple):
 
 
 def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None, *, files: bool = True) -> CommandLine:
-    """Understand a command line.
-
-    Args:
-        environ: the environment, where a launcher tells the share, and NLTK_DATA where nltk's data are.
-        files: whether files and folders are checked.
-    """
+    """Parse a command line; `environ` may hold the launcher's share and NLTK_DATA. Raise every violation at once."""
     environ = os.environ if environ is None else environ
     parser = make_parser()
     given, unknown = parser.parse_known_args([_hyphened(word) for word in argv])
@@ -211,10 +206,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None, *, file
 
 
 def run(argv: Sequence[str]) -> int:
-    """Preprocess as the command line says; returns the exit code.
-
-    Raises:  ConfigError, DataError or MegalithError, which `megalith.cli.main` prints.
-    """
+    """Preprocess as the command line says."""
     if not argv or "-h" in argv or "--help" in argv:
         print(make_parser().format_help(), end="")
         return 0

@@ -11,11 +11,7 @@ from megalith.config.groups import LaunchConfig
 
 
 def settle_rank(environ: Mapping[str, str]) -> tuple[LaunchConfig, str]:
-    """Settle threads and logging of one of the processes of a launcher; must run before torch is imported.
-
-    Returns:
-        The place of this process in the launch, and a line about its threads, empty where nothing was changed.
-    """
+    """Settle threads and logging of one rank before torch is imported; return its launch and a note on threads."""
     place = read_launch(environ)
     world_size = place.get("WORLD_SIZE", "1")
     launch = LaunchConfig(
@@ -40,13 +36,10 @@ def wait_asleep() -> None:
 
 
 def share_cores(launch: LaunchConfig) -> str:
-    """Give each process of a machine its share of the cores; must run before torch is imported.
+    """Give each process of a machine its share of the cores, before torch is imported; return a note on it, or "".
 
     torchrun gives each of several processes a single thread, and says so in a banner; srun and mpirun let each take all
     cores. A number that the user has set stays.
-
-    Returns:
-        One line that says so; empty where nothing was changed.
     """
     ranks = launch.local_world_size or 1
     if ranks == 1 or not _set_by_launcher(launch.launcher, os.environ):

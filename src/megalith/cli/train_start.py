@@ -87,11 +87,7 @@ def start(
     probe: Probe,
     began: float,
 ) -> Started:
-    """Build every part of the run that is this rank's and restore its checkpoint if there is one.
-
-    Args:
-        context: all ranks; they call this together.
-    """
+    """Build every part of the run on this rank and restore its checkpoint, if any; all ranks call it together."""
     _say_configuration(config, screen, context.device)
     screen.say(console.building_tokenizer_line(config.tokenizer.tokenizer_type))
     tokenizer = build_tokenizer(config.tokenizer)

@@ -32,13 +32,9 @@ class Filled:
 
 
 def fill_masks(model: Bert, tokenizer: Tokenizer, text: str, count: int = 1) -> Filled:
-    """Find what the masks of a text stand for, each for itself: all of them are hidden at once.
+    """Find the likeliest tokens for each [MASK] of a text, all of which are hidden at once.
 
-    Args:
-        text: with [MASK] where something is to be found, as the tokenizer writes that token.
-
-    Raises:
-        DataError: there is nothing to be found, or the text does not fit.
+    Raises `DataError` if there is no mask, or the text is too long.
     """
     special, positions = tokenizer.special, model.config.max_position_embeddings
     if missing := [role for role in ("cls", "sep", "mask") if role not in special]:

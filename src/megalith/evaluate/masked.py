@@ -108,14 +108,7 @@ class MaskedScorer(BatchScorer[Bert | T5]):
     def __call__(
         self, samples: Samples, count: int | None = None, on_batch: Callable[[int], None] = lambda number: None
     ) -> MaskedResult:
-        """Ask the first `count` samples; all of them if None.
-
-        Args:
-            on_batch: receives the number of each batch of this replica before it is computed.
-
-        Raises:
-            DataError: the ranks have different samples.
-        """
+        """Ask the first `count` samples, all of them if None; `on_batch` receives the number of each batch first."""
         count = len(samples) if count is None else min(count, len(samples))
         digest = hashlib.blake2b(str(count).encode(), digest_size=16)
         for item in sorted({0, count // 2, count - 1}) if count else ():
@@ -251,18 +244,12 @@ class Cut:
 def open_samples(
     path: Path, model: ModelConfig, args: Mapping[str, Any], tokenizer: Tokenizer, cut: Cut, scratch: Path
 ) -> tuple[MaskedDataset, list[str]]:
-    """The samples of a dataset or of a file of text: one pass over it, in an order of their own.
+    """Open the samples of a dataset or of a file of text, one pass over it; return them with notes for the user.
 
     Args:
         path: prefix of a dataset of `preprocess --split-sentences`, a jsonl with a text in each line, or a text whose
-            documents are parted by empty lines.
+            documents are separated by empty lines.
         scratch: an empty folder of this process, which the samples need as long as they are read.
-
-    Returns:
-        The samples, and what the user should hear.
-
-    Raises:
-        DataError: the file cannot be read, or was made with another tokenizer.
     """
     notes = []
     if is_dataset(path):

@@ -76,11 +76,7 @@ class BatchScorer(Generic[M]):
         self.context = context or ParallelContext.solo(model.device)
 
     def run(self, count: int, make_work: Callable[[Sequence[range], int], W]) -> Iterator[tuple[Sequence[range], W]]:
-        """Yield the batches of each pipeline program of this replica, and what ran them.
-
-        Args:
-            make_work: from the batches of one program and the number of the first of them.
-        """
+        """Yield the batches of each pipeline program of this replica, and their work (made with the first's number)."""
         context, size = self.context, self.batch_size
         batches = [range(start, min(start + size, count)) for start in range(0, count, size)]
         own = batches[context.dp.index :: context.dp.size]
@@ -106,12 +102,7 @@ class BatchScorer(Generic[M]):
 
 
 class BatchWork:
-    """The batches of one program, a `pipeline.StageRunner`: what does not depend on the model's family.
-
-    Args:
-        on_batch: receives the number of each batch before it is computed.
-        first: number of the first batch.
-    """
+    """The batches of one program, a `pipeline.StageRunner`; `on_batch` receives the number of each beforehand."""
 
     def __init__(self, on_batch: Callable[[int], None], first: int) -> None:
         self._on_batch, self._first = on_batch, first
@@ -130,12 +121,7 @@ class BatchWork:
 
 
 class Scorer(BatchScorer[GPT]):
-    """Scores samples with a model.
-
-    Args:
-        num_tokens: rows of the vocabulary table that are tokens; the padded ones behind them get no probability. All
-            rows count if None.
-    """
+    """Scores samples; only the first `num_tokens` rows of the vocabulary table (None: all) have a probability."""
 
     def __init__(
         self, model: GPT, context: ParallelContext | None = None, *, batch_size: int = 8, num_tokens: int | None = None
@@ -149,15 +135,7 @@ class Scorer(BatchScorer[GPT]):
         return self.model.config.max_position_embeddings
 
     def __call__(self, samples: Sequence[Sample], on_batch: Callable[[int], None] = lambda number: None) -> list[Score]:
-        """Score samples; returns the scores in their order.
-
-        Args:
-            samples: each of at most `context_length` + 1 ids.
-            on_batch: receives the number of each batch of this replica before it is computed.
-
-        Raises:
-            DataError: the ranks have different samples.
-        """
+        """Score samples of at most `context_length` + 1 ids, in order; `on_batch` receives each batch's number."""
         self._check(samples)
 
         def make_work(part: Sequence[range], first: int) -> _Work:

@@ -176,11 +176,7 @@ class Cloze:
 
 
 def make_cloze(texts: Sequence[str], tokenizer: Tokenizer, *, strict: bool, context_length: int) -> Cloze:
-    """Cut texts into contexts and targets.
-
-    Args:
-        strict: ask for the last word, else for the last token.
-    """
+    """Cut texts into contexts and targets: the last word if strict, else the last token."""
     samples, skipped, shortened = [], 0, 0
     for text in texts:
         context, target = parts_of(text, tokenizer, strict=strict)
@@ -287,11 +283,7 @@ def bounded_exp(value: float) -> float:
 def score_texts(
     scorer: Scorer, texts: Sequence[Ids], windows: Windows, on_batch: Callable[[int], None] = lambda number: None
 ) -> list[NDArray[np.float64]]:
-    """The log-probability of every token of each text but its first, in order.
-
-    Args:
-        texts: the ids of each; those of fewer than two have none.
-    """
+    """Return the log-probability of every token of each text but its first, in order."""
     per_text = [list(windows.samples(ids)) for ids in texts]
     scores = iter(scorer([sample for samples in per_text for sample in samples], on_batch))
     empty = np.zeros(0)
@@ -313,12 +305,7 @@ class Listener(Protocol):
 
 
 def measure_cloze(path: Path, scorer: Scorer, tokenizer: Tokenizer, listener: Listener, *, strict: bool) -> Accuracy:
-    """LAMBADA, or another file of its format.
-
-    Args:
-        path: jsonl with a text under the key text.
-        strict: ask for the last word rather than the last token.
-    """
+    """Measure LAMBADA, or another jsonl with texts: the last word if strict, else the last token."""
     listener.building(path)
     texts = read_texts(path)
     listener.found(len(texts))
@@ -336,11 +323,7 @@ def measure_cloze(path: Path, scorer: Scorer, tokenizer: Tokenizer, listener: Li
 def measure_wikitext(
     path: Path, scorer: Scorer, tokenizer: Tokenizer, windows: Windows, listener: Listener, *, detokenizer: str = "auto"
 ) -> TextLoss:
-    """Perplexity per token and per word of a text that was cut into words, as Megatron's WIKITEXT103.
-
-    Args:
-        detokenizer: "auto" chooses by the path, "none" changes nothing, else a key of `DETOKENIZERS`.
-    """
+    """Measure perplexity per token and per word of a text that was cut into words, as Megatron's WIKITEXT103."""
     text = read_text(path)
     num_words = len(text.strip().split(" "))
     ids = tokenizer.encode(_detokenizer(path, detokenizer, listener)(text))
@@ -367,11 +350,7 @@ def _detokenizer(path: Path, name: str, listener: Listener) -> Detokenizer:
 
 
 def measure_text(path: Path, scorer: Scorer, tokenizer: Tokenizer, windows: Windows, listener: Listener) -> TextLoss:
-    """Perplexity and bits per byte of the documents of a file, each predicted whole, from an end of document on.
-
-    Args:
-        path: jsonl with a text under the key text in each line, or one text.
-    """
+    """Measure perplexity and bits per byte of a jsonl or of one text, each document whole, after an end of document."""
     texts = read_documents(path)
     whole = [text for text in texts if text]
     documents = [[tokenizer.eod, *ids] for ids in tokenizer.encode_batch(whole)]

@@ -134,11 +134,7 @@ class History:
 
 
 def read_history(folder: Path) -> History:
-    """The history of a run folder.
-
-    Raises:
-        OSError: there is no metrics.jsonl.
-    """
+    """Read the history of a run folder; `OSError` if it has no metrics.jsonl."""
     history = History()
     with (folder / "metrics.jsonl").open(encoding="utf-8", errors="replace") as lines:
         for record in _records(lines, history):

@@ -212,12 +212,9 @@ def _moment(seconds: float) -> str:
 
 
 def chart(curves: dict[str, Curve], marks: Sequence[tuple[float, str, str]] = (), *, log: bool = False) -> str:
-    """One picture of curves over the iterations; what was done again is grey.
+    """Draw curves, by their colour classes, over the iterations; what was done again is grey.
 
-    Args:
-        curves: by the name of their colour class.
-        marks: (iteration, class, title) of upright lines.
-        log: whether the values stand on a logarithmic scale, if all are positive.
+    Marks are (iteration, class, title) of upright lines. The scale is logarithmic if asked and all values are positive.
     """
     drawn = {name: _thin(curve.stretches) for name, curve in curves.items()}
     again = [stretch for curve in curves.values() for stretch in _thin(curve.abandoned)]

@@ -28,10 +28,7 @@ from megalith.serve.scheduler import filled_blocks
 
 
 class BlockCache:
-    """The buffers.
-
-    Shapes: keys and values [G, num_blocks * block_size, K] for each layer.
-    """
+    """The buffers: keys and values [G, num_blocks * block_size, K] for each layer."""
 
     def __init__(
         self,
@@ -224,11 +221,7 @@ class LayerReading:
 
 
 class Texts:
-    """What the decoder of a pass attends to of the encoder's texts: a `nn.cross_attention.EncodedCache`.
-
-    Args:
-        layers: of the decoder, those that attend to it, in order.
-    """
+    """What decoder layers attend to of the encoder's texts in a pass: a `nn.cross_attention.EncodedCache`."""
 
     def __init__(self, reading: Reading, layers: Sequence[CrossAttention]) -> None:
         self._layers = dict(zip(layers, reading.layers, strict=True))

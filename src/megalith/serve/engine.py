@@ -115,8 +115,7 @@ Events = list[tuple[Ticket, Event]]
 class Engine:
     """Serves requests with a runner. Not thread-safe: one thread calls all methods (see `serve.worker`).
 
-    Args:
-        opening: of a model that reads the prompt with an encoder, and answers it; None for one that continues it.
+    `opening` is of a model that reads the prompt with an encoder and answers it; None for one that continues it.
     """
 
     def __init__(
@@ -156,12 +155,7 @@ class Engine:
         return bool(self._jobs or self._events)
 
     def submit(self, request: Request) -> Ticket:
-        """Take a request.
-
-        Raises:
-            RequestError: it can never be served; names the field.
-            Busy: too many wait.
-        """
+        """Take a request; `RequestError` if it can never be served, `Busy` if too many wait."""
         self._check(request)
         width = request.beam_width or request.n
         waiting = sum(sequence.width for sequence in self._scheduler.waiting)
@@ -219,12 +213,9 @@ class Engine:
             self._events.append((ticket, Finished("cancelled", sample=index)))
 
     def step(self) -> Events:
-        """Compute one batch; what came of it, in order for each sample.
+        """Compute one batch; return its events, in order for each sample. `PeerError` if another rank is gone.
 
         Without work it tells the other ranks that this one lives: call it at least once a second.
-
-        Raises:
-            PeerError: a rank that shares the model is gone, and nothing can be served any more.
         """
         plan = self._scheduler.plan()
         if plan.parts:

@@ -275,21 +275,16 @@ class Opening:
 
 
 def opening_of(model: LanguageModel, tokenizer: Tokenizer) -> Opening | None:
-    """How a model answers; None where it continues its prompt.
-
-    Raises:
-        ConfigError: the tokenizer has no token that a decoder can begin with.
-    """
+    """Return how a model answers; None where it continues its prompt. `ConfigError` without a start token."""
     if not isinstance(model, T5):
         return None
     return Opening(decoder_start(tokenizer), tokenizer.special.get("eos", tokenizer.eod))
 
 
 def text_ids(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Ids of a text for an encoder, in which <extra_id_N> stands for itself whatever the tokenizer makes of it.
+    """Encode a text for an encoder; <extra_id_N> stands for itself whatever the tokenizer makes of it.
 
-    Raises:
-        DataError: the tokenizer has fewer of these tokens, or cannot encode the text.
+    Raises `DataError` if the tokenizer has fewer of these tokens, or cannot encode the text.
     """
     sentinels = {f"<extra_id_{number}>": token for number, token in enumerate(tokenizer.extra_ids)}
     named = re.findall(r"<extra_id_\d+>", text)

@@ -17,11 +17,7 @@ Reason = Literal["stop", "length", "cancelled", "error"]
 
 
 class RequestError(MegalithError):
-    """A request that cannot be served.
-
-    Attributes:
-        field: of `Request` or `Sampling`, that is wrong.
-    """
+    """A request that cannot be served, and the `field` of `Request` or `Sampling` that is wrong."""
 
     exit_code = 2
 
@@ -190,14 +186,10 @@ _LONGEST_CHARACTER = 8  # ids; more of them in a row are no character
 
 
 class TextStream:
-    """Text of a growing list of ids, in pieces that end at whole characters.
+    """Text of a growing list of ids after those `before`, in pieces of whole characters; `hidden` ids have none.
 
     A character of several bytes may be spread over several ids; until it is whole, its text ends in U+FFFD. Only the
     last few ids are decoded, so that long texts take no longer.
-
-    Args:
-        before: What the ids continue.
-        hidden: Ids that have no text here.
     """
 
     def __init__(

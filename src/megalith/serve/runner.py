@@ -41,11 +41,7 @@ class Runner(Protocol):
     num_blocks: int
 
     def run(self, batch: Batch) -> Tensor:
-        """Read the pieces; the logits of the wanted tokens, [number of them, V], in the order of the pieces.
-
-        Raises:
-            PeerError: a rank that shares the model is gone.
-        """
+        """Read the pieces; return the logits of the wanted tokens [wanted, V]. `PeerError` if a rank is gone."""
         ...
 
     def ping(self) -> None:
@@ -58,12 +54,9 @@ class Runner(Protocol):
 
 
 def decoding_step(runner: Runner, *, encodes: bool = False) -> Batch:
-    """A typical step of decoding, one new token of each of eight sequences.
+    """Return a typical step of decoding, one new token of each of eight sequences, after a text if the model `encodes`.
 
     It writes over the first blocks of the cache: run it before anything is served.
-
-    Args:
-        encodes: whether a text for an encoder stands before each token.
     """
     rows = range(min(8, runner.num_blocks))
     if not encodes:

@@ -231,14 +231,9 @@ class BeamSearch:
         self._found: list[tuple[float, list[int]]] = []
 
     def step(self, logits_WV: Tensor, answers: Sequence[list[int]]) -> list[tuple[int, int]]:
-        """Take one more token.
+        """Take one more token, by the logits [W, V] of the beams and their equally long answers behind the prompt.
 
-        Args:
-            logits_WV: Of each beam, [W, V].
-            answers: The tokens of each beam behind the prompt, all equally many.
-
-        Returns:
-            The beams that go on, best first: (the beam that it continues, its next token). None at the end.
+        Returns the beams that go on, best first, as (the beam that it continues, its next token); none at the end.
         """
         length = len(answers[0]) + 1
         logits_WV = logits_WV.to(at_least_fp32(logits_WV.dtype))

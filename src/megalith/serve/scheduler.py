@@ -71,11 +71,7 @@ class Blocks:
         return self.count - self.free
 
     def match(self, table: Table, tokens: Seq[int], limit: int) -> int:
-        """Give an empty table the blocks that hold the beginning of these tokens already.
-
-        Returns:
-            How many tokens that are: a multiple of the block size, at most `limit`.
-        """
+        """Give an empty table the blocks that hold the first of these tokens; return how many, at most `limit`."""
         assert not table.blocks, "only a new table can begin with what is there"
         digest = table.root
         for start in range(0, limit - self.size + 1, self.size):
@@ -100,11 +96,7 @@ class Blocks:
             count, room = count - 1, room - 1
 
     def own(self, table: Table, index: int) -> tuple[int, int] | None:
-        """See that a table alone has its block of this index, before it is written to.
-
-        Returns:
-            What must be copied for it, (from, to); None where it has it alone already. Takes one free block.
-        """
+        """Make a table the only owner of its block of this index; return the copy (from, to) it takes, or None."""
         old = table.blocks[index]
         if self.refs[old] == 1:
             return None

@@ -31,14 +31,10 @@ class WorkerFailed(MegalithError):
 
 
 class Answer:
-    """The events of one request as they come; ends after the last `Finished`.
-
-    Attributes:
-        left: samples that the engine works on; the thread's.
-    """
+    """The events of one request as they come; ends after the last `Finished`."""
 
     def __init__(self, request: Request, cancel: Callable[[Answer], None]) -> None:
-        self.left = 1 if request.beam_width else request.n
+        self.left = 1 if request.beam_width else request.n  # samples the engine works on; read by its thread only
         self._open = set(range(self.left))
         self._cancel, self._events = cancel, asyncio.Queue[Event]()
 
@@ -69,11 +65,8 @@ class Answer:
 class Worker:
     """Steps an engine from construction to `close`. Made, and used, on a running event loop.
 
-    Args:
-        blame: finds out which of the ranks that share the model broke a connection; called by the thread.
-
-    Attributes:
-        failure: says why nothing can be served any more; None while all is well.
+    `blame` finds out which of the ranks that share the model broke a connection. `failure` says why nothing can be
+    served any more; None while all is well.
     """
 
     def __init__(self, engine: Engine, blame: Callable[[], str | None] | None = None) -> None:
@@ -89,13 +82,7 @@ class Worker:
         self._thread.start()
 
     async def submit(self, request: Request) -> Answer:
-        """Take a request.
-
-        Raises:
-            RequestError: it can never be served.
-            Busy: too many wait.
-            WorkerFailed: nothing can be served any more.
-        """
+        """Take a request; raises `RequestError`, `Busy`, or `WorkerFailed` where nothing can be served any more."""
         if self.failure is not None:
             raise WorkerFailed(self.failure)
         taken: asyncio.Future[None] = self._loop.create_future()

@@ -143,11 +143,7 @@ def choose_model(
 ) -> tuple[ModelSize, float]:
     """Pick the largest model that sees enough tokens for its size in the time, or the smallest of all.
 
-    Args:
-        step_time: measures a training step of a model, in seconds; called only where it can matter.
-
-    Returns:
-        The model and the seconds of its step.
+    Returns it with the seconds of its step, which `step_time` measures only where it can matter.
     """
 
     def sees_enough(size: ModelSize, step_seconds: float) -> bool:

@@ -107,12 +107,7 @@ class CommandFailed(MegalithError):
 
 
 def run_command(arguments: Sequence[str], log: Path, watch: Callable[[], bool] = lambda: False) -> None:
-    """Run a command of Megalith to its end, its output going to `log`.
-
-    Args:
-        watch: called while the command runs; once it returns True, the command is killed (SIGKILL, which nothing can
-            answer), and that is no error.
-    """
+    """Run a command of Megalith to its end, its output going to `log`; SIGKILL it once `watch` returns True."""
     killed, command = False, [*COMMAND, *arguments]
     with (
         log.open("ab") as output,
@@ -142,12 +137,7 @@ def last_step(path: Path) -> Record:
 
 
 def compare_repeated_steps(before: Sequence[Record], after: Sequence[Record]) -> dict[str, Any]:
-    """Compare the steps behind the checkpoint, which the kill lost, with their repetition.
-
-    Args:
-        before: records at the kill.
-        after: records of the whole run, without what was repeated.
-    """
+    """Compare the steps lost by the kill, in the records of then, with their repetition in those of the whole run."""
     first, second = ({r["iteration"]: r for r in records if r["event"] == "step"} for records in (before, after))
     resumed_from = next(record["iteration"] for record in reversed(after) if record["event"] == "resume")
     repeated = [number for number in first if number > resumed_from]

@@ -42,11 +42,7 @@ class ChatTemplate:
         self._variables = dict(variables or {})
 
     def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
-        """The text that the model goes on from.
-
-        Raises:
-            BadDialogue: the template does not take these messages.
-        """
+        """Return the text that the model continues; `BadDialogue` if the template does not take these messages."""
         given = {"tools": None, "documents": None, "add_generation_prompt": True, **self._variables, **variables}
         try:
             return self._template.render({**given, "messages": messages})

@@ -27,11 +27,7 @@ class BadJson(ValueError):
 
 
 def read_json(body: bytes) -> Any:
-    """Read one JSON text.
-
-    Raises:
-        BadJson: it is not UTF-8, not JSON, names a field twice, is nested too deeply, or has a number that is none.
-    """
+    """Read one JSON text; `BadJson` if it is not UTF-8, not JSON, ambiguous, or too large or deep."""
     _check_size(body)
     try:
         text = body.decode("utf-8")

@@ -42,9 +42,8 @@ _ALWAYS = (
 class Guard:
     """Lets through what may pass.
 
-    Args:
-        check_room: raises where there is no place for more work; asked before a body is understood.
-        served: told (method, path, status, client, seconds) at the end of each request.
+    `check_room` raises where there is no place for more work, before a body is understood. `served` receives (method,
+    path, status, client, seconds) at the end of each request.
     """
 
     def __init__(

@@ -59,11 +59,7 @@ _FLAGS = ("add_BOS", "stop_on_double_eol", "stop_on_eol", "prevent_newline_after
 
 
 def read(found: Any, defaults: Defaults) -> ApiRequest:
-    """Understand the JSON of a request. Fields that Megatron has not are passed over, as it does.
-
-    Raises:
-        ApiError: 400 with Megatron's text, which names the field.
-    """
+    """Understand the JSON of a request, or refuse it with Megatron's text; unknown fields are passed over, as there."""
     if not isinstance(found, dict):
         raise ApiError(400, "the body is no JSON object", "body")
     prompts = _prompts(found)
@@ -169,11 +165,7 @@ class _Given:
 
 
 async def answer(service: Service, asked: ApiRequest, defaults: Defaults, receive: Receive) -> dict[str, Any]:
-    """The JSON of the answer.
-
-    Raises:
-        ApiError: 400 it does not fit the context, and whatever `Service` refuses.
-    """
+    """Return the JSON of the answer."""
     requests = await _requests(service, asked, defaults)
     if asked.beam_width is not None:
         (found,) = await service.collect([await service.submit(requests[0], _field)], receive)
@@ -274,11 +266,7 @@ def _only_id(tokenizer: Tokenizer, text: str) -> int | None:
 
 
 async def _until_two(answer: Answer, token: int, before: int | None) -> AsyncIterator[Event]:
-    """Yield the events of an answer up to where a token comes twice in a row: two ends of lines.
-
-    Args:
-        before: the last token of the prompt, which may be the first of the two; None where none is continued.
-    """
+    """Yield the events of an answer up to where a token comes twice in a row (two ends of lines), `before` included."""
     async for event in answer:
         yield event
         if isinstance(event, Token):

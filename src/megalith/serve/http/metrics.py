@@ -85,12 +85,9 @@ _QUIET = ("/health", "/v1/health", "/metrics")
 
 
 class RequestLog:
-    """Megatron's lines of `PUT /api`, and one access line for each request.
+    """Megatron's lines of `PUT /api`, with the whole requests if `prompts`, and one access line for each request.
 
     Everything that a client chose is escaped: it cannot add lines or colours. Keys are never shown.
-
-    Args:
-        prompts: whether the requests of `PUT /api` are shown whole.
     """
 
     def __init__(self, say: Callable[[str], None], *, prompts: bool = True) -> None:

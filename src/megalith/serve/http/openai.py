@@ -30,11 +30,7 @@ _RESERVED = frozenset({"messages", "tools", "documents"})
 async def submit_all(
     service: Service, requests: Sequence[Request], field_of: Callable[[str], str] = str
 ) -> list[Answer]:
-    """Hand several requests to the engine: all of them, or none.
-
-    Raises:
-        ApiError: one of them was refused, or together they are more than may ever wait.
-    """
+    """Hand several requests to the engine: all of them or, where one is refused or together they are too many, none."""
     sequences, most = sum(request.n for request in requests), service.settings.limits.waiting
     if len(requests) > 1 and sequences > most:
         prompts, n = field_of("prompt"), requests[0].n

@@ -191,11 +191,7 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 def validated(kind: type[Model], found: Any) -> Model:
-    """The request that JSON stands for.
-
-    Raises:
-        ApiError: 400, names the field, what it is and what it may be.
-    """
+    """Validate JSON as a request; `ApiError` 400 names the field, what it is and what it may be."""
     if not isinstance(found, dict):
         raise ApiError(400, "the body is no JSON object", "body")
     others = [name for name in found if name not in kind.model_fields]

@@ -70,13 +70,10 @@ class _Turns:
 
 
 class _Parting(asyncio.Transport):
-    """A transport whose `close` first lets the client finish, where it may still be sending.
+    """A transport whose `close` first lets the client finish, where `still_sends` says that it may be sending.
 
     It then ends its own direction, so that the client sees the end of the answer, and throws away what comes: at most
     `parting_bytes`, for at most `parting_seconds`.
-
-    Args:
-        still_sends: whether there may be bytes that nobody will read.
     """
 
     def __init__(self, transport: asyncio.Transport, limits: Limits, still_sends: Callable[[], bool]) -> None:
@@ -163,11 +160,7 @@ def _require_clear_headers(received: bytes) -> None:
 
 
 def bounded_connection(limits: Limits, stopping: Callable[[], bool] = lambda: False) -> type[H11Protocol]:
-    """Return the class of connections with these limits.
-
-    Args:
-        stopping: whether the server takes no new work any more: clients that do not read are then given up soon.
-    """
+    """Return the class of connections with these limits; when `stopping`, it soon cuts clients off that do not read."""
     turns = _Turns()
 
     class Bounded(H11Protocol):
@@ -278,11 +271,7 @@ _FAMILIES = {True: socket.AF_INET6, False: socket.AF_INET}
 
 
 def bind(settings: ServerSettings) -> socket.socket:
-    """Take the port, before anything slow; nobody can connect until `serve` listens.
-
-    Raises:
-        ConfigError: it is in use, or not ours to take.
-    """
+    """Take the port before anything slow; nobody can connect until `serve` listens. `ConfigError` if it is taken."""
     listener = socket.socket(_FAMILIES[":" in settings.host], socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -321,18 +310,11 @@ async def serve(
     greeting: Sequence[str] = (),
     debounce_seconds: float = 0.0,
 ) -> bool:
-    """Serve until a signal, or until the model fails.
+    """Serve until a signal (True), or until `failed` returns because the model can answer no more (False).
 
     SIGTERM and Ctrl-C: no new work, and what runs may end within `drain_seconds`; what is left then is ended with the
-    finish reason "cancelled". A second signal ends it at once.
-
-    Args:
-        failed: returns when the model can answer no more, and says why.
-        debounce_seconds: signals this soon after the first are taken for the same request. A launcher forwards the
-            Ctrl-C that the terminal has already sent to its processes.
-
-    Returns:
-        Whether it ended because it was asked to.
+    finish reason "cancelled". A second signal ends it at once, unless within `debounce_seconds` of the first: a
+    launcher forwards the Ctrl-C that the terminal has already sent to its processes.
     """
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     limits = service.settings.limits

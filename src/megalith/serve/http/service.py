@@ -89,11 +89,7 @@ class Service:
         return None if self.first_seed is None else self.first_seed + next(self._asked)
 
     async def encode(self, text: str, place: str) -> tuple[int, ...]:
-        """The ids of a text, made in a thread: the event loop goes on.
-
-        Raises:
-            ApiError: 400, it is no text, or is longer than the context whatever its tokens are.
-        """
+        """Encode a text in a thread; `ApiError` 400 if it cannot be encoded, or is longer than any context."""
         size, read = len(text), self.answering.read if self.answering else self.tokenizer.encode
         if size > self.context_length * _LONGEST_TOKEN:
             raise too_long(self, place, f"{size} characters")
@@ -112,13 +108,9 @@ class Service:
         return None if self.answering else prompt[-1]
 
     async def submit(self, request: Request, field_of: Callable[[str], str] = str) -> Answer:
-        """Hand a request to the engine.
+        """Hand a request to the engine; `field_of` maps a field of `Request` or `Sampling` to the client's name of it.
 
-        Args:
-            field_of: the client's name of a field of `Request` or `Sampling`.
-
-        Raises:
-            ApiError: 400 what cannot be served, 429 the queue is full, 503 the engine has failed.
+        Raises `ApiError`: 400 what cannot be served, 429 the queue is full, 503 the engine has failed.
         """
         if self.failure is not None:
             raise ApiError(503, f"the model cannot be reached any more: {self.failure}")
@@ -136,11 +128,7 @@ class Service:
         return answer
 
     def check_room(self) -> None:
-        """See that one more may wait, before anything is spent on a request: many are refused by a crowded server.
-
-        Raises:
-            ApiError: 429 the queue is full.
-        """
+        """Raise `ApiError` 429 if the queue is full, before anything is spent on a request."""
         if self.worker.full:
             raise self._busy(f"{self.worker.stats().waiting} sequences wait already, and no more may")
 
@@ -163,13 +151,9 @@ class Service:
     async def collect(
         self, answers: Sequence[Answer], receive: Receive, streams: Sequence[AsyncIterable[Event]] | None = None
     ) -> list[Collected]:
-        """Wait for whole answers, unless the client leaves, which `receive` tells.
+        """Wait for whole answers (`streams` in place of their own events), unless the client leaves (`receive` tells).
 
-        Args:
-            streams: the events of each answer that count; all of them by default.
-
-        Raises:
-            ApiError: 504 it took too long, 500 the engine could not, 499 the client has left.
+        Raises `ApiError`: 504 it took too long, 500 the engine could not, 499 the client has left.
         """
         began = time.monotonic()
         work = asyncio.ensure_future(asyncio.gather(*(self._collect(stream, began) for stream in streams or answers)))
@@ -212,11 +196,7 @@ class Service:
         return found
 
     def ended(self, event: Finished) -> Finished:
-        """Count the end of a sample.
-
-        Raises:
-            ApiError: 500 where it ended with an error, 503 where the engine has failed.
-        """
+        """Count the end of a sample; `ApiError` 500 where it ended with an error, 503 where the engine has failed."""
         self.metrics.finished[event.reason] += 1
         if event.reason == "error":
             status = 503 if self.failure is not None else 500
@@ -240,11 +220,7 @@ def too_long(service: Service, place: str, given: str) -> ApiError:
 
 
 def request_violation(service: Service, prompt: Sequence[int], new_tokens: int, place: str, count: str) -> None:
-    """See that a prompt and its answer fit.
-
-    Raises:
-        ApiError: 400, names the field that is too large.
-    """
+    """Raise `ApiError` 400 where a prompt and its answer do not fit, naming the field that is too large."""
     room = service.room(prompt)
     if room < 0 or (room == 0 and new_tokens > 0):
         raise too_long(service, place, f"{len(prompt)} tokens")
