@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from megalith.config.data_sources import PATHS, parse_blend
-from megalith.config.rule import Draft, Rule, idle_without, notice, rule, show, value_of
+from megalith.config.rule import Draft, Rule, forbid, idle_without, note, notice, rule, show, value_of
 from megalith.config.run import all_settings
 from megalith.config.values import holds_paths, remote
 from megalith.errors import ConfigError
@@ -78,14 +78,11 @@ def no_split_of_splits(draft: Draft) -> str:
     return f"{show(draft, 'split')} with {flags[0]}: each split has data of its own there; leave out --split"
 
 
-@rule
-def data_is_loaded_here(draft: Draft) -> str:
-    if draft.run.data.dataloader_type != "external":
-        return ""
-    return (
-        "--dataloader-type external means a loader that a script of yours hands to Megatron; here a script gives "
-        "train_step its own iterator of batches (examples/simple_train_loop.py): use single or cyclic"
-    )
+data_is_loaded_here = forbid(
+    lambda run: run.data.dataloader_type == "external",
+    "--dataloader-type external means a loader that a script of yours hands to Megatron; here a script gives "
+    "train_step its own iterator of batches (examples/simple_train_loop.py): use single or cyclic",
+)
 
 
 @rule
@@ -186,12 +183,10 @@ def documents_end_in_one_way(draft: Draft) -> str:
     )
 
 
-@notice
-def weights_of_validation_sets_do_nothing(draft: Draft) -> str:
-    data = draft.run.data
-    if not data.multiple_validation_sets or _weights(data.valid_data_path) is None:
-        return ""
-    return f"the weights of {show(draft, 'valid_data_path')} have no effect: --multiple-validation-sets blends nothing"
+weights_of_validation_sets_do_nothing = note(
+    lambda run: run.data.multiple_validation_sets and _weights(run.data.valid_data_path) is not None,
+    "the weights of {valid_data_path} have no effect: --multiple-validation-sets blends nothing",
+)
 
 
 @notice
@@ -212,15 +207,11 @@ def _weights(words: Sequence[str]) -> tuple[float, ...] | None:
         return None
 
 
-@notice
-def reset_positions_are_learned_ones(draft: Draft) -> str:
-    kind = draft.run.model.position_embedding_type
-    if not draft.run.data.reset_position_ids or kind == "learned_absolute":
-        return ""
-    return (
-        f"--reset-position-ids has no effect: {show(draft, 'position_embedding_type')} turns queries and keys by their "
-        "distance, which stays the same inside a document"
-    )
+reset_positions_are_learned_ones = note(
+    lambda run: run.data.reset_position_ids and run.model.position_embedding_type != "learned_absolute",
+    "--reset-position-ids has no effect: {position_embedding_type} turns queries and keys by their distance, which "
+    "stays the same inside a document",
+)
 
 
 @notice

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from megalith.config.rule import Draft, divisors, idle_without, notice, rule, show
+from megalith.config.rule import Draft, divisors, forbid, idle_without, note, rule, show
 
 _LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 
 
-@rule
-def tokens_find_enough_experts(draft: Draft) -> str:
-    model = draft.run.model
-    if not model.num_experts or model.moe_router_topk <= model.num_experts:
-        return ""
-    return (
-        f"{show(draft, 'moe_router_topk')} is more than {show(draft, 'num_experts')}, and a token goes to different "
-        f"experts; use --moe-router-topk {_up_to(model.num_experts)}"
-    )
+tokens_find_enough_experts = forbid(
+    lambda run: run.model.num_experts and run.model.moe_router_topk > run.model.num_experts,
+    "{moe_router_topk} is more than {num_experts}, and a token goes to different experts; use "
+    "--moe-router-topk {fitting}",
+    fitting=lambda run: _up_to(run.model.num_experts or 1),
+)
 
 
 def _up_to(number: int) -> str:
@@ -124,23 +121,15 @@ def quantiles_are_of_all_experts(draft: Draft) -> str:
     )
 
 
-@rule
-def quantiles_need_an_expert_that_is_left(draft: Draft) -> str:
-    model = draft.run.model
-    if model.chooses_by != "quantile_balancing" or model.moe_router_topk != model.num_experts:
-        return ""
-    return (
-        f"{show(draft, 'moe_router_topk')} of {show(draft, 'num_experts')} with quantile_balancing: every token goes "
-        "to all experts, whose load is the same; use --moe-router-load-balancing-type none"
-    )
-
-
-@rule
-def inputs_are_weighed_for_one_expert(draft: Draft) -> str:
-    model = draft.run.model
-    if not model.num_experts or not model.moe_apply_probs_on_input or model.moe_router_topk == 1:
-        return ""
-    return f"--moe-apply-probs-on-input needs --moe-router-topk 1, and {show(draft, 'moe_router_topk')} is given"
+quantiles_need_an_expert_that_is_left = forbid(
+    lambda run: run.model.chooses_by == "quantile_balancing" and run.model.moe_router_topk == run.model.num_experts,
+    "{moe_router_topk} of {num_experts} with quantile_balancing: every token goes to all experts, whose load is the "
+    "same; use --moe-router-load-balancing-type none",
+)
+inputs_are_weighed_for_one_expert = forbid(
+    lambda run: run.model.num_experts and run.model.moe_apply_probs_on_input and run.model.moe_router_topk != 1,
+    "--moe-apply-probs-on-input needs --moe-router-topk 1, and {moe_router_topk} is given",
+)
 
 
 @rule
@@ -153,35 +142,24 @@ def capacity_is_for_weighed_choices(draft: Draft) -> str:
     return f"{show(draft, 'moe_expert_capacity_factor')} with sinkhorn: its choices are balanced already; leave it out"
 
 
-@rule
-def padding_needs_a_capacity(draft: Draft) -> str:
-    model = draft.run.model
-    if not model.moe_pad_expert_input_to_capacity or model.moe_expert_capacity_factor is not None:
-        return ""
-    return "--moe-pad-expert-input-to-capacity needs --moe-expert-capacity-factor, which says how much that is"
-
-
-@notice
-def a_coefficient_without_a_loss(draft: Draft) -> str:
-    model = draft.run.model
-    if not model.num_experts or "moe_aux_loss_coeff" not in draft.given or not any(model.moe_aux_loss_coeff):
-        return ""
-    if any(kind in _LOSSES for kind in model.moe_router_load_balancing_type):
-        return ""
-    return (
-        f"{show(draft, 'moe_aux_loss_coeff')} has no effect with {show(draft, 'moe_router_load_balancing_type')}: that "
-        "is no loss"
-    )
-
-
-@notice
-def offsets_without_quantiles(draft: Draft) -> str:
-    if "moe_router_quantile_balancing_ema" not in draft.given or draft.run.model.chooses_by == "quantile_balancing":
-        return ""
-    return (
-        f"{show(draft, 'moe_router_quantile_balancing_ema')} has no effect without --moe-router-load-balancing-type "
-        "quantile_balancing"
-    )
+padding_needs_a_capacity = forbid(
+    lambda run: run.model.moe_pad_expert_input_to_capacity and run.model.moe_expert_capacity_factor is None,
+    "--moe-pad-expert-input-to-capacity needs --moe-expert-capacity-factor, which says how much that is",
+)
+a_coefficient_without_a_loss = note(
+    lambda run: (
+        run.model.num_experts
+        and any(run.model.moe_aux_loss_coeff)
+        and not any(kind in _LOSSES for kind in run.model.moe_router_load_balancing_type)
+    ),
+    "{moe_aux_loss_coeff} has no effect with {moe_router_load_balancing_type}: that is no loss",
+    given="moe_aux_loss_coeff",
+)
+offsets_without_quantiles = note(
+    lambda run: run.model.chooses_by != "quantile_balancing",
+    "{moe_router_quantile_balancing_ema} has no effect without --moe-router-load-balancing-type quantile_balancing",
+    given="moe_router_quantile_balancing_ema",
+)
 
 
 settings_of_experts_are_read = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megalith.config.rule import Draft, excluded, idle, multiples, notice, rule, show
+from megalith.config.rule import Draft, excluded, forbid, idle, multiples, notice, rule, show
 from megalith.config.run import RunConfig
 
 SHORTEST_SAMPLE = 8  # tokens: three special ones, and a few words on either side
@@ -19,14 +19,11 @@ def _is_t5(run: RunConfig) -> bool:
     return run.model.model_family == "t5"
 
 
-@rule
-def bert_has_word_pieces(draft: Draft) -> str:
-    if not _is_bert(draft.run) or draft.run.tokenizer.tokenizer_type in _WORD_PIECES:
-        return ""
-    return (
-        f"{show(draft, 'tokenizer_type')} has no [CLS], [SEP] and [MASK] and does not say which pieces go on a word; "
-        f"BERT needs --tokenizer-type {' or '.join(_WORD_PIECES)}"
-    )
+bert_has_word_pieces = forbid(
+    lambda run: _is_bert(run) and run.tokenizer.tokenizer_type not in _WORD_PIECES,
+    "{tokenizer_type} has no [CLS], [SEP] and [MASK] and does not say which pieces go on a word; BERT needs "
+    f"--tokenizer-type {' or '.join(_WORD_PIECES)}",
+)
 
 
 @rule
@@ -79,11 +76,10 @@ def masking_needs_masked_words(draft: Draft) -> str:
     return f"{' and '.join(show(draft, name) for name in given)}: no effect, as GPT guesses no hidden words"
 
 
-@rule
-def t5_has_a_decoder_length(draft: Draft) -> str:
-    if not _is_t5(draft.run) or draft.run.data.decoder_seq_length is not None:
-        return ""
-    return "--decoder-seq-length is required for T5 (tokens of one sample that its decoder reads, such as 128)"
+t5_has_a_decoder_length = forbid(
+    lambda run: _is_t5(run) and run.data.decoder_seq_length is None,
+    "--decoder-seq-length is required for T5 (tokens of one sample that its decoder reads, such as 128)",
+)
 
 
 @rule
@@ -109,22 +105,15 @@ def decoder_sequence_divides_over_its_ranks(draft: Draft) -> str:
     )
 
 
-@rule
-def t5_has_sentinels(draft: Draft) -> str:
-    tokenizer = draft.run.tokenizer
-    if not _is_t5(draft.run) or tokenizer.tokenizer_type not in _NUMBERED or tokenizer.vocab_extra_ids:
-        return ""
-    return "--vocab-extra-ids is required for T5: tokens that stand for the spans that its decoder guesses, such as 100"
-
-
-@rule
-def t5_has_a_tokenizer_with_sentinels(draft: Draft) -> str:
-    if not _is_t5(draft.run) or draft.run.tokenizer.tokenizer_type in _WITH_SENTINELS:
-        return ""
-    return (
-        f"{show(draft, 'tokenizer_type')} has no tokens <extra_id_N>, which stand for the spans that T5 guesses; use "
-        f"--tokenizer-type {' or '.join(_NUMBERED)} with --vocab-extra-ids 100"
-    )
+t5_has_sentinels = forbid(
+    lambda run: _is_t5(run) and run.tokenizer.tokenizer_type in _NUMBERED and not run.tokenizer.vocab_extra_ids,
+    "--vocab-extra-ids is required for T5: tokens that stand for the spans that its decoder guesses, such as 100",
+)
+t5_has_a_tokenizer_with_sentinels = forbid(
+    lambda run: _is_t5(run) and run.tokenizer.tokenizer_type not in _WITH_SENTINELS,
+    "{tokenizer_type} has no tokens <extra_id_N>, which stand for the spans that T5 guesses; use "
+    f"--tokenizer-type {' or '.join(_NUMBERED)} with --vocab-extra-ids 100",
+)
 
 
 @rule

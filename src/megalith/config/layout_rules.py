@@ -5,7 +5,19 @@ from __future__ import annotations
 from itertools import product
 from math import log, prod
 
-from megalith.config.rule import Draft, UnusableError, divisors, exclusive, idle_without, multiples, notice, rule, show
+from megalith.config.rule import (
+    Draft,
+    UnusableError,
+    divisors,
+    exclusive,
+    forbid,
+    idle_without,
+    multiples,
+    note,
+    notice,
+    rule,
+    show,
+)
 from megalith.errors import LayoutError
 
 SHARDING = (
@@ -270,20 +282,14 @@ def weight_gradients_of_sharded_weights_are_not_put_off(draft: Draft) -> str:
     )
 
 
-@notice
-def sequence_parallel_alone(draft: Draft) -> str:
-    parallel = draft.run.parallel
-    if not parallel.sequence_parallel or parallel.tensor_model_parallel_size > 1:
-        return ""
-    return "--sequence-parallel is off: it divides the work of tensor-parallel processes, and there is one"
-
-
-@notice
-def distributed_optimizer_alone(draft: Draft) -> str:
-    run = draft.run
-    if run.parallel.dividing_setting != "use_distributed_optimizer" or run.layout.dp * run.layout.cp > 1:
-        return ""
-    return "--use-distributed-optimizer has no effect: with one data-parallel process there is nothing to split"
+sequence_parallel_alone = note(
+    lambda run: run.parallel.sequence_parallel and run.parallel.tensor_model_parallel_size <= 1,
+    "--sequence-parallel is off: it divides the work of tensor-parallel processes, and there is one",
+)
+distributed_optimizer_alone = note(
+    lambda run: run.parallel.dividing_setting == "use_distributed_optimizer" and run.layout.dp * run.layout.cp <= 1,
+    "--use-distributed-optimizer has no effect: with one data-parallel process there is nothing to split",
+)
 
 
 @notice
@@ -307,38 +313,27 @@ def full_sharding_alone(draft: Draft) -> str:
     return f"{show(draft, name)} has no effect: with one data-parallel process there is nothing to split"
 
 
-@notice
-def strategy_says_what_is_divided(draft: Draft) -> str:
-    parallel = draft.run.parallel
-    if not (parallel.use_megatron_fsdp and parallel.data_parallel_sharding_strategy == "no_shard"):
-        return ""
-    return f"{show(draft, 'use_megatron_fsdp')} divides nothing: {show(draft, 'data_parallel_sharding_strategy')}"
+strategy_says_what_is_divided = note(
+    lambda run: run.parallel.use_megatron_fsdp and run.parallel.data_parallel_sharding_strategy == "no_shard",
+    "{use_megatron_fsdp} divides nothing: {data_parallel_sharding_strategy}",
+)
 
 
 the_strategy_is_read = idle_without(
     "use_megatron_fsdp", "--use-megatron-fsdp is not given", "data_parallel_sharding_strategy"
 )
-
-
-@rule
-def experts_are_there_to_be_divided(draft: Draft) -> str:
-    if draft.run.parallel.expert_model_parallel_size == 1 or draft.run.model.mixture:
-        return ""
-    return (
-        f"{show(draft, 'expert_model_parallel_size')} divides the experts of the layers, and there are none: give "
-        "--num-experts, or leave it out"
-    )
-
-
-@rule
-def experts_divide_over_their_ranks(draft: Draft) -> str:
-    experts, size = draft.run.model.num_experts, draft.run.parallel.expert_model_parallel_size
-    if not experts or experts % size == 0:
-        return ""
-    return (
-        f"{show(draft, 'num_experts')} is not divisible by {show(draft, 'expert_model_parallel_size')}; use "
-        f"--expert-model-parallel-size {divisors(experts, size)}, or --num-experts {multiples(experts, size)}"
-    )
+experts_are_there_to_be_divided = forbid(
+    lambda run: run.parallel.expert_model_parallel_size != 1 and not run.model.mixture,
+    "{expert_model_parallel_size} divides the experts of the layers, and there are none: give --num-experts, or leave "
+    "it out",
+)
+experts_divide_over_their_ranks = forbid(
+    lambda run: run.model.num_experts and run.model.num_experts % run.parallel.expert_model_parallel_size != 0,
+    "{num_experts} is not divisible by {expert_model_parallel_size}; use --expert-model-parallel-size {fitting}, or "
+    "--num-experts {nearest}",
+    fitting=lambda run: divisors(run.model.num_experts or 0, run.parallel.expert_model_parallel_size),
+    nearest=lambda run: multiples(run.model.num_experts or 0, run.parallel.expert_model_parallel_size),
+)
 
 
 @rule
@@ -457,14 +452,11 @@ def experts_divide_over_tensor_ranks(draft: Draft) -> str:
     )
 
 
-@notice
-def nothing_to_dispatch(draft: Draft) -> str:
-    if "moe_token_dispatcher_type" not in draft.given or draft.run.parallel.expert_model_parallel_size > 1:
-        return ""
-    return (
-        f"{show(draft, 'moe_token_dispatcher_type')} has no effect without --expert-model-parallel-size: all "
-        "experts are on every process"
-    )
+nothing_to_dispatch = note(
+    lambda run: run.parallel.expert_model_parallel_size <= 1,
+    "{moe_token_dispatcher_type} has no effect without --expert-model-parallel-size: all experts are on every process",
+    given="moe_token_dispatcher_type",
+)
 
 
 _ALL_TO_ALL = {
@@ -473,27 +465,16 @@ _ALL_TO_ALL = {
 }
 
 
-@notice
-def other_dispatchers_are_all_to_all(draft: Draft) -> str:
-    run = draft.run
-    named = run.model.moe_token_dispatcher_type
-    if named not in _ALL_TO_ALL or run.parallel.expert_model_parallel_size == 1:
-        return ""
-    return (
-        f"{show(draft, 'moe_token_dispatcher_type')}: tokens travel by torch's all-to-all, as with alltoall; "
-        f"{_ALL_TO_ALL[named]}"
-    )
-
-
-@rule
-def rank_is_in_the_world(draft: Draft) -> str:
-    launch = draft.run.launch
-    if launch.rank < launch.world_size:
-        return ""
-    return (
-        f"environment variable RANK={launch.rank} with WORLD_SIZE={launch.world_size}: ranks count from 0 to "
-        f"{launch.world_size - 1}"
-    )
+other_dispatchers_are_all_to_all = note(
+    lambda run: run.model.moe_token_dispatcher_type in _ALL_TO_ALL and run.parallel.expert_model_parallel_size != 1,
+    "{moe_token_dispatcher_type}: tokens travel by torch's all-to-all, as with alltoall; {reason}",
+    reason=lambda run: _ALL_TO_ALL[run.model.moe_token_dispatcher_type],
+)
+rank_is_in_the_world = forbid(
+    lambda run: run.launch.rank >= run.launch.world_size,
+    "environment variable RANK={run.launch.rank} with WORLD_SIZE={run.launch.world_size}: ranks count from 0 to {last}",
+    last=lambda run: run.launch.world_size - 1,
+)
 
 
 @rule
@@ -508,19 +489,12 @@ def one_launcher(draft: Draft) -> str:
     )
 
 
-@rule
-def restarts_need_a_supervisor(draft: Draft) -> str:
-    launch = draft.run.launch
-    if launch.max_restarts == 0 or launch.nproc is not None:
-        return ""
-    return (
-        f"--max-restarts {launch.max_restarts} needs --nproc N, which starts the processes; that of torchrun stands "
-        "before the name of the script"
-    )
-
-
-@notice
-def restarts_without_checkpoints(draft: Draft) -> str:
-    if draft.run.launch.max_restarts == 0 or draft.run.checkpoint.save:
-        return ""
-    return "--max-restarts without --save begins at iteration 0 again: give --save FOLDER --save-interval N to go on"
+restarts_need_a_supervisor = forbid(
+    lambda run: run.launch.max_restarts != 0 and run.launch.nproc is None,
+    "--max-restarts {run.launch.max_restarts} needs --nproc N, which starts the processes; that of torchrun stands "
+    "before the name of the script",
+)
+restarts_without_checkpoints = note(
+    lambda run: run.launch.max_restarts != 0 and not run.checkpoint.save,
+    "--max-restarts without --save begins at iteration 0 again: give --save FOLDER --save-interval N to go on",
+)

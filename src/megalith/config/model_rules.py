@@ -11,9 +11,11 @@ from megalith.config.rule import (
     divisors,
     excluded,
     exclusive,
+    forbid,
     idle,
     idle_without,
     multiples,
+    note,
     notice,
     rule,
     show,
@@ -41,38 +43,22 @@ def hidden_size_divides_into_heads(draft: Draft) -> str:
     )
 
 
-@rule
-def heads_divide_into_query_groups(draft: Draft) -> str:
-    model = draft.run.model
-    if not model.group_query_attention or model.num_attention_heads % model.num_query_groups == 0:
-        return ""
-    return (
-        f"{show(draft, 'num_attention_heads')} is not divisible by {show(draft, 'num_query_groups')}; "
-        f"use {divisors(model.num_attention_heads, model.num_query_groups)} groups"
-    )
-
-
-@rule
-def positions_cover_the_sequence(draft: Draft) -> str:
-    run = draft.run
-    if run.data.seq_length <= run.model.max_position_embeddings:
-        return ""
-    return (
-        f"{show(draft, 'seq_length')} is longer than {show(draft, 'max_position_embeddings')}; "
-        f"use --max-position-embeddings {run.data.seq_length}, or a sequence of at most "
-        f"{run.model.max_position_embeddings}"
-    )
-
-
-@rule
-def gated_layers_have_a_width(draft: Draft) -> str:
-    model = draft.run.model
-    if model.ffn_size > 0:
-        return ""
-    return (
-        f"--swiglu with {show(draft, 'hidden_size')} gives feed-forward layers of width 0 by Megatron's rule "
-        f"int(8/3 x hidden / 64) x 64; give --ffn-hidden-size, for example {4 * model.hidden_size}"
-    )
+heads_divide_into_query_groups = forbid(
+    lambda run: run.model.group_query_attention and run.model.num_attention_heads % run.model.num_query_groups != 0,
+    "{num_attention_heads} is not divisible by {num_query_groups}; use {fitting} groups",
+    fitting=lambda run: divisors(run.model.num_attention_heads, run.model.num_query_groups),
+)
+positions_cover_the_sequence = forbid(
+    lambda run: run.data.seq_length > run.model.max_position_embeddings,
+    "{seq_length} is longer than {max_position_embeddings}; use --max-position-embeddings {run.data.seq_length}, or a "
+    "sequence of at most {run.model.max_position_embeddings}",
+)
+gated_layers_have_a_width = forbid(
+    lambda run: run.model.ffn_size <= 0,
+    "--swiglu with {hidden_size} gives feed-forward layers of width 0 by Megatron's rule int(8/3 x hidden / 64) x 64; "
+    "give --ffn-hidden-size, for example {width}",
+    width=lambda run: 4 * run.model.hidden_size,
+)
 
 
 @rule
@@ -96,20 +82,14 @@ def rotary_positions_turn_pairs(draft: Draft) -> str:
     )
 
 
-@rule
-def leaving_out_the_table_needs_rotary_positions(draft: Draft) -> str:
-    model = draft.run.model
-    if model.add_position_embedding or model.position_embedding_type in ROTARY:
-        return ""
-    return f"--no-position-embedding with {show(draft, 'position_embedding_type')}: use --position-embedding-type rope"
-
-
-@notice
-def rope_scaling_without_rotary_positions(draft: Draft) -> str:
-    model = draft.run.model
-    if not model.use_rope_scaling or model.position_embedding_type == "rope":
-        return ""
-    return f"{show(draft, 'use_rope_scaling')} has no effect with {show(draft, 'position_embedding_type')}"
+leaving_out_the_table_needs_rotary_positions = forbid(
+    lambda run: not run.model.add_position_embedding and run.model.position_embedding_type not in ROTARY,
+    "--no-position-embedding with {position_embedding_type}: use --position-embedding-type rope",
+)
+rope_scaling_without_rotary_positions = note(
+    lambda run: run.model.use_rope_scaling and run.model.position_embedding_type != "rope",
+    "{use_rope_scaling} has no effect with {position_embedding_type}",
+)
 
 
 _ACTIVATIONS = ("swiglu", "geglu", "quick_geglu", "squared_relu", "relu", "openai_gelu")
@@ -184,51 +164,28 @@ def the_window_looks_back(draft: Draft) -> str:
     return f"{show(draft, 'window_size')}: attention is causal, so that the {right} to the right count as {left},0"
 
 
-@rule
-def yarn_knows_the_length_before(draft: Draft) -> str:
-    model = draft.run.model
-    if model.position_embedding_type != "yarn" or model.yarn_original_max_position_embeddings is not None:
-        return ""
-    return (
-        "--position-embedding-type yarn needs --yarn-original-max-position-embeddings, the longest sequence that the "
-        f"model was trained on before; it is at most --max-position-embeddings {model.max_position_embeddings}"
-    )
-
-
-@rule
-def yarn_rotates_halves(draft: Draft) -> str:
-    model = draft.run.model
-    if model.position_embedding_type != "yarn" or not model.rotary_interleaved:
-        return ""
-    return "--position-embedding-type yarn rotates halves of heads, not --rotary-interleaved pairs; leave that out"
-
-
-@rule
-def yarn_leaves_fast_turns_alone(draft: Draft) -> str:
-    model = draft.run.model
-    fast, slow = model.yarn_beta_fast or 32.0, model.yarn_beta_slow or 1.0
-    if fast > slow:
-        return ""
-    return f"{show(draft, 'yarn_beta_fast')} must be above {show(draft, 'yarn_beta_slow')}"
-
-
-@rule
-def wide_residuals_need_half_precision(draft: Draft) -> str:
-    precision = draft.run.precision
-    if not draft.run.model.fp32_residual_connection or precision.fp16 or precision.bf16:
-        return ""
-    return "--fp32-residual-connection needs --fp16 or --bf16: without them all hidden states are in fp32"
-
-
-@notice
-def fused_attention_needs_no_layer_scaling(draft: Draft) -> str:
-    model = draft.run.model
-    if not model.apply_query_key_layer_scaling or not model.fused_attention:
-        return ""
-    return (
-        "--apply-query-key-layer-scaling has no effect with fused attention, which never rounds scores; "
-        "--attention-backend unfused repeats the numbers of Megatron's own kernel"
-    )
+yarn_knows_the_length_before = forbid(
+    lambda run: run.model.position_embedding_type == "yarn" and run.model.yarn_original_max_position_embeddings is None,
+    "--position-embedding-type yarn needs --yarn-original-max-position-embeddings, the longest sequence that the "
+    "model was trained on before; it is at most --max-position-embeddings {run.model.max_position_embeddings}",
+)
+yarn_rotates_halves = forbid(
+    lambda run: run.model.position_embedding_type == "yarn" and run.model.rotary_interleaved,
+    "--position-embedding-type yarn rotates halves of heads, not --rotary-interleaved pairs; leave that out",
+)
+yarn_leaves_fast_turns_alone = forbid(
+    lambda run: (run.model.yarn_beta_fast or 32.0) <= (run.model.yarn_beta_slow or 1.0),
+    "{yarn_beta_fast} must be above {yarn_beta_slow}",
+)
+wide_residuals_need_half_precision = forbid(
+    lambda run: run.model.fp32_residual_connection and not run.precision.fp16 and not run.precision.bf16,
+    "--fp32-residual-connection needs --fp16 or --bf16: without them all hidden states are in fp32",
+)
+fused_attention_needs_no_layer_scaling = note(
+    lambda run: run.model.apply_query_key_layer_scaling and run.model.fused_attention,
+    "--apply-query-key-layer-scaling has no effect with fused attention, which never rounds scores; "
+    "--attention-backend unfused repeats the numbers of Megatron's own kernel",
+)
 
 
 @notice
@@ -307,35 +264,22 @@ other_families_are_without = excluded(
     },
     switch="model_family",
 )
-
-
-@rule
-def latent_positions_turn_pairs(draft: Draft) -> str:
-    model = draft.run.model
-    if not model.multi_latent_attention or (model.rotary_size >= 2 and model.rotary_size % 2 == 0):
-        return ""
-    return (
-        f"{show(draft, 'qk_pos_emb_head_dim')} with {show(draft, 'rotary_percent')} are {model.rotary_size} channels, "
-        f"and positions turn pairs; use --qk-pos-emb-head-dim {multiples(model.qk_pos_emb_head_dim, 2)} and all of them"
-    )
-
-
-@rule
-def rope_type_is_of_latent_attention(draft: Draft) -> str:
-    model = draft.run.model
-    if model.multi_latent_attention or model.rope_type in (None, "rope"):
-        return ""
-    return f"{show(draft, 'rope_type')} is of --multi-latent-attention; else use --position-embedding-type yarn"
-
-
-@notice
-def latent_heads_have_their_own_sizes(draft: Draft) -> str:
-    if not draft.run.model.multi_latent_attention or "kv_channels" not in draft.given:
-        return ""
-    return (
-        f"{show(draft, 'kv_channels')} has no effect: the heads of --multi-latent-attention have --qk-head-dim, "
-        "--qk-pos-emb-head-dim and --v-head-dim"
-    )
+latent_positions_turn_pairs = forbid(
+    lambda run: run.model.multi_latent_attention and (run.model.rotary_size < 2 or run.model.rotary_size % 2 != 0),
+    "{qk_pos_emb_head_dim} with {rotary_percent} are {run.model.rotary_size} channels, and positions turn pairs; use "
+    "--qk-pos-emb-head-dim {nearest} and all of them",
+    nearest=lambda run: multiples(run.model.qk_pos_emb_head_dim, 2),
+)
+rope_type_is_of_latent_attention = forbid(
+    lambda run: not run.model.multi_latent_attention and run.model.rope_type not in (None, "rope"),
+    "{rope_type} is of --multi-latent-attention; else use --position-embedding-type yarn",
+)
+latent_heads_have_their_own_sizes = note(
+    lambda run: run.model.multi_latent_attention,
+    "{kv_channels} has no effect: the heads of --multi-latent-attention have --qk-head-dim, --qk-pos-emb-head-dim and "
+    "--v-head-dim",
+    given="kv_channels",
+)
 
 
 mup_is_without = excluded(
@@ -359,58 +303,35 @@ def width_multiplier_follows(draft: Draft) -> str:
     )
 
 
-@notice
-def mup_without_a_base(draft: Draft) -> str:
-    model = draft.run.model
-    if not model.use_mup or model.mup_base_hidden_size is not None:
-        return ""
-    return (
-        "--use-mup scales no rate and no initial weight by itself; give the width of the tuned model by "
-        "--mup-base-hidden-size"
-    )
-
-
-@notice
-def uniform_weights_know_their_width(draft: Draft) -> str:
-    model = draft.run.model
-    if not model.use_mup or not model.init_method_xavier_uniform:
-        return ""
-    return "--use-mup leaves the initial weights of --init-method-xavier-uniform as they are, which know their width"
-
-
-@notice
-def muon_has_its_scale(draft: Draft) -> str:
-    config = draft.run.optimizer
-    if not draft.run.model.use_mup or not config.orthogonalises or config.muon_scale_mode != "spectral":
-        return ""
-    return (
-        f"--use-mup with {show(draft, 'muon_scale_mode')}: the updates of Muon's matrices grow with the width; "
-        "--muon-scale-mode unit_rms_norm keeps them"
-    )
-
-
-@rule
-def there_are_tokens_to_predict(draft: Draft) -> str:
-    run = draft.run
-    if run.model.predictions < run.data.seq_length:
-        return ""
-    return (
-        f"{show(draft, 'mtp_num_layers')} looks beyond the {run.data.seq_length} tokens of a sample; give fewer layers "
-        "or a longer --seq-length"
-    )
-
-
-@rule
-def learned_positions_stay_on_one_stage(draft: Draft) -> str:
-    model = draft.run.model
-    pipeline = draft.run.parallel.pipeline_model_parallel_size > 1
-    if not model.predictions or not pipeline or model.position_embedding_type != "learned_absolute":
-        return ""
-    return (
-        f"{show(draft, 'mtp_num_layers')} with --position-embedding-type learned_absolute and "
-        f"{show(draft, 'pipeline_model_parallel_size')}: the last stage would need a second table of positions, which "
-        "Megatron lets go its own way; use --position-embedding-type rope, or no pipeline"
-    )
+mup_without_a_base = note(
+    lambda run: run.model.use_mup and run.model.mup_base_hidden_size is None,
+    "--use-mup scales no rate and no initial weight by itself; give the width of the tuned model by "
+    "--mup-base-hidden-size",
+)
+uniform_weights_know_their_width = note(
+    lambda run: run.model.use_mup and run.model.init_method_xavier_uniform,
+    "--use-mup leaves the initial weights of --init-method-xavier-uniform as they are, which know their width",
+)
+muon_has_its_scale = note(
+    lambda run: run.model.use_mup and run.optimizer.orthogonalises and run.optimizer.muon_scale_mode == "spectral",
+    "--use-mup with {muon_scale_mode}: the updates of Muon's matrices grow with the width; --muon-scale-mode "
+    "unit_rms_norm keeps them",
+)
+there_are_tokens_to_predict = forbid(
+    lambda run: run.model.predictions >= run.data.seq_length,
+    "{mtp_num_layers} looks beyond the {run.data.seq_length} tokens of a sample; give fewer layers or a longer "
+    "--seq-length",
+)
+learned_positions_stay_on_one_stage = forbid(
+    lambda run: (
+        run.model.predictions
+        and run.parallel.pipeline_model_parallel_size > 1
+        and run.model.position_embedding_type == "learned_absolute"
+    ),
+    "{mtp_num_layers} with --position-embedding-type learned_absolute and {pipeline_model_parallel_size}: the last "
+    "stage would need a second table of positions, which Megatron lets go its own way; use --position-embedding-type "
+    "rope, or no pipeline",
+)
 
 
 prediction_is_without = excluded(

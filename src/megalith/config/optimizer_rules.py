@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megalith.config.rule import Draft, Rule, exclusive, idle, idle_without, notice, rule, show
+from megalith.config.rule import Draft, Rule, exclusive, forbid, idle, idle_without, note, notice, rule, show
 from megalith.config.run import RunConfig
 
 COEFFICIENT_SETS = {"simple": 1, "quintic": 5, "polar_express": 8}
@@ -40,15 +40,11 @@ def muon_has_each_key_head_once(draft: Draft) -> str:
     )
 
 
-@rule
-def matrices_stay_on_the_device(draft: Draft) -> str:
-    optimizer = draft.run.optimizer
-    if not optimizer.sees_matrices or not optimizer.optimizer_cpu_offload:
-        return ""
-    return (
-        f"--optimizer-cpu-offload with {show(draft, 'optimizer')}: its products of matrices belong on the device; "
-        "leave it out, or use --optimizer adam"
-    )
+matrices_stay_on_the_device = forbid(
+    lambda run: run.optimizer.sees_matrices and run.optimizer.optimizer_cpu_offload,
+    "--optimizer-cpu-offload with {optimizer}: its products of matrices belong on the device; leave it out, or use "
+    "--optimizer adam",
+)
 
 
 @rule
@@ -86,12 +82,10 @@ def sharded_weights_are_the_main_parameters(draft: Draft) -> str:
     )
 
 
-@rule
-def main_parameters_beside_half_precision(draft: Draft) -> str:
-    precision = draft.run.precision
-    if draft.run.optimizer.main_params_dtype == "fp32" or precision.fp16 or precision.bf16:
-        return ""
-    return f"{show(draft, 'main_params_dtype')}: in fp32 the weights are the main parameters; add --bf16 or --fp16"
+main_parameters_beside_half_precision = forbid(
+    lambda run: run.optimizer.main_params_dtype != "fp32" and not run.precision.fp16 and not run.precision.bf16,
+    "{main_params_dtype}: in fp32 the weights are the main parameters; add --bf16 or --fp16",
+)
 
 
 @rule
@@ -114,25 +108,16 @@ def decoupled_rate_has_its_range(draft: Draft) -> str:
     return ""
 
 
-@notice
-def every_replica_updates_all(draft: Draft) -> str:
-    if draft.run.optimizer.optimizer != "dist_muon":
-        return ""
-    return (
-        "--optimizer dist_muon divides no work here: each data-parallel replica keeps and updates all states, as with "
-        "--optimizer muon, which gives the same weights"
-    )
-
-
-@notice
-def precision_awareness_without_formats(draft: Draft) -> str:
-    config = draft.run.optimizer
-    if not config.use_precision_aware_optimizer or config.stores_rounded:
-        return ""
-    return (
-        "--use-precision-aware-optimizer has no effect by itself: everything is stored in fp32; add "
-        "--exp-avg-dtype bf16, --exp-avg-sq-dtype bf16, --main-grads-dtype bf16 or --main-params-dtype fp16"
-    )
+every_replica_updates_all = note(
+    lambda run: run.optimizer.optimizer == "dist_muon",
+    "--optimizer dist_muon divides no work here: each data-parallel replica keeps and updates all states, as with "
+    "--optimizer muon, which gives the same weights",
+)
+precision_awareness_without_formats = note(
+    lambda run: run.optimizer.use_precision_aware_optimizer and not run.optimizer.stores_rounded,
+    "--use-precision-aware-optimizer has no effect by itself: everything is stored in fp32; add --exp-avg-dtype bf16, "
+    "--exp-avg-sq-dtype bf16, --main-grads-dtype bf16 or --main-params-dtype fp16",
+)
 
 
 def _read_by(optimizers: tuple[str, ...], *names: str) -> list[Rule]:
@@ -179,22 +164,14 @@ def schedule_counts_as_the_run_does(draft: Draft) -> str:
     return f"{', '.join(shown)}: the run is counted by {show(draft, length)}; use the -{right} flags of the schedule"
 
 
-@rule
-def lowest_rate_is_not_above_the_peak(draft: Draft) -> str:
-    schedule = draft.run.schedule
-    if schedule.min_lr <= schedule.lr:
-        return ""
-    return f"{show(draft, 'min_lr')} is above {show(draft, 'lr')}; use --min-lr of at most {schedule.lr:g}"
-
-
-@rule
-def warm_up_rises(draft: Draft) -> str:
-    schedule = draft.run.schedule
-    if schedule.lr_warmup_init <= schedule.lr:
-        return ""
-    return (
-        f"{show(draft, 'lr_warmup_init')} is above {show(draft, 'lr')}; use --lr-warmup-init of at most {schedule.lr:g}"
-    )
+lowest_rate_is_not_above_the_peak = forbid(
+    lambda run: run.schedule.min_lr > run.schedule.lr,
+    "{min_lr} is above {lr}; use --min-lr of at most {run.schedule.lr:g}",
+)
+warm_up_rises = forbid(
+    lambda run: run.schedule.lr_warmup_init > run.schedule.lr,
+    "{lr_warmup_init} is above {lr}; use --lr-warmup-init of at most {run.schedule.lr:g}",
+)
 
 
 @rule

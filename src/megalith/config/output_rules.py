@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from megalith.config.rule import Draft, Rule, excluded, idle, idle_without, multiples, notice, rule, show
+from megalith.config.rule import Draft, Rule, excluded, forbid, idle, idle_without, multiples, note, notice, rule, show
 
-
-@rule
-def saving_beside_the_training_is_for_torch_dist(draft: Draft) -> str:
-    checkpoint = draft.run.checkpoint
-    if not checkpoint.async_save or checkpoint.ckpt_format == "torch_dist":
-        return ""
-    return (
-        f"--async-save with {show(draft, 'ckpt_format')}: only torch_dist is written beside the training; use "
-        "--ckpt-format torch_dist, or leave --async-save out"
-    )
+saving_beside_the_training_is_for_torch_dist = forbid(
+    lambda run: run.checkpoint.async_save and run.checkpoint.ckpt_format != "torch_dist",
+    "--async-save with {ckpt_format}: only torch_dist is written beside the training; use --ckpt-format torch_dist, "
+    "or leave --async-save out",
+)
 
 
 _ADAM_ALONE = "it is written for AdamW with its usual groups; use torch_dist"
@@ -79,27 +74,19 @@ def a_conversion_has_a_source_and_a_place(draft: Draft) -> str:
     return f"{show(draft, 'ckpt_convert_format')} requires {' and '.join(lacking)} DIR" if lacking else ""
 
 
-@rule
-def saving_has_an_interval(draft: Draft) -> str:
-    checkpoint = draft.run.checkpoint
-    if checkpoint.save is None or checkpoint.save_interval is not None:
-        return ""
-    return f"{show(draft, 'save')} requires --save-interval N, the iterations between checkpoints"
-
-
-@notice
-def only_what_is_taken_can_be_left_out(draft: Draft) -> str:
-    checkpoint = draft.run.checkpoint
-    if (
-        checkpoint.use_tokenizer_model_from_checkpoint_args
-        or checkpoint.use_checkpoint_args
-        or checkpoint.use_mp_args_from_checkpoint_args
-    ):
-        return ""
-    return (
-        "--no-use-tokenizer-model-from-checkpoint-args has no effect: --use-checkpoint-args is not given, the "
-        "tokenizer is the one that the flags name"
-    )
+saving_has_an_interval = forbid(
+    lambda run: run.checkpoint.save is not None and run.checkpoint.save_interval is None,
+    "{save} requires --save-interval N, the iterations between checkpoints",
+)
+only_what_is_taken_can_be_left_out = note(
+    lambda run: (
+        not run.checkpoint.use_tokenizer_model_from_checkpoint_args
+        and not run.checkpoint.use_checkpoint_args
+        and not run.checkpoint.use_mp_args_from_checkpoint_args
+    ),
+    "--no-use-tokenizer-model-from-checkpoint-args has no effect: --use-checkpoint-args is not given, the tokenizer "
+    "is the one that the flags name",
+)
 
 
 def _folder_of(kind: str) -> list[Rule]:
@@ -126,28 +113,16 @@ checkpoint_settings_are_read = (
         *("ckpt_step", "no_load_optim", "no_load_rng", "finetune", "exit_on_missing_checkpoint"),
     ),
 )
-
-
-@rule
-def memory_is_printed_with_a_line(draft: Draft) -> str:
-    log = draft.run.log
-    if log.log_memory_interval is None or log.log_memory_interval % log.log_interval == 0:
-        return ""
-    return (
-        f"{show(draft, 'log_memory_interval')} is no multiple of {show(draft, 'log_interval')}; "
-        f"nearest: {multiples(log.log_memory_interval, log.log_interval)}"
-    )
-
-
-@rule
-def the_profile_ends_behind_its_start(draft: Draft) -> str:
-    log = draft.run.log
-    if not log.profile or log.profile_step_start < log.profile_step_end:
-        return ""
-    return (
-        f"{show(draft, 'profile_step_end')} is not above {show(draft, 'profile_step_start')}; "
-        f"use at least {log.profile_step_start + 1}"
-    )
+memory_is_printed_with_a_line = forbid(
+    lambda run: run.log.log_memory_interval is not None and run.log.log_memory_interval % run.log.log_interval != 0,
+    "{log_memory_interval} is no multiple of {log_interval}; nearest: {nearest}",
+    nearest=lambda run: multiples(run.log.log_memory_interval or 0, run.log.log_interval),
+)
+the_profile_ends_behind_its_start = forbid(
+    lambda run: run.log.profile and run.log.profile_step_start >= run.log.profile_step_end,
+    "{profile_step_end} is not above {profile_step_start}; use at least {least}",
+    least=lambda run: run.log.profile_step_start + 1,
+)
 
 
 @rule
@@ -158,12 +133,10 @@ def profiled_ranks_exist(draft: Draft) -> str:
     return f"{show(draft, 'profile_ranks')}: ranks are 0 to {world - 1}"
 
 
-@rule
-def a_project_of_wandb_has_a_run_name(draft: Draft) -> str:
-    log = draft.run.log
-    if not log.wandb_project or log.wandb_exp_name:
-        return ""
-    return f"{show(draft, 'wandb_project')} requires --wandb-exp-name NAME, the name of the run"
+a_project_of_wandb_has_a_run_name = forbid(
+    lambda run: run.log.wandb_project and not run.log.wandb_exp_name,
+    "{wandb_project} requires --wandb-exp-name NAME, the name of the run",
+)
 
 
 @notice

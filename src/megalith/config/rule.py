@@ -50,7 +50,7 @@ class Rule:
     """A predicate over a draft.
 
     Attributes:
-        name: what holds where it is not violated.
+        name: what holds where it is not violated, or the template of its message.
         check: returns the message of the violation or an empty text.
         notice: whether its message is a note instead of a violation.
     """
@@ -75,6 +75,42 @@ def rule(check: Callable[[Draft], str]) -> Rule:
 def notice(check: Callable[[Draft], str]) -> Rule:
     """Make a notice of a predicate, as `rule` makes a rule."""
     return Rule(check.__name__, check, notice=True)
+
+
+def forbid(condition: Callable[[RunConfig], object], message: str, **values: Callable[[RunConfig], object]) -> Rule:
+    """Make the rule that `condition` does not hold.
+
+    Args:
+        condition: whether a run violates the rule.
+        message: template, where `{hidden_size}` is that setting as the user wrote it, `{run.global_batch_size}` an
+            attribute of the run and any other name one of `values`.
+        values: functions of the run, called only where the condition holds.
+    """
+
+    def check(draft: Draft) -> str:
+        return message.format_map(_Template(draft, values)) if condition(draft.run) else ""
+
+    return Rule(message, check)
+
+
+def note(
+    condition: Callable[[RunConfig], object], message: str, *, given: str = "", **values: Callable[[RunConfig], object]
+) -> Rule:
+    """Make a notice as `forbid` makes a rule; with `given`, only for users who gave that setting."""
+    check = forbid(condition, message, **values).check
+    return Rule(message, lambda draft: check(draft) if not given or given in draft.given else "", notice=True)
+
+
+class _Template(dict[str, object]):
+    """What the names in the template of a message stand for."""
+
+    def __init__(self, draft: Draft, values: Mapping[str, Callable[[RunConfig], object]]) -> None:
+        self.draft, self.values_of_run = draft, values
+
+    def __missing__(self, name: str) -> object:
+        if name == "run":
+            return self.draft.run
+        return self.values_of_run[name](self.draft.run) if name in self.values_of_run else show(self.draft, name)
 
 
 def exclusive(one: str, other: str, why: str = "exclude each other; use one of them") -> Rule:

@@ -5,22 +5,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import dropwhile
 
-from megalith.config.rule import Draft, Rule, divisors, exclusive, idle_without, multiples, notice, rule, show
+from megalith.config.rule import (
+    Draft,
+    Rule,
+    divisors,
+    exclusive,
+    forbid,
+    idle_without,
+    multiples,
+    note,
+    notice,
+    rule,
+    show,
+)
 from megalith.config.run import RunConfig
 from megalith.schedules.batch_size import Stage, read_steps, stepped
 
 one_half_precision = exclusive("fp16", "bf16")
 
 
-@rule
-def loss_scale_starts_above_its_minimum(draft: Draft) -> str:
-    precision = draft.run.precision
-    if precision.min_loss_scale <= precision.initial_loss_scale:
-        return ""
-    return (
-        f"{show(draft, 'min_loss_scale')} is above {show(draft, 'initial_loss_scale')}; "
-        f"use --min-loss-scale of at most {precision.initial_loss_scale:g}"
-    )
+loss_scale_starts_above_its_minimum = forbid(
+    lambda run: run.precision.min_loss_scale > run.precision.initial_loss_scale,
+    "{min_loss_scale} is above {initial_loss_scale}; use --min-loss-scale of at most "
+    "{run.precision.initial_loss_scale:g}",
+)
 
 
 def stages_to_come(run: RunConfig) -> Sequence[Stage]:
@@ -186,12 +194,10 @@ def _format_of_gradients(name: str) -> Rule:
     return Rule(f"gradients_have_{name}", check)
 
 
-@notice
-def loss_scale_without_half_precision(draft: Draft) -> str:
-    precision = draft.run.precision
-    if precision.loss_scale is None or precision.fp16 or precision.bf16:
-        return ""
-    return f"{show(draft, 'loss_scale')} has no effect: the loss is scaled only under --fp16 or --bf16"
+loss_scale_without_half_precision = note(
+    lambda run: run.precision.loss_scale is not None and not run.precision.fp16 and not run.precision.bf16,
+    "{loss_scale} has no effect: the loss is scaled only under --fp16 or --bf16",
+)
 
 
 @notice
@@ -205,12 +211,10 @@ def policy_without_checks(draft: Draft) -> str:
     return f"{show(draft, given[0])} has no effect on losses that are not finite: {why}"
 
 
-@notice
-def injection_needs_validation(draft: Draft) -> str:
-    precision = draft.run.precision
-    if not precision.error_injection_rate or precision.rerun_mode != "disabled":
-        return ""
-    return f"{show(draft, 'error_injection_rate')} has no effect with {show(draft, 'rerun_mode')}"
+injection_needs_validation = note(
+    lambda run: run.precision.error_injection_rate and run.precision.rerun_mode == "disabled",
+    "{error_injection_rate} has no effect with {rerun_mode}",
+)
 
 
 @notice
@@ -254,14 +258,11 @@ def phases_have_one_batch_size(draft: Draft) -> str:
     )
 
 
-@notice
-def the_next_phase_needs_a_checkpoint(draft: Draft) -> str:
-    if not draft.run.train.phase_ends or draft.run.checkpoint.save:
-        return ""
-    return (
-        f"{show(draft, 'phase_transition_iterations')} stops the run where a phase ends, and without --save nothing is "
-        "there for the next one to go on from"
-    )
+the_next_phase_needs_a_checkpoint = note(
+    lambda run: run.train.phase_ends and not run.checkpoint.save,
+    "{phase_transition_iterations} stops the run where a phase ends, and without --save nothing is there for the next "
+    "one to go on from",
+)
 
 
 gradients_are_kept_as_asked = (
@@ -312,26 +313,19 @@ def selective_recomputation_has_no_method(draft: Draft) -> str:
     )
 
 
-@rule
-def experts_are_recomputed_once(draft: Draft) -> str:
-    train = draft.run.train
-    if not train.moe_layer_recompute or train.recompute_granularity != "full":
-        return ""
-    return "--moe-layer-recompute with --recompute-granularity full, which recomputes experts too; leave it out"
-
-
-@notice
-def fused_attention_keeps_no_scores(draft: Draft) -> str:
-    train, model = draft.run.train, draft.run.model
-    named = ("core_attn",) if train.recompute_modules is None else train.recompute_modules
-    if train.recompute_granularity != "selective" or "core_attn" not in named:
-        return ""
-    if model.keeps_weights_of_attention:
-        return ""
-    return (
-        "selective recomputation of core_attn needs nothing here: fused attention stores no scores, which is what it "
-        "would save; the numbers are the same"
-    )
+experts_are_recomputed_once = forbid(
+    lambda run: run.train.moe_layer_recompute and run.train.recompute_granularity == "full",
+    "--moe-layer-recompute with --recompute-granularity full, which recomputes experts too; leave it out",
+)
+fused_attention_keeps_no_scores = note(
+    lambda run: (
+        run.train.recompute_granularity == "selective"
+        and "core_attn" in (("core_attn",) if run.train.recompute_modules is None else run.train.recompute_modules)
+        and not run.model.keeps_weights_of_attention
+    ),
+    "selective recomputation of core_attn needs nothing here: fused attention stores no scores, which is what it "
+    "would save; the numbers are the same",
+)
 
 
 @notice

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import shlex
+from operator import attrgetter
 from pathlib import Path
+from string import Formatter
 
 import pytest
 
-from megalith.config import load
+from megalith.config import layout_rules, load
 from megalith.config.rule import Draft, Rule
-from megalith.config.rules import FILE_RULES, RULES
+from megalith.config.rules import FILE_RULES, NOTICES, RULES
+from megalith.config.run import all_settings
 from megalith.errors import ConfigError
 
 GOOD = {
@@ -782,8 +785,18 @@ def test_the_table_breaks_every_rule(data: Path, monkeypatch: pytest.MonkeyPatch
         with pytest.raises(ConfigError):
             load(command_line(changes, data), environment(changes))
     as_for_save_and_load = {"data_cache_path_is_a_folder", "tensorboard_dir_is_a_folder"}
-    in_test_environment = {"rank_is_in_the_world"}
+    in_test_environment = {layout_rules.rank_is_in_the_world.name}
     assert {rule.name for rule in (*RULES, *FILE_RULES)} - broken == as_for_save_and_load | in_test_environment
+
+
+def test_messages_name_settings_and_what_a_run_has(data: Path) -> None:
+    run = load(command_line("", data), {})
+    named = {field for rule in (*RULES, *NOTICES) for _, field, _, _ in Formatter().parse(rule.name) if field}
+    computed = {"fitting", "last", "least", "nearest", "reason", "width"}
+    assert {name for name in named if "." not in name} - computed <= all_settings().keys()
+    for name in named:
+        if "." in name:
+            assert attrgetter(name.removeprefix("run."))(run) is not None
 
 
 def test_all_mistakes_are_reported_at_once(data: Path) -> None:
