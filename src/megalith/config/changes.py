@@ -68,7 +68,6 @@ class Change:
     """A setting with another value than the checkpoint was written under.
 
     Attributes:
-        flag: as the user types it.
         was, now: values in words; "-" for none.
         effect: one of the texts above.
     """
@@ -92,7 +91,6 @@ def changes_since(saved: Mapping[str, Any], run: RunConfig) -> list[Change]:
     Args:
         saved: the groups of the configuration that wrote it (`RunConfig.to_dict`), or Megatron's flat arguments. What
             it does not know is passed over.
-        run: the configuration of now.
     """
     grouped = all(name in saved for name in ("model", "train"))
     present = run.to_dict() if grouped else megatron_args(run)

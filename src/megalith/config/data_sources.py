@@ -43,12 +43,7 @@ class Blend:
 
 @dataclass(frozen=True)
 class DataSources:
-    """Either one blend that `--split` cuts into splits, or one for each split that there is, or neither.
-
-    Attributes:
-        whole: the one blend.
-        splits: those of training, validation and test.
-    """
+    """Either one blend that `--split` cuts into splits, or one for each split that there is, or neither."""
 
     whole: Blend | None = None
     splits: tuple[Blend | None, Blend | None, Blend | None] | None = None

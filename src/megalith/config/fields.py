@@ -28,7 +28,6 @@ class Declaration:
         aliases: other spellings that take the same value.
         off: spellings that switch a boolean off, beside the derived `--no-x` and `--disable-x`.
         shorthands: spellings without a value that stand for one.
-        choices: legal values, empty for any.
         later: values that Megatron knows and that come with other work.
         later_with: what the `later` values come with.
         at_least, above, at_most, below: legal range of a number.
@@ -79,9 +78,7 @@ class Setting:
         kind: the type of one value: bool, int, float or str.
         many: whether it holds a tuple of values.
         optional: whether None is a legal value.
-        default: default value, None for required settings.
         required: whether a run cannot do without it.
-        about: the declaration.
     """
 
     group: str

@@ -163,8 +163,6 @@ _LAYOUT = (
 def settings_from(args: Mapping[str, Any], *, layout: bool) -> dict[str, Any]:
     """The settings that a checkpoint decides, name -> value.
 
-    Args:
-        args: Megatron's arguments of the run that wrote it.
         layout: whether it decides the tensor and pipeline sizes too.
 
     Raises:

@@ -22,7 +22,6 @@ class KnownFlag:
     """A flag of Megatron that has no setting here.
 
     Attributes:
-        flag: its spelling.
         arity: how many values it takes: a number, "+" for one or more, "*" for any.
         default: Megatron's default value, empty for none.
         why: why it has no effect, empty where every use is refused.

@@ -126,7 +126,6 @@ def from_values(
     Args:
         values: what is not here takes its default. A list setting takes a list, a tuple or one value.
         environ: where a launcher's variables are, such as `os.environ`; one process if None.
-        files: whether data and tokenizer files must exist.
 
     Raises:
         ConfigError: with every violation found: unknown names, values of a wrong type, illegal values, broken rules.
@@ -161,9 +160,6 @@ def check_groups(*groups: object) -> None:
 
     `load` and `from_values` return checked groups; this is for those that a program constructs or changes itself, and
     is called where a model, an optimizer, a schedule or a dataset is built from them.
-
-    Args:
-        groups: such as a `ModelConfig`; rules that need other groups than these do not apply.
 
     Raises:
         ConfigError: with every violation found.

@@ -25,7 +25,6 @@ class Reading:
     """The values that one source gives, and what there is to say about it.
 
     Attributes:
-        values: setting name -> value.
         recipe: path of a recipe that is asked for, empty for none.
         problems: what cannot be read or is refused, one line each.
         faulty: names of settings whose value could not be read, so that nothing more is said of them.
@@ -47,13 +46,7 @@ class Reading:
             flags.append(flag)
 
     def take(self, setting: Setting, value: Any, name: str, shown: str) -> None:
-        """Read a value of a recipe or a mapping.
-
-        Args:
-            setting: whose value it is.
-            value: of whatever type.
-            name, shown: the setting in notes and in complaints.
-        """
+        """Read a value of a recipe or a mapping."""
         try:
             self.values[setting.name] = checked_value(setting, value)
         except BadValue as error:

@@ -62,11 +62,7 @@ def recipe_text(run: RunConfig) -> str:
 
 
 def given_recipe(values: Mapping[str, Any]) -> str:
-    """What is given, and nothing else, as a recipe.
-
-    Args:
-        values: setting name -> value.
-    """
+    """What is given, and nothing else, as a recipe."""
     sections = []
     for group in group_types():
         given = [setting for setting in _settings(group) if setting.name in values and group != "launch"]

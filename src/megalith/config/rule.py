@@ -17,12 +17,7 @@ Group = TypeVar("Group")
 
 @dataclass(frozen=True)
 class Draft:
-    """A configuration that may still be wrong: None stands for required settings that are missing.
-
-    Attributes:
-        run: the values.
-        given: names of the settings that the user gave.
-    """
+    """A configuration that may still be wrong: None stands for required settings that are missing."""
 
     run: RunConfig
     given: frozenset[str]
@@ -52,7 +47,6 @@ class Rule:
     Attributes:
         name: what holds where it is not violated, or the template of its message.
         check: returns the message of the violation or an empty text.
-        notice: whether its message is a note instead of a violation.
     """
 
     name: str
@@ -129,8 +123,6 @@ def excluded(
     """Make rules against settings that a kind of run has no use for.
 
     Args:
-        kind: of run, for the names of the rules.
-        where: whether a run is of that kind.
         reasons: setting -> why it may not differ from its default, and what to do instead.
         switch: the setting that decides this, if the messages name it.
     """
@@ -151,8 +143,6 @@ def idle(names: Collection[str], used: Callable[[RunConfig], Any], why: Callable
     """Make notices for settings that differ from their defaults in a run that does not read them.
 
     Args:
-        names: the settings.
-        used: whether a run reads them.
         why: the reason, which completes `--name value has no effect`.
     """
 

@@ -16,12 +16,7 @@ TOKENIZER_SETTINGS: tuple[str, ...] = tuple(setting.name for setting in settings
 
 
 def add_tokenizer_flags(parser: argparse.ArgumentParser, *, about: str = "") -> None:
-    """Give a parser the flags of the tokenizer; `read_tokenizer_flags` understands what it finds.
-
-    Args:
-        parser: of a command.
-        about: what its help says before them.
-    """
+    """Give a parser the flags of the tokenizer; `read_tokenizer_flags` understands what it finds."""
     add = parser.add_argument_group("tokenizer", about or None).add_argument
     for setting in settings_of("tokenizer", TokenizerConfig):
         words, text = setting.spellings, _help(setting)
@@ -53,11 +48,7 @@ def read_tokenizer_flags(options: argparse.Namespace, problems: list[str]) -> di
 
 
 def tokenizer_from(given: Mapping[str, Any]) -> TokenizerConfig | None:
-    """The tokenizer that settings name with its files; None where they leave it to the checkpoint.
-
-    Raises:
-        ConfigError: files are missing, or the settings contradict each other.
-    """
+    """The tokenizer that settings name with its files; None where they leave it to the checkpoint."""
     named = {name: given[name] for name in TOKENIZER_SETTINGS if given.get(name) is not None}
     if not named.keys() - {"tokenizer_type"}:
         return None
@@ -78,11 +69,7 @@ def tokenizer_from(given: Mapping[str, Any]) -> TokenizerConfig | None:
 
 
 def tokenizer_of_flags(options: argparse.Namespace) -> TokenizerConfig | None:
-    """The tokenizer that the flags of a parser name; None where they leave it to the checkpoint.
-
-    Raises:
-        ConfigError: everything that is wrong with them.
-    """
+    """The tokenizer that a parser's flags name; None where they leave it to the checkpoint."""
     problems: list[str] = []
     given = read_tokenizer_flags(options, problems)
     if problems:

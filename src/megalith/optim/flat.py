@@ -107,7 +107,6 @@ class Box:
     Attributes:
         start: the number of its first element in the flattened tensor.
         offset: the indices of that element.
-        extent: the shape of the box.
     """
 
     start: int

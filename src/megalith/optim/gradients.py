@@ -45,16 +45,10 @@ class GradientBuffers:
     Args:
         named: Parameters with their names, in module order.
         dtype: Of the memory: fp32 where gradients accumulate in fp32, else that of the parameters.
-        data: How replicas share the work; one replica by default.
-        copies: Which parameters other ranks hold too, by name.
         experts: Names of the parameters that are divided over expert-parallel ranks.
-        data_of_experts: How their replicas share the work; as `data` by default.
         bucket_size: Elements at which a bucket is full; Megatron's rule by default.
 
     Attributes:
-        flat: The memory, 1-D.
-        layout: The places of the parameters in it.
-        shapes, device, dtype: Of the parameters by name, of the memory.
         grads: Views of it by parameter name, in the shapes of the parameters. After `finish` each holds the gradient of
             the step where this rank owns it (`owned`).
     """
@@ -245,13 +239,7 @@ class GradientBuffers:
 
 
 class _Arrivals:
-    """Counts the writes to each parameter and starts each bucket when it is complete, in the order of its chain.
-
-    Args:
-        layout: The buckets.
-        parameters: By name.
-        start: Called with the index of each bucket, once in a step.
-    """
+    """Counts the writes to each parameter and starts each bucket when it is complete, in the order of its chain."""
 
     def __init__(self, layout: FlatLayout, parameters: Mapping[str, Parameter], start: Callable[[int], None]) -> None:
         self._names = {parameter: name for name, parameter in parameters.items()}

@@ -40,13 +40,8 @@ class ShardedGradients:
 
     What other ranks hold too is summed when the step ends. The interface is that of `GradientBuffers`.
 
-    Args:
-        parts: of the model; their parameters have different names.
-        copies: which parameters other ranks hold too, beside data parallelism, by name.
-
     Attributes:
         shapes: of the parameters before they were cut, by name.
-        device, dtype: of the gradients.
     """
 
     def __init__(self, parts: Sequence[FullyShard], copies: Mapping[str, tuple[Copies, ...]]) -> None:
@@ -111,9 +106,6 @@ class ParameterMemory:
     way yet, are watched: a weight belongs to the innermost module around it that is called.
 
     Args:
-        modules: That hold the parameters.
-        parameters: By name, of one dtype.
-        layout: Their places.
         data_of: Who owns what of a bucket.
         overlap: Whether `gather` returns at once and the modules wait.
     """
@@ -275,10 +267,7 @@ def hold_flat(
     """Replicated parameters with preallocated gradients, whose layers get a sink that writes to these.
 
     Args:
-        modules, ctx, copies, zero1, bucket_size, overlap_gather: as of `Optimizer`.
-        parameters: of the modules by name, of one dtype.
         work, grads: dtypes of the main parameters and of the gradients.
-        experts: names of the parameters that are divided over expert-parallel ranks.
     """
     kind = Zero1 if zero1 else Replicated
     data, of_experts = kind(ctx), kind(ctx, experts=True)

@@ -53,9 +53,7 @@ def orthogonalised(matrix: Tensor, coefficients: Sequence[tuple[float, float, fl
     """The nearest matrix with orthonormal rows or columns, about: its singular values are near one.
 
     Args:
-        matrix: [O, I].
         coefficients: of the iterations, from the first again when they run out.
-        steps: iterations.
     """
     x = matrix.t() if matrix.shape[0] > matrix.shape[1] else matrix
     x = x / x.norm().clamp(min=NORM_FLOOR)
@@ -94,14 +92,10 @@ class Muon:
     order, computing and keeping one's own is exact; no matrix inside a layer is padded.
 
     Attributes:
-        momentum, nesterov: of the momentum that is orthogonalised.
         scale_mode, extra_scale: length of the update.
         coefficients, steps: of the iteration.
         split_qkv: orthogonalise the query, key and value parts of their projection each by itself.
         blockwise: orthogonalise what a tensor-parallel rank holds alone, instead of the whole matrix.
-        matmul_precision: of fp32 products on a GPU.
-        placements: of the parameters.
-        axis: over which they are divided.
     """
 
     momentum: float
@@ -134,13 +128,7 @@ class Muon:
                 work.params[number].add_(update, alpha=-work.lr)
 
     def _update(self, matrix: Tensor, placement: Placement, second: Tensor | None) -> Tensor:
-        """What is to be subtracted from a parameter, but for the rate.
-
-        Args:
-            matrix: the direction of its momentum.
-            placement: how the parameter is divided.
-            second: its second moment, for rules that have one.
-        """
+        """What is to be subtracted from a parameter, but for the rate."""
         return self._by_parts(matrix, placement, scaled=True)
 
     def _by_parts(self, matrix: Tensor, placement: Placement, *, scaled: bool) -> Tensor:
@@ -176,10 +164,6 @@ class AdaptiveMuon(Muon):
 
     Each element of the orthogonalised momentum is divided by the root of the running mean of its square, which has no
     correction of its bias; the scale of the shape, that of the whole matrix, comes after that.
-
-    Attributes:
-        beta2: of the running mean.
-        eps: added to its root.
     """
 
     beta2: float = 0.95
@@ -237,12 +221,8 @@ class Soap:
     rounding does not choose. L, R, Q_L and Q_R are whole on each rank and do not depend on the layout.
 
     Attributes:
-        beta1, beta2, eps: of AdamW.
         shampoo_beta: decay of L and R.
         frequency: steps from one eigenbasis to the next.
-        axis: over which matrices are divided.
-        placements: of the parameters.
-        tie_breaker: as `TIE_BREAKER`.
     """
 
     beta1: float
@@ -260,12 +240,7 @@ class Soap:
         return {"betas": (self.beta1, self.beta2), "eps": self.eps, "shampoo_beta": self.shampoo_beta}
 
     def square(self, kind: str, name: str, shape: Sequence[int]) -> tuple[int, ...] | None:
-        """The shape of a state that is whole on every rank, None of one that is shaped and divided as the parameter.
-
-        Args:
-            kind: of the state.
-            name, shape: of the parameter, of what is here of it.
-        """
+        """The shape of a state that is whole on every rank, None of one that is shaped and divided as the parameter."""
         if kind in ("exp_avg", "exp_avg_sq"):
             return None
         rows, columns = global_shape(shape, self._placement(name), self.axis.size)

@@ -29,8 +29,6 @@ class CountedOnce:
     Of what several ranks hold alike only the first counts it. Every rank calls the same methods and gets the same bits.
 
     Args:
-        gradients: know what is owned.
-        copies: which parameters other ranks hold too, by name.
         holders: the ranks that the sums are over.
         elsewhere: names of the parameters that are another replica's to count.
     """

@@ -60,7 +60,6 @@ class StateBox:
 
     Attributes:
         name: `<kind>.<parameter name>`, as of `Optimizer.state_tensors`; of a weight the parameter's.
-        tensor: The live elements.
         offset: Where they begin in the parameter that this rank has in its model.
         shape: Of that parameter.
         whole: It is not divided as the parameter is: every tensor-parallel rank has all of it, of a shape of its own.
@@ -90,19 +89,9 @@ class _Rates:
 class Optimizer:
     """An update rule with main parameters, loss scale and clipping.
 
-    Attributes:
-        scaler: The loss scale.
-        gradients: Of all parameters.
-        groups: Which parameters of this rank are treated alike.
-        step_count: The number of applied steps.
-
     Args:
         modules: The model, or the parts of it that are here; their parameters have different names, and get
             preallocated gradients, their layers a sink that writes to them.
-        config: The rule with its settings, number formats and clipping.
-        precision: Of the weights, the gradients and the loss scale.
-        count_zeros: Count exact zeros of the gradients in each step.
-        context: The ranks that train the same model.
         zero1: Divide the main parameters and the moments over the data-parallel ranks.
         copies: Which parameters other ranks hold too, beside data parallelism, by name; read from the placements of
             the models by default, which every module has that shares its layers with other ranks.
@@ -212,8 +201,6 @@ class Optimizer:
         """Update the parameters with the gradients gathered since `zero_grad`; the outcome is that of all ranks.
 
         Args:
-            lr: Learning rate of this step.
-            weight_decay: Of the parameters that decay.
             decoupled_lr: Of the word embeddings and the output layer, where `--decoupled-lr` gives them their own.
             largest_norm: Gradients with a larger norm are not applied.
         """

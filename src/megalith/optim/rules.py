@@ -27,7 +27,6 @@ class Work:
     """What one step of an update rule is about.
 
     Attributes:
-        names: of the parameters.
         params, grads: of one dtype each; the parameters are changed in place.
         states: of each parameter, as of the rule's `kinds`; changed in place.
         lr, weight_decay: of these parameters in this step.
@@ -183,9 +182,6 @@ class Widened:
     a piece at a time, so that the fp32 copies stay in the cache and never exist for a whole model. The numbers are
     stored without a scale per tensor: that is enough for bf16 moments and for fp16 main parameters, and not for moments
     in fp16 or fp8, whose squares would vanish; a rule of the configuration refuses these.
-
-    Attributes:
-        rule: what is done in fp32.
     """
 
     rule: UpdateRule
@@ -250,7 +246,6 @@ class Group:
     Attributes:
         wd_mult, lr_mult: what the weight decay and the rate are multiplied by.
         decoupled: whether their learning rate is `--decoupled-lr`.
-        rule: how they change.
     """
 
     wd_mult: float
@@ -293,9 +288,6 @@ def make_groups(
     Under Muon and SOAP the matrices of the layers stand before the rest of what decays.
 
     Args:
-        parameters: by name, in module order.
-        config: which rule, and what it acts on.
-        axis: over which matrices are divided.
         placements: how; needed for Muon and SOAP.
         scaling: of the rates by the width of the model; none by default.
     """

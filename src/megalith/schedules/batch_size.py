@@ -60,8 +60,6 @@ class BatchSizes:
         """Samples consumed when so many more steps are done.
 
         Args:
-            iterations: steps.
-            consumed: samples before them.
             rounded: count `running` sizes rather than those asked for.
         """
         for stage, end in self._from(consumed):
@@ -101,10 +99,6 @@ def ramped(start: int, increment: int, samples: int, final: int, unit: int = 1) 
 
     Args:
         start: first size, below `final` by a multiple of `increment`.
-        increment: of each stage.
-        samples: of the whole ramp.
-        final: size behind the ramp.
-        unit: as of `BatchSizes`.
     """
     count = (final - start) // increment
     assert count > 0 and start + count * increment == final, "a rule of the configuration"
@@ -129,8 +123,6 @@ def stepped(steps: Sequence[tuple[int, int]], seq_length: int, unit: int = 1) ->
 
     Args:
         steps: (tokens, size) in ascending order, as of `read_steps`.
-        seq_length: tokens of a sample.
-        unit: as of `BatchSizes`.
 
     Raises:
         ValueError: the first threshold is not within the first sample, or two are within one; says which.

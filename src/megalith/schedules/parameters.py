@@ -245,7 +245,6 @@ def resume_schedule(
     other than in Megatron; that of the command line is kept.
 
     Args:
-        current: what the command line asks for.
         saved: the checkpoint's `opt_param_scheduler`.
         override: the command line wins (`--override-opt-param-scheduler`).
         use_checkpoint: the checkpoint wins (`--use-checkpoint-opt-param-scheduler`).

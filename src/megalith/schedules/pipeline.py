@@ -52,7 +52,6 @@ class Message(NamedTuple):
     """A tensor on its way: an activation to the next stage of the ring or a gradient to the previous one.
 
     Attributes:
-        gradient: whether it is a gradient.
         source, target: stages; equal where there is one stage, and nothing is sent then.
         chunk: of the receiver.
         micro_batch: that it belongs to.
@@ -100,7 +99,6 @@ class Program:
     """What one stage does.
 
     Attributes:
-        steps: in order.
         has_backward: gradients are computed; else it is an evaluation.
         is_split: weight gradients are operations of their own.
     """
@@ -112,13 +110,7 @@ class Program:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The operations of all stages.
-
-    Attributes:
-        name: how it was made.
-        stages, chunks, micro_batches: its sizes.
-        ops: operations by stage, in order.
-    """
+    """The operations of all stages."""
 
     name: str
     stages: int
@@ -166,7 +158,6 @@ class Schedule:
         """The operations of a stage with their communication.
 
         Args:
-            stage: whose.
             prefetch: how many operations ahead a receive is posted.
             window: how many sends of one edge may be unfinished.
         """

@@ -73,7 +73,6 @@ class Simulation:
     """What a schedule does in time.
 
     Attributes:
-        schedule: the schedule.
         spans: by stage, in order.
         peaks: by stage, the most micro-batches of a chunk whose activations are held at once: from F to the last
             operation of the backward pass, W where it is split.
@@ -107,11 +106,6 @@ def simulate(
     schedule: Schedule, costs: Costs | None = None, *, prefetch: int = PREFETCH, window: int = WINDOW
 ) -> Simulation:
     """Run a schedule on paper.
-
-    Args:
-        schedule: what to run.
-        costs: times of its operations.
-        prefetch, window: as `Schedule.steps` takes them.
 
     Raises:
         Deadlock: it would never end.
@@ -215,9 +209,7 @@ def picture(simulation: Simulation, *, width: int | None = None, color: bool = F
     micro-batch 3; with several chunks F1.3, in chunk 1. Dots are waiting.
 
     Args:
-        simulation: what to draw.
         width: columns of the terminal; a longer picture goes on below. None: never broken.
-        color: with the colours of a terminal.
     """
     scale = _columns_per_time(simulation)
     names = [f"stage {stage} " for stage in range(simulation.schedule.stages)]

@@ -30,9 +30,7 @@ class Identity:
     """What a run reads besides its configuration; a checkpoint keeps it so that a resume can compare.
 
     Attributes:
-        tokenizer: the tokenizer's card.
         tokenizer_files: file name -> content; laid into every checkpoint so that it can be used alone.
-        data: the fingerprint of the training data.
     """
 
     tokenizer: Mapping[str, Any]
@@ -72,16 +70,10 @@ class FoundCheckpoint:
 def find_checkpoint(
     store: DirectoryStore, step: int | None = None, *, thorough: bool = False
 ) -> FoundCheckpoint | None:
-    """The checkpoint to continue from: the newest sound one, or that of iteration `step`.
+    """The checkpoint to continue from: the newest sound one, or that of iteration `step`; None if the store holds none.
 
-    Args:
-        store: where to look.
-        step: which one; by default the newest that is sound.
-        thorough: read all its files through. Otherwise `restore` does that with the files of its tensors, and what it
-            finds damaged is passed over by a thorough search.
-
-    Returns:
-        None if the store holds none at all.
+    Without `thorough` the files are read through by `restore`, and what it finds damaged is passed over by a thorough
+    search.
 
     Raises:
         CheckpointError: there are checkpoints and none of them can be used.
@@ -223,11 +215,7 @@ def _changes(what: str, saved: Mapping[str, Any], own: Mapping[str, Any]) -> lis
 
 @contextmanager
 def reading(iteration: int) -> Iterator[None]:
-    """Turn what Python raises on values that are not there, or are of another kind, into a word about the file.
-
-    Raises:
-        CheckpointError: names the key.
-    """
+    """Turn errors about values that are missing or of another kind into a CheckpointError that names the key."""
     try:
         yield
     except KeyError as error:

@@ -38,7 +38,6 @@ class Resumed:
 
     Attributes:
         schedule: None if the schedule starts afresh.
-        notes: what the user must hear.
     """
 
     iteration: int

@@ -21,10 +21,6 @@ class CheckpointSaver:
     """Writes the state of a run into a store.
 
     Args:
-        store: where checkpoints go.
-        run: the configuration.
-        identity: what the run reads.
-        probe: called at the points of a save.
         passing: where those go of which only the last one is kept; None if there are none.
     """
 
@@ -42,7 +38,6 @@ class CheckpointSaver:
         """Write a checkpoint of the state as it is; returns when it is durable.
 
         Args:
-            state: of the run.
             persistent: one to keep, rather than one of which only the last is kept.
 
         Raises:
@@ -52,12 +47,7 @@ class CheckpointSaver:
         return saved_checkpoint(state.iteration, report, report.stall_seconds)
 
     def schedule(self, state: TrainState, staging: Staging, *, persistent: bool = True) -> PendingSave:
-        """Begin to copy the state and to write the copy; arguments and errors as of `save`.
-
-        Args:
-            state, persistent: as of `save`.
-            staging: memory for the copy.
-        """
+        """Begin to copy the state and to write the copy; arguments and errors as of `save`."""
         return self._store_for(state, persistent=persistent).schedule(**self._parts(state), staging=staging)
 
     def chunks_of(self, state: TrainState) -> list[Chunk]:
@@ -118,11 +108,7 @@ class _UnderWay:
 
 
 class BackgroundSaver:
-    """Schedules saves, one at a time.
-
-    Args:
-        saver: knows what a checkpoint holds and where it goes.
-    """
+    """Schedules saves, one at a time."""
 
     def __init__(self, saver: CheckpointSaver) -> None:
         self._saver, self._staging = saver, Staging()
@@ -170,13 +156,9 @@ class BackgroundSaver:
             self._under_way.stall += time.perf_counter() - began
 
     def proceed(self, *, failed: bool = False) -> SavedCheckpoint | None:
-        """Go on to the next stage of the save under way, waiting for what is busy; all ranks call it together.
+        """Take the save under way to its next stage, waiting for what is busy; return the checkpoint once complete.
 
-        Args:
-            failed: a rank is known to have failed.
-
-        Returns:
-            The checkpoint when it is complete, else None.
+        All ranks call it together.
 
         Raises:
             CheckpointError: it could not be written, on whichever rank; earlier checkpoints are untouched.

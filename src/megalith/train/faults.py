@@ -54,7 +54,6 @@ class Fault:
     """`kill9@step=7,point=mid_save`: something bad at that point of the step that makes iteration 7.
 
     Attributes:
-        action: one of `ACTIONS`.
         rank: the only rank that it strikes; every rank if None.
         attempt: the attempt of a run that it strikes, counted from 0: a restart meets it no more. Every one if None.
     """

@@ -51,21 +51,17 @@ class Plan:
     """How long and how often.
 
     Attributes:
-        global_batch_size, num_micro_batches: samples and micro-batches of one step.
         batch_sizes: those of steps, where they grow; the two are the last ones then.
         eval_iterations: global batches of one evaluation; 0 for no evaluation at all.
         eval_batch_size, eval_micro_batches: samples and micro-batches of one of these; as of a step if None.
         save_interval: iterations between checkpoints; None for a single one at the end.
         passing_save_interval: iterations between those of which only the last one is kept.
-        exit_interval: save and stop at a multiple of this iteration.
         phase_ends: save and stop at these iterations.
-        exit_minutes: save and stop after this time.
         flops_per_step: model FLOPs of one step on this device.
         peak_flops: FLOP/s of its best matrix product, as measured.
         datasheet_flops: the same by its datasheet; None where the device is not known.
         pipeline_schedule: order of the work of a pipeline; the usual one if None.
         log_noise: measure the gradient noise scale every `log_interval`.
-        skip_training: only evaluate.
         first_evaluation: no evaluation in the course of the training before this iteration.
         skipped: numbers of done iterations after which the next one is passed over.
     """
@@ -114,13 +110,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """A validation set.
-
-    Attributes:
-        name: what its evaluations are called.
-        batches: its micro-batches, those of this replica.
-        iterations: global batches of one evaluation.
-    """
+    """A validation set: its name in the log, its micro-batches of this replica, and global batches an evaluation."""
 
     name: str
     batches: Iterator[Batch]
@@ -135,11 +125,8 @@ class TrainingRun:
         valid_sets: instead of `valid`, several sets or one that is gone through as a whole.
         sources: names of the datasets of a blend that is trained on; none without a blend.
         background: saves beside the training, but for the last save; None for none.
-        timers: where the time goes.
         care: what is done about bad steps; the run stops at one by default.
         ending: why the loop ended; None while it runs.
-        agreement: what all ranks decide alike.
-        progress: the steps taken so far.
     """
 
     plan: Plan
@@ -431,16 +418,11 @@ def evaluate(
     should_stop: Callable[[], bool] = lambda: False,
     probe: Probe = no_probe,
 ) -> Evaluation | None:
-    """Average the loss over `iterations` global batches, every unmasked token weighing the same.
+    """Average the loss over `iterations` global batches, all unmasked tokens alike; None if it was given up.
 
     Args:
         state: its counters are left alone; the model is back in training mode afterwards.
-        batches: the split's micro-batches, those of this replica.
-        totals: as of `train_step`.
         should_stop: asked after each global batch; the evaluation is given up when it says so.
-
-    Returns:
-        The result, or None if it was given up.
 
     Source: docs/reference/training.md#the-loop: single-precision sums over the micro-batches of a global batch, then
     added to the running total.

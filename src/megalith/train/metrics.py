@@ -40,7 +40,6 @@ class MetricsWriter(Hook):
     """Appends to `path`. A disk that fails costs the metrics, with one warning, not the training.
 
     Args:
-        path: the file; its folder is made.
         memory: gives figures in bytes that each window's line carries.
     """
 

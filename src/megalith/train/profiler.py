@@ -79,10 +79,7 @@ class Profile(Hook):
     """Profiles the iterations behind `start` up to `end`; one that the run stops within ends there.
 
     Args:
-        profiler: what looks at them.
-        start, end: iterations.
         iteration: the one that the run begins behind.
-        say: tells the user where the files are.
     """
 
     def __init__(

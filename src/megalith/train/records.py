@@ -36,10 +36,7 @@ class Records(Hook):
     After a resume from an earlier checkpoint the steps done again appear twice, as in Megatron.
 
     Args:
-        sinks: who draws.
         log: what the flags ask for beside the curves that always are, and how often those of single steps are drawn.
-        world_size: of the run.
-        memory: gives figures in bytes.
     """
 
     def __init__(
@@ -122,11 +119,7 @@ class Records(Hook):
 
 
 def require_package(name: str, flag: str) -> None:
-    """Check, before anything is built, that the package behind a flag is installed.
-
-    Raises:
-        ConfigError: it is not.
-    """
+    """Raise a ConfigError, before anything is built, if the package behind a flag is not installed."""
     if importlib.util.find_spec(name) is None:
         raise ConfigError(f"{flag} needs the package {name}: {install_command('track')}")
 
@@ -140,7 +133,6 @@ class TensorBoard:
     Args:
         queue_size: points that wait for the disk at most.
         arguments: of the run, kept as text as Megatron does.
-        iteration: that the run begins with.
     """
 
     name = "TensorBoard"
@@ -189,17 +181,12 @@ class WandB:
     instead of waiting for someone to log in: `wandb sync FOLDER` sends it later. WANDB_MODE says otherwise.
 
     Args:
-        log: names of project, run, entity, and the folder.
         folder: for W&B's files unless the flags name one.
-        arguments: of the run.
-        environ: the environment; W&B itself reads its own.
         run_id: of the run that a resume continues; WANDB_RUN_ID wins.
 
     Attributes:
         mode: "online", "offline" or what WANDB_MODE says.
         logged_in: whether credentials were found; None where the user chose the mode.
-        folder: where its files are.
-        run_id: by which a resume continues the run.
 
     Raises:
         ConfigError: W&B does not begin, such as online without a network.
@@ -263,8 +250,6 @@ class ProgressLog(Hook):
     A disk that fails costs the lines, with a warning, not the training.
 
     Args:
-        path: progress.txt.
-        world_size: processes of the run.
         flops: model FLOPs spent before this start.
         flops_per_step: of all processes together.
         job: what the cluster calls this run.

@@ -27,15 +27,12 @@ class StepResult:
         loss: mean over the tokens of the global batch; infinite or NaN where the forward pass was.
         applied: False if the loss scaler skipped the step.
         learning_rate: the schedule's value after the step, which is what Megatron prints.
-        weight_decay: the decay that the step used.
         loss_scale: after the step (an overflow has already lowered it); 1 without scaling.
         grad_norm: before clipping; None on a skipped step.
         num_zeros: exact zeros in the gradients; None unless counted.
         params_norm: after the step; None unless asked for.
         consumed_samples: samples drawn from the training data so far, those of skipped steps included.
-        num_samples: samples of this step.
         num_tokens: tokens of this step (samples x sequence length).
-        seconds: wall time of the step.
         bad: what is wrong with the step, which then was not applied; empty for a good one.
         decoupled_lr: the rate of the word embeddings and the output layer after the step, where it is another.
         skipped_samples: samples passed over so far (`--iterations-to-skip`).
@@ -72,11 +69,9 @@ class FirstBad:
     """Where in a step the first number that is not finite came up.
 
     Attributes:
-        rank: of the process.
         what: in words, such as "the output of decoder.layers.1.mlp".
         micro_batch: None where it belongs to none.
         replica: the data-parallel one of the rank.
-        weight: whether it is a weight.
     """
 
     rank: int
@@ -95,11 +90,9 @@ class BadStep:
     """A step with a wrong loss or gradient, and what became of it.
 
     Attributes:
-        reason: what is wrong, in words.
         action: "stop", "skip" (its update), "rerun" (it was right when it was computed again), or "alarm": it only
             stands out, and is applied.
         first_sample, last_sample: of the micro-batch that it came from.
-        first: where it came up; None where that is not known.
         again: what it was when computed again, in words; empty where it was not.
         number: bad steps of this process so far, this one included.
     """
@@ -189,7 +182,6 @@ class Evaluation:
     Attributes:
         split: "validation" or "test".
         final: one of the evaluations after training, which say which split they are on.
-        further_losses: as of `StepResult`.
     """
 
     iteration: int
@@ -207,7 +199,6 @@ class ScheduledSave:
     """A checkpoint that is being written while training goes on.
 
     Attributes:
-        folder: the save folder.
         stall_seconds: how long the training stood still for it.
     """
 
@@ -221,9 +212,7 @@ class SavedCheckpoint:
     """A checkpoint that is complete on disk.
 
     Attributes:
-        path: its folder.
         seconds: from the begin of the save until it was complete.
-        num_bytes: of all its files.
         stall_seconds: how long the training stood still for it, over all.
         waited_seconds: the part of that in which the writers of a background save were waited for.
         gigabytes_per_second: bytes of all ranks over the time of the slowest writer; 0 where nothing is written.
@@ -260,12 +249,7 @@ class Ending:
 
 @dataclass
 class Progress:
-    """The steps that this process took, in short.
-
-    Attributes:
-        applied, skipped: number of steps.
-        first_loss, last_loss: of the applied ones.
-    """
+    """Counts of the applied and skipped steps of this process, and the first and last loss of the applied ones."""
 
     applied: int = 0
     skipped: int = 0
@@ -305,14 +289,7 @@ class Window:
     def close(
         self, train_iterations: int, flops_per_step: float, peak_flops: float, datasheet_flops: float | None = None
     ) -> WindowReport:
-        """Report on the steps taken and start afresh.
-
-        Args:
-            train_iterations: iterations of the whole run.
-            flops_per_step: model FLOPs of one step on this device.
-            peak_flops: FLOP/s of the best matmul, as measured.
-            datasheet_flops: the same by the datasheet; None where the device is not known.
-        """
+        """Report on the steps taken and start afresh."""
         results, self.results = self.results, []
         last, applied = results[-1], [result for result in results if result.applied]
         seconds = sum(result.seconds for result in results)

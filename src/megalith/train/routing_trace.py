@@ -28,14 +28,9 @@ class RoutingTrace(Hook):
     """Writes what the routers of this rank choose in training; evaluations and repeated forward passes are left out.
 
     Args:
-        folder: of the files; it is made.
-        rank: this one.
         start: steps that the run has behind it; behind those of its files it goes on, and a new run begins them anew.
-        chunks: whose routers.
         steps: to trace from here on; all if None.
-        hidden_states: write what the routers are given.
         logits: write theirs, of what they are given: before noise, and where choices are random the router's own.
-        weights: write theirs, `router_state_rankN.pt`.
 
     Raises:
         OSError: a file cannot be written.

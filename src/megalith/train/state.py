@@ -30,9 +30,7 @@ class StepCheck:
     numbers of the last steps are part of a checkpoint, so that a resumed run decides as the run without a break does.
 
     Attributes:
-        not_finite: whether a loss or norm that is not finite is bad.
         spiky_loss, large_norm: whether one of 10 times the largest remembered is.
-        losses, norms: of the last applied steps.
     """
 
     not_finite: bool = True
@@ -122,10 +120,6 @@ class NoiseScale:
     def add(self, small: int, small_norm: float, large: int, large_norm: float) -> float | None:
         """Take two batches into account.
 
-        Args:
-            small, large: samples.
-            small_norm, large_norm: of their gradients.
-
         Returns:
             The noise scale in samples; None while the average of |G|^2 is not positive, and for norms that are no
             numbers, which are left out.
@@ -165,7 +159,6 @@ class TrainState:
 
     Attributes:
         chunks: the parts of the model that are computed here, in the order of the layers; one but with virtual stages.
-        context: the ranks of the run.
         iteration: optimizer steps done, skipped ones included.
         consumed_samples: samples drawn from the training data.
         consumed_valid_samples: samples drawn from the validation data.

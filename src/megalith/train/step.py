@@ -73,20 +73,17 @@ def train_step(
 
     The gradient is that of the average over micro-batches of each one's mean loss per unmasked token, or under
     --calculate-per-token-loss that of the mean over all unmasked tokens of all micro-batches and replicas: then it is
-    summed, and divided when all are done. The reported loss
-    weighs all tokens of the step alike. A step that the loss scaler skips consumes its samples but leaves the schedule,
-    and so does a bad one (`state.check`), which is not applied.
+    summed, and divided when all are done. The reported loss weighs all tokens of the step alike. A step that the loss
+    scaler skips consumes its samples but leaves the schedule, and so does a bad one (`state.check`), which is not
+    applied.
 
     Args:
         state: of the run; all its ranks take the step together.
         batches: the micro-batches of this replica.
-        num_micro_batches: of this step and this replica.
         schedule: the order of a pipeline's work (schedules.pipeline); the usual one if None.
         totals: sums over all ranks, and whatever else they agree on meanwhile; `totals_of(state)` if None.
         before_update: called when the gradients are there and before anything that a checkpoint holds changes.
-        with_params_norm: compute the norm of the parameters too.
         probe: called at the points of the step.
-        timers: are told how long the parts of it take.
         sums: gets [sum, terms] of each loss, of each micro-batch that was predicted here.
         apply: whether to update the weights.
         inject_nan: make the loss of the first micro-batch NaN, as `--error-injection-rate` asks.
@@ -214,20 +211,14 @@ class StageWork:
     """The forward passes of the chunks of this rank over the micro-batches of a step: a `pipeline.StageRunner`.
 
     Args:
-        chunks: the parts of the model here.
         batches: where the micro-batches come from, in order; each is held from its first use here to its last.
-        context: the ranks.
         num_micro_batches, loss_scale: the loss is divided by the one and multiplied by the other.
         training: whether the loss is to be differentiated.
-        probe: called at the points of a step.
-        step: the iteration that the probe is told.
-        timers: are told how long the data takes.
         inject_nan: as of `train_step`.
 
     Attributes:
         at: the operation that is under way.
         sums: of each micro-batch that was predicted here the sum and the number of terms of each loss, [2 x losses].
-        num_samples, num_tokens: of all micro-batches.
         samples_of: number of a source -> samples of it, where the batches say so.
     """
 
@@ -352,10 +343,7 @@ class Agreement:
     still in. One process agrees with itself, at once and without a sum.
 
     Args:
-        stop: the requests that reach this process.
-        context: all ranks.
         counts: whether the sums of this rank count; they are the same on several ranks, and one of them speaks.
-        writers: of checkpoints on this rank.
 
     Attributes:
         out_of_time: the clock of a rank says that time is up.
@@ -386,12 +374,7 @@ class Agreement:
         return self._stop.requested if self.alone else self._requested
 
     def totals(self, sums: Tensor, *, out_of_time: bool = False) -> Tensor:
-        """Sum `sums` [n] over the ranks that count, in double precision; renews what is agreed.
-
-        Args:
-            sums: of this rank, on the device of the run.
-            out_of_time: whether this rank's clock says that time is up.
-        """
+        """Sum `sums` [n] over the ranks that count, in double precision; renews what is agreed."""
         busy = self._writers is not None and self._writers.busy
         failed = self._writers is not None and self._writers.failed
         if self.alone:

@@ -26,10 +26,8 @@ def step_flops(
     counts the encoder and logits at the encoder's length, the decoder counts with all that it sees of the encoder.
 
     Args:
-        model: the architecture.
         vocab_size: padded.
         seq_length: tokens of a sample; of T5 those of the encoder.
-        global_batch_size: samples of the step.
         decoder_length: tokens that the decoder of T5 reads.
 
     Source: docs/reference/training.md#flops; `num_floating_point_operations_so_far` of golden `pretrain`.

@@ -26,7 +26,6 @@ class Timers:
 
     Args:
         level: those of a higher level are not measured (`--timing-log-level`).
-        device: where the run computes.
     """
 
     def __init__(self, level: int = 0, device: torch.device | str = "cpu") -> None:
@@ -92,8 +91,6 @@ class StragglerReport(Hook):
     How busy each rank was is gathered at the end of each interval but the first, by this hook of all of them.
 
     Args:
-        axis: all ranks.
-        clock: of this rank.
         say: takes the report; what others than the first rank say is dropped there.
         named: how many of the slowest and of the fastest ranks are named.
     """
@@ -155,9 +152,6 @@ class WaitClock(Observer):
 
     On a GPU a collective holds up only the stream that needs its result, and for as long as the slowest rank takes to
     come; that is what the events measure.
-
-    Args:
-        device: of this rank.
     """
 
     def __init__(self, device: torch.device) -> None:

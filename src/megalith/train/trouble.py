@@ -71,7 +71,6 @@ class Care:
     """Takes the steps of a run.
 
     Attributes:
-        state: of the run.
         schedule: the order of a step's work.
         policy: "stop", "skip" or "rerun".
         twice: compute every step twice and count those whose loss differs.
@@ -248,8 +247,6 @@ class _Finding:
     Attributes:
         phase: 0 weights, 1 forward passes, 2 losses, 3 backward passes, 4 gradients of weights.
         micro_batch, place, call: its order within the phase; the place in the model counts backwards in phase 3.
-        rank: where.
-        what: in words.
     """
 
     phase: int
@@ -304,9 +301,6 @@ def find_first_bad(
 
     Args:
         state: as it was before the step; its gradients and the position of its random streams are of no use afterwards.
-        batches: the micro-batches of this replica.
-        schedule: the order of the work.
-        inject_nan: as of `train_step`.
 
     Returns:
         What came up first; None if everything was finite this time.

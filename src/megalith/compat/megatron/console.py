@@ -124,8 +124,6 @@ def iteration_line(window: WindowReport, moment: datetime, *, throughput: bool =
     """One line for the steps since the last one; a value that the last step did not have is left out.
 
     Args:
-        window: averages and counts over those steps.
-        moment: now.
         throughput: with the TFLOP/s of each device (`--log-throughput`).
     """
     parts = [

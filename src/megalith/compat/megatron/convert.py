@@ -80,7 +80,6 @@ class Tool:
     """One of Megatron's tools.
 
     Attributes:
-        name: its file.
         plugin: its word before the names of plugins.
         dtype: of what it writes; None: that of the checkpoint.
         legacy: the generation of the names that `--saver legacy` writes.
@@ -100,11 +99,6 @@ TOOLS = {
 
 def run_tool(name: str, argv: Sequence[str], say: Callable[[str], None] = print) -> int:
     """Convert as one of Megatron's tools does.
-
-    Args:
-        name: a key of `TOOLS`.
-        argv: its flags.
-        say: shows a line.
 
     Raises:
         ConfigError: a flag asks for what is not here.
@@ -150,15 +144,10 @@ def run_tool(name: str, argv: Sequence[str], say: Callable[[str], None] = print)
 
 
 def read_flags(name: str, argv: Sequence[str], *, files: bool = True) -> argparse.Namespace:
-    """Read and check the flags of one of Megatron's tools.
+    """Read and check the flags of one of Megatron's tools; the vocabulary file is looked for if `files`.
 
     Args:
-        name: a key of `TOOLS`.
-        argv: its flags.
         files: whether the vocabulary file is looked for.
-
-    Raises:
-        ConfigError: a flag asks for what is not here.
     """
     options = _parser(TOOLS[name]).parse_args(argv)
     _refuse(options, files)
@@ -202,11 +191,7 @@ def _parser(tool: Tool) -> ToolParser:
 
 
 def _refuse(options: argparse.Namespace, files: bool) -> None:
-    """Refuse what is not here, all of it at once.
-
-    Raises:
-        ConfigError: names every such flag.
-    """
+    """Refuse what is not here by a ConfigError that names every such flag."""
     wrong = []
     if options.model_type not in _FAMILIES:
         wrong.append(f"--model-type {options.model_type} is not converted by this version; it converts GPT and BERT")
@@ -250,11 +235,7 @@ def _wanted(tool: Tool, options: argparse.Namespace) -> Wanted:
 
 
 def _vocabulary(options: argparse.Namespace) -> int | None:
-    """The number of tokens, where it is told.
-
-    Raises:
-        ConfigError: the file is no vocabulary.
-    """
+    """The number of tokens, where it is told; a ConfigError if the file is no vocabulary."""
     if options.vocab_file is None:
         size: int | None = options.true_vocab_size
         return size
@@ -341,11 +322,7 @@ def _last_words(tool: Tool, options: argparse.Namespace) -> list[str]:
 
 
 class Progress:
-    """Says which part of the model is being read, and that it has arrived when the next one begins.
-
-    Args:
-        say: shows a line.
-    """
+    """Says which part of the model is being read, and that it has arrived when the next one begins."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say

@@ -20,7 +20,6 @@ class EvaluationConsole:
     """Megatron's lines on the way to a result.
 
     Args:
-        say: shows a line.
         log_interval: batches between two lines of progress.
     """
 

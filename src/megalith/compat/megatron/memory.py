@@ -31,7 +31,6 @@ class Theory:
     """Megatron's figures.
 
     Attributes:
-        transformer, embedding: parameters of all layers, and of the embeddings.
         most_loaded: parameters of the most loaded (tensor, pipeline) rank.
         weight_and_optimizer: its bytes.
         activation: its bytes; None where Megatron has no formula.
@@ -145,12 +144,7 @@ def theory_lines(figures: Theory) -> str:
 
 
 def memory_line(rank: int, iteration: int, figures: Mapping[str, int]) -> str:
-    """What a rank holds, in Megatron's words on a GPU, and the resident size of the process elsewhere.
-
-    Args:
-        rank, iteration: whose, and after which step.
-        figures: bytes by name, of `train.memory.memory_in_use`.
-    """
+    """What a rank holds, in Megatron's words on a GPU, and the resident size of the process elsewhere."""
     head = f"[Rank {rank}] (after {iteration} iterations) memory (MB)"
     names = {"allocated": "allocated_bytes", "max allocated": "max_allocated_bytes", "reserved": "reserved_bytes"}
     names |= {"max reserved": "max_reserved_bytes"}
@@ -166,9 +160,6 @@ class MemoryReport(Hook):
     All ranks have this hook; what others than the first rank say goes to their own logs.
 
     Args:
-        context: all ranks.
-        figures: bytes by name, of this rank.
-        say: takes the lines.
         theory_text: Megatron's figures, said once.
         interval: iterations; None for the first line only.
     """

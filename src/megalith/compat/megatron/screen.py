@@ -55,7 +55,6 @@ class Screen:
 
     Args:
         log_path: the log file, appended to; its folder is made.
-        out: where the screen is.
     """
 
     def __init__(self, log_path: Path, out: TextIO | None = None) -> None:
@@ -95,11 +94,7 @@ class Screen:
 
 
 class RankLog(Screen):
-    """The log of a rank other than the first, which alone has the screen; what is logged is not shown either.
-
-    Args:
-        log_path: the log file, appended to; its folder is made.
-    """
+    """The log of a rank other than the first, which alone has the screen; what is logged is not shown either."""
 
     def __init__(self, log_path: Path) -> None:
         super().__init__(log_path)
@@ -139,7 +134,6 @@ class MegatronConsole(Hook):
     """Says each moment of a run in Megatron's words, and the speed in ours.
 
     Args:
-        screen: where to.
         save: the checkpoint folder; None where the run does not save.
         passing: the folder of the checkpoints of which only the last one is kept.
         layout: of the ranks that save together.

@@ -35,13 +35,7 @@ _NUMBERS: Mapping[str, Callable[[int, int], bool]] = {
 
 @dataclass(frozen=True)
 class Command:
-    """A command with its words.
-
-    Attributes:
-        words: of which the first is the program.
-        variables: set for this command alone.
-        line: where it begins.
-    """
+    """A command: its words, the first being the program, the variables set for it alone, and the line it begins on."""
 
     words: tuple[str, ...]
     variables: Mapping[str, str]
@@ -53,7 +47,6 @@ class Script:
     """What was read.
 
     Attributes:
-        commands: that the script would run.
         exported: variables that it gives them.
         notes: what could not be followed, one line each.
         directives: what `#SBATCH` lines ask for: "nodes", "ntasks", "ntasks-per-node".
@@ -66,13 +59,7 @@ class Script:
 
 
 def read_script(text: str, arguments: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> Script:
-    """Read a script.
-
-    Args:
-        text: of the script.
-        arguments: its `$1`, `$2` and so on.
-        environ: variables that it is started with.
-    """
+    """Read a script that is started with these arguments (`$1`, `$2` and so on) and variables."""
     reader = _Interpreter(Variables(environ or {}, arguments))
     reader.read(text)
     script = reader.script

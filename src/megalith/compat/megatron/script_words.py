@@ -21,7 +21,6 @@ class Part:
     """A piece of a word.
 
     Attributes:
-        text: as written, without its quotes.
         expands: whether variables in it are looked up: everywhere but in single quotes.
         quoted: whether it stands in quotes, so that blanks in it do not divide.
     """
@@ -43,9 +42,7 @@ class Word:
 class Operator:
     """What stands between words: `;`, a bracket, the end of a line.
 
-    Attributes:
-        text: as written.
-        glued: whether it stands directly behind a word, as the bracket of `NAME=(` and the mark of `2>` do.
+    glued: whether it stands directly behind a word, as the bracket of `NAME=(` and the mark of `2>` do.
     """
 
     text: str
@@ -232,7 +229,6 @@ class Variables:
     Attributes:
         values: name -> text, or the elements of an array.
         environ: variables from outside.
-        arguments: `$1`, `$2` and so on.
         missing: names that were asked for and are set nowhere, in order.
         commands: commands whose output was asked for, in order.
     """

@@ -92,7 +92,6 @@ def read_flags(argv: Sequence[str], *, files: bool = True) -> tuple[Request, Pat
     """What a command line of tasks/main.py asks for.
 
     Args:
-        argv: its flags.
         files: whether the file to measure on is looked for.
 
     Returns:
@@ -133,9 +132,6 @@ def shared_values(reading: Reading, problems: list[str], program: str, divides: 
     """Return what evaluations and servers take from Megatron's flags of training, by the names of their fields.
 
     Args:
-        reading: of these flags.
-        problems: what is wrong with them is added.
-        program: that reads them.
         divides: what several processes of it do, for the message about context parallelism.
     """
     given = reading.values
@@ -169,10 +165,7 @@ def shared_values(reading: Reading, problems: list[str], program: str, divides: 
 def idle_flags(given: Mapping[str, Any], nothing: Mapping[str, Sequence[str]], used: Sequence[str]) -> list[str]:
     """Return the flags of training that are given and not `used`; those of the launch and the model have other notes.
 
-    Args:
-        given: settings by name.
-        nothing: reason -> flags without effect in training, too.
-        used: names of settings.
+    given: settings by name.
     """
     settings = all_settings()
     idle = [
@@ -194,12 +187,7 @@ def stated_architecture(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def contradictions(stated: Mapping[str, Any], args: Mapping[str, Any]) -> list[str]:
-    """Where a command line and a checkpoint disagree on the architecture, each naming both.
-
-    Args:
-        stated: setting -> value, of the command line.
-        args: Megatron's arguments, of the checkpoint.
-    """
+    """Where a command line and a checkpoint disagree on the architecture, each naming both."""
     model, settings = model_of(args), all_settings()
     resolved = {
         "ffn_hidden_size": model.ffn_size,

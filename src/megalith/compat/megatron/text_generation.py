@@ -76,9 +76,6 @@ def _parser() -> ToolParser:
 def read_flags(argv: Sequence[str], server_flags: argparse.ArgumentParser) -> ServerFlags:
     """What a command line of the script asks for.
 
-    Args:
-        server_flags: reads the flags of `megalith serve` about the server itself.
-
     Raises:
         ConfigError: everything that is wrong with it.
     """

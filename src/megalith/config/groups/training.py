@@ -242,12 +242,7 @@ class TrainConfig:
         return tuple(sorted({int(word) for word in words if word.strip().isdecimal()}))
 
     def phase(self, iteration: int, last: int) -> tuple[int, int]:
-        """The done iterations at which the phase begins and ends that the next step belongs to.
-
-        Args:
-            iteration: done ones.
-            last: iterations of the run.
-        """
+        """The done iterations at which the phase begins and ends that the next step belongs to."""
         ends = self.phase_ends
         start = max((end for end in ends if end <= iteration), default=0)
         return start, min((end for end in ends if end > iteration), default=last)
