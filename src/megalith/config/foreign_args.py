@@ -161,9 +161,7 @@ _LAYOUT = (
 
 
 def settings_from(args: Mapping[str, Any], *, layout: bool) -> dict[str, Any]:
-    """The settings that a checkpoint decides, name -> value.
-
-        layout: whether it decides the tensor and pipeline sizes too.
+    """The settings that a checkpoint decides, name -> value; with `layout` the tensor and pipeline sizes too.
 
     Raises:
         CheckpointError: its model has a part that this version has not.

@@ -144,11 +144,7 @@ def run_tool(name: str, argv: Sequence[str], say: Callable[[str], None] = print)
 
 
 def read_flags(name: str, argv: Sequence[str], *, files: bool = True) -> argparse.Namespace:
-    """Read and check the flags of one of Megatron's tools; the vocabulary file is looked for if `files`.
-
-    Args:
-        files: whether the vocabulary file is looked for.
-    """
+    """Read and check the flags of one of Megatron's tools; the vocabulary file is looked for if `files`."""
     options = _parser(TOOLS[name]).parse_args(argv)
     _refuse(options, files)
     return options

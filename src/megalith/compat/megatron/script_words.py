@@ -42,7 +42,8 @@ class Word:
 class Operator:
     """What stands between words: `;`, a bracket, the end of a line.
 
-    glued: whether it stands directly behind a word, as the bracket of `NAME=(` and the mark of `2>` do.
+    Attributes:
+        glued: whether it stands directly behind a word, as the bracket of `NAME=(` and the mark of `2>` do.
     """
 
     text: str

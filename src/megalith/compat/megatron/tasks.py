@@ -163,10 +163,7 @@ def shared_values(reading: Reading, problems: list[str], program: str, divides: 
 
 
 def idle_flags(given: Mapping[str, Any], nothing: Mapping[str, Sequence[str]], used: Sequence[str]) -> list[str]:
-    """Return the flags of training that are given and not `used`; those of the launch and the model have other notes.
-
-    given: settings by name.
-    """
+    """Return the flags of training that are given and not `used`; of the launch and the model there are other notes."""
     settings = all_settings()
     idle = [
         settings[name].positive_flag
