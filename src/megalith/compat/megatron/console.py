@@ -26,6 +26,26 @@ def as_float32(value: float) -> float:
     return float(struct.unpack("f", struct.pack("f", value))[0])
 
 
+# Lines without a choice in them: each is called with its values. Megatron's blanks at the ends are kept.
+
+parameter_type_line = "using torch.{} for parameters ...".format
+micro_batches_line = "setting number of microbatches to constant {}".format
+building_tokenizer_line = "> building {} tokenizer ...".format
+seeds_line = "> setting random seeds to {} ...".format
+initialised_line = "time to initialize megatron (seconds): {:.3f}".format
+decay_style_line = "> learning rate decay style: {}".format
+growth_line = "ramping up batch size from {} to {}".format
+train_iterations_line = "setting training iterations to {}".format
+milestone_line = "[{}] datetime: {:%Y-%m-%d %H:%M:%S.%f} ".format
+evaluating_line = "Evaluating on {} samples".format
+evaluating_iteration_line = "Evaluating iter {}/{}".format
+scheduled_line = "  scheduled an async checkpoint save at iteration {:7d} to {}".format
+checkpoint_version_line = " checkpoint version {}".format
+exit_at_iteration_line = "[exiting program at iteration {}] datetime: {:%Y-%m-%d %H:%M:%S.%f} ".format
+exit_after_minutes_line = "[exiting program after {} minutes] datetime: {:%Y-%m-%d %H:%M:%S.%f} ".format
+exit_on_signal_line = "[exiting program after receiving {}.] datetime: {:%Y-%m-%d %H:%M:%S.%f} ".format
+
+
 # Start-up
 
 
@@ -37,11 +57,6 @@ def world_size_line(world: int, data: int, context: int, tensor: int, pipeline: 
     )
 
 
-def parameter_type_line(dtype: str) -> str:
-    """`dtype` is "float32", "float16" or "bfloat16"."""
-    return f"using torch.{dtype} for parameters ..."
-
-
 def argument_dump(arguments: Mapping[str, Any]) -> str:
     """Every argument by name, dotted to a column, sorted as Megatron sorts (whole lines, case aside)."""
     lines = [f"  {name} {'.' * (48 - len(name))} {value}" for name, value in arguments.items()]
@@ -49,36 +64,11 @@ def argument_dump(arguments: Mapping[str, Any]) -> str:
     return "\n".join([head, *sorted(lines, key=str.lower), f"-------------------- {tail} ---------------------"])
 
 
-def micro_batches_line(number: int) -> str:
-    """How many micro-batches one step accumulates on each rank."""
-    return f"setting number of microbatches to constant {number}"
-
-
-def building_tokenizer_line(tokenizer_type: str) -> str:
-    """Before the tokenizer's files are read."""
-    return f"> building {tokenizer_type} tokenizer ..."
-
-
-def seeds_line(seed: int) -> str:
-    """Before the random streams are made."""
-    return f"> setting random seeds to {seed} ..."
-
-
-def initialised_line(seconds: float) -> str:
-    """Time from the start of the process to here."""
-    return f"time to initialize megatron (seconds): {seconds:.3f}"
-
-
 def parameters_line(number: int, tensor_rank: int = 0, pipeline_rank: int = 0) -> str:
     """Parameters held by one model-parallel rank."""
     return (
         f" > number of parameters on (tensor, pipeline) model parallel rank ({tensor_rank}, {pipeline_rank}): {number}"
     )
-
-
-def decay_style_line(style: str) -> str:
-    """The learning rate's style of decay."""
-    return f"> learning rate decay style: {style}"
 
 
 def target_sizes_lines(train: int | None, validation: int | None, test: int | None) -> str:
@@ -95,21 +85,6 @@ def ramp_lines(start: int, increment: int, samples: int, final: int) -> str:
         f"will use batch size rampup starting from global batch size {start} to global batch size {final} with "
         f"batchsize increments {increment} over {samples} samples.\nsetting initial batch size to {start}"
     )
-
-
-def growth_line(before: int, after: int) -> str:
-    """The batch grows before the next step."""
-    return f"ramping up batch size from {before} to {after}"
-
-
-def train_iterations_line(iterations: int) -> str:
-    """The length of a run that is given in samples."""
-    return f"setting training iterations to {iterations}"
-
-
-def milestone_line(what: str, moment: datetime) -> str:
-    """`[what] datetime: ...`, with Megatron's blank at the end."""
-    return f"[{what}] datetime: {stamp(moment)} "
 
 
 # Training and evaluation
@@ -193,16 +168,6 @@ def perplexity(loss: float) -> float:
     return math.exp(min(20.0, loss))
 
 
-def evaluating_line(num_samples: int) -> str:
-    """Before one of the evaluations after training."""
-    return f"Evaluating on {num_samples} samples"
-
-
-def evaluating_iteration_line(iteration: int, iterations: int) -> str:
-    """Progress of one of the evaluations after training."""
-    return f"Evaluating iter {iteration}/{iterations}"
-
-
 # Checkpoints
 
 
@@ -214,11 +179,6 @@ def as_typed(folder: str, *words: str | None) -> str:
 def saving_line(iteration: int, directory: str, form: str, moment: datetime) -> str:
     """Before a checkpoint is written; `form` is "torch_dist" or "torch"."""
     return f"[{stamp(moment)}] saving checkpoint at iteration {iteration:7d} to {directory} in {form} format"
-
-
-def scheduled_line(iteration: int, directory: str) -> str:
-    """A checkpoint is being written while training goes on."""
-    return f"  scheduled an async checkpoint save at iteration {iteration:7d} to {directory}"
 
 
 def saved_line(iteration: int, directory: str, moment: datetime, *, tensor: int = 1, pipeline: int = 1) -> str:
@@ -243,11 +203,6 @@ def loading_line(directory: str, iteration: int, *, distributed: bool) -> str:
     return f" loading {what} from {directory} at iteration {iteration}"
 
 
-def checkpoint_version_line(version: float) -> str:
-    """The version of the weight layout inside the checkpoint."""
-    return f" checkpoint version {version}"
-
-
 def schedule_lines(values: Sequence[tuple[str, Any]], *, overridden: bool) -> list[str]:
     """One line for each value of the schedule that a resume took from the checkpoint or kept from the command line."""
     if overridden:
@@ -259,21 +214,3 @@ def loaded_line(directory: str, iteration: int, *, tensor: int = 1, pipeline: in
     """After a checkpoint is loaded, as `saved_line`."""
     place = f"[ t 1/{tensor}, p 1/{pipeline} ]"
     return f"  successfully loaded checkpoint from {directory} {place} at iteration {iteration}"
-
-
-# Exits
-
-
-def exit_at_iteration_line(iteration: int, moment: datetime) -> str:
-    """`--exit-interval`."""
-    return f"[exiting program at iteration {iteration}] datetime: {stamp(moment)} "
-
-
-def exit_after_minutes_line(minutes: str, moment: datetime) -> str:
-    """`--exit-duration-in-mins`."""
-    return f"[exiting program after {minutes} minutes] datetime: {stamp(moment)} "
-
-
-def exit_on_signal_line(signal_name: str, moment: datetime) -> str:
-    """A signal asked for the exit."""
-    return f"[exiting program after receiving {signal_name}.] datetime: {stamp(moment)} "
