@@ -103,15 +103,13 @@ def full_validation_needs_no_weights(draft: Draft) -> str:
     )
 
 
-@rule
-def validation_sets_are_named(draft: Draft) -> str:
-    data = draft.run.data
-    if not data.multiple_validation_sets or data.valid_data_path or data.per_split_data_args_path:
-        return ""
-    return (
-        '--multiple-validation-sets evaluates the datasets of --valid-data-path (or of "valid" in '
-        "--per-split-data-args-path) one by one, and none are given"
-    )
+validation_sets_are_named = forbid(
+    lambda run: (
+        run.data.multiple_validation_sets and not run.data.valid_data_path and not run.data.per_split_data_args_path
+    ),
+    '--multiple-validation-sets evaluates the datasets of --valid-data-path (or of "valid" in '
+    "--per-split-data-args-path) one by one, and none are given",
+)
 
 
 @rule
@@ -156,11 +154,11 @@ def split_without_validation(draft: Draft) -> str:
     return f"--split {draft.run.data.split} has no part for validation: there is no evaluation while training"
 
 
-@notice
-def split_of_mock_data(draft: Draft) -> str:
-    if "split" not in draft.given or not draft.run.data.mock_data:
-        return ""
-    return f"{show(draft, 'split')} has no effect: --mock-data gives each split a third, as in Megatron"
+split_of_mock_data = note(
+    lambda run: run.data.mock_data,
+    "{split} has no effect: --mock-data gives each split a third, as in Megatron",
+    given="split",
+)
 
 
 @notice
@@ -212,13 +210,11 @@ reset_positions_are_learned_ones = note(
     "--reset-position-ids has no effect: {position_embedding_type} turns queries and keys by their distance, which "
     "stays the same inside a document",
 )
-
-
-@notice
-def full_validation_counts_by_itself(draft: Draft) -> str:
-    if not draft.run.data.full_validation or "eval_iters" not in draft.given or not draft.run.train.eval_batches:
-        return ""
-    return f"{show(draft, 'eval_iters')} counts for the test alone: --full-validation goes over the whole split"
+full_validation_counts_by_itself = note(
+    lambda run: run.data.full_validation and run.train.eval_batches,
+    "{eval_iters} counts for the test alone: --full-validation goes over the whole split",
+    given="eval_iters",
+)
 
 
 blends_are_readable = tuple(map(_blend_is_readable, (PATHS[0], *_BY_SPLIT)))

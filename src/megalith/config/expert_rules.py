@@ -70,15 +70,15 @@ def groups_divide_the_experts(draft: Draft) -> str:
     return ""
 
 
-@rule
-def the_bias_corrects_separate_scores(draft: Draft) -> str:
-    model = draft.run.model
-    if not (model.num_experts and model.moe_router_enable_expert_bias) or model.moe_router_score_function != "softmax":
-        return ""
-    return (
-        f"--moe-router-enable-expert-bias with {show(draft, 'moe_router_score_function')}: the bias corrects scores "
-        "that do not depend on one another; use --moe-router-score-function sigmoid or sqrtsoftplus"
-    )
+the_bias_corrects_separate_scores = forbid(
+    lambda run: (
+        run.model.num_experts
+        and run.model.moe_router_enable_expert_bias
+        and run.model.moe_router_score_function == "softmax"
+    ),
+    "--moe-router-enable-expert-bias with {moe_router_score_function}: the bias corrects scores that do not depend on "
+    "one another; use --moe-router-score-function sigmoid or sqrtsoftplus",
+)
 
 
 @rule
@@ -130,18 +130,14 @@ inputs_are_weighed_for_one_expert = forbid(
     lambda run: run.model.num_experts and run.model.moe_apply_probs_on_input and run.model.moe_router_topk != 1,
     "--moe-apply-probs-on-input needs --moe-router-topk 1, and {moe_router_topk} is given",
 )
-
-
-@rule
-def capacity_is_for_weighed_choices(draft: Draft) -> str:
-    model = draft.run.model
-    if not model.num_experts or model.moe_expert_capacity_factor is None:
-        return ""
-    if "sinkhorn" not in model.moe_router_load_balancing_type:
-        return ""
-    return f"{show(draft, 'moe_expert_capacity_factor')} with sinkhorn: its choices are balanced already; leave it out"
-
-
+capacity_is_for_weighed_choices = forbid(
+    lambda run: (
+        run.model.num_experts
+        and run.model.moe_expert_capacity_factor is not None
+        and "sinkhorn" in run.model.moe_router_load_balancing_type
+    ),
+    "{moe_expert_capacity_factor} with sinkhorn: its choices are balanced already; leave it out",
+)
 padding_needs_a_capacity = forbid(
     lambda run: run.model.moe_pad_expert_input_to_capacity and run.model.moe_expert_capacity_factor is None,
     "--moe-pad-expert-input-to-capacity needs --moe-expert-capacity-factor, which says how much that is",

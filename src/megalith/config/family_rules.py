@@ -24,13 +24,10 @@ bert_has_word_pieces = forbid(
     "{tokenizer_type} has no [CLS], [SEP] and [MASK] and does not say which pieces go on a word; BERT needs "
     f"--tokenizer-type {' or '.join(_WORD_PIECES)}",
 )
-
-
-@rule
-def a_sample_of_bert_has_words(draft: Draft) -> str:
-    if not _is_bert(draft.run) or draft.run.data.seq_length >= SHORTEST_SAMPLE:
-        return ""
-    return f"{show(draft, 'seq_length')}: three tokens of a sample of BERT are special; use at least {SHORTEST_SAMPLE}"
+a_sample_of_bert_has_words = forbid(
+    lambda run: _is_bert(run) and run.data.seq_length < SHORTEST_SAMPLE,
+    f"{{seq_length}}: three tokens of a sample of BERT are special; use at least {SHORTEST_SAMPLE}",
+)
 
 
 _CAUSAL = "context parallelism is for causal attention; use --tensor-model-parallel-size with --sequence-parallel"
@@ -80,17 +77,15 @@ t5_has_a_decoder_length = forbid(
     lambda run: _is_t5(run) and run.data.decoder_seq_length is None,
     "--decoder-seq-length is required for T5 (tokens of one sample that its decoder reads, such as 128)",
 )
-
-
-@rule
-def positions_cover_the_decoder(draft: Draft) -> str:
-    run, length = draft.run, draft.run.data.decoder_seq_length
-    if not _is_t5(run) or length is None or length <= run.model.max_position_embeddings:
-        return ""
-    return (
-        f"{show(draft, 'decoder_seq_length')} is longer than {show(draft, 'max_position_embeddings')}; "
-        f"use --max-position-embeddings {length}, or a decoder sequence of at most {run.model.max_position_embeddings}"
-    )
+positions_cover_the_decoder = forbid(
+    lambda run: (
+        _is_t5(run)
+        and run.data.decoder_seq_length is not None
+        and run.data.decoder_seq_length > run.model.max_position_embeddings
+    ),
+    "{decoder_seq_length} is longer than {max_position_embeddings}; use --max-position-embeddings "
+    "{run.data.decoder_seq_length}, or a decoder sequence of at most {run.model.max_position_embeddings}",
+)
 
 
 @rule

@@ -18,6 +18,7 @@ from megalith.config.rule import (
     rule,
     show,
 )
+from megalith.config.run import RunConfig
 from megalith.errors import LayoutError
 
 SHARDING = (
@@ -32,37 +33,33 @@ MODEL_PARALLEL = ("tensor_model_parallel_size", "pipeline_model_parallel_size", 
 _MOST = 3
 
 
-def sizes_of(draft: Draft) -> dict[str, int]:
+def sizes_of(run: RunConfig) -> dict[str, int]:
     """The sizes of the kinds of parallelism that divide the model, by the name of their setting."""
-    return {name: getattr(draft.run.parallel, name) for name in MODEL_PARALLEL}
+    return {name: getattr(run.parallel, name) for name in MODEL_PARALLEL}
 
 
-def fitting_sizes(draft: Draft, name: str) -> str:
+def fitting_sizes(run: RunConfig, name: str) -> str:
     """The sizes of one kind of parallelism next to the given one that the model allows: `1 or 2 or 4`.
 
     They also fill the processes that were started, if the other sizes allow any that do.
     """
-    world, sizes = draft.run.launch.world_size, sizes_of(draft)
+    world, sizes = run.launch.world_size, sizes_of(run)
     others, given = prod(sizes.values()) // sizes[name], sizes[name]
-    allowed = [size for size in range(1, 4 * given + 1) if _model_allows(draft, name, size)]
+    allowed = [size for size in range(1, 4 * given + 1) if _model_allows(run, name, size)]
     filling = [size for size in allowed if world % (size * others) == 0]
     nearest = sorted(filling or allowed, key=lambda size: abs(size - given))[:_MOST]
     return " or ".join(map(str, sorted(nearest)))
 
 
-def fitting_layouts(draft: Draft) -> str:
+def fitting_layouts(run: RunConfig) -> str:
     """The layouts next to the given one that the processes and the model allow, as flags; empty if none divides.
 
     Those that keep most processes at work on one copy of the model come first.
     """
-    world, given = draft.run.launch.world_size, sizes_of(draft)
+    world, given = run.launch.world_size, sizes_of(run)
     names = [name for name, size in given.items() if size > 1]
     choices = [
-        [
-            size
-            for size in range(1, min(given[name], world) + 1)
-            if world % size == 0 and _model_allows(draft, name, size)
-        ]
+        [size for size in range(1, min(given[name], world) + 1) if world % size == 0 and _model_allows(run, name, size)]
         for name in names
     ]
     fitting = [sizes for sizes in product(*choices) if world % prod(sizes) == 0 and prod(sizes) > 1]
@@ -78,15 +75,15 @@ def _distance(sizes: tuple[int, ...], others: tuple[int, ...]) -> float:
     return max(abs(log(one / other)) for one, other in zip(sizes, others, strict=True))
 
 
-def _model_allows(draft: Draft, name: str, size: int) -> bool:
+def _model_allows(run: RunConfig, name: str, size: int) -> bool:
     """Return whether the model divides by this size; settings that are missing or unreadable do not count."""
-    model, parallel = draft.run.model, draft.run.parallel
+    model, parallel = run.model, run.parallel
     try:
         if name == "pipeline_model_parallel_size":
             own_split = parallel.decoder_first_pipeline_num_layers or parallel.decoder_last_pipeline_num_layers
             return bool(own_split) or model.num_layers % size == 0
         if name == "context_parallel_size":
-            return size == 1 or draft.run.data.seq_length % (2 * size) == 0
+            return size == 1 or run.data.seq_length % (2 * size) == 0
         groups = model.query_groups
         divide = model.num_attention_heads % size == 0 and model.ffn_size % size == 0
         return divide and (groups % size == 0 or size % groups == 0)
@@ -108,12 +105,12 @@ _HOW_TO_START = {"srun": "srun --ntasks", "mpirun": "mpirun -n", "hand": "WORLD_
 
 @rule
 def processes_fill_the_layout(draft: Draft) -> str:
-    world, sizes = draft.run.launch.world_size, sizes_of(draft)
+    world, sizes = draft.run.launch.world_size, sizes_of(draft.run)
     unit = prod(sizes.values())
     if world % unit == 0:
         return ""
     shown = " x ".join(show(draft, name) for name, size in sizes.items() if size > 1)
-    layouts = fitting_layouts(draft)
+    layouts = fitting_layouts(draft.run)
     use = f"use {layouts}" if layouts else f"leave {'them' if ' x ' in shown else 'it'} out"
     started = "1 process was started" if world == 1 else f"{world} processes were started"
     launcher = draft.run.launch.launcher
@@ -124,27 +121,22 @@ def processes_fill_the_layout(draft: Draft) -> str:
     )
 
 
-@rule
-def heads_divide_over_tensor_ranks(draft: Draft) -> str:
-    heads, tp = draft.run.model.num_attention_heads, draft.run.parallel.tensor_model_parallel_size
-    if heads % tp == 0:
-        return ""
-    return (
-        f"{show(draft, 'num_attention_heads')} is not divisible by {show(draft, 'tensor_model_parallel_size')}; "
-        f"nearest: --tensor-model-parallel-size {fitting_sizes(draft, 'tensor_model_parallel_size')}"
-    )
-
-
-@rule
-def query_groups_divide_over_tensor_ranks(draft: Draft) -> str:
-    model, tp = draft.run.model, draft.run.parallel.tensor_model_parallel_size
-    groups = model.query_groups
-    if groups % tp == 0 or tp % groups == 0 or not model.group_query_attention:
-        return ""
-    return (
-        f"{show(draft, 'num_query_groups')} neither divides by {show(draft, 'tensor_model_parallel_size')} nor divides "
-        f"it; nearest: --tensor-model-parallel-size {fitting_sizes(draft, 'tensor_model_parallel_size')}"
-    )
+heads_divide_over_tensor_ranks = forbid(
+    lambda run: run.model.num_attention_heads % run.parallel.tensor_model_parallel_size != 0,
+    "{num_attention_heads} is not divisible by {tensor_model_parallel_size}; nearest: --tensor-model-parallel-size "
+    "{nearest}",
+    nearest=lambda run: fitting_sizes(run, "tensor_model_parallel_size"),
+)
+query_groups_divide_over_tensor_ranks = forbid(
+    lambda run: (
+        run.model.query_groups % run.parallel.tensor_model_parallel_size != 0
+        and run.parallel.tensor_model_parallel_size % run.model.query_groups != 0
+        and run.model.group_query_attention
+    ),
+    "{num_query_groups} neither divides by {tensor_model_parallel_size} nor divides it; nearest: "
+    "--tensor-model-parallel-size {nearest}",
+    nearest=lambda run: fitting_sizes(run, "tensor_model_parallel_size"),
+)
 
 
 @rule
@@ -155,7 +147,7 @@ def feed_forward_divides_over_tensor_ranks(draft: Draft) -> str:
     return (
         f"feed-forward layers of {size} (--ffn-hidden-size) are not divisible by "
         f"{show(draft, 'tensor_model_parallel_size')}; nearest: --tensor-model-parallel-size "
-        f"{fitting_sizes(draft, 'tensor_model_parallel_size')}, or --ffn-hidden-size {multiples(size, tp)}"
+        f"{fitting_sizes(draft.run, 'tensor_model_parallel_size')}, or --ffn-hidden-size {multiples(size, tp)}"
     )
 
 
@@ -196,7 +188,7 @@ def layers_divide_over_the_pipeline(draft: Draft) -> str:
     except LayoutError as error:
         given = [show(draft, name) for name in _SPLIT if name in draft.given]
         flags = ", ".join([show(draft, "num_layers"), show(draft, "pipeline_model_parallel_size"), *given])
-        fitting = fitting_sizes(draft, "pipeline_model_parallel_size")
+        fitting = fitting_sizes(draft.run, "pipeline_model_parallel_size")
         return f"{flags}: {error}; use --pipeline-model-parallel-size {fitting}{'' if given else _uneven(draft)}"
     return ""
 
@@ -290,17 +282,13 @@ distributed_optimizer_alone = note(
     lambda run: run.parallel.dividing_setting == "use_distributed_optimizer" and run.layout.dp * run.layout.cp <= 1,
     "--use-distributed-optimizer has no effect: with one data-parallel process there is nothing to split",
 )
-
-
-@notice
-def ring_has_its_own_attention(draft: Draft) -> str:
-    run = draft.run
-    if run.parallel.context_parallel_size == 1 or run.parallel.cp_comm_type != "p2p" or run.model.fused_attention:
-        return ""
-    return (
-        f"{show(draft, 'attention_backend')}, {show(draft, 'transformer_impl')}: no effect on attention under "
-        "--cp-comm-type p2p, which merges parts of its own; --cp-comm-type a2a uses that kernel"
-    )
+ring_has_its_own_attention = note(
+    lambda run: (
+        run.parallel.context_parallel_size != 1 and run.parallel.cp_comm_type == "p2p" and not run.model.fused_attention
+    ),
+    "{attention_backend}, {transformer_impl}: no effect on attention under --cp-comm-type p2p, which merges parts of "
+    "its own; --cp-comm-type a2a uses that kernel",
+)
 
 
 @notice
@@ -381,52 +369,36 @@ def _experts_divide_what_is_left(draft: Draft) -> str:
 _APART = ("expert_tensor_parallel_size", "tensor_model_parallel_size", "num_experts")
 
 
-def _apart(draft: Draft) -> bool:
+def _apart(run: RunConfig) -> bool:
     """Whether experts are shared by other processes than the layers are."""
-    parallel = draft.run.parallel
+    parallel = run.parallel
     same = parallel.expert_tensor_parallel_size in (None, parallel.tensor_model_parallel_size)
-    return draft.run.model.mixture and not same
+    return run.model.mixture and not same
 
 
-@rule
-def processes_of_an_expert_have_their_own_tokens(draft: Draft) -> str:
-    parallel = draft.run.parallel
-    if not _apart(draft) or parallel.tensor_model_parallel_size == 1 or parallel.sequence_parallel:
-        return ""
-    return (
-        f"{show(draft, 'expert_tensor_parallel_size')} differs from {show(draft, 'tensor_model_parallel_size')}, whose "
-        "processes all have the same tokens then; give --sequence-parallel too (as Megatron needs it for experts under "
-        "tensor parallelism), or leave --expert-tensor-parallel-size out"
-    )
-
-
-@rule
-def places_of_experts_are_no_folders(draft: Draft) -> str:
-    checkpoint = draft.run.checkpoint
-    if not _apart(draft) or checkpoint.ckpt_format != "torch" or not checkpoint.save:
-        return ""
-    return (
-        f"{show(draft, 'expert_tensor_parallel_size')} with --ckpt-format torch: that has a folder for each tensor-, "
-        "pipeline- and expert-parallel place of layers and experts together; use --ckpt-format torch_dist"
-    )
-
-
-@rule
-def matrices_of_experts_are_orthogonalised_where_layers_are(draft: Draft) -> str:
-    by_matrix = draft.run.optimizer.orthogonalises or draft.run.optimizer.optimizer == "soap"
-    if not _apart(draft) or not by_matrix:
-        return ""
-    return (
-        f"{show(draft, 'expert_tensor_parallel_size')} with {show(draft, 'optimizer')}: its matrices are put together "
-        "over the tensor-parallel processes of the layers; use --optimizer adam, or leave it out"
-    )
+processes_of_an_expert_have_their_own_tokens = forbid(
+    lambda run: _apart(run) and run.parallel.tensor_model_parallel_size != 1 and not run.parallel.sequence_parallel,
+    "{expert_tensor_parallel_size} differs from {tensor_model_parallel_size}, whose processes all have the same "
+    "tokens then; give --sequence-parallel too (as Megatron needs it for experts under tensor parallelism), or leave "
+    "--expert-tensor-parallel-size out",
+)
+places_of_experts_are_no_folders = forbid(
+    lambda run: _apart(run) and run.checkpoint.ckpt_format == "torch" and run.checkpoint.save,
+    "{expert_tensor_parallel_size} with --ckpt-format torch: that has a folder for each tensor-, pipeline- and "
+    "expert-parallel place of layers and experts together; use --ckpt-format torch_dist",
+)
+matrices_of_experts_are_orthogonalised_where_layers_are = forbid(
+    lambda run: _apart(run) and (run.optimizer.orthogonalises or run.optimizer.optimizer == "soap"),
+    "{expert_tensor_parallel_size} with {optimizer}: its matrices are put together over the tensor-parallel processes "
+    "of the layers; use --optimizer adam, or leave it out",
+)
 
 
 @rule
 def divided_experts_are_not_fully_sharded(draft: Draft) -> str:
     parallel = draft.run.parallel
     divided = parallel.expert_model_parallel_size > 1
-    if not draft.run.model.mixture or not parallel.divides_weights or not (divided or _apart(draft)):
+    if not draft.run.model.mixture or not parallel.divides_weights or not (divided or _apart(draft.run)):
         return ""
     name = "expert_model_parallel_size" if divided else "expert_tensor_parallel_size"
     return (
