@@ -65,17 +65,13 @@ _OF_MEGATRON = (
 
 @dataclass(frozen=True)
 class Change:
-    """A setting with another value than the checkpoint was written under.
-
-    Attributes:
-        was, now: values in words; "-" for none.
-        effect: one of the texts above.
-    """
+    """A setting with another value than the checkpoint was written under."""
 
     flag: str
+    # was, now: values in words; "-" for none
     was: str
     now: str
-    effect: str
+    effect: str  # one of the texts above
 
     def __str__(self) -> str:
         return f"{self.flag} {self.was} -> {self.now}"

@@ -25,14 +25,10 @@ SPLIT_KEYS = ("train", "valid", "test")
 
 @dataclass(frozen=True)
 class Blend:
-    """Datasets that are mixed.
+    """Datasets that are mixed."""
 
-    Attributes:
-        prefixes: paths without `.bin` / `.idx`, at least one.
-        weights: how much of each, in any unit, each above 0; None to take the datasets as they are.
-    """
-
-    prefixes: tuple[str, ...]
+    prefixes: tuple[str, ...]  # paths without `.bin` / `.idx`, at least one
+    # how much of each, in any unit, each above 0; None to take the datasets as they are
     weights: tuple[float, ...] | None = None
 
     @property

@@ -19,45 +19,29 @@ _METADATA_KEY = "megalith"
 
 @dataclass(frozen=True)
 class Declaration:
-    """What a field says about itself beyond its type and default.
+    """What a field says about itself beyond its type and default."""
 
-    Attributes:
-        help: one line for the reference page.
-        unit: what the number counts, empty where the help says it.
-        flag: the Megatron flag when it is not the field name with hyphens.
-        aliases: other spellings that take the same value.
-        off: spellings that switch a boolean off, beside the derived `--no-x` and `--disable-x`.
-        shorthands: spellings without a value that stand for one.
-        later: values that Megatron knows and that come with other work.
-        later_with: what the `later` values come with.
-        at_least, above, at_most, below: legal range of a number.
-        nothing: why this setting needs nothing here, empty when it has an effect.
-        ours: true for settings that Megatron does not have.
-        per_layer: true where Megatron takes a value for each layer, too; here all of them must be equal.
-        may_be_empty: true where the flag without a value means an empty list, which differs from no flag.
-        from_environment: the environment variable that sets it, empty for none.
-        flagless: true where only the environment can set it.
-    """
-
-    help: str
-    unit: str = ""
-    flag: str = ""
-    aliases: tuple[str, ...] = ()
-    off: tuple[str, ...] = ()
+    help: str  # one line for the reference page
+    unit: str = ""  # what the number counts, empty where the help says it
+    flag: str = ""  # the Megatron flag when it is not the field name with hyphens
+    aliases: tuple[str, ...] = ()  # other spellings that take the same value
+    off: tuple[str, ...] = ()  # spellings that switch a boolean off, beside the derived `--no-x` and `--disable-x`
+    # spellings without a value that stand for one
     shorthands: Mapping[str, str] = dataclasses.field(default_factory=dict)
     choices: tuple[str, ...] = ()
-    later: tuple[str, ...] = ()
-    later_with: str = ""
+    later: tuple[str, ...] = ()  # values that Megatron knows and that come with other work
+    later_with: str = ""  # what the `later` values come with
+    # at_least, above, at_most, below: legal range of a number
     at_least: float | None = None
     above: float | None = None
     at_most: float | None = None
     below: float | None = None
-    nothing: str = ""
-    ours: bool = False
-    per_layer: bool = False
-    may_be_empty: bool = False
-    from_environment: str = ""
-    flagless: bool = False
+    nothing: str = ""  # why this setting needs nothing here, empty when it has an effect
+    ours: bool = False  # true for settings that Megatron does not have
+    per_layer: bool = False  # true where Megatron takes a value for each layer, too; here all of them must be equal
+    may_be_empty: bool = False  # true where the flag without a value means an empty list, which differs from no flag
+    from_environment: str = ""  # the environment variable that sets it, empty for none
+    flagless: bool = False  # true where only the environment can set it
 
 
 def setting(default: Any = dataclasses.MISSING, /, **declaration: Any) -> Any:
@@ -70,24 +54,15 @@ def setting(default: Any = dataclasses.MISSING, /, **declaration: Any) -> Any:
 
 @dataclass(frozen=True)
 class Setting:
-    """A field of a group, seen from outside: what the parsers and the documentation work with.
+    """A field of a group, seen from outside: what the parsers and the documentation work with."""
 
-    Attributes:
-        group: section name in recipes and saved configurations, such as `model`.
-        name: field name, which is Megatron's name for it.
-        kind: the type of one value: bool, int, float or str.
-        many: whether it holds a tuple of values.
-        optional: whether None is a legal value.
-        required: whether a run cannot do without it.
-    """
-
-    group: str
-    name: str
-    kind: type
-    many: bool
-    optional: bool
+    group: str  # section name in recipes and saved configurations, such as `model`
+    name: str  # field name, which is Megatron's name for it
+    kind: type  # the type of one value: bool, int, float or str
+    many: bool  # whether it holds a tuple of values
+    optional: bool  # whether None is a legal value
     default: Any
-    required: bool
+    required: bool  # whether a run cannot do without it
     about: Declaration
 
     @property

@@ -19,24 +19,15 @@ _WORD = re.compile(r"(?P<flag>--[\w-]+)(?P<arity>[+*]|:\d)?(?P<value>=(?P<defaul
 
 @dataclass(frozen=True)
 class KnownFlag:
-    """A flag of Megatron that has no setting here.
-
-    Attributes:
-        arity: how many values it takes: a number, "+" for one or more, "*" for any.
-        default: Megatron's default value, empty for none.
-        why: why it has no effect, empty where every use is refused.
-        refusal: why it is refused and what to use instead, empty where no use is refused.
-        accepted: with both of these, the values without effect.
-        work: whether the refusal is of something that comes with later work, not of a mistake.
-    """
+    """A flag of Megatron that has no setting here."""
 
     flag: str
-    arity: str
-    default: str
-    why: str = ""
-    refusal: str = ""
-    accepted: tuple[str, ...] = ()
-    work: bool = True
+    arity: str  # how many values it takes: a number, "+" for one or more, "*" for any
+    default: str  # Megatron's default value, empty for none
+    why: str = ""  # why it has no effect, empty where every use is refused
+    refusal: str = ""  # why it is refused and what to use instead, empty where no use is refused
+    accepted: tuple[str, ...] = ()  # with both of these, the values without effect
+    work: bool = True  # whether the refusal is of something that comes with later work, not of a mistake
 
     def needs_nothing(self, values: tuple[str, ...]) -> str:
         """Return why these values have no effect, or an empty string if they are refused."""

@@ -22,22 +22,15 @@ else:
 
 @dataclass
 class Reading:
-    """The values that one source gives, and what there is to say about it.
-
-    Attributes:
-        recipe: path of a recipe that is asked for, empty for none.
-        problems: what cannot be read or is refused, one line each.
-        faulty: names of settings whose value could not be read, so that nothing more is said of them.
-        notes: one line for each thing that was read in another way than written.
-        nothing: reason -> flags that were accepted and need nothing.
-    """
+    """The values that one source gives, and what there is to say about it."""
 
     values: dict[str, Any] = field(default_factory=dict)
-    recipe: str = ""
-    problems: list[str] = field(default_factory=list)
+    recipe: str = ""  # path of a recipe that is asked for, empty for none
+    problems: list[str] = field(default_factory=list)  # what cannot be read or is refused, one line each
+    # names of settings whose value could not be read, so that nothing more is said of them
     faulty: set[str] = field(default_factory=set)
-    notes: list[str] = field(default_factory=list)
-    nothing: dict[str, list[str]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)  # one line for each thing that was read in another way than written
+    nothing: dict[str, list[str]] = field(default_factory=dict)  # reason -> flags that were accepted and need nothing
 
     def needs_nothing(self, flag: str, why: str) -> None:
         """Record a flag that was accepted and has no effect."""

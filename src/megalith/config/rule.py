@@ -42,15 +42,10 @@ def unreadable(group: Group, names: Collection[str]) -> Group:
 
 @dataclass(frozen=True)
 class Rule:
-    """A predicate over a draft.
+    """A predicate over a draft."""
 
-    Attributes:
-        name: what holds where it is not violated, or the template of its message.
-        check: returns the message of the violation or an empty text.
-    """
-
-    name: str
-    check: Callable[[Draft], str]
+    name: str  # what holds where it is not violated, or the template of its message
+    check: Callable[[Draft], str]  # returns the message of the violation or an empty text
     notice: bool = False
 
     def broken(self, draft: Draft) -> str:

@@ -31,14 +31,10 @@ from megalith.schedules.batch_size import BatchSizes, constant, ramped, read_ste
 
 @dataclass(frozen=True)
 class Note:
-    """Something that was read in another way than written, or has no effect.
+    """Something that was read in another way than written, or has no effect."""
 
-    Attributes:
-        text: what there is to say, one line.
-        needs_nothing: flags that were accepted and need nothing, for the reason in `text`; empty for other notes.
-    """
-
-    text: str
+    text: str  # what there is to say, one line
+    # flags that were accepted and need nothing, for the reason in `text`; empty for other notes
     needs_nothing: tuple[str, ...] = ()
 
     def __str__(self) -> str:

@@ -29,17 +29,11 @@ class Bucket:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """The places of all parameters.
+    """The places of all parameters."""
 
-    Attributes:
-        shapes: of the parameters, by name.
-        offsets: where each one starts.
-        buckets: in order of memory.
-    """
-
-    shapes: Mapping[str, tuple[int, ...]]
-    offsets: Mapping[str, int]
-    buckets: tuple[Bucket, ...]
+    shapes: Mapping[str, tuple[int, ...]]  # of the parameters, by name
+    offsets: Mapping[str, int]  # where each one starts
+    buckets: tuple[Bucket, ...]  # in order of memory
 
     @property
     def size(self) -> int:
@@ -102,15 +96,10 @@ def _full(sizes: Iterable[tuple[str, int]], bucket_size: int) -> Iterable[tuple[
 
 @dataclass(frozen=True)
 class Box:
-    """A rectangular part of a tensor whose elements are neighbours in memory.
+    """A rectangular part of a tensor whose elements are neighbours in memory."""
 
-    Attributes:
-        start: the number of its first element in the flattened tensor.
-        offset: the indices of that element.
-    """
-
-    start: int
-    offset: tuple[int, ...]
+    start: int  # the number of its first element in the flattened tensor
+    offset: tuple[int, ...]  # the indices of that element
     extent: tuple[int, ...]
 
 

@@ -231,23 +231,16 @@ Gradients = GradientBuffers | ShardedGradients
 
 @dataclass(frozen=True)
 class Holding:
-    """What an optimizer works on.
+    """What an optimizer works on."""
 
-    Attributes:
-        gradients: of all parameters.
-        weights: what is updated here of the parameters, in the dtype that the model computes with.
-        main: the same in at least fp32; the same tensors where the model computes so.
-        memory: None where no other rank updates weights that are needed here.
-        holders: the ranks among which every parameter has one owner (or one for each of its `Copies`), but for
-            those that are counted `elsewhere`.
-        elsewhere: names of the parameters that have owners on several replicas, of which this one is not the first.
-    """
-
-    gradients: Gradients
-    weights: dict[str, Tensor]
-    main: dict[str, Tensor]
-    memory: ParameterMemory | GatheredWeights | None
+    gradients: Gradients  # of all parameters
+    weights: dict[str, Tensor]  # what is updated here of the parameters, in the dtype that the model computes with
+    main: dict[str, Tensor]  # the same in at least fp32; the same tensors where the model computes so
+    memory: ParameterMemory | GatheredWeights | None  # None where no other rank updates weights that are needed here
+    # the ranks among which every parameter has one owner (or one for each of its `Copies`), but for those that are
+    # counted `elsewhere`
     holders: Axis
+    # names of the parameters that have owners on several replicas, of which this one is not the first
     elsewhere: frozenset[str] = frozenset()
 
 

@@ -90,22 +90,18 @@ class Muon:
 
     Orthogonalising is equivariant under an exchange of rows or columns, so gathering the parts of all ranks in any
     order, computing and keeping one's own is exact; no matrix inside a layer is padded.
-
-    Attributes:
-        scale_mode, extra_scale: length of the update.
-        coefficients, steps: of the iteration.
-        split_qkv: orthogonalise the query, key and value parts of their projection each by itself.
-        blockwise: orthogonalise what a tensor-parallel rank holds alone, instead of the whole matrix.
     """
 
     momentum: float
     nesterov: bool
+    # scale_mode, extra_scale: length of the update
     scale_mode: str
     extra_scale: float
+    # coefficients, steps: of the iteration
     coefficients: tuple[tuple[float, float, float], ...]
     steps: int
-    split_qkv: bool
-    blockwise: bool
+    split_qkv: bool  # orthogonalise the query, key and value parts of their projection each by itself
+    blockwise: bool  # orthogonalise what a tensor-parallel rank holds alone, instead of the whole matrix
     matmul_precision: str
     axis: Axis
     placements: Mapping[str, Placement] = field(hash=False)
@@ -219,17 +215,13 @@ class Soap:
     the meaning of AdamW's and needs no rotation when the basis changes. Directions in which there was no gradient have
     no eigenvectors of their own: a small diagonal in ascending steps gives them those of the coordinates, so that
     rounding does not choose. L, R, Q_L and Q_R are whole on each rank and do not depend on the layout.
-
-    Attributes:
-        shampoo_beta: decay of L and R.
-        frequency: steps from one eigenbasis to the next.
     """
 
     beta1: float
     beta2: float
     eps: float
-    shampoo_beta: float
-    frequency: int
+    shampoo_beta: float  # decay of L and R
+    frequency: int  # steps from one eigenbasis to the next
     axis: Axis
     placements: Mapping[str, Placement] = field(hash=False)
     tie_breaker: float = TIE_BREAKER

@@ -41,34 +41,22 @@ CLIP_EPSILON = 1.0e-6  # Megatron's guard of the division by the norm
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What a step did.
+    """What a step did."""
 
-    Attributes:
-        applied: False when an overflow or a norm that is not finite made the step a skip.
-        grad_norm: L2 norm of the unscaled gradients before clipping; None where an overflow was found first.
-        num_zeros: Count of exact zeros before clipping, where it was asked for.
-    """
-
-    applied: bool
-    grad_norm: float | None
-    num_zeros: float | None
+    applied: bool  # False when an overflow or a norm that is not finite made the step a skip
+    grad_norm: float | None  # L2 norm of the unscaled gradients before clipping; None where an overflow was found first
+    num_zeros: float | None  # Count of exact zeros before clipping, where it was asked for
 
 
 @dataclass(frozen=True)
 class StateBox:
-    """A part of one parameter, or of the optimizer's state of it.
+    """A part of one parameter, or of the optimizer's state of it."""
 
-    Attributes:
-        name: `<kind>.<parameter name>`, as of `Optimizer.state_tensors`; of a weight the parameter's.
-        offset: Where they begin in the parameter that this rank has in its model.
-        shape: Of that parameter.
-        whole: It is not divided as the parameter is: every tensor-parallel rank has all of it, of a shape of its own.
-    """
-
-    name: str
+    name: str  # `<kind>.<parameter name>`, as of `Optimizer.state_tensors`; of a weight the parameter's
     tensor: Tensor
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
+    offset: tuple[int, ...]  # Where they begin in the parameter that this rank has in its model
+    shape: tuple[int, ...]  # Of that parameter
+    # It is not divided as the parameter is: every tensor-parallel rank has all of it, of a shape of its own
     whole: bool = False
 
 

@@ -24,22 +24,17 @@ States = Mapping[str, Sequence[Tensor]]
 
 @dataclass(frozen=True)
 class Work:
-    """What one step of an update rule is about.
-
-    Attributes:
-        params, grads: of one dtype each; the parameters are changed in place.
-        states: of each parameter, as of the rule's `kinds`; changed in place.
-        lr, weight_decay: of these parameters in this step.
-        step: applied steps before this one.
-    """
+    """What one step of an update rule is about."""
 
     names: Sequence[str]
+    # params, grads: of one dtype each; the parameters are changed in place
     params: Sequence[Tensor]
     grads: Sequence[Tensor]
-    states: States
+    states: States  # of each parameter, as of the rule's `kinds`; changed in place
+    # lr, weight_decay: of these parameters in this step
     lr: float
     weight_decay: float
-    step: int
+    step: int  # applied steps before this one
 
 
 class UpdateRule(Protocol):
@@ -241,15 +236,11 @@ _TABLES = ("embedding.word_embeddings.weight", "output_layer.weight", "lm_head.o
 
 @dataclass(frozen=True)
 class Group:
-    """Parameters that are treated alike, by name in module order.
+    """Parameters that are treated alike, by name in module order."""
 
-    Attributes:
-        wd_mult, lr_mult: what the weight decay and the rate are multiplied by.
-        decoupled: whether their learning rate is `--decoupled-lr`.
-    """
-
+    # wd_mult, lr_mult: what the weight decay and the rate are multiplied by
     wd_mult: float
-    decoupled: bool
+    decoupled: bool  # whether their learning rate is `--decoupled-lr`
     rule: UpdateRule
     names: tuple[str, ...]
     lr_mult: float = 1.0
@@ -384,14 +375,10 @@ class WidthScaling:
 
     A rate that is given by `--decoupled-lr` stays as it is. The whole schedule is scaled, its start and its lowest rate
     too; the weight decay is not, of which the rate is a factor.
-
-    Attributes:
-        multiplier: m, 1 without muP.
-        tied: parameters that are copies of the word embedding, by name.
     """
 
-    multiplier: float = 1.0
-    tied: Collection[str] = ()
+    multiplier: float = 1.0  # m, 1 without muP
+    tied: Collection[str] = ()  # parameters that are copies of the word embedding, by name
 
     def rate(self, name: str, parameter: Tensor, optimizer: str) -> float:
         """What the rate of a parameter is multiplied by, of one that `--optimizer` names so."""

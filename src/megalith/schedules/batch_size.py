@@ -25,15 +25,10 @@ class Stage:
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """The stages of a run, the first from 0 on.
+    """The stages of a run, the first from 0 on."""
 
-    Attributes:
-        stages: by ascending start.
-        unit: samples that all replicas consume at once: a step takes a multiple of it.
-    """
-
-    stages: tuple[Stage, ...]
-    unit: int = 1
+    stages: tuple[Stage, ...]  # by ascending start
+    unit: int = 1  # samples that all replicas consume at once: a step takes a multiple of it
 
     def fills(self, size: int) -> bool:
         """Whether so many samples are whole micro-batches on all replicas, and at least one on each."""

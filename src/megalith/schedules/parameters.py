@@ -30,30 +30,20 @@ class LearningRateSchedule:
     The unit is samples, not iterations, so that a change of batch size does not bend the curve. Only applied optimizer
     steps advance it: a step that the loss scaler skips leaves the rate where it is.
 
-    Attributes:
-        max_lr: rate at the end of the warm-up.
-        min_lr: rate after `decay_samples`.
-        decay_samples: samples from the start of training to the end of the decay (the warm-up counts).
-        style: one of `DECAY_STYLES`.
-        warmup_samples: length of the linear warm-up; a fraction of the decay may give a non-integer.
-        init_lr: rate at the start of the warm-up.
-        wsd_samples: length of the final annealing of the style WSD (warm-up, stable, decay).
-        wsd_style: shape of that annealing, a key of `ANNEALING`.
-
     Raises:
         ConfigError: the values contradict each other (all contradictions at once).
 
     Source: docs/reference/training.md#learning-rate; golden `schedulers`.
     """
 
-    max_lr: float
-    min_lr: float
-    decay_samples: int
-    style: str = "linear"
-    warmup_samples: float = 0
-    init_lr: float = 0.0
-    wsd_samples: int | None = None
-    wsd_style: str = "exponential"
+    max_lr: float  # rate at the end of the warm-up
+    min_lr: float  # rate after `decay_samples`
+    decay_samples: int  # samples from the start of training to the end of the decay (the warm-up counts)
+    style: str = "linear"  # one of `DECAY_STYLES`
+    warmup_samples: float = 0  # length of the linear warm-up; a fraction of the decay may give a non-integer
+    init_lr: float = 0.0  # rate at the start of the warm-up
+    wsd_samples: int | None = None  # length of the final annealing of the style WSD (warm-up, stable, decay)
+    wsd_style: str = "exponential"  # shape of that annealing, a key of `ANNEALING`
 
     def __post_init__(self) -> None:
         problems = _contradictions(self)
@@ -167,15 +157,12 @@ REPORTED_NAMES = {
 
 @dataclass(frozen=True)
 class ParameterSchedule:
-    """What one optimizer step is told, as a function of the samples trained on.
-
-    Attributes:
-        decoupled: the rate of the word embeddings and the output layer; None where it is that of the rest. It keeps
-            its peak and its floor whatever a resume does, as Megatron's groups do.
-    """
+    """What one optimizer step is told, as a function of the samples trained on."""
 
     learning_rate: LearningRateSchedule
     weight_decay: WeightDecaySchedule
+    # the rate of the word embeddings and the output layer; None where it is that of the rest. It keeps its peak and its
+    # floor whatever a resume does, as Megatron's groups do.
     decoupled: LearningRateSchedule | None = None
 
     def state_dict(self, num_samples: int) -> dict[str, Any]:
@@ -209,18 +196,12 @@ class ParameterSchedule:
 
 @dataclass(frozen=True)
 class ResumedSchedule:
-    """The schedule after a resume, where it stands, and which values it took, for the console.
-
-    Attributes:
-        num_samples: samples of applied steps so far.
-        values: (console name, value) in Megatron's order.
-        overridden: the values are the command line's, not the checkpoint's.
-    """
+    """The schedule after a resume, where it stands, and which values it took, for the console."""
 
     schedule: ParameterSchedule
-    num_samples: int
-    values: tuple[tuple[str, Any], ...]
-    overridden: bool
+    num_samples: int  # samples of applied steps so far
+    values: tuple[tuple[str, Any], ...]  # (console name, value) in Megatron's order
+    overridden: bool  # the values are the command line's, not the checkpoint's
 
 
 def _without_effect(values: Mapping[str, Any]) -> set[str]:

@@ -49,19 +49,14 @@ class Op(NamedTuple):
 
 
 class Message(NamedTuple):
-    """A tensor on its way: an activation to the next stage of the ring or a gradient to the previous one.
-
-    Attributes:
-        source, target: stages; equal where there is one stage, and nothing is sent then.
-        chunk: of the receiver.
-        micro_batch: that it belongs to.
-    """
+    """A tensor on its way: an activation to the next stage of the ring or a gradient to the previous one."""
 
     gradient: bool
+    # source, target: stages; equal where there is one stage, and nothing is sent then
     source: int
     target: int
-    chunk: int
-    micro_batch: int
+    chunk: int  # of the receiver
+    micro_batch: int  # that it belongs to
 
     @property
     def is_local(self) -> bool:
@@ -75,37 +70,23 @@ class Message(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One operation with its communication, in the order in which a stage carries them out.
+    """One operation with its communication, in the order in which a stage carries them out."""
 
-    Attributes:
-        receives: receives to post first, for this operation or a later one.
-        needs: what the operation waits for; posted by this step or an earlier one, or local.
-        op: the operation.
-        settles: the earlier send to wait for before the next one is posted.
-        makes: what the operation gives; sent, or kept where it is local.
-        ends_micro_batch: this stage does nothing more for this micro-batch.
-    """
-
-    receives: tuple[Message, ...]
-    needs: Message | None
-    op: Op
-    settles: Message | None
-    makes: Message | None
-    ends_micro_batch: bool
+    receives: tuple[Message, ...]  # receives to post first, for this operation or a later one
+    needs: Message | None  # what the operation waits for; posted by this step or an earlier one, or local
+    op: Op  # the operation
+    settles: Message | None  # the earlier send to wait for before the next one is posted
+    makes: Message | None  # what the operation gives; sent, or kept where it is local
+    ends_micro_batch: bool  # this stage does nothing more for this micro-batch
 
 
 @dataclass(frozen=True)
 class Program:
-    """What one stage does.
-
-    Attributes:
-        has_backward: gradients are computed; else it is an evaluation.
-        is_split: weight gradients are operations of their own.
-    """
+    """What one stage does."""
 
     steps: tuple[Step, ...]
-    has_backward: bool
-    is_split: bool
+    has_backward: bool  # gradients are computed; else it is an evaluation
+    is_split: bool  # weight gradients are operations of their own
 
 
 @dataclass(frozen=True)

@@ -35,19 +35,12 @@ class Mismatch(Exception):
 
 @dataclass(frozen=True)
 class Costs:
-    """Times for one micro-batch in one whole stage; a chunk takes its share of them.
+    """Times for one micro-batch in one whole stage; a chunk takes its share of them."""
 
-    Attributes:
-        forward: F.
-        backward: the gradient of the input.
-        weight: the gradients of the weights; part of B where the schedule does not split it.
-        message: the way of a tensor to another stage.
-    """
-
-    forward: Fraction = Fraction(1)
-    backward: Fraction = Fraction(1)
-    weight: Fraction = Fraction(1)
-    message: Fraction = Fraction(0)
+    forward: Fraction = Fraction(1)  # F
+    backward: Fraction = Fraction(1)  # the gradient of the input
+    weight: Fraction = Fraction(1)  # the gradients of the weights; part of B where the schedule does not split it
+    message: Fraction = Fraction(0)  # the way of a tensor to another stage
 
     def of(self, op: Op, schedule: Schedule) -> Fraction:
         """The time of one operation."""
@@ -70,16 +63,12 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Simulation:
-    """What a schedule does in time.
-
-    Attributes:
-        spans: by stage, in order.
-        peaks: by stage, the most micro-batches of a chunk whose activations are held at once: from F to the last
-            operation of the backward pass, W where it is split.
-    """
+    """What a schedule does in time."""
 
     schedule: Schedule
-    spans: tuple[tuple[Span, ...], ...]
+    spans: tuple[tuple[Span, ...], ...]  # by stage, in order
+    # by stage, the most micro-batches of a chunk whose activations are held at once: from F to the last operation of
+    # the backward pass, W where it is split
     peaks: tuple[int, ...]
 
     @property

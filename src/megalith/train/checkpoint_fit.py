@@ -27,33 +27,23 @@ PRODUCTS = "matrix_products"
 
 @dataclass(frozen=True)
 class Identity:
-    """What a run reads besides its configuration; a checkpoint keeps it so that a resume can compare.
-
-    Attributes:
-        tokenizer_files: file name -> content; laid into every checkpoint so that it can be used alone.
-    """
+    """What a run reads besides its configuration; a checkpoint keeps it so that a resume can compare."""
 
     tokenizer: Mapping[str, Any]
+    # file name -> content; laid into every checkpoint so that it can be used alone
     tokenizer_files: Mapping[str, bytes]
     data: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class FoundCheckpoint:
-    """A sound checkpoint to continue from.
-
-    Attributes:
-        notes: what the user must hear about the way to it: damaged or missing checkpoints passed over.
-        args: Megatron's arguments of the run that wrote it.
-        manifest: None if another program wrote it.
-        weights_only: it is weights to begin from, not the state of a run.
-    """
+    """A sound checkpoint to continue from."""
 
     iteration: int
-    notes: tuple[str, ...]
-    args: Mapping[str, Any]
-    manifest: Mapping[str, Any] | None
-    weights_only: bool = False
+    notes: tuple[str, ...]  # what the user must hear about the way to it: damaged or missing checkpoints passed over
+    args: Mapping[str, Any]  # Megatron's arguments of the run that wrote it
+    manifest: Mapping[str, Any] | None  # None if another program wrote it
+    weights_only: bool = False  # it is weights to begin from, not the state of a run
 
     @property
     def saved_settings(self) -> Mapping[str, Any]:

@@ -34,15 +34,11 @@ _OF_SCHEDULES = {
 
 @dataclass(frozen=True)
 class Resumed:
-    """What a resume restored, for the console.
-
-    Attributes:
-        schedule: None if the schedule starts afresh.
-    """
+    """What a resume restored, for the console."""
 
     iteration: int
     version: float
-    schedule: ResumedSchedule | None
+    schedule: ResumedSchedule | None  # None if the schedule starts afresh
     notes: tuple[str, ...] = ()
 
 

@@ -51,17 +51,13 @@ _FIELDS = {"step", "point", "rank", "attempt"}
 
 @dataclass(frozen=True)
 class Fault:
-    """`kill9@step=7,point=mid_save`: something bad at that point of the step that makes iteration 7.
-
-    Attributes:
-        rank: the only rank that it strikes; every rank if None.
-        attempt: the attempt of a run that it strikes, counted from 0: a restart meets it no more. Every one if None.
-    """
+    """`kill9@step=7,point=mid_save`: something bad at that point of the step that makes iteration 7."""
 
     action: str
     step: int
     point: str
-    rank: int | None = None
+    rank: int | None = None  # the only rank that it strikes; every rank if None
+    # the attempt of a run that it strikes, counted from 0: a restart meets it no more. Every one if None.
     attempt: int | None = 0
 
     def concerns(self, rank: int, attempt: int) -> bool:

@@ -48,47 +48,32 @@ from megalith.train.trouble import BadStepError, Care
 
 @dataclass(frozen=True)
 class Plan:
-    """How long and how often.
-
-    Attributes:
-        batch_sizes: those of steps, where they grow; the two are the last ones then.
-        eval_iterations: global batches of one evaluation; 0 for no evaluation at all.
-        eval_batch_size, eval_micro_batches: samples and micro-batches of one of these; as of a step if None.
-        save_interval: iterations between checkpoints; None for a single one at the end.
-        passing_save_interval: iterations between those of which only the last one is kept.
-        phase_ends: save and stop at these iterations.
-        flops_per_step: model FLOPs of one step on this device.
-        peak_flops: FLOP/s of its best matrix product, as measured.
-        datasheet_flops: the same by its datasheet; None where the device is not known.
-        pipeline_schedule: order of the work of a pipeline; the usual one if None.
-        log_noise: measure the gradient noise scale every `log_interval`.
-        first_evaluation: no evaluation in the course of the training before this iteration.
-        skipped: numbers of done iterations after which the next one is passed over.
-    """
+    """How long and how often."""
 
     train_iterations: int
     global_batch_size: int
     num_micro_batches: int
     log_interval: int
     eval_interval: int
-    eval_iterations: int
-    flops_per_step: float
-    peak_flops: float
-    save_interval: int | None = None
-    passing_save_interval: int | None = None
+    eval_iterations: int  # global batches of one evaluation; 0 for no evaluation at all
+    flops_per_step: float  # model FLOPs of one step on this device
+    peak_flops: float  # FLOP/s of its best matrix product, as measured
+    save_interval: int | None = None  # iterations between checkpoints; None for a single one at the end
+    passing_save_interval: int | None = None  # iterations between those of which only the last one is kept
     exit_interval: int | None = None
-    phase_ends: frozenset[int] = frozenset()
+    phase_ends: frozenset[int] = frozenset()  # save and stop at these iterations
     exit_minutes: float | None = None
     log_params_norm: bool = False
-    pipeline_schedule: str | None = None
-    batch_sizes: BatchSizes | None = None
-    skipped: frozenset[int] = frozenset()
-    log_noise: bool = False
+    pipeline_schedule: str | None = None  # order of the work of a pipeline; the usual one if None
+    batch_sizes: BatchSizes | None = None  # those of steps, where they grow; the two are the last ones then
+    skipped: frozenset[int] = frozenset()  # numbers of done iterations after which the next one is passed over
+    log_noise: bool = False  # measure the gradient noise scale every `log_interval`
     skip_training: bool = False
-    first_evaluation: int = 0
+    first_evaluation: int = 0  # no evaluation in the course of the training before this iteration
+    # eval_batch_size, eval_micro_batches: samples and micro-batches of one of these; as of a step if None
     eval_batch_size: int | None = None
     eval_micro_batches: int | None = None
-    datasheet_flops: float | None = None
+    datasheet_flops: float | None = None  # the same by its datasheet; None where the device is not known
 
     @property
     def samples_of_evaluation(self) -> int:
@@ -119,15 +104,7 @@ class HeldOut:
 
 @dataclass
 class TrainingRun:
-    """All that the loop works with. `valid` and `test` are absent where the split is.
-
-    Attributes:
-        valid_sets: instead of `valid`, several sets or one that is gone through as a whole.
-        sources: names of the datasets of a blend that is trained on; none without a blend.
-        background: saves beside the training, but for the last save; None for none.
-        care: what is done about bad steps; the run stops at one by default.
-        ending: why the loop ended; None while it runs.
-    """
+    """All that the loop works with. `valid` and `test` are absent where the split is."""
 
     plan: Plan
     state: TrainState
@@ -139,11 +116,12 @@ class TrainingRun:
     stop: StopSignals | NeverStop = field(default_factory=NeverStop)
     probe: Probe = no_probe
     started: float = field(default_factory=time.monotonic)
-    ending: Ending | None = None
-    background: BackgroundSaver | None = None
+    ending: Ending | None = None  # why the loop ended; None while it runs
+    background: BackgroundSaver | None = None  # saves beside the training, but for the last save; None for none
     timers: Timers = field(default_factory=Timers)
-    valid_sets: Sequence[HeldOut] = ()
-    sources: Sequence[str] = ()
+    valid_sets: Sequence[HeldOut] = ()  # instead of `valid`, several sets or one that is gone through as a whole
+    sources: Sequence[str] = ()  # names of the datasets of a blend that is trained on; none without a blend
+    # what is done about bad steps; the run stops at one by default
     care: Care = None  # type: ignore[assignment]
     progress: Progress = field(default_factory=Progress)
 

@@ -20,64 +20,43 @@ Times = Mapping[str, Sequence[float]]
 
 @dataclass(frozen=True)
 class StepResult:
-    """One optimizer step, applied or skipped.
+    """One optimizer step, applied or skipped."""
 
-    Attributes:
-        iteration: steps done, this one included.
-        loss: mean over the tokens of the global batch; infinite or NaN where the forward pass was.
-        applied: False if the loss scaler skipped the step.
-        learning_rate: the schedule's value after the step, which is what Megatron prints.
-        loss_scale: after the step (an overflow has already lowered it); 1 without scaling.
-        grad_norm: before clipping; None on a skipped step.
-        num_zeros: exact zeros in the gradients; None unless counted.
-        params_norm: after the step; None unless asked for.
-        consumed_samples: samples drawn from the training data so far, those of skipped steps included.
-        num_tokens: tokens of this step (samples x sequence length).
-        bad: what is wrong with the step, which then was not applied; empty for a good one.
-        decoupled_lr: the rate of the word embeddings and the output layer after the step, where it is another.
-        skipped_samples: samples passed over so far (`--iterations-to-skip`).
-        further_losses: of models that learn more than one thing (BERT's "sop loss"), name -> as `loss`.
-        auxiliary_losses: of mixtures of experts, name -> mean over layers and micro-batches.
-        source_tokens: of a blend, the dataset -> its tokens in this step; empty without a blend.
-        expert_load: of mixtures of experts, the layer -> how often each of its experts was chosen in this step.
-    """
-
-    iteration: int
-    loss: float
-    applied: bool
-    learning_rate: float
+    iteration: int  # steps done, this one included
+    loss: float  # mean over the tokens of the global batch; infinite or NaN where the forward pass was
+    applied: bool  # False if the loss scaler skipped the step
+    learning_rate: float  # the schedule's value after the step, which is what Megatron prints
     weight_decay: float
-    loss_scale: float
-    grad_norm: float | None
-    num_zeros: float | None
-    params_norm: float | None
-    consumed_samples: int
+    loss_scale: float  # after the step (an overflow has already lowered it); 1 without scaling
+    grad_norm: float | None  # before clipping; None on a skipped step
+    num_zeros: float | None  # exact zeros in the gradients; None unless counted
+    params_norm: float | None  # after the step; None unless asked for
+    consumed_samples: int  # samples drawn from the training data so far, those of skipped steps included
     num_samples: int
-    num_tokens: int
+    num_tokens: int  # tokens of this step (samples x sequence length)
     seconds: float
-    bad: str = ""
+    bad: str = ""  # what is wrong with the step, which then was not applied; empty for a good one
+    # the rate of the word embeddings and the output layer after the step, where it is another
     decoupled_lr: float | None = None
-    skipped_samples: int = 0
+    skipped_samples: int = 0  # samples passed over so far (`--iterations-to-skip`)
+    # of a blend, the dataset -> its tokens in this step; empty without a blend
     source_tokens: Mapping[str, int] = field(default_factory=dict)
+    # of mixtures of experts, name -> mean over layers and micro-batches
     auxiliary_losses: Mapping[str, float] = field(default_factory=dict)
+    # of mixtures of experts, the layer -> how often each of its experts was chosen in this step
     expert_load: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    # of models that learn more than one thing (BERT's "sop loss"), name -> as `loss`
     further_losses: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class FirstBad:
-    """Where in a step the first number that is not finite came up.
-
-    Attributes:
-        what: in words, such as "the output of decoder.layers.1.mlp".
-        micro_batch: None where it belongs to none.
-        replica: the data-parallel one of the rank.
-    """
+    """Where in a step the first number that is not finite came up."""
 
     rank: int
-    what: str
-    micro_batch: int | None
-    replica: int
+    what: str  # in words, such as "the output of decoder.layers.1.mlp"
+    micro_batch: int | None  # None where it belongs to none
+    replica: int  # the data-parallel one of the rank
     weight: bool
 
     def __str__(self) -> str:
@@ -87,26 +66,21 @@ class FirstBad:
 
 @dataclass(frozen=True)
 class BadStep:
-    """A step with a wrong loss or gradient, and what became of it.
-
-    Attributes:
-        action: "stop", "skip" (its update), "rerun" (it was right when it was computed again), or "alarm": it only
-            stands out, and is applied.
-        first_sample, last_sample: of the micro-batch that it came from.
-        again: what it was when computed again, in words; empty where it was not.
-        number: bad steps of this process so far, this one included.
-    """
+    """A step with a wrong loss or gradient, and what became of it."""
 
     iteration: int
     reason: str
     loss: float
     grad_norm: float | None
+    # "stop", "skip" (its update), "rerun" (it was right when it was computed again), or "alarm": it only stands out,
+    # and is applied
     action: str
+    # first_sample, last_sample: of the micro-batch that it came from
     first_sample: int
     last_sample: int
     first: FirstBad | None = None
-    again: str = ""
-    number: int = 0
+    again: str = ""  # what it was when computed again, in words; empty where it was not
+    number: int = 0  # bad steps of this process so far, this one included
 
     def __str__(self) -> str:
         samples = f"training samples {self.first_sample} to {self.last_sample}"
@@ -117,20 +91,16 @@ class BadStep:
 
 @dataclass(frozen=True)
 class GradientNoise:
-    """The gradient noise scale (`noise`).
-
-    Attributes:
-        small, large: samples of the two batches.
-        small_norm, large_norm: of their gradients.
-        scale: in samples, smoothed over the reports; None while it cannot be told.
-    """
+    """The gradient noise scale (`noise`)."""
 
     iteration: int
+    # small, large: samples of the two batches
     small: int
     large: int
+    # small_norm, large_norm: of their gradients
     small_norm: float
     large_norm: float
-    scale: float | None
+    scale: float | None  # in samples, smoothed over the reports; None while it cannot be told
 
 
 @dataclass(frozen=True)
@@ -138,13 +108,6 @@ class WindowReport:
     """The steps between two lines of the log: averages and counts, with the last step's own values.
 
     Attributes:
-        loss: mean over the applied steps, in single precision as Megatron sums it; None if none was applied.
-        teraflops: TFLOP/s of this device over the window, model FLOPs counted once.
-        tokens_per_second: training tokens over wall time, evaluation and saving left out.
-        mfu_measured: model FLOPs utilisation, of the matmul peak that was measured at the start. Above 1 where
-            something else used the machine then.
-        mfu_datasheet: the same, of the peak in the device's datasheet; None where the device is not known.
-        num_nan: skipped steps whose loss was not finite.
         The rest: of the last step, as in `StepResult`.
     """
 
@@ -152,19 +115,21 @@ class WindowReport:
     train_iterations: int
     consumed_samples: int
     seconds_per_step: float
-    teraflops: float
-    tokens_per_second: float
+    teraflops: float  # TFLOP/s of this device over the window, model FLOPs counted once
+    tokens_per_second: float  # training tokens over wall time, evaluation and saving left out
+    # model FLOPs utilisation, of the matmul peak that was measured at the start. Above 1 where something else used the
+    # machine then.
     mfu_measured: float
-    mfu_datasheet: float | None
+    mfu_datasheet: float | None  # the same, of the peak in the device's datasheet; None where the device is not known
     learning_rate: float
     global_batch_size: int
-    loss: float | None
+    loss: float | None  # mean over the applied steps, in single precision as Megatron sums it; None if none was applied
     loss_scale: float
     grad_norm: float | None
     num_zeros: float | None
     params_norm: float | None
     num_skipped: int
-    num_nan: int
+    num_nan: int  # skipped steps whose loss was not finite
     skipped_samples: int = 0
     auxiliary_losses: Mapping[str, float] = field(default_factory=dict)
     further_losses: Mapping[str, float] = field(default_factory=dict)
@@ -177,53 +142,38 @@ class WindowReport:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Mean loss over a part of a split.
-
-    Attributes:
-        split: "validation" or "test".
-        final: one of the evaluations after training, which say which split they are on.
-    """
+    """Mean loss over a part of a split."""
 
     iteration: int
     consumed_samples: int
-    split: str
+    split: str  # "validation" or "test"
     loss: float
     num_samples: int
     seconds: float
-    final: bool
+    final: bool  # one of the evaluations after training, which say which split they are on
     further_losses: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class ScheduledSave:
-    """A checkpoint that is being written while training goes on.
-
-    Attributes:
-        stall_seconds: how long the training stood still for it.
-    """
+    """A checkpoint that is being written while training goes on."""
 
     iteration: int
     folder: str
-    stall_seconds: float
+    stall_seconds: float  # how long the training stood still for it
 
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """A checkpoint that is complete on disk.
-
-    Attributes:
-        seconds: from the begin of the save until it was complete.
-        stall_seconds: how long the training stood still for it, over all.
-        waited_seconds: the part of that in which the writers of a background save were waited for.
-        gigabytes_per_second: bytes of all ranks over the time of the slowest writer; 0 where nothing is written.
-    """
+    """A checkpoint that is complete on disk."""
 
     iteration: int
     path: str
-    seconds: float
+    seconds: float  # from the begin of the save until it was complete
     num_bytes: int
-    stall_seconds: float = 0.0
-    waited_seconds: float = 0.0
+    stall_seconds: float = 0.0  # how long the training stood still for it, over all
+    waited_seconds: float = 0.0  # the part of that in which the writers of a background save were waited for
+    # bytes of all ranks over the time of the slowest writer; 0 where nothing is written
     gigabytes_per_second: float = 0.0
 
     @property
@@ -234,17 +184,13 @@ class SavedCheckpoint:
 
 @dataclass(frozen=True)
 class Ending:
-    """Why a run ended.
+    """Why a run ended."""
 
-    Attributes:
-        kind: "finished", "signal", "interval" (`--exit-interval`, or the end of a phase) or "duration"
-            (`--exit-duration-in-mins`).
-        detail: the signal's name, or the minutes the run took.
-    """
-
+    # "finished", "signal", "interval" (`--exit-interval`, or the end of a phase) or "duration" (`--exit-duration-in-
+    # mins`)
     kind: str
     iteration: int
-    detail: str = ""
+    detail: str = ""  # the signal's name, or the minutes the run took
 
 
 @dataclass

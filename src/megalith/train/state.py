@@ -28,12 +28,10 @@ class StepCheck:
 
     Decided from numbers that all ranks have alike, before an update is made, so that all of them do the same. The
     numbers of the last steps are part of a checkpoint, so that a resumed run decides as the run without a break does.
-
-    Attributes:
-        spiky_loss, large_norm: whether one of 10 times the largest remembered is.
     """
 
     not_finite: bool = True
+    # spiky_loss, large_norm: whether one of 10 times the largest remembered is
     spiky_loss: bool = False
     large_norm: bool = False
     losses: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
@@ -108,14 +106,10 @@ class NoiseScale:
     they are divided, for each alone is noisy.
 
     Source: McCandlish et al. 2018, arXiv:1812.06162, section 2.2 and appendix A.1.
-
-    Attributes:
-        signal: of |G|^2, not yet corrected for its start from zero.
-        noise: of tr(S), likewise.
     """
 
-    signal: float = 0.0
-    noise: float = 0.0
+    signal: float = 0.0  # of |G|^2, not yet corrected for its start from zero
+    noise: float = 0.0  # of tr(S), likewise
 
     def add(self, small: int, small_norm: float, large: int, large_norm: float) -> float | None:
         """Take two batches into account.
@@ -155,39 +149,28 @@ class Moment:
 
 @dataclass
 class TrainState:
-    """The model, its optimizer, the random streams and the counters.
+    """The model, its optimizer, the random streams and the counters."""
 
-    Attributes:
-        chunks: the parts of the model that are computed here, in the order of the layers; one but with virtual stages.
-        iteration: optimizer steps done, skipped ones included.
-        consumed_samples: samples drawn from the training data.
-        consumed_valid_samples: samples drawn from the validation data.
-        schedule_samples: samples of applied steps: where the schedule stands.
-        flops: model FLOPs spent so far.
-        deferred: what the layers give their weight gradients to, where the schedule puts these off.
-        updating: an update of the weights is under way, so that the state is between two iterations.
-        check: what makes a step a bad one, and what it remembers of the last steps.
-        skipped_samples: samples drawn and passed over (`--iterations-to-skip`).
-        noise: the gradient noise scale so far (`--log-gradient-noise-scale`).
-        wandb_run_id: of the W&B run that records this one, on the first rank (`--wandb-project`).
-    """
-
+    # the parts of the model that are computed here, in the order of the layers; one but with virtual stages
     chunks: Sequence[LanguageModel]
     optimizer: Optimizer
     streams: RandomStreams
     schedule: ParameterSchedule
-    iteration: int = 0
-    consumed_samples: int = 0
-    consumed_valid_samples: int = 0
-    schedule_samples: int = 0
-    flops: float = 0.0
-    updating: bool = False
+    iteration: int = 0  # optimizer steps done, skipped ones included
+    consumed_samples: int = 0  # samples drawn from the training data
+    consumed_valid_samples: int = 0  # samples drawn from the validation data
+    schedule_samples: int = 0  # samples of applied steps: where the schedule stands
+    flops: float = 0.0  # model FLOPs spent so far
+    updating: bool = False  # an update of the weights is under way, so that the state is between two iterations
     context: ParallelContext = field(default_factory=ParallelContext.solo)
+    # what the layers give their weight gradients to, where the schedule puts these off
     deferred: DeferredSink | None = None
+    # what makes a step a bad one, and what it remembers of the last steps
     check: StepCheck = field(default_factory=StepCheck)
-    skipped_samples: int = 0
+    skipped_samples: int = 0  # samples drawn and passed over (`--iterations-to-skip`)
+    # the gradient noise scale so far (`--log-gradient-noise-scale`)
     noise: NoiseScale = field(default_factory=NoiseScale)
-    wandb_run_id: str | None = None
+    wandb_run_id: str | None = None  # of the W&B run that records this one, on the first rank (`--wandb-project`)
 
     @property
     def model(self) -> LanguageModel:

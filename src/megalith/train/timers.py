@@ -71,17 +71,12 @@ _WORTH_SAYING = 0.05  # of a step
 
 @dataclass(frozen=True)
 class Work:
-    """What a rank did in an interval, per step.
-
-    Attributes:
-        busy: seconds not spent waiting for others.
-        seconds: of the whole step.
-    """
+    """What a rank did in an interval, per step."""
 
     rank: int
     host: str
-    busy: float
-    seconds: float
+    busy: float  # seconds not spent waiting for others
+    seconds: float  # of the whole step
 
 
 class StragglerReport(Hook):

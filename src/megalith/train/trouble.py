@@ -68,24 +68,16 @@ class _Attempt:
 
 @dataclass
 class Care:
-    """Takes the steps of a run.
-
-    Attributes:
-        schedule: the order of a step's work.
-        policy: "stop", "skip" or "rerun".
-        twice: compute every step twice and count those whose loss differs.
-        injection: of wrong numbers, on purpose.
-        inject_nan: whether the next computation of a step is to get a loss that is NaN; whoever takes the step reads
-            it.
-        num_bad, num_different, num_compared: steps so far.
-    """
+    """Takes the steps of a run."""
 
     state: TrainState
-    schedule: str
-    policy: str = "stop"
-    twice: bool = False
-    injection: Injection = field(default_factory=Injection)
+    schedule: str  # the order of a step's work
+    policy: str = "stop"  # "stop", "skip" or "rerun"
+    twice: bool = False  # compute every step twice and count those whose loss differs
+    injection: Injection = field(default_factory=Injection)  # of wrong numbers, on purpose
+    # whether the next computation of a step is to get a loss that is NaN; whoever takes the step reads it
     inject_nan: bool = False
+    # num_bad, num_different, num_compared: steps so far
     num_bad: int = 0
     num_different: int = 0
     num_compared: int = 0
@@ -242,14 +234,10 @@ def _last_words(report: BadStep, result: StepResult, policy: str, in_a_row: int)
 
 @dataclass(frozen=True, order=True)
 class _Finding:
-    """Something not finite; of several the smallest is the first.
+    """Something not finite; of several the smallest is the first."""
 
-    Attributes:
-        phase: 0 weights, 1 forward passes, 2 losses, 3 backward passes, 4 gradients of weights.
-        micro_batch, place, call: its order within the phase; the place in the model counts backwards in phase 3.
-    """
-
-    phase: int
+    phase: int  # 0 weights, 1 forward passes, 2 losses, 3 backward passes, 4 gradients of weights
+    # micro_batch, place, call: its order within the phase; the place in the model counts backwards in phase 3
     micro_batch: int
     place: int
     call: int

@@ -77,18 +77,12 @@ _WITHOUT_EFFECT = {
 
 @dataclass(frozen=True)
 class Tool:
-    """One of Megatron's tools.
-
-    Attributes:
-        plugin: its word before the names of plugins.
-        dtype: of what it writes; None: that of the checkpoint.
-        legacy: the generation of the names that `--saver legacy` writes.
-    """
+    """One of Megatron's tools."""
 
     name: str
-    plugin: str
-    dtype: str | None
-    legacy: str
+    plugin: str  # its word before the names of plugins
+    dtype: str | None  # of what it writes; None: that of the checkpoint
+    legacy: str  # the generation of the names that `--saver legacy` writes
 
 
 TOOLS = {

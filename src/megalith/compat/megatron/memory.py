@@ -28,21 +28,15 @@ _DIVIDED_BYTES, _DIVISIBLE_BYTES = 6.0, 12.0  # with the distributed optimizer
 
 @dataclass(frozen=True)
 class Theory:
-    """Megatron's figures.
-
-    Attributes:
-        most_loaded: parameters of the most loaded (tensor, pipeline) rank.
-        weight_and_optimizer: its bytes.
-        activation: its bytes; None where Megatron has no formula.
-        prediction: parameters of the layers of multi-token prediction, but for what joins embeddings to states; None
-            where there are none.
-    """
+    """Megatron's figures."""
 
     transformer: float
     embedding: float
-    most_loaded: float
-    weight_and_optimizer: float
-    activation: float | None
+    most_loaded: float  # parameters of the most loaded (tensor, pipeline) rank
+    weight_and_optimizer: float  # its bytes
+    activation: float | None  # its bytes; None where Megatron has no formula
+    # parameters of the layers of multi-token prediction, but for what joins embeddings to states; None where there are
+    # none
     prediction: float | None = None
 
 

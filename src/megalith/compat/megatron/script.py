@@ -44,18 +44,13 @@ class Command:
 
 @dataclass
 class Script:
-    """What was read.
-
-    Attributes:
-        exported: variables that it gives them.
-        notes: what could not be followed, one line each.
-        directives: what `#SBATCH` lines ask for: "nodes", "ntasks", "ntasks-per-node".
-    """
+    """What was read."""
 
     commands: list[Command] = field(default_factory=list)
-    exported: dict[str, str] = field(default_factory=dict)
+    exported: dict[str, str] = field(default_factory=dict)  # variables that it gives them
+    # what `#SBATCH` lines ask for: "nodes", "ntasks", "ntasks-per-node"
     directives: dict[str, str] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # what could not be followed, one line each
 
 
 def read_script(text: str, arguments: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> Script:
@@ -435,21 +430,13 @@ _TASKS = ("srun", "mpirun", "mpiexec")
 
 @dataclass(frozen=True)
 class Launch:
-    """A program with its flags, and how it is started.
+    """A program with its flags, and how it is started."""
 
-    Attributes:
-        program: path of the .py file, as the script writes it.
-        flags: its words.
-        launcher: "torchrun", "torch.distributed.launch", "deepspeed", "srun", "mpirun" or "python".
-        options: what the launcher is told: processes (of each host), hosts, host, address, port.
-        line: of the script.
-    """
-
-    program: str
-    flags: tuple[str, ...]
-    launcher: str
-    options: dict[str, str]
-    line: int
+    program: str  # path of the .py file, as the script writes it
+    flags: tuple[str, ...]  # its words
+    launcher: str  # "torchrun", "torch.distributed.launch", "deepspeed", "srun", "mpirun" or "python"
+    options: dict[str, str]  # what the launcher is told: processes (of each host), hosts, host, address, port
+    line: int  # of the script
 
     @property
     def name(self) -> str:

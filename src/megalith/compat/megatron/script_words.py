@@ -18,16 +18,11 @@ _CONTINUED_COMMENT = re.compile(r"\\[ \t]*(#[^\n]*)?\n")
 
 @dataclass(frozen=True)
 class Part:
-    """A piece of a word.
-
-    Attributes:
-        expands: whether variables in it are looked up: everywhere but in single quotes.
-        quoted: whether it stands in quotes, so that blanks in it do not divide.
-    """
+    """A piece of a word."""
 
     text: str
-    expands: bool
-    quoted: bool
+    expands: bool  # whether variables in it are looked up: everywhere but in single quotes
+    quoted: bool  # whether it stands in quotes, so that blanks in it do not divide
 
 
 @dataclass(frozen=True)
@@ -40,15 +35,11 @@ class Word:
 
 @dataclass(frozen=True)
 class Operator:
-    """What stands between words: `;`, a bracket, the end of a line.
-
-    Attributes:
-        glued: whether it stands directly behind a word, as the bracket of `NAME=(` and the mark of `2>` do.
-    """
+    """What stands between words: `;`, a bracket, the end of a line."""
 
     text: str
     line: int
-    glued: bool
+    glued: bool  # whether it stands directly behind a word, as the bracket of `NAME=(` and the mark of `2>` do
 
 
 Token = Word | Operator
@@ -225,20 +216,13 @@ _SUMS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
 
 @dataclass
 class Variables:
-    """What a script knows.
+    """What a script knows."""
 
-    Attributes:
-        values: name -> text, or the elements of an array.
-        environ: variables from outside.
-        missing: names that were asked for and are set nowhere, in order.
-        commands: commands whose output was asked for, in order.
-    """
-
-    environ: Mapping[str, str] = field(default_factory=dict)
+    environ: Mapping[str, str] = field(default_factory=dict)  # variables from outside
     arguments: Sequence[str] = ()
-    values: dict[str, Value] = field(default_factory=dict)
-    missing: list[str] = field(default_factory=list)
-    commands: list[str] = field(default_factory=list)
+    values: dict[str, Value] = field(default_factory=dict)  # name -> text, or the elements of an array
+    missing: list[str] = field(default_factory=list)  # names that were asked for and are set nowhere, in order
+    commands: list[str] = field(default_factory=list)  # commands whose output was asked for, in order
 
     def expand(self, word: Word) -> list[str]:
         """The words that a word becomes: none for an empty variable, several for an array or a text with blanks."""

@@ -28,27 +28,19 @@ _USED = (
 
 @dataclass(frozen=True)
 class ServerFlags:
-    """What a command line asks for.
-
-    Attributes:
-        server: flags about the server itself, as of `megalith serve`.
-        settings: of the launch and the layout, by name.
-        stated: what it says of the architecture, by setting.
-        seed: of the first request that names none; None: unpredictable.
-        notes: what has no effect.
-    """
+    """What a command line asks for."""
 
     checkpoint: Path
-    server: argparse.Namespace
+    server: argparse.Namespace  # flags about the server itself, as of `megalith serve`
     defaults: Defaults
     iteration: int | None = None
     dtype: str | None = None
     tokenizer: TokenizerConfig | None = None
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    stated: Mapping[str, Any] = field(default_factory=dict)
-    seed: int | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)  # of the launch and the layout, by name
+    stated: Mapping[str, Any] = field(default_factory=dict)  # what it says of the architecture, by setting
+    seed: int | None = None  # of the first request that names none; None: unpredictable
     max_batch: int | None = None
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # what has no effect
 
 
 def _parser() -> ToolParser:
