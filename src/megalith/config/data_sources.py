@@ -105,11 +105,7 @@ def _number(word: str) -> float | None:
 
 
 def data_sources(data: DataConfig) -> DataSources:
-    """What the run reads, from the flags and the files that they name.
-
-    Raises:
-        ConfigError: a file cannot be read, or what it holds is no blend.
-    """
+    """What the run reads, from the flags and the files that they name; ConfigError if one is unreadable or no blend."""
     if data.per_split_data_args_path is not None:
         return DataSources(splits=_splits_of_file(Path(data.per_split_data_args_path)))
     if any(data.paths_of_splits):

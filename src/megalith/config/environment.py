@@ -40,11 +40,7 @@ def listen(host: str, port: int, backlog: int) -> socket.socket:
 
 
 def read_launch(environ: Mapping[str, str]) -> dict[str, str]:
-    """Say what is known of this process in torchrun's variables, and in MEGALITH_LAUNCHER who started it.
-
-    Raises:
-        ConfigError: the variables are incomplete.
-    """
+    """Say what is known of this process in torchrun's variables, and who started it in MEGALITH_LAUNCHER."""
     own = {name: environ[name] for name in _OF_TORCHRUN if name in environ}
     if "RANK" in environ or "WORLD_SIZE" in environ:
         by = environ.get("MEGALITH_LAUNCHER") or ("torchrun" if "TORCHELASTIC_RUN_ID" in environ else "hand")

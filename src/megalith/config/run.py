@@ -168,11 +168,7 @@ class RunConfig:
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Mapping[str, Any]]) -> RunConfig:
-        """Rebuild what `to_dict` made; settings that are absent take their defaults.
-
-        Raises:
-            ConfigError: for a group or setting that does not exist, or a required one that is missing.
-        """
+        """Rebuild what `to_dict` made, with defaults for what is absent; ConfigError names what is unknown or lacks."""
         unknown = [f"saved configuration: no group called '{name}'" for name in saved if name not in group_types()]
         if unknown:
             raise ConfigError(unknown)
@@ -194,11 +190,7 @@ def all_settings() -> Mapping[str, Setting]:
 
 
 def group_from_dict(name: str, saved: Mapping[str, Any]) -> Any:
-    """One group from its saved dictionary, lists back to tuples.
-
-    Raises:
-        ConfigError: for a setting that does not exist, or a required one that is missing.
-    """
+    """One group from its saved dictionary, lists back to tuples; ConfigError names unknown and missing settings."""
     settings = {setting.name: setting for setting in settings_of(name, group_types()[name])}
     problems = [f"saved configuration: group '{name}' has no setting '{key}'" for key in saved if key not in settings]
     problems += [

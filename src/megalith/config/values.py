@@ -50,11 +50,7 @@ def holds_paths(setting: Setting) -> bool:
 
 
 def expanded(path: str) -> str:
-    """Replace `~` and `$VAR` in a path, which quotes, `--flag=~/x` and recipes hide from the shell.
-
-    Raises:
-        BadValue: a variable is not set.
-    """
+    """Replace `~` and `$VAR` in a path, which quotes and recipes hide from the shell; BadValue if one is not set."""
     if os.path.lexists(path):
         return path
     names = [one or other for one, other in _VARIABLE.findall(path)]
@@ -79,11 +75,7 @@ def local_path(text: str) -> Path:
 
 
 def value_from_words(setting: Setting, words: list[str]) -> Any:
-    """The value that the words after a flag stand for.
-
-    Raises:
-        BadValue: if a word is not a number where one is needed, or not one of the choices.
-    """
+    """The value that the words after a flag stand for; BadValue if they are no number or none of the choices."""
     values = [_from_word(setting, word) for word in words]
     return tuple(values) if setting.many else values[0]
 
@@ -205,11 +197,7 @@ _LONGEST = 100_000
 
 
 def read_pattern(text: str) -> int | tuple[int, ...]:
-    """A frequency or the list, written out.
-
-    Raises:
-        ValueError: it is neither; says why.
-    """
+    """A frequency or the list, written out; a ValueError says why it is neither."""
     try:
         found = _value(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, RecursionError, MemoryError):
@@ -254,11 +242,7 @@ def of_layers(text: str | None, num_layers: int) -> tuple[bool, ...]:
 
 
 def read_window(text: str) -> tuple[int, int]:
-    """The two numbers of `--window-size LEFT,RIGHT`; parentheses or brackets around them do not matter.
-
-    Raises:
-        ValueError: it is something else.
-    """
+    """The two numbers of `--window-size LEFT,RIGHT`, with or without brackets; ValueError if it is something else."""
     parts = text.strip().strip("()[]").split(",")
     try:
         left, right = (int(part) for part in parts)

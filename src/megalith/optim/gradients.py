@@ -126,11 +126,7 @@ class GradientBuffers:
         return {name: piece for name, piece in pieces.items() if piece.numel() > 0}
 
     def begin(self, num_micro_batches: int | None = None) -> None:
-        """Start a step: whatever the memory holds is stale.
-
-        Args:
-            num_micro_batches: Backward passes of the step; without it nothing is reduced before `finish`.
-        """
+        """Start a step: whatever the memory holds is stale. Without `num_micro_batches` only `finish` reduces."""
         self._written.clear()
         self._finished = False
         if self._arrivals is not None:

@@ -65,11 +65,7 @@ class ShardedGradients:
         return self._part_of[name].owned(name)
 
     def begin(self, num_micro_batches: int | None = None) -> None:
-        """Start a step.
-
-        Args:
-            num_micro_batches: backward passes of the step; without it every one of them reduces.
-        """
+        """Start a step; without `num_micro_batches` every backward pass reduces."""
         self._pieces = None
         for part in self._parts:
             part.begin(num_micro_batches)
@@ -257,11 +253,7 @@ def hold_flat(
     bucket_size: int | None,
     overlap_gather: bool,
 ) -> Holding:
-    """Replicated parameters with preallocated gradients, whose layers get a sink that writes to these.
-
-    Args:
-        work, grads: dtypes of the main parameters and of the gradients.
-    """
+    """Replicated parameters with preallocated gradients, whose layers get a sink that writes to these."""
     kind = Zero1 if zero1 else Replicated
     data, of_experts = kind(ctx), kind(ctx, experts=True)
     gradients = GradientBuffers(

@@ -50,11 +50,7 @@ NORM_FLOOR = 1e-7
 
 
 def orthogonalised(matrix: Tensor, coefficients: Sequence[tuple[float, float, float]], steps: int) -> Tensor:
-    """The nearest matrix with orthonormal rows or columns, about: its singular values are near one.
-
-    Args:
-        coefficients: of the iterations, from the first again when they run out.
-    """
+    """About the nearest matrix with orthonormal rows or columns; `coefficients` begin again when they run out."""
     x = matrix.t() if matrix.shape[0] > matrix.shape[1] else matrix
     x = x / x.norm().clamp(min=NORM_FLOOR)
     for a, b, c in islice(cycle(coefficients), steps):

@@ -52,11 +52,7 @@ class BatchSizes:
         return self.asked(consumed) // self.unit
 
     def consumed_after(self, iterations: int, consumed: int = 0, *, rounded: bool = False) -> int:
-        """Samples consumed when so many more steps are done.
-
-        Args:
-            rounded: count `running` sizes rather than those asked for.
-        """
+        """Samples consumed when so many more steps are done; `rounded` counts `running` sizes, not those asked for."""
         for stage, end in self._from(consumed):
             size = stage.size // self.unit * self.unit if rounded else stage.size
             if end is None:
@@ -90,11 +86,7 @@ def constant(size: int, unit: int = 1) -> BatchSizes:
 
 
 def ramped(start: int, increment: int, samples: int, final: int, unit: int = 1) -> BatchSizes:
-    """From `start` to `final` by increments that are spread over `samples` (`--rampup-batch-size`).
-
-    Args:
-        start: first size, below `final` by a multiple of `increment`.
-    """
+    """From `start` to `final` by whole increments that are spread over `samples` (`--rampup-batch-size`)."""
     count = (final - start) // increment
     assert count > 0 and start + count * increment == final, "a rule of the configuration"
     per_increment = samples / count

@@ -197,11 +197,7 @@ def violations(name: str, stages: int, chunks: int, micro_batches: int, flags: F
 
 @lru_cache(maxsize=64)
 def make_schedule(name: str, stages: int, chunks: int, micro_batches: int) -> Schedule:
-    """Make a schedule by its name, one of `SCHEDULES`; once, as a run asks for the same one in each of its steps.
-
-    Raises:
-        LayoutError: there is no such schedule for these sizes.
-    """
+    """Make a schedule by its name, one of `SCHEDULES`, once for these sizes; LayoutError if there is none for them."""
     found = violations(name, stages, chunks, micro_batches)
     if found:
         raise LayoutError("\n".join(found))

@@ -18,11 +18,7 @@ from megalith.train.state import TrainState
 
 
 class CheckpointSaver:
-    """Writes the state of a run into a store.
-
-    Args:
-        passing: where those go of which only the last one is kept; None if there are none.
-    """
+    """Writes the state of a run into a store, or into `passing`, where only the last checkpoint is kept."""
 
     def __init__(
         self,

@@ -37,11 +37,7 @@ from megalith.train.streams import warn
 
 
 class MetricsWriter(Hook):
-    """Appends to `path`. A disk that fails costs the metrics, with one warning, not the training.
-
-    Args:
-        memory: gives figures in bytes that each window's line carries.
-    """
+    """Appends to `path`. A disk that fails costs the metrics, with one warning, not the training."""
 
     def __init__(self, path: Path, memory: Callable[[], Mapping[str, int]] = dict) -> None:
         self._memory, self._path = memory, path

@@ -16,11 +16,7 @@ _ROWS = 40  # of the table
 
 
 class TorchProfiler:
-    """torch's own: a trace for chrome://tracing or perfetto, and a table of the costliest operations.
-
-    Args:
-        path: the trace, a .json; the table lies beside it as .txt.
-    """
+    """torch's own: a trace for chrome://tracing or perfetto, and a table of the costliest operations beside it."""
 
     def __init__(self, path: Path, device: torch.device, *, shapes: bool, stacks: bool) -> None:
         activities = [torch.profiler.ProfilerActivity.CPU]
@@ -76,11 +72,7 @@ def build_profiler(log: LogConfig, device: torch.device, rank: int, folder: Path
 
 
 class Profile(Hook):
-    """Profiles the iterations behind `start` up to `end`; one that the run stops within ends there.
-
-    Args:
-        iteration: the one that the run begins behind.
-    """
+    """Profiles the iterations behind `start` up to `end`, in a run that begins behind `iteration`."""
 
     def __init__(
         self, profiler: TorchProfiler | NsysMarks, start: int, end: int, iteration: int, say: Callable[[str], None]

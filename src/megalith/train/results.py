@@ -105,11 +105,7 @@ class GradientNoise:
 
 @dataclass(frozen=True)
 class WindowReport:
-    """The steps between two lines of the log: averages and counts, with the last step's own values.
-
-    Attributes:
-        The rest: of the last step, as in `StepResult`.
-    """
+    """The steps between two lines of the log: averages and counts; what has no comment is of the last step."""
 
     iteration: int
     train_iterations: int

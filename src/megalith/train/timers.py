@@ -22,11 +22,7 @@ from megalith.train.results import Evaluation, Hook, SavedCheckpoint, ScheduledS
 
 
 class Timers:
-    """The stretches of time of this rank, added up by name until they are taken.
-
-    Args:
-        level: those of a higher level are not measured (`--timing-log-level`).
-    """
+    """Stretches of time of this rank up to a level (`--timing-log-level`), added up by name until they are taken."""
 
     def __init__(self, level: int = 0, device: torch.device | str = "cpu") -> None:
         self.level, self._device = level, torch.device(device)

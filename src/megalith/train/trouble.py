@@ -85,11 +85,7 @@ class Care:
     _overflows: int = 0
 
     def step(self, batches: Iterator[Batch], take: Take, tell: Callable[[BadStep], None]) -> StepResult:
-        """Take a step; what is bad about it is told.
-
-        Raises:
-            BadStepError: it is bad, and the policy says stop, or nothing else helps. Every rank raises it.
-        """
+        """Take a step and tell what is bad about it; every rank raises BadStepError where the policy says stop."""
         state, before = self.state, self.state.moment()
         drawn, sums = list[Batch](), list[Tensor]()
         attempt = _Attempt(drawn, sums, take, tell, before)

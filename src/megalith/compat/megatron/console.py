@@ -96,11 +96,7 @@ def skipping_training_line() -> str:
 
 
 def iteration_line(window: WindowReport, moment: datetime, *, throughput: bool = False) -> str:
-    """One line for the steps since the last one; a value that the last step did not have is left out.
-
-    Args:
-        throughput: with the TFLOP/s of each device (`--log-throughput`).
-    """
+    """One line for the steps since the last one; a value that the last step did not have is left out."""
     parts = [
         f" [{stamp(moment)}] iteration {window.iteration:8d}/{window.train_iterations:8d}",
         f"consumed samples: {window.consumed_samples:12d}",

@@ -17,11 +17,7 @@ _RULE = "!" * 80
 
 
 class EvaluationConsole:
-    """Megatron's lines on the way to a result.
-
-    Args:
-        log_interval: batches between two lines of progress.
-    """
+    """Megatron's lines on the way to a result, with one of progress every `log_interval` batches."""
 
     def __init__(self, say: Callable[[str], None], log_interval: int) -> None:
         self._say, self._log_interval = say, log_interval

@@ -390,11 +390,7 @@ def is_known(text: str) -> bool:
 
 
 def _value_of(text: str) -> int:
-    """The value of what stands between `$((` and `))`, with C's operators.
-
-    Raises:
-        SyntaxError, ValueError: it is something else.
-    """
+    """The value of what stands between `$((` and `))`, with C's operators; SyntaxError or ValueError otherwise."""
     condition, question, branches = text.partition("?")
     if question:
         open_questions = 1
@@ -421,11 +417,7 @@ _TESTS: Mapping[type[ast.cmpop], Callable[[int, int], bool]] = {
 
 
 def _number(node: ast.expr) -> int:
-    """The value of a sum or a test of whole numbers; a test gives 0 or 1.
-
-    Raises:
-        ValueError: it is something else.
-    """
+    """The value of a sum or a test of whole numbers, where a test gives 0 or 1; ValueError for anything else."""
     if isinstance(node, ast.Constant) and isinstance(node.value, int):
         return node.value
     if isinstance(node, ast.BinOp) and type(node.op) in _SUMS:

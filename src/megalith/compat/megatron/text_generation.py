@@ -66,11 +66,7 @@ def _parser() -> ToolParser:
 
 
 def read_flags(argv: Sequence[str], server_flags: argparse.ArgumentParser) -> ServerFlags:
-    """What a command line of the script asks for.
-
-    Raises:
-        ConfigError: everything that is wrong with it.
-    """
+    """What a command line of the script asks for; a ConfigError says everything that is wrong with it."""
     options, rest = _parser().parse_known_args(list(argv))
     server, others = server_flags.parse_known_args(rest)
     reading = read_command_line(others)
