@@ -25,7 +25,7 @@ from megalith.tokenizers.byte_level import (
     read_byte_pair_vocabulary,
 )
 from megalith.tokenizers.fast_bpe import ArrayEncoder, BytePairArrays
-from megalith.tokenizers.protocol import Roles, TokenizerWithRoles, require_ids, surrogate_error
+from megalith.tokenizers.protocol import Tokenizer, require_ids, surrogate_error
 
 # GPT-2's pattern with possessive quantifiers, which cannot blow up; the same splits (tiktoken_ext/openai_public.py).
 _PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
@@ -33,7 +33,7 @@ _PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++
 Encoder = Callable[[str], list[int]]
 
 
-class GPT2BPETokenizer(TokenizerWithRoles):
+class GPT2BPETokenizer(Tokenizer):
     """`GPT2BPETokenizer` of Megatron: the same ids, `<|endoftext|>` inside a text is plain text."""
 
     def __init__(self, vocab_file: str | Path, merge_file: str | Path) -> None:
@@ -43,8 +43,8 @@ class GPT2BPETokenizer(TokenizerWithRoles):
         """
         self._vocab_file, self._merge_file = str(vocab_file), str(merge_file)
         self._vocabulary = vocabulary = read_byte_pair_vocabulary(self._vocab_file, self._merge_file)
-        eod = vocabulary.ids[END_OF_TEXT]
-        self._roles = Roles(len(vocabulary.ids), eod, {"eod": eod})
+        self.vocab_size, self.eod = len(vocabulary.ids), vocabulary.ids[END_OF_TEXT]
+        self.special = {"eod": self.eod}
 
     # Made when they are first needed: training, and the process that leads others in preprocessing, need neither.
     @cached_property

@@ -22,7 +22,7 @@ from typing import Any
 from megalith.errors import DataError
 from megalith.tokenizers.byte_level import END_OF_TEXT, byte_level_tokenizer, read_byte_pair_vocabulary
 from megalith.tokenizers.card import file_hashes
-from megalith.tokenizers.protocol import Roles, TokenizerWithRoles, import_for, require_ids, require_text
+from megalith.tokenizers.protocol import Tokenizer, import_for, require_ids, require_text
 from megalith.tokenizers.sentence_piece import MODEL_FILE, decode_around, encode_around, load_model
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -289,7 +289,7 @@ def _cached(name: str) -> Path | None:
     return snapshot if snapshot.is_dir() else None
 
 
-class HuggingFaceTokenizer(TokenizerWithRoles):
+class HuggingFaceTokenizer(Tokenizer):
     """`HuggingFaceTokenizer` of Megatron, for local folders.
 
     Args:
@@ -308,19 +308,20 @@ class HuggingFaceTokenizer(TokenizerWithRoles):
         self._folder = find_folder(str(named))
         self._engine = self._load()
         ids = self._engine.ids
-        size = max(len(ids), 1 + max(ids.values(), default=-1))
-        eod = self._end(ids, size)
+        self.vocab_size = max(len(ids), 1 + max(ids.values(), default=-1))
+        self.eod = self._end(ids)
         special = {
             role: ids[token]
             for role in _ROLES
             if (token := next((name for name in self._named_tokens(f"{role}_token") if name in ids), None)) is not None
         }
-        pad = special.get("pad")
+        self.special = {"eod": self.eod, **special}
+        # One id for the padding and the end of a text would hide the ends.
+        self.pad = None if special.get("pad") == self.eod else special.get("pad")
         extra = list[int]()
         while (number := ids.get(f"<extra_id_{len(extra)}>")) is not None:
             extra.append(number)
-        # One id for the padding and the end of a text would hide the ends.
-        self._roles = Roles(size, eod, {"eod": eod, **special}, None if pad == eod else pad, tuple(extra))
+        self.extra_ids = tuple(extra)
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
@@ -376,7 +377,7 @@ class HuggingFaceTokenizer(TokenizerWithRoles):
         own = byte_level_engine(folder, settings, self._named_tokens, self._special_tokens, around=self._around)
         return own or transformers_engine(folder, slow, self._special_tokens, around=self._around)
 
-    def _end(self, ids: Mapping[str, int], size: int) -> int:
+    def _end(self, ids: Mapping[str, int]) -> int:
         """The id that ends a text: the eos_token, else the model's eos_token_id, else a token of a usual name."""
         for token in self._named_tokens("eos_token"):
             if token in ids:
@@ -384,7 +385,7 @@ class HuggingFaceTokenizer(TokenizerWithRoles):
         for name in _MODEL_CONFIGS:
             number = _object(self._folder / name).get("eos_token_id")
             number = number[0] if isinstance(number, list) and number else number
-            if isinstance(number, int) and not isinstance(number, bool) and 0 <= number < size:
+            if isinstance(number, int) and not isinstance(number, bool) and 0 <= number < self.vocab_size:
                 return number
         for token in (*self._named_tokens("sep_token"), *_USUAL_ENDS):
             if token in ids:

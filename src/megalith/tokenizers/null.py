@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from megalith.errors import DataError
-from megalith.tokenizers.protocol import Roles, TokenizerWithRoles
+from megalith.tokenizers.protocol import Tokenizer
 
 _SHOWN_CHARACTERS = 40
 
 
-class NullTokenizer(TokenizerWithRoles):
+class NullTokenizer(Tokenizer):
     """Numbers are ids, in two generations of Megatron.
 
     Up to 0.16 `--vocab-size N` gives N + 1 ids, the last of which ends a document. Later it gives N ids, the last of
@@ -28,10 +28,10 @@ class NullTokenizer(TokenizerWithRoles):
 
     def __init__(self, num_ids: int, *, later: bool = False, eod_id: int | None = None, pad_id: int = -1) -> None:
         self._num_ids = num_ids
-        size = num_ids if later else num_ids + 1
-        eod = size - 1 if eod_id is None else eod_id
-        pad = None if pad_id < 0 else pad_id
-        self._roles = Roles(size, eod, {"eod": eod} if pad is None else {"eod": eod, "pad": pad}, pad)
+        self.vocab_size = num_ids if later else num_ids + 1
+        self.eod = self.vocab_size - 1 if eod_id is None else eod_id
+        self.pad = None if pad_id < 0 else pad_id
+        self.special = {"eod": self.eod} if self.pad is None else {"eod": self.eod, "pad": self.pad}
 
     def encode(self, text: str) -> list[int]:
         """Numbers of a text. Negative and too large numbers pass, as in Megatron; what stores them checks the range."""

@@ -1,85 +1,27 @@
-"""What the rest of Megalith knows of a tokenizer, and what the tokenizers have in common.
-
-Most know for good, once they are made, which ids have a role (`Roles`); what is the same in all of them follows from
-that. How text becomes ids is theirs.
-"""
+"""The base of all tokenizers, and what they have in common."""
 
 from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from megalith.errors import DataError, install_command
 from megalith.tokenizers.card import file_hashes, vocabulary_hash
 
 
-class Tokenizer(Protocol):
-    """Text to ids and back. Ids are 0 to `vocab_size` - 1; the padded vocabulary is no business of the tokenizer."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of ids, special ones included, padding excluded."""
-
-    @property
-    def eod(self) -> int:
-        """Id that ends a document."""
-
-    @property
-    def pad(self) -> int | None:
-        """Id that fills up short samples, None where the tokenizer has none."""
-
-    @property
-    def special(self) -> Mapping[str, int]:
-        """Ids with a role, by its name: eod, bos, eos, pad, unk, cls, sep, mask, as far as the tokenizer has them."""
-
-    @property
-    def special_ids(self) -> frozenset[int]:
-        """Ids of all special tokens, with a role or without, except `extra_ids`, which are part of answers."""
-
-    @property
-    def extra_ids(self) -> tuple[int, ...]:
-        """Ids of `<extra_id_0>`, `<extra_id_1>` and so on, which stand for the spans that T5 leaves out."""
-
-    def encode(self, text: str) -> list[int]:
-        """Ids of a text. Whether special tokens written out in it are plain text is said by each class.
-
-        Raises:  DataError if the text cannot be encoded (lone surrogates; non-numbers for NullTokenizer).
-        """
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of several texts, in order."""
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids; bytes that are no UTF-8 become U+FFFD.
-
-        Raises:  DataError naming the first id outside the vocabulary.
-        """
-
-    def card(self) -> dict[str, Any]:
-        """Who this tokenizer is, wherever its files lie: class, sizes, special ids, sha256 of each file (`card`)."""
-
-    def identity(self) -> dict[str, Any]:
-        """What Megatron hashes into the names of index caches; holds the paths as they were typed."""
-
-    def files(self) -> dict[str, Path]:
-        """The files that make this tokenizer, under the names that they have beside a checkpoint."""
-
-
-@dataclass(frozen=True)
-class Roles:
-    """The ids of a tokenizer that are more than text; as `Tokenizer` has them.
+class Tokenizer(ABC):
+    """Text to ids and back. Ids are 0 to `vocab_size` - 1; the padded vocabulary is no business of the tokenizer.
 
     Attributes:
-        vocab_size: number of ids.
+        vocab_size: number of ids, special ones included, padding excluded.
         eod: id that ends a document.
-        special: ids by role.
-        pad: id that fills up short samples, None for none.
-        extra_ids: ids of the spans that T5 leaves out.
+        special: ids with a role, by its name: eod, bos, eos, pad, unk, cls, sep, mask, as far as there are any.
+        pad: id that fills up short samples, None where the tokenizer has none.
+        extra_ids: ids of `<extra_id_0>`, `<extra_id_1>` and so on, which stand for the spans that T5 leaves out.
     """
 
     vocab_size: int
@@ -88,44 +30,31 @@ class Roles:
     pad: int | None = None
     extra_ids: tuple[int, ...] = ()
 
-
-class TokenizerWithRoles(ABC):
-    """What follows from the roles and from one text at a time; a tokenizer sets `_roles` when it is made."""
-
-    _roles: Roles
-
-    @property
-    def vocab_size(self) -> int:
-        return self._roles.vocab_size
-
-    @property
-    def eod(self) -> int:
-        return self._roles.eod
-
-    @property
-    def pad(self) -> int | None:
-        return self._roles.pad
-
-    @property
-    def special(self) -> Mapping[str, int]:
-        return self._roles.special
-
     @cached_property
     def special_ids(self) -> frozenset[int]:
+        """Ids of all special tokens, with a role or without, except `extra_ids`, which are part of answers."""
         return frozenset((self.eod, *self.special.values()))
-
-    @property
-    def extra_ids(self) -> tuple[int, ...]:
-        return self._roles.extra_ids
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
-        """Ids of a text."""
+        """Ids of a text. Whether special tokens written out in it are plain text is said by each class.
+
+        Raises:  DataError if the text cannot be encoded (lone surrogates; non-numbers for NullTokenizer).
+        """
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of several texts, in order."""
         return [self.encode(text) for text in texts]
 
+    @abstractmethod
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ids; bytes that are no UTF-8 become U+FFFD.
+
+        Raises:  DataError naming the first id outside the vocabulary.
+        """
+
     def card(self) -> dict[str, Any]:
+        """Who this tokenizer is, wherever its files lie: class, sizes, special ids, sha256 of each file (`card`)."""
         card: dict[str, Any] = {
             "class": self._card_class,
             "vocabulary": self._vocabulary_hash,
@@ -137,8 +66,12 @@ class TokenizerWithRoles(ABC):
         return card if settings is None else {**card, "settings": settings}
 
     @abstractmethod
+    def identity(self) -> dict[str, Any]:
+        """What Megatron hashes into the names of index caches; holds the paths as they were typed."""
+
+    @abstractmethod
     def files(self) -> dict[str, Path]:
-        """The files that make this tokenizer."""
+        """The files that make this tokenizer, under the names that they have beside a checkpoint."""
 
     @property
     def _card_class(self) -> str:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from megalith.errors import DataError
-from megalith.tokenizers.protocol import Roles, TokenizerWithRoles, import_for, require_ids, require_text
+from megalith.tokenizers.protocol import Tokenizer, import_for, require_ids, require_text
 
 MODEL_FILE = "tokenizer.model"
 """The name of the model beside a checkpoint."""
@@ -28,7 +28,7 @@ MODEL_FILE = "tokenizer.model"
 _LEAST_BYTES = 16  # a shorter file is no model; what a failed download leaves
 
 
-class _SentencePiece(TokenizerWithRoles):
+class _SentencePiece(Tokenizer):
     """What the three have in common.
 
     Args:
@@ -43,10 +43,10 @@ class _SentencePiece(TokenizerWithRoles):
         self._model = load_model(type(self).__name__, Path(model_file))
         self._model_size: int = self._model.get_piece_size()
 
-    def _roles_of_model(self, pad: int | None = None) -> Roles:
-        """The roles that the pieces of the model have, whose end of text must be among them."""
-        special = {role: number for role in ("bos", "eos") if (number := self._role(role)) is not None}
-        return Roles(self._model_size, self._required("eos"), special, pad)
+    def _take_roles_of_model(self) -> None:
+        """Take the roles that the pieces of the model have, whose end of text must be among them."""
+        self.vocab_size, self.eod = self._model_size, self._required("eos")
+        self.special = {role: number for role in ("bos", "eos") if (number := self._role(role)) is not None}
 
     def encode(self, text: str) -> list[int]:
         return self._pieces(require_text(text))
@@ -86,7 +86,8 @@ class GPTSentencePieceTokenizer(_SentencePiece):
 
     def __init__(self, model_file: str | Path) -> None:
         super().__init__(model_file)
-        self._roles = self._roles_of_model(pad=self._role("pad"))
+        self._take_roles_of_model()
+        self.pad = self._role("pad")
 
 
 class Llama2Tokenizer(_SentencePiece):
@@ -94,7 +95,7 @@ class Llama2Tokenizer(_SentencePiece):
 
     def __init__(self, model_file: str | Path) -> None:
         super().__init__(model_file)
-        self._roles = self._roles_of_model()
+        self._take_roles_of_model()
         self._bos = self._required("bos")
 
     def encode(self, text: str) -> list[int]:
@@ -121,9 +122,9 @@ class SentencePieceTokenizer(_SentencePiece):
         self._ids: dict[str, int] = {}
         for token in (*roles.values(), *extra):
             self._ids[token] = tokens.setdefault(token, len(tokens))
-        special = {role: self._ids[token] for role, token in roles.items()}
-        extra_ids = tuple(self._ids[token] for token in extra)
-        self._roles = Roles(len(tokens), special["eod"], special, special["pad"], extra_ids)
+        self.special = {role: self._ids[token] for role, token in roles.items()}
+        self.vocab_size, self.eod, self.pad = len(tokens), self.special["eod"], self.special["pad"]
+        self.extra_ids = tuple(self._ids[token] for token in extra)
         self._token_of = {number: token for token, number in self._ids.items()}
         self._written_out = re.compile("|".join(map(re.escape, self._ids)))
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from megalith.errors import DataError
 from megalith.tokenizers.byte_level import BYTE_OF_CHARACTER
-from megalith.tokenizers.protocol import Roles, TokenizerWithRoles, require_ids, require_text
+from megalith.tokenizers.protocol import Tokenizer, require_ids, require_text
 
 VOCABULARY_FILE = "tiktoken.vocab.json"
 """The name of the vocabulary beside a checkpoint."""
@@ -38,7 +38,7 @@ PATTERNS = {
 }
 
 
-class TikTokenizer(TokenizerWithRoles):
+class TikTokenizer(Tokenizer):
     """`TikTokenizer` of Megatron. Special tokens written out in a text are plain text.
 
     Args:
@@ -70,8 +70,8 @@ class TikTokenizer(TokenizerWithRoles):
         self._bytes = [*(name.encode() for name in (*names, *filler)), *tokens]
         roles = {"unk": "<unk>", "bos": "<s>", "eos": "</s>"}
         roles |= {name: token for name in ("pad", "mask", "cls", "sep") if (token := f"<{name}>") in self._named}
-        special = {role: names.index(token) for role, token in roles.items()}
-        self._roles = Roles(size, special["eos"], special, special.get("pad"))
+        self.special = {role: names.index(token) for role, token in roles.items()}
+        self.vocab_size, self.eod, self.pad = size, self.special["eos"], self.special.get("pad")
 
         import tiktoken
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from megalith.errors import DataError
-from megalith.tokenizers.protocol import Roles, Tokenizer, TokenizerWithRoles, read_text_file, require_ids, require_text
+from megalith.tokenizers.protocol import Tokenizer, read_text_file, require_ids, require_text
 
 VOCABULARY_FILE = "vocab.txt"
 """The name of the vocabulary beside a checkpoint."""
@@ -42,7 +42,7 @@ EXTRA_IDS = "extra_ids"
 _TOKENS_OF_ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
 
-class WordPieceTokenizer(TokenizerWithRoles):
+class WordPieceTokenizer(Tokenizer):
     """`BertWordPieceLowerCase` and `BertWordPieceCase` of Megatron.
 
     Special tokens written out in a text are plain text. Decoding joins the words with spaces, as Megatron does: what
@@ -66,10 +66,10 @@ class WordPieceTokenizer(TokenizerWithRoles):
             self._ids.setdefault(token, len(self._ids))
         self.tokens: tuple[str, ...] = tuple(self._ids)
         """The token of each id; a leading ## marks what goes on a word."""
-        special = {role: self._ids[token] for role, token in _ROLES.items()}
-        special |= {"unk": self._ids[_UNKNOWN], "bos": self._ids[_BEGIN], "eos": self._ids[_END]}
-        extra_ids = tuple(self._ids[token] for token in extra)
-        self._roles = Roles(len(self.tokens), special["eos"], special, special["pad"], extra_ids)
+        roles = {**_ROLES, "unk": _UNKNOWN, "bos": _BEGIN, "eos": _END}
+        self.special = {role: self._ids[token] for role, token in roles.items()}
+        self.vocab_size, self.eod, self.pad = len(self.tokens), self.special["eos"], self.special["pad"]
+        self.extra_ids = tuple(self._ids[token] for token in extra)
         self._longest_token = max(map(len, self.tokens))
         self._words: dict[str, tuple[int, ...]] = {}
 
