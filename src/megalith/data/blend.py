@@ -136,12 +136,8 @@ class BlendedDataset:
     """Samples of several datasets of one split; they say in `dataset_id` (i64) which one they are of.
 
     Attributes:
-        datasets: in the order of the blend.
-        name: train, valid or test.
         requested: number of samples asked for; None for every sample of every dataset once.
         weights: of the datasets; where every sample is taken once, their sizes.
-        identity: what its cache files depend on.
-        cache_problem: why indices could not be saved, its own or those of a dataset.
     """
 
     def __init__(
@@ -157,15 +153,10 @@ class BlendedDataset:
         """Load the index arrays from the cache, or build them and save them there.
 
         Args:
-            datasets: of the same split, at least one.
             weights: how much of each; their sizes if `size` is None.
             size: number of samples; None for every sample of every dataset once.
-            cache_folder: folder of the cache, None to keep nothing.
-            written_ns: as of `Portion`, of the newest of them.
-            cache_is_checked: as of `Portion`.
 
-        Raises:
-            DataError: a dataset has fewer samples than the blend takes of it.
+        Raises:  DataError if a dataset has fewer samples than the blend takes of it.
         """
         if len(datasets) > MOST_DATASETS:
             raise DataError(f"a blend of {len(datasets)} datasets: at most {MOST_DATASETS} can be told apart")

@@ -63,15 +63,7 @@ class Datasets:
 def build_gpt_datasets(
     data: DataConfig, tokenizer: Tokenizer, *, sizes: Sizes, seed: int, cache_is_checked: bool = False
 ) -> Datasets:
-    """`build_datasets` of GPT.
-
-    Args:
-        data: paths, split and sample length.
-        tokenizer: the tokenizer that made the data.
-        sizes: samples that the run draws from each split, None for one epoch.
-        seed: seed of the sample order.
-        cache_is_checked: as of `build_datasets`.
-    """
+    """Build the datasets of GPT as `build_datasets` does; `seed` decides the order of documents and samples."""
     if not data.mock_data:
         rule = _GPTSamples(data, tokenizer, seed)
         return build_datasets(data, rule, sizes=sizes, cache_is_checked=cache_is_checked)
@@ -97,8 +89,6 @@ def build_datasets(data: DataConfig, rule: SampleRule, *, sizes: Sizes, cache_is
     """Build every split that has a share, whether samples are asked of it or not.
 
     Args:
-        data: paths, split and sample length.
-        rule: how samples are made of sequences.
         sizes: samples that the run draws from each split, None for one epoch.
         cache_is_checked: another rank of this start has built these datasets, and checked their index caches.
 
@@ -180,13 +170,7 @@ class _Builder:
     def splits_of(
         self, prefix: str, wanted: Sequence[int | None], only: int | None = None
     ) -> list[SplitDataset | None]:
-        """The splits of one dataset that have a share.
-
-        Args:
-            prefix: of its files.
-            wanted: samples of each split, None for one epoch.
-            only: the one split that takes all of it.
-        """
+        """The splits of one dataset that have a share; with `only` this one, which takes all of it."""
         documents = IndexedDataset(prefix, mmap_bin=self.data.mmap_bin_files)
         folder = self.blend_cache or Path(prefix) / "cache" / f"{self.rule.class_name}_indices"
         written = idx_path(prefix).stat().st_mtime_ns

@@ -23,13 +23,7 @@ _AT_ONCE = 1 << 20  # entries or tokens
 
 @dataclass(frozen=True)
 class Merged:
-    """What was put together.
-
-    Attributes:
-        prefix: of the whole.
-        num_documents: documents.
-        num_tokens: tokens.
-    """
+    """What was put together."""
 
     prefix: str
     num_documents: int
@@ -39,8 +33,7 @@ class Merged:
 def pairs_in(folder: Path) -> list[str]:
     """The prefixes of all pairs of a folder, in the order of their names.
 
-    Raises:
-        ConfigError: there is none, or a file is half of a pair.
+    Raises:  ConfigError if there is none, or a file is half of a pair.
     """
     if not folder.is_dir():
         raise ConfigError(f"--input {folder}: no such folder")
@@ -68,8 +61,6 @@ def merge(
     """Put datasets together, in the order given.
 
     Args:
-        prefixes: of the parts.
-        output_prefix: of the whole.
         multimodal: whether the indices end with modes.
         advanced: told of each part before it is copied.
 
@@ -116,9 +107,7 @@ class Survey:
         documents: documents, empty ones included.
         empty: documents without a token.
         sequences: sequences; as many as documents that are not empty, unless they are sentences.
-        tokens: tokens.
         shortest: tokens of the shortest document that is not empty.
-        longest: tokens of the longest document.
         histogram: documents by length, in powers of two.
     """
 
@@ -163,18 +152,9 @@ def survey(dataset: IndexedDataset) -> Survey:
 
 
 def verify_tokens(dataset: IndexedDataset, vocab_size: int, advanced: Callable[[int], None] = lambda done: None) -> int:
-    """Read every token and compare it with the vocabulary.
+    """Compare every token with the vocabulary and return the largest; `advanced` is told how many have been read.
 
-    Args:
-        dataset: of whole numbers.
-        vocab_size: ids are below it.
-        advanced: told how many tokens have been read.
-
-    Returns:
-        The largest id.
-
-    Raises:
-        DataError: naming the first id outside the vocabulary, its sequence and its byte in the .bin.
+    Raises:  DataError naming the first id outside the vocabulary, its sequence and its byte in the .bin.
     """
     largest, done = -1, 0
     for tokens in _tokens(dataset):

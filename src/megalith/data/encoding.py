@@ -30,10 +30,8 @@ class SentenceSettings:
     """How texts are split into sentences.
 
     Attributes:
-        language: as nltk names it.
         keep_newlines: let line breaks behind a sentence be part of it.
         parameters_file: what the algorithm knows of the language; None looks where nltk looks.
-        nltk_folders: where nltk looks first.
         by_marks: by punctuation alone, without data of a language; the others are of no use then.
     """
 
@@ -56,7 +54,6 @@ class EncodeSettings:
     """What decides the tokens of a chunk; small, and the same for all chunks.
 
     Attributes:
-        tokenizer: the tokenizer.
         keys: keys of the JSON objects, or columns; for a txt there is one.
         append_eod: end each document that has tokens with the end-of-document id.
         sentences: how texts are split, None to leave them whole.
@@ -101,10 +98,8 @@ class ChunkReport:
     """What came out of a chunk, without its tokens.
 
     Attributes:
-        by_key: how the tokens of each key are divided.
         num_documents: documents, empty ones included.
         num_units: lines of a jsonl, rows of a table; what positions in the file are counted in.
-        num_bytes: bytes of the text.
         problems: the bad documents, as number among the units and reason.
     """
 
@@ -126,12 +121,7 @@ class EncodedChunk:
 class ChunkEncoder:
     """Turns chunks into tokens.
 
-    Args:
-        settings: what decides the tokens.
-        tokenizer: the tokenizer, where it is built already.
-
-    Raises:
-        DataError: the tokenizer or what is known of the language is missing or damaged.
+    Raises:  DataError if the tokenizer or what is known of the language is missing or damaged.
     """
 
     def __init__(self, settings: EncodeSettings, tokenizer: Tokenizer | None = None) -> None:
@@ -211,12 +201,6 @@ class _Column:
     """Tokens of one key, growing document by document.
 
     They are put into the stored type text by text or a few at a time, while their ids are still in the cache.
-
-    Args:
-        encode: a text to its ids.
-        eod: what ends a document, None for nothing.
-        dtype: type that the ids are stored in.
-        num_bytes: of the text that is to come; decides no more than how much memory is taken first.
     """
 
     def __init__(self, encode: ArrayEncoder, eod: int | None, dtype: np.dtype[Any], num_bytes: int) -> None:

@@ -79,15 +79,6 @@ class GPTDataset:
 
     tokens (i64), labels (i64, the tokens one later), loss_mask (f32, 0 where the label is padding), position_ids (i64)
     and, if attention stays inside a document, document_ids (i32).
-
-    Attributes:
-        name: train, valid or test.
-        prefix: where the documents come from, None for made-up data.
-        requested: number of samples asked for, None for one epoch.
-        documents_of_split: numbers of the documents that this split takes.
-        plan: epochs and samples.
-        identity: what its cache files depend on.
-        cache_problem: why the indices could not be saved, None if they were or need not be.
     """
 
     def __init__(
@@ -101,15 +92,7 @@ class GPTDataset:
     ) -> None:
         """Load the index arrays from the cache, or build them and save them there.
 
-        Args:
-            documents: all documents, of every split.
-            portion: the split, and where its indices are kept.
-            options: how samples are cut.
-            tokenizer: gives end-of-document and padding ids, and its identity for the cache.
-            class_name: Megatron's name of this kind of dataset.
-
-        Raises:
-            DataError: the split has too few tokens for what is asked of it.
+        Raises:  DataError if the split has too few tokens for what is asked of it.
         """
         self.name, self.prefix, self.requested = portion.name, portion.path, portion.requested
         self.documents_of_split = portion.documents(len(documents.lengths))

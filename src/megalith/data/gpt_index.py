@@ -42,9 +42,6 @@ class EpochPlan:
     """How often the documents are repeated.
 
     Attributes:
-        tokens: tokens of one epoch.
-        num_epochs: repetitions, at least 1.
-        num_samples: samples in all epochs together.
         shuffled_first: samples shuffled among themselves before the rest; equals `num_samples` unless the last
             epoch is separate.
         separate_last: whether the last epoch is shuffled apart, because the run uses less than 80 % of it.
@@ -129,10 +126,7 @@ def build_sample_index(
     """Start of each sample and of the one after the last.
 
     Args:
-        lengths: tokens of every document of the dataset.
         document_index: documents in stream order.
-        num_samples: number of samples.
-        sequence_length: tokens of a sample, without the extra one.
         extra: 1 if a sample needs one more token as its last label, else 0.
 
     Returns:

@@ -66,8 +66,6 @@ class Recipe:
     Attributes:
         label: class and split, such as `GPTDataset-train`.
         description: the text whose md5 names the entry, Megatron's.
-        names: of the arrays.
-        build: makes them.
         source: digest of everything else that they depend on, above all the lengths of the documents.
         is_sound: whether arrays of unknown origin can be the ones that `build` makes, checked entry by entry; None if
             only building them tells.
@@ -93,7 +91,6 @@ def load_or_build(
 
     Args:
         folder: of the cache, None to keep nothing.
-        recipe: of the arrays.
         written_ns: when the documents were written, as `st_mtime_ns`; part of what the checked files are known by.
         is_checked: another rank of this start has loaded the entry: do not read files again whose size and time are
             those that were checked last.
@@ -154,20 +151,10 @@ class _Record:
 
 
 class IndexCache:
-    """One entry of a cache folder.
-
-    Attributes:
-        stem: path of the files of this entry up to the last part of their names.
-    """
+    """One entry of a cache folder; `stem` is the path of its files up to the last part of their names."""
 
     def __init__(self, folder: Path, label: str, description: str) -> None:
-        """Name the entry.
-
-        Args:
-            folder: where the files are or will be; it need not exist.
-            label: class and split, such as `GPTDataset-train`.
-            description: everything that determines the arrays, as text.
-        """
+        """Name the entry; the folder need not exist."""
         digest = hashlib.md5(description.encode(), usedforsecurity=False).hexdigest()
         self.stem = folder / f"{digest}-{label}"
         self._description = description

@@ -32,11 +32,7 @@ class Order(Protocol):
     """The micro-batches of a split, forever or until its samples are used up."""
 
     def micro_batches(self, consumed: int, rank: int, num_ranks: int) -> Iterator[Sequence[int | None]]:
-        """The samples of each micro-batch of a rank; None fills up a batch and carries no loss.
-
-        Args:
-            consumed: samples that the run has used, over all ranks.
-        """
+        """Samples of each micro-batch of a rank after `consumed` samples; None fills up a batch and carries no loss."""
         ...
 
 
@@ -49,10 +45,6 @@ class Sequential:
     micro-batch size or number of ranks keeps the order of the samples, because only their number counts.
 
     Source:  Megatron-LM `MegatronPretrainingSampler`.
-
-    Attributes:
-        total: samples of the dataset.
-        micro_batch_size: samples of a micro-batch.
     """
 
     total: int
@@ -73,9 +65,6 @@ class Cyclic:
     of an epoch is a permutation whose seed is the number of the epoch; every rank permutes the samples of its own part.
 
     Source:  Megatron-LM `MegatronPretrainingRandomSampler`.
-
-    Attributes:
-        total, micro_batch_size: as in `Sequential`.
     """
 
     total: int
@@ -111,7 +100,6 @@ class WholePasses:
     The last global batch is filled up with None. What was consumed before does not count: a pass begins with sample 0.
 
     Attributes:
-        total, micro_batch_size: as in `Sequential`.
         num_micro_batches: of a global batch, for each rank.
     """
 
@@ -154,12 +142,8 @@ class BatchLoader:
         """Start after `consumed_samples`.
 
         Args:
-            dataset: where the samples come from.
-            micro_batch_size: samples of a micro-batch.
             consumed_samples: samples that the run has used, over all ranks.
             num_workers: threads that read ahead; with 0 each micro-batch is read when it is asked for.
-            rank: rank among the data-parallel ranks.
-            num_ranks: data-parallel ranks.
             order: in which the samples come; that of the dataset, once, by default.
         """
         self._dataset = dataset

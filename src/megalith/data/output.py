@@ -33,7 +33,6 @@ class Partitions:
     """How Megatron's `--partitions` deal documents out before they are merged in the order of the partitions.
 
     Attributes:
-        count: partitions.
         size: documents of each with `--keep-sequential-samples`; None deals them out in turn.
     """
 
@@ -70,12 +69,7 @@ class TokenFile:
 
 
 class TokenFiles:
-    """The .bin files of a run; several processes may hold them, and write at different places.
-
-    Args:
-        files: for each key those of its partitions.
-        partitions: how documents are dealt out.
-    """
+    """The .bin files of a run: for each key those of its partitions. Several processes may write to them."""
 
     def __init__(self, files: Sequence[Sequence[TokenFile]], partitions: Partitions) -> None:
         self.files, self.partitions = files, partitions
@@ -113,10 +107,7 @@ class State:
         source: number of the source that is being read.
         place: where to go on in it, counted as it counts.
         units: units of it before that place, None where that is not known.
-        documents: documents written.
-        bytes: bytes of text encoded.
         disk: bytes of the input read, over all sources.
-        skipped: documents left out.
         skipped_bytes: length of the list of what was left out.
         encoded: whether all text is encoded and only names are missing.
         written: what the writers hold, by prefix.
@@ -135,12 +126,7 @@ class State:
 
 
 class Journal:
-    """The journal of one output prefix.
-
-    Args:
-        prefix: of the output.
-        settings: all that decides the output, by name; a run with others does not go on with this one.
-    """
+    """The journal of one output prefix; a run with other `settings`, by name, does not go on with it."""
 
     def __init__(self, prefix: str, settings: Mapping[str, str]) -> None:
         self.path = Path(prefix + ".unfinished")
@@ -195,9 +181,6 @@ class Output:
     """The writers of a run; a context manager. Leaving it early removes what was written, unless `keep` was called.
 
     Args:
-        prefixes: key to the prefix of its dataset.
-        partitions: how documents are dealt out.
-        dtype: type of the tokens.
         kept: what writers of an earlier run hold, by prefix; one that is complete is left as it is.
         partition_prefixes: key to the prefixes of its partitions.
     """
@@ -305,12 +288,7 @@ class Output:
 
 
 class SkippedList:
-    """The list of documents that were left out: place and reason, one a line.
-
-    Args:
-        path: where it is; nothing is written there while there is nothing to say.
-        kept: bytes of an earlier run to keep.
-    """
+    """The list of documents that were left out: place and reason, one a line; no file while there are none."""
 
     def __init__(self, path: Path, kept: int) -> None:
         self.path, self.num_bytes = path, kept

@@ -51,15 +51,11 @@ class PreprocessReport:
     """What was done.
 
     Attributes:
-        prefixes: key to the prefix of its dataset.
         num_documents: documents, empty ones included.
         num_skipped: documents left out because they cannot be read.
         skipped_list: where each of them is named, None if there are none.
-        num_tokens: key to the number of tokens.
         num_bytes: bytes of text that this run encoded.
         num_new_tokens: tokens that this run wrote, of all keys.
-        seconds: duration.
-        workers: processes that encoded.
     """
 
     prefixes: dict[str, str]

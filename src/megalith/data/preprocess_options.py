@@ -66,9 +66,7 @@ class PreprocessOptions:
     """What to turn into tokens, and how.
 
     Attributes:
-        inputs: files, folders and globs.
         output_prefix: beginning of the output paths; `_{key}_document.bin` and `.idx` are added.
-        tokenizer: the tokenizer.
         source: how the inputs are read; its keys each make a dataset.
         append_eod: end each document with the end-of-document id.
         sentences: how texts are split into sentences, None to leave them whole; the level in the names is then
@@ -111,8 +109,7 @@ class PreprocessOptions:
 def find_violations(options: PreprocessOptions, *, files: bool = True) -> list[str]:
     """What keeps these options from working, as far as it shows without reading all of the text.
 
-    Args:
-        files: whether files and folders are looked at; those of a script may lie on another machine.
+    Without `files` no file is looked at: those of a script may lie on another machine.
     """
     if not files:
         return _value_violations(options)

@@ -66,9 +66,6 @@ def target_sizes(
         train_iters: iterations of the whole run, also where `train_samples` limits it.
         train_samples: samples of the whole run; by default `train_iters` full batches.
         eval_interval: iterations between evaluations; one more follows the last iteration.
-        eval_iters: batches of one evaluation.
-        global_batch_size: samples of a batch.
-        eval_batch_size: samples of a batch of an evaluation; as many unless given.
 
     Source:  Megatron-LM `get_train_valid_test_num_samples`.
     """
@@ -111,7 +108,6 @@ class Portion:
     Attributes:
         split: 0 train, 1 valid, 2 test; its share is above zero.
         requested: samples that the run draws, None for one epoch.
-        shares: of the splits.
         path: prefix of the files as the user wrote it, None for made-up data.
         cache_folder: of the index cache, None to keep nothing.
         written_ns: when the documents were written, as `st_mtime_ns`. None if they never change.

@@ -108,12 +108,7 @@ class _Word:
 
 
 class SentenceSplitter:
-    """Splits texts into sentences.
-
-    Args:
-        parameters: of the language.
-        keep_newlines: let blanks and line breaks behind a sentence be part of it (`--keep-newlines`).
-    """
+    """Splits texts into sentences; with `keep_newlines` (the flag) blanks and line breaks behind one are part of it."""
 
     def __init__(self, parameters: PunktParameters, *, keep_newlines: bool) -> None:
         self._parameters = parameters
@@ -230,12 +225,10 @@ def find_parameters(language: str, file: str | None, folders: Sequence[str] = ()
     """The parameters of a language.
 
     Args:
-        language: as nltk names it, such as english.
         file: a JSON file, or a folder with nltk's tables, that the user names; None looks where nltk looks.
         folders: where nltk looks first, those of the environment's NLTK_DATA.
 
-    Raises:
-        DataError: there are none, or they are damaged.
+    Raises:  DataError if there are none, or they are damaged.
     """
     if file is not None:
         path = Path(file)

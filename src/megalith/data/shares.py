@@ -17,13 +17,7 @@ _NAME = re.compile(r"_share(?P<number>\d+)of(?P<count>\d+)(?P<rest>_.+)\.idx")
 
 @dataclass(frozen=True)
 class Share:
-    """Part `number`, counted from 0, of `count` equal parts of the input, cut by bytes on the disk.
-
-    Attributes:
-        number: which part.
-        count: how many parts.
-        reason: what says so, for the user.
-    """
+    """Part `number`, counted from 0, of `count` equal parts of the input, by bytes on the disk; `reason` is for messages."""
 
     number: int = 0
     count: int = 1
@@ -42,8 +36,7 @@ class Share:
 def read_share(text: str | None, environ: Mapping[str, str]) -> Share:
     """The share that `--share K/N` or the launcher tells; all of the input without either.
 
-    Raises:
-        ConfigError: it is no share, or two launchers tell different ones.
+    Raises:  ConfigError if it is no share, or two launchers tell different ones.
     """
     if text is not None:
         match = re.fullmatch(r"(\d+)/(\d+)", text)
@@ -80,8 +73,6 @@ class Located:
     """A chunk, placed.
 
     Attributes:
-        source: number of its source.
-        chunk: the chunk.
         disk: where it ends in all sources put together, in bytes on the disk.
         units: units of its source before it, None where the chunks do not tell.
     """
@@ -99,8 +90,6 @@ def chunks_of_share(sources: Sequence[Source], share: Share, start: tuple[int, i
     belongs to exactly one share, and the shares put together are the whole.
 
     Args:
-        sources: all of them.
-        share: which part.
         start: source and place in it where an earlier chunk ended.
     """
     before = [0, *accumulate(source.disk_bytes for source in sources)]
@@ -123,8 +112,7 @@ def chunks_of_share(sources: Sequence[Source], share: Share, start: tuple[int, i
 def find_shares(prefix: str) -> dict[str, list[str]]:
     """The finished shares of a prefix: for each dataset (such as `PREFIX_text_document`) their prefixes in order.
 
-    Raises:
-        ConfigError: there are none, some are missing, or there are shares of different counts.
+    Raises:  ConfigError if there are none, some are missing, or there are shares of different counts.
     """
     folder, stem = Path(prefix).parent, Path(prefix).name
     found: dict[str, dict[int, dict[int, str]]] = {}

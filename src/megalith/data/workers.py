@@ -39,10 +39,7 @@ _SWITCH_SECONDS = 0.0005  # until the thread of a worker that takes chunks from 
 class Turn:
     """A chunk that is encoded and waits for its place.
 
-    Attributes:
-        located: the chunk.
-        report: what came out of it.
-        write: has its tokens written; they are when `Encoders.settle` has returned.
+    `write` has its tokens written; they are when `Encoders.settle` has returned.
     """
 
     located: Located
@@ -89,12 +86,7 @@ class ThisProcess:
 
 
 class Processes:
-    """Worker processes, which begin to start when this is made.
-
-    Args:
-        settings: what decides the tokens.
-        workers: how many.
-    """
+    """Worker processes, which begin to start when this is made."""
 
     def __init__(self, settings: EncodeSettings, workers: int) -> None:
         self._pool = [_Worker(settings) for _ in range(workers)]

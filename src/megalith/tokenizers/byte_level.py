@@ -147,9 +147,7 @@ def tokenizer_json(vocabulary: BytePairVocabulary) -> str:
 def byte_level_tokenizer(vocabulary: BytePairVocabulary, special: Iterable[str]) -> Any:
     """Build the `tokenizers.Tokenizer` that transformers makes of GPT-2's two files.
 
-    Args:
-        vocabulary: what the files hold.
-        special: tokens that become their ids where a text spells them out.
+    The `special` tokens become their ids where a text spells them out.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers, processors
     from tokenizers.models import BPE
@@ -176,8 +174,7 @@ def train_byte_level_bpe(documents: Iterable[str], vocab_size: int, out_dir: str
     Returns:
         The paths of vocab.json and merges.txt.
 
-    Raises:
-        DataError: `vocab_size` cannot hold the bytes, or there is no text.
+    Raises:  DataError if `vocab_size` cannot hold the bytes, or there is no text.
     """
     smallest = len(BYTE_OF_CHARACTER) + 1
     if vocab_size < smallest:

@@ -53,8 +53,7 @@ def vocabulary_hash(tokens: Iterable[tuple[str, int]]) -> str:
 def write_card(prefix: str, card: Mapping[str, Any]) -> None:
     """Lay the card of its tokenizer beside a dataset, in place of what may be there.
 
-    Raises:
-        DataError: it cannot be written.
+    Raises:  DataError if it cannot be written.
     """
     path = card_path(prefix)
     partial = path.with_name(path.name + ".partial")
@@ -68,8 +67,7 @@ def write_card(prefix: str, card: Mapping[str, Any]) -> None:
 def read_card(prefix: str) -> dict[str, Any] | None:
     """The card beside a dataset; None where there is none, as with what Megatron or an older version made.
 
-    Raises:
-        DataError: it is damaged.
+    Raises:  DataError if it is damaged.
     """
     path = card_path(prefix)
     try:
@@ -121,16 +119,9 @@ def side_by_side(names: tuple[str, str], differences: Mapping[str, tuple[str, st
 
 
 def require_same(names: tuple[str, str], one: Mapping[str, Any], other: Mapping[str, Any], remedy: str) -> None:
-    """Stop where two cards are of different tokenizers.
+    """Stop where two cards, which `names` have, are of different tokenizers; the `remedy` ends the message.
 
-    Args:
-        names: whose cards they are, such as the prefix of a dataset and "this run".
-        one: a card.
-        other: another.
-        remedy: what to do about it.
-
-    Raises:
-        DataError: both cards side by side, what is equal left out.
+    Raises:  DataError with both cards side by side, what is equal left out.
     """
     differing = card_differences(one, other)
     if differing:
@@ -139,17 +130,11 @@ def require_same(names: tuple[str, str], one: Mapping[str, Any], other: Mapping[
 
 
 def require_tokenizer_of_data(prefix: str, here: Mapping[str, Any]) -> str | None:
-    """Hold a dataset against the tokenizer of the run that is to read it.
+    """Compare the card of a dataset with that of the tokenizer of this run.
 
-    Args:
-        prefix: of the dataset.
-        here: card of the tokenizer of this run.
+    Return what the user should hear where nothing could be compared, else None.
 
-    Returns:
-        What the user should hear: that nothing could be compared; None where all is well.
-
-    Raises:
-        DataError: the dataset was made with another tokenizer, or its card is damaged.
+    Raises:  DataError if the dataset was made with another tokenizer, or its card is damaged.
     """
     card = read_card(prefix)
     if card is None:

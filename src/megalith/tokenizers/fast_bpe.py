@@ -62,8 +62,7 @@ def is_fast(tokenizer_type: str) -> bool:
 def ids_as_array(ids: list[int]) -> NDArray[Any]:
     """Ids of any tokenizer.
 
-    Raises:
-        DataError: a number that is no id of any vocabulary, as NullTokenizer takes it out of a text.
+    Raises:  DataError for a number that is no id of any vocabulary, as NullTokenizer takes it out of a text.
     """
     try:
         return np.array(ids, np.int64)
@@ -75,8 +74,6 @@ class BytePairArrays:
     """An `ArrayEncoder` over a byte-level BPE that changes over to gigatoken.
 
     Args:
-        vocabulary: of the tokenizer.
-        encode: its ids as a list, by tiktoken.
         expected_bytes: of text, as far as it shows; if that is much, gigatoken is loaded at once.
         worth_loading: characters that are encoded before gigatoken is loaded otherwise.
     """

@@ -54,7 +54,6 @@ class Engine(ABC):
     """Text to ids and back.
 
     Attributes:
-        ids: token -> id, added tokens too.
         special_ids: ids of the tokens that the files flag as special.
         files: names of the files in the folder that decide the ids.
     """
@@ -104,8 +103,7 @@ class _Fast(Engine):
 def fast_engine(path: Path, special_tokens: Sequence[str], *, around: bool) -> Engine:
     """The tokenizer of a tokenizer.json.
 
-    Raises:
-        DataError: it is damaged.
+    Raises:  DataError if it is damaged.
     """
     from tokenizers import Tokenizer
 
@@ -121,8 +119,7 @@ def transformers_engine(
 ) -> Engine:
     """The tokenizer that transformers makes of the files of a folder. Runs no code of the folder.
 
-    Raises:
-        DataError: transformers is not installed, or makes none of them.
+    Raises:  DataError if transformers is not installed, or makes none of them.
     """
     without = f"{folder} has no {TOKENIZER_FILE} ({', '.join(slow_files)} alone is not enough)"
     once = "make it once with transformers: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
@@ -148,18 +145,13 @@ def byte_level_engine(
 ) -> Engine | None:
     """The tokenizer of a folder with GPT-2's vocab.json and merges.txt and no tokenizer.json.
 
+    None where the folder has other files or settings, which transformers understands.
+
     Args:
-        folder: with the files.
         settings: what its tokenizer_config.json and special_tokens_map.json say.
         named_tokens: the tokens that the files name for a role such as "bos_token".
-        special_tokens: further ones, which get the next ids.
-        around: whether what the tokenizer puts around every text is there.
 
-    Returns:
-        None where the folder has other files or settings, which transformers understands.
-
-    Raises:
-        DataError: a file is damaged, or does not belong to the other.
+    Raises:  DataError if a file is damaged, or does not belong to the other.
     """
     paths = [folder / name for name in BYTE_LEVEL_FILES]
     if (
@@ -186,14 +178,7 @@ def byte_level_engine(
 class _LlamaPieces(Engine):
     """A SentencePiece model with Llama's special tokens: their names in a text are their ids.
 
-    Args:
-        folder: with tokenizer.model and without tokenizer.json.
-        settings: what its tokenizer_config.json says.
-        special: the tokens that the files name for a role.
-        around: whether the beginning of text stands before every text.
-
-    Raises:
-        DataError: the model is damaged, or sentencepiece is not installed.
+    Raises:  DataError if the model is damaged, or sentencepiece is not installed.
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], special: Iterable[str], *, around: bool) -> None:
@@ -244,8 +229,7 @@ def find_folder(named: str) -> Path:
 
     The cache is where `hf download` and transformers put a model: see `hub_cache`.
 
-    Raises:
-        DataError: there is none.
+    Raises:  DataError if there is none.
     """
     path = Path(named)
     if path.is_file() and path.name in (TOKENIZER_FILE, *SLOW_FILES):
@@ -299,8 +283,7 @@ class HuggingFaceTokenizer(Tokenizer):
         special_tokens: more special tokens, which get the next ids if the tokenizer has them not.
         around: whether what the tokenizer puts around every text is there.
 
-    Raises:
-        DataError: a file is missing or damaged, or nothing says which token ends a text.
+    Raises:  DataError if a file is missing or damaged, or nothing says which token ends a text.
     """
 
     def __init__(self, named: str | Path, *, special_tokens: Sequence[str] = (), around: bool = True) -> None:
@@ -407,8 +390,7 @@ class HuggingFaceTokenizer(Tokenizer):
 def _object(path: Path) -> dict[str, Any]:
     """What a JSON file holds; nothing where there is none.
 
-    Raises:
-        DataError: it is damaged.
+    Raises:  DataError if it is damaged.
     """
     try:
         found = json.loads(path.read_bytes())

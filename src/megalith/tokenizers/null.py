@@ -20,8 +20,6 @@ class NullTokenizer(Tokenizer):
     flags that only the later has.
 
     Args:
-        num_ids: `--vocab-size`.
-        later: whether it is the later generation.
         eod_id: the id that ends a document, in the later one; the last if absent.
         pad_id: the id that fills up short samples, in the later one; -1 for none.
     """

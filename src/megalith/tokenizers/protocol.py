@@ -99,8 +99,7 @@ class Tokenizer(ABC):
 def require_text(text: str) -> str:
     """The text, if it is one. Libraries replace lone surrogates in silence, each in its own way.
 
-    Raises:
-        DataError: a character is a lone surrogate.
+    Raises:  DataError if a character is a lone surrogate.
     """
     try:
         if not text.isascii():  # which a string knows without looking
@@ -119,8 +118,7 @@ def surrogate_error(error: UnicodeEncodeError) -> DataError:
 def require_ids(ids: Iterable[int], vocab_size: int) -> None:
     """Refuse to decode what is no id.
 
-    Raises:
-        DataError: naming the first id outside the vocabulary.
+    Raises:  DataError naming the first id outside the vocabulary.
     """
     outside = next((number for number in ids if not 0 <= number < vocab_size), None)
     if outside is not None:
@@ -161,14 +159,11 @@ def read_text_file(path: str | Path, role: str, again: str, *, flag: str = "", e
     """Read a text file of a tokenizer.
 
     Args:
-        path: the file.
         role: what it is to be, for the messages.
         again: the remedy for a damaged file.
-        flag: the flag that names it.
         encoding: utf-8, or utf-8-sig where a byte order mark is passed over.
 
-    Raises:
-        DataError: it is missing, a web page or not text.
+    Raises:  DataError if it is missing, a web page or not text.
     """
     shown = f"{flag} {path}" if flag else str(path)
     try:
@@ -184,15 +179,9 @@ def read_text_file(path: str | Path, role: str, again: str, *, flag: str = "", e
 
 
 def import_for(user: str, module: str, extra: str) -> Any:
-    """Import a module that an extra of this package brings, when it is first needed.
+    """Import a module that an extra of this package brings, when its user first needs it.
 
-    Args:
-        user: what needs it, for the message.
-        module: its name.
-        extra: the extra that installs it.
-
-    Raises:
-        DataError: it is not installed.
+    Raises:  DataError if it is not installed.
     """
     try:
         return importlib.import_module(module)

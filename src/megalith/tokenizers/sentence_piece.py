@@ -31,11 +31,7 @@ _LEAST_BYTES = 16  # a shorter file is no model; what a failed download leaves
 class _SentencePiece(Tokenizer):
     """What the three have in common.
 
-    Args:
-        model_file: a SentencePiece model, such as Llama's tokenizer.model.
-
-    Raises:
-        DataError: it is missing or damaged, or lacks a piece that the tokenizer needs.
+    Raises:  DataError if it is missing or damaged, or lacks a piece that the tokenizer needs.
     """
 
     def __init__(self, model_file: str | Path) -> None:
@@ -103,12 +99,7 @@ class Llama2Tokenizer(_SentencePiece):
 
 
 class SentencePieceTokenizer(_SentencePiece):
-    """`SentencePieceTokenizer` of Megatron: T5's special tokens beside the model's pieces.
-
-    Args:
-        model_file: a SentencePiece model.
-        vocab_extra_ids: how many `<extra_id_N>` it has, which stand for the spans that T5 leaves out.
-    """
+    """`SentencePieceTokenizer` of Megatron: T5's special tokens beside the model's pieces."""
 
     def __init__(self, model_file: str | Path, vocab_extra_ids: int = 0) -> None:
         super().__init__(model_file)
@@ -148,14 +139,7 @@ class SentencePieceTokenizer(_SentencePiece):
 
 
 def encode_around(text: str, written_out: re.Pattern[str], ids_of: Mapping[str, int], model: Any) -> list[int]:
-    """Encode a text in which special tokens that are written out become their ids.
-
-    Args:
-        text: the text.
-        written_out: finds the special tokens.
-        ids_of: their ids.
-        model: encodes what stands between them, each part by itself.
-    """
+    """Encode a text: special tokens that are `written_out` become their ids, each part between them is encoded alone."""
     ids, begin = list[int](), 0
     for found in written_out.finditer(text):
         ids += model.encode(text[begin : found.start()])
@@ -166,14 +150,7 @@ def encode_around(text: str, written_out: re.Pattern[str], ids_of: Mapping[str, 
 
 
 def decode_around(ids: Sequence[int], token_of: Mapping[int, str], model: Any, space: str) -> str:
-    """Decode ids among which special tokens are written out.
-
-    Args:
-        ids: in the vocabulary.
-        token_of: the special tokens.
-        model: decodes what stands between them, each part by itself.
-        space: what stands on both sides of a special token.
-    """
+    """Decode ids: special tokens are written out with `space` on both sides, each part between them is decoded alone."""
     parts, begin = list[str](), 0
     for place, number in enumerate(ids):
         if number in token_of:
@@ -183,14 +160,9 @@ def decode_around(ids: Sequence[int], token_of: Mapping[int, str], model: Any, s
 
 
 def load_model(tokenizer: str, path: Path) -> Any:
-    """A SentencePiece model.
+    """A SentencePiece model, which a kind of tokenizer needs.
 
-    Args:
-        tokenizer: what needs it, for messages.
-        path: its file.
-
-    Raises:
-        DataError: the file is missing or no model, or the library is not installed.
+    Raises:  DataError if the file is missing or no model, or the library is not installed.
     """
     if path.is_dir():
         raise DataError(

@@ -42,14 +42,11 @@ class TikTokenizer(Tokenizer):
     """`TikTokenizer` of Megatron. Special tokens written out in a text are plain text.
 
     Args:
-        vocab_file: the JSON list.
-        pattern: v1 or v2.
         vocab_size: ids, special ones included; 131072 if absent.
         num_special_tokens: ids before the ranks.
         special_tokens: names of the first of them, `<unk>`, `<s>` and `</s>` among them; the others have made-up names.
 
-    Raises:
-        DataError: the file is missing or damaged, or has fewer tokens than asked for.
+    Raises:  DataError if the file is missing or damaged, or has fewer tokens than asked for.
     """
 
     def __init__(

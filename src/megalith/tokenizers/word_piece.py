@@ -53,8 +53,7 @@ class WordPieceTokenizer(Tokenizer):
         lower_case: whether capitals and accents are taken off.
         vocab_extra_ids: how many `<extra_id_N>` it has, which stand for the spans that T5 leaves out.
 
-    Raises:
-        DataError: the vocabulary is missing, damaged, or none of BERT.
+    Raises:  DataError if the vocabulary is missing, damaged, or none of BERT.
     """
 
     def __init__(self, vocab_file: str | Path, *, lower_case: bool, vocab_extra_ids: int = 0) -> None:
@@ -140,11 +139,7 @@ class WordPieceTokenizer(Tokenizer):
 
 
 class _Translation(dict[int, str | None]):
-    """A table for `str.translate` that works out each character when it first comes.
-
-    Args:
-        rule: what a character becomes; None takes it out.
-    """
+    """A table for `str.translate` that works out each character when it first comes; None takes it out."""
 
     def __init__(self, rule: Callable[[str], str | None]) -> None:
         super().__init__()

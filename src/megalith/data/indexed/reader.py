@@ -135,8 +135,6 @@ class IndexedDataset:
     """Read-only view of a .bin/.idx pair; item i is the tokens of sequence i.
 
     Attributes:
-        prefix: path of the pair without the endings, as given.
-        dtype: type of the stored tokens.
         lengths: tokens of each sequence, i32 [S].
         pointers: byte offset of each sequence in the .bin, i64 [S].
         document_index: number of the first sequence of each document, i64 [D]; the last entry is S.
@@ -147,12 +145,10 @@ class IndexedDataset:
         """Open and check a pair.
 
         Args:
-            prefix: path without `.bin` / `.idx`.
             multimodal: whether the index ends with modes; the files do not say so themselves.
             mmap_bin: map the .bin into memory; otherwise each read is a system call.
 
-        Raises:
-            DataError: a file is missing or unreadable, or a field of the index is impossible.
+        Raises:  DataError if a file is missing or unreadable, or a field of the index is impossible.
         """
         self.prefix = prefix
         self._options = {"multimodal": multimodal, "mmap_bin": mmap_bin}

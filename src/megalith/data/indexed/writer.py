@@ -59,14 +59,11 @@ class IndexedWriter:
         """Start a pair, or go on with one.
 
         Args:
-            prefix: path without `.bin` / `.idx`.
-            dtype: type of the stored tokens.
             multimodal: whether the index ends with modes.
             resume: what to keep of the partial files that are there.
 
-        Raises:
-            DataError: the folder cannot be written, another process is writing this prefix, or the partial files hold
-                less than is to be kept.
+        Raises:  DataError if the folder cannot be written, another process is writing this prefix, or the partial files
+            hold less than is to be kept.
         """
         self.prefix = prefix
         self.dtype = np.dtype(dtype).newbyteorder("<")

@@ -103,11 +103,7 @@ def trim(first: list[int], second: list[int], target: int, random: RandomState) 
 
 @dataclass(frozen=True)
 class BertSamples(MaskedSamples):
-    """The rule of BERT.
-
-    Attributes:
-        order_head: whether the order of two runs of sentences is to be told.
-    """
+    """The rule of BERT; with `order_head` the order of two runs of sentences is to be told."""
 
     class_name = "BERTMaskedWordPieceDataset"
     order_head: bool

@@ -115,10 +115,7 @@ def mask(
     """Hide words.
 
     Args:
-        tokens: of the sample, special ones included.
         target: tokens that the sample was meant to have, which bounds how many are hidden.
-        random: where draws come from.
-        masking: how words are chosen.
         borders: ids that are never hidden.
         continues: of each id, whether it goes on the word before it.
         replacement: draws what stands in the place of a token; None for the token itself.
@@ -209,7 +206,6 @@ class MaskedOptions:
     Attributes:
         sequence_length: tokens of a sample, padding included.
         seed: of the order and of all draws; the same for every split.
-        masking: how words to hide are chosen.
         short_probability: of a sample that is meant to be shorter.
     """
 
@@ -241,13 +237,7 @@ def filled(values: list[int], length: int, padding: int) -> NDArray[np.int64]:
 
 @dataclass(frozen=True)
 class MaskedSamples:
-    """How the samples of a family are made: the base of `samples.SampleRule`s.
-
-    Attributes:
-        options: how samples are made.
-        tokenizer: the one that made the data.
-        class_name: Megatron's name of this kind of dataset.
-    """
+    """How the samples of a family are made: the base of `samples.SampleRule`s."""
 
     options: MaskedOptions
     tokenizer: Tokenizer
@@ -258,21 +248,14 @@ class MaskedDataset(ABC):
     """Samples of one split; a `samples.SplitDataset`. Item i is always the same, whenever it is read.
 
     Args:
-        documents: the sentences, of every split.
-        portion: the split.
-        rule: how samples are made.
         longest: tokens of a sample without its special ones.
         fewest_sentences: of a sample.
         further: what else the samples depend on, by Megatron's names.
 
     Attributes:
-        name: train, valid or test.
-        prefix: where the documents come from.
-        requested: number of samples asked for, None for one epoch.
         sample_index: first sentence, the one behind the last, and target length of each sample; [samples, 3].
 
-    Raises:
-        DataError: no document of the split serves.
+    Raises:  DataError if no document of the split serves.
     """
 
     def __init__(

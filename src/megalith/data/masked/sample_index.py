@@ -80,7 +80,7 @@ def build_sample_index(
     seed: int,
     fewest_sentences: int,
 ) -> NDArray[np.uint32 | np.uint64]:
-    """Build the shuffled index of a split.
+    """Build the shuffled index of a split, [samples, 3]; empty if no document serves.
 
     Args:
         document_index: number of the first sentence of each document, and of the one behind the last; [D + 1].
@@ -90,9 +90,6 @@ def build_sample_index(
         short_probability: of a sample of another length, uniform from 2 on; 0 for none.
         seed: of the lengths; the order has the next one.
         fewest_sentences: of a document to be taken and of a sample.
-
-    Returns:
-        [samples, 3]; empty if no document serves.
     """
     documents = _usable(document_index, lengths, fewest_sentences)
     targets = _targets(longest, short_probability, seed)
@@ -145,14 +142,7 @@ def _rounded(value: float) -> int:
 
 
 def _samples(first: int, ends: list[int], targets: Iterator[int], fewest: int) -> Iterator[tuple[int, int, int]]:
-    """The samples of a document.
-
-    Args:
-        first: number of its first sentence.
-        ends: tokens up to the end of each of its sentences.
-        targets: where lengths are drawn.
-        fewest: sentences of a sample.
-    """
+    """The samples of a document, given the number of its `first` sentence and the tokens up to the end of each."""
     count, begin, before, target = len(ends), 0, 0, next(targets)
     while begin < count:
         # The first sentence that fills the sample and leaves more than one behind it; else all that are left.

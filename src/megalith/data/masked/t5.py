@@ -44,8 +44,7 @@ def decoder_start(tokenizer: Tokenizer) -> int:
 class T5Dataset(MaskedDataset):
     """Samples of T5, see above; all entries are int64, [sequence_length], [decoder_length] or single.
 
-    Raises:
-        ConfigError: the tokenizer has no sentinels, no padding or no end.
+    Raises:  ConfigError if the tokenizer has no sentinels, no padding or no end.
     """
 
     def __init__(self, documents: IndexedDataset, portion: Portion, rule: T5Samples) -> None:
@@ -119,11 +118,7 @@ def _nothing(random: RandomState) -> None:
 
 @dataclass(frozen=True)
 class T5Samples(MaskedSamples):
-    """The rule of T5.
-
-    Attributes:
-        decoder_length: tokens that the decoder reads, padding included.
-    """
+    """The rule of T5; the decoder reads `decoder_length` tokens, padding included."""
 
     class_name = "T5MaskedWordPieceDataset"
     decoder_length: int

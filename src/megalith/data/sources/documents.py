@@ -28,14 +28,7 @@ class BadDocument:
 def json_documents(
     lines: Sequence[bytes], keys: tuple[str, ...], encoding: str, limit: int
 ) -> Iterator[tuple[int, Document | BadDocument]]:
-    """Documents of JSON lines; blank lines are passed over.
-
-    Args:
-        lines: as UTF-8.
-        keys: of the objects.
-        encoding: what the file is written in, for the messages.
-        limit: bytes of the longest line.
-    """
+    """Documents of JSON lines in UTF-8; blank lines are passed over. Messages name the `encoding` of the file."""
     parse = _fast_parser()
     for number, line in enumerate(lines):
         if not line:
@@ -61,10 +54,7 @@ def json_documents(
 def json_batches(lines: Sequence[bytes], keys: tuple[str, ...], num_bytes: int) -> Iterator[list[list[str]] | None]:
     """The same documents a few at a time, as `protocol.Part.batches`; only what is simple.
 
-    Args:
-        lines: as UTF-8, without the last line break.
-        keys: of the objects.
-        num_bytes: of all lines.
+    The lines come without line break at the end of the last one; all have `num_bytes`.
     """
     step = max(1, _BYTES_AT_ONCE * len(lines) // max(1, num_bytes))
     for first in range(0, len(lines), step):
@@ -153,11 +143,8 @@ def text_documents(
     out. A file without any separator is one document as it stands.
 
     Args:
-        data: documents and the separators after them, as UTF-8.
         separator: what separates them.
         alone: whether this is the whole file.
-        encoding: what the file is written in, for the messages.
-        limit: bytes of the longest document.
     """
     parts = data.split(separator.encode()) if separator else [data]
     whole = alone and len(parts) == 1

@@ -42,8 +42,6 @@ class Encoding:
     """How the bytes of a file stand for text.
 
     Attributes:
-        codec: Python's name of it.
-        name: what a user calls it.
         mark: bytes of the byte order mark at the beginning.
     """
 

@@ -45,13 +45,7 @@ _DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json",
 
 @dataclass
 class Plan:
-    """The sources of a command.
-
-    Attributes:
-        sources: in order.
-        notes: what the user should hear of how they were found.
-        violations: what keeps them from being read.
-    """
+    """The sources of a command in order, what the user should hear of them, and what keeps them from being read."""
 
     sources: list[Source] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -224,12 +218,7 @@ def _beginning(text: TextFile) -> Iterator[bytes]:
 def files_of(folder: Path, split: str) -> tuple[list[Path], str]:
     """The files of a folder in natural order, and what the folder was found to be.
 
-    Args:
-        folder: with data.
-        split: to take where there are several.
-
-    Raises:
-        DataError: it has no data, several formats, or no such split.
+    Raises:  DataError if it has no data, several formats, or no such split.
     """
     if (folder / "dataset_dict.json").is_file():
         splits = _object(folder / "dataset_dict.json").get("splits") or sorted(

@@ -97,11 +97,7 @@ def natural(text: str) -> tuple[tuple[bool, int, str], ...]:
 
 
 def find_separator(blocks: Iterable[bytes]) -> str | None:
-    """What separates the documents: `<|endoftext|>` if it occurs, else blank lines, else nothing.
-
-    Args:
-        blocks: the file, or its beginning, as UTF-8.
-    """
+    """Separator of the documents of a text in UTF-8: `<|endoftext|>` if it occurs, else blank lines, else none."""
     longest = max(map(len, _BY_PREFERENCE))
     seen: set[str] = set()
     end = b""

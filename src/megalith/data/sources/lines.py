@@ -35,14 +35,7 @@ _NUMBER = re.compile(r"[0-9.eE+\-]*\Z")  # one at the end of a block may go on i
 
 @dataclass(frozen=True)
 class _Form:
-    """How text becomes documents.
-
-    Attributes:
-        is_json: lines of JSON, else text.
-        separator: what separates documents; None makes the file one.
-        encoding: what the file is written in, for the messages.
-        limit: bytes of the longest document.
-    """
+    """How text becomes documents: lines of JSON, or text; without a separator the file is one."""
 
     is_json: bool
     separator: str | None

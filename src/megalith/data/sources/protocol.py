@@ -42,7 +42,6 @@ class SourceOptions:
         csv_header: yes, no, or auto to find out.
         csv_delimiter: character between the cells of a csv; None finds out.
         dataset_split: split of a dataset folder that has several.
-        limits: of memory and time.
     """
 
     keys: tuple[str, ...] = ("text",)
@@ -87,7 +86,6 @@ class Chunk:
     """A part of a source that ends where a document ends.
 
     Attributes:
-        payload: its content.
         start: where it begins, counted as the source counts.
         end: where the next chunk begins.
         disk_start: bytes of the file on the disk before it; decides whose share it is.
@@ -158,13 +156,7 @@ def size_of(document: Document | BadDocument) -> int:
 
 
 def chunks_of(rows: Iterable[Row], limits: Limits, start: int) -> Iterator[Chunk]:
-    """Rows as chunks of about `chunk_bytes`.
-
-    Args:
-        rows: in order, from the beginning of the source.
-        limits: of memory and time.
-        start: where an earlier chunk ended; the rows before it are left out.
-    """
+    """The rows of a source as chunks of about `chunk_bytes`, from where an earlier one ended."""
     contents: list[Document | BadDocument] = []
     gathered = begins = disk = disk_start = 0
     row = None

@@ -36,14 +36,7 @@ _RLE = 1
 
 @dataclass(frozen=True)
 class TextFile:
-    """A text file: how it is compressed and encoded.
-
-    Attributes:
-        path: the file.
-        compression: how it is compressed, None if it is not.
-        encoding: how it is encoded.
-        limits: of memory and time.
-    """
+    """A text file: how it is compressed and encoded."""
 
     path: Path
     compression: str | None
@@ -115,15 +108,9 @@ class TextFile:
 
 
 def open_text(path: Path, encoding: str, limits: Limits) -> TextFile:
-    """Find out how a file is compressed and encoded.
+    """Find out how a file is compressed and, unless the encoding is named, encoded.
 
-    Args:
-        path: the file.
-        encoding: name of its encoding, or auto.
-        limits: of memory and time.
-
-    Raises:
-        DataError: it cannot be read, its encoding is unknown, or the bytes do not tell it.
+    Raises:  DataError if it cannot be read, its encoding is unknown, or the bytes do not tell it.
     """
     try:
         compression = compression_of(path)

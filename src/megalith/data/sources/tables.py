@@ -33,16 +33,9 @@ _ROWS_LOOKED_AT = 50
 
 
 def choose_columns(path: Path, names: Sequence[str] | None, count: int, options: SourceOptions) -> list[int]:
-    """The number, from 0, of the column of each key.
+    """The number, from 0, of the column of each key, or that of `--text-column`; a csv without a header has no names.
 
-    Args:
-        path: the file, for the messages.
-        names: of its columns; None for a csv without a header.
-        count: of its columns.
-        options: keys and `--text-column`.
-
-    Raises:
-        DataError: a column is not there, or several could be meant.
+    Raises:  DataError if a column is not there, or several could be meant.
     """
     if options.text_column is not None:
         return [_one(path, names, count, options.text_column)]
@@ -213,12 +206,7 @@ def _is_view(types: Any, kind: Any) -> bool:
 
 @dataclass(frozen=True)
 class Look:
-    """What the beginning of a csv shows.
-
-    Attributes:
-        delimiter: between the cells.
-        rows: the first rows.
-    """
+    """What the beginning of a csv shows."""
 
     delimiter: str
     rows: list[list[str]]
@@ -247,10 +235,7 @@ def look_at(file: TextFile, delimiter: str | None) -> Look:
 def has_header(look: Look, others: Sequence[Look], wanted: Sequence[str]) -> bool | None:
     """Whether the first row of a file names its columns; None if that cannot be told.
 
-    Args:
-        look: at this file.
-        others: at the other files of the same command.
-        wanted: names of columns that the user asks for.
+    The other files of the command help to decide it, and the names of columns that are `wanted`.
     """
     first = look.names
     if set(first) & set(wanted):
