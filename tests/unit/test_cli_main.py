@@ -67,6 +67,14 @@ def test_errors_become_messages_and_exit_codes(
     assert (printed.out, printed.err) == ("", expected)
 
 
+@pytest.mark.parametrize(
+    "words", [["train", *BAD.split(), "--save"], ["train", *BAD.split(), "--data-path"], ["report"], ["data", "verify"]]
+)
+def test_a_name_that_no_file_can_have_is_a_bad_argument(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*words, "x" * 300]) == 2
+    assert "x" * 300 in capsys.readouterr().err
+
+
 def test_an_unexpected_error_keeps_its_traceback(command: types.SimpleNamespace) -> None:
     command.outcome = ValueError("a bug")
     with pytest.raises(ValueError, match="a bug"):

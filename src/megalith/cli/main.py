@@ -7,6 +7,7 @@ immediate. Each command is a module of this folder with `run(argv) -> int`, argv
 from __future__ import annotations
 
 import difflib
+import errno
 import importlib
 import os
 import sys
@@ -38,6 +39,8 @@ COMMANDS: dict[str, str] = {
 }
 
 _INTERRUPTED = 130
+# Path's own questions (`is_file`) raise these where a path that does not exist gets False.
+_NO_PATH_AT_ALL = (errno.ENAMETOOLONG,)
 _READER_LEFT = 141  # what a shell reports for a program that SIGPIPE ended
 _SECONDS_FOR_THE_FIRST_TO_SPEAK = 5.0
 # Commands whose output is all they do.
@@ -76,6 +79,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except MegalithError as error:
         _report(error, words[0])
         return error.exit_code
+    except OSError as error:
+        if error.errno not in _NO_PATH_AT_ALL or error.filename is None:
+            raise
+        refusal = ConfigError(f"no file can have this name ({error.strerror}): {error.filename}; give another path")
+        _report(refusal, words[0])
+        return refusal.exit_code
     except KeyboardInterrupt:
         warn("megalith: interrupted")
         return _INTERRUPTED
