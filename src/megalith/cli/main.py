@@ -39,8 +39,6 @@ COMMANDS: dict[str, str] = {
 }
 
 _INTERRUPTED = 130
-# Path's own questions (`is_file`) raise these where a path that does not exist gets False.
-_NO_PATH_AT_ALL = (errno.ENAMETOOLONG,)
 _READER_LEFT = 141  # what a shell reports for a program that SIGPIPE ended
 _SECONDS_FOR_THE_FIRST_TO_SPEAK = 5.0
 # Commands whose output is all they do.
@@ -79,12 +77,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except MegalithError as error:
         _report(error, words[0])
         return error.exit_code
-    except OSError as error:
-        if error.errno not in _NO_PATH_AT_ALL or error.filename is None:
-            raise
-        refusal = ConfigError(f"no file can have this name ({error.strerror}): {error.filename}; give another path")
-        _report(refusal, words[0])
-        return refusal.exit_code
     except KeyboardInterrupt:
         warn("megalith: interrupted")
         return _INTERRUPTED
@@ -92,6 +84,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         drop(sys.stdout)
         only_printing = words[0] in _ONLY_PRINTING or not {"-h", "--help"}.isdisjoint(words)
         return 0 if only_printing else _READER_LEFT
+    except OSError as error:
+        # Path.is_file and its like raise this one, where they return False for a path that does not exist.
+        if error.errno != errno.ENAMETOOLONG or error.filename is None:
+            raise
+        refusal = ConfigError(f"no file can have this name ({error.strerror}): {error.filename}; give another path")
+        _report(refusal, words[0])
+        return refusal.exit_code
 
 
 def available_commands() -> dict[str, str]:
