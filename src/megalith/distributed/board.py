@@ -306,13 +306,16 @@ def _mark_in_use(folder: Path) -> TextIO:
 
 
 def _remove_abandoned() -> None:
-    """Remove the boards of this user that no living process uses; a new one gets time to be marked."""
+    """Remove the boards of this user that no living process uses; a new one gets time to be marked.
+
+    One that its process did not live to mark is marked here, so that only one start removes it.
+    """
     import fcntl
 
     for folder in _MEMORY.glob(f"{_PREFIX}*"):
         with suppress(OSError):
             if folder.stat().st_uid != os.getuid() or time.time() - folder.stat().st_mtime < _SECONDS_TO_MARK:
                 continue
-            with (folder / _IN_USE).open("r+", encoding="utf-8") as file:
+            with (folder / _IN_USE).open("a", encoding="utf-8") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(folder, ignore_errors=True)

@@ -52,3 +52,15 @@ def test_what_a_killed_process_leaves_is_removed_by_the_next_start(
     third = Path(board.make_folder())
     assert not folder.exists()
     assert another.exists() and third.exists(), "those are new"
+
+
+def test_a_board_whose_process_did_not_live_to_mark_it_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(board, "_MEMORY", tmp_path)
+    old, young = Path(board.make_folder()), Path(board.make_folder())
+    (old / "rank-0").touch()
+    an_hour_ago = time.time() - 3600.0
+    os.utime(old, (an_hour_ago, an_hour_ago))
+    board.make_folder()
+    assert not old.exists() and young.exists()
