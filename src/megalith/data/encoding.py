@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,12 +17,6 @@ from megalith.tokenizers import Tokenizer, build_tokenizer
 from megalith.tokenizers.fast_bpe import SURE_IDS, ArrayEncoder, array_encoder
 
 _BYTES_PER_TOKEN = 2  # of text; what has more tokens than that moves to a larger place
-
-
-class Splitter(Protocol):
-    """Splits texts into sentences."""
-
-    def split(self, text: str) -> list[str]: ...
 
 
 @dataclass(frozen=True)
@@ -41,7 +35,7 @@ class SentenceSettings:
     nltk_folders: tuple[str, ...] = ()
     by_marks: bool = False
 
-    def splitter(self) -> Splitter:
+    def splitter(self) -> SentenceSplitter | MarksSplitter:
         """Make the splitter. Raises DataError where there are no parameters of this language."""
         if self.by_marks:
             return MarksSplitter()

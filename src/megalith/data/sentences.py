@@ -17,12 +17,11 @@ section 4 for the decisions; nltk 3.8 for what the paper leaves open (tokens, co
 
 from __future__ import annotations
 
-import io
 import json
 import re
 import sys
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -239,9 +238,12 @@ def find_parameters(language: str, file: str | None, folders: Sequence[str] = ()
             return _from_tables(tables)
         archive = folder / "tokenizers" / "punkt_tab.zip"
         if archive.is_file():
-            found = _from_archive(archive, language)
-            if found is not None:
-                return found
+            try:
+                packed = zipfile.Path(archive, f"punkt_tab/{language}/")
+            except zipfile.BadZipFile as error:
+                raise DataError(f"{archive} is damaged: {error}") from error
+            if (packed / _TABLES[0]).exists():
+                return _from_tables(packed)
     raise DataError(_missing(language, folders))
 
 
@@ -265,32 +267,10 @@ def _missing(language: str, folders: Sequence[str]) -> str:
     )
 
 
-def _from_tables(folder: Path) -> PunktParameters:
-    def read(name: str) -> str:
-        return (folder / name).read_text(encoding="utf-8")
-
-    return _tables(str(folder), read)
-
-
-def _from_archive(archive: Path, language: str) -> PunktParameters | None:
+def _from_tables(folder: Path | zipfile.Path) -> PunktParameters:
     try:
-        with zipfile.ZipFile(archive) as content:
-            base = f"punkt_tab/{language}/"
-            if base + _TABLES[0] not in content.namelist():
-                return None
-
-            def read(name: str) -> str:
-                with content.open(base + name) as file:
-                    return io.TextIOWrapper(file, encoding="utf-8").read()
-
-            return _tables(str(archive), read)
-    except zipfile.BadZipFile as error:
-        raise DataError(f"{archive} is damaged: {error}") from error
-
-
-def _tables(where: str, read: Callable[[str], str]) -> PunktParameters:
-    try:
-        abbreviations, collocations, starters, orthography = (read(name).split("\n") for name in _TABLES)
+        texts = [(folder / name).read_text(encoding="utf-8") for name in _TABLES]
+        abbreviations, collocations, starters, orthography = (text.split("\n") for text in texts)
         pairs = (line.split("\t") for line in collocations if line)
         counts = (line.rsplit("\t", 1) for line in orthography if line)
         return PunktParameters(
@@ -299,8 +279,8 @@ def _tables(where: str, read: Callable[[str], str]) -> PunktParameters:
             starters=frozenset(filter(None, starters)),
             orthography={word: int(flags) for word, flags in counts},
         )
-    except (OSError, ValueError, KeyError) as error:
-        raise DataError(f"{where}: the punkt tables are missing or damaged: {error}") from error
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+        raise DataError(f"{folder}: the punkt tables are missing or damaged: {error}") from error
 
 
 def _from_json(path: Path) -> PunktParameters:

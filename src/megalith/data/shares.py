@@ -17,7 +17,7 @@ _NAME = re.compile(r"_share(?P<number>\d+)of(?P<count>\d+)(?P<rest>_.+)\.idx")
 
 @dataclass(frozen=True)
 class Share:
-    """Part `number`, counted from 0, of `count` equal parts of the input, by bytes on the disk; `reason` is for messages."""
+    """Part `number`, counted from 0, of `count` equal parts of the input, by bytes on the disk; `reason` is shown."""
 
     number: int = 0
     count: int = 1

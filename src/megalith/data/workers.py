@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from multiprocessing import connection, parent_process, reduction
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from megalith.data.encoding import ChunkEncoder, ChunkReport, EncodedChunk, EncodeSettings
 from megalith.data.output import Partitions, Placement, TokenFile, TokenFiles
@@ -39,28 +39,12 @@ _SWITCH_SECONDS = 0.0005  # until the thread of a worker that takes chunks from 
 class Turn:
     """A chunk that is encoded and waits for its place.
 
-    `write` has its tokens written; they are when `Encoders.settle` has returned.
+    `write` has its tokens written; they are when `settle` has returned.
     """
 
     located: Located
     report: ChunkReport
     write: Callable[[Placement], None]
-
-
-class Encoders(Protocol):
-    """Whoever encodes the chunks of a run."""
-
-    def turns(self, chunks: Iterable[Located], files: TokenFiles) -> Iterator[Turn]:
-        """The chunks in their order; each is given its place before the next is asked for.
-
-        Raises:  MegalithError if a process dies, DataError if a file cannot be read or written.
-        """
-
-    def settle(self) -> None:
-        """Wait until all is written. Raises what `turns` does."""
-
-    def close(self, *, finished: bool) -> None:
-        """Let go of everything, in peace if all is done."""
 
 
 class ThisProcess:
@@ -81,9 +65,6 @@ class ThisProcess:
     def settle(self) -> None:
         """What has been placed is written already."""
 
-    def close(self, *, finished: bool) -> None:
-        """There is nothing to let go of."""
-
 
 class Processes:
     """Worker processes, which begin to start when this is made."""
@@ -92,6 +73,10 @@ class Processes:
         self._pool = [_Worker(settings) for _ in range(workers)]
 
     def turns(self, chunks: Iterable[Located], files: TokenFiles) -> Iterator[Turn]:
+        """The chunks in their order; each is given its place before the next is asked for.
+
+        Raises:  MegalithError if a process dies, DataError if a file cannot be read or written.
+        """
         for worker in self._pool:
             worker.give_files(files)
         ahead: deque[tuple[Located, _Worker]] = deque()
@@ -115,12 +100,15 @@ class Processes:
             self._receive()
 
     def settle(self) -> None:
+        """Wait until all is written. Raises what `turns` does."""
         for worker in self._pool:
-            worker.ask_to_settle()
+            worker.is_settled = False
+            worker.send(_Settled())
         while not all(worker.is_settled for worker in self._pool):
             self._receive()
 
     def close(self, *, finished: bool) -> None:
+        """End the processes, in peace if all is done."""
         for worker in self._pool:
             worker.end(_SECONDS_TO_END if finished else 0.0)
 
@@ -132,6 +120,9 @@ class Processes:
 
 def _work_of(worker: _Worker) -> tuple[int, int]:
     return worker.queued, worker.held
+
+
+Encoders: TypeAlias = ThisProcess | Processes
 
 
 class _Settled:
@@ -159,7 +150,7 @@ class _Worker:
 
     def give_files(self, files: TokenFiles) -> None:
         """Pass on the descriptors, and with them the locks of the files."""
-        self._send(([[file.name for file in row] for row in files.files], files.partitions))
+        self.send(([[file.name for file in row] for row in files.files], files.partitions))
         for row in files.files:
             for file in row:
                 try:
@@ -168,18 +159,14 @@ class _Worker:
                     raise _dead() from error
 
     def encode(self, payload: Payload) -> None:
-        self._send(payload)
+        self.send(payload)
         self.queued += 1
         self.held += 1
 
     def write(self, placement: Placement) -> None:
         """Let it write the oldest chunk that it holds."""
-        self._send(placement)
+        self.send(placement)
         self.held -= 1
-
-    def ask_to_settle(self) -> None:
-        self.is_settled = False
-        self._send(_Settled())
 
     def receive(self) -> None:
         """Take an answer. Raises MegalithError if the process died, DataError if it cannot read or write a file."""
@@ -204,7 +191,7 @@ class _Worker:
         self._process.kill()
         self._process.join()
 
-    def _send(self, message: object) -> None:
+    def send(self, message: object) -> None:
         try:
             self.connection.send(message)
         except OSError as error:

@@ -10,7 +10,6 @@ transformers, in memory, if that is installed.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from abc import ABC, abstractmethod
@@ -22,7 +21,7 @@ from typing import Any
 from megalith.errors import DataError
 from megalith.tokenizers.byte_level import END_OF_TEXT, byte_level_tokenizer, read_byte_pair_vocabulary
 from megalith.tokenizers.card import file_hashes
-from megalith.tokenizers.protocol import Tokenizer, import_for, require_ids, require_text
+from megalith.tokenizers.protocol import Tokenizer, import_for, json_object, require_ids, require_text
 from megalith.tokenizers.sentence_piece import MODEL_FILE, decode_around, encode_around, load_model
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -388,16 +387,5 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 def _object(path: Path) -> dict[str, Any]:
-    """What a JSON file holds; nothing where there is none.
-
-    Raises:  DataError if it is damaged.
-    """
-    try:
-        found = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{path} is damaged: {error}") from error
-    if not isinstance(found, dict):
-        raise DataError(f"{path} is damaged: it holds no JSON object")
-    return found
+    """What a JSON file holds; nothing where there is none. Raises DataError if it is damaged."""
+    return json_object(path) if path.exists() else {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
@@ -176,6 +177,20 @@ def read_text_file(path: str | Path, role: str, again: str, *, flag: str = "", e
         return content.decode(encoding)
     except UnicodeDecodeError as error:
         raise DataError(f"{shown} is not text: byte {error.start} is no UTF-8; {again}") from error
+
+
+def json_object(path: Path) -> dict[str, Any]:
+    """What a JSON file holds.
+
+    Raises:  DataError if it is missing or damaged.
+    """
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"{path} is damaged: {error}") from error
+    if not isinstance(found, dict):
+        raise DataError(f"{path} is damaged: it holds no JSON object")
+    return found
 
 
 def import_for(user: str, module: str, extra: str) -> Any:

@@ -139,7 +139,7 @@ class SentencePieceTokenizer(_SentencePiece):
 
 
 def encode_around(text: str, written_out: re.Pattern[str], ids_of: Mapping[str, int], model: Any) -> list[int]:
-    """Encode a text: special tokens that are `written_out` become their ids, each part between them is encoded alone."""
+    """Encode a text: special tokens that are `written_out` become their ids, each part between them alone."""
     ids, begin = list[int](), 0
     for found in written_out.finditer(text):
         ids += model.encode(text[begin : found.start()])
@@ -150,7 +150,7 @@ def encode_around(text: str, written_out: re.Pattern[str], ids_of: Mapping[str, 
 
 
 def decode_around(ids: Sequence[int], token_of: Mapping[int, str], model: Any, space: str) -> str:
-    """Decode ids: special tokens are written out with `space` on both sides, each part between them is decoded alone."""
+    """Decode ids: special tokens are written out with `space` on both sides, each part between them alone."""
     parts, begin = list[str](), 0
     for place, number in enumerate(ids):
         if number in token_of:

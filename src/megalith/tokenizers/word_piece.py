@@ -212,12 +212,13 @@ def tokenizer_json(tokenizer: WordPieceTokenizer) -> str:
     from tokenizers.models import WordPiece
 
     ids = {token: number for number, token in enumerate(tokenizer.tokens)}
-    engine = Tokenizer(WordPiece(ids, unk_token=_token(tokenizer, "unk"), max_input_chars_per_word=LONGEST_WORD))
+    engine = Tokenizer(WordPiece(ids, unk_token=_UNKNOWN, max_input_chars_per_word=LONGEST_WORD))
     engine.normalizer = normalizers.BertNormalizer(lowercase=tokenizer.lower_case)
     engine.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     engine.decoder = decoders.WordPiece()
-    special = [*(_token(tokenizer, role) for role in _TOKENS_OF_ROLES), *_sentinels(tokenizer)]
-    engine.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    special = [*map(tokenizer.special.__getitem__, _TOKENS_OF_ROLES), *tokenizer.extra_ids]
+    added = [AddedToken(tokenizer.tokens[number], special=True, normalized=False) for number in special]
+    engine.add_special_tokens(added)
     text: str = engine.to_str(pretty=True)
     return text + "\n"
 
@@ -228,13 +229,5 @@ def tokenizer_config(tokenizer: WordPieceTokenizer) -> Mapping[str, Any]:
         "tokenizer_class": "PreTrainedTokenizerFast",
         "do_lower_case": tokenizer.lower_case,
         EXTRA_IDS: len(tokenizer.extra_ids),
-        **{f"{role}_token": _token(tokenizer, role) for role in _TOKENS_OF_ROLES},
+        **{f"{role}_token": tokenizer.tokens[tokenizer.special[role]] for role in _TOKENS_OF_ROLES},
     }
-
-
-def _token(tokenizer: WordPieceTokenizer, role: str) -> str:
-    return tokenizer.tokens[tokenizer.special[role]]
-
-
-def _sentinels(tokenizer: WordPieceTokenizer) -> list[str]:
-    return [tokenizer.tokens[number] for number in tokenizer.extra_ids]

@@ -44,15 +44,7 @@ class PaddedTokenizer(NullTokenizer):
 
     def __init__(self, num_ids: int, *, eod: int, pad: int | None = 3) -> None:
         super().__init__(num_ids)
-        self._own_eod, self._own_pad = eod, pad
-
-    @property
-    def eod(self) -> int:
-        return self._own_eod
-
-    @property
-    def pad(self) -> int | None:
-        return self._own_pad
+        self.eod, self.pad = eod, pad
 
 
 def dataset(

@@ -51,6 +51,9 @@ class IndexedWriter:
     The files carry the ending `.partial` until `finalize`. Leaving the `with` block early removes them unless `keep`
     has been called, and a killed process leaves no more than the partial files, which the next writer of this prefix
     replaces or goes on with.
+
+    Attributes:
+        num_tokens, num_documents: written, or reserved, so far.
     """
 
     def __init__(
@@ -81,18 +84,8 @@ class IndexedWriter:
             self.discard()
             raise
         self._num_sequences = kept.lengths // 4
-        self._num_documents = kept.documents // 8
-        self._num_tokens = kept.tokens // self.dtype.itemsize
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens written, or reserved, so far."""
-        return self._num_tokens
-
-    @property
-    def num_documents(self) -> int:
-        """Documents written, or reserved, so far."""
-        return self._num_documents
+        self.num_documents = kept.documents // 8
+        self.num_tokens = kept.tokens // self.dtype.itemsize
 
     @property
     def bin_descriptor(self) -> int:
@@ -102,9 +95,9 @@ class IndexedWriter:
     def written(self) -> Written:
         """What another process could go on from, once `flush` has brought it to the disk."""
         return Written(
-            tokens=self._num_tokens * self.dtype.itemsize,
+            tokens=self.num_tokens * self.dtype.itemsize,
             lengths=4 * self._num_sequences,
-            documents=8 * self._num_documents,
+            documents=8 * self.num_documents,
             modes=self._num_sequences if self._multimodal else 0,
         )
 
@@ -124,8 +117,8 @@ class IndexedWriter:
 
     def reserve(self, lengths: NDArray[np.int32], sequences_per_document: NDArray[np.int64]) -> int:
         """Append documents whose tokens somebody else writes; the byte of the .bin that the first begins at."""
-        first, start = self._num_sequences, self._num_tokens * self.dtype.itemsize
-        self._num_tokens += int(lengths.sum(dtype=np.int64))
+        first, start = self._num_sequences, self.num_tokens * self.dtype.itemsize
+        self.num_tokens += int(lengths.sum(dtype=np.int64))
         self._is_behind = True
         self._note(lengths, None)
         self._end_documents(first + np.cumsum(sequences_per_document, dtype=np.int64))
@@ -146,7 +139,7 @@ class IndexedWriter:
                     self._write_tokens(block)
         except OSError as error:
             raise DataError(f"cannot read {bin_path(prefix)}: {error.strerror}") from error
-        self._num_tokens += other.num_tokens
+        self.num_tokens += other.num_tokens
         for start in range(0, len(other), ENTRIES_AT_ONCE):
             stop = start + ENTRIES_AT_ONCE
             self._note(other.lengths[start:stop], None if other.modes is None else other.modes[start:stop])
@@ -233,12 +226,12 @@ class IndexedWriter:
     def _append(self, tokens: NDArray[Any], lengths: NDArray[np.int32], modes: Any) -> None:
         assert int(lengths.sum(dtype=np.int64)) == len(tokens), "lengths must add up to the tokens"
         self._write_tokens(np.ascontiguousarray(tokens).data)
-        self._num_tokens += len(tokens)
+        self.num_tokens += len(tokens)
         self._note(lengths, modes)
 
     def _write_tokens(self, content: bytes | memoryview) -> None:
         if self._is_behind:
-            self._bin.seek(self._num_tokens * self.dtype.itemsize)
+            self._bin.seek(self.num_tokens * self.dtype.itemsize)
             self._is_behind = False
         self._write(self._bin, content)
 
@@ -251,7 +244,7 @@ class IndexedWriter:
 
     def _end_documents(self, entries: NDArray[np.int64]) -> None:
         self._write(self._documents, entries.astype("<i8", copy=False).tobytes())
-        self._num_documents += len(entries)
+        self.num_documents += len(entries)
 
     def _write(self, file: IO[bytes], content: bytes | memoryview) -> None:
         try:
@@ -260,7 +253,7 @@ class IndexedWriter:
             raise DataError(f"cannot write {file.name.removesuffix('.partial')}: {error.strerror}") from error
 
     def _write_index(self, file: IO[bytes]) -> None:
-        file.write(HEADER.pack(MAGIC, VERSION, self._code, self._num_sequences, self._num_documents + 1))
+        file.write(HEADER.pack(MAGIC, VERSION, self._code, self._num_sequences, self.num_documents + 1))
         for block in _blocks(self._lengths):
             file.write(block)
         offset = 0

@@ -6,13 +6,11 @@ A folder is a Hugging Face dataset in any of its layouts, or holds files of one 
 from __future__ import annotations
 
 import glob
-import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from megalith.data.sources.formats import (
     ARRAY,
@@ -32,6 +30,7 @@ from megalith.data.sources.protocol import Source, SourceOptions
 from megalith.data.sources.streams import TextFile, open_text, refuse_archive
 from megalith.data.sources.tables import ArrowSource, CsvSource, Look, ParquetSource, has_header, look_at
 from megalith.errors import DataError
+from megalith.tokenizers.protocol import json_object
 
 _URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://")
 _LOOKED_AT = 1 << 28  # bytes; documents are shorter
@@ -221,7 +220,7 @@ def files_of(folder: Path, split: str) -> tuple[list[Path], str]:
     Raises:  DataError if it has no data, several formats, or no such split.
     """
     if (folder / "dataset_dict.json").is_file():
-        splits = _object(folder / "dataset_dict.json").get("splits") or sorted(
+        splits = json_object(folder / "dataset_dict.json").get("splits") or sorted(
             path.name for path in folder.iterdir() if (path / "state.json").is_file()
         )
         chosen = _choose(folder, splits, split)
@@ -233,7 +232,7 @@ def files_of(folder: Path, split: str) -> tuple[list[Path], str]:
 
 def _saved(folder: Path) -> list[Path]:
     """The Arrow files that `save_to_disk` wrote, in its order."""
-    state = _object(folder / "state.json")
+    state = json_object(folder / "state.json")
     if state.get("_indices_data_files"):
         raise DataError(
             f"{folder} was saved with a selection of its rows (_indices_data_files of state.json); save it once more "
@@ -306,13 +305,3 @@ def _choose(folder: Path, splits: Iterable[str], wanted: str) -> str:
     if wanted not in have:
         raise DataError(f"{folder} has no split {wanted}; --dataset-split names one of {', '.join(have)}")
     return wanted
-
-
-def _object(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{path} is damaged: {error}") from error
-    if not isinstance(found, dict):
-        raise DataError(f"{path} is damaged: it holds no JSON object")
-    return found

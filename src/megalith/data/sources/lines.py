@@ -23,7 +23,7 @@ from megalith.data.sources.documents import (
     json_documents,
     text_documents,
 )
-from megalith.data.sources.protocol import Chunk, Limits, Part, Row, chunks_of, size_of
+from megalith.data.sources.protocol import Chunk, Limits, Part, Row, RowSource, size_of
 from megalith.data.sources.streams import TextFile
 from megalith.errors import DataError
 
@@ -42,6 +42,10 @@ class _Form:
     encoding: str
     limit: int
 
+    @property
+    def separator_bytes(self) -> bytes | None:
+        return self.separator.encode() if self.separator else None
+
     def read(self, data: bytes, keys: tuple[str, ...], *, alone: bool, too_long: str | None = None) -> Part:
         """Documents of a text; `too_long` says why one more after them cannot be read."""
         documents: Iterator[tuple[int, Document | BadDocument]]
@@ -55,7 +59,7 @@ class _Form:
                 batches = json_batches(lines, keys, len(data))
             documents = json_documents(lines, keys, self.encoding, self.limit)
         else:
-            units = count_units(data, self.separator.encode() if self.separator else None) if data else 0
+            units = count_units(data, self.separator_bytes) if data else 0
             documents = text_documents(data, self.separator, alone=alone, encoding=self.encoding, limit=self.limit)
         if too_long is not None:
             documents = _with_last(documents, units, too_long)
@@ -71,12 +75,21 @@ def _with_last(
 
 @dataclass(frozen=True)
 class _Text:
-    """A text on its way to a worker."""
+    """Whole documents of a text on their way to a worker, with the separators after them.
+
+    Attributes:
+        alone: whether this is the whole file.
+        too_long: why one more document after them is left out.
+    """
 
     form: _Form
     data: bytes
     alone: bool
     too_long: str | None = None
+
+    @property
+    def num_units(self) -> int:
+        return (count_units(self.data, self.form.separator_bytes) if self.data else 0) + (self.too_long is not None)
 
     def read(self, keys: tuple[str, ...]) -> Part:
         return self.form.read(self.data, keys, alone=self.alone, too_long=self.too_long)
@@ -171,50 +184,23 @@ class TextSource:
     def _stream(self, start: int) -> Iterator[Chunk]:
         """Chunks by reading from the beginning; positions are counted in the text."""
         disk_start = 0
-        for cut in _cuts(self._file, self._form.separator, self._limits):
-            if cut.end > start:
-                alone = cut.start == 0 and cut.is_last
-                payload = _Text(self._form, cut.data, alone, cut.too_long)
-                yield Chunk(payload, cut.start, cut.end, disk_start, cut.disk, _units(cut, self._form))
-            disk_start = cut.disk
+        for begin, end, disk, text in _cuts(self._file, self._form):
+            if end > start:
+                yield Chunk(text, begin, end, disk_start, disk, text.num_units)
+            disk_start = disk
 
 
 def _text_form(separator: str | None) -> str:
     return "txt, the whole file is one document" if separator is None else f"txt, separated by {separator!r}"
 
 
-@dataclass(frozen=True)
-class _Cut:
-    """Whole documents of a stream.
-
-    Attributes:
-        data: the documents, and the separators after them.
-        start: where they begin in the text.
-        end: where what follows begins.
-        disk: bytes of the file that had been read at the end.
-        is_last: whether the text ends here.
-        too_long: why one more document after them is left out.
-    """
-
-    data: bytes
-    start: int
-    end: int
-    disk: int
-    is_last: bool
-    too_long: str | None = None
-
-
-def _units(cut: _Cut, form: _Form) -> int:
-    separator = form.separator.encode() if form.separator else None
-    return (count_units(cut.data, separator) if cut.data else 0) + (cut.too_long is not None)
-
-
-def _cuts(file: TextFile, separator: str | None, limits: Limits) -> Iterator[_Cut]:
+def _cuts(file: TextFile, form: _Form) -> Iterator[tuple[int, int, int, _Text]]:
     """A text cut behind the last separator in each block; a document beyond the limit is passed over.
 
-    A separator that can overlap itself, such as '----', is looked for from the left, as the splitting does.
+    Yields where a piece begins and ends in the text, the bytes of the file read so far, and the piece. A separator that
+    can overlap itself, such as '----', is looked for from the left, as the splitting does.
     """
-    word = separator.encode() if separator else None
+    word, limits = form.separator_bytes, file.limits
     last_end = _last_end_from_left if word and _overlaps(word) else _last_end
     rest, position, disk, skipping = bytearray(), 0, 0, -1
     for block, disk in _sized(file, limits.chunk_bytes):
@@ -229,22 +215,23 @@ def _cuts(file: TextFile, separator: str | None, limits: Limits) -> Iterator[_Cu
                 del rest[: len(rest) - keep]
                 continue
             end = found + len(word)
-            yield _Cut(b"", skipping, position + end, disk, False, _too_long(word, skipping, limits))
+            yield skipping, position + end, disk, _Text(form, b"", False, _too_long(word, skipping, limits))
             del rest[:end]
             position, skipping, seen = position + end, -1, 0
         end = last_end(rest, word, seen) if word else 0
         if end:
-            yield _Cut(bytes(rest[:end]), position, position + end, disk, False)
+            yield position, position + end, disk, _Text(form, bytes(rest[:end]), False)
             del rest[:end]
             position += end
         if len(rest) > limits.max_document_bytes:
             if word is None:
                 raise DataError(f"{file.path}: {_too_long(None, position, limits)}")
             skipping = position
+    end = position + len(rest)
     if skipping >= 0:
-        yield _Cut(b"", skipping, position + len(rest), disk, True, _too_long(word, skipping, limits))
+        yield skipping, end, disk, _Text(form, b"", False, _too_long(word, skipping, limits))
     elif rest:
-        yield _Cut(bytes(rest), position, position + len(rest), disk, True)
+        yield position, end, disk, _Text(form, bytes(rest), position == 0)
 
 
 def _sized(file: TextFile, size: int) -> Iterator[tuple[bytes, int]]:
@@ -291,22 +278,15 @@ def _too_long(word: bytes | None, begins: int, limits: Limits) -> str:
     )
 
 
-class ArraySource:
+class ArraySource(RowSource):
     """One JSON array; its elements are objects, or the texts themselves."""
 
     unit = "element"
 
     def __init__(self, file: TextFile, keys: tuple[str, ...]) -> None:
-        self.path = file.path
-        self.disk_bytes = file.path.stat().st_size
+        super().__init__(file.path, file.limits)
         self.about = f"one JSON array, {file.about}"
         self._file, self._keys = file, keys
-
-    def chunks(self, start: int = 0) -> Iterator[Chunk]:
-        return chunks_of(self._rows(), self._file.limits, start)
-
-    def units_before(self, start: int) -> int | None:
-        return None
 
     def _rows(self) -> Iterator[Row]:
         for number, (element, size, disk) in enumerate(self._elements(), start=1):

@@ -1,11 +1,9 @@
-"""What the rest of the preprocessing knows of a source: chunks that hold whole documents, and where each ends.
-
-`chunks_of` makes them of the rows that the leading process has already taken out of a table or an array.
-"""
+"""What the rest of the preprocessing knows of a source: chunks that hold whole documents, and where each ends."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -155,18 +153,34 @@ def size_of(document: Document | BadDocument) -> int:
     return sum(len(text.encode("utf-8", "surrogatepass")) for text in every)
 
 
-def chunks_of(rows: Iterable[Row], limits: Limits, start: int) -> Iterator[Chunk]:
-    """The rows of a source as chunks of about `chunk_bytes`, from where an earlier one ended."""
-    contents: list[Document | BadDocument] = []
-    gathered = begins = disk = disk_start = 0
-    row = None
-    for row in rows:
-        contents.append(row.content)
-        gathered += row.num_bytes
-        if gathered >= limits.chunk_bytes:
-            if row.end > start:
-                yield Chunk(_Rows(contents, gathered), begins, row.end, disk_start, row.disk, len(contents))
-            contents, gathered, begins, disk_start = [], 0, row.end, row.disk
-        disk = row.disk
-    if contents and row is not None and row.end > start:
-        yield Chunk(_Rows(contents, gathered), begins, row.end, disk_start, disk, len(contents))
+class RowSource(ABC):
+    """A source whose rows the leading process takes out from the beginning; a place is a number of rows."""
+
+    unit = "row"
+    about: str
+
+    def __init__(self, path: Path, limits: Limits) -> None:
+        self.path, self.disk_bytes, self._limits = path, path.stat().st_size, limits
+
+    @abstractmethod
+    def _rows(self) -> Iterator[Row]:
+        """All rows in order. Raises DataError as `chunks` does."""
+
+    def chunks(self, start: int = 0) -> Iterator[Chunk]:
+        """The rows as chunks of about `chunk_bytes`, from where an earlier one ended."""
+        contents: list[Document | BadDocument] = []
+        gathered = begins = disk = disk_start = 0
+        row = None
+        for row in self._rows():
+            contents.append(row.content)
+            gathered += row.num_bytes
+            if gathered >= self._limits.chunk_bytes:
+                if row.end > start:
+                    yield Chunk(_Rows(contents, gathered), begins, row.end, disk_start, row.disk, len(contents))
+                contents, gathered, begins, disk_start = [], 0, row.end, row.disk
+            disk = row.disk
+        if contents and row is not None and row.end > start:
+            yield Chunk(_Rows(contents, gathered), begins, row.end, disk_start, disk, len(contents))
+
+    def units_before(self, start: int) -> int | None:
+        return None

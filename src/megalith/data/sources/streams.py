@@ -1,8 +1,4 @@
-"""The bytes of a text file, decompressed and as UTF-8, block by block in bounded memory.
-
-The zstandard library reads a file that is cut short without an error, so the sizes that its frames state are checked.
-Source:  RFC 8878, section 3.1 (frame header, blocks of at most 2^21 bytes, checksum) and 3.1.2 (skippable frames).
-"""
+"""The bytes of a text file, decompressed and as UTF-8, block by block in bounded memory."""
 
 from __future__ import annotations
 
@@ -12,7 +8,7 @@ import lzma
 import tarfile
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import IO, Any
@@ -28,10 +24,7 @@ _SAMPLE = 1 << 18
 _FURTHER_SAMPLES = 8  # along the file, as ASCII often fills the beginning
 _FREE = 1 << 26  # so much is decompressed before its ratio to the file is looked at
 _DAMAGE = (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile)
-_MAGIC, _SKIPPABLE = 0xFD2FB528, 0x184D2A50
-_DICTIONARY_BYTES = (0, 1, 2, 4)
-_CONTENT_SIZE_BYTES = (0, 2, 4, 8)
-_RLE = 1
+_ZSTD_READ = 1 << 12  # bytes; a block of 4 may hold 128 KiB, so that this bounds the memory
 
 
 @dataclass(frozen=True)
@@ -94,8 +87,6 @@ class TextFile:
                     f"{self.limits.max_expansion} times as much; if it is no prank, raise --max-expansion"
                 )
             yield block
-        if self.compression == ZSTD:
-            require_whole(self.path)
 
     def _without_mark(self, content: Iterator[bytes]) -> Iterator[bytes]:
         mark = self.encoding.mark
@@ -112,24 +103,28 @@ def open_text(path: Path, encoding: str, limits: Limits) -> TextFile:
 
     Raises:  DataError if it cannot be read, its encoding is unknown, or the bytes do not tell it.
     """
-    try:
-        compression = compression_of(path)
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}") from error
-    raw = TextFile(path, compression, Encoding("utf-8", "UTF-8"), limits)
+    raw = _undecoded(path, limits)
     samples = _samples(raw)
     if encoding != "auto":
         named = named_encoding(encoding, samples[0])
         if named is None:
             raise DataError(f"--encoding {encoding}: there is no such encoding; utf-8, gb18030, big5, utf-16 are some")
-        return TextFile(path, compression, named, limits)
+        return replace(raw, encoding=named)
     found = find_encoding(samples)
     if found is None:
         raise DataError(
             f"{path}: the text is no UTF-8, and its bytes do not tell what else it is; name it with --encoding, such "
             "as gb18030, big5, shift_jis, euc_kr, cp1252 or koi8-r"
         )
-    return TextFile(path, compression, found, limits)
+    return replace(raw, encoding=found)
+
+
+def _undecoded(path: Path, limits: Limits) -> TextFile:
+    """The bytes of a file, decompressed."""
+    try:
+        return TextFile(path, compression_of(path), Encoding("utf-8", "UTF-8"), limits)
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from error
 
 
 def refuse_archive(path: Path, limits: Limits) -> None:
@@ -137,16 +132,13 @@ def refuse_archive(path: Path, limits: Limits) -> None:
 
     Raises:  DataError if it is one, or cannot be read.
     """
-    try:
-        compression = compression_of(path)
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}") from error
-    kind = archive_of(TextFile(path, compression, Encoding("utf-8", "UTF-8"), limits).beginning(tarfile.BLOCKSIZE))
+    file = _undecoded(path, limits)
+    kind = archive_of(file.beginning(tarfile.BLOCKSIZE))
     if kind is None:
         return
     command = {"tar": f"tar -xf {path} -C DIR", "zip": f"unzip {path} -d DIR"}.get(kind)
     how = f" ({command})" if command else ""
-    named = f"{kind} archive" + (f", compressed with {compression}" if compression else "")
+    named = f"{kind} archive" + (f", compressed with {file.compression}" if file.compression else "")
     raise DataError(f"{path} is a {named}, not text; unpack it first{how} and give the folder: --input DIR")
 
 
@@ -177,54 +169,24 @@ def _decompressor(path: Path, file: IO[bytes], compression: str | None) -> Any:
 
 
 class _ZstdReader:
-    """Frames one after the other, with errors in the words of this module."""
+    """Frames one after the other. Python's reader of streams takes one that is cut short for the end of the file."""
 
     def __init__(self, decompressor: Any, file: IO[bytes], error: type[Exception]) -> None:
-        self._reader = decompressor.stream_reader(file, read_across_frames=True, closefd=False)
-        self._error = error
+        self._decompressor, self._file, self._error = decompressor, file, error
+        self._frame: Any = None
+        self._rest = b""
 
     def read(self, size: int) -> bytes:
-        try:
-            block: bytes = self._reader.read(size)
-        except self._error as error:
-            raise EOFError(str(error)) from error
-        return block
-
-
-def require_whole(path: Path) -> None:
-    """Walk over the frames by the sizes that they state.
-
-    Raises:  EOFError if the last one is cut short.
-    """
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        while file.tell() < size:
-            _pass_frame(file)
-            if file.tell() > size:
-                raise EOFError("the last frame is cut short")
-
-
-def _pass_frame(file: IO[bytes]) -> None:
-    magic = _number(file, 4)
-    if magic & 0xFFFFFFF0 == _SKIPPABLE:
-        file.seek(_number(file, 4), 1)
-        return
-    if magic != _MAGIC:
-        raise EOFError("what follows the last frame is no frame")
-    descriptor = _number(file, 1)
-    single_segment = descriptor >> 5 & 1
-    content_size = _CONTENT_SIZE_BYTES[descriptor >> 6] or single_segment
-    file.seek((0 if single_segment else 1) + _DICTIONARY_BYTES[descriptor & 3] + content_size, 1)
-    last = False
-    while not last:
-        header = _number(file, 3)
-        last = bool(header & 1)
-        file.seek(1 if header >> 1 & 3 == _RLE else header >> 3, 1)
-    file.seek(4 if descriptor >> 2 & 1 else 0, 1)
-
-
-def _number(file: IO[bytes], size: int) -> int:
-    content = file.read(size)
-    if len(content) < size:
-        raise EOFError("the last frame is cut short")
-    return int.from_bytes(content, "little")
+        """The next part, of any size above 0; nothing at the end."""
+        while content := self._rest or self._file.read(_ZSTD_READ):
+            frame = self._frame or self._decompressor.decompressobj()
+            try:
+                block: bytes = frame.decompress(content)
+            except self._error as error:
+                raise EOFError(str(error)) from error
+            self._rest, self._frame = frame.unused_data, None if frame.eof else frame
+            if block:
+                return block
+        if self._frame is not None:
+            raise EOFError("the last frame is cut short")
+        return b""

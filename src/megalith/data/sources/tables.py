@@ -8,16 +8,17 @@ from __future__ import annotations
 import codecs
 import csv
 import re
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from megalith.data.sources.documents import BadDocument, Document, text_of
-from megalith.data.sources.protocol import Chunk, Row, SourceOptions, chunks_of, size_of
+from megalith.data.sources.protocol import Row, RowSource, SourceOptions, size_of
 from megalith.data.sources.streams import TextFile
 from megalith.errors import DataError
 from megalith.tokenizers.protocol import import_for
@@ -66,17 +67,14 @@ def _one(path: Path, names: Sequence[str] | None, count: int, wanted: str) -> in
     raise DataError(f"--text-column {wanted}: {path} has no such column; {have}")
 
 
-class _ColumnarSource(ABC):
+class _ColumnarSource(RowSource):
     """A table that pyarrow reads, of which one column, or one for each key, has the text."""
 
-    unit = "row"
-    about: str
+    kind: str
 
     def __init__(self, path: Path, options: SourceOptions) -> None:
-        self.path, self.disk_bytes, self._options = path, path.stat().st_size, options
-
-    def chunks(self, start: int = 0) -> Iterator[Chunk]:
-        return chunks_of(self._rows(), self._options.limits, start)
+        super().__init__(path, options.limits)
+        self._options = options
 
     def units_before(self, start: int) -> int | None:
         return start
@@ -91,15 +89,29 @@ class _ColumnarSource(ABC):
 
     def _rows(self) -> Iterator[Row]:
         number = 0
-        for columns in self._batches():
-            for cells in zip(*columns, strict=True):
-                number += 1
-                content = _document(cells, self._options.keys)
-                yield Row(content, size_of(content), number, self._disk_after(number))
+        with self._damage_named():
+            for columns in self._batches():
+                for cells in zip(*columns, strict=True):
+                    number += 1
+                    content = _document(cells, self._options.keys)
+                    yield Row(content, size_of(content), number, self._disk_after(number))
+
+    @contextmanager
+    def _damage_named(self) -> Iterator[None]:
+        """Turn what pyarrow raises for a damaged file into a DataError."""
+        try:
+            yield
+        except (OSError, ValueError) as error:
+            raise DataError(f"{self.path}: the {self.kind} file is cut short or damaged: {error}") from error
+
+    def _library(self, module: str) -> Any:
+        return import_for(f"{self.path}: reading it", module, "data")
 
 
 class ParquetSource(_ColumnarSource):
     """A parquet file."""
+
+    kind = "parquet"
 
     def __init__(self, path: Path, options: SourceOptions) -> None:
         """Read the schema and choose the columns.
@@ -107,7 +119,7 @@ class ParquetSource(_ColumnarSource):
         Raises:  DataError if the file is damaged or has no such columns of text.
         """
         super().__init__(path, options)
-        with self._open() as file:
+        with self._damage_named(), self._open() as file:
             schema = file.schema_arrow
             self._num_rows = file.metadata.num_rows
         self._names = _text_columns(path, schema, options)
@@ -117,23 +129,18 @@ class ParquetSource(_ColumnarSource):
         return self.disk_bytes * rows // max(1, self._num_rows)
 
     def _open(self) -> Any:
-        parquet = import_for(f"{self.path}: reading it", "pyarrow.parquet", "data")
-        try:
-            return parquet.ParquetFile(self.path, memory_map=True, pre_buffer=False)
-        except (OSError, ValueError) as error:
-            raise DataError(f"{self.path}: the parquet file is cut short or damaged: {error}") from error
+        return self._library("pyarrow.parquet").ParquetFile(self.path, memory_map=True, pre_buffer=False)
 
     def _batches(self) -> Iterator[list[list[Any]]]:
         with self._open() as file:
-            try:
-                for batch in file.iter_batches(_ROWS_AT_ONCE, columns=self._names, use_threads=False):
-                    yield [batch.column(name).to_pylist() for name in self._names]
-            except (OSError, ValueError) as error:
-                raise DataError(f"{self.path}: the parquet file is damaged: {error}") from error
+            for batch in file.iter_batches(_ROWS_AT_ONCE, columns=self._names, use_threads=False):
+                yield [batch.column(name).to_pylist() for name in self._names]
 
 
 class ArrowSource(_ColumnarSource):
     """An Arrow file, as `save_to_disk` and the cache of Hugging Face's datasets write it (a stream), or Feather."""
+
+    kind = "arrow"
 
     def __init__(self, path: Path, options: SourceOptions) -> None:
         """Read the schema and choose the columns.
@@ -141,8 +148,9 @@ class ArrowSource(_ColumnarSource):
         Raises:  DataError if the file is damaged or has no such columns of text.
         """
         super().__init__(path, options)
-        with self._mapped() as mapped:
-            self._names = _text_columns(path, self._reader(mapped).schema, options)
+        with self._damage_named(), self._mapped() as mapped:
+            schema = self._reader(mapped).schema
+        self._names = _text_columns(path, schema, options)
         self.about = f"arrow, text from {', '.join(self._names)}"
         self._position = 0
 
@@ -150,32 +158,26 @@ class ArrowSource(_ColumnarSource):
         return self._position
 
     def _mapped(self) -> Any:
-        return import_for(f"{self.path}: reading it", "pyarrow", "data").memory_map(str(self.path))
+        return self._library("pyarrow").memory_map(str(self.path))
 
     def _reader(self, mapped: Any) -> Any:
-        ipc = import_for(f"{self.path}: reading it", "pyarrow.ipc", "data")
+        ipc = self._library("pyarrow.ipc")
         with self.path.open("rb") as file:
             is_file = file.read(len(_ARROW_FILE)) == _ARROW_FILE
-        try:
-            return ipc.open_file(mapped) if is_file else ipc.open_stream(mapped)
-        except (OSError, ValueError) as error:
-            raise DataError(f"{self.path}: the arrow file is cut short or damaged: {error}") from error
+        return ipc.open_file(mapped) if is_file else ipc.open_stream(mapped)
 
     def _batches(self) -> Iterator[list[list[Any]]]:
         with self._mapped() as mapped:
             reader = self._reader(mapped)
             numbered = hasattr(reader, "num_record_batches")
-            try:
-                batches = map(reader.get_batch, range(reader.num_record_batches)) if numbered else iter(reader)
-                for number, batch in enumerate(batches, start=1):
-                    # A stream is read from front to back; a file is not, and its batches are about alike.
-                    done = self.disk_bytes * number // reader.num_record_batches if numbered else mapped.tell()
-                    self._position = done
-                    for at in range(0, batch.num_rows, _ROWS_AT_ONCE):
-                        part = batch.slice(at, _ROWS_AT_ONCE)
-                        yield [part.column(name).to_pylist() for name in self._names]
-            except (OSError, ValueError) as error:
-                raise DataError(f"{self.path}: the arrow file is cut short or damaged: {error}") from error
+            batches = map(reader.get_batch, range(reader.num_record_batches)) if numbered else iter(reader)
+            for number, batch in enumerate(batches, start=1):
+                # A stream is read from front to back; a file is not, and its batches are about alike.
+                done = self.disk_bytes * number // reader.num_record_batches if numbered else mapped.tell()
+                self._position = done
+                for at in range(0, batch.num_rows, _ROWS_AT_ONCE):
+                    part = batch.slice(at, _ROWS_AT_ONCE)
+                    yield [part.column(name).to_pylist() for name in self._names]
 
 
 def _document(cells: tuple[Any, ...], keys: tuple[str, ...]) -> Document | BadDocument:
@@ -271,18 +273,15 @@ def _stands_above_content(first: list[str], look: Look) -> bool:
     )
 
 
-class CsvSource:
+class CsvSource(RowSource):
     """A csv of which one column, or one for each key, has the text."""
-
-    unit = "row"
 
     def __init__(self, file: TextFile, look: Look, options: SourceOptions, *, header: bool) -> None:
         """Choose the columns.
 
         Raises:  DataError if they are not there.
         """
-        self.path = file.path
-        self.disk_bytes = file.path.stat().st_size
+        super().__init__(file.path, file.limits)
         names = [name.strip() for name in look.rows[0]] if header else None
         self._width = len(look.rows[0])
         self._columns = choose_columns(file.path, names, self._width, options)
@@ -292,12 +291,6 @@ class CsvSource:
         )
         first = "" if header else f", no header (its first row is {look.rows[0][self._columns[0]][:30]!r})"
         self.about = f"csv, {file.about}, text from {shown}{first}"
-
-    def chunks(self, start: int = 0) -> Iterator[Chunk]:
-        return chunks_of(self._rows(), self._file.limits, start)
-
-    def units_before(self, start: int) -> int | None:
-        return None
 
     def _rows(self) -> Iterator[Row]:
         lines = _Lines(self._file)
