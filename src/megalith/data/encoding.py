@@ -234,10 +234,7 @@ class _Column:
         self._sequences.append(count)
 
     def add_all(self, texts: list[str]) -> None:
-        """Append documents of one text each.
-
-        Raises:  DataError as `add` does; the column is of no use then.
-        """
+        """Append documents of one text each. Raises DataError as `add` does; the column is of no use then."""
         arrays = self._encode(texts)
         for ids in arrays:
             if ids.dtype != SURE_IDS:

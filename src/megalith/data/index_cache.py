@@ -186,10 +186,7 @@ class IndexCache:
         return None
 
     def save(self, arrays: Mapping[str, NDArray[Any]], source: str = "", written_ns: int | None = None) -> None:
-        """Write the entry; files that hold the arrays already stay.
-
-        Raises:  OSError if the folder cannot be written.
-        """
+        """Write the entry; files that hold the arrays already stay. Raises OSError if the folder cannot be written."""
         self.stem.parent.mkdir(parents=True, exist_ok=True)
         for path in (self._description_path, self._record_path):  # no entry until all of it is replaced
             path.unlink(missing_ok=True)
@@ -299,10 +296,7 @@ class CacheReport:
 
 
 def verify_caches(folder: Path) -> CacheReport:
-    """Compare every file of a cache folder with its checksum.
-
-    Raises:  OSError if a file cannot be read.
-    """
+    """Compare every file of a cache folder with its checksum. Raises OSError if a file cannot be read."""
     intact, without, damaged = 0, 0, list[Path]()
     for description in sorted(folder.glob("*-description.txt")):
         stem = description.name.removesuffix("description.txt")

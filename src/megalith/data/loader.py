@@ -159,10 +159,7 @@ class BatchLoader:
         return self
 
     def __next__(self) -> Batch:
-        """The next micro-batch.
-
-        Raises:  DataError if the dataset has no full block of samples left.
-        """
+        """The next micro-batch. Raises DataError if the dataset has no full block of samples left."""
         batch = self._read_now() if self._threads is None else self._read_ahead(self._threads)
         self._consumed += self._block
         return batch

@@ -75,10 +75,7 @@ class TokenFiles:
         self.files, self.partitions = files, partitions
 
     def write(self, chunk: EncodedChunk, placement: Placement) -> None:
-        """Write the tokens of a chunk.
-
-        Raises:  DataError if the disk is full.
-        """
+        """Write the tokens of a chunk. Raises DataError if the disk is full."""
         keys = zip(self.files, chunk.tokens, chunk.report.by_key, placement.offsets, strict=True)
         for files, tokens, structure, offsets in keys:
             if len(files) == 1:
@@ -153,10 +150,7 @@ class Journal:
             return None, f"{self.path} is damaged: starting from the beginning"
 
     def write(self, state: State) -> None:
-        """Note a moment. What it names must have been flushed.
-
-        Raises:  DataError if the disk is full.
-        """
+        """Note a moment. What it names must have been flushed. Raises DataError if the disk is full."""
         partial = self.path.with_name(self.path.name + ".partial")
         content: dict[str, Any] = {"version": _VERSION, "settings": self._settings, "state": asdict(state)}
         try:

@@ -260,10 +260,7 @@ class _Writing:
         self._noting: Future[float] | None = None
 
     def write_all(self, turns: Iterator[Turn], encoders: Encoders) -> None:
-        """Append all chunks.
-
-        Raises:  DataError for a bad document, or if there is none at all.
-        """
+        """Append all chunks. Raises DataError for a bad document, or if there is none at all."""
         for turn in turns:
             self._write(turn)
             if self._is_due():

@@ -88,10 +88,7 @@ class Shares:
 
     @classmethod
     def parse(cls, text: str | None) -> Shares:
-        """Those of a --split.
-
-        Raises:  ConfigError as of `parse_split`.
-        """
+        """Those of a --split. Raises ConfigError as of `parse_split`."""
         return cls(text, None if text is None else parse_split(text))
 
     def interval(self, split: int) -> Interval:

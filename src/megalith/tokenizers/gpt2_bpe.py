@@ -37,10 +37,7 @@ class GPT2BPETokenizer(Tokenizer):
     """`GPT2BPETokenizer` of Megatron: the same ids, `<|endoftext|>` inside a text is plain text."""
 
     def __init__(self, vocab_file: str | Path, merge_file: str | Path) -> None:
-        """Read both files.
-
-        Raises:  DataError if a file is missing, damaged, or does not belong to the other.
-        """
+        """Read both files. Raises DataError if a file is missing, damaged, or does not belong to the other."""
         self._vocab_file, self._merge_file = str(vocab_file), str(merge_file)
         self._vocabulary = vocabulary = read_byte_pair_vocabulary(self._vocab_file, self._merge_file)
         self.vocab_size, self.eod = len(vocabulary.ids), vocabulary.ids[END_OF_TEXT]

@@ -100,10 +100,7 @@ class _Fast(Engine):
 
 
 def fast_engine(path: Path, special_tokens: Sequence[str], *, around: bool) -> Engine:
-    """The tokenizer of a tokenizer.json.
-
-    Raises:  DataError if it is damaged.
-    """
+    """The tokenizer of a tokenizer.json. Raises DataError if it is damaged."""
     from tokenizers import Tokenizer
 
     try:

@@ -117,10 +117,7 @@ def surrogate_error(error: UnicodeEncodeError) -> DataError:
 
 
 def require_ids(ids: Iterable[int], vocab_size: int) -> None:
-    """Refuse to decode what is no id.
-
-    Raises:  DataError naming the first id outside the vocabulary.
-    """
+    """Refuse to decode what is no id. Raises DataError naming the first id outside the vocabulary."""
     outside = next((number for number in ids if not 0 <= number < vocab_size), None)
     if outside is not None:
         raise DataError(f"id {outside} is outside the vocabulary of {vocab_size}")
@@ -180,10 +177,7 @@ def read_text_file(path: str | Path, role: str, again: str, *, flag: str = "", e
 
 
 def json_object(path: Path) -> dict[str, Any]:
-    """What a JSON file holds.
-
-    Raises:  DataError if it is missing or damaged.
-    """
+    """What a JSON file holds. Raises DataError if it is missing or damaged."""
     try:
         found = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:

@@ -125,10 +125,7 @@ class IndexedWriter:
         return start
 
     def add_index(self, prefix: str) -> None:
-        """Append all documents of another pair.
-
-        Raises:  DataError if the other pair is damaged or has another dtype.
-        """
+        """Append all documents of another pair. Raises DataError if the other pair is damaged or has another dtype."""
         other = IndexedDataset(prefix, multimodal=self._multimodal)
         if other.dtype != self.dtype:
             raise DataError(f"{prefix} holds {other.dtype.name}, {self.prefix} is written as {self.dtype.name}")
@@ -147,10 +144,7 @@ class IndexedWriter:
             self._end_documents(first + other.document_index[start : start + ENTRIES_AT_ONCE])
 
     def flush(self) -> None:
-        """Bring what has been written to the disk.
-
-        Raises:  DataError if the disk is full.
-        """
+        """Bring what has been written to the disk. Raises DataError if the disk is full."""
         for file in self._files():
             try:
                 file.flush()

@@ -106,10 +106,7 @@ class _Block:
     mark: int
 
     def read(self, keys: tuple[str, ...]) -> Part:
-        """Read the lines.
-
-        Raises:  DataError if the file cannot be read.
-        """
+        """Read the lines. Raises DataError if the file cannot be read."""
         try:
             data, too_long = self._lines()
         except OSError as error:

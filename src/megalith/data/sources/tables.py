@@ -220,10 +220,7 @@ class Look:
 
 
 def look_at(file: TextFile, delimiter: str | None) -> Look:
-    """Read the beginning of a csv.
-
-    Raises:  DataError if it has no row.
-    """
+    """Read the beginning of a csv. Raises DataError if it has no row."""
     beginning = file.beginning(_LOOKED_AT)
     text = beginning.decode(errors="replace")
     if not text.strip():
@@ -277,10 +274,7 @@ class CsvSource(RowSource):
     """A csv of which one column, or one for each key, has the text."""
 
     def __init__(self, file: TextFile, look: Look, options: SourceOptions, *, header: bool) -> None:
-        """Choose the columns.
-
-        Raises:  DataError if they are not there.
-        """
+        """Choose the columns. Raises DataError if they are not there."""
         super().__init__(file.path, file.limits)
         names = [name.strip() for name in look.rows[0]] if header else None
         self._width = len(look.rows[0])
