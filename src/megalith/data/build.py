@@ -68,20 +68,9 @@ def build_gpt_datasets(
         rule = _GPTSamples(data, tokenizer, seed)
         return build_datasets(data, rule, sizes=sizes, cache_is_checked=cache_is_checked)
     mock, documents = _GPTSamples(data, tokenizer, seed, "MockGPTDataset"), MockDocuments(tokenizer)
-    builder = _Builder(data, mock, _shares(MOCK_SPLIT), cache_is_checked)
-    train, valid, test = (
-        mock.dataset(
-            documents,
-            Portion(
-                split,
-                sizes[split],
-                builder.shares,
-                cache_folder=builder.blend_cache,
-                cache_is_checked=cache_is_checked,
-            ),
-        )
-        for split in range(3)
-    )
+    shares, folder = _shares(MOCK_SPLIT), _blend_cache(data)
+    portions = [Portion(split, sizes[split], shares, None, folder, None, cache_is_checked) for split in range(3)]
+    train, valid, test = (mock.dataset(documents, portion) for portion in portions)
     return _warned(Datasets(train, valid, test))
 
 
@@ -131,6 +120,11 @@ def _shares(split: str | None) -> Shares:
     return shares
 
 
+def _blend_cache(data: DataConfig) -> Path | None:
+    """Where the indices of blends are kept."""
+    return Path(data.data_cache_path) if data.data_cache_path else None
+
+
 @dataclass(frozen=True)
 class _GPTSamples:
     """A `SampleRule`: running text, cut into samples of one length."""
@@ -162,17 +156,12 @@ class _Builder:
     shares: Shares
     cache_is_checked: bool
 
-    @property
-    def blend_cache(self) -> Path | None:
-        """Where the indices of blends are kept."""
-        return Path(self.data.data_cache_path) if self.data.data_cache_path else None
-
     def splits_of(
         self, prefix: str, wanted: Sequence[int | None], only: int | None = None
     ) -> list[SplitDataset | None]:
         """The splits of one dataset that have a share; with `only` this one, which takes all of it."""
         documents = IndexedDataset(prefix, mmap_bin=self.data.mmap_bin_files)
-        folder = self.blend_cache or Path(prefix) / "cache" / f"{self.rule.class_name}_indices"
+        folder = _blend_cache(self.data) or Path(prefix) / "cache" / f"{self.rule.class_name}_indices"
         written = idx_path(prefix).stat().st_mtime_ns
         where = (prefix, folder, written, self.cache_is_checked)
         return [
@@ -204,7 +193,7 @@ class _Builder:
             datasets,
             weights,
             size,
-            cache_folder=self.blend_cache,
+            cache_folder=_blend_cache(self.data),
             written_ns=written,
             cache_is_checked=self.cache_is_checked,
         )

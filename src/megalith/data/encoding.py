@@ -166,16 +166,15 @@ class ChunkEncoder:
 
     def _add(self, columns: list[_Column], document: list[str | list[str]]) -> str | None:
         """Append a document to its columns; to none of them, with the reason, if one cannot hold it."""
-        added: list[_Column] = []
+        ends = [column.end() for column in columns]
         try:
             for column, texts in zip(columns, document, strict=True):
                 if self._splitter is not None and isinstance(texts, str):
                     texts = self._splitter.split(texts)
                 column.add(texts)
-                added.append(column)
         except DataError as error:
-            for column in added:
-                column.drop_last()
+            for column, end in zip(columns, ends, strict=True):
+                column.cut(end)
             return str(error)
         return None
 
@@ -208,25 +207,20 @@ class _Column:
     def add(self, texts: str | list[str]) -> None:
         """Append a document; a text without tokens makes no sequence, and an empty document gets no end.
 
-        Raises:  DataError if a text cannot be encoded, or to ids that do not fit the stored type; nothing is appended.
+        Raises:  DataError if a text cannot be encoded, or to ids that do not fit the stored type; to be `cut` then.
         """
-        used, count = self._used, 0
-        try:
-            for text in (texts,) if isinstance(texts, str) else texts:
-                (ids,) = self._encode((text,))
-                if not len(ids):
-                    continue
-                if ids.dtype != SURE_IDS:
-                    _check(ids, self._limits)
-                end = self._room(len(ids) + 1)
-                self._tokens[self._used : end] = ids
-                self._used = end
-                self._lengths.append(len(ids))
-                count += 1
-        except DataError:
-            self._used = used
-            del self._lengths[len(self._lengths) - count :]
-            raise
+        count = 0
+        for text in (texts,) if isinstance(texts, str) else texts:
+            (ids,) = self._encode((text,))
+            if not len(ids):
+                continue
+            if ids.dtype != SURE_IDS:
+                _check(ids, self._limits)
+            end = self._room(len(ids) + 1)
+            self._tokens[self._used : end] = ids
+            self._used = end
+            self._lengths.append(len(ids))
+            count += 1
         if count and self._eod is not None:
             self._tokens[self._used] = self._eod
             self._used += 1
@@ -250,11 +244,14 @@ class _Column:
             np.concatenate(arrays, out=self._tokens[self._used : stop], casting="unsafe")
             self._used = stop
 
-    def drop_last(self) -> None:
-        """Forget the last document."""
-        first = len(self._lengths) - self._sequences.pop()
-        self._used -= sum(self._lengths[first:])
-        del self._lengths[first:]
+    def end(self) -> tuple[int, int, int]:
+        """How much it holds: tokens, sequences, documents."""
+        return self._used, len(self._lengths), len(self._sequences)
+
+    def cut(self, end: tuple[int, int, int]) -> None:
+        """Forget what came after an `end`."""
+        self._used = end[0]
+        del self._lengths[end[1] :], self._sequences[end[2] :]
 
     def tokens(self) -> NDArray[Any]:
         return self._tokens[: self._used]

@@ -158,6 +158,8 @@ class IndexCache:
         digest = hashlib.md5(description.encode(), usedforsecurity=False).hexdigest()
         self.stem = folder / f"{digest}-{label}"
         self._description = description
+        self._description_path = folder / f"{self.stem.name}-description.txt"
+        self._record_path = folder / f"{self.stem.name}-checksums.json"
 
     def path(self, name: str) -> Path:
         """File of an array."""
@@ -270,14 +272,6 @@ class IndexCache:
         for path in self.stem.parent.glob(f".{self.stem.name}-*.{_TEMPORARY}"):
             if time.time() - path.stat().st_mtime > _ABANDONED_SECONDS:
                 path.unlink(missing_ok=True)
-
-    @property
-    def _description_path(self) -> Path:
-        return self.stem.with_name(f"{self.stem.name}-description.txt")
-
-    @property
-    def _record_path(self) -> Path:
-        return self.stem.with_name(f"{self.stem.name}-checksums.json")
 
 
 @dataclass(frozen=True)

@@ -99,20 +99,17 @@ class _Fast(Engine):
         return text
 
 
-def fast_engine(path: Path, special_tokens: Sequence[str], *, around: bool) -> Engine:
+def _from_file(path: Path) -> Any:
     """The tokenizer of a tokenizer.json. Raises DataError if it is damaged."""
     from tokenizers import Tokenizer
 
     try:
-        tokenizer = Tokenizer.from_file(str(path))
+        return Tokenizer.from_file(str(path))
     except Exception as error:  # the library has no class of its own for its errors
         raise DataError(f"{path} is damaged, or made by a later version of tokenizers: {error}") from error
-    return _Fast(tokenizer, (TOKENIZER_FILE,), special_tokens, around=around)
 
 
-def transformers_engine(
-    folder: Path, slow_files: Sequence[str], special_tokens: Sequence[str], *, around: bool
-) -> Engine:
+def _by_transformers(folder: Path, slow_files: Sequence[str]) -> Any:
     """The tokenizer that transformers makes of the files of a folder. Runs no code of the folder.
 
     Raises:  DataError if transformers is not installed, or makes none of them.
@@ -125,20 +122,12 @@ def transformers_engine(
         raise DataError(f"{without}; {once}; {error}") from error
     try:
         made = library.AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-        tokenizer = made.backend_tokenizer
+        return made.backend_tokenizer
     except Exception as error:  # whatever the many classes there raise for files that they do not know
         raise DataError(f"{without}; transformers makes none of it: {error}") from error
-    return _Fast(tokenizer, tuple(slow_files), special_tokens, around=around)
 
 
-def byte_level_engine(
-    folder: Path,
-    settings: Mapping[str, Any],
-    named_tokens: Callable[[str], Iterable[str]],
-    special_tokens: Sequence[str],
-    *,
-    around: bool,
-) -> Engine | None:
+def _byte_level(folder: Path, settings: Mapping[str, Any], named_tokens: Callable[[str], Iterable[str]]) -> Any | None:
     """The tokenizer of a folder with GPT-2's vocab.json and merges.txt and no tokenizer.json.
 
     None where the folder has other files or settings, which transformers understands.
@@ -166,9 +155,7 @@ def byte_level_engine(
         if len(named) > 1 or any(token not in vocabulary.ids for token in named):
             return None  # transformers gives one that is not in the vocabulary the next id
         special += named
-    return _Fast(
-        byte_level_tokenizer(vocabulary, dict.fromkeys(special)), BYTE_LEVEL_FILES, special_tokens, around=around
-    )
+    return byte_level_tokenizer(vocabulary, dict.fromkeys(special))
 
 
 class _LlamaPieces(Engine):
@@ -341,7 +328,7 @@ class HuggingFaceTokenizer(Tokenizer):
     def _load(self) -> Engine:
         folder = self._folder
         if (folder / TOKENIZER_FILE).is_file():
-            return fast_engine(folder / TOKENIZER_FILE, self._special_tokens, around=self._around)
+            return self._fast(_from_file(folder / TOKENIZER_FILE), (TOKENIZER_FILE,))
         settings = _object(folder / _CONFIGS[0])
         slow = [name for name in SLOW_FILES if (folder / name).is_file()]
         if not slow:
@@ -353,8 +340,11 @@ class HuggingFaceTokenizer(Tokenizer):
             special = [token for role in _ROLES_OF_GPT2 for token in self._named_tokens(role)]
             return _LlamaPieces(folder, settings, special or ("<s>", "</s>", "<unk>"), around=self._around)
         settings = {**_object(folder / _CONFIGS[1]), **settings}
-        own = byte_level_engine(folder, settings, self._named_tokens, self._special_tokens, around=self._around)
-        return own or transformers_engine(folder, slow, self._special_tokens, around=self._around)
+        own = _byte_level(folder, settings, self._named_tokens)
+        return self._fast(_by_transformers(folder, slow), slow) if own is None else self._fast(own, BYTE_LEVEL_FILES)
+
+    def _fast(self, tokenizer: Any, files: Sequence[str]) -> Engine:
+        return _Fast(tokenizer, tuple(files), self._special_tokens, around=self._around)
 
     def _end(self, ids: Mapping[str, int]) -> int:
         """The id that ends a text: the eos_token, else the model's eos_token_id, else a token of a usual name."""

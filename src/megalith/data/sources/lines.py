@@ -23,7 +23,7 @@ from megalith.data.sources.documents import (
     json_documents,
     text_documents,
 )
-from megalith.data.sources.protocol import Chunk, Limits, Part, Row, RowSource, size_of
+from megalith.data.sources.protocol import Chunk, Limits, Part, Row, RowSource, Source, size_of
 from megalith.data.sources.streams import TextFile
 from megalith.errors import DataError
 
@@ -142,14 +142,13 @@ def _too_long_line(begins: int, limit: int) -> str:
     return f"the line that begins at byte {begins} is longer than {limit} bytes (--max-document-bytes)"
 
 
-class TextSource:
+class TextSource(Source):
     """A jsonl or a txt."""
 
     def __init__(self, file: TextFile, *, is_json: bool, separator: str | None) -> None:
-        self.path = file.path
+        super().__init__(file.path, file.limits)
         self.unit = "line" if is_json else "document"
-        self.disk_bytes = file.path.stat().st_size
-        self._file, self._limits = file, file.limits
+        self._file = file
         self._form = _Form(is_json, separator, file.encoding.plain_name, file.limits.max_document_bytes)
         self.about = f"{'jsonl' if is_json else _text_form(separator)}, {file.about}"
 

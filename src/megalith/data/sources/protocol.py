@@ -99,16 +99,18 @@ class Chunk:
     num_units: int | None
 
 
-class Source(Protocol):
+class Source(ABC):
     """A file with documents."""
 
-    path: Path
     unit: str
     """What a place in it is counted in: line, document, row or element."""
     about: str
     """What it was found to be, for the user."""
-    disk_bytes: int
 
+    def __init__(self, path: Path, limits: Limits) -> None:
+        self.path, self.disk_bytes, self._limits = path, path.stat().st_size, limits
+
+    @abstractmethod
     def chunks(self, start: int = 0) -> Iterator[Chunk]:
         """Its chunks in order, from where an earlier one ended.
 
@@ -117,6 +119,7 @@ class Source(Protocol):
 
     def units_before(self, start: int) -> int | None:
         """How many units lie before a place that a chunk ended at; None if reading on from there does not need it."""
+        return None
 
 
 @dataclass(frozen=True)
@@ -153,14 +156,10 @@ def size_of(document: Document | BadDocument) -> int:
     return sum(len(text.encode("utf-8", "surrogatepass")) for text in every)
 
 
-class RowSource(ABC):
+class RowSource(Source):
     """A source whose rows the leading process takes out from the beginning; a place is a number of rows."""
 
     unit = "row"
-    about: str
-
-    def __init__(self, path: Path, limits: Limits) -> None:
-        self.path, self.disk_bytes, self._limits = path, path.stat().st_size, limits
 
     @abstractmethod
     def _rows(self) -> Iterator[Row]:
@@ -181,6 +180,3 @@ class RowSource(ABC):
             disk = row.disk
         if contents and row is not None and row.end > start:
             yield Chunk(_Rows(contents, gathered), begins, row.end, disk_start, disk, len(contents))
-
-    def units_before(self, start: int) -> int | None:
-        return None
