@@ -133,12 +133,7 @@ def normalise(weights: Sequence[float]) -> list[float]:
 
 
 class BlendedDataset:
-    """Samples of several datasets of one split; they say in `dataset_id` (i64) which one they are of.
-
-    Attributes:
-        requested: number of samples asked for; None for every sample of every dataset once.
-        weights: of the datasets; where every sample is taken once, their sizes.
-    """
+    """Samples of several datasets of one split; they say in `dataset_id` (i64) which one they are of."""
 
     def __init__(
         self,

@@ -46,9 +46,7 @@ _DIGEST_SIZE = 8
 class Datasets:
     """The datasets of a run; None for a split without a share. Unpacks into training, validation and test.
 
-    Attributes:
-        valid: with `--multiple-validation-sets` the first of the sets.
-        further_valid: the other ones.
+    With `--multiple-validation-sets` the first of the sets is `valid`, and `further_valid` are the other ones.
     """
 
     train: Dataset | None

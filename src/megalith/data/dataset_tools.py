@@ -58,11 +58,7 @@ def merge(
     multimodal: bool = False,
     advanced: Callable[[str], None] = lambda prefix: None,
 ) -> Merged:
-    """Put datasets together, in the order given.
-
-    Args:
-        multimodal: whether the indices end with modes.
-        advanced: told of each part before it is copied.
+    """Put datasets together, in the order given; `advanced` is told of each part before it is copied.
 
     Raises:
         ConfigError: the whole is one of its parts.

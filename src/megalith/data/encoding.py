@@ -65,12 +65,7 @@ class EncodeSettings:
 
 @dataclass(frozen=True)
 class Structure:
-    """How the tokens of a chunk under one key are divided.
-
-    Attributes:
-        lengths: tokens of each sequence, i32 [S].
-        sequences_per_document: i64 [D].
-    """
+    """How the tokens of a chunk under one key are divided: lengths of sequences [S], and sequences of documents [D]."""
 
     lengths: NDArray[np.int32]
     sequences_per_document: NDArray[np.int64]

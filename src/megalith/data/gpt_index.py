@@ -123,11 +123,7 @@ def _holds_each(values: NDArray[Any], start: int, count: int, times: int) -> boo
 def build_sample_index(
     lengths: NDArray[np.int32], document_index: NDArray[np.int32], num_samples: int, sequence_length: int, *, extra: int
 ) -> NDArray[Any]:
-    """Start of each sample and of the one after the last.
-
-    Args:
-        document_index: documents in stream order.
-        extra: 1 if a sample needs one more token as its last label, else 0.
+    """Start of each sample and of the one after the last; `extra` is 1 for one more token as the last label, else 0.
 
     Returns:
         [num_samples + 1, 2]: position in `document_index` and token offset; i32 where it suffices, else i64.

@@ -49,11 +49,7 @@ _TELL_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Cached:
-    """Arrays from the cache or just built.
-
-    Attributes:
-        problem: why they could not be saved, None if they were or need not be.
-    """
+    """Arrays from the cache or just built; `problem` says why they could not be saved, if they had to be."""
 
     arrays: Arrays
     problem: str | None = None

@@ -98,14 +98,11 @@ class WholePasses:
     """`--full-validation`: every sample once, in the order of the dataset, then all of them again for the next time.
 
     The last global batch is filled up with None. What was consumed before does not count: a pass begins with sample 0.
-
-    Attributes:
-        num_micro_batches: of a global batch, for each rank.
     """
 
     total: int
     micro_batch_size: int
-    num_micro_batches: int
+    num_micro_batches: int  # of a global batch, for each rank
 
     def iterations(self, num_ranks: int) -> int:
         """Global batches of a pass."""

@@ -18,11 +18,7 @@ _LONGEST = 4096
 
 
 class MockDocuments:
-    """A hundred thousand documents that count from 1 up to their length and end with the end-of-document id.
-
-    Attributes:
-        lengths: tokens of each document, 1 to 4095, i32; the same in every run.
-    """
+    """100,000 documents that count from 1 to their length, 1 to 4095, and end with the end-of-document id."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.lengths: NDArray[np.int32] = np.random.default_rng(0).integers(1, _LONGEST, _NUM_DOCUMENTS, np.int32)

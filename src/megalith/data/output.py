@@ -30,14 +30,10 @@ _VERSION = 1
 
 @dataclass(frozen=True)
 class Partitions:
-    """How Megatron's `--partitions` deal documents out before they are merged in the order of the partitions.
-
-    Attributes:
-        size: documents of each with `--keep-sequential-samples`; None deals them out in turn.
-    """
+    """How Megatron's `--partitions` deal documents out before they are merged in the order of the partitions."""
 
     count: int = 1
-    size: int | None = None
+    size: int | None = None  # documents of each with `--keep-sequential-samples`; None deals them out in turn
 
     def of(self, first: int, count: int) -> NDArray[np.int64]:
         """The partitions of documents `first`, `first` + 1, ..."""
@@ -49,14 +45,9 @@ class Partitions:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the tokens of a chunk belong.
+    """Where the tokens of a chunk belong: for each key the byte at which they begin in the file of each partition."""
 
-    Attributes:
-        first_document: number of its first document, which decides the partitions.
-        offsets: for each key the byte at which they begin in the file of each partition.
-    """
-
-    first_document: int
+    first_document: int  # its number decides the partitions
     offsets: tuple[tuple[int, ...], ...]
 
 
@@ -172,12 +163,7 @@ class Journal:
 
 
 class Output:
-    """The writers of a run; a context manager. Leaving it early removes what was written, unless `keep` was called.
-
-    Args:
-        kept: what writers of an earlier run hold, by prefix; one that is complete is left as it is.
-        partition_prefixes: key to the prefixes of its partitions.
-    """
+    """The writers of a run; a context manager. Leaving it early removes what was written, unless `keep` was called."""
 
     def __init__(
         self,

@@ -51,8 +51,6 @@ class PreprocessReport:
     """What was done.
 
     Attributes:
-        num_documents: documents, empty ones included.
-        num_skipped: documents left out because they cannot be read.
         skipped_list: where each of them is named, None if there are none.
         num_bytes: bytes of text that this run encoded.
         num_new_tokens: tokens that this run wrote, of all keys.

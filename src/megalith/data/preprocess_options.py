@@ -16,18 +16,7 @@ from megalith.tokenizers.build import tokenizer_violations
 
 @dataclass(frozen=True)
 class Standing:
-    """How far a run is.
-
-    Attributes:
-        documents: documents written, those of an earlier run included.
-        bytes: bytes of text encoded, likewise.
-        disk: bytes of the input that have been read, likewise.
-        disk_total: bytes of the input of this share.
-        seconds: since the beginning of this run.
-        documents_before: documents that an earlier run had written.
-        bytes_before: bytes of text that it had encoded.
-        disk_before: bytes of the input that it had read.
-    """
+    """How far a run is, and what an earlier run had done (`..._before`); `disk` counts bytes of the input."""
 
     documents: int
     bytes: int

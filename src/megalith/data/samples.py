@@ -173,13 +173,7 @@ class Portion:
 
 
 class Samples(Protocol):
-    """The samples of one split, as loaders ask for them.
-
-    Attributes:
-        name: train, valid or test.
-        requested: number of samples asked for, None for one epoch.
-        built_for: the same in words, with what it is made of.
-    """
+    """The samples of one split (train, valid or test), as loaders ask for them; `requested` is None for one epoch."""
 
     name: str
     requested: int | None

@@ -88,9 +88,6 @@ def chunks_of_share(sources: Sequence[Source], share: Share, start: tuple[int, i
 
     A chunk belongs to the share that its first byte lies in. As chunks are cut in the same way by every process, each
     belongs to exactly one share, and the shares put together are the whole.
-
-    Args:
-        start: source and place in it where an earlier chunk ended.
     """
     before = [0, *accumulate(source.disk_bytes for source in sources)]
     low, high = share.bounds(before[-1])

@@ -161,7 +161,7 @@ def byte_level_tokenizer(vocabulary: BytePairVocabulary, special: Iterable[str])
 
 
 def train_byte_level_bpe(documents: Iterable[str], vocab_size: int, out_dir: str | Path) -> tuple[Path, Path]:
-    """Learn a GPT-2 style tokenizer: 256 bytes, then merges by frequency, `<|endoftext|>` as the last id.
+    """Learn a GPT-2 style tokenizer (256 bytes, merges by frequency, `<|endoftext|>` last) and return both paths.
 
     The same documents give the same files. A small corpus may have fewer repeated pairs than asked for; the
     vocabulary is then smaller than `vocab_size`.
@@ -170,9 +170,6 @@ def train_byte_level_bpe(documents: Iterable[str], vocab_size: int, out_dir: str
         documents: texts; `<|endoftext|>` inside them is plain text.
         vocab_size: number of ids including `<|endoftext|>`, at least 257.
         out_dir: folder that receives vocab.json and merges.txt; made if absent.
-
-    Returns:
-        The paths of vocab.json and merges.txt.
 
     Raises:  DataError if `vocab_size` cannot hold the bytes, or there is no text.
     """

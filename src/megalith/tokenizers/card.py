@@ -38,12 +38,7 @@ def file_hashes(files: Mapping[str, Path]) -> dict[str, str]:
 
 
 def vocabulary_hash(tokens: Iterable[tuple[str, int]]) -> str:
-    """Return the sha256 of a vocabulary, whatever order it comes in.
-
-    Args:
-        tokens: each token as the vocabulary file of its kind spells it, and its id; without the tokens of
-            `--vocab-extra-ids`, which are in no text.
-    """
+    """Return the sha256 of a vocabulary without `--vocab-extra-ids`, whatever order it comes in."""
     digest = hashlib.sha256()
     for token, number in sorted(tokens, key=lambda entry: (entry[1], entry[0])):
         digest.update(f"{number}\t{token}\n".encode("utf-8", "surrogatepass"))

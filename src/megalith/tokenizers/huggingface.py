@@ -132,10 +132,6 @@ def _byte_level(folder: Path, settings: Mapping[str, Any], named_tokens: Callabl
 
     None where the folder has other files or settings, which transformers understands.
 
-    Args:
-        settings: what its tokenizer_config.json and special_tokens_map.json say.
-        named_tokens: the tokens that the files name for a role such as "bos_token".
-
     Raises:  DataError if a file is damaged, or does not belong to the other.
     """
     paths = [folder / name for name in BYTE_LEVEL_FILES]

@@ -51,19 +51,12 @@ class IndexedWriter:
     The files carry the ending `.partial` until `finalize`. Leaving the `with` block early removes them unless `keep`
     has been called, and a killed process leaves no more than the partial files, which the next writer of this prefix
     replaces or goes on with.
-
-    Attributes:
-        num_tokens, num_documents: written, or reserved, so far.
     """
 
     def __init__(
         self, prefix: str, dtype: DTypeLike, *, multimodal: bool = False, resume: Written | None = None
     ) -> None:
-        """Start a pair, or go on with one.
-
-        Args:
-            multimodal: whether the index ends with modes.
-            resume: what to keep of the partial files that are there.
+        """Start a pair, or go on with what `resume` keeps of its partial files; a `multimodal` index ends with modes.
 
         Raises:  DataError if the folder cannot be written, another process is writing this prefix, or the partial files
             hold less than is to be kept.

@@ -92,7 +92,6 @@ class Masked:
     """A sequence with words hidden.
 
     Attributes:
-        tokens: what is left to see.
         labels: position -> what stood there, of the positions to be told; in the order of positions.
         spans: the positions that were hidden together and the tokens that stood there, in the order of positions.
     """
@@ -251,9 +250,6 @@ class MaskedDataset(ABC):
         longest: tokens of a sample without its special ones.
         fewest_sentences: of a sample.
         further: what else the samples depend on, by Megatron's names.
-
-    Attributes:
-        sample_index: first sentence, the one behind the last, and target length of each sample; [samples, 3].
 
     Raises:  DataError if no document of the split serves.
     """

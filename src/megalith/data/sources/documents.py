@@ -140,11 +140,7 @@ def text_documents(
     """Documents of a text.
 
     Line breaks next to a separator belong to neither document, and documents without a visible character are left
-    out. A file without any separator is one document as it stands.
-
-    Args:
-        separator: what separates them.
-        alone: whether this is the whole file.
+    out. A file that comes whole (`alone`) and without any separator is one document as it stands.
     """
     parts = data.split(separator.encode()) if separator else [data]
     whole = alone and len(parts) == 1

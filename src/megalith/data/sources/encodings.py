@@ -39,11 +39,7 @@ codecs.register_error(_BAD_BYTES, _mark)
 
 @dataclass(frozen=True)
 class Encoding:
-    """How the bytes of a file stand for text.
-
-    Attributes:
-        mark: bytes of the byte order mark at the beginning.
-    """
+    """How the bytes of a file stand for text, after the `mark` bytes of a byte order mark."""
 
     codec: str
     name: str
@@ -76,11 +72,7 @@ def named_encoding(name: str, beginning: bytes) -> Encoding | None:
 
 
 def find_encoding(samples: Sequence[bytes]) -> Encoding | None:
-    """The encoding of a file; None if the bytes do not tell it.
-
-    Args:
-        samples: parts of the file, the first from its beginning; the others may begin within a character.
-    """
+    """The encoding of a file by samples of it, the first from its beginning; None if the bytes do not tell it."""
     marked = _marked(samples[0])
     if marked is not None:
         return marked

@@ -61,7 +61,6 @@ class Part:
     Attributes:
         documents: number of each unit that is no blank, and its document, or why it cannot be read.
         num_units: lines of a jsonl, documents of a txt, rows of a table; what places are counted in.
-        num_bytes: size of the text.
         batches: the same documents a few at a time: for each key the text of every unit. None in place of a batch
             where one of its units is anything else than a document of one text, and for all where that is not known.
     """
@@ -124,14 +123,7 @@ class Source(ABC):
 
 @dataclass(frozen=True)
 class Row:
-    """A row, or an element of an array.
-
-    Attributes:
-        content: its texts, or why it cannot be read.
-        num_bytes: size of its text.
-        end: where the next one begins, counted as the source counts.
-        disk: bytes of the file up to its end.
-    """
+    """A row, or an element of an array; `end` is where the next one begins, `disk` the bytes of the file up to it."""
 
     content: Document | BadDocument
     num_bytes: int
