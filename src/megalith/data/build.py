@@ -93,7 +93,9 @@ def build_datasets(data: DataConfig, rule: SampleRule, *, sizes: Sizes, cache_is
         return _warned(Datasets(train, valid, test, tuple(by_split[_VALIDATION][1:])))
     if sources.whole is not None:
         builder = _Builder(data, rule, _shares(data.split), cache_is_checked)
-        _refuse_no_training(builder.shares, sizes)
+        shares = builder.shares
+        if shares.matrix is not None and shares.matrix[0] is None and sizes[0]:
+            raise ConfigError(f"--split {shares.text} gives training no share, but {sizes[0]} samples are asked of it")
         train, valid, test = _build_blend(builder, sources.whole, sizes)
         return _warned(Datasets(train, valid, test))
     raise ConfigError("--data-path is missing: give the prefix of a .bin/.idx pair, or --mock-data")
@@ -200,11 +202,6 @@ class _Builder:
         if only is not None:
             return split == only
         return self.shares.matrix is not None and self.shares.matrix[split] is not None
-
-
-def _refuse_no_training(shares: Shares, sizes: Sizes) -> None:
-    if shares.matrix is not None and shares.matrix[0] is None and sizes[0]:
-        raise ConfigError(f"--split {shares.text} gives training no share, but {sizes[0]} samples are asked of it")
 
 
 def _build_split(builder: _Builder, blend: Blend | None, split: int, size: int | None) -> list[Dataset]:

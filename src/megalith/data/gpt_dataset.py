@@ -114,7 +114,7 @@ class GPTDataset:
         )
         cached = portion.load_or_build(recipe)
         self.cache_problem, arrays = cached.problem, cached.arrays
-        logger.info("> total number of samples: %d", self.num_samples)
+        logger.info("> total number of samples: %d", len(self))
         logger.info("> total number of epochs: %d", self.num_epochs)
         self.document_index: NDArray[np.int32] = arrays["document_index"]
         self.sample_index: NDArray[Any] = arrays["sample_index"]
@@ -137,11 +137,7 @@ class GPTDataset:
     @property
     def summary(self) -> str:
         """How much of it there is, in one line."""
-        return f"{self.num_samples} samples in {self.num_epochs} epochs of its text"
-
-    @property
-    def num_samples(self) -> int:
-        return self.plan.num_samples
+        return f"{len(self)} samples in {self.num_epochs} epochs of its text"
 
     @property
     def num_epochs(self) -> int:

@@ -53,6 +53,11 @@ class EpochPlan:
     shuffled_first: int
     separate_last: bool
 
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """Epochs whose documents are shuffled together."""
+        return (self.num_epochs - 1, 1) if self.separate_last else (self.num_epochs,)
+
 
 def plan_epochs(tokens: int, sequence_length: int, requested: int | None, *, extra: int, drop_last: bool) -> EpochPlan:
     """Number of epochs and samples that serve `requested` samples (None: one epoch) of a split of `tokens` tokens.
@@ -83,9 +88,8 @@ def plan_epochs(tokens: int, sequence_length: int, requested: int | None, *, ext
 def build_document_index(documents: range, plan: EpochPlan, rng: np.random.RandomState) -> NDArray[np.int32]:
     """The documents of the split in stream order, [num_epochs * len(documents)] i32."""
     once = np.arange(documents.start, documents.stop, dtype=np.int32)
-    parts = (plan.num_epochs - 1, 1) if plan.separate_last else (plan.num_epochs,)
     shuffled = []
-    for epochs in parts:
+    for epochs in plan.parts:
         part = np.tile(once, epochs)
         rng.shuffle(part)
         shuffled.append(part)
@@ -94,11 +98,10 @@ def build_document_index(documents: range, plan: EpochPlan, rng: np.random.Rando
 
 def document_index_fits(document_index: NDArray[Any], documents: range, plan: EpochPlan) -> bool:
     """Whether `build_document_index` can return this: each part holds every document once per epoch."""
-    parts = (plan.num_epochs - 1, 1) if plan.separate_last else (plan.num_epochs,)
     if document_index.shape != (plan.num_epochs * len(documents),) or document_index.dtype != np.int32:
         return False
     done = 0
-    for epochs in parts:
+    for epochs in plan.parts:
         part = document_index[done : done + epochs * len(documents)]
         if not _holds_each(part, documents.start, len(documents), epochs):
             return False

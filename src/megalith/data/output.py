@@ -130,7 +130,9 @@ class Journal:
             return None, f"{self.path} is damaged: starting from the beginning"
         if not isinstance(found, dict) or found.get("version") != _VERSION:
             return None, f"{self.path} is of another version: starting from the beginning"
-        differing = self._differing(found.get("settings", {}))
+        settings = found.get("settings", {})
+        names = dict.fromkeys((*self._settings, *settings))
+        differing = [name for name in names if settings.get(name) != self._settings.get(name)]
         if differing:
             return None, f"the unfinished run had another {', another '.join(differing)}: starting from the beginning"
         try:
@@ -156,10 +158,6 @@ class Journal:
     def remove(self) -> None:
         """The run is finished, or its state is not wanted."""
         self.path.unlink(missing_ok=True)
-
-    def _differing(self, settings: Mapping[str, str]) -> list[str]:
-        names = dict.fromkeys((*self._settings, *settings))
-        return [name for name in names if settings.get(name) != self._settings.get(name)]
 
 
 class Output:

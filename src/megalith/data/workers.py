@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from multiprocessing import connection, parent_process, reduction
 from multiprocessing.connection import Connection
+from operator import attrgetter
 from queue import SimpleQueue
 from typing import Any, TypeAlias
 
@@ -83,7 +84,7 @@ class Processes:
         coming = iter(chunks)
         exhausted = False
         while True:
-            while not exhausted and (worker := min(self._pool, key=_work_of)).has_room:
+            while not exhausted and (worker := min(self._pool, key=attrgetter("queued", "held"))).has_room:
                 located = next(coming, None)
                 if located is None:
                     exhausted = True
@@ -116,10 +117,6 @@ class Processes:
         by_connection: dict[Any, _Worker] = {worker.connection: worker for worker in self._pool}
         for ready in connection.wait(list(by_connection)):
             by_connection[ready].receive()
-
-
-def _work_of(worker: _Worker) -> tuple[int, int]:
-    return worker.queued, worker.held
 
 
 Encoders: TypeAlias = ThisProcess | Processes

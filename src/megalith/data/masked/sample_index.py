@@ -120,7 +120,7 @@ def _usable(document_index: NDArray[np.int64], lengths: NDArray[np.int32], fewes
 
 def _targets(longest: int, short_probability: float, seed: int) -> Iterator[int]:
     """The length at which each sample is closed; one more is drawn, for nothing, behind the last of a document."""
-    ratio = _rounded(1.0 / short_probability) if short_probability > 0.0 else 0
+    ratio = int(1.0 / short_probability + 0.5) if short_probability > 0.0 else 0  # halves away from zero, as in C
     generator = np.random.RandomState(seed & 0xFFFFFFFF)
     while True:
         if not ratio:
@@ -134,11 +134,6 @@ def _targets(longest: int, short_probability: float, seed: int) -> Iterator[int]
 def _after(seed: int) -> int:
     """The next seed, as Megatron's C++ has it in 32 bits: -2147483648 follows 2147483647."""
     return seed + 1 if seed != np.iinfo(np.int32).max else int(np.iinfo(np.int32).min)
-
-
-def _rounded(value: float) -> int:
-    """To the nearest whole number, halves away from zero as in C."""
-    return int(np.floor(value + 0.5))
 
 
 def _samples(first: int, ends: list[int], targets: Iterator[int], fewest: int) -> Iterator[tuple[int, int, int]]:

@@ -11,6 +11,7 @@ import codecs
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from megalith.data.sources.documents import (
@@ -62,15 +63,8 @@ class _Form:
             units = count_units(data, self.separator_bytes) if data else 0
             documents = text_documents(data, self.separator, alone=alone, encoding=self.encoding, limit=self.limit)
         if too_long is not None:
-            documents = _with_last(documents, units, too_long)
+            documents = chain(documents, [(units, BadDocument(too_long))])
         return Part(documents, units + (too_long is not None), len(data), batches)
-
-
-def _with_last(
-    documents: Iterator[tuple[int, Document | BadDocument]], number: int, reason: str
-) -> Iterator[tuple[int, Document | BadDocument]]:
-    yield from documents
-    yield number, BadDocument(reason)
 
 
 @dataclass(frozen=True)
