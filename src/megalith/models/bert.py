@@ -14,20 +14,19 @@ from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from megalith.config import ModelConfig
-from megalith.models.language_model import Inputs, LanguageModel, Loss, Stage
-from megalith.models.layer_options import layer_norm, rotations
+from megalith.models.language_model import Inputs, LanguageModel, Loss
+from megalith.models.layer_options import layer_norm
 from megalith.models.transformer import Transformer
 from megalith.nn.attend import Mask
-from megalith.nn.attention import SequenceMixer
-from megalith.nn.embedding import TokenEmbedding
 from megalith.nn.feed_forward import gelu_erf
 from megalith.nn.linear import Linear
-from megalith.nn.loss import LogitsBuffer, OutputBias, OutputLayer, vocabulary_loss, whole_logits
-from megalith.nn.moe.balance import Alone, Peers
+from megalith.nn.loss import LogitsBuffer, OutputBias, OutputLayer, whole_logits
+from megalith.nn.moe.balance import Peers
 from megalith.nn.placement import Placement, Replicated
-from megalith.nn.precision import at_least_fp32
+from megalith.nn.precision import FactoryKwargs, at_least_fp32
 from megalith.nn.recompute import Recompute
 from megalith.nn.region import Region
 
@@ -38,11 +37,11 @@ NO_LABEL = -1
 class LMHead(nn.Module):
     """From hidden states to what is compared with the word embeddings. [..., D] -> [..., D]."""
 
-    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: ModelConfig, **factory: Unpack[FactoryKwargs]) -> None:
         super().__init__()
         size = config.hidden_size
-        self.dense = Linear(size, size, Replicated(), bias=True, dtype=dtype, device=device)
-        self.layer_norm = layer_norm(config, dtype, device)
+        self.dense = Linear(size, size, Replicated(), bias=True, **factory)
+        self.layer_norm = layer_norm(config, **factory)
 
     def forward(self, hidden: Tensor) -> Tensor:
         found: Tensor = self.layer_norm(gelu_erf(self.dense(hidden)))
@@ -52,9 +51,9 @@ class LMHead(nn.Module):
 class Pooler(nn.Module):
     """A linear layer and tanh on the first position. [S, B, D] -> [B, D]."""
 
-    def __init__(self, hidden_size: int, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, hidden_size: int, **factory: Unpack[FactoryKwargs]) -> None:
         super().__init__()
-        self.dense = Linear(hidden_size, hidden_size, Replicated(), bias=True, dtype=dtype, device=device)
+        self.dense = Linear(hidden_size, hidden_size, Replicated(), bias=True, **factory)
 
     def forward(self, hidden_SBD: Tensor) -> Tensor:
         return torch.tanh(self.dense(hidden_SBD[0]))
@@ -63,11 +62,9 @@ class Pooler(nn.Module):
 class BiasedOutput(OutputLayer):
     """An output layer of its own weights, with a bias."""
 
-    def __init__(
-        self, vocab_size: int, hidden_size: int, region: Region, *, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        super().__init__(vocab_size, hidden_size, region, dtype=dtype, device=device)
-        self.bias = nn.Parameter(torch.empty(self.weight.shape[0], dtype=dtype, device=device))
+    def __init__(self, vocab_size: int, hidden_size: int, region: Region, **factory: Unpack[FactoryKwargs]) -> None:
+        super().__init__(vocab_size, hidden_size, region, **factory)
+        self.bias = nn.Parameter(torch.empty(self.weight.shape[0], **factory))
 
     def placements(self) -> dict[str, Placement]:
         table = super().placements()
@@ -85,77 +82,30 @@ def of_first_position(x: Tensor, region: Region) -> Tensor:
 
 
 class Bert(LanguageModel):
-    """A BERT, or one stage of it.
-
-    Args:
-        config: The architecture.
-        vocab_size: V, padded as the embedding table stores it.
-        region, mixer, peers, stage, recompute: As of `GPT`; whole sequences are here.
-
-    The weights are unset: `models.initialise` draws them, or a checkpoint fills them.
-    """
+    """A BERT, or one stage of it; arguments as of `LanguageModel`, and whole sequences are on each rank."""
 
     title = "BERT"
     tokens_field = "text"
     reports_means = True
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        vocab_size: int,
-        *,
-        region: Region | None = None,
-        mixer: SequenceMixer | None = None,
-        peers: Peers | None = None,
-        stage: Stage | None = None,
-        recompute: Recompute | None = None,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
-    ) -> None:
-        super().__init__(config, vocab_size, region=region, mixer=mixer, stage=stage, dtype=dtype, device=device)
+    def _build(self, peers: Peers, recompute: Recompute | None) -> None:
         assert self.mixer.parts == 1, "a rule of the configuration"
-        size, stage, device = config.hidden_size, self.stage, self.device
-        learned = config.position_embedding_type == "learned_absolute"
-        self.embedding = (
-            TokenEmbedding(
-                vocab_size,
-                size,
-                config.max_position_embeddings if learned else None,
-                config.hidden_dropout,
-                self.region,
-                num_types=2 if config.has_token_types else 0,
-                hidden_dtype=self.hidden_dtype,
-                dtype=dtype,
-                device=device,
-            )
-            if stage.embeds
-            else None
-        )
-        self.encoder = Transformer(
-            config,
-            stage,
-            self.region,
-            self.mixer,
-            peers or Alone(),
-            self.auxiliary,
-            recompute,
-            causal=False,
-            dtype=dtype,
-            device=device,
-        )
-        self.lm_head = LMHead(config, dtype=dtype, device=device) if stage.predicts else None
+        config, stage, size = self.config, self.stage, self.config.hidden_size
+        self.embedding = self._token_embedding(num_types=2 if config.has_token_types else 0) if stage.embeds else None
+        shared = (self.region, self.mixer, peers, self.auxiliary, recompute)
+        self.encoder = Transformer(config, stage, *shared, causal=False, **self.factory)
+        self.lm_head = LMHead(config, **self.factory) if stage.predicts else None
         own = config.untie_embeddings_and_output_weights or not stage.embeds
         self.output_layer = self._output(own=own) if stage.predicts else None
         heads = stage.predicts and config.bert_binary_head
-        self.binary_head = Linear(size, 2, Replicated(), bias=True, dtype=dtype, device=device) if heads else None
-        self.pooler = Pooler(size, dtype=dtype, device=device) if heads else None
+        self.binary_head = Linear(size, 2, Replicated(), bias=True, **self.factory) if heads else None
+        self.pooler = Pooler(size, **self.factory) if heads else None
         self._logits = LogitsBuffer()
-        self._rotations = rotations(config, dtype) if config.rotary_size else None
 
     def _output(self, *, own: bool) -> OutputBias | BiasedOutput:
         if not own:
-            return OutputBias(self.vocab_size, self.region, dtype=self.dtype, device=self.device)
-        return BiasedOutput(self.vocab_size, self.config.hidden_size, self.region, dtype=self.dtype, device=self.device)
+            return OutputBias(self.vocab_size, self.region, **self.factory)
+        return BiasedOutput(self.vocab_size, self.config.hidden_size, self.region, **self.factory)
 
     @property
     def loss_names(self) -> tuple[str, ...]:
@@ -280,17 +230,8 @@ class Bert(LanguageModel):
     def _word_losses(self, hidden: Tensor, labels: Tensor) -> Tensor:
         """Of hidden states [..., D] and labels [...], `NO_LABEL` where there is none -> [...] in at least fp32."""
         assert self.lm_head is not None
-        return vocabulary_loss(
-            self.lm_head(hidden),
-            self.output_weight,
-            labels,
-            self.sink,
-            self._logits,
-            self.region,
-            self.vocab_size,
-            bias=self.output_bias,
-            smoothing=self.config.label_smoothing if self.training else 0.0,
-            absent=NO_LABEL,
+        return self._token_losses(
+            self.lm_head(hidden), self.output_weight, labels, self._logits, bias=self.output_bias, absent=NO_LABEL
         )
 
     def _order_losses(self, hidden_SBD: Tensor, orders_B: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 import torch
+from typing_extensions import Unpack
 
 from megalith.config import ModelConfig
 from megalith.models.layer_options import activation
@@ -13,6 +14,7 @@ from megalith.nn.moe.balance import Auxiliary, Peers
 from megalith.nn.moe.layer import MoE, MoESettings
 from megalith.nn.moe.router import RouterSettings
 from megalith.nn.moe.routing import RoutingRule
+from megalith.nn.precision import FactoryKwargs
 from megalith.nn.region import Region
 
 _ROUTER_DTYPES = {None: None, "fp32": torch.float32, "fp64": torch.float64}
@@ -61,9 +63,7 @@ def build_feed_forward(
     peers: Peers,
     auxiliary: Auxiliary,
     recompute: Collection[str] = (),
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
+    **factory: Unpack[FactoryKwargs],
 ) -> FeedForward | MoE:
     """The feed-forward layer of a block.
 
@@ -86,15 +86,8 @@ def build_feed_forward(
             auxiliary,
             recompute,
             bias=config.add_bias_linear,
-            dtype=dtype,
-            device=device,
+            **factory,
         )
     return FeedForward(
-        config.hidden_size,
-        config.ffn_size,
-        activation(config),
-        region,
-        bias=config.add_bias_linear,
-        dtype=dtype,
-        device=device,
+        config.hidden_size, config.ffn_size, activation(config), region, bias=config.add_bias_linear, **factory
     )

@@ -13,90 +13,41 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from megalith.config import ModelConfig
 from megalith.models.frozen import FrozenLayers
-from megalith.models.language_model import WORD_EMBEDDINGS, Inputs, LanguageModel, Loss, Stage
-from megalith.models.layer_options import rotations
+from megalith.models.language_model import WORD_EMBEDDINGS, Inputs, LanguageModel, Loss
 from megalith.models.prediction import Ahead, Prediction, PredictionLayer, ahead, shifted
 from megalith.models.transformer import Transformer
-from megalith.nn.attention import SequenceMixer
 from megalith.nn.cache import KVCache
 from megalith.nn.documents import Documents
-from megalith.nn.embedding import TokenEmbedding
-from megalith.nn.loss import LogitsBuffer, OutputLayer, vocabulary_loss, whole_logits
-from megalith.nn.moe.balance import Alone, Peers
+from megalith.nn.loss import LogitsBuffer, OutputLayer, whole_logits
+from megalith.nn.moe.balance import Peers
 from megalith.nn.recompute import Recompute
-from megalith.nn.region import Region
 from megalith.nn.rope import Rotation
 
 
 class GPT(LanguageModel):
-    """A decoder-only language model, or one stage of it.
-
-    Args:
-        config: The architecture.
-        vocab_size: V, padded as the embedding table stores it.
-        region: How the layers share their work with other ranks; alone by default.
-        mixer: How sequences are shared with other ranks; alone by default.
-        peers: The ranks with other tokens, over which the load of experts is balanced; none by default.
-        stage: The part that is computed here; all of it by default.
-        recompute: Which layers keep no activations between the passes of a training step; none by default.
-
-    The weights are unset: `models.initialise` draws them, or a checkpoint fills them.
-    """
+    """A decoder-only language model, or one stage of it; arguments as of `LanguageModel`."""
 
     title = "GPT"
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        vocab_size: int,
-        *,
-        region: Region | None = None,
-        mixer: SequenceMixer | None = None,
-        peers: Peers | None = None,
-        stage: Stage | None = None,
-        recompute: Recompute | None = None,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
-    ) -> None:
-        super().__init__(config, vocab_size, region=region, mixer=mixer, stage=stage, dtype=dtype, device=device)
-        region, device = self.region, self.device
-        learned = config.position_embedding_type == "learned_absolute"
-        predicts_ahead = self.stage.predicts and config.predictions > 0
-        self.embedding = (
-            TokenEmbedding(
-                vocab_size,
-                config.hidden_size,
-                config.max_position_embeddings if learned else None,
-                config.hidden_dropout,
-                region,
-                multiplier=config.embedding_multiplier,
-                hidden_dtype=self.hidden_dtype,
-                dtype=dtype,
-                device=device,
-            )
-            if self.stage.embeds or predicts_ahead
-            else None
-        )
-        shared = (region, self.mixer, peers or Alone(), self.auxiliary, recompute)
-        self.decoder = Transformer(config, self.stage, *shared, dtype=dtype, device=device)
+    def _build(self, peers: Peers, recompute: Recompute | None) -> None:
+        config, stage = self.config, self.stage
+        predicts_ahead = stage.predicts and config.predictions > 0
+        self.embedding = self._token_embedding() if stage.embeds or predicts_ahead else None
+        shared = (self.region, self.mixer, peers, self.auxiliary, recompute)
+        self.decoder = Transformer(config, stage, *shared, **self.factory)
         self.mtp = (
-            Prediction(
-                PredictionLayer(config, depth, *shared, dtype=dtype, device=device)
-                for depth in range(config.predictions)
-            )
+            Prediction(PredictionLayer(config, depth, *shared, **self.factory) for depth in range(config.predictions))
             if predicts_ahead
             else None
         )
         own_output = config.untie_embeddings_and_output_weights or self.embedding is None
         self.output_layer = (
-            OutputLayer(vocab_size, config.hidden_size, region, dtype=dtype, device=device)
-            if self.stage.predicts and own_output
+            OutputLayer(self.vocab_size, config.hidden_size, self.region, **self.factory)
+            if stage.predicts and own_output
             else None
         )
         self._logits = [LogitsBuffer() for _ in range(1 + config.predictions)]
-        self._rotations = rotations(config, dtype) if config.rotary_size else None
 
     @property
     def output_weight(self) -> nn.Parameter:
@@ -198,16 +149,7 @@ class GPT(LanguageModel):
 
     def _loss(self, states_SBD: Tensor, labels_BS: Tensor, logits: LogitsBuffer) -> Tensor:
         """The loss of each token [B, S]."""
-        loss_SB = vocabulary_loss(
-            states_SBD,
-            self.output_weight,
-            labels_BS.t(),
-            self.sink,
-            logits,
-            self.region,
-            self.vocab_size,
-            smoothing=self.config.label_smoothing if self.training else 0.0,
-        )
+        loss_SB = self._token_losses(states_SBD, self.output_weight, labels_BS.t(), logits)
         return loss_SB.t()
 
     def _positions(self, tokens_BS: Tensor, cache: KVCache | None) -> tuple[Tensor, Rotation | None]:

@@ -16,13 +16,17 @@ import torch
 from torch import Tensor, nn
 
 from megalith.config import ModelConfig, check_groups
+from megalith.models.layer_options import rotations
 from megalith.nn.attention import LocalMixer, SelfAttention, SequenceMixer
 from megalith.nn.documents import Documents
+from megalith.nn.embedding import TokenEmbedding
 from megalith.nn.latent_attention import LatentAttention
-from megalith.nn.moe.balance import Auxiliary
+from megalith.nn.loss import LogitsBuffer, vocabulary_loss
+from megalith.nn.moe.balance import Alone, Auxiliary, Peers
 from megalith.nn.moe.layer import MoE
 from megalith.nn.placement import Placement
-from megalith.nn.precision import at_least_fp32
+from megalith.nn.precision import FactoryKwargs, at_least_fp32
+from megalith.nn.recompute import Recompute
 from megalith.nn.region import Region, Solo
 from megalith.nn.sink import GradientSink, attach_sink
 
@@ -72,6 +76,16 @@ class Loss:
 class LanguageModel(nn.Module, ABC):
     """A model, or one stage of it; parameters carry the same global names in either.
 
+    The weights are unset: `models.initialise` draws them, or a checkpoint fills them.
+
+    Args:
+        config: the architecture.
+        vocab_size: V, padded as the embedding table stores it.
+        region, mixer: how layers and sequences are shared with other ranks; alone by default.
+        peers: the ranks with other tokens, over which the load of experts is balanced; none by default.
+        stage: the part that is computed here; all of it by default.
+        recompute: which layers keep no activations between the passes of a training step; none by default.
+
     Attributes:
         title: what the family is called on the screen.
         tokens_field: the field of a sample whose entries are the tokens that speeds are counted in.
@@ -89,21 +103,68 @@ class LanguageModel(nn.Module, ABC):
         config: ModelConfig,
         vocab_size: int,
         *,
-        region: Region | None,
-        mixer: SequenceMixer | None,
-        stage: Stage | None,
-        dtype: torch.dtype,
-        device: torch.device | str,
+        region: Region | None = None,
+        mixer: SequenceMixer | None = None,
+        peers: Peers | None = None,
+        stage: Stage | None = None,
+        recompute: Recompute | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
     ) -> None:
         super().__init__()
         check_groups(config)
         self.config, self.vocab_size = config, vocab_size
-        self.region: Region = region or Solo()
-        self.mixer: SequenceMixer = mixer or LocalMixer()
-        self.stage = stage or Stage(range(config.num_layers))
+        self.region, self.mixer = region or Solo(), mixer or LocalMixer()
+        self.stage = stage or Stage(range(max(config.stacks.values())))
         self.dtype, self.device = dtype, torch.device(device)
+        self.factory: FactoryKwargs = {"dtype": dtype, "device": self.device}
         self.auxiliary = Auxiliary(per_token=config.calculate_per_token_loss)
         self.sink: GradientSink | None = None
+        self._rotations = rotations(config, dtype) if config.rotary_size else None
+        self._build(peers or Alone(), recompute)
+
+    @abstractmethod
+    def _build(self, peers: Peers, recompute: Recompute | None) -> None:
+        """Make the modules of this stage, in the order in which checkpoints and buffers list them."""
+
+    def _token_embedding(self, *, num_types: int = 0) -> TokenEmbedding:
+        config = self.config
+        return TokenEmbedding(
+            self.vocab_size,
+            config.hidden_size,
+            config.max_position_embeddings if config.position_embedding_type == "learned_absolute" else None,
+            config.hidden_dropout,
+            self.region,
+            num_types=num_types,
+            multiplier=config.embedding_multiplier,
+            hidden_dtype=self.hidden_dtype,
+            **self.factory,
+        )
+
+    def _token_losses(
+        self,
+        hidden: Tensor,
+        weight: nn.Parameter,
+        labels: Tensor,
+        logits: LogitsBuffer,
+        *,
+        bias: nn.Parameter | None = None,
+        absent: int | None = None,
+    ) -> Tensor:
+        """The loss of each token, with the label smoothing of the configuration; arguments as of `vocabulary_loss`."""
+        smoothing = self.config.label_smoothing if self.training else 0.0
+        return vocabulary_loss(
+            hidden,
+            weight,
+            labels,
+            self.sink,
+            logits,
+            self.region,
+            self.vocab_size,
+            bias=bias,
+            smoothing=smoothing,
+            absent=absent,
+        )
 
     @property
     def loss_names(self) -> tuple[str, ...]:

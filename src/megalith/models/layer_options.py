@@ -6,6 +6,7 @@ import math
 
 import torch
 from torch import nn
+from typing_extensions import Unpack
 
 from megalith.config import ModelConfig
 from megalith.nn.attend import AttentionRule
@@ -13,6 +14,7 @@ from megalith.nn.attention import AttentionShape
 from megalith.nn.feed_forward import Activation
 from megalith.nn.latent_attention import LatentShape
 from megalith.nn.norm import build_norm
+from megalith.nn.precision import FactoryKwargs
 from megalith.nn.rope import Interpolation, LongContext, RotationTable, Scaling, Yarn
 
 
@@ -113,13 +115,8 @@ def rotations(config: ModelConfig, dtype: torch.dtype) -> RotationTable:
     )
 
 
-def layer_norm(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> nn.Module:
+def layer_norm(config: ModelConfig, **factory: Unpack[FactoryKwargs]) -> nn.Module:
     """The norm of hidden states that a configuration means."""
     return build_norm(
-        config.normalization,
-        config.hidden_size,
-        config.norm_epsilon,
-        around_one=config.apply_layernorm_1p,
-        dtype=dtype,
-        device=device,
+        config.normalization, config.hidden_size, config.norm_epsilon, around_one=config.apply_layernorm_1p, **factory
     )

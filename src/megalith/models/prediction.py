@@ -23,6 +23,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from megalith.config import ModelConfig
 from megalith.models.layer_options import layer_norm
@@ -32,6 +33,7 @@ from megalith.nn.documents import Documents
 from megalith.nn.linear import Linear, column
 from megalith.nn.moe.balance import Auxiliary, Peers
 from megalith.nn.placement import Split
+from megalith.nn.precision import FactoryKwargs
 from megalith.nn.recompute import Recompute, recomputed
 from megalith.nn.region import Region, leave
 from megalith.nn.rope import Rotation
@@ -91,30 +93,20 @@ class PredictionLayer(nn.Module):
         peers: Peers,
         auxiliary: Auxiliary,
         recompute: Recompute | None,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
+        **factory: Unpack[FactoryKwargs],
     ) -> None:
         super().__init__()
         size, parts = config.hidden_size, () if recompute is None else recompute.parts
         self.region, self.auxiliary = region, auxiliary
         self.size, self.part = size, region.shard(size)
         self.again = recompute is not None and recompute.method == "uniform"
-        self.enorm = layer_norm(config, dtype, device)
-        self.hnorm = layer_norm(config, dtype, device)
-        self.eh_proj = Linear(2 * size, self.part.size, Split(0), bias=False, dtype=dtype, device=device)
+        self.enorm = layer_norm(config, **factory)
+        self.hnorm = layer_norm(config, **factory)
+        self.eh_proj = Linear(2 * size, self.part.size, Split(0), bias=False, **factory)
         self.transformer_layer = Block(
-            config,
-            config.num_layers + depth,
-            region,
-            mixer,
-            peers,
-            auxiliary,
-            parts,
-            dtype=dtype,
-            device=device,
+            config, config.num_layers + depth, region, mixer, peers, auxiliary, parts, **factory
         )
-        self.final_layernorm = layer_norm(config, dtype, device)
+        self.final_layernorm = layer_norm(config, **factory)
 
     def forward(
         self, hidden_SBD: Tensor, embedded_SBD: Tensor, turn: Rotation | None, documents: Documents | None

@@ -16,18 +16,17 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from megalith.config import ModelConfig
 from megalith.models.language_model import Inputs, LanguageModel, Loss, Stage
-from megalith.models.layer_options import rotations
 from megalith.models.transformer import Transformer
 from megalith.nn.attend import Mask
-from megalith.nn.attention import SequenceMixer
 from megalith.nn.cache import KVCache
 from megalith.nn.cross_attention import CrossAttention, Encoded, EncodedCache
-from megalith.nn.embedding import TokenEmbedding
-from megalith.nn.loss import LogitsBuffer, OutputBias, OutputLayer, vocabulary_loss, whole_logits
-from megalith.nn.moe.balance import Alone, Peers
+from megalith.nn.loss import LogitsBuffer, OutputBias, OutputLayer, whole_logits
+from megalith.nn.moe.balance import Peers
+from megalith.nn.precision import FactoryKwargs
 from megalith.nn.recompute import Recompute
 from megalith.nn.region import Region
 from megalith.nn.relative_positions import RelativePositions
@@ -39,87 +38,42 @@ NO_LABEL = -1
 class T5Head(nn.Module):
     """The output layer under Megatron's name: a bias to the word embedding or none, or a weight of its own."""
 
-    def __init__(
-        self, vocab_size: int, config: ModelConfig, region: Region, *, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, vocab_size: int, config: ModelConfig, region: Region, **factory: Unpack[FactoryKwargs]) -> None:
         super().__init__()
         self.output_layer: OutputLayer | OutputBias | None
         if config.untie_embeddings_and_output_weights:
-            self.output_layer = OutputLayer(vocab_size, config.hidden_size, region, dtype=dtype, device=device)
+            self.output_layer = OutputLayer(vocab_size, config.hidden_size, region, **factory)
         elif config.t5_logits_bias:
-            self.output_layer = OutputBias(vocab_size, region, dtype=dtype, device=device)
+            self.output_layer = OutputBias(vocab_size, region, **factory)
         else:
             self.output_layer = None
 
 
 class T5(LanguageModel):
-    """An encoder-decoder model.
-
-    Args:
-        config: The architecture; `num_layers` is that of the encoder.
-        vocab_size: V, padded as the embedding table stores it.
-        region: How the layers share their work with other ranks; alone by default.
-        mixer, peers, stage: As of `GPT`; only those of one device, or of tensor-parallel ranks alone.
-        recompute: Which layers of either stack keep no activations between the passes of a training step.
-
-    The weights are unset: `models.initialise` draws them, or a checkpoint fills them.
-    """
+    """An encoder-decoder model, whole on each tensor-parallel rank; arguments as of `LanguageModel`."""
 
     title = "T5"
     tokens_field = "text_enc"
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        vocab_size: int,
-        *,
-        region: Region | None = None,
-        mixer: SequenceMixer | None = None,
-        peers: Peers | None = None,
-        stage: Stage | None = None,
-        recompute: Recompute | None = None,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
-    ) -> None:
-        assert stage is None or (stage.embeds and stage.predicts), "a rule of the configuration"
-        stage = Stage(range(max(config.stacks.values())))  # numbers of layers of either stack
-        super().__init__(config, vocab_size, region=region, mixer=mixer, stage=stage, dtype=dtype, device=device)
-        assert self.mixer.parts == 1, "a rule of the configuration"
-        self.embedding = TokenEmbedding(
-            vocab_size,
-            config.hidden_size,
-            config.max_position_embeddings if config.position_embedding_type == "learned_absolute" else None,
-            config.hidden_dropout,
-            self.region,
-            hidden_dtype=self.hidden_dtype,
-            dtype=dtype,
-            device=self.device,
-        )
+    def _build(self, peers: Peers, recompute: Recompute | None) -> None:
+        assert self.stage.embeds and self.stage.predicts and self.mixer.parts == 1, "a rule of the configuration"
+        config = self.config
+        self.stage = Stage(range(max(config.stacks.values())))  # numbers of layers of either stack
+        self.embedding = self._token_embedding()
         relative = config.position_embedding_type == "relative"
         self.encoder_relative_pos_emb = self._relative_positions(both_ways=True) if relative else None
         self.decoder_relative_pos_emb = self._relative_positions(both_ways=False) if relative else None
-        peers = peers or Alone()
         self.encoder = self._stack(config.num_layers, peers, recompute, causal=False)
         self.decoder = self._stack(config.num_decoder_layers, peers, recompute, causal=True)
-        self.lm_head = T5Head(vocab_size, config, self.region, dtype=dtype, device=self.device)
+        self.lm_head = T5Head(self.vocab_size, config, self.region, **self.factory)
         self._logits = LogitsBuffer()
-        self._rotations = rotations(config, dtype) if config.rotary_size else None
         self._logits_scale = config.hidden_size**-0.5 if config.t5_scaled_logits else 1.0
 
     def _stack(self, layers: int, peers: Peers, recompute: Recompute | None, *, causal: bool) -> Transformer:
         """Layers that see earlier positions and the encoder, or all positions."""
+        config, shared = replace(self.config, num_layers=layers), (self.region, self.mixer, peers, self.auxiliary)
         return Transformer(
-            replace(self.config, num_layers=layers),
-            Stage(range(layers)),
-            self.region,
-            self.mixer,
-            peers,
-            self.auxiliary,
-            recompute,
-            causal=causal,
-            cross=causal,
-            dtype=self.dtype,
-            device=self.device,
+            config, Stage(range(layers)), *shared, recompute, causal=causal, cross=causal, **self.factory
         )
 
     def _relative_positions(self, *, both_ways: bool) -> RelativePositions:
@@ -129,8 +83,7 @@ class T5(LanguageModel):
             self.config.num_attention_heads,
             self.region,
             both_ways=both_ways,
-            dtype=self.dtype,
-            device=self.device,
+            **self.factory,
         )
 
     @property
@@ -201,17 +154,8 @@ class T5(LanguageModel):
         )
         if labels_BS is None:
             return self.logits(hidden_SBD).transpose(0, 1)
-        loss_SB = vocabulary_loss(
-            hidden_SBD,
-            self.output_weight,
-            labels_BS.t(),
-            self.sink,
-            self._logits,
-            self.region,
-            self.vocab_size,
-            bias=self.output_bias,
-            smoothing=self.config.label_smoothing if self.training else 0.0,
-            absent=NO_LABEL,
+        loss_SB = self._token_losses(
+            hidden_SBD, self.output_weight, labels_BS.t(), self._logits, bias=self.output_bias, absent=NO_LABEL
         )
         return loss_SB.t()
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from megalith.config import ModelConfig
 from megalith.models.attention_kernels import attention_kernel
@@ -27,6 +28,7 @@ from megalith.nn.dropout import HiddenDropout
 from megalith.nn.latent_attention import LatentAttention
 from megalith.nn.moe.balance import Auxiliary, Peers
 from megalith.nn.moe.layer import MoE
+from megalith.nn.precision import FactoryKwargs
 from megalith.nn.recompute import Group, OutputAgain, Recompute, recomputed
 from megalith.nn.region import Region
 from megalith.nn.rope import Rotation
@@ -57,30 +59,28 @@ class Block(nn.Module):
         *,
         causal: bool = True,
         cross: bool = False,
-        dtype: torch.dtype,
-        device: torch.device,
+        **factory: Unpack[FactoryKwargs],
     ) -> None:
         super().__init__()
         self.region, self.auxiliary, self.recompute = region, auxiliary, frozenset(recompute)
         self.rotated = config.rotated_layers[min(layer, config.num_layers - 1)]
         self.residual_of_norm = config.apply_residual_connection_post_layernorm
-        self.input_layernorm = layer_norm(config, dtype, device)
-        self.self_attention = self._self_attention(
-            config, attention_rule(config, layer, causal=causal), mixer, dtype, device
-        )
+        self.input_layernorm = layer_norm(config, **factory)
+        rule = attention_rule(config, layer, causal=causal)
+        self.self_attention = self._self_attention(config, rule, mixer, **factory)
         if cross:
-            self.pre_cross_attn_layernorm = layer_norm(config, dtype, device)
-        self.cross_attention = self._cross_attention(config, layer, dtype, device) if cross else None
-        self.pre_mlp_layernorm = layer_norm(config, dtype, device)
+            self.pre_cross_attn_layernorm = layer_norm(config, **factory)
+        self.cross_attention = self._cross_attention(config, layer, **factory) if cross else None
+        self.pre_mlp_layernorm = layer_norm(config, **factory)
         whole = {"mlp", "moe"} & self.recompute  # a mixture that is computed again as a whole, with all that is in it
         self.mlp = build_feed_forward(
-            config, layer, region, peers, auxiliary, () if whole else self.recompute, dtype=dtype, device=device
+            config, layer, region, peers, auxiliary, () if whole else self.recompute, **factory
         )
         self.feeds_again = bool(whole) if isinstance(self.mlp, MoE) else "mlp" in whole
         self.dropout = HiddenDropout(config.hidden_dropout, region)
 
     def _self_attention(
-        self, config: ModelConfig, rule: AttentionRule, mixer: SequenceMixer, dtype: torch.dtype, device: torch.device
+        self, config: ModelConfig, rule: AttentionRule, mixer: SequenceMixer, **factory: Unpack[FactoryKwargs]
     ) -> SelfAttention | LatentAttention:
         build = partial(
             partial(LatentAttention, latent_shape(config), recompute_heads="mla_up_proj" in self.recompute)
@@ -90,17 +90,10 @@ class Block(nn.Module):
             attention_kernel(config),
         )
         return build(
-            rule=rule,
-            mixer=mixer,
-            bias=config.add_bias_linear,
-            recompute_core="core_attn" in self.recompute,
-            dtype=dtype,
-            device=device,
+            rule=rule, mixer=mixer, bias=config.add_bias_linear, recompute_core="core_attn" in self.recompute, **factory
         )
 
-    def _cross_attention(
-        self, config: ModelConfig, layer: int, dtype: torch.dtype, device: torch.device
-    ) -> CrossAttention:
+    def _cross_attention(self, config: ModelConfig, layer: int, **factory: Unpack[FactoryKwargs]) -> CrossAttention:
         return CrossAttention(
             attention_shape(config),
             self.region,
@@ -108,8 +101,7 @@ class Block(nn.Module):
             attention_rule(config, layer, causal=False),
             bias=config.add_bias_linear,
             recompute_core="core_attn" in self.recompute,
-            dtype=dtype,
-            device=device,
+            **factory,
         )
 
     def forward(
@@ -181,20 +173,19 @@ class Transformer(nn.Module):
         *,
         causal: bool = True,
         cross: bool = False,
-        dtype: torch.dtype,
-        device: torch.device,
+        **factory: Unpack[FactoryKwargs],
     ) -> None:
         super().__init__()
         self.region, self.auxiliary = region, auxiliary
         self._at_once = (Group(range(len(stage.layers)), again=False),)
         self._in_training = self._at_once if recompute is None else tuple(recompute.groups(len(stage.layers)))
         parts = () if recompute is None else recompute.parts
-        block = partial(Block, causal=causal, cross=cross, dtype=dtype, device=device)
+        block = partial(Block, causal=causal, cross=cross, **factory)
         self.layers = nn.ModuleDict(
             {str(number): block(config, number, region, mixer, peers, auxiliary, parts) for number in stage.layers}
         )
         ends = stage.predicts and config.final_layernorm
-        self.final_layernorm = layer_norm(config, dtype, device) if ends else None
+        self.final_layernorm = layer_norm(config, **factory) if ends else None
 
     def forward(
         self,

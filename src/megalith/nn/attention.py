@@ -13,10 +13,10 @@ positions of a sequence meet. All else works on the positions that are here.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from megalith.nn.attend import PLAIN, AttentionKernel, AttentionRule, Mask, attend_fused, expand_groups
 from megalith.nn.cache import LayerCache
@@ -24,7 +24,7 @@ from megalith.nn.documents import Documents
 from megalith.nn.linear import Linear, column, row
 from megalith.nn.norm import build_norm
 from megalith.nn.placement import GroupedHeads, Placement, Split
-from megalith.nn.precision import at_least_fp32
+from megalith.nn.precision import FactoryKwargs, at_least_fp32
 from megalith.nn.recompute import recomputed
 from megalith.nn.region import Region
 from megalith.nn.rope import Rotation, rotate
@@ -57,91 +57,106 @@ class AttentionShape:
     softmax_type: str = "vanilla"
 
 
-class SequenceMixer(Protocol):
-    """How the queries that are here meet the keys and values of their whole sequences."""
+class SequenceMixer:
+    """How the queries on this rank meet the keys and values of their sequences; here whole sequences are on one rank.
 
-    @property
-    def parts(self) -> int:
-        """In how many parts of equal length each sequence is held."""
-        ...
-
-    def positions(self, length: int, device: torch.device | None = None) -> Tensor:
-        """The positions that are here of sequences of `length` tokens, in the order in which they are held.
-
-        Shapes: [length / parts], int64, ascending.
-        Raises: LayoutError if sequences of this length cannot be divided so.
-        """
-        ...
-
-    def own(self, x: Tensor, dim: int) -> Tensor:
-        """Of whole sequences along `dim` the positions that are here. [.., S, ..] -> [.., S / parts, ..]."""
-        ...
-
-    def recall(self, cache: LayerCache, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
-        """Attention to what the cache holds, which keeps the keys and values that are here. Shapes as in `mix`.
-
-        Raises: LayoutError if whole sequences are not here.
-        """
-        ...
-
-    def mix(
-        self, q: Tensor, k: Tensor, v: Tensor, dropout: float, attend: AttentionKernel, rule: AttentionRule
-    ) -> Tensor:
-        """Attention of the positions that are here to those of their sequences that the rule shows, earlier ones.
-
-        Shapes: q [S / parts, B, H, K], k and v [S / parts, B, G, K] -> [S / parts, B, H, K].
-
-        Args:
-            q, k, v: of the positions that are here; rotated already.
-            dropout: probability with which an attention weight becomes zero.
-            attend: the kernel for whole sequences, for a mixer that has them.
-            rule: of the layer, its sinks those of the heads of q.
-        """
-        ...
-
-
-class LocalMixer:
-    """Whole sequences are here."""
+    Attributes:
+        parts: number of equal parts in which each sequence is held.
+    """
 
     parts = 1
 
     def positions(self, length: int, device: torch.device | None = None) -> Tensor:
+        """Return the positions held here of sequences of `length` tokens, ascending: [length / parts], int64.
+
+        Raises: LayoutError if sequences of this length cannot be divided so.
+        """
         return torch.arange(length, device=device)
 
     def own(self, x: Tensor, dim: int) -> Tensor:
+        """Return the positions held here of whole sequences along `dim`. [.., S, ..] -> [.., S / parts, ..]."""
         return x
 
     def recall(self, cache: LayerCache, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
+        """Attend to the cache, which keeps the new keys and values. Shapes as in `mix`.
+
+        Raises: LayoutError where sequences are divided.
+        """
         return cache.attend(q, k, v, rule)
 
     def mix(
         self, q: Tensor, k: Tensor, v: Tensor, dropout: float, attend: AttentionKernel, rule: AttentionRule
     ) -> Tensor:
+        """Attend from the positions held here to those of their sequences that the rule shows.
+
+        Shapes: q [S / parts, B, H, K], k and v [S / parts, B, G, K], all rotated -> [S / parts, B, H, K].
+        `attend` is the kernel for whole sequences; the sinks of `rule` are those of the heads of q.
+        """
         heads = q.shape[2]
         return attend(q, expand_groups(k, heads), expand_groups(v, heads), dropout, rule)
+
+
+class LocalMixer(SequenceMixer):
+    """Whole sequences on one rank."""
 
 
 class Sinks(nn.Module):
     """The scores of the sinks of the heads that are here, learned. Named as Megatron's attention core names them."""
 
-    def __init__(self, num_heads: int, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, num_heads: int, **factory: Unpack[FactoryKwargs]) -> None:
         super().__init__()
-        self.softmax_offset = nn.Parameter(torch.empty(num_heads, dtype=dtype, device=device))
+        self.softmax_offset = nn.Parameter(torch.empty(num_heads, **factory))
 
     def placements(self) -> dict[str, Placement]:
         return {"softmax_offset": Split(0)}
 
 
-class SelfAttention(nn.Module):
+class Attention(nn.Module):
+    """What attention layers share: the kernel over the heads, recomputed in the backward pass where asked.
+
+    Args:
+        dropout: of the attention weights.
+        region, mixer: how the layer shares its work with other ranks; alone by default.
+        attend: the kernel.
+        rule: which keys a query of this layer sees.
+        recompute_core: keep neither scores nor weights of the kernel for the backward pass.
+    """
+
+    def __init__(
+        self,
+        dropout: float,
+        region: Region,
+        attend: AttentionKernel,
+        rule: AttentionRule,
+        mixer: SequenceMixer | None,
+        *,
+        recompute_core: bool,
+    ) -> None:
+        super().__init__()
+        self.attention_dropout, self.region, self.attend, self.rule = dropout, region, attend, rule
+        self.mixer, self.recompute_core = mixer or LocalMixer(), recompute_core
+
+    def context(self, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
+        """Return the context of the queries, without a cache. Shapes as of `SequenceMixer.mix`."""
+        dropout = self.attention_dropout if self.training else 0.0
+
+        def mix(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            with self.region.own_draws(dropout):
+                return self.mixer.mix(q, k, v, dropout, self.attend, rule)
+
+        if self.recompute_core and self.training and torch.is_grad_enabled():
+            return recomputed(mix, q, k, v, region=self.region)
+        return mix(q, k, v)
+
+
+class SelfAttention(Attention):
     """Projection to queries, keys and values, attention, projection back. [S, B, D] -> [S, B, D].
+
+    Arguments as of `Attention`; the sinks are added to the rule here.
 
     Args:
         shape: sizes and options of all layers.
-        region, mixer: how it shares its work with other ranks; alone by default.
-        attend: the kernel.
-        rule: which keys a query of this layer sees; the sinks are added to it here.
         qkv_bias, bias: whether the projection to queries, keys and values has a bias, and the one back.
-        recompute_core: keep neither scores nor weights of the kernel for the backward pass.
     """
 
     def __init__(
@@ -155,41 +170,32 @@ class SelfAttention(nn.Module):
         qkv_bias: bool,
         bias: bool,
         recompute_core: bool = False,
-        dtype: torch.dtype,
-        device: torch.device,
+        **factory: Unpack[FactoryKwargs],
     ) -> None:
-        super().__init__()
-        self.shape, self.region, self.attend, self.rule = shape, region, attend, rule
-        self.mixer: SequenceMixer = mixer or LocalMixer()
-        self.recompute_core = recompute_core
+        super().__init__(shape.dropout, region, attend, rule, mixer, recompute_core=recompute_core)
+        self.shape = shape
         self.num_heads = region.shard(shape.num_heads).size
         self.num_groups = region.shard(shape.num_groups, share=True).size
         learned = shape.softmax_type == "learnable"
-        self.core_attention = Sinks(self.num_heads, dtype=dtype, device=device) if learned else None
-        self.linear_proj = Linear(
-            self.num_heads * shape.head_size, shape.hidden_size, Split(1), bias=bias, dtype=dtype, device=device
-        )
+        self.core_attention = Sinks(self.num_heads, **factory) if learned else None
+        width = self.num_heads * shape.head_size
+        self.linear_proj = Linear(width, shape.hidden_size, Split(1), bias=bias, **factory)
         heads = GroupedHeads(
             shape.num_groups, shape.num_heads // shape.num_groups, shape.head_size, gated=shape.output_gate
         )
         per_query = 2 if shape.output_gate else 1
         qkv_size = (per_query * self.num_heads + 2 * self.num_groups) * shape.head_size
-        self.linear_qkv = Linear(shape.hidden_size, qkv_size, heads, bias=qkv_bias, dtype=dtype, device=device)
-        self.q_layernorm = self._head_norm(dtype, device)
-        self.k_layernorm = self._head_norm(dtype, device)
+        self.linear_qkv = Linear(shape.hidden_size, qkv_size, heads, bias=qkv_bias, **factory)
+        self.q_layernorm = self._head_norm(**factory)
+        self.k_layernorm = self._head_norm(**factory)
 
-    def _head_norm(self, dtype: torch.dtype, device: torch.device) -> nn.Module | None:
+    def _head_norm(self, **factory: Unpack[FactoryKwargs]) -> nn.Module | None:
         shape = self.shape
         if not shape.head_norm:
             return None
+        around_one = shape.norm_around_one
         return build_norm(
-            shape.head_norm,
-            shape.head_size,
-            shape.norm_epsilon,
-            around_one=shape.norm_around_one,
-            dtype=dtype,
-            device=device,
-            of_heads=True,
+            shape.head_norm, shape.head_size, shape.norm_epsilon, around_one=around_one, of_heads=True, **factory
         )
 
     def _heads(self, x_SBD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -236,49 +242,10 @@ class SelfAttention(nn.Module):
         if turn is not None:
             q, k = (rotate(x, turn, interleaved=self.shape.rotary_interleaved) for x in (q, k))
         context = (
-            mix_heads(self, q, k, v, self.rule_for(q, documents, mask))
+            self.context(q, k, v, self.rule_for(q, documents, mask))
             if cache is None
             else self.mixer.recall(cache, q, k, v, self.rule_for(q, mask=mask))
         )
         if gate is not None:
             context = (context * torch.sigmoid(gate.to(at_least_fp32(gate.dtype)))).to(context.dtype)
         return row(context.flatten(2), self.region, self.linear_proj)
-
-
-class Mixing(Protocol):
-    """What `mix_heads` reads of an attention layer."""
-
-    training: bool
-    recompute_core: bool
-
-    @property
-    def shape(self) -> WithDropout: ...
-
-    @property
-    def region(self) -> Region: ...
-
-    @property
-    def mixer(self) -> SequenceMixer: ...
-
-    @property
-    def attend(self) -> AttentionKernel: ...
-
-
-class WithDropout(Protocol):
-    """Sizes and options with the dropout of attention weights."""
-
-    @property
-    def dropout(self) -> float: ...
-
-
-def mix_heads(layer: Mixing, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
-    """The context of the queries of a layer without a cache; its core is computed again where the layer says so."""
-    dropout = layer.shape.dropout if layer.training else 0.0
-
-    def mix(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        with layer.region.own_draws(dropout):
-            return layer.mixer.mix(q, k, v, dropout, layer.attend, rule)
-
-    if layer.recompute_core and layer.training and torch.is_grad_enabled():
-        return recomputed(mix, q, k, v, region=layer.region)
-    return mix(q, k, v)

@@ -9,14 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
+from typing_extensions import Unpack
 
 from megalith.nn.attend import AttentionKernel, AttentionRule, Mask
-from megalith.nn.attention import AttentionShape
+from megalith.nn.attention import Attention, AttentionShape
 from megalith.nn.linear import Linear, column, row
 from megalith.nn.placement import Split
-from megalith.nn.recompute import recomputed
+from megalith.nn.precision import FactoryKwargs
 from megalith.nn.region import Region
 
 
@@ -41,16 +41,10 @@ class EncodedCache(Protocol):
         ...
 
 
-class CrossAttention(nn.Module):
+class CrossAttention(Attention):
     """Queries of the decoder, keys and values of the encoder. [S, B, D], [E, B, D] -> [S, B, D].
 
-    Args:
-        shape: sizes of all layers; each head has its own keys and values.
-        region: how it shares its work with other ranks.
-        attend: the kernel.
-        rule: of the scores; not causal.
-        bias: whether the projections have biases.
-        recompute_core: keep neither scores nor weights of the kernel for the backward pass.
+    Arguments as of `SelfAttention`; each head has its own keys and values, and the rule is not causal.
     """
 
     def __init__(
@@ -62,18 +56,16 @@ class CrossAttention(nn.Module):
         *,
         bias: bool,
         recompute_core: bool = False,
-        dtype: torch.dtype,
-        device: torch.device,
+        **factory: Unpack[FactoryKwargs],
     ) -> None:
-        super().__init__()
+        super().__init__(shape.dropout, region, attend, rule, None, recompute_core=recompute_core)
         assert not rule.causal and shape.num_groups == shape.num_heads, "a rule of the configuration"
-        self.shape, self.region, self.attend, self.rule = shape, region, attend, rule
-        self.recompute_core = recompute_core
+        self.shape = shape
         self.num_heads = region.shard(shape.num_heads).size
         width = self.num_heads * shape.head_size
-        self.linear_proj = Linear(width, shape.hidden_size, Split(1), bias=bias, dtype=dtype, device=device)
-        self.linear_q = Linear(shape.hidden_size, width, Split(0), bias=bias, dtype=dtype, device=device)
-        self.linear_kv = Linear(shape.hidden_size, 2 * width, Split(0), bias=bias, dtype=dtype, device=device)
+        self.linear_proj = Linear(width, shape.hidden_size, Split(1), bias=bias, **factory)
+        self.linear_q = Linear(shape.hidden_size, width, Split(0), bias=bias, **factory)
+        self.linear_kv = Linear(shape.hidden_size, 2 * width, Split(0), bias=bias, **factory)
 
     def keys_and_values(self, encoded_EBD: Tensor) -> tuple[Tensor, Tensor]:
         """Those of the encoder's output for the heads that are here. [E, B, D] -> 2 x [E, B, H, K]."""
@@ -85,18 +77,9 @@ class CrossAttention(nn.Module):
         """Attend to what the encoder gave; `x_SBD` are normalised hidden states of the decoder, those that are here."""
         (q,) = column(x_SBD, self.region, self.linear_q)
         q_SBHK = q.view(*q.shape[:2], self.num_heads, self.shape.head_size)
-        context = self._mix(q_SBHK, encoded) if isinstance(encoded, Encoded) else encoded.attend_across(self, q_SBHK)
+        if isinstance(encoded, Encoded):
+            rule = replace(self.rule, mask=encoded.mask)
+            context = self.context(q_SBHK, *self.keys_and_values(encoded.states_EBD), rule)
+        else:
+            context = encoded.attend_across(self, q_SBHK)
         return row(context.flatten(2), self.region, self.linear_proj)
-
-    def _mix(self, q_SBHK: Tensor, encoded: Encoded) -> Tensor:
-        """The context of the queries, [S, B, H, K]; its core is computed again where the layer says so."""
-        keys_values = self.keys_and_values(encoded.states_EBD)
-        dropout, rule = self.shape.dropout if self.training else 0.0, replace(self.rule, mask=encoded.mask)
-
-        def mix(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            with self.region.own_draws(dropout):
-                return self.attend(q, k, v, dropout, rule)
-
-        if self.recompute_core and self.training and torch.is_grad_enabled():
-            return recomputed(mix, q_SBHK, *keys_values, region=self.region)
-        return mix(q_SBHK, *keys_values)

@@ -6,9 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from megalith.nn.dropout import HiddenDropout
 from megalith.nn.placement import Placement, Replicated, Split
+from megalith.nn.precision import FactoryKwargs
 from megalith.nn.region import Region, leave
 from megalith.nn.sink import GradientSink
 from megalith.nn.vocabulary import local_rows
@@ -41,9 +43,9 @@ def lookup(weight: nn.Parameter, ids: Tensor, sink: GradientSink | None) -> Tens
 class Embedding(nn.Module):
     """A table of `rows` vectors of `size` elements. [...] -> [..., size]."""
 
-    def __init__(self, rows: int, size: int, placement: Placement, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, rows: int, size: int, placement: Placement, **factory: Unpack[FactoryKwargs]) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(rows, size, dtype=dtype, device=device))
+        self.weight = nn.Parameter(torch.empty(rows, size, **factory))
         self.placement = placement
         self.sink: GradientSink | None = None
 
@@ -77,22 +79,17 @@ class TokenEmbedding(nn.Module):
         num_types: int = 0,
         multiplier: float = 1.0,
         hidden_dtype: torch.dtype | None = None,
-        dtype: torch.dtype,
-        device: torch.device,
+        **factory: Unpack[FactoryKwargs],
     ) -> None:
         super().__init__()
-        self.region, self.vocab_size, self.hidden_dtype = region, vocab_size, hidden_dtype or dtype
+        self.region, self.vocab_size, self.hidden_dtype = region, vocab_size, hidden_dtype or factory["dtype"]
         self.multiplier = multiplier
         self.part = region.shard(vocab_size, even=False)
-        self.word_embeddings = Embedding(self.part.size, hidden_size, Split(0, vocab_size), dtype=dtype, device=device)
+        self.word_embeddings = Embedding(self.part.size, hidden_size, Split(0, vocab_size), **factory)
         self.position_embeddings = (
-            None
-            if max_positions is None
-            else Embedding(max_positions, hidden_size, Replicated(), dtype=dtype, device=device)
+            None if max_positions is None else Embedding(max_positions, hidden_size, Replicated(), **factory)
         )
-        self.tokentype_embeddings = (
-            Embedding(num_types, hidden_size, Replicated(), dtype=dtype, device=device) if num_types else None
-        )
+        self.tokentype_embeddings = Embedding(num_types, hidden_size, Replicated(), **factory) if num_types else None
         self.dropout = HiddenDropout(dropout, region)
 
     def _words(self, tokens_BS: Tensor) -> Tensor:

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, relu, silu
+from typing_extensions import Unpack
 
 from megalith.nn.linear import Linear, column, row
 from megalith.nn.placement import Fused, Split
+from megalith.nn.precision import FactoryKwargs
 from megalith.nn.region import Region
 
 
@@ -88,21 +90,15 @@ class FeedForward(nn.Module):
         region: Region,
         *,
         bias: bool,
-        dtype: torch.dtype,
-        device: torch.device,
+        **factory: Unpack[FactoryKwargs],
     ) -> None:
         super().__init__()
         self.region, self.activation = region, activation
         local, gated = region.shard(ffn_size).size, activation.gated
         self.linear_fc1 = Linear(
-            hidden_size,
-            2 * local if gated else local,
-            Fused(0, 2) if gated else Split(0),
-            bias=bias,
-            dtype=dtype,
-            device=device,
+            hidden_size, 2 * local if gated else local, Fused(0, 2) if gated else Split(0), bias=bias, **factory
         )
-        self.linear_fc2 = Linear(local, hidden_size, Split(1), bias=bias, dtype=dtype, device=device)
+        self.linear_fc2 = Linear(local, hidden_size, Split(1), bias=bias, **factory)
 
     def forward(self, x_SBD: Tensor) -> Tensor:
         (inner,) = column(x_SBD, self.region, self.linear_fc1)

@@ -22,14 +22,16 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from megalith.nn.attend import PLAIN, AttentionKernel, AttentionRule, Mask, attend_fused
-from megalith.nn.attention import LocalMixer, SequenceMixer, mix_heads
+from megalith.nn.attention import Attention, SequenceMixer
 from megalith.nn.cache import LayerCache
 from megalith.nn.documents import Documents
 from megalith.nn.linear import Linear, column, row
 from megalith.nn.norm import build_norm
 from megalith.nn.placement import Replicated, Split
+from megalith.nn.precision import FactoryKwargs
 from megalith.nn.recompute import OutputsAgain, recomputed
 from megalith.nn.region import Region, enter
 from megalith.nn.rope import Rotation, rotate
@@ -66,7 +68,7 @@ class LatentShape:
         return self.still_size + self.turned_size
 
 
-class LatentAttention(nn.Module):
+class LatentAttention(Attention):
     """Projections to heads by latent vectors, attention, projection back. [S, B, D] -> [S, B, D].
 
     Arguments as of `attention.SelfAttention`; parameters carry Megatron's names.
@@ -86,25 +88,21 @@ class LatentAttention(nn.Module):
         bias: bool,
         recompute_core: bool = False,
         recompute_heads: bool = False,
-        dtype: torch.dtype,
-        device: torch.device,
+        **factory: Unpack[FactoryKwargs],
     ) -> None:
-        super().__init__()
-        self.shape, self.region, self.attend = shape, region, attend
-        self.rule = replace(rule, scale=rule.scale_of(shape.query_size))
-        self.mixer: SequenceMixer = mixer or LocalMixer()
-        self.recompute_core, self.recompute_heads = recompute_core, recompute_heads
+        rule = replace(rule, scale=rule.scale_of(shape.query_size))
+        super().__init__(shape.dropout, region, attend, rule, mixer, recompute_core=recompute_core)
+        self.shape, self.recompute_heads = shape, recompute_heads
         self.num_heads = self.num_groups = region.shard(shape.num_heads).size
 
         def to_heads(inputs: int, size: int) -> Linear:
-            return Linear(inputs, self.num_heads * size, Split(0), bias=False, dtype=dtype, device=device)
+            return Linear(inputs, self.num_heads * size, Split(0), bias=False, **factory)
 
         def to_latent(size: int) -> Linear:
-            return Linear(shape.hidden_size, size, Replicated(), bias=False, dtype=dtype, device=device)
+            return Linear(shape.hidden_size, size, Replicated(), bias=False, **factory)
 
-        self.linear_proj = Linear(
-            self.num_heads * shape.value_size, shape.hidden_size, Split(1), bias=bias, dtype=dtype, device=device
-        )
+        width = self.num_heads * shape.value_size
+        self.linear_proj = Linear(width, shape.hidden_size, Split(1), bias=bias, **factory)
         if shape.query_rank is None:
             self.linear_q_proj = to_heads(shape.hidden_size, shape.query_size)
         else:
@@ -113,21 +111,14 @@ class LatentAttention(nn.Module):
         self.linear_kv_down_proj = to_latent(shape.rank + shape.turned_size)
         self.linear_kv_up_proj = to_heads(shape.rank, shape.still_size + shape.value_size)
         if shape.query_rank is not None:  # after the linears, as Megatron's buffers of the optimizer have them
-            self.q_layernorm = self._norm(shape.query_rank, dtype, device)
-        self.kv_layernorm = self._norm(shape.rank, dtype, device)
+            self.q_layernorm = self._norm(shape.query_rank, **factory)
+        self.kv_layernorm = self._norm(shape.rank, **factory)
 
-    def _norm(self, size: int, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    def _norm(self, size: int, **factory: Unpack[FactoryKwargs]) -> nn.Module:
         shape = self.shape
         if not shape.latent_norm:
             return nn.Identity()
-        return build_norm(
-            shape.latent_norm,
-            size,
-            shape.norm_epsilon,
-            around_one=shape.norm_around_one,
-            dtype=dtype,
-            device=device,
-        )
+        return build_norm(shape.latent_norm, size, shape.norm_epsilon, around_one=shape.norm_around_one, **factory)
 
     def _latents(self, x_SBD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[S, B, D] -> what queries come from [S, B, Rq] (or x), latent vectors [S, B, R], keys to be turned [S, B, P].
@@ -184,13 +175,13 @@ class LatentAttention(nn.Module):
     ) -> Tensor:
         """The context of the heads, which are kept for the backward pass or not."""
         if not (self.recompute_heads and self.training and torch.is_grad_enabled()):
-            return mix_heads(self, *heads(*latents), rule)
+            return self.context(*heads(*latents), rule)
         if self.recompute_core:  # which would keep them
-            return recomputed(lambda *x: mix_heads(self, *heads(*x), rule), *latents, region=self.region)
+            return recomputed(lambda *x: self.context(*heads(*x), rule), *latents, region=self.region)
         again = OutputsAgain(heads, *latents)
         q, k, v = again.outputs
         with again.not_kept():
-            return mix_heads(self, q, k, v, rule)
+            return self.context(q, k, v, rule)
 
 
 def _filled(x: Tensor, size: int) -> Tensor:

@@ -31,11 +31,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from megalith.kernels.cpu.products import applies
 from megalith.kernels.torch_private import onednn_linear
 from megalith.nn.placement import Placement, Replicated, Split
-from megalith.nn.precision import product_dtype
+from megalith.nn.precision import FactoryKwargs, product_dtype
 from megalith.nn.region import Region
 from megalith.nn.sink import GradientSink
 
@@ -215,11 +216,11 @@ class Linear(nn.Module):
     """
 
     def __init__(
-        self, in_size: int, out_size: int, placement: Placement, *, bias: bool, dtype: torch.dtype, device: torch.device
+        self, in_size: int, out_size: int, placement: Placement, *, bias: bool, **factory: Unpack[FactoryKwargs]
     ) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(out_size, in_size, dtype=dtype, device=device))
-        self.bias = nn.Parameter(torch.empty(out_size, dtype=dtype, device=device)) if bias else None
+        self.weight = nn.Parameter(torch.empty(out_size, in_size, **factory))
+        self.bias = nn.Parameter(torch.empty(out_size, **factory)) if bias else None
         self.placement = placement
         self.bias_placement: Placement = Replicated() if placement == Split(1) else placement
         self.sink: GradientSink | None = None

@@ -32,10 +32,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from megalith.nn.linear import linear
 from megalith.nn.placement import Placement, Split
-from megalith.nn.precision import at_least_fp32, product_dtype
+from megalith.nn.precision import FactoryKwargs, at_least_fp32, product_dtype
 from megalith.nn.region import SOLO, Region, enter
 from megalith.nn.sink import GradientSink
 from megalith.nn.vocabulary import local_rows
@@ -234,10 +235,10 @@ def whole_logits(
 class OutputBias(nn.Module):
     """The bias of the vocabulary of a model whose output weight is the word embedding; [V], its own part."""
 
-    def __init__(self, vocab_size: int, region: Region, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, vocab_size: int, region: Region, **factory: Unpack[FactoryKwargs]) -> None:
         super().__init__()
         self.vocab_size, rows = vocab_size, region.shard(vocab_size, even=False).size
-        self.bias = nn.Parameter(torch.empty(rows, dtype=dtype, device=device))
+        self.bias = nn.Parameter(torch.empty(rows, **factory))
 
     def placements(self) -> dict[str, Placement]:
         return {"bias": Split(0, self.vocab_size)}
@@ -246,12 +247,10 @@ class OutputBias(nn.Module):
 class OutputLayer(nn.Module):
     """The output projection of a model that does not share it with the word embedding; weight [V, D], its own rows."""
 
-    def __init__(
-        self, vocab_size: int, hidden_size: int, region: Region, *, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, vocab_size: int, hidden_size: int, region: Region, **factory: Unpack[FactoryKwargs]) -> None:
         super().__init__()
         self.vocab_size, rows = vocab_size, region.shard(vocab_size, even=False).size
-        self.weight = nn.Parameter(torch.empty(rows, hidden_size, dtype=dtype, device=device))
+        self.weight = nn.Parameter(torch.empty(rows, hidden_size, **factory))
 
     def placements(self) -> dict[str, Placement]:
         return {"weight": Split(0, self.vocab_size)}

@@ -9,14 +9,22 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from megalith.nn.placement import Placement, Replicated
-from megalith.nn.precision import at_least_fp32
+from megalith.nn.precision import FactoryKwargs, at_least_fp32
 from megalith.nn.rms_norm import rms_norm
 
 
-class LayerNorm(nn.Module):
-    """y = (x - mean) / sqrt(var + eps) * weight + bias (Ba et al. 2016, arXiv:1607.06450). [..., D] -> [..., D]."""
+class _Norm(nn.Module):
+    """A norm with a weight [D]. [..., D] -> [..., D].
+
+    Args:
+        size: D.
+        epsilon: added to the variance.
+        around_one: the parameter is the weight minus 1.
+        of_heads: it is applied to attention heads, of which each tensor-parallel rank has its own.
+    """
 
     def __init__(
         self,
@@ -24,46 +32,46 @@ class LayerNorm(nn.Module):
         epsilon: float,
         *,
         around_one: bool = False,
-        dtype: torch.dtype,
-        device: torch.device,
         of_heads: bool = False,
+        **factory: Unpack[FactoryKwargs],
     ) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(size, dtype=dtype, device=device))
-        self.bias = nn.Parameter(torch.empty(size, dtype=dtype, device=device))
+        self.weight = nn.Parameter(torch.empty(size, **factory))
         self.epsilon, self.around_one, self._of_heads = epsilon, around_one, of_heads
 
     def placements(self) -> dict[str, Placement]:
-        return {"weight": Replicated(partial=self._of_heads), "bias": Replicated(partial=self._of_heads)}
+        return {name: Replicated(partial=self._of_heads) for name, _ in self.named_parameters()}
+
+    def _weight(self) -> Tensor:
+        return self.weight + 1.0 if self.around_one else self.weight
+
+
+class LayerNorm(_Norm):
+    """y = (x - mean) / sqrt(var + eps) * weight + bias (Ba et al. 2016, arXiv:1607.06450); arguments as of `_Norm`."""
+
+    def __init__(
+        self,
+        size: int,
+        epsilon: float,
+        *,
+        around_one: bool = False,
+        of_heads: bool = False,
+        **factory: Unpack[FactoryKwargs],
+    ) -> None:
+        super().__init__(size, epsilon, around_one=around_one, of_heads=of_heads, **factory)
+        self.bias = nn.Parameter(torch.empty(size, **factory))
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight + 1.0 if self.around_one else self.weight
+        weight = self._weight()
         y = nn.functional.layer_norm(x, weight.shape, weight.to(x.dtype), self.bias.to(x.dtype), self.epsilon)
         return y.to(weight.dtype)
 
 
-class RMSNorm(nn.Module):
-    """y = x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich 2019, arXiv:1910.07467). [..., D] -> [..., D]."""
-
-    def __init__(
-        self,
-        size: int,
-        epsilon: float,
-        *,
-        around_one: bool = False,
-        dtype: torch.dtype,
-        device: torch.device,
-        of_heads: bool = False,
-    ) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(size, dtype=dtype, device=device))
-        self.epsilon, self.around_one, self._of_heads = epsilon, around_one, of_heads
-
-    def placements(self) -> dict[str, Placement]:
-        return {"weight": Replicated(partial=self._of_heads)}
+class RMSNorm(_Norm):
+    """y = x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich 2019, arXiv:1910.07467)."""
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight + 1.0 if self.around_one else self.weight
+        weight = self._weight()
         wide = weight.to(x.dtype)
         if x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64) and not torch.compiler.is_compiling():
             return rms_norm(x, wide, self.epsilon).to(weight.dtype)
@@ -88,22 +96,11 @@ def build_norm(
     epsilon: float,
     *,
     around_one: bool = False,
-    dtype: torch.dtype,
-    device: torch.device,
     of_heads: bool = False,
+    **factory: Unpack[FactoryKwargs],
 ) -> nn.Module:
-    """Build the norm that `--normalization` names ("LayerNorm" or "RMSNorm"), or "L2Norm".
-
-    Args:
-        kind: its name.
-        size: of what is normalised.
-        epsilon: added to the variance.
-        around_one: its parameter is the weight minus 1.
-        dtype: of its parameters.
-        device: of its parameters.
-        of_heads: it is applied to attention heads, of which each tensor-parallel rank has its own.
-    """
+    """Build the norm that `--normalization` names ("LayerNorm" or "RMSNorm"), or "L2Norm"; arguments as of `_Norm`."""
     if kind == "L2Norm":
         return L2Norm(epsilon)
-    classes: dict[str, type[LayerNorm] | type[RMSNorm]] = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
-    return classes[kind](size, epsilon, around_one=around_one, dtype=dtype, device=device, of_heads=of_heads)
+    build = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}[kind]
+    return build(size, epsilon, around_one=around_one, of_heads=of_heads, **factory)

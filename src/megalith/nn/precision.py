@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -78,3 +79,10 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     """a @ b in the product dtype, rounded to the dtype of `a`. Shapes as `torch.matmul`."""
     dtype = product_dtype(a)
     return torch.matmul(a.to(dtype), b.to(dtype)).to(a.dtype)
+
+
+class FactoryKwargs(TypedDict):
+    """Dtype and device of the parameters of a module, handed down to its parts as torch's own modules do it."""
+
+    dtype: torch.dtype
+    device: torch.device

@@ -45,104 +45,61 @@ class Ready:
         return self.tensor
 
 
-class Region(Protocol):
-    """What a layer may know of the ranks that share it.
+class Region:
+    """What a layer may know of the ranks that share it; as it stands here, one device: nothing moves.
 
     Attributes:
-        size: how many share it, for the placement arithmetic.
-        index: which part is here.
-        partial_gradients: gradients of replicated parameters here are parts, to be summed over the ranks.
+        size: number of ranks that share the layer.
+        index: of this rank among them.
+        partial_gradients: gradients of replicated parameters are partial, to be summed over the ranks.
     """
-
-    @property
-    def size(self) -> int: ...
-
-    @property
-    def index(self) -> int: ...
-
-    @property
-    def partial_gradients(self) -> bool: ...
-
-    def shard(self, extent: int, *, even: bool = True, share: bool = False) -> Shard:
-        """Return the part of `extent` held here; the arguments are those of `placement.shard`.
-
-        Raises:
-            LayoutError: `extent` cannot be divided so.
-        """
-        ...
-
-    def spread(self, x: Tensor) -> Pending:
-        """Start handing hidden states to the sharded layers; `x` stays untouched until the wait."""
-        ...
-
-    def collect(self, x: Tensor) -> Pending:
-        """Start making hidden states of the partial sums `x` of all ranks; may be done in the memory of `x`."""
-        ...
-
-    def largest(self, x: Tensor) -> Tensor:
-        """The elementwise maximum over the ranks, without a gradient."""
-        ...
-
-    def total(self, x: Tensor) -> Tensor:
-        """The elementwise sum over the ranks; the gradient passes."""
-        ...
-
-    def own_sequence(self, x: Tensor, dim: int = 0) -> Tensor:
-        """The part of a whole sequence along `dim` whose hidden states are here."""
-        ...
-
-    def hidden_draws(self, dropout: float) -> AbstractContextManager[None]:
-        """Around random draws for hidden states: alike on all ranks where these are, of its own on each where not.
-
-        `dropout` is the probability; with 0 there are no draws and nothing is done.
-        """
-        ...
-
-    def own_draws(self, dropout: float) -> AbstractContextManager[None]:
-        """Around random draws for what only this rank computes, such as the heads of its attention."""
-        ...
-
-    def replay(self) -> AbstractContextManager[None]:
-        """Around a repetition of what is computed next: `own_draws` draw in it what they draw now.
-
-        Afterwards they go on as if there had been no repetition.
-        """
-        ...
-
-
-class Solo:
-    """The region of one device, and the default: everything is here and nothing moves."""
 
     size = 1
     index = 0
     partial_gradients = False
 
     def shard(self, extent: int, *, even: bool = True, share: bool = False) -> Shard:
+        """Return the part of `extent` held here; arguments and errors are those of `placement.shard`."""
         return Shard(0, extent)
 
     def spread(self, x: Tensor) -> Pending:
+        """Start handing hidden states to the sharded layers; `x` stays untouched until the wait."""
         return Ready(x)
 
     def collect(self, x: Tensor) -> Pending:
+        """Start making hidden states of the partial sums `x` of all ranks; may be done in the memory of `x`."""
         return Ready(x)
 
     def largest(self, x: Tensor) -> Tensor:
+        """Return the elementwise maximum over the ranks, without a gradient."""
         return x
 
     def total(self, x: Tensor) -> Tensor:
+        """Return the elementwise sum over the ranks; the gradient passes."""
         return x
 
     def own_sequence(self, x: Tensor, dim: int = 0) -> Tensor:
+        """Return the part of a whole sequence along `dim` whose hidden states are on this rank."""
         return x
 
     def hidden_draws(self, dropout: float) -> AbstractContextManager[None]:
+        """Enter around random draws for hidden states: equal on ranks that hold the same states, else separate.
+
+        With a `dropout` probability of 0 there are no draws and nothing is done.
+        """
         return nullcontext()
 
     def own_draws(self, dropout: float) -> AbstractContextManager[None]:
+        """Enter around random draws for what only this rank computes, such as its attention heads."""
         return nullcontext()
 
     def replay(self) -> AbstractContextManager[None]:
+        """Enter around a recomputation: `own_draws` repeats its draws in it, and continues afterwards as without."""
         return nullcontext()
+
+
+class Solo(Region):
+    """The region of one device."""
 
 
 SOLO = Solo()

@@ -12,8 +12,10 @@ import math
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from megalith.nn.placement import Placement, Replicated
+from megalith.nn.precision import FactoryKwargs
 from megalith.nn.region import Region
 
 
@@ -38,9 +40,9 @@ def buckets(distances: Tensor, num_buckets: int, max_distance: int, *, both_ways
 class Buckets(nn.Module):
     """The table of all heads [buckets, heads], which every rank holds and applies to its own heads."""
 
-    def __init__(self, num_buckets: int, num_heads: int, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, num_buckets: int, num_heads: int, **factory: Unpack[FactoryKwargs]) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(num_buckets, num_heads, dtype=dtype, device=device))
+        self.weight = nn.Parameter(torch.empty(num_buckets, num_heads, **factory))
 
     def placements(self) -> dict[str, Placement]:
         return {"weight": Replicated(partial=True)}
@@ -64,13 +66,12 @@ class RelativePositions(nn.Module):
         region: Region,
         *,
         both_ways: bool,
-        dtype: torch.dtype,
-        device: torch.device,
+        **factory: Unpack[FactoryKwargs],
     ) -> None:
         super().__init__()
         self.num_buckets, self.max_distance, self.both_ways = num_buckets, max_distance, both_ways
         self.heads = region.shard(num_heads)
-        self.relative_attention_bias = Buckets(num_buckets, num_heads, dtype=dtype, device=device)
+        self.relative_attention_bias = Buckets(num_buckets, num_heads, **factory)
 
     def forward(self, queries: range, keys: int) -> Tensor:
         """Of the positions of queries to the keys from 0 on. -> [H, Q, S] with the heads that are here."""

@@ -37,6 +37,7 @@ from megalith.kernels.dropout import Dropout
 from megalith.kernels.partial_attention import attend_part, attend_part_backward, merge_parts
 from megalith.layout import balanced_positions
 from megalith.nn.attend import AttentionKernel, AttentionRule, expand_groups
+from megalith.nn.attention import SequenceMixer
 from megalith.nn.cache import LayerCache
 from megalith.nn.documents import Documents
 from megalith.nn.precision import at_least_fp32, product_dtype
@@ -48,7 +49,7 @@ def positions_of(length: int, parts: int, index: int, device: torch.device | Non
     return torch.cat([torch.arange(chunk.start, chunk.stop, device=device) for chunk in chunks])
 
 
-class _Balanced:
+class _Balanced(SequenceMixer):
     """What both mixers have in common: which positions are here."""
 
     def __init__(self, axis: Axis) -> None:

@@ -32,13 +32,14 @@ from megalith.distributed import comm
 from megalith.distributed.context import Axis, ParallelContext
 from megalith.errors import LayoutError
 from megalith.layout import cut
+from megalith.nn.moe.balance import Peers
 from megalith.nn.moe.dispatch import HERE, Delivery, Dispatcher
 from megalith.nn.moe.permutation import Order, from_experts, order_by_expert, to_experts
-from megalith.nn.region import SOLO, Region
+from megalith.nn.region import SOLO
 from megalith.parallel.tensor import SequenceParallel
 
 
-class _Divided:
+class _Divided(Dispatcher):
     """Each rank of an axis has an equal range of the experts."""
 
     def __init__(self, axis: Axis) -> None:
@@ -111,7 +112,7 @@ def dispatcher(kind: str, axis: Axis) -> Dispatcher:
     return HERE if axis.size == 1 else DISPATCHERS[kind](axis)
 
 
-class TokenPeers:
+class TokenPeers(Peers):
     """Sums over the axes whose ranks hold other tokens.
 
     Args:
@@ -126,18 +127,11 @@ class TokenPeers:
     def __init__(self, context: ParallelContext, *, sequence_parallel: bool, exchange: str = "allgather") -> None:
         self._sharing: list[Axis] = [context.cp, *([context.tp] if sequence_parallel else [])]
         self._replicas = context.dp
+        self.sharing = prod(axis.size for axis in self._sharing)
+        self.all = self.sharing * context.dp.size
         self.dispatcher = dispatcher(exchange, context.ep)
-        self.region_of_experts: Region | None = None
         if context.layout.expert_tp != context.layout.tp:
             self.region_of_experts = SOLO if context.etp.size == 1 else SequenceParallel(context.etp)
-
-    @property
-    def sharing(self) -> int:
-        return prod(axis.size for axis in self._sharing)
-
-    @property
-    def all(self) -> int:
-        return self.sharing * self._replicas.size
 
     def sum_of_micro_batch(self, x: Tensor) -> Tensor:
         x = x.detach().clone()

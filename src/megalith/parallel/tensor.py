@@ -22,10 +22,10 @@ from megalith.distributed.context import Axis
 from megalith.distributed.rng import Stream
 from megalith.errors import LayoutError
 from megalith.nn.placement import Shard, shard
-from megalith.nn.region import Pending, Ready
+from megalith.nn.region import Pending, Region
 
 
-class TensorParallel:
+class TensorParallel(Region):
     """Each rank computes a part of every layer for the whole sequence.
 
     Args:
@@ -33,17 +33,12 @@ class TensorParallel:
         stream: where dropout of what only this rank computes draws from; needed where there is any.
     """
 
-    partial_gradients = False
-
     def __init__(self, axis: Axis, stream: Stream | None = None) -> None:
         self.axis, self.stream = axis, stream
         self.size, self.index = axis.size, axis.index
 
     def shard(self, extent: int, *, even: bool = True, share: bool = False) -> Shard:
         return shard(extent, self.size, self.index, even=even, share=share)
-
-    def spread(self, x: Tensor) -> Pending:
-        return Ready(x)
 
     def collect(self, x: Tensor) -> Pending:
         return comm.start_all_reduce(x.contiguous(), self.axis)
@@ -53,12 +48,6 @@ class TensorParallel:
 
     def total(self, x: Tensor) -> Tensor:
         return comm.sum_out(x, self.axis)
-
-    def own_sequence(self, x: Tensor, dim: int = 0) -> Tensor:
-        return x
-
-    def hidden_draws(self, dropout: float) -> AbstractContextManager[None]:
-        return nullcontext()
 
     def own_draws(self, dropout: float) -> AbstractContextManager[None]:
         if dropout == 0.0:

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,44 +31,16 @@ from megalith.nn.moe.routing import SEPARATE_SCORES, RoutingRule, at_least
 from megalith.nn.region import Region
 
 
-class Peers(Protocol):
-    """The ranks that see other tokens.
+class Peers:
+    """The ranks that see other tokens; here there are none.
 
     Attributes:
-        sharing: how many ranks hold parts of the sequences of a micro-batch.
-        all: how many see tokens of their own, replicas included.
+        sharing: number of ranks that hold parts of the sequences of a micro-batch.
+        all: number of ranks with tokens of their own, replicas included.
         dispatcher: how tokens reach the experts that these ranks hold.
         region_of_experts: the ranks that share each expert, of which each has tokens of its own; None where they are
             those that share the layer.
     """
-
-    @property
-    def sharing(self) -> int: ...
-
-    @property
-    def all(self) -> int: ...
-
-    @property
-    def dispatcher(self) -> Dispatcher: ...
-
-    @property
-    def region_of_experts(self) -> Region | None: ...
-
-    def sum_of_micro_batch(self, x: Tensor) -> Tensor:
-        """The sum of `x` over the ranks that share the micro-batch; no gradient passes."""
-        ...
-
-    def all_of_micro_batch(self, x: Tensor) -> Tensor:
-        """The rows of `x` [T, ...] of all ranks that share the micro-batch, in any order; no gradient passes."""
-        ...
-
-    def sum_of_step(self, x: Tensor) -> Tensor:
-        """The sum of `x` over all ranks with tokens of their own; no gradient passes."""
-        ...
-
-
-class Alone:
-    """All tokens and all experts are here."""
 
     sharing = 1
     all = 1
@@ -76,13 +48,20 @@ class Alone:
     region_of_experts: Region | None = None
 
     def sum_of_micro_batch(self, x: Tensor) -> Tensor:
+        """Sum `x` over the ranks that share the micro-batch; no gradient passes."""
         return x
 
     def all_of_micro_batch(self, x: Tensor) -> Tensor:
+        """Gather the rows of `x` [T, ...] of all ranks that share the micro-batch, in any order; without gradient."""
         return x.detach()
 
     def sum_of_step(self, x: Tensor) -> Tensor:
+        """Sum `x` over all ranks with tokens of their own; no gradient passes."""
         return x
+
+
+class Alone(Peers):
+    """All tokens and all experts are on this rank."""
 
 
 @dataclass

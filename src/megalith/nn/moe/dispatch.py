@@ -2,7 +2,7 @@
 
 A rank holds a range of the experts of every layer. What a dispatcher delivers are rows of tokens, its own and those of
 other ranks, in the order of the experts that are here; what these compute goes back to the ranks that the tokens came
-from, where the rows of a token are summed. `Here` is the dispatcher of a rank that holds all experts.
+from, where the rows of a token are summed. `HERE` is the dispatcher of a rank that holds all experts.
 
 Shapes: T tokens here, K experts for each, N rows that are delivered, D hidden size.
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
@@ -35,12 +34,12 @@ class Delivery:
     home: Callable[[Tensor], Tensor]
 
 
-class Dispatcher(Protocol):
-    """How tokens reach the experts that other ranks hold; gradients take the same ways back."""
+class Dispatcher:
+    """How tokens reach their experts, gradients the same ways back; here all experts are on this rank."""
 
     def here(self, experts: int) -> range:
-        """The numbers of the experts on this rank, of so many in all."""
-        ...
+        """Return the numbers of the experts on this rank, of `experts` in all."""
+        return range(experts)
 
     def deliver(self, x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor, experts: int) -> Delivery:
         """Bring tokens to their experts. Every rank that shares the experts calls this equally often.
@@ -51,16 +50,6 @@ class Dispatcher(Protocol):
             weights_TK: of the choices.
             experts: of the layer, on all ranks.
         """
-        ...
-
-
-class Here:
-    """All experts are on this rank."""
-
-    def here(self, experts: int) -> range:
-        return range(experts)
-
-    def deliver(self, x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor, experts: int) -> Delivery:
         order = order_by_expert(experts_TK, experts)
         return Delivery(
             to_experts(x_TD, order),
@@ -70,4 +59,4 @@ class Here:
         )
 
 
-HERE = Here()
+HERE = Dispatcher()

@@ -6,10 +6,12 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from megalith.nn.feed_forward import Activation, FeedForward
 from megalith.nn.moe.grouped import add_biases, grouped
 from megalith.nn.placement import Replicated
+from megalith.nn.precision import FactoryKwargs
 from megalith.nn.recompute import OutputsAgain
 from megalith.nn.region import Region
 
@@ -44,16 +46,13 @@ class Experts(nn.Module):
         bias: bool,
         inner_again: bool = False,
         weigh_inputs: bool = False,
-        dtype: torch.dtype,
-        device: torch.device,
+        **factory: Unpack[FactoryKwargs],
     ) -> None:
         super().__init__()
         self.first, self.total = here.start, total
         self.region, self.activation, self.inner_again = region, activation, inner_again
         self.weigh_inputs = weigh_inputs
-        layers = [
-            FeedForward(hidden_size, ffn_size, activation, region, bias=bias, dtype=dtype, device=device) for _ in here
-        ]
+        layers = [FeedForward(hidden_size, ffn_size, activation, region, bias=bias, **factory) for _ in here]
         for layer in layers:
             layer.linear_fc2.bias_placement = Replicated(partial=True)  # the first rank of the region adds it
         self.local_experts = nn.ModuleList(layers)

@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from megalith.nn.feed_forward import Activation, FeedForward
 from megalith.nn.linear import Linear
@@ -16,7 +17,7 @@ from megalith.nn.moe.experts import Experts
 from megalith.nn.moe.router import Router, RouterSettings
 from megalith.nn.moe.routing import within_capacity
 from megalith.nn.placement import Placement, Replicated
-from megalith.nn.precision import product_dtype
+from megalith.nn.precision import FactoryKwargs, product_dtype
 from megalith.nn.recompute import recomputed
 from megalith.nn.region import Region, enter, leave
 
@@ -69,18 +70,17 @@ class MoE(nn.Module):
         recompute: Collection[str] = (),
         *,
         bias: bool,
-        dtype: torch.dtype,
-        device: torch.device,
+        **factory: Unpack[FactoryKwargs],
     ) -> None:
         super().__init__()
         self.settings, self.dispatcher = settings, peers.dispatcher
         self.region, self.recompute_shared = peers.region_of_experts or region, "shared_experts" in recompute
-        self.router = Router(settings.router, layer, hidden_size, region, peers, auxiliary, dtype=dtype, device=device)
+        self.router = Router(settings.router, layer, hidden_size, region, peers, auxiliary, **factory)
         self.fc1_latent_proj: Linear | None = None
         self.fc2_latent_proj: Linear | None = None
         expert_input = hidden_size if settings.latent_size is None else settings.latent_size
         if settings.latent_size is not None:
-            projection = partial(Linear, placement=Replicated(), bias=bias, dtype=dtype, device=device)
+            projection = partial(Linear, placement=Replicated(), bias=bias, **factory)
             self.fc1_latent_proj = projection(hidden_size, expert_input)
             self.fc2_latent_proj = projection(expert_input, hidden_size)
         total = settings.router.rule.experts
@@ -94,21 +94,13 @@ class MoE(nn.Module):
             bias=bias,
             inner_again="moe_act" in recompute,
             weigh_inputs=settings.weigh_inputs,
-            dtype=dtype,
-            device=device,
+            **factory,
         )
         self.shared_experts = (
             None
             if settings.shared_size is None
             else SharedExpert(
-                hidden_size,
-                settings.shared_size,
-                activation,
-                region,
-                gated=settings.shared_gate,
-                bias=bias,
-                dtype=dtype,
-                device=device,
+                hidden_size, settings.shared_size, activation, region, gated=settings.shared_gate, bias=bias, **factory
             )
         )
 
@@ -145,11 +137,10 @@ class SharedExpert(FeedForward):
         *,
         gated: bool,
         bias: bool,
-        dtype: torch.dtype,
-        device: torch.device,
+        **factory: Unpack[FactoryKwargs],
     ) -> None:
-        super().__init__(hidden_size, ffn_size, activation, region, bias=bias, dtype=dtype, device=device)
-        self.gate_weight = nn.Parameter(torch.empty(1, hidden_size, dtype=dtype, device=device)) if gated else None
+        super().__init__(hidden_size, ffn_size, activation, region, bias=bias, **factory)
+        self.gate_weight = nn.Parameter(torch.empty(1, hidden_size, **factory)) if gated else None
 
     def placements(self) -> dict[str, Placement]:
         """The gate is whole on every rank."""

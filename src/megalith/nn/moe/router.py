@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from megalith.nn.moe.balance import Auxiliary, Peers, balancing_scores, switch_loss, z_loss
 from megalith.nn.moe.routing import Choice, RoutingRule, choose, quantile_offsets
 from megalith.nn.placement import Placement, Replicated
-from megalith.nn.precision import product_dtype_on
+from megalith.nn.precision import FactoryKwargs, product_dtype_on
 from megalith.nn.region import Region
 
 NAMES = {
@@ -77,18 +78,16 @@ class Router(nn.Module):
         region: Region,
         peers: Peers,
         auxiliary: Auxiliary,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
+        **factory: Unpack[FactoryKwargs],
     ) -> None:
         super().__init__()
         self.settings, self.layer, self.region, self.peers, self.auxiliary = settings, layer, region, peers, auxiliary
         experts = settings.rule.experts
-        self.weight = nn.Parameter(torch.empty(experts, hidden_size, dtype=dtype, device=device))
+        self.weight = nn.Parameter(torch.empty(experts, hidden_size, **factory))
         self.bias: Tensor | None
-        bias = nn.Parameter(torch.empty(experts, dtype=dtype, device=device)) if settings.bias else None
+        bias = nn.Parameter(torch.empty(experts, **factory)) if settings.bias else None
         self.register_parameter("bias", bias)
-        none_yet = torch.zeros(experts, dtype=torch.float32, device=device)
+        none_yet = torch.zeros(experts, dtype=torch.float32, device=factory["device"])
         self.expert_bias: Tensor | None
         self.register_buffer("expert_bias", none_yet if settings.biased else None)
         self.qb_beta: Tensor | None
