@@ -70,10 +70,6 @@ def run_sizes(run: RunConfig, iteration: int = 0) -> Sizes:
 def compare_tokenizers(run: RunConfig, card: Mapping[str, Any]) -> list[str]:
     """Hold every dataset that the run names against the tokenizer of the run.
 
-    Args:
-        run: names the data.
-        card: of its tokenizer.
-
     Returns:
         What the user should hear, such as that datasets have no card to compare.
 
@@ -88,13 +84,9 @@ def compare_tokenizers(run: RunConfig, card: Mapping[str, Any]) -> list[str]:
 def build_datasets(
     run: RunConfig, tokenizer: Tokenizer, iteration: int = 0, *, cache_is_checked: bool = False
 ) -> Datasets:
-    """Build the datasets of all three splits.
+    """Build the datasets of all three splits, for the run or for its phase after `iteration` steps.
 
-    Args:
-        run: names the data.
-        tokenizer: made them.
-        iteration: the datasets are sized for the run, or for its phase after so many iterations.
-        cache_is_checked: another rank of this start has built them, and checked their index caches.
+    With `cache_is_checked` another rank of this start has built them, and checked their index caches.
 
     Raises:
         ConfigError: the run was changed by hand and breaks a rule.
@@ -113,16 +105,10 @@ def build_loaders(
     consumed_train: int = 0,
     consumed_valid: int = 0,
 ) -> Loaders:
-    """Loaders that go on where the run stands.
+    """Build loaders that continue where the run stands, after `iteration` steps, for one data-parallel replica.
 
-    Args:
-        run: batch sizes, evaluations and workers.
-        datasets: the splits.
-        replica: which of the data-parallel replicas of the model reads.
-        iteration: steps done.
-        consumed_train: training samples drawn.
-        consumed_valid: validation samples drawn. If what is left does not do for the evaluations to come (the
-            interval was changed in between), they start at the head of the split again; the result says so.
+    If what is left of the validation samples does not do for the evaluations to come (the interval was changed in
+    between), they start at the head of the split again; the result says so.
 
     Raises:
         ConfigError: the batch of the next step does not divide over the replicas.

@@ -24,13 +24,7 @@ DatasetsBuilder = Callable[[RunConfig, Tokenizer, Sizes, bool], Datasets]
 
 @dataclass(frozen=True)
 class Family:
-    """A family of models.
-
-    Attributes:
-        name: as `--model-family` has it.
-        title: on the screen.
-        build_datasets: makes its datasets.
-    """
+    """A family of models by its `--model-family`: its title on the screen, and what makes its datasets."""
 
     name: str
     title: str
@@ -44,12 +38,6 @@ def _gpt_datasets(run: RunConfig, tokenizer: Tokenizer, sizes: Sizes, cache_is_c
 
 def masked_samples(data: DataConfig, model: ModelConfig, tokenizer: Tokenizer, seed: int) -> SampleRule:
     """How the samples of BERT and T5 are made, as Megatron's pretrain_bert.py and pretrain_t5.py have it.
-
-    Args:
-        data: their length and the shares of what is hidden and of short samples.
-        model: of one of these families.
-        tokenizer: the tokenizer that made the data.
-        seed: of all draws.
 
     Raises:
         ConfigError: the tokenizer has not what they need.

@@ -28,11 +28,7 @@ _STRIDE = 7919  # a prime, so that the prompt goes all over the vocabulary
 
 @dataclass(frozen=True)
 class Comparison:
-    """What came out.
-
-    Attributes:
-        difference: the largest of the logits, relative to the largest logit; None without transformers.
-    """
+    """The largest difference of the logits, relative to the largest logit; None without transformers."""
 
     difference: float | None
 
@@ -43,13 +39,7 @@ class Comparison:
 
 
 def compare_logits(folder: Path, weights: Weights, space: ModelSpace, rows: int) -> Comparison:
-    """Compute the logits of a fixed prompt twice, one model after the other, and compare them.
-
-    Args:
-        folder: the Hugging Face model folder.
-        weights: the same model in a checkpoint.
-        space: what that is made of.
-        rows: of the vocabulary that both have.
+    """Compute the logits of a fixed prompt twice, one model after the other, and compare `rows` of the vocabulary.
 
     Raises:
         CheckpointError: they differ by more than `TOLERANCE`, or transformers cannot load the folder.

@@ -37,10 +37,6 @@ _COMPILERS = ("g++", "clang++", "c++")
 def choose_device(wanted: str, launch: LaunchConfig | None = None) -> torch.device:
     """Return the device to compute on: what `--device` says, under "auto" CUDA where there is a GPU.
 
-    Args:
-        wanted: auto, cpu or cuda.
-        launch: the place of this process on its machine; alone if None.
-
     Raises:
         ConfigError: there is an NVIDIA GPU that torch cannot use, CUDA is asked for and absent, or there are more
             processes than GPUs; on all of them alike.
@@ -131,9 +127,6 @@ def build_chunks(
     """The parts of the model that this rank computes, in the order of their layers, with unset weights.
 
     Args:
-        run: its architecture, precision, recomputation and `--compile`.
-        vocab_size: padded.
-        context: the place of this rank; the weights are on its device.
         stream: the random stream of this rank alone, needed for dropout over tensor-parallel ranks.
         dtype: of the weights; what the precision of the run says if None.
 

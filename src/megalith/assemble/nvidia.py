@@ -29,8 +29,6 @@ class Driver:
     Attributes:
         version: such as 535.129.03; empty where it is not known.
         cuda: the newest CUDA that it supports, such as 12.2; empty where it is not known.
-        gpus: names of the GPUs.
-        nodes: whether this process has device files of them.
         forbidden: one of these files where this process may open none: those that a job was not given (SLURM's
             ConstrainDevices), or whose group the user is not in.
     """
@@ -109,11 +107,7 @@ def is_hidden(root: Path, environ: Mapping[str, str]) -> bool:
 def unused_gpu(root: Path | None = None, environ: Mapping[str, str] = os.environ, processes: int = 1) -> str:
     """Say which GPU of this machine torch cannot use, why, and what to do; empty where there is none.
 
-    Args:
-        root: of the file system.
-        environ: of the process.
-        processes: how many GPUs are needed, the first ones, so that an old card for the screen behind them stops
-            nobody.
+    `processes` of the first GPUs are needed, so that an old card for the screen behind them stops nobody.
     """
     if torch.cuda.is_available():
         return _without_kernels(processes) if torch.version.cuda else ""

@@ -35,9 +35,7 @@ def join_ranks(
     """The ranks of the run, connected inside the block; every process of the run enters it.
 
     Args:
-        run: layout, device, backend, timeout and what the launcher said.
         watch: looks after the ranks; one that hears of collectives only if None.
-        clock: is told of each collective too.
         asked_to_stop: ends the wait for ranks that have not come.
 
     Raises:

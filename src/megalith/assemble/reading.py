@@ -17,11 +17,9 @@ from megalith.errors import CheckpointError, ConfigError, NewerFormatError, Othe
 
 
 def saved_args(checkpoint: Path, iteration: int | None = None) -> Mapping[str, Any]:
-    """Megatron's arguments in the checkpoint that is meant, or in the newest that can be read.
+    """Return Megatron's arguments in the checkpoint that is meant, or in the newest that can be read.
 
-    Args:
-        checkpoint: a save folder, one checkpoint in it, or a Hugging Face folder.
-        iteration: which checkpoint of a save folder.
+    `checkpoint` is a save folder, one checkpoint in it, or a Hugging Face folder.
 
     Raises:
         CheckpointError: there is none.
@@ -68,16 +66,7 @@ WHAT_WORKS = {
 
 
 def require_text_model(model: ModelConfig, checkpoint: Path, wanted: str) -> None:
-    """Refuse what needs a model that continues text.
-
-    Args:
-        model: the architecture.
-        checkpoint: where it lies.
-        wanted: what was asked, for the message.
-
-    Raises:
-        ConfigError: the model is of another family.
-    """
+    """Refuse a model of another family for what `wanted` names, which needs a model that continues text."""
     if model.model_family in WHAT_WORKS:
         title = {"bert": "BERT", "t5": "T5"}[model.model_family]
         raise ConfigError(
@@ -87,11 +76,7 @@ def require_text_model(model: ModelConfig, checkpoint: Path, wanted: str) -> Non
 
 
 def require_writer(model: ModelConfig, checkpoint: Path, wanted: str) -> None:
-    """Refuse what needs a model that writes text, whether it continues or answers one; arguments as of the above.
-
-    Raises:
-        ConfigError: the model writes none.
-    """
+    """Refuse a model that writes no text for what `wanted` names."""
     if model.model_family == "bert":
         raise ConfigError(
             f"{wanted} needs a model that writes text, a GPT or a T5, and {checkpoint} holds a BERT; "
@@ -100,15 +85,10 @@ def require_writer(model: ModelConfig, checkpoint: Path, wanted: str) -> None:
 
 
 def ranks_of(model: ModelConfig, settings: Mapping[str, Any], environ: Mapping[str, str]) -> RunConfig:
-    """The configuration by which ranks meet (`assemble.ranks.join_ranks`).
+    """Build the configuration by which ranks meet (`assemble.ranks.join_ranks`); `settings` are of layout and device.
 
     Stages need not have equally many layers where nothing is trained (`assemble.trained`); training's rule is met by
     counting up to the next number of layers that divides.
-
-    Args:
-        model: must divide over them.
-        settings: of layout, device and launch, by name.
-        environ: where the launcher's variables are.
 
     Raises:
         ConfigError: the model or the processes cannot be divided so.

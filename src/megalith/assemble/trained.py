@@ -47,11 +47,8 @@ class Trained:
 
     Attributes:
         model: Whole, or the stage that is computed on this rank.
-        iteration: Of the checkpoint.
         notes: What the user must hear: damaged checkpoints passed over, experts without their capacity.
-        args: Megatron's arguments of the run that wrote it.
         tokenizer_card: Of the tokenizer that it was trained with; None where no manifest says it.
-        from_huggingface: Whether it is a Hugging Face folder.
     """
 
     model: LanguageModel
@@ -64,11 +61,7 @@ class Trained:
 
     @property
     def gpt(self) -> GPT:
-        """The model, for whoever continues text.
-
-        Raises:
-            ConfigError: It is of another family.
-        """
+        """The model, for whoever continues text; ConfigError if it is of another family."""
         if isinstance(self.model, GPT):
             return self.model
         raise ConfigError(
@@ -78,11 +71,7 @@ class Trained:
 
     @property
     def writer(self) -> GPT | T5:
-        """The model, for whoever has it write text.
-
-        Raises:
-            ConfigError: It is of another family.
-        """
+        """The model, for whoever has it write text; ConfigError if it is of another family."""
         return self.model if isinstance(self.model, T5) else self.gpt
 
 
@@ -99,12 +88,8 @@ def load_trained(
 
     Args:
         path: What --save named, or an iteration's folder below it.
-        device: Where the model goes.
-        iteration: Which checkpoint; the newest sound one if absent.
-        tokenizer: Instead of the one that the checkpoint names.
         context: The ranks that share the model, whatever layout the checkpoint was written in: each loads its part.
             All of them call this together. This process alone if absent.
-        dtype: Of the weights; that of the checkpoint if absent.
 
     Raises:
         CheckpointError: There is none, it is damaged, or it says too little of its model.
@@ -130,11 +115,7 @@ def _trained(
     context: ParallelContext,
     dtype: torch.dtype | None,
 ) -> Trained:
-    """As `load_trained`, of the checkpoint `found`.
-
-    Raises:
-        DamagedCheckpointError: A file of its tensors is not as it was saved.
-    """
+    """Load the checkpoint `found`; DamagedCheckpointError if a file of its tensors is not as it was saved."""
     args = vars(store.common(found).get("args", Namespace()))
     precision = precision_of(args)
     saved_config = replace(model_of(args), mtp_num_layers=None)  # layers that only training has use for
@@ -167,11 +148,7 @@ def _trained(
 
 
 def _own_tokenizer(folder: Path, args: Mapping[str, Any]) -> Tokenizer:
-    """The tokenizer of a checkpoint: its own copy, or the files that its args name.
-
-    Raises:
-        DataError: There are none, as where Megatron wrote it on another machine.
-    """
+    """Build the tokenizer of a checkpoint: its own copy, or the files that its args name (a DataError if missing)."""
     config = tokenizer_of(args)
     try:
         return build_tokenizer(with_files_in(folder, config))
@@ -200,11 +177,7 @@ def _for_any_batch(config: ModelConfig) -> tuple[ModelConfig, list[str]]:
 
 
 def _stage(num_layers: int, context: ParallelContext) -> Stage:
-    """The layers of this rank: nearly equal parts, as layers need not divide evenly where nothing is trained.
-
-    Raises:
-        LayoutError: there are more stages than layers.
-    """
+    """The layers of this rank: nearly equal parts, as layers need not divide evenly where nothing is trained."""
     pipeline = context.pp
     if pipeline.size > num_layers:
         raise LayoutError(

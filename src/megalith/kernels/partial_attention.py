@@ -50,13 +50,9 @@ def attend_part(
     """Attention to these keys alone.
 
     Args:
-        q, k, v: queries, keys and values.
         causal: query i looks at the keys 0 to i only (as many keys as queries); else at all.
         hidden: instead of `causal`, a mask [Q, S] or [B, 1, Q, S], True where a query may not look; it may see no key
             here, whose lse is minus infinity then.
-        scale: of the scores; 1 / sqrt(K) unless given.
-        dropout: of the probabilities.
-        flash: False for the reference.
 
     Returns:
         The context [B, H, Q, K] and the lse [B, H, Q].
@@ -82,16 +78,9 @@ def attend_part_backward(
     dropout: Dropout | None = None,
     flash: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, and of the keys and values of a part.
+    """Return dq, dk, dv of a part of the keys, in the shapes of q, k, v and in their dtype or a wider one.
 
-    Args:
-        grad: of the context of all keys, [B, H, Q, K].
-        q, k, v: as in `attend_part`.
-        context, lse: of all keys.
-        causal, hidden, scale, dropout, flash: as in `attend_part`.
-
-    Returns:
-        dq, dk, dv in the shapes of q, k, v, in their dtype or in a wider one.
+    `grad`, `context` and `lse` are of all keys; the other arguments as of `attend_part`.
     """
     groups = k.shape[1]
     q, k, v = _arguments(q, k, v)
@@ -251,14 +240,8 @@ def attend_varlen(
 ) -> Tensor:
     """Causal softmax(scale q k^T) v inside each document, by torch's flash kernel on GPUs. 3 x [T, H, K] -> [T, H, K].
 
-    T tokens of all documents stand end to end. Reference twin: `nn.attend.by_document`.
-
-    Args:
-        q_THK, k_THK, v_THK: fp16 or bf16 on a GPU.
-        offsets: where each document begins, and the end of the last one, int32 on the same device.
-        longest: tokens of the longest document.
-        dropout: of the probabilities.
-        scale: of the scores.
+    T tokens of all documents stand end to end, in fp16 or bf16; `offsets` (int32, on the device) are where each begins
+    and the last one ends. Reference twin: `nn.attend.by_document`.
     """
     inputs = (x.contiguous() for x in (q_THK, k_THK, v_THK))
     context: Tensor = _VarlenAttention.apply(*inputs, offsets, longest, dropout, scale)

@@ -47,12 +47,9 @@ def flash_backward(
 
 
 def varlen_forward(q: Tensor, k: Tensor, v: Tensor, *places: Any, scale: float) -> tuple[Tensor, ...]:
-    """Context, lse and the two tensors of the dropout's state of the causal flash kernel for sequences end to end.
+    """Context, lse and the two tensors of the dropout's state of the causal flash kernel for [T, H, K] end to end.
 
-    Args:
-        q, k, v: [T, H, K] on a GPU.
-        places: offsets and longest sequence of the queries and of the keys, interleaved, then the dropout.
-        scale: of the scores.
+    `places` are offsets and longest sequence of the queries and of the keys, interleaved, then the dropout.
     """
     found = torch.ops.aten._flash_attention_forward(q, k, v, *places, True, False, scale=scale)
     return tuple(found[:4])

@@ -65,16 +65,7 @@ def build_feed_forward(
     recompute: Collection[str] = (),
     **factory: Unpack[FactoryKwargs],
 ) -> FeedForward | MoE:
-    """The feed-forward layer of a block.
-
-    Args:
-        config: of the model.
-        layer: number of the block in the model, from 0; those behind the last one are like it.
-        region: the ranks that share it.
-        peers: the ranks with other tokens.
-        auxiliary: where balancing losses join the backward pass.
-        recompute: parts of mixtures that are computed again in the backward pass.
-    """
+    """Build the feed-forward layer of a block; arguments as of `Block`."""
     if config.experts[min(layer, config.num_layers - 1)]:
         return MoE(
             mixture(config),

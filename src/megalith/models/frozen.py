@@ -33,10 +33,9 @@ _Step = Callable[[Tensor, Rotation | None, LayerCache], Tensor]
 
 
 class FrozenLayers:
-    """The layers of a `Transformer` in evaluation, without a gradient; what it computes, to rounding.
+    """The layers of a `Transformer` in evaluation, without a gradient; equal to rounding.
 
-    Args:
-        decoder: of a model that continues texts; its weights stay where they are, and may be changed in place.
+    The weights of `decoder` stay where they are, and may be changed in place.
     """
 
     def __init__(self, decoder: Transformer) -> None:

@@ -45,8 +45,6 @@ class Family:
     """Models that share a class of transformers.
 
     Attributes:
-        model_type: its name in config.json.
-        architecture: the class, with its output layer.
         absent: what a key that is not in config.json means (the defaults of the class).
         others: classes of the same weights, with fewer heads.
     """
@@ -80,13 +78,7 @@ FAMILIES = {
 
 @dataclass(frozen=True)
 class HuggingFaceModel:
-    """What a config.json says of a model.
-
-    Attributes:
-        family: its kind.
-        model: its architecture.
-        vocab_size: rows of its embedding.
-    """
+    """What a config.json says of a model; `vocab_size` counts the rows of its embedding."""
 
     family: Family
     model: ModelConfig
@@ -95,10 +87,6 @@ class HuggingFaceModel:
 
 def model_of_config(config: Any, where: str) -> HuggingFaceModel:
     """Read a config.json.
-
-    Args:
-        config: what the file holds.
-        where: names the file in errors.
 
     Raises:
         CheckpointError: it describes no model of these families, or asks for what this version has not; lists it all.
@@ -245,11 +233,7 @@ def _all_biases(reading: Reading, kind: str) -> bool:
 
 
 def family_for(model: ModelConfig, wanted: str | None = None) -> Family:
-    """The family whose config.json can describe a model.
-
-    Args:
-        model: the architecture.
-        wanted: its `model_type`; the first that can if None.
+    """Return the family whose config.json can describe a model: `wanted` (a `model_type`), or the first that can.
 
     Raises:
         CheckpointError: that one cannot, or none can; says why for each.
@@ -352,10 +336,6 @@ def config_of_model(
     """The config.json of a model.
 
     Args:
-        family: one of those that `family_for` finds.
-        model: the architecture.
-        vocab_size: rows of the embedding.
-        dtype: of the weights, one of `DTYPES`.
         eod: the id that ends a document.
         special: ids of the tokenizer's special tokens, by role.
         original: the config.json that the model came with, kept where it still says the same of the model.

@@ -16,12 +16,7 @@ from megalith.models.huggingface_reading import Reading, short
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """What the tensors of a mixture are called.
-
-    Attributes:
-        module: the mixture in its layer.
-        gate, up, down: the projections of an expert; the order in `state_dict` is that of `order`.
-    """
+    """The mixture in its layer, the projections of an expert, and their order in `state_dict`."""
 
     module: str
     gate: str
@@ -134,13 +129,7 @@ def config_of(model: ModelConfig, kind: str) -> dict[str, Any]:
 
 
 def projections(kind: str, layer: str, expert: int) -> Iterator[tuple[str, str]]:
-    """The name of each projection of an expert in their files, in order, and which one it is.
-
-    Args:
-        kind: the `model_type`.
-        layer: what the names of the layer begin with.
-        expert: its number.
-    """
+    """Yield the name of each projection of an expert in their files, in order, and which one it is."""
     names = NAMES[kind]
     for projection in names.order:
         yield f"{layer}{names.module}.experts.{expert}.{getattr(names, projection)}.weight", projection

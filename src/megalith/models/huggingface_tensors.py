@@ -83,13 +83,7 @@ class TheirTensor:
 
 
 def tensors_of(family: Family, model: ModelConfig, vocab_size: int) -> list[TheirTensor]:
-    """All tensors of a model, in the order of its `state_dict`.
-
-    Args:
-        family: whose names.
-        model: the architecture.
-        vocab_size: rows of the embedding in their files.
-    """
+    """Return all tensors of a model in the order of its `state_dict`; `vocab_size` counts the rows of the embedding."""
     if family.model_type in BERT:
         return list(_bert(model, vocab_size))
     if family.model_type in T5:

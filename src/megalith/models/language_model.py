@@ -37,10 +37,7 @@ WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 class Stage:
     """The part of a model that is computed in one place.
 
-    Attributes:
-        layers: global numbers of its layers.
-        embeds: it begins with the embedding.
-        predicts: it ends with the final norm and the losses.
+    Its layers by their global numbers; whether it begins with the embedding, and ends with final norm and losses.
     """
 
     layers: range
@@ -176,11 +173,9 @@ class LanguageModel(nn.Module, ABC):
 
     @abstractmethod
     def part(self, inputs: Inputs, hidden: Tensor | None) -> Tensor:
-        """What a stage that does not predict hands on, `border` says in which shape.
+        """Return the hidden states that a stage that does not predict passes on, in the shape of `border`.
 
-        Args:
-            inputs: the micro-batch.
-            hidden: what the stage before gave; None where this one embeds.
+        `hidden` is what the stage before passed on; None where this one embeds.
         """
 
     @abstractmethod
@@ -237,9 +232,6 @@ class LanguageModel(nn.Module, ABC):
         the embedding and the loss are not compiled and keep theirs. Call it after the optimizer has attached its sink.
         Graphs end where ranks communicate, and around attention that stays inside documents, whose lengths are others
         in each micro-batch.
-
-        Args:
-            documents: whether attention stays inside of them.
         """
         for block in self.blocks():
             attach_sink(block, None)

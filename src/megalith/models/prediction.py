@@ -43,12 +43,7 @@ _SHIFTED = ("tokens", "position_ids", "labels", "loss_mask")
 
 @dataclass(frozen=True, eq=False)
 class Ahead:
-    """What a layer sees and is to predict; all [B, S], the positions that are here.
-
-    Attributes:
-        tokens_BS, position_ids_BS: whose embedding it gets.
-        labels_BS: the tokens that it predicts.
-    """
+    """The tokens and positions that a layer sees, and the labels that it predicts; [B, S], the positions here."""
 
     tokens_BS: Tensor
     position_ids_BS: Tensor
@@ -75,13 +70,9 @@ def ahead(tensors: Mapping[str, Tensor], depths: int) -> list[tuple[Ahead, Tenso
 
 
 class PredictionLayer(nn.Module):
-    """The layer of one depth, [S, B, D] -> [S, B, D].
+    """The layer of one depth (from 0), [S, B, D] -> [S, B, D]; other arguments as of `Transformer`.
 
-    Args:
-        config: of the model.
-        depth: from 0.
-        region, mixer, peers, auxiliary: as of `Block`.
-        recompute: which layers keep no activations; of these one by itself under the method uniform.
+    Under the recomputation method uniform it is a group of its own.
     """
 
     def __init__(
@@ -111,13 +102,7 @@ class PredictionLayer(nn.Module):
     def forward(
         self, hidden_SBD: Tensor, embedded_SBD: Tensor, turn: Rotation | None, documents: Documents | None
     ) -> Tensor:
-        """One depth further.
-
-        Args:
-            hidden_SBD: what the depth before made, behind its final norm.
-            embedded_SBD: the embedding of the token that its loss was about.
-            turn, documents: as of `Block`.
-        """
+        """Compute one depth further: from the normed output of the depth before and the embedding of its label."""
 
         def through(hidden_SBD: Tensor, embedded_SBD: Tensor) -> Tensor:
             x_SBD: Tensor = self.transformer_layer(

@@ -38,12 +38,8 @@ class Block(nn.Module):
     """One pre-norm transformer layer (Xiong et al. 2020, arXiv:2002.04745). [S, B, D] -> [S, B, D].
 
     Args:
-        config: of the model.
         layer: its number in the whole model, from 0; one behind the last is like that.
-        region, mixer, peers: how it shares its work with other ranks.
-        auxiliary: where the losses of experts join the backward pass.
         recompute: the parts of it that are computed again in the backward pass.
-        causal: no position sees a later one.
         cross: it also attends to the output of an encoder, between its other two branches.
     """
 

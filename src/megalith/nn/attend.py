@@ -187,10 +187,9 @@ def attend_fused(q: Tensor, k: Tensor, v: Tensor, dropout: float, rule: Attentio
 def attend_unfused(
     q: Tensor, k: Tensor, v: Tensor, dropout: float, rule: AttentionRule = PLAIN, *, softmax_in_fp32: bool
 ) -> Tensor:
-    """The same, with every intermediate rounded as Megatron's local implementation rounds it.
+    """The same, rounding every intermediate as Megatron's local implementation does (docs/reference/training.md#loss).
 
     Shapes: [Q, B, H, K], 2 x [S, B, H, K] -> [Q, B, H, K].
-    Source: docs/reference/training.md#loss.
     """
     if rule.documents is not None:
         return by_document(partial(attend_unfused, softmax_in_fp32=softmax_in_fp32), q, k, v, dropout, rule)

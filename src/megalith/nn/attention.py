@@ -36,10 +36,7 @@ class AttentionShape:
 
     Attributes:
         hidden_size, num_heads, num_groups, head_size: D, H, G and K.
-        dropout: of the weights.
-        rotary_interleaved: how rotary positions pair elements.
         head_norm: kind of norm of each query and key head (nn.norm), "" for none.
-        norm_epsilon, norm_around_one: of these norms.
         output_gate: each query head has a gate head, whose sigmoid its context is multiplied by.
         softmax_type: vanilla, off-by-one (a sink of score 0) or learnable (a sink of each head).
     """
@@ -229,8 +226,6 @@ class SelfAttention(Attention):
         """Attend to the positions that the rule shows; where it is causal, to this and earlier ones.
 
         Args:
-            x_SBD: Normalised hidden states of the new positions, those of them that are here.
-            turn: Rotary cosines and sines of the new positions, or None.
             cache: Keys and values of earlier positions, which takes the new ones; there is no dropout with it, and
                 no documents.
             documents: Those of the whole sequences, if attention stays inside of them.

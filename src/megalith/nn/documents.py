@@ -32,12 +32,7 @@ class Documents:
 
     @classmethod
     def of(cls, ids_BS: Tensor, device: torch.device | None = None) -> Documents | None:
-        """From the numbers of the documents on the host; None where each sequence is one document.
-
-        Args:
-            ids_BS: [B, S] integers.
-            device: where the model is.
-        """
+        """From the numbers [B, S] of the documents on the host; None where each sequence is one document."""
         begins = torch.ones_like(ids_BS, dtype=torch.bool)
         begins[:, 1:] = ids_BS[:, 1:] != ids_BS[:, :-1]
         starts = begins.flatten().nonzero().flatten().tolist()

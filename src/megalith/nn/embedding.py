@@ -60,9 +60,8 @@ class TokenEmbedding(nn.Module):
     """Sum of word and (where positions are learned) position embeddings, sequence first, with dropout.
 
     Shapes: tokens and positions [B, S] -> [S, B, D]; where the region holds a part of the sequence, that part of it.
-
-    `hidden_dtype` is that of the sum: of the weights, or wider; `multiplier` is a factor of it. With `num_types` there
-    is a third summand, of the type of each token (BERT's: which of two runs of text it is of).
+    `hidden_dtype` is that of the sum, and `multiplier` a factor of it; with `num_types` the type of each token (BERT's:
+    which of two runs of text it is of) adds a third embedding.
 
     Each rank looks up the words whose rows it holds, zeros stand for the others, and the sum over the ranks is
     complete (Shoeybi et al. 2019, arXiv:1909.08053, section 3).

@@ -42,12 +42,9 @@ class LatentShape:
     """Global sizes and options of an attention layer, the same on all ranks.
 
     Attributes:
-        hidden_size, num_heads: D and H.
         query_rank, rank: Rq (None: queries come from hidden states at once) and R.
         still_size, turned_size, value_size: N, P and V.
-        dropout: of the weights.
         latent_norm: kind of norm of the latent vectors (nn.norm), "" for none.
-        norm_epsilon, norm_around_one: of these norms.
     """
 
     hidden_size: int

@@ -206,8 +206,6 @@ class Linear(nn.Module):
     """A linear layer that declares how its weight [O, I] and bias [O] are placed.
 
     Args:
-        in_size: I, the local input size.
-        out_size: O, the local output size.
         placement: of the weight: `Split(0)` or `Fused(0, n)` where outputs are sharded, `Split(1)` where inputs are.
         bias: Whether there is a bias. It follows the outputs: sharded where they are.
 

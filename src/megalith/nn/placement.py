@@ -109,12 +109,8 @@ class Shard:
 def shard(extent: int, size: int, index: int, *, even: bool = True, share: bool = False) -> Shard:
     """The part of `extent` that the index-th of `size` ranks holds.
 
-    Args:
-        extent: what is divided, such as heads or rows of a vocabulary.
-        size: ranks.
-        index: of this rank.
-        even: the parts must be equal; else the first ones are longer by one.
-        share: with more ranks than there is to divide, several neighbours hold the same single part.
+    The parts are equal, or with `even` False the first ones longer by one. With `share` and more ranks than there is to
+    divide, several neighbours hold the same single part.
 
     Raises:
         LayoutError: it cannot be divided so.
@@ -134,8 +130,7 @@ class Piece:
     """Neighbouring rows of a tensor, along the dimension that its placement cuts.
 
     Attributes:
-        local: first row in the tensor of this rank.
-        whole: first row in the global tensor.
+        local, whole: first row in the tensor of this rank, and in the global tensor.
         length: rows.
         holders: the indices on the axis that hold these rows.
     """
@@ -154,11 +149,7 @@ def dim_of(placement: Placement) -> int:
 def local_pieces(placement: Placement, extent: int, size: int, index: int) -> list[Piece]:
     """The rows that a rank holds, in the order in which it holds them; together the whole tensor of this rank.
 
-    Args:
-        placement: of the parameter.
-        extent: of the global tensor along `dim_of(placement)`.
-        size: ranks of the tensor-parallel axis.
-        index: place on it.
+    `extent` is that of the global tensor along `dim_of(placement)`, `size` and `index` are of the tensor-parallel axis.
 
     Raises:
         LayoutError: the tensor cannot be divided so.

@@ -36,12 +36,7 @@ def features_of(cpu_info: str) -> set[str]:
 
 
 def has_fast_bf16(features: set[str], environ: Mapping[str, str]) -> bool:
-    """Tell whether oneDNN, which multiplies bf16 for torch on CPUs, does so with instructions made for it.
-
-    Args:
-        features: of the processor.
-        environ: may limit what oneDNN uses of them.
-    """
+    """Tell whether oneDNN, which multiplies bf16 for torch on CPUs, has instructions for it that `environ` allows."""
     limit = next((environ[name].upper() for name in _ISA_VARIABLES if environ.get(name)), "")
     if limit in _ISA_WITHOUT_BF16 or not torch.backends.mkldnn.is_available():
         return False

@@ -71,12 +71,7 @@ class Recompute:
 
 
 class _Repetition(AbstractContextManager[None]):
-    """Around a second computation, and around each further one where a graph is used again.
-
-    Args:
-        replay: of the region.
-        told: makes what else is around it, anew each time.
-    """
+    """Around a second computation, and each further one where a graph is used again; `told` is made anew each time."""
 
     def __init__(self, replay: AbstractContextManager[None], told: Callable[[], AbstractContextManager[None]]) -> None:
         self._replay, self._told, self._entered = replay, told, ExitStack()

@@ -51,11 +51,7 @@ class Buckets(nn.Module):
 class RelativePositions(nn.Module):
     """What distances add to the scores of the heads that are here; one table for all layers of a stack.
 
-    Args:
-        num_buckets, max_distance: of the distances.
-        num_heads: of the whole model.
-        both_ways: queries see later keys too.
-        region: the ranks that share the heads.
+    With `both_ways` queries see later keys too.
     """
 
     def __init__(

@@ -28,7 +28,7 @@ class Scaling(Protocol):
         ...
 
     def scaled(self, frequencies: Tensor) -> Tensor:
-        """The frequencies to use, in radians per position, [R / 2]."""
+        """Return the frequencies to use, in radians per position, [R / 2]."""
         ...
 
 
@@ -56,10 +56,6 @@ class Yarn:
     frequency. Rotated heads grow by `amplitude`, which stands for the temperature of the paper.
 
     Attributes:
-        factor: how far positions are stretched, at least 1.
-        original: longest sequence before, in tokens.
-        base: of the frequencies.
-        beta_fast, beta_slow: turns.
         mscale, mscale_all_dim: the amplitude is the quotient of 0.1 x mscale x ln(factor) + 1 of both.
         rounded: the bounds of the mixture are whole numbers.
     """
@@ -151,10 +147,7 @@ def rotation(
 class RotationTable:
     """How each position turns a head, computed once: a table from position 0 on, which grows with the texts.
 
-    Not a buffer of a module: it is no state, and no checkpoint holds it.
-
-    Args:
-        size, base, interleaved, dtype, scaling: As of `rotation`.
+    Not a buffer of a module: it is no state, and no checkpoint holds it. Arguments as of `rotation`.
     """
 
     def __init__(

@@ -132,13 +132,9 @@ class CopiedPart:
 def partial_parts(
     copies: Sequence[Copies], shape: Sequence[int], first: int, start: int, stop: int, origin: int = 0
 ) -> list[CopiedPart]:
-    """What of a parameter is partial among the elements [start, stop) of flat memory, of which number `start` is
-    element `origin` of the flat part.
+    """What of a parameter is partial among the elements [start, stop) of flat memory, in which it begins at `first`.
 
-    Args:
-        copies: of the parameter.
-        shape: of it.
-        first: where it begins in the memory.
+    Element `start` is element `origin` of the flat part.
     """
     width, parts = prod(shape[1:]), []
     for entry in copies:
@@ -152,12 +148,8 @@ def partial_parts(
 def sum_copies(flat: Tensor, parts: Sequence[CopiedPart]) -> None:
     """Sum partial gradients over their holders, in place; one collective.
 
-    Where all is held alike the memory itself is summed. Else each rank puts its own into its row of a table with a row
-    for each different tensor, the table is summed, and the rank takes its row back.
-
-    Args:
-        flat: the owned part of a bucket, 1-D.
-        parts: what in it is partial, over the same axis.
+    Where all is held alike `flat`, the owned part of a bucket, is summed itself. Else each rank puts its own into its
+    row of a table with a row for each different tensor, the table is summed, and the rank takes its row back.
     """
     axis = parts[0].copies.axis
     if kind_of([part.copies for part in parts])[1] == "whole":

@@ -116,7 +116,6 @@ class TokenPeers(Peers):
     """Sums over the axes whose ranks hold other tokens.
 
     Args:
-        context: the ranks.
         sequence_parallel: whether tensor-parallel ranks hold parts of the sequences.
         exchange: how tokens reach experts on other ranks, a key of `parallel.experts.DISPATCHERS`.
 

@@ -39,11 +39,8 @@ class FullyShard:
     """Cuts the parameters of a module over the replicas and keeps its calls working; it is changed in place.
 
     Args:
-        module: what is called as one; its output is one tensor.
         units: modules below it whose parameters are gathered together. The rest is a unit too, which is gathered from
             the call of `module` to the end of its backward pass.
-        ctx: the ranks; there are several replicas.
-        reshard_after_forward: ZeRO-3.
         reduce_dtype: in which gradients add up and are summed; that of the parameters if None.
 
     Attributes:
@@ -99,11 +96,7 @@ class FullyShard:
         return start * width, stop * width
 
     def begin(self, num_micro_batches: int | None = None) -> None:
-        """Start a step: forget the gradients.
-
-        Args:
-            num_micro_batches: backward passes of the step; without it every one of them reduces.
-        """
+        """Start a step: forget the gradients. Without `num_micro_batches` every backward pass reduces."""
         self._num_micro_batches, self._backward_passes = num_micro_batches, 0
         for parameter in self._parameters.values():
             parameter.grad = None

@@ -52,12 +52,7 @@ class StageRunner(Protocol):
         ...
 
     def forward(self, chunk: int, micro_batch: int, hidden: Tensor | None) -> Tensor:
-        """Compute one chunk for one micro-batch.
-
-        Args:
-            chunk: which part of this stage.
-            micro_batch: which of the step.
-            hidden: what the part before gave; None for the first of all.
+        """Compute one chunk of this stage for one micro-batch; `hidden` is None for the first chunk of all.
 
         Returns:
             Hidden states for the part after; from the last of all the scalar to differentiate, scaled as the gradients
@@ -80,8 +75,6 @@ def run(
     """Run all micro-batches of a step, or of an evaluation, through this stage. All stages call it at the same time.
 
     Args:
-        program: of this stage.
-        runner: what it computes.
         links: to the other stages; None where there is one.
         deferred: the sink of its layers, for a program that splits the backward pass.
         timed: measures what is computed, and how long messages are waited for.
@@ -197,11 +190,7 @@ class _Gift(NamedTuple):
 
 
 class DeferredSink:
-    """Passes everything on to another sink: at once, or when it is told to.
-
-    Args:
-        sink: where the gradients end up.
-    """
+    """Passes everything on to another sink: at once, or when it is told to."""
 
     def __init__(self, sink: GradientSink) -> None:
         self._sink = sink

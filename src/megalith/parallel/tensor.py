@@ -28,9 +28,7 @@ from megalith.nn.region import Pending, Region
 class TensorParallel(Region):
     """Each rank computes a part of every layer for the whole sequence.
 
-    Args:
-        axis: the ranks.
-        stream: where dropout of what only this rank computes draws from; needed where there is any.
+    `stream` is where dropout of what only this rank computes draws from; needed where there is any.
     """
 
     def __init__(self, axis: Axis, stream: Stream | None = None) -> None:

@@ -238,13 +238,6 @@ def whole_attention(
     Shapes: [Q, B, H, K], 2 x [S, B, H, K], bias [H, Q, S] or [B, H, Q, S] -> [Q, B, H, K].
     Memory: q, k, v and the probabilities are kept for the backward pass; no dropout masks.
     Reference twin: `nn.attend.attend_fused`.
-
-    Args:
-        q_QBHK, k_SBHK, v_SBHK: queries, keys and values.
-        bias: added to the scaled scores; it gets a gradient.
-        hidden: True where a query may not look, [Q, S] or [B, 1, Q or 1, S].
-        dropout: probability with which a weight becomes zero.
-        scale: of the products of queries and keys.
     """
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q_QBHK, k_SBHK, v_SBHK))
     context: Tensor = _WholeAttention.apply(q, k, v, bias, hidden, Dropout.draw(dropout), scale)

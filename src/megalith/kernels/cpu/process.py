@@ -28,9 +28,6 @@ def keep_freed_memory(processes: int) -> bool:
     is another than glibc, where the user has set it up (GLIBC_TUNABLES, MALLOC_...) or preloads libraries, which may
     bring an allocator of their own (LD_PRELOAD), and where addresses are limited.
 
-    Args:
-        processes: of this job on this machine.
-
     Returns:
         Whether it was done.
     """
@@ -85,11 +82,6 @@ def fastest_count(
     asleep, as spinning threads would take the cores from the event loop and from clients. More of them are slower where
     waking them takes as long as the work, so it is tried, not computed: `most`, half of it, and so on down to one, in
     turn; fewer are taken if they are clearly faster.
-
-    Args:
-        step: computes a typical step.
-        most: threads that there may be.
-        set_count: sets their number.
     """
 
     def seconds(count: int) -> float:

@@ -91,14 +91,9 @@ class Auxiliary:
             self.again = before
 
     def attach(self, x: Tensor, loss: Tensor, coefficient: float, name: str, layer: int, tokens: int) -> Tensor:
-        """`x`, through which the gradient of `coefficient * loss` joins the backward pass.
+        """Return `x`, through which the gradient of `coefficient * loss` (a scalar) joins the backward pass.
 
-        Args:
-            x: on the way to the main loss.
-            loss: scalar.
-            coefficient: of the loss; it is recorded without.
-            name, layer: under which it is recorded.
-            tokens: of the micro-batch.
+        The loss is recorded under `name` and `layer`, without the coefficient; `tokens` are those of the micro-batch.
         """
         factor = self.scale * coefficient * (tokens if self.per_token else 1)
         attached: Tensor = _Attach.apply(x, loss, factor, self, name, layer)

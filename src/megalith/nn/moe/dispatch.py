@@ -22,8 +22,6 @@ class Delivery:
     """Rows of tokens in the order of the experts that are here.
 
     Attributes:
-        rows_ND: hidden states.
-        weights_N: of the rows.
         counts: rows of each expert; any of them may be 0.
         home: what the experts made of the rows [N, D] -> for each token that was sent the sum of its rows [T, D].
     """

@@ -25,7 +25,6 @@ class Experts(nn.Module):
     Args:
         here: the numbers of these experts among all of the layer.
         total: how many the layer has on all ranks.
-        region: the ranks that share each expert.
         weigh_inputs: multiply rows by their weights before, and not what is between the projections.
         inner_again: compute what lies between their projections again in the backward pass.
 

@@ -27,7 +27,6 @@ class MoESettings:
     """The sizes of a mixture of experts.
 
     Attributes:
-        router: how tokens choose.
         ffn_size: F, width of one expert.
         shared_size: width of the expert that takes every token; none if None.
         shared_gate: its output is weighed by a sigmoid of a linear function of the token (Qwen2-MoE).
@@ -48,13 +47,8 @@ class MoE(nn.Module):
     """A mixture of experts in place of a feed-forward layer, [S, B, D] -> [S, B, D].
 
     Args:
-        settings: sizes and router.
-        layer: number of the layer in the model.
-        hidden_size: D.
-        activation: of the experts.
         region: the ranks that share the layer, and each expert unless `peers` knows others that do.
         peers: the ranks that hold other tokens, and perhaps other experts.
-        auxiliary: where balancing losses join the backward pass.
         recompute: parts that are computed again in the backward pass: moe_act, shared_experts.
     """
 

@@ -54,12 +54,7 @@ class Router(nn.Module):
     """[S, B, D] -> the experts of each of the S B tokens.
 
     Args:
-        settings: of all layers.
         layer: number of this one in the model, for the record.
-        hidden_size: D.
-        region: the ranks that share the layer; each routes the hidden states that it holds.
-        peers: the ranks that hold other tokens.
-        auxiliary: where balancing losses join the backward pass.
 
     Attributes:
         expert_bias: [E] fp32 buffer, where the choice is biased.

@@ -38,8 +38,6 @@ class RoutingRule:
     """How tokens choose their experts.
 
     Attributes:
-        experts: E.
-        top_k: K.
         score: softmax, sigmoid or sqrtsoftplus.
         pre_softmax: the softmax is taken over all experts, before the choice.
         groups, top_groups: the experts stand in G groups, of which a token chooses from the `top_groups` best, those
