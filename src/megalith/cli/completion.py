@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from importlib.resources import files
 
 from megalith.cli.main import available_commands
 from megalith.config.run import all_settings
@@ -16,22 +17,6 @@ Print the script that completes `megalith`. Put this line into ~/.bashrc or ~/.z
   eval "$(megalith completion bash)"        or zsh
 """
 
-_BASH = """_megalith() {{
-    local current="${{COMP_WORDS[COMP_CWORD]}}"
-    COMPREPLY=()
-    if [ "$COMP_CWORD" -eq 1 ]; then
-        COMPREPLY=($(compgen -W "{commands} help version" -- "$current"))
-    elif [ "${{COMP_WORDS[1]}}" = help ]; then
-        COMPREPLY=($(compgen -W "{commands}" -- "$current"))
-    elif [ "${{current:0:2}}" = "--" ]; then
-        case "${{COMP_WORDS[1]}}" in
-            train|config) COMPREPLY=($(compgen -W "{flags}" -- "$current")) ;;
-            *) COMPREPLY=($(compgen -W "--help" -- "$current")) ;;
-        esac
-    fi
-}}
-complete -o default -F _megalith megalith
-"""
 _ZSH = "autoload -Uz bashcompinit && bashcompinit\n"
 
 
@@ -42,6 +27,7 @@ def run(argv: Sequence[str]) -> int:
     if list(argv) not in (["bash"], ["zsh"]):
         raise ConfigError(f"megalith completion {' '.join(argv)}: name the shell, bash or zsh")
     flags = sorted({"--config", "--help", *(word for s in all_settings().values() for word in (*s.spellings, s.flag))})
-    script = _BASH.format(commands=" ".join(available_commands()), flags=" ".join(flags))
+    script = (files("megalith.cli") / "completion.bash").read_text(encoding="utf-8")
+    script = script.replace("@COMMANDS@", " ".join(available_commands())).replace("@FLAGS@", " ".join(flags))
     sys.stdout.write(_ZSH + script if argv[0] == "zsh" else script)
     return 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -21,6 +20,7 @@ from megalith.data.preprocess_options import Progress, Standing
 from megalith.data.shares import Share, read_share
 from megalith.data.sources import END_OF_TEXT_SEPARATOR, FORMATS, Limits, SourceOptions
 from megalith.errors import ConfigError
+from megalith.train.streams import warn
 
 _OF_THE_TOKENIZER = (
     *("--trust-remote-code", "--tokenizer-metadata", "--tokenizer-sentencepiece-legacy", "--use-gigatoken"),
@@ -334,7 +334,7 @@ class ConsoleProgress(Progress):
         self._last_documents = 0
 
     def note(self, text: str) -> None:
-        print(f"note: {text}", file=sys.stderr, flush=True)
+        warn(f"note: {text}")
 
     def opening(self, path: str, about: str) -> None:
         print(f"Opening {path}", flush=True)
@@ -347,16 +347,16 @@ class ConsoleProgress(Progress):
         if standing.documents - self._last_documents >= self._interval and standing.seconds >= self._next_line_at:
             self._next_line_at = standing.seconds + _SECONDS_BETWEEN_LINES
             self._last_documents = standing.documents
-            _say(f"{_processed(standing)} {_left(standing)}")
+            warn(f"{_processed(standing)} {_left(standing)}")
 
     def skipped(self, place: str, reason: str, count: int) -> None:
         if count <= _SHOWN_BAD_LINES:
-            _say(f"left out: {place}: {reason}")
+            warn(f"left out: {place}: {reason}")
         elif count == _SHOWN_BAD_LINES + 1:
-            _say("left out: more, which are listed in the file named at the end")
+            warn("left out: more, which are listed in the file named at the end")
 
     def finished(self, standing: Standing) -> None:
-        _say(_processed(standing))
+        warn(_processed(standing))
 
 
 def summary(report: PreprocessReport) -> str:
@@ -387,7 +387,3 @@ def _left(standing: Standing) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{standing.disk / max(1, standing.disk_total):.1%} done, {hours}:{minutes:02}:{rest:02} left"
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

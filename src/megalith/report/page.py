@@ -9,35 +9,12 @@ import html
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
+from importlib.resources import files
 from typing import Any
 
 from megalith.config.run import all_settings
 from megalith.report.history import Curve, Event, History, thinned
 
-_STYLE = """
-
-:root{color-scheme:light dark;--ink:#1b1f24;--soft:#667;--line:#d8dde3;--page:#fff;--a:#1f6feb;--b:#d1242f;
---c:#1a7f37;--d:#8250df}
-@media(prefers-color-scheme:dark){:root{--ink:#e6e9ee;--soft:#99a3b0;--line:#323a44;--page:#14181d;--a:#58a6ff;
---b:#ff7b72;--c:#56d364;--d:#bc8cff}}
-body{font:15px/1.5 system-ui,sans-serif;color:var(--ink);background:var(--page);margin:0 auto;max-width:1000px;
-padding:16px 20px 60px}
-h1{font-size:22px;margin:8px 0}h2{font-size:17px;margin:30px 0 6px}p,li{margin:4px 0}.soft{color:var(--soft)}
-.facts{display:grid;grid-template-columns:repeat(auto-fill,minmax(190px,1fr));gap:6px 18px;margin:12px 0}
-.facts b{display:block;font-size:18px;font-weight:600}.facts span{color:var(--soft);font-size:13px}
-svg{width:100%;height:auto;display:block}svg text{font-size:11px;fill:var(--soft)}
-.grid{stroke:var(--line);stroke-width:1}.line,.again{fill:none;stroke-width:1.5;stroke-linejoin:round}
-.train{stroke:var(--a)}circle.train{fill:var(--a)}.valid{stroke:var(--b)}circle.valid{fill:var(--b)}
-.test{stroke:var(--c)}circle.test{fill:var(--c)}.faint{opacity:.3}.mean{stroke-width:2}
-.again{stroke:var(--soft);opacity:.55;stroke-dasharray:3 3}circle.again{fill:var(--soft)}
-.mark{stroke-width:1.5;opacity:.8}.mark.save{stroke:var(--d);opacity:1}.mark.resume,.mark.start{stroke:var(--a)}
-.mark.skipped,.mark.nan{stroke:var(--b)}.mark.exit{stroke:var(--ink)}
-table{border-collapse:collapse;width:100%;font-size:14px}
-td,th{text-align:left;padding:3px 10px 3px 0;vertical-align:top;border-bottom:1px solid var(--line)}
-td.n{font-variant-numeric:tabular-nums;white-space:nowrap}code{font-size:13px}details{margin:6px 0}
-summary{cursor:pointer}
-.key i{font-style:normal;display:inline-block;width:18px;height:0;border-top:3px solid;margin:0 6px 4px 14px}
-"""
 _MOST_MARKS = 60  # saves of a long run would cover the curve
 _MOST_EVENTS = 400
 _CLASSES = {"training loss": "train", "validation loss": "valid", "test loss": "test"}
@@ -52,11 +29,11 @@ Points = Sequence[tuple[float, float]]
 def page(history: History, name: str) -> str:
     losses = {kind: history.curves[key] for key, kind in _CLASSES.items() if key in history.curves}
     others = {key: curve for key, curve in history.curves.items() if key not in _CLASSES and curve.num_points}
-    marks = _marks(history.events)
+    marks, style = _marks(history.events), (files("megalith.report") / "page.css").read_text(encoding="utf-8")
     parts = [
         "<!doctype html>",
         '<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">',
-        f"<title>{html.escape(name)}</title><style>{_STYLE}</style>",
+        f"<title>{html.escape(name)}</title><style>{style}</style>",
         f"<h1>{html.escape(name)}</h1>",
         _facts(history),
         "<h2>Loss</h2>",

@@ -53,7 +53,12 @@ def build_app(service: Service, defaults: Defaults | None = None) -> App:
 
 
 def _add_megatron(api: FastAPI, service: Service, defaults: Defaults) -> None:
-    @api.put("/api", summary="Megatron's text generation", openapi_extra=_body(_megatron_schema()), responses=_ERRORS)
+    @api.put(
+        "/api",
+        summary="Megatron's text generation",
+        openapi_extra=_body(_described("megatron_request")),
+        responses=_ERRORS,
+    )
     async def generate(request: Request) -> Response:
         found = await _json(request)
         asked = megatron_api.read(found, defaults)
@@ -197,57 +202,19 @@ async def _error_response(request: Request, error: Exception) -> Response:
     return Response(error.content, error.status, error.headers, "application/json")
 
 
-_ERROR_SCHEMA = {
-    "type": "object",
-    "required": ["error", "message"],
-    "properties": {
-        "message": {"type": "string"},
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "null"]},
-            },
-        },
-    },
-}
+def _described(part: str) -> dict[str, Any]:
+    """Return a part of the OpenAPI description that no class describes: "error" or "megatron_request"."""
+    found: dict[str, Any] = json.loads((files("megalith.serve.http") / "openapi.json").read_bytes())[part]
+    return found
+
+
+_ERROR_CONTENT = {"application/json": {"schema": _described("error")}}
 _ERRORS: dict[int | str, dict[str, Any]] = {
-    "4XX": {"description": "refused", "content": {"application/json": {"schema": _ERROR_SCHEMA}}},
-    "5XX": {"description": "the server is at fault", "content": {"application/json": {"schema": _ERROR_SCHEMA}}},
+    "4XX": {"description": "refused", "content": _ERROR_CONTENT},
+    "5XX": {"description": "the server is at fault", "content": _ERROR_CONTENT},
 }
 
 
 def _body(schema: dict[str, Any]) -> dict[str, Any]:
     described = {name: value for name, value in schema.items() if name != "$defs"}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": described}}}}
-
-
-def _megatron_schema() -> dict[str, Any]:
-    flag, natural = {"type": "boolean"}, {"type": "integer", "minimum": 0}
-    fraction = {"type": "number", "minimum": 0.0, "maximum": 1.0}
-    return {
-        "type": "object",
-        "required": ["prompts"],
-        "properties": {
-            "prompts": {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": 128},
-            "tokens_to_generate": {**natural, "default": 64},
-            "logprobs": flag,
-            "temperature": {"type": "number", "exclusiveMinimum": 0.0, "maximum": 100.0},
-            "top_k": {**natural, "maximum": 1000},
-            "top_p": fraction,
-            "top_p_decay": fraction,
-            "top_p_bound": fraction,
-            "add_BOS": flag,
-            "stop_on_double_eol": flag,
-            "stop_on_eol": flag,
-            "prevent_newline_after_colon": flag,
-            "random_seed": natural,
-            "no_log": flag,
-            "beam_width": {"type": "integer", "minimum": 1, "maximum": 128},
-            "stop_token": natural,
-            "length_penalty": {"type": "number"},
-        },
-    }
