@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from megalith.config.tokenizer_flags import add_tokenizer_flags
 from megalith.config.values import local_path
 from megalith.errors import ConfigError
+from megalith.train.streams import warn
+
+if TYPE_CHECKING:
+    import torch
+
+    from megalith.assemble.trained import Trained
+    from megalith.config import TokenizerConfig
+    from megalith.distributed.context import ParallelContext
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -54,3 +63,23 @@ def layout_settings(options: argparse.Namespace) -> dict[str, Any]:
         "pipeline_model_parallel_size": options.pp,
         "device": options.device,
     }
+
+
+def load_model(
+    checkpoint: Path,
+    device: torch.device,
+    iteration: int | None,
+    tokenizer: TokenizerConfig | None,
+    context: ParallelContext | None = None,
+    dtype: str | None = None,
+) -> Trained:
+    """Load a trained model, as `load_trained` does with a dtype by name; the first rank prints the notes."""
+    import torch
+
+    from megalith.assemble.trained import load_trained
+
+    weights = getattr(torch, dtype) if dtype else None
+    trained = load_trained(checkpoint, device, iteration, tokenizer, context=context, dtype=weights)
+    for note in trained.notes if context is None or context.rank == 0 else ():
+        warn(f"WARNING: {note}")
+    return trained

@@ -14,7 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from megalith.cli.arguments import CommandParser, add_checkpoint_flags, add_layout_flags, layout_settings
+from megalith.cli.arguments import CommandParser, add_checkpoint_flags, add_layout_flags, layout_settings, load_model
 from megalith.cli.threads import settle_rank
 from megalith.config import RunConfig
 from megalith.config.environment import first_of_machine
@@ -23,7 +23,6 @@ from megalith.config.tokenizer_flags import tokenizer_of_flags
 from megalith.config.values import local_path
 from megalith.errors import ConfigError, MegalithError
 from megalith.evaluate.request import DEFAULT_BATCH, DETOKENIZER_CHOICES, MASKED_TASKS, TASKS, Request
-from megalith.train.streams import warn
 
 if TYPE_CHECKING:
     from megalith.assemble.trained import Trained
@@ -185,16 +184,12 @@ def _measure(
     """The result, what cannot be right about it, and what was measured."""
     from megalith.checkpoint import split_path
     from megalith.compat.megatron.evaluation import EvaluationConsole
-    from megalith.evaluate.alarms import (
-        Evidence,
-        alarms_of,
-        never_trained,
-        size_difference,
-        training_loss,
-    )
+    from megalith.evaluate.alarms import Evidence, alarms_of, never_trained, size_difference, training_loss
     from megalith.evaluate.text import bundled_path
 
-    trained = _load(request, context)
+    trained = load_model(
+        request.checkpoint, context.device, request.iteration, request.tokenizer, context, request.dtype
+    )
     say(_about(request, trained, context))
     tokenizer, listener = trained.tokenizer, EvaluationConsole(say, request.log_interval)
     path = request.data or bundled_path()
@@ -220,21 +215,6 @@ def _measure(
         "tokenizer": tokenizer.card(),
     }
     return result, alarms_of(result, evidence), about
-
-
-def _load(request: Request, context: ParallelContext) -> Trained:
-    import torch
-
-    from megalith.assemble.trained import load_trained
-
-    dtype = getattr(torch, request.dtype) if request.dtype else None
-    trained = load_trained(
-        request.checkpoint, context.device, request.iteration, request.tokenizer, context=context, dtype=dtype
-    )
-    if context.rank == 0:
-        for note in trained.notes:
-            warn(f"WARNING: {note}")
-    return trained
 
 
 def _measure_text(

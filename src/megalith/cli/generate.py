@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from megalith.cli.arguments import CommandParser, add_checkpoint_flags, below_one
+from megalith.cli.arguments import CommandParser, add_checkpoint_flags, below_one, load_model
 from megalith.config.tokenizer_flags import tokenizer_of_flags
 from megalith.errors import ConfigError, DataError, MegalithError
 from megalith.serve.request import Finished, Request, RequestError, Sampling, Token
@@ -75,12 +75,9 @@ def run(argv: Sequence[str]) -> int:
         return _answer_together(sampling, options)
 
     from megalith.assemble.model import choose_device
-    from megalith.assemble.trained import load_trained
 
     tokenizer = tokenizer_of_flags(options)
-    trained = load_trained(options.checkpoint, choose_device(options.device), options.iteration, tokenizer)
-    for note in trained.notes:
-        warn(f"WARNING: {note}")
+    trained = load_model(options.checkpoint, choose_device(options.device), options.iteration, tokenizer)
     reply = _replying(trained, sampling, options)
     if options.prompt is not None:
         reply(sys.stdin.read() if options.prompt == "-" else options.prompt)
@@ -97,7 +94,6 @@ def _answer_together(sampling: Sampling, options: argparse.Namespace) -> int:
     """Print what a T5 answers whose layers several processes share; the first chooses and prints."""
     from megalith.assemble.ranks import join_ranks
     from megalith.assemble.reading import model_in, ranks_of, require_text_model, saved_args
-    from megalith.assemble.trained import load_trained
 
     model = model_in(saved_args(options.checkpoint, options.iteration), options.checkpoint)
     if model.model_family != "t5":
@@ -109,9 +105,7 @@ def _answer_together(sampling: Sampling, options: argparse.Namespace) -> int:
     settings = {"tensor_model_parallel_size": options.tp, "device": options.device}
     tokenizer = tokenizer_of_flags(options)
     with join_ranks(ranks_of(model, settings, os.environ)) as context:
-        trained = load_trained(options.checkpoint, context.device, options.iteration, tokenizer, context=context)
-        for note in trained.notes if context.rank == 0 else ():
-            warn(f"WARNING: {note}")
+        trained = load_model(options.checkpoint, context.device, options.iteration, tokenizer, context)
         _answer(trained, options.prompt, sampling=sampling, options=options, context=context)
     return 0
 

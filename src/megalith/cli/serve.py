@@ -17,7 +17,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megalith.cli.arguments import CommandParser, add_checkpoint_flags, add_layout_flags, below_one, layout_settings
+from megalith.cli.arguments import (
+    CommandParser,
+    add_checkpoint_flags,
+    add_layout_flags,
+    below_one,
+    layout_settings,
+    load_model,
+)
 from megalith.cli.threads import settle_rank
 from megalith.config import RunConfig
 from megalith.config.environment import first_of_machine
@@ -26,7 +33,6 @@ from megalith.config.values import local_path
 from megalith.errors import CheckpointError, ConfigError, MegalithError, PeerError, install_command
 from megalith.kernels.cpu.process import keep_freed_memory
 from megalith.serve.http.settings import Defaults, Limits, ServerSettings
-from megalith.train.streams import warn
 
 if TYPE_CHECKING:
     from megalith.assemble.trained import Trained
@@ -284,25 +290,17 @@ def _configuration(launch: _Launch) -> RunConfig:
 
 def _load(launch: _Launch, context: ParallelContext) -> tuple[Trained, Engine | None, Any]:
     """The model, and on the first rank the engine."""
-    import torch
-
-    from megalith.assemble.trained import load_trained
     from megalith.serve.engine import Engine
     from megalith.serve.engine import Limits as EngineLimits
     from megalith.serve.model_runner import ModelRunner, RankRunner, opening_of
 
     flags = launch.flags
-    dtype = getattr(torch, flags.dtype) if flags.dtype else None
-    trained = load_trained(
-        flags.checkpoint, context.device, flags.iteration, flags.tokenizer, context=context, dtype=dtype
-    )
+    trained = load_model(flags.checkpoint, context.device, flags.iteration, flags.tokenizer, context, flags.dtype)
     blocks = _num_blocks(launch, trained, context)
     model = trained.writer
     runner = ModelRunner(model, blocks) if context.world.size == 1 else RankRunner(model, context, blocks)
     if context.rank != 0:
         return trained, None, runner
-    for note in trained.notes:
-        warn(f"WARNING: {note}")
     limits = EngineLimits(running=launch.max_batch, waiting=launch.server.limits.waiting)
     return trained, Engine(runner, trained.tokenizer, limits, opening=opening_of(model, trained.tokenizer)), runner
 

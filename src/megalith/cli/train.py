@@ -138,12 +138,7 @@ def _stop_with_parent() -> None:
 
 
 def _train(
-    config: RunConfig,
-    argv: Sequence[str],
-    stop: StopSignals,
-    acknowledge: _Acknowledgement,
-    began: float,
-    threads: str,
+    config: RunConfig, argv: Sequence[str], stop: StopSignals, acknowledge: _Acknowledgement, began: float, threads: str
 ) -> int:
     from megalith.assemble.model import choose_device
     from megalith.assemble.ranks import build_watch, join_ranks

@@ -22,13 +22,7 @@ from megalith.distributed.context import Axis
 from megalith.errors import ConfigError
 from megalith.train.metrics import MetricsWriter, memory_in_use
 from megalith.train.profiler import MemoryHistory, Profile, build_profiler
-from megalith.train.records import (
-    ProgressLog,
-    Records,
-    TensorBoard,
-    WandB,
-    require_package,
-)
+from megalith.train.records import ProgressLog, Records, TensorBoard, WandB, require_package
 from megalith.train.results import Hook
 from megalith.train.routing_trace import RoutingTrace
 from megalith.train.state import TrainState

@@ -134,12 +134,7 @@ class _Tally:
 
 class _Work(BatchWork):
     def __init__(
-        self,
-        model: Bert | T5,
-        samples: Samples,
-        batches: Sequence[range],
-        on_batch: Callable[[int], None],
-        first: int,
+        self, model: Bert | T5, samples: Samples, batches: Sequence[range], on_batch: Callable[[int], None], first: int
     ) -> None:
         super().__init__(on_batch, first)
         self._model, self._samples, self._batches = model, samples, batches

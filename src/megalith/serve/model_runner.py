@@ -49,12 +49,7 @@ class ModelRunner:
     """
 
     def __init__(
-        self,
-        model: GPT | T5,
-        num_blocks: int,
-        block_size: int = BLOCK_SIZE,
-        *,
-        context_length: int | None = None,
+        self, model: GPT | T5, num_blocks: int, block_size: int = BLOCK_SIZE, *, context_length: int | None = None
     ) -> None:
         self.model: GPT | T5 = model.eval()
         self.vocab_size = model.vocab_size
