@@ -83,22 +83,15 @@ class Sampling:
 
     def problems(self) -> list[tuple[str, str]]:
         """What is wrong with these values: (field, value and rule)."""
+        heat, repetition = self.temperature, self.repetition_penalty
         checks = [
-            (
-                "temperature",
-                "is not a number of 0 or more; 0 is greedy, 1 the model's own",
-                math.isfinite(self.temperature) and self.temperature >= 0.0,
-            ),
+            ("temperature", "is not a number of 0 or more; 0 is greedy, 1 the model's own", 0.0 <= heat < math.inf),
             ("top_k", "is negative; 0 allows every token, 40 the 40 most likely", self.top_k >= 0),
             ("top_p", "is not between 0 and 1; 0 allows every token", 0.0 <= self.top_p <= 1.0),
             ("min_p", "is not between 0 and 1; 0 allows every token", 0.0 <= self.min_p <= 1.0),
             ("top_p_decay", "is not between 0 and 1; 0 keeps top-p as it is", 0.0 <= self.top_p_decay <= 1.0),
             ("top_p_bound", "is not between 0 and top-p", 0.0 <= self.top_p_bound <= max(self.top_p, 0.0)),
-            (
-                "repetition_penalty",
-                "is not a number above 0; 1 changes nothing",
-                math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0.0,
-            ),
+            ("repetition_penalty", "is not a number above 0; 1 changes nothing", 0.0 < repetition < math.inf),
             ("presence_penalty", "is not a number", math.isfinite(self.presence_penalty)),
             ("frequency_penalty", "is not a number", math.isfinite(self.frequency_penalty)),
         ]

@@ -220,14 +220,11 @@ class BeamSearch:
     hypotheses any more. The score of a hypothesis is the sum of its log-probabilities / length ** penalty, its stop
     token counted. Source: Megatron-LM `megatron/text_generation/{generation,beam_utils}.py`, of the releases 23.x to
     24.x.
-
-    Attributes:
-        scores: of the beams that go on, the sums of their log-probabilities.
     """
 
     def __init__(self, width: int, length_penalty: float, stop_ids: frozenset[int]) -> None:
         self.width, self.length_penalty, self.stop_ids = width, length_penalty, stop_ids
-        self.scores = [0.0]
+        self.scores = [0.0]  # of the beams that go on, the sums of their log-probabilities
         self._found: list[tuple[float, list[int]]] = []
 
     def step(self, logits_WV: Tensor, answers: Sequence[list[int]]) -> list[tuple[int, int]]:

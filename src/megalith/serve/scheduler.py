@@ -48,17 +48,11 @@ def chained(before: bytes, tokens: Seq[int]) -> bytes:
 
 
 class Blocks:
-    """All blocks of a cache.
-
-    Attributes:
-        size: tokens in a block.
-        free: how many are not needed by any sequence.
-        refs: for each block, how many sequences need it.
-    """
+    """All blocks of a cache, of `size` tokens each; `free` of them are needed by no sequence."""
 
     def __init__(self, count: int, size: int) -> None:
         self.count, self.size, self.free = count, size, count
-        self.refs = [0] * count
+        self.refs = [0] * count  # for each block, how many sequences need it
         self._promised = [0] * count
         self._digest: list[bytes | None] = [None] * count
         self._useful = bytearray(count)
@@ -227,20 +221,14 @@ class Plan:
 
 
 class Scheduler:
-    """The sequences of an engine.
-
-    Attributes:
-        running: those with blocks, or with nothing to be read at the moment; in order.
-        waiting: the others, in order.
-        preemptions: how often a sequence had to give its blocks up.
-        reused: how many tokens had their keys and values there already.
-    """
+    """The sequences of an engine."""
 
     def __init__(self, blocks: Blocks, *, step_tokens: int, max_running: int) -> None:
         self.blocks, self.step_tokens, self.max_running = blocks, step_tokens, max_running
-        self.running: list[Sequence] = []
-        self.waiting: list[Sequence] = []
-        self.preemptions = self.reused = 0
+        self.running: list[Sequence] = []  # those with blocks, or with nothing to be read at the moment; in order
+        self.waiting: list[Sequence] = []  # the others, in order
+        self.preemptions = 0  # how often a sequence had to give its blocks up
+        self.reused = 0  # tokens whose keys and values were there already
         self._numbers = 0
 
     def add(self, sequence: Sequence) -> None:
