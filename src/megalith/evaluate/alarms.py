@@ -43,8 +43,7 @@ class Evidence:
 
     vocab_size: int
     iteration: int  # of the checkpoint; 0 for weights that name none
-    # how the tokenizer differs from that of the training; None if it does not, as far as is known
-    other_tokenizer: str | None = None
+    other_tokenizer: str | None = None  # how it differs from the training's; None if it does not, as far as known
     never_trained: bool = False
     training_loss: float | None = None  # at the end of the training, in nats; None where nothing says it
 

@@ -78,8 +78,7 @@ class MaskedResult:
 
     samples: int
     tokens: Guesses
-    # of two runs of text, whether they have changed places; None where the model has no head for it
-    orders: Guesses | None = None
+    orders: Guesses | None = None  # of swapped sentence pairs; None where the model has no head for it
     swapped: int = 0  # of these how many have
 
     @property
@@ -232,8 +231,7 @@ class Cut:
     """How samples are cut and hidden, where it is not as in the training."""
 
     seq_length: int | None = None  # tokens of a sample; those of the training, or the model's positions, if None
-    # tokens that the decoder of T5 reads; of the training, or half of a sample, if None
-    decoder_seq_length: int | None = None
+    decoder_seq_length: int | None = None  # of T5; that of the training, or half of a sample, if None
 
 
 def open_samples(

@@ -36,11 +36,8 @@ class Request:
     data: Path | None = None  # the file; None for the bundled one
     iteration: int | None = None  # which checkpoint; the newest sound one if None
     strict: bool = False  # of lambada: the last word rather than the last token
-    # tokens that each window after the first scores; `DEFAULT_OVERLAP`, or the whole window if that is shorter, if None
-    overlap: int | None = None
-    # of windows; the context of the model if None. Of masked and spans the length of samples; that of the training if
-    # None.
-    seq_length: int | None = None
+    overlap: int | None = None  # tokens that later windows score; None: `DEFAULT_OVERLAP`, at most the window
+    seq_length: int | None = None  # of windows or samples; None: the model's context, or that of the training
     batch_size: int = DEFAULT_BATCH
     log_interval: int = 100
     detokenizer: str = "auto"  # of wikitext103, of `DETOKENIZER_CHOICES`; "auto" goes by the path
@@ -48,10 +45,8 @@ class Request:
     decoder_seq_length: int | None = None  # of spans; that of the training if None
     dtype: str | None = None  # of the weights, by name; that of the checkpoint if None
     tokenizer: TokenizerConfig | None = None  # instead of the one in the checkpoint
-    # of the launch and the layout, as of `megalith train`, by name
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    # what the command line says of the architecture, by setting; must be what the checkpoint says
-    stated: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)  # of launch and layout, as of `megalith train`
+    stated: Mapping[str, Any] = field(default_factory=dict)  # the architecture that the command line expects
 
     def violations(self, *, files: bool = True) -> list[str]:
         """What is wrong with it, in the words of the flags; with `files` also whether the file of the task exists."""

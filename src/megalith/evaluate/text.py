@@ -246,8 +246,7 @@ class TextLoss:
     total: float  # summed over the predicted tokens, in nats
     num_tokens: int
     num_words: int | None = None  # by which the benchmark counts, less the first; None where there is no such count
-    # of the text as UTF-8; None where the first token is not predicted, so that the text is not whole
-    num_bytes: int | None = None
+    num_bytes: int | None = None  # of the whole text as UTF-8; None where the first token is not predicted
     num_documents: int = 1
     skipped: int = 0  # texts that were not, being empty
 

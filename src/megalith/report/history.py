@@ -32,8 +32,7 @@ class Curve:
     """Points of one quantity, in stretches that a rewind or a value that is no number divides."""
 
     stretches: list[list[tuple[float, float]]] = field(default_factory=lambda: [[]])  # of (iteration, value)
-    # stretches that a resume from an earlier checkpoint did again
-    abandoned: list[list[tuple[float, float]]] = field(default_factory=list)
+    abandoned: list[list[tuple[float, float]]] = field(default_factory=list)  # what a resume did again
 
     def add(self, iteration: float, value: float | None) -> None:
         """One more point; None for a value that is no number, which interrupts the line."""
@@ -75,15 +74,13 @@ class History:
     """A run."""
 
     curves: dict[str, Curve] = field(default_factory=dict)
-    # in order; those of skipped steps and of values that are no numbers stand for all in a row
-    events: list[Event] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)  # in order; one for skipped steps or NaN losses in a row
     num_steps: int = 0  # steps taken, those that were done again included
     num_skipped: int = 0
     num_nan: int = 0
     last: Mapping[str, Any] = field(default_factory=dict)
     unreadable: int = 0
-    # of the run, by group; empty where there is none
-    config: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    config: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # by group; may be empty
     _row: tuple[str, int] = ("", -2)
 
     def take(self, record: Mapping[str, Any]) -> None:

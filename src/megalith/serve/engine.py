@@ -36,9 +36,7 @@ from megalith.tokenizers import Tokenizer
 class Limits:
     """What bounds the work of an engine."""
 
-    # how many tokens are read in one step at most: prompts are read in chunks, so that those who already have their
-    # answer under way wait no longer than this takes
-    step_tokens: int = 512
+    step_tokens: int = 512  # read in one step at most: long prompts are chunked, so that other answers keep flowing
     running: int = 64  # how many sequences (samples, beams) are worked on at once
     waiting: int = 256  # how many more may wait; a request beyond them is refused with `Busy`
     samples: int = 128  # the largest `n` and `beam_width`

@@ -36,17 +36,11 @@ class Sampling:
 
     temperature: float = 1.0  # the logits are divided by it; 0 takes the most likely token (greedy)
     top_k: int = 0  # only the k most likely tokens are candidates; 0 for all
-    # only the most likely tokens that together have this probability are candidates (Holtzman et al. 2020,
-    # arXiv:1904.09751); 0 or 1 for all.
-    top_p: float = 0.0
-    # only tokens at least this many times as likely as the likeliest are candidates (Nguyen et al. 2024,
-    # arXiv:2407.01082); 0 for all. Probabilities are those after the temperature.
-    min_p: float = 0.0
-    # top_p is multiplied by it after each token (Lee et al. 2022, arXiv:2206.04624); 0 for never.
-    top_p_decay: float = 0.0
+    top_p: float = 0.0  # nucleus sampling (Holtzman et al. 2020, arXiv:1904.09751); 0 or 1 for all
+    min_p: float = 0.0  # least share of the likeliest's probability (Nguyen et al. 2024, arXiv:2407.01082); 0 for all
+    top_p_decay: float = 0.0  # factor on top_p after each token (Lee et al. 2022, arXiv:2206.04624); 0: none
     top_p_bound: float = 0.0  # the decayed top_p does not fall below it
-    # logits of tokens of the prompt and the answer are divided by it where they are positive and multiplied where
-    # negative (Keskar et al. 2019, arXiv:1909.05858); 1 changes nothing.
+    # divides positive, multiplies negative logits of tokens of prompt and answer (Keskar et al. 2019, arXiv:1909.05858)
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0  # subtracted from the logits of tokens that the answer has
     frequency_penalty: float = 0.0  # subtracted from the logit of a token once for each time that the answer has it
@@ -108,19 +102,15 @@ class Request:
     prompt: tuple[int, ...]  # its ids, at least one
     max_new_tokens: int  # the length of the answer at most; 0 with `prompt_logprobs` scores the prompt only
     sampling: Sampling = Sampling()
-    # of the choices; the same seed gives the same answer whatever else is served. Unpredictable if None.
-    seed: int | None = None
+    seed: int | None = None  # the same seed gives the same answer in any batch; unpredictable if None
     n: int = 1
-    # tokens that end the answer; that which ends a document if None, none if empty
-    stop_ids: tuple[int, ...] | None = None
+    stop_ids: tuple[int, ...] | None = None  # tokens that end the answer; None: the end of a document
     more_stop_ids: tuple[int, ...] = ()
     hidden_ids: frozenset[int] = frozenset()  # tokens that are left out of the text of the answer
     stop_texts: tuple[str, ...] = ()  # texts that end the answer, which is cut before them
-    # None, or how many of the most likely tokens come with each token, besides its own log-probability
-    logprobs: int | None = None
+    logprobs: int | None = None  # how many of the likeliest tokens come with each token and its log-probability
     prompt_logprobs: bool = False  # whether the tokens of the prompt are scored too
-    # beam search of this width instead of samples; `sampling`'s bans hold, the rest of it does not
-    beam_width: int | None = None
+    beam_width: int | None = None  # beam search instead of samples; of `sampling` only the bans hold
     length_penalty: float = 1.0  # the score of a beam is the sum of its log-probabilities / length ** length_penalty
 
 
@@ -133,11 +123,8 @@ class Token:
     """One more token of a sample."""
 
     id: int  # A stop id comes too, as the last one
-    # what can be shown now: without characters that are not whole yet, without what may become a stop text, never a
-    # stop id's. All texts of a sample together are its answer.
-    text: str
-    # natural log-probability by the model itself: before temperature, penalties and bans. None unless asked.
-    logprob: float | None = None
+    text: str  # whole characters that cannot begin a stop text, nor come from a stop id; joined they are the answer
+    logprob: float | None = None  # natural, of the model before temperature, penalties and bans
     top: Top = ()  # as many as asked for
     sample: int = 0
 
@@ -147,8 +134,7 @@ class Scores:
     """Of the prompt, before any token; once for all samples."""
 
     logprobs: tuple[float | None, ...]  # of each token of the prompt after those before it; None for the first
-    # the most likely tokens in its place; () for the first. At least one of each: greedy choice is top[i][0].
-    top: tuple[Top, ...]
+    top: tuple[Top, ...]  # the most likely tokens in its place, at least one; () for the first
 
 
 @dataclass(frozen=True, slots=True)

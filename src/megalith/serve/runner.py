@@ -15,13 +15,9 @@ class Piece:
 
     tokens: Sequence[int]
     start: int  # position of the first of them; the keys and values of all before it are in the blocks
-    # where the keys and values of the sequence are, the new ones included: position p is in row p % block_size of block
-    # blocks[p // block_size]
-    blocks: Sequence[int]
+    blocks: Sequence[int]  # of the sequence: position p is in row p % block_size of blocks[p // block_size]
     wanted: int = 1  # of how many of the last of these tokens logits are wanted
-    # how many of the sequence's first tokens are the text that an encoder reads, which fills whole blocks; the decoder
-    # reads those behind these blocks. 0 where there is no encoder.
-    source: int = 0
+    source: int = 0  # first tokens that an encoder reads, padded to whole blocks before those of the decoder
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,8 +33,7 @@ class Table:
     blocks: list[int] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)
     promised: range = range(0)
-    # what the digests begin with: sequences of different roots share no block, however alike they begin
-    root: bytes = b""
+    root: bytes = b""  # begins the digests: sequences of different roots share no block, however alike
 
 
 def filled_blocks(tokens: int, size: int) -> int:
@@ -194,9 +193,7 @@ class Sequence:
     scored: int  # of how many positions no logits are wanted, or have been given; below the number of tokens
     width: int = 1  # how many sequences this may become by `fork`
     owner: Any = None  # whoever gets the logits
-    # how many of the first tokens are a text that an encoder reads, at once; its last block is filled up with tokens
-    # that mean nothing. 0 where there is no encoder.
-    source: int = 0
+    source: int = 0  # first tokens that an encoder reads at once, padded to whole blocks; 0 without an encoder
     order: tuple[int, ...] = ()  # those of lower order go first
     read: int = 0  # how many tokens have their keys and values in the blocks
     table: Table = field(default_factory=Table)

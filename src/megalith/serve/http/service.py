@@ -63,8 +63,7 @@ class Service:
     log: RequestLog
     metrics: Metrics = field(default_factory=Metrics)
     template: ChatTemplate | None = None
-    # that end a text where the model has several; None: the tokenizer's end of a document
-    stop_ids: tuple[int, ...] | None = None
+    stop_ids: tuple[int, ...] | None = None  # end a text; None: the tokenizer's end of a document
     first_seed: int | None = None  # where requests without a seed begin to count from; None: they are unpredictable
     draining: bool = False  # whether it takes no new work any more
     answering: Answering | None = None  # how it does that; None where it continues the prompt

@@ -36,10 +36,8 @@ class Defaults:
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 0.0
-    # of prompt and answer together, where a request does not say how many tokens it wants; None: no such rule
-    length: int | None = None
-    # prompts x length above which a request is refused (--max-tokens-to-oom); None: no limit
-    max_tokens: int | None = None
+    length: int | None = None  # of prompt and answer, if a request names no number of tokens; None: no rule
+    max_tokens: int | None = None  # prompts x length that are refused above (--max-tokens-to-oom); None: no limit
 
 
 @dataclass(frozen=True)
