@@ -177,7 +177,7 @@ class BucketSpace:
 
     def _places(self, owner: _Owner, names: Sequence[str], sizes: Sequence[int]) -> dict[str, Place]:
         space, where = self._space, str(self._path)
-        shapes = {name: space.local_shape(self._stored_name(name), owner.size, owner.rank) for name in names}
+        shapes = {name: space.local_shape(name, owner.size, owner.rank) for name in names}
         try:
             if owner.prefix not in self._gathered:
                 return places(shapes, sizes, where)
@@ -189,9 +189,6 @@ class BucketSpace:
             return coalesced_places(shapes, sizes[0], bucket_limits(self._args), alone, where)
         except CheckpointError as error:
             raise UnreadableState(f"{error}; {_WITHOUT}") from error
-
-    def _stored_name(self, name: str) -> str:
-        return WORD_EMBEDDINGS if self._space.tied and name == OUTPUT_LAYER else name
 
     def _state_of(self, owner: _Owner) -> list[dict[str, Any]]:
         """What replica 0 had gathered of a place: kind -> flat tensor, by buffer."""

@@ -114,17 +114,34 @@ def volume(shape: Iterable[int]) -> int:
     return math.prod(shape)
 
 
+Span = tuple[int, int]
+
+
+def overlap(
+    offset: Sequence[int], shape: Sequence[int], other_offset: Sequence[int], other_shape: Sequence[int]
+) -> list[Span] | None:
+    """First and last element, by dimension, of what two boxes of one tensor both hold; None if there is nothing."""
+    box = []
+    for start, size, other_start, other_size in zip(offset, shape, other_offset, other_shape, strict=True):
+        low, high = max(start, other_start), min(start + size, other_start + other_size)
+        if low >= high:
+            return None
+        box.append((low, high))
+    return box
+
+
+def view_of(chunk: Chunk, box: Sequence[Span]) -> Tensor:
+    """The elements of a box that a chunk holds wholly."""
+    view = chunk.tensor
+    for dim, ((low, high), start) in enumerate(zip(box, chunk.offset, strict=True)):
+        view = view.narrow(dim, low - start, high - low)
+    return view
+
+
 def common_part(one: Chunk, other: Chunk) -> tuple[Tensor, Tensor] | None:
     """Views of the elements that two chunks of one key both hold; None if there are none."""
-    first, second = one.tensor, other.tensor
-    for dim, (start, other_start) in enumerate(zip(one.offset, other.offset, strict=True)):
-        low = max(start, other_start)
-        length = min(start + one.tensor.shape[dim], other_start + other.tensor.shape[dim]) - low
-        if length <= 0:
-            return None
-        first = first.narrow(dim, low - start, length)
-        second = second.narrow(dim, low - other_start, length)
-    return first, second
+    box = overlap(one.offset, one.tensor.shape, other.offset, other.tensor.shape)
+    return None if box is None else (view_of(one, box), view_of(other, box))
 
 
 @torch.no_grad()

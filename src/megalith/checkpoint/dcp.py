@@ -43,7 +43,16 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from megalith.checkpoint.content import CheckpointContent, Chunk, balanced, by_key, check_filled, volume
+from megalith.checkpoint.content import (
+    CheckpointContent,
+    Chunk,
+    balanced,
+    by_key,
+    check_filled,
+    overlap,
+    view_of,
+    volume,
+)
 from megalith.checkpoint.hashing import FileRecord, HashedFile, ReadThrough, hash_files
 from megalith.checkpoint.safe_loading import dump_bytes, load_bytes, read_metadata
 from megalith.checkpoint.torch_archive import Heads, read_tensor_entry, write_tensor_entry
@@ -299,28 +308,13 @@ def _reads(path: Path, metadata: Metadata, wanted: Sequence[Chunk]) -> Iterator[
         alike, filled = at.get(chunk.offset), 0
         exact = alike is not None and alike.sizes == chunk.tensor.shape  # stored in the same layout: the usual case
         for stored in [alike] if alike is not None and exact else held:
-            if (box := _overlap(stored, chunk)) is not None:
+            if (box := overlap(stored.offsets, stored.sizes, chunk.offset, chunk.tensor.shape)) is not None:
                 place = _place_of(path, metadata, MetadataIndex(chunk.key, stored.offsets))
                 start = tuple(low - begin for (low, _), begin in zip(box, stored.offsets, strict=True))
-                target = chunk.tensor.detach()
-                for dim, ((low, high), begin) in enumerate(zip(box, chunk.offset, strict=True)):
-                    target = target.narrow(dim, low - begin, high - low)
+                target = view_of(chunk, box).detach()
                 filled += target.numel()
                 yield _Read(chunk.key, place, tuple(stored.sizes), start, target)
         check_filled(str(path), chunk, filled)
-
-
-def _overlap(stored: ChunkStorageMetadata, wanted: Chunk) -> list[tuple[int, int]] | None:
-    """First and last element, by dimension, of what both hold; None if there is nothing."""
-    box = []
-    for begin, size, start, length in zip(
-        stored.offsets, stored.sizes, wanted.offset, wanted.tensor.shape, strict=True
-    ):
-        low, high = max(begin, start), min(begin + size, start + length)
-        if low >= high:
-            return None
-        box.append((low, high))
-    return box
 
 
 def _read_file(path: Path, reads: Sequence[_Read], through: ReadThrough, heads: Heads) -> None:

@@ -93,9 +93,14 @@ class ModelSpace:
         """The shape of the tensor that a parameter stands in, leading axes included."""
         return (*self.stacking.slot(name).extents, *self.shapes[name])
 
+    def stored_name(self, name: str) -> str:
+        """The name in model space: the second copy of a tied embedding is that of the first."""
+        return WORD_EMBEDDINGS if name == OUTPUT_LAYER and self.tied else name
+
     def local_shape(self, name: str, size: int, index: int) -> tuple[int, ...]:
         """The shape of what a rank of a tensor-parallel axis holds of a parameter; or a LayoutError."""
-        shape, placement = self.shapes[name], self.placements[name]
+        stored = self.stored_name(name)
+        shape, placement = self.shapes[stored], self.placements[stored]
         dim = dim_of(placement)
         rows = sum(piece.length for piece in local_pieces(placement, shape[dim], size, index))
         return (*shape[:dim], rows, *shape[dim + 1 :])

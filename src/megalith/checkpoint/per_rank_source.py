@@ -50,7 +50,7 @@ from megalith.checkpoint.formats.per_rank_layout import (
     check_expert_tensor_size,
     chunk_key,
     folder_name,
-    stored_name,
+    of_experts,
 )
 from megalith.checkpoint.formats.torch_dist import (
     optimizer_chunks,
@@ -250,7 +250,7 @@ class PerRankSource:
 
     def _shape(self, name: str, tp: int) -> tuple[int, ...]:
         try:
-            return self._space.local_shape(stored_name(self._space, name), self._layout.tp, tp)
+            return self._space.local_shape(name, self._layout.tp, tp)
         except LayoutError as error:
             raise CheckpointError(f"{self.path}: {name} does not divide as the saved args say: {error}") from error
 
@@ -287,7 +287,7 @@ class PerRankSource:
         ]
         where = str(self._file(place, MODEL_FILE))
         states = optimizers(self._files[place]["optimizer"], self._num_optimizers, where)
-        parts = [stored] if len(states) == 1 else [_of_experts(stored, expert=expert) for expert in (False, True)]
+        parts = [stored] if len(states) == 1 else [of_experts(stored, expert=expert) for expert in (False, True)]
         for number, (state, part) in enumerate(zip(states, parts, strict=True)):
             if not is_distributed(state):
                 together = {name: tuple(tensor.shape) for one in part for name, tensor in one.items()}
@@ -433,10 +433,6 @@ class PerRankSource:
             for record in changed_records(file):
                 found.append(f"{file} has changed since it was saved: the checksum of {record} differs")
         return found
-
-
-def _of_experts(weights: Sequence[Mapping[str, Tensor]], *, expert: bool) -> list[dict[str, Tensor]]:
-    return [{name: tensor for name, tensor in part.items() if (".mlp.experts." in name) == expert} for part in weights]
 
 
 def _read(path: Path) -> Mapping[str, Any]:

@@ -97,9 +97,9 @@ class TorchDistSource:
             held = self._stored.tensors[stored]
             weight = self._key_of.get(weight_of(key))
             model = None if weight is None else self._stored.tensors[weight]
-            tensors[key] = replace(held, shape=model.shape) if model is not None and key != stored else held
-            if model is not None and len(held.shape) == len(model.shape) + 1:  # flattened ranges
-                tensors[key] = replace(held, shape=model.shape)
+            if model is not None and (key != stored or len(held.shape) == len(model.shape) + 1):  # flattened ranges
+                held = replace(held, shape=model.shape)
+            tensors[key] = held
         if isinstance(self._buckets, BucketSpace):
             tensors |= self._buckets.tensors()
         left_out = (str(self._buckets),) if isinstance(self._buckets, UnreadableState) else ()

@@ -7,6 +7,7 @@ Nothing here needs torch, so that the supervisor of a run can read too.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import mmap
 import os
@@ -298,8 +299,6 @@ def make_folder() -> str:
 
 def _mark_in_use(folder: Path) -> TextIO:
     """Hold a lock in the folder for as long as this process lives; the kernel releases it however the process ends."""
-    import fcntl
-
     file = (folder / _IN_USE).open("a", encoding="utf-8")
     fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     return file
@@ -310,8 +309,6 @@ def _remove_abandoned() -> None:
 
     One that its process did not live to mark is marked here, so that only one start removes it.
     """
-    import fcntl
-
     for folder in _MEMORY.glob(f"{_PREFIX}*"):
         with suppress(OSError):
             if folder.stat().st_uid != os.getuid() or time.time() - folder.stat().st_mtime < _SECONDS_TO_MARK:

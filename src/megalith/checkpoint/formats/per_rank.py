@@ -38,22 +38,6 @@ from megalith.checkpoint.torch_archive import find, lay_out, seal, tensors_in, w
 from megalith.errors import CheckpointError
 from megalith.layout import Layout
 
-_ENTRY_OVERHEAD = 512  # bytes of an archive around one tensor
-_FIXED_OVERHEAD = 2**17
-
-
-def _files(target: Target, place: Place) -> list[str]:
-    """The names of the files of a place, below the folder."""
-    made = PlaceFiles(target, *place)
-    return [f"{made.folder}/{name}" for name in made.bodies]
-
-
-def _place_bytes(target: Target, place: Place) -> int:
-    """Bytes of the files of a place, rounded up."""
-    made = PlaceFiles(target, *place)
-    tensors = [tensor for body in made.bodies.values() for tensor in tensors_in(body)]
-    return sum(tensor.numel() * tensor.element_size() + _ENTRY_OVERHEAD for tensor in tensors) + _FIXED_OVERHEAD
-
 
 def _lay_out(target: Target, folder: Path, place: Place) -> None:
     """Make the files of a place, with the room for their tensors and everything else in them."""
@@ -135,7 +119,7 @@ def write_per_rank(source: Source, folder: Path, names: str = CORE) -> list[str]
     with _Filler(target, folder, wanted) as filler:
         for chunk in wanted:
             filler.write(_read(source, contents, chunk))
-    made = [name for place in target.places for name in _files(target, place)]
+    made = [name for place in target.places for name in PlaceFiles(target, *place).names]
     for name in made:
         seal(folder / name)
     return made
@@ -179,7 +163,7 @@ class PerRankWriter:
         self.plan = dict[str, int]()  # key -> elements that this rank holds of it
         for chunk in self._chunks:
             self.plan[chunk.key] = self.plan.get(chunk.key, 0) + chunk.tensor.numel()
-        own = _place_bytes(self._target, self._place) if self._place is not None else 0
+        own = PlaceFiles(self._target, *self._place).nbytes if self._place is not None else 0
         self.nbytes = own + sum(map(len, self._files.values()))
 
     def merge(self, plans: Sequence[Any]) -> None:
@@ -207,7 +191,7 @@ class PerRankWriter:
         """Complete and hash the files that this rank laid out."""
         if self._place is None:
             return Written([], {}, self._seconds)
-        began, files = time.perf_counter(), [path / name for name in _files(self._target, self._place)]
+        began, files = time.perf_counter(), [path / name for name in PlaceFiles(self._target, *self._place).names]
         for file in files:
             seal(file)
         records = hash_files(files, below=path)

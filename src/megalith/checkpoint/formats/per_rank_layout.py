@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,20 +25,23 @@ from megalith.checkpoint.formats.megatron_optimizer import BUFFERS, MAIN, MOMENT
 from megalith.checkpoint.formats.torch_dist import (
     CHECKPOINT_VERSION,
     OPTIMIZER_PREFIX,
-    WORD_EMBEDDINGS,
     Whole,
-    expert_of,
     rng_object_key,
     stacked_axes,
     weight_chunks,
     weight_of,
 )
-from megalith.checkpoint.model_space import OUTPUT_LAYER, Division, ModelSpace, Place, division_of, model_space_of
+from megalith.checkpoint.model_space import Division, ModelSpace, Place, division_of, model_space_of
 from megalith.checkpoint.source import listing
+from megalith.checkpoint.torch_archive import tensors_in
 from megalith.errors import CheckpointError
+
+T = TypeVar("T")
 
 MODEL_FILE = "model_optim_rng.pt"
 BUFFER_FILE = "distrib_optim.pt"
+_ENTRY_OVERHEAD = 512  # bytes of an archive around one tensor
+_FIXED_OVERHEAD = 2**17
 
 
 def folder_name(place: Place, division: Division) -> str:
@@ -82,7 +85,7 @@ class Target(Division):
 
     def _rows(self, stage: int, expert: int) -> set[Row]:
         names = {name for part in self.space.names_of(self, stage, expert) for name in part}
-        slots = (self.space.stacking.slot(stored_name(self.space, name)) for name in names)
+        slots = (self.space.stacking.slot(self.space.stored_name(name)) for name in names)
         return {(slot.key, slot.index) for slot in slots}
 
 
@@ -96,9 +99,9 @@ def row_of(chunk: Chunk) -> Row:
     return key, chunk.offset[: stacked_axes(key)]
 
 
-def stored_name(space: ModelSpace, name: str) -> str:
-    """The name in model space: the second copy of a tied embedding is that of the first."""
-    return WORD_EMBEDDINGS if name == OUTPUT_LAYER and space.tied else name
+def of_experts(parts: Sequence[Mapping[str, T]], *, expert: bool) -> list[dict[str, T]]:
+    """What belongs to experts, or all else, of things by parameter in each virtual chunk."""
+    return [{name: thing for name, thing in part.items() if (".mlp.experts." in name) == expert} for part in parts]
 
 
 def target_of(
@@ -168,9 +171,20 @@ class PlaceFiles:
     def folder(self) -> str:
         return folder_name((self.tp, self.pp, self.ep), self._target)
 
+    @property
+    def names(self) -> list[str]:
+        """The files, below the folder of the checkpoint."""
+        return [f"{self.folder}/{name}" for name in self.bodies]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the files, rounded up."""
+        tensors = [tensor for body in self.bodies.values() for tensor in tensors_in(body)]
+        return sum(tensor.numel() * tensor.element_size() + _ENTRY_OVERHEAD for tensor in tensors) + _FIXED_OVERHEAD
+
     def _shape(self, name: str) -> tuple[int, ...]:
         space = self._target.space
-        return space.local_shape(stored_name(space, name), self._target.tp, self.tp)
+        return space.local_shape(name, self._target.tp, self.tp)
 
     def _room(self, name: str, dtype: torch.dtype, prefix: str = "") -> Tensor:
         """A new tensor like a parameter; `prefix` stands before its key."""
@@ -181,7 +195,7 @@ class PlaceFiles:
     def _add(self, name: str, tensor: Tensor, view: Tensor, prefix: str) -> None:
         """Note that `view` of `tensor` holds what this place has of a parameter, or of its state."""
         space = self._target.space
-        box = Whole(stored_name(space, name), view)
+        box = Whole(space.stored_name(name), view)
         found = weight_chunks([box], space.placements, space.stacking, rank=self.tp, size=self._target.tp)
         chunks = [Chunk(prefix + part.key, part.tensor, part.offset, part.global_shape) for part in found]
         self.rooms.append(Room(tensor, chunks))
@@ -235,13 +249,8 @@ class PlaceFiles:
         if self._target.ep == 1:
             return self._optimizer(state, self._shapes)
         return [
-            self._optimizer(state[number], self._part(expert=expert)) for number, expert in enumerate((False, True))
-        ]
-
-    def _part(self, *, expert: bool) -> list[dict[str, tuple[int, ...]]]:
-        return [
-            {name: shape for name, shape in shapes.items() if (expert_of(name) is not None) == expert}
-            for shapes in self._shapes
+            self._optimizer(state[number], of_experts(self._shapes, expert=expert))
+            for number, expert in enumerate((False, True))
         ]
 
     def _optimizer(self, state: Mapping[str, Any], parts: Sequence[Mapping[str, tuple[int, ...]]]) -> dict[str, Any]:
@@ -284,8 +293,8 @@ class PlaceFiles:
         part has its buffers."""
         if self._target.ep == 1:
             return self._buffer_body(self._shapes)
-        dense = None if self.ep else self._buffer_body(self._part(expert=False))
-        return [dense, self._buffer_body(self._part(expert=True))]
+        dense = None if self.ep else self._buffer_body(of_experts(self._shapes, expert=False))
+        return [dense, self._buffer_body(of_experts(self._shapes, expert=True))]
 
     def _buffer_body(self, parts: Sequence[Mapping[str, tuple[int, ...]]]) -> dict[Any, Any]:
         args = vars(self._target.common["args"])

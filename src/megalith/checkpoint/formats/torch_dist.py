@@ -136,7 +136,7 @@ class Stacking:
         return any(layers) if match[2] is None else bool(layers[int(match[2])])
 
     def extra_state_objects(self, layers: Collection[int] | None = None) -> dict[str, None]:
-        """The empty `_extra_state` entries that Megatron asks for, one per linear (of prediction with the last layer)."""
+        """The empty `_extra_state` entries that Megatron asks for, one per linear."""
         keys = [
             key
             for stack, experts in self.stacks.items()
@@ -329,31 +329,17 @@ def optimizer_chunks(
 
 def _chunks(
     box: Box, name: str, prefix: str, placement: Placement, stacking: Stacking, rank: int, size: int, *, once: bool
-) -> list[Chunk]:
+) -> Iterator[Chunk]:
     """The chunks of a box that belongs to the parameter `name`; `prefix` stands before the key."""
-    slot = stacking.slot(name)
-    ones = (1,) * len(slot.index)
-    return [
-        Chunk(prefix + slot.key, part.view(*ones, *part.shape), (*slot.index, *offset), (*slot.extents, *extent))
-        for part, offset, extent in _parts(box, placement, rank, size, once=once)
-    ]
-
-
-def _parts(
-    box: Box, placement: Placement, rank: int, size: int, *, once: bool
-) -> Iterator[tuple[Tensor, tuple[int, ...], tuple[int, ...]]]:
-    """The pieces of a box of a local tensor with their offset in, and the shape of, the tensor over the whole axis."""
-    dim, extent = dim_of(placement), global_shape(box.shape, placement, size)
+    slot, dim, extent = stacking.slot(name), dim_of(placement), global_shape(box.shape, placement, size)
     first, last = box.offset[dim], box.offset[dim] + box.tensor.shape[dim]
     for piece in local_pieces(placement, extent[dim], size, rank):
         start, stop = max(first, piece.local), min(last, piece.local + piece.length)
         if start < stop and (not once or piece.holders[0] == rank):
-            place = _with(box.offset, dim, piece.whole + start - piece.local)
-            yield box.tensor.narrow(dim, start - first, stop - start), place, extent
-
-
-def _with(values: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:
-    return (*values[:dim], value, *values[dim + 1 :])
+            part = box.tensor.narrow(dim, start - first, stop - start)
+            part = part.view(*(1 for _ in slot.index), *part.shape)
+            offset = (*box.offset[:dim], piece.whole + start - piece.local, *box.offset[dim + 1 :])
+            yield Chunk(prefix + slot.key, part, (*slot.index, *offset), (*slot.extents, *extent))
 
 
 def weight_of(key: str) -> str:
