@@ -47,18 +47,13 @@ class Chunk:
 
 @dataclass
 class CheckpointContent:
-    """Everything that one save writes, or that one load asks for.
+    """Everything that one save writes, or that one load asks for."""
 
-    Attributes:
-        chunks: boxes of global tensors; live tensors on any device.
-        objects: key -> any picklable value of plain types, tensors and numpy arrays. For a load the keys count only.
-        common: the shared state that becomes `common.pt`; ignored by a load.
-        written_as: key of a chunk -> its key in files of format torch_dist, where that is another; ignored by a load.
-    """
-
-    chunks: list[Chunk] = field(default_factory=list)
+    chunks: list[Chunk] = field(default_factory=list)  # boxes of global tensors; live tensors on any device
+    # key -> any picklable value of plain types, tensors and numpy arrays. For a load the keys count only.
     objects: dict[str, Any] = field(default_factory=dict)
-    common: dict[str, Any] = field(default_factory=dict)
+    common: dict[str, Any] = field(default_factory=dict)  # the shared state that becomes `common.pt`; ignored by a load
+    # key of a chunk -> its key in files of format torch_dist, where that is another; ignored by a load
     written_as: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -68,17 +63,11 @@ class CheckpointContent:
 
 @dataclass(frozen=True)
 class LoadedContent:
-    """What a load returns beside the tensors that it filled.
+    """What a load returns beside the tensors that it filled."""
 
-    Attributes:
-        common: the shared state of the checkpoint.
-        objects: the objects that were asked for.
-        unexpected: keys that the checkpoint holds and the load did not ask for.
-    """
-
-    common: dict[str, Any]
-    objects: dict[str, Any]
-    unexpected: tuple[str, ...] = ()
+    common: dict[str, Any]  # the shared state of the checkpoint
+    objects: dict[str, Any]  # the objects that were asked for
+    unexpected: tuple[str, ...] = ()  # keys that the checkpoint holds and the load did not ask for
 
 
 def renamed(chunks: Iterable[Chunk], names: Mapping[str, str]) -> list[Chunk]:

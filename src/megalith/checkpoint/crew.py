@@ -37,21 +37,7 @@ class Crew:
     """The ranks of an axis, which share a store."""
 
     def __init__(self, axis: Axis) -> None:
-        self._axis = axis
-
-    @property
-    def rank(self) -> int:
-        """The place of this rank among them."""
-        return self._axis.index
-
-    @property
-    def size(self) -> int:
-        return self._axis.size
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this rank decides and writes what stands for all."""
-        return self._axis.is_first
+        self.axis = axis
 
     def all(self, act: Callable[[], T]) -> list[T]:
         """Do something on every rank; returns the results by rank, which are pickled on the way.
@@ -66,12 +52,12 @@ class Crew:
 
     def first(self, act: Callable[[], T]) -> T:
         """Do something on the first rank only and return its result, or raise its error, on every rank; as `all`."""
-        results: list[Any] = self._agreed(act if self.is_first else None)
+        results: list[Any] = self._agreed(act if self.axis.is_first else None)
         found: T = results[0]
         return found
 
     def _agreed(self, act: Callable[[], T] | None) -> list[T | None]:
-        if self.size == 1:
+        if self.axis.size == 1:
             assert act is not None
             return [act()]
         result, error = None, None
@@ -86,7 +72,7 @@ class Crew:
         elif error is not None:  # its type too, as its message alone may say nothing
             cause = f"{type(error).__name__}: {error}"
         own = _Outcome(act is not None, result, cause, kind, socket.gethostname())
-        outcomes: Sequence[_Outcome[T]] = comm.all_gather_objects(own, self._axis)
+        outcomes: Sequence[_Outcome[T]] = comm.all_gather_objects(own, self.axis)
         if all(outcome.cause is None for outcome in outcomes):
             return [outcome.result for outcome in outcomes]
         if error is not None and not isinstance(error, MegalithError):

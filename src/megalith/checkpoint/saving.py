@@ -63,23 +63,14 @@ _SEEN_WITHIN_SECONDS = 10.0  # network file systems cache for some seconds what 
 
 @dataclass(frozen=True)
 class SaveReport:
-    """What a save did.
+    """What a save did."""
 
-    Attributes:
-        seconds: from its begin until it was in its place.
-        bytes: of all its files.
-        path: where it is.
-        stall_seconds: how long its caller could do nothing else; of a background save the caller knows that.
-        write_seconds: how long the slowest rank wrote.
-        waited_seconds: how long threads of a background save were waited for.
-    """
-
-    seconds: float
-    bytes: int
-    path: Path
-    stall_seconds: float
-    write_seconds: float
-    waited_seconds: float = 0.0
+    seconds: float  # from its begin until it was in its place
+    bytes: int  # of all its files
+    path: Path  # where it is
+    stall_seconds: float  # how long its caller could do nothing else; of a background save the caller knows that
+    write_seconds: float  # how long the slowest rank wrote
+    waited_seconds: float = 0.0  # how long threads of a background save were waited for
 
 
 @dataclass(eq=False)
@@ -163,7 +154,7 @@ class Saving:
         """Plan what this rank writes, and count its bytes."""
         if self.staging is not None:
             self.content = replace(self.content, chunks=self.staging.plan(self.content.chunks))
-        self._writer = self.make_writer(self.content, self.files, self.crew.rank)
+        self._writer = self.make_writer(self.content, self.files, self.crew.axis.index)
         self.on_point("pre_save")
         return self._writer.plan, self._writer.nbytes
 
@@ -208,20 +199,20 @@ class Saving:
         return sealed
 
     def _written(self) -> None:
-        if not self.crew.is_first:
+        if not self.crew.axis.is_first:
             self.on_point("pre_commit")
 
     @contextmanager
     def _in_folder(self) -> Iterator[Path]:
         """The folder, when it is seen here."""
         path = self.final.parent / self._name
-        with naming_full_disk(self.final.parent, self._needed, claimed=self.claimed and self.crew.is_first):
+        with naming_full_disk(self.final.parent, self._needed, claimed=self.claimed and self.crew.axis.is_first):
             _wait_for(path)
             yield path
 
     def commit(self, written: Sequence[Written]) -> int:
         """Put the folder in its place; the first rank does that, and needs no other. Returns its bytes, elsewhere 0."""
-        if not self.crew.is_first:
+        if not self.crew.axis.is_first:
             self.on_point("mid_commit")
             return 0
         assert self._new is not None

@@ -146,9 +146,8 @@ class DirectoryStore:
         self._sound: dict[int, Signature] = {}
         self._begun: dict[int, Signature] = {}  # sound but for what a load is still to see
         self._fetching: Prefetch | None = None
-        self._opened: tuple[tuple[Path, Signature], CheckpointFolder] | None = (
-            None  # its table of contents is read once
-        )
+        # A checkpoint whose table of contents is read once.
+        self._opened: tuple[tuple[Path, Signature], CheckpointFolder] | None = None
 
     def folder(self, iteration: int) -> Path:
         """Where the checkpoint of an iteration is or would be."""
@@ -290,7 +289,7 @@ class DirectoryStore:
         signature = self._crew.first(lambda: self._existing(iteration).signature())
         if not verify or self._sound.get(iteration) == signature:
             return self._loaded(lambda: readings[0].load({}))
-        rank, size = self._crew.rank, self._crew.size
+        rank, size = self._crew.axis.index, self._crew.axis.size
         self._stop_fetching()
         try:
             loaded = self._loaded(lambda: readings[0].load(self._existing(iteration).read_through(rank, size)))
@@ -321,10 +320,6 @@ class DirectoryStore:
         """The manifest, or None for a checkpoint of another program."""
         return self._crew.first(lambda: self._existing(iteration).manifest())
 
-    def read_file(self, iteration: int, name: str) -> bytes:
-        """A further file that was saved with a checkpoint."""
-        return self._crew.first(lambda: self._existing(iteration).read_file(name))
-
     def iterations(self) -> list[int]:
         """All the checkpoints that are there, ascending, sound or not."""
         return self._crew.first(self._iterations)
@@ -346,7 +341,7 @@ class DirectoryStore:
         signature = self._crew.first(lambda: self._existing(iteration).signature())
         if signature in (self._sound.get(iteration), self._begun.get(iteration) if deferred else None):
             return []  # verified before, and no file has changed since
-        rank, size = self._crew.rank, self._crew.size
+        rank, size = self._crew.axis.index, self._crew.axis.size
         found = self._crew.all(lambda: self._existing(iteration).problems(rank, size, deferred=deferred))
         problems = list(dict.fromkeys(problem for part in found for problem in part))
         if not problems:
@@ -362,7 +357,7 @@ class DirectoryStore:
         self._stop_fetching()
         folder = self._existing(iteration)
         self._fetching = Prefetch(
-            [folder.path / name for name in folder.read_through(self._crew.rank, self._crew.size)]
+            [folder.path / name for name in folder.read_through(self._crew.axis.index, self._crew.axis.size)]
         )
 
     def _stop_fetching(self) -> None:

@@ -60,23 +60,16 @@ class Axis:
 
 @dataclass(frozen=True)
 class ParallelContext:
-    """The place of this process in a layout, and how to reach the others.
+    """The place of this process in a layout, and how to reach the others."""
 
-    Attributes:
-        layout: the whole layout.
-        rank: of this process.
-        device: where its tensors are.
-        axes: by the names of their axes, single and joined (`JOINED`).
-        ends: the first and the last pipeline stage, which may share an embedding; None on a rank that is neither, and
-            without pipeline.
-        links: to the neighbouring pipeline stages; None without pipeline.
-    """
-
-    layout: Layout
-    rank: int
-    device: torch.device
-    axes: Mapping[frozenset[str], Axis] = field(repr=False)
+    layout: Layout  # the whole layout
+    rank: int  # of this process
+    device: torch.device  # where its tensors are
+    axes: Mapping[frozenset[str], Axis] = field(repr=False)  # by the names of their axes, single and joined (`JOINED`)
+    # the first and the last pipeline stage, which may share an embedding; None on a rank that is neither, and without
+    # pipeline
     ends: Axis | None = field(default=None, repr=False)
+    # to the neighbouring pipeline stages; None without pipeline
     links: PipelineLinks | None = field(default=None, repr=False)
 
     @property

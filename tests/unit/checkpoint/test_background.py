@@ -87,7 +87,7 @@ def test_what_is_written_is_what_was_scheduled(
         target = make_content(0)
         assert store.load(iteration, target).common["iteration"] == iteration
         assert same_tensors(target, make_content(iteration))
-        assert store.read_file(iteration, "vocab.json") == b"{}"
+        assert (store.folder(iteration) / "vocab.json").read_bytes() == b"{}"
     assert store.newest_verified() == (20, [])
 
 
