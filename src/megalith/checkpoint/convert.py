@@ -245,8 +245,8 @@ def adapted(
     ep = wanted.ep or _size(args, "expert")
     layout = Layout(tp=wanted.tp or _size(args, "tensor"), dp=ep, pp=wanted.pp or _size(args, "pipeline"), ep=ep)
     _check_experts(args_of(source.common()), ep, where)
-    if wanted.pp is not None and not wanted.run_args:
-        _check_stages(args, wanted.pp, where)
+    if wanted.pp not in (None, _size(args, "pipeline")) and not wanted.run_args:
+        _check_divides(int(args["num_layers"]), "layers", "--pp", layout.pp, where)
     if layout.pp > 1 and model.predictions and model.position_embedding_type == "learned_absolute":
         raise CheckpointError(
             f"the model in {where} has --mtp-num-layers and --position-embedding-type learned_absolute, which together "
@@ -296,12 +296,6 @@ def _check_experts(args: Mapping[str, Any], ep: int, where: str) -> None:
     if ep > 1 and not experts:
         raise LayoutError(f"--ep {ep}: the model in {where} has no experts; leave --ep out")
     _check_divides(experts, "experts", "--ep", ep, where)
-
-
-def _check_stages(args: Mapping[str, Any], pp: int, where: str) -> None:
-    """Refuse stages that layers do not divide over evenly, unless it is their number already."""
-    if pp != _size(args, "pipeline"):
-        _check_divides(int(args["num_layers"]), "layers", "--pp", pp, where)
 
 
 def _check_divides(count: int, what: str, flag: str, size: int, where: str) -> None:

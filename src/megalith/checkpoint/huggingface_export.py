@@ -253,16 +253,11 @@ def _further_files(
         files |= _of_word_pieces(found / "vocab.txt", card)
     elif MODEL_FILE in files and not {"tokenizer.json", _TOKENIZER_CONFIG} & set(files):
         files[_TOKENIZER_CONFIG] = _json(_of_sentence_piece(found / MODEL_FILE, card))
-    if _generates(config):
+    architecture = str(next(iter(config.get("architectures") or ()), ""))
+    if architecture.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")):  # it continues texts
         named = {key: config[key] for key in _TOKENS_OF_GENERATION if config.get(key) is not None}
         files.setdefault(_GENERATION_CONFIG, _json({"_from_model_config": True, **named}))
     return {**files, CONFIG_FILE: _json(config)}
-
-
-def _generates(config: Mapping[str, Any]) -> bool:
-    """Whether the class of transformers that config.json names continues texts."""
-    architecture = next(iter(config.get("architectures") or ()), "")
-    return str(architecture).endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration"))
 
 
 def _of_byte_pairs(folder: Path, config: Mapping[str, Any]) -> dict[str, bytes]:

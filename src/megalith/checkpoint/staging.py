@@ -119,15 +119,13 @@ def _begin_copies(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[Future[None]]:
     threads = max(1, min(_THREADS, torch.get_num_threads()))
     shares = balanced([target.nbytes for target, _ in pieces], threads)
     pool = ThreadPoolExecutor(len(on_devices) + threads, thread_name_prefix="checkpoint-copy")
-    copying = [pool.submit(_copy_from, device, _reached(device), part) for device, part in on_devices.items()]
+    copying = []
+    for device, part in on_devices.items():
+        reached = torch.cuda.current_stream(device).record_event()  # from there on the tensors hold what is saved
+        copying.append(pool.submit(_copy_from, device, reached, part))
     copying += [pool.submit(_copy_all, [pieces[number] for number in share]) for share in shares if share]
     pool.shutdown(wait=False)  # the threads end with their work
     return copying
-
-
-def _reached(device: torch.device) -> torch.cuda.Event:
-    """What the training has reached on a device: its tensors hold what is saved from there on."""
-    return torch.cuda.current_stream(device).record_event()
 
 
 def _copy_from(device: torch.device, reached: torch.cuda.Event, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:

@@ -180,14 +180,8 @@ def _chunks(space: ModelSpace, contents: Contents, division: Division, place: Pl
         whole = {**space.placements, **{box.name: Replicated() for box in squares}}
         part = optimizer_chunks(squares, whole, space.stacking, **common)  # type: ignore[arg-type]
         found += [chunk for chunk in part if chunk.key in contents.tensors]
-    return [_like(chunk, contents) for chunk in found]
-
-
-def _like(chunk: Chunk, contents: Contents) -> Chunk:
-    """The chunk in the dtype of the stored tensor, where there is one."""
-    stored = contents.tensors.get(chunk.key)
-    tensor = chunk.tensor if stored is None else chunk.tensor.to(stored.dtype)
-    return Chunk(chunk.key, tensor, chunk.offset, chunk.global_shape)
+    dtypes = {key: stored.dtype for key, stored in contents.tensors.items()}
+    return [replace(chunk, tensor=chunk.tensor.to(dtypes.get(chunk.key, chunk.tensor.dtype))) for chunk in found]
 
 
 def _refuse_lost(contents: Contents, kept: Collection[str], why: str) -> None:

@@ -21,7 +21,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -130,7 +130,9 @@ class FolderBoard:
         self.folder, self._rank, self._of_size = folder, rank, of_size
         self._supervised_size = supervised_size
         self._own: mmap.mmap | None = None
-        self._in_use = _mark_in_use(folder)
+        # A lock for as long as this process lives; the kernel releases it however the process ends.
+        self._in_use = (folder / _IN_USE).open("a", encoding="utf-8")
+        fcntl.flock(self._in_use, fcntl.LOCK_SH | fcntl.LOCK_NB)
         if rank is not None:
             path = folder / f"rank-{rank}"
             path.write_bytes(b"\0" * _SIZE)
@@ -295,13 +297,6 @@ def make_folder() -> str:
     _remove_abandoned()
     roomy = os.access(_MEMORY, os.W_OK) and shutil.disk_usage(_MEMORY).free >= _ROOM
     return tempfile.mkdtemp(prefix=_PREFIX, dir=_MEMORY if roomy else None)
-
-
-def _mark_in_use(folder: Path) -> TextIO:
-    """Hold a lock in the folder for as long as this process lives; the kernel releases it however the process ends."""
-    file = (folder / _IN_USE).open("a", encoding="utf-8")
-    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    return file
 
 
 def _remove_abandoned() -> None:

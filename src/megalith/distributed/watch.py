@@ -181,7 +181,8 @@ class Watch(Observer):
             before = time.monotonic()
             if self._changed.wait(self._pause) and not self._done:
                 time.sleep(max(0.05, self._size / 2000.0))  # a store hears of a change soon, but not of every one
-            self._notice_gap(time.monotonic() - before)
+            if time.monotonic() - before > self._pause + min(_FROZEN_SECONDS, 0.5 * self.timeout):
+                self._awake_since = time.monotonic()  # this process did not run: others could not answer it meanwhile
             self._changed.clear()
             try:
                 self._beat_once(board)
@@ -214,11 +215,6 @@ class Watch(Observer):
     @property
     def _overdue(self) -> bool:
         return self._waited > (self._start_timeout if self._starting else self.timeout)
-
-    def _notice_gap(self, slept: float) -> None:
-        """Begin a new period if this process did not run: the others could not answer it meanwhile."""
-        if slept > self._pause + min(_FROZEN_SECONDS, 0.5 * self.timeout):
-            self._awake_since = time.monotonic()
 
     # A hang.
 

@@ -80,13 +80,12 @@ class Target(Division):
     def places_of(self, chunks: Iterable[Chunk]) -> list[Place]:
         """Those places that may hold something of given chunks."""
         rows = {row_of(chunk) for chunk in chunks}
-        held = {pair: self._rows(*pair) for pair in product(range(self.pp), range(self.ep))}
+        held: dict[tuple[int, int], set[Row]] = {}
+        for stage, expert in product(range(self.pp), range(self.ep)):
+            names = {name for part in self.space.names_of(self, stage, expert) for name in part}
+            slots = (self.space.stacking.slot(self.space.stored_name(name)) for name in names)
+            held[stage, expert] = {(slot.key, slot.index) for slot in slots}
         return [place for place in self.places if rows & held[place[1:]]]
-
-    def _rows(self, stage: int, expert: int) -> set[Row]:
-        names = {name for part in self.space.names_of(self, stage, expert) for name in part}
-        slots = (self.space.stacking.slot(self.space.stored_name(name)) for name in names)
-        return {(slot.key, slot.index) for slot in slots}
 
 
 Row = tuple[str, tuple[int, ...]]

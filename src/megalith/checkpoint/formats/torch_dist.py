@@ -386,9 +386,9 @@ def optimizer_common(
     the two stand under 0 and 1. `scaler` has scale, growth_tracker and hysteresis_tracker of fp16's loss scaler.
     """
     groups = [{k: v for k, v in group.items() if k not in ("params", "step")} for group in param_groups]
-    parts = by_optimizer(groups)
-    if len(parts) > 1:
-        return {number: optimizer_common(part, step, scaler, precision) for number, part in enumerate(parts)}
+    apart = [[group for group in groups if bool(group.get("is_expert_parallel")) == expert] for expert in (False, True)]
+    if all(apart):
+        return {number: optimizer_common(part, step, scaler, precision) for number, part in enumerate(apart)}
     inner = {"state": {"common_step": torch.tensor(float(step))}, "param_groups": groups}
     if precision == "float32":
         return inner
@@ -403,12 +403,6 @@ def with_expert_groups(groups: Sequence[Mapping[str, Any]], decayed: Collection[
     """The groups with those of experts over ranks; `decayed` says whether these have weight decay, or not, or both."""
     own = [group for group in groups if bool(group.get("wd_mult", group.get("weight_decay", 0.0))) in decayed]
     return [*groups, *({**group, "is_expert_parallel": True} for group in own)]
-
-
-def by_optimizer(groups: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
-    """The groups of each of Megatron's optimizers: of all but experts, and of experts that are spread over ranks."""
-    own = [[group for group in groups if bool(group.get("is_expert_parallel")) == expert] for expert in (False, True)]
-    return [part for part in own if part]
 
 
 def read_optimizer_common(state: Mapping[Any, Any]) -> OptimizerScalars:
