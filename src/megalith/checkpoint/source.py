@@ -45,8 +45,8 @@ class Source(Protocol):
         """The tensors in model space and the keys of the objects."""
 
     def common(self) -> dict[str, Any]:
-        """The state that all ranks share, as `common.pt` and, of an optimizer, `formats.torch_dist.optimizer_common`
-        have it.
+        """The state that all ranks share, as `common.pt` has it: args (Namespace), checkpoint_version, iteration and,
+        where they were saved, `optimizer` as `formats.torch_dist.optimizer_common` writes it and opt_param_scheduler.
         """
 
     def read(self, content: CheckpointContent) -> dict[str, Any]:

@@ -334,32 +334,26 @@ class _Archive:
         self._size += len(data)
 
 
-class _Storage:
-    """What `data.pkl` says of the elements: their type, the record they are in, where they were, their number."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.id = ("storage", _PLAIN[tensor.dtype], "0", "cpu", tensor.numel())
-
-
-class _Rebuilt:
-    """Pickled as torch pickles a contiguous tensor."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        size, stride = tuple(tensor.shape), tensor.stride()
-        self._arguments: tuple[Any, ...] = (_Storage(tensor), 0, size, stride, False, OrderedDict())
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return rebuild_tensor, self._arguments
-
-
 class _Pickler(pickle.Pickler):
+    """Pickles a contiguous CPU tensor as torch does, whose elements are in record 0."""
+
+    def __init__(self, buffer: io.BytesIO, tensor: Tensor) -> None:
+        super().__init__(buffer, protocol=2)
+        self._storage = object()  # in place of the elements; `data.pkl` says their type, record, device and number
+        self._id = ("storage", _PLAIN[tensor.dtype], "0", "cpu", tensor.numel())
+
     def persistent_id(self, value: Any) -> Any:
-        return value.id if isinstance(value, _Storage) else None
+        return self._id if value is self._storage else None
+
+    def reducer_override(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return NotImplemented
+        return rebuild_tensor, (self._storage, 0, tuple(value.shape), value.stride(), False, OrderedDict())
 
 
 def _pickled(tensor: Tensor) -> bytes:
     buffer = io.BytesIO()
-    _Pickler(buffer, protocol=2).dump(_Rebuilt(tensor))
+    _Pickler(buffer, tensor).dump(tensor)
     return buffer.getvalue()
 
 

@@ -23,41 +23,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalith.distributed.context import Axis
+from megalith.distributed.p2p import Pending
 
 _OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 # 2.13 deprecates the long names, 2.11 lacks the short ones.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-class Pending:
-    """A tensor that a collective may still be writing; `wait` returns it. The handle and the inputs are kept alive."""
-
-    def __init__(
-        self,
-        tensor: Tensor,
-        work: Any = None,
-        axis: Axis | None = None,
-        *,
-        keep: Any = None,
-        finish: Callable[[Tensor], Tensor] | None = None,
-    ) -> None:
-        self._tensor, self._work, self._keep, self._finish = tensor, work, keep, finish
-        self._observer = None if axis is None else axis.observer
-
-    def wait(self) -> Tensor:
-        """The result; may be called again."""
-        if self._work is not None:
-            if self._observer is not None:
-                self._observer.waiting()
-            self._work.wait()
-            if self._observer is not None:
-                self._observer.waited()
-            self._work, self._keep = None, None
-        if self._finish is not None:
-            self._tensor, self._finish = self._finish(self._tensor), None
-        return self._tensor
 
 
 def _start(axis: Axis, operation: str, tensor: Tensor | None, call: Callable[[], Any], detail: str = "") -> Any:
@@ -81,7 +53,7 @@ def start_all_reduce(x: Tensor, axis: Axis, operation: str = "sum") -> Pending:
         lambda: dist.all_reduce(x, _OPERATIONS[operation], group=axis.group, async_op=True),
         operation,
     )
-    return Pending(x, work, axis, keep=x)
+    return Pending(x, work, axis.observer, keep=x)
 
 
 def all_reduce(x: Tensor, axis: Axis, operation: str = "sum") -> Tensor:
@@ -96,7 +68,9 @@ def start_all_gather(x: Tensor, axis: Axis, dim: int = 0, out: Tensor | None = N
     part = x.movedim(dim, 0).contiguous()
     whole = part.new_empty(axis.size * part.shape[0], *part.shape[1:]) if out is None else out
     work = _start(axis, "all_gather", part, lambda: _all_gather(whole, part, group=axis.group, async_op=True))
-    return Pending(whole, work, axis, keep=part, finish=None if dim == 0 else lambda whole: whole.movedim(0, dim))
+    return Pending(
+        whole, work, axis.observer, keep=part, finish=None if dim == 0 else lambda whole: whole.movedim(0, dim)
+    )
 
 
 def all_gather(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
@@ -112,7 +86,7 @@ def start_reduce_scatter(x: Tensor, axis: Axis, out: Tensor | None = None) -> Pe
     assert whole.shape[0] % axis.size == 0, f"dimension 0 of {tuple(x.shape)} over {axis.size} ranks"
     part = whole.new_empty(whole.shape[0] // axis.size, *whole.shape[1:]) if out is None else out
     work = _start(axis, "reduce_scatter", whole, lambda: _reduce_scatter(part, whole, group=axis.group, async_op=True))
-    return Pending(part, work, axis, keep=whole)
+    return Pending(part, work, axis.observer, keep=whole)
 
 
 def all_to_all(x: Tensor, axis: Axis, split_dim: int, concat_dim: int) -> Tensor:
@@ -167,7 +141,7 @@ def start_ring_shift(x: Tensor, axis: Axis) -> Pending:
         dist.P2POp(dist.irecv, received, source, group=axis.group),
     ]
     work = _start(axis, "ring_shift", sent, lambda: _Works(dist.batch_isend_irecv(both)))
-    return Pending(received, work, axis, keep=sent)
+    return Pending(received, work, axis.observer, keep=sent)
 
 
 def broadcast(x: Tensor, axis: Axis, source: int = 0) -> Tensor:

@@ -8,7 +8,7 @@ the others; edges of their own need no batch and let every message travel by its
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -74,35 +74,46 @@ def _connect(edge: Edge, device: torch.device, *, sends: bool) -> None:
         receive(edge, (1,), torch.float32, device).wait()
 
 
-class Transfer:
-    """A tensor that is under way.
+class Pending:
+    """A tensor that a message or a collective may still be writing or reading; `wait` returns it when it is complete.
 
-    It keeps the tensor and the handle alive: gloo loses a message whose handle is dropped before it is complete.
+    It keeps the handle and the inputs alive: gloo loses a message whose handle is dropped before it is complete.
     """
 
-    def __init__(self, tensor: Tensor, work: Any, edge: Edge) -> None:
-        self._tensor, self._work, self._edge = tensor, work, edge
+    def __init__(
+        self,
+        tensor: Tensor,
+        work: Any = None,
+        observer: Observer | None = None,
+        *,
+        peer: int | None = None,
+        keep: Any = None,
+        finish: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        self._tensor, self._work, self._observer, self._peer = tensor, work, observer, peer
+        self._keep, self._finish = keep, finish
 
     def wait(self) -> Tensor:
-        """The tensor once it is complete: received and readable, or sent and free to be written to."""
+        """The result; may be called again."""
         if self._work is not None:
-            observer = self._edge.observer
-            if observer is not None:
-                observer.waiting(self._edge.peer)
+            if self._observer is not None:
+                self._observer.waiting(self._peer)
             self._work.wait()
-            if observer is not None:
-                observer.waited()
-            self._work = None
+            if self._observer is not None:
+                self._observer.waited()
+            self._work, self._keep = None, None
+        if self._finish is not None:
+            self._tensor, self._finish = self._finish(self._tensor), None
         return self._tensor
 
 
-def send(tensor: Tensor, edge: Edge) -> Transfer:
+def send(tensor: Tensor, edge: Edge) -> Pending:
     """Start sending; the memory must be left alone until the transfer is complete."""
     dense = tensor.detach().contiguous()
-    return Transfer(dense, dist.isend(dense, edge.peer, group=edge.group), edge)
+    return Pending(dense, dist.isend(dense, edge.peer, group=edge.group), edge.observer, peer=edge.peer)
 
 
-def receive(edge: Edge, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Transfer:
+def receive(edge: Edge, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Pending:
     """Start receiving a tensor of this shape and dtype: the next one that the other end sends."""
     tensor = torch.empty(tuple(shape), dtype=dtype, device=device)
-    return Transfer(tensor, dist.irecv(tensor, edge.peer, group=edge.group), edge)
+    return Pending(tensor, dist.irecv(tensor, edge.peer, group=edge.group), edge.observer, peer=edge.peer)

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import Parameter
 
-from megalith.distributed.p2p import PipelineLinks, Transfer, receive, send
+from megalith.distributed.p2p import Pending, PipelineLinks, receive, send
 from megalith.kernels.torch_private import version_of
 from megalith.nn.sink import GradientSink
 from megalith.schedules.pipeline import Message, Op, Program, Step
@@ -101,8 +101,8 @@ class _Worker:
         self._runner, self._links, self._timed = runner, links, timed
         self._deferred = deferred if program.is_split else None
         self._has_backward = program.has_backward
-        self._arriving: dict[Message, Transfer] = {}
-        self._leaving: dict[Message, Transfer] = {}
+        self._arriving: dict[Message, Pending] = {}
+        self._leaving: dict[Message, Pending] = {}
         self._kept: dict[Message, Tensor] = {}
         self._graphs: dict[tuple[int, int], tuple[Tensor | None, Tensor | GradientEdge]] = {}
 
@@ -157,7 +157,7 @@ class _Worker:
             return None
         return torch.zeros_like(hidden) if hidden.grad is None else hidden.grad
 
-    def _receive(self, message: Message) -> Transfer:
+    def _receive(self, message: Message) -> Pending:
         assert self._links is not None, "a pipeline of several stages needs links"
         shape, dtype = self._runner.border(message.micro_batch)
         edge = self._links.from_next if message.gradient else self._links.from_previous
