@@ -63,16 +63,16 @@ def fitting_layouts(run: RunConfig) -> str:
         for name in names
     ]
     fitting = [sizes for sizes in product(*choices) if world % prod(sizes) == 0 and prod(sizes) > 1]
-    asked = tuple(given[name] for name in names)
-    nearest = sorted(fitting, key=lambda sizes: (-prod(sizes), _distance(sizes, asked)))[:_MOST]
+
+    def rank(sizes: tuple[int, ...]) -> tuple[int, float]:
+        """Most processes first, then the least change of any size."""
+        return -prod(sizes), max(abs(log(size / given[name])) for name, size in zip(names, sizes, strict=True))
+
+    nearest = sorted(fitting, key=rank)[:_MOST]
     return ", or ".join(
         " ".join(f"--{name.replace('_', '-')} {size}" for name, size in zip(names, sizes, strict=True) if size > 1)
         for sizes in nearest
     )
-
-
-def _distance(sizes: tuple[int, ...], others: tuple[int, ...]) -> float:
-    return max(abs(log(one / other)) for one, other in zip(sizes, others, strict=True))
 
 
 def _model_allows(run: RunConfig, name: str, size: int) -> bool:

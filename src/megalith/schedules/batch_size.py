@@ -51,14 +51,13 @@ class BatchSizes:
         """Micro-batches of that step on each replica."""
         return self.asked(consumed) // self.unit
 
-    def consumed_after(self, iterations: int, consumed: int = 0, *, rounded: bool = False) -> int:
-        """Samples consumed when so many more steps are done; `rounded` counts `running` sizes, not those asked for."""
+    def consumed_after(self, iterations: int, consumed: int = 0) -> int:
+        """Samples consumed when so many more steps are done."""
         for stage, end in self._from(consumed):
-            size = stage.size // self.unit * self.unit if rounded else stage.size
             if end is None:
-                return consumed + iterations * size
-            steps = min(iterations, max(0, math.ceil((end - consumed) / size)))
-            consumed, iterations = consumed + steps * size, iterations - steps
+                return consumed + iterations * stage.size
+            steps = min(iterations, max(0, math.ceil((end - consumed) / stage.size)))
+            consumed, iterations = consumed + steps * stage.size, iterations - steps
         raise AssertionError("the last stage has no end")
 
     def iterations_of(self, samples: int) -> int:

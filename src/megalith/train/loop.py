@@ -19,15 +19,7 @@ from megalith.schedules.batch_size import BatchSizes
 from megalith.schedules.pipeline import default_schedule
 from megalith.train.checkpoint_saver import BackgroundSaver, CheckpointSaver
 from megalith.train.faults import Probe, no_probe
-from megalith.train.results import (
-    Ending,
-    Evaluation,
-    GradientNoise,
-    Hook,
-    Progress,
-    StepResult,
-    Window,
-)
+from megalith.train.results import Ending, Evaluation, GradientNoise, Hook, Progress, StepResult, Window
 from megalith.train.signals import StopSignals
 from megalith.train.state import TrainState
 from megalith.train.step import (
@@ -37,7 +29,6 @@ from megalith.train.step import (
     StageWork,
     Totals,
     mean_losses,
-    nothing_before,
     run_pipeline,
     totals_of,
     train_step,
@@ -212,7 +203,7 @@ def _step(run: TrainingRun) -> StepResult | None:
             probe=run.probe,
             timers=run.timers,
             totals=lambda sums: run.agreement.totals(sums, out_of_time=_late(run)),
-            before_update=nothing_before if run.background is None else run.background.settle,
+            before_update=None if run.background is None else run.background.settle,
             sums=sums,
             apply=apply,
             inject_nan=run.care.inject_nan,

@@ -6,7 +6,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -49,10 +49,6 @@ def totals_of(state: TrainState) -> Totals:
     return Agreement(NeverStop(), state.context, counts=state.speaks).totals
 
 
-def nothing_before() -> None:
-    """Nothing need be waited for before an update."""
-
-
 def train_step(
     state: TrainState,
     batches: Iterator[Batch],
@@ -60,7 +56,7 @@ def train_step(
     *,
     schedule: str | None = None,
     totals: Totals | None = None,
-    before_update: Callable[[], None] = nothing_before,
+    before_update: Callable[[], None] | None = None,
     with_params_norm: bool = False,
     probe: Probe = no_probe,
     timers: Timers | None = None,
@@ -131,7 +127,8 @@ def train_step(
         sums += work.sums
     bad = check.of_loss(sum(others, loss))
     probe("opt", step)
-    before_update()
+    if before_update is not None:
+        before_update()
     weight_decay = state.weight_decay
     state.updating = True
     with timers.time("optimizer", level=1):
@@ -207,63 +204,47 @@ def mean_losses(sums: Tensor) -> list[float]:
     return means
 
 
+@dataclass(eq=False)
 class StageWork:
-    """The forward passes of the chunks of this rank over the micro-batches of a step: a `pipeline.StageRunner`.
+    """The forward passes of the chunks of this rank over the micro-batches of a step: a `pipeline.StageRunner`."""
 
-    Args:
-        batches: where the micro-batches come from, in order; each is held from its first use here to its last.
-        num_micro_batches, loss_scale: the loss is divided by the one and multiplied by the other.
-        training: whether the loss is to be differentiated.
-        inject_nan: as of `train_step`.
-
-    Attributes:
-        at: the operation that is under way.
-        sums: of each micro-batch that was predicted here the sum and the number of terms of each loss, [2 x losses].
-        samples_of: number of a source -> samples of it, where the batches say so.
-    """
-
-    def __init__(
-        self,
-        chunks: Sequence[LanguageModel],
-        batches: Iterator[Batch],
-        context: ParallelContext,
-        *,
-        num_micro_batches: int = 1,
-        loss_scale: float = 1.0,
-        training: bool = True,
-        probe: Probe = no_probe,
-        step: int = 0,
-        timers: Timers | None = None,
-        inject_nan: bool = False,
-    ) -> None:
-        self._chunks, self._batches, self._context = chunks, batches, context
-        self._num_micro_batches, self._loss_scale, self._training = num_micro_batches, loss_scale, training
-        self._probe, self._step, self._timers = probe, step, timers or Timers()
-        self._inject_nan = inject_nan and training
-        self.at: Op | None = None
-        self._held: dict[int, Inputs] = {}
-        self._drawn = 0
-        self._unmasked: list[Tensor] = []
-        self.sums: list[Tensor] = []
-        self.num_samples = 0
-        self.num_tokens = 0
-        self.samples_of: Counter[int] = Counter()
+    chunks: Sequence[LanguageModel]
+    batches: Iterator[Batch]  # micro-batches in order, each held from its first use here to its last
+    context: ParallelContext
+    _: KW_ONLY
+    # num_micro_batches, loss_scale: the loss is divided by the one and multiplied by the other
+    num_micro_batches: int = 1
+    loss_scale: float = 1.0
+    training: bool = True  # whether the loss is to be differentiated
+    probe: Probe = no_probe
+    step: int = 0
+    timers: Timers = field(default_factory=Timers)
+    inject_nan: bool = False  # as of `train_step`
+    at: Op | None = field(default=None, init=False)  # the operation that is under way
+    # of each micro-batch that was predicted here the sum and the number of terms of each loss, [2 x losses]
+    sums: list[Tensor] = field(default_factory=list, init=False)
+    num_samples: int = field(default=0, init=False)
+    num_tokens: int = field(default=0, init=False)
+    samples_of: Counter[int] = field(default_factory=Counter, init=False)  # number of a source -> its samples
+    _held: dict[int, Inputs] = field(default_factory=dict, init=False)
+    _drawn: int = field(default=0, init=False)
+    _unmasked: list[Tensor] = field(default_factory=list, init=False)
 
     def border(self, micro_batch: int) -> tuple[tuple[int, int, int], torch.dtype]:
         """Shape [S, B, D] and dtype of the hidden states that go from stage to stage."""
-        return self._chunks[0].border(self._batch(micro_batch))
+        return self.chunks[0].border(self._batch(micro_batch))
 
     def before(self, op: Op) -> None:
         """Draw the data of a forward pass; tell the probe where the step is."""
-        if not self._training:
+        if not self.training:
             return
         self.at = op
         if op.kind == "F":
-            self._probe("data", self._step)
+            self.probe("data", self.step)
             self._batch(op.micro_batch)
-            self._probe("fwd", self._step)
+            self.probe("fwd", self.step)
         elif op.kind == "B":
-            self._probe("bwd", self._step)
+            self.probe("bwd", self.step)
 
     def forward(self, chunk: int, micro_batch: int, hidden: Tensor | None) -> Tensor:
         """Hidden states for the next chunk, or the loss to differentiate.
@@ -273,12 +254,12 @@ class StageWork:
         gradients of these ranks are parts that add up. Under --calculate-per-token-loss it is the sum over these terms
         times the loss scale (see `train_step`).
         """
-        inputs, model = self._batch(micro_batch), self._chunks[chunk]
+        inputs, model = self._batch(micro_batch), self.chunks[chunk]
         if not model.stage.predicts:
             return model.part(inputs, hidden)
         losses = model.losses(inputs, hidden)
         summed, counts = torch.stack([loss.summed for loss in losses]), torch.stack([loss.count for loss in losses])
-        if self._inject_nan and micro_batch == 0:
+        if self.inject_nan and self.training and micro_batch == 0:
             summed = summed * math.nan
         known, terms = summed.detach(), counts
         if model.reports_means:
@@ -286,10 +267,10 @@ class StageWork:
         self.sums.append(torch.stack((known, terms), dim=1).flatten())
         summed = summed * summed.new_tensor([loss.weight for loss in losses])
         if model.config.calculate_per_token_loss:
-            return summed.sum() * self._loss_scale
-        if self._context.cp.size > 1:
-            counts = comm.all_reduce(counts, self._context.cp)
-        return (summed / counts.clamp(min=1.0)).sum() / self._num_micro_batches * self._loss_scale
+            return summed.sum() * self.loss_scale
+        if self.context.cp.size > 1:
+            counts = comm.all_reduce(counts, self.context.cp)
+        return (summed / counts.clamp(min=1.0)).sum() / self.num_micro_batches * self.loss_scale
 
     def end(self, micro_batch: int) -> None:
         """Nothing more is done for this micro-batch here."""
@@ -299,18 +280,18 @@ class StageWork:
         """The sum of `sums`; zeros on a stage that predicts nothing."""
         if self.sums:
             return torch.stack(self.sums).sum(dim=0)
-        losses = len(self._chunks[0].loss_names)
-        return torch.zeros(2 * losses, dtype=at_least_fp32(self._chunks[0].dtype), device=self._context.device)
+        losses = len(self.chunks[0].loss_names)
+        return torch.zeros(2 * losses, dtype=at_least_fp32(self.chunks[0].dtype), device=self.context.device)
 
     def unmasked_tokens(self) -> Tensor:
         """Of all micro-batches of all replicas that were drawn; every rank of the replicas calls this."""
-        return comm.all_reduce(torch.stack(self._unmasked).sum(), self._context.join("cp", "dp"))
+        return comm.all_reduce(torch.stack(self._unmasked).sum(), self.context.join("cp", "dp"))
 
     def _batch(self, micro_batch: int) -> Inputs:
         while self._drawn <= micro_batch:
-            with self._timers.time("batch-generator", level=2):
-                whole = next(self._batches)
-            model, own = self._chunks[0], dict(whole)
+            with self.timers.time("batch-generator", level=2):
+                whole = next(self.batches)
+            model, own = self.chunks[0], dict(whole)
             self.num_samples += whole[model.tokens_field].shape[0]
             self.num_tokens += whole[model.tokens_field].numel()
             if (sources := own.pop("dataset_id", None)) is not None:

@@ -103,11 +103,9 @@ def run_tool(name: str, argv: Sequence[str], say: Callable[[str], None] = print)
     wanted = _wanted(tool, options)
     found = locate(options.load_dir)
     source = open_source(found)
-    _check_loader(options, source.format)
     common = source.common()
     args = args_of(common)
-    _check_family(options, args)
-    _check_positions(options, args)
+    _check_source(options, source.format, args)
     say(f"Loaded {tool.plugin}loader_{options.loader} as the loader.")
     say(f"Loaded {tool.plugin}saver_{options.saver} as the saver.")
     for line in (*_inherited_lines(args), *_overwritten_lines(args)):
@@ -241,22 +239,17 @@ def _vocabulary(options: argparse.Namespace) -> int | None:
     return len(tokens)
 
 
-def _check_loader(options: argparse.Namespace, form: str) -> None:
+def _check_source(options: argparse.Namespace, form: str, args: dict[str, Any]) -> None:
+    """Refuse a source that is of another format, family or kind of positions than the flags say."""
     if (form == "huggingface") != (options.loader in _HUGGINGFACE):
         use = "--loader llama_mistral --checkpoint-type hf" if form == "huggingface" else "--loader core"
         raise ConfigError(f"--loader {options.loader}: {options.load_dir} is of format {form}; use {use}")
-
-
-def _check_family(options: argparse.Namespace, args: dict[str, Any]) -> None:
     held = model_of(args).model_family if args else _FAMILIES[options.model_type]
     if held != _FAMILIES[options.model_type]:
         raise ConfigError(f"--model-type {options.model_type}: the model in {options.load_dir} is {held.upper()}")
-
-
-def _check_positions(options: argparse.Namespace, args: dict[str, Any]) -> None:
-    asked, held = options.position_embedding_type, args.get("position_embedding_type", "learned_absolute")
-    if asked is not None and asked != held:
-        raise ConfigError(f"--position-embedding-type {asked}: the model in {options.load_dir} has {held}")
+    asked, positions = options.position_embedding_type, args.get("position_embedding_type", "learned_absolute")
+    if asked is not None and asked != positions:
+        raise ConfigError(f"--position-embedding-type {asked}: the model in {options.load_dir} has {positions}")
 
 
 def _inherited_lines(args: dict[str, Any]) -> list[str]:

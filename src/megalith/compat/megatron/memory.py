@@ -148,35 +148,27 @@ def memory_line(rank: int, iteration: int, figures: Mapping[str, int]) -> str:
     return " | ".join([head, *shown])
 
 
+@dataclass(eq=False)
 class MemoryReport(Hook):
     """Says after the first line, and then as often as asked, what the first copy of the model holds on each rank.
 
     All ranks have this hook; what others than the first rank say goes to their own logs.
-
-    Args:
-        theory_text: Megatron's figures, said once.
-        interval: iterations; None for the first line only.
     """
 
-    def __init__(
-        self,
-        context: ParallelContext,
-        figures: Callable[[], Mapping[str, int]],
-        say: Callable[[str], None],
-        theory_text: str,
-        interval: int | None = None,
-    ) -> None:
-        self._context, self._figures, self._say = context, figures, say
-        self._theory_text, self._interval = theory_text, interval
+    context: ParallelContext
+    figures: Callable[[], Mapping[str, int]]
+    say: Callable[[str], None]
+    theory_text: str  # Megatron's figures, said once
+    interval: int | None = None  # iterations; None for the first line only
 
     def after_window(self, report: WindowReport) -> None:
-        first, self._theory_text = self._theory_text, ""
+        first, self.theory_text = self.theory_text, ""
         if first:
-            self._say(first)
-        elif self._interval is None or report.iteration % self._interval:
+            self.say(first)
+        elif self.interval is None or report.iteration % self.interval:
             return
-        everywhere = comm.all_gather_objects(dict(self._figures()), self._context.world)
+        everywhere = comm.all_gather_objects(dict(self.figures()), self.context.world)
         for rank, figures in enumerate(everywhere):
-            place = self._context.layout.coordinates(rank)
+            place = self.context.layout.coordinates(rank)
             if place["dp"] == place["cp"] == 0:
-                self._say(memory_line(rank, report.iteration, figures))
+                self.say(memory_line(rank, report.iteration, figures))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import TextIO
@@ -130,99 +131,84 @@ _LONG_WAIT_SECONDS = 0.1  # worth saying
 _SPEED_EVERY_SECONDS = 60.0  # on the screen; the log has it with every line
 
 
+@dataclass(eq=False)
 class MegatronConsole(Hook):
-    """Says each moment of a run in Megatron's words, and the speed in ours.
+    """Says each moment of a run in Megatron's words, and the speed in ours."""
 
-    Args:
-        save: the checkpoint folder; None where the run does not save.
-        passing: the folder of the checkpoints of which only the last one is kept.
-        layout: of the ranks that save together.
-        throughput: TFLOP/s in the iteration lines (`--log-throughput`).
-        save_format: of the checkpoints.
-        timing_option: of `--timing-log-option`.
-    """
-
-    def __init__(
-        self,
-        screen: Screen,
-        save: str | None,
-        layout: Layout,
-        *,
-        throughput: bool = False,
-        passing: str | None = None,
-        save_format: str = "torch_dist",
-        timing_option: str = "minmax",
-    ) -> None:
-        self._screen, self._save, self._layout, self._throughput = screen, save or "", layout, throughput
-        self._passing, self._save_format = passing or "", save_format
-        self._timing_option = timing_option
-        self._speed_shown: float | None = None
+    screen: Screen
+    save: str | None  # the checkpoint folder; None where the run does not save
+    layout: Layout  # of the ranks that save together
+    throughput: bool = False  # TFLOP/s in the iteration lines (`--log-throughput`)
+    passing: str | None = None  # the folder of the checkpoints of which only the last one is kept
+    save_format: str = "torch_dist"
+    timing_option: str = "minmax"  # of `--timing-log-option`
+    _speed_shown: float | None = None
 
     def after_window(self, report: WindowReport) -> None:
-        self._screen.say(console.iteration_line(report, datetime.now(), throughput=self._throughput))
+        self.screen.say(console.iteration_line(report, datetime.now(), throughput=self.throughput))
         now = time.monotonic()
         due = self._speed_shown is None or now - self._speed_shown >= _SPEED_EVERY_SECONDS
-        (self._screen.say if due else self._screen.note)(speed_line(report))
+        (self.screen.say if due else self.screen.note)(speed_line(report))
         self._speed_shown = now if due else self._speed_shown
 
     def after_noise(self, noise: GradientNoise) -> None:
         scale = "not to be told yet" if noise.scale is None else f"{noise.scale:.4g} samples"
-        self._screen.say(f" gradient noise scale at iteration {noise.iteration}: {scale}")
+        self.screen.say(f" gradient noise scale at iteration {noise.iteration}: {scale}")
 
     def on_bad_step(self, bad: BadStep) -> None:
         done = {"alarm": "", "skip": "; the step is skipped", "rerun": "; the run goes on", "stop": "; the run stops"}
-        self._screen.warn(f"WARNING: {bad}{done[bad.action]}")
+        self.screen.warn(f"WARNING: {bad}{done[bad.action]}")
 
     def after_growth(self, before: int, after: int) -> None:
-        self._screen.say(console.growth_line(before, after))
+        self.screen.say(console.growth_line(before, after))
 
     def after_timing(self, iteration: int, times: Times) -> None:
         if times:
-            self._screen.say(console.timing_lines(times, self._timing_option))
+            self.screen.say(console.timing_lines(times, self.timing_option))
 
     def before_evaluation(self, split: str, num_samples: int, *, final: bool) -> None:
         if final:
-            self._screen.say(console.evaluating_line(num_samples))
+            self.screen.say(console.evaluating_line(num_samples))
 
     def before_evaluation_iteration(self, number: int, total: int, *, final: bool) -> None:
         if final:
-            self._screen.say(console.evaluating_iteration_line(number, total))
+            self.screen.say(console.evaluating_iteration_line(number, total))
 
     def after_evaluation(self, evaluation: Evaluation) -> None:
-        self._screen.say(console.evaluation_lines(evaluation))
+        self.screen.say(console.evaluation_lines(evaluation))
 
     def before_save(self, iteration: int, *, persistent: bool = True) -> None:
-        folder = self._save if persistent else self._passing
-        self._screen.say(console.saving_line(iteration, folder, self._save_format, datetime.now()))
+        folder = (self.save if persistent else self.passing) or ""
+        self.screen.say(console.saving_line(iteration, folder, self.save_format, datetime.now()))
 
     def after_scheduling(self, scheduled: ScheduledSave) -> None:
-        self._screen.say(console.scheduled_line(scheduled.iteration, scheduled.folder))
+        self.screen.say(console.scheduled_line(scheduled.iteration, scheduled.folder))
 
     def after_save(self, saved: SavedCheckpoint) -> None:
         if saved.waited_seconds > _LONG_WAIT_SECONDS:
-            self._screen.say(
+            self.screen.say(
                 f" the checkpoint of iteration {saved.iteration} was still being written: the training waited "
                 f"{saved.waited_seconds:.2f} s for it"
             )
-        folder = console.as_typed(saved.folder or self._save, self._save, self._passing)
-        tensor, pipeline = self._layout.tp, self._layout.pp
-        self._screen.say(console.saved_line(saved.iteration, folder, datetime.now(), tensor=tensor, pipeline=pipeline))
-        self._screen.note(
+        folder = console.as_typed(saved.folder or self.save or "", self.save, self.passing)
+        tensor, pipeline = self.layout.tp, self.layout.pp
+        self.screen.say(console.saved_line(saved.iteration, folder, datetime.now(), tensor=tensor, pipeline=pipeline))
+        self.screen.note(
             f" {saved.num_bytes / 1e9:.3f} GB in {saved.seconds:.2f} s, written at {saved.gigabytes_per_second:.2f} "
             f"GB/s; the training stood still for {saved.stall_seconds:.2f} s"
         )
 
     def after_training(self, iteration: int) -> None:
-        self._screen.say(console.milestone_line("after training is done", datetime.now()))
+        self.screen.say(console.milestone_line("after training is done", datetime.now()))
 
     def on_exit(self, ending: Ending) -> None:
         now = datetime.now()
         if ending.kind == "interval":
-            self._screen.say(console.exit_at_iteration_line(ending.iteration, now))
+            self.screen.say(console.exit_at_iteration_line(ending.iteration, now))
         elif ending.kind == "duration":
-            self._screen.say(console.exit_after_minutes_line(ending.detail, now))
+            self.screen.say(console.exit_after_minutes_line(ending.detail, now))
         else:
-            self._screen.say(console.exit_on_signal_line(ending.detail, now))
+            self.screen.say(console.exit_on_signal_line(ending.detail, now))
 
 
 def speed_line(report: WindowReport) -> str:
