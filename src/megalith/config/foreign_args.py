@@ -114,11 +114,7 @@ def _group(name: str, kind: type[Group], args: Mapping[str, Any]) -> Group:
 
 
 def _value(setting: Setting, value: Any) -> Any:
-    """A saved value in the type of the setting; an enumeration's member by its value or the default.
-
-    Raises:
-        CheckpointError: this version has no such choice.
-    """
+    """A saved value in the type of the setting; an enumeration's member by its value or the default."""
     about = setting.about
     if value is None:
         return None

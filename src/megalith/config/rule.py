@@ -115,11 +115,9 @@ def exclusive(one: str, other: str, why: str = "exclude each other; use one of t
 def excluded(
     kind: str, where: Callable[[RunConfig], Any], reasons: Mapping[str, str], *, switch: str = ""
 ) -> list[Rule]:
-    """Make rules against settings that a kind of run has no use for.
+    """Make rules against settings that a kind of run has no use for, each with its reason and remedy.
 
-    Args:
-        reasons: setting -> why it may not differ from its default, and what to do instead.
-        switch: the setting that decides this, if the messages name it.
+    The messages begin with `switch`, the setting that decides the kind, if it is given.
     """
 
     def make(name: str, why: str) -> Rule:
@@ -135,11 +133,7 @@ def excluded(
 
 
 def idle(names: Collection[str], used: Callable[[RunConfig], Any], why: Callable[[Draft], str]) -> list[Rule]:
-    """Make notices for settings that differ from their defaults in a run that does not read them.
-
-    Args:
-        why: the reason, which completes `--name value has no effect`.
-    """
+    """Make notices for settings other than by default that a run does not read; `why` completes the message."""
 
     def make(setting: Setting) -> Rule:
         def check(draft: Draft) -> str:

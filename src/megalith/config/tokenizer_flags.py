@@ -80,11 +80,7 @@ def tokenizer_of_flags(options: argparse.Namespace) -> TokenizerConfig | None:
 def tokenizer_of_arguments(given: Mapping[str, Any]) -> TokenizerConfig | None:
     """The tokenizer that arguments name which are called as the settings are; None where they name none.
 
-    Args:
-        given: name -> value or its text; several texts stand in one, separated by spaces.
-
-    Raises:
-        ConfigError: everything that is wrong with them.
+    A value may be its text, in which several are separated by spaces.
     """
     if unknown := [name for name in given if name not in TOKENIZER_SETTINGS]:
         raise ConfigError([f"{name}={given[name]} is not known" for name in unknown])

@@ -81,11 +81,7 @@ def value_from_words(setting: Setting, words: list[str]) -> Any:
 
 
 def checked_value(setting: Setting, value: Any) -> Any:
-    """Return a TOML or Python value in the type of a setting: a whole number for a float, one value for a list of one.
-
-    Raises:
-        BadValue: the type is another one, or the value is not one of the choices.
-    """
+    """Return a TOML or Python value in the type of a setting: a whole number for a float, one value for a list."""
     if value is None and setting.optional:
         return None
     if setting.many:

@@ -39,9 +39,6 @@ class ShardedGradients:
     """Gradients of parameters that are cut over the replicas by rows: autograd makes them and FSDP2 reduces them.
 
     What other ranks hold too is summed when the step ends. The interface is that of `GradientBuffers`.
-
-    Attributes:
-        shapes: of the parameters before they were cut, by name.
     """
 
     def __init__(self, parts: Sequence[FullyShard], copies: Mapping[str, tuple[Copies, ...]]) -> None:
@@ -100,10 +97,7 @@ class ParameterMemory:
     it reads. Which part that is cannot be read off a module tree alone, since a weight may be used without a call of
     the module that holds it (fused linears, the output layer). So the calls of the first step, when nothing is on its
     way yet, are watched: a weight belongs to the innermost module around it that is called.
-
-    Args:
-        data_of: Who owns what of a bucket.
-        overlap: Whether `gather` returns at once and the modules wait.
+    With `overlap`, `gather` returns at once and the modules wait.
     """
 
     def __init__(

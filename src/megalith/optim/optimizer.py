@@ -176,9 +176,8 @@ class Optimizer:
     def zero_grad(self, num_micro_batches: int | None = None) -> None:
         """Forget the gradients of the last step.
 
-        Args:
-            num_micro_batches: Backward passes of the step that begins. With it, replicas start to sum gradients while
-                the last one is under way; without it, when all are done.
+        With the number of backward passes of the step that begins, replicas start to sum gradients while the last one
+        is under way; without it, when all are done.
         """
         self.gradients.begin(num_micro_batches)
 
@@ -188,9 +187,8 @@ class Optimizer:
     ) -> StepOutcome:
         """Update the parameters with the gradients gathered since `zero_grad`; the outcome is that of all ranks.
 
-        Args:
-            decoupled_lr: Of the word embeddings and the output layer, where `--decoupled-lr` gives them their own.
-            largest_norm: Gradients with a larger norm are not applied.
+        `decoupled_lr` is the rate of the word embeddings and the output layer, if they have their own; gradients whose
+        norm is above `largest_norm` are not applied.
         """
         self.settle()
         self.gradients.finish()

@@ -136,12 +136,7 @@ class Schedule:
         return {}
 
     def steps(self, stage: int, *, prefetch: int = PREFETCH, window: int = WINDOW) -> tuple[Step, ...]:
-        """The operations of a stage with their communication.
-
-        Args:
-            prefetch: how many operations ahead a receive is posted.
-            window: how many sends of one edge may be unfinished.
-        """
+        """The operations of a stage with their communication; see `PREFETCH` and `WINDOW`."""
         ops = self.ops[stage]
         needs = [self.needs(stage, op) for op in ops]
         last = {op.micro_batch: place for place, op in enumerate(ops)}

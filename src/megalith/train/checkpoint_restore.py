@@ -96,10 +96,8 @@ def _records_the_same(found: FoundCheckpoint, run: RunConfig) -> bool:
 def strictness_notes(loaded: LoadedContent, run: RunConfig, *, with_optimizer: bool) -> tuple[str, ...]:
     """What `--dist-ckpt-strictness` says about tensors that were not asked for.
 
-    Main parameters beside weights in fp32 are the same numbers, and random states of other places no tensors.
-
-    Raises:
-        CheckpointError: it says that there must be none.
+    A CheckpointError where it says that there must be none. Main parameters beside weights in fp32 are the same
+    numbers, and random states of other places no tensors.
     """
     how = run.checkpoint.dist_ckpt_strictness
     beside = f"{OPTIMIZER_PREFIX}fp32_param." if with_optimizer else OPTIMIZER_PREFIX

@@ -31,10 +31,7 @@ class CheckpointSaver:
         self._store, self._run, self._identity, self._probe, self._passing = store, run, identity, probe, passing
 
     def save(self, state: TrainState, *, persistent: bool = True) -> SavedCheckpoint:
-        """Write a checkpoint of the state as it is; returns when it is durable.
-
-        Args:
-            persistent: one to keep, rather than one of which only the last is kept.
+        """Write a checkpoint of the state, to keep if `persistent`, else until the next one; return when it is durable.
 
         Raises:
             CheckpointError: it could not be written; earlier checkpoints are untouched.
@@ -130,12 +127,9 @@ class BackgroundSaver:
         return self._under_way is not None and self._under_way.pending.failed
 
     def schedule(self, state: TrainState, *, persistent: bool = True) -> ScheduledSave:
-        """Begin to copy the state and to write the copy; no save is under way. All ranks call it together.
+        """Begin to copy the state, which may change after `settle`, and to write the copy; CheckpointError if it fails.
 
-        The state may change after `settle`.
-
-        Raises:
-            CheckpointError: it cannot be written.
+        No save is under way, and all ranks call it together.
         """
         assert self._under_way is None, f"the save of iteration {self.scheduled} is still under way"
         began = time.perf_counter()

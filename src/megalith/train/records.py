@@ -34,9 +34,6 @@ class Records(Hook):
     """Gives the points to the sinks.
 
     After a resume from an earlier checkpoint the steps done again appear twice, as in Megatron.
-
-    Args:
-        log: what the flags ask for beside the curves that always are, and how often those of single steps are drawn.
     """
 
     def __init__(
@@ -128,11 +125,7 @@ class TensorBoard:
     """Event files in `directory`, with each curve against consumed samples too where Megatron draws it so.
 
     A purge step after a resume would hide the points before it, and with them most of the curves over samples: the
-    viewer compares it with either kind of step. So none is given.
-
-    Args:
-        queue_size: points that wait for the disk at most.
-        arguments: of the run, kept as text as Megatron does.
+    viewer compares it with either kind of step. So none is given. The arguments of the run are kept as text.
     """
 
     name = "TensorBoard"
@@ -247,12 +240,8 @@ class WandB:
 class ProgressLog(Hook):
     """Appends a line a start and a checkpoint to `path`, as Megatron's --log-progress.
 
-    A disk that fails costs the lines, with a warning, not the training.
-
-    Args:
-        flops: model FLOPs spent before this start.
-        flops_per_step: of all processes together.
-        job: what the cluster calls this run.
+    A disk that fails costs the lines, with a warning, not the training. `flops` were spent before this start;
+    `flops_per_step` is of all processes together.
     """
 
     def __init__(self, path: Path, world_size: int, flops: float, flops_per_step: float, job: str = "") -> None:

@@ -31,9 +31,6 @@ class RoutingTrace(Hook):
         start: steps that the run has behind it; behind those of its files it goes on, and a new run begins them anew.
         steps: to trace from here on; all if None.
         logits: write theirs, of what they are given: before noise, and where choices are random the router's own.
-
-    Raises:
-        OSError: a file cannot be written.
     """
 
     def __init__(

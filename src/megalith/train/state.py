@@ -112,11 +112,9 @@ class NoiseScale:
     noise: float = 0.0  # of tr(S), likewise
 
     def add(self, small: int, small_norm: float, large: int, large_norm: float) -> float | None:
-        """Take two batches into account.
+        """Take two batches into account; return the noise scale in samples.
 
-        Returns:
-            The noise scale in samples; None while the average of |G|^2 is not positive, and for norms that are no
-            numbers, which are left out.
+        None while the average of |G|^2 is not positive, and for norms that are no numbers, which are left out.
         """
         assert 0 < small < large
         if not (math.isfinite(small_norm) and math.isfinite(large_norm)):

@@ -317,55 +317,45 @@ class NeverStop:
     requested: str | None = None
 
 
+@dataclass(eq=False)
 class Agreement:
     """What all ranks must decide alike, as of the last `totals`: the loss of a step, requests to stop, the time limit.
 
     One small sum over all ranks after each step carries everything, so that no rank leaves a loop that another one is
     still in. One process agrees with itself, at once and without a sum.
-
-    Args:
-        counts: whether the sums of this rank count; they are the same on several ranks, and one of them speaks.
-
-    Attributes:
-        out_of_time: the clock of a rank says that time is up.
-        busy: a rank is still at work for a checkpoint.
-        failed: a rank could not do its part of one.
     """
 
-    def __init__(
-        self,
-        stop: StopSignals | NeverStop,
-        context: ParallelContext,
-        *,
-        counts: bool = True,
-        writers: BackgroundSaver | None = None,
-    ) -> None:
-        self._stop, self._context, self._counts, self._writers = stop, context, counts, writers
-        self._requested: str | None = None
-        self.out_of_time = self.busy = self.failed = False
+    stop: StopSignals | NeverStop
+    context: ParallelContext
+    counts: bool = True  # whether the sums of this rank count; they are the same on several ranks, and one speaks
+    writers: BackgroundSaver | None = None
+    out_of_time: bool = field(default=False, init=False)  # the clock of a rank says that time is up
+    busy: bool = field(default=False, init=False)  # a rank is still at work for a checkpoint
+    failed: bool = field(default=False, init=False)  # a rank could not do its part of one
+    _requested: str | None = field(default=None, init=False)
 
     @property
     def alone(self) -> bool:
         """One process, which needs to ask no one."""
-        return self._context.world.size == 1
+        return self.context.world.size == 1
 
     @property
     def requested(self) -> str | None:
         """The signal that any rank has got; of several the first in the order of `STOP_SIGNALS`."""
-        return self._stop.requested if self.alone else self._requested
+        return self.stop.requested if self.alone else self._requested
 
     def totals(self, sums: Tensor, *, out_of_time: bool = False) -> Tensor:
         """Sum `sums` [n] over the ranks that count, in double precision; renews what is agreed."""
-        busy = self._writers is not None and self._writers.busy
-        failed = self._writers is not None and self._writers.failed
+        busy = self.writers is not None and self.writers.busy
+        failed = self.writers is not None and self.writers.failed
         if self.alone:
             self.out_of_time, self.busy, self.failed = out_of_time, busy, failed
             return sums
-        own = sums.double() if self._counts else torch.zeros_like(sums, dtype=torch.float64)
-        requests = [float(self._stop.requested == number.name) for number in STOP_SIGNALS]
+        own = sums.double() if self.counts else torch.zeros_like(sums, dtype=torch.float64)
+        requests = [float(self.stop.requested == number.name) for number in STOP_SIGNALS]
         states = [float(out_of_time), float(busy), float(failed)]
         flags = torch.tensor([*requests, *states], dtype=torch.float64, device=sums.device)
-        total = comm.all_reduce(torch.cat([own, flags]), self._context.world)
+        total = comm.all_reduce(torch.cat([own, flags]), self.context.world)
         *asked, late, busy, failed = (count > 0 for count in total[len(sums) :].tolist())
         names = [number.name for number, there in zip(STOP_SIGNALS, asked, strict=True) if there]
         self._requested = names[0] if names else None

@@ -26,7 +26,6 @@ def step_flops(
     counts the encoder and logits at the encoder's length, the decoder counts with all that it sees of the encoder.
 
     Args:
-        vocab_size: padded.
         seq_length: tokens of a sample; of T5 those of the encoder.
         decoder_length: tokens that the decoder of T5 reads.
 

@@ -79,11 +79,8 @@ class StragglerReport(Hook):
     """`--log-straggler`: which rank the others wait for, and what that costs.
 
     In a step of a parallel run every rank takes the same wall time; a slow one is told by waiting less than the others.
-    How busy each rank was is gathered at the end of each interval but the first, by this hook of all of them.
-
-    Args:
-        say: takes the report; what others than the first rank say is dropped there.
-        named: how many of the slowest and of the fastest ranks are named.
+    How busy each rank was is gathered at the end of each interval but the first, by this hook of all of them. `named`
+    of the slowest and of the fastest ranks are named.
     """
 
     def __init__(self, axis: Axis, clock: WaitClock, say: Callable[[str], None], named: int) -> None:

@@ -283,11 +283,8 @@ def find_first_bad(
     model, order of calls. A number that is not finite spreads to the ranks that take part in the next collective, so
     the rank where it came up first is the one that is named.
 
-    Args:
-        state: as it was before the step; its gradients and the position of its random streams are of no use afterwards.
-
-    Returns:
-        What came up first; None if everything was finite this time.
+    The state is that before the step; its gradients and the position of its random streams are of no use afterwards.
+    None if everything was finite this time.
     """
     work = StageWork(
         state.chunks,

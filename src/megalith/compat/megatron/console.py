@@ -137,12 +137,7 @@ def evaluation_lines(evaluation: Evaluation) -> str:
 
 
 def timing_lines(times: Times, option: str = "minmax") -> str:
-    """How long things took, in milliseconds: the extremes over all ranks, the longest, or all of them.
-
-    Args:
-        times: seconds of each rank by name.
-        option: "minmax", "max" or "all" (`--timing-log-option`).
-    """
+    """Milliseconds that things took: minmax or max over all ranks, or all of them (`--timing-log-option`)."""
     if option == "all":
         return "\n".join(["times across ranks (ms):", *(_of_all_ranks(name, each) for name, each in times.items())])
     head = "(min, max) time across ranks (ms):" if option == "minmax" else "max time across ranks (ms):"

@@ -89,16 +89,9 @@ def _parser() -> ToolParser:
 
 
 def read_flags(argv: Sequence[str], *, files: bool = True) -> tuple[Request, Path | None, bool, list[str]]:
-    """What a command line of tasks/main.py asks for.
+    """Return the evaluation that a command line of tasks/main.py asks for, --json, --fail-on-alarm, and notes.
 
-    Args:
-        files: whether the file to measure on is looked for.
-
-    Returns:
-        The evaluation, the file of --json, --fail-on-alarm, and notes: flags without effect.
-
-    Raises:
-        ConfigError: everything that is wrong with it.
+    A ConfigError says everything that is wrong with it; the file to measure on is looked for if `files`.
     """
     options, rest = _parser().parse_known_args(list(argv))
     if options.task in REFUSED:
