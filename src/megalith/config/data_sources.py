@@ -55,11 +55,6 @@ class DataSources:
         """What training reads."""
         return self.whole if self.splits is None else self.splits[0]
 
-    @property
-    def validation(self) -> Blend | None:
-        """What validation reads."""
-        return self.whole if self.splits is None else self.splits[1]
-
 
 def parse_blend(words: Sequence[str], where: str) -> Blend:
     """Prefixes, or weights and prefixes in turn.

@@ -35,10 +35,9 @@ _NUMBERS: Mapping[str, Callable[[int, int], bool]] = {
 
 @dataclass(frozen=True)
 class Command:
-    """A command: its words, the first being the program, the variables set for it alone, and the line it begins on."""
+    """A command: its words, the first of which is the program, and the line that it begins on."""
 
     words: tuple[str, ...]
-    variables: Mapping[str, str]
     line: int
 
 
@@ -65,14 +64,7 @@ def read_script(text: str, arguments: Sequence[str] = (), environ: Mapping[str, 
     if commands := list(dict.fromkeys(reader.variables.commands)):
         script.notes.append(f"left as it stands, for it needs a shell: {', '.join(commands)}")
     script.exported = {name: plain(value) for name, value in script.exported.items()}
-    script.commands = [
-        Command(
-            tuple(plain(word) for word in command.words),
-            {name: plain(value) for name, value in command.variables.items()},
-            command.line,
-        )
-        for command in script.commands
-    ]
+    script.commands = [Command(tuple(map(plain, command.words)), command.line) for command in script.commands]
     return script
 
 
@@ -279,7 +271,7 @@ class _Interpreter:
             self.script.notes.append(f"line {self._line or line}: {plain(words[1])} is read there, and not here")
         elif words:
             self._other_scripts(words, line)
-            self.script.commands.append(Command((*self._outside, *words), own, self._line or line))
+            self.script.commands.append(Command((*self._outside, *words), self._line or line))
 
     def _other_scripts(self, words: Sequence[str], line: int) -> None:
         """Say which scripts a command starts, which are files of their own."""
