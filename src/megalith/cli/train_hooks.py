@@ -14,7 +14,7 @@ from pathlib import Path
 from megalith.checkpoint.crew import Crew
 from megalith.cli.train_start import Started
 from megalith.compat.megatron.memory import MemoryReport, theory, theory_lines
-from megalith.compat.megatron.screen import MegatronConsole, RankLog, Screen, SilentScreen
+from megalith.compat.megatron.screen import MegatronConsole, Screen
 from megalith.config import RunConfig
 from megalith.config.saved_args import megatron_args
 from megalith.distributed import comm
@@ -68,9 +68,9 @@ def open_folder(config: RunConfig, command: str, folder: Path) -> Screen:
 def rank_screen(folder: Path, rank: int) -> Screen:
     """The log of a rank that is not the first; none where its machine cannot write there."""
     try:
-        return RankLog(folder / f"log-rank{rank:05d}.txt")
+        return Screen(folder / f"log-rank{rank:05d}.txt", shows=False)
     except OSError:
-        return SilentScreen()
+        return Screen(None, shows=False)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megalith.cli import train_start
-from megalith.compat.megatron.screen import SilentScreen
+from megalith.compat.megatron.screen import Screen
 from megalith.config import load
 from megalith.distributed.context import ParallelContext
 
@@ -36,6 +36,6 @@ def test_flags_reach_the_plan(
 
     def planned(more: str) -> object:
         run = load(f"{BASE} {more}".split(), {}, files=False)
-        return getattr(train_start._plan(run, model, ParallelContext.solo(), SilentScreen()), name)
+        return getattr(train_start._plan(run, model, ParallelContext.solo(), Screen(None, shows=False)), name)
 
     assert (planned(""), planned(flags)) == (without, value)

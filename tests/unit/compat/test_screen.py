@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megalith.compat.megatron.screen import MegatronConsole, Screen, SilentScreen
+from megalith.compat.megatron.screen import MegatronConsole, Screen
 from megalith.layout import Layout
 from megalith.train.results import SavedCheckpoint
 
@@ -28,7 +28,7 @@ def test_a_silent_screen_keeps_warnings_off_the_terminal(
     for name in (None, "megalith"):
         monkeypatch.setattr(logging.getLogger(name), "handlers", [])
     logging.getLogger("megalith.data").warning("Python says it")
-    SilentScreen()
+    Screen(None, shows=False)
     logging.getLogger("megalith.data").warning("the first rank says it")
     assert capsys.readouterr().err == "Python says it\n"
 

@@ -55,23 +55,30 @@ class Screen:
     goes on, and so does its log.
 
     Args:
-        log_path: the log file, appended to; its folder is made.
+        log_path: the log file, appended to; its folder is made. None for a rank that can write no log of its own.
+        shows: False for the ranks other than the first, which alone has the screen.
     """
 
-    def __init__(self, log_path: Path, out: TextIO | None = None) -> None:
-        log_path.parent.mkdir(parents=True, exist_ok=True)
-        self._out = out or sys.stdout
-        self._handler = _LogFile(log_path, encoding="utf-8")
-        self._handler.setFormatter(logging.Formatter("%(message)s"))
+    def __init__(self, log_path: Path | None, out: TextIO | None = None, *, shows: bool = True) -> None:
+        self._out, self._shows = out or sys.stdout, shows
         self._logger = logging.getLogger("megalith")
+        self._handlers: list[logging.Handler] = [_Shown()] if shows else []
+        if log_path is None:
+            self._logger.addHandler(_NOWHERE)
+            return
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        file = _LogFile(log_path, encoding="utf-8")
+        file.setFormatter(logging.Formatter("%(message)s"))
+        self._handlers.insert(0, file)
         self._logger.setLevel(logging.INFO)
-        self._shown = _Shown()
-        self._logger.addHandler(self._handler)
-        self._logger.addHandler(self._shown)
+        for handler in self._handlers:
+            self._logger.addHandler(handler)
 
     def say(self, text: str) -> None:
         """Show and log."""
         self.note(text)
+        if not self._shows:
+            return
         try:
             print(text, file=self._out, flush=True)
         except OSError as error:
@@ -81,7 +88,8 @@ class Screen:
     def warn(self, text: str) -> None:
         """Show where errors are shown, and log."""
         self.note(text)
-        warn(text)
+        if self._shows:
+            warn(text)
 
     def note(self, text: str) -> None:
         """Log only."""
@@ -89,42 +97,9 @@ class Screen:
 
     def close(self) -> None:
         """Close the log file."""
-        self._logger.removeHandler(self._shown)
-        self._logger.removeHandler(self._handler)
-        self._handler.close()
-
-
-class RankLog(Screen):
-    """The log of a rank other than the first, which alone has the screen; what is logged is not shown either."""
-
-    def __init__(self, log_path: Path) -> None:
-        super().__init__(log_path)
-        self._logger.removeHandler(self._shown)
-
-    def say(self, text: str) -> None:
-        self.note(text)
-
-    def warn(self, text: str) -> None:
-        self.note(text)
-
-
-class SilentScreen(Screen):
-    """The screen of a rank that can write no log of its own; what is logged is not shown either."""
-
-    def __init__(self) -> None:
-        logging.getLogger("megalith").addHandler(_NOWHERE)
-
-    def say(self, text: str) -> None:
-        pass
-
-    def warn(self, text: str) -> None:
-        pass
-
-    def note(self, text: str) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
+        for handler in self._handlers:
+            self._logger.removeHandler(handler)
+            handler.close()
 
 
 _LONG_WAIT_SECONDS = 0.1  # worth saying
