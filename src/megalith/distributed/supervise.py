@@ -30,7 +30,7 @@ STOPPED = 75
 
 _GRACE_SECONDS = 10.0  # for the others to find out what happened, after the first rank has failed
 _GRACE_AFTER_DEATH = 1.0  # the same after a signal: the first cause is known
-_GRACE_OF_SECOND_SIGNAL = 1.5
+_GRACE_OF_SECOND_SIGNAL = 0.5  # ranks that can answer end at once; with the debounce this is below two seconds
 _DEBOUNCE_SECONDS = 1.1  # workers take two signals within a second for one
 _POLL_SECONDS = 0.02
 _MEMORY_WORDS = ("out of memory", "not enough memory", "allocate memory", "MemoryError", "bad_alloc")
