@@ -318,7 +318,7 @@ def optimizer_chunks(
     once: bool = False,
 ) -> list[Chunk]:
     """`weight_chunks` of optimizer state; `placements` has `<state>.<parameter>` where that is divided otherwise."""
-    chunks = []
+    chunks: list[Chunk] = []
     for box in boxes:
         state, _, name = box.name.partition(".")
         prefix = f"{OPTIMIZER_PREFIX}{state}."
