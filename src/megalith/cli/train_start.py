@@ -19,7 +19,6 @@ import torch
 
 from megalith.assemble.data import Loaders, build_datasets, build_loaders, compare_tokenizers, run_sizes
 from megalith.assemble.facts import content_facts
-from megalith.assemble.family import family_of
 from megalith.assemble.model import (
     build_chunks,
     build_run_optimizer,
@@ -44,6 +43,7 @@ from megalith.distributed.agreement import refuse_unequal
 from megalith.distributed.context import ParallelContext
 from megalith.distributed.rng import RandomStreams
 from megalith.errors import CheckpointError, ConfigError, DamagedCheckpointError
+from megalith.models.families import model_class
 from megalith.models.language_model import LanguageModel
 from megalith.tokenizers import Tokenizer, build_tokenizer
 from megalith.tokenizers.protocol import padded_vocab_size, padding_message, tensor_parallel_note
@@ -373,7 +373,7 @@ def _say_padding(config: RunConfig, tokenizer: Tokenizer, screen: Screen) -> Non
 def _state(
     config: RunConfig, padded: int, streams: RandomStreams, context: ParallelContext, screen: Screen, *, fresh: bool
 ) -> TrainState:
-    screen.say(f"building {family_of(config.model).title} model ...")
+    screen.say(f"building {model_class(config.model).title} model ...")
     chunks = build_chunks(config, padded, context, streams.own)
     if fresh:
         draw_weights(config, chunks, streams, context)
@@ -446,7 +446,7 @@ def _loaders(config: RunConfig, tokenizer: Tokenizer, state: TrainState, screen:
     for dataset in (*datasets, *datasets.further_valid):
         if dataset is not None:
             screen.say(f"    {dataset.name}: {dataset.summary}")
-    screen.say(f"> finished creating {family_of(config.model).title} datasets ...")
+    screen.say(f"> finished creating {model_class(config.model).title} datasets ...")
     loaders = build_loaders(
         config,
         datasets,

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from megalith.assemble.family import masked_samples
+from megalith.assemble.data import masked_samples
 from megalith.config import DataConfig, ModelConfig
 from megalith.data.build import build_datasets
 from megalith.data.indexed import IndexedWriter, idx_path, smallest_dtype

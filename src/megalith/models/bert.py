@@ -23,9 +23,9 @@ from megalith.models.transformer import Transformer
 from megalith.nn.attend import Mask
 from megalith.nn.feed_forward import gelu_erf
 from megalith.nn.linear import Linear
-from megalith.nn.loss import LogitsBuffer, OutputBias, OutputLayer, whole_logits
+from megalith.nn.loss import LogitsBuffer, OutputLayer, whole_logits
 from megalith.nn.moe.balance import Peers
-from megalith.nn.placement import Placement, Replicated
+from megalith.nn.placement import Replicated
 from megalith.nn.precision import FactoryKwargs, at_least_fp32
 from megalith.nn.recompute import Recompute
 from megalith.nn.region import Region
@@ -59,18 +59,6 @@ class Pooler(nn.Module):
         return torch.tanh(self.dense(hidden_SBD[0]))
 
 
-class BiasedOutput(OutputLayer):
-    """An output layer of its own weights, with a bias."""
-
-    def __init__(self, vocab_size: int, hidden_size: int, region: Region, **factory: Unpack[FactoryKwargs]) -> None:
-        super().__init__(vocab_size, hidden_size, region, **factory)
-        self.bias = nn.Parameter(torch.empty(self.weight.shape[0], **factory))
-
-    def placements(self) -> dict[str, Placement]:
-        table = super().placements()
-        return {**table, "bias": table["weight"]}
-
-
 def of_first_position(x: Tensor, region: Region) -> Tensor:
     """What was computed of the first position, on all ranks; only the rank that has it gets a gradient.
 
@@ -96,16 +84,15 @@ class Bert(LanguageModel):
         self.encoder = Transformer(config, stage, *shared, causal=False, **self.factory)
         self.lm_head = LMHead(config, **self.factory) if stage.predicts else None
         own = config.untie_embeddings_and_output_weights or not stage.embeds
-        self.output_layer = self._output(own=own) if stage.predicts else None
+        self.output_layer = (
+            OutputLayer(self.vocab_size, size, self.region, weight=own, bias=True, **self.factory)
+            if stage.predicts
+            else None
+        )
         heads = stage.predicts and config.bert_binary_head
         self.binary_head = Linear(size, 2, Replicated(), bias=True, **self.factory) if heads else None
         self.pooler = Pooler(size, **self.factory) if heads else None
         self._logits = LogitsBuffer()
-
-    def _output(self, *, own: bool) -> OutputBias | BiasedOutput:
-        if not own:
-            return OutputBias(self.vocab_size, self.region, **self.factory)
-        return BiasedOutput(self.vocab_size, self.config.hidden_size, self.region, **self.factory)
 
     @property
     def loss_names(self) -> tuple[str, ...]:
@@ -114,7 +101,7 @@ class Bert(LanguageModel):
     @property
     def output_weight(self) -> nn.Parameter:
         """The weight [V, D] that maps hidden states to logits: the word embedding where they are tied."""
-        if isinstance(self.output_layer, BiasedOutput):
+        if self.output_layer is not None and self.output_layer.weight is not None:
             return self.output_layer.weight
         assert self.embedding is not None, "this stage has no logits"
         return self.embedding.word_embeddings.weight
@@ -122,7 +109,7 @@ class Bert(LanguageModel):
     @property
     def output_bias(self) -> nn.Parameter:
         """The bias [V] of the logits."""
-        assert self.output_layer is not None, "this stage has no logits"
+        assert self.output_layer is not None and self.output_layer.bias is not None, "this stage has no logits"
         return self.output_layer.bias
 
     def blocks(self) -> Iterator[nn.Module]:

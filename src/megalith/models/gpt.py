@@ -53,7 +53,7 @@ class GPT(LanguageModel):
     def output_weight(self) -> nn.Parameter:
         """The weight [V, D] that maps hidden states to logits: the word embedding where they are tied."""
         assert self.stage.predicts, "this stage has no logits"
-        if self.output_layer is not None:
+        if self.output_layer is not None and self.output_layer.weight is not None:
             return self.output_layer.weight
         assert self.embedding is not None
         return self.embedding.word_embeddings.weight

@@ -24,7 +24,7 @@ from megalith.models.transformer import Transformer
 from megalith.nn.attend import Mask
 from megalith.nn.cache import KVCache
 from megalith.nn.cross_attention import CrossAttention, Encoded, EncodedCache
-from megalith.nn.loss import LogitsBuffer, OutputBias, OutputLayer, whole_logits
+from megalith.nn.loss import LogitsBuffer, OutputLayer, whole_logits
 from megalith.nn.moe.balance import Peers
 from megalith.nn.precision import FactoryKwargs
 from megalith.nn.recompute import Recompute
@@ -40,13 +40,9 @@ class T5Head(nn.Module):
 
     def __init__(self, vocab_size: int, config: ModelConfig, region: Region, **factory: Unpack[FactoryKwargs]) -> None:
         super().__init__()
-        self.output_layer: OutputLayer | OutputBias | None
-        if config.untie_embeddings_and_output_weights:
-            self.output_layer = OutputLayer(vocab_size, config.hidden_size, region, **factory)
-        elif config.t5_logits_bias:
-            self.output_layer = OutputBias(vocab_size, region, **factory)
-        else:
-            self.output_layer = None
+        own = config.untie_embeddings_and_output_weights
+        biased = config.t5_logits_bias and not own
+        self.output_layer = OutputLayer(vocab_size, config.hidden_size, region, weight=own, bias=biased, **factory)
 
 
 class T5(LanguageModel):
@@ -89,14 +85,13 @@ class T5(LanguageModel):
     @property
     def output_weight(self) -> nn.Parameter:
         """The weight [V, D] that maps hidden states to logits: the word embedding where they are tied."""
-        own = self.lm_head.output_layer
-        return own.weight if isinstance(own, OutputLayer) else self.embedding.word_embeddings.weight
+        own = self.lm_head.output_layer.weight
+        return self.embedding.word_embeddings.weight if own is None else own
 
     @property
     def output_bias(self) -> nn.Parameter | None:
         """The bias [V] of the logits; none where the output weight is its own, or T5 is as published."""
-        own = self.lm_head.output_layer
-        return own.bias if isinstance(own, OutputBias) else None
+        return self.lm_head.output_layer.bias
 
     def blocks(self) -> Iterator[nn.Module]:
         yield from self.encoder.layers.values()

@@ -16,9 +16,8 @@ from typing_extensions import Unpack
 
 from megalith.config import ModelConfig
 from megalith.models.attention_kernels import attention_kernel
-from megalith.models.feed_forwards import build_feed_forward
 from megalith.models.language_model import Stage
-from megalith.models.layer_options import attention_rule, attention_shape, latent_shape, layer_norm
+from megalith.models.layer_options import attention_rule, attention_shape, build_feed_forward, latent_shape, layer_norm
 from megalith.nn.attend import AttentionRule, Mask
 from megalith.nn.attention import SelfAttention, SequenceMixer
 from megalith.nn.cache import KVCache, LayerCache

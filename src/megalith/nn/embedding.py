@@ -9,11 +9,10 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from megalith.nn.dropout import HiddenDropout
-from megalith.nn.placement import Placement, Replicated, Split
+from megalith.nn.placement import Placement, Replicated, Shard, Split
 from megalith.nn.precision import FactoryKwargs
 from megalith.nn.region import Region, leave
 from megalith.nn.sink import GradientSink
-from megalith.nn.vocabulary import local_rows
 
 
 class _Lookup(torch.autograd.Function):
@@ -38,6 +37,23 @@ def lookup(weight: nn.Parameter, ids: Tensor, sink: GradientSink | None) -> Tens
         return nn.functional.embedding(ids, weight)
     rows: Tensor = _Lookup.apply(weight, ids, sink)
     return rows
+
+
+def local_rows(ids: Tensor, part: Shard, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """Where token ids stand in the rows that are here.
+
+    Shapes: [...] -> 2 x [...].
+
+    Returns:
+        The row of each id, and a mask that is True where it is not here. There the row is any that is here: what is
+        read from it is masked, and what is added to it is zero. They are spread over all rows, since GPUs add many
+        gradients to one row slowly.
+
+    An id outside the vocabulary stays outside the rows on every rank, so that looking it up fails there as it does on
+    one device.
+    """
+    elsewhere = ((ids >= 0) & (ids < part.start)) | ((ids >= part.stop) & (ids < vocab_size))
+    return torch.where(elsewhere, ids % part.size, ids - part.start), elsewhere
 
 
 class Embedding(nn.Module):

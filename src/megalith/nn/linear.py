@@ -27,7 +27,7 @@ itself is remembered beside the saved one.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +37,7 @@ from megalith.kernels.cpu.products import applies
 from megalith.kernels.torch_private import onednn_linear
 from megalith.nn.placement import Placement, Replicated, Split
 from megalith.nn.precision import FactoryKwargs, product_dtype
-from megalith.nn.region import Region
+from megalith.nn.region import SOLO, Region
 from megalith.nn.sink import GradientSink
 
 _FEW_ROWS = 64  # of a product in which widening the weight costs more than multiplying with it
@@ -60,26 +60,6 @@ def _input_gradient(grads_TO: list[Tensor], weights: list[Tensor], wanted: torch
     for grad, weight in zip(grads_TO[1:], weights[1:], strict=True):
         total.addmm_(grad.to(dtype), weight.to(dtype))
     return total.to(wanted)
-
-
-class _Linear(torch.autograd.Function):
-    """y = x W^T + b on one device; the weight gradient goes to a sink."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: nn.Parameter, bias: Tensor | None, sink: GradientSink) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.parameter, ctx.sink = weight, sink
-        return _affine(x, weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:
-        x, weight = ctx.saved_tensors
-        grad = grads[0].reshape(-1, weight.shape[0])
-        dx = _input_gradient([grad], [weight], x.dtype).view_as(x) if ctx.needs_input_grad[0] else None
-        if ctx.needs_input_grad[1]:
-            ctx.sink.matmul(ctx.parameter, grad, x.reshape(-1, x.shape[-1]))
-        db = grad.sum(0) if ctx.needs_input_grad[2] else None
-        return dx, None, db, None
 
 
 class _Column(torch.autograd.Function):
@@ -175,8 +155,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, sink: GradientSink | 
     """
     if sink is None or not torch.is_grad_enabled():
         return _affine(x, weight, bias)
-    y: Tensor = _Linear.apply(x, weight, bias, sink)
-    return y
+    (y,) = _Column.apply(x, SOLO, (sink,), weight, bias)
+    return cast("Tensor", y)
 
 
 def column(x: Tensor, region: Region, *linears: Linear) -> tuple[Tensor, ...]:

@@ -34,12 +34,12 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
+from megalith.nn.embedding import local_rows
 from megalith.nn.linear import linear
 from megalith.nn.placement import Placement, Split
 from megalith.nn.precision import FactoryKwargs, at_least_fp32, product_dtype
 from megalith.nn.region import SOLO, Region, enter
 from megalith.nn.sink import GradientSink
-from megalith.nn.vocabulary import local_rows
 
 CHUNK_ELEMENTS = {"cpu": 1 << 20}  # of [rows, V] in fp32 work at once: 4 MiB, within a core's share of cache
 CHUNK_ELEMENTS_ELSEWHERE = 1 << 26  # 256 MiB: few launches, and still a part of the logits only
@@ -232,25 +232,23 @@ def whole_logits(
     return region.total(nn.functional.pad(logits, (part.start, vocab_size - part.stop)))
 
 
-class OutputBias(nn.Module):
-    """The bias of the vocabulary of a model whose output weight is the word embedding; [V], its own part."""
-
-    def __init__(self, vocab_size: int, region: Region, **factory: Unpack[FactoryKwargs]) -> None:
-        super().__init__()
-        self.vocab_size, rows = vocab_size, region.shard(vocab_size, even=False).size
-        self.bias = nn.Parameter(torch.empty(rows, **factory))
-
-    def placements(self) -> dict[str, Placement]:
-        return {"bias": Split(0, self.vocab_size)}
-
-
 class OutputLayer(nn.Module):
-    """The output projection of a model that does not share it with the word embedding; weight [V, D], its own rows."""
+    """The rows of this rank of the output weight [V, D], absent where it is the word embedding, and of a bias [V]."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, region: Region, **factory: Unpack[FactoryKwargs]) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        region: Region,
+        *,
+        weight: bool = True,
+        bias: bool = False,
+        **factory: Unpack[FactoryKwargs],
+    ) -> None:
         super().__init__()
         self.vocab_size, rows = vocab_size, region.shard(vocab_size, even=False).size
-        self.weight = nn.Parameter(torch.empty(rows, hidden_size, **factory))
+        self.weight = nn.Parameter(torch.empty(rows, hidden_size, **factory)) if weight else None
+        self.bias = nn.Parameter(torch.empty(rows, **factory)) if bias else None
 
     def placements(self) -> dict[str, Placement]:
-        return {"weight": Split(0, self.vocab_size)}
+        return {name: Split(0, self.vocab_size) for name, _ in self.named_parameters()}

@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from megalith.assemble.family import masked_samples
+from megalith.assemble.data import masked_samples
 from megalith.assemble.model import build_chunks, build_run_optimizer, draw_weights
 from megalith.cli import train_hooks, train_start
 from megalith.cli.train import settle_kernels

@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from megalith.distributed.context import Axis
-from megalith.nn.embedding import Embedding
+from megalith.nn.embedding import Embedding, local_rows
 from megalith.nn.loss import LogitsBuffer, vocabulary_loss
 from megalith.nn.placement import Split, shard
 from megalith.nn.region import SOLO
-from megalith.nn.vocabulary import local_rows
 from megalith.parallel.tensor import TensorParallel
 
 SIZE = 11

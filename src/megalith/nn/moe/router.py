@@ -88,14 +88,11 @@ class Router(nn.Module):
         self.qb_beta: Tensor | None
         self.register_buffer("qb_beta", none_yet.clone() if settings.rule.quantiles else None)
         self.offsets_E: Tensor
-        self.register_buffer("offsets_E", none_yet.clone(), persistent=False)
-        self.offset_batches = 0
         self.load_E: Tensor
-        self.register_buffer("load_E", none_yet.clone(), persistent=False)
         self.step_load_E: Tensor
-        self.register_buffer("step_load_E", none_yet.clone(), persistent=False)
-        self.micro_batches = 0
-        self.begun = 0
+        for name in ("offsets_E", "load_E", "step_load_E"):
+            self.register_buffer(name, none_yet.clone(), persistent=False)
+        self.offset_batches = self.micro_batches = self.begun = 0
         self.mean_loads: deque[Tensor] = deque()
 
     def placements(self) -> dict[str, Placement]:
