@@ -87,7 +87,7 @@ def numbers(store: DirectoryStore, iteration: int) -> set[float]:
 def test_a_checkpoint_is_read_back_and_replaced_whole(store: DirectoryStore) -> None:
     assert store.save(3, content_of(3), {"note": "first"}, files={"vocab.json": b"{}"}).bytes > 10_000
     assert store.latest() == 3 and store.format(3) == "torch" and numbers(store, 3) == {3.0, 3.5}
-    assert store.read_file(3, "vocab.json") == b"{}"
+    assert (store.folder(3) / "vocab.json").read_bytes() == b"{}"
     body = store.manifest(3)
     assert body is not None and set(body["files"]) == {MODEL, "vocab.json"} and body["note"] == "first"
     store.save(3, content_of(4), {})
