@@ -50,21 +50,21 @@ class Plan:
     flops_per_step: float  # model FLOPs of one step on this device
     peak_flops: float  # FLOP/s of its best matrix product, as measured
     save_interval: int | None = None  # iterations between checkpoints; None for a single one at the end
-    passing_save_interval: int | None = None  # iterations between those of which only the last one is kept
+    passing_save_interval: int | None = None  # iterations between checkpoints of which only the last is kept
     exit_interval: int | None = None
     phase_ends: frozenset[int] = frozenset()  # save and stop at these iterations
     exit_minutes: float | None = None
     log_params_norm: bool = False
     pipeline_schedule: str | None = None  # order of the work of a pipeline; the usual one if None
-    batch_sizes: BatchSizes | None = None  # those of steps, where they grow; the two are the last ones then
+    batch_sizes: BatchSizes | None = None  # of steps that grow; the two sizes above are the last ones then
     skipped: frozenset[int] = frozenset()  # numbers of done iterations after which the next one is passed over
     log_noise: bool = False  # measure the gradient noise scale every `log_interval`
     skip_training: bool = False
     first_evaluation: int = 0  # no evaluation in the course of the training before this iteration
-    # eval_batch_size, eval_micro_batches: samples and micro-batches of one of these; as of a step if None
+    # samples and micro-batches of one iteration of an evaluation; as of a step if None
     eval_batch_size: int | None = None
     eval_micro_batches: int | None = None
-    datasheet_flops: float | None = None  # the same by its datasheet; None where the device is not known
+    datasheet_flops: float | None = None  # `peak_flops` by the datasheet; None where the device is not known
 
     @property
     def samples_of_evaluation(self) -> int:

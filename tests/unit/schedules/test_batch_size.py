@@ -9,9 +9,9 @@ import pytest
 from megalith.schedules.batch_size import BatchSizes, Stage, constant, ramped, read_steps, stepped
 
 
-def _by_walking(sizes: BatchSizes, iterations: int, consumed: int, *, rounded: bool) -> int:
+def _by_walking(sizes: BatchSizes, iterations: int, consumed: int) -> int:
     for _ in range(iterations):
-        consumed += sizes.running(consumed) if rounded else sizes.asked(consumed)
+        consumed += sizes.asked(consumed)
     return consumed
 
 
@@ -32,9 +32,7 @@ def test_samples_of_iterations_and_back() -> None:
         start, increment, count, samples = (draw.randint(2, most) for most in (5, 4, 7, 90))
         sizes = ramped(start, increment, samples, start + increment * count, unit=2)
         iterations, consumed = draw.randint(0, 60), draw.randint(0, 150)
-        for rounded in (False, True):
-            wanted = _by_walking(sizes, iterations, consumed, rounded=rounded)
-            assert sizes.consumed_after(iterations, consumed, rounded=rounded) == wanted
+        assert sizes.consumed_after(iterations, consumed) == _by_walking(sizes, iterations, consumed)
         whole = sizes.consumed_after(iterations)
         assert sizes.iterations_of(whole) == iterations
         assert sizes.iterations_of(whole + sizes.asked(whole) - 1) == iterations, (
