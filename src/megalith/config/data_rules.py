@@ -218,7 +218,9 @@ full_validation_counts_by_itself = note(
 
 
 blends_are_readable = tuple(map(_blend_is_readable, (PATHS[0], *_BY_SPLIT)))
-names_of_sets_are_read = idle_without("multiple_validation_sets", "there is one validation set", "validation_set_names")
+names_of_sets_are_read = idle_without(
+    "multiple_validation_sets", "validation_set_names", why="there is one validation set"
+)
 
 
 @rule

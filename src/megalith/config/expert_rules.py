@@ -161,22 +161,22 @@ offsets_without_quantiles = note(
 settings_of_experts_are_read = (
     *idle_without(
         "num_experts",
-        "--num-experts is not given, no layer has experts",
         *("moe_layer_freq", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_latent_size"),
         *("moe_apply_probs_on_input", "moe_router_force_load_balancing", "moe_router_topk"),
         *("moe_router_score_function", "moe_router_pre_softmax", "moe_router_num_groups", "moe_router_group_topk"),
         *("moe_router_topk_scaling_factor", "moe_router_dtype", "moe_router_load_balancing_type"),
         *("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_enable_expert_bias", "moe_input_jitter_eps"),
         *("moe_expert_capacity_factor", "expert_tensor_parallel_size"),
+        why="--num-experts is not given, no layer has experts",
     ),
-    *idle_without("moe_shared_expert_intermediate_size", "there is no shared expert", "moe_shared_expert_gate"),
-    *idle_without("moe_router_enable_expert_bias", "no expert has a bias", "moe_router_bias_update_rate"),
-    *idle_without("moe_expert_capacity_factor", "experts take every token", "moe_token_drop_policy"),
-    *idle_without("num_experts", "--num-experts is not given, nothing is routed", "moe_routing_trace_path"),
+    *idle_without("moe_shared_expert_intermediate_size", "moe_shared_expert_gate", why="there is no shared expert"),
+    *idle_without("moe_router_enable_expert_bias", "moe_router_bias_update_rate", why="no expert has a bias"),
+    *idle_without("moe_expert_capacity_factor", "moe_token_drop_policy", why="experts take every token"),
+    *idle_without("num_experts", "moe_routing_trace_path", why="--num-experts is not given, nothing is routed"),
     *idle_without(
         "moe_routing_trace_path",
-        "nothing is traced",
         *("moe_routing_trace_max_training_iters", "moe_routing_trace_capture_hidden_states"),
         *("moe_routing_trace_capture_logits", "moe_routing_trace_dump_weights"),
+        why="nothing is traced",
     ),
 )

@@ -307,9 +307,7 @@ strategy_says_what_is_divided = note(
 )
 
 
-the_strategy_is_read = idle_without(
-    "use_megatron_fsdp", "--use-megatron-fsdp is not given", "data_parallel_sharding_strategy"
-)
+the_strategy_is_read = idle_without("use_megatron_fsdp", "data_parallel_sharding_strategy")
 experts_are_there_to_be_divided = forbid(
     lambda run: run.parallel.expert_model_parallel_size != 1 and not run.model.mixture,
     "{expert_model_parallel_size} divides the experts of the layers, and there are none: give --num-experts, or leave "

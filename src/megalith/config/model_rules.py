@@ -220,9 +220,9 @@ def _fields(group: type) -> tuple[str, ...]:
 
 
 settings_are_read = (
-    *idle_without("group_query_attention", "--group-query-attention is not given", "num_query_groups"),
-    *idle_without("use_rope_scaling", "--use-rope-scaling is not given", "rope_scaling_factor"),
-    *idle_without("window_size", "--window-size is not given", "window_attn_skip_freq"),
+    *idle_without("group_query_attention", "num_query_groups"),
+    *idle_without("use_rope_scaling", "rope_scaling_factor"),
+    *idle_without("window_size", "window_attn_skip_freq"),
     *_read_by(ROTARY, "no_rope_freq"),
     *_read_by(("rope",), "rotary_seq_len_interpolation_factor", "rotary_percent"),
     *_read_by(
@@ -230,9 +230,9 @@ settings_are_read = (
         *("rotary_scaling_factor", "yarn_original_max_position_embeddings", "yarn_beta_fast", "yarn_beta_slow"),
         *("yarn_correction_range_round_to_int", "mscale", "mscale_all_dim"),
     ),
-    *idle_without("multi_latent_attention", "--multi-latent-attention is not given", *_fields(LatentSettings)),
-    *idle_without("use_mup", "--use-mup is not given", *_fields(MupSettings)),
-    *idle_without("mtp_num_layers", "--mtp-num-layers is not given", "mtp_loss_scaling_factor"),
+    *idle_without("multi_latent_attention", *_fields(LatentSettings)),
+    *idle_without("use_mup", *_fields(MupSettings)),
+    *idle_without("mtp_num_layers", "mtp_loss_scaling_factor"),
 )
 
 

@@ -131,8 +131,8 @@ def _read_by(optimizers: tuple[str, ...], *names: str) -> list[Rule]:
 
 
 optimizer_settings_are_read = (
-    *idle_without("optimizer_cpu_offload", "--optimizer-cpu-offload is not given", "optimizer_offload_fraction"),
-    *idle_without("decoupled_lr", "--decoupled-lr is not given", "decoupled_min_lr"),
+    *idle_without("optimizer_cpu_offload", "optimizer_offload_fraction"),
+    *idle_without("decoupled_lr", "decoupled_min_lr"),
     *_read_by(("adam", "soap"), "adam_beta1", "adam_beta2", "adam_eps"),
     *_read_by(("soap",), "soap_shampoo_beta", "soap_precondition_frequency"),
     *_read_by(("lion",), "lion_beta1", "lion_beta2"),

@@ -101,16 +101,16 @@ def _folder_of(kind: str) -> list[Rule]:
 checkpoint_settings_are_read = (
     *idle_without(
         "save",
-        "nothing is saved without --save",
         *("save_interval", "no_save_optim", "no_save_rng", "async_save", "save_retain_interval", "keep_last"),
         "non_persistent_save_interval",
+        why="nothing is saved without --save",
     ),
     *_folder_of("global"),
     *_folder_of("local"),
     *idle_without(
         "load",
-        "nothing is loaded without --load",
         *("ckpt_step", "no_load_optim", "no_load_rng", "finetune", "exit_on_missing_checkpoint"),
+        why="nothing is loaded without --load",
     ),
 )
 memory_is_printed_with_a_line = forbid(
@@ -155,13 +155,12 @@ def records_without_a_place(draft: Draft) -> str:
 
 
 log_settings_are_read = (
-    *idle_without("tensorboard_dir", "--tensorboard-dir is not given", "tensorboard_queue_size"),
-    *idle_without("save", "progress.txt is written in the folder of --save", "log_progress"),
-    *idle_without("record_memory_history", "--record-memory-history is not given", "memory_snapshot_path"),
-    *idle_without("wandb_project", "--wandb-project is not given", "wandb_exp_name", "wandb_save_dir", "wandb_entity"),
+    *idle_without("tensorboard_dir", "tensorboard_queue_size"),
+    *idle_without("save", "log_progress", why="progress.txt is written in the folder of --save"),
+    *idle_without("record_memory_history", "memory_snapshot_path"),
+    *idle_without("wandb_project", "wandb_exp_name", "wandb_save_dir", "wandb_entity"),
     *idle_without(
         "profile",
-        "--profile is not given",
         *("profile_step_start", "profile_step_end", "profile_ranks", "use_pytorch_profiler"),
         *("pytorch_profiler_collect_shapes", "pytorch_profiler_collect_callstack"),
     ),

@@ -145,14 +145,15 @@ def idle(names: Collection[str], used: Callable[[RunConfig], Any], why: Callable
     return [make(all_settings()[name]) for name in names]
 
 
-def idle_without(other: str, why: str, *names: str) -> list[Rule]:
+def idle_without(other: str, *names: str, why: str = "") -> list[Rule]:
     """Make notices for settings that are given while the one that they serve, `other`, is not."""
+    reason = why or f"{all_settings()[other].positive_flag} is not given"
 
     def make(name: str) -> Rule:
         def check(draft: Draft) -> str:
             if name not in draft.given or value_of(draft, name) in (False, None) or value_of(draft, other):
                 return ""
-            return f"{show(draft, name)} has no effect: {why}"
+            return f"{show(draft, name)} has no effect: {reason}"
 
         return Rule(f"{name}_needs_{other}", check, notice=True)
 

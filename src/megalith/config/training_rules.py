@@ -271,12 +271,12 @@ gradients_are_kept_as_asked = (
 )
 
 training_settings_are_read = (
-    *idle_without("bf16", "it is for --bf16; under --fp16 gradients are fp16 by themselves", "grad_reduce_in_bf16"),
-    *idle_without("error_injection_rate", "--error-injection-rate is not given", "error_injection_type"),
+    *idle_without("bf16", "grad_reduce_in_bf16", why="it is for --bf16; under --fp16 gradients are fp16 by themselves"),
+    *idle_without("error_injection_rate", "error_injection_type"),
     *idle_without(
         "fp16",
-        "the loss scale moves only under --fp16",
         *("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"),
+        why="the loss scale moves only under --fp16",
     ),
 )
 
@@ -350,4 +350,4 @@ def modules_are_recomputed_selectively(draft: Draft) -> str:
     return f"{show(draft, 'recompute_modules')} has no effect without --recompute-granularity selective"
 
 
-recomputation_is_on = idle_without("recompute_granularity", "--recompute-granularity is not given", *_DETAILS)
+recomputation_is_on = idle_without("recompute_granularity", *_DETAILS)
