@@ -187,18 +187,8 @@ def _records(config: RunConfig, folder: Path, screen: Screen, started: Started) 
 
 
 def _routing_trace(config: RunConfig, started: Started) -> Hook:
-    log, state = config.log, started.run.state
-    assert log.moe_routing_trace_path is not None
-    return RoutingTrace(
-        Path(log.moe_routing_trace_path),
-        state.context.rank,
-        state.chunks,
-        log.moe_routing_trace_max_training_iters,
-        hidden_states=log.moe_routing_trace_capture_hidden_states,
-        logits=log.moe_routing_trace_capture_logits,
-        weights=log.moe_routing_trace_dump_weights,
-        start=state.iteration,
-    )
+    state = started.run.state
+    return RoutingTrace(config.log, state.context.rank, state.chunks, state.iteration)
 
 
 def _profiles(config: RunConfig, folder: Path, screen: Screen, started: Started) -> list[Hook]:

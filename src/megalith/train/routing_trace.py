@@ -17,6 +17,7 @@ from typing import IO, Any, Literal
 import torch
 from torch import Tensor, nn
 
+from megalith.config.groups import LogConfig
 from megalith.models.language_model import LanguageModel
 from megalith.nn.moe.router import Router
 from megalith.nn.moe.routing import Choice
@@ -27,24 +28,13 @@ from megalith.train.step import routers
 class RoutingTrace(Hook):
     """Writes what the routers of this rank choose in training; evaluations and repeated forward passes are left out.
 
-    Args:
-        start: steps that the run has behind it; behind those of its files it goes on, and a new run begins them anew.
-        steps: to trace from here on; all if None.
-        logits: write theirs, of what they are given: before noise, and where choices are random the router's own.
+    Logits are those of what routers are given: before noise, and where choices are random the router's own. A run that
+    has `start` steps behind it continues its files; a new one begins them anew.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        rank: int,
-        chunks: Sequence[LanguageModel],
-        steps: int | None = None,
-        *,
-        hidden_states: bool = False,
-        logits: bool = False,
-        weights: bool = False,
-        start: int = 0,
-    ) -> None:
+    def __init__(self, log: LogConfig, rank: int, chunks: Sequence[LanguageModel], start: int = 0) -> None:
+        folder, steps = Path(log.moe_routing_trace_path or ""), log.moe_routing_trace_max_training_iters
+        hidden_states, logits = log.moe_routing_trace_capture_hidden_states, log.moe_routing_trace_capture_logits
         folder.mkdir(parents=True, exist_ok=True)
         self._rank, self._step, self._end = rank, start, None if steps is None else start + steps
         self._pass = -1
@@ -62,7 +52,7 @@ class RoutingTrace(Hook):
             for router in here
         }
         self._handles = [router.register_forward_hook(self._chosen) for router in here]
-        if weights:
+        if log.moe_routing_trace_dump_weights:
             own = {router.layer: _weights(router) for router in here if router.layer < layers}
             torch.save(own, folder / f"router_state_rank{rank}.pt")
 

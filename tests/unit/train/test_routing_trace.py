@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalith.config import ModelConfig
+from megalith.config import LogConfig, ModelConfig
 from megalith.models.gpt import GPT
 from megalith.models.initialise import initialise
 from megalith.nn.moe.router import Router
@@ -40,6 +40,18 @@ def model() -> GPT:
     return model.train()
 
 
+def log_of(
+    folder: Path, *, steps: int | None = None, hidden_states: bool = False, logits: bool = False, weights: bool = False
+) -> LogConfig:
+    return LogConfig(
+        moe_routing_trace_path=str(folder),
+        moe_routing_trace_max_training_iters=steps,
+        moe_routing_trace_capture_hidden_states=hidden_states,
+        moe_routing_trace_capture_logits=logits,
+        moe_routing_trace_dump_weights=weights,
+    )
+
+
 def step(model: GPT, number: int = 1) -> None:
     begin_step([model], 1.0)
     for _ in range(number):
@@ -60,7 +72,7 @@ def numbers(folder: Path, file: str, record: dict[str, Any], name: str) -> Tenso
 
 
 def test_every_choice_of_the_steps_is_there(model: GPT, tmp_path: Path) -> None:
-    trace = RoutingTrace(tmp_path / "new", 3, [model], 2, hidden_states=True, logits=True, weights=True)
+    trace = RoutingTrace(log_of(tmp_path / "new", steps=2, hidden_states=True, logits=True, weights=True), 3, [model])
     seen: list[tuple[int, Tensor, list[list[int]]]] = []
 
     def watch(router: Router, inputs: tuple[Tensor], choice: Choice) -> None:
@@ -93,7 +105,7 @@ def test_every_choice_of_the_steps_is_there(model: GPT, tmp_path: Path) -> None:
 
 
 def test_a_repeated_forward_pass_is_traced_once(model: GPT, tmp_path: Path) -> None:
-    trace = RoutingTrace(tmp_path, 3, [model])
+    trace = RoutingTrace(log_of(tmp_path), 3, [model])
     step(model)
     with model.auxiliary.repeated():
         step(model)
@@ -103,7 +115,7 @@ def test_a_repeated_forward_pass_is_traced_once(model: GPT, tmp_path: Path) -> N
 
 
 def test_of_a_step_that_is_computed_anew_the_last_time_counts(model: GPT, tmp_path: Path) -> None:
-    trace = RoutingTrace(tmp_path, 3, [model])
+    trace = RoutingTrace(log_of(tmp_path), 3, [model])
     for micro_batches in (1, 2):  # as for the gradient noise, or where a step is doubted
         step(model, micro_batches)
     trace.after_step(None)  # type: ignore[arg-type]
@@ -114,7 +126,7 @@ def test_of_a_step_that_is_computed_anew_the_last_time_counts(model: GPT, tmp_pa
 
 def test_a_resumed_run_goes_on_behind_its_trace(model: GPT, tmp_path: Path) -> None:
     for start in (0, 1):
-        trace = RoutingTrace(tmp_path, 3, [model], 1, logits=True, start=start)
+        trace = RoutingTrace(log_of(tmp_path, steps=1, logits=True), 3, [model], start)
         for _ in range(2):
             step(model)
             trace.after_step(None)  # type: ignore[arg-type]
