@@ -172,10 +172,7 @@ class _Builder:
         ]
 
     def known_size(self, size: int | None, split: int, only: int | None) -> int:
-        """The number of samples that the weights of a blend share out; 0 for a split that is not built.
-
-        Raises:  ConfigError if all samples are asked for.
-        """
+        """Samples that the weights of a blend share out; 0 for a split not built. Raises ConfigError for all."""
         if not self._is_built(split, only):
             return 0
         if size is None:
@@ -218,10 +215,7 @@ def _build_split(builder: _Builder, blend: Blend | None, split: int, size: int |
 
 
 def _build_blend(builder: _Builder, blend: Blend, sizes: Sizes, only: int | None = None) -> list[Dataset | None]:
-    """The splits of a blend, or the `only` one.
-
-    Source:  Megatron-LM `BlendedMegatronDatasetBuilder`.
-    """
+    """The splits of a blend, or the `only` one, as Megatron-LM's `BlendedMegatronDatasetBuilder` makes them."""
     if blend.is_single:
         return list(builder.splits_of(blend.prefixes[0], sizes, only))
     weights = None if blend.weights is None else normalise(blend.weights)

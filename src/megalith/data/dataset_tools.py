@@ -31,10 +31,7 @@ class Merged:
 
 
 def pairs_in(folder: Path) -> list[str]:
-    """The prefixes of all pairs of a folder, in the order of their names.
-
-    Raises:  ConfigError if there is none, or a file is half of a pair.
-    """
+    """Prefixes of all pairs of a folder, by name. Raises ConfigError if there is none, or a file is half of one."""
     if not folder.is_dir():
         raise ConfigError(f"--input {folder}: no such folder")
     files = [path for path in folder.iterdir() if path.is_file() and path.suffix not in _SIDE_FILES]

@@ -108,10 +108,7 @@ class EncodedChunk:
 
 
 class ChunkEncoder:
-    """Turns chunks into tokens.
-
-    Raises:  DataError if the tokenizer or what is known of the language is missing or damaged.
-    """
+    """Turns chunks into tokens. Raises DataError if a file of the tokenizer or the language is missing or damaged."""
 
     def __init__(self, settings: EncodeSettings, tokenizer: Tokenizer | None = None) -> None:
         self._settings = settings

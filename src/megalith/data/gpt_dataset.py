@@ -90,10 +90,7 @@ class GPTDataset:
         tokenizer: Tokenizer,
         class_name: str = "GPTDataset",
     ) -> None:
-        """Load the index arrays from the cache, or build them and save them there.
-
-        Raises:  DataError if the split has too few tokens for what is asked of it.
-        """
+        """Load the index arrays or build and save them. Raises DataError if the split has too few tokens."""
         self.name, self.prefix, self.requested = portion.name, portion.path, portion.requested
         self.documents_of_split = portion.documents(len(documents.lengths))
         self._documents, self._options, self._portion = documents, options, portion

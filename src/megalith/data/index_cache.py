@@ -166,10 +166,7 @@ class IndexCache:
         return self._description_path.is_file() and all(self.path(name).is_file() for name in names)
 
     def load(self, recipe: Recipe, written_ns: int | None = None, *, is_checked: bool = False) -> Arrays | None:
-        """Return the arrays of the entry, or None where a file is missing, damaged or of other documents.
-
-        Args: as of `load_or_build`.
-        """
+        """The arrays of the entry; None where a file is missing, damaged or of other documents. See `load_or_build`."""
         if not self.complete(recipe.names):
             return None
         try:

@@ -34,10 +34,7 @@ class Share:
 
 
 def read_share(text: str | None, environ: Mapping[str, str]) -> Share:
-    """The share that `--share K/N` or the launcher tells; all of the input without either.
-
-    Raises:  ConfigError if it is no share, or two launchers tell different ones.
-    """
+    """The share that `--share K/N` or the launcher tells, else all. Raises ConfigError if it is none, or two differ."""
     if text is not None:
         match = re.fullmatch(r"(\d+)/(\d+)", text)
         if match is None or not 1 <= int(match[1]) <= int(match[2]):

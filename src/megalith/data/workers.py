@@ -38,10 +38,7 @@ _SWITCH_SECONDS = 0.0005  # until the thread of a worker that takes chunks from 
 
 @dataclass(frozen=True)
 class Turn:
-    """A chunk that is encoded and waits for its place.
-
-    `write` has its tokens written; they are when `settle` has returned.
-    """
+    """A chunk that is encoded and waits for its place; `write` has its tokens written by the end of `settle`."""
 
     located: Located
     report: ChunkReport

@@ -60,10 +60,7 @@ class BytePairVocabulary:
 
 
 def read_byte_pair_vocabulary(vocab_file: str, merge_file: str) -> BytePairVocabulary:
-    """Read and check vocab.json and merges.txt.
-
-    Raises:  DataError naming the file, what is wrong with it and what to do.
-    """
+    """Read and check vocab.json and merges.txt. Raises DataError naming the file, the fault and the remedy."""
     ids = _parse_vocab(vocab_file, _read_text(vocab_file, "vocab.json"))
     merges = _parse_merges(merge_file, _read_text(merge_file, "merges.txt"))
     _check_vocab(vocab_file, ids)

@@ -46,10 +46,7 @@ def vocabulary_hash(tokens: Iterable[tuple[str, int]]) -> str:
 
 
 def write_card(prefix: str, card: Mapping[str, Any]) -> None:
-    """Lay the card of its tokenizer beside a dataset, in place of what may be there.
-
-    Raises:  DataError if it cannot be written.
-    """
+    """Lay the card of its tokenizer beside a dataset, in place of another. Raises DataError if it cannot be written."""
     path = card_path(prefix)
     partial = path.with_name(path.name + ".partial")
     try:
@@ -60,10 +57,7 @@ def write_card(prefix: str, card: Mapping[str, Any]) -> None:
 
 
 def read_card(prefix: str) -> dict[str, Any] | None:
-    """The card beside a dataset; None where there is none, as with what Megatron or an older version made.
-
-    Raises:  DataError if it is damaged.
-    """
+    """The card beside a dataset; None where there is none, as with Megatron's. Raises DataError if it is damaged."""
     path = card_path(prefix)
     try:
         card = json.loads(path.read_bytes())

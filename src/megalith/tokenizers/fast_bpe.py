@@ -60,10 +60,7 @@ def is_fast(tokenizer_type: str) -> bool:
 
 
 def ids_as_array(ids: list[int]) -> NDArray[Any]:
-    """Ids of any tokenizer.
-
-    Raises:  DataError for a number that is no id of any vocabulary, as NullTokenizer takes it out of a text.
-    """
+    """Ids of any tokenizer. Raises DataError for a number that no vocabulary has (NullTokenizer takes any)."""
     try:
         return np.array(ids, np.int64)
     except OverflowError as error:

@@ -155,10 +155,7 @@ def _byte_level(folder: Path, settings: Mapping[str, Any], named_tokens: Callabl
 
 
 class _LlamaPieces(Engine):
-    """A SentencePiece model with Llama's special tokens: their names in a text are their ids.
-
-    Raises:  DataError if the model is damaged, or sentencepiece is not installed.
-    """
+    """A SentencePiece model with Llama's special tokens: their names in a text are their ids."""
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], special: Iterable[str], *, around: bool) -> None:
         self._model = load_model("HuggingFaceTokenizer", folder / MODEL_FILE)

@@ -49,10 +49,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids; bytes that are no UTF-8 become U+FFFD.
-
-        Raises:  DataError naming the first id outside the vocabulary.
-        """
+        """Text of ids; what is no UTF-8 becomes U+FFFD. Raises DataError naming the first id outside the vocabulary."""
 
     def card(self) -> dict[str, Any]:
         """Who this tokenizer is, wherever its files lie: class, sizes, special ids, sha256 of each file (`card`)."""
@@ -98,10 +95,7 @@ class Tokenizer(ABC):
 
 
 def require_text(text: str) -> str:
-    """The text, if it is one. Libraries replace lone surrogates in silence, each in its own way.
-
-    Raises:  DataError if a character is a lone surrogate.
-    """
+    """The text. Raises DataError for a lone surrogate, which libraries replace in silence, each in its own way."""
     try:
         if not text.isascii():  # which a string knows without looking
             text.encode()
@@ -124,10 +118,7 @@ def require_ids(ids: Iterable[int], vocab_size: int) -> None:
 
 
 def padded_vocab_size(vocab_size: int, divisible_by: int, tensor_parallel_size: int = 1) -> int:
-    """Smallest multiple of `divisible_by * tensor_parallel_size` that holds the vocabulary.
-
-    Source:  Megatron-LM `_vocab_size_with_padding`.
-    """
+    """Smallest multiple of both factors that holds the vocabulary: Megatron-LM's `_vocab_size_with_padding`."""
     multiple = divisible_by * tensor_parallel_size
     return -(-vocab_size // multiple) * multiple
 
@@ -188,10 +179,7 @@ def json_object(path: Path) -> dict[str, Any]:
 
 
 def import_for(user: str, module: str, extra: str) -> Any:
-    """Import a module that an extra of this package brings, when its user first needs it.
-
-    Raises:  DataError if it is not installed.
-    """
+    """Import a module of an extra of this package, for its first user. Raises DataError if it is not installed."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

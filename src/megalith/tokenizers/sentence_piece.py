@@ -29,10 +29,7 @@ _LEAST_BYTES = 16  # a shorter file is no model; what a failed download leaves
 
 
 class _SentencePiece(Tokenizer):
-    """What the three have in common.
-
-    Raises:  DataError if it is missing or damaged, or lacks a piece that the tokenizer needs.
-    """
+    """What the three have in common. Raises DataError if the model is missing, damaged, or lacks a needed piece."""
 
     def __init__(self, model_file: str | Path) -> None:
         self._model_file = str(model_file)
@@ -160,10 +157,7 @@ def decode_around(ids: Sequence[int], token_of: Mapping[int, str], model: Any, s
 
 
 def load_model(tokenizer: str, path: Path) -> Any:
-    """A SentencePiece model, which a kind of tokenizer needs.
-
-    Raises:  DataError if the file is missing or no model, or the library is not installed.
-    """
+    """A SentencePiece model. Raises DataError if it is missing or damaged, or the library is not installed."""
     if path.is_dir():
         raise DataError(
             f"--tokenizer-model {path} is a folder; {tokenizer} takes the file, such as {path / MODEL_FILE}"

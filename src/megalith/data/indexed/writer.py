@@ -150,10 +150,7 @@ class IndexedWriter:
         self._discarded = False
 
     def finalize(self) -> None:
-        """Write the index, bring both files to the disk and give them their names.
-
-        Raises:  DataError if the disk is full or the folder went away.
-        """
+        """Write the index and name both files. Raises DataError if the disk is full or the folder is gone."""
         index = _open_partial(idx_path(self.prefix), 0)
         try:
             for file in self._files():

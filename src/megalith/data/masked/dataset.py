@@ -302,10 +302,7 @@ class MaskedDataset(ABC):
         return f"{len(self)} samples of {len(self._own)} documents"
 
     def __getitem__(self, item: int) -> dict[str, NDArray[Any]]:
-        """Sample `item` in the order of training.
-
-        Raises:  DataError if the files do not give it, or hold tokens outside the vocabulary.
-        """
+        """Sample `item`. Raises DataError if the files do not give it, or hold tokens outside the vocabulary."""
         if not 0 <= item < len(self):
             raise IndexError(f"sample {item} of {len(self)}")
         first, stop, target = self.sample_index[item].tolist()

@@ -30,10 +30,7 @@ NO_LABEL = -1
 
 
 def decoder_start(tokenizer: Tokenizer) -> int:
-    """The token that the decoder begins with: [BOS], or the padding of tokenizers without one, as those of T5.
-
-    Raises:  ConfigError if it has neither.
-    """
+    """The token that the decoder begins with: [BOS], else the padding (T5). Raises ConfigError if there is neither."""
     special = tokenizer.special
     start = special.get("bos", special.get("pad", tokenizer.pad))
     if start is None:

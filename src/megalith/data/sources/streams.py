@@ -128,10 +128,7 @@ def _undecoded(path: Path, limits: Limits) -> TextFile:
 
 
 def refuse_archive(path: Path, limits: Limits) -> None:
-    """Stop where a file, decompressed if it is compressed, is an archive of other files.
-
-    Raises:  DataError if it is one, or cannot be read.
-    """
+    """Raise DataError where a file, decompressed if it is compressed, is an archive of others or cannot be read."""
     file = _undecoded(path, limits)
     kind = archive_of(file.beginning(tarfile.BLOCKSIZE))
     if kind is None:

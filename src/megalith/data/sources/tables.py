@@ -114,10 +114,7 @@ class ParquetSource(_ColumnarSource):
     kind = "parquet"
 
     def __init__(self, path: Path, options: SourceOptions) -> None:
-        """Read the schema and choose the columns.
-
-        Raises:  DataError if the file is damaged or has no such columns of text.
-        """
+        """Read the schema and choose the columns. Raises DataError if the file is damaged or has no such text."""
         super().__init__(path, options)
         with self._damage_named(), self._open() as file:
             schema = file.schema_arrow
@@ -143,10 +140,7 @@ class ArrowSource(_ColumnarSource):
     kind = "arrow"
 
     def __init__(self, path: Path, options: SourceOptions) -> None:
-        """Read the schema and choose the columns.
-
-        Raises:  DataError if the file is damaged or has no such columns of text.
-        """
+        """Read the schema and choose the columns. Raises DataError if the file is damaged or has no such text."""
         super().__init__(path, options)
         with self._damage_named(), self._mapped() as mapped:
             schema = self._reader(mapped).schema
