@@ -166,28 +166,16 @@ def sample_index_fits(
     *,
     extra: int,
 ) -> bool:
-    """Whether `sample_index` cuts these documents as `build_sample_index` does, without searching.
-
-    Each sample starts `sequence_length` tokens after the one before it, counted through the documents, inside the
-    document that it names. `document_index` must hold numbers of documents.
-    """
+    """Whether `build_sample_index` returns this. `document_index` must hold numbers of documents."""
     if sample_index.shape != (num_samples + 1, 2) or sample_index.dtype not in (np.int32, np.int64):
         return False
     if sample_index[0].any():
         return False
-    of_document = lengths[document_index]
-    ends = np.cumsum(of_document, dtype=np.int64)
-    last = len(sample_index) - 1
-    for start in range(1, last + 1, _SAMPLES_AT_ONCE):
-        stop = min(start + _SAMPLES_AT_ONCE, last + 1)
-        position, offset = sample_index[start:stop, 0], sample_index[start:stop, 1].astype(np.int64)
-        if int(position.min()) < 0 or int(position.max()) >= len(ends):
-            return False
-        wanted = np.minimum(np.arange(start, stop) * sequence_length + extra, ends[-1]) - extra
-        # After a stream that ends with an empty document the last row alone is below 0.
-        inside = (offset >= 0) | (np.arange(start, stop) == last)
-        inside &= offset + extra <= of_document[position]
-        if not (inside & (ends[position] - of_document[position] + offset == wanted)).all():
+    ends = np.cumsum(lengths[document_index], dtype=np.int64)
+    for start in range(1, num_samples + 1, _SAMPLES_AT_ONCE):
+        samples = np.arange(start, min(start + _SAMPLES_AT_ONCE, num_samples + 1), dtype=np.int64)
+        starts = _sample_starts(samples, ends, sequence_length, extra)
+        if not np.array_equal(sample_index[start : start + len(samples)], starts):
             return False
     return True
 

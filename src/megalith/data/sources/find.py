@@ -9,6 +9,7 @@ import glob
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -50,37 +51,42 @@ class Plan:
     notes: list[str] = field(default_factory=list)
     violations: list[str] = field(default_factory=list)
 
+    @contextmanager
+    def violations_noted(self) -> Iterator[None]:
+        """Note what a block refuses."""
+        try:
+            yield
+        except DataError as error:
+            self.violations.append(f"--input {error}")
+
 
 def find_sources(inputs: Sequence[str], options: SourceOptions) -> Plan:
     """Find and open what the inputs name. Files of folders and globs come in natural order, 2 before 10."""
     plan = Plan()
     paths: list[Path] = []
     for name in inputs:
-        try:
+        with plan.violations_noted():
             paths += _files(name, options, plan)
-        except DataError as error:
-            plan.violations.append(f"--input {error}")
-    found = [(path, _format(path, options, plan)) for path in paths]
+    found: list[tuple[Path, str]] = []
+    for path in paths:
+        with plan.violations_noted():
+            found.append((path, _format(path, options)))
     texts: dict[Path, TextFile] = {}
     looks: dict[Path, Look] = {}
     for path, kind in found:
-        if kind in (None, PARQUET, ARROW) or path in texts:
+        if kind in (PARQUET, ARROW) or path in texts:
             continue
-        try:
+        with plan.violations_noted():
             texts[path] = open_text(path, options.encoding, options.limits)
             if kind == CSV:
                 looks[path] = look_at(texts[path], options.csv_delimiter)
-        except DataError as error:
-            plan.violations.append(f"--input {error}")
     for path, kind in found:
         text = texts.get(path)
-        if kind is None or (text is None and kind not in (PARQUET, ARROW)) or (kind == CSV and path not in looks):
+        if (text is None and kind not in (PARQUET, ARROW)) or (kind == CSV and path not in looks):
             continue
-        try:
+        with plan.violations_noted():
             plan.sources.append(_source(path, kind, text, looks, options))
-        except DataError as error:
-            plan.violations.append(f"--input {error}")
-    plan.notes += _without_effect(options, [kind for _, kind in found if kind])
+    plan.notes += _without_effect(options, [kind for _, kind in found])
     return plan
 
 
@@ -143,28 +149,24 @@ def _fetching(url: str, scheme: str) -> str:
     return f": {command}" if command else " and give its path"
 
 
-def _format(path: Path, options: SourceOptions, plan: Plan) -> str | None:
-    """What a file holds, as the user says or by name and content; None with a violation where it cannot be used."""
-    try:
-        if not os.access(path, os.R_OK):
-            raise DataError(f"{path}: no permission to read it")
-        if path.stat().st_size == 0:
-            raise DataError(f"{path}: the file is empty")
-        refuse_archive(path, options.limits)
-        if options.input_format not in ("auto", JSONL):
-            return options.input_format
-        by_name = JSONL if options.input_format == JSONL else format_by_name(path)
-        if by_name in (TXT, CSV, PARQUET, ARROW):
-            return by_name
-        found = resolve(by_name, format_by_content(open_text(path, options.encoding, options.limits).beginning(1024)))
-        if found is None:
-            raise DataError(
-                f"{path}: neither the name nor the beginning of the file tells what it is; say so with --input-format "
-                "(jsonl, json for one array, txt, csv, parquet or arrow)"
-            )
-    except DataError as error:
-        plan.violations.append(f"--input {error}")
-        return None
+def _format(path: Path, options: SourceOptions) -> str:
+    """What a file holds, as the user says or by name and content. Raises DataError where it cannot be used."""
+    if not os.access(path, os.R_OK):
+        raise DataError(f"{path}: no permission to read it")
+    if path.stat().st_size == 0:
+        raise DataError(f"{path}: the file is empty")
+    refuse_archive(path, options.limits)
+    if options.input_format not in ("auto", JSONL):
+        return options.input_format
+    by_name = JSONL if options.input_format == JSONL else format_by_name(path)
+    if by_name in (TXT, CSV, PARQUET, ARROW):
+        return by_name
+    found = resolve(by_name, format_by_content(open_text(path, options.encoding, options.limits).beginning(1024)))
+    if found is None:
+        raise DataError(
+            f"{path}: neither the name nor the beginning of the file tells what it is; say so with --input-format "
+            "(jsonl, json for one array, txt, csv, parquet or arrow)"
+        )
     return found
 
 

@@ -71,6 +71,7 @@ class _ColumnarSource(RowSource):
     """A table that pyarrow reads, of which one column, or one for each key, has the text."""
 
     kind: str
+    _names: list[str]
 
     def __init__(self, path: Path, options: SourceOptions) -> None:
         super().__init__(path, options.limits)
@@ -80,8 +81,8 @@ class _ColumnarSource(RowSource):
         return start
 
     @abstractmethod
-    def _batches(self) -> Iterator[list[list[Any]]]:
-        """The chosen columns, some rows at a time."""
+    def _batches(self) -> Iterator[Any]:
+        """The record batches, of few rows each."""
 
     @abstractmethod
     def _disk_after(self, rows: int) -> int:
@@ -90,7 +91,8 @@ class _ColumnarSource(RowSource):
     def _rows(self) -> Iterator[Row]:
         number = 0
         with self._damage_named():
-            for columns in self._batches():
+            for batch in self._batches():
+                columns = [batch.column(name).to_pylist() for name in self._names]
                 for cells in zip(*columns, strict=True):
                     number += 1
                     content = _document(cells, self._options.keys)
@@ -128,10 +130,9 @@ class ParquetSource(_ColumnarSource):
     def _open(self) -> Any:
         return self._library("pyarrow.parquet").ParquetFile(self.path, memory_map=True, pre_buffer=False)
 
-    def _batches(self) -> Iterator[list[list[Any]]]:
+    def _batches(self) -> Iterator[Any]:
         with self._open() as file:
-            for batch in file.iter_batches(_ROWS_AT_ONCE, columns=self._names, use_threads=False):
-                yield [batch.column(name).to_pylist() for name in self._names]
+            yield from file.iter_batches(_ROWS_AT_ONCE, columns=self._names, use_threads=False)
 
 
 class ArrowSource(_ColumnarSource):
@@ -160,7 +161,7 @@ class ArrowSource(_ColumnarSource):
             is_file = file.read(len(_ARROW_FILE)) == _ARROW_FILE
         return ipc.open_file(mapped) if is_file else ipc.open_stream(mapped)
 
-    def _batches(self) -> Iterator[list[list[Any]]]:
+    def _batches(self) -> Iterator[Any]:
         with self._mapped() as mapped:
             reader = self._reader(mapped)
             numbered = hasattr(reader, "num_record_batches")
@@ -170,8 +171,7 @@ class ArrowSource(_ColumnarSource):
                 done = self.disk_bytes * number // reader.num_record_batches if numbered else mapped.tell()
                 self._position = done
                 for at in range(0, batch.num_rows, _ROWS_AT_ONCE):
-                    part = batch.slice(at, _ROWS_AT_ONCE)
-                    yield [part.column(name).to_pylist() for name in self._names]
+                    yield batch.slice(at, _ROWS_AT_ONCE)
 
 
 def _document(cells: tuple[Any, ...], keys: tuple[str, ...]) -> Document | BadDocument:
