@@ -10,9 +10,10 @@ map, during which numpy lets other threads run; unlike processes they need no sh
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -149,15 +150,20 @@ class BatchLoader:
         order = order or Sequential(len(dataset), micro_batch_size)
         self._plan = order.micro_batches(consumed_samples, rank, num_ranks)
         self._threads = ThreadPoolExecutor(num_workers, "megalith-data") if num_workers else None
-        self._depth = num_workers * _READ_AHEAD
-        self._ahead: deque[Future[Batch]] = deque()
+        self._depth = max(1, num_workers * _READ_AHEAD)
+        self._ahead: deque[Callable[[], Batch]] = deque()
 
     def __iter__(self) -> Iterator[Batch]:
         return self
 
     def __next__(self) -> Batch:
         """The next micro-batch. Raises DataError if the dataset has no full block of samples left."""
-        batch = self._read_now() if self._threads is None else self._read_ahead(self._threads)
+        self._read_ahead()
+        if not self._ahead:
+            raise self._exhausted()
+        batch = self._ahead.popleft()()
+        if self._threads is not None:
+            self._read_ahead()
         self._consumed += self._block
         return batch
 
@@ -166,21 +172,10 @@ class BatchLoader:
         if self._threads is not None:
             self._threads.shutdown(cancel_futures=True)
 
-    def _read_now(self) -> Batch:
-        samples = next(self._plan, None)
-        if samples is None:
-            raise self._exhausted()
-        return self._collate(samples)
-
-    def _read_ahead(self, threads: ThreadPoolExecutor) -> Batch:
+    def _read_ahead(self) -> None:
         while len(self._ahead) < self._depth and (samples := next(self._plan, None)) is not None:
-            self._ahead.append(threads.submit(self._collate, samples))
-        if not self._ahead:
-            raise self._exhausted()
-        batch = self._ahead.popleft().result()
-        if (samples := next(self._plan, None)) is not None:
-            self._ahead.append(threads.submit(self._collate, samples))
-        return batch
+            read = partial(self._collate, samples)
+            self._ahead.append(read if self._threads is None else self._threads.submit(read).result)
 
     def _collate(self, samples: Sequence[int | None]) -> Batch:
         rows = [self._dataset[sample] if sample is not None else self._filling() for sample in samples]
