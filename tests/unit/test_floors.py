@@ -45,6 +45,7 @@ WITHOUT_TORCH = ("errors", "config", "datasheet", "layout", "schedules", "tokeni
 """Folders that never import torch: what they do must be quick to start and to test."""
 
 MAY_IMPORT_TORCH_DISTRIBUTED = {
+    "distributed/board.py": "torch.distributed.Store",
     "distributed/comm.py": "torch.distributed",
     "distributed/p2p.py": "torch.distributed",
     "distributed/context.py": "torch.distributed",

@@ -306,9 +306,9 @@ def test_building_from_files(mmap_bin_files: bool, tmp_path: Path) -> None:
     data = dataclasses.replace(write(tmp_path / "data"), mmap_bin_files=mmap_bin_files)
     train, valid, test = build_gpt_datasets(data, NullTokenizer(EOD), sizes=(100, 10, None), seed=1)
     assert train is not None and valid is not None and test is not None
-    assert (train.num_samples, train.num_epochs) == (119, 2)
-    assert (valid.num_samples, valid.num_epochs) == (14, 2)
-    assert (test.num_samples, test.num_epochs) == (7, 1)
+    assert (len(train), train.num_epochs) == (119, 2)
+    assert (len(valid), valid.num_epochs) == (14, 2)
+    assert (len(test), test.num_epochs) == (7, 1)
     assert (tmp_path / "data" / "cache" / "GPTDataset_indices").is_dir()
 
 
