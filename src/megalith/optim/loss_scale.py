@@ -9,7 +9,6 @@ import numpy as np
 
 from megalith.config import PrecisionConfig
 
-GROWTH, BACKOFF = np.float32(2.0), np.float32(0.5)
 
 
 class ConstantLossScale:
@@ -39,8 +38,11 @@ class DynamicLossScale:
     every overflow halves.
     """
 
-    def __init__(self, initial: float, minimum: float, window: int, hysteresis: int) -> None:
+    def __init__(
+        self, initial: float, minimum: float, window: int, hysteresis: int, growth: float = 2.0, backoff: float = 0.5
+    ) -> None:
         self.minimum, self.window, self.hysteresis = minimum, window, hysteresis
+        self._growth, self._backoff = np.float32(growth), np.float32(backoff)
         self._scale = np.float32(initial)
         self.growth_tracker, self.hysteresis_tracker = 0, hysteresis
 
@@ -62,12 +64,12 @@ class DynamicLossScale:
             self.growth_tracker = 0
             self.hysteresis_tracker -= 1
             if self.hysteresis_tracker <= 0:
-                self._scale = max(np.float32(self._scale * BACKOFF), np.float32(self.minimum))
+                self._scale = max(np.float32(self._scale * self._backoff), np.float32(self.minimum))
             return
         self.growth_tracker += 1
         if self.growth_tracker == self.window:
             self.growth_tracker, self.hysteresis_tracker = 0, self.hysteresis
-            self._scale = np.float32(self._scale * GROWTH)
+            self._scale = np.float32(self._scale * self._growth)
 
     def state(self) -> dict[str, float | int]:
         return {
