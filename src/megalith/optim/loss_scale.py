@@ -10,7 +10,6 @@ import numpy as np
 from megalith.config import PrecisionConfig
 
 
-
 class ConstantLossScale:
     """A fixed scale: 1 without fp16, or what --loss-scale says. The loss is multiplied by `value`, the gradients by
     `inverse`."""
