@@ -228,7 +228,12 @@ CASES = {
 """Name -> ranks, flags of the layout, flags of the model, rows of the vocabulary."""
 
 
-@pytest.mark.parametrize("case", CASES)
+SAMPLE = ("dp2", "tp2", "pp2", "cp2", "tp2-pp2", "dp2-zero1", "pp2-dp2-fsdp")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if case in SAMPLE else pytest.mark.full) for case in CASES]
+)
 def test_a_resume_in_the_same_layout_is_byte_for_byte(ranks: Any, tmp_path: Path, case: str) -> None:
     world_size, layout, model, vocab_size = CASES[case]
     flags = f"{layout} {model}"
@@ -281,9 +286,6 @@ def train_on(folder: str, flags: str, world_size: int, vocab_size: int, until: i
         steps.append((result.iteration, result.loss, result.grad_norm, result.learning_rate))
     CheckpointSaver(store, run, IDENTITY).save(state)
     return steps
-
-
-SAMPLE = ("dp2", "tp2", "pp2", "cp2", "tp2-pp2", "dp2-zero1", "pp2-dp2-fsdp")
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ RESUMES = {
     "tp2-cp2-fp16": (4, f"{TP2} {CP2} {FP16} {DROPOUT}"),
     "tp2-dp2-zero1-fp16": (4, f"{TP2} {ZERO} {FP16} {DROPOUT}"),
 }
-ALWAYS = ("dp2-zero1-bf16", "tp2-sp-fp16", "pp2-vpp2", "cp2", "tp2-pp2")
+ALWAYS = ("dp2-zero1-bf16", "tp2-sp-fp16", "cp2", "tp2-pp2")
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def uninterrupted(
 
 
 SAMPLE = {
-    *(("tp2", "mid_save", 1), ("tp2", "bwd", 0), ("dp2-zero1", "pre_commit", 0), ("dp2-zero1", "opt", 1)),
+    *(("tp2", "mid_save", 1), ("dp2-zero1", "pre_commit", 0), ("dp2-zero1", "opt", 1)),
     *(("pp2-vpp2", "post_commit", 1), ("pp2-vpp2", "eval", 0)),
 }
 

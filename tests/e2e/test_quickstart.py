@@ -138,7 +138,7 @@ def test_errors_name_the_cause(tmp_path: Path, arguments: list[str], exit_code: 
     assert (tmp_path / "taken" / "precious").read_text(encoding="utf-8") == "data"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.full)])
 def test_a_stop_leaves_no_process_behind(tmp_path: Path, number: signal.Signals) -> None:
     files = write_texts(tmp_path)
     arguments = ("--data", *files, "--json-key", "body", "--minutes", "0.5", "--out", "mine")

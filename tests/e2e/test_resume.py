@@ -41,7 +41,7 @@ def validation_lines(text: str) -> list[str]:
     "precision",
     [
         [],
-        ["--bf16"],
+        pytest.param(["--bf16"], marks=pytest.mark.full),
         # A scale that overflows at first: the second half begins with a scaler and a schedule that lag behind.
         ["--fp16", "--initial-loss-scale", 2.0**24, "--loss-scale-window", 3],
     ],
@@ -113,8 +113,10 @@ def test_a_kill_at_any_point_loses_only_the_steps_since_the_last_save(
 @pytest.mark.parametrize(
     ("name", "damage"),
     [
-        *(("__0_0.distcp", damage) for damage in ("flip", "truncate", "empty", "remove")),
-        *((name, "flip") for name in (".metadata", "common.pt", "manifest.json", "metadata.json")),
+        *(("__0_0.distcp", damage) for damage in ("flip", "truncate")),
+        *(pytest.param("__0_0.distcp", damage, marks=pytest.mark.full) for damage in ("empty", "remove")),
+        *((name, "flip") for name in (".metadata", "manifest.json")),
+        *(pytest.param(name, "flip", marks=pytest.mark.full) for name in ("common.pt", "metadata.json")),
     ],
 )
 def test_a_damaged_newest_checkpoint_is_passed_over_loudly(
@@ -234,11 +236,11 @@ def test_finetune_takes_the_weights_and_starts_anew(warm: WarmProcess, tmp_path:
 @pytest.mark.parametrize(
     "words",
     [
-        ["--ckpt-step=3"],
+        pytest.param(["--ckpt-step=3"], marks=pytest.mark.full),
         ["--finetune", "--ckpt-step", 3],
         ["--ckpt_step", 3, "--no-load-optim", "--no_load_rng"],
         ["--ckpt-step", 3, "--lr", 5e-3, "--override-opt-param-scheduler"],
-        ["--ckpt-step", 3, "--lr", 5e-3, "--use-checkpoint-opt-param-scheduler"],
+        pytest.param(["--ckpt-step", 3, "--lr", 5e-3, "--use-checkpoint-opt-param-scheduler"], marks=pytest.mark.full),
         ["--ckpt-step", 3, "--no-save-optim", "--no-save-rng"],
         ["--ckpt-step", 3, "--config", "recipe.toml"],
     ],
@@ -331,7 +333,7 @@ def init(**words):
 """
 
 
-@pytest.mark.parametrize("form", ["torch_dist", "torch"])
+@pytest.mark.parametrize("form", ["torch_dist", pytest.param("torch", marks=pytest.mark.full)])
 def test_a_resume_continues_the_wandb_run(form: str, tmp_path: Path) -> None:
     (tmp_path / "site").mkdir()
     (tmp_path / "site/wandb.py").write_text(WANDB)
