@@ -16,6 +16,7 @@ from megalith.assemble.model import build_chunks, build_run_optimizer, draw_weig
 from megalith.cli import train_hooks, train_start
 from megalith.cli.train import settle_kernels
 from megalith.config import RunConfig, load
+from megalith.config.groups import LogConfig
 from megalith.data.masked.bert import BertSamples
 from megalith.data.masked.t5 import T5Samples
 from megalith.distributed import comm
@@ -168,12 +169,18 @@ def test_who_profiles_a_gpu(tmp_path: Path) -> None:
 def test_what_a_trace_of_routing_keeps(
     flags: str, kept: dict[str, bool], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    asked: list[dict[str, int]] = []
-    monkeypatch.setattr(train_hooks, "RoutingTrace", lambda *where, **what: asked.append(what))
+    asked: list[tuple[LogConfig, int]] = []
+    monkeypatch.setattr(train_hooks, "RoutingTrace", lambda log, rank, chunks, start: asked.append((log, start)))
     started = _started()
     started.run.state.chunks, started.run.state.iteration = (), 7
     train_hooks._routing_trace(_run(f"--num-experts 2 --moe-routing-trace-path {tmp_path} {flags}"), started)
-    assert asked == [{**kept, "start": 7}]
+    ((log, start),) = asked
+    assert start == 7 and log.moe_routing_trace_path == str(tmp_path)
+    assert kept == {
+        "hidden_states": log.moe_routing_trace_capture_hidden_states,
+        "logits": log.moe_routing_trace_capture_logits,
+        "weights": log.moe_routing_trace_dump_weights,
+    }
 
 
 @pytest.fixture
