@@ -31,7 +31,8 @@ T = TypeVar("T")
 _SIZE = 256
 _MEMORY = Path("/dev/shm")
 _ROOM = 2**20  # a page for each status and document of a hundred ranks; containers have 64 MiB for all they run
-_STORE_SECONDS = 2.0
+STORE_SECONDS = 2.0
+"""How long a store may take to answer."""
 _PREFIX, _IN_USE = "megalith-", "in-use"
 _SECONDS_TO_MARK = 60.0
 
@@ -251,7 +252,7 @@ def in_thread(act: Callable[[], T], name: str) -> Future[T]:
 def _soon(call: Callable[[], T]) -> T:
     """The result of a call that may never return; BoardGone if it fails or takes too long."""
     try:
-        return in_thread(call, "board").result(_STORE_SECONDS)
+        return in_thread(call, "board").result(STORE_SECONDS)
     except Exception as error:
         raise BoardGone from error
 

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from megalith.distributed.board import (
     MESSAGE,
+    STORE_SECONDS,
     Board,
     BoardGone,
     Identity,
@@ -102,6 +103,7 @@ class Watch(Observer):
         self._identity, self._size = Identity(0, os.uname().nodename, os.getpid()), 1
         self._done, self._changed = False, threading.Event()
         self._first_rank = "rank 0"
+        self._ran_at = time.monotonic()  # when the thread that looks last noticed that the process runs
         self._awake_since = 0.0  # `time.monotonic()` at the end of the last time that this process did not run
         self._leaving = threading.RLock()  # the thread that has it ends this process
 
@@ -177,12 +179,11 @@ class Watch(Observer):
         troubled = False
         with suppress(BoardGone, RuntimeError):
             self._first_rank = str(read_identity(board, 0))
+        self._ran_at = time.monotonic()
         while not self._done:
-            before = time.monotonic()
             if self._changed.wait(self._pause) and not self._done:
                 time.sleep(max(0.05, self._size / 2000.0))  # a store hears of a change soon, but not of every one
-            if time.monotonic() - before > self._pause + min(_FROZEN_SECONDS, 0.5 * self.timeout):
-                self._awake_since = time.monotonic()  # this process did not run: others could not answer it meanwhile
+            self._notice_pause(self._pause)
             self._changed.clear()
             try:
                 self._beat_once(board)
@@ -192,6 +193,17 @@ class Watch(Observer):
                 if self._overdue:
                     self._leave()
                 troubled = True
+
+    def _notice_pause(self, expected: float) -> None:
+        """Start all waits anew if this process did not run since the last call: others could not answer it meanwhile.
+
+        Args:
+            expected: seconds that the calls are apart while the process runs.
+        """
+        now = time.monotonic()
+        if now - self._ran_at > expected + min(_FROZEN_SECONDS, 0.5 * self.timeout):
+            self._awake_since = now
+        self._ran_at = now
 
     def _beat_once(self, board: Board) -> None:
         """Post the status, read whether there is an alarm, and sound one if this rank has waited too long."""
@@ -203,6 +215,7 @@ class Watch(Observer):
         if self._waited > _SECONDS_TO_FOLLOW:
             with suppress(BoardGone):
                 self._follow(board)
+        self._notice_pause(0.0 if board.immediate else 2 * STORE_SECONDS)  # both of the above may ask in vain
         if self._overdue:
             self.sound_alarm()
 

@@ -123,7 +123,7 @@ def test_a_board_in_a_store() -> None:
 
 
 def test_a_store_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megalith.distributed.board._STORE_SECONDS", 0.1)
+    monkeypatch.setattr("megalith.distributed.board.STORE_SECONDS", 0.1)
 
     class Frozen(Values):
         def check(self, keys: list[str]) -> bool:
@@ -177,13 +177,20 @@ def test_the_rank_that_broke_a_connection_is_blamed(tmp_path: Path, fate: str) -
 
 
 WAIT = """
-import sys, time
+import os, signal, sys, time
 from pathlib import Path
 from megalith.distributed.board import FolderBoard
 from megalith.distributed.context import Axis
 from megalith.distributed.watch import Watch
+class Board(FolderBoard):
+    stops = sys.argv[2] == "looking"
+    def read(self, name):
+        if self.stops and watch.status().waits:
+            self.stops = False
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return super().read(name)
 watch = Watch(2.0)
-with watch.attend(FolderBoard(Path(sys.argv[1]), 0), 0, 1):
+with watch.attend(Board(Path(sys.argv[1]), 0), 0, 1):
     watch.at("fwd", 1), watch.at("fwd", 2)
     watch.before("all_reduce", Axis("dp"), None)
     for _ in range(10):
@@ -193,12 +200,16 @@ with watch.attend(FolderBoard(Path(sys.argv[1]), 0), 0, 1):
 """
 
 
-def test_time_in_which_the_process_was_stopped_is_no_wait(tmp_path: Path) -> None:
+@pytest.mark.parametrize("at", ["any time", "looking"])
+def test_time_in_which_the_process_was_stopped_is_no_wait(tmp_path: Path, at: str) -> None:
     """A suspended job: the others were stopped too, and could not have answered."""
-    command = [sys.executable, "-c", WAIT, str(tmp_path)]
+    command = [sys.executable, "-c", WAIT, str(tmp_path), at]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as waiting:
         assert waiting.stdout and waiting.stdout.readline() == "waiting\n"
-        waiting.send_signal(signal.SIGSTOP)
+        if at == "looking":
+            time.sleep(0.5)
+        else:
+            waiting.send_signal(signal.SIGSTOP)
         time.sleep(4.0)
         waiting.send_signal(signal.SIGCONT)
         _, errors = waiting.communicate(timeout=60)
