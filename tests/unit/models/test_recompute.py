@@ -141,6 +141,7 @@ def test_without_a_sink_too() -> None:
 def _kept_by_the_decoder(recompute: Recompute | None, config: ModelConfig = GPT2) -> int:
     """Bytes of activations between the passes of the layers; weights are not counted."""
     model = _model(config, recompute)
+    model.decoder.final_layernorm = None  # before its weights are noted: what is kept may get the address they had
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     memory: dict[int, int] = {}
 
@@ -150,7 +151,6 @@ def _kept_by_the_decoder(recompute: Recompute | None, config: ModelConfig = GPT2
             memory[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    model.decoder.final_layernorm = None
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         turn = None if config.rotary_size == 0 else rotations(config, torch.float32)(torch.arange(24), 24)
         y = model.decoder(torch.randn(24, 3, 16, requires_grad=True), turn)
