@@ -19,6 +19,7 @@ FLOORS = {
     "": -1,  # megalith/__init__.py
     "errors": -2,  # under all others
     "datasheet": -1,  # a table
+    "registry": -1,  # what users add: a value of names and objects
     "layout": -1,  # pure integers, which the rules of the configuration use
     "config": 0,
     "schedules": -1,  # pure functions, which the rules of the configuration use
@@ -41,7 +42,7 @@ FLOORS = {
 }
 """Folder (or module) directly under src/megalith -> floor."""
 
-WITHOUT_TORCH = ("errors", "config", "datasheet", "layout", "schedules", "tokenizers")
+WITHOUT_TORCH = ("errors", "config", "datasheet", "layout", "registry", "schedules", "tokenizers")
 """Folders that never import torch: what they do must be quick to start and to test."""
 
 MAY_IMPORT_TORCH_DISTRIBUTED = {

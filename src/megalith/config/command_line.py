@@ -16,6 +16,7 @@ from megalith.config.known import KnownFlag, known_flags
 from megalith.config.reading import Reading
 from megalith.config.run import all_settings
 from megalith.config.values import BadValue, closest, expanded, value_from_words
+from megalith.registry import EMPTY, IMPORT_FLAG, TRUST_FLAG, Registry
 
 RECIPE_FLAG = "--config"
 _NEGATIVE_NUMBER = re.compile(r"-(\.?\d|inf)")
@@ -31,9 +32,9 @@ class _Spelling:
 
 
 @cache
-def _spellings() -> Mapping[str, _Spelling]:
+def _spellings(registry: Registry) -> Mapping[str, _Spelling]:
     spellings: dict[str, _Spelling] = {}
-    for setting in all_settings().values():
+    for setting in all_settings(registry).values():
         for flag in setting.spellings:
             spellings[flag] = _Spelling(setting, True if setting.kind is bool else None)
         for flag in setting.off_spellings:
@@ -43,25 +44,25 @@ def _spellings() -> Mapping[str, _Spelling]:
     return spellings
 
 
-def read_command_line(argv: Sequence[str]) -> Reading:
+def read_command_line(argv: Sequence[str], registry: Registry = EMPTY) -> Reading:
     """Read every word; nothing is raised, what is wrong is in the `problems` of the result."""
-    parser = _Parser(list(argv))
+    parser = _Parser(list(argv), registry)
     return parser.read()
 
 
-def given_settings(argv: Sequence[str]) -> frozenset[str]:
+def given_settings(argv: Sequence[str], registry: Registry = EMPTY) -> frozenset[str]:
     """Names of the settings that a command line gives, in whatever spelling."""
-    return frozenset(read_command_line(argv).values)
+    return frozenset(read_command_line(argv, registry).values)
 
 
-def without_settings(argv: Sequence[str], names: Collection[str]) -> list[str]:
+def without_settings(argv: Sequence[str], names: Collection[str], registry: Registry = EMPTY) -> list[str]:
     """The words of a sound command line without the flags of these settings, in whatever spelling, and their values."""
-    parser, kept = _Parser(list(argv)), []
+    parser, kept = _Parser(list(argv), registry), []
     while parser.words:
         before = list(parser.words)
         parser.read_one()
         taken = before[: len(before) - len(parser.words)]
-        spelling = _spellings().get(parser.canonical(taken[0].partition("=")[0]))
+        spelling = parser.spellings.get(parser.canonical(taken[0].partition("=")[0]))
         if spelling is None or spelling.setting.name not in names:
             kept += taken
     return kept
@@ -70,8 +71,9 @@ def without_settings(argv: Sequence[str], names: Collection[str]) -> list[str]:
 class _Parser:
     """One pass over the words of a command line."""
 
-    def __init__(self, words: list[str]) -> None:
+    def __init__(self, words: list[str], registry: Registry = EMPTY) -> None:
         self.words = words
+        self.spellings = _spellings(registry)
         self.reading = Reading()
         self.refused: dict[str, list[str]] = {}
 
@@ -96,8 +98,10 @@ class _Parser:
         given = [inline] if has_value else None
         if flag == RECIPE_FLAG:
             self._recipe(given)
-        elif flag in _spellings():
-            self._setting(flag, _spellings()[flag], given)
+        elif flag in (IMPORT_FLAG, TRUST_FLAG):
+            self._import(flag, given)
+        elif flag in self.spellings:
+            self._setting(flag, self.spellings[flag], given)
         elif flag in known_flags():
             self._known(known_flags()[flag], given)
         else:
@@ -105,14 +109,14 @@ class _Parser:
 
     def canonical(self, written: str) -> str:
         """The spelling that is known, of what was written; a note says where the two differ."""
-        if _exists(written):
+        if self._exists(written):
             return written
         hyphened = written.replace("_", "-")
-        if hyphened != written and _exists(hyphened):
+        if hyphened != written and self._exists(hyphened):
             self.reading.notes.append(f"{written} is read as {hyphened}")
             return hyphened
         off = "--no-" + hyphened.removeprefix("--disable-")
-        return off if hyphened.startswith("--disable-") and _exists(off) else hyphened
+        return off if hyphened.startswith("--disable-") and self._exists(off) else hyphened
 
     def _setting(self, flag: str, spelling: _Spelling, given: list[str] | None) -> None:
         setting, reading = spelling.setting, self.reading
@@ -162,19 +166,22 @@ class _Parser:
         reason = f"{known.refusal}; not in this version" if known.work else known.refusal
         self.refused.setdefault(reason, []).append(" ".join([known.flag, *words]))
 
+    def _exists(self, flag: str) -> bool:
+        return flag in (RECIPE_FLAG, IMPORT_FLAG, TRUST_FLAG) or flag in self.spellings or flag in known_flags()
+
     def _unknown(self, flag: str) -> None:
         reading = self.reading
         self._following(flag, "*")
-        guess = closest(flag, _spellings()) or closest(flag, known_flags())
+        guess = closest(flag, self.spellings) or closest(flag, known_flags())
         hint = f"did you mean {guess}?" if guess else "see `megalith config --flags` for all flags"
         if flag.startswith(_TYPOGRAPHIC_DASHES):
             hint = "it begins with a typographic dash; write it with two hyphens"
-        elif not flag.startswith("--") and _exists("-" + flag):
+        elif not flag.startswith("--") and self._exists("-" + flag):
             guess = "-" + flag
             hint = f"did you mean {guess}?"
         reading.problems.append(f"{flag} is not a flag; {hint}")
-        if guess in _spellings():
-            reading.faulty.add(_spellings()[guess].setting.name)
+        if guess in self.spellings:
+            reading.faulty.add(self.spellings[guess].setting.name)
 
     def _stray(self, word: str) -> None:
         shown = word or "''"
@@ -192,6 +199,17 @@ class _Parser:
             self.reading.problems.append(f"{flag} {' '.join(taken)}: needs {arity} values")
         return taken
 
+    def _import(self, flag: str, given: list[str] | None) -> None:
+        if flag == TRUST_FLAG:
+            self.reading.trusts_recipe = True
+            if given is not None:
+                self.reading.problems.append(f"{flag}={given[0]}: {flag} takes no value; write it alone")
+            return
+        words = given if given is not None else self._following(flag, "+")
+        if not words:
+            self.reading.problems.append(f"{flag} needs a value (dotted name of a Python module)")
+        self.reading.imports += words
+
     def _recipe(self, given: list[str] | None) -> None:
         words = given if given is not None else self._following(RECIPE_FLAG, "1")
         if not words:
@@ -203,10 +221,6 @@ class _Parser:
                 self.reading.recipe = expanded(words[0])
             except BadValue as error:
                 self.reading.problems.append(f"{RECIPE_FLAG} {words[0]}: {error}")
-
-
-def _exists(flag: str) -> bool:
-    return flag == RECIPE_FLAG or flag in _spellings() or flag in known_flags()
 
 
 def _without_quotes(word: str) -> str:

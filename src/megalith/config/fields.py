@@ -42,6 +42,7 @@ class Declaration:
     may_be_empty: bool = False  # true where the flag without a value means an empty list, which differs from no flag
     from_environment: str = ""  # the environment variable that sets it, empty for none
     flagless: bool = False  # true where only the environment can set it
+    registers: str = ""  # the kind of registered objects whose names are legal values too (megalith.registry)
 
 
 def setting(default: Any = dataclasses.MISSING, /, **declaration: Any) -> Any:
@@ -106,6 +107,11 @@ def settings_of(group_name: str, group: type) -> tuple[Setting, ...]:
     return tuple(_setting_of(group_name, field, hints[field.name]) for field in dataclasses.fields(group))
 
 
+def with_names(own: Setting, names: tuple[str, ...]) -> Setting:
+    """The setting with names of registered objects among its legal values."""
+    return dataclasses.replace(own, about=dataclasses.replace(own.about, choices=(*own.about.choices, *names)))
+
+
 def _setting_of(group_name: str, field: dataclasses.Field[Any], hint: Any) -> Setting:
     members = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     optional = types.NoneType in members
@@ -120,5 +126,5 @@ def _setting_of(group_name: str, field: dataclasses.Field[Any], hint: Any) -> Se
         optional=optional,
         default=None if required else field.default,
         required=required,
-        about=field.metadata[_METADATA_KEY],
+        about=field.metadata.get(_METADATA_KEY) or Declaration(help=f"setting of {group_name}", ours=True),
     )

@@ -13,9 +13,10 @@ from typing import Any, TypeVar, cast
 
 from megalith.config.fields import Setting, settings_of
 from megalith.config.groups import ModelConfig, ParallelConfig, PrecisionConfig, TokenizerConfig
-from megalith.config.run import group_types
-from megalith.config.saved_args import YARN
+from megalith.config.run import group_types, resolved
+from megalith.config.saved_args import REGISTERED, YARN
 from megalith.errors import CheckpointError
+from megalith.registry import EMPTY, IMPORT_FLAG, Registered, Registry
 
 Group = TypeVar("Group")
 
@@ -27,12 +28,12 @@ _UNKNOWN_HERE = {
 }
 
 
-def model_of(args: Mapping[str, Any]) -> ModelConfig:
-    """The architecture.
+def model_of(args: Mapping[str, Any], registry: Registry = EMPTY) -> ModelConfig:
+    """The architecture, of parts that users have registered too.
 
     Raises:
         KeyError: an argument that no model is without is missing.
-        CheckpointError: the model has a part that this version has not.
+        CheckpointError: the model has a part that this version has not, or one that is not registered.
     """
     used = [
         f"{flag} ({name} {args[name]})"
@@ -59,7 +60,7 @@ def model_of(args: Mapping[str, Any]) -> ModelConfig:
         known |= {ours: args[name] for name, ours in YARN.items() if args.get(name) is not None}
     else:  # Megatron has these with defaults of their own, for other layers
         known = {name: value for name, value in known.items() if name not in ("mscale", "mscale_all_dim")}
-    return _group("model", ModelConfig, known)
+    return _group("model", ModelConfig, known, registry)
 
 
 _TEXTS = ("moe_layer_freq", "no_rope_freq", "onnx_safe", "window_attn_skip_freq", "window_size")
@@ -102,26 +103,35 @@ def tokenizer_of(args: Mapping[str, Any]) -> TokenizerConfig:
     return _group("tokenizer", TokenizerConfig, own)
 
 
-def _group(name: str, kind: type[Group], args: Mapping[str, Any]) -> Group:
+def _group(name: str, kind: type[Group], args: Mapping[str, Any], registry: Registry = EMPTY) -> Group:
     assert group_types()[name] is kind
     values = {}
+    about: Mapping[str, Any] = args.get(REGISTERED) or {}
+    own = {key: value for section in about.get("settings", {}).values() for key, value in section.items()}
+    args = resolved(args, registry, own)
     for setting in settings_of(name, cast("type", kind)):
         if setting.name in args or setting.required:
             value = args[setting.name]
             if value is not None or setting.optional:
-                values[setting.name] = _value(setting, value)
+                values[setting.name] = _value(setting, value, about)
     return cast("Any", kind)(**values)
 
 
-def _value(setting: Setting, value: Any) -> Any:
+def _value(setting: Setting, value: Any, registered: Mapping[str, Any]) -> Any:
     """A saved value in the type of the setting; an enumeration's member by its value or the default."""
     about = setting.about
-    if value is None:
-        return None
+    if value is None or isinstance(value, Registered):
+        return value
     if setting.many:
         return tuple(value) if isinstance(value, list | tuple) else (value,)
     if setting.kind is str and not isinstance(value, str):
         return setting.default
+    if about.registers and value in registered.get("names", ()):
+        needed = " ".join(registered["imports"])
+        raise CheckpointError(
+            f"the checkpoint was made with {setting.positive_flag} {value}, which one of its modules registers; give "
+            f"{IMPORT_FLAG} {needed}"
+        )
     if about.choices and value not in about.choices:
         if setting.group == "model" and setting.name not in ("attention_backend", "transformer_impl"):
             raise CheckpointError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,10 @@ from megalith.config.foreign_args import settings_from
 from megalith.config.reading import Reading, read_recipe
 from megalith.config.rule import Draft, UnusableError, unreadable
 from megalith.config.rules import FILE_RULES, NOTICES, RULES
-from megalith.config.run import Note, RunConfig, all_settings, group_types
+from megalith.config.run import Note, RunConfig, all_settings, group_types, resolved
 from megalith.config.values import BadValue, checked_value, closest, out_of_range, value_from_words
 from megalith.errors import ConfigError
+from megalith.registry import EMPTY, IMPORT_FLAG, KINDS, TRUST_FLAG, Registry, collect
 
 ArgsReader = Callable[[str, int | None], Mapping[str, Any] | None]
 """Reads the saved args of the checkpoint that a folder, or an iteration of it, holds; None if it holds none."""
@@ -35,6 +36,7 @@ def load(
     *,
     files: bool = True,
     saved_args: ArgsReader | None = None,
+    registry: Registry | None = None,
 ) -> RunConfig:
     """The configuration that a command line asks for.
 
@@ -44,6 +46,7 @@ def load(
             environment unless given.
         files: whether data and tokenizer files must exist.
         saved_args: what `--use-checkpoint-args` reads with; without it that flag only counts as given.
+        registry: what users have registered; by default the modules are imported that `argv` names.
 
     Returns:
         The configuration; its `notes` say what was accepted and has no effect, one line each.
@@ -51,8 +54,10 @@ def load(
     Raises:
         ConfigError: with every violation found, each naming the flag, the value and a remedy.
     """
-    flags = read_command_line(argv)
-    recipe = read_recipe(Path(flags.recipe)) if flags.recipe else Reading()
+    registry = imported(argv) if registry is None else registry
+    flags = read_command_line(argv, registry)
+    recipe = read_recipe(Path(flags.recipe), registry) if flags.recipe else Reading()
+    _refuse_untrusted(flags.recipe, recipe.imports, registry)
     environ = os.environ if environ is None else environ
     launch = _read_environment(environ)
     nproc = flags.values.get("nproc", recipe.values.get("nproc"))
@@ -70,11 +75,37 @@ def load(
     given = asked | readings[-1].values
     faulty = set().union(*(reading.faulty for reading in readings)) - _overridden(flags)
     problems = [problem for reading in readings for problem in reading.problems]
-    run, more_problems = _build(given, faulty, files=files)
+    run, more_problems = _build(given, faulty, files=files, registry=registry)
     problems += more_problems
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
-    return RunConfig(**_groups_of(run), notes=_notes(readings, run, asked), given=frozenset(given))
+    return RunConfig(**_groups_of(run), notes=_notes(readings, run, asked), given=frozenset(given), registry=registry)
+
+
+def imported(argv: Sequence[str], *, follows_recipe: bool = False) -> Registry:
+    """Import the modules that a command line names with --import and --hook; what they have registered.
+
+    Args:
+        follows_recipe: whether --trust-recipe makes the modules count that the recipe names, too.
+
+    Raises:
+        ConfigError: a module is missing or fails to import.
+    """
+    flags = read_command_line(argv)
+    names = [*flags.imports, *flags.values.get("hooks", ())]
+    if follows_recipe and flags.trusts_recipe and flags.recipe:
+        names += read_recipe(Path(flags.recipe)).imports
+    return collect(names) if names else EMPTY
+
+
+def _refuse_untrusted(recipe: str, imports: Sequence[str], registry: Registry) -> None:
+    """A recipe's modules are code that its reader has not typed: they are not imported by that alone."""
+    known = {one.name for one in registry.imports}
+    if unknown := [name for name in imports if name not in known]:
+        raise ConfigError(
+            f"{recipe}: [run] import = {', '.join(unknown)} would run code of that name; if you trust it, give "
+            f"{IMPORT_FLAG} {' '.join(unknown)} ({TRUST_FLAG} does for the commands that follow recipes)"
+        )
 
 
 def _read_checkpoint(given: Mapping[str, Any], saved_args: ArgsReader) -> Reading:
@@ -119,32 +150,38 @@ def _keep_tokenizer(taken: dict[str, Any], given: Mapping[str, Any]) -> list[str
 
 
 def from_values(
-    values: Mapping[str, Any], *, environ: Mapping[str, str] | None = None, files: bool = True
+    values: Mapping[str, Any],
+    *,
+    environ: Mapping[str, str] | None = None,
+    files: bool = True,
+    registry: Registry = EMPTY,
 ) -> RunConfig:
     """Return the configuration of a flat mapping, setting name -> value, checked like a command line.
 
     Args:
         values: what is not here takes its default. A list setting takes a list, a tuple or one value.
         environ: where a launcher's variables are, such as `os.environ`; one process if None.
+        registry: what users have registered.
 
     Raises:
         ConfigError: with every violation found: unknown names, values of a wrong type, illegal values, broken rules.
     """
     launch = _read_environment(environ or {})
-    mapping = _read_mapping(values)
+    mapping = _read_mapping(values, registry)
     given = launch.values | mapping.values
     faulty = (launch.faulty - set(mapping.values)) | mapping.faulty
-    run, problems = _build(given, faulty, files=files)
+    run, problems = _build(given, faulty, files=files, registry=registry)
     if problems := [*launch.problems, *mapping.problems, *problems]:
         raise ConfigError(problems)
-    return RunConfig(**_groups_of(run), notes=_notes((mapping,), run, given), given=frozenset(given))
+    notes = _notes((mapping,), run, given)
+    return RunConfig(**_groups_of(run), notes=notes, given=frozenset(given), registry=registry)
 
 
-def _read_mapping(values: Mapping[str, Any]) -> Reading:
+def _read_mapping(values: Mapping[str, Any], registry: Registry) -> Reading:
     """Read settings by name; nothing is raised, what is wrong is in the `problems` of the result."""
     reading = Reading()
     for name, value in values.items():
-        setting = all_settings().get(name)
+        setting = all_settings(registry).get(name)
         if setting is None:
             near = closest(name.lstrip("-").replace("-", "_"), all_settings())
             hint = f"did you mean {near}?" if near else "see `megalith config --flags` for all of them"
@@ -207,13 +244,15 @@ class _Absent:
         raise UnusableError(name)
 
 
-def _build(given: Mapping[str, Any], faulty: set[str], *, files: bool) -> tuple[RunConfig, list[str]]:
+def _build(
+    given: Mapping[str, Any], faulty: set[str], *, files: bool, registry: Registry
+) -> tuple[RunConfig, list[str]]:
     """The configuration with None for what is missing, and what is wrong with it."""
     problems = []
     unusable = set(faulty)
     defaults = FAMILY_DEFAULTS.get(str(given.get("model_family")), {})
-    values = {}
-    for setting in all_settings().values():
+    values: dict[str, Any] = {}
+    for setting in _asked_of(all_settings(registry), registry, given, problems):
         value = given.get(setting.name, defaults.get(setting.name, setting.default))
         values[setting.name] = value
         if setting.name in faulty:
@@ -224,6 +263,7 @@ def _build(given: Mapping[str, Any], faulty: set[str], *, files: bool) -> tuple[
         elif complaint := out_of_range(setting, value):
             problems.append(f"{setting.positive_flag} {value}: {complaint}")
             unusable.add(setting.name)
+    values = resolved(values, registry, values)
     run = RunConfig(
         **{
             name: group(**{s.name: values[s.name] for s in all_settings().values() if s.group == name})
@@ -235,6 +275,27 @@ def _build(given: Mapping[str, Any], faulty: set[str], *, files: bool) -> tuple[
     rules = (*RULES, *FILE_RULES) if files else RULES
     problems += [message for rule in rules if (message := rule.broken(draft))]
     return run, problems
+
+
+def _asked_of(
+    settings: Mapping[str, Setting], registry: Registry, given: Mapping[str, Any], problems: list[str]
+) -> Iterator[Setting]:
+    """The settings of the groups and of the registered objects that are chosen; those of others may not be given."""
+    chosen = {
+        name
+        for setting in all_settings().values()
+        if setting.about.registers and (value := given.get(setting.name))
+        for name in ([value] if isinstance(value, str) else value)
+    }
+    flags = {entry.name: KINDS[entry.kind] for entry in registry.entries}
+    for setting in settings.values():
+        if setting.group in group_types() or setting.group in chosen:
+            yield setting
+        elif setting.name in given:
+            problems.append(
+                f"{setting.positive_flag} {given[setting.name]}: it is a setting of {setting.group}, which is not "
+                f"chosen; add {flags[setting.group]} {setting.group}, or leave it out"
+            )
 
 
 def _groups_of(run: RunConfig) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any
 from megalith.config.fields import Setting
 from megalith.config.run import all_settings, group_types
 from megalith.config.values import BadValue, checked_value, closest
+from megalith.registry import EMPTY, Registry
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -26,6 +27,8 @@ class Reading:
 
     values: dict[str, Any] = field(default_factory=dict)
     recipe: str = ""  # path of a recipe that is asked for, empty for none
+    imports: list[str] = field(default_factory=list)  # modules that are to be imported
+    trusts_recipe: bool = False  # whether the modules that the recipe names may be imported
     problems: list[str] = field(default_factory=list)  # what cannot be read or is refused, one line each
     # names of settings whose value could not be read, so that nothing more is said of them
     faulty: set[str] = field(default_factory=set)
@@ -50,7 +53,7 @@ class Reading:
             self.needs_nothing(name, setting.about.nothing)
 
 
-def read_recipe(path: Path) -> Reading:
+def read_recipe(path: Path, registry: Registry = EMPTY) -> Reading:
     """Read a recipe; nothing is raised, what is wrong is in the `problems` of the result."""
     reading = Reading()
     try:
@@ -63,17 +66,21 @@ def read_recipe(path: Path) -> Reading:
         reading.problems.append(f"--config {path}: not TOML: {error}")
         return reading
     for section, content in sections.items():
-        _section(reading, path, section, content)
+        _section(reading, path, section, content, registry)
     return reading
 
 
-def _section(reading: Reading, path: Path, section: str, content: Any) -> None:
+def _section(reading: Reading, path: Path, section: str, content: Any, registry: Registry) -> None:
     groups = [name for name in group_types() if name != "launch"]
+    groups += [entry.name for entry in registry.entries if entry.settings is not None]
     if not isinstance(content, dict):
         setting = all_settings().get(section)
         where = f"write it under [{setting.group}]" if setting else f"settings stand in sections: {', '.join(groups)}"
         reading.problems.append(f"{path}: {section} stands outside a section; {where}")
         _blame(reading, setting)
+        return
+    if section == _RUN:
+        _read_imports(reading, path, content)
         return
     if section not in groups:
         guess = closest(section, groups, cutoff=0.6)
@@ -81,11 +88,25 @@ def _section(reading: Reading, path: Path, section: str, content: Any) -> None:
         reading.problems.append(f"{path}: no section is called [{section}]; {hint}")
         return
     for key, value in content.items():
-        _setting(reading, path, section, key, value)
+        _setting(reading, path, section, key, value, registry)
 
 
-def _setting(reading: Reading, path: Path, section: str, key: str, value: Any) -> None:
-    setting = all_settings().get(key)
+_RUN, _IMPORT = "run", "import"
+
+
+def _read_imports(reading: Reading, path: Path, content: dict[str, Any]) -> None:
+    for key, value in content.items():
+        names = [value] if isinstance(value, str) else value
+        if key != _IMPORT:
+            reading.problems.append(f"{path}: [{_RUN}] has no setting {key}; it has {_IMPORT} alone")
+        elif not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            reading.problems.append(f"{path}: [{_RUN}] {_IMPORT} = {value!r}: not a list of dotted names of modules")
+        else:
+            reading.imports += names
+
+
+def _setting(reading: Reading, path: Path, section: str, key: str, value: Any, registry: Registry) -> None:
+    setting = all_settings(registry).get(key)
     if setting is None or setting.group != section:
         reading.problems.append(f"{path}: [{section}] has no setting {key}; {_hint(section, key)}")
         _blame(reading, setting or all_settings().get(closest(key, all_settings())))

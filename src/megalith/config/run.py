@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any
 
-from megalith.config.fields import Setting, settings_of
+from megalith.config.fields import Setting, settings_of, with_names
 from megalith.config.groups import (
     CheckpointConfig,
     DataConfig,
@@ -26,6 +26,7 @@ from megalith.config.groups import (
 )
 from megalith.errors import ConfigError
 from megalith.layout import Layout, Stages, split_layers
+from megalith.registry import EMPTY, Entry, Registered, Registry
 from megalith.schedules.batch_size import BatchSizes, constant, ramped, read_steps, stepped
 
 
@@ -49,8 +50,8 @@ class RunConfig:
     """Every setting of a run, by group.
 
     `notes` says what was given and needs nothing here or has no effect (`render.notes_lines` for the screen), `given`
-    which settings were given at all, by flag, recipe or environment; they are not part of the configuration and are
-    neither compared nor saved.
+    which settings were given at all, by flag, recipe or environment, and `registry` what --import has registered; they
+    are not part of the configuration and are neither compared nor saved.
     """
 
     model: ModelConfig
@@ -66,6 +67,7 @@ class RunConfig:
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     notes: tuple[Note, ...] = field(default=(), compare=False, repr=False)
     given: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
+    registry: Registry = field(default=EMPTY, compare=False, repr=False)
 
     @property
     def data_parallel_size(self) -> int:
@@ -155,25 +157,38 @@ class RunConfig:
             return self.train.train_iters
         return self.batch_sizes.iterations_of(self.train.train_samples or 0)
 
+    @property
+    def registered(self) -> tuple[Registered, ...]:
+        """The registered objects that this run uses."""
+        values = (getattr(getattr(self, s.group), s.name) for s in all_settings().values() if s.about.registers)
+        return tuple(
+            item
+            for value in values
+            for item in (value if isinstance(value, tuple) else (value,))
+            if isinstance(item, Registered)
+        )
+
     def to_dict(self) -> dict[str, dict[str, Any]]:
-        """The groups as JSON-able dictionaries, tuples as lists; `from_dict` is the inverse."""
-        return {
-            name: {
-                setting.name: list(value) if isinstance(value, tuple) else value
-                for setting in settings_of(name, kind)
-                for value in (getattr(getattr(self, name), setting.name),)
-            }
-            for name, kind in group_types().items()
-        }
+        """The groups as JSON-able dictionaries, tuples as lists; `from_dict` is the inverse.
+
+        The settings of registered objects follow, each under the object's name.
+        """
+        groups = {name: _values(name, getattr(self, name)) for name in group_types()}
+        return groups | {str(one): _values(str(one), one.settings) for one in self.registered if one.settings}
 
     @classmethod
-    def from_dict(cls, saved: Mapping[str, Mapping[str, Any]]) -> RunConfig:
+    def from_dict(cls, saved: Mapping[str, Mapping[str, Any]], registry: Registry = EMPTY) -> RunConfig:
         """Rebuild what `to_dict` made, with defaults for what is absent; ConfigError names what is unknown or lacks."""
-        unknown = [f"saved configuration: no group called '{name}'" for name in saved if name not in group_types()]
+        own = {entry.name for entry in registry.entries if entry.settings is not None}
+        unknown = [
+            f"saved configuration: no group called '{name}'" for name in saved if name not in {*group_types(), *own}
+        ]
         if unknown:
             raise ConfigError(unknown)
-        groups = {name: group_from_dict(name, saved.get(name, {})) for name in group_types()}
-        return cls(**groups)
+        known = own.intersection(saved)
+        given = {name: value for section in known for name, value in saved[section].items()}
+        groups = {name: group_from_dict(name, resolved(saved.get(name, {}), registry, given)) for name in group_types()}
+        return cls(**groups, registry=registry)
 
 
 @cache
@@ -183,10 +198,94 @@ def group_types() -> Mapping[str, type]:
     return {item.name: hints[item.name] for item in dataclasses.fields(RunConfig) if item.compare}
 
 
+def all_settings(registry: Registry = EMPTY) -> Mapping[str, Setting]:
+    """Setting name -> setting, over all groups and the registered objects that have settings; names are unique.
+
+    Raises:
+        ConfigError: A registered object takes a name that is taken.
+    """
+    return _settings_with(registry)
+
+
 @cache
-def all_settings() -> Mapping[str, Setting]:
-    """Setting name -> setting, over all groups. Names are unique over the groups."""
-    return {setting.name: setting for name, group in group_types().items() for setting in settings_of(name, group)}
+def _settings_with(registry: Registry) -> Mapping[str, Setting]:
+    own = {setting.name: setting for name, group in group_types().items() for setting in settings_of(name, group)}
+    if registry is EMPTY:
+        return own
+    problems = []
+    for setting in list(own.values()):
+        if names := registry.names(setting.about.registers):
+            known = (*setting.about.choices, *setting.about.later)
+            problems += [
+                f"{setting.positive_flag} {name} is Megalith's own; register yours under another name"
+                for name in names
+                if name in known
+            ]
+            own[setting.name] = with_names(setting, names)
+    sections: dict[str, Entry] = {}
+    for entry in registry.entries:
+        if entry.settings is None:
+            continue
+        if entry.name in group_types() or sections.setdefault(entry.name, entry) is not entry:
+            problems.append(f"the settings of {entry.name}: [{entry.name}] is taken; register it under another name")
+            continue
+        for setting in settings_of(entry.name, entry.settings):
+            if setting.name in own:
+                problems.append(
+                    f"{setting.positive_flag} of {entry.name} is a flag of [{own[setting.name].group}] already; give "
+                    f"the field {setting.name} of {entry.settings.__name__} another name"
+                )
+            else:
+                own[setting.name] = setting
+    if problems:
+        raise ConfigError(problems)
+    return own
+
+
+def _values(section: str, group: Any) -> dict[str, Any]:
+    return {setting.name: plain(getattr(group, setting.name)) for setting in settings_of(section, type(group))}
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON and Megatron have it: tuples as lists, registered objects as their names."""
+    if isinstance(value, tuple):
+        return [plain(item) for item in value]
+    return str(value) if isinstance(value, Registered) else value
+
+
+def resolved(values: Mapping[str, Any], registry: Registry, own: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace names of registered objects in the values of settings by the objects.
+
+    Args:
+        own: Settings of registered objects by name; what is absent takes its default.
+    """
+    settings, found = all_settings(), dict(values)
+    for name, value in values.items():
+        kind = settings[name].about.registers if name in settings else ""
+        if not kind or value is None:
+            continue
+        items = [
+            _resolve(kind, item, registry, own) for item in (value if isinstance(value, tuple | list) else [value])
+        ]
+        found[name] = tuple(items) if isinstance(value, tuple | list) else items[0]
+    return found
+
+
+def _resolve(kind: str, name: Any, registry: Registry, own: Mapping[str, Any]) -> Any:
+    entry = None if isinstance(name, Registered) or not isinstance(name, str) else registry.find(kind, name)
+    if entry is None:
+        return name
+    if entry.settings is None:
+        return Registered(entry)
+    fields = settings_of(entry.name, entry.settings)
+    given = {
+        field.name: tuple(value) if field.many and value is not None else value
+        for field in fields
+        if field.name in own
+        for value in (own[field.name],)
+    }
+    missing = {field.name: None for field in fields if field.required and field.name not in given}
+    return Registered(entry, entry.settings(**given, **missing))
 
 
 def group_from_dict(name: str, saved: Mapping[str, Any]) -> Any:

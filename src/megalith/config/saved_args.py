@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megalith.config.groups import ModelConfig, ParallelConfig, PrecisionConfig, TokenizerConfig
-from megalith.config.run import RunConfig, all_settings, group_types
+from megalith.config.run import RunConfig, all_settings, group_types, plain
 from megalith.config.values import read_pattern, read_window
 
 # What this version never varies and Megatron's `--use-checkpoint-args` and converters ask for by name.
@@ -31,7 +31,23 @@ def megatron_args(run: RunConfig) -> dict[str, Any]:
     consumed_valid_samples and skipped_train_samples. `params_dtype` is the name of the dtype, as no torch is here.
     """
     args = {name: _listed(name, value) for name, value in _flat({name: getattr(run, name) for name in group_types()})}
-    return {**args, **_CONSTANTS, **_derived(run)}
+    return {**args, **_CONSTANTS, **_derived(run), **_registered(run)}
+
+
+REGISTERED = "megalith_registered"
+"""What a checkpoint says of the objects that users have registered: names, settings by name, hashes by module."""
+
+
+def _registered(run: RunConfig) -> dict[str, Any]:
+    used = run.registered
+    if not used:
+        return {}
+    about = {
+        "names": list(map(str, used)),
+        "settings": {name: values for name, values in run.to_dict().items() if name in used},
+        "imports": {one.name: one.sha256 for one in run.registry.imports},
+    }
+    return {REGISTERED: about}
 
 
 def _flat(groups: Mapping[str, object]) -> Iterator[tuple[str, Any]]:
@@ -44,8 +60,8 @@ def _flat(groups: Mapping[str, object]) -> Iterator[tuple[str, Any]]:
 def _listed(name: str, value: Any) -> Any:
     """A value as argparse has it: lists, and None for most of those that are not given."""
     if not isinstance(value, tuple):
-        return value
-    return list(value) if value or name in _EMPTY_LISTS else None
+        return plain(value)
+    return plain(value) if value or name in _EMPTY_LISTS else None
 
 
 def weights_args(model: ModelConfig, precision: PrecisionConfig, tokenizer: TokenizerConfig) -> dict[str, Any]:
@@ -71,13 +87,15 @@ _OURS = (
     *("t5_logits_bias", "t5_scaled_logits"),
 )
 """Settings without a flag of Megatron that decide what the weights of a model mean."""
+_REGISTERED = ("own_model", "attention", "mlp", "loss")
 
 
 def _derived_of_model(model: ModelConfig) -> dict[str, Any]:
     return {
         "add_qkv_bias": model.qkv_bias,
         "attention_softmax_in_fp32": model.softmax_in_fp32,
-        **{name: getattr(model, name) for name in _OURS},
+        **{name: plain(getattr(model, name)) for name in _OURS},
+        **{name: plain(value) for name in _REGISTERED if (value := getattr(model, name)) is not None},
         "encoder_num_layers": model.num_layers,
         "ffn_hidden_size": model.ffn_size,
         "kv_channels": model.hidden_size // model.num_attention_heads

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megalith.config.fields import Setting
+from megalith.registry import IMPORT_FLAG, Registered
 
 
 class BadValue(ValueError):
@@ -46,7 +47,8 @@ _NO_PATHS = ("wandb_project", "wandb_exp_name", "wandb_entity", "tokenizer_speci
 def holds_paths(setting: Setting) -> bool:
     """Whether the text of a setting may be a path."""
     about = setting.about
-    return setting.kind is str and not (about.choices or about.from_environment) and setting.name not in _NO_PATHS
+    named = about.choices or about.registers or about.from_environment
+    return setting.kind is str and not named and setting.name not in _NO_PATHS
 
 
 def expanded(path: str) -> str:
@@ -176,7 +178,9 @@ def _number(word: str) -> float:
 
 def _chosen(setting: Setting, word: str) -> str:
     about = setting.about
-    if not about.choices:
+    if isinstance(word, Registered) and word.entry.kind == about.registers:
+        return word
+    if not about.choices and not about.registers:
         return expanded(word) if holds_paths(setting) else word
     if word in about.choices:
         return word
@@ -184,6 +188,9 @@ def _chosen(setting: Setting, word: str) -> str:
     if word in about.later:
         raise BadValue(f"comes with {about.later_with}; in this version: {choices}")
     guess = closest(word, about.choices, cutoff=0.6)
+    if about.registers and not guess:
+        others = f"not one of {choices}, and" if choices else "but"
+        raise BadValue(f"{others} nothing is registered under this name; {IMPORT_FLAG} the module that registers it")
     raise BadValue(f"not one of {choices}" + (f"; did you mean {guess}?" if guess else ""))
 
 

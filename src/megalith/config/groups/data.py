@@ -46,6 +46,9 @@ class DataConfig:
     )
     split: str = setting("969, 30, 1", help="parts for training, validation and test")
     mock_data: bool = setting(False, help="made-up data, to try a configuration")
+    data_source: str | None = setting(
+        None, help="registered dataset, in place of --data-path", registers="dataset", ours=True
+    )
     data_cache_path: str | None = setting(None, help="folder of the index caches; beside the data unless given")
     num_workers: int = setting(2, help="threads that read data ahead; 0 reads between the steps", at_least=0)
     num_dataset_builder_threads: int = setting(
@@ -125,6 +128,7 @@ class TokenizerConfig:
         "GPT2BPETokenizer",
         help="kind of tokenizer",
         choices=tuple(_NEEDED),
+        registers="tokenizer",
         later=("MultimodalTokenizer", "NullMultimodalTokenizer", "SFTTokenizer", "ByteLevelTokenizer"),
         later_with="work on images, instruction tuning and raw bytes, which is not built",
     )

@@ -106,6 +106,18 @@ class ModelConfig(MupSettings, LatentSettings, PredictionSettings, ExpertSetting
         choices=("gpt", "bert", "t5"),
         ours=True,
     )
+    own_model: str | None = setting(
+        None, help="registered model, in place of --model-family", flag="--model", registers="model", ours=True
+    )
+    attention: str | None = setting(
+        None, help="registered attention, in place of the layers' own", registers="attention", ours=True
+    )
+    mlp: str | None = setting(
+        None, help="registered feed-forward layer, in place of the layers' own", registers="mlp", ours=True
+    )
+    loss: str | None = setting(
+        None, help="registered loss, in place of the cross-entropy of GPT", registers="loss", ours=True
+    )
     bert_binary_head: bool = setting(
         True,
         help="BERT learns which of two runs of sentences is the first one",
@@ -131,6 +143,7 @@ class ModelConfig(MupSettings, LatentSettings, PredictionSettings, ExpertSetting
         "learned_absolute",
         help="how positions enter the model",
         choices=("learned_absolute", "rope", "yarn", "relative", "none"),
+        registers="position",
         shorthands={"--use-rotary-position-embeddings": "rope"},
         later=("mrope",),
         later_with="the work on more models",
@@ -190,7 +203,9 @@ class ModelConfig(MupSettings, LatentSettings, PredictionSettings, ExpertSetting
     mscale_all_dim: float = setting(
         0.0, help="the same of what their length is divided by", aliases=("--yarn-mscale-all-dim",)
     )
-    normalization: str = setting("LayerNorm", help="kind of normalisation", choices=("LayerNorm", "RMSNorm"))
+    normalization: str = setting(
+        "LayerNorm", help="kind of normalisation", choices=("LayerNorm", "RMSNorm"), registers="norm"
+    )
     norm_epsilon: float = setting(
         1e-5, help="epsilon of the normalisation", aliases=("--layernorm-epsilon",), above=0, below=1
     )

@@ -259,6 +259,7 @@ class OptimizerConfig:
         "does; adaptive_muon divides these updates by the root of their mean square (AdaMuon); soap is AdamW in the "
         "eigenbasis of Shampoo's preconditioners for these matrices, and plain AdamW for the rest",
         choices=("adam", "sgd", "muon", "dist_muon", "adaptive_muon", "lion", "soap"),
+        registers="optimizer",
     )
     weight_decay: float = setting(0.01, help="weight decay of matrices and embeddings", at_least=0)
     start_weight_decay: float | None = setting(None, help="first weight decay of a growing one", at_least=0)
@@ -395,6 +396,7 @@ class ScheduleConfig:
         "linear",
         help="shape of the decay",
         choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"),
+        registers="schedule",
     )
     lr_decay_iters: int | None = setting(
         None, help="length of the decay; the run unless given", unit="iterations", at_least=1

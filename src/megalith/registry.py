@@ -1,0 +1,213 @@
+"""What users add to a run: objects that decorators mark, and the registry from which a run chooses them by name.
+
+A decorator only marks an object. Nothing is registered by importing a module: `collect` imports the modules that a
+command line names with --import, gathers what is marked in them into a `Registry`, and that value is passed on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, is_dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from megalith.errors import ConfigError
+
+IMPORT_FLAG, TRUST_FLAG = "--import", "--trust-recipe"
+
+KINDS: Mapping[str, str] = {
+    "attention": "--attention",
+    "dataset": "--data-source",
+    "hook": "--hook",
+    "loss": "--loss",
+    "mlp": "--mlp",
+    "model": "--model",
+    "norm": "--normalization",
+    "optimizer": "--optimizer",
+    "position": "--position-embedding-type",
+    "schedule": "--lr-decay-style",
+    "tokenizer": "--tokenizer-type",
+}
+"""Kind of a registered object -> the flag that chooses one."""
+
+_MARKS = "__megalith_marks__"
+
+Thing = TypeVar("Thing")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A registered object.
+
+    Attributes:
+        kind: One of `KINDS`.
+        settings: Dataclass of its settings, whose fields become flags; the object then takes `settings=`, one of them.
+        options: Further arguments of the decorator, such as the `unit` of an optimizer.
+    """
+
+    kind: str
+    name: str
+    thing: Any
+    settings: type | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def module(self) -> str:
+        """Where it is defined."""
+        return str(getattr(self.thing, "__module__", ""))
+
+
+class Registered(str):
+    """The value of a setting that names a registered object: equal to the name, and with the object at hand.
+
+    Attributes:
+        settings: The object's settings in this run; None where it has none.
+    """
+
+    __slots__ = ("entry", "settings")
+
+    entry: Entry
+    settings: Any
+
+    def __new__(cls, entry: Entry, settings: Any = None) -> Registered:
+        """Name `entry`; its settings have their defaults unless given."""
+        name = super().__new__(cls, entry.name)
+        name.entry = entry
+        name.settings = entry.settings() if settings is None and entry.settings is not None else settings
+        return name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Registered, (self.entry, self.settings)
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        """Call the object, with its settings where it has some."""
+        own = {} if self.entry.settings is None else {"settings": self.settings}
+        return self.entry.thing(*args, **options, **own)
+
+
+@dataclass(frozen=True)
+class Import:
+    """A module that was named with --import, and the SHA-256 of its source."""
+
+    name: str
+    sha256: str
+
+
+@dataclass(frozen=True, eq=False)
+class Registry:
+    """The registered objects of a run."""
+
+    entries: tuple[Entry, ...] = ()
+    imports: tuple[Import, ...] = ()
+
+    def find(self, kind: str, name: str) -> Entry | None:
+        """The object of a kind with this name, None if there is none."""
+        return next((entry for entry in self.entries if (entry.kind, entry.name) == (kind, name)), None)
+
+    def names(self, kind: str) -> tuple[str, ...]:
+        """Names of the objects of a kind, in the order of registration."""
+        return tuple(entry.name for entry in self.entries if entry.kind == kind)
+
+
+EMPTY = Registry()
+
+
+def mark(kind: str, name: str, *, settings: type | None = None, **options: Any) -> Callable[[Thing], Thing]:
+    """Make the decorator that marks an object as one of a kind; arguments as of `Entry`."""
+    if kind not in KINDS:
+        raise ValueError(f"no kind is called {kind!r}; kinds are {', '.join(KINDS)}")
+    if not name or name != name.strip() or any(character in " ,=[]\"'" for character in name):
+        raise ValueError(f"{name!r} cannot be given to {KINDS[kind]}; use letters, digits, - and _")
+    if settings is not None and not is_dataclass(settings):
+        raise TypeError(f"settings of {name!r}: {settings!r} is not a dataclass")
+
+    def decorate(thing: Thing) -> Thing:
+        entry = Entry(kind, name, thing, settings, options)
+        # `vars`, as a subclass would inherit the marks of its base
+        setattr(thing, _MARKS, (*vars(thing).get(_MARKS, ()), entry))
+        return thing
+
+    return decorate
+
+
+def marked_in(module: Any) -> Iterator[Entry]:
+    """The entries of all objects of a module that are marked, those that it imports from elsewhere included."""
+    for thing in list(vars(module).values()):
+        marks = getattr(thing, "__dict__", {}).get(_MARKS, ())
+        yield from (entry for entry in marks if entry.thing is thing)
+
+
+def collect(names: Sequence[str]) -> Registry:
+    """Import modules by their dotted names and gather what is marked in them.
+
+    Names of the form `module:Class` (as of --hook) import the module. The working directory is searched last.
+
+    Raises:
+        ConfigError: A module does not exist or fails to import, or two objects of a kind have one name.
+    """
+    here = os.getcwd()
+    if here not in sys.path and "" not in sys.path:
+        sys.path.append(here)
+    names = list(dict.fromkeys(name.partition(":")[0] for name in names))
+    problems: list[str] = []
+    entries: list[Entry] = []
+    imports = []
+    for name in names:
+        try:
+            module = importlib.import_module(name)
+        except Exception as error:
+            problems.append(f"{IMPORT_FLAG} {name}: {_why_not(name, error)}")
+            continue
+        entries += (entry for entry in marked_in(module) if entry not in entries)
+        imports.append(Import(name, source_hash(module)))
+    problems += _doubles(entries)
+    if problems:
+        raise ConfigError(problems)
+    return Registry(tuple(entries), tuple(imports))
+
+
+def _why_not(name: str, error: Exception) -> str:
+    top = name.partition(".")[0]
+    if isinstance(error, ModuleNotFoundError) and error.name is not None and name.startswith(error.name):
+        return (
+            f"there is no module {error.name} in {os.getcwd()} or among the installed packages; give the dotted name, "
+            f"such as my_project for my_project.py, without a path"
+        )
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
+    theirs = [frame for frame in frames if frame.filename != __file__]
+    if isinstance(error, SyntaxError):
+        return f"{error.filename}:{error.lineno}: {error.msg}"
+    where = f" at {theirs[-1].filename}:{theirs[-1].lineno}" if theirs else f" while importing {top}"
+    return f"{type(error).__name__}: {error}{where}"
+
+
+def _doubles(entries: Iterable[Entry]) -> list[str]:
+    seen: dict[tuple[str, str], Entry] = {}
+    problems = []
+    for entry in entries:
+        other = seen.setdefault((entry.kind, entry.name), entry)
+        if other is not entry:
+            problems.append(
+                f"{KINDS[entry.kind]} {entry.name} is registered twice, by {other.module}.{other.thing.__qualname__} "
+                f"and {entry.module}.{entry.thing.__qualname__}; give one of them another name"
+            )
+    return problems
+
+
+def source_hash(module: Any) -> str:
+    """SHA-256 of the source of a module, of a package of all its modules; empty where there is no source file."""
+    found = getattr(module, "__file__", None)
+    if not found or not found.endswith(".py"):
+        return ""
+    path = Path(found)
+    files = sorted(path.parent.rglob("*.py")) if path.name == "__init__.py" else [path]
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(str(file.relative_to(path.parent)).encode() + b"\0" + file.read_bytes() + b"\0")
+    return digest.hexdigest()
