@@ -248,7 +248,7 @@ def _build(
     given: Mapping[str, Any], faulty: set[str], *, files: bool, registry: Registry
 ) -> tuple[RunConfig, list[str]]:
     """The configuration with None for what is missing, and what is wrong with it."""
-    problems = []
+    problems: list[str] = []
     unusable = set(faulty)
     defaults = FAMILY_DEFAULTS.get(str(given.get("model_family")), {})
     values: dict[str, Any] = {}

@@ -243,7 +243,8 @@ def _settings_with(registry: Registry) -> Mapping[str, Setting]:
 
 
 def _values(section: str, group: Any) -> dict[str, Any]:
-    return {setting.name: plain(getattr(group, setting.name)) for setting in settings_of(section, type(group))}
+    kind: type = type(group)
+    return {setting.name: plain(getattr(group, setting.name)) for setting in settings_of(section, kind)}
 
 
 def plain(value: Any) -> Any:
