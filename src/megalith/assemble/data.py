@@ -79,7 +79,7 @@ def compare_tokenizers(run: RunConfig, card: Mapping[str, Any]) -> list[str]:
     Raises:
         DataError: a dataset was made with another tokenizer; both cards side by side.
     """
-    prefixes = () if run.data.mock_data else data_sources(run.data).prefixes
+    prefixes = () if run.data.mock_data or run.data.data_source else data_sources(run.data).prefixes
     notes = [note for prefix in prefixes if (note := require_tokenizer_of_data(prefix, card)) is not None]
     return notes if len(notes) < 2 else [f"{notes[0]}; the same holds for {len(notes) - 1} more of the datasets"]
 

@@ -14,6 +14,7 @@ from megalith.checkpoint.store import nothing_in
 from megalith.config import ModelConfig, RunConfig, all_settings, from_values
 from megalith.config.foreign_args import model_of
 from megalith.errors import CheckpointError, ConfigError, NewerFormatError, OtherModelError
+from megalith.registry import EMPTY, Registry
 
 
 def saved_args(checkpoint: Path, iteration: int | None = None) -> Mapping[str, Any]:
@@ -44,14 +45,14 @@ def saved_args(checkpoint: Path, iteration: int | None = None) -> Mapping[str, A
     raise AssertionError("the last candidate has returned or raised")
 
 
-def model_in(args: Mapping[str, Any], checkpoint: Path) -> ModelConfig:
+def model_in(args: Mapping[str, Any], checkpoint: Path, registry: Registry = EMPTY) -> ModelConfig:
     """The architecture that arguments mean.
 
     Raises:
         CheckpointError: they do not say it, or it is not in this version.
     """
     try:
-        return model_of(args)
+        return model_of(args, registry)
     except KeyError as error:
         raise CheckpointError(f"{checkpoint}: its args have no {error}, so that its model cannot be known") from error
 

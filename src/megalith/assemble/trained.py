@@ -31,6 +31,7 @@ from megalith.models.saved import saved_tensors
 from megalith.models.t5 import T5
 from megalith.nn.placement import Placement
 from megalith.parallel.tensor import TensorParallel
+from megalith.registry import EMPTY, Registry
 from megalith.tokenizers import Tokenizer, build_tokenizer
 from megalith.tokenizers.build import with_files_in
 from megalith.tokenizers.card import require_same
@@ -83,6 +84,7 @@ def load_trained(
     *,
     context: ParallelContext | None = None,
     dtype: torch.dtype | None = None,
+    registry: Registry = EMPTY,
 ) -> Trained:
     """Load a model from a save folder of any format, one `iter_*` folder of it, or a Hugging Face model folder.
 
@@ -90,6 +92,7 @@ def load_trained(
         path: What --save named, or an iteration's folder below it.
         context: The ranks that share the model, whatever layout the checkpoint was written in: each loads its part.
             All of them call this together. This process alone if absent.
+        registry: What users have registered, of which the model and its tokenizer may be made.
 
     Raises:
         CheckpointError: There is none, it is damaged, or it says too little of its model.
@@ -100,10 +103,10 @@ def load_trained(
     folder, named = split_path(path)
     store, iteration = DirectoryStore(folder, context), named if iteration is None else iteration
     try:
-        return _trained(store, *_find(store, iteration), device, tokenizer, context, dtype)
+        return _trained(store, *_find(store, iteration), device, tokenizer, context, dtype, registry)
     except DamagedCheckpointError:
         pass  # in files that a load reads through; the search that reads them all says what is wrong
-    return _trained(store, *_find(store, iteration, thorough=True), device, tokenizer, context, dtype)
+    return _trained(store, *_find(store, iteration, thorough=True), device, tokenizer, context, dtype, registry)
 
 
 def _trained(
@@ -114,11 +117,12 @@ def _trained(
     tokenizer: TokenizerConfig | None,
     context: ParallelContext,
     dtype: torch.dtype | None,
+    registry: Registry,
 ) -> Trained:
     """Load the checkpoint `found`; DamagedCheckpointError if a file of its tensors is not as it was saved."""
     args = vars(store.common(found).get("args", Namespace()))
     precision = precision_of(args)
-    saved_config = replace(model_of(args), mtp_num_layers=None)  # layers that only training has use for
+    saved_config = replace(model_of(args, registry), mtp_num_layers=None)  # layers that only training has use for
     model_config, about_experts = _for_any_batch(saved_config)
     model = model_class(model_config)(
         model_config,
@@ -133,7 +137,7 @@ def _trained(
     )
     store.load(found, content)
     model.requires_grad_(False)
-    built = build_tokenizer(tokenizer) if tokenizer else _own_tokenizer(store.folder(found), args)
+    built = build_tokenizer(tokenizer) if tokenizer else _own_tokenizer(store.folder(found), args, registry)
     card = (store.manifest(found) or {}).get("tokenizer")
     if card:
         require_same((f"the training ({store.folder(found)})", "here"), card, built.card(), _OTHER_TOKENIZER)
@@ -147,9 +151,9 @@ def _trained(
     return Trained(model.eval(), built, found, said, args, card, from_huggingface=foreign)
 
 
-def _own_tokenizer(folder: Path, args: Mapping[str, Any]) -> Tokenizer:
+def _own_tokenizer(folder: Path, args: Mapping[str, Any], registry: Registry) -> Tokenizer:
     """Build the tokenizer of a checkpoint: its own copy, or the files that its args name (a DataError if missing)."""
-    config = tokenizer_of(args)
+    config = tokenizer_of(args, registry)
     try:
         return build_tokenizer(with_files_in(folder, config))
     except DataError as error:

@@ -7,9 +7,10 @@ import difflib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from megalith.config.tokenizer_flags import add_tokenizer_flags
+from megalith.config.tokenizer_flags import add_import_flag, add_tokenizer_flags
 from megalith.config.values import local_path
 from megalith.errors import ConfigError
+from megalith.registry import EMPTY, Registry
 from megalith.train.streams import warn
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ def add_checkpoint_flags(parser: argparse.ArgumentParser) -> None:
     add("checkpoint", type=local_path, help="what --save named, one iter_* folder in it, or a Hugging Face folder")
     add("--iteration", type=int, metavar="N", help="which checkpoint; the newest sound one if absent")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="device to compute on")
+    add_import_flag(parser)
     add_tokenizer_flags(parser, about="where the checkpoint does not have its own")
 
 
@@ -72,6 +74,7 @@ def load_model(
     tokenizer: TokenizerConfig | None,
     context: ParallelContext | None = None,
     dtype: str | None = None,
+    registry: Registry = EMPTY,
 ) -> Trained:
     """Load a trained model, as `load_trained` does with a dtype by name; the first rank prints the notes."""
     import torch
@@ -79,7 +82,7 @@ def load_model(
     from megalith.assemble.trained import load_trained
 
     weights = getattr(torch, dtype) if dtype else None
-    trained = load_trained(checkpoint, device, iteration, tokenizer, context=context, dtype=weights)
+    trained = load_trained(checkpoint, device, iteration, tokenizer, context=context, dtype=weights, registry=registry)
     for note in trained.notes if context is None or context.rank == 0 else ():
         warn(f"WARNING: {note}")
     return trained

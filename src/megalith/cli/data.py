@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megalith.cli.arguments import CommandParser
-from megalith.config.tokenizer_flags import add_tokenizer_flags, tokenizer_of_flags
+from megalith.config.tokenizer_flags import add_import_flag, add_tokenizer_flags, tokenizer_of_flags
 from megalith.config.values import local_name, local_path
 from megalith.errors import ConfigError, DataError
 
@@ -47,6 +47,7 @@ def _add_inspect(commands: Any) -> None:
     add("--documents", type=int, default=3, metavar="N", help="documents to show (3)")
     add("--first", type=int, default=0, metavar="I", help="the first of them, from 0")
     add("--json", action="store_true", help="one JSON object instead of text")
+    add_import_flag(parser)
     add_tokenizer_flags(parser, about="to show documents as text instead of ids")
     parser.set_defaults(run=_run_inspect)
 

@@ -19,7 +19,7 @@ from megalith.cli.threads import settle_rank
 from megalith.config import RunConfig
 from megalith.config.environment import first_of_machine
 from megalith.config.family_rules import SHORTEST_SAMPLE
-from megalith.config.tokenizer_flags import tokenizer_of_flags
+from megalith.config.tokenizer_flags import imported_by, tokenizer_of_flags
 from megalith.config.values import local_path
 from megalith.errors import ConfigError, MegalithError
 from megalith.evaluate.request import DEFAULT_BATCH, DETOKENIZER_CHOICES, MASKED_TASKS, TASKS, Request
@@ -100,6 +100,7 @@ def run(argv: Sequence[str]) -> int:
         decoder_seq_length=options.decoder_seq_length,
         dtype=options.dtype,
         tokenizer=tokenizer_of_flags(options),
+        registry=imported_by(options),
         settings=layout_settings(options),
     )
     if wrong := request.violations():
@@ -147,7 +148,7 @@ def _configuration(request: Request) -> RunConfig:
     from megalith.compat.megatron.tasks import contradictions
 
     args = saved_args(request.checkpoint, request.iteration)
-    model = model_in(args, request.checkpoint)
+    model = model_in(args, request.checkpoint, request.registry)
     if request.task not in MASKED_TASKS:
         require_text_model(model, request.checkpoint, f"--task {request.task}")
     elif model.model_family != MASKED_TASKS[request.task]:
@@ -188,7 +189,13 @@ def _measure(
     from megalith.evaluate.text import bundled_path
 
     trained = load_model(
-        request.checkpoint, context.device, request.iteration, request.tokenizer, context, request.dtype
+        request.checkpoint,
+        context.device,
+        request.iteration,
+        request.tokenizer,
+        context,
+        request.dtype,
+        request.registry,
     )
     say(_about(request, trained, context))
     tokenizer, listener = trained.tokenizer, EvaluationConsole(say, request.log_interval)

@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from megalith.cli.arguments import CommandParser, add_checkpoint_flags, below_one, load_model
-from megalith.config.tokenizer_flags import tokenizer_of_flags
+from megalith.config.tokenizer_flags import imported_by, tokenizer_of_flags
 from megalith.errors import ConfigError, DataError, MegalithError
 from megalith.serve.request import Finished, Request, RequestError, Sampling, Token
 from megalith.train.streams import warn
@@ -77,7 +77,8 @@ def run(argv: Sequence[str]) -> int:
     from megalith.assemble.model import choose_device
 
     tokenizer = tokenizer_of_flags(options)
-    trained = load_model(options.checkpoint, choose_device(options.device), options.iteration, tokenizer)
+    device, registry = choose_device(options.device), imported_by(options)
+    trained = load_model(options.checkpoint, device, options.iteration, tokenizer, registry=registry)
     reply = _replying(trained, sampling, options)
     if options.prompt is not None:
         reply(sys.stdin.read() if options.prompt == "-" else options.prompt)
@@ -95,7 +96,8 @@ def _answer_together(sampling: Sampling, options: argparse.Namespace) -> int:
     from megalith.assemble.ranks import join_ranks
     from megalith.assemble.reading import model_in, ranks_of, require_text_model, saved_args
 
-    model = model_in(saved_args(options.checkpoint, options.iteration), options.checkpoint)
+    registry = imported_by(options)
+    model = model_in(saved_args(options.checkpoint, options.iteration), options.checkpoint, registry)
     if model.model_family != "t5":
         require_text_model(model, options.checkpoint, f"--tp {options.tp} is for a T5; a continuation")
         raise ConfigError(
@@ -105,7 +107,9 @@ def _answer_together(sampling: Sampling, options: argparse.Namespace) -> int:
     settings = {"tensor_model_parallel_size": options.tp, "device": options.device}
     tokenizer = tokenizer_of_flags(options)
     with join_ranks(ranks_of(model, settings, os.environ)) as context:
-        trained = load_model(options.checkpoint, context.device, options.iteration, tokenizer, context)
+        trained = load_model(
+            options.checkpoint, context.device, options.iteration, tokenizer, context, registry=registry
+        )
         _answer(trained, options.prompt, sampling=sampling, options=options, context=context)
     return 0
 

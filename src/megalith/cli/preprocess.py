@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from megalith.cli.arguments import CommandParser, closest_flag
 from megalith.config import TokenizerConfig
 from megalith.config.known import known_flags
-from megalith.config.tokenizer_flags import add_tokenizer_flags, read_tokenizer_flags
+from megalith.config.tokenizer_flags import add_import_flag, add_tokenizer_flags, read_tokenizer_flags
 from megalith.config.values import local_name
 from megalith.data.encoding import SentenceSettings
 from megalith.data.preprocess import PreprocessOptions, PreprocessReport, find_violations, preprocess
@@ -78,6 +78,7 @@ def make_parser() -> CommandParser:
     _add_sources(parser)
     _add_sentences(parser)
     _add_course(parser)
+    add_import_flag(parser)
     add_tokenizer_flags(parser)
     for name, flag in OTHER_FLAGS.items():
         nargs: dict[str, Any] = {"action": "store_true"} if flag.values == "0" else {}

@@ -28,7 +28,7 @@ from megalith.cli.arguments import (
 from megalith.cli.threads import settle_rank
 from megalith.config import RunConfig
 from megalith.config.environment import first_of_machine
-from megalith.config.tokenizer_flags import tokenizer_of_flags
+from megalith.config.tokenizer_flags import imported_by, tokenizer_of_flags
 from megalith.config.values import local_path
 from megalith.errors import CheckpointError, ConfigError, MegalithError, PeerError, install_command
 from megalith.kernels.cpu.process import keep_freed_memory
@@ -128,6 +128,7 @@ def run(argv: Sequence[str]) -> int:
             iteration=options.iteration,
             dtype=options.dtype,
             tokenizer=tokenizer_of_flags(options),
+            registry=imported_by(options),
             settings=layout_settings(options),
         )
     return _serve(_Launch(flags, _settings(flags.server, flags.checkpoint)))
@@ -281,7 +282,7 @@ def _configuration(launch: _Launch) -> RunConfig:
     from megalith.compat.megatron.tasks import contradictions
 
     args = saved_args(launch.flags.checkpoint, launch.flags.iteration)
-    model = model_in(args, launch.flags.checkpoint)
+    model = model_in(args, launch.flags.checkpoint, launch.flags.registry)
     require_writer(model, launch.flags.checkpoint, "a server")
     if wrong := contradictions(launch.flags.stated, args):
         raise ConfigError(wrong)
@@ -295,7 +296,9 @@ def _load(launch: _Launch, context: ParallelContext) -> tuple[Trained, Engine | 
     from megalith.serve.model_runner import ModelRunner, RankRunner, opening_of
 
     flags = launch.flags
-    trained = load_model(flags.checkpoint, context.device, flags.iteration, flags.tokenizer, context, flags.dtype)
+    trained = load_model(
+        flags.checkpoint, context.device, flags.iteration, flags.tokenizer, context, flags.dtype, flags.registry
+    )
     blocks = _num_blocks(launch, trained, context)
     model = trained.writer
     runner = ModelRunner(model, blocks) if context.world.size == 1 else RankRunner(model, context, blocks)

@@ -39,6 +39,7 @@ def one_source_of_data(draft: Draft) -> str:
     ways = [names for names in (PATHS[:1], PATHS[1:2], _BY_SPLIT, PATHS[5:]) if any(getattr(data, n) for n in names)]
     flags = [flag_of(next(name for name in names if getattr(data, name))) for names in ways]
     flags += ["--mock-data"] if data.mock_data else []
+    flags += ["--data-source"] if data.data_source else []
     if not flags:
         return "data is required: --data-path PREFIX (of PREFIX.bin and PREFIX.idx), or --mock-data to try without"
     if flags == ["--data-path", "--mock-data"]:
@@ -57,6 +58,19 @@ def _blend_is_readable(name: str) -> Rule:
         return ""
 
     return Rule(f"{name}_is_a_blend", check)
+
+
+@rule
+def datasets_have_weights(draft: Draft) -> str:
+    names, weights = draft.run.data.data_source, draft.run.data.data_source_weights
+    if len(names) == len(weights) or (len(names) == 1 and not weights):
+        return ""
+    if not names:
+        return f"{show(draft, 'data_source_weights')}: there is no --data-source that they are of; leave them out"
+    return (
+        f"{show(draft, 'data_source')}: {len(names)} datasets need as many --data-source-weights, and {len(weights)} "
+        "are given"
+    )
 
 
 @rule

@@ -45,6 +45,7 @@ bert_is_without = excluded(
         "softmax_type": "BERT has no attention sinks; leave it out",
         "calculate_per_token_loss": "BERT's two losses have other numbers of terms, as in Megatron; leave it out",
         "mock_data": f"BERT {_SENTENCES}",
+        "data_source": f"BERT {_SENTENCES}",
         **dict.fromkeys(
             ("eod_mask_loss", "reset_position_ids", "reset_attention_mask", "dataloader_inter_document_masking"),
             "a sample of BERT is from one document and has no end of it inside; leave it out",
@@ -155,6 +156,7 @@ t5_is_without = excluded(
         "attention_output_gate": "T5 has no gates of heads; leave it out",
         "no_rope_freq": "the layers of T5's two stacks are alike; leave it out",
         "mock_data": f"T5 {_SENTENCES}",
+        "data_source": f"T5 {_SENTENCES}",
         "reset_attention_mask": "a sample of T5 is from one document already; leave it out",
         "dataloader_inter_document_masking": "a sample of T5 is from one document already; leave it out",
     },

@@ -94,13 +94,13 @@ def precision_of(args: Mapping[str, Any]) -> PrecisionConfig:
     return _group("precision", PrecisionConfig, args)
 
 
-def tokenizer_of(args: Mapping[str, Any]) -> TokenizerConfig:
+def tokenizer_of(args: Mapping[str, Any], registry: Registry = EMPTY) -> TokenizerConfig:
     """Its tokenizer; files are named as they were on the machine that wrote the checkpoint.
 
     How many rows its embedding had follows from the layout, unless a run is told so itself.
     """
     own = {name: value for name, value in args.items() if name != "padded_vocab_size"}
-    return _group("tokenizer", TokenizerConfig, own)
+    return _group("tokenizer", TokenizerConfig, own, registry)
 
 
 def _group(name: str, kind: type[Group], args: Mapping[str, Any], registry: Registry = EMPTY) -> Group:

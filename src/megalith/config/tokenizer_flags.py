@@ -6,10 +6,12 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
-from megalith.config import TokenizerConfig
+from megalith.config import TokenizerConfig, all_settings
 from megalith.config.fields import Setting, settings_of
+from megalith.config.run import resolved
 from megalith.config.values import BadValue, out_of_range, value_from_words
 from megalith.errors import ConfigError
+from megalith.registry import EMPTY, IMPORT_FLAG, Registered, Registry, collect
 
 TOKENIZER_SETTINGS: tuple[str, ...] = tuple(setting.name for setting in settings_of("tokenizer", TokenizerConfig))
 """Names of the settings of a tokenizer, Megatron's."""
@@ -31,7 +33,9 @@ def add_tokenizer_flags(parser: argparse.ArgumentParser, *, about: str = "") -> 
 def read_tokenizer_flags(options: argparse.Namespace, problems: list[str]) -> dict[str, Any]:
     """The settings that were given, by name; what is wrong with them is added to `problems`."""
     values = {}
-    for setting in settings_of("tokenizer", TokenizerConfig):
+    registry = imported_by(options)
+    known = all_settings(registry)
+    for setting in map(known.__getitem__, TOKENIZER_SETTINGS):
         found = getattr(options, setting.name)
         if found is None:
             continue
@@ -44,13 +48,32 @@ def read_tokenizer_flags(options: argparse.Namespace, problems: list[str]) -> di
         if wrong:
             problems.append(f"{setting.positive_flag} {' '.join(words)}: {wrong}")
         values[setting.name] = value
-    return values
+    return resolved(values, registry, {})
+
+
+def add_import_flag(parser: argparse.ArgumentParser) -> None:
+    """Give a parser --import; `imported_by` follows what it finds."""
+    parser.add_argument(
+        IMPORT_FLAG,
+        dest="imports",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="MODULE",
+        help="Python modules that register what the checkpoint or the other flags name",
+    )
+
+
+def imported_by(options: argparse.Namespace) -> Registry:
+    """What the modules register that a parser's --import names."""
+    names: list[str] = getattr(options, "imports", [])
+    return collect(names) if names else EMPTY
 
 
 def tokenizer_from(given: Mapping[str, Any]) -> TokenizerConfig | None:
     """The tokenizer that settings name with its files; None where they leave it to the checkpoint."""
     named = {name: given[name] for name in TOKENIZER_SETTINGS if given.get(name) is not None}
-    if not named.keys() - {"tokenizer_type"}:
+    if not named.keys() - {"tokenizer_type"} and not isinstance(named.get("tokenizer_type"), Registered):
         return None
     if "tokenizer_type" not in named and "tokenizer_model" in named:
         named["tokenizer_type"] = "HuggingFaceTokenizer"

@@ -28,6 +28,7 @@ from megalith.data.blend import BlendedDataset, normalise
 from megalith.data.gpt_dataset import Documents, GPTDataset, GPTDatasetOptions
 from megalith.data.indexed import HEADER_SIZE, IndexedDataset, bin_path, idx_path
 from megalith.data.mock import MOCK_SPLIT, MockDocuments
+from megalith.data.own import build_own_datasets, description
 from megalith.data.samples import Portion, SampleRule, Shares, Sizes, SplitDataset
 from megalith.errors import ConfigError
 from megalith.tokenizers import Tokenizer
@@ -62,6 +63,9 @@ def build_gpt_datasets(
     data: DataConfig, tokenizer: Tokenizer, *, sizes: Sizes, seed: int, cache_is_checked: bool = False
 ) -> Datasets:
     """Build the datasets of GPT as `build_datasets` does; `seed` decides the order of documents and samples."""
+    if data.data_source:
+        own = build_own_datasets(data, tokenizer, sizes=sizes, seed=seed)
+        return Datasets(own[0], own[1], own[2])
     if not data.mock_data:
         rule = _GPTSamples(data, tokenizer, seed)
         return build_datasets(data, rule, sizes=sizes, cache_is_checked=cache_is_checked)
@@ -249,7 +253,9 @@ def fingerprint(data: DataConfig, *, seed: int) -> dict[str, Any]:
     """
     content: dict[str, Any]
     sources = data_sources(data)
-    if data.mock_data:
+    if data.data_source:
+        content = {**description(data.data_source), "weights": list(data.data_source_weights)}
+    elif data.mock_data:
         content = {"source": "mock", "split": MOCK_SPLIT}
     elif sources.splits is not None:
         content = {

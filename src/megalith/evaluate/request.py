@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megalith.config import TokenizerConfig
+from megalith.registry import EMPTY, Registry
 
 TASKS = {
     "lambada": "the last token of each text of a jsonl file, or its last word (--strict-lambada)",
@@ -45,6 +46,7 @@ class Request:
     decoder_seq_length: int | None = None  # of spans; that of the training if None
     dtype: str | None = None  # of the weights, by name; that of the checkpoint if None
     tokenizer: TokenizerConfig | None = None  # instead of the one in the checkpoint
+    registry: Registry = EMPTY  # what users have registered, of which the model may be made
     settings: Mapping[str, Any] = field(default_factory=dict)  # of launch and layout, as of `megalith train`
     stated: Mapping[str, Any] = field(default_factory=dict)  # the architecture that the command line expects
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megalith.errors import CheckpointError, ConfigError
+from megalith.registry import Registered
 
 DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 
@@ -39,7 +40,7 @@ class LearningRateSchedule:
     max_lr: float  # rate at the end of the warm-up
     min_lr: float  # rate after `decay_samples`
     decay_samples: int  # samples from the start of training to the end of the decay (the warm-up counts)
-    style: str = "linear"  # one of `DECAY_STYLES`
+    style: str = "linear"  # one of `DECAY_STYLES`, or a registered function (num_samples, schedule) -> rate
     warmup_samples: float = 0  # length of the linear warm-up; a fraction of the decay may give a non-integer
     init_lr: float = 0.0  # rate at the start of the warm-up
     wsd_samples: int | None = None  # length of the final annealing of the style WSD (warm-up, stable, decay)
@@ -54,6 +55,8 @@ class LearningRateSchedule:
         """The rate of the step that follows `num_samples` samples of applied steps."""
         if self.warmup_samples > 0 and num_samples <= self.warmup_samples:
             return self.init_lr + (self.max_lr - self.init_lr) * float(num_samples) / float(self.warmup_samples)
+        if isinstance(self.style, Registered):
+            return self._registered(self.style, num_samples)
         if self.style == "constant":
             return self.max_lr
         if num_samples > self.decay_samples:
@@ -62,6 +65,15 @@ class LearningRateSchedule:
             rate = self.max_lr * max(self.warmup_samples, 1) ** 0.5 / max(num_samples, 1) ** 0.5
             return max(self.min_lr, rate)
         return self.min_lr + self._remaining(num_samples) * (self.max_lr - self.min_lr)
+
+    def _registered(self, style: Registered, num_samples: int) -> float:
+        rate = float(style(num_samples, self))
+        if not (math.isfinite(rate) and rate >= 0.0):
+            raise ConfigError(
+                f"--lr-decay-style {style} gives a learning rate of {rate} after {num_samples} samples; it must be a "
+                "finite number, at least 0"
+            )
+        return rate
 
     def _remaining(self, num_samples: int) -> float:
         if self.style == "WSD":
@@ -76,7 +88,7 @@ class LearningRateSchedule:
 
 def _contradictions(schedule: LearningRateSchedule) -> list[str]:
     problems = []
-    if schedule.style not in DECAY_STYLES:
+    if schedule.style not in DECAY_STYLES and not isinstance(schedule.style, Registered):
         problems.append(f"--lr-decay-style {schedule.style} is not known; use one of {', '.join(DECAY_STYLES)}")
     if not 0.0 <= schedule.min_lr <= schedule.max_lr:
         problems.append(f"--min-lr {schedule.min_lr} must lie between 0 and --lr {schedule.max_lr}")
@@ -171,7 +183,7 @@ class ParameterSchedule:
             "max_lr": self.learning_rate.max_lr,
             "lr_warmup_steps": self.learning_rate.warmup_samples,
             "num_steps": num_samples,
-            "lr_decay_style": self.learning_rate.style,
+            "lr_decay_style": str(self.learning_rate.style),
             "lr_decay_steps": self.learning_rate.decay_samples,
             "min_lr": self.learning_rate.min_lr,
             "start_wd": self.weight_decay.start,
@@ -182,10 +194,11 @@ class ParameterSchedule:
 
     def with_values(self, values: Mapping[str, Any]) -> ParameterSchedule:
         """The schedule with the values of a checkpoint (keys of `state_dict`) in place of its own."""
+        own, saved = self.learning_rate.style, values["lr_decay_style"]
         shape = {
             "warmup_samples": values["lr_warmup_steps"],
             "decay_samples": values["lr_decay_steps"],
-            "style": values["lr_decay_style"],
+            "style": own if own == saved else saved,
         }
         return ParameterSchedule(
             replace(self.learning_rate, max_lr=values["max_lr"], min_lr=values["min_lr"], **shape),

@@ -9,10 +9,12 @@ from typing import Any
 
 from megalith.config import TokenizerConfig
 from megalith.errors import ConfigError
+from megalith.registry import Registered
 from megalith.tokenizers import sentence_piece, tik_token, word_piece
 from megalith.tokenizers.gpt2_bpe import GPT2BPETokenizer
 from megalith.tokenizers.huggingface import HuggingFaceTokenizer, holds_tokenizer
 from megalith.tokenizers.null import NullTokenizer
+from megalith.tokenizers.own import OwnTokenizer
 from megalith.tokenizers.protocol import Tokenizer
 from megalith.tokenizers.sentence_piece import GPTSentencePieceTokenizer, Llama2Tokenizer, SentencePieceTokenizer
 from megalith.tokenizers.tik_token import TikTokenizer
@@ -35,6 +37,8 @@ _FILES: dict[str, dict[str, str]] = {
 def tokenizer_violations(config: TokenizerConfig) -> list[str]:
     """What keeps this configuration from naming a tokenizer, empty if nothing does. Opens no file."""
     kind = config.tokenizer_type
+    if isinstance(kind, Registered):
+        return []
     if kind not in _MAKERS:
         return [f"--tokenizer-type {kind} is not in this version, which has {', '.join(_MAKERS)}"]
     violations = [f"{flag} is missing: {kind} needs it" for flag in config.lacking]
@@ -50,7 +54,8 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     violations = tokenizer_violations(config)
     if violations:
         raise ConfigError(violations)
-    return _MAKERS[config.tokenizer_type](config)
+    kind = config.tokenizer_type
+    return OwnTokenizer(str(kind), kind(config)) if isinstance(kind, Registered) else _MAKERS[kind](config)
 
 
 def with_files_in(folder: Path, config: TokenizerConfig) -> TokenizerConfig:

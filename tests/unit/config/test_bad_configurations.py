@@ -408,6 +408,7 @@ TABLE: list[tuple[str, tuple[str, ...]]] = [
     ("-mock-data --train-data-path {data}/real --per-split-data-args-path {data}/splits", ("exclude each other",)),
     ("-mock-data --data-path 0.5 {data}/real b {data}/real", ("'b' stands in the place of the weight",)),
     ("-mock-data --data-path 0.5 {data}/real 0 {data}/real", ("weight 0 of {data}/real is not above 0; leave out",)),
+    ("--data-source-weights 0.5", ("--data-source-weights 0.5", "--data-source that they are of")),
     ("-mock-data --data-path 0.5 {data}/real 0.5", ("the last weight has no prefix behind it",)),
     (
         "-mock-data --train-data-path {data}/real --valid-data-path x {data}/real 1 {data}/real",
@@ -786,7 +787,9 @@ def test_the_table_breaks_every_rule(data: Path, monkeypatch: pytest.MonkeyPatch
             load(command_line(changes, data), environment(changes))
     as_for_save_and_load = {"data_cache_path_is_a_folder", "tensorboard_dir_is_a_folder"}
     in_test_environment = {layout_rules.rank_is_in_the_world.name}
-    assert {rule.name for rule in (*RULES, *FILE_RULES)} - broken == as_for_save_and_load | in_test_environment
+    in_test_registered = {"bert_is_without_data_source", "t5_is_without_data_source"}
+    elsewhere = as_for_save_and_load | in_test_environment | in_test_registered
+    assert {rule.name for rule in (*RULES, *FILE_RULES)} - broken == elsewhere
 
 
 def test_messages_name_settings_and_what_a_run_has(data: Path) -> None:

@@ -16,6 +16,7 @@ from megalith.config import TokenizerConfig
 from megalith.config.command_line import read_command_line
 from megalith.config.tokenizer_flags import TOKENIZER_SETTINGS
 from megalith.errors import ConfigError
+from megalith.registry import EMPTY, Registry
 from megalith.serve.http.settings import Defaults
 
 PROGRAM = "tools/run_text_generation_server.py"
@@ -36,6 +37,7 @@ class ServerFlags:
     iteration: int | None = None
     dtype: str | None = None
     tokenizer: TokenizerConfig | None = None
+    registry: Registry = EMPTY
     settings: Mapping[str, Any] = field(default_factory=dict)  # of the launch and the layout, by name
     stated: Mapping[str, Any] = field(default_factory=dict)  # what it says of the architecture, by setting
     seed: int | None = None  # of the first request that names none; None: unpredictable

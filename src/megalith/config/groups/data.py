@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from megalith.config.fields import setting
+from megalith.registry import Registered
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,11 @@ class DataConfig:
     )
     split: str = setting("969, 30, 1", help="parts for training, validation and test")
     mock_data: bool = setting(False, help="made-up data, to try a configuration")
-    data_source: str | None = setting(
-        None, help="registered dataset, in place of --data-path", registers="dataset", ours=True
+    data_source: tuple[str, ...] = setting(
+        (), help="registered datasets, in place of --data-path", registers="dataset", ours=True
+    )
+    data_source_weights: tuple[float, ...] = setting(
+        (), help="share of each dataset of --data-source; needed for several", above=0, ours=True
     )
     data_cache_path: str | None = setting(None, help="folder of the index caches; beside the data unless given")
     num_workers: int = setting(2, help="threads that read data ahead; 0 reads between the steps", at_least=0)
@@ -175,7 +179,9 @@ class TokenizerConfig:
 
     @property
     def taken(self) -> tuple[str, ...]:
-        """The settings that this kind of tokenizer looks at, itself left out."""
+        """The settings that this kind of tokenizer looks at, itself left out; a registered one may look at all."""
+        if isinstance(self.tokenizer_type, Registered):
+            return tuple(about.name for about in fields(self) if about.name != "tokenizer_type")
         return (*_NEEDED.get(self.tokenizer_type, ()), *_TAKEN.get(self.tokenizer_type, ()))
 
     @property

@@ -1,0 +1,147 @@
+"""Datasets that users register: any sequence of samples, shuffled by epoch, and blends of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from megalith.config import DataConfig
+from megalith.data.blend import BlendedDataset, normalise
+from megalith.data.samples import SPLIT_NAMES, Sizes
+from megalith.errors import ConfigError, DataError
+from megalith.registry import Registered
+from megalith.tokenizers import Tokenizer
+
+_FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
+
+
+class OwnDataset:
+    """One split of a registered dataset.
+
+    Sample i of epoch e is item `p[i]` of what the user's function has made, where p is a permutation drawn from the
+    seed and e; with `register_dataset(..., shuffle=False)` it is item i.
+
+    Args:
+        name: Of the registered dataset.
+        items: Has `len` and `[i]`: the S + 1 tokens of a sample, or a mapping of its fields (tokens and labels [S];
+            loss_mask and position_ids [S] where they are not ones and 0 to S - 1).
+        split: One of train, valid and test.
+        requested: Samples that the run draws; one epoch if None.
+    """
+
+    cache_problem: str | None = None
+
+    def __init__(
+        self,
+        name: Registered,
+        items: Any,
+        split: str,
+        requested: int | None,
+        *,
+        data: DataConfig,
+        seed: int,
+        vocab: int,
+    ) -> None:
+        self.prefix: str | None = str(name)
+        self.name, self.requested = split, requested
+        self._items, self._length, self._seed, self._vocab = items, data.seq_length, seed, vocab
+        self._shuffles = bool(name.entry.options.get("shuffle", True))
+        self._size = len(items)
+        if not self._size:
+            raise DataError(f"--data-source {name}: its {split} split is empty")
+        self.identity: dict[str, Any] = {"class": str(name), "num_items": self._size, "split": split, "seed": seed}
+        self._order = lru_cache(maxsize=2)(self._permutation)
+
+    def __len__(self) -> int:
+        return self._size if self.requested is None else max(self.requested, self._size)
+
+    @property
+    def built_for(self) -> str:
+        """What was asked of it."""
+        return "one epoch" if self.requested is None else f"{self.requested} samples"
+
+    @property
+    def summary(self) -> str:
+        """How much of it there is, in one line."""
+        return f"{self._size} samples of {self.prefix}, repeated in {-(-len(self) // self._size)} epochs"
+
+    def __getitem__(self, item: int, /) -> dict[str, NDArray[Any]]:
+        """Sample `item` in the order of training."""
+        if not 0 <= item < len(self):
+            raise IndexError(f"sample {item} of {len(self)}")
+        epoch, place = divmod(item, self._size)
+        number = int(self._order(epoch)[place]) if self._shuffles else place
+        return self._checked(number, self._items[number])
+
+    def _permutation(self, epoch: int) -> NDArray[np.int64]:
+        return np.random.default_rng([self._seed, epoch]).permutation(self._size)
+
+    def _checked(self, number: int, sample: Mapping[str, ArrayLike] | ArrayLike) -> dict[str, NDArray[Any]]:
+        where, length = f"--data-source {self.prefix}: sample {number} of its {self.name} split", self._length
+        if isinstance(sample, Mapping):
+            fields = {name: np.asarray(value) for name, value in sample.items()}
+            if lacking := [name for name in _FIELDS[:2] if name not in fields]:
+                raise DataError(f"{where} has no {' and no '.join(lacking)}")
+        else:
+            tokens = np.asarray(sample)
+            if tokens.shape != (length + 1,):
+                raise DataError(
+                    f"{where} has the shape {tokens.shape}; it must have --seq-length + 1 = {length + 1} tokens"
+                )
+            fields = {"tokens": tokens[:-1], "labels": tokens[1:]}
+        fields.setdefault("loss_mask", np.ones(length, np.float32))
+        fields.setdefault("position_ids", np.arange(length))
+        for name in _FIELDS:
+            if fields[name].shape != (length,):
+                raise DataError(f"{where}: {name} has the shape {fields[name].shape}; it must be [{length}]")
+            fields[name] = fields[name].astype(np.float32 if name == "loss_mask" else np.int64, copy=False)
+        ids = (fields["tokens"], fields["labels"][fields["loss_mask"] > 0])
+        if any(len(part) and not 0 <= part.min() <= part.max() < self._vocab for part in ids):
+            raise DataError(f"{where} has an id outside the vocabulary of {self._vocab}")
+        return fields
+
+
+def build_own_datasets(
+    data: DataConfig, tokenizer: Tokenizer, *, sizes: Sizes, seed: int
+) -> tuple[OwnDataset | BlendedDataset | None, ...]:
+    """Build the splits of the datasets that --data-source names, blended by --data-source-weights.
+
+    Raises:
+        ConfigError: None of them has a train split.
+        DataError: A split is empty.
+    """
+    built = tuple(_split(data, tokenizer, split, size, seed) for split, size in enumerate(sizes))
+    if built[0] is None:
+        raise ConfigError(f"--data-source {' '.join(data.data_source)}: it has no train split")
+    return built
+
+
+def _split(
+    data: DataConfig, tokenizer: Tokenizer, split: int, size: int | None, seed: int
+) -> OwnDataset | BlendedDataset | None:
+    name, weights = SPLIT_NAMES[split], normalise(data.data_source_weights or (1.0,))
+    parts: list[OwnDataset] = []
+    shares: list[float] = []
+    for source, weight in zip(data.data_source, weights, strict=True):
+        assert isinstance(source, Registered)
+        items = source(data, tokenizer, name, seed)
+        if items is not None:
+            wanted = None if size is None else math.ceil(size * weight) + 1  # the blend may be one ahead of the share
+            parts.append(OwnDataset(source, items, name, wanted, data=data, seed=seed, vocab=tokenizer.vocab_size))
+            shares.append(weight)
+    if len(data.data_source) == 1:
+        return parts[0] if parts else None
+    return BlendedDataset(parts, shares, size, cache_folder=None) if parts else None
+
+
+def description(sources: Sequence[str]) -> dict[str, Any]:
+    """What the fingerprint of a run says of its registered datasets."""
+    return {
+        f"source {number}": f"{source} {source.settings if isinstance(source, Registered) else ''}".strip()
+        for number, source in enumerate(sources, start=1)
+    }

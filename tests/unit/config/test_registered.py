@@ -1,0 +1,149 @@
+"""What users register: imported by --import alone, chosen by the flags that exist, with settings of its own."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import pytest
+
+from megalith.assemble.schedule import build_schedule
+from megalith.config import RunConfig, from_values, load, megatron_args
+from megalith.config.foreign_args import model_of
+from megalith.config.load import imported
+from megalith.errors import CheckpointError, ConfigError
+from megalith.registry import EMPTY, Entry, Registered, Registry, collect, mark
+
+MODULE = """
+from dataclasses import dataclass
+from megalith.registry import mark
+
+@dataclass(frozen=True)
+class Settings:
+    own_power: float = 2.0
+    own_sizes: tuple[int, ...] = ()
+
+@mark("schedule", "own-decay", settings=Settings)
+def decay(num_samples, schedule, settings):
+    return schedule.max_lr * (1 - num_samples / schedule.decay_samples) ** settings.own_power
+
+@mark("norm", "own-norm")
+class Norm: ...
+
+@mark("dataset", "own-data")
+def data(config, tokenizer, split, seed): ...
+"""
+WORDS = """--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 4 --max-position-embeddings 4
+    --micro-batch-size 1 --train-iters 4 --lr 1.0 --mock-data --tokenizer-type NullTokenizer --vocab-size 10"""
+RUN = WORDS.split()
+
+
+@pytest.fixture(autouse=True)
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Write a user's module of a name of its own for each test, as modules are imported once."""
+    name = f"own_{abs(hash(tmp_path))}"
+    (tmp_path / f"{name}.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return name
+
+
+def test_a_registered_object_is_chosen_with_its_settings(module: str) -> None:
+    run = load([*RUN, "--import", module, "--lr-decay-style", "own-decay", "--own-power", "3", "--own-sizes", "1", "2"])
+    style = run.schedule.lr_decay_style
+    assert style == "own-decay" and isinstance(style, Registered)
+    assert (style.settings.own_power, style.settings.own_sizes) == (3.0, (1, 2))
+    assert build_schedule(run).learning_rate.lr(2) == 0.5**3
+    assert run.registered == ("own-decay",) and [one.name for one in run.registry.imports] == [module]
+    saved = run.to_dict()
+    assert type(saved["schedule"]["lr_decay_style"]) is str and saved["own-decay"]["own_sizes"] == [1, 2]
+    assert RunConfig.from_dict(saved, run.registry) == run
+    assert pickle.loads(pickle.dumps(style)) == style
+
+
+def test_nothing_is_imported_unless_it_is_typed(module: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--lr-decay-style own-decay"):
+        load([*RUN, "--lr-decay-style", "own-decay"])
+    recipe = tmp_path / "r.toml"
+    recipe.write_text(
+        f'[run]\nimport = ["{module}"]\n[schedule]\nlr_decay_style = "own-decay"\n[own-decay]\nown_power = 1.0'
+    )
+    words = [*RUN, "--config", str(recipe)]
+    with pytest.raises(ConfigError, match=f"import = {module}.*--import {module}"):
+        load(words)
+    assert imported([*words, "--trust-recipe"]) is EMPTY, "only commands that run the recipe follow it"
+    assert imported(words, follows_recipe=True) is EMPTY, "without --trust-recipe nobody does"
+    for registry in (imported([*words, "--trust-recipe"], follows_recipe=True), imported([*words, "--import", module])):
+        run = load(words, registry=registry)
+        assert run.schedule.lr_decay_style.settings.own_power == 1.0  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("--import no_such_module", "no_such_module"),
+        ("--import", "--import needs a value"),
+        ("--import {module} --own-power 3", "--own-power 3.0.*--lr-decay-style own-decay"),
+        ("--import {module} --lr-decay-style own-decy", "did you mean own-decay"),
+        ("--import {module} --lr-decay-style own-decay --own-power x", "--own-power x"),
+        ("--import {module} --lr-decay-style own-norm", "--lr-decay-style own-norm"),
+        ("--import {module} --data-source own-data", "--mock-data and --data-source exclude each other"),
+        ("--import {module} --no-mock-data --data-source own-data own-data", "--data-source-weights"),
+        ("--import {module} --no-mock-data --data-source own-data --model-family bert", "--data-source own-data: BERT"),
+        ("--import {module} --no-mock-data --data-source own-data --model-family t5", "--data-source own-data: T5"),
+    ],
+)
+def test_a_wrong_choice_names_flag_and_value(module: str, words: str, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        load([*RUN, *words.format(module=module).split()])
+
+
+@pytest.mark.parametrize(
+    ("source", "named"),
+    [
+        ("1 / 0", r"ZeroDivisionError.*broken\.py:1"),
+        ("def f(:", r"broken\.py:1"),
+        ("import no_such_thing", "no_such_thing"),
+        (
+            "from megalith.registry import mark\n@mark('norm', 'a')\ndef f(): ...\n@mark('norm', 'a')\ndef g(): ...",
+            "a is",
+        ),
+    ],
+)
+def test_a_module_that_fails_is_named(tmp_path: Path, source: str, named: str) -> None:
+    name = f"of_{abs(hash(tmp_path))}_broken"
+    (tmp_path / f"{name}.py").write_text(source)
+    with pytest.raises(ConfigError, match=f"(?s){named}"):
+        collect([name])
+
+
+def test_names_and_flags_of_ours_stay_ours() -> None:
+    from dataclasses import dataclass
+
+    @dataclass(frozen=True)
+    class Settings:
+        hidden_size: int = 1
+
+    for entry, named in (
+        (Entry("norm", "RMSNorm", object), "RMSNorm"),
+        (Entry("norm", "own", object, Settings), "--hidden-size of own"),
+        (Entry("norm", "model", object, Settings), r"\[model\]"),
+    ):
+        with pytest.raises(ConfigError, match=named):
+            from_values({}, registry=Registry((entry,)))
+    with pytest.raises(ValueError, match="no kind"):
+        mark("nrm", "x")
+    with pytest.raises(ValueError, match="cannot be given"):
+        mark("norm", "a b")
+    with pytest.raises(TypeError, match="dataclass"):
+        mark("norm", "a", settings=int)
+
+
+def test_a_checkpoint_says_which_import_is_missing(module: str) -> None:
+    run = load([*RUN, "--import", module, "--normalization", "own-norm"])
+    args = megatron_args(run)
+    assert type(args["normalization"]) is str and set(args["megalith_registered"]["imports"]) == {module}
+    with pytest.raises(CheckpointError, match=f"--import {module}"):
+        model_of(args)
+    found = model_of(args, run.registry).normalization
+    assert isinstance(found, Registered) and found.entry.thing.__name__ == "Norm"
