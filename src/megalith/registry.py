@@ -37,6 +37,8 @@ KINDS: Mapping[str, str] = {
 """Kind of a registered object -> the flag that chooses one."""
 
 _MARKS = "__megalith_marks__"
+HOOK = "__megalith_hook__"
+"""Attribute of the base class of hooks."""
 
 Thing = TypeVar("Thing")
 
@@ -137,16 +139,21 @@ def mark(kind: str, name: str, *, settings: type | None = None, **options: Any) 
 
 
 def marked_in(module: Any) -> Iterator[Entry]:
-    """The entries of all objects of a module that are marked, those that it imports from elsewhere included."""
+    """The entries of all objects of a module that are marked, those that it imports from elsewhere included.
+
+    Its own subclasses of `megalith.api.Hook` are entries without a mark.
+    """
     for thing in list(vars(module).values()):
         marks = getattr(thing, "__dict__", {}).get(_MARKS, ())
         yield from (entry for entry in marks if entry.thing is thing)
+        if isinstance(thing, type) and getattr(thing, HOOK, False) and thing.__module__ == module.__name__:
+            yield Entry("hook", f"{module.__name__}:{thing.__qualname__}", thing)
 
 
 def collect(names: Sequence[str]) -> Registry:
     """Import modules by their dotted names and gather what is marked in them.
 
-    Names of the form `module:Class` (as of --hook) import the module. The working directory is searched last.
+    Of a name `module:Class`, as hooks have, the module counts. The working directory is searched last.
 
     Raises:
         ConfigError: A module does not exist or fails to import, or two objects of a kind have one name.

@@ -28,10 +28,12 @@ from megalith.cli.threads import keep_native_code_quiet, share_cores, wait_aslee
 from megalith.config import RunConfig, load
 from megalith.config.command_line import given_settings, without_settings
 from megalith.config.environment import first_of_machine
+from megalith.config.load import imported
 from megalith.config.render import flags_text
 from megalith.config.run import all_settings
-from megalith.errors import MegalithError
+from megalith.errors import ConfigError, MegalithError
 from megalith.kernels.cpu.process import keep_freed_memory
+from megalith.registry import IMPORT_FLAG, Import
 from megalith.train.faults import Probe, parse_fault
 from megalith.train.signals import StopSignals
 from megalith.train.streams import warn
@@ -82,7 +84,7 @@ def run(argv: Sequence[str]) -> int:
     acknowledge = _Acknowledgement()
     stop = StopSignals(_FORWARDED_WITHIN_SECONDS if launched else 0.0, acknowledge if answers else None)
     try:
-        config = load(argv, saved_args=_saved_args)
+        config = load(argv, saved_args=_saved_args, registry=imported(argv, follows_recipe=True))
         converts = config.checkpoint.ckpt_convert_format is not None
         if converts or starts_ranks(config):
             stop.close()
@@ -151,6 +153,7 @@ def _train(
     from megalith.train.loop import train
     from megalith.train.results import Hooks
     from megalith.train.timers import WaitClock
+    from megalith.train.user_hooks import UserHooks, own_hooks
 
     with ExitStack() as stack:
         watch = build_watch(config)
@@ -161,6 +164,7 @@ def _train(
         clock = WaitClock(device) if _reports(config) else None
         context = stack.enter_context(join_ranks(config, watch, clock, lambda: stop.requested is not None))
         first = context.rank == 0
+        _require_same_source(config, comm.all_gather_objects(config.registry.imports, context.world))
         folder = Path(comm.all_gather_objects(str(run_folder(config)) if first else "", context.world)[0])
         screens: list[Screen] = []
         Crew(context.world).first(lambda: screens.append(open_folder(config, command_line(argv), folder)))
@@ -180,6 +184,8 @@ def _train(
             hooks = hooks_of(config, folder, screen, started)
             if clock is not None:
                 hooks.append(straggler_report(config, context.world, clock, screen.say))
+            if config.train.hooks:
+                hooks.append(UserHooks(own_hooks(config), config, started.run))
             started.run.hook = Hooks(hooks)
             stack.callback(started.run.hook.close)
             if config.train.skip_train:
@@ -207,6 +213,17 @@ def _train(
         if summary := started.run.care.summary():
             screen.say(summary)
         return _last_words(ending, config, argv, screen, folder, learnt=not started.run.progress.in_vain)
+
+
+def _require_same_source(config: RunConfig, imports: Sequence[tuple[Import, ...]]) -> None:
+    """Ranks that run different code would train different models."""
+    for rank, theirs in enumerate(imports):
+        if theirs != config.registry.imports:
+            names = [one.name for one, other in zip(config.registry.imports, theirs, strict=False) if one != other]
+            raise ConfigError(
+                f"{IMPORT_FLAG} {' '.join(names)}: the source on rank {config.launch.rank} is not that on rank {rank}; "
+                "bring the same files to all machines"
+            )
 
 
 def _say_progress(started: Started, screen: Screen) -> None:
@@ -290,10 +307,10 @@ def _words_to_resume(config: RunConfig, argv: Sequence[str], iteration: int, sav
     settings = config.checkpoint
     lacking = {"no_load_optim": settings.no_save_optim, "no_load_rng": settings.no_save_rng}
     done = [name for name in _ONCE if not lacking.get(name)]
-    words = without_settings(argv, done)
-    if settings.load != save or "load" not in given_settings(words):
-        words = [*without_settings(words, ["load"]), "--load", save]
-    again = load(words, files=False)
+    words, registry = without_settings(argv, done, config.registry), config.registry
+    if settings.load != save or "load" not in given_settings(words, registry):
+        words = [*without_settings(words, ["load"], registry), "--load", save]
+    again = load(words, files=False, registry=registry)
     for name in done:
         if getattr(again.checkpoint, name, None) or getattr(again.schedule, name, None):
             words += ["--ckpt-step", str(iteration)] if name == "ckpt_step" else [all_settings()[name].off_spellings[0]]

@@ -134,6 +134,8 @@ class _Parser:
             reading.faulty.add(setting.name)
             return
         bare = [_without_quotes(word) for word in words]
+        if setting.about.registers == "hook":
+            reading.hooks += bare
         if bare != words:
             reading.notes.append(f"{flag} {' '.join(words)}: its quotes are taken off (the shell has kept them)")
         if setting.about.per_layer and len(set(bare)) > 1:

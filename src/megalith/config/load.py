@@ -92,7 +92,7 @@ def imported(argv: Sequence[str], *, follows_recipe: bool = False) -> Registry:
         ConfigError: a module is missing or fails to import.
     """
     flags = read_command_line(argv)
-    names = [*flags.imports, *flags.values.get("hooks", ())]
+    names = [*flags.imports, *flags.hooks]
     if follows_recipe and flags.trusts_recipe and flags.recipe:
         names += read_recipe(Path(flags.recipe)).imports
     return collect(names) if names else EMPTY

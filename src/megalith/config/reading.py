@@ -28,6 +28,7 @@ class Reading:
     values: dict[str, Any] = field(default_factory=dict)
     recipe: str = ""  # path of a recipe that is asked for, empty for none
     imports: list[str] = field(default_factory=list)  # modules that are to be imported
+    hooks: list[str] = field(default_factory=list)  # as module:Class, before they are checked
     trusts_recipe: bool = False  # whether the modules that the recipe names may be imported
     problems: list[str] = field(default_factory=list)  # what cannot be read or is refused, one line each
     # names of settings whose value could not be read, so that nothing more is said of them

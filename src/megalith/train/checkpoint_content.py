@@ -42,6 +42,8 @@ STEP_CHECK = "megalith_step_check"
 """Key of what `TrainState.check` remembers, in common.pt; Megatron passes over it."""
 NOISE = "megalith_gradient_noise"
 """Likewise of `TrainState.noise`."""
+LR_SCALE = "megalith_lr_scale"
+"""Likewise of `TrainState.lr_scale`; absent where no hook has changed it."""
 WANDB_RUN = "megalith_wandb_run_id"
 """Likewise of `TrainState.wandb_run_id`; absent without one."""
 
@@ -65,6 +67,8 @@ def content_of(state: TrainState, run: RunConfig) -> CheckpointContent:
             NOISE: state.noise.state(),
         },
     )
+    if state.lr_scale != 1.0:
+        content.common[LR_SCALE] = state.lr_scale
     if state.wandb_run_id is not None:
         content.common[WANDB_RUN] = state.wandb_run_id
     if not settings.no_save_optim:

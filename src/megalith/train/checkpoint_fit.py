@@ -14,8 +14,10 @@ from megalith.checkpoint import DirectoryStore
 from megalith.config import ModelConfig, RunConfig
 from megalith.config.foreign_args import MODEL_SETTINGS, model_of
 from megalith.config.run import all_settings
+from megalith.config.saved_args import REGISTERED
 from megalith.errors import CheckpointError
 from megalith.nn.precision import product_dtype_on
+from megalith.registry import IMPORT_FLAG
 from megalith.tokenizers.card import card_differences, side_by_side
 
 # Arguments that decide the shape or the meaning of the weights, with the flag that a user knows each by.
@@ -96,7 +98,7 @@ def check_fits(found: FoundCheckpoint, run: RunConfig, identity: Identity) -> tu
             data; names every difference.
     """
     with reading(found.iteration):
-        was, now = architecture(model_of(found.args)), architecture(run.model)
+        was, now = architecture(model_of(found.args, run.registry)), architecture(run.model)
     model = [
         f"{flag}: {_as_given(name, was[name])} in the checkpoint, {_as_given(name, now[name])} here"
         for name, flag in ARCHITECTURE.items()
@@ -122,7 +124,19 @@ def check_fits(found: FoundCheckpoint, run: RunConfig, identity: Identity) -> tu
             )
         head = f"the checkpoint of iteration {found.iteration} in {run.checkpoint.load} is of another run:"
         raise CheckpointError("\n  ".join([head, *model, *data, remedy]))
-    return tuple(f"{change}; --accept-data-change: going on with it" for change in data)
+    notes = (f"{change}; --accept-data-change: going on with it" for change in data)
+    return (*notes, *_other_source(found.args, run))
+
+
+def _other_source(args: Mapping[str, Any], run: RunConfig) -> Iterator[str]:
+    """What the user must hear where a module that registers parts of the run was changed since the checkpoint."""
+    was: Mapping[str, str] = (args.get(REGISTERED) or {}).get("imports", {})
+    for one in run.registry.imports:
+        if was.get(one.name, one.sha256) != one.sha256:
+            yield (
+                f"{IMPORT_FLAG} {one.name}: its source is not that of the checkpoint (sha256 "
+                f"{was[one.name][:12]} then, {one.sha256[:12]} now)"
+            )
 
 
 def _as_given(name: str, value: Any) -> str:

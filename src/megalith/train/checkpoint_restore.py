@@ -16,7 +16,15 @@ from megalith.config import RunConfig, all_settings
 from megalith.config.changes import HARMLESS, changes_since
 from megalith.errors import CheckpointError
 from megalith.schedules.parameters import ResumedSchedule, resume_schedule
-from megalith.train.checkpoint_content import NOISE, STEP_CHECK, WANDB_RUN, chunks_to_load, rng_key, sharing_a_key
+from megalith.train.checkpoint_content import (
+    LR_SCALE,
+    NOISE,
+    STEP_CHECK,
+    WANDB_RUN,
+    chunks_to_load,
+    rng_key,
+    sharing_a_key,
+)
 from megalith.train.checkpoint_fit import FoundCheckpoint, reading
 from megalith.train.faults import Probe, no_probe
 from megalith.train.state import TrainState
@@ -78,6 +86,7 @@ def restore(
             state.skipped_samples = int(found.args.get("skipped_train_samples") or 0)
             state.check.load_state(loaded.common.get(STEP_CHECK, {}))
             state.noise.load_state(loaded.common.get(NOISE, {}))
+            state.lr_scale = float(loaded.common.get(LR_SCALE, 1.0))
             state.wandb_run_id = loaded.common.get(WANDB_RUN) if _records_the_same(found, run) else None
             state.flops = float(loaded.common.get("num_floating_point_operations_so_far", 0.0))
             notes += thread_notes(found, state.context.device)

@@ -171,7 +171,7 @@ def train(run: TrainingRun) -> Iterator[StepResult]:
         elif (often := plan.passing_save_interval) and state.iteration % often == 0 and state.iteration < last:
             _save(run, persistent=False)
         yield result
-        run.ending = _ending_by_plan(run)
+        run.ending = run.ending or _ending_by_plan(run)
     if run.ending is None and not plan.skip_training:
         run.hook.after_training(state.iteration)
     if unsaved:

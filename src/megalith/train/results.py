@@ -182,11 +182,11 @@ class SavedCheckpoint:
 class Ending:
     """Why a run ended."""
 
-    # "finished", "signal", "interval" (`--exit-interval`, or the end of a phase) or "duration" (`--exit-duration-in-
-    # mins`)
+    # "finished", "signal", "interval" (`--exit-interval`, or the end of a phase), "duration"
+    # (`--exit-duration-in-mins`) or "hook" (one of the user)
     kind: str
     iteration: int
-    detail: str = ""  # the signal's name, or the minutes the run took
+    detail: str = ""  # the signal's name, the minutes the run took, or the reason of the hook
 
 
 @dataclass

@@ -168,6 +168,7 @@ class TrainState:
     skipped_samples: int = 0  # samples drawn and passed over (`--iterations-to-skip`)
     # the gradient noise scale so far (`--log-gradient-noise-scale`)
     noise: NoiseScale = field(default_factory=NoiseScale)
+    lr_scale: float = 1.0  # what a hook has the learning rate of the schedule multiplied by
     wandb_run_id: str | None = None  # of the W&B run that records this one, on the first rank (`--wandb-project`)
 
     @property
@@ -200,13 +201,13 @@ class TrainState:
     @property
     def learning_rate(self) -> float:
         """What the next step uses."""
-        return self.schedule.learning_rate.lr(self.schedule_samples)
+        return self.lr_scale * self.schedule.learning_rate.lr(self.schedule_samples)
 
     @property
     def decoupled_lr(self) -> float | None:
         """What the next step uses for the word embeddings and the output layer; None where it is the same."""
         decoupled = self.schedule.decoupled
-        return None if decoupled is None else decoupled.lr(self.schedule_samples)
+        return None if decoupled is None else self.lr_scale * decoupled.lr(self.schedule_samples)
 
     @property
     def weight_decay(self) -> float:

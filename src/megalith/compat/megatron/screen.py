@@ -182,6 +182,8 @@ class MegatronConsole(Hook):
             self.screen.say(console.exit_at_iteration_line(ending.iteration, now))
         elif ending.kind == "duration":
             self.screen.say(console.exit_after_minutes_line(ending.detail, now))
+        elif ending.kind == "hook":
+            self.screen.say(f"a hook ends the run: {ending.detail}")
         else:
             self.screen.say(console.exit_on_signal_line(ending.detail, now))
 

@@ -131,6 +131,9 @@ class TrainConfig:
         "trained on",
         at_least=0,
     )
+    hooks: tuple[str, ...] = setting(
+        (), help="hooks of yours, each module:Class", flag="--hook", registers="hook", ours=True
+    )
     seed: int = setting(1234, help="seed of weights, dropout and data order", at_least=1)
     eval_interval: int = setting(1000, help="iterations between evaluations", unit="iterations", at_least=1)
     eval_iters: int = setting(

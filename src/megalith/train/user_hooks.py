@@ -1,0 +1,116 @@
+"""Hooks of users: what they are told, and what they may ask for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from megalith.config import RunConfig
+from megalith.distributed import comm
+from megalith.errors import ConfigError
+from megalith.registry import HOOK, Registered
+from megalith.train.results import Ending, Evaluation, Hook, SavedCheckpoint, StepResult
+
+if TYPE_CHECKING:
+    from megalith.train.loop import TrainingRun
+
+
+class Control:
+    """What a hook may ask of the run; every rank's hook must ask the same.
+
+    Attributes:
+        lr_scale: The learning rate of the steps to come is that of the schedule times this. A checkpoint keeps it.
+        config: Of the run.
+        model: The modules of this rank: the model, or its parts under pipeline parallelism.
+        rank: Of this process, 0 to the number of processes - 1.
+    """
+
+    def __init__(self, config: RunConfig, model: Sequence[nn.Module], rank: int, lr_scale: float) -> None:
+        self.config, self.model, self.rank, self.lr_scale = config, tuple(model), rank, lr_scale
+        self.stop_reason: str | None = None
+
+    def stop(self, reason: str) -> None:
+        """End the run after this step, as --exit-interval does: its state is saved, and the reason is printed."""
+        self.stop_reason = self.stop_reason or reason
+
+
+class UserHook:
+    """A listener on every rank; override what is of interest. An exception ends the run."""
+
+    def on_start(self, control: Control) -> None:
+        """The first step follows."""
+
+    def on_step(self, result: StepResult, control: Control) -> None:
+        """An optimizer step was taken, applied or skipped."""
+
+    def on_evaluate(self, evaluation: Evaluation, control: Control) -> None:
+        """An evaluation is complete."""
+
+    def on_save(self, saved: SavedCheckpoint, control: Control) -> None:
+        """A checkpoint is complete on disk."""
+
+    def on_end(self, control: Control) -> None:
+        """The run is over, whichever way."""
+
+
+setattr(UserHook, HOOK, True)
+
+
+class UserHooks(Hook):
+    """The hooks of the user among those of the run.
+
+    Raises:
+        ConfigError: The ranks' hooks have asked for different things.
+    """
+
+    def __init__(self, hooks: Sequence[UserHook], config: RunConfig, run: TrainingRun) -> None:
+        self._hooks, self._run = tuple(hooks), run
+        self._control = Control(config, run.state.chunks, run.state.context.rank, run.state.lr_scale)
+        for hook in self._hooks:
+            hook.on_start(self._control)
+        self._agree()
+
+    def after_step(self, result: StepResult) -> None:
+        for hook in self._hooks:
+            hook.on_step(result, self._control)
+        self._agree()
+
+    def after_evaluation(self, evaluation: Evaluation) -> None:
+        for hook in self._hooks:
+            hook.on_evaluate(evaluation, self._control)
+        self._agree()
+
+    def after_save(self, saved: SavedCheckpoint) -> None:
+        for hook in self._hooks:
+            hook.on_save(saved, self._control)
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.on_end(self._control)
+
+    def _agree(self) -> None:
+        """Do what the hooks ask for, if those of all ranks ask for the same."""
+        state, control = self._run.state, self._control
+        stops, scale = float(control.stop_reason is not None), control.lr_scale
+        own = torch.tensor([stops, -stops, scale, -scale], dtype=torch.float64, device=state.context.device)
+        most_stops, least_stops, most, least = comm.all_reduce(own, state.context.world, "max").tolist()
+        if most_stops != -least_stops or most != -least:
+            raise ConfigError(
+                f"--hook: the ranks' hooks ask for different things (lr_scale {-least} to {most}, stop on "
+                f"{'some' if most_stops != -least_stops else 'all'} ranks): let them decide by the result, which is "
+                "the same on all"
+            )
+        if not (math.isfinite(scale) and scale >= 0.0):
+            raise ConfigError(f"--hook: lr_scale is {scale}; it must be a finite number, at least 0")
+        state.lr_scale = scale
+        if control.stop_reason is not None and self._run.ending is None:
+            self._run.ending = Ending("hook", state.iteration, control.stop_reason)
+
+
+def own_hooks(config: RunConfig) -> list[UserHook]:
+    """The hooks that --hook names, one of each class."""
+    return [hook() for hook in config.train.hooks if isinstance(hook, Registered)]
