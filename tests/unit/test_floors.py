@@ -17,9 +17,9 @@ SOURCE = Path(__file__).resolve().parents[2] / "src" / "megalith"
 
 FLOORS = {
     "": -1,  # megalith/__init__.py
-    "errors": -2,  # under all others
+    "errors": -3,  # under all others
     "datasheet": -1,  # a table
-    "registry": -1,  # what users add: a value of names and objects
+    "registry": -2,  # what users add: a value of names and objects
     "layout": -1,  # pure integers, which the rules of the configuration use
     "config": 0,
     "schedules": -1,  # pure functions, which the rules of the configuration use
@@ -39,6 +39,7 @@ FLOORS = {
     "evaluate": 6,
     "compat": 7,
     "cli": 8,  # the edge: it speaks through compat
+    "api": 9,  # what users' programs import
 }
 """Folder (or module) directly under src/megalith -> floor."""
 

@@ -1,0 +1,155 @@
+"""What programs and modules of yours may rely on. Everything else may change from version to version.
+
+Decorators register objects that flags choose by name, once `--import` names their module (docs/extending.md). The rest
+is a library for loops of one's own. Names that need torch are loaded when they are first used, so that a module that
+only registers things starts quickly.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from megalith.config import DataConfig, ModelConfig, OptimizerConfig, RunConfig, TokenizerConfig, from_values, load
+from megalith.config.fields import setting
+from megalith.errors import CheckpointError, ConfigError, DataError, MegalithError
+from megalith.registry import Registry, collect, mark
+from megalith.schedules.parameters import LearningRateSchedule
+
+if TYPE_CHECKING:
+    from megalith.assemble.trained import Trained, load_trained
+    from megalith.train.loop import TrainingRun, train
+    from megalith.train.results import Evaluation, SavedCheckpoint, StepResult
+    from megalith.train.step import train_step
+    from megalith.train.user_hooks import Control
+    from megalith.train.user_hooks import UserHook as Hook
+
+Thing = TypeVar("Thing")
+
+_LATER = {
+    "Control": "megalith.train.user_hooks:Control",
+    "Evaluation": "megalith.train.results:Evaluation",
+    "Hook": "megalith.train.user_hooks:UserHook",
+    "SavedCheckpoint": "megalith.train.results:SavedCheckpoint",
+    "StepResult": "megalith.train.results:StepResult",
+    "Trained": "megalith.assemble.trained:Trained",
+    "TrainingRun": "megalith.train.loop:TrainingRun",
+    "load_trained": "megalith.assemble.trained:load_trained",
+    "train": "megalith.train.loop:train",
+    "train_step": "megalith.train.step:train_step",
+}
+
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "Control",
+    "DataConfig",
+    "DataError",
+    "Evaluation",
+    "Hook",
+    "LearningRateSchedule",
+    "MegalithError",
+    "ModelConfig",
+    "OptimizerConfig",
+    "Registry",
+    "RunConfig",
+    "SavedCheckpoint",
+    "StepResult",
+    "TokenizerConfig",
+    "Trained",
+    "TrainingRun",
+    "collect",
+    "from_values",
+    "load",
+    "load_trained",
+    "register_dataset",
+    "register_schedule",
+    "register_tokenizer",
+    "setting",
+    "train",
+    "train_step",
+    "training",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, _, attribute = _LATER[name].partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def register_dataset(name: str, *, settings: type | None = None, shuffle: bool = True) -> Callable[[Thing], Thing]:
+    """Register a function `(config: DataConfig, tokenizer, split, seed) -> samples` for `--data-source name`.
+
+    `samples` has `len` and `[i]`: the S + 1 token ids of a sample, or a mapping with tokens and labels [S], and with
+    loss_mask and position_ids [S] where they are not ones and 0 to S - 1. None stands for a split (train, valid, test)
+    that does not exist. The order of an epoch is drawn from --seed, so that a run resumes by the number of its samples.
+
+    Args:
+        settings: Dataclass whose fields become flags and recipe keys; the function takes one of them as `settings=`.
+        shuffle: Whether each epoch has an order of its own.
+    """
+    return mark("dataset", name, settings=settings, shuffle=shuffle)
+
+
+def register_schedule(name: str, *, settings: type | None = None) -> Callable[[Thing], Thing]:
+    """Register a function `(num_samples, schedule: LearningRateSchedule) -> learning rate` for `--lr-decay-style name`.
+
+    It is asked after the warm-up, which stays as the flags say. `num_samples` are those of applied steps; the function
+    must depend on nothing else that changes.
+
+    Args:
+        settings: As of `register_dataset`.
+    """
+    return mark("schedule", name, settings=settings)
+
+
+def register_tokenizer(name: str, *, settings: type | None = None) -> Callable[[Thing], Thing]:
+    """Register a class for `--tokenizer-type name`, constructed with a TokenizerConfig.
+
+    An instance has `vocab_size`, `eod`, `encode(text) -> ids` and `decode(ids) -> text`; it may have `special`, `pad`,
+    `encode_batch` and `files` (`megalith.tokenizers.own.TextCodec`).
+
+    Args:
+        settings: As of `register_dataset`.
+    """
+    return mark("tokenizer", name, settings=settings)
+
+
+@contextmanager
+def training(config: RunConfig, hooks: Sequence[Hook] = ()) -> Iterator[TrainingRun]:
+    """Build a run as `megalith train` does, restore the checkpoint of `--load`, and hold the lock of `--save`.
+
+    All processes of the run enter it together. Drive the run by `train(run)`, which yields each StepResult and
+    evaluates and saves as the configuration says; or by `train_step(run.state, run.train, num_micro_batches)` and
+    `run.saver.save(run.state)`. Nothing is printed.
+
+    Raises:
+        MegalithError: As `megalith train` ends with.
+    """
+    import time
+
+    from megalith.assemble.ranks import join_ranks
+    from megalith.checkpoint import DirectoryStore
+    from megalith.cli.train_start import start
+    from megalith.compat.megatron.screen import Screen
+    from megalith.train.faults import no_probe
+    from megalith.train.results import Hooks
+    from megalith.train.step import NeverStop
+    from megalith.train.user_hooks import UserHooks, own_hooks
+
+    with ExitStack() as stack:
+        context = stack.enter_context(join_ranks(config))
+        for place in config.checkpoint.save_folders:
+            stack.enter_context(DirectoryStore(place, context).claim())
+        screen = Screen(None, shows=False)
+        started = start(config, context, screen, stop=NeverStop(), probe=no_probe, began=time.monotonic())
+        stack.callback(started.loaders.close)
+        stack.callback(started.run.close)
+        if of_user := [*own_hooks(config), *hooks]:
+            started.run.hook = Hooks([UserHooks(of_user, config, started.run)])
+            stack.callback(started.run.hook.close)
+        yield started.run
