@@ -572,7 +572,7 @@ def _tied_ends(zero1: bool) -> dict[str, Any]:
         for parameter in model.parameters():
             parameter.fill_(0.5)
     copies = {"tied.weight": (Copies(context.ends, first=context.ends.is_first, partial=True),)}
-    optimizer = Optimizer(
+    optimizer = build_optimizer(
         model,
         OptimizerConfig(clip_grad=0.0),
         PrecisionConfig(),

@@ -23,8 +23,8 @@ from safetensors.torch import load_file
 from megalith.config import ModelConfig, OptimizerConfig, PrecisionConfig
 from megalith.errors import ConfigError
 from megalith.models.gpt import GPT
+from megalith.optim import Optimizer, build_optimizer
 from megalith.optim.loss_scale import DynamicLossScale
-from megalith.optim.optimizer import Optimizer, build_optimizer
 from megalith.schedules.batch_size import constant, ramped
 
 from .megatron_core_training import LENGTH, VOCABULARY

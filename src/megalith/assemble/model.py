@@ -23,8 +23,9 @@ from megalith.nn.precision import at_least_fp32
 from megalith.nn.recompute import Recompute
 from megalith.nn.region import Region, Solo
 from megalith.nn.sink import attach_sink
+from megalith.optim.build import build_optimizer
 from megalith.optim.gradients import GradientBuffers
-from megalith.optim.optimizer import Optimizer, build_optimizer
+from megalith.optim.optimizer import Optimizer
 from megalith.parallel.context import RingMixer, UlyssesMixer
 from megalith.parallel.experts import TokenPeers
 from megalith.parallel.fsdp import FullyShard

@@ -386,7 +386,7 @@ places_of_experts_are_no_folders = forbid(
     "expert-parallel place of layers and experts together; use --ckpt-format torch_dist",
 )
 matrices_of_experts_are_orthogonalised_where_layers_are = forbid(
-    lambda run: _apart(run) and (run.optimizer.orthogonalises or run.optimizer.optimizer == "soap"),
+    lambda run: _apart(run) and run.optimizer.sees_matrices,
     "{expert_tensor_parallel_size} with {optimizer}: its matrices are put together over the tensor-parallel processes "
     "of the layers; use --optimizer adam, or leave it out",
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megalith.config.rule import Draft, Rule, exclusive, forbid, idle, idle_without, note, notice, rule, show
 from megalith.config.run import RunConfig
+from megalith.registry import Registered
 
 COEFFICIENT_SETS = {"simple": 1, "quintic": 5, "polar_express": 8}
 """Iterations after which the coefficients of --muon-coefficient-type begin again."""
@@ -67,7 +68,7 @@ def formats_are_asked_for(draft: Draft) -> str:
         return ""
     if not config.use_precision_aware_optimizer:
         return f"{show(draft, changed[0])} requires --use-precision-aware-optimizer"
-    if config.optimizer in ("adam", "lion"):
+    if config.optimizer in ("adam", "lion") or (isinstance(config.optimizer, Registered) and not config.sees_matrices):
         return ""
     return f"{show(draft, changed[0])} works with --optimizer adam and lion, not with {config.optimizer}"
 
@@ -125,7 +126,7 @@ def _read_by(optimizers: tuple[str, ...], *names: str) -> list[Rule]:
 
     def used(run: RunConfig) -> bool:
         config = run.optimizer
-        return config.optimizer in optimizers or (config.orthogonalises and config.muon_scalar_optimizer in optimizers)
+        return config.optimizer in optimizers or config.elementwise_optimizer in optimizers
 
     return idle(names, used, lambda draft: f" with {show(draft, 'optimizer')}")
 

@@ -1,8 +1,10 @@
-"""Optimisation: gradient buffers, loss scaling, clipping and AdamW over the main parameters."""
+"""Optimisation: gradient buffers, loss scaling, clipping and update rules over the main parameters."""
 
+from megalith.optim.build import build_optimizer
 from megalith.optim.gradients import GradientBuffers
 from megalith.optim.loss_scale import ConstantLossScale, DynamicLossScale, LossScale
-from megalith.optim.optimizer import Optimizer, StepOutcome, build_optimizer
+from megalith.optim.optimizer import Optimizer, StepOutcome
+from megalith.optim.rules import UpdateBatch, UpdateRule
 
 __all__ = [
     "ConstantLossScale",
@@ -11,5 +13,7 @@ __all__ = [
     "LossScale",
     "Optimizer",
     "StepOutcome",
+    "UpdateBatch",
+    "UpdateRule",
     "build_optimizer",
 ]

@@ -8,20 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import cycle, islice
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from megalith.config import OptimizerConfig
 from megalith.distributed.comm import all_gather
 from megalith.distributed.context import Axis
 from megalith.kernels.torch_private import foreach_lerp_, foreach_mul_
 from megalith.nn.placement import GroupedHeads, Placement, Replicated, dim_of, global_shape, local_part, local_pieces
-
-if TYPE_CHECKING:
-    from megalith.optim.rules import Work
+from megalith.optim.rules import Shape, UpdateBatch, UpdateRule
+from megalith.registry import mark
 
 COEFFICIENTS: Mapping[str, tuple[tuple[float, float, float], ...]] = {
     "simple": ((3.4445, -4.7750, 2.0315),),
@@ -74,8 +74,10 @@ def is_of_layers(name: str, parameter: Tensor) -> bool:
     return parameter.dim() == 2 and not name.startswith(("embedding.", "output_layer.", "lm_head.output_layer."))
 
 
+@mark("optimizer", "dist_muon", unit="matrix", mup="muon")
+@mark("optimizer", "muon", unit="matrix", mup="muon")
 @dataclass(frozen=True)
-class Muon:
+class Muon(UpdateRule):
     """Momentum, orthogonalised by Newton-Schulz iterations, for the parameters that `is_of_layers`.
 
     For a matrix with momentum M = U S V^T the update is about U V^T: every direction of the gradient gets the same
@@ -102,22 +104,38 @@ class Muon:
     axis: Axis
     placements: Mapping[str, Placement] = field(hash=False)
 
-    kinds: ClassVar[tuple[str, ...]] = ("momentum_buffer",)
+    state_names: ClassVar[tuple[str, ...]] = ("momentum_buffer",)
 
-    def settings(self) -> dict[str, Any]:
+    @classmethod
+    def from_config(cls, config: OptimizerConfig, axis: Axis, placements: Mapping[str, Placement]) -> Muon:
+        return cls(
+            momentum=config.muon_momentum,
+            nesterov=config.muon_nesterov,
+            scale_mode=config.muon_scale_mode,
+            extra_scale=config.muon_extra_scale_factor,
+            coefficients=COEFFICIENTS[config.muon_coefficient_type],
+            steps=config.muon_num_ns_steps,
+            split_qkv=config.muon_split_qkv,
+            blockwise=config.muon_tp_mode == "blockwise",
+            matmul_precision=config.muon_fp32_matmul_prec,
+            axis=axis,
+            placements=placements,
+        )
+
+    def group_settings(self) -> dict[str, Any]:
         return {"momentum": self.momentum, "nesterov": self.nesterov}
 
-    def update(self, work: Work) -> None:
-        buffers = work.states["momentum_buffer"]
-        foreach_mul_(list(work.params), 1.0 - work.lr * work.weight_decay)
-        foreach_lerp_(list(buffers), list(work.grads), 1.0 - self.momentum)
-        with _matmul_precision(self.matmul_precision, work.params[0].device):
-            for number, name in enumerate(work.names):
-                grad, buffer = work.grads[number], buffers[number]
+    def update(self, batch: UpdateBatch) -> None:
+        buffers = batch.states["momentum_buffer"]
+        foreach_mul_(list(batch.params), 1.0 - batch.lr * batch.weight_decay)
+        foreach_lerp_(list(buffers), list(batch.grads), 1.0 - self.momentum)
+        with _matmul_precision(self.matmul_precision, batch.params[0].device):
+            for number, name in enumerate(batch.names):
+                grad, buffer = batch.grads[number], buffers[number]
                 direction = grad.lerp(buffer, self.momentum) if self.nesterov else buffer
-                second = work.states["moment2_buffer"][number] if "moment2_buffer" in self.kinds else None
+                second = batch.states["moment2_buffer"][number] if "moment2_buffer" in self.state_names else None
                 update = self._update(direction, self.placements.get(name, Replicated()), second)
-                work.params[number].add_(update, alpha=-work.lr)
+                batch.params[number].add_(update, alpha=-batch.lr)
 
     def _update(self, matrix: Tensor, placement: Placement, second: Tensor | None) -> Tensor:
         """What is to be subtracted from a parameter, but for the rate."""
@@ -150,6 +168,7 @@ class Muon:
         return shape_scale(rows, columns, self.scale_mode) * self.extra_scale
 
 
+@mark("optimizer", "adaptive_muon", unit="matrix", mup="muon")
 @dataclass(frozen=True)
 class AdaptiveMuon(Muon):
     """Muon with a second moment: AdaMuon (Si et al. 2025, arXiv:2507.11005) as Emerging-Optimizers has it.
@@ -161,13 +180,13 @@ class AdaptiveMuon(Muon):
     beta2: float = 0.95
     eps: float = 1e-8
 
-    kinds: ClassVar[tuple[str, ...]] = ("momentum_buffer", "moment2_buffer")
+    state_names: ClassVar[tuple[str, ...]] = ("momentum_buffer", "moment2_buffer")
 
-    def settings(self) -> dict[str, Any]:
-        return {**super().settings(), "beta2": self.beta2, "eps": self.eps}
+    def group_settings(self) -> dict[str, Any]:
+        return {**super().group_settings(), "beta2": self.beta2, "eps": self.eps}
 
     def _update(self, matrix: Tensor, placement: Placement, second: Tensor | None) -> Tensor:
-        assert second is not None, "as of `kinds`"
+        assert second is not None, "as of `state_names`"
         shape = list(matrix.shape)
         if self._divided(placement):
             shape[dim_of(placement)] *= self.axis.size
@@ -194,8 +213,9 @@ TIE_BREAKER = 1e-4
 """Of the mean eigenvalue, the largest element of the diagonal that is added before eigenvectors are computed."""
 
 
+@mark("optimizer", "soap", unit="matrix")
 @dataclass(frozen=True)
-class Soap:
+class Soap(UpdateRule):
     """AdamW in the eigenbasis of Shampoo's preconditioners (Vyas et al. 2024, arXiv:2409.11321, algorithm 3).
 
     For the gradient G [O, I] of a matrix in the layers, with running means L of G G^T and R of G^T G and their
@@ -222,24 +242,33 @@ class Soap:
     placements: Mapping[str, Placement] = field(hash=False)
     tie_breaker: float = TIE_BREAKER
 
-    kinds: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq", "L", "R", "Q_L", "Q_R")
+    state_names = ("exp_avg", "exp_avg_sq", "L", "R", "Q_L", "Q_R")
 
-    def settings(self) -> dict[str, Any]:
+    @classmethod
+    def from_config(cls, config: OptimizerConfig, axis: Axis, placements: Mapping[str, Placement]) -> Soap:
+        return cls(
+            config.adam_beta1,
+            config.adam_beta2,
+            config.adam_eps,
+            config.soap_shampoo_beta,
+            config.soap_precondition_frequency,
+            axis,
+            placements,
+        )
+
+    def group_settings(self) -> dict[str, Any]:
         return {"betas": (self.beta1, self.beta2), "eps": self.eps, "shampoo_beta": self.shampoo_beta}
 
-    def square(self, kind: str, name: str, shape: Sequence[int]) -> tuple[int, ...] | None:
-        """The shape of a state that is whole on every rank, None of one that is shaped and divided as the parameter."""
-        if kind in ("exp_avg", "exp_avg_sq"):
-            return None
+    def replicated_states(self, name: str, shape: Shape) -> Mapping[str, Shape]:
         rows, columns = global_shape(shape, self._placement(name), self.axis.size)
-        return (rows, rows) if kind.endswith("L") else (columns, columns)
+        return {"L": (rows, rows), "R": (columns, columns), "Q_L": (rows, rows), "Q_R": (columns, columns)}
 
-    def update(self, work: Work) -> None:
-        foreach_mul_(list(work.params), 1.0 - work.lr * work.weight_decay)
-        for number, name in enumerate(work.names):
-            states = {kind: work.states[kind][number] for kind in self.kinds}
-            step = self._step(name, work.grads[number], states, work.step)
-            work.params[number].sub_(step, alpha=work.lr)
+    def update(self, batch: UpdateBatch) -> None:
+        foreach_mul_(list(batch.params), 1.0 - batch.lr * batch.weight_decay)
+        for number, name in enumerate(batch.names):
+            states = {kind: batch.states[kind][number] for kind in self.state_names}
+            step = self._step(name, batch.grads[number], states, batch.steps_done)
+            batch.params[number].sub_(step, alpha=batch.lr)
 
     def _step(self, name: str, grad: Tensor, states: Mapping[str, Tensor], before: int) -> Tensor:
         """What is to be subtracted from a parameter, but for the rate; `before` is the number of steps until now."""
@@ -277,20 +306,74 @@ class Soap:
         return self.placements.get(name, Replicated())
 
     def _whole(self, part: Tensor, placement: Placement) -> Tensor:
-        """The matrix of which every rank has a part, in the order that the model has it in on one rank."""
-        size = self.axis.size
-        if size == 1 or isinstance(placement, Replicated):
-            return part
-        dim, whole = dim_of(placement), part.new_empty(global_shape(part.shape, placement, size))
-        for rank, held in enumerate(all_gather(part.contiguous(), self.axis, dim).chunk(size, dim)):
-            for piece in local_pieces(placement, whole.shape[dim], size, rank):
-                whole.narrow(dim, piece.whole, piece.length).copy_(held.narrow(dim, piece.local, piece.length))
-        return whole
+        return gather_matrix(part, placement, self.axis)
 
     def _part(self, whole: Tensor, placement: Placement) -> Tensor:
-        """What of a whole matrix is here."""
         return local_part(whole, placement, self.axis.size, self.axis.index)
 
 
 def _pair(states: Mapping[str, Tensor], prefix: str) -> tuple[Tensor, Tensor]:
     return states[f"{prefix}L"], states[f"{prefix}R"]
+
+
+def gather_matrix(part: Tensor, placement: Placement, axis: Axis) -> Tensor:
+    """Return the whole matrix whose shard each tensor-parallel rank passes, with the rows in the order of one rank."""
+    size = axis.size
+    if size == 1 or isinstance(placement, Replicated):
+        return part
+    dim, whole = dim_of(placement), part.new_empty(global_shape(part.shape, placement, size))
+    for rank, held in enumerate(all_gather(part.contiguous(), axis, dim).chunk(size, dim)):
+        for piece in local_pieces(placement, whole.shape[dim], size, rank):
+            whole.narrow(dim, piece.whole, piece.length).copy_(held.narrow(dim, piece.local, piece.length))
+    return whole
+
+
+@dataclass(frozen=True)
+class GatheredMatrices(UpdateRule):
+    """Runs a rule that knows nothing of tensor parallelism on whole matrices.
+
+    Parameters, gradients and the states that are sharded like them are gathered over the tensor-parallel ranks, every
+    rank computes the whole update, and each keeps its shard.
+    """
+
+    rule: UpdateRule
+    axis: Axis
+    placements: Mapping[str, Placement] = field(hash=False)
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        return self.rule.state_names
+
+    def group_settings(self) -> dict[str, Any]:
+        return self.rule.group_settings()
+
+    def replicated_states(self, name: str, shape: Shape) -> Mapping[str, Shape]:
+        placement = self.placements.get(name, Replicated())
+        return self.rule.replicated_states(name, global_shape(shape, placement, self.axis.size))
+
+    def update(self, batch: UpdateBatch) -> None:
+        if self.axis.size == 1:
+            self.rule.update(batch)
+            return
+        for number, name in enumerate(batch.names):
+            self._update(name, replace(batch, **_only(batch, number)))
+
+    def _update(self, name: str, batch: UpdateBatch) -> None:
+        """Update one matrix."""
+        placement = self.placements.get(name, Replicated())
+        replicated = self.replicated_states(name, tuple(batch.params[0].shape))
+        shards = {"": batch.params[0], **{s: batch.states[s][0] for s in self.state_names if s not in replicated}}
+        whole = {key: gather_matrix(shard, placement, self.axis) for key, shard in shards.items()}
+        states = {state: [whole.get(state, batch.states[state][0])] for state in self.state_names}
+        grads = [gather_matrix(batch.grads[0], placement, self.axis)]
+        self.rule.update(replace(batch, params=[whole[""]], grads=grads, states=states))
+        for key, shard in shards.items():
+            if whole[key] is not shard:
+                shard.copy_(local_part(whole[key], placement, self.axis.size, self.axis.index))
+
+
+def _only(batch: UpdateBatch, number: int) -> dict[str, Any]:
+    """Return the fields of a batch for one of its parameters."""
+    states = {state: [tensors[number]] for state, tensors in batch.states.items()}
+    one = slice(number, number + 1)
+    return {"names": batch.names[one], "params": batch.params[one], "grads": batch.grads[one], "states": states}

@@ -19,21 +19,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megalith.config import OptimizerConfig, PrecisionConfig, check_groups
+from megalith.config import OptimizerConfig, PrecisionConfig
 from megalith.distributed.comm import all_reduce
-from megalith.distributed.context import ParallelContext
 from megalith.errors import ConfigError
 from megalith.kernels.torch_private import foreach_mul_, unscale_and_check_
-from megalith.models.language_model import LanguageModel, named_placements
 from megalith.nn.precision import at_least_fp32
 from megalith.optim.flat import boxes
-from megalith.optim.holding import hold_flat, hold_shards
+from megalith.optim.groups import Group
 from megalith.optim.loss_scale import LossScale, build_loss_scale
-from megalith.optim.matrix_rules import Soap
-from megalith.optim.norms import CountedOnce, copies_of, experts_of
-from megalith.optim.rules import STATE_DTYPES, Group, Widened, WidthScaling, Work, make_groups
-from megalith.parallel.data import Copies
-from megalith.parallel.fsdp import FullyShard
+from megalith.optim.rules import STATE_DTYPES, Fp32Arithmetic, UpdateBatch
+from megalith.optim.shards import OptimizerShards
 
 HOST = torch.device("cpu")
 CLIP_EPSILON = 1.0e-6  # Megatron's guard of the division by the norm
@@ -75,97 +70,58 @@ class _Rates:
 
 
 class Optimizer:
-    """An update rule with main parameters, loss scale and clipping.
+    """Update rules with main parameters, loss scale and clipping.
 
     Args:
-        modules: The model, or the parts of it that are here; their parameters have different names, and get
-            preallocated gradients, their layers a sink that writes to them.
-        zero1: Divide the main parameters and the moments over the data-parallel ranks.
-        copies: Which parameters other ranks hold too, beside data parallelism, by name; read from the placements of
-            the models by default, which every module has that shares its layers with other ranks.
-        bucket_size: Elements that are reduced at once; Megatron's rule by default.
-        overlap_gather: Under ZeRO-1 let `step` return while updated weights are on their way. Forward passes wait for
-            them; whoever reads or writes weights otherwise calls `settle` first. Not for compiled modules, which
-            a wait would divide.
-        sharded: The modules, where these are cut over the data-parallel ranks (ZeRO-2 and ZeRO-3). Their weight
-            gradients are autograd's then.
-        offload: Part of the parameters, by elements, whose states and updates are on the host (`choose_hosted`).
+        groups: The parameter groups, each with its update rule.
+        shards: What this rank holds of the parameters; `Optimizer` allocates the states.
+        count_zeros: Count the exact zeros among the gradients of each step.
+        offload: Fraction of the parameters, by elements, whose states and updates are on the host (`choose_hosted`).
     """
 
     def __init__(
         self,
-        modules: nn.Module | Sequence[nn.Module],
+        groups: Sequence[Group],
+        shards: OptimizerShards,
         config: OptimizerConfig,
         precision: PrecisionConfig,
         *,
         count_zeros: bool = False,
-        context: ParallelContext | None = None,
-        zero1: bool = False,
-        copies: Mapping[str, tuple[Copies, ...]] | None = None,
-        bucket_size: int | None = None,
-        overlap_gather: bool = False,
-        sharded: Sequence[FullyShard] = (),
         offload: float = 0.0,
     ) -> None:
-        check_groups(config, precision)
-        modules = [modules] if isinstance(modules, nn.Module) else modules
-        context = context or ParallelContext.solo()
-        self._config, self._count_zeros, self._world = config, count_zeros, context.world
-        self._params = _named(modules)
-        models = [module for module in modules if isinstance(module, LanguageModel)]
-        placements = {name: placement for model in models for name, _, placement in named_placements(model)}
-        self.groups = make_groups(self._params, config, context.tp, placements, _width_scaling(models))
-        copies = copies_of(models, context) if copies is None else copies
-        self._sharded = bool(sharded)
-        if sharded:
-            held = hold_shards(sharded, context, copies=copies)
-        else:
-            dtype = _one_dtype(self._params)
-            work = at_least_fp32(dtype)
-            held = hold_flat(
-                modules,
-                self._params,
-                context,
-                work=torch.float16 if config.main_params_dtype == "fp16" else work,
-                grads=work if precision.grads_in_fp32 else dtype,
-                copies=copies,
-                experts=experts_of(models) if context.experts_apart else (),
-                zero1=zero1,
-                bucket_size=bucket_size,
-                overlap_gather=overlap_gather,
-            )
-        self.gradients, self._memory = held.gradients, held.memory
-        self._owned, self._main, self._has_main = held.weights, held.main, held.weights is not held.main
-        self._counted = CountedOnce(self.gradients, copies, held.holders, held.elsewhere)
+        self.groups, self.gradients = list(groups), shards.gradients
+        self._config, self._count_zeros, self._world = config, count_zeros, shards.world
+        self._params, self._sharded = shards.parameters or {}, shards.parameters is None
+        self._memory, self._norms = shards.memory, shards.norms
+        self._owned, self._main, self._has_main = shards.weights, shards.main, shards.weights is not shards.main
         self._ordered = [name for group in self.groups for name in group.names if name in self._main]
         self._hosted = choose_hosted({name: self._main[name].numel() for name in self._ordered}, offload)
-        if self._has_main and not sharded:  # else the main parameters are the weights, or what FSDP gathers from
+        if self._has_main and not self._sharded:  # else the main parameters are the weights, or what FSDP gathers from
             self._main.update({name: on_host(self._main[name]) for name in self._hosted})
         self.step_count, self._last_rates = 0, _Rates(0.0, 0.0, 0.0)
         self.scaler: LossScale = build_loss_scale(precision)
         self._checks_overflow = precision.fp16 or (precision.bf16 and precision.loss_scale is not None)
         self._scales = precision.fp16
-        self._squares: set[str] = set()
+        self._replicated: set[str] = set()
         self._state = self._zero_state()
-        self._follow_loads(modules)
 
     def _zero_state(self) -> dict[str, dict[str, Tensor]]:
-        """Kind of state -> parameter name -> zeros."""
-        asked = {"exp_avg": self._config.exp_avg_dtype, "exp_avg_sq": self._config.exp_avg_sq_dtype}
+        """Name of a state -> parameter name -> zeros."""
+        dtypes = {"exp_avg": self._config.exp_avg_dtype, "exp_avg_sq": self._config.exp_avg_sq_dtype}
         states: dict[str, dict[str, Tensor]] = {}
         for group in self.groups:
-            for kind in group.rule.kinds:
-                part = states.setdefault(kind, {})
-                for name in filter(self._main.__contains__, group.names):
+            for name in filter(self._main.__contains__, group.names):
+                replicated = group.rule.replicated_states(name, tuple(self._main[name].shape))
+                for state in group.rule.state_names:
                     main = self._main[name]
-                    rounded = asked.get(kind, "fp32") != "fp32"
-                    dtype = STATE_DTYPES[asked[kind]] if rounded else at_least_fp32(main.dtype)
+                    rounded = dtypes.get(state, "fp32") != "fp32"
+                    dtype = STATE_DTYPES[dtypes[state]] if rounded else at_least_fp32(main.dtype)
+                    if state in replicated:
+                        self._replicated.add(f"{state}.{name}")
+                        main = main.new_empty(replicated[state])
                     hosted = name in self._hosted
-                    square = group.rule.square(kind, name, main.shape) if isinstance(group.rule, Soap) else None
-                    if square is not None:
-                        self._squares.add(f"{kind}.{name}")
-                        main = main.new_empty(square)
-                    part[name] = zeros_on_host(main, dtype) if hosted else torch.zeros_like(main, dtype=dtype)
+                    zeros = zeros_on_host(main, dtype) if hosted else torch.zeros_like(main, dtype=dtype)
+                    states.setdefault(state, {})[name] = zeros
         return states
 
     @property
@@ -196,9 +152,9 @@ class Optimizer:
         if self._checks_overflow and self._unscale(list(grads.values())):
             self.scaler.update(overflow=True)
             return StepOutcome(applied=False, grad_norm=None, num_zeros=None)
-        norm = self._counted.norm(grads)
+        norm = self._norms.norm(grads)
         self.scaler.update(overflow=not math.isfinite(norm))
-        zeros = self._counted.zeros(grads) if self._count_zeros else None
+        zeros = self._norms.zeros(grads) if self._count_zeros else None
         if not math.isfinite(norm) or norm > largest_norm:
             return StepOutcome(applied=False, grad_norm=norm, num_zeros=zeros)
         rates = _Rates(lr, weight_decay, lr if decoupled_lr is None else decoupled_lr)
@@ -251,26 +207,26 @@ class Optimizer:
         params, gradients = list(mains), [grads[name] for name in names]
         if hosted:
             params, gradients = [on_host(main) for main in mains], [on_host(gradient) for gradient in gradients]
-        states = {kind: [self._state[kind][name] for name in names] for kind in group.rule.kinds}
-        work = Work(names, params, gradients, states, lr=lr, weight_decay=weight_decay, step=self.step_count)
+        states = {state: [self._state[state][name] for name in names] for state in group.rule.state_names}
+        batch = UpdateBatch(names, params, gradients, states, lr, weight_decay, self.step_count)
         weights = [self._owned[name] for name in names] if self._has_main else None
-        if isinstance(group.rule, Widened):
-            group.rule.update_scaled(work, scale, None if hosted else weights)
+        if isinstance(group.rule, Fp32Arithmetic):
+            group.rule.update_scaled(batch, scale, None if hosted else weights)
         else:
             if scale != 1.0:
                 foreach_mul_(gradients, scale)
-            group.rule.update(work)
+            group.rule.update(batch)
         for main, updated in zip(mains, params, strict=True):
             if main is not updated:
                 main.copy_(updated)
-        if weights is not None and (hosted or not isinstance(group.rule, Widened)):
+        if weights is not None and (hosted or not isinstance(group.rule, Fp32Arithmetic)):
             for weight, main in zip(weights, mains, strict=True):
                 weight.copy_(main)
 
     @torch.no_grad()
     def params_norm(self) -> float:
         """L2 norm of all main parameters of all ranks."""
-        return self._counted.norm({name: self._main[name].to(self.gradients.device) for name in self._ordered})
+        return self._norms.norm({name: self._main[name].to(self.gradients.device) for name in self._ordered})
 
     @torch.no_grad()
     def reload_main_params(self) -> None:
@@ -283,7 +239,7 @@ class Optimizer:
             for name, main in self._main.items():
                 main.copy_(self._owned[name])
 
-    def _follow_loads(self, modules: Sequence[nn.Module]) -> None:
+    def follow_loads(self, modules: Sequence[nn.Module]) -> None:
         """Refresh the main parameters, which the next step would write over the weights, after `load_state_dict`."""
         for root in modules:
             for prefix, module in root.named_modules():
@@ -339,7 +295,7 @@ class Optimizer:
 
     def _boxes(self, label: str, name: str, tensor: Tensor) -> Iterator[StateBox]:
         """What this rank owns of a tensor like the parameter `name`, or of one that is whole on each rank."""
-        if label in self._squares:
+        if label in self._replicated:
             yield StateBox(label, tensor, (0,) * tensor.dim(), tuple(tensor.shape), whole=True)
             return
         shape, start = self.gradients.shapes[name], self.gradients.owned(name)[0]
@@ -366,7 +322,7 @@ class Optimizer:
             "is_decoupled_lr": group.decoupled,
             "lr": lr,
             "weight_decay": weight_decay,
-            **group.rule.settings(),
+            **group.rule.group_settings(),
         }
 
     def load_scalars(self, scalars: dict[str, Any]) -> None:
@@ -393,32 +349,6 @@ class _LoadFollower:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _LoadFollower, (type(None), self._names)
-
-
-build_optimizer = Optimizer
-"""The documented name of the constructor."""
-
-
-def _named(modules: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
-    named: dict[str, nn.Parameter] = {}
-    for module in modules:
-        own = dict(module.named_parameters())
-        assert named.keys().isdisjoint(own), f"in two modules: {sorted(named.keys() & own.keys())}"
-        named |= own
-    return named
-
-
-def _one_dtype(parameters: Mapping[str, Tensor]) -> torch.dtype:
-    dtypes = {parameter.dtype for parameter in parameters.values()}
-    assert len(dtypes) == 1, f"parameters of {sorted(map(str, dtypes))} in one flat memory"
-    return dtypes.pop()
-
-
-def _width_scaling(models: Sequence[LanguageModel]) -> WidthScaling:
-    """Of the rates of models, which have one architecture."""
-    tied = [model.copied_weight for model in models if model.copied_weight is not None]
-    widths = {model.config.width_multiplier for model in models}
-    return WidthScaling(widths.pop(), tied) if len(widths) == 1 else WidthScaling()
 
 
 def choose_hosted(sizes: Mapping[str, int], fraction: float) -> frozenset[str]:

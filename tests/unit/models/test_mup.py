@@ -11,7 +11,7 @@ from torch import Tensor
 from megalith.config import RunConfig, load
 from megalith.models.gpt import GPT
 from megalith.models.initialise import initialise
-from megalith.optim.optimizer import Optimizer, build_optimizer
+from megalith.optim import Optimizer, build_optimizer
 
 BASE = (
     "--num-layers 2 --num-attention-heads 4 --max-position-embeddings 16 --seq-length 16 --micro-batch-size 1 "

@@ -9,7 +9,7 @@ from megalith.distributed.context import Axis, ParallelContext
 from megalith.layout import Layout
 from megalith.models.gpt import GPT
 from megalith.models.language_model import Stage
-from megalith.optim.norms import copies_of
+from megalith.optim.build import copies_of
 from megalith.parallel.data import Copies
 from megalith.parallel.tensor import SequenceParallel, TensorParallel
 

@@ -17,8 +17,10 @@ from megalith.distributed.context import ParallelContext
 from megalith.errors import ConfigError
 from megalith.models.t5 import T5
 from megalith.optim import Optimizer, build_optimizer
+from megalith.optim.elementwise import AdamW
+from megalith.optim.groups import make_groups
 from megalith.optim.matrix_rules import COEFFICIENTS, AdaptiveMuon, Soap, orthogonalised
-from megalith.optim.rules import AdamW, Work, make_groups
+from megalith.optim.rules import UpdateBatch
 
 FP16 = PrecisionConfig(fp16=True, initial_loss_scale=8.0, hysteresis=1)
 
@@ -148,10 +150,10 @@ def test_adaptive_muon_is_its_formula() -> None:
     )
     grads = torch.randn(2, 6, 9, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
     found, wanted = torch.ones(6, 9, dtype=torch.float64), torch.ones(6, 9, dtype=torch.float64)
-    states = {kind: [torch.zeros_like(found)] for kind in rule.kinds}
+    states = {kind: [torch.zeros_like(found)] for kind in rule.state_names}
     momentum, second = torch.zeros_like(found), torch.zeros_like(found)
     for step, grad in enumerate(grads):
-        rule.update(Work(["w"], [found], [grad], states, lr=0.01, weight_decay=0.1, step=step))
+        rule.update(UpdateBatch(["w"], [found], [grad], states, lr=0.01, weight_decay=0.1, steps_done=step))
         momentum = 0.9 * momentum + 0.1 * grad
         raw = orthogonalised(momentum, COEFFICIENTS["quintic"], 5)
         second = 0.95 * second + 0.05 * raw.square()
@@ -193,10 +195,11 @@ def _soap(**changes: Any) -> Soap:
 
 def _soaped(rule: Soap, grads: Tensor, weight: Tensor) -> dict[str, Tensor]:
     """The states after so many steps of a weight, which is changed in place."""
-    shapes = {kind: rule.square(kind, "w", weight.shape) or tuple(weight.shape) for kind in rule.kinds}
+    squares = rule.replicated_states("w", tuple(weight.shape))
+    shapes = {kind: squares.get(kind, tuple(weight.shape)) for kind in rule.state_names}
     states = {kind: [weight.new_zeros(shape)] for kind, shape in shapes.items()}
     for step, grad in enumerate(grads):
-        rule.update(Work(["w"], [weight], [grad], states, lr=0.01, weight_decay=0.1, step=step))
+        rule.update(UpdateBatch(["w"], [weight], [grad], states, lr=0.01, weight_decay=0.1, steps_done=step))
     return {kind: tensors[0] for kind, tensors in states.items()}
 
 

@@ -11,7 +11,7 @@ from megalith.config import ModelConfig, OptimizerConfig, PrecisionConfig
 from megalith.distributed.rng import RandomStreams
 from megalith.models.gpt import GPT
 from megalith.models.initialise import initialise
-from megalith.optim.optimizer import build_optimizer
+from megalith.optim import build_optimizer
 from megalith.schedules.parameters import LearningRateSchedule, ParameterSchedule, WeightDecaySchedule
 from megalith.train.loop import Plan
 from megalith.train.state import TrainState

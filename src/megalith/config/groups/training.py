@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megalith.config.fields import setting
+from megalith.registry import Registered
 
 
 @dataclass(frozen=True)
@@ -375,7 +376,16 @@ class OptimizerConfig:
     @property
     def sees_matrices(self) -> bool:
         """Whether matrices in the layers are updated as a whole, instead of element by element."""
+        if isinstance(self.optimizer, Registered):
+            return bool(self.optimizer.entry.options.get("unit") == "matrix")
         return self.orthogonalises or self.optimizer == "soap"
+
+    @property
+    def elementwise_optimizer(self) -> str:
+        """The optimizer of the parameters that are updated element by element."""
+        if self.orthogonalises:
+            return self.muon_scalar_optimizer
+        return "adam" if self.sees_matrices else self.optimizer
 
     @property
     def decays_qk_layernorm(self) -> bool:

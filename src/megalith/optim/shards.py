@@ -22,6 +22,7 @@ from megalith.distributed.context import Axis, ParallelContext
 from megalith.nn.sink import attach_sink
 from megalith.optim.flat import Bucket, FlatLayout
 from megalith.optim.gradients import GradientBuffers
+from megalith.optim.norms import CountedOnce
 from megalith.parallel.data import (
     CopiedPart,
     Copies,
@@ -215,26 +216,21 @@ class GatheredWeights:
             part.let_go()
 
 
-Gradients = GradientBuffers | ShardedGradients
-"""The gradients of named parameters in the course of a step."""
-
-
 @dataclass(frozen=True)
-class Holding:
-    """What an optimizer works on."""
+class OptimizerShards:
+    """What this rank holds of the parameters that an optimizer updates."""
 
-    gradients: Gradients  # of all parameters
-    weights: dict[str, Tensor]  # what is updated here of the parameters, in the dtype that the model computes with
+    gradients: GradientBuffers | ShardedGradients  # of all parameters
+    weights: dict[str, Tensor]  # the parts of the parameters that are updated here, in the dtype of the model
     main: dict[str, Tensor]  # the same in at least fp32; the same tensors where the model computes so
     memory: ParameterMemory | GatheredWeights | None  # None where no other rank updates weights that are needed here
-    # the ranks among which every parameter has one owner (or one for each of its `Copies`), but for those that are
-    # counted `elsewhere`
-    holders: Axis
-    # names of the parameters that have owners on several replicas, of which this one is not the first
-    elsewhere: frozenset[str] = frozenset()
+    norms: CountedOnce
+    world: Axis  # all ranks, which agree on overflows
+    # the parameters that the modules have, by name; None where FSDP2 has replaced them by `weights`
+    parameters: Mapping[str, nn.Parameter] | None
 
 
-def hold_flat(
+def flat_shards(
     modules: Sequence[nn.Module],
     parameters: Mapping[str, nn.Parameter],
     ctx: ParallelContext,
@@ -246,7 +242,7 @@ def hold_flat(
     zero1: bool,
     bucket_size: int | None,
     overlap_gather: bool,
-) -> Holding:
+) -> OptimizerShards:
     """Replicated parameters with preallocated gradients, whose layers get a sink that writes to these."""
     kind = Zero1 if zero1 else Replicated
     data, of_experts = kind(ctx), kind(ctx, experts=True)
@@ -268,22 +264,24 @@ def hold_flat(
     weights = {name: piece for name, piece in weights.items() if piece.numel() > 0}
     has_main = work != next(iter(parameters.values())).dtype
     main = {name: piece.to(work) for name, piece in weights.items()} if has_main else weights
-    if zero1:
-        return Holding(gradients, weights, main, memory, ctx.world)
-    if not experts:
-        return Holding(gradients, weights, main, memory, ctx.join("tp", "pp"))
-    # The replicas of an expert are not those of a dense parameter: one sum over all ranks, of first replicas only.
-    elsewhere = [name for name in parameters if not (of_experts if name in experts else data).axis.is_first]
-    return Holding(gradients, weights, main, memory, ctx.world, frozenset(elsewhere))
+    holders, elsewhere = ctx.world if zero1 else ctx.join("tp", "pp"), list[str]()
+    if experts and not zero1:
+        # The replicas of an expert are not those of a dense parameter: one sum over all ranks, of first replicas only.
+        holders = ctx.world
+        elsewhere = [name for name in parameters if not (of_experts if name in experts else data).axis.is_first]
+    norms = CountedOnce(gradients, copies, holders, frozenset(elsewhere))
+    return OptimizerShards(gradients, weights, main, memory, norms, ctx.world, parameters)
 
 
-def hold_shards(
+def fsdp_shards(
     parts: Sequence[FullyShard], ctx: ParallelContext, *, copies: Mapping[str, tuple[Copies, ...]]
-) -> Holding:
+) -> OptimizerShards:
     """Parameters that are cut over the replicas. Their memory here is that of the main parameters; in half precision
     the rounded weights, which the gather makes anew, are kept beside it as checkpoints want them."""
     main = {name: shard for part in parts for name, shard in part.shards.items() if shard.numel() > 0}
     weights = {name: shard.to(part.dtype) for part in parts for name, shard in part.shards.items() if name in main}
     if all(weights[name].dtype == shard.dtype for name, shard in main.items()):
         weights = main
-    return Holding(ShardedGradients(parts, copies), weights, main, GatheredWeights(parts), ctx.world)
+    gradients = ShardedGradients(parts, copies)
+    norms = CountedOnce(gradients, copies, ctx.world)
+    return OptimizerShards(gradients, weights, main, GatheredWeights(parts), norms, ctx.world, None)

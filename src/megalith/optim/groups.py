@@ -1,0 +1,216 @@
+"""Which parameters are updated alike, and by which rule: Megatron's parameter groups."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+from megalith.config import OptimizerConfig
+from megalith.distributed.context import Axis
+from megalith.errors import ConfigError
+from megalith.nn.placement import Placement
+from megalith.optim import elementwise, matrix_rules
+from megalith.optim.elementwise import AdamW
+from megalith.optim.matrix_rules import GatheredMatrices, is_of_layers
+from megalith.optim.rules import Fp32Arithmetic, UpdateRule
+from megalith.optim.torch_rule import TorchRule
+from megalith.registry import Entry, Registered, Registry, marked_in
+
+_QK_NORMS = ("q_layernorm.", "k_layernorm.")
+_TABLES = ("embedding.word_embeddings.weight", "output_layer.weight", "lm_head.output_layer.weight")
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parameters that are treated alike, by name in module order."""
+
+    # wd_mult, lr_mult: what the weight decay and the rate are multiplied by
+    wd_mult: float
+    decoupled: bool  # whether their learning rate is `--decoupled-lr`
+    rule: UpdateRule
+    names: tuple[str, ...]
+    lr_mult: float = 1.0
+
+
+def decays(name: str, parameter: Tensor, config: OptimizerConfig) -> bool:
+    """Whether the weight decay acts on a parameter: not on biases and what is one-dimensional.
+
+    The norms of queries and keys decay if that is asked for, weights and biases as in Megatron.
+    """
+    if config.decays_qk_layernorm and any(part in name for part in _QK_NORMS):
+        return True
+    return not (name.endswith(".bias") or parameter.dim() == 1)
+
+
+def registered_optimizers() -> Registry:
+    """Return the optimizers of this package, by the names that `--optimizer` takes."""
+    return Registry((*marked_in(elementwise), *marked_in(matrix_rules)))
+
+
+def _entry(name: str) -> Entry:
+    """Return the registered optimizer that a setting names."""
+    entry = name.entry if isinstance(name, Registered) else registered_optimizers().find("optimizer", name)
+    assert entry is not None, f"--optimizer {name}: its choices are the registered names"
+    return entry
+
+
+@dataclass(frozen=True, order=True)
+class _Treatment:
+    """What makes a group, in the order of the groups."""
+
+    apart: bool
+    no_decay: bool
+    elementwise: bool
+    lr_mult: float = 1.0
+    eps_mult: float = 1.0
+
+
+def make_groups(
+    parameters: Mapping[str, Tensor],
+    config: OptimizerConfig,
+    axis: Axis,
+    placements: Mapping[str, Placement],
+    scaling: WidthScaling | None = None,
+) -> list[Group]:
+    """Return Megatron's groups in its order: with weight decay, then without, then those of `--decoupled-lr`.
+
+    Where the unit of the optimizer is the matrix, the matrices of the layers precede other parameters with decay.
+
+    Args:
+        placements: of the parameters over the tensor-parallel `axis`; needed by optimizers of matrices.
+        scaling: of the rates by the width of the model; none by default.
+    """
+    members: dict[_Treatment, tuple[str, ...]] = {}
+    for name, parameter in parameters.items():
+        treatment = _treatment(name, parameter, config, scaling or WidthScaling())
+        members[treatment] = (*members.get(treatment, ()), name)
+    return [
+        Group(
+            0.0 if treatment.no_decay else 1.0,
+            treatment.apart,
+            _elementwise(config, treatment.eps_mult)
+            if treatment.elementwise
+            else _of_matrices(config, axis, placements),
+            members[treatment],
+            treatment.lr_mult,
+        )
+        for treatment in sorted(members)
+    ]
+
+
+def _treatment(name: str, parameter: Tensor, config: OptimizerConfig, scaling: WidthScaling) -> _Treatment:
+    mup = _entry(config.optimizer).options.get("mup", "")
+    apart = config.decoupled_lr is not None and name in _TABLES
+    by_matrix = config.sees_matrices and is_of_layers(name, parameter)
+    scaled = not apart and not (by_matrix and mup == "muon")
+    return _Treatment(
+        apart,
+        not decays(name, parameter, config),
+        not by_matrix,
+        scaling.rate(name, parameter, mup) if scaled else 1.0,
+        scaling.epsilon(name, parameter, mup),
+    )
+
+
+def _elementwise(config: OptimizerConfig, epsilon_factor: float) -> UpdateRule:
+    """Return a rule for the parameters that are updated element by element."""
+    name = config.elementwise_optimizer
+    rule = _registered_rule(config) if isinstance(name, Registered) else _entry(name).thing.from_config(config)
+    if isinstance(rule, AdamW):
+        rule = replace(rule, eps=rule.eps * epsilon_factor)
+    return Fp32Arithmetic(rule) if config.stores_rounded else rule
+
+
+def _of_matrices(config: OptimizerConfig, axis: Axis, placements: Mapping[str, Placement]) -> UpdateRule:
+    """Return a rule for the matrices of the layers."""
+    if isinstance(config.optimizer, Registered):
+        return GatheredMatrices(_registered_rule(config), axis, placements)
+    rule: UpdateRule = _entry(config.optimizer).thing.from_config(config, axis, placements)
+    return rule
+
+
+def _registered_rule(config: OptimizerConfig) -> UpdateRule:
+    """Return a rule of the optimizer that `--import` registered.
+
+    Raises:
+        ConfigError: It is no update rule, or asks for states that its unit or the flags do not allow.
+    """
+    chosen = config.optimizer
+    assert isinstance(chosen, Registered)
+    thing = chosen.entry.thing
+    if isinstance(thing, type) and issubclass(thing, torch.optim.Optimizer):
+        own = chosen.settings
+        settings = {} if own is None else {field.name: getattr(own, field.name) for field in fields(own)}
+        torch_rule = TorchRule(thing, str(chosen), settings, of_matrices=config.sees_matrices)
+        if max(config.weight_decay, config.end_weight_decay or 0.0) and not torch_rule.takes_weight_decay:
+            raise ConfigError(f"--optimizer {chosen}: {thing.__name__} has no weight_decay; use --weight-decay 0")
+        rule: UpdateRule = torch_rule
+    else:
+        rule = chosen()
+    _check(rule, config)
+    return rule
+
+
+def _check(rule: UpdateRule, config: OptimizerConfig) -> None:
+    chosen, problems = f"--optimizer {config.optimizer}", []
+    if not isinstance(rule, UpdateRule):
+        raise ConfigError(
+            f"{chosen}: {type(rule).__name__} is neither a subclass of megalith.api.UpdateRule nor of "
+            "torch.optim.Optimizer; derive it from one of them"
+        )
+    reserved = {"fp32_param", "param", "step"}
+    problems += [
+        f"{chosen}: {state!r} cannot be the name of a state; use another identifier"
+        for state in rule.state_names
+        if not state.isidentifier() or state in reserved
+    ]
+    if not config.sees_matrices and rule.replicated_states("", (6, 4)):
+        problems.append(
+            f"{chosen}: its state_shapes differ from the shape of the parameter, which unit='element' does not allow; "
+            "register it with unit='matrix'"
+        )
+    problems += [
+        f"--{state.replace('_', '-')}-dtype {dtype} with {chosen}: it has no state {state}; leave the flag out"
+        for state, dtype in (("exp_avg", config.exp_avg_dtype), ("exp_avg_sq", config.exp_avg_sq_dtype))
+        if dtype != "fp32" and state not in rule.state_names
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+@dataclass(frozen=True)
+class WidthScaling:
+    """muP: the rate and the epsilon of a parameter by the width of its model (Yang et al. 2022, arXiv:2203.03466).
+
+    With m the width multiplier, Megatron's rules:
+
+    | optimizer                      | matrices of hidden states, output layer | embeddings, biases, norms |
+    |--------------------------------|-----------------------------------------|---------------------------|
+    | AdamW                          | rate / m, epsilon / m                   | as given                  |
+    | Lion, SOAP, the rest of Muon   | rate / m                                | as given                  |
+    | Muon's own matrices            | as given: its updates have their scale  |                           |
+    | SGD                            | as given                                | rate x m                  |
+
+    A rate that is given by `--decoupled-lr` stays as it is. The whole schedule is scaled, its start and its lowest rate
+    too; the weight decay is not, of which the rate is a factor.
+    """
+
+    multiplier: float = 1.0  # m, 1 without muP
+    tied: Collection[str] = ()  # parameters that are copies of the word embedding, by name
+
+    def rate(self, name: str, parameter: Tensor, mup: str) -> float:
+        """Return the factor of the learning rate of a parameter; `mup` is that option of the registered optimizer."""
+        if mup == "sgd":
+            return 1.0 if self._is_matrix(name, parameter) else self.multiplier
+        return 1.0 / self.multiplier if self._is_matrix(name, parameter) else 1.0
+
+    def epsilon(self, name: str, parameter: Tensor, mup: str) -> float:
+        """Return the factor of the epsilon of a parameter; arguments as of `rate`."""
+        return 1.0 / self.multiplier if mup == "adam" and self._is_matrix(name, parameter) else 1.0
+
+    def _is_matrix(self, name: str, parameter: Tensor) -> bool:
+        """Whether both extents of a parameter grow with the width, or the one that is summed over."""
+        return parameter.dim() > 1 and not name.startswith("embedding.") and name not in self.tied
