@@ -9,6 +9,7 @@ import pytest
 
 from megalith.checkpoint import DirectoryStore
 from megalith.checkpoint.convert import Wanted, convert
+from megalith.errors import CheckpointError
 
 from .test_train_checkpoint import FSDP, LLAMA, PP2, STEPS, TP2, TRAINING, ZERO, plain_tensors, train_on
 
@@ -16,6 +17,7 @@ ROUNDED = (
     "--bf16 --use-precision-aware-optimizer --main-grads-dtype bf16 --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 "
     "--grad-reduce-in-bf16"
 )
+IMPORT = f"--import {__name__.rpartition('.')[0]}.registered_optimizers"
 MOMENTS, MAIN = {"exp_avg", "exp_avg_sq"}, {"fp32_param"}
 SOAP = MOMENTS | {"L", "R", "Q_L", "Q_R"}
 CASES = {
@@ -35,6 +37,15 @@ CASES = {
         MOMENTS | MAIN,
     ),
     "lion-fsdp": (2, f"{FSDP} --optimizer lion --bf16", {"exp_avg"} | MAIN),
+    "nadam-zero1": (2, f"{ZERO} {IMPORT} --optimizer nadam --bf16", MOMENTS | MAIN),
+    "own-fsdp-fp16": (2, f"{FSDP} {IMPORT} --optimizer my-sign --fp16 --initial-loss-scale 65536", {"mean"} | MAIN),
+    "own-matrices-tp2": (2, f"{TP2} {LLAMA} {IMPORT} --optimizer my-shampoo", {"factor", "mean"} | MOMENTS),
+    "own-rounded-zero1": (
+        2,
+        f"{ZERO} {IMPORT} --optimizer my-sign --bf16 --grad-reduce-in-bf16 --use-precision-aware-optimizer "
+        "--main-grads-dtype bf16 --main-params-dtype fp16",
+        {"mean"} | MAIN,
+    ),
     "fp16-pp2": (2, f"{PP2} --fp16 --initial-loss-scale 65536 --loss-scale-window 2", MOMENTS | MAIN),
 }
 """Name -> ranks, flags, kinds of state in a checkpoint."""
@@ -43,10 +54,11 @@ CONVERTED = {
     "lion": ("--optimizer lion --bf16", {"exp_avg"} | MAIN),
     "muon": ("--optimizer muon --bf16", {"momentum_buffer"} | MOMENTS | MAIN),
     "soap": ("--optimizer soap", SOAP),
+    "own": (f"{IMPORT} --optimizer my-sign --bf16", {"mean"} | MAIN),
     "mup": ("--use-mup --mup-base-hidden-size 8", MOMENTS),
     "adaptive_muon": ("--optimizer adaptive_muon", {"momentum_buffer", "moment2_buffer"} | MOMENTS),
 }
-SAMPLE = ("muon-tp2", "soap-tp2", "rounded-zero1")
+SAMPLE = ("muon-tp2", "soap-tp2", "rounded-zero1", "nadam-zero1", "own-matrices-tp2")
 
 
 @pytest.mark.parametrize(
@@ -89,3 +101,34 @@ def test_a_conversion_keeps_every_state(tmp_path: Path, optimizer: str) -> None:
         names = {key for key in converted if key.startswith("optimizer.")}
         assert names == states and all(one[key].equal(converted[key]) for key in states)
     assert train_on(str(back), flags, 1, 40, STEPS) == train_on(str(first), flags, 1, 40, STEPS)
+
+
+EXACT = "--global-batch-size 2 --hidden-dropout 0 --attention-dropout 0 --clip-grad 0 --init-method-std 0.2"
+RESHARDED = {
+    "own-element": ("--optimizer my-sign", (ZERO, "", FSDP), True),
+    "nadam-bf16": ("--optimizer nadam --bf16", (ZERO, ""), True),
+    "nadam-tp": (f"--optimizer nadam {LLAMA}", (TP2, ZERO, PP2), False),
+    "own-matrix": (f"--optimizer my-shampoo {LLAMA}", (TP2, "", PP2), False),
+    "muon-of-torch": (f"--optimizer torch-muon {LLAMA}", (TP2, ""), False),
+}
+"""Name -> flags, the layouts of two ranks (one where it is empty) in turn, whether bits are the same."""
+
+
+@pytest.mark.parametrize("case", RESHARDED)
+def test_registered_optimizers_continue_in_other_layouts(ranks: Any, tmp_path: Path, case: str) -> None:
+    flags, layouts, exact = RESHARDED[case]
+    flags = f"{IMPORT} {flags} {EXACT}"
+    wanted = train_on(str(tmp_path / "whole"), flags, 1, 40, 2 * len(layouts))
+    steps: list[tuple[Any, ...]] = []
+    for number, layout in enumerate(layouts, 1):
+        arguments = (str(tmp_path / "moved"), f"{flags} {layout}", 2 if layout else 1, 40, 2 * number)
+        steps += ranks.run(2, train_on, *arguments)[0] if layout else train_on(*arguments)
+    losses, others = ([loss for _, loss, _, _ in run] for run in (steps, wanted))
+    assert losses == (others if exact else pytest.approx(others, rel=1e-5))
+    assert len(set(losses)) == len(losses)
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path: Path) -> None:
+    train_on(str(tmp_path), f"{IMPORT} --optimizer my-sign {EXACT}", 1, 40, 1)
+    with pytest.raises(CheckpointError, match="exp_avg"):
+        train_on(str(tmp_path), f"--optimizer adam {EXACT}", 1, 40, 2)

@@ -46,7 +46,6 @@ from megalith.config.foreign_args import model_of
 from megalith.errors import CheckpointError, ConfigError
 from megalith.models.initialise import generator_for
 
-_MOMENTS = tuple(f"{OPTIMIZER_PREFIX}{kind}." for kind in ("exp_avg", "momentum_buffer"))
 _OF_OPTIMIZER = ("optimizer", "opt_param_scheduler")
 
 
@@ -121,10 +120,11 @@ class InPrecision(Adapter):
             for key, stored in held.tensors.items()
             if key.startswith(OPTIMIZER_PREFIX) and not key.startswith(MAIN_PREFIX)
         }
+        with_states = {key.removeprefix(OPTIMIZER_PREFIX).partition(".")[2] for key in states}
         mains = {
             MAIN_PREFIX + key: replace(stored, dtype=torch.float32)
             for key, stored in weights.items()
-            if stored.dtype in HALF_PRECISION and any(moment + key in states for moment in _MOMENTS)
+            if stored.dtype in HALF_PRECISION and key in with_states
         }
         return Contents({**weights, **states, **mains}, held.objects)
 

@@ -23,6 +23,7 @@ from megalith.checkpoint.commit import building
 from megalith.checkpoint.content import CheckpointContent, Chunk, by_key
 from megalith.checkpoint.folder import TorchDistWriter, finish_folder
 from megalith.checkpoint.formats.megatron_names import CORE
+from megalith.checkpoint.formats.megatron_optimizer import MAIN
 from megalith.checkpoint.formats.per_rank import write_per_rank
 from megalith.checkpoint.formats.torch_dist import (
     OPTIMIZER_PREFIX,
@@ -45,7 +46,7 @@ _SHARE_OF_COPIES = 8  # what is in several files: norms, the second copy of a ti
 _FIXED_OVERHEAD = 2**22
 _UNKNOWN = "the checkpoint holds tensors that its args do not speak of, and that would be lost"
 _NO_PLACE = "the groups of the optimizer do not name all parameters; convert with --no-optim; no place for"
-_STATES = ("fp32_param", "exp_avg", "exp_avg_sq", "momentum_buffer", "moment2_buffer")
+_OF_ADAM = frozenset({MAIN, "exp_avg", "exp_avg_sq"})
 _SQUARES = {"L": 0, "Q_L": 0, "R": 1, "Q_R": 1}
 """States of SOAP -> the dimension of the parameter that both of theirs are as long as."""
 
@@ -164,13 +165,13 @@ def _chunks(space: ModelSpace, contents: Contents, division: Division, place: Pl
 
     common = {"rank": rank, "size": tp, "once": True}
     found = weight_chunks(boxes(""), space.placements, space.stacking, **common)  # type: ignore[arg-type]
-    kinds = {key.removeprefix(OPTIMIZER_PREFIX).partition(".")[0] for key in contents.tensors}
-    by_muon = {"momentum_buffer", "exp_avg"} <= kinds  # which has the one of matrices and the other of the rest
-    for state in _STATES:
-        prefix = f"{OPTIMIZER_PREFIX}{state}."
+    states = [key.removeprefix(OPTIMIZER_PREFIX) for key in contents.tensors if key.startswith(OPTIMIZER_PREFIX)]
+    kinds = dict.fromkeys(state.partition(".")[0] for state in states)
+    # Optimizers of matrices have states of their own for these, and AdamW's for the rest.
+    two_rules = "exp_avg" in kinds and not kinds.keys() - _SQUARES.keys() <= _OF_ADAM
+    for state in sorted(kinds.keys() - _SQUARES.keys(), key=lambda state: (state != MAIN, state)):
         part = optimizer_chunks(boxes(f"{state}."), space.placements, space.stacking, **common)  # type: ignore[arg-type]
-        if any(key.startswith(prefix) for key in contents.tensors):
-            found += [chunk for chunk in part if chunk.key in contents.tensors or not by_muon]
+        found += [chunk for chunk in part if chunk.key in contents.tensors or not two_rules]
     for state, dim in _SQUARES.items():
         sides = {name: space.shapes[name][dim] for name in own if state in kinds and len(space.shapes[name]) == 2}
         squares = [
