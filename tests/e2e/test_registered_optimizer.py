@@ -1,4 +1,4 @@
-"""An optimizer of the user's: trained under ZeRO-1, killed, and resumed on one rank, with the losses of a run on one."""
+"""A registered optimizer: trained under ZeRO-1, killed, and resumed on one rank, with the losses of a run on one."""
 
 from __future__ import annotations
 
